@@ -1,0 +1,44 @@
+"""What the benchmarks share: matrices, and ratios of medians within one process."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+
+import traceax as tr
+
+PSD = lx.positive_semidefinite_tag
+
+ESTIMATORS = {
+    "hutchinson": tr.HutchinsonEstimator(),
+    "hutch++": tr.HutchPlusPlusEstimator(),
+    "xtrace": tr.XTraceEstimator(),
+    "xnystrace": tr.XNysTraceEstimator(),
+}
+
+
+def dense_psd(n: int, dtype: Any = jnp.float32) -> jax.Array:
+    """A positive definite matrix with a moderately decaying spectrum."""
+    factor = jax.random.normal(jax.random.key(7), (n, n), dtype) / jnp.sqrt(n).astype(dtype)
+    return factor @ factor.T
+
+
+def seconds(fn: Callable[..., Any], *args: Any) -> float:
+    """The time of one call, the result awaited."""
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    return time.perf_counter() - start
+
+
+def ratio(fn: Callable[[], Any], base: Callable[[], Any], rounds: int = 15) -> float:
+    """The median time of `fn` over that of `base`: warmed up, and in turns, so that whatever else
+    the machine does falls on both.
+    """
+    for _ in range(2):
+        jax.block_until_ready((fn(), base()))
+    times = [(seconds(fn), seconds(base)) for _ in range(rounds)]
+    return statistics.median(t for t, _ in times) / statistics.median(t for _, t in times)

@@ -1,0 +1,68 @@
+"""What several test files share: the table of estimators, matrices, and naive references."""
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+
+import traceax as tr
+
+PSD = lx.positive_semidefinite_tag
+NSD = lx.negative_semidefinite_tag
+
+# The test table: a new estimator adds one row.
+ESTIMATORS = {
+    "hutchinson": tr.HutchinsonEstimator(),
+    "hutchinson-batched": tr.HutchinsonEstimator(batch_size=5),
+    "hutch++": tr.HutchPlusPlusEstimator(),
+    "hutch++-rademacher": tr.HutchPlusPlusEstimator(tr.RademacherSampler()),
+    "xtrace": tr.XTraceEstimator(),
+    "xtrace-normal": tr.XTraceEstimator(tr.NormalSampler()),
+    "xtrace-rademacher": tr.XTraceEstimator(tr.RademacherSampler()),
+    "xtrace-plain": tr.XTraceEstimator(improved=False),
+    "xnystrace": tr.XNysTraceEstimator(),
+    "xnystrace-rademacher": tr.XNysTraceEstimator(tr.RademacherSampler()),
+    "exact": tr.ExactTraceEstimator(),
+    "auto": tr.AutoTraceEstimator(),
+}
+# One of each class, where a table over all variants would only repeat itself.
+CLASSES = {name: ESTIMATORS[name] for name in ESTIMATORS if "-" not in name}
+
+
+def spectra(n):
+    """The six spectra of the XTrace experiment (arXiv:2301.07825)."""
+    i = np.arange(1, n + 1.0)
+    return {
+        "flat": np.linspace(1, 3, n),
+        "poly": i**-2,
+        "exp0.9": 0.9**i,
+        "exp0.7": 0.7**i,
+        "step1e-3": np.where(i <= 50, 1.0, 1e-3),
+        "step1e-8": np.where(i <= 50, 1.0, 1e-8),
+    }
+
+
+def random_unitary(rng, n, dtype=np.float64):
+    """A Haar-distributed orthogonal or unitary matrix."""
+    matrix = rng.standard_normal((n, n))
+    if np.issubdtype(dtype, np.complexfloating):
+        matrix = matrix + 1j * rng.standard_normal((n, n))
+    return np.linalg.qr(matrix)[0].astype(dtype)
+
+
+def with_spectrum(rng, eigenvalues, dtype=np.float64):
+    """A Hermitian matrix with these eigenvalues and a random basis."""
+    basis = random_unitary(rng, len(eigenvalues), dtype)
+    matrix = (basis * eigenvalues) @ basis.conj().T
+    return ((matrix + matrix.conj().T) / 2).astype(dtype)
+
+
+def keys(count, seed=0):
+    """A fixed number of fixed seeds."""
+    return jax.random.split(jax.random.key(seed), count)
+
+
+def estimates(matrix, k, estimator, count, tags=PSD, seed=0):
+    """Solutions for `count` keys, in one jitted vmap."""
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+    return jax.jit(jax.vmap(lambda key: tr.trace(key, operator, k, estimator)))(keys(count, seed))

@@ -1,0 +1,141 @@
+"""The published formulas in NumPy: naive, slow, and obviously right.
+
+Nothing here is clever: what the package gets from one factorisation of all probes is computed anew
+for every probe (or pair of probes) that is held out. `published_*` are the algorithms as their
+authors give them, with their own shifts, and without resphering.
+"""
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+
+import traceax as tr
+
+
+def each(fn, keys, *args):
+    """`fn(key, *args)` for one key after the other, in one compiled loop.
+
+    Not `vmap`: jaxlib 0.10 hands the chunks of a batched LAPACK call to the thread pool that the
+    call itself blocks, so that on a machine with two cores two of them at once (the Q of a QR
+    factorisation and a solve with its R) wait for each other for ever.
+    """
+    return jax.jit(lambda keys, args: jax.lax.map(lambda key: fn(key, *args), keys))(keys, args)
+
+
+@jax.jit(static_argnums=(2, 3, 4))
+def solutions(keys, matrix, k, estimator, tags=()):
+    """The `Solution` for each of the keys, one after the other."""
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+    return jax.lax.map(lambda key: tr.trace(key, operator, k, estimator), keys)
+
+
+def form(matrix, x):
+    """x^H A x."""
+    return np.vdot(x, matrix @ x)
+
+
+def hutchinson(matrix, omega):
+    """The samples omega_i^H A omega_i."""
+    return np.array([form(matrix, column) for column in omega.T])
+
+
+def hutchpp(matrix, omega, fresh, resphere):
+    """tr(Q^H A Q) and the samples c_i g_i^H A g_i, g_i = (I - Q Q^H) omega_i."""
+    n, m = omega.shape
+    q = np.linalg.qr(matrix @ omega)[0]
+    samples = []
+    for probe in fresh.T:
+        g = probe - q @ (q.conj().T @ probe)
+        samples.append((((n - m) / np.vdot(g, g).real) if resphere else 1) * form(matrix, g))
+    return np.trace(q.conj().T @ matrix @ q), np.array(samples)
+
+
+def hutchpp_estimate(matrix, omega, fresh, resphere):
+    """The value and standard error of Hutch++."""
+    captured, samples = hutchpp(matrix, omega, fresh, resphere)
+    return captured + samples.mean(), samples.std(ddof=1) / np.sqrt(len(samples))
+
+
+def xtrace_sample(matrix, omega, i, held_out, resphere):
+    """The estimate that tests with probe i what the probes outside {i} and `held_out` span."""
+    n = len(omega)
+    rest = np.delete(omega, [i, *held_out], axis=1)
+    q = np.linalg.qr(matrix @ rest)[0]
+    g = omega[:, i] - q @ (q.conj().T @ omega[:, i])
+    factor = (n - rest.shape[1]) / np.vdot(g, g).real if resphere else 1
+    return np.trace(q.conj().T @ matrix @ q) + factor * form(matrix, g)
+
+
+def nystrom(matrix, omega):
+    """The Nystrom approximation A O (O^H A O)^+ O^H A."""
+    if omega.shape[1] == 0:
+        return np.zeros_like(matrix)
+    sketch = matrix @ omega
+    core = omega.conj().T @ sketch
+    return sketch @ np.linalg.solve((core + core.conj().T) / 2, sketch.conj().T)
+
+
+def xnystrace_sample(matrix, omega, i, held_out, resphere):
+    """As `xtrace_sample`, with the Nystrom approximation in the place of the projection."""
+    n = len(omega)
+    rest = np.delete(omega, [i, *held_out], axis=1)
+    approximation = nystrom(matrix, rest)
+    basis = np.linalg.qr(rest)[0]
+    g = omega[:, i] - basis @ (basis.conj().T @ omega[:, i])
+    factor = (n - rest.shape[1]) / np.vdot(g, g).real if resphere else 1
+    return np.trace(approximation) + factor * form(matrix - approximation, omega[:, i])
+
+
+def leave_one_out(sample, matrix, omega, resphere):
+    """The value, the standard error, and the customary (too small) s / sqrt(m).
+
+    With t_ij the sample that tests with i and has held out j as well, D_ij = t_i - t_ij, the
+    square of the standard error is s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)).
+    """
+    m = omega.shape[1]
+    samples = np.array([sample(matrix, omega, i, [], resphere) for i in range(m)])
+    d = np.zeros((m, m), dtype=samples.dtype)
+    for i in range(m):
+        for j in range(m):
+            if i != j:
+                d[i, j] = samples[i] - sample(matrix, omega, i, [j], resphere)
+    pairs = [(d[i, j] * np.conj(d[j, i])).real for i in range(m) for j in range(m) if i != j]
+    customary = samples.std(ddof=1) / np.sqrt(m)
+    return samples.mean(), np.sqrt(customary**2 + max(0, np.mean(pairs))), customary
+
+
+def published_xtrace(matrix, omega):
+    """The samples of XTrace as published (arXiv:2301.07825, listing 1), for real matrices."""
+    q, r = np.linalg.qr(matrix @ omega)
+    s = np.linalg.solve(r.T, np.eye(len(r)))
+    s /= np.linalg.norm(s, axis=0)
+    z = matrix @ q
+    h, w, t = q.T @ z, q.T @ omega, z.T @ omega
+    x = w - s * np.sum(s * w, axis=0)
+    return (
+        np.trace(h)
+        - np.sum(s * (h @ s), axis=0)
+        + np.sum(w * s, axis=0) * np.sum(s * r, axis=0)
+        - np.sum(t * x, axis=0)
+        + np.sum(x * (h @ x), axis=0)
+    )
+
+
+def published_xnystrace(matrix, omega):
+    """The samples of XNysTrace as published: shift, Cholesky factor of Omega^T Y, no P."""
+    n = len(omega)
+    sketch = matrix @ omega
+    nu = np.finfo(float).eps * np.linalg.norm(sketch) / np.sqrt(n)
+    while True:
+        core = omega.T @ (sketch + nu * omega)
+        try:
+            c = np.linalg.cholesky((core + core.T) / 2).T
+            break
+        except np.linalg.LinAlgError:
+            nu *= 10
+    f = np.linalg.solve(c.T, (sketch + nu * omega).T).T
+    q = np.linalg.inv(c).T
+    d = np.sum(q**2, axis=0)
+    z = f @ (q / np.sqrt(d))
+    return np.sum(f**2) - np.sum(z**2, axis=0) + 1 / d - nu * n

@@ -1,0 +1,238 @@
+"""The functions that users call."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, PRNGKeyArray
+
+from ._diagonal.auto import AutoDiagonalEstimator
+from ._diagonal.blocks import BlockTraceEstimator
+from ._estimator import (
+    AbstractDiagonalEstimator,
+    AbstractTraceEstimator,
+    check_budget,
+    check_estimator,
+    solve,
+)
+from ._operator import BlockOperator, as_operator, is_complex
+from ._primitive import diagonal_p, trace_p
+from ._rows import Rows
+from ._solution import Solution
+from ._trace.auto import AutoTraceEstimator
+
+
+def trace(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    *,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, with an error bar.
+
+    The estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its derivative with
+    respect to anything that the operator depends on, in forward and reverse mode and at every
+    order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed.
+
+    !!! Example
+
+        ```python
+        operator = lx.MatrixLinearOperator(matrix)
+        solution = tr.trace(jax.random.key(0), operator, k=100)
+        solution.value, solution.std_err
+        ```
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the trace is exact.
+    - `estimator`: by default [`traceax.AutoTraceEstimator`][].
+    - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not
+        `RESULTS.successful`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][].
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator or `k` of the wrong type.
+    - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the tag
+        that the estimator needs.
+    """
+    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
+    return solve(trace_p, key, operator, k, estimator, throw=throw)
+
+
+def diagonal(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: AbstractDiagonalEstimator = AutoDiagonalEstimator(),
+    *,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the diagonal of A from at most `k` products with A and its adjoint.
+
+    Every entry is unbiased, has a standard error of its own, and a derivative as that of
+    [`traceax.trace`][]: unbiased, in forward and reverse mode and at every order.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the diagonal is exact.
+    - `estimator`: by default [`traceax.AutoDiagonalEstimator`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's input
+    PyTree.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k` or estimator of the wrong type.
+    - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the tag
+        that the estimator needs.
+    """
+    check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
+    solution = solve(diagonal_p, key, operator, k, estimator, throw=throw)
+    return restructure(solution, BlockOperator(operator).unflatten)
+
+
+def block_traces(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: AbstractDiagonalEstimator = AutoDiagonalEstimator(),
+    *,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the trace of every diagonal block of A: one for each leaf of its input PyTree.
+
+    For the Hessian of a network these are the traces layer by layer. All come from the same
+    products, are unbiased, and have a standard error and a derivative each. They add up to an
+    estimate of tr(A).
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the traces are exact.
+    - `estimator`: a diagonal estimator, by default [`traceax.AutoDiagonalEstimator`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` are PyTrees of scalars, of the structure of
+    the operator's input.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k` or estimator of the wrong type.
+    - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the tag
+        that the estimator needs.
+    """
+    check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
+    structure = as_operator(operator).in_structure()
+    sizes = tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure))
+    blocks = BlockTraceEstimator(estimator, Rows(sizes))
+    solution = solve(diagonal_p, key, operator, k, blocks, throw=throw)
+    treedef = jtu.tree_structure(structure)
+    return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
+
+
+def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
+    """The solution with `fn` applied to its value and its standard error."""
+    value, std_err = fn(solution.value), fn(solution.std_err)
+    stats = {**solution.stats, "std.err": std_err}
+    return Solution(value, std_err, solution.num_matvecs, stats, solution.result)
+
+
+def frobenius_norm(
+    key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, *, throw: bool = False
+) -> Solution:
+    r"""Estimate the Frobenius norm $\|A\|_F = \sqrt{\mathrm{tr}(A^* A)}$.
+
+    The square of the value is unbiased: XNysTrace of $A^* A$, two products with A (one of them with
+    its adjoint) a probe.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= 2 n` the norm is exact.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][].
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator or `k` of the wrong type.
+    - `ValueError`: for an operator that is not square, or `k < 1`.
+    """
+    return _root_of_gram(trace, key, operator, k, throw, rows=False)
+
+
+def row_norms(
+    key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, *, throw: bool = False
+) -> Solution:
+    r"""Estimate the Euclidean norms of the rows of A.
+
+    Their squares, the diagonal of $A A^*$, are unbiased: XNysDiag, two products with A (one of them
+    with its adjoint) a probe. An estimate of a square below 0 gives 0.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= 2 n` the norms are exact.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's input
+    PyTree.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator or `k` of the wrong type.
+    - `ValueError`: for an operator that is not square, or `k < 1`.
+    """
+    return _root_of_gram(diagonal, key, operator, k, throw, rows=True)
+
+
+def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
+    operator = as_operator(operator)
+    budget = check_budget(k, 2, 2 * operator.in_size(), "A Gram operator") // 2
+    transpose = operator.T
+    if is_complex(operator):
+        transpose = lx.conj(transpose)
+    gram = operator @ transpose if rows else transpose @ operator
+    gram = lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
+    solution = estimate(key, gram, budget, throw=throw)
+
+    def root(x):
+        # sqrt has an infinite slope at 0; a norm that is 0 keeps the derivative 0.
+        positive = x.real > 0
+        return jnp.where(positive, jnp.sqrt(jnp.where(positive, x.real, 1)), 0)
+
+    value = jtu.tree_map(root, solution.value)
+    # d sqrt(t) = dt / (2 sqrt(t)), and never more than sqrt(dt), the size of it where t vanishes.
+    std_err = jtu.tree_map(
+        lambda t, s: jnp.minimum(jnp.sqrt(s), s / jnp.where(t > 0, 2 * t, 1)),
+        lax.stop_gradient(value),
+        solution.std_err,
+    )
+    stats = {**solution.stats, "std.err": std_err}
+    return Solution(value, std_err, 2 * solution.num_matvecs, stats, solution.result)

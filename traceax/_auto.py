@@ -1,0 +1,80 @@
+"""What the two default estimators, of traces and of diagonals, have in common."""
+
+from collections.abc import Callable
+from typing import TypeVar, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from ._estimate import Estimate, make_estimate, status_of
+from ._estimator import AbstractEstimator
+from ._operator import BlockOperator, semidefinite_sign
+from ._rows import Rows
+from ._structure import split
+from ._weights import AbstractWeights
+
+_Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
+
+
+@final
+class SplitWeights(AbstractWeights):
+    """The exact part's own derivative, and the weights of what was estimated."""
+
+    inner: AbstractWeights | None  # None where nothing was estimated
+    k: int = eqx.field(static=True)
+    diagonal: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        parts = split(operator, self.k, 1, self.diagonal)
+        if self.inner is None or parts.rest is None:
+            return parts.exact
+        estimated = self.inner.contract(parts.rest)
+        return parts.exact + parts.scale * estimated.astype(parts.scale.dtype)
+
+
+def choose(
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    memory_limit: int,
+    *,
+    hutchinson: _Estimator,
+    nystrom: _Estimator,
+    sketching: _Estimator,
+) -> _Estimator:
+    """The estimator for an operator with nothing exact in it."""
+    block = BlockOperator(operator)
+    if block.n * k * block.dtype.itemsize > memory_limit:
+        return hutchinson
+    # The leave-one-out estimators need two probes for a standard error.
+    if semidefinite_sign(operator) != 0:
+        return nystrom if k >= 2 else hutchinson
+    return sketching if k >= 4 else hutchinson
+
+
+def compute_split(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimate_rest: Callable[..., tuple[Estimate, AbstractWeights]],
+    rows: Rows | None = None,
+) -> tuple[Estimate, SplitWeights]:
+    """Read off what is known, and estimate the rest with `estimate_rest(key, rest, budget)`."""
+    parts = split(operator, k, 1, diagonal=rows is not None)
+    exact = parts.exact if rows is None else rows.of_vector(parts.exact)
+    if parts.rest is None:
+        zero, status = jnp.zeros_like(exact.real), status_of(exact)
+        known = make_estimate(exact, zero, parts.num_matvecs, 0, status)
+        return known, SplitWeights(None, k, rows is not None)
+    inner, weights = estimate_rest(key, parts.rest, k - parts.num_matvecs)
+    estimate = Estimate(
+        exact + parts.scale * inner.value.astype(exact.dtype),
+        jnp.abs(parts.scale) * inner.std_err.astype(exact.real.dtype),
+        inner.num_matvecs + parts.num_matvecs,
+        inner.dof,
+        # The products are finite; the known part must be so as well.
+        jnp.maximum(inner.status, status_of(exact, parts.scale)),
+    )
+    return estimate, SplitWeights(weights, k, rows is not None)

@@ -1,0 +1,1 @@
+"""The diagonal estimators, one algorithm a file."""

@@ -1,0 +1,54 @@
+"""The default estimator of diagonals."""
+
+from typing import ClassVar, final
+
+import equinox as eqx
+
+from .._auto import choose, compute_split
+from .._estimator import AbstractDiagonalEstimator
+from .hutchinson import HutchinsonDiagonalEstimator
+from .xdiag import XDiagEstimator
+from .xnysdiag import XNysDiagEstimator
+
+
+@final
+class AutoDiagonalEstimator(AbstractDiagonalEstimator):
+    """Chooses as [`traceax.AutoTraceEstimator`][] does: known parts are read off; what is left goes
+    to [`traceax.HutchinsonDiagonalEstimator`][] if a block of `n x k` numbers would exceed
+    `memory_limit`, to [`traceax.XNysDiagEstimator`][] if it is tagged semidefinite, and to
+    [`traceax.XDiagEstimator`][] otherwise.
+
+    Cost: at most `k` matvecs (0 where everything is known); memory as the chosen estimator.
+    """
+
+    memory_limit: int = eqx.field(default=2**32, static=True)
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """Any square operator will do."""
+
+    def select(self, operator, k: int):
+        """The estimator for an operator with nothing exact in it, and this budget."""
+        return choose(
+            operator,
+            k,
+            self.memory_limit,
+            hutchinson=HutchinsonDiagonalEstimator(),
+            nystrom=XNysDiagEstimator(),
+            sketching=XDiagEstimator(),
+        )
+
+    def compute_rows(self, key, operator, k, rows):
+        """See `AbstractDiagonalEstimator`."""
+
+        def estimate(key, rest, left):
+            return self.select(rest, left).compute_rows(key, rest, left, rows)
+
+        return compute_split(key, operator, k, estimate, rows)
+
+
+AutoDiagonalEstimator.__init__.__doc__ = """**Arguments:**
+
+- `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
+    Hutchinson's estimator, which needs no sketch, takes over.
+"""

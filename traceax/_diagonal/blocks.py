@@ -1,0 +1,43 @@
+"""Traces of the diagonal blocks that belong to the leaves of a PyTree."""
+
+from typing import ClassVar, final
+
+from .._estimator import AbstractDiagonalEstimator, AbstractEstimator
+from .._exact import exact
+from .._rows import Rows
+from .._weights import AbstractWeights
+
+
+@final
+class _RowWeights(AbstractWeights):
+    """Sums of entries of a differentiated diagonal."""
+
+    inner: AbstractWeights
+    rows: Rows
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        return self.rows.of_vector(self.inner.contract(operator))
+
+
+@final
+class BlockTraceEstimator(AbstractEstimator):
+    """Sums of entries of what a diagonal estimator estimates, each with its own standard error."""
+
+    inner: AbstractDiagonalEstimator
+    rows: Rows
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """As the diagonal estimator."""
+        self.inner.check(operator)
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        estimate, weights = self.inner.compute_rows(key, operator, k, self.rows)
+        return estimate, _RowWeights(weights, self.rows)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        estimate, weights = exact(operator, self.rows)
+        return estimate, _RowWeights(weights, self.rows)

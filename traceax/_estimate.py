@@ -1,0 +1,72 @@
+"""Samples to estimate: the mean, its standard error, and whether to trust them."""
+
+import math
+from typing import final
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, Real
+
+# The states of an estimate inside the primitive, where they are plain integers. `_solution.RESULTS`
+# puts words to them.
+SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE = 0, 1, 2
+
+
+@final
+class Estimate(eqx.Module):
+    """What an estimator's algebra returns: a value (scalar or a vector), its error, and counts."""
+
+    value: Inexact[Array, "..."]
+    std_err: Real[Array, "..."]
+    num_matvecs: Int[Array, ""]
+    dof: Int[Array, ""]
+    status: Int[Array, ""]
+
+
+def make_estimate(
+    value: Array, std_err: Array, num_matvecs: int, dof: int, status: Array | int = SUCCESSFUL
+) -> Estimate:
+    """An `Estimate` with the integer fields as arrays."""
+
+    def integer(x):
+        return jnp.asarray(x, jnp.int32)
+
+    return Estimate(value, std_err, integer(num_matvecs), integer(dof), integer(status))
+
+
+def status_of(*products: Array) -> Array:
+    """NONFINITE if any of these arrays holds NaN or inf."""
+    finite = jnp.array(True)
+    for product in products:
+        finite &= jnp.all(jnp.isfinite(product))
+    return jnp.where(finite, SUCCESSFUL, NONFINITE)
+
+
+def scale_of(products: Array, axis: int | None = None) -> Array:
+    """A positive size of these products to divide by, so that no square over- or underflows: of
+    all, or along an axis (which is kept).
+
+    1 where they are all zero or hold NaN or inf.
+    """
+    size = jnp.max(jnp.abs(products), initial=0.0, axis=axis, keepdims=axis is not None)
+    usable = (size > 0) & jnp.isfinite(size)
+    return jnp.where(usable, size, jnp.ones_like(size))
+
+
+def safe_norm(x: Inexact[Array, "... m"]) -> Real[Array, "..."]:
+    """The Euclidean norm along the last axis, without over- or underflow of the squares."""
+    scale = scale_of(x, axis=-1)
+    return scale[..., 0] * jnp.linalg.norm(x / scale, axis=-1)
+
+
+def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
+    """The mean of independent samples (along the last axis) and its standard error, s / sqrt(m)
+    with the unbiased s.
+
+    One sample says nothing about its spread: the standard error is then inf.
+    """
+    m = samples.shape[-1]
+    mean = jnp.mean(samples, axis=-1)
+    if m == 1:
+        return mean, jnp.full_like(mean.real, jnp.inf)
+    return mean, safe_norm(samples - mean[..., None]) / math.sqrt(m * (m - 1))

@@ -1,0 +1,245 @@
+"""The contract of an estimator, and the checks in front of every call."""
+
+import abc
+import operator as op
+import warnings
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from equinox import AbstractClassVar
+from jaxtyping import Array, Inexact, PRNGKeyArray
+
+from ._estimate import NONFINITE, NOT_SEMIDEFINITE, Estimate
+from ._exact import exact
+from ._operator import as_operator
+from ._primitive import Primitive, bind, trace_p
+from ._rows import Rows
+from ._solution import RESULTS, Solution
+from ._weights import AbstractWeights
+
+
+class AbstractEstimator(eqx.Module):
+    """An algorithm that estimates something linear in A from products A v.
+
+    A final subclass declares `smallest`, and implements `check` and `compute`. The checks of the
+    arguments, the primitive, its derivative and its batching are the same for all.
+    """
+
+    #: The smallest budget with which the algorithm can do anything.
+    smallest: AbstractClassVar[int]
+
+    @abc.abstractmethod
+    def check(self, operator: lx.AbstractLinearOperator) -> None:
+        """Raise a `ValueError` if this estimator cannot take this (square) operator.
+
+        **Arguments:**
+
+        - `operator`: the operator, of which only the structure and the tags are looked at.
+        """
+
+    @abc.abstractmethod
+    def compute(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Estimate, AbstractWeights]:
+        """The algorithm itself, in ordinary JAX operations; called by the primitive only.
+
+        **Arguments:**
+
+        - `key`: the random key.
+        - `operator`: a square operator.
+        - `k`: the budget of matvecs, `smallest <= k < n` (larger budgets get the exact
+            trace without this method).
+
+        **Returns:**
+
+        The estimate, and the weights with which it is differentiated. These are dead code unless
+        a derivative is taken.
+        """
+
+    @abc.abstractmethod
+    def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, AbstractWeights]:
+        """What is estimated, exactly, from `n` products: for budgets `k >= n`.
+
+        **Arguments:**
+
+        - `operator`: a square operator.
+
+        **Returns:**
+
+        As `compute`, with standard error 0.
+        """
+
+
+class AbstractTraceEstimator(AbstractEstimator):
+    """An algorithm that estimates tr(A) from products A v.
+
+    A subclass is final, declares `smallest`, and implements `check` and `compute`.
+    """
+
+    def exact(self, operator):
+        """The exact trace: see `AbstractEstimator`."""
+        return exact(operator)
+
+    def estimate(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
+        """Estimate the trace of `operator`.
+
+        !!! Example
+
+            ```python
+            value, stats = tr.HutchinsonEstimator().estimate(key, operator, k=10)
+            value, stats = tr.HutchinsonEstimator()(key, operator, k=10)  # the same
+            ```
+
+        **Arguments:**
+
+        - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+        - `operator`: a square lineax operator with `n` rows.
+        - `k`: the number of matvecs to spend, a Python int. More than `n` are never spent; with
+            `k >= n` the trace is exact.
+
+        **Returns:**
+
+        A 2-tuple of the estimate (a scalar array) and a dictionary with its standard error
+        `"std.err"`, `"num_matvecs"`, `"dof"` and `"result"` (see [`traceax.Solution`][]).
+
+        **Raises:**
+
+        - `TypeError`: for a key, operator or `k` of the wrong type.
+        - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the
+            tag that the estimator needs.
+        """
+        solution = solve(trace_p, key, operator, k, self)
+        extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}
+        return solution.value, {**solution.stats, **extra}
+
+    def __call__(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
+        """An alias of `estimate`."""
+        return self.estimate(key, operator, k)
+
+
+class AbstractDiagonalEstimator(AbstractEstimator):
+    """An algorithm that estimates diag(A) from products A v.
+
+    A subclass is final, declares `smallest`, and implements `check` and `compute_rows`.
+    """
+
+    @abc.abstractmethod
+    def compute_rows(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, rows: Rows
+    ) -> tuple[Estimate, AbstractWeights]:
+        """The algorithm itself: see `compute` of `AbstractEstimator`.
+
+        **Arguments:** as there, and
+
+        - `rows`: the entries, or sums of entries, whose values and standard errors are wanted.
+
+        **Returns:**
+
+        The estimate of those, and the weights of the *whole* diagonal.
+        """
+
+    def compute(self, key, operator, k):
+        """The whole diagonal: see `AbstractEstimator`."""
+        return self.compute_rows(key, operator, k, Rows())
+
+    def exact(self, operator):
+        """The exact diagonal: see `AbstractEstimator`."""
+        return exact(operator, Rows())
+
+
+def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:
+    """Raise a `TypeError` unless the estimator is an instance of this kind."""
+    if not isinstance(estimator, kind):
+        raise TypeError(
+            f"The estimator must be an instance of a {kind.__name__}, such as "
+            f"`traceax.{example}()`, got {estimator!r}."
+        )
+
+
+def check_key(key: Any) -> Array:
+    """Return the key as an array, or raise a `TypeError` that says what a key is."""
+    hint = "make one with `jax.random.key(0)` and pass it first: `trace(key, operator, k)`"
+    if isinstance(key, np.ndarray):
+        key = jnp.asarray(key)
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"The key must be a JAX random key, got {type(key).__name__}: {hint}.")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if typed and key.ndim == 0:
+        return key
+    if not typed and key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
+        return key
+    if key.ndim > 0 and (typed or key.dtype == jnp.uint32):
+        hint = "use `jax.vmap` for a batch of keys"
+    raise TypeError(
+        f"The key must be a single JAX random key, got an array of shape {key.shape} and dtype "
+        f"{key.dtype}: {hint}."
+    )
+
+
+def check_budget(k: Any, smallest: int, n: int, name: str) -> int:
+    """The budget within bounds, `min(max(k, smallest), n)`, as a Python int.
+
+    All sample shapes follow from it, so it is computed with Python's `min` and `max`: `jnp.minimum`
+    would make it a tracer, and every shape with it.
+    """
+    if isinstance(k, jax.core.Tracer):
+        raise TypeError(
+            f"The budget k must be a static Python int, got the traced value {k}: shapes depend on "
+            "it. Mark it static (`jax.jit(..., static_argnames='k')`) or close over it."
+        )
+    if isinstance(k, bool | np.bool_):
+        raise TypeError(f"The budget k must be a Python int, got the bool {k}.")
+    try:
+        budget = op.index(k)
+    except TypeError:
+        raise TypeError(
+            f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
+            f"{type(k).__name__}. Round it: `int(k)`."
+        ) from None
+    if budget < 1:
+        raise ValueError(f"The budget k must be at least 1 matvec, got {budget}.")
+    if budget < min(smallest, n):
+        warnings.warn(
+            f"{name} needs at least {smallest} matvecs, got k={budget}: k was raised to "
+            f"{min(smallest, n)}.",
+            stacklevel=4,
+        )
+    return min(max(budget, smallest), n)
+
+
+def solve(
+    primitive: Primitive,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: AbstractEstimator,
+    *,
+    throw: bool = False,
+) -> Solution:
+    """Check everything, bind the primitive, and put words to its numbers."""
+    key = check_key(key)
+    operator = as_operator(operator)
+    estimator.check(operator)
+    budget = check_budget(k, estimator.smallest, operator.in_size(), type(estimator).__name__)
+    estimate = bind(primitive, key, operator, budget, estimator)
+    result: Any = RESULTS.successful
+    for status, outcome in (
+        (NONFINITE, RESULTS.nonfinite_operator),
+        (NOT_SEMIDEFINITE, RESULTS.not_semidefinite),
+    ):
+        result = RESULTS.where(estimate.status == status, outcome, result)
+    value = estimate.value
+    if throw:
+        for outcome in (RESULTS.nonfinite_operator, RESULTS.not_semidefinite):
+            value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
+    stats = {"std.err": estimate.std_err, "dof": estimate.dof}
+    return Solution(value, estimate.std_err, estimate.num_matvecs, stats, result)

@@ -1,0 +1,105 @@
+"""The Nystrom approximation of a semidefinite operator, and what leaving out a probe does to it.
+
+With Omega = P R, H = P^H A P = C^H C and F = A P C^{-1}, the approximation is F F^H. Without
+probe i it is F (I - q_i q_i^H) F^H with q_i = cn(C^{-H} s_i), s_i = cn(R^{-H})_i,
+d_i = ||C^{-H} s_i||^2, and A less that, applied to omega_i, is z_i rho_i / sqrt(d_i) with
+z_i = F q_i, rho_i = s_i^H r_i.
+
+Multiplying an orthonormal basis P of the probes rather than the probes themselves is the same in
+exact arithmetic, and better in floating point: their near-dependence (k close to n) drops out.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Real
+
+from ._estimate import scale_of
+from ._linalg import cholesky, divide_by_upper, qr, solve_upper_adjoint
+from ._operator import BlockOperator
+from ._sketch import adjoint, column_dots, leave_one_out_directions, matmul, shift_of, size_of
+
+
+class Nystrom(NamedTuple):
+    """The factors for A / scale + nu I (of a positive semidefinite A)."""
+
+    products: Inexact[Array, "n m"]  # A P, as multiplied
+    scale: Real[Array, ""]
+    nu: Real[Array, ""]
+    sketch: Inexact[Array, "n m"]  # (A / scale + nu I) P
+    core: Inexact[Array, "m m"]  # P^H A P / scale, without the shift
+    r: Inexact[Array, "m m"]
+    s: Inexact[Array, "m m"]
+    f: Inexact[Array, "n m"]
+    q: Inexact[Array, "m m"]
+    inverse: Real[Array, " m"]  # 1 / d_i
+    rho: Real[Array, " m"]
+    wrong: Bool[Array, ""]  # the operator is not semidefinite
+
+    @property
+    def size(self) -> Real[Array, ""]:
+        """The factor that takes results for A / scale back to A."""
+        return size_of(self.products, self.scale)
+
+
+def _shifted_cholesky(h, nu):
+    """The upper Cholesky factor of H + nu' I with the least nu' in nu, 10 nu, ... that has one.
+
+    H is symmetrised first. No eigenvalue is ever truncated: that would bias the estimate.
+    """
+    h = (h + adjoint(h)) / 2
+    eye = jnp.eye(h.shape[0], dtype=h.dtype)
+
+    def factorise(nu):
+        return nu, cholesky(h + nu * eye)
+
+    def failed(state):
+        nu, factor = state
+        # Beyond 1000 the shift exceeds the operator (scaled to size 1): NaN, and no way out.
+        return ~jnp.all(jnp.isfinite(factor)) & (nu < 1e3)
+
+    return lax.while_loop(failed, lambda state: factorise(10 * state[0]), factorise(nu))
+
+
+def nystrom(block: BlockOperator, omega: Inexact[Array, "n m"], sign: int) -> Nystrom:
+    """Approximate `sign * A` from m matvecs.
+
+    **Arguments:**
+
+    - `block`: the operator.
+    - `omega`: the probes.
+    - `sign`: 1 or -1, so that `sign * A` is positive semidefinite.
+
+    **Returns:**
+
+    A `Nystrom`. Cost: m matvecs, one QR factorisation of the probes, `3 n m^2` more operations.
+    """
+    n = block.n
+    p, r = qr(omega)
+    # Probes with few distinct values can coincide. Their factor is then singular: lift it.
+    r = r + jnp.diag(jnp.where(jnp.abs(jnp.diagonal(r)) > 0, 0, 1)).astype(r.dtype)
+    s = leave_one_out_directions(r)
+
+    products = sign * block.mm(p)
+    scale = scale_of(products)
+    sketch = products / scale
+    # shift_of is for probes of norm sqrt(n); those of P have norm 1.
+    least = shift_of(math.sqrt(n) * sketch, n, block.eps)
+    core = matmul(adjoint(p), sketch)
+    nu, factor = _shifted_cholesky(core, least)
+    # Eigenvalues of the core are Rayleigh quotients: one below zero by more than the rounding of
+    # the products says that the operator is not semidefinite.
+    wrong = ~(nu <= 100 * math.sqrt(n) * least)
+
+    sketch = sketch + nu * p
+    f = divide_by_upper(sketch, factor)
+    q = solve_upper_adjoint(factor, s)
+    # d_i may be beyond the square of the largest float: keep it as a length until it is inverted.
+    peak = jnp.max(jnp.abs(q), axis=0)
+    q = q / peak
+    length = jnp.linalg.norm(q, axis=0)
+    inverse = (1 / (peak * length)) ** 2
+    rho = jnp.abs(column_dots(s, r))
+    return Nystrom(products, scale, nu, sketch, core, r, s, f, q / length, inverse, rho, wrong)

@@ -1,0 +1,209 @@
+"""A lineax operator seen as an `n x n` matrix that multiplies blocks of vectors."""
+
+import math
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, final
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Inexact, PyTree
+
+
+def is_tagged(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
+    """`check(operator)`, or False where a user's operator does not register the check."""
+    try:
+        return bool(check(operator))
+    except NotImplementedError:
+        return False
+
+
+def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
+    """1 if the operator is tagged positive semidefinite, -1 if negative, 0 if neither."""
+    if is_tagged(lx.is_positive_semidefinite, operator):
+        return 1
+    return -1 if is_tagged(lx.is_negative_semidefinite, operator) else 0
+
+
+def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: str) -> None:
+    """Raise a `ValueError` unless the operator is tagged semidefinite."""
+    if semidefinite_sign(operator) == 0:
+        raise ValueError(
+            f"{name} needs a semidefinite operator, and this {type(operator).__name__} is not "
+            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
+            "lineax.positive_semidefinite_tag)` (or `negative_semidefinite_tag`); otherwise use "
+            f"{instead}."
+        )
+
+
+def is_complex(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is over the complex numbers."""
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in _leaf_dtypes(operator))
+
+
+def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the tags say that A^H = A."""
+    if semidefinite_sign(operator) != 0:
+        return True
+    return not is_complex(operator) and is_tagged(lx.is_symmetric, operator)
+
+
+def _leaf_dtypes(operator: lx.AbstractLinearOperator) -> list[np.dtype]:
+    leaves = jtu.tree_leaves((operator.in_structure(), operator.out_structure()))
+    floating = jax.dtypes.canonicalize_dtype(float)
+    return [x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else floating for x in leaves]
+
+
+def as_operator(operator: Any) -> lx.AbstractLinearOperator:
+    """Check that `operator` is a square lineax operator over one field, and return it with every
+    array that it depends on a leaf (see `hoist_closures`).
+
+    **Raises:**
+
+    - `TypeError`: if it is an array, a function or anything else that is not an operator.
+    - `ValueError`: if it is not square, or mixes real and complex arrays.
+    """
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        got = f"got a {type(operator).__name__}"
+        if eqx.is_array(operator):
+            got = f"got an array of shape {operator.shape} and dtype {operator.dtype}"
+        if eqx.is_array_like(operator) or isinstance(operator, list):
+            hint = "wrap a matrix in `lineax.MatrixLinearOperator(matrix)`"
+        elif hasattr(operator, "tocsr") or hasattr(operator, "todense"):
+            hint = "wrap a sparse matrix in `traceax.SparseLinearOperator(matrix)`"
+        elif callable(operator):
+            hint = (
+                "wrap a function in `lineax.FunctionLinearOperator(fn, input_structure)`, where "
+                "`input_structure` is a `jax.ShapeDtypeStruct` (or a PyTree of them)"
+            )
+        else:
+            hint = "pass one of lineax's operators, e.g. `lineax.MatrixLinearOperator(matrix)`"
+        raise TypeError(f"The operator must be a lineax.AbstractLinearOperator, {got}: {hint}.")
+    operator = hoist_closures(operator)
+    rows, columns = operator.out_size(), operator.in_size()
+    if rows != columns:
+        raise ValueError(
+            f"A trace needs a square operator, got {rows} x {columns} (outputs x inputs). "
+            "For A with more rows than columns, tr(A^H A) is the trace of `A.T @ A` (real A)."
+        )
+    fields = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in _leaf_dtypes(operator)}
+    if len(fields) > 1:
+        raise ValueError(
+            "The operator mixes real and complex arrays "
+            f"(inputs {operator.in_structure()}, outputs {operator.out_structure()}), so it is "
+            "not linear over one field. Declare its whole input structure complex."
+        )
+    return operator
+
+
+def _has_tracer(value: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value))
+
+
+def _closes_over_tracer(fn: Any) -> bool:
+    if not isinstance(fn, FunctionType):
+        return False
+    cells = [c.cell_contents for c in fn.__closure__ or () if _is_filled(c)]
+    return any(_has_tracer(c) or _closes_over_tracer(c) for c in cells)
+
+
+def _is_filled(cell) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """Make every array that the operator depends on a leaf of it.
+
+    NumPy arrays become JAX arrays. A function that still closes over traced values (an operator
+    made with `closure_convert=False`) is closure-converted: its tracers cannot be hashed, and
+    would be invisible to the primitive's transformation rules.
+    """
+
+    def convert(node):
+        if isinstance(node, lx.FunctionLinearOperator) and _closes_over_tracer(node.fn):
+            return lx.FunctionLinearOperator(node.fn, node.in_structure(), node.tags)
+        if isinstance(node, lx.JacobianLinearOperator) and _closes_over_tracer(node.fn):
+            return lx.JacobianLinearOperator(node.fn, node.x, node.args, node.tags, node.jac)
+        return jnp.asarray(node) if isinstance(node, np.ndarray | np.generic) else node
+
+    def is_function(node):
+        return isinstance(node, lx.FunctionLinearOperator | lx.JacobianLinearOperator)
+
+    return jtu.tree_map(convert, jtu.tree_map(convert, operator, is_leaf=is_function))
+
+
+@final
+class BlockOperator:
+    """A square operator as the estimators see it: `n`, a working dtype, and block products.
+
+    Products run in the operator's own dtypes; everything else in `dtype`, the widest of them but
+    never less than float32.
+
+    **Attributes:**
+
+    - `operator`: the lineax operator.
+    - `n`: its size.
+    - `dtype`: the working dtype, of probes, products and estimates.
+    - `eps`: the relative precision of a product (that of the narrowest array, say bfloat16).
+    """
+
+    def __init__(self, operator: lx.AbstractLinearOperator):
+        self.operator = operator
+        self.n = operator.in_size()
+        dtypes = _leaf_dtypes(operator) or [jax.dtypes.canonicalize_dtype(float)]
+        with jax.numpy_dtype_promotion("standard"):
+            widest = jnp.result_type(*dtypes)
+            self.dtype = np.dtype(jnp.promote_types(widest, jnp.float32))
+        self.eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+
+    def linearised(self) -> "BlockOperator":
+        """The same operator, with the work shared by all products (a Jacobian's primal pass)
+        done once.
+        """
+        try:
+            return BlockOperator(lx.linearise(self.operator))
+        except NotImplementedError:  # a user's operator that does not register `linearise`
+            return self
+
+    def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+        """The product `A @ block`: `m` matvecs."""
+        leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
+        m = block.shape[1]
+        floating = jax.dtypes.canonicalize_dtype(float)
+        split, start = [], 0
+        for leaf in leaves:
+            size = math.prod(leaf.shape)
+            rows = block if len(leaves) == 1 else block[start : start + size]
+            dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else floating
+            split.append(rows.reshape(*leaf.shape, m).astype(dtype))
+            start += size
+        vectors = jtu.tree_unflatten(treedef, split)
+        products = jax.vmap(self.operator.mv, in_axes=-1, out_axes=-1)(vectors)
+        flat = [x.reshape(-1, m).astype(self.dtype) for x in jtu.tree_leaves(products)]
+        return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+    def adjoint_mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+        """The product `A^H @ block`: `m` matvecs with A itself where A is Hermitian."""
+        if is_hermitian(self.operator):
+            return self.mm(block)
+        # A^H x = conj(A^T conj(x))
+        return jnp.conj(BlockOperator(self.operator.transpose()).mm(jnp.conj(block)))
+
+    def unflatten(self, vector: Inexact[Array, " n"]) -> PyTree[Inexact[Array, "..."]]:
+        """A vector as a PyTree of the operator's input structure (in the working dtype)."""
+        leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
+        split, start = [], 0
+        for leaf in leaves:
+            size = math.prod(leaf.shape)
+            split.append(vector[start : start + size].reshape(leaf.shape))
+            start += size
+        return jtu.tree_unflatten(treedef, split)

@@ -1,0 +1,229 @@
+"""`trace_p` and `diagonal_p`: the JAX primitives under every estimate.
+
+This is the only file that touches `jax.extend`, `jax.interpreters` or `equinox.internal`.
+
+Operands are the arrays inside (raw key, operator); everything else is static and hashable. The
+implementation and the derivative are plain functions of those arrays, `_run` and `_push_forward`;
+the rules below only arrange them:
+
+- abstract evaluation is `jax.eval_shape` of `_run`;
+- batching adds a *level* (the axes of the operands) to the static parameters and binds again, so
+  that a vmapped estimate still is this primitive and keeps its JVP rule; `_run` and
+  `_push_forward` are vmapped over the levels, innermost first;
+- the JVP asks for the weights (U, V) beside the value and contracts them with the tangent of the
+  operator. Weights have no tangent: they are what is held fixed.
+
+`_run` and `_push_forward` are jitted with the parameters static, so that an identical call,
+eager or traced, is not traced again.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from ._estimate import NONFINITE, Estimate
+
+_num_outputs = len(Estimate.__dataclass_fields__)
+
+
+class _Static:
+    """A leaf that is not an array, compared by type and value, or by identity where neither
+    works. (Python finds 1, 1.0 and True equal; a traced program does not.)
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static) or type(self.value) is not type(other.value):
+            return False
+        if self.value is other.value:
+            return True
+        try:
+            return bool(self.value == other.value)
+        except Exception:  # an object whose comparison is not a truth value
+            return False
+
+    def __hash__(self) -> int:
+        try:
+            return hash((type(self.value), self.value))
+        except TypeError:
+            return hash(type(self.value))
+
+
+class _Level(NamedTuple):
+    """One `vmap`: the batched axis of each operand (None: not batched)."""
+
+    axes: tuple[int | None, ...]
+    size: int
+    name: Any
+
+
+class _Params(NamedTuple):
+    """Everything static about a call."""
+
+    treedef: Any  # of (raw key, operator, estimator)
+    static: tuple[_Static | None, ...]  # None where the leaf is an operand
+    key_impl: Any
+    k: int
+    weights: bool
+    levels: tuple[_Level, ...]
+
+
+def _rebuild(params: _Params, operands: Sequence[Array]):
+    remaining = iter(operands)
+    leaves = [next(remaining) if s is None else s.value for s in params.static]
+    return jtu.tree_unflatten(params.treedef, leaves)
+
+
+def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
+    """`fn` vmapped over all levels; `in_axes(level)` gives the axes of its arguments."""
+    for level in levels:
+        fn = jax.vmap(fn, in_axes(level), 0, axis_name=level.name, axis_size=level.size)
+    return fn
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(params: _Params, operands: tuple[Array, ...]):
+    """The implementation: (Estimate, weights or None)."""
+
+    def run(operands):
+        key, operator, estimator = _rebuild(params, operands)
+        if params.key_impl is not None:
+            key = jax.random.wrap_key_data(key, impl=params.key_impl)
+        if params.k >= operator.in_size():
+            estimate, weights = estimator.exact(operator)
+        else:
+            estimate, weights = estimator.compute(key, operator, params.k)
+        # A number computed from NaN or inf is not an estimate, plausible as it may look.
+        failed = estimate.status == NONFINITE
+        nan = jnp.full((), jnp.nan, estimate.std_err.dtype)
+        value = jnp.where(failed, nan.astype(estimate.value.dtype), estimate.value)
+        std_err = jnp.where(failed, nan, estimate.std_err)
+        estimate = Estimate(value, std_err, estimate.num_matvecs, estimate.dof, estimate.status)
+        return estimate, weights if params.weights else None
+
+    # The algebra mixes real and complex: it must not depend on the user's promotion setting.
+    with jax.numpy_dtype_promotion("standard"):
+        return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _push_forward(params: _Params, moving: tuple[int, ...], operands, tangents, weights):
+    """The tangent of the value, sum_j v_j^H dA u_j, where the operands `moving` have tangents."""
+
+    def push(operands, tangents, weights):
+        def contract(moved):
+            complete = list(operands)
+            for i, operand in zip(moving, moved, strict=True):
+                complete[i] = operand
+            _, operator, _ = _rebuild(params, complete)
+            return weights.contract(operator)
+
+        primals = tuple(operands[i] for i in moving)
+        return jax.jvp(contract, (primals,), (tangents,))[1]
+
+    def in_axes(level):
+        return level.axes, tuple(level.axes[i] for i in moving), 0
+
+    with jax.numpy_dtype_promotion("standard"):
+        return _vmapped(push, params.levels, in_axes)(operands, tangents, weights)
+
+
+def _flat_run(*operands, params):
+    return jtu.tree_leaves(_run(params, operands))
+
+
+def _abstract_eval(*avals, params):
+    structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
+    outputs = jtu.tree_leaves(jax.eval_shape(partial(_run, params), structs))
+    return [jax.core.ShapedArray(out.shape, out.dtype) for out in outputs]
+
+
+def _zero(primal):
+    return ad.Zero(jax.core.ShapedArray(jnp.shape(primal), primal.dtype).to_tangent_aval())
+
+
+def _batch(primitive, axis_size, axis_name, _, operands, axes, *, params):
+    if all(axis is None for axis in axes):
+        outputs = primitive.bind(*operands, params=params)
+        return outputs, [None] * len(outputs)
+    level = _Level(tuple(axes), axis_size, axis_name)
+    outputs = primitive.bind(*operands, params=params._replace(levels=(*params.levels, level)))
+    return outputs, [0] * len(outputs)
+
+
+def _jvp(primitive, primals, tangents, *, params):
+    with_weights = params._replace(weights=True)
+    outputs = primitive.bind(*primals, params=with_weights)
+    moving = tuple(
+        i
+        for i, tangent in enumerate(tangents)
+        if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
+    )
+    outputs_t = [_zero(out) for out in outputs]
+    if moving:
+        structure = jax.eval_shape(partial(_run, with_weights), tuple(primals))
+        _, weights = jtu.tree_unflatten(jtu.tree_structure(structure), outputs)
+        outputs_t[0] = _push_forward(
+            with_weights, moving, tuple(primals), tuple(tangents[i] for i in moving), weights
+        )
+    if not params.weights:
+        outputs, outputs_t = outputs[:_num_outputs], outputs_t[:_num_outputs]
+    return outputs, outputs_t
+
+
+def _define(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(_flat_run)
+    primitive.def_abstract_eval(_abstract_eval)
+    batching.axis_primitive_batchers[primitive] = partial(_batch, primitive)
+    ad.primitive_jvps[primitive] = partial(_jvp, primitive)
+    mlir.register_lowering(primitive, mlir.lower_fun(_flat_run, multiple_results=True))
+    return primitive
+
+
+trace_p = _define("trace")
+diagonal_p = _define("diagonal")
+
+
+def bind(
+    primitive: Primitive, key: Array, operator: lx.AbstractLinearOperator, k: int, estimator: Any
+) -> Estimate:
+    """Estimate through a primitive.
+
+    **Arguments:**
+
+    - `primitive`: `trace_p` or `diagonal_p`; all that differs is the name in a jaxpr.
+    - `key`: a scalar random key, typed or raw.
+    - `operator`: a checked operator, all of whose arrays are leaves.
+    - `k`: the budget, already within bounds.
+    - `estimator`: the estimator, whose `compute` (or `exact`, for `k >= n`) does the work.
+
+    **Returns:**
+
+    The estimate, as arrays.
+    """
+    key_impl = None
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key_impl, key = jax.random.key_impl(key), jax.random.key_data(key)
+    leaves, treedef = jtu.tree_flatten((key, operator, estimator))
+    is_operand = [isinstance(leaf, jax.Array) for leaf in leaves]
+    static = tuple(
+        None if dynamic else _Static(leaf) for leaf, dynamic in zip(leaves, is_operand, strict=True)
+    )
+    operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
+    params = _Params(treedef, static, key_impl, k, False, ())
+    return Estimate(*primitive.bind(*operands, params=params))

@@ -1,0 +1,30 @@
+"""Rows of a diagonal, one by one or added up."""
+
+from typing import final
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+
+@final
+class Rows(eqx.Module):
+    """Which entries of a diagonal to add up: none (`sizes=None`), or consecutive groups.
+
+    With the sizes of the leaves of a PyTree the sums are the traces of its diagonal blocks.
+    """
+
+    sizes: tuple[int, ...] | None = eqx.field(default=None, static=True)
+
+    def __call__(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "g m"]:
+        """Add up rows, column by column."""
+        if self.sizes is None:
+            return block
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        ends = [start + size for start, size in zip(starts, self.sizes, strict=True)]
+        sums = [jnp.sum(block[a:b], axis=0) for a, b in zip(starts, ends, strict=True)]
+        return jnp.stack(sums)
+
+    def of_vector(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " g"]:
+        """The same for one vector."""
+        return self(vector[:, None])[:, 0]

@@ -1,0 +1,226 @@
+r"""Leave-one-out algebra, each piece written once.
+
+Throughout, `Omega` (n x m) holds the probes, `Y = A Omega` is the sketch, and `Y = Q R`.
+
+*Leaving out probe i.* The columns of `S = cn(R^{-H})` (cn: columns scaled to unit norm) obey
+`s_i^H R e_j = 0` for j != i, so `Q (I - s_i s_i^H) Q^H` projects on the range of `A Omega_{-i}`.
+
+*Leaving out probes i and j.* The projector loses the plane spanned by s_i and s_j; with the unit
+vector `u_ij = (s_j - s_i gamma_ij) / nu_ij`, `gamma_ij = s_i^H s_j`, `nu_ij^2 = 1 - |gamma_ij|^2`,
+that plane is spanned by the orthonormal pair (s_i, u_ij).
+
+*The error of the mean of leave-one-out samples.* Let t_i be the estimate that tests with probe i
+what was built from all the others, and t_ij the same with probe j held out as well. Given all
+probes but i, t_i and t_ij have mean tau = tr(A). Hence E[(t_ij - tau)(t_j - tau)^*] = 0 (given all
+but j, the first factor is fixed and the second has mean 0), likewise with i and j exchanged and for
+(t_ij, t_ji), so that with D_ij = t_i - t_ij
+
+    Cov(t_i, t_j) = E[D_ij conj(D_ji)].
+
+The sample variance of the t_i has mean Var(t_i) - Cov(t_i, t_j), hence
+
+    E[ s^2 / m + mean_{i != j} Re D_ij conj(D_ji) ] = Var(mean_i t_i)     exactly,
+
+while the customary s^2 / m leaves the covariance out: it is too small by up to 4 times (in standard
+deviation) for XNysTrace on decaying spectra, and for XTrace at the edge of a spectrum.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Real
+
+from ._estimate import scale_of
+from ._linalg import qr, solve_upper_adjoint
+from ._operator import BlockOperator
+from ._weights import LowRankWeights
+
+# The small algebra runs in full precision whatever the user's matmul setting is (TF32 on a GPU).
+matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:
+    """The conjugate transpose."""
+    return jnp.conj(a.T)
+
+
+def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[Array, " m"]:
+    """The inner products a_i^H b_i of corresponding columns."""
+    return jnp.sum(jnp.conj(a) * b, axis=0)
+
+
+def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
+    """The squared norms of the columns."""
+    return (
+        jnp.sum(jnp.square(a.real) + jnp.square(a.imag), axis=0)
+        if _is_complex(a)
+        else (jnp.sum(jnp.square(a), axis=0))
+    )
+
+
+def _is_complex(a) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.complexfloating)
+
+
+def quadratic_forms(h, x):
+    """The numbers x_i^H H x_i."""
+    return column_dots(x, matmul(h, x))
+
+
+def resphering(dimension: int, square: Array, resphere: bool) -> Array:
+    """C = dimension / ||g||^2 for residual probes g in a space of this dimension; 1 without."""
+    return dimension / square if resphere else jnp.ones_like(square)
+
+
+def rescale_error(size: Array, std_err: Array) -> Array:
+    """`size * std_err`, where 0 * inf is 0: a zero sketch has no error to speak of."""
+    return jnp.where(size > 0, size * std_err, jnp.where(jnp.isinf(std_err), std_err, 0))
+
+
+def leave_one_out_directions(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """`cn(R^{-H})` for an upper triangular, non-singular R."""
+    inverse = solve_upper_adjoint(r, jnp.eye(r.shape[0], dtype=r.dtype))
+    # Twice, because the entries of the inverse of a nearly singular factor may be so large that
+    # their squares overflow.
+    inverse = inverse / jnp.max(jnp.abs(inverse), axis=0)
+    return inverse / jnp.linalg.norm(inverse, axis=0)
+
+
+class Pairs(NamedTuple):
+    """The geometry of the planes (s_i, s_j), as m x m arrays over (i, j)."""
+
+    gamma: Inexact[Array, "m m"]
+    square: Real[Array, "m m"]  # nu_ij^2, or 1 where there is no plane
+    valid: Bool[Array, "m m"]  # i != j, and s_i, s_j not parallel to rounding
+
+    def forms(self, k: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+        """u_ij^H H u_ij from K = S^H H S."""
+        gamma, diagonal = self.gamma, jnp.diagonal(k)
+        cross = gamma * k.T + jnp.conj(gamma) * k
+        expanded = diagonal[None, :] - cross + jnp.abs(gamma) ** 2 * diagonal[:, None]
+        return expanded / self.square
+
+    def components(self, dots: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+        """u_ij^H y_i from the inner products `dots[j, i] = s_j^H y_i`."""
+        own = jnp.diagonal(dots)[:, None]
+        return (dots.T - jnp.conj(self.gamma) * own) / jnp.sqrt(self.square)
+
+
+def pairs_of(s: Inexact[Array, "m m"]) -> Pairs:
+    """The planes spanned by pairs of the unit columns of S."""
+    m = s.shape[0]
+    gamma = matmul(adjoint(s), s)
+    square = 1 - jnp.abs(gamma) ** 2
+    valid = (square > 64 * m * jnp.finfo(s.dtype).eps) & ~jnp.eye(m, dtype=bool)
+    return Pairs(gamma, jnp.where(valid, square, jnp.ones_like(square)), valid)
+
+
+def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> Array:
+    """The standard error of the mean of leave-one-out samples t_i.
+
+    **Arguments:**
+
+    - `samples`: the m values t_i.
+    - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j.
+    - `rounding`: the size of the rounding errors in the samples. Samples that agree to within it
+        come from an operator that the others already capture: the D_ij, which hold two probes out
+        of the approximation, say nothing about the error then.
+
+    **Returns:**
+
+    The root of `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji))`; inf for a single sample.
+    """
+    m = samples.shape[0]
+    real = samples.real.dtype
+    if m == 1:
+        return jnp.full((), jnp.inf, real)
+    variance = jnp.sum(jnp.abs(samples - jnp.mean(samples)) ** 2) / (m - 1)
+    covariance = jnp.sum((differences * jnp.conj(differences.T)).real) / (m * (m - 1))
+    covariance = jnp.where(variance > rounding**2, jnp.maximum(covariance, 0), 0)
+    return jnp.sqrt(variance / m + covariance).astype(real)
+
+
+def size_of(products: Array, scale: Array) -> Array:
+    """`scale`, but 0 where all products vanish: say 0 then, and not the rounding of the shift."""
+    return jnp.where(jnp.any(products != 0), scale, jnp.zeros_like(scale))
+
+
+class Sketch(NamedTuple):
+    """The products with the probes, and the sketch of A / scale + nu I made from them."""
+
+    products: Inexact[Array, "n m"]
+    scale: Real[Array, ""]
+    nu: Real[Array, ""]
+    shifted: Inexact[Array, "n m"]
+
+    @property
+    def size(self) -> Real[Array, ""]:
+        """The factor that takes results for A / scale back to A."""
+        return size_of(self.products, self.scale)
+
+
+def sketch_of(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Sketch:
+    """Multiply probes (of norm sqrt(n)), scale, and shift."""
+    products = block.mm(omega)
+    scale = scale_of(products)
+    sketch = products / scale
+    nu = shift_of(sketch, block.n, block.eps)
+    return Sketch(products, scale, nu, sketch + nu * omega)
+
+
+class RangeFinder(NamedTuple):
+    """The factors of a sketch and the residuals of its probes."""
+
+    q: Inexact[Array, "n m"]
+    r: Inexact[Array, "m m"]
+    s: Inexact[Array, "m m"]  # the leave-one-out directions
+    w: Inexact[Array, "m m"]  # Q^H Omega
+    x: Inexact[Array, "m m"]  # x_i = (I - s_i s_i^H) w_i: g_i = omega_i - Q x_i
+    square: Real[Array, " m"]  # ||g_i||^2
+    factor: Real[Array, " m"]  # c_i: (n - m + 1) / ||g_i||^2 with resphering, 1 without
+
+
+def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
+    """Factorise a (shifted, hence full-rank) sketch.
+
+    **Arguments:**
+
+    - `omega`: the probes.
+    - `sketch`: their products.
+    - `resphere`: whether to renormalise the residual probes.
+
+    **Returns:**
+
+    A `RangeFinder`. Cost: one QR factorisation (4 n m^2 operations) and 2 n m^2 more.
+    """
+    n, m = omega.shape
+    q, r = qr(sketch)
+    s = leave_one_out_directions(r)
+    w = matmul(adjoint(q), omega)
+    x = w - s * column_dots(s, w)
+    norms = square_norms(omega)
+    square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
+    return RangeFinder(q, r, s, w, x, square, resphering(n - m + 1, square, resphere))
+
+
+def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
+    """U = [Q (I - S S^H / m), c_i g_i / m], V = [Q, g_i], with g_i = omega_i - Q x_i."""
+    m = omega.shape[1]
+    residual = omega - matmul(factors.q, factors.x)
+    held_out = jnp.eye(m, dtype=omega.dtype) - matmul(factors.s, adjoint(factors.s)) / m
+    u = jnp.concatenate([matmul(factors.q, held_out), residual * (factors.factor / m)], axis=1)
+    return LowRankWeights(u.astype(omega.dtype), jnp.concatenate([factors.q, residual], axis=1))
+
+
+def shift_of(sketch: Array, n: int, eps: float) -> Array:
+    """Nu = eps ||Y||_F / sqrt(n), for a sketch of probes of norm sqrt(n); 1 where Y = 0.
+
+    Working on A + nu I keeps every factor non-singular and leaves unbiasedness untouched: the
+    trace of the shift, nu n, is known and subtracted.
+    """
+    norm = jnp.linalg.norm(sketch)
+    shift = eps / math.sqrt(n) * norm
+    return jnp.where(shift > 0, shift, jnp.ones_like(shift))

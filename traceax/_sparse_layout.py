@@ -1,0 +1,214 @@
+"""Where the entries of a sparse matrix stand, in the order in which a product wants them.
+
+XLA has no fast sparse product on a CPU: a scatter of every term takes some 100 ns an entry, on one
+core. What it does fast is to gather rows of a block `X`, scale them, and add them up inside one
+fused loop. So each row is cut into *chunks* of `width` slots, the last one padded, and a Python
+loop over the slots, which XLA fuses, sums up all chunks at once:
+
+    s_c = sum_j value[slots[c, j]] x[columns[c, j]]
+
+Where every row is one chunk, that is the product. Otherwise the sums are added to their rows. The
+width is chosen for the least work, so that one dense row, or a power law, costs little padding.
+
+(Measured, and slower by a factor of ten on a CPU: buckets of rows of different widths, whose
+concatenation makes XLA transpose the block; sums of chunks by gathers in a second loop, which XLA
+evaluates once for each use.)
+"""
+
+from typing import final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Inexact, Int32
+
+# The longest unrolled loop. Compile time grows with it; the time of a product hardly changes.
+_MAX_WIDTH = 48
+# What it costs to add the sum of a chunk to its row, in multiplications (measured on two cores).
+_CHUNK_COST = 16
+# No more slots than this for each entry and row, whatever the time it would save.
+_MAX_PADDING = 3
+
+
+@final
+class RowLayout(eqx.Module):
+    """The rows of a sparse matrix, cut into chunks of one width.
+
+    **Attributes:**
+
+    - `slots`: for each slot the position of its entry in the data; one past the end in padding.
+    - `columns`: for each slot the column of its entry. Padding repeats the first of its chunk, so
+        that a NaN in a vector reaches no row that it should not.
+    - `rows`: the row of each chunk, ascending; None where they are the same.
+    - `num_rows`: the number of rows of the matrix.
+    """
+
+    slots: Int32[Array, "chunks width"]
+    columns: Int32[Array, "chunks width"]
+    rows: Int32[Array, " chunks"] | None
+    num_rows: int = eqx.field(static=True)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots, padding included: the work of one product."""
+        return self.slots.size
+
+
+@final
+class SparsityPattern(eqx.Module):
+    """The sparsity of a matrix: all of it but the values of its entries.
+
+    **Attributes:**
+
+    - `rows`, `columns`: where each entry stands, in the order of the data. An entry that lies
+        outside of the matrix (the padding of a BCOO) is no entry.
+    - `forward`: the layout of a product with the matrix.
+    - `backward`: that of its transpose; None where it is not needed.
+    - `shape`: the shape of the matrix.
+    """
+
+    rows: Int32[Array, " nnz"]
+    columns: Int32[Array, " nnz"]
+    forward: RowLayout
+    backward: RowLayout | None
+    shape: tuple[int, int] = eqx.field(static=True)
+
+    def transpose(self) -> "SparsityPattern":
+        """The sparsity of the transpose. Costs nothing: both layouts are kept."""
+        if self.backward is None:
+            raise ValueError("The layout of the transpose was left out.")
+        m, n = self.shape
+        return SparsityPattern(self.columns, self.rows, self.backward, self.forward, (n, m))
+
+
+def sparsity_pattern(
+    rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int], symmetric: bool
+) -> SparsityPattern:
+    """Work out the layouts of a sparse matrix, in O(nnz log nnz) on the host.
+
+    **Arguments:**
+
+    - `rows`, `columns`: NumPy arrays of integers, in any order, possibly with duplicates.
+    - `shape`: the shape of the matrix.
+    - `symmetric`: whether the layout of the transpose can be left out.
+
+    **Returns:**
+
+    A `SparsityPattern`.
+
+    **Raises:**
+
+    - `ValueError`: for a negative index, or a size that 32 bits cannot index.
+    """
+    if _MAX_PADDING * (max(shape) + rows.size) >= np.iinfo(np.int32).max:
+        raise ValueError(
+            f"A sparse operator is indexed with 32 bits, got shape {shape} with {rows.size} "
+            "entries: split it into blocks."
+        )
+    if rows.size and min(rows.min(), columns.min()) < 0:
+        raise ValueError("The indices of a sparse matrix must not be negative.")
+    m, n = shape
+    # However far outside of the matrix an entry stands, its indices must fit.
+    rows = np.minimum(rows, m).astype(np.int32)
+    columns = np.minimum(columns, n).astype(np.int32)
+    forward = _row_layout(rows, columns, m, n)
+    backward = None if symmetric else _row_layout(columns, rows, n, m)
+    return SparsityPattern(jnp.asarray(rows), jnp.asarray(columns), forward, backward, (m, n))
+
+
+def _best_width(lengths: np.ndarray) -> int:
+    """The width of chunks for the least work, for rows of `lengths` entries."""
+    distinct, counts = np.unique(lengths[lengths > 0], return_counts=True)
+    if distinct.size == 0:
+        return 0
+    max_slots = _MAX_PADDING * (lengths.sum() + lengths.size)
+    best, best_cost = 0, np.inf
+    for width in range(1, min(int(distinct[-1]), _MAX_WIDTH) + 1):
+        num_chunks = int((-(-distinct // width) * counts).sum())
+        is_direct = width >= distinct[-1] and num_chunks == lengths.size
+        # The last term keeps small matrices from compiling a long loop for nothing.
+        cost = num_chunks * (width + (0 if is_direct else _CHUNK_COST)) + 16 * width
+        if cost < best_cost and num_chunks * width <= max_slots:
+            best, best_cost = width, cost
+    return best
+
+
+def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int, n: int) -> RowLayout:
+    entries = np.lexsort((columns, rows))
+    inside = (rows < m) & (columns < n)
+    if not inside.all():
+        entries = entries[inside[entries]]
+    lengths = np.bincount(rows[entries], minlength=m)
+    width = _best_width(lengths)
+    chunks = -(-lengths // max(width, 1))
+    # For each chunk: its row, its number in the row, and its first entry.
+    row = np.repeat(np.arange(m), chunks)
+    number = np.arange(row.size) - (np.cumsum(chunks) - chunks)[row]
+    first = ((np.cumsum(lengths) - lengths)[row] + number * width)[:, None]
+    place = np.arange(width)
+    is_used = place < (lengths[row] - number * width)[:, None]
+    position = first + np.where(is_used, place, 0)
+    return RowLayout(
+        jnp.asarray(np.where(is_used, entries[position], rows.size).astype(np.int32)),
+        jnp.asarray(columns[entries][position].astype(np.int32)),
+        None if np.array_equal(row, np.arange(m)) else jnp.asarray(row.astype(np.int32)),
+        m,
+    )
+
+
+# Jitted so that the loop is traced once for all products with one sparsity.
+@jax.jit
+def row_product(
+    layout: RowLayout, data: Inexact[Array, " nnz"], vector: Inexact[Array, " n"]
+) -> Inexact[Array, " m"]:
+    """The product of a sparse matrix with a vector: `layout.num_slots` multiplications.
+
+    **Arguments:**
+
+    - `layout`: the layout of the matrix.
+    - `data`: its entries.
+    - `vector`: the vector, in the dtype of `data`. Under `jax.vmap` a block `(n, k)`, mapped over
+        its last axis, is the fast case.
+
+    **Returns:**
+
+    The product, in the dtype of `data`. Half precision is accumulated in float32.
+    """
+    dtype = data.dtype
+    accumulate = jnp.dtype("float32") if jnp.finfo(dtype).bits < 32 else dtype
+    vector = vector.astype(accumulate)
+    values = (
+        data.astype(accumulate)
+        .at[layout.slots]
+        .get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    )
+    sums = jnp.zeros(values.shape[0], accumulate)
+    for j in range(values.shape[1]):
+        gathered = vector.at[layout.columns[:, j]].get(
+            mode="promise_in_bounds", wrap_negative_indices=False
+        )
+        # This is `values[:, j] * gathered`. But `jax.vmap` puts its axis first in a product, and
+        # last in a `dot_general`: the sum over it in the derivative then runs along memory, and
+        # is up to three times as fast. (Precision: on a GPU that sum is a matrix product.)
+        sums = sums + jax.lax.dot_general(
+            values[:, j],
+            gathered,
+            dimension_numbers=(((), ()), ((0,), (0,))),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+    if layout.rows is not None:
+        # In the derivative each of the slots above uses the cotangent of the sums: without a
+        # barrier each would gather it anew.
+        sums = jax.lax.optimization_barrier(sums)
+        sums = (
+            jnp.zeros(layout.num_rows, accumulate)
+            .at[layout.rows]
+            .add(
+                sums,
+                mode="promise_in_bounds",
+                indices_are_sorted=True,
+                wrap_negative_indices=False,
+            )
+        )
+    return sums.astype(dtype)

@@ -1,0 +1,1 @@
+"""The trace estimators, one algorithm a file."""

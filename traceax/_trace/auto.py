@@ -1,0 +1,58 @@
+"""The default estimator of traces."""
+
+from typing import ClassVar, final
+
+import equinox as eqx
+
+from .._auto import choose, compute_split
+from .._estimator import AbstractTraceEstimator
+from .hutchinson import HutchinsonEstimator
+from .xnystrace import XNysTraceEstimator
+from .xtrace import XTraceEstimator
+
+
+@final
+class AutoTraceEstimator(AbstractTraceEstimator):
+    """Chooses: what is known exactly is read off, the rest goes to the best estimator for it.
+
+    1. Diagonal, tridiagonal, identity and unit-diagonal parts of sums, multiples and negations
+       are split off exactly: `tr(K + s I)` spends its matvecs on `K` alone.
+    2. What is left goes to [`traceax.HutchinsonEstimator`][] if a block of `n x k` numbers would
+       exceed `memory_limit`,
+    3. to [`traceax.XNysTraceEstimator`][] if it is tagged positive or negative semidefinite,
+    4. and to [`traceax.XTraceEstimator`][] otherwise.
+
+    Cost: at most `k` matvecs (0 where everything is known); memory as the chosen estimator.
+    """
+
+    memory_limit: int = eqx.field(default=2**32, static=True)
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """Any square operator will do."""
+
+    def select(self, operator, k: int):
+        """The estimator for an operator with nothing exact in it, and this budget."""
+        return choose(
+            operator,
+            k,
+            self.memory_limit,
+            hutchinson=HutchinsonEstimator(),
+            nystrom=XNysTraceEstimator(),
+            sketching=XTraceEstimator(),
+        )
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+
+        def estimate(key, rest, left):
+            return self.select(rest, left).compute(key, rest, left)
+
+        return compute_split(key, operator, k, estimate)
+
+
+AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
+
+- `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
+    Hutchinson's estimator, which needs no sketch, takes over.
+"""

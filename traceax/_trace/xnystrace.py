@@ -1,0 +1,131 @@
+"""XNysTrace."""
+
+from typing import ClassVar, final
+
+import jax.numpy as jnp
+
+from .._estimate import NOT_SEMIDEFINITE, make_estimate, mean_and_std_err, status_of
+from .._estimator import AbstractTraceEstimator
+from .._nystrom import Nystrom, nystrom
+from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
+from .._sampler import AbstractSampler, SphereSampler
+from .._sketch import (
+    adjoint,
+    leave_one_out_error,
+    matmul,
+    pairs_of,
+    quadratic_forms,
+    range_finder,
+    rescale_error,
+    xtrace_weights,
+)
+
+
+def _leave_one_out(factors: Nystrom, n: int, resphere: bool):
+    """The samples t_i and the differences D_ij = t_i - t_ij (see `_sketch` and `_nystrom`).
+
+    Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
+    omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since rho_i = ||g_i||,
+
+        t_i = ||F||_F^2 - ||F q_i||^2 + alpha_i / d_i,  alpha_i = n - m + 1 (resphered) or rho_i^2.
+
+    Without j as well the plane (q_i, q_j) is lost. Because s_j^H r_i = 0, all that changes in the
+    residual is a factor: with gamma' and gamma of the pairs (q_i, q_j) and (s_i, s_j)
+
+        t_ij = ||F||_F^2 - ||F q_i||^2 - ||F u'_ij||^2 + alpha_ij / (d_i (1 - |gamma'_ij|^2)),
+        alpha_ij = (n - m + 2) (1 - |gamma_ij|^2) or rho_i^2.
+    """
+    q, inverse, rho_square = factors.q, factors.inverse, factors.rho**2
+    m = q.shape[0]
+    alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
+
+    gram = matmul(adjoint(factors.f), factors.f)
+    samples = jnp.trace(gram).real - quadratic_forms(gram, q).real + alpha * inverse
+
+    held_out, probes = pairs_of(q), pairs_of(factors.s)
+    pair_alpha = (n - m + 2) * probes.square if resphere else rho_square[:, None]
+    lost = held_out.forms(matmul(adjoint(q), matmul(gram, q))).real
+    differences = lost + (alpha[:, None] - pair_alpha / held_out.square) * inverse[:, None]
+    valid = held_out.valid & probes.valid
+    return samples, jnp.where(valid, differences, jnp.zeros_like(differences))
+
+
+@final
+class XNysTraceEstimator(AbstractTraceEstimator):
+    r"""XNysTrace: the leave-one-out Nystrom estimator for semidefinite operators.
+
+    With `k` probes and $\hat A_{(i)}$ the Nystrom approximation of A from all but the i-th, the
+    mean over i of
+
+    $$\mathrm{tr}(\hat A_{(i)}) + c_i \, \omega_i^* (A - \hat A_{(i)}) \omega_i, \qquad
+    c_i = (n - k + 1) / \|g_i\|^2 \text{ if improved, else } 1,$$
+
+    $g_i$ being the part of $\omega_i$ orthogonal to the other probes. Unbiased. One product a
+    probe, half of what XTrace takes: the most accurate estimator where it applies and the
+    spectrum decays. A negative semidefinite operator is negated.
+
+    The products are with an orthonormal basis P of the probes, the same approximation in exact
+    arithmetic. In floating point it is better than the published algorithm, which forms
+    $\Omega^* A \Omega$ of the probes themselves: their near-dependence as k approaches n drops
+    out, and $c_i$ needs no Gram matrix. (On 50 eigenvalues 1 and the rest 1e-8 the published
+    algorithm, without resphering, stalls near 1e-8; this one reaches 5e-10 at k = 200.)
+
+    The standard error includes the correlation between the samples (see
+    [`traceax.XTraceEstimator`][]); without it, it would be too small by 1.3 to 4 times.
+
+    Cost: `k` matvecs; four blocks of `n x k` numbers; `10 n k^2` operations beside the products.
+    The derivative takes `2k` tangent products: XTrace's weights from the same sketch, because the
+    derivative of A need not be semidefinite.
+
+    ??? cite "References"
+
+        E. N. Epperly, J. A. Tropp, R. J. Webber, *XTrace: making the most of every sample in
+        stochastic trace estimation*, 2024, arXiv:2301.07825, doi:10.1137/23M1548323.
+    """
+
+    sampler: AbstractSampler = SphereSampler()
+    improved: bool | None = None
+    smallest: ClassVar[int] = 1
+
+    def __check_init__(self):
+        self.sampler.check_resphering(self.improved)
+
+    def check(self, operator):
+        """The operator must be tagged semidefinite."""
+        self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
+        check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        sign = semidefinite_sign(operator)
+        n = block.n
+        resphere = self.sampler.respheres(self.improved, block.dtype)
+        omega = self.sampler.probes(key, n, k, block.dtype)
+
+        factors = nystrom(block, omega, sign)
+        samples, differences = _leave_one_out(factors, n, resphere)
+        value = (jnp.mean(samples) - n * factors.nu).astype(block.dtype)
+        std_err = leave_one_out_error(samples, differences, 8 * n * factors.nu)
+
+        # With a wrong tag, fall back on what needs none: omega_i^H A omega_i, from the products.
+        plain, plain_err = mean_and_std_err(quadratic_forms(factors.core, factors.r))
+        value = jnp.where(factors.wrong, plain, value)
+        std_err = jnp.where(factors.wrong, plain_err, std_err)
+        status = status_of(factors.products)
+        status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
+
+        estimate = make_estimate(
+            sign * factors.size * value, rescale_error(factors.size, std_err), k, k - 1, status
+        )
+        # The weights belong to the sketch A Omega = (A P) R, of either sign.
+        original = matmul(factors.sketch, factors.r)
+        return estimate, xtrace_weights(omega, range_finder(omega, original, resphere))
+
+
+XNysTraceEstimator.__init__.__doc__ = """**Arguments:**
+
+- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][].
+- `improved`: whether to renormalise ("resphere") the residual probes, which needs a rotation
+    invariant distribution. By default wherever that is so.
+"""

@@ -1,0 +1,131 @@
+"""XTrace."""
+
+from typing import ClassVar, final
+
+import jax.numpy as jnp
+
+from .._estimate import make_estimate, status_of
+from .._estimator import AbstractTraceEstimator
+from .._operator import BlockOperator
+from .._sampler import AbstractSampler, SphereSampler
+from .._sketch import (
+    RangeFinder,
+    adjoint,
+    column_dots,
+    leave_one_out_error,
+    matmul,
+    pairs_of,
+    quadratic_forms,
+    range_finder,
+    rescale_error,
+    resphering,
+    sketch_of,
+    xtrace_weights,
+)
+
+
+def _leave_one_out(factors: RangeFinder, h, t, n: int, resphere: bool):
+    """The samples t_i and the differences D_ij = t_i - t_ij (see `_sketch`).
+
+    With a_i = Q^H A g_i = r_i - H x_i and b_i = (g_i^H A Q)^H = (Z^H omega)_i - H^H x_i,
+
+        g_i^H A g_i = omega_i^H s_i s_i^H r_i - t_i^H x_i + x_i^H H x_i =: e_i
+        t_i         = tr H - s_i^H H s_i + c_i e_i.
+
+    Holding out j as well adds Q u_ij beta to the residual probe, beta = u_ij^H x_i, hence
+
+        t_ij = tr H - s_i^H H s_i - u_ij^H H u_ij
+               + c_ij (e_i + conj(beta) u_ij^H a_i + beta conj(u_ij^H b_i) + |beta|^2 u_ij^H H u_ij)
+
+    with c_ij = (n - m + 2) / (||g_i||^2 + |beta|^2) if resphered, else 1.
+    """
+    _, r, s, w, x, square, factor = factors
+    m = r.shape[0]
+    hx = matmul(h, x)
+    residual = (
+        jnp.conj(column_dots(s, w)) * column_dots(s, r) - column_dots(t, x) + column_dots(x, hx)
+    )
+    samples = jnp.trace(h) - quadratic_forms(h, s) + factor * residual
+
+    s_h = adjoint(s)
+    pairs = pairs_of(s)
+    lost = pairs.forms(matmul(s_h, matmul(h, s)))
+    beta = pairs.components(matmul(s_h, x))
+    towards = pairs.components(matmul(s_h, r - hx))
+    against = pairs.components(matmul(s_h, t - matmul(adjoint(h), x)))
+    size = jnp.abs(beta) ** 2
+    pair_residual = (
+        residual[:, None] + jnp.conj(beta) * towards + beta * jnp.conj(against) + size * lost
+    )
+    pair_factor = resphering(n - m + 2, square[:, None] + size, resphere)
+    differences = lost + (factor * residual)[:, None] - pair_factor * pair_residual
+    return samples, jnp.where(pairs.valid, differences, jnp.zeros_like(differences))
+
+
+@final
+class XTraceEstimator(AbstractTraceEstimator):
+    r"""XTrace: Hutch++ made exchangeable, every probe serving both as sketch and as test.
+
+    With $m = \lfloor k/2 \rfloor$ probes, $Q_{(i)}$ an orthonormal basis of the range of
+    $A \Omega_{-i}$ and $g_i = (I - Q_{(i)} Q_{(i)}^*) \omega_i$, the mean over i of
+
+    $$\mathrm{tr}(Q_{(i)}^* A Q_{(i)}) + c_i \, g_i^* A g_i, \qquad
+    c_i = (n - m + 1) / \|g_i\|^2 \text{ if improved, else } 1.$$
+
+    Unbiased, and exact to rounding once the rank of A is less than m. The standard error includes
+    the correlation between the samples, which it estimates without bias from their leave-two-out
+    counterparts, at no further product; the customary one is too small by 1.1 to 4 times.
+
+    Cost: `2 floor(k/2)` matvecs; three blocks of `n x k/2` numbers; `10 n m^2` operations beside
+    the products. (An odd matvec cannot be used: each probe takes two.)
+
+    ??? cite "References"
+
+        E. N. Epperly, J. A. Tropp, R. J. Webber, *XTrace: making the most of every sample in
+        stochastic trace estimation*, 2024, arXiv:2301.07825, doi:10.1137/23M1548323.
+        The identity of the standard error is derived in `traceax/_sketch.py`.
+    """
+
+    sampler: AbstractSampler = SphereSampler()
+    improved: bool | None = None
+    smallest: ClassVar[int] = 2
+
+    def __check_init__(self):
+        self.sampler.check_resphering(self.improved)
+
+    def check(self, operator):
+        """Any square operator will do."""
+        self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        n, m = block.n, k // 2
+        resphere = self.sampler.respheres(self.improved, block.dtype)
+        omega = self.sampler.probes(key, n, m, block.dtype)
+
+        # From here on the operator is A / scale + nu I.
+        sketch = sketch_of(block, omega)
+        factors = range_finder(omega, sketch.shifted, resphere)
+        products = block.mm(factors.q)
+        z = products / sketch.scale + sketch.nu * factors.q
+        h = matmul(adjoint(factors.q), z)
+        t = matmul(adjoint(z), omega)
+
+        samples, differences = _leave_one_out(factors, h, t, n, resphere)
+        std_err = leave_one_out_error(samples, differences, 8 * n * sketch.nu)
+        std_err = rescale_error(sketch.size, std_err)
+        value = sketch.size * (jnp.mean(samples) - n * sketch.nu)
+        status = status_of(sketch.products, products)
+        return (
+            make_estimate(value, std_err, 2 * m, m - 1, status),
+            xtrace_weights(omega, factors),
+        )
+
+
+XTraceEstimator.__init__.__doc__ = """**Arguments:**
+
+- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][].
+- `improved`: whether to renormalise ("resphere") the residual probes, which needs a rotation
+    invariant distribution. By default wherever that is so.
+"""
