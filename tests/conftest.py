@@ -1,6 +1,20 @@
 """Every test runs in float64 and with strict dtype promotion."""
 
+import os
+
+# Before NumPy loads it: pytest-xdist runs one process a core, and the threads of several OpenBLAS
+# pools that wait for each other cost more than everything else (seven times on two cores).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
+import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+    """Thousands of compiled programs in one process exhaust its memory maps."""
+    yield
+    jax.clear_caches()

@@ -137,19 +137,11 @@ def test_low_rank_at_every_scale(name, dtype, k):
                 assert np.all(error < 100 * np.finfo(dtype).eps * abs(truth)), what
 
 
-BROKEN = {
-    ("xnystrace-rademacher", 3, 2): "biased where two Rademacher probes coincide",
-    ("xtrace-rademacher", 5, 4): "NaN where two Rademacher probes coincide",
-}
-
-
 def smallest_sizes():
     for name, estimator in ESTIMATORS.items():
         for n, k in [(2, 1), (3, 1), (3, 2), (5, 4)]:
             if name != "exact" and k >= estimator.smallest:
-                reason = BROKEN.get((name, n, k))
-                marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-                yield pytest.param(name, n, k, marks=marks)
+                yield name, n, k
 
 
 @pytest.mark.parametrize(("name", "n", "k"), list(smallest_sizes()))

@@ -151,7 +151,8 @@ def test_bad_files_exit_with_2_and_one_line(capsys, tmp_path):
     "arguments",
     [[], ["trace"], ["trace", BUS, "-k", "0"], ["trace", BUS, "-k", "1.5"], ["bogus"],
      ["trace", BUS, "--estimator", "magic"], ["trace", BUS, "--seed", "-1"],
-     ["trace", BUS, "--dtype", "int8"]],
+     ["trace", BUS, "--dtype", "int8"], ["trace", BUS, "--top", "3"], ["diagonal"],
+     ["diagonal", BUS, "--estimator", "xtrace"], ["diagonal", BUS, "--top", "0"]],
 )  # fmt: skip
 def test_bad_arguments_exit_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
@@ -165,3 +166,187 @@ def test_small_budget_is_raised_with_a_note(capsys):
     assert code == 0
     assert json.loads(out)["matvecs"] == 2
     assert "raised to 2" in err
+
+
+def save_matrix(folder, *, complex_entries=False, n=40):
+    """A semidefinite matrix with a decaying spectrum, in a file."""
+    parts = np.random.default_rng(1).standard_normal((2, n, n))
+    basis, _ = np.linalg.qr(parts[0] + 1j * parts[1] if complex_entries else parts[0])
+    matrix = (basis / np.arange(1, n + 1) ** 1.5) @ basis.conj().T
+    np.save(folder / "matrix.npy", matrix)
+    return folder / "matrix.npy", matrix.diagonal()
+
+
+def test_table_of_the_diagonal_of_the_sample_matrix(capsys):
+    code, out, err = run(capsys, "diagonal", BUS, "-k", 60, "--exact", "--top", 3)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    labels = ["matrix", "estimator", "entries", "sum", "smallest entry", "largest entry",
+              "standard error", "matvecs", "seconds", "relative error", "within 2 errors", "",
+              "index (from 0)"]  # fmt: skip
+    for label, line in zip(labels, lines, strict=False):
+        assert line[:16].rstrip() == label
+    assert lines[2].split() == ["entries", "1138"]
+    assert "(root mean square)" in lines[6]
+    assert len(lines) == len(labels) + 3
+    assert lines[len(labels)].split()[0] in lines[5]  # the largest entry leads the list
+
+
+@pytest.mark.parametrize("estimator", ["auto", "hutchinson", "diag++", "xdiag", "xnysdiag"])
+def test_estimates_of_a_diagonal(capsys, tmp_path, estimator):
+    path, exact = save_matrix(tmp_path)
+    out = tmp_path / "out.npy"
+    arguments = ["-k", 30, "--estimator", estimator, "--exact", "--top", 4, "--output", out]
+    arguments += ["--tag", "psd"] if estimator == "xnysdiag" else []
+    report = run_json(capsys, "diagonal", path, *arguments)
+    values, std_errs = np.load(out)
+    assert (report["n"], report["matvecs"], report["estimator"]) == (40, 30, estimator)
+
+    errors = np.abs(values - exact)
+    assert 0 < report["rms_std_err"] == pytest.approx(np.sqrt(np.mean(std_errs**2)))
+    relative = np.linalg.norm(errors) / np.linalg.norm(exact)
+    assert report["relative_error"] == pytest.approx(relative)
+    assert report["within_two_std_errs"] == pytest.approx(np.mean(errors <= 2 * std_errs))
+    # 91 % to 95 % by Student's t with 9 to 29 degrees of freedom; 80 % is 2.4 binomial deviations
+    # of 40 entries below that.
+    assert report["within_two_std_errs"] >= 0.8
+
+    def entry(index):
+        return {"index": index, "estimate": values[index], "std_err": std_errs[index]}
+
+    assert report["sum"] == pytest.approx(values.sum())
+    assert report["smallest"] == entry(values.argmin())
+    assert report["largest"] == entry(values.argmax())
+    assert report["top"] == [entry(i) for i in np.argsort(-np.abs(values))[:4]]
+
+
+def test_extremes_count_signs_and_the_list_magnitudes(capsys, tmp_path):
+    np.save(tmp_path / "a.npy", np.diag([1.0, -7.0, 3.0, 0.5]))
+    report = run_json(capsys, "diagonal", tmp_path / "a.npy", "--exact")
+    assert report["smallest"] == {"index": 1, "estimate": -7.0, "std_err": 0.0}
+    assert report["largest"] == {"index": 2, "estimate": 3.0, "std_err": 0.0}
+    assert [entry["index"] for entry in report["top"]] == [1, 2, 0, 3]  # 5 wanted, 4 there
+    assert (report["rms_std_err"], report["sum"]) == (0.0, -2.5)
+    assert (report["relative_error"], report["within_two_std_errs"]) == (0.0, 1.0)
+
+
+def test_exact_diagonal(capsys):
+    report = run_json(capsys, "diagonal", BUS, "--estimator", "exact", "--exact")
+    assert report["sum"] == pytest.approx(EXACT, abs=1e-6)
+    assert (report["relative_error"], report["within_two_std_errs"]) == (0.0, 1.0)
+    assert (report["rms_std_err"], report["matvecs"]) == (0.0, 1138)
+
+
+def test_seed_and_dtype_of_a_diagonal(capsys, tmp_path):
+    path, _ = save_matrix(tmp_path)
+    arguments = ("diagonal", path, "-k", 10, "--seed")
+    reports = [run_json(capsys, *arguments, seed) for seed in (1, 1, 2)]
+    assert reports[0]["top"] == reports[1]["top"] != reports[2]["top"]
+    single = run_json(capsys, *arguments, 1, "--dtype", "float32", "--exact")
+    assert single["dtype"] == "float32"
+    assert single["sum"] == pytest.approx(reports[0]["sum"], rel=1e-4)
+
+
+def test_complex_diagonal(capsys, tmp_path):
+    path, exact = save_matrix(tmp_path, complex_entries=True)
+    np.save(path, 1j * np.load(path))
+    out = tmp_path / "out.npy"
+    arguments = ("diagonal", path, "-k", 20, "--exact", "--output", out)
+    report = run_json(capsys, *arguments)
+    values, std_errs = np.load(out)
+    assert report["sum"] == pytest.approx([values.sum().real, values.sum().imag])
+    assert (std_errs.real > 0).all()
+    assert (std_errs.imag == 0).all()
+    assert report["within_two_std_errs"] == np.mean(
+        np.abs(values - 1j * exact) <= 2 * std_errs.real
+    )
+    sizes = np.abs(values)
+    for name, index in {"smallest": sizes.argmin(), "largest": sizes.argmax()}.items():
+        value = values[index]
+        expected = {
+            "index": index,
+            "estimate": [value.real, value.imag],
+            "std_err": std_errs[index],
+        }
+        assert report[name] == expected
+    code, table, err = run(capsys, *arguments)
+    assert (code, err, table.count("(by magnitude)")) == (0, "", 2)
+
+
+@pytest.mark.parametrize("complex_entries", [False, True])
+def test_output_as_text_is_that_of_npy(capsys, tmp_path, complex_entries):
+    path, _ = save_matrix(tmp_path, complex_entries=complex_entries)
+    names = ["real", "imag", "std_err"] if complex_entries else ["estimate", "std_err"]
+    for suffix in ("npy", "txt", "CSV"):
+        out = tmp_path / f"out.{suffix}"
+        assert run(capsys, "diagonal", path, "-k", 6, "--output", out)[0] == 0
+    array = np.load(tmp_path / "out.npy")
+    assert array.shape == (2, 40)
+    assert array.dtype == (np.complex128 if complex_entries else np.float64)
+    columns = [array[0].real, array[0].imag, array[1].real] if complex_entries else list(array)
+
+    text, csv = tmp_path / "out.txt", tmp_path / "out.CSV"
+    assert text.read_text().splitlines()[0] == "# " + " ".join(names)
+    assert csv.read_text().splitlines()[0] == ",".join(names)
+    np.testing.assert_array_equal(np.loadtxt(text), np.transpose(columns))
+    table = np.loadtxt(csv, delimiter=",", skiprows=1)
+    np.testing.assert_array_equal(table, np.transpose(columns))
+
+
+def test_bad_output_is_said_before_computing(capsys, tmp_path, monkeypatch):
+    path, _ = save_matrix(tmp_path)
+    (tmp_path / "folder.txt").mkdir()
+    monkeypatch.setattr("traceax.diagonal", None)  # calling it would be a TypeError
+    cases = {"out.mat": "'.mat'", "out": ".npy, .txt, .csv", "folder.txt": "is a directory",
+             "missing/out.npy": "no directory", "matrix.npy/out.npy": "no directory"}  # fmt: skip
+    for name, words in cases.items():
+        code, out, err = run(capsys, "diagonal", path, "--output", tmp_path / name)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), err
+        assert err.startswith(f"traceax: {tmp_path / name}: ")
+        assert words in err
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    code, out, err = run(capsys, "diagonal", path, "--output", tmp_path / "out.npy")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "no permission" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("suffix", ["npy", "csv"])
+def test_full_disk_is_said(capsys, tmp_path, suffix):
+    np.save(tmp_path / "a.npy", np.eye(3))
+    out = tmp_path / f"out.{suffix}"
+    out.symlink_to("/dev/full")
+    code, printed, err = run(capsys, "diagonal", tmp_path / "a.npy", "--output", out)
+    assert (code, printed, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"traceax: {out}: cannot be written")
+
+
+def test_xnysdiag_needs_a_tag(capsys, tmp_path):
+    path, _ = save_matrix(tmp_path)
+    code, out, err = run(capsys, "diagonal", path, "--estimator", "xnysdiag")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "--tag psd" in err
+    assert "--estimator xdiag" in err
+
+
+def test_untrustworthy_diagonals_exit_with_1(capsys, tmp_path):
+    path, _ = save_matrix(tmp_path)
+    code, out, err = run(capsys, "diagonal", path, "-k", 8, "--tag", "nsd", "--json")
+    assert code == 1
+    assert json.loads(out)["matvecs"] == 8
+    assert "it is not" in " ".join(err.split())
+    matrix = np.load(path)
+    matrix[2, 3] = np.nan
+    np.save(path, matrix)
+    code, out, err = run(capsys, "diagonal", path, "-k", 4, "--json", "--exact")
+    assert code == 1
+    report = json.loads(out)
+    assert (report["sum"], report["largest"]["estimate"], len(report["top"])) == (None, None, 5)
+    assert "NaN" in err
+
+
+def test_single_probe_of_a_diagonal_has_no_standard_error(capsys, tmp_path):
+    path, _ = save_matrix(tmp_path)
+    report = run_json(capsys, "diagonal", path, "-k", 1, "--estimator", "hutchinson")
+    assert report["rms_std_err"] is None
+    assert report["top"][0]["std_err"] is None

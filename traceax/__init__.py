@@ -1,5 +1,6 @@
 """Stochastic trace estimation on lineax linear operators."""
 
+from . import curvature as curvature
 from ._api import (
     block_traces as block_traces,
     diagonal as diagonal,
@@ -27,11 +28,14 @@ from ._sampler import (
 )
 from ._solution import RESULTS as RESULTS, Solution as Solution
 from ._sparse import SparseLinearOperator as SparseLinearOperator
+from ._summary import Summary as Summary, summary as summary
 from ._trace.auto import AutoTraceEstimator as AutoTraceEstimator
 from ._trace.exact import ExactTraceEstimator as ExactTraceEstimator
 from ._trace.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._trace.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
 from ._trace.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._trace.xtrace import XTraceEstimator as XTraceEstimator
+from ._track import Tracker as Tracker, track as track
+from ._track_step import TrackState as TrackState
 
 __version__ = "2.0.0"

@@ -212,6 +212,20 @@ def row_norms(
     return _root_of_gram(diagonal, key, operator, k, throw, rows=True)
 
 
+def root(square: Array) -> Array:
+    """The root of an estimated square, 0 where that is negative."""
+    # sqrt has an infinite slope at 0; a norm that is 0 keeps the derivative 0.
+    positive = ~(square.real <= 0)  # NaN stays NaN
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square.real, 1)), 0)
+
+
+def root_error(value: Array, std_err: Array) -> Array:
+    """The standard error of a root, from the root and the standard error of the square."""
+    # d sqrt(t) = dt / (2 sqrt(t)), and never more than sqrt(dt), the size of it where t vanishes.
+    value = lax.stop_gradient(value)
+    return jnp.minimum(jnp.sqrt(std_err), std_err / jnp.where(value == 0, 1, 2 * value))
+
+
 def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
     operator = as_operator(operator)
     budget = check_budget(k, 2, 2 * operator.in_size(), "A Gram operator") // 2
@@ -222,17 +236,7 @@ def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
     gram = lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
     solution = estimate(key, gram, budget, throw=throw)
 
-    def root(x):
-        # sqrt has an infinite slope at 0; a norm that is 0 keeps the derivative 0.
-        positive = x.real > 0
-        return jnp.where(positive, jnp.sqrt(jnp.where(positive, x.real, 1)), 0)
-
     value = jtu.tree_map(root, solution.value)
-    # d sqrt(t) = dt / (2 sqrt(t)), and never more than sqrt(dt), the size of it where t vanishes.
-    std_err = jtu.tree_map(
-        lambda t, s: jnp.minimum(jnp.sqrt(s), s / jnp.where(t > 0, 2 * t, 1)),
-        lax.stop_gradient(value),
-        solution.std_err,
-    )
+    std_err = jtu.tree_map(root_error, value, solution.std_err)
     stats = {**solution.stats, "std.err": std_err}
     return Solution(value, std_err, 2 * solution.num_matvecs, stats, solution.result)

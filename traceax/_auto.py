@@ -1,18 +1,19 @@
 """What the two default estimators, of traces and of diagonals, have in common."""
 
 from collections.abc import Callable
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from ._estimate import Estimate, make_estimate, status_of
 from ._estimator import AbstractEstimator
 from ._operator import BlockOperator, semidefinite_sign
 from ._rows import Rows
-from ._structure import split
+from ._structure import Split, split
 from ._weights import AbstractWeights
 
 _Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
@@ -31,8 +32,20 @@ class SplitWeights(AbstractWeights):
         parts = split(operator, self.k, 1, self.diagonal)
         if self.inner is None or parts.rest is None:
             return parts.exact
-        estimated = self.inner.contract(parts.rest)
-        return parts.exact + parts.scale * estimated.astype(parts.scale.dtype)
+        return _add(operator, parts, parts.exact, self.inner.contract(parts.rest))
+
+
+def _add(operator, parts: Split, exact: Array, estimated: Any) -> Any:
+    """`exact + scale * estimated`, leaf by leaf where the estimate comes so."""
+
+    def add(exact, estimated):
+        return exact + parts.scale * estimated.astype(parts.scale.dtype)
+
+    if isinstance(estimated, list):
+        return [
+            add(*pair) for pair in zip(BlockOperator(operator).split(exact), estimated, strict=True)
+        ]
+    return add(exact, estimated)
 
 
 def choose(
@@ -70,8 +83,8 @@ def compute_split(
         return known, SplitWeights(None, k, rows is not None)
     inner, weights = estimate_rest(key, parts.rest, k - parts.num_matvecs)
     estimate = Estimate(
-        exact + parts.scale * inner.value.astype(exact.dtype),
-        jnp.abs(parts.scale) * inner.std_err.astype(exact.real.dtype),
+        _add(operator, parts, exact, inner.value),
+        jtu.tree_map(lambda x: jnp.abs(parts.scale) * x.astype(exact.real.dtype), inner.std_err),
         inner.num_matvecs + parts.num_matvecs,
         inner.dof,
         # The products are finite; the known part must be so as well.

@@ -5,7 +5,7 @@ from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 # The states of an estimate inside the primitive, where they are plain integers. `_solution.RESULTS`
 # puts words to them.
@@ -14,17 +14,23 @@ SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE = 0, 1, 2
 
 @final
 class Estimate(eqx.Module):
-    """What an estimator's algebra returns: a value (scalar or a vector), its error, and counts."""
+    """What an estimator's algebra returns: a value (a scalar, a vector, or a list of the parts of a
+    vector, leaf by leaf), its error of the same structure, and counts.
+    """
 
-    value: Inexact[Array, "..."]
-    std_err: Real[Array, "..."]
+    value: PyTree[Inexact[Array, "..."]]
+    std_err: PyTree[Real[Array, "..."]]
     num_matvecs: Int[Array, ""]
     dof: Int[Array, ""]
     status: Int[Array, ""]
 
 
 def make_estimate(
-    value: Array, std_err: Array, num_matvecs: int, dof: int, status: Array | int = SUCCESSFUL
+    value: PyTree[Array],
+    std_err: PyTree[Array],
+    num_matvecs: int,
+    dof: int,
+    status: Array | int = SUCCESSFUL,
 ) -> Estimate:
     """An `Estimate` with the integer fields as arrays."""
 

@@ -20,9 +20,9 @@ from ._weights import AbstractWeights
 BLOCK_LIMIT = 2**27
 
 
-def block_width(n: int, wanted: int) -> int:
+def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
     """How many vectors of size `n` to multiply at once: all, or as many as the limit allows."""
-    return max(1, min(wanted, BLOCK_LIMIT // max(n, 1)))
+    return max(1, min(wanted, limit // max(n, 1)))
 
 
 def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], Array]:

@@ -19,7 +19,15 @@ from jaxtyping import Array, Bool, Inexact, Real
 from ._estimate import scale_of
 from ._linalg import cholesky, divide_by_upper, qr, solve_upper_adjoint
 from ._operator import BlockOperator
-from ._sketch import adjoint, column_dots, leave_one_out_directions, matmul, shift_of, size_of
+from ._sketch import (
+    adjoint,
+    column_dots,
+    leave_one_out_directions,
+    lifted,
+    matmul,
+    shift_of,
+    size_of,
+)
 
 
 class Nystrom(NamedTuple):
@@ -78,8 +86,7 @@ def nystrom(block: BlockOperator, omega: Inexact[Array, "n m"], sign: int) -> Ny
     """
     n = block.n
     p, r = qr(omega)
-    # Probes with few distinct values can coincide. Their factor is then singular: lift it.
-    r = r + jnp.diag(jnp.where(jnp.abs(jnp.diagonal(r)) > 0, 0, 1)).astype(r.dtype)
+    r = lifted(r)
     s = leave_one_out_directions(r)
 
     products = sign * block.mm(p)

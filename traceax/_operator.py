@@ -1,7 +1,7 @@
 """A lineax operator seen as an `n x n` matrix that multiplies blocks of vectors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, final
 
@@ -174,22 +174,72 @@ class BlockOperator:
         except NotImplementedError:  # a user's operator that does not register `linearise`
             return self
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of entries of the leaves of the input structure."""
+        return [math.prod(leaf.shape) for leaf in jtu.tree_leaves(self.operator.in_structure())]
+
+    def split(self, rows: Inexact[Array, "n ..."]) -> list[Inexact[Array, "size ..."]]:
+        """The rows that belong to each leaf of the input structure."""
+        sizes = self.sizes
+        if len(sizes) == 1:
+            return [rows]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [rows[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
     def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A @ block`: `m` matvecs."""
-        leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
-        m = block.shape[1]
-        floating = jax.dtypes.canonicalize_dtype(float)
-        split, start = [], 0
-        for leaf in leaves:
-            size = math.prod(leaf.shape)
-            rows = block if len(leaves) == 1 else block[start : start + size]
-            dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else floating
-            split.append(rows.reshape(*leaf.shape, m).astype(dtype))
-            start += size
-        vectors = jtu.tree_unflatten(treedef, split)
+        products = self.mm_by_leaf(self.split(block))
+        return products[0] if len(products) == 1 else jnp.concatenate(products)
+
+    def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "size m"]]) -> list[Array]:
+        """The product `A @ block`, both as blocks of rows that belong to a leaf each: nothing as
+        long as all of them is ever made.
+        """
+        vectors, m = self._as_vectors(blocks)
         products = jax.vmap(self.operator.mv, in_axes=-1, out_axes=-1)(vectors)
         flat = [x.reshape(-1, m).astype(self.dtype) for x in jtu.tree_leaves(products)]
-        return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+        if [x.shape[0] for x in flat] == self.sizes:
+            return flat
+        # The leaves of the output are cut in another way than those of the input.
+        return self.split(jnp.concatenate(flat))
+
+    def quadratic_forms(self, blocks: Sequence[Inexact[Array, "size m"]]) -> Inexact[Array, " m"]:
+        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs.
+
+        An operator that has a method `quadratic_form` is asked for them directly.
+        """
+        form = self._form()
+        if form is not None:
+            vectors, _ = self._as_vectors(blocks)
+            return jax.vmap(form, in_axes=-1)(vectors).astype(self.dtype)
+        products = self.mm_by_leaf(blocks)
+        dots = [jnp.sum(jnp.conj(v) * p, axis=0) for v, p in zip(blocks, products, strict=True)]
+        return sum(dots, start=jnp.zeros(blocks[0].shape[1], self.dtype))
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether the operator computes `v^H A v` in another way than from its products."""
+        return self._form() is not None
+
+    def _form(self) -> Callable[..., Any] | None:
+        operator = self.operator
+        while isinstance(operator, lx.TaggedLinearOperator):
+            operator = operator.operator
+        return getattr(operator, "quadratic_form", None)
+
+    def _as_vectors(self, blocks: Sequence[Inexact[Array, "size m"]]) -> tuple[PyTree, int]:
+        """Blocks of rows as a PyTree of arrays of shape `(*shape, m)` in the operator's dtypes."""
+        leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
+        m = blocks[0].shape[1]
+        floating = jax.dtypes.canonicalize_dtype(float)
+
+        def shaped(leaf, rows):
+            dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else floating
+            return rows.reshape(*leaf.shape, m).astype(dtype)
+
+        vectors = [shaped(leaf, rows) for leaf, rows in zip(leaves, blocks, strict=True)]
+        return jtu.tree_unflatten(treedef, vectors), m
 
     def adjoint_mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A^H @ block`: `m` matvecs with A itself where A is Hermitian."""
@@ -198,12 +248,13 @@ class BlockOperator:
         # A^H x = conj(A^T conj(x))
         return jnp.conj(BlockOperator(self.operator.transpose()).mm(jnp.conj(block)))
 
-    def unflatten(self, vector: Inexact[Array, " n"]) -> PyTree[Inexact[Array, "..."]]:
-        """A vector as a PyTree of the operator's input structure (in the working dtype)."""
+    def unflatten(
+        self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]
+    ) -> PyTree[Inexact[Array, "..."]]:
+        """A vector, whole or leaf by leaf, as a PyTree of the operator's input structure (in the
+        working dtype).
+        """
         leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
-        split, start = [], 0
-        for leaf in leaves:
-            size = math.prod(leaf.shape)
-            split.append(vector[start : start + size].reshape(leaf.shape))
-            start += size
-        return jtu.tree_unflatten(treedef, split)
+        parts = vector if isinstance(vector, list | tuple) else self.split(jnp.asarray(vector))
+        shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+        return jtu.tree_unflatten(treedef, shaped)

@@ -32,8 +32,6 @@ from jaxtyping import Array
 
 from ._estimate import NONFINITE, Estimate
 
-_num_outputs = len(Estimate.__dataclass_fields__)
-
 
 class _Static:
     """A leaf that is not an array, compared by type and value, or by identity where neither
@@ -108,9 +106,11 @@ def _run(params: _Params, operands: tuple[Array, ...]):
             estimate, weights = estimator.compute(key, operator, params.k)
         # A number computed from NaN or inf is not an estimate, plausible as it may look.
         failed = estimate.status == NONFINITE
-        nan = jnp.full((), jnp.nan, estimate.std_err.dtype)
-        value = jnp.where(failed, nan.astype(estimate.value.dtype), estimate.value)
-        std_err = jnp.where(failed, nan, estimate.std_err)
+
+        def masked(x):
+            return jnp.where(failed, jnp.full((), jnp.nan, x.dtype), x)
+
+        value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
         estimate = Estimate(value, std_err, estimate.num_matvecs, estimate.dof, estimate.status)
         return estimate, weights if params.weights else None
 
@@ -145,6 +145,11 @@ def _flat_run(*operands, params):
     return jtu.tree_leaves(_run(params, operands))
 
 
+def _structure(params, operands):
+    """The structure of what `_run` returns."""
+    return jtu.tree_structure(jax.eval_shape(partial(_run, params), tuple(operands)))
+
+
 def _abstract_eval(*avals, params):
     structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
     outputs = jtu.tree_leaves(jax.eval_shape(partial(_run, params), structs))
@@ -172,15 +177,16 @@ def _jvp(primitive, primals, tangents, *, params):
         for i, tangent in enumerate(tangents)
         if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
     )
+    estimate, weights = jtu.tree_unflatten(_structure(with_weights, primals), outputs)
     outputs_t = [_zero(out) for out in outputs]
     if moving:
-        structure = jax.eval_shape(partial(_run, with_weights), tuple(primals))
-        _, weights = jtu.tree_unflatten(jtu.tree_structure(structure), outputs)
-        outputs_t[0] = _push_forward(
-            with_weights, moving, tuple(primals), tuple(tangents[i] for i in moving), weights
-        )
+        moved = tuple(tangents[i] for i in moving)
+        values_t = _push_forward(with_weights, moving, tuple(primals), moved, weights)
+        values_t = jtu.tree_leaves(values_t)
+        outputs_t[: len(values_t)] = values_t  # the value comes first among the outputs
     if not params.weights:
-        outputs, outputs_t = outputs[:_num_outputs], outputs_t[:_num_outputs]
+        count = len(jtu.tree_leaves(estimate))
+        outputs, outputs_t = outputs[:count], outputs_t[:count]
     return outputs, outputs_t
 
 
@@ -226,4 +232,6 @@ def bind(
     )
     operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
     params = _Params(treedef, static, key_impl, k, False, ())
-    return Estimate(*primitive.bind(*operands, params=params))
+    outputs = primitive.bind(*operands, params=params)
+    estimate, _ = jtu.tree_unflatten(_structure(params, operands), outputs)
+    return estimate

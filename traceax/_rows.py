@@ -1,5 +1,6 @@
 """Rows of a diagonal, one by one or added up."""
 
+from collections.abc import Sequence
 from typing import final
 
 import equinox as eqx
@@ -24,6 +25,14 @@ class Rows(eqx.Module):
         ends = [start + size for start, size in zip(starts, self.sizes, strict=True)]
         sums = [jnp.sum(block[a:b], axis=0) for a, b in zip(starts, ends, strict=True)]
         return jnp.stack(sums)
+
+    def by_leaf(self, blocks: Sequence[Inexact[Array, "size m"]]) -> list[Inexact[Array, "g m"]]:
+        """The same for a block whose rows come leaf by leaf: the blocks themselves, or one block
+        of the sums, one row a leaf (`sizes` must be those of the leaves).
+        """
+        if self.sizes is None:
+            return list(blocks)
+        return [jnp.stack([jnp.sum(block, axis=0) for block in blocks])]
 
     def of_vector(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " g"]:
         """The same for one vector."""

@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import equinox as eqx
@@ -85,6 +86,26 @@ class AbstractSampler(eqx.Module):
         An array of shape `(n, k)`.
         """
         return self(key, n, k, dtype).astype(dtype)
+
+    def probes_by_leaf(
+        self, key: PRNGKeyArray, sizes: Sequence[int], k: int, dtype: np.dtype
+    ) -> list[Inexact[Array, "size k"]]:
+        """Draw probes leaf by leaf: blocks of rows, independent of each other, that make up probes
+        of size `sum(sizes)`. They too have `E[omega omega^H] = I`.
+
+        **Arguments:**
+
+        - `key`: a JAX random key.
+        - `sizes`: the numbers of rows.
+        - `k`: the number of probes.
+        - `dtype`: the (working) dtype of the operator.
+
+        **Returns:**
+
+        A list of arrays of shape `(size, k)`.
+        """
+        keys = [key] if len(sizes) == 1 else jr.split(key, len(sizes))
+        return [self.probes(key, size, k, dtype) for key, size in zip(keys, sizes, strict=True)]
 
     def respheres(self, improved: bool | None, dtype: np.dtype) -> bool:
         """Whether residual probes are renormalised for an operator of this dtype.

@@ -80,6 +80,18 @@ def rescale_error(size: Array, std_err: Array) -> Array:
     return jnp.where(size > 0, size * std_err, jnp.where(jnp.isinf(std_err), std_err, 0))
 
 
+def lifted(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """R with no zero on its diagonal.
+
+    Probes of few distinct values can coincide, and one that lies in the span of those before it has
+    R_jj = 0. Any tiny number in its place will do: the direction s_j that follows is that of the
+    arbitrary column q_j, which is what holding out either of two equal probes must leave out.
+    """
+    diagonal = jnp.abs(jnp.diagonal(r))
+    least = jnp.finfo(r.dtype).eps ** 2 * jnp.max(diagonal)
+    return r + jnp.diag(jnp.where(diagonal < least, least, 0)).astype(r.dtype)
+
+
 def leave_one_out_directions(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """`cn(R^{-H})` for an upper triangular, non-singular R."""
     inverse = solve_upper_adjoint(r, jnp.eye(r.shape[0], dtype=r.dtype))
@@ -198,6 +210,7 @@ def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
     """
     n, m = omega.shape
     q, r = qr(sketch)
+    r = lifted(r)
     s = leave_one_out_directions(r)
     w = matmul(adjoint(q), omega)
     x = w - s * column_dots(s, w)

@@ -17,7 +17,11 @@ class _RowWeights(AbstractWeights):
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        return self.rows.of_vector(self.inner.contract(operator))
+        diagonal = self.inner.contract(operator)
+        if isinstance(diagonal, list):
+            (sums,) = self.rows.by_leaf([part[:, None] for part in diagonal])
+            return sums[:, 0]
+        return self.rows.of_vector(diagonal)
 
 
 @final

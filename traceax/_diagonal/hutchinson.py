@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
+from jaxtyping import Array
 
 from .._estimate import make_estimate, safe_norm, status_of
 from .._estimator import AbstractDiagonalEstimator
@@ -30,16 +31,24 @@ class _ProbeWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         block = BlockOperator(operator)
-        total = jnp.zeros(block.n, block.dtype)
-        return self.over_blocks(total, lambda total, x: total + jnp.sum(x, axis=1), block) / self.k
+        start = [jnp.zeros(size, block.dtype) for size in block.sizes]
+
+        def add(totals, samples):
+            return [t + jnp.sum(x, axis=1) for t, x in zip(totals, samples, strict=True)]
+
+        totals = self.over_blocks(start, add, block)
+        return as_value([total / self.k for total in totals])
 
     def over_blocks(self, carry, add, block: BlockOperator):
-        """Fold `add(carry, samples)` over blocks of the samples conj(omega_i) (A omega_i)."""
+        """Fold `add(carry, samples)` over blocks of the samples conj(omega_i) (A omega_i), given
+        leaf by leaf.
+        """
         key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
 
         def samples(key, m):
-            omega = self.sampler.probes(key, block.n, m, block.dtype)
-            return jnp.conj(omega) * block.mm(omega)
+            omega = self.sampler.probes_by_leaf(key, block.sizes, m, block.dtype)
+            products = block.mm_by_leaf(omega)
+            return [jnp.conj(o) * p for o, p in zip(omega, products, strict=True)]
 
         whole, rest = self.k // self.width, self.k % self.width
         if whole == 1 and rest == 0:
@@ -49,6 +58,11 @@ class _ProbeWeights(AbstractWeights):
         one_block = jax.checkpoint(lambda key: samples(key, self.width), prevent_cse=False)
         carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])
         return add(carry, samples(keys[whole], rest)) if rest else carry
+
+
+def as_value(parts: list[Array]) -> Any:
+    """The value of an estimate from its parts, leaf by leaf: one part stands for itself."""
+    return parts[0] if len(parts) == 1 else parts
 
 
 def _merge(state, samples):
@@ -96,14 +110,21 @@ class HutchinsonDiagonalEstimator(AbstractDiagonalEstimator):
         width = min(k, self.batch_size or block_width(block.n, k))
         weights = _ProbeWeights(jr.key_data(key), jr.key_impl(key), self.sampler, k, width)
 
-        zero = rows.of_vector(jnp.zeros(block.n, block.dtype))
-        start = (jnp.zeros((), zero.real.dtype), zero, zero.real)
-        _, value, spread = weights.over_blocks(
-            start, lambda state, samples: _merge(state, rows(samples)), block
-        )
-        unknown = jnp.full_like(spread, jnp.inf)
-        std_err = spread / math.sqrt(k * (k - 1)) if k > 1 else unknown
-        return make_estimate(value, std_err, k, k - 1, status_of(value)), weights
+        zeros = rows.by_leaf([jnp.zeros((size, 1), block.dtype) for size in block.sizes])
+        count = jnp.zeros((), block.dtype).real
+        start = [(count, zero[:, 0], zero[:, 0].real) for zero in zeros]
+
+        def add(states, samples):
+            return [_merge(*pair) for pair in zip(states, rows.by_leaf(samples), strict=True)]
+
+        states = weights.over_blocks(start, add, block)
+        values, spreads = [state[1] for state in states], [state[2] for state in states]
+        if k > 1:
+            std_errs = [spread / math.sqrt(k * (k - 1)) for spread in spreads]
+        else:
+            std_errs = [jnp.full_like(spread, jnp.inf) for spread in spreads]
+        status = status_of(*values)
+        return make_estimate(as_value(values), as_value(std_errs), k, k - 1, status), weights
 
 
 HutchinsonDiagonalEstimator.__init__.__doc__ = """**Arguments:**

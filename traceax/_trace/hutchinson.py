@@ -13,8 +13,11 @@ from .._estimator import AbstractTraceEstimator
 from .._exact import block_width
 from .._operator import BlockOperator
 from .._sampler import AbstractSampler, RademacherSampler, check_batch_size
-from .._sketch import column_dots
 from .._weights import AbstractWeights
+
+#: Numbers in one block of vectors for an operator that computes quadratic forms without products.
+#: Nothing is shared by the columns then, so that blocks beyond the cache only take memory.
+_FORM_LIMIT = 2**18
 
 
 def _blocks(k: int, width: int) -> tuple[int, int]:
@@ -44,8 +47,8 @@ class _ProbeWeights(AbstractWeights):
         key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
 
         def forms(key, m):
-            omega = self.sampler.probes(key, block.n, m, block.dtype)
-            return column_dots(omega, block.mm(omega))
+            omega = self.sampler.probes_by_leaf(key, block.sizes, m, block.dtype)
+            return block.quadratic_forms(omega)
 
         whole, rest = _blocks(self.k, self.width)
         if whole == 1 and rest == 0:
@@ -66,7 +69,8 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     $2 \|A\|_F^2 / k$: the error falls like $1 / \sqrt{k}$ only, which is best where the spectrum
     is flat, and where memory allows no sketch.
 
-    Cost: `k` matvecs; two blocks of `n x batch_size` numbers, in value and gradient.
+    Cost: `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient (about
+    five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).
 
     ??? cite "References"
 
@@ -89,8 +93,12 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator)
         width = min(k, self.batch_size or block_width(block.n, k))
+        if block.has_forms:
+            width = block_width(block.n, width, _FORM_LIMIT)
+        else:
+            block = block.linearised()
         weights = _ProbeWeights(jr.key_data(key), jr.key_impl(key), self.sampler, k, width)
         samples = weights.samples(block.operator)
         value, std_err = mean_and_std_err(samples)
