@@ -42,7 +42,7 @@ def relative_errors(method, k, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [20, 60, 100, 200, 300])
+@pytest.mark.parametrize("k", [20, 100, 300])
 @pytest.mark.parametrize("method", METHODS)
 def test_published_experiment(method, k):
     """The median error is that of the published algorithm within sampling noise, or smaller.
@@ -56,7 +56,7 @@ def test_published_experiment(method, k):
         # Below 1e-14 both are rounding.
         assert np.median(ours) <= max(2 * np.median(theirs), 1e-14), name
         # Captured to rounding. (At k = 100 the algorithms themselves are at 3e-9 and 3e-14.)
-        if name == "exp0.7" and k >= 200:
+        if name == "exp0.7" and k >= 300:
             assert np.all(ours < 1e-14)
         # Past the step all that is left is 1e-5 of 50, and of that the estimate knows a thousandth.
         if name == "step1e-8" and method == "xnystrace" and k >= 100:

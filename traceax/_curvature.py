@@ -270,7 +270,7 @@ def make_curvature(
     product = eqx.filter_closure_convert(product, *example)
     try:
         number = eqx.filter_closure_convert(form, *example)
-    except TypeError:  # a `jax.custom_vjp` has no forward mode
+    except (TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
         number = None
     all_tags = frozenset((lx.symmetric_tag, *tags))
     return CurvatureOperator(product, number, moving, batches, all_tags)

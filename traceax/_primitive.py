@@ -145,14 +145,19 @@ def _flat_run(*operands, params):
     return jtu.tree_leaves(_run(params, operands))
 
 
-def _structure(params, operands):
-    """The structure of what `_run` returns."""
-    return jtu.tree_structure(jax.eval_shape(partial(_run, params), tuple(operands)))
+def _outputs(params, operands):
+    """What `_run` returns, as shapes. (Of shapes: all callers then share one trace.)"""
+    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    return jax.eval_shape(partial(_run, params), structs)
+
+
+def _unflatten(params, operands, outputs):
+    """Outputs of the primitive as what `_run` returns."""
+    return jtu.tree_unflatten(jtu.tree_structure(_outputs(params, operands)), outputs)
 
 
 def _abstract_eval(*avals, params):
-    structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
-    outputs = jtu.tree_leaves(jax.eval_shape(partial(_run, params), structs))
+    outputs = jtu.tree_leaves(_outputs(params, avals))
     return [jax.core.ShapedArray(out.shape, out.dtype) for out in outputs]
 
 
@@ -177,7 +182,7 @@ def _jvp(primitive, primals, tangents, *, params):
         for i, tangent in enumerate(tangents)
         if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
     )
-    estimate, weights = jtu.tree_unflatten(_structure(with_weights, primals), outputs)
+    estimate, weights = _unflatten(with_weights, primals, outputs)
     outputs_t = [_zero(out) for out in outputs]
     if moving:
         moved = tuple(tangents[i] for i in moving)
@@ -233,5 +238,5 @@ def bind(
     operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
     params = _Params(treedef, static, key_impl, k, False, ())
     outputs = primitive.bind(*operands, params=params)
-    estimate, _ = jtu.tree_unflatten(_structure(params, operands), outputs)
+    estimate, _ = _unflatten(params, operands, outputs)
     return estimate
