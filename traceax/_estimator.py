@@ -2,6 +2,7 @@
 
 import abc
 import operator as op
+import sys
 import warnings
 from typing import Any
 
@@ -185,6 +186,19 @@ def check_key(key: Any) -> Array:
     )
 
 
+def _level_of_caller() -> int:
+    """The stack level, for a warning, of the first frame outside of this package (whose methods
+    Equinox wraps).
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("traceax", "equinox", "jaxtyping"):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def check_budget(k: Any, smallest: int, n: int, name: str) -> int:
     """The budget within bounds, `min(max(k, smallest), n)`, as a Python int.
 
@@ -211,7 +225,7 @@ def check_budget(k: Any, smallest: int, n: int, name: str) -> int:
         warnings.warn(
             f"{name} needs at least {smallest} matvecs, got k={budget}: k was raised to "
             f"{min(smallest, n)}.",
-            stacklevel=4,
+            stacklevel=_level_of_caller(),
         )
     return min(max(budget, smallest), n)
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import equinox as eqx
@@ -105,11 +106,28 @@ def _has_tracer(value: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value))
 
 
-def _closes_over_tracer(fn: Any) -> bool:
-    if not isinstance(fn, FunctionType):
+def _hides_tracer(value: Any, seen: set[int]) -> bool:
+    """Whether a function holds a traced value where JAX does not see it: in its closure, its
+    defaults, the object it is a method of, what it wraps, or the attributes of a callable object.
+    """
+    if _has_tracer(value):
+        return True
+    if id(value) in seen or isinstance(value, type | ModuleType):
         return False
-    cells = [c.cell_contents for c in fn.__closure__ or () if _is_filled(c)]
-    return any(_has_tracer(c) or _closes_over_tracer(c) for c in cells)
+    seen.add(id(value))
+    held = []
+    if isinstance(value, FunctionType):
+        held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, MethodType):
+        held += [value.__self__, value.__func__]
+    elif isinstance(value, partial):
+        held += [value.func, *value.args, *value.keywords.values()]
+    elif callable(value):
+        held += [*getattr(value, "__dict__", {}).values(), getattr(value, "__wrapped__", None)]
+    else:  # leaves of what is held may be functions
+        held += [leaf for leaf in jtu.tree_leaves(value) if callable(leaf)]
+    return any(_hides_tracer(item, seen) for item in held)
 
 
 def _is_filled(cell) -> bool:
@@ -129,10 +147,17 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
     """
 
     def convert(node):
-        if isinstance(node, lx.FunctionLinearOperator) and _closes_over_tracer(node.fn):
-            return lx.FunctionLinearOperator(node.fn, node.in_structure(), node.tags)
-        if isinstance(node, lx.JacobianLinearOperator) and _closes_over_tracer(node.fn):
-            return lx.JacobianLinearOperator(node.fn, node.x, node.args, node.tags, node.jac)
+        # Behind a function of its own: a conversion does not look into default arguments.
+        if isinstance(node, lx.FunctionLinearOperator) and _hides_tracer(node.fn, set()):
+            function = node.fn
+            return lx.FunctionLinearOperator(
+                lambda vector: function(vector), node.in_structure(), node.tags
+            )
+        if isinstance(node, lx.JacobianLinearOperator) and _hides_tracer(node.fn, set()):
+            function = node.fn
+            return lx.JacobianLinearOperator(
+                lambda x, args: function(x, args), node.x, node.args, node.tags, node.jac
+            )
         return jnp.asarray(node) if isinstance(node, np.ndarray | np.generic) else node
 
     def is_function(node):

@@ -26,38 +26,100 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jax.extend.core import Primitive
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from ._estimate import NONFINITE, Estimate
 
 
-class _Static:
-    """A leaf that is not an array, compared by type and value, or by identity where neither
-    works. (Python finds 1, 1.0 and True equal; a traced program does not.)
-    """
+def _same_program(a: Jaxpr, b: Jaxpr) -> bool:
+    """Whether two jaxprs are the same up to the names of their variables.
 
-    __slots__ = ("value",)
+    Functions inside an operator are jaxprs (lineax and `traceax.curvature` convert closures),
+    traced anew for every operator that is made: compared by identity, an estimate in an ordinary
+    Python loop would be compiled again in every turn. What cannot be compared counts as different
+    (the rule of a `jax.custom_jvp`, say).
+    """
+    renamed: dict[Any, Any] = {}
+
+    def defines(xs, ys):
+        renamed.update(zip(xs, ys, strict=True))
+        return all(x.aval == y.aval for x, y in zip(xs, ys, strict=True))
+
+    def same_atom(x, y):
+        if isinstance(x, Literal) or isinstance(y, Literal):
+            return type(x) is type(y) and x.aval == y.aval and _same(x.val, y.val)
+        return renamed.get(x) is y
+
+    def same_equation(e, f):
+        return (
+            e.primitive is f.primitive
+            and len(e.invars) == len(f.invars)
+            and len(e.outvars) == len(f.outvars)
+            and e.effects == f.effects
+            and all(map(same_atom, e.invars, f.invars))
+            and _same(e.params, f.params)
+            and defines(e.outvars, f.outvars)
+        )
+
+    return a is b or (
+        [len(x) for x in (a.constvars, a.invars, a.outvars, a.eqns)]
+        == [len(x) for x in (b.constvars, b.invars, b.outvars, b.eqns)]
+        and defines([*a.constvars, *a.invars], [*b.constvars, *b.invars])
+        and all(map(same_equation, a.eqns, b.eqns))
+        and all(map(same_atom, a.outvars, b.outvars))
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two static values are the same. (Python finds 1, 1.0 and True equal; a traced program
+    does not.)
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Jaxpr):
+        return _same_program(a, b)
+    if isinstance(a, ClosedJaxpr):
+        return _same_program(a.jaxpr, b.jaxpr) and _same(list(a.consts), list(b.consts))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return a.hex() == b.hex()  # NaN is itself, and 0.0 is not -0.0
+    try:
+        return bool(a == b)
+    except Exception:  # an object whose comparison is not a truth value
+        return False
+
+
+class _Static:
+    """A leaf that is not an array, compared by what it is."""
+
+    __slots__ = ("_hash", "value")
 
     def __init__(self, value: Any):
         self.value = value
+        if isinstance(value, Jaxpr):
+            key = tuple(equation.primitive.name for equation in value.eqns)
+            self._hash = hash((key, tuple(str(x.aval) for x in value.invars)))
+            return
+        try:
+            self._hash = hash((type(value), value))
+        except TypeError:
+            self._hash = hash(type(value))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Static) or type(self.value) is not type(other.value):
-            return False
-        if self.value is other.value:
-            return True
-        try:
-            return bool(self.value == other.value)
-        except Exception:  # an object whose comparison is not a truth value
-            return False
+        return isinstance(other, _Static) and _same(self.value, other.value)
 
     def __hash__(self) -> int:
-        try:
-            return hash((type(self.value), self.value))
-        except TypeError:
-            return hash(type(self.value))
+        return self._hash
 
 
 class _Level(NamedTuple):
@@ -145,15 +207,16 @@ def _flat_run(*operands, params):
     return jtu.tree_leaves(_run(params, operands))
 
 
-def _outputs(params, operands):
-    """What `_run` returns, as shapes. (Of shapes: all callers then share one trace.)"""
-    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+def _outputs(params, avals):
+    """What `_run` returns, as shapes. (From shapes: all callers then share one trace.)"""
+    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
     return jax.eval_shape(partial(_run, params), structs)
 
 
 def _unflatten(params, operands, outputs):
     """Outputs of the primitive as what `_run` returns."""
-    return jtu.tree_unflatten(jtu.tree_structure(_outputs(params, operands)), outputs)
+    structure = jtu.tree_structure(_outputs(params, [jax.typeof(x) for x in operands]))
+    return jtu.tree_unflatten(structure, outputs)
 
 
 def _abstract_eval(*avals, params):
@@ -166,7 +229,8 @@ def _zero(primal):
 
 
 def _batch(primitive, axis_size, axis_name, _, operands, axes, *, params):
-    if all(axis is None for axis in axes):
+    # An operator that nothing is batched in may still speak of the axis by its name.
+    if all(axis is None for axis in axes) and not isinstance(axis_name, str):
         outputs = primitive.bind(*operands, params=params)
         return outputs, [None] * len(outputs)
     level = _Level(tuple(axes), axis_size, axis_name)
