@@ -1,7 +1,7 @@
 """Samples to estimate: the mean, its standard error, and whether to trust them."""
 
 import math
-from typing import final
+from typing import Any, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 # The states of an estimate inside the primitive, where they are plain integers. `_solution.RESULTS`
 # puts words to them.
-SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE = 0, 1, 2
+SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN = 0, 1, 2, 3
 
 
 @final
@@ -38,6 +38,18 @@ def make_estimate(
         return jnp.asarray(x, jnp.int32)
 
     return Estimate(value, std_err, integer(num_matvecs), integer(dof), integer(status))
+
+
+def as_value(parts: list[Array]) -> Any:
+    """The value of an estimate from its parts, leaf by leaf: one part stands for itself."""
+    return parts[0] if len(parts) == 1 else parts
+
+
+def estimate_of(leaves: list[Array]) -> Estimate:
+    """The `Estimate` with these leaves: as many for its error as for its value, and three counts."""
+    *parts, num_matvecs, dof, status = leaves
+    count = len(parts) // 2
+    return Estimate(as_value(parts[:count]), as_value(parts[count:]), num_matvecs, dof, status)
 
 
 def status_of(*products: Array) -> Array:

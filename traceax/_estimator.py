@@ -4,7 +4,7 @@ import abc
 import operator as op
 import sys
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from ._estimate import NONFINITE, NOT_SEMIDEFINITE, Estimate
+from ._estimate import NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, Estimate
 from ._exact import exact
 from ._operator import as_operator
 from ._primitive import Primitive, bind, trace_p
@@ -25,11 +25,15 @@ from ._weights import AbstractWeights
 
 
 class AbstractEstimator(eqx.Module):
-    """An algorithm that estimates something linear in A from products A v.
+    """An algorithm that estimates something linear in A (to first order) from products A v.
 
     A final subclass declares `smallest`, and implements `check` and `compute`. The checks of the
     arguments, the primitive, its derivative and its batching are the same for all.
     """
+
+    #: Whether the weights depend on A to first order, as for functions of a matrix: a derivative
+    #: of the derivative, with the weights held fixed, would then be wrong, and is refused.
+    first_order_only: ClassVar[bool] = False
 
     #: The smallest budget with which the algorithm can do anything.
     smallest: AbstractClassVar[int]
@@ -74,6 +78,21 @@ class AbstractEstimator(eqx.Module):
 
         As `compute`, with standard error 0.
         """
+
+    def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
+        """The value as a function of A, and of the arrays inside the estimator, with the weights
+        fixed: what the derivative is taken of.
+
+        **Arguments:**
+
+        - `weights`: the weights that came with the estimate.
+        - `operator`: the operator.
+
+        **Returns:**
+
+        A value of the shape of the estimate's (of its first leaf, if only that has a derivative).
+        """
+        return weights.contract(operator)
 
 
 class AbstractTraceEstimator(AbstractEstimator):
@@ -249,11 +268,16 @@ def solve(
     for status, outcome in (
         (NONFINITE, RESULTS.nonfinite_operator),
         (NOT_SEMIDEFINITE, RESULTS.not_semidefinite),
+        (OUTSIDE_DOMAIN, RESULTS.outside_domain),
     ):
         result = RESULTS.where(estimate.status == status, outcome, result)
     value = estimate.value
     if throw:
-        for outcome in (RESULTS.nonfinite_operator, RESULTS.not_semidefinite):
+        for outcome in (
+            RESULTS.nonfinite_operator,
+            RESULTS.not_semidefinite,
+            RESULTS.outside_domain,
+        ):
             value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
     return Solution(value, estimate.std_err, estimate.num_matvecs, stats, result)

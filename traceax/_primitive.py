@@ -31,7 +31,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from ._estimate import NONFINITE, Estimate
+from ._estimate import NONFINITE, Estimate, estimate_of
 
 
 def _same_program(a: Jaxpr, b: Jaxpr) -> bool:
@@ -190,8 +190,8 @@ def _push_forward(params: _Params, moving: tuple[int, ...], operands, tangents, 
             complete = list(operands)
             for i, operand in zip(moving, moved, strict=True):
                 complete[i] = operand
-            _, operator, _ = _rebuild(params, complete)
-            return weights.contract(operator)
+            _, operator, estimator = _rebuild(params, complete)
+            return estimator.contract(weights, operator)
 
         primals = tuple(operands[i] for i in moving)
         return jax.jvp(contract, (primals,), (tangents,))[1]
@@ -246,6 +246,14 @@ def _jvp(primitive, primals, tangents, *, params):
         for i, tangent in enumerate(tangents)
         if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
     )
+    if params.weights and moving and _rebuild(params, primals)[2].first_order_only:
+        # What is differentiated here is a derivative, and its weights would have to move.
+        raise NotImplementedError(
+            "Spectral sums have a first derivative only: theirs is taken with weights held fixed, "
+            "which to second order would give wrong numbers. Use `lax.stop_gradient` on whatever "
+            "need not be differentiated twice, or finite differences of the gradient with the same "
+            "key."
+        )
     estimate, weights = _unflatten(with_weights, primals, outputs)
     outputs_t = [_zero(out) for out in outputs]
     if moving:
@@ -301,6 +309,4 @@ def bind(
     )
     operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
     params = _Params(treedef, static, key_impl, k, False, ())
-    outputs = primitive.bind(*operands, params=params)
-    estimate, _ = _unflatten(params, operands, outputs)
-    return estimate
+    return estimate_of(primitive.bind(*operands, params=params))

@@ -23,6 +23,12 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "is not. The value is a plain Hutchinson estimate from the same products, which does not "
         "rely on the tag. Remove the tag, or use `XTraceEstimator`."
     )
+    outside_domain = (
+        "A Ritz value (an approximate eigenvalue) lies where the function is not finite, as for "
+        "the logarithm of a matrix that is not positive definite to rounding. Check the spectrum, "
+        "shift the operator (A + s I), compute in float64, or use a function that is finite there. "
+        "If the operator is semidefinite, tag it so: rounding errors below 0 then count as 0."
+    )
 
 
 @final
@@ -41,6 +47,9 @@ class Solution(eqx.Module):
     - `stats`: further statistics: `"std.err"`, and `"dof"`, the degrees of freedom of `std_err`
         (the number of averaged samples, less one).
     - `result`: a [`traceax.RESULTS`][]: whether the number can be trusted.
+    - `quadrature_error`: for functions of a matrix, an estimate (made to be too large rather than
+        too small) of the error from ending Lanczos' recurrence early, which is no part of
+        `std_err`; inf if nothing is known of it. None for estimates that have no such error.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -48,3 +57,4 @@ class Solution(eqx.Module):
     num_matvecs: Int[Array, ""]
     stats: dict[str, PyTree[Array]]
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
+    quadrature_error: Real[Array, "..."] | None = None

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
-from jaxtyping import Array
 
-from .._estimate import make_estimate, safe_norm, status_of
+from .._estimate import as_value, make_estimate, safe_norm, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._exact import block_width
 from .._operator import BlockOperator
@@ -58,11 +57,6 @@ class _ProbeWeights(AbstractWeights):
         one_block = jax.checkpoint(lambda key: samples(key, self.width), prevent_cse=False)
         carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])
         return add(carry, samples(keys[whole], rest)) if rest else carry
-
-
-def as_value(parts: list[Array]) -> Any:
-    """The value of an estimate from its parts, leaf by leaf: one part stands for itself."""
-    return parts[0] if len(parts) == 1 else parts
 
 
 def _merge(state, samples):

@@ -1,0 +1,179 @@
+"""What curvature costs: a training run with and without it, and the error of tracked traces.
+
+    python -m pytest benchmarks/bench_curvature.py --benchmark-only
+
+The network has 10,530 parameters (the sizes for scikit-learn's digits), the data are random.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import optax
+import pytest
+
+import traceax as tr
+
+from .common import ratio
+
+SIZES = (64, 96, 40, 10)
+STEPS, EVERY, K = 300, 10, 10
+
+
+def _params():
+    keys = jr.split(jr.key(0), len(SIZES))
+    pairs = list(itertools.pairwise(SIZES))
+    return [
+        {"w": jr.normal(key, pair) / jnp.sqrt(pair[0]), "b": jnp.zeros(pair[1])}
+        for key, pair in zip(keys, pairs, strict=False)
+    ]
+
+
+def _logits(params, batch):
+    hidden = batch[0]
+    for layer in params[:-1]:
+        hidden = jnp.tanh(hidden @ layer["w"] + layer["b"])
+    return hidden @ params[-1]["w"] + params[-1]["b"]
+
+
+def _cross_entropy(outputs, batch):
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(outputs), batch[1][:, None], axis=1)
+    return -jnp.mean(chosen)
+
+
+def _loss(params, batch):
+    return _cross_entropy(_logits(params, batch), batch)
+
+
+def _batch(size):
+    return jr.uniform(jr.key(1), (size, 64)), jr.randint(jr.key(2), (size,), 0, 10)
+
+
+def _operator(kind, params, batch):
+    if kind == "hessian":
+        return tr.curvature.hessian(_loss, params, batch)
+    return tr.curvature.gauss_newton(_logits, _cross_entropy, params, batch)
+
+
+OPTIMISER = optax.adam(3e-3)
+
+
+def _training(look, batch):
+    """A jitted run of 300 steps; `look(state, params, key)` every ten of them, or None."""
+
+    def step(carry, key):
+        params, moments, state, i = carry
+        gradient = jax.grad(_loss)(params, batch)
+        updates, moments = OPTIMISER.update(gradient, moments)
+        nothing = jnp.zeros(())
+        seen = nothing
+        if look is not None:
+            state, seen = jax.lax.cond(
+                i % EVERY == 0,
+                lambda state: look(state, params, key),
+                lambda state: (state, nothing),
+                state,
+            )
+        return (optax.apply_updates(params, updates), moments, state, i + 1), seen
+
+    def run(params, state):
+        carry = (params, OPTIMISER.init(params), state, jnp.asarray(0))
+        return jax.lax.scan(step, carry, jr.split(jr.key(3), STEPS))
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "track"])
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize(("size", "used"), [(1024, 1024), (1024, 128), (256, 256)])
+def test_training_run(benchmark, kind, method, size, used):
+    """Full batches of `size` examples, curvature on `used` of them."""
+    batch = _batch(size)
+    fewer = jax.tree.map(lambda x: x[:used], batch)
+    params = _params()
+    tracker = tr.track()
+    state = tracker.init(_operator(kind, params, fewer), K) if method == "track" else ()
+
+    def look(state, params, key):
+        operator = _operator(kind, params, fewer)
+        if method == "track":
+            state, solution = tracker.update(state, key, operator, K)
+        else:
+            solution = tr.trace(key, operator, K, tr.HutchinsonEstimator())
+        return state, solution.value
+
+    with_it, without = _training(look, batch), _training(None, batch)
+    cost = ratio(lambda: with_it(params, state), lambda: without(params, state), rounds=7)
+    benchmark.extra_info["ratio"] = cost
+    print(f"\n{kind}, {method}, {used} of {size} examples: {cost:.2f} of the run without")
+    benchmark.pedantic(lambda: jax.block_until_ready(with_it(params, state)), rounds=1)
+
+
+# ---------------------------------------------------------------------- sequences of operators
+
+N, BUDGET, LENGTH = 500, 20, 60
+
+
+def _rotating(drift):
+    """Ten outliers over a bulk, the basis turning by `drift` a step."""
+    rng = np.random.default_rng(0)
+    eigenvalues = np.r_[np.geomspace(30, 8, 10), 0.3 * rng.standard_normal(N - 10)]
+    basis = np.linalg.qr(rng.standard_normal((N, N)))[0]
+    for _ in range(LENGTH):
+        yield (basis * eigenvalues) @ basis.T
+        turn = rng.standard_normal((N, N)) / np.sqrt(N)
+        basis = np.linalg.qr(basis + drift * turn)[0]
+
+
+def _random(drift):
+    """A symmetric random matrix that forgets itself by `drift` a step."""
+    rng = np.random.default_rng(0)
+
+    def fresh():
+        g = rng.standard_normal((N, N))
+        return (g + g.T) / 2 * np.sqrt(2)
+
+    matrix = fresh()
+    for _ in range(LENGTH):
+        yield matrix
+        matrix = np.sqrt(1 - drift**2) * matrix + drift * fresh()
+
+
+@pytest.mark.parametrize(("name", "drift"), [("rotating", 0.03), ("random", 0.02)])
+def test_sequences(benchmark, name, drift):
+    """The root mean square error of the last forty steps over twelve keys, 20 products a step."""
+    matrices = np.stack(list((_rotating if name == "rotating" else _random)(drift)))
+    truth = np.trace(matrices, axis1=1, axis2=2)
+    stack, keys = jnp.asarray(matrices, jnp.float32), jr.split(jr.key(4), 12)
+    figures = {}
+    for method in ("recycled", "deltashift", "auto"):
+        tracker = tr.track(method)
+
+        def follow(key, tracker=tracker):
+            def step(state, pair):
+                operator = lx.MatrixLinearOperator(pair[1], lx.symmetric_tag)
+                state, solution = tracker.update(state, pair[0], operator, BUDGET)
+                return state, solution.value
+
+            start = tracker.init(lx.MatrixLinearOperator(stack[0], lx.symmetric_tag), BUDGET)
+            return jax.lax.scan(step, start, (jr.split(key, LENGTH), stack))[1]
+
+        values = np.asarray(jax.jit(lambda keys, follow=follow: jax.lax.map(follow, keys))(keys))
+        figures[method] = float(np.sqrt(np.mean((values - truth)[:, 20:] ** 2)))
+    for estimator in (tr.HutchinsonEstimator(), tr.XTraceEstimator()):
+
+        def once(key, estimator=estimator):
+            def one(pair):
+                operator = lx.MatrixLinearOperator(pair[1], lx.symmetric_tag)
+                return tr.trace(pair[0], operator, BUDGET, estimator).value
+
+            return jax.lax.map(one, (jr.split(key, LENGTH), stack))
+
+        values = np.asarray(jax.jit(lambda keys, once=once: jax.lax.map(once, keys))(keys))
+        figures[type(estimator).__name__] = float(np.sqrt(np.mean((values - truth)[:, 20:] ** 2)))
+    benchmark.extra_info.update(figures)
+    print(f"\n{name}: " + ", ".join(f"{k} {v:.3g}" for k, v in figures.items()))
+    benchmark.pedantic(lambda: None, rounds=1)

@@ -1,0 +1,104 @@
+"""Triangular solves and QR factorisations: as accurate as LAPACK's, on every path."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from traceax import _linalg
+
+from .helpers import random_unitary
+
+DTYPES = [np.float32, np.float64, np.complex64, np.complex128]
+N, M = 3000, 50  # large enough for the Cholesky path
+
+qr = jax.jit(_linalg.qr)
+
+
+def block_of(condition, dtype, n=N, m=M):
+    """Singular values from 1 down to 1 / condition."""
+    rng = np.random.default_rng(0)
+    left = random_unitary(rng, n, np.float64)[:, :m] if n < 500 else None
+    if left is None:
+        left = np.linalg.qr(rng.standard_normal((n, m)))[0]
+    right = random_unitary(rng, m, dtype)
+    return ((left * np.geomspace(1, 1 / condition, m)) @ right).astype(dtype)
+
+
+def check_factors(q, r, block):
+    eps = np.finfo(block.dtype).eps
+    q, r = np.asarray(q), np.asarray(r)
+    m = block.shape[1]
+    assert q.dtype == r.dtype == block.dtype
+    np.testing.assert_array_equal(np.tril(r, -1), 0)
+    assert np.max(np.abs(q.conj().T @ q - np.eye(m))) < 30 * eps
+    assert np.linalg.norm(q @ r - block) <= 30 * eps * np.linalg.norm(block)
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e5, 1e9, 1e20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tall_qr(condition, dtype):
+    """One Cholesky factor, two, and Householder's method: the same accuracy."""
+    assert N * M >= _linalg._LARGE_BLOCK
+    block = block_of(condition, dtype)
+    check_factors(*qr(block), block)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
+def test_tall_qr_at_any_scale(scale):
+    block = (scale * block_of(3.0, np.float64)).astype(np.float32)
+    check_factors(*qr(block), block)
+
+
+def test_tall_qr_of_degenerate_blocks():
+    """Zero, rank one, and repeated columns: orthonormal all the same. NaN stays NaN."""
+    one = np.ones((N, M), np.float32)
+    repeated = np.repeat(block_of(2.0, np.float32)[:, : M // 2], 2, axis=1)
+    for block in (np.zeros((N, M), np.float32), one, repeated):
+        check_factors(*qr(block), block)
+    assert np.all(np.isnan(qr(np.full((N, M), np.nan, np.float32))[1][0]))
+
+
+def test_tall_qr_under_vmap():
+    """Each block of a batch takes its own path."""
+    blocks = np.stack([block_of(c, np.float64) for c in (1.0, 1e5, 1e12)])
+    q, r = jax.jit(jax.vmap(_linalg.qr))(blocks)
+    for i, block in enumerate(blocks):
+        check_factors(q[i], r[i], block)
+
+
+def triangular(condition, m, dtype):
+    return np.linalg.qr(block_of(condition, dtype, n=m, m=m))[1]
+
+
+@pytest.mark.parametrize("m", [3, 32, 45, 101])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triangular_solves_are_backward_stable(m, dtype):
+    """|X R - F| <= c eps |X| |R|, entry by entry, however ill-conditioned R is."""
+    eps = np.finfo(dtype).eps
+    f = block_of(1.0, dtype, n=120, m=m)
+    for condition in (1.0, 1e4, 1e12):
+        r = triangular(condition, m, dtype)
+        x = np.asarray(jax.jit(_linalg.divide_by_upper)(f, r)).astype(np.complex128)
+        exact = r.astype(np.complex128)
+        bound = 4 * m * eps * (np.abs(x) @ np.abs(exact) + np.abs(f))
+        assert np.all(np.abs(x @ exact - f) <= bound)
+        y = np.asarray(jax.jit(_linalg.solve_upper_adjoint)(r, f.conj().T)).astype(np.complex128)
+        np.testing.assert_allclose(y.conj().T, x, rtol=0, atol=1e-300)
+
+
+def test_triangular_solves_under_vmap():
+    rng = np.random.default_rng(1)
+    f = rng.standard_normal((3, 20, 40))
+    r = np.stack([triangular(10.0, 40, np.float64) for _ in range(3)])
+    both = jax.jit(jax.vmap(_linalg.divide_by_upper))(f, r)
+    shared = jax.jit(jax.vmap(_linalg.divide_by_upper, (0, None)))(f, r[0])
+    for i in range(3):
+        np.testing.assert_allclose(both[i] @ r[i], f[i], atol=1e-12)
+        np.testing.assert_allclose(shared[i] @ r[0], f[i], atol=1e-12)
+
+
+def test_a_zero_on_the_diagonal_is_not_hidden():
+    r = np.triu(np.ones((40, 40)))
+    r[7, 7] = 0
+    assert not np.all(np.isfinite(_linalg.divide_by_upper(jnp.ones((5, 40)), r)))
