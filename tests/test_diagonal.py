@@ -98,6 +98,7 @@ def test_leave_one_out_algebra_equals_the_naive_formula(name, complex_):
     np.testing.assert_allclose(solution.std_err, error, rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("complex_", [False, True])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_unbiased_with_calibrated_errors(name, complex_):
@@ -237,6 +238,7 @@ def tree_operator(matrix, tags=()):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_block_traces(name):
     matrix = semidefinite()

@@ -212,6 +212,7 @@ def test_value_is_a_contraction(name, kind):
     np.testing.assert_allclose(value, contracted, rtol=0, atol=1e-13 * np.linalg.norm(matrix))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", SEMIDEFINITE)
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weights_average_to_the_identity(name, field):

@@ -69,6 +69,7 @@ def traces(matrices):
 # --- the mean and the error bar ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [*((method, np.float64) for method in METHODS), ("deltashift", np.complex128)],
@@ -112,6 +113,7 @@ def test_low_rank_is_exact_after_the_first_steps():
     assert np.all(solution.std_err[1:] < 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_jump_shows_in_the_error_bar(method):
     before, after = drifting(6, drift=0.01), 50 * drifting(6, drift=0.01, seed=5)
@@ -442,6 +444,7 @@ def root_mean_square(x):
     return np.sqrt(np.mean(np.square(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "better"), [("outliers", "recycled"), ("drift", "deltashift")])
 def test_auto_is_as_good_as_the_better_method(name, better):
     out = experiment(jr.key(0), jnp.asarray(name == "outliers"))
