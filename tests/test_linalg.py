@@ -25,14 +25,14 @@ def block_of(condition, dtype, n=N, m=M):
     return ((left * np.geomspace(1, 1 / condition, m)) @ right).astype(dtype)
 
 
-def check_factors(q, r, block):
+def check_factors(q, r, block, slack=30):
     eps = np.finfo(block.dtype).eps
     q, r = np.asarray(q), np.asarray(r)
     m = block.shape[1]
     assert q.dtype == r.dtype == block.dtype
     np.testing.assert_array_equal(np.tril(r, -1), 0)
-    assert np.max(np.abs(q.conj().T @ q - np.eye(m))) < 30 * eps
-    assert np.linalg.norm(q @ r - block) <= 30 * eps * np.linalg.norm(block)
+    assert np.max(np.abs(q.conj().T @ q - np.eye(m))) < slack * eps
+    assert np.linalg.norm(q @ r - block) <= slack * eps * np.linalg.norm(block)
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e2, 1e5, 1e9, 1e20])
@@ -51,12 +51,25 @@ def test_tall_qr_at_any_scale(scale):
 
 
 def test_tall_qr_of_degenerate_blocks():
-    """Zero, rank one, and repeated columns: orthonormal all the same. NaN stays NaN."""
+    """Zero, rank one, and repeated columns: orthonormal all the same. NaN stays NaN.
+
+    These take Householder's method, whose own error on 3000 equal float32 numbers is 110 eps.
+    """
     one = np.ones((N, M), np.float32)
     repeated = np.repeat(block_of(2.0, np.float32)[:, : M // 2], 2, axis=1)
     for block in (np.zeros((N, M), np.float32), one, repeated):
-        check_factors(*qr(block), block)
+        check_factors(*qr(block), block, slack=300)
     assert np.all(np.isnan(qr(np.full((N, M), np.nan, np.float32))[1][0]))
+
+
+def test_tall_qr_of_a_decaying_sketch():
+    """Columns that agree to rounding: no Cholesky factor, and on a CPU NaN may escape a maximum."""
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.standard_normal((N, 100)))[0]
+    block = (basis * 0.5 ** np.arange(100)) @ rng.standard_normal((100, M))
+    block += 1e-16 * rng.standard_normal((N, M))
+    for dtype in (np.float32, np.float64):
+        check_factors(*qr(block.astype(dtype)), block.astype(dtype))
 
 
 def test_tall_qr_under_vmap():

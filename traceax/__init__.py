@@ -18,6 +18,11 @@ from ._estimator import (
     AbstractDiagonalEstimator as AbstractDiagonalEstimator,
     AbstractTraceEstimator as AbstractTraceEstimator,
 )
+from ._logdet import logdet as logdet
+from ._precondition import (
+    NystromPreconditioner as NystromPreconditioner,
+    RPCholeskyPreconditioner as RPCholeskyPreconditioner,
+)
 from ._primitive import diagonal_p as diagonal_p, trace_p as trace_p
 from ._sampler import (
     AbstractSampler as AbstractSampler,
@@ -28,6 +33,11 @@ from ._sampler import (
 )
 from ._solution import RESULTS as RESULTS, Solution as Solution
 from ._sparse import SparseLinearOperator as SparseLinearOperator
+from ._spectral import (
+    eigenvalue_count as eigenvalue_count,
+    spectral_density as spectral_density,
+    spectral_sum as spectral_sum,
+)
 from ._summary import Summary as Summary, summary as summary
 from ._trace.auto import AutoTraceEstimator as AutoTraceEstimator
 from ._trace.exact import ExactTraceEstimator as ExactTraceEstimator

@@ -46,7 +46,7 @@ def as_value(parts: list[Array]) -> Any:
 
 
 def estimate_of(leaves: list[Array]) -> Estimate:
-    """The `Estimate` with these leaves: as many for its error as for its value, and three counts."""
+    """The `Estimate` with these leaves: those of its value, as many of its error, three counts."""
     *parts, num_matvecs, dof, status = leaves
     count = len(parts) // 2
     return Estimate(as_value(parts[:count]), as_value(parts[count:]), num_matvecs, dof, status)

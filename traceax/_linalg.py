@@ -46,6 +46,9 @@ def _one_by_one(
 #: From these sizes on OpenBLAS uses threads.
 _MANY_COLUMNS, _LARGE_BLOCK = 32, 2**17
 
+#: From this size on 25 ms do not matter any more, and a copy of the block does.
+_HUGE_BLOCK = 2**19
+
 
 def _substitute(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
     """F R^{-1} by substitution, four columns at a time: X_j = (F_j - X_{<j} R_{<j,j}) R_jj^{-1}.
@@ -58,13 +61,15 @@ def _substitute(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[A
     f = jnp.pad(f, ((0, 0), (0, padding)))
     unit = jnp.diag(jnp.arange(m + padding) >= m).astype(r.dtype)
     r = jnp.pad(r, ((0, padding), (0, padding))) + unit
+    # What lies above the diagonal blocks: with it, X can take the place of F, column by column.
+    place = jnp.arange(m + padding)
+    above = jnp.where(place[:, None] < place[None, :] // width * width, r, jnp.zeros_like(r))
 
     def next_columns(j, x):
         start = j * width
-        columns = lax.dynamic_slice(r, (0, start), (m + padding, width))
-        block = lax.dynamic_slice(columns, (start, 0), (width, width))
-        # The columns of X from `start` on are still zero.
-        rest = lax.dynamic_slice(f, (0, start), (n, width)) - _matmul(x, columns)
+        columns = lax.dynamic_slice(above, (0, start), (m + padding, width))
+        block = lax.dynamic_slice(r, (start, start), (width, width))
+        rest = lax.dynamic_slice(x, (0, start), (n, width)) - _matmul(x, columns)
         solved = []
         for c in range(width):
             column = rest[:, c]
@@ -73,8 +78,7 @@ def _substitute(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[A
             solved.append(column / block[c, c])
         return lax.dynamic_update_slice(x, jnp.stack(solved, axis=1), (0, start))
 
-    x = lax.fori_loop(0, (m + padding) // width, next_columns, jnp.zeros_like(f))
-    return x[:, :m]
+    return lax.fori_loop(0, (m + padding) // width, next_columns, f)[:, :m]
 
 
 def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
@@ -92,11 +96,14 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
         return _substitute(y, factor), factor
 
     def defect(q):
-        return jnp.max(jnp.abs(_gram(q) - jnp.eye(m, dtype=q.dtype)))
+        gram = _gram(q)
+        largest = jnp.max(jnp.abs(gram - jnp.eye(m, dtype=q.dtype)))
+        # A maximum may pass over NaN; a sum does not.
+        return jnp.where(jnp.isfinite(jnp.sum(gram)), largest, jnp.inf)
 
     def again(q, r):
         second, factor = step(q)
-        good = defect(second) <= 20 * eps  # False for NaN
+        good = defect(second) <= 20 * eps
         return lax.cond(good, lambda: (second, _matmul(factor, r)), lambda: _householder(block))
 
     q, r = step(block)
@@ -111,7 +118,7 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
 def qr(block: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Inexact[Array, "m m"]]:
     """The reduced QR factorisation."""
     n, m = block.shape
-    if n * m >= _LARGE_BLOCK and n >= 4 * m:
+    if _LARGE_BLOCK <= n * m < _HUGE_BLOCK and n >= 4 * m:
         return _tall_qr(block)
     return _small_qr(block)
 
@@ -138,7 +145,7 @@ def _solve_few(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Ar
 
 def divide_by_upper(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
     """F R^{-1} for an upper triangular R."""
-    if r.shape[0] < _MANY_COLUMNS:
+    if r.shape[0] < _MANY_COLUMNS or f.size >= _HUGE_BLOCK:
         return _solve_few(f, r)
 
     def by_library(f, r):

@@ -1,0 +1,145 @@
+r"""Lanczos' recurrence for a block of probes, and the Gauss quadrature that it gives.
+
+For a Hermitian A and a start vector z, q steps give an orthonormal basis V of the Krylov space of z
+and T = V^H A V, tridiagonal. With T = S Theta S^T and the weights w_j = S_1j^2,
+
+    z^H f(A) z  ~  ||z||^2 sum_j w_j f(theta_j),
+
+exact for polynomials of degree 2q - 1. (G. H. Golub, G. Meurant, *Matrices, moments and
+quadrature*, 1994.)
+
+Every new vector is made orthogonal to all earlier ones, twice: without that, Ritz values that have
+converged come back as copies, and neither the weights nor a derivative can be trusted.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Inexact, Real
+
+from ._estimate import safe_norm, scale_of
+from ._linalg import _one_by_one
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+class Lanczos(NamedTuple):
+    """The Krylov spaces of p probes after q steps.
+
+    Where the space of a probe is exhausted after m < q steps, `beta[m-1]` is exactly 0, and so is
+    all that follows.
+    """
+
+    basis: Inexact[Array, "q n p"]  # orthonormal for each probe; zero once a space is exhausted
+    alpha: Real[Array, "q p"]
+    beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
+
+
+def lanczos(
+    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    start: Inexact[Array, "n p"],
+    num_steps: int,
+    eps: float | None = None,
+) -> Lanczos:
+    """Advance the recurrences of all probes together, one block product a step.
+
+    A space counts as exhausted when what a product adds to it is no larger than its rounding
+    errors. (To go on a little too long is harmless: the direction that rounding errors then choose
+    is orthogonal to the rest, and its Ritz values lie within the spectrum.)
+
+    Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
+    `8 n p num_steps^2` operations.
+
+    **Arguments:**
+
+    - `mm`: a Hermitian operator, as a function that multiplies blocks.
+    - `start`: the probes z, of any size.
+    - `num_steps`: the number q of steps, `1 <= q <= n`.
+    - `eps`: the relative precision of a product, by default that of the dtype.
+
+    **Returns:**
+
+    A `Lanczos`.
+    """
+    n, p = start.shape
+    real = jnp.finfo(start.dtype).dtype
+    tolerance = 16 * (float(jnp.finfo(real).eps) if eps is None else eps)
+
+    norms = safe_norm(start.T)
+    first = start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype)[:, None]
+    # Probes first, so that the products with the basis are products of a matrix and a vector.
+    basis = jnp.zeros((p, num_steps, n), start.dtype).at[:, 0].set(first)
+
+    def step(carry, j):
+        basis, v, size, scale = carry
+        w = mm(v.T).T
+        # The first product fixes the unit in which no square over- or underflows.
+        scale = jnp.where(j == 0, scale_of(w), scale)
+        w = w / scale
+        alpha = jnp.zeros((p,), real)
+        for _ in range(2):
+            coefficients = _einsum("pjn,pn->pj", jnp.conj(basis), w)
+            w = w - _einsum("pjn,pj->pn", basis, coefficients)
+            alpha = alpha + coefficients[:, j].real
+        beta = jnp.linalg.norm(w, axis=1)
+        size = jnp.maximum(size, jnp.maximum(jnp.abs(alpha), beta))
+        exhausted = beta <= tolerance * size
+        beta = jnp.where(exhausted, 0, beta)
+        unit = jnp.where(exhausted, 1, beta).astype(w.dtype)[:, None]
+        v = jnp.where(exhausted[:, None], 0, w / unit)
+        basis = basis.at[:, j + 1].set(v, mode="drop")
+        return (basis, v, size, scale), (alpha, beta)
+
+    carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real))
+    (basis, _, _, scale), (alpha, beta) = lax.scan(step, carry, jnp.arange(num_steps))
+    return Lanczos(jnp.transpose(basis, (1, 2, 0)), alpha * scale, beta * scale)
+
+
+@_one_by_one
+def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
+    """Eigenvalues and eigenvectors of a Hermitian matrix; those of another one where it holds NaN
+    or inf, which never get to LAPACK.
+    """
+    values, vectors = jnp.linalg.eigh(jnp.where(jnp.isfinite(h), h, 0))
+    return values, vectors
+
+
+def quadrature(
+    krylov: Lanczos,
+) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
+    """The nodes theta, the weights w and the eigenvectors S of every probe's T.
+
+    Of an exhausted space only the first m nodes count: the others repeat node m, with weights and
+    eigenvectors that are exactly 0.
+
+    **Arguments:**
+
+    - `krylov`: the recurrences.
+
+    **Returns:**
+
+    A 3-tuple of the nodes, ascending, of shape `(p, q)`; of their weights, which add up to 1; and
+    of the eigenvectors, columns of T's eigenvectors, `(p, q, q)`. Whether what went in is finite is
+    for the caller to check.
+    """
+    alpha, beta = krylov.alpha.T, krylov.beta[:-1].T
+    q = alpha.shape[1]
+    # Not `beta > 0`: NaN must not look like the end of a space.
+    before = jnp.concatenate([jnp.ones_like(alpha[:, :1]), (beta != 0).astype(alpha.dtype)], axis=1)
+    counts = jnp.cumprod(before, axis=1) > 0
+    scale = scale_of(jnp.concatenate([alpha, beta], axis=1), axis=1)
+    # |theta| <= 3 in this unit, so that what does not count comes last, and mixes with nothing.
+    diagonal = jnp.where(counts, alpha / scale, 4)
+    off = jnp.where(counts[:, 1:], beta / scale, 0)
+    t = jax.vmap(lambda a, b: jnp.diag(a) + jnp.diag(b, 1) + jnp.diag(b, -1))(diagonal, off)
+    nodes, vectors = jax.vmap(eigh)(t)
+
+    last = jnp.sum(counts, axis=1, keepdims=True) - 1
+    inside = jnp.arange(q) <= last
+    nodes = jnp.where(inside, nodes, jnp.take_along_axis(nodes, last, axis=1)) * scale
+    vectors = jnp.where(inside[:, None, :], vectors, 0)
+    return nodes, jnp.square(vectors[:, 0, :]), vectors

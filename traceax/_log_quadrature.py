@@ -1,0 +1,108 @@
+r"""Gauss and Gauss-Radau quadrature of a logarithm, with bounds and a standard error.
+
+*The value.* The logarithm has derivatives of constant signs, so that Gauss quadrature of z^H log(M)
+z is never too small, and Gauss-Radau quadrature with a node at a <= lambda_min(M) is never too
+large: the truth lies in between. For K + s I, a is known (lambda_min(M) >= s / mu). Radau's rule of
+q nodes is that of T with its last entry reduced by 1 / r, r = e_q^T (T - a)^{-1} e_q. The two
+errors are of about the same size where a is close to lambda_min(M), also for 1/x, so that a mean of
+the two is far better than either (on a kernel, q = 6 to 12: 5 to 30 times). Radau has the weight
+min(0.6, a / theta_1), theta_1 the smallest Ritz value: nothing for an a that is far too small. The
+quadrature error is what the bounds leave possible on either side.
+
+*The derivative* of Gauss quadrature is <L(T)[e_1 e_1^T], dT>, L the derivative of the logarithm
+and dT = V^H dM V (see `_funm`). For Radau's rule, That instead of T, it would no longer be 1 in the
+direction dM = M; it is again if d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the
+largest Ritz vector h. (In the direction of the small eigenvalues, where quadrature errs, that
+leaves Radau's rule for 1/x as it is.)
+
+*The standard error.* As for spectral sums, Var(z^H f z) = c (tr f^2 - (tr f)^2 / n), f = log M,
+from the nodes and weights themselves, which also give the fourth moment of f. Where few eigenvalues
+dominate, the error of the estimated variance matters: its relative variance 2 n m_4 / (p n^2 m_2^2)
+is half added to it. (One eigenvalue alone, one probe: within two standard errors in 99 % of cases,
+75 % without.)
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Real
+
+from ._estimate import scale_of
+from ._funm import divided_differences, einsum
+from ._krylov import Lanczos, quadrature
+
+
+class LogQuadrature(NamedTuple):
+    """Quadrature of tr log M, probe by probe, as means (so that the trace is n times that)."""
+
+    value: Real[Array, ""]
+    error: Real[Array, ""]
+    std_err: Real[Array, ""]
+    smallest: Real[Array, ""]
+    core: Real[Array, "p q q"]  # the derivative with respect to V^H M V
+
+
+def _core(nodes: Array, vectors: Array) -> Array:
+    """S (D o s_1 s_1^T) S^T."""
+    along = vectors * vectors[:, :1, :]
+    return einsum("pai,pij,pbj->pab", along, divided_differences(jnp.log, nodes), along)
+
+
+def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> LogQuadrature:
+    """Both quadratures, their combination, its errors, and what the derivative needs.
+
+    **Arguments:**
+
+    - `krylov`: the recurrences for M, of p probes.
+    - `floor`: a lower bound of the eigenvalues of M; NaN if none is known.
+    - `n`: the size of M.
+    - `is_complex`: whether the probes are complex.
+
+    **Returns:**
+
+    A `LogQuadrature`.
+    """
+    p = krylov.alpha.shape[1]
+    nodes, weights, vectors = quadrature(krylov)
+    smallest = nodes[:, 0]
+    # A Ritz value that is not positive is reported; a number in its place keeps NaN out.
+    eps = float(jnp.finfo(nodes.dtype).eps)
+    tiny = eps**2 * scale_of(nodes)
+    nodes = jnp.maximum(nodes, tiny)
+    logs = jnp.log(nodes)
+    gauss = jnp.sum(weights * logs, axis=1)
+
+    # Where no bound is known, the residual of the Ritz pair tells how far below it may lie.
+    residual = krylov.beta[-1]
+    reach = nodes[:, 0] - residual * jnp.abs(vectors[:, -1, 0])
+    guess = jnp.clip(reach, nodes[:, 0] / 4, nodes[:, 0])
+    a = jnp.minimum(jnp.where(jnp.isnan(floor), guess, floor), nodes[:, 0] * (1 - math.sqrt(eps)))
+    a = jnp.maximum(a, tiny / 2)
+    reduction = 1 / jnp.sum(jnp.square(vectors[:, -1, :]) / (nodes - a[:, None]), axis=1)
+    # The rule of a space that is exhausted is exact as it is.
+    exhausted = jnp.any(krylov.beta == 0, axis=0)
+    reduction = jnp.where(exhausted, 0, reduction)
+    changed = krylov._replace(alpha=krylov.alpha.at[-1].add(-reduction))
+    radau_nodes, radau_weights, radau_vectors = quadrature(changed)
+    radau_nodes = jnp.maximum(radau_nodes, tiny)
+    radau = jnp.sum(radau_weights * jnp.log(radau_nodes), axis=1)
+    gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
+    share = jnp.minimum(0.6, a / nodes[:, 0])
+    value = jnp.mean(gauss - share * gap)
+    error = jnp.mean(jnp.maximum(share, 1 - share) * gap)
+
+    c = n / (n + 1) if is_complex else 2 * n / (n + 2)
+    unit = scale_of(logs - jnp.mean(gauss))
+    away = (logs - jnp.mean(gauss)) / unit
+    second = jnp.mean(jnp.sum(weights * away**2, axis=1))
+    fourth = jnp.mean(jnp.sum(weights * away**4, axis=1))
+    doubt = jnp.where(second > 0, fourth / (n * p * jnp.where(second > 0, second, 1) ** 2), 0)
+    variance = n * c * second / p / (1 - c / (n * p)) * (1 + jnp.minimum(doubt, 1))
+    core = _core(nodes, vectors)
+    changed = _core(radau_nodes, radau_vectors)
+    largest = vectors[:, :, -1]
+    last = (changed[:, -1, -1] * reduction / nodes[:, -1])[:, None, None]
+    changed = changed - last * largest[:, :, None] * largest[:, None, :]
+    core = core + share[:, None, None] * (changed - core)
+    return LogQuadrature(n * value, n * error, unit * jnp.sqrt(variance), jnp.min(smallest), core)

@@ -1,0 +1,185 @@
+"""How to build a preconditioner of low rank plus a multiple of the identity (see `_low_rank`)."""
+
+import abc
+import math
+from typing import Any, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from equinox import AbstractVar
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from ._low_rank import Built, LowRank, nystrom_of, pivoted_cholesky
+from ._operator import BlockOperator
+from ._sampler import NormalSampler
+from ._shift import scaling_of, stored_diagonal, terms_of
+from ._sketch import square_norms
+
+
+def _check_rank(rank: Any) -> None:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise ValueError(f"rank must be a positive Python int or None, got {rank!r}.")
+
+
+class AbstractPreconditioner(eqx.Module):
+    """How to build a preconditioner of low rank plus a multiple of the identity.
+
+    A final subclass declares `rank`, and implements `check` and `build`.
+    """
+
+    rank: AbstractVar[int | None]
+
+    @abc.abstractmethod
+    def check(self, operator: lx.AbstractLinearOperator) -> None:
+        """Raise a `ValueError` if it cannot be built for this operator.
+
+        **Arguments:**
+
+        - `operator`: the operator.
+        """
+
+    @abc.abstractmethod
+    def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, rank: int) -> Built:
+        """Build it from `rank` products.
+
+        **Arguments:**
+
+        - `key`: the random key.
+        - `operator`: the operator.
+        - `rank`: the rank.
+
+        **Returns:**
+
+        A `Built`.
+        """
+
+
+def scaled_products(
+    block: BlockOperator, relative: Real[Array, " n"], vectors: Inexact[Array, "n m"]
+) -> Inexact[Array, "n m"]:
+    """D^{-1/2} A D^{-1/2} times a block, for D up to its unit.
+
+    **Arguments:**
+
+    - `block`: the operator A.
+    - `relative`: the roots of D.
+    - `vectors`: the block.
+    """
+    root = relative[:, None].astype(block.dtype)
+    return block.mm(vectors / root) / root
+
+
+@final
+class NystromPreconditioner(AbstractPreconditioner):
+    r"""A randomised Nystrom approximation, for any positive definite operator.
+
+    $P = U \Lambda U^* + \mu I$ from `rank` products with normal test vectors. A diagonal part that
+    the operator is written with (`K + s I`) is kept exactly; otherwise the smallest eigenvalue is
+    estimated.
+
+    Cost: `rank` matvecs, `n x rank` numbers, about `15 n rank^2` operations.
+
+    ??? cite "References"
+
+        Z. Frangella, J. A. Tropp, M. Udell, *Randomized Nystrom preconditioning*, 2023,
+        arXiv:2110.02820, doi:10.1137/21M1466244.
+    """
+
+    rank: int | None = eqx.field(default=None, static=True)
+
+    def __check_init__(self):
+        _check_rank(self.rank)
+
+    def check(self, operator):
+        """Any operator will do."""
+
+    def build(self, key, operator, rank):
+        """See `AbstractPreconditioner`."""
+        block = BlockOperator(operator)
+        scaling = scaling_of(operator)
+        omega = NormalSampler().probes(key, block.n, rank, block.dtype) / math.sqrt(block.n)
+        products = scaled_products(block, scaling.relative, omega)
+        unit, known = scaling.fixed(products, block.eps)
+        low_rank = nystrom_of(omega, products / unit, known, block.eps)
+        known &= terms_of(operator).semidefinite
+        return low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
+
+
+NystromPreconditioner.__init__.__doc__ = """**Arguments:**
+
+- `rank`: the rank, one product each. By default two thirds of the budget.
+"""
+
+
+@final
+class RPCholeskyPreconditioner(AbstractPreconditioner):
+    r"""A randomly pivoted partial Cholesky factorisation, for operators that know their diagonal.
+
+    $P = F F^* + \mu I$ with F from `rank` columns of the operator, picked with probabilities
+    proportional to what is left of the diagonal. A diagonal part that the operator is written with
+    (`K + s I`) is kept exactly.
+
+    Cost: `rank` matvecs (one column each, one after the other), `n x rank` numbers, about
+    `15 n rank^2` operations.
+
+    ??? cite "References"
+
+        Y. Chen, E. N. Epperly, J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky: practical
+        approximation of a kernel matrix with few entry evaluations*, 2024, arXiv:2207.06503,
+        doi:10.1002/cpa.22234.
+    """
+
+    rank: int | None = eqx.field(default=None, static=True)
+    diagonal: Real[Array, " n"] | None = None
+
+    def __check_init__(self):
+        _check_rank(self.rank)
+
+    def check(self, operator):
+        """See `AbstractPreconditioner`."""
+        n = operator.in_size()
+        if self.diagonal is not None:
+            if jnp.shape(self.diagonal) != (n,):
+                raise ValueError(
+                    f"The diagonal has the shape {jnp.shape(self.diagonal)}, the operator needs "
+                    f"{(n,)}."
+                )
+        elif stored_diagonal(operator) is None:
+            raise ValueError(
+                "RPCholeskyPreconditioner needs the diagonal, which this "
+                f"{type(operator).__name__} does not store. Give the diagonal of the whole "
+                "operator, `RPCholeskyPreconditioner(diagonal=...)`, or use "
+                "NystromPreconditioner()."
+            )
+
+    def build(self, key, operator, rank):
+        """See `AbstractPreconditioner`."""
+        block = BlockOperator(operator)
+        scaling = scaling_of(operator)
+        diagonal = stored_diagonal(operator) if self.diagonal is None else self.diagonal
+        diagonal = jnp.asarray(diagonal).real / jnp.square(scaling.relative)
+        unit, known = scaling.fixed(diagonal, block.eps)
+        shift = jnp.where(known, 1, jnp.zeros_like(unit))
+
+        def column(pivot):
+            unit_vector = (jnp.arange(block.n) == pivot).astype(block.dtype)[:, None]
+            product = scaled_products(block, scaling.relative, unit_vector) / unit
+            return (product - shift.astype(block.dtype) * unit_vector)[:, 0]
+
+        diagonal = diagonal / unit - shift
+        f = pivoted_cholesky(key, column, diagonal, rank, block.dtype)
+        # The trace of what is left out is known here. Without s, mu is its mean eigenvalue.
+        left_out = jnp.sum(diagonal) - jnp.sum(square_norms(f))
+        left_out = jnp.maximum(left_out, 0) / max(block.n - rank, 1)
+        shift = jnp.where(known, shift, 0.9 * left_out)
+        known &= terms_of(operator).semidefinite
+        low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out)
+        return low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
+
+
+RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**
+
+- `rank`: the rank, one column each. By default two thirds of the budget.
+- `diagonal`: the diagonal of the operator, where it does not store it.
+"""

@@ -1,0 +1,126 @@
+"""The diagonal part of an operator that is written as a sum, such as K + s I, and scaling by it."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Bool, Inexact, Real
+
+from ._estimate import scale_of
+from ._operator import BlockOperator, is_tagged
+
+# Operators whose diagonal is stored, so that reading it costs no product.
+_STORED = (
+    lx.MatrixLinearOperator,
+    lx.PyTreeLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+)
+
+
+class Terms(NamedTuple):
+    """A = diag(shift) + (the rest)."""
+
+    shift: Inexact[Array, " n"] | None  # None if no diagonal part is written down
+    has_rest: bool
+    semidefinite: bool  # the rest is tagged positive semidefinite, part by part
+
+
+def _factor(operator: Any) -> Array | None:
+    """The factor that a multiple, quotient or negation puts in front of its operator."""
+    if isinstance(operator, lx.MulLinearOperator):
+        return jnp.asarray(operator.scalar)
+    if isinstance(operator, lx.DivLinearOperator):
+        return 1 / jnp.asarray(operator.scalar)
+    return -jnp.ones(()) if isinstance(operator, lx.NegLinearOperator) else None
+
+
+def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
+    """Find the diagonal part of a sum.
+
+    **Arguments:**
+
+    - `operator`: the operator, of which sums, multiples and tags are taken apart.
+
+    **Returns:**
+
+    The `Terms`. No product is spent.
+    """
+    if isinstance(operator, lx.TaggedLinearOperator):
+        inner = terms_of(operator.operator)
+        tagged = inner.shift is None and is_tagged(lx.is_positive_semidefinite, operator)
+        return inner._replace(semidefinite=inner.semidefinite or tagged)
+    if isinstance(operator, lx.AddLinearOperator):
+        first, second = terms_of(operator.operator1), terms_of(operator.operator2)
+        shifts = [part.shift for part in (first, second) if part.shift is not None]
+        shift = sum(shifts[1:], start=shifts[0]) if shifts else None
+        semidefinite = first.semidefinite and second.semidefinite
+        return Terms(shift, first.has_rest or second.has_rest, semidefinite)
+    factor = _factor(operator)
+    if factor is not None:
+        inner = terms_of(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]
+        if inner.shift is not None:
+            dtype = inner.shift.dtype
+            inner = inner._replace(shift=factor.astype(dtype) * inner.shift)
+        tagged = is_tagged(lx.is_positive_semidefinite, operator)
+        return inner._replace(semidefinite=tagged or not inner.has_rest)
+    if isinstance(operator, _STORED) and is_tagged(lx.is_diagonal, operator):
+        dtype = BlockOperator(operator).dtype
+        return Terms(lx.diagonal(operator).astype(dtype), False, True)
+    return Terms(None, True, is_tagged(lx.is_positive_semidefinite, operator))
+
+
+def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
+    """The diagonal, where it can be read without a product, or None.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+    dtype = BlockOperator(operator).dtype
+    if is_tagged(lx.has_unit_diagonal, operator):
+        return jnp.ones(operator.in_size(), dtype)
+    if isinstance(operator, lx.TaggedLinearOperator):
+        return stored_diagonal(operator.operator)
+    if isinstance(operator, lx.AddLinearOperator):
+        first, second = stored_diagonal(operator.operator1), stored_diagonal(operator.operator2)
+        return None if first is None or second is None else first + second
+    factor = _factor(operator)
+    if factor is not None:
+        inner = stored_diagonal(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]
+        return None if inner is None else factor.astype(dtype) * inner
+    return lx.diagonal(operator).astype(dtype) if isinstance(operator, _STORED) else None
+
+
+class Scaling(NamedTuple):
+    """D up to its unit, which the first products decide."""
+
+    relative: Real[Array, " n"]  # the roots of D / unit
+    unit: Real[Array, ""]  # the known unit, if it is known
+    usable: Bool[Array, ""]  # whether it is
+
+    def fixed(self, products: Array, eps: float) -> tuple[Real[Array, ""], Bool[Array, ""]]:
+        """The unit, and whether s = 1 is known: not if the shift is lost in the rounding."""
+        scale = scale_of(products)
+        known = self.usable & (self.unit > eps * scale)
+        return jnp.where(known, self.unit, scale), known
+
+
+def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
+    """The scaling by the diagonal part of A; by a scalar where it has none, or not a positive one.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+    block = BlockOperator(operator)
+    real = jnp.finfo(block.dtype).dtype
+    one = jnp.ones((), real)
+    shift = terms_of(operator).shift
+    if shift is None:
+        return Scaling(jnp.ones(block.n, real), one, jnp.array(False))
+    shift = shift.real.astype(real)
+    unit = jnp.max(shift, initial=0.0)
+    usable = jnp.all(shift > block.eps * unit) & jnp.isfinite(unit)
+    unit = jnp.where(usable, unit, one)
+    return Scaling(jnp.sqrt(jnp.where(usable, shift / unit, 1)), unit, usable)
