@@ -88,7 +88,7 @@ def _training(look, batch):
 
 @pytest.mark.parametrize("method", ["hutchinson", "track"])
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
-@pytest.mark.parametrize(("size", "used"), [(1024, 1024), (1024, 128), (256, 256)])
+@pytest.mark.parametrize(("size", "used"), [(1797, 256), (1024, 128), (1024, 1024), (256, 256)])
 def test_training_run(benchmark, kind, method, size, used):
     """Full batches of `size` examples, curvature on `used` of them."""
     batch = _batch(size)
