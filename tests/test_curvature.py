@@ -265,16 +265,22 @@ def test_random_keys_in_the_arguments():
 
     for key in (jr.key(7), jr.PRNGKey(7)):
         operator = curvature.hessian(dropped, {**WEIGHTS, **REST}, INPUTS, LABELS, key)
-        truth = jax.hessian(
-            lambda flat: dropped({**unravel(flat), **REST}, INPUTS, LABELS, key)  # noqa: B023
-        )(FLAT)
-        np.testing.assert_allclose(operator.as_matrix(), truth, atol=1e-13)
 
-        def trace(weights, operator=operator, key=key):
+        def flat_loss(flat, key=key):
+            return dropped({**unravel(flat), **REST}, INPUTS, LABELS, key)
+
+        hessian = jax.hessian(flat_loss)
+        np.testing.assert_allclose(operator.as_matrix(), hessian(FLAT), atol=1e-13)
+
+        def trace(weights, k, key=key):
             operator = curvature.hessian(dropped, {**weights, **REST}, INPUTS, LABELS, key)
-            return tr.trace(jr.key(0), operator, 8, tr.HutchinsonEstimator()).value
+            return tr.trace(jr.key(0), operator, k, tr.HutchinsonEstimator()).value
 
-        assert np.all(np.isfinite(ravel_pytree(jax.jit(jax.grad(trace))(WEIGHTS))[0]))
+        gradient = jax.jit(jax.grad(trace), static_argnums=1)
+        assert np.all(np.isfinite(ravel_pytree(gradient(WEIGHTS, 8))[0]))
+        truth = jax.grad(lambda flat, hessian=hessian: jnp.trace(hessian(flat)))(FLAT)
+        exact = ravel_pytree(gradient(WEIGHTS, N))[0]
+        np.testing.assert_allclose(exact, truth, rtol=1e-9, atol=1e-12)
 
 
 def test_custom_derivatives():

@@ -46,23 +46,18 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, make_estimate, scale_of, status_of
 from ._estimator import AbstractEstimator
-from ._krylov import Lanczos, eigh, lanczos, quadrature
+from ._krylov import Lanczos, lanczos, quadrature
+from ._linalg import eigh, einsum
 from ._operator import BlockOperator, is_hermitian, semidefinite_sign
 from ._sampler import SphereSampler
 from ._sketch import adjoint
 from ._weights import AbstractWeights
 
 Function = Callable[[Array], Array]
-
-
-def einsum(subscripts: str, *operands: Array) -> Array:
-    """`jnp.einsum` in full precision, whatever the user's matmul setting is."""
-    return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST)
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:

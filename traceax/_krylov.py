@@ -13,7 +13,6 @@ converged come back as copies, and neither the weights nor a derivative can be t
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -22,9 +21,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from ._estimate import safe_norm, scale_of
-from ._linalg import _one_by_one
-
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+from ._linalg import eigh, einsum
 
 
 class Lanczos(NamedTuple):
@@ -82,8 +79,8 @@ def lanczos(
         w = w / scale
         alpha = jnp.zeros((p,), real)
         for _ in range(2):
-            coefficients = _einsum("pjn,pn->pj", jnp.conj(basis), w)
-            w = w - _einsum("pjn,pj->pn", basis, coefficients)
+            coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
+            w = w - einsum("pjn,pj->pn", basis, coefficients)
             alpha = alpha + coefficients[:, j].real
         beta = jnp.linalg.norm(w, axis=1)
         size = jnp.maximum(size, jnp.maximum(jnp.abs(alpha), beta))
@@ -97,15 +94,6 @@ def lanczos(
     carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real))
     (basis, _, _, scale), (alpha, beta) = lax.scan(step, carry, jnp.arange(num_steps))
     return Lanczos(jnp.transpose(basis, (1, 2, 0)), alpha * scale, beta * scale)
-
-
-@_one_by_one
-def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """Eigenvalues and eigenvectors of a Hermitian matrix; those of another one where it holds NaN
-    or inf, which never get to LAPACK.
-    """
-    values, vectors = jnp.linalg.eigh(jnp.where(jnp.isfinite(h), h, 0))
-    return values, vectors
 
 
 def quadrature(

@@ -21,13 +21,15 @@ import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 from jax import lax
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
-_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+# The algebra runs in full precision whatever the user's matmul setting is (TF32 on a GPU).
+matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def _gram(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:
-    return _matmul(jnp.conj(block.T), block)
+    return matmul(jnp.conj(block.T), block)
 
 
 def _one_by_one(
@@ -69,7 +71,7 @@ def _substitute(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[A
         start = j * width
         columns = lax.dynamic_slice(above, (0, start), (m + padding, width))
         block = lax.dynamic_slice(r, (start, start), (width, width))
-        rest = lax.dynamic_slice(x, (0, start), (n, width)) - _matmul(x, columns)
+        rest = lax.dynamic_slice(x, (0, start), (n, width)) - matmul(x, columns)
         solved = []
         for c in range(width):
             column = rest[:, c]
@@ -104,7 +106,7 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     def again(q, r):
         second, factor = step(q)
         good = defect(second) <= 20 * eps
-        return lax.cond(good, lambda: (second, _matmul(factor, r)), lambda: _householder(block))
+        return lax.cond(good, lambda: (second, matmul(factor, r)), lambda: _householder(block))
 
     q, r = step(block)
     first = defect(q)
@@ -139,19 +141,34 @@ def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 
 
 @_one_by_one
-def _solve_few(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
+def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
+    """Eigenvalues and eigenvectors of a Hermitian matrix; those of another one where it holds NaN
+    or inf, which never get to LAPACK.
+    """
+    values, vectors = jnp.linalg.eigh(jnp.where(jnp.isfinite(h), h, 0))
+    return values, vectors
+
+
+@_one_by_one
+def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
+    """U, sigma and V^H of a square matrix; those of another one where it holds NaN or inf."""
+    u, sigma, v_h = jnp.linalg.svd(jnp.where(jnp.isfinite(a), a, 0))
+    return u, sigma, v_h
+
+
+def _divide(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
     return jsl.solve_triangular(r, f.T, trans="T", lower=False).T
+
+
+_divide_by_library = _one_by_one(_divide)
+_divide_by_substitution = partial(lax.platform_dependent, cpu=_substitute, default=_divide)
 
 
 def divide_by_upper(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
     """F R^{-1} for an upper triangular R."""
     if r.shape[0] < _MANY_COLUMNS or f.size >= _HUGE_BLOCK:
-        return _solve_few(f, r)
-
-    def by_library(f, r):
-        return jsl.solve_triangular(r, f.T, trans="T", lower=False).T
-
-    return lax.platform_dependent(f, r, cpu=_substitute, default=by_library)
+        return _divide_by_library(f, r)
+    return _divide_by_substitution(f, r)
 
 
 def solve_upper_adjoint(

@@ -29,8 +29,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Real
 
 from ._estimate import scale_of
-from ._funm import divided_differences, einsum
+from ._funm import divided_differences
 from ._krylov import Lanczos, quadrature
+from ._linalg import einsum
 
 
 class LogQuadrature(NamedTuple):

@@ -39,9 +39,9 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from ._estimate import NONFINITE, OUTSIDE_DOMAIN, scale_of, status_of
 from ._estimator import AbstractEstimator, solve
-from ._funm import einsum, estimate_of, plan
+from ._funm import estimate_of, plan
 from ._krylov import Lanczos, lanczos
-from ._linalg import cholesky, solve_upper_adjoint
+from ._linalg import cholesky, einsum, solve_upper_adjoint
 from ._log_quadrature import log_quadrature
 from ._low_rank import Built, LowRankPlusIdentity, nystrom_of
 from ._operator import BlockOperator, semidefinite_sign

@@ -29,23 +29,16 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
-from ._krylov import eigh
 from ._linalg import (
-    _one_by_one,
     cholesky,
     divide_by_upper,
+    eigh,
     qr,
     solve_upper_adjoint,
+    svd,
 )
 from ._nystrom import _shifted_cholesky
 from ._sketch import adjoint, matmul, shift_of, square_norms
-
-
-@_one_by_one
-def _svd_of_core(r: Inexact[Array, "m m"]) -> tuple[Array, Array]:
-    """Left singular vectors and singular values."""
-    u, sigma, _ = jnp.linalg.svd(jnp.where(jnp.isfinite(r), r, 0))
-    return u, sigma
 
 
 @final
@@ -123,7 +116,7 @@ class LowRank(NamedTuple):
     def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
         """The factors of P. Cost: a QR factorisation, and l^3 operations."""
         q, r = qr(self.f)
-        u, sigma = _svd_of_core(r)
+        u, sigma, _ = svd(r)
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
         return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
 

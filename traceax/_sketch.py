@@ -26,20 +26,15 @@ deviation) for XNysTrace on decaying spectra, and for XTrace at the edge of a sp
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
 from ._estimate import scale_of
-from ._linalg import qr, solve_upper_adjoint
+from ._linalg import matmul as matmul, qr, solve_upper_adjoint
 from ._operator import BlockOperator
 from ._weights import LowRankWeights
-
-# The small algebra runs in full precision whatever the user's matmul setting is (TF32 on a GPU).
-matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:

@@ -38,7 +38,7 @@ from ._api import root, root_error
 from ._diagonal._leave_one_out import Split, diagonal_and_error
 from ._estimate import make_estimate, scale_of, status_of
 from ._estimator import AbstractEstimator, check_budget, solve
-from ._linalg import _one_by_one, qr
+from ._linalg import eigh, qr, svd
 from ._operator import BlockOperator, as_operator, is_hermitian
 from ._primitive import diagonal_p
 from ._rows import Rows
@@ -62,16 +62,9 @@ from ._trace.xtrace import _leave_one_out
 from ._weights import AbstractWeights
 
 
-@_one_by_one
-def _svd(a: Inexact[Array, "m m"]) -> tuple[Array, ...]:
-    return tuple(jnp.linalg.svd(a))
-
-
-@_one_by_one
 def _extremes(h: Inexact[Array, "m m"]) -> tuple[Array, Array]:
     """The smallest and the largest eigenvalue, and their eigenvectors."""
-    # NaN never gets to LAPACK; the status of the estimate tells of it.
-    values, vectors = jnp.linalg.eigh(jnp.where(jnp.isfinite(h), h, 0))
+    values, vectors = eigh(h)
     return values[jnp.array([0, -1])], vectors[:, jnp.array([0, -1])]
 
 
@@ -147,7 +140,7 @@ def _extreme_ritz(q: Array, omega: Array, y: Array, z: Array, eps: float) -> Arr
     # eps ||A|| / sigma. Directions that Q all but contains are left out: for A = I + (low rank)
     # nearly all are. What is kept is good to eps^(3/4).
     basis, r = qr(g)
-    u, sigma, v_h = _svd(jnp.where(jnp.isfinite(r), r, 0))
+    u, sigma, v_h = svd(r)
     kept = sigma > jnp.maximum(eps**0.25 * jnp.max(sigma), eps**0.5)
     inverse = jnp.where(kept, 1 / jnp.where(kept, sigma, 1), 0).astype(y.dtype)
     basis = jnp.where(kept, matmul(basis, u), 0)
