@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from traceax import RESULTS
-from traceax._logdet import logdet, plans
+from traceax._logdet import logdet
 from traceax._low_rank import LowRankPlusIdentity
 from traceax._precondition import NystromPreconditioner, RPCholeskyPreconditioner
 from traceax._spectral import spectral_sum
+from traceax._spending import plans
 
 from .helpers import PSD, keys, random_unitary, with_spectrum
 
@@ -281,14 +282,55 @@ def test_derivative_is_unbiased_and_the_same_in_both_modes(dtype):
     assert abs(reverse.mean() - truth) < 4 * std / np.sqrt(count) + 1e-3 * truth
 
 
-def test_second_derivatives_are_refused():
-    matrix = decaying()
+def second(theta, matrix, direction):
+    """A(theta), with a second derivative of its own."""
+    first, other = jnp.exp(theta[0]), theta[1] ** 2
+    return first.astype(matrix.dtype) * matrix + other.astype(matrix.dtype) * direction
 
-    def value(s):
-        return logdet(jr.key(0), shifted(matrix, s), 30, preconditioner=FIXED).value
 
-    with pytest.raises(NotImplementedError, match="first derivative only"):
-        jax.eval_shape(jax.hessian(value), 0.1)
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_second_derivatives(dtype):
+    """Unbiased, symmetric, and the same in every mode, against dense derivatives."""
+    matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)
+    theta, count = jnp.array([0.2, 0.7]), 100
+
+    def value(theta, key):
+        operator = shifted(second(theta, matrix, direction), 0.05)
+        return logdet(key, operator, 54, preconditioner=NystromPreconditioner(rank=34)).value
+
+    def exact(theta):
+        dense = second(theta, matrix, direction) + 0.05 * jnp.eye(N, dtype=dtype)
+        factor = jnp.linalg.cholesky(dense)
+        return 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
+
+    truth = np.asarray(jax.jit(jax.hessian(exact))(theta))
+    mapped = jax.jit(lambda keys: jax.lax.map(lambda key: jax.hessian(value)(theta, key), keys))
+    samples = np.asarray(mapped(keys(count)))
+    np.testing.assert_allclose(samples, samples.transpose(0, 2, 1), rtol=1e-7)
+    std = samples.std(axis=0, ddof=1)
+    assert np.all(std < 0.2 * np.max(np.abs(truth)))
+    assert np.all(np.abs(samples.mean(axis=0) - truth) < 4 * std / np.sqrt(count))
+    if dtype == np.float64:
+        reverse = jax.jit(jax.jacrev(jax.grad(value)))(theta, keys(count)[0])
+        np.testing.assert_allclose(reverse, samples[0], rtol=1e-7)
+
+
+def test_derivatives_of_exact_log_determinants():
+    """k >= n: up to the third, and the Hessian under vmap."""
+    matrix, direction = decaying(12), decaying(12, seed=1)
+
+    def value(theta):
+        operator = shifted(second(theta, matrix, direction), 0.05)
+        return logdet(jr.key(0), operator, 12).value
+
+    def exact(theta):
+        return jnp.linalg.slogdet(second(theta, matrix, direction) + 0.05 * jnp.eye(12))[1]
+
+    thetas = jnp.array([[0.2, 0.7], [-0.3, 0.4]])
+    third = jax.jit(jax.vmap(jax.jacfwd(jax.hessian(value))))(thetas)
+    np.testing.assert_allclose(
+        third, jax.jit(jax.vmap(jax.jacfwd(jax.hessian(exact))))(thetas), rtol=1e-8, atol=1e-8
+    )
 
 
 def test_transformations():

@@ -31,9 +31,9 @@ class AbstractEstimator(eqx.Module):
     arguments, the primitive, its derivative and its batching are the same for all.
     """
 
-    #: Whether the weights depend on A to first order, as for functions of a matrix: a derivative
-    #: of the derivative, with the weights held fixed, would then be wrong, and is refused.
-    first_order_only: ClassVar[bool] = False
+    #: Whether E[G] depends on A, as for functions of a matrix: the derivative of a derivative then
+    #: needs that of the weights, `moved`.
+    weights_move: ClassVar[bool] = False
 
     #: The smallest budget with which the algorithm can do anything.
     smallest: AbstractClassVar[int]
@@ -93,6 +93,18 @@ class AbstractEstimator(eqx.Module):
         A value of the shape of the estimate's (of its first leaf, if only that has a derivative).
         """
         return weights.contract(operator)
+
+    def moved(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
+        """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
+        `weights`; its derivative is needed where `weights_move`, for second derivatives.
+
+        **Arguments:** as of `contract`.
+
+        **Returns:**
+
+        What has the structure of `weights`.
+        """
+        return weights.moved(operator)
 
 
 class AbstractTraceEstimator(AbstractEstimator):

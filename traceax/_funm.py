@@ -48,11 +48,12 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, make_estimate, scale_of, status_of
+from ._estimate import NONFINITE, OUTSIDE_DOMAIN, scale_of, status_of
 from ._estimator import AbstractEstimator
 from ._krylov import Lanczos, lanczos, quadrature
 from ._linalg import eigh, einsum
 from ._operator import BlockOperator, is_hermitian, semidefinite_sign
+from ._quadrature_error import with_quadrature_error
 from ._sampler import SphereSampler
 from ._sketch import adjoint
 from ._weights import AbstractWeights
@@ -314,20 +315,6 @@ def status_with_domain(finite: Array, weights: Array, values: Array) -> Array:
     return jnp.where(finite == NONFINITE, NONFINITE, jnp.where(outside, OUTSIDE_DOMAIN, finite))
 
 
-def estimate_of(value, error, std_err, num_matvecs: int, dof: int, status) -> Estimate:
-    """An estimate whose value is a pair: the value, and its quadrature error. NaN, both of them, if
-    f is not finite where it is needed.
-    """
-    failed = status == OUTSIDE_DOMAIN
-
-    def masked(x):
-        return jnp.where(failed, jnp.nan, x)
-
-    parts = (masked(value), masked(error))
-    errors = (masked(std_err), jnp.zeros_like(error))
-    return make_estimate(parts, errors, num_matvecs, dof, status)
-
-
 @final
 class QuadratureEstimator(AbstractEstimator):
     """Stochastic Lanczos quadrature of tr f(A). Its value is the pair of the value, which alone has
@@ -338,7 +325,7 @@ class QuadratureEstimator(AbstractEstimator):
     num_steps: int | None = eqx.field(static=True)
     name: str = eqx.field(static=True)
     smallest: ClassVar[int] = 1
-    first_order_only: ClassVar[bool] = True
+    weights_move: ClassVar[bool] = True
 
     def check(self, operator):
         """See `AbstractEstimator`."""
@@ -365,7 +352,7 @@ class QuadratureEstimator(AbstractEstimator):
         along = s * s[:, :1, :]  # S o s_1^T, row by row
         core = einsum("pai,pij...,pbj->pab...", along, divided_differences(self.fn, nodes), along)
         fixed = SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))
-        return estimate_of(value, error, std_err, p * q, p, status), fixed
+        return with_quadrature_error(value, error, std_err, p * q, p, status), fixed
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -377,9 +364,18 @@ class QuadratureEstimator(AbstractEstimator):
         status = status_with_domain(status, ones, values)
         slopes = divided_differences(self.fn, nodes.T)[:, 0, 0]
         fixed = ExactSpectralWeights(basis, slopes, nodes, ones)
-        return estimate_of(value, zero, zero, n, 0, status), fixed
+        return with_quadrature_error(value, zero, zero, n, 0, status), fixed
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`: linear in A, and a function of what `fn` depends on."""
         own = jnp.sum(weighted(weights.weights, on_nodes(self.fn, weights.nodes)), axis=0)
         return weights.contract(operator) + own
+
+    def moved(self, weights, operator):
+        """See `AbstractEstimator`: the derivative of E[G] is not known."""
+        raise NotImplementedError(
+            "Spectral sums have a first derivative only: theirs is taken with weights held fixed, "
+            "which to second order would give wrong numbers. Use `logdet` for log-determinants, "
+            "`lax.stop_gradient` on whatever need not be differentiated twice, or finite "
+            "differences of the gradient with the same key."
+        )

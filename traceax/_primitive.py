@@ -11,7 +11,8 @@ the rules below only arrange them:
   that a vmapped estimate still is this primitive and keeps its JVP rule; `_run` and
   `_push_forward` are vmapped over the levels, innermost first;
 - the JVP asks for the weights (U, V) beside the value and contracts them with the tangent of the
-  operator. Weights have no tangent: they are what is held fixed.
+  operator. Weights have no tangent themselves, but where E[G] depends on A: see `moved` of
+  `AbstractEstimator`.
 
 `_run` and `_push_forward` are jitted with the parameters static, so that an identical call,
 eager or traced, is not traced again.
@@ -181,20 +182,22 @@ def _run(params: _Params, operands: tuple[Array, ...]):
         return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _push_forward(params: _Params, moving: tuple[int, ...], operands, tangents, weights):
-    """The tangent of the value, sum_j v_j^H dA u_j, where the operands `moving` have tangents."""
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands, tangents, weights):
+    """A tangent, where the operands `moving` have tangents: that of the value by the rule
+    `contract`, sum_j v_j^H dA u_j; that of the weights by the rule `moved`.
+    """
 
     def push(operands, tangents, weights):
-        def contract(moved):
+        def of_moving(moved):
             complete = list(operands)
             for i, operand in zip(moving, moved, strict=True):
                 complete[i] = operand
             _, operator, estimator = _rebuild(params, complete)
-            return estimator.contract(weights, operator)
+            return getattr(estimator, rule)(weights, operator)
 
         primals = tuple(operands[i] for i in moving)
-        return jax.jvp(contract, (primals,), (tangents,))[1]
+        return jax.jvp(of_moving, (primals,), (tangents,))[1]
 
     def in_axes(level):
         return level.axes, tuple(level.axes[i] for i in moving), 0
@@ -246,23 +249,19 @@ def _jvp(primitive, primals, tangents, *, params):
         for i, tangent in enumerate(tangents)
         if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
     )
-    if params.weights and moving and _rebuild(params, primals)[2].first_order_only:
-        # What is differentiated here is a derivative, and its weights would have to move.
-        raise NotImplementedError(
-            "Spectral sums have a first derivative only: theirs is taken with weights held fixed, "
-            "which to second order would give wrong numbers. Use `lax.stop_gradient` on whatever "
-            "need not be differentiated twice, or finite differences of the gradient with the same "
-            "key."
-        )
     estimate, weights = _unflatten(with_weights, primals, outputs)
     outputs_t = [_zero(out) for out in outputs]
+    count = len(jtu.tree_leaves(estimate))
     if moving:
         moved = tuple(tangents[i] for i in moving)
-        values_t = _push_forward(with_weights, moving, tuple(primals), moved, weights)
-        values_t = jtu.tree_leaves(values_t)
+        operands = (tuple(primals), moved, weights)
+        values_t = jtu.tree_leaves(_push_forward(with_weights, moving, "contract", *operands))
         outputs_t[: len(values_t)] = values_t  # the value comes first among the outputs
+        # Asked for the weights: what is differentiated here is a derivative.
+        if params.weights and _rebuild(params, primals)[2].weights_move:
+            weights_t = _push_forward(with_weights, moving, "moved", *operands)
+            outputs_t[count:] = jtu.tree_leaves(weights_t)
     if not params.weights:
-        count = len(jtu.tree_leaves(estimate))
         outputs, outputs_t = outputs[:count], outputs_t[:count]
     return outputs, outputs_t
 

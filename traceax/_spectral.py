@@ -12,13 +12,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, Real
 
 from ._estimate import status_of
-from ._estimator import AbstractEstimator, check_budget, solve
+from ._estimator import AbstractEstimator, check_budget
 from ._funm import (
     QuadratureEstimator,
     check_function,
     check_hermitian,
     check_num_steps,
-    estimate_of,
     hoist_function,
     mean_and_error,
     plan,
@@ -27,18 +26,10 @@ from ._funm import (
 )
 from ._krylov import lanczos, quadrature
 from ._operator import BlockOperator, as_operator
-from ._primitive import trace_p
+from ._quadrature_error import solve_pair, with_quadrature_error
 from ._sampler import SphereSampler
 from ._solution import Solution
 from ._weights import AbstractWeights
-
-
-def _solve(key, operator, k: int, estimator: AbstractEstimator, throw: bool) -> Solution:
-    """Solve, and take apart the pair of the value and its quadrature error."""
-    solution = solve(trace_p, key, operator, k, estimator, throw=throw)
-    (value, quadrature_error), (std_err, _) = solution.value, solution.std_err
-    stats = {**solution.stats, "std.err": std_err}
-    return Solution(value, std_err, solution.num_matvecs, stats, solution.result, quadrature_error)
 
 
 def _real_dtype(operator: lx.AbstractLinearOperator) -> Any:
@@ -121,7 +112,7 @@ def spectral_sum(
     budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
     check_num_steps(num_steps, int(k))
     estimator = QuadratureEstimator(function, num_steps, "A spectral sum")
-    return _solve(key, operator, budget, estimator, throw)
+    return solve_pair(key, operator, budget, estimator, throw)
 
 
 def spectral_density(
@@ -197,7 +188,7 @@ def spectral_density(
 
     function = hoist_function(gaussian, dtype, scalar=False)
     estimator = QuadratureEstimator(function, num_steps, "A spectral density")
-    return _solve(key, operator, budget, estimator, throw)
+    return solve_pair(key, operator, budget, estimator, throw)
 
 
 def _edge_error(weights: Array, below: Array) -> Array:
@@ -252,14 +243,14 @@ class CountEstimator(AbstractEstimator):
         errors = jnp.where(jnp.any(krylov.beta == 0, axis=0), 0, errors)
         status = status_of(krylov.alpha, krylov.beta)
         error = n * jnp.mean(errors)
-        return estimate_of(value, error, std_err, p * q, p, status), _NoWeights()
+        return with_quadrature_error(value, error, std_err, p * q, p, status), _NoWeights()
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         nodes, _, status = spectrum(operator)
         value = jnp.sum(self._inside(nodes))
         zero = jnp.zeros_like(value)
-        return estimate_of(value, zero, zero, nodes.size, 0, status), _NoWeights()
+        return with_quadrature_error(value, zero, zero, nodes.size, 0, status), _NoWeights()
 
 
 def eigenvalue_count(
@@ -309,4 +300,4 @@ def eigenvalue_count(
     budget = check_budget(k, 1, operator.in_size(), "An eigenvalue count")
     check_num_steps(num_steps, int(k))
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
-    return _solve(key, operator, budget, CountEstimator(lower, upper, num_steps), throw)
+    return solve_pair(key, operator, budget, CountEstimator(lower, upper, num_steps), throw)

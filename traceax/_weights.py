@@ -35,6 +35,19 @@ class AbstractWeights(eqx.Module):
         A scalar array of the operator's working dtype.
         """
 
+    def moved(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
+        """The weights themselves, as a function of the operator: see `AbstractEstimator`.
+
+        **Arguments:**
+
+        - `operator`: the operator A.
+
+        **Returns:**
+
+        Weights of the same structure. E[G] = I does not depend on A.
+        """
+        return self
+
 
 @final
 class LowRankWeights(AbstractWeights):

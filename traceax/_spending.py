@@ -1,0 +1,224 @@
+r"""How the budget of a log-determinant is spent: on rank, on probes, on steps.
+
+With a preconditioner P = R R^H (see `_precondition`) and M = R^{-1} A R^{-H},
+
+    log det A = log det P + tr log M,
+
+the first exactly, the second from p probes on the sphere and q steps of Lanczos' recurrence (see
+`_krylov`, `_log_quadrature`): the closer M is to the identity, the smaller are both the scatter and
+the number of steps. The rule that divides the budget stands in the docstring of `logdet`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Inexact, PRNGKeyArray
+
+from ._estimate import status_of
+from ._funm import plan
+from ._krylov import Lanczos, lanczos
+from ._log_quadrature import LogQuadrature, log_quadrature
+from ._low_rank import Built, LowRankPlusIdentity, nystrom_of
+from ._operator import BlockOperator, semidefinite_sign
+from ._precondition import AbstractPreconditioner, scaled_products
+from ._sampler import NormalSampler, SphereSampler
+from ._shift import scaling_of, terms_of
+
+
+class Plan(NamedTuple):
+    """A budget spent: `rank + probes * steps <= k`."""
+
+    rank: int
+    probes: int
+    steps: int
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of the weights."""
+        return self.rank + self.probes * (self.steps + 1)
+
+
+def plan_with(rank: int, probes: int, k: int) -> Plan:
+    """What is left of the budget after the rank, for this many probes."""
+    left = k - rank
+    probes = max(1, min(probes, left // 2))
+    return Plan(rank, probes, left // probes)
+
+
+def plans(k: int) -> tuple[Plan, Plan, Plan]:
+    """The three plans of "auto": see `logdet`."""
+    first = plan_with(k // 6, math.isqrt(k) // 2, k)
+    second = plan_with(2 * k // 3, k // 24, k)
+    few = max(1, k // 60)
+    return first, second, plan_with(k - 5 * few, few, k)
+
+
+class Run(NamedTuple):
+    """Everything about a budget that has been spent."""
+
+    block: BlockOperator
+    built: Built
+    probes: Inexact[Array, "n p"]
+    krylov: Lanczos
+    bounds: LogQuadrature
+    status: Array
+    spent: int
+    rank: int  # of the plan with the largest
+    columns: int  # of the weights, for the plan with the most
+
+
+def no_preconditioner(block: BlockOperator) -> Built:
+    """The identity."""
+    real = jnp.finfo(block.dtype).dtype
+    basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
+    one = jnp.ones((), real)
+    factors = LowRankPlusIdentity(jnp.ones(block.n, real), basis, eigenvalues, one)
+    return Built(factors, jnp.full((), jnp.nan, real), jnp.zeros((), real))
+
+
+Finish = Callable[[Run], Any]
+
+
+def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
+    """Raise a `ValueError` unless the tags, or those of the parts, say positive semidefinite."""
+    terms = terms_of(operator)
+    # K + s I is not tagged where s is traced: the products will tell if it is not positive.
+    of_parts = terms.shift is not None and terms.semidefinite
+    if semidefinite_sign(operator) != 1 and not of_parts:
+        raise ValueError(
+            f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
+            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
+            "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
+        )
+
+
+@final
+class Spending(eqx.Module):
+    """How a budget is spent: on a given preconditioner, or by the rule of `logdet`."""
+
+    preconditioner: AbstractPreconditioner | None
+    auto: bool = eqx.field(static=True)
+
+    def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
+        """Raise a `ValueError` if it cannot be spent on this operator."""
+        check_definite(operator, name)
+        if self.preconditioner is not None:
+            self.preconditioner.check(operator)
+
+    def spend(self, key: PRNGKeyArray, operator, k: int, finish: Finish) -> Any:
+        """Spend it.
+
+        **Arguments:**
+
+        - `key`: the random key.
+        - `operator`: the operator.
+        - `k`: the budget.
+        - `finish`: what to make of the products. What it returns must have the same shapes for
+            every plan: see `rank` and `columns` of a `Run`.
+
+        **Returns:**
+
+        What `finish` returns.
+        """
+        sketch_key, probe_key = jr.split(key)
+        block = BlockOperator(operator).linearised()
+        if not self.auto or k < 24:
+            return finish(self._fixed(sketch_key, probe_key, block, operator, k))
+        return self._adaptive(sketch_key, probe_key, block, operator, k, finish)
+
+    def _fixed(self, sketch_key, probe_key, block, operator, k) -> Run:
+        """One plan, for a preconditioner that was given, or for a very small budget."""
+        rank = 0
+        if self.preconditioner is not None:
+            rank = max(0, min(self.preconditioner.rank or 2 * k // 3, k - 2))
+        if rank == 0:
+            p, q = plan(k, None)
+            return run(probe_key, block, no_preconditioner(block), Plan(0, p, q), status_of())
+        built = self.preconditioner.build(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
+        chosen = plan_with(rank, max(1, (k - rank) // 10), k)
+        status = status_of(built.factors.mu, built.factors.eigenvalues)
+        return run(probe_key, block, built, chosen, status)
+
+    def _adaptive(self, sketch_key, probe_key, block, operator, k, finish):
+        """The rule of `logdet`."""
+        first, second, third = plans(k)
+        columns = max(each.columns for each in (first, second, third))
+        scaling, semidefinite = scaling_of(operator), terms_of(operator).semidefinite
+        probes = NormalSampler().probes(sketch_key, block.n, third.rank, block.dtype)
+        omega = probes / math.sqrt(block.n)
+
+        def products(start, end):
+            return scaled_products(block, scaling.relative, omega[:, start:end])
+
+        y = products(0, first.rank)
+        unit, known = scaling.fixed(y, block.eps)
+        root = jnp.sqrt(unit) * scaling.relative
+
+        def low_rank(y):
+            return nystrom_of(omega[:, : y.shape[1]], y / unit, known, block.eps)
+
+        def end(y, low_rank, chosen):
+            built = low_rank.built(root, known & semidefinite)
+            done = run(probe_key, block, built, chosen, status_of(y))
+            return finish(done._replace(rank=third.rank, columns=columns))
+
+        start = low_rank(y)
+
+        def go_on(y):
+            y = jnp.concatenate([y, products(first.rank, second.rank)], axis=1)
+            middle = low_rank(y)
+
+            def to_the_end(y):
+                y = jnp.concatenate([y, products(second.rank, third.rank)], axis=1)
+                return end(y, low_rank(y), third)
+
+            # t falls like a power of the rank, or faster.
+            ratio = middle.left_out / jnp.where(start.left_out > 0, start.left_out, 1)
+            slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / first.rank)
+            left_out = middle.left_out / middle.shift
+            later = left_out * (third.rank / second.rank) ** slope
+            # Few steps are enough for an M that is close to the identity, and only then.
+            gain = (later / (1 + later)) * math.sqrt(second.probes / third.probes)
+            pays = (later < 1 / 3) & (gain < left_out / (1 + left_out))
+            done = lambda y: end(y, middle, second)  # noqa: E731
+            return lax.cond(pays | ~(left_out > 0), to_the_end, done, y)
+
+        half = low_rank(y[:, : first.rank // 2])
+        decays = start.left_out <= 0.84 * half.left_out
+        return lax.cond(decays, go_on, lambda y: end(y, start, first), y)
+
+
+def run(key, block: BlockOperator, built: Built, chosen: Plan, status: Array) -> Run:
+    """Quadrature with this preconditioner."""
+    factors = built.factors
+    # The probes do not depend on the plan: more of them begin with the same ones.
+    probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
+
+    def mm(vectors):
+        return factors.inverse_root(block.mm(factors.inverse_root_adjoint(vectors)))
+
+    krylov = lanczos(mm, probes, chosen.steps, block.eps)
+    bounds = log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
+    status = jnp.maximum(status, status_of(krylov.alpha, krylov.beta))
+    spent = chosen.rank + chosen.probes * krylov.alpha.shape[0]
+    return Run(block, built, probes, krylov, bounds, status, spent, chosen.rank, chosen.columns)
+
+
+def spending_of(preconditioner: Any) -> Spending:
+    """The spending for the argument of the user; a `TypeError` if it is neither "auto", a
+    preconditioner, nor None.
+    """
+    auto = isinstance(preconditioner, str) and preconditioner == "auto"
+    if not auto and not isinstance(preconditioner, AbstractPreconditioner | None):
+        raise TypeError(
+            "The preconditioner must be 'auto', None, or an instance such as "
+            f"`traceax.NystromPreconditioner(rank=100)`, got {preconditioner!r}."
+        )
+    chosen: Any = None if auto else lax.stop_gradient(preconditioner)
+    return Spending(chosen, auto)
