@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 # The states of an estimate inside the primitive, where they are plain integers. `_solution.RESULTS`
 # puts words to them.
-SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN = 0, 1, 2, 3
+SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, NOT_CONVERGED = range(5)
 
 
 @final
@@ -23,6 +23,7 @@ class Estimate(eqx.Module):
     num_matvecs: Int[Array, ""]
     dof: Int[Array, ""]
     status: Int[Array, ""]
+    state: Any = None  # what a later call can go on from, where that was asked for
 
 
 def make_estimate(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from ._estimate import NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, Estimate
 from ._exact import exact
+from ._growth import AbstractGrowth
 from ._operator import as_operator
 from ._primitive import Primitive, bind, trace_p
 from ._rows import Rows
@@ -116,6 +117,27 @@ class AbstractTraceEstimator(AbstractEstimator):
     def exact(self, operator):
         """The exact trace: see `AbstractEstimator`."""
         return exact(operator)
+
+    def growth(self, operator: lx.AbstractLinearOperator) -> AbstractGrowth:
+        """The algorithm block by block, for calls that give a tolerance.
+
+        **Arguments:**
+
+        - `operator`: the operator, of which only the structure and the tags are looked at.
+
+        **Returns:**
+
+        An `AbstractGrowth`.
+
+        **Raises:**
+
+        - `ValueError`: unless a subclass overrides this.
+        """
+        raise ValueError(
+            f"{type(self).__name__} cannot work to a tolerance: give it a budget k, or use "
+            "XTraceEstimator(), XNysTraceEstimator(), HutchPlusPlusEstimator() or "
+            "HutchinsonEstimator()."
+        )
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int

@@ -135,6 +135,12 @@ _tall_qr = _one_by_one(_cholesky_qr, _householder)
 
 
 @_one_by_one
+def complement(q: Inexact[Array, "n m"]) -> Inexact[Array, "n n-m"]:
+    """An orthonormal basis of what is orthogonal to the (orthonormal) columns of q."""
+    return jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
+
+
+@_one_by_one
 def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The upper factor C of a Hermitian H = C^H C; NaN where it has none."""
     return jnp.linalg.cholesky(h, upper=True)
@@ -176,3 +182,9 @@ def solve_upper_adjoint(
 ) -> Inexact[Array, "m p"]:
     """R^{-H} B for an upper triangular R."""
     return jnp.conj(divide_by_upper(jnp.conj(b.T), r).T)
+
+
+@_one_by_one
+def solve_upper(r: Inexact[Array, "m m"], b: Inexact[Array, "m p"]) -> Inexact[Array, "m p"]:
+    """R^{-1} B for an upper triangular R."""
+    return jsl.solve_triangular(r, b, lower=False)

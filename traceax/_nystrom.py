@@ -84,16 +84,19 @@ def nystrom(block: BlockOperator, omega: Inexact[Array, "n m"], sign: int) -> Ny
 
     A `Nystrom`. Cost: m matvecs, one QR factorisation of the probes, `3 n m^2` more operations.
     """
-    n = block.n
     p, r = qr(omega)
+    return nystrom_of(p, r, sign * block.mm(p), block.eps)
+
+
+def nystrom_of(p: Array, r: Array, products: Array, eps: float) -> Nystrom:
+    """The same from the factors P and R of the probes, and the products with P."""
+    n = p.shape[0]
     r = lifted(r)
     s = leave_one_out_directions(r)
-
-    products = sign * block.mm(p)
     scale = scale_of(products)
     sketch = products / scale
     # shift_of is for probes of norm sqrt(n); those of P have norm 1.
-    least = shift_of(math.sqrt(n) * sketch, n, block.eps)
+    least = shift_of(math.sqrt(n) * sketch, n, eps)
     core = matmul(adjoint(p), sketch)
     nu, factor = _shifted_cholesky(core, least)
     # Eigenvalues of the core are Rayleigh quotients: one below zero by more than the rounding of

@@ -203,15 +203,59 @@ def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
 
     A `RangeFinder`. Cost: one QR factorisation (4 n m^2 operations) and 2 n m^2 more.
     """
-    n, m = omega.shape
     q, r = qr(sketch)
+    return range_finder_of(omega, q, r, matmul(adjoint(q), omega), resphere)
+
+
+def range_finder_of(omega: Array, q: Array, r: Array, w: Array, resphere: bool) -> RangeFinder:
+    """The same from the factors of the sketch, and `w = Q^H Omega`."""
+    n, m = omega.shape
     r = lifted(r)
     s = leave_one_out_directions(r)
-    w = matmul(adjoint(q), omega)
     x = w - s * column_dots(s, w)
     norms = square_norms(omega)
     square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
     return RangeFinder(q, r, s, w, x, square, resphering(n - m + 1, square, resphere))
+
+
+def append_basis(q: Array, new: Array) -> tuple[Array, Array, Array]:
+    """Append columns to an orthonormal basis: `new = q c + q_new r_new`.
+
+    Columns that nearly lie in the span of the others leave a difference that is mostly rounding,
+    whose factor is not orthogonal to q: both steps are made twice.
+
+    **Arguments:**
+
+    - `q`: the basis, of any number of columns.
+    - `new`: the columns to append.
+
+    **Returns:**
+
+    `(q_new, c, r_new)`. Cost: two QR factorisations and four products with `q`.
+    """
+    if q.shape[1] == 0:
+        q_new, r_new = qr(new)
+        return q_new, jnp.zeros((0, new.shape[1]), new.dtype), r_new
+    c = matmul(adjoint(q), new)
+    first, r = qr(new - matmul(q, c))
+    again = matmul(adjoint(q), first)
+    q_new, second = qr(first - matmul(q, again))
+    return q_new, c + matmul(again, r), matmul(second, r)
+
+
+def extend_factor(r: Array, c: Array, r_new: Array) -> Array:
+    """The triangular factor `[[r, c], [0, r_new]]`."""
+    below = jnp.zeros((r_new.shape[0], r.shape[1]), r.dtype)
+    return jnp.block([[r, c], [below, r_new]]) if r.size else r_new
+
+
+def extend_dots(dots: Array, left: Array, left_new: Array, right: Array, right_new: Array) -> Array:
+    """`[left, left_new]^H [right, right_new]` from `dots = left^H right`."""
+    if dots.size == 0:
+        return matmul(adjoint(left_new), right_new)
+    above = jnp.concatenate([dots, matmul(adjoint(left), right_new)], axis=1)
+    below = matmul(adjoint(left_new), jnp.concatenate([right, right_new], axis=1))
+    return jnp.concatenate([above, below])
 
 
 def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:

@@ -1,16 +1,18 @@
 """The Girard-Hutchinson estimator."""
 
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
+from jaxtyping import Array, Inexact
 
 from .._estimate import make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
-from .._exact import block_width
+from .._exact import block_width, exact
+from .._growth import AbstractGrowth, run_once
 from .._operator import BlockOperator
 from .._sampler import AbstractSampler, RademacherSampler, check_batch_size
 from .._weights import AbstractWeights
@@ -60,6 +62,60 @@ class _ProbeWeights(AbstractWeights):
         return jnp.concatenate([samples, forms(keys[whole], rest)]) if rest else samples
 
 
+class HutchinsonState(NamedTuple):
+    """The samples."""
+
+    samples: Inexact[Array, " k"]
+
+
+@final
+class HutchinsonGrowth(AbstractGrowth):
+    """Hutchinson's estimator block by block: no probe is kept."""
+
+    sampler: AbstractSampler
+    batch_size: int | None = eqx.field(static=True)
+    unit: ClassVar[int] = 1
+    axes: ClassVar[Any] = HutchinsonState((0,))
+
+    def prepare(self, operator):
+        """See `AbstractGrowth`."""
+        block = BlockOperator(operator)
+        return block if block.has_forms else block.linearised()
+
+    def _block_weights(self, block: BlockOperator, key: tuple[Any, Any], k: int) -> _ProbeWeights:
+        width = min(k, self.batch_size or block_width(block.n, k))
+        if block.has_forms:
+            width = block_width(block.n, width, _FORM_LIMIT)
+        return _ProbeWeights(*key, self.sampler, k, width)
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
+        samples = weights.samples(block.operator)
+        if state is not None:
+            samples = jnp.concatenate([state.samples, samples])
+        return HutchinsonState(samples)
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        samples = state.samples
+        k = samples.shape[0]
+        value, std_err = mean_and_std_err(samples)
+        rounding = block.eps * jnp.max(jnp.abs(samples))
+        return make_estimate(value, std_err, k, k - 1, status_of(samples)), rounding
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
+        parts = [self._block_weights(block, key, k) for key, k in zip(keys, sizes, strict=True)]
+        return parts, [k / budgets[-1] for k in sizes]
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`: nothing is known yet but samples."""
+        estimate, _ = exact(block.operator)
+        return estimate.value, block.n
+
+
 @final
 class HutchinsonEstimator(AbstractTraceEstimator):
     r"""Girard-Hutchinson: the mean of $\omega_i^* A \omega_i$ over `k` independent probes.
@@ -91,18 +147,13 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
+    def growth(self, operator):
+        """See `AbstractTraceEstimator`."""
+        return HutchinsonGrowth(self.sampler, self.batch_size)
+
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator)
-        width = min(k, self.batch_size or block_width(block.n, k))
-        if block.has_forms:
-            width = block_width(block.n, width, _FORM_LIMIT)
-        else:
-            block = block.linearised()
-        weights = _ProbeWeights(jr.key_data(key), jr.key_impl(key), self.sampler, k, width)
-        samples = weights.samples(block.operator)
-        value, std_err = mean_and_std_err(samples)
-        return make_estimate(value, std_err, k, k - 1, status_of(samples)), weights
+        return run_once(self.growth(operator), key, operator, k)
 
 
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**

@@ -1,17 +1,107 @@
 """Hutch++."""
 
-from typing import ClassVar, final
+import math
+from typing import Any, ClassVar, NamedTuple, final
 
+import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
+from jaxtyping import Array, Inexact, Int, Real
 
-from .._estimate import make_estimate, mean_and_std_err, scale_of, status_of
+from .._estimate import make_estimate, mean_and_std_err, safe_norm, scale_of, status_of
 from .._estimator import AbstractTraceEstimator
-from .._linalg import qr
+from .._growth import AbstractGrowth, by_block, complete_trace, run_once
 from .._operator import BlockOperator
 from .._sampler import AbstractSampler, SphereSampler
-from .._sketch import adjoint, column_dots, matmul, resphering, square_norms
+from .._sketch import adjoint, append_basis, column_dots, matmul, resphering, square_norms
 from .._weights import LowRankWeights
+
+
+class HutchPlusPlusState(NamedTuple):
+    """The basis and the residual probes, with their products."""
+
+    q: Inexact[Array, "n m"]
+    z: Inexact[Array, "n m"]  # A Q
+    g: Inexact[Array, "n m"]
+    products: Inexact[Array, "n m"]  # A G
+    scale: Real[Array, ""]  # of the first sketch
+    status: Int[Array, ""]
+
+
+@final
+class HutchPlusPlusGrowth(AbstractGrowth):
+    """Hutch++ block by block, in equal parts for sketch, basis and residual probes.
+
+    A larger basis takes more away from the residual probes, A (I - q q^H) g = A g - (A q) q^H g:
+    none is drawn or multiplied again, and given the basis all are independent.
+    """
+
+    sampler: AbstractSampler
+    resphere: bool = eqx.field(static=True)
+    unit: ClassVar[int] = 3
+    axes: ClassVar[Any] = HutchPlusPlusState((1,), (1,), (1,), (1,), (), ())
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        n, m = block.n, k // 3
+        fresh = k - 2 * m
+        sketch_key, probe_key = jr.split(key)
+        sketch = block.mm(self.sampler.probes(sketch_key, n, m, block.dtype))
+        if state is None:
+            nothing = sketch[:, :0]
+            state = HutchPlusPlusState(*4 * (nothing,), scale_of(sketch), status_of())
+        # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
+        new_q, _, _ = append_basis(state.q, sketch / state.scale)
+        q = jnp.concatenate([state.q, new_q], axis=1)
+        probes = self.sampler.probes(probe_key, n, fresh, block.dtype)
+        new_g = probes - matmul(q, matmul(adjoint(q), probes))
+        products = block.mm(jnp.concatenate([new_q, new_g], axis=1))
+        status = jnp.maximum(state.status, status_of(sketch, products))
+
+        new_z, new_products = products[:, :m], products[:, m:]
+        g, old_products = state.g, state.products
+        if g.shape[1]:
+            captured = matmul(adjoint(new_q), g)
+            g = g - matmul(new_q, captured)
+            old_products = old_products - matmul(new_z, captured)
+        return HutchPlusPlusState(
+            q,
+            jnp.concatenate([state.z, new_z], axis=1),
+            jnp.concatenate([g, new_g], axis=1),
+            jnp.concatenate([old_products, new_products], axis=1),
+            state.scale,
+            status,
+        )
+
+    def _factor(self, state: HutchPlusPlusState) -> Array:
+        n, m = state.q.shape
+        return resphering(n - m, square_norms(state.g), self.resphere)
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        m, fresh = state.q.shape[1], state.g.shape[1]
+        captured = jnp.sum(jnp.conj(state.q) * state.z)
+        samples = self._factor(state) * column_dots(state.g, state.products)
+        residual, std_err = mean_and_std_err(samples)
+        spent = 2 * m + fresh
+        estimate = make_estimate(captured + residual, std_err, spent, fresh - 1, state.status)
+        # Rounding errors of A q are multiplied by g of norm sqrt(n), and average.
+        rounding = 8 * block.eps * math.sqrt(block.n) * safe_norm(state.z.reshape(-1))
+        return estimate, rounding
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        q, g, fresh = state.q, state.g, state.g.shape[1]
+        scaled = g * (self._factor(state) / fresh)
+        weights = LowRankWeights(
+            jnp.concatenate([q, scaled], axis=1), jnp.concatenate([q, g], axis=1)
+        )
+        parts = by_block(weights, q.shape[1], [k // 3 for k in budgets])
+        return parts, [1.0] * len(parts)
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`."""
+        return complete_trace(block, state.q, state.z, state.g, state.products)
 
 
 @final
@@ -46,30 +136,14 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
 
+    def growth(self, operator):
+        """See `AbstractTraceEstimator`."""
+        resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
+        return HutchPlusPlusGrowth(self.sampler, resphere)
+
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        n, m = block.n, k // 3
-        fresh = k - 2 * m
-        sketch_key, probe_key = jr.split(key)
-
-        sketch = block.mm(self.sampler.probes(sketch_key, n, m, block.dtype))
-        # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
-        q, _ = qr(sketch / scale_of(sketch))
-        probes = self.sampler.probes(probe_key, n, fresh, block.dtype)
-        g = probes - matmul(q, matmul(adjoint(q), probes))
-        factor = resphering(
-            n - m, square_norms(g), self.sampler.respheres(self.improved, block.dtype)
-        )
-        products = block.mm(jnp.concatenate([q, g], axis=1))
-
-        captured = jnp.sum(jnp.conj(q) * products[:, :m])
-        residual, std_err = mean_and_std_err(factor * column_dots(g, products[:, m:]))
-        status = status_of(sketch, products)
-        weights = LowRankWeights(
-            jnp.concatenate([q, g * (factor / fresh)], axis=1), jnp.concatenate([q, g], axis=1)
-        )
-        return make_estimate(captured + residual, std_err, k, fresh - 1, status), weights
+        return run_once(self.growth(operator), key, operator, k)
 
 
 HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

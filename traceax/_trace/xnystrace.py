@@ -1,16 +1,21 @@
 """XNysTrace."""
 
-from typing import ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
+import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Inexact
 
 from .._estimate import NOT_SEMIDEFINITE, make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
-from .._nystrom import Nystrom, nystrom
+from .._growth import AbstractGrowth, by_block, complete_trace, run_once
+from .._nystrom import Nystrom, nystrom_of
 from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._sampler import AbstractSampler, SphereSampler
 from .._sketch import (
     adjoint,
+    append_basis,
+    extend_factor,
     leave_one_out_error,
     matmul,
     pairs_of,
@@ -48,6 +53,76 @@ def _leave_one_out(factors: Nystrom, n: int, resphere: bool):
     differences = lost + (alpha[:, None] - pair_alpha / held_out.square) * inverse[:, None]
     valid = held_out.valid & probes.valid
     return samples, jnp.where(valid, differences, jnp.zeros_like(differences))
+
+
+class XNysTraceState(NamedTuple):
+    """The products with the basis of the probes Omega = P R."""
+
+    p: Inexact[Array, "n m"]
+    r: Inexact[Array, "m m"]
+    products: Inexact[Array, "n m"]  # of +A or -A, whichever is positive
+
+
+@final
+class XNysTraceGrowth(AbstractGrowth):
+    """XNysTrace block by block: new probes are appended to the basis of the others. What follows
+    from the products is computed anew, in `10 n m^2` operations for all m probes so far.
+    """
+
+    sampler: AbstractSampler
+    resphere: bool = eqx.field(static=True)
+    sign: int = eqx.field(static=True)
+    unit: ClassVar[int] = 1
+    axes: ClassVar[Any] = XNysTraceState((1,), (0, 1), (1,))
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        omega = self.sampler.probes(key, block.n, k, block.dtype)
+        if state is None:
+            square = jnp.zeros((0, 0), omega.dtype)
+            state = XNysTraceState(omega[:, :0], square, omega[:, :0])
+        p, c, r = append_basis(state.p, omega)
+        return XNysTraceState(
+            jnp.concatenate([state.p, p], axis=1),
+            extend_factor(state.r, c, r),
+            jnp.concatenate([state.products, self.sign * block.mm(p)], axis=1),
+        )
+
+    def _factors(self, state: XNysTraceState, block: BlockOperator) -> Nystrom:
+        return nystrom_of(state.p, state.r, state.products, block.eps)
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        n, k = block.n, state.r.shape[0]
+        factors = self._factors(state, block)
+        samples, differences = _leave_one_out(factors, n, self.resphere)
+        value = (jnp.mean(samples) - n * factors.nu).astype(block.dtype)
+        rounding = 8 * n * factors.nu
+        std_err = leave_one_out_error(samples, differences, rounding)
+
+        # With a wrong tag, fall back on what needs none: omega_i^H A omega_i, from the products.
+        plain, plain_err = mean_and_std_err(quadratic_forms(factors.core, factors.r))
+        value = jnp.where(factors.wrong, plain, value)
+        std_err = jnp.where(factors.wrong, plain_err, std_err)
+        status = status_of(factors.products)
+        status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
+
+        value, std_err = self.sign * factors.size * value, rescale_error(factors.size, std_err)
+        return make_estimate(value, std_err, k, k - 1, status), factors.size * rounding
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        factors = self._factors(state, block)
+        # The weights belong to the sketch A Omega = (A P) R, of either sign.
+        original = matmul(factors.sketch, factors.r)
+        omega = matmul(state.p, state.r)
+        weights = xtrace_weights(omega, range_finder(omega, original, self.resphere))
+        parts = by_block(weights, state.r.shape[0], budgets)
+        return parts, [1.0] * len(parts)
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`."""
+        return complete_trace(block, state.p, self.sign * state.products)
 
 
 @final
@@ -95,32 +170,14 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
         check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
 
+    def growth(self, operator):
+        """See `AbstractTraceEstimator`."""
+        resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
+        return XNysTraceGrowth(self.sampler, resphere, semidefinite_sign(operator))
+
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        sign = semidefinite_sign(operator)
-        n = block.n
-        resphere = self.sampler.respheres(self.improved, block.dtype)
-        omega = self.sampler.probes(key, n, k, block.dtype)
-
-        factors = nystrom(block, omega, sign)
-        samples, differences = _leave_one_out(factors, n, resphere)
-        value = (jnp.mean(samples) - n * factors.nu).astype(block.dtype)
-        std_err = leave_one_out_error(samples, differences, 8 * n * factors.nu)
-
-        # With a wrong tag, fall back on what needs none: omega_i^H A omega_i, from the products.
-        plain, plain_err = mean_and_std_err(quadratic_forms(factors.core, factors.r))
-        value = jnp.where(factors.wrong, plain, value)
-        std_err = jnp.where(factors.wrong, plain_err, std_err)
-        status = status_of(factors.products)
-        status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
-
-        estimate = make_estimate(
-            sign * factors.size * value, rescale_error(factors.size, std_err), k, k - 1, status
-        )
-        # The weights belong to the sketch A Omega = (A P) R, of either sign.
-        original = matmul(factors.sketch, factors.r)
-        return estimate, xtrace_weights(omega, range_finder(omega, original, resphere))
+        return run_once(self.growth(operator), key, operator, k)
 
 
 XNysTraceEstimator.__init__.__doc__ = """**Arguments:**

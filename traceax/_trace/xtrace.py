@@ -1,22 +1,29 @@
 """XTrace."""
 
-from typing import ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
+import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, Real
 
 from .._estimate import make_estimate, status_of
 from .._estimator import AbstractTraceEstimator
+from .._growth import AbstractGrowth, by_block, complete_trace, run_once
 from .._operator import BlockOperator
 from .._sampler import AbstractSampler, SphereSampler
 from .._sketch import (
     RangeFinder,
+    Sketch,
     adjoint,
+    append_basis,
     column_dots,
+    extend_dots,
+    extend_factor,
     leave_one_out_error,
     matmul,
     pairs_of,
     quadratic_forms,
-    range_finder,
+    range_finder_of,
     rescale_error,
     resphering,
     sketch_of,
@@ -62,6 +69,95 @@ def _leave_one_out(factors: RangeFinder, h, t, n: int, resphere: bool):
     return samples, jnp.where(pairs.valid, differences, jnp.zeros_like(differences))
 
 
+class XTraceState(NamedTuple):
+    """The factors for A / scale + nu I, scale and nu being those of the first block."""
+
+    omega: Inexact[Array, "n m"]
+    q: Inexact[Array, "n m"]
+    r: Inexact[Array, "m m"]
+    z: Inexact[Array, "n m"]
+    h: Inexact[Array, "m m"]  # Q^H Z
+    w: Inexact[Array, "m m"]  # Q^H Omega
+    t: Inexact[Array, "m m"]  # Z^H Omega
+    scale: Real[Array, ""]
+    size: Real[Array, ""]  # the scale, or 0 if all products vanish
+    nu: Real[Array, ""]
+    status: Int[Array, ""]
+
+
+def _start(sketch: Sketch) -> XTraceState:
+    nothing = sketch.products[:, :0]
+    square, status = jnp.zeros((0, 0), nothing.dtype), status_of()
+    factors = (nothing, nothing, square, nothing, square, square, square)
+    return XTraceState(*factors, sketch.scale, sketch.size, sketch.nu, status)
+
+
+@final
+class XTraceGrowth(AbstractGrowth):
+    """XTrace block by block: new columns are appended to the QR factorisation, and everything
+    that follows from it gets the new rows and columns only.
+    """
+
+    sampler: AbstractSampler
+    resphere: bool = eqx.field(static=True)
+    unit: ClassVar[int] = 2
+    axes: ClassVar[Any] = XTraceState(
+        (1,), (1,), (0, 1), (1,), (0, 1), (0, 1), (0, 1), (), (), (), ()
+    )
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        omega = self.sampler.probes(key, block.n, k // 2, block.dtype)
+        # From here on the operator is A / scale + nu I.
+        if state is None:
+            sketch = sketch_of(block, omega)
+            state, products, shifted = _start(sketch), sketch.products, sketch.shifted
+        else:
+            products = block.mm(omega)
+            shifted = products / state.scale + state.nu * omega
+        q, c, r = append_basis(state.q, shifted)
+        basis_products = block.mm(q)
+        z = basis_products / state.scale + state.nu * q
+        return state._replace(
+            omega=jnp.concatenate([state.omega, omega], axis=1),
+            q=jnp.concatenate([state.q, q], axis=1),
+            r=extend_factor(state.r, c, r),
+            z=jnp.concatenate([state.z, z], axis=1),
+            h=extend_dots(state.h, state.q, q, state.z, z),
+            w=extend_dots(state.w, state.q, q, state.omega, omega),
+            t=extend_dots(state.t, state.z, z, state.omega, omega),
+            status=jnp.maximum(state.status, status_of(products, basis_products)),
+        )
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        n, m = block.n, state.r.shape[0]
+        factors = self._factors(state)
+        samples, differences = _leave_one_out(factors, state.h, state.t, n, self.resphere)
+        rounding = 8 * n * state.nu
+        std_err = leave_one_out_error(samples, differences, rounding)
+        std_err = rescale_error(state.size, std_err)
+        value = state.size * (jnp.mean(samples) - n * state.nu)
+        return make_estimate(value, std_err, 2 * m, m - 1, state.status), state.size * rounding
+
+    def _factors(self, state: XTraceState) -> RangeFinder:
+        return range_finder_of(state.omega, state.q, state.r, state.w, self.resphere)
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        weights = xtrace_weights(state.omega, self._factors(state))
+        parts = by_block(weights, state.r.shape[0], [k // 2 for k in budgets])
+        return parts, [1.0] * len(parts)
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`: A is known on the span of Q and Omega."""
+        scale, nu = state.scale, state.nu
+        sketch = matmul(state.q, state.r)
+        unshifted = scale * (state.z - nu * state.q)
+        products = scale * (sketch - nu * state.omega)
+        return complete_trace(block, state.q, unshifted, state.omega, products)
+
+
 @final
 class XTraceEstimator(AbstractTraceEstimator):
     r"""XTrace: Hutch++ made exchangeable, every probe serving both as sketch and as test.
@@ -97,30 +193,14 @@ class XTraceEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
 
+    def growth(self, operator):
+        """See `AbstractTraceEstimator`."""
+        resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
+        return XTraceGrowth(self.sampler, resphere)
+
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        n, m = block.n, k // 2
-        resphere = self.sampler.respheres(self.improved, block.dtype)
-        omega = self.sampler.probes(key, n, m, block.dtype)
-
-        # From here on the operator is A / scale + nu I.
-        sketch = sketch_of(block, omega)
-        factors = range_finder(omega, sketch.shifted, resphere)
-        products = block.mm(factors.q)
-        z = products / sketch.scale + sketch.nu * factors.q
-        h = matmul(adjoint(factors.q), z)
-        t = matmul(adjoint(z), omega)
-
-        samples, differences = _leave_one_out(factors, h, t, n, resphere)
-        std_err = leave_one_out_error(samples, differences, 8 * n * sketch.nu)
-        std_err = rescale_error(sketch.size, std_err)
-        value = sketch.size * (jnp.mean(samples) - n * sketch.nu)
-        status = status_of(sketch.products, products)
-        return (
-            make_estimate(value, std_err, 2 * m, m - 1, status),
-            xtrace_weights(omega, factors),
-        )
+        return run_once(self.growth(operator), key, operator, k)
 
 
 XTraceEstimator.__init__.__doc__ = """**Arguments:**

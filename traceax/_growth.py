@@ -1,0 +1,174 @@
+"""Estimates that grow: the same algorithm on a block of probes, and on all blocks so far."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+from equinox import AbstractClassVar
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from ._estimate import Estimate
+from ._linalg import complement, solve_upper
+from ._operator import BlockOperator
+from ._sketch import adjoint, append_basis, matmul
+from ._weights import AbstractWeights, LowRankWeights
+
+
+class AbstractGrowth(eqx.Module):
+    """How an estimator works block by block: what it keeps, and what it makes of it.
+
+    The state is a NamedTuple of arrays. A final subclass declares the class variables, and
+    implements the abstract methods.
+    """
+
+    #: The matvecs that a probe takes.
+    unit: AbstractClassVar[int]
+
+    #: For each array of the state, the axes that have as many entries as there are probes.
+    axes: AbstractClassVar[Any]
+
+    def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
+        """The operator in the form that `grow` multiplies."""
+        return BlockOperator(operator).linearised()
+
+    @abc.abstractmethod
+    def grow(self, state: Any, key: PRNGKeyArray, block: BlockOperator, k: int) -> Any:
+        """Spend products on new probes.
+
+        **Arguments:**
+
+        - `state`: what was learnt so far; None at the start.
+        - `key`: the random key of the new probes.
+        - `block`: the operator, as `prepare` made it.
+        - `k`: the number of matvecs to spend.
+
+        **Returns:**
+
+        The new state.
+        """
+
+    @abc.abstractmethod
+    def estimate(self, state: Any, block: BlockOperator) -> tuple[Estimate, Real[Array, ""]]:
+        """The estimate from all probes so far, without a product.
+
+        **Arguments:**
+
+        - `state`: the state.
+        - `block`: the operator, as `prepare` made it.
+
+        **Returns:**
+
+        The estimate, and the size of the rounding errors in it.
+        """
+
+    @abc.abstractmethod
+    def weights(
+        self,
+        state: Any,
+        block: BlockOperator,
+        keys: Sequence[tuple[Any, Any]],
+        budgets: Sequence[int],
+    ) -> tuple[list[AbstractWeights], list[float]]:
+        """The weights of the estimate, one part for each block of probes.
+
+        **Arguments:**
+
+        - `state`: the state.
+        - `block`: the operator, as `prepare` made it.
+        - `keys`: for each block its random key, as data and implementation.
+        - `budgets`: the matvecs spent up to the end of each block.
+
+        **Returns:**
+
+        The parts, and the factors with which they add up.
+        """
+
+    @abc.abstractmethod
+    def complete(self, state: Any, block: BlockOperator) -> tuple[Inexact[Array, ""], int]:
+        """The exact trace, from what is known and further products.
+
+        **Arguments:**
+
+        - `state`: the state.
+        - `block`: the operator, as `prepare` made it.
+
+        **Returns:**
+
+        The trace and the number of further products.
+        """
+
+
+def run_once(
+    growth: AbstractGrowth, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+) -> tuple[Estimate, AbstractWeights]:
+    """The estimate from a single block."""
+    block = growth.prepare(operator)
+    state = growth.grow(None, key, block, k)
+    estimate, _ = growth.estimate(state, block)
+    weights, _ = growth.weights(state, block, [(jr.key_data(key), jr.key_impl(key))], [k])
+    return estimate, weights[0]
+
+
+def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:
+    """Weights cut into one part for each block of probes.
+
+    **Arguments:**
+
+    - `weights`: the weights, each block's share of whose first `left` columns, and of the others,
+        stands side by side.
+    - `left`: see there.
+    - `widths`: the number of columns in both halves up to the end of each block.
+
+    **Returns:**
+
+    A list of weights.
+    """
+    if len(widths) == 1:
+        return [weights]
+
+    def part(x, start, end):
+        return jnp.concatenate([x[:, start:end], x[:, left + start : left + end]], axis=1)
+
+    starts = [0, *widths[:-1]]
+    return [
+        LowRankWeights(part(weights.u, a, b), part(weights.v, a, b))
+        for a, b in zip(starts, widths, strict=True)
+    ]
+
+
+def complete_trace(
+    block: BlockOperator,
+    q: Inexact[Array, "n m"],
+    products: Inexact[Array, "n m"],
+    others: Inexact[Array, "n p"] | None = None,
+    other_products: Inexact[Array, "n p"] | None = None,
+) -> tuple[Inexact[Array, ""], int]:
+    """The trace of A from its products with some vectors, and with what is orthogonal to them.
+
+    **Arguments:**
+
+    - `block`: the operator.
+    - `q`: orthonormal columns.
+    - `products`: A q.
+    - `others`: more vectors, which together with q are well-conditioned; or None.
+    - `other_products`: their products.
+
+    **Returns:**
+
+    The trace, and the number of products made for it: as many as the vectors are short of n.
+    """
+    known = jnp.sum(jnp.conj(q) * products)
+    if others is not None:
+        basis, c, r = append_basis(q, others)
+        # others = q c + basis r, hence A basis r = A others - A q c; the trace of basis^H A basis
+        # is that of r^{-1} (basis^H (A others - A q c)).
+        rest = matmul(adjoint(basis), other_products - matmul(products, c))
+        known = known + jnp.trace(solve_upper(r, rest))
+        q = jnp.concatenate([q, basis], axis=1)
+    orthogonal = complement(q)
+    known = known + jnp.sum(jnp.conj(orthogonal) * block.mm(orthogonal))
+    return known, orthogonal.shape[1]
