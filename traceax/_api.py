@@ -23,15 +23,22 @@ from ._operator import BlockOperator, as_operator, is_complex
 from ._primitive import diagonal_p, trace_p
 from ._rows import Rows
 from ._solution import Solution
+from ._tolerance import solve_to_tolerance
 from ._trace.auto import AutoTraceEstimator
 
 
 def trace(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: AbstractTraceEstimator = AutoTraceEstimator(),
     *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    state: Any = None,
+    keep_state: bool = False,
+    progress: bool = False,
     throw: bool = False,
 ) -> Solution:
     r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, with an error bar.
@@ -68,7 +75,21 @@ def trace(
         that the estimator needs.
     """
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
-    return solve(trace_p, key, operator, k, estimator, throw=throw)
+    options = (rtol, atol, max_k, state, keep_state, progress)
+    if rtol is None and atol is None:
+        if k is None or options != (None, None, None, None, False, False):
+            raise TypeError(
+                "Give either a budget, `trace(key, operator, k)`, or a tolerance, `trace(key, "
+                "operator, rtol=1e-3)` (with, if you like, `atol`, `max_k`, `state`, `keep_state` "
+                "and `progress`)."
+            )
+        return solve(trace_p, key, operator, k, estimator, throw=throw)
+    if k is not None:
+        raise TypeError(
+            f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a tolerance "
+            "may take, pass max_k instead of k."
+        )
+    return solve_to_tolerance(key, operator, estimator, *options, throw=throw)
 
 
 def diagonal(

@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
-from ._estimate import Estimate, make_estimate, status_of
+from ._estimate import NONFINITE, Estimate, make_estimate, status_of
 from ._estimator import AbstractEstimator
 from ._operator import BlockOperator, semidefinite_sign
 from ._rows import Rows
@@ -74,20 +74,21 @@ def compute_split(
     estimate_rest: Callable[..., tuple[Estimate, AbstractWeights]],
     rows: Rows | None = None,
 ) -> tuple[Estimate, SplitWeights]:
-    """Read off what is known, and estimate the rest with `estimate_rest(key, rest, budget)`."""
+    """Read off what is known, and estimate the rest with `estimate_rest(key, parts, budget)`."""
     parts = split(operator, k, 1, diagonal=rows is not None)
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     if parts.rest is None:
         zero, status = jnp.zeros_like(exact.real), status_of(exact)
         known = make_estimate(exact, zero, parts.num_matvecs, 0, status)
         return known, SplitWeights(None, k, rows is not None)
-    inner, weights = estimate_rest(key, parts.rest, k - parts.num_matvecs)
+    inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
     estimate = Estimate(
         _add(operator, parts, exact, inner.value),
         jtu.tree_map(lambda x: jnp.abs(parts.scale) * x.astype(exact.real.dtype), inner.std_err),
         inner.num_matvecs + parts.num_matvecs,
         inner.dof,
         # The products are finite; the known part must be so as well.
-        jnp.maximum(inner.status, status_of(exact, parts.scale)),
+        jnp.where(status_of(exact, parts.scale) != 0, NONFINITE, inner.status),
+        inner.state,
     )
     return estimate, SplitWeights(weights, k, rows is not None)

@@ -46,13 +46,6 @@ def as_value(parts: list[Array]) -> Any:
     return parts[0] if len(parts) == 1 else parts
 
 
-def estimate_of(leaves: list[Array]) -> Estimate:
-    """The `Estimate` with these leaves: those of its value, as many of its error, three counts."""
-    *parts, num_matvecs, dof, status = leaves
-    count = len(parts) // 2
-    return Estimate(as_value(parts[:count]), as_value(parts[count:]), num_matvecs, dof, status)
-
-
 def status_of(*products: Array) -> Array:
     """NONFINITE if any of these arrays holds NaN or inf."""
     finite = jnp.array(True)

@@ -15,7 +15,7 @@ import numpy as np
 from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from ._estimate import NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, Estimate
+from ._estimate import NONFINITE, NOT_CONVERGED, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, Estimate
 from ._exact import exact
 from ._growth import AbstractGrowth
 from ._operator import as_operator
@@ -299,19 +299,18 @@ def solve(
     budget = check_budget(k, estimator.smallest, operator.in_size(), type(estimator).__name__)
     estimate = bind(primitive, key, operator, budget, estimator)
     result: Any = RESULTS.successful
-    for status, outcome in (
-        (NONFINITE, RESULTS.nonfinite_operator),
-        (NOT_SEMIDEFINITE, RESULTS.not_semidefinite),
-        (OUTSIDE_DOMAIN, RESULTS.outside_domain),
-    ):
+    failures = {
+        NONFINITE: RESULTS.nonfinite_operator,
+        NOT_SEMIDEFINITE: RESULTS.not_semidefinite,
+        OUTSIDE_DOMAIN: RESULTS.outside_domain,
+        NOT_CONVERGED: RESULTS.not_converged,
+    }
+    for status, outcome in failures.items():
         result = RESULTS.where(estimate.status == status, outcome, result)
     value = estimate.value
     if throw:
-        for outcome in (
-            RESULTS.nonfinite_operator,
-            RESULTS.not_semidefinite,
-            RESULTS.outside_domain,
-        ):
+        for outcome in failures.values():
             value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
-    return Solution(value, estimate.std_err, estimate.num_matvecs, stats, result)
+    counts = estimate.num_matvecs, stats, result
+    return Solution(value, estimate.std_err, *counts, state=estimate.state)

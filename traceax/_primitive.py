@@ -32,7 +32,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from ._estimate import NONFINITE, Estimate, estimate_of
+from ._estimate import NONFINITE, Estimate
 
 
 def _same_program(a: Jaxpr, b: Jaxpr) -> bool:
@@ -174,7 +174,8 @@ def _run(params: _Params, operands: tuple[Array, ...]):
             return jnp.where(failed, jnp.full((), jnp.nan, x.dtype), x)
 
         value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
-        estimate = Estimate(value, std_err, estimate.num_matvecs, estimate.dof, estimate.status)
+        counts = estimate.num_matvecs, estimate.dof, estimate.status
+        estimate = Estimate(value, std_err, *counts, estimate.state)
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex: it must not depend on the user's promotion setting.
@@ -308,4 +309,4 @@ def bind(
     )
     operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
     params = _Params(treedef, static, key_impl, k, False, ())
-    return estimate_of(primitive.bind(*operands, params=params))
+    return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]

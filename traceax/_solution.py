@@ -29,6 +29,11 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "shift the operator (A + s I), compute in float64, or use a function that is finite there. "
         "If the operator is semidefinite, tag it so: rounding errors below 0 then count as 0."
     )
+    not_converged = (
+        "The budget was spent before the tolerance was reached. The value is the best estimate "
+        "there is, and its standard error says how good. Raise `max_k`, loosen `rtol` or `atol`, "
+        "or go on from `state`, which `keep_state=True` returns."
+    )
 
 
 @final
@@ -50,6 +55,7 @@ class Solution(eqx.Module):
     - `quadrature_error`: for functions of a matrix, an estimate (made to be too large rather than
         too small) of the error from ending Lanczos' recurrence early, which is no part of
         `std_err`; inf if nothing is known of it. None for estimates that have no such error.
+    - `state`: what a later call can go on from, where `keep_state=True` asked for it; else None.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -58,3 +64,4 @@ class Solution(eqx.Module):
     stats: dict[str, PyTree[Array]]
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
     quadrature_error: Real[Array, "..."] | None = None
+    state: Any = None

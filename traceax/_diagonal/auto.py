@@ -41,8 +41,8 @@ class AutoDiagonalEstimator(AbstractDiagonalEstimator):
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
 
-        def estimate(key, rest, left):
-            return self.select(rest, left).compute_rows(key, rest, left, rows)
+        def estimate(key, parts, left):
+            return self.select(parts.rest, left).compute_rows(key, parts.rest, left, rows)
 
         return compute_split(key, operator, k, estimate, rows)
 

@@ -45,8 +45,8 @@ class AutoTraceEstimator(AbstractTraceEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
 
-        def estimate(key, rest, left):
-            return self.select(rest, left).compute(key, rest, left)
+        def estimate(key, parts, left):
+            return self.select(parts.rest, left).compute(key, parts.rest, left)
 
         return compute_split(key, operator, k, estimate)
 

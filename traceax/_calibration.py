@@ -1,0 +1,5 @@
+"""Constants."""
+
+
+def multiple(growth, dof):
+    return 2.0

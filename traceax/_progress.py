@@ -1,0 +1,35 @@
+"""The progress of a long run on standard error: a tqdm bar if there is one, else a line."""
+
+import sys
+from typing import Any
+
+_bars: list[Any] = []  # of the run that is under way
+
+
+def show(most: Any, spent: Any, value: Any, error: Any, last: Any) -> None:
+    """Show how far a run is.
+
+    **Arguments:**
+
+    - `most`: its budget.
+    - `spent`: the products so far.
+    - `value`: the estimate.
+    - `error`: its standard error.
+    - `last`: whether this is the end.
+    """
+    text = f"{complex(value):.8g}" if complex(value).imag else f"{complex(value).real:.8g}"
+    text += f" +- {float(error):.2g}"
+    try:
+        from tqdm import tqdm  # pyright: ignore
+    except ImportError:
+        end = "\n" if last else ""
+        sys.stderr.write(f"\r{int(spent)} of at most {int(most)} products: {text}\x1b[K{end}")
+        sys.stderr.flush()
+        return
+    if not _bars:
+        _bars.append(tqdm(total=int(most), unit="product", leave=True))
+    bar = _bars[0]
+    bar.n = int(spent)
+    bar.set_postfix_str(text)
+    if last:
+        _bars.pop().close()
