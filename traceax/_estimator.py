@@ -118,12 +118,15 @@ class AbstractTraceEstimator(AbstractEstimator):
         """The exact trace: see `AbstractEstimator`."""
         return exact(operator)
 
-    def growth(self, operator: lx.AbstractLinearOperator) -> AbstractGrowth:
+    def growth(
+        self, operator: lx.AbstractLinearOperator, completes: bool = False
+    ) -> AbstractGrowth:
         """The algorithm block by block, for calls that give a tolerance.
 
         **Arguments:**
 
         - `operator`: the operator, of which only the structure and the tags are looked at.
+        - `completes`: whether the exact trace may have to be completed from the state.
 
         **Returns:**
 

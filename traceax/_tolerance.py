@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from ._auto import compute_split
-from ._calibration import multiple
+from ._calibration import stopping_factor
 from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, status_of
 from ._estimator import AbstractTraceEstimator, check_budget, solve
 from ._exact import ExactWeights
@@ -45,6 +45,9 @@ from ._weights import AbstractWeights
 
 #: The largest budget, if none is given (n for smaller operators).
 DEFAULT_MAX_K = 1000
+
+#: Operators with as few rows, or fewer, are exact at once where the budget allows it.
+SMALL = 64
 
 #: Probes in the first block. With fewer their scatter says too little.
 FIRST = 16
@@ -66,10 +69,8 @@ def schedule(unit: int, most: int, n: int, spent: Sequence[int] = ()) -> tuple[i
     """
     limit = (n // 2 if most >= n else most) // unit * unit
     budgets = list(spent) or [min(FIRST * unit, max(limit, unit))]
-    while 2 * budgets[-1] <= limit:
-        budgets.append(2 * budgets[-1])
-    if budgets[-1] < limit and most < n:
-        budgets.append(limit)
+    while budgets[-1] < limit:
+        budgets.append(min(2 * budgets[-1], limit))
     return tuple(budgets)
 
 
@@ -220,7 +221,7 @@ class _Run:
         """Look at the state after block j, and go on from it if need be."""
         last = j == len(self.budgets) - 1
         estimate = self._estimate(state)
-        met = self.rule.met(estimate, multiple(self.growth, self._columns(j) - 1))
+        met = self.rule.met(estimate, stopping_factor(self._columns(j) - 1))
         stop = met | (estimate.status != SUCCESSFUL)
         if self.before is not None:
             stop &= j >= self.before.level
@@ -334,7 +335,7 @@ class ToleranceEstimator(AbstractTraceEstimator):
         offset: Array,
         scale: Array,
     ) -> tuple[Estimate, AbstractWeights]:
-        growth = estimator.growth(operator)
+        growth = estimator.growth(operator, most >= operator.in_size())
         before = self.before
         if before is not None:
             _check_state(before, growth, operator, most)
@@ -364,7 +365,7 @@ def _tolerance(value: Any, name: str) -> Array:
     if value is None:
         value = 0.0
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    if array.ndim != 0 or array.dtype.kind not in 'iuf':
+    if array.ndim != 0 or array.dtype.kind not in "iuf":
         raise TypeError(f"{name} must be a real number, got {value!r}.")
     if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
         raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
@@ -398,5 +399,5 @@ def solve_to_tolerance(
     state = lax.stop_gradient(state)
     adaptive = ToleranceEstimator(estimator, *tolerances, state, max_k, keep_state, progress)
     # Below n the primitive leaves it to the estimator to be exact, as a last resort.
-    k = max_k if n <= FIRST else min(max_k, n - 1)
+    k = max_k if n <= SMALL else min(max_k, n - 1)
     return solve(trace_p, key, operator, k, adaptive, throw=throw)

@@ -11,10 +11,11 @@ from jaxtyping import Array, Inexact
 
 from .._estimate import make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
-from .._exact import block_width, exact
-from .._growth import AbstractGrowth, run_once
+from .._exact import block_width
+from .._growth import AbstractGrowth, complete_trace, run_once
 from .._operator import BlockOperator
 from .._sampler import AbstractSampler, RademacherSampler, check_batch_size
+from .._sketch import column_dots
 from .._weights import AbstractWeights
 
 #: Numbers in one block of vectors for an operator that computes quadratic forms without products.
@@ -63,38 +64,51 @@ class _ProbeWeights(AbstractWeights):
 
 
 class HutchinsonState(NamedTuple):
-    """The samples."""
+    """The samples; and probes and products (with no rows, where they are not kept)."""
 
     samples: Inexact[Array, " k"]
+    omega: Inexact[Array, "rows k"]
+    products: Inexact[Array, "rows k"]
 
 
 @final
 class HutchinsonGrowth(AbstractGrowth):
-    """Hutchinson's estimator block by block: no probe is kept."""
+    """Hutchinson's estimator block by block. Probes are only kept where the trace may have to be
+    completed from them.
+    """
 
     sampler: AbstractSampler
     batch_size: int | None = eqx.field(static=True)
+    keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 1
-    axes: ClassVar[Any] = HutchinsonState((0,))
+    axes: ClassVar[Any] = HutchinsonState((0,), (1,), (1,))
 
     def prepare(self, operator):
         """See `AbstractGrowth`."""
         block = BlockOperator(operator)
-        return block if block.has_forms else block.linearised()
+        return block if block.has_forms and not self.keeps else block.linearised()
 
     def _block_weights(self, block: BlockOperator, key: tuple[Any, Any], k: int) -> _ProbeWeights:
         width = min(k, self.batch_size or block_width(block.n, k))
         if block.has_forms:
             width = block_width(block.n, width, _FORM_LIMIT)
-        return _ProbeWeights(*key, self.sampler, k, width)
+        return _ProbeWeights(*key, self.sampler, k, k if self.keeps else width)
 
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
-        weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
-        samples = weights.samples(block.operator)
-        if state is not None:
-            samples = jnp.concatenate([state.samples, samples])
-        return HutchinsonState(samples)
+        if self.keeps:
+            by_leaf = self.sampler.probes_by_leaf(key, block.sizes, k, block.dtype)
+            omega = jnp.concatenate(by_leaf)
+            products = block.mm(omega)
+            new = HutchinsonState(column_dots(omega, products), omega, products)
+        else:
+            weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
+            nothing = jnp.zeros((0, k), block.dtype)
+            new = HutchinsonState(weights.samples(block.operator), nothing, nothing)
+        if state is None:
+            return new
+        pairs = zip(state, new, strict=True)
+        return HutchinsonState(*[jnp.concatenate(pair, axis=-1) for pair in pairs])
 
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
@@ -111,9 +125,9 @@ class HutchinsonGrowth(AbstractGrowth):
         return parts, [k / budgets[-1] for k in sizes]
 
     def complete(self, state, block):
-        """See `AbstractGrowth`: nothing is known yet but samples."""
-        estimate, _ = exact(block.operator)
-        return estimate.value, block.n
+        """See `AbstractGrowth`."""
+        nothing = state.omega[:, :0]
+        return complete_trace(block, nothing, nothing, state.omega, state.products)
 
 
 @final
@@ -147,9 +161,9 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
-    def growth(self, operator):
+    def growth(self, operator, completes=False):
         """See `AbstractTraceEstimator`."""
-        return HutchinsonGrowth(self.sampler, self.batch_size)
+        return HutchinsonGrowth(self.sampler, self.batch_size, completes)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

@@ -18,12 +18,16 @@ from .._weights import LowRankWeights
 
 
 class HutchPlusPlusState(NamedTuple):
-    """The basis and the residual probes, with their products."""
+    """The basis and the residual probes, with their products; and the probes of the sketch (with
+    no rows, where they are not kept).
+    """
 
     q: Inexact[Array, "n m"]
     z: Inexact[Array, "n m"]  # A Q
     g: Inexact[Array, "n m"]
     products: Inexact[Array, "n m"]  # A G
+    omega: Inexact[Array, "rows m"]
+    sketch: Inexact[Array, "rows m"]  # A Omega
     scale: Real[Array, ""]  # of the first sketch
     status: Int[Array, ""]
 
@@ -38,18 +42,22 @@ class HutchPlusPlusGrowth(AbstractGrowth):
 
     sampler: AbstractSampler
     resphere: bool = eqx.field(static=True)
+    keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 3
-    axes: ClassVar[Any] = HutchPlusPlusState((1,), (1,), (1,), (1,), (), ())
+    axes: ClassVar[Any] = HutchPlusPlusState(*6 * ((1,),), (), ())
 
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
         n, m = block.n, k // 3
         fresh = k - 2 * m
         sketch_key, probe_key = jr.split(key)
-        sketch = block.mm(self.sampler.probes(sketch_key, n, m, block.dtype))
+        omega = self.sampler.probes(sketch_key, n, m, block.dtype)
+        sketch = block.mm(omega)
+        rows = n if self.keeps else 0
         if state is None:
             nothing = sketch[:, :0]
-            state = HutchPlusPlusState(*4 * (nothing,), scale_of(sketch), status_of())
+            kept = 4 * (nothing,) + 2 * (nothing[:rows],)
+            state = HutchPlusPlusState(*kept, scale_of(sketch), status_of())
         # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
         new_q, _, _ = append_basis(state.q, sketch / state.scale)
         q = jnp.concatenate([state.q, new_q], axis=1)
@@ -69,6 +77,8 @@ class HutchPlusPlusGrowth(AbstractGrowth):
             jnp.concatenate([state.z, new_z], axis=1),
             jnp.concatenate([g, new_g], axis=1),
             jnp.concatenate([old_products, new_products], axis=1),
+            jnp.concatenate([state.omega, omega[:rows]], axis=1),
+            jnp.concatenate([state.sketch, sketch[:rows]], axis=1),
             state.scale,
             status,
         )
@@ -101,7 +111,9 @@ class HutchPlusPlusGrowth(AbstractGrowth):
 
     def complete(self, state, block):
         """See `AbstractGrowth`."""
-        return complete_trace(block, state.q, state.z, state.g, state.products)
+        others = jnp.concatenate([state.g, state.omega], axis=1)
+        products = jnp.concatenate([state.products, state.sketch], axis=1)
+        return complete_trace(block, state.q, state.z, others, products)
 
 
 @final
@@ -136,10 +148,10 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
 
-    def growth(self, operator):
+    def growth(self, operator, completes=False):
         """See `AbstractTraceEstimator`."""
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return HutchPlusPlusGrowth(self.sampler, resphere)
+        return HutchPlusPlusGrowth(self.sampler, resphere, completes)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

@@ -170,8 +170,9 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
         check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
 
-    def growth(self, operator):
+    def growth(self, operator, completes=False):
         """See `AbstractTraceEstimator`."""
+        del completes  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
         return XNysTraceGrowth(self.sampler, resphere, semidefinite_sign(operator))
 

@@ -193,8 +193,9 @@ class XTraceEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
 
-    def growth(self, operator):
+    def growth(self, operator, completes=False):
         """See `AbstractTraceEstimator`."""
+        del completes  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
         return XTraceGrowth(self.sampler, resphere)
 
