@@ -8,6 +8,7 @@ from ._api import (
     row_norms as row_norms,
     trace as trace,
 )
+from ._bounds import matvecs_needed as matvecs_needed
 from ._diagonal.auto import AutoDiagonalEstimator as AutoDiagonalEstimator
 from ._diagonal.diagpp import DiagPlusPlusEstimator as DiagPlusPlusEstimator
 from ._diagonal.exact import ExactDiagonalEstimator as ExactDiagonalEstimator

@@ -28,6 +28,9 @@ class AbstractGrowth(eqx.Module):
     #: The matvecs that a probe takes.
     unit: AbstractClassVar[int]
 
+    #: How many standard errors must be within a tolerance: see `_calibration`.
+    stop: AbstractClassVar[float]
+
     #: For each array of the state, the axes that have as many entries as there are probes.
     axes: AbstractClassVar[Any]
 

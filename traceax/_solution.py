@@ -3,8 +3,12 @@
 from typing import Any, final
 
 import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PyTree, Real
+
+from ._calibration import student_quantile
 
 
 class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -56,6 +60,7 @@ class Solution(eqx.Module):
         too small) of the error from ending Lanczos' recurrence early, which is no part of
         `std_err`; inf if nothing is known of it. None for estimates that have no such error.
     - `state`: what a later call can go on from, where `keep_state=True` asked for it; else None.
+    - `inflation`: by how much Student's intervals are too short: see `interval`.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -65,3 +70,37 @@ class Solution(eqx.Module):
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
     quadrature_error: Real[Array, "..."] | None = None
     state: Any = None
+    inflation: float = eqx.field(static=True, default=1.0)
+
+    def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
+        r"""The interval that holds the true value (its real part) with this probability.
+
+        It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t: right for
+        independent normal samples. For leave-one-out samples, which are not independent, and for
+        runs that a tolerance ended, c is a measured constant (`benchmarks/calibrate.py`), else 1.
+
+        **Arguments:**
+
+        - `level`: the probability, a Python float.
+
+        **Returns:**
+
+        The lower and the upper ends, of the structure of `std_err`: the value itself where it is
+        exact, and -inf and inf where nothing is known of the error.
+
+        **Raises:**
+
+        - `ValueError`: for a level that is not between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"The level must lie between 0 and 1, got {level!r}.")
+        dof = self.stats["dof"]
+
+        def radius(std_err):
+            factor = self.inflation * student_quantile(level, dof, std_err)
+            factor = factor.reshape(factor.shape + (1,) * (std_err.ndim - factor.ndim))
+            return jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
+
+        radii = jtu.tree_map(radius, self.std_err)
+        lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)
+        return lower, jtu.tree_map(lambda value, r: value.real + r, self.value, radii)

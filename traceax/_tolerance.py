@@ -221,7 +221,7 @@ class _Run:
         """Look at the state after block j, and go on from it if need be."""
         last = j == len(self.budgets) - 1
         estimate = self._estimate(state)
-        met = self.rule.met(estimate, stopping_factor(self._columns(j) - 1))
+        met = self.rule.met(estimate, stopping_factor(self.growth.stop, self._columns(j) - 1))
         stop = met | (estimate.status != SUCCESSFUL)
         if self.before is not None:
             stop &= j >= self.before.level
@@ -311,6 +311,10 @@ class ToleranceEstimator(AbstractTraceEstimator):
     def check(self, operator):
         """See `AbstractEstimator`."""
         self.estimator.check(operator)
+
+    def inflation(self, operator, k):
+        """See `AbstractEstimator`."""
+        return max(1.1, self.estimator.inflation(operator, k))
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

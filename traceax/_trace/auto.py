@@ -6,6 +6,7 @@ import equinox as eqx
 
 from .._auto import choose, compute_split
 from .._estimator import AbstractTraceEstimator
+from .._structure import split
 from .hutchinson import HutchinsonEstimator
 from .xnystrace import XNysTraceEstimator
 from .xtrace import XTraceEstimator
@@ -41,6 +42,14 @@ class AutoTraceEstimator(AbstractTraceEstimator):
             nystrom=XNysTraceEstimator(),
             sketching=XTraceEstimator(),
         )
+
+    def inflation(self, operator, k):
+        """See `AbstractEstimator`."""
+        parts = split(operator, k, 1)
+        if parts.rest is None:
+            return 1.0
+        left = k - parts.num_matvecs
+        return self.select(parts.rest, left).inflation(parts.rest, left)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

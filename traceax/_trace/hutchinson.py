@@ -9,6 +9,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._calibration import STOP
 from .._estimate import make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
 from .._exact import block_width
@@ -81,6 +82,7 @@ class HutchinsonGrowth(AbstractGrowth):
     batch_size: int | None = eqx.field(static=True)
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 1
+    stop: ClassVar[float] = STOP["hutchinson"]
     axes: ClassVar[Any] = HutchinsonState((0,), (1,), (1,))
 
     def prepare(self, operator):

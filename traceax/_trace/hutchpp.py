@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
+from .._calibration import STOP
 from .._estimate import make_estimate, mean_and_std_err, safe_norm, scale_of, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
@@ -44,6 +45,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
     resphere: bool = eqx.field(static=True)
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 3
+    stop: ClassVar[float] = STOP["hutch++"]
     axes: ClassVar[Any] = HutchPlusPlusState(*6 * ((1,),), (), ())
 
     def grow(self, state, key, block, k):

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from .._calibration import INTERVAL, STOP
 from .._estimate import NOT_SEMIDEFINITE, make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
@@ -73,6 +74,7 @@ class XNysTraceGrowth(AbstractGrowth):
     resphere: bool = eqx.field(static=True)
     sign: int = eqx.field(static=True)
     unit: ClassVar[int] = 1
+    stop: ClassVar[float] = STOP["xnystrace"]
     axes: ClassVar[Any] = XNysTraceState((1,), (0, 1), (1,))
 
     def grow(self, state, key, block, k):
@@ -175,6 +177,10 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         del completes  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
         return XNysTraceGrowth(self.sampler, resphere, semidefinite_sign(operator))
+
+    def inflation(self, operator, k):
+        """See `AbstractEstimator`."""
+        return INTERVAL["xnystrace"]
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
+from .._calibration import INTERVAL, STOP
 from .._estimate import make_estimate, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
@@ -101,6 +102,7 @@ class XTraceGrowth(AbstractGrowth):
     sampler: AbstractSampler
     resphere: bool = eqx.field(static=True)
     unit: ClassVar[int] = 2
+    stop: ClassVar[float] = STOP["xtrace"]
     axes: ClassVar[Any] = XTraceState(
         (1,), (1,), (0, 1), (1,), (0, 1), (0, 1), (0, 1), (), (), (), ()
     )
@@ -198,6 +200,10 @@ class XTraceEstimator(AbstractTraceEstimator):
         del completes  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
         return XTraceGrowth(self.sampler, resphere)
+
+    def inflation(self, operator, k):
+        """See `AbstractEstimator`."""
+        return INTERVAL["xtrace"]
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
