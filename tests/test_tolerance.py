@@ -85,17 +85,17 @@ def test_coverage_and_products_on_the_six_spectra(name):
 
 def test_the_rule_is_that_of_the_calibration(monkeypatch):
     """The public call stops where the calibration says it does, with the same value."""
-    n = 300
+    n = 200
     monkeypatch.setattr(calibrate, "COUNT", 20)
     monkeypatch.setattr(calibrate, "N", n)
-    values = calibrate.spectra()["exp0.9"]
-    errors, std_errs, budgets, unit = calibrate.histories(tr.XTraceEstimator(), values, 7)
+    values, estimator = calibrate.spectra()["exp0.9"], tr.HutchPlusPlusEstimator()
+    errors, std_errs, budgets, unit = calibrate.histories(estimator, values, 7)
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     matrix = jnp.asarray((basis * values) @ basis.T)
-    result = calibrate.case((errors, std_errs, budgets, unit), _calibration.STOP["xtrace"], 1e-2)
+    result = calibrate.case((errors, std_errs, budgets, unit), _calibration.STOP["hutch++"], 1e-2)
     solution = reference.each(
         lambda key, matrix: [
-            getattr(solve(key, matrix, tr.XTraceEstimator(), 1e-2), name)
+            getattr(solve(key, matrix, estimator, 1e-2), name)
             for name in ("value", "std_err", "num_matvecs")
         ],
         jr.split(jr.key(7), 20),
@@ -132,7 +132,7 @@ def test_products_are_what_was_needed(name):
     """Blocks double; the first is 16 probes; never more than n products in all."""
     first = 16 * UNITS[name]
     matrix, spent = jnp.asarray(POLY), []
-    for rtol in (0.5, 3e-2, 1e-2, 1e-13):
+    for rtol in (5.0, 3e-2, 1e-2, 1e-13):
         solution = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(rtol))
         assert solution.result == tr.RESULTS.successful
         spent.append(int(solution.num_matvecs))
@@ -146,37 +146,41 @@ def test_products_are_what_was_needed(name):
     assert solution.std_err == 0
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_not_converged(name):
-    flat = jnp.asarray(with_spectrum(np.random.default_rng(1), spectra(400)["flat"]))
-    solution = solve(keys(1)[0], flat, ESTIMATORS[name], jnp.asarray(1e-6), 200)
+@pytest.mark.parametrize(("name", "max_k"), [("auto", 200), ("xtrace", 40), ("hutch++", 61)])
+def test_not_converged(name, max_k):
+    """The best estimate, with its error bar."""
+    flat = spectra(1000)["flat"]
+    structure = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
+    operator = lx.FunctionLinearOperator(lambda x: flat * x, structure, PSD)
+    estimator = ESTIMATORS.get(name, tr.AutoTraceEstimator())
+    solution = tr.trace(keys(1)[0], operator, estimator=estimator, rtol=1e-6, max_k=max_k)
     assert solution.result == tr.RESULTS.not_converged
-    assert solution.num_matvecs == 200 // UNITS[name] * UNITS[name]
-    # The best estimate: the error of 200 products, with its error bar.
-    assert 0 < solution.std_err < 0.01 * truth(flat)
-    assert abs(solution.value - truth(flat)) < 5 * solution.std_err
+    assert solution.num_matvecs == max_k // UNITS.get(name, 1) * UNITS.get(name, 1)
+    assert 0 < solution.std_err < 0.01 * flat.sum()
+    assert abs(solution.value - flat.sum()) < 5 * solution.std_err
 
 
 def test_throw():
-    operator = lx.MatrixLinearOperator(jnp.asarray(POLY), PSD)
+    operator, estimator = lx.MatrixLinearOperator(jnp.asarray(POLY), PSD), tr.HutchinsonEstimator()
+    run = partial(tr.trace, keys(1)[0], operator, estimator=estimator, rtol=1e-9, throw=True)
     with pytest.raises(Exception, match="The budget was spent before"):
-        tr.trace(keys(1)[0], operator, rtol=1e-9, max_k=20, throw=True).value.block_until_ready()
+        jax.block_until_ready(run(max_k=20))
 
 
 @pytest.mark.parametrize("name", SKETCHING)
 def test_low_rank_and_zero_and_nan_end_with_the_first_block(name):
-    first = 16 * UNITS[name]
+    first, most = 16 * UNITS[name], 20 * UNITS[name]
     basis = random_unitary(np.random.default_rng(2), N)[:, :5]
     low_rank = (basis * np.arange(1.0, 6)) @ basis.T
     for scale in (1.0, 1e20, 1e-20, 0.0):
         matrix = jnp.asarray(scale * low_rank)
-        solution = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(0.0), 100)
+        solution = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(0.0), most)
         assert solution.num_matvecs == first
         assert solution.std_err == 0
         assert solution.result == tr.RESULTS.successful
         np.testing.assert_allclose(solution.value, 15 * scale, rtol=1e-12, atol=0)
     broken = solve(
-        keys(1)[0], matrix.at[3, 4].set(jnp.nan), ESTIMATORS[name], jnp.asarray(0.0), 100
+        keys(1)[0], matrix.at[3, 4].set(jnp.nan), ESTIMATORS[name], jnp.asarray(0.0), most
     )
     assert broken.num_matvecs == first
     assert broken.result == tr.RESULTS.nonfinite_operator
@@ -195,7 +199,10 @@ def test_a_wrong_tag_ends_the_run():
 def test_completion_of_other_dtypes(name, dtype):
     """The exact trace from the products made so far and as many as are missing: not Hermitian."""
     rng = np.random.default_rng(3)
-    dense = (rng.standard_normal((90, 90)) + 1j * rng.standard_normal((90, 90))).astype(dtype)
+    dense = rng.standard_normal((90, 90))
+    if dtype == np.complex128:
+        dense = dense + 1j * rng.standard_normal((90, 90))
+    dense = dense.astype(dtype)
     operator = lx.MatrixLinearOperator(jnp.asarray(dense))
     solution = tr.trace(keys(1)[0], operator, estimator=ESTIMATORS[name], rtol=1e-9)
     assert solution.value.dtype == dtype
@@ -209,8 +216,9 @@ def test_what_is_known_exactly_counts():
     """The tolerance is relative to the whole trace, and `K + s I` spends nothing on s I."""
     kernel = lx.MatrixLinearOperator(jnp.asarray(POLY), PSD)
     identity = lx.IdentityLinearOperator(kernel.in_structure())
-    alone = tr.trace(keys(1)[0], kernel, rtol=1e-2)
-    with_noise = tr.trace(keys(1)[0], kernel + 10.0 * identity, rtol=1e-2 / 800)
+    alone = tr.trace(keys(1)[0], kernel, rtol=1e-2, max_k=40)
+    noisy = kernel + 10.0 * identity
+    with_noise = tr.trace(keys(1)[0], noisy, rtol=1e-2 * truth(POLY) / 1201.6, max_k=40)
     assert with_noise.num_matvecs == alone.num_matvecs
     np.testing.assert_allclose(with_noise.value - 10 * N, alone.value, rtol=1e-10)
     assert tr.trace(keys(1)[0], identity, rtol=1e-3).num_matvecs == 0
@@ -218,14 +226,12 @@ def test_what_is_known_exactly_counts():
 
 # --------------------------------------------------------------------- transformations
 
-RTOL = 0.011  # the five keys below need different numbers of products
-
 
 def test_lanes_of_a_vmap_stop_by_themselves():
     operator = lx.MatrixLinearOperator(jnp.asarray(POLY), PSD)
 
     def run(key):
-        s = tr.trace(key, operator, estimator=tr.XNysTraceEstimator(), rtol=RTOL)
+        s = tr.trace(key, operator, estimator=tr.HutchinsonEstimator(), rtol=0.5)
         return s.value, s.std_err, s.num_matvecs
 
     lanes = jax.jit(jax.vmap(run))(keys(6))
@@ -253,9 +259,11 @@ def test_derivatives_are_those_of_the_final_block(name):
         slopes = jax.grad(value, (0, 1))(1.0, 0.0)
         return value(1.0, 0.0), slopes, jax.jvp(value, (1.0, 0.0), (0.0, 1.0))[1]
 
-    for rtol, tolerance in ((0.5, 0.05), (1e-2, 0.05), (1e-13, 1e-12)):
+    for rtol, tolerance in ((5.0, 0.05), (1e-2, 0.05), (1e-13, 1e-12)):
         value, (along, across), forward = both(keys(1)[0], jnp.asarray(rtol))
-        np.testing.assert_allclose(along, value, rtol=1e-8)
+        # (XNysTrace is differentiated with the weights of XTrace, from the same sketch.)
+        own = name != "xnystrace" or rtol < 1e-9
+        np.testing.assert_allclose(along, value, rtol=1e-8 if own else tolerance)
         np.testing.assert_allclose(forward, across, rtol=1e-10)
         # Hutchinson's deviation in the direction of "flat" is sqrt(2 / 16 * 40) = 2.2 of 240.
         np.testing.assert_allclose(across, truth(other), rtol=tolerance)
@@ -266,9 +274,12 @@ def test_vmapped_gradients():
 
     def value(c, key):
         operator = lx.MatrixLinearOperator(c * matrix, PSD)
-        return tr.trace(key, operator, estimator=tr.XNysTraceEstimator(), rtol=RTOL).value
+        solution = tr.trace(key, operator, estimator=tr.XTraceEstimator(), rtol=9e-3)
+        return solution.value, solution.num_matvecs
 
-    values, slopes = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0)))(1.0, keys(3))
+    both = jax.value_and_grad(value, has_aux=True)
+    (values, spent), slopes = jax.jit(jax.vmap(both, (None, 0)))(1.0, keys(6))
+    assert len(set(np.asarray(spent).tolist())) > 1
     np.testing.assert_allclose(slopes, values, rtol=1e-8)
 
 
@@ -316,7 +327,7 @@ def test_going_on_from_a_state(name):
     operator = Logged(jnp.asarray(POLY))
 
     @eqx.filter_jit
-    def run(rtol, state=None, keep_state=False, max_k=100):
+    def run(rtol, state=None, keep_state=False):
         return tr.trace(
             keys(1)[0],
             operator,
@@ -324,7 +335,7 @@ def test_going_on_from_a_state(name):
             rtol=rtol,
             state=state,
             keep_state=keep_state,
-            max_k=max_k,
+            max_k=20 * UNITS[name],
         )
 
     def counted(*args, **kwargs):
@@ -334,8 +345,8 @@ def test_going_on_from_a_state(name):
         return solution, len(PRODUCTS)
 
     at_once, all_products = counted(jnp.asarray(1e-9))
-    assert all_products == at_once.num_matvecs == 100 // UNITS[name] * UNITS[name]
-    early, first_products = counted(jnp.asarray(0.5), keep_state=True)
+    assert all_products == at_once.num_matvecs == 20 * UNITS[name]
+    early, first_products = counted(jnp.asarray(5.0), keep_state=True)
     assert first_products == early.num_matvecs == 16 * UNITS[name]
     late, further = counted(jnp.asarray(1e-9), state=early.state)
     assert late.num_matvecs == all_products
@@ -343,19 +354,19 @@ def test_going_on_from_a_state(name):
     np.testing.assert_allclose(late.value, at_once.value, rtol=1e-12)
     np.testing.assert_allclose(late.std_err, at_once.std_err, rtol=1e-6)
     # Good enough already: nothing to do.
-    same, none = counted(jnp.asarray(0.5), state=early.state)
+    same, none = counted(jnp.asarray(5.0), state=early.state)
     assert none == 0
     np.testing.assert_allclose(same.value, early.value, rtol=1e-14)
 
 
 def test_going_on_beyond_the_first_budget():
-    matrix, estimator = jnp.asarray(POLY), tr.XNysTraceEstimator()
-    state = solve(keys(1)[0], matrix, estimator, 1e-9, 40, keep_state=True).state
-    more = solve(keys(2)[1], matrix, estimator, 1e-9, 100, state=state)
-    assert more.num_matvecs == 100
-    assert abs(more.value - truth(POLY)) < 6 * more.std_err
-    with pytest.raises(ValueError, match="max_k must be at least 40"):
-        solve(keys(1)[0], matrix, estimator, 1e-9, 30, state=state)
+    matrix, estimator = jnp.asarray(POLY), tr.HutchPlusPlusEstimator()
+    state = solve(keys(1)[0], matrix, estimator, 1e-9, 60, keep_state=True).state
+    more = solve(keys(2)[1], matrix, estimator, 1e-9, 75, state=state)
+    assert more.num_matvecs == 75
+    assert abs(more.value - truth(POLY)) < 5 * more.std_err
+    with pytest.raises(ValueError, match="max_k must be at least 60"):
+        solve(keys(1)[0], matrix, estimator, 1e-9, 50, state=state)
     with pytest.raises(ValueError, match="cannot be continued by XTraceGrowth"):
         solve(keys(1)[0], matrix, tr.XTraceEstimator(), 1e-9, 100, state=state)
     with pytest.raises(ValueError, match="on an operator with 120 rows"):
@@ -392,20 +403,20 @@ def test_arguments(options, error, message):
 def test_an_absolute_tolerance_and_a_traced_one():
     matrix = jnp.asarray(POLY)
     operator = lx.MatrixLinearOperator(matrix, PSD)
-    relative = solve(keys(1)[0], matrix, tr.AutoTraceEstimator(), jnp.asarray(1e-2))
-    absolute = tr.trace(keys(1)[0], operator, atol=1e-2 * truth(POLY))
+    relative = solve(keys(1)[0], matrix, tr.AutoTraceEstimator(), jnp.asarray(1e-2), 40)
+    absolute = tr.trace(keys(1)[0], operator, atol=1e-2 * truth(POLY), max_k=40)
     assert absolute.num_matvecs == relative.num_matvecs
-    assert absolute.value == relative.value
+    np.testing.assert_allclose(absolute.value, relative.value, rtol=1e-10)
 
 
 # --------------------------------------------------------------------------- intervals
 
 
 def test_student_quantiles():
-    for dof in (1, 2, 7, 60, 1000):
-        for level in (0.5, 0.95, 0.999):
-            t = _calibration.student_quantile(level, jnp.asarray(dof), jnp.ones(()))
-            np.testing.assert_allclose(t, stdtrit(dof, (1 + level) / 2), rtol=1e-6)
+    dof = np.array([1, 2, 7, 60, 1000])
+    for level in (0.5, 0.999):
+        t = jax.jit(lambda dof: _calibration.student_quantile(level, dof, jnp.ones(())))(dof)  # noqa: B023
+        np.testing.assert_allclose(t, stdtrit(dof, (1 + level) / 2), rtol=1e-6)
 
 
 def test_intervals():
@@ -477,10 +488,12 @@ def test_matvecs_needed_refuses(args, options, error):
 
 
 def test_progress(capfd):
-    operator = lx.MatrixLinearOperator(jnp.asarray(POLY), PSD)
+    operator = lx.MatrixLinearOperator(jnp.asarray(POLY))
+    estimator = tr.HutchinsonEstimator()
 
     def run(key):
-        return tr.trace(key, operator, rtol=1e-9, max_k=40, progress=True).value
+        solution = tr.trace(key, operator, estimator=estimator, rtol=1e-9, max_k=40, progress=True)
+        return solution.value
 
     run(keys(1)[0]).block_until_ready()
     jax.effects_barrier()

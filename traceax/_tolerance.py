@@ -390,6 +390,8 @@ def solve_to_tolerance(
     throw: bool,
 ) -> Solution:
     """`traceax.trace` with a tolerance in place of a budget."""
+    if state is not None and not isinstance(state, RunState):
+        raise TypeError(f"The state must be the `state` of a Solution, got {state!r}.")
     operator = as_operator(operator)
     n = operator.in_size()
     if max_k is None:
@@ -397,8 +399,6 @@ def solve_to_tolerance(
         if state is not None:
             max_k = max(max_k, n if state.completes else state.budgets[-1])
     max_k = check_budget(max_k, estimator.smallest, n, type(estimator).__name__)
-    if state is not None and not isinstance(state, RunState):
-        raise TypeError(f"The state must be the `state` of a Solution, got {state!r}.")
     tolerances = _tolerance(rtol, "rtol"), _tolerance(atol, "atol")
     state = lax.stop_gradient(state)
     adaptive = ToleranceEstimator(estimator, *tolerances, state, max_k, keep_state, progress)
