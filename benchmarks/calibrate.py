@@ -18,7 +18,7 @@ import lineax as lx
 import numpy as np
 from scipy.special import stdtrit
 
-from traceax._tolerance import schedule
+from traceax._blocks import schedule
 
 from .common import ESTIMATORS, PSD
 

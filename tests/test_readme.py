@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_python_blocks_run():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     program = "\n".join(blocks)
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],

@@ -274,11 +274,11 @@ def test_vmapped_gradients():
 
     def value(c, key):
         operator = lx.MatrixLinearOperator(c * matrix, PSD)
-        solution = tr.trace(key, operator, estimator=tr.XTraceEstimator(), rtol=9e-3)
+        solution = tr.trace(key, operator, estimator=tr.XTraceEstimator(), rtol=7e-3)
         return solution.value, solution.num_matvecs
 
     both = jax.value_and_grad(value, has_aux=True)
-    (values, spent), slopes = jax.jit(jax.vmap(both, (None, 0)))(1.0, keys(6))
+    (values, spent), slopes = jax.jit(jax.vmap(both, (None, 0)))(1.0, keys(8))
     assert len(set(np.asarray(spent).tolist())) > 1
     np.testing.assert_allclose(slopes, values, rtol=1e-8)
 
@@ -379,9 +379,9 @@ def test_going_on_beyond_the_first_budget():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, TypeError, "either a budget"),
+        ({}, TypeError, "give a tolerance instead"),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
-        ({"k": 10, "max_k": 20}, TypeError, "either a budget"),
+        ({"k": 10, "max_k": 20}, TypeError, "to which alone `max_k`"),
         ({"rtol": -1.0}, ValueError, "rtol must be finite and not negative"),
         ({"rtol": "small"}, TypeError, "rtol must be a real number"),
         ({"atol": jnp.ones(2)}, TypeError, "atol must be a real number"),

@@ -17,6 +17,7 @@ from ._estimator import (
     AbstractTraceEstimator,
     check_budget,
     check_estimator,
+    check_key,
     solve,
 )
 from ._operator import BlockOperator, as_operator, is_complex
@@ -41,8 +42,8 @@ def trace(
     progress: bool = False,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate $\mathrm{tr}(A)$ from products $A v$, with an error bar: from at most `k` of them, or
-    from as many as a tolerance takes.
+    r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, or from as many as a
+    tolerance takes, with an error bar.
 
     The estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its derivative with
     respect to anything that the operator depends on, in forward and reverse mode and at every
@@ -101,13 +102,14 @@ def trace(
         a state that does not fit.
     """
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
+    check_key(key)
     options = (rtol, atol, max_k, state, keep_state, progress)
     if rtol is None and atol is None:
         if k is None or options != (None, None, None, None, False, False):
             raise TypeError(
-                "Give either a budget, `trace(key, operator, k)`, or a tolerance, `trace(key, "
-                "operator, rtol=1e-3)` (with, if you like, `atol`, `max_k`, `state`, `keep_state` "
-                "and `progress`)."
+                f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
+                f"{type(k).__name__}; or give a tolerance instead, `trace(key, operator, "
+                "rtol=1e-3)`, to which alone `max_k`, `state`, `keep_state` and `progress` belong."
             )
         return solve(trace_p, key, operator, k, estimator, throw=throw)
     if k is not None:

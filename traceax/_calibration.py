@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import betainc
 from jaxtyping import Array, Int, Real
-from scipy.special import stdtrit
 
 #: With so many standard errors (times Student's quantile over the normal one) below the tolerance,
 #: runs that look after every block end within it in 95 % of cases at least, on six spectra. None is
@@ -19,6 +18,8 @@ def stopping_factor(stop: float, dof: int) -> float:
     """The number of standard errors to compare with a tolerance, from the constant and the degrees
     of freedom.
     """
+    from scipy.special import stdtrit  # imported only here: it takes time
+
     return stop / 1.96 * float(stdtrit(dof, 0.975)) if dof > 0 else float("inf")
 
 

@@ -32,7 +32,7 @@ class AbstractGrowth(eqx.Module):
     stop: AbstractClassVar[float]
 
     #: For each array of the state, the axes that have as many entries as there are probes.
-    axes: AbstractClassVar[Any]
+    axes: AbstractClassVar[tuple[tuple[int, ...], ...]]
 
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
         """The operator in the form that `grow` multiplies."""
@@ -147,8 +147,7 @@ def complete_trace(
     block: BlockOperator,
     q: Inexact[Array, "n m"],
     products: Inexact[Array, "n m"],
-    others: Inexact[Array, "n p"] | None = None,
-    other_products: Inexact[Array, "n p"] | None = None,
+    others: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | None = None,
 ) -> tuple[Inexact[Array, ""], int]:
     """The trace of A from its products with some vectors, and with what is orthogonal to them.
 
@@ -157,8 +156,8 @@ def complete_trace(
     - `block`: the operator.
     - `q`: orthonormal columns.
     - `products`: A q.
-    - `others`: more vectors, which together with q are well-conditioned; or None.
-    - `other_products`: their products.
+    - `others`: more vectors, which together with q are well-conditioned, and their products; or
+        None.
 
     **Returns:**
 
@@ -166,9 +165,10 @@ def complete_trace(
     """
     known = jnp.sum(jnp.conj(q) * products)
     if others is not None:
-        basis, c, r = append_basis(q, others)
-        # others = q c + basis r, hence A basis r = A others - A q c; the trace of basis^H A basis
-        # is that of r^{-1} (basis^H (A others - A q c)).
+        vectors, other_products = others
+        basis, c, r = append_basis(q, vectors)
+        # vectors = q c + basis r, hence A basis r = A vectors - A q c. The trace of basis^H A basis
+        # is that of r^{-1} (basis^H A basis) r, which needs the inverse on the left only.
         rest = matmul(adjoint(basis), other_products - matmul(products, c))
         known = known + jnp.trace(solve_upper(r, rest))
         q = jnp.concatenate([q, basis], axis=1)

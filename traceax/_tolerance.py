@@ -1,44 +1,23 @@
-r"""Estimates that spend what a tolerance needs.
+"""Traces to a tolerance: the arguments, and the estimator under the primitive (see `_blocks`)."""
 
-Block by block (see `_growth`), each as large as all before it, until
-
-    c_j std_err <= atol + rtol |t|,
-
-or until the budget is spent. Every block has static shapes and a branch of its own
-(`jax.lax.cond`), so that the work is proportional to what was needed. Under `vmap` the blocks end
-when the slowest lane is done (see `_lanes`); each lane's numbers are those of a call by itself.
-
-*The constants c_j* are measured (`_calibration`), with the looking after every block: an error bar
-that happens to be too small ends a run, so that 1.96 standard errors would cover less than 95 %.
-
-*The last resort.* Where the budget allows n products, blocks grow up to n / 2. What is then not
-good enough is completed to the exact trace, on the orthogonal complement of what is known.
-"""
-
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.random as jr
-import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray, Real
 
 from ._auto import compute_split
-from ._calibration import stopping_factor
-from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, status_of
+from ._blocks import Rule, Run, RunState
+from ._estimate import Estimate
 from ._estimator import AbstractTraceEstimator, check_budget, solve
-from ._exact import ExactWeights
 from ._growth import AbstractGrowth
-from ._lanes import alone, any_lane, keep
 from ._operator import BlockOperator, as_operator
 from ._primitive import trace_p
-from ._progress import show
 from ._solution import Solution
 from ._trace.auto import AutoTraceEstimator
 from ._weights import AbstractWeights
@@ -48,251 +27,6 @@ DEFAULT_MAX_K = 1000
 
 #: Operators with as few rows, or fewer, are exact at once where the budget allows it.
 SMALL = 64
-
-#: Probes in the first block. With fewer their scatter says too little.
-FIRST = 16
-
-
-def schedule(unit: int, most: int, n: int, spent: Sequence[int] = ()) -> tuple[int, ...]:
-    """The matvecs up to the end of each block.
-
-    **Arguments:**
-
-    - `unit`: the matvecs that a probe takes.
-    - `most`: the budget. From n on blocks end at n / 2: what comes then is the exact trace.
-    - `n`: the size of the operator.
-    - `spent`: the schedule to go on with.
-
-    **Returns:**
-
-    A tuple of ascending multiples of `unit`.
-    """
-    limit = (n // 2 if most >= n else most) // unit * unit
-    budgets = list(spent) or [min(FIRST * unit, max(limit, unit))]
-    while budgets[-1] < limit:
-        budgets.append(min(2 * budgets[-1], limit))
-    return tuple(budgets)
-
-
-class Rule(NamedTuple):
-    """When to stop: the trace of interest is offset + scale * (the trace that is estimated)."""
-
-    rtol: Real[Array, ""]
-    atol: Real[Array, ""]
-    offset: Inexact[Array, ""]
-    scale: Inexact[Array, ""]
-
-    def met(self, estimate: Estimate, factor: float) -> Array:
-        """Whether `factor` standard errors are within the tolerance."""
-        error = factor * jnp.abs(self.scale) * estimate.std_err
-        return error <= self.atol + self.rtol * jnp.abs(self.offset + self.scale * estimate.value)
-
-
-@final
-class RunState(eqx.Module):
-    """All that a run has learnt: arrays for the largest number of probes, the rest of them 0."""
-
-    arrays: Any
-    keys: Array  # the key of each block, as data
-    level: Int[Array, ""]  # the last block; their number, if the trace was completed
-    completed: Inexact[Array, ""]  # the exact trace, then
-    growth: AbstractGrowth = eqx.field(static=True)
-    budgets: tuple[int, ...] = eqx.field(static=True)
-    completes: bool = eqx.field(static=True)  # whether the trace is completed in the end
-    n: int = eqx.field(static=True)
-
-
-@final
-class GrownWeights(AbstractWeights):
-    """The weights of all blocks that were used. Only these are contracted."""
-
-    parts: list[AbstractWeights]
-    factors: Real[Array, " blocks"]
-    level: Int[Array, ""]
-
-    def contract(self, operator):
-        """See `AbstractWeights`."""
-        dtype = BlockOperator(operator).dtype
-
-        def total(part):
-            return lambda: part.contract(operator).astype(dtype)
-
-        def nothing():
-            return jnp.zeros((), dtype)
-
-        count = len(self.parts)
-        value = lax.cond(self.level == count, total(ExactWeights(diagonal=False)), nothing)
-        for j, part in enumerate(self.parts):
-            used = (j <= self.level) & (self.level < count)
-            value += self.factors[j].astype(dtype) * lax.cond(used, total(part), nothing)
-        return value
-
-
-class _Outcome(NamedTuple):
-    estimate: Estimate
-    level: Int[Array, ""]
-    arrays: Any
-
-
-class _Run:
-    """One run of a growth on an operator. (Not a PyTree: it lives while it is traced.)"""
-
-    def __init__(self, growth, key, operator, rule, most, before, progress):
-        self.growth, self.rule, self.before, self.progress = growth, rule, before, progress
-        self.block = growth.prepare(operator)
-        n, self.most = self.block.n, most
-        self.budgets = schedule(growth.unit, most, n, before.budgets if before else ())
-        self.completes = most >= n
-        keys = [jr.fold_in(key, j) if j else key for j in range(len(self.budgets))]
-        self.key_impl = jr.key_impl(key)
-        self.keys = jnp.stack([jr.key_data(key) for key in keys])
-        if before is not None:
-            old = jnp.pad(before.keys, ((0, len(keys) - len(before.keys)), (0, 0)))
-            earlier = jnp.arange(len(keys)) <= before.level
-            self.keys = jnp.where(earlier[:, None], old, self.keys)
-
-    # ------------------------------------------------------------------ states of static shape
-
-    def _resized(self, state, columns: int):
-        """The state's arrays cut to, or filled up with zeros for, this number of probes."""
-
-        def resize(array, axes):
-            index = [slice(columns if a in axes else None) for a in range(array.ndim)]
-            array = array[tuple(index)]
-            width = [(0, columns - s if a in axes else 0) for a, s in enumerate(array.shape)]
-            return jnp.pad(array, width) if axes else array
-
-        axes = jtu.tree_leaves(self.growth.axes, is_leaf=lambda x: type(x) is tuple)
-        leaves, treedef = jtu.tree_flatten(state)
-        return treedef.unflatten([resize(*pair) for pair in zip(leaves, axes, strict=True)])
-
-    def _columns(self, j: int) -> int:
-        return self.budgets[j] // self.growth.unit
-
-    def _padded(self, state):
-        return self._resized(state, self._columns(-1))
-
-    def _loaded(self, j: int):
-        return self._resized(self.before.arrays, self._columns(j))
-
-    def _advanced(self, j: int, state):
-        """The state after block j: grown, or that of an earlier run."""
-        key = jr.wrap_key_data(self.keys[j], impl=self.key_impl)
-        k = self.budgets[j] - (self.budgets[j - 1] if j else 0)
-
-        def grow():
-            return self.growth.grow(state, key, self.block, k)
-
-        if self.before is None or j >= len(self.before.budgets):
-            return grow()
-        known = j <= self.before.level
-        loaded = self._loaded(j)
-        return lax.cond(any_lane(~known), lambda: keep(known, loaded, grow()), lambda: loaded)
-
-    # ---------------------------------------------------------------------------- the blocks
-
-    def _outcome(self, estimate: Estimate, level: Any, arrays) -> _Outcome:
-        dtype = self.block.dtype
-        real = jnp.finfo(dtype).dtype
-        value, std_err = estimate.value.astype(dtype), estimate.std_err.astype(real)
-        counts = level, estimate.num_matvecs, estimate.dof, estimate.status
-        level, *counts = [jnp.asarray(x, jnp.int32) for x in counts]
-        return _Outcome(Estimate(value, std_err, *counts), level, arrays)
-
-    def _estimate(self, state) -> Estimate:
-        estimate, rounding = self.growth.estimate(state, self.block)
-        # What is left of a captured operator is rounding, which has no error bar.
-        exact = estimate.std_err <= rounding
-        std_err = jnp.where(exact, jnp.zeros_like(estimate.std_err), estimate.std_err)
-        return eqx.tree_at(lambda e: e.std_err, estimate, std_err)
-
-    def _report(self, estimate: Estimate, last):
-        if self.progress:
-            value = self.rule.offset + self.rule.scale * estimate.value
-            error = jnp.abs(self.rule.scale) * estimate.std_err
-            what = (estimate.num_matvecs, value, error, last)
-            lax.cond(
-                alone(last),
-                lambda: jax.debug.callback(show, self.most, *what, ordered=False),
-                lambda: None,
-            )
-
-    def _after(self, j: int, state) -> _Outcome:
-        """Look at the state after block j, and go on from it if need be."""
-        last = j == len(self.budgets) - 1
-        estimate = self._estimate(state)
-        met = self.rule.met(estimate, stopping_factor(self.growth.stop, self._columns(j) - 1))
-        stop = met | (estimate.status != SUCCESSFUL)
-        if self.before is not None:
-            stop &= j >= self.before.level
-        if last and not self.completes:
-            status = jnp.where(stop, estimate.status, NOT_CONVERGED)
-            estimate = eqx.tree_at(lambda e: e.status, estimate, status)
-        here = self._outcome(estimate, j, self._padded(state))
-        end = stop | (last and not self.completes)
-        self._report(estimate, end)
-        if last and not self.completes:
-            return here
-
-        def go_on():
-            if last:
-                return keep(stop, here, self._complete(state, here))
-            return keep(stop, here, self._after(j + 1, self._advanced(j + 1, state)))
-
-        return lax.cond(any_lane(~stop), go_on, lambda: here)
-
-    def _complete(self, state, here: _Outcome) -> _Outcome:
-        value, spent = self.growth.complete(state, self.block)
-        if self.before is not None:
-            done = self.before.level == len(self.before.budgets)
-            value = jnp.where(done, self.before.completed, value)
-        spent = jnp.asarray(self.budgets[-1] + spent, jnp.int32)
-        zero = jnp.zeros_like(here.estimate.std_err)
-        dof, status = jnp.zeros_like(here.estimate.dof), status_of(value)
-        estimate = Estimate(value, zero, spent, dof, status)
-        outcome = self._outcome(estimate, len(self.budgets), here.arrays)
-        self._report(outcome.estimate, jnp.array(True))
-        return outcome
-
-    def outcome(self) -> _Outcome:
-        """Run."""
-        return self._after(0, self._advanced(0, None))
-
-    # --------------------------------------------------------------------- what comes out of it
-
-    def weights(self, outcome: _Outcome) -> GrownWeights:
-        """The weights: as many blocks as were used, the others 0."""
-
-        def up_to(j):
-            keys = [(self.keys[i], self.key_impl) for i in range(j + 1)]
-            state = self._resized(outcome.arrays, self._columns(j))
-            return self.growth.weights(state, self.block, keys, self.budgets[: j + 1])
-
-        count = len(self.budgets)
-        like = jax.eval_shape(lambda: up_to(count - 1)[0])
-
-        def branch(j):
-            parts, factors = up_to(j)
-            unused = [jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in like[j + 1 :]]
-            factors = jnp.array([*factors, *[0.0] * len(unused)], jnp.finfo(self.block.dtype).dtype)
-            return parts + unused, factors
-
-        branches = [lambda j=j: branch(j) for j in range(count)]
-        parts, factors = lax.switch(jnp.minimum(outcome.level, count - 1), branches)
-        return GrownWeights(parts, factors, outcome.level)
-
-    def state(self, outcome: _Outcome) -> RunState:
-        """What a later run can go on from."""
-        return RunState(
-            outcome.arrays,
-            self.keys,
-            outcome.level,
-            outcome.estimate.value,
-            self.growth,
-            self.budgets,
-            self.completes,
-            self.block.n,
-        )
 
 
 @final
@@ -344,12 +78,12 @@ class ToleranceEstimator(AbstractTraceEstimator):
         if before is not None:
             _check_state(before, growth, operator, most)
         rule = Rule(self.rtol, self.atol, offset, scale)
-        run = _Run(growth, key, operator, rule, most, before, self.progress)
+        run = Run(growth, key, operator, rule, most, before, self.progress)
         outcome = run.outcome()
         state = run.state(outcome) if self.keep_state else None
-        value, std_err, *counts, _ = vars(outcome.estimate).values()
-        estimate = Estimate(value, std_err, *counts, state)
-        return estimate, run.weights(outcome)
+        e = outcome.estimate
+        counts = e.num_matvecs, e.dof, e.status
+        return Estimate(e.value, e.std_err, *counts, state), run.weights(outcome)
 
 
 def _check_state(before: RunState, growth: AbstractGrowth, operator: Any, most: int) -> None:

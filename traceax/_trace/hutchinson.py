@@ -83,7 +83,7 @@ class HutchinsonGrowth(AbstractGrowth):
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 1
     stop: ClassVar[float] = STOP["hutchinson"]
-    axes: ClassVar[Any] = HutchinsonState((0,), (1,), (1,))
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((0,), (1,), (1,))
 
     def prepare(self, operator):
         """See `AbstractGrowth`."""
@@ -123,13 +123,15 @@ class HutchinsonGrowth(AbstractGrowth):
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""
         sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
-        parts = [self._block_weights(block, key, k) for key, k in zip(keys, sizes, strict=True)]
+        parts: list[AbstractWeights] = []
+        for key, k in zip(keys, sizes, strict=True):
+            parts.append(self._block_weights(block, key, k))
         return parts, [k / budgets[-1] for k in sizes]
 
     def complete(self, state, block):
         """See `AbstractGrowth`."""
         nothing = state.omega[:, :0]
-        return complete_trace(block, nothing, nothing, state.omega, state.products)
+        return complete_trace(block, nothing, nothing, (state.omega, state.products))
 
 
 @final

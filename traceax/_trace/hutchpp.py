@@ -1,7 +1,7 @@
 """Hutch++."""
 
 import math
-from typing import Any, ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 3
     stop: ClassVar[float] = STOP["hutch++"]
-    axes: ClassVar[Any] = HutchPlusPlusState(*6 * ((1,),), (), ())
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = (*6 * ((1,),), (), ())
 
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
@@ -58,8 +58,9 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         rows = n if self.keeps else 0
         if state is None:
             nothing = sketch[:, :0]
-            kept = 4 * (nothing,) + 2 * (nothing[:rows],)
-            state = HutchPlusPlusState(*kept, scale_of(sketch), status_of())
+            kept = nothing[:rows]
+            factors = nothing, nothing, nothing, nothing, kept, kept
+            state = HutchPlusPlusState(*factors, scale_of(sketch), status_of())
         # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
         new_q, _, _ = append_basis(state.q, sketch / state.scale)
         q = jnp.concatenate([state.q, new_q], axis=1)
@@ -115,7 +116,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         """See `AbstractGrowth`."""
         others = jnp.concatenate([state.g, state.omega], axis=1)
         products = jnp.concatenate([state.products, state.sketch], axis=1)
-        return complete_trace(block, state.q, state.z, others, products)
+        return complete_trace(block, state.q, state.z, (others, products))
 
 
 @final

@@ -1,6 +1,6 @@
 """XNysTrace."""
 
-from typing import Any, ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class XNysTraceGrowth(AbstractGrowth):
     sign: int = eqx.field(static=True)
     unit: ClassVar[int] = 1
     stop: ClassVar[float] = STOP["xnystrace"]
-    axes: ClassVar[Any] = XNysTraceState((1,), (0, 1), (1,))
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), (0, 1), (1,))
 
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""

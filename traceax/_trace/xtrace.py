@@ -1,6 +1,6 @@
 """XTrace."""
 
-from typing import Any, ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -103,8 +103,18 @@ class XTraceGrowth(AbstractGrowth):
     resphere: bool = eqx.field(static=True)
     unit: ClassVar[int] = 2
     stop: ClassVar[float] = STOP["xtrace"]
-    axes: ClassVar[Any] = XTraceState(
-        (1,), (1,), (0, 1), (1,), (0, 1), (0, 1), (0, 1), (), (), (), ()
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = (
+        (1,),
+        (1,),
+        (0, 1),
+        (1,),
+        (0, 1),
+        (0, 1),
+        (0, 1),
+        (),
+        (),
+        (),
+        (),
     )
 
     def grow(self, state, key, block, k):
@@ -157,7 +167,7 @@ class XTraceGrowth(AbstractGrowth):
         sketch = matmul(state.q, state.r)
         unshifted = scale * (state.z - nu * state.q)
         products = scale * (sketch - nu * state.omega)
-        return complete_trace(block, state.q, unshifted, state.omega, products)
+        return complete_trace(block, state.q, unshifted, (state.omega, products))
 
 
 @final
