@@ -167,8 +167,8 @@ def complete_trace(
     if others is not None:
         vectors, other_products = others
         basis, c, r = append_basis(q, vectors)
-        # vectors = q c + basis r, hence A basis r = A vectors - A q c. The trace of basis^H A basis
-        # is that of r^{-1} (basis^H A basis) r, which needs the inverse on the left only.
+        # vectors = q c + basis r, hence A basis = (A vectors - A q c) r^{-1}, and a factor on the
+        # right may stand on the left in a trace.
         rest = matmul(adjoint(basis), other_products - matmul(products, c))
         known = known + jnp.trace(solve_upper(r, rest))
         q = jnp.concatenate([q, basis], axis=1)
