@@ -182,8 +182,8 @@ def test_table_of_the_diagonal_of_the_sample_matrix(capsys):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     labels = ["matrix", "estimator", "entries", "sum", "smallest entry", "largest entry",
-              "standard error", "matvecs", "seconds", "relative error", "within 2 errors", "",
-              "index (from 0)"]  # fmt: skip
+              "standard error", "matvecs", "seconds", "result", "relative error",
+              "within 2 errors", "", "index (from 0)"]  # fmt: skip
     for label, line in zip(labels, lines, strict=False):
         assert line[:16].rstrip() == label
     assert lines[2].split() == ["entries", "1138"]
