@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,11 +34,17 @@ def seconds(fn: Callable[..., Any], *args: Any) -> float:
     return time.perf_counter() - start
 
 
-def ratio(fn: Callable[[], Any], base: Callable[[], Any], rounds: int = 15) -> float:
-    """The median time of `fn` over that of `base`: warmed up, and in turns, so that whatever else
-    the machine does falls on both.
+def medians(fns: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """The median seconds of each: warmed up, and in turns, so that whatever else the machine does
+    falls on all of them.
     """
     for _ in range(2):
-        jax.block_until_ready((fn(), base()))
-    times = [(seconds(fn), seconds(base)) for _ in range(rounds)]
-    return statistics.median(t for t, _ in times) / statistics.median(t for _, t in times)
+        jax.block_until_ready([fn() for fn in fns])
+    times = [[seconds(fn) for fn in fns] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def ratio(fn: Callable[[], Any], base: Callable[[], Any], rounds: int = 15) -> float:
+    """The median time of `fn` over that of `base`, measured in turns."""
+    first, second = medians([fn, base], rounds)
+    return first / second

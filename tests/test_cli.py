@@ -28,6 +28,14 @@ def run_json(capsys, *arguments):
     return json.loads(out)
 
 
+def check_usage(capsys, arguments):
+    """That these arguments are refused, with a word on the right ones."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert stop.value.code == 2
+    assert "usage: traceax" in capsys.readouterr().err
+
+
 def test_the_sample_matrix_as_the_readme_runs_it():
     command = [sys.executable, "-m", "traceax", "trace", BUS, "-k", "200", "--exact"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -155,10 +163,7 @@ def test_bad_files_exit_with_2_and_one_line(capsys, tmp_path):
      ["diagonal", BUS, "--estimator", "xtrace"], ["diagonal", BUS, "--top", "0"]],
 )  # fmt: skip
 def test_bad_arguments_exit_with_2(capsys, arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert stop.value.code == 2
-    assert "usage: traceax" in capsys.readouterr().err
+    check_usage(capsys, arguments)
 
 
 def test_small_budget_is_raised_with_a_note(capsys):
@@ -182,8 +187,8 @@ def test_table_of_the_diagonal_of_the_sample_matrix(capsys):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     labels = ["matrix", "estimator", "entries", "sum", "smallest entry", "largest entry",
-              "standard error", "matvecs", "seconds", "relative error", "within 2 errors", "",
-              "index (from 0)"]  # fmt: skip
+              "standard error", "matvecs", "seconds", "result", "relative error",
+              "within 2 errors", "", "index (from 0)"]  # fmt: skip
     for label, line in zip(labels, lines, strict=False):
         assert line[:16].rstrip() == label
     assert lines[2].split() == ["entries", "1138"]

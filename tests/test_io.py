@@ -123,6 +123,32 @@ def test_almost_symmetric_is_not_symmetric(tmp_path):
     assert not lx.is_symmetric(read_matrix(_save(tmp_path / "a.npy", matrix)))
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_hermitian_if_it_must_be(tmp_path, is_sparse):
+    def save(matrix):
+        return _save(tmp_path / ("a.npz" if is_sparse else "a.npy"), matrix)
+
+    def read(matrix):
+        return read_matrix(save(ss.csr_array(matrix) if is_sparse else matrix), hermitian=True)
+
+    matrix = SYMMETRIC.copy()
+    assert lx.is_symmetric(read(matrix))
+    np.testing.assert_array_equal(read(matrix + 0j).as_matrix(), matrix)
+    matrix[0, 1] += 0.125
+    with pytest.raises(MatrixFileError, match=r"not symmetric .* up to 0.125\)"):
+        read(matrix)
+    with pytest.raises(MatrixFileError, match=r"not Hermitian .* up to 0.125\)"):
+        read(matrix + 0j)
+    rotated = SYMMETRIC + 1j * np.triu(SYMMETRIC, 1)
+    with pytest.raises(MatrixFileError, match="not Hermitian"):
+        read(rotated + np.triu(rotated, 1).T - np.triu(SYMMETRIC, 1))
+    upper = np.triu(rotated, 1)
+    read(np.diag(np.diag(SYMMETRIC)) + upper + upper.conj().T)
+    matrix = SYMMETRIC.copy()
+    matrix[0, 1] = matrix[1, 0] = np.nan  # in both places: the estimators report it
+    assert lx.is_symmetric(read(matrix))
+
+
 def test_explicit_zeros_do_not_hide_symmetry(tmp_path):
     coo = ss.coo_array((np.array([0.0, 3.0]), (np.array([0, 1]), np.array([1, 1]))), shape=(2, 2))
     assert lx.is_symmetric(read_matrix(_save(tmp_path / "a.npz", coo)))

@@ -19,7 +19,9 @@ from ._estimator import (
     AbstractDiagonalEstimator as AbstractDiagonalEstimator,
     AbstractTraceEstimator as AbstractTraceEstimator,
 )
+from ._gaussian import gaussian_log_density as gaussian_log_density
 from ._logdet import logdet as logdet
+from ._logdet_derivative import gradient_std_err as gradient_std_err
 from ._precondition import (
     NystromPreconditioner as NystromPreconditioner,
     RPCholeskyPreconditioner as RPCholeskyPreconditioner,

@@ -29,8 +29,8 @@ class Estimate(eqx.Module):
 def make_estimate(
     value: PyTree[Array],
     std_err: PyTree[Array],
-    num_matvecs: int,
-    dof: int,
+    num_matvecs: Array | int,
+    dof: Array | int,
     status: Array | int = SUCCESSFUL,
 ) -> Estimate:
     """An `Estimate` with the integer fields as arrays."""

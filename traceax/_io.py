@@ -97,7 +97,19 @@ def _target_dtype(path: Path, found: np.dtype, wanted: Any) -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
-def read_matrix(path: str | os.PathLike[str], dtype: Any = None) -> lx.AbstractLinearOperator:
+def _asymmetry(matrix: Any) -> float:
+    """The largest difference between an entry and its (conjugated) mirror image. NaN in both places
+    does not count: the estimators report it.
+    """
+    with np.errstate(invalid="ignore"):
+        difference = matrix - matrix.conj().T
+        sizes = np.abs(difference if isinstance(difference, np.ndarray) else difference.data)
+    return float(np.max(sizes, initial=0.0, where=~np.isnan(sizes)))
+
+
+def read_matrix(
+    path: str | os.PathLike[str], dtype: Any = None, *, hermitian: bool = False
+) -> lx.AbstractLinearOperator:
     """Read a square matrix from a file.
 
     **Arguments:**
@@ -107,6 +119,7 @@ def read_matrix(path: str | os.PathLike[str], dtype: Any = None) -> lx.AbstractL
     - `dtype`: the floating-point dtype of the operator. By default that of the file, and float64
         for integers and booleans; both become single precision while JAX has 64-bit types
         disabled.
+    - `hermitian`: whether the matrix must be Hermitian (symmetric, if it is real).
 
     **Returns:**
 
@@ -117,7 +130,8 @@ def read_matrix(path: str | os.PathLike[str], dtype: Any = None) -> lx.AbstractL
     **Raises:**
 
     - `MatrixFileError`: if there is no such file, its suffix is unknown, it cannot be parsed, it
-        holds no square matrix of numbers, or `dtype` cannot hold its entries.
+        holds no square matrix of numbers, `dtype` cannot hold its entries, or it is not
+        Hermitian but must be.
     """
     path = Path(path)
     matrix = _load(path)
@@ -135,16 +149,19 @@ def read_matrix(path: str | os.PathLike[str], dtype: Any = None) -> lx.AbstractL
     # SciPy has no sparse matrices of half precision: JAX does the last conversion.
     matrix = matrix.astype(np.complex128 if matrix.dtype.kind == "c" else np.float64)
 
-    if isinstance(matrix, np.ndarray):
-        tags = _symmetric_tags(matrix, np.array_equal(matrix, matrix.T))
+    is_sparse = not isinstance(matrix, np.ndarray)
+    if is_sparse:
+        matrix = matrix.tocsr()
+        matrix.sum_duplicates()
+    is_real, asymmetry = matrix.dtype.kind == "f", _asymmetry(matrix)
+    if hermitian and asymmetry > 0:
+        kind, mirrored = ("symmetric", "A^T") if is_real else ("Hermitian", "A^H")
+        raise MatrixFileError(
+            f"{path}: the matrix is not {kind} (entries and their mirror images differ by up to "
+            f"{asymmetry:.3g}), as it must be; (A + {mirrored}) / 2 would be."
+        )
+    tags = (lx.symmetric_tag,) if is_real and asymmetry == 0 else ()
+    if not is_sparse:
         return lx.MatrixLinearOperator(jnp.asarray(matrix).astype(target), tags)
-    matrix = matrix.tocsr()
-    matrix.sum_duplicates()
-    tags = _symmetric_tags(matrix, (matrix != matrix.T).nnz == 0)
     operator = SparseLinearOperator(matrix, tags)
     return operator.with_data(operator.data.astype(target))
-
-
-def _symmetric_tags(matrix: Any, is_equal_to_transpose: bool) -> tuple[object, ...]:
-    is_real = matrix.dtype.kind == "f"
-    return (lx.symmetric_tag,) if is_real and is_equal_to_transpose else ()

@@ -18,7 +18,7 @@ from ._precondition import AbstractPreconditioner
 from ._quadrature_error import solve_pair, with_quadrature_error
 from ._sketch import adjoint, matmul, square_norms
 from ._solution import Solution
-from ._spending import Run, Spending, spending_of
+from ._spending import Run, Spending, for_derivative, spending_of
 
 
 def estimate_from(run: Run) -> Estimate:
@@ -57,7 +57,7 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
 
         def finish(run):
-            return estimate_from(run), weights_of(run)
+            return estimate_from(run), for_derivative(run, weights_of)
 
         return self.spending.spend(key, operator, k, finish)
 

@@ -52,11 +52,14 @@ class LogdetWeights(AbstractWeights):
         images = BlockOperator(operator).mm(self.vectors)
         return jnp.sum(jnp.conj(self.core) * matmul(adjoint(self.vectors), images)).real
 
+    def solve(self, operator, rhs):
+        """`A^{-1} rhs`."""
+        return definite_solve(BlockOperator(operator), self.factors, rhs)
+
     def moved(self, operator):
         """See above."""
-        block = BlockOperator(operator)
-        images = block.mm(self.vectors)
-        change = definite_solve(block, self.factors, images - lax.stop_gradient(images))
+        images = BlockOperator(operator).mm(self.vectors)
+        change = self.solve(operator, images - lax.stop_gradient(images))
         return LogdetWeights(self.vectors - change / 2, self.core, self.factors)
 
 
@@ -72,6 +75,10 @@ class ExactLogdetWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         return jnp.sum(jnp.conj(self.inverse) * self._matrix(operator)).real
+
+    def solve(self, _, rhs):
+        """`A^{-1} rhs`."""
+        return matmul(self.inverse, rhs)
 
     def moved(self, operator):
         """See above."""

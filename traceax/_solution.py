@@ -18,14 +18,14 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """
 
     nonfinite_operator = (
-        "A product with the operator holds NaN or inf, so its trace cannot be estimated. "
+        "A product with the operator holds NaN or inf, so nothing can be estimated from it. "
         "Check the arrays inside the operator (and, in float16 or float32, its products) for "
         "overflow; `jax.config.update('jax_debug_nans', True)` finds the first one."
     )
     not_semidefinite = (
         "The operator is tagged positive (or negative) semidefinite, but its products say that it "
         "is not. The value is a plain Hutchinson estimate from the same products, which does not "
-        "rely on the tag. Remove the tag, or use `XTraceEstimator`."
+        "rely on the tag. Remove the tag, or use `XTraceEstimator` (diagonals: `XDiagEstimator`)."
     )
     outside_domain = (
         "A Ritz value (an approximate eigenvalue) lies where the function is not finite, as for "

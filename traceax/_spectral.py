@@ -1,11 +1,12 @@
 """Spectral sums, spectral densities and eigenvalue counts: the functions that users call."""
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.random as jr
 import lineax as lx
 from jax import lax
 from jax.typing import ArrayLike
@@ -115,6 +116,11 @@ def spectral_sum(
     return solve_pair(key, operator, budget, estimator, throw)
 
 
+def _resolved_width(extent: Array, budget: int, num_steps: int | None) -> Array:
+    """The standard deviation that the steps resolve in an interval of this extent."""
+    return extent / plan(budget, num_steps)[1]
+
+
 def spectral_density(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
@@ -178,7 +184,7 @@ def spectral_density(
     if width is None:
         if points.size < 2:
             raise ValueError("A grid of a single point has no extent: give the width.")
-        sigma = (jnp.max(points) - jnp.min(points)) / plan(budget, num_steps)[1]
+        sigma = _resolved_width(jnp.max(points) - jnp.min(points), budget, num_steps)
     else:
         sigma = jnp.asarray(width).astype(dtype)
 
@@ -189,6 +195,72 @@ def spectral_density(
     function = hoist_function(gaussian, dtype, scalar=False)
     estimator = QuadratureEstimator(function, num_steps, "A spectral density")
     return solve_pair(key, operator, budget, estimator, throw)
+
+
+class DensityCurve(NamedTuple):
+    """A density with its grid and the width of its Gaussian."""
+
+    grid: Real[Array, " m"]
+    width: Real[Array, ""]
+    solution: Solution
+
+
+def density_on_interval(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    num_points: int,
+    *,
+    ends: Sequence[float] | None = None,
+    width: float | None = None,
+    num_steps: int | None = None,
+) -> DensityCurve:
+    """The spectral density on an equidistant grid, by default one that spans the spectrum.
+
+    The extreme Ritz values of a first probe, k/4 steps and at most 30, are where the spectrum
+    ends; the grid goes on for three standard deviations.
+
+    Cost: `k` matvecs (two at least); with `k >= n` those of the first probe beside the n.
+
+    **Arguments:**
+
+    - `key`, `operator`, `k`, `num_steps`: as for `spectral_density`.
+    - `num_points`: the number of points, at least 2.
+    - `ends`: the first and the last point.
+    - `width`: the standard deviation, by default what the steps resolve.
+
+    **Returns:**
+
+    A `DensityCurve`; the products of the first probe count in its solution.
+    """
+    check_hermitian(operator, "A spectral density")
+    n, dtype = operator.in_size(), _real_dtype(operator)
+    key, first_key = jr.split(key)
+    first = 0 if ends is not None else min(n, max(1, min(30, k // 4)))
+    left = k if k >= n else max(1, k - first)
+
+    def width_of(extent):
+        if width is not None:
+            return jnp.asarray(width, dtype)
+        return _resolved_width(extent, min(left, n), num_steps)
+
+    if ends is not None:
+        low, high = (jnp.asarray(end, dtype) for end in ends)
+        sigma = width_of(high - low)
+    else:
+        block = BlockOperator(operator).linearised()
+        probe = SphereSampler().probes(first_key, n, 1, block.dtype)
+        nodes = quadrature(lanczos(block.mm, probe, first, block.eps))[0]
+        low, high = jnp.min(nodes), jnp.max(nodes)
+        # Eigenvalues that are all the same have no extent: a width relative to their size.
+        size = jnp.maximum(jnp.abs(low), jnp.abs(high))
+        extent = jnp.maximum(high - low, jnp.where(size > 0, size, 1) / 100)
+        sigma = width_of(extent)
+        low, high = low - 3 * sigma, high + 3 * sigma
+    grid = jnp.linspace(low, high, num_points)
+    solution = spectral_density(key, operator, left, grid, width=sigma, num_steps=num_steps)
+    spent = solution.num_matvecs + first
+    return DensityCurve(grid, sigma, eqx.tree_at(lambda s: s.num_matvecs, solution, spent))
 
 
 def _edge_error(weights: Array, below: Array) -> Array:

@@ -194,20 +194,60 @@ class Spending(eqx.Module):
         return lax.cond(decays, go_on, lambda y: end(y, start, first), y)
 
 
-def run(key, block: BlockOperator, built: Built, chosen: Plan, status: Array) -> Run:
-    """Quadrature with this preconditioner."""
+def _quadrature(
+    block: BlockOperator, built: Built, probes: Array, steps: int
+) -> tuple[Lanczos, LogQuadrature]:
+    """Lanczos' recurrence with this preconditioner, and the logarithm on it."""
     factors = built.factors
-    # The probes do not depend on the plan: more of them begin with the same ones.
-    probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
 
     def mm(vectors):
         return factors.inverse_root(block.mm(factors.inverse_root_adjoint(vectors)))
 
-    krylov = lanczos(mm, probes, chosen.steps, block.eps)
-    bounds = log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
+    krylov = lanczos(mm, probes, steps, block.eps)
+    return krylov, log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
+
+
+def run(key, block: BlockOperator, built: Built, chosen: Plan, status: Array) -> Run:
+    """Quadrature with this preconditioner."""
+    # The probes do not depend on the plan: more of them begin with the same ones.
+    probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
+    krylov, bounds = _quadrature(block, built, probes, chosen.steps)
     status = jnp.maximum(status, status_of(krylov.alpha, krylov.beta))
     spent = chosen.rank + chosen.probes * krylov.alpha.shape[0]
     return Run(block, built, probes, krylov, bounds, status, spent, chosen.rank, chosen.columns)
+
+
+def for_derivative(run: Run, finish: Finish) -> Any:
+    """Finish with what a derivative is to be taken from.
+
+    Where Lanczos' recurrence was ended too early, the derivative has the larger bias: a third of
+    the probes is then given three times as many steps, at the cost of up to `p (q + 1)` matvecs
+    more. (RBF in 5 dimensions, noise 1e-3, n = 1000, k = 240: the derivative with respect to the
+    length scale had a bias of 7 %, 4 standard deviations.)
+
+    **Arguments:**
+
+    - `run`: the budget spent.
+    - `finish`: as for `Spending.spend`.
+
+    **Returns:**
+
+    What `finish` returns.
+    """
+    q, p = run.krylov.alpha.shape
+    fewer = max(1, p // 3)
+    steps = min(p * (q + 1) // fewer - 1, run.block.n)
+    if fewer == p:
+        return finish(run)
+
+    def longer(run):
+        probes = run.probes[:, :fewer]
+        krylov, bounds = _quadrature(run.block, run.built, probes, steps)
+        return finish(run._replace(probes=probes, krylov=krylov, bounds=bounds))
+
+    # NaN, too, takes the short way.
+    early = run.bounds.error > run.bounds.std_err / 4
+    return lax.cond(early, lambda: longer(run), lambda: finish(run))
 
 
 def spending_of(preconditioner: Any) -> Spending:

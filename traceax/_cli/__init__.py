@@ -1,0 +1,78 @@
+"""The command line: arguments in, a table or JSON out; the numerics are those of the package.
+
+A command is one file, and one entry of `_COMMANDS`.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._io import MatrixFileError
+from .common import Command, add_shared_arguments, table
+from .density import DENSITY
+from .diagonal import DIAGONAL
+from .functions import LOGDET, SPECTRAL_SUM
+from .trace import TRACE
+
+_COMMANDS: tuple[Command, ...] = (TRACE, DIAGONAL, LOGDET, SPECTRAL_SUM, DENSITY)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="traceax",
+        description="Stochastic estimation of traces, diagonals and functions of matrices in "
+        "files.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        own = commands.add_parser(
+            command.name,
+            help=f"estimate {command.what}",
+            description=f"Estimate {command.what} from products with random vectors.",
+        )
+        own.set_defaults(run=command.run, rows=command.rows)
+        add_shared_arguments(own)
+        command.add_arguments(own)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    **Arguments:**
+
+    - `argv`: the arguments, by default those of the process.
+
+    **Returns:**
+
+    The exit code: 0; 1 if the result cannot be trusted; 2 for bad input (with one line on
+    standard error).
+    """
+    arguments = _parser().parse_args(argv)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        report, message = arguments.run(arguments)
+    except (MatrixFileError, ValueError) as error:  # an estimator may not fit the matrix
+        print(f"traceax: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(json.dumps(_finite(report)) if arguments.json else table(report, arguments.rows))
+    if message:
+        print(f"traceax: {message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """What JSON can hold: NaN and infinities become null, complex numbers [re, im]."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, complex):
+        return [_finite(value.real), _finite(value.imag)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,298 @@
+"""What the commands share: arguments, the run, the report, the table, files of columns."""
+
+import argparse
+import itertools
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import lineax as lx
+import numpy as np
+
+import traceax as tr
+
+from .._io import read_matrix
+
+Report = dict[str, Any]
+Rows = list[tuple[str, str]]  # of a table: label and text
+
+_DTYPES = ("float32", "float64", "complex64", "complex128")
+_TAGS = {"psd": lx.positive_semidefinite_tag, "nsd": lx.negative_semidefinite_tag}
+_COLUMN_FILES = (".npy", ".txt", ".csv")
+_OUTCOMES = ("successful", "nonfinite_operator", "not_semidefinite", "outside_domain")
+
+
+class Command(NamedTuple):
+    """A command of the command line."""
+
+    name: str
+    what: str  # it estimates this
+    add_arguments: Callable[[argparse.ArgumentParser], None]  # its own ones
+    run: Callable[[argparse.Namespace], tuple[Report, str]]  # the report, and a message if it fails
+    rows: Callable[[Report], tuple[Rows, Rows]]  # of the table, before and after what all have
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def _whole(text: str, low: int, high: float, words: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if not low <= number < high:
+        raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}")
+    return number
+
+
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    return _whole(text, 1, math.inf, "a positive whole number")
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0, 2**32, "a number from 0 to 2^32 - 1")
+
+
+def real(text: str) -> float:
+    """The type of an argument that is a finite number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return number
+
+
+def add_shared_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments that all commands have."""
+    command.add_argument(
+        "file", metavar="FILE", help="Matrix Market .mtx or .mtx.gz, SciPy .npz, NumPy .npy"
+    )
+    command.add_argument("-k", type=positive, default=100, help="matvecs to spend (default 100)")
+    command.add_argument("--seed", type=_seed, default=0, help="seed of the random key (default 0)")
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="precision to compute in (default: the file's)"
+    )
+    command.add_argument(
+        "--exact", action="store_true", help="also compute the exact value, and compare"
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
+
+
+def add_tag(command: argparse.ArgumentParser) -> None:
+    """What the user knows of the matrix."""
+    command.add_argument(
+        "--tag", choices=tuple(_TAGS), help="the matrix is positive / negative semidefinite"
+    )
+
+
+def add_steps(command: argparse.ArgumentParser) -> None:
+    """How the budget is divided, for quadrature."""
+    command.add_argument(
+        "--steps", type=positive, metavar="Q", help="Lanczos steps for each probe (default: by k)"
+    )
+
+
+def add_output(command: argparse.ArgumentParser, columns: str) -> None:
+    """A file for all that the table has no room for."""
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="OUT",
+        help=f"write {columns}: OUT.npy holds an array with a row of each, OUT.txt and OUT.csv a "
+        "column of each (complex estimates: real and imaginary parts)",
+    )
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def read_operator(
+    arguments: argparse.Namespace, *, hermitian: bool = False
+) -> lx.AbstractLinearOperator:
+    """The matrix of the file, tagged as the user says."""
+    operator = read_matrix(arguments.file, arguments.dtype, hermitian=hermitian)
+    if arguments.tag is None:
+        return operator
+    return lx.TaggedLinearOperator(operator, _TAGS[arguments.tag])
+
+
+def timed(seed: int, estimate: Callable[[Any], Any]) -> tuple[Any, float]:
+    """Run an estimate, with its warnings on standard error.
+
+    **Arguments:**
+
+    - `seed`: the seed of the random key.
+    - `estimate`: the estimate, of a random key.
+
+    **Returns:**
+
+    What it returns, and the seconds that it took.
+    """
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        outcome = jax.block_until_ready(estimate(jax.random.key(seed)))
+    seconds = time.perf_counter() - start
+    for note in notes:
+        print(f"traceax: {note.message}", file=sys.stderr)
+    return outcome, seconds
+
+
+def begin_report(
+    arguments: argparse.Namespace,
+    operator: lx.AbstractLinearOperator,
+    solution: tr.Solution,
+    seconds: float,
+    **choices: Any,
+) -> tuple[Report, str]:
+    """The part of the report that all commands have.
+
+    **Arguments:**
+
+    - `arguments`: those of the command.
+    - `operator`, `solution`, `seconds`: what was solved, with what outcome, in what time.
+    - `**choices`: what else was chosen, for the report.
+
+    **Returns:**
+
+    The report, and a message if the result cannot be trusted.
+    """
+    is_outcome = (bool(solution.result == getattr(tr.RESULTS, name)) for name in _OUTCOMES)
+    report = {
+        "file": arguments.file,
+        "n": operator.in_size(),
+        "dtype": str(operator.in_structure().dtype),
+        **choices,
+        "k": arguments.k,
+        "seed": arguments.seed,
+        "matvecs": solution.num_matvecs.item(),
+        "seconds": seconds,
+        "result": next(itertools.compress(_OUTCOMES, is_outcome), "failed"),
+    }
+    return report, tr.RESULTS[solution.result]  # the message of success is empty
+
+
+def ratio(error: float, size: float) -> float:
+    """A relative error; 0 if there is none."""
+    return 0.0 if error == 0 else error / size if size else math.inf
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def number(value: float | complex) -> str:
+    """An estimate in the table."""
+    return f"{value:.10g}"
+
+
+def aligned(columns: list[list[str]]) -> Rows:
+    """Columns as rows: the first is the labels."""
+    widths = [max(map(len, column)) for column in columns[1:]]
+    return [
+        (label, "  ".join(f"{text:<{width}}" for text, width in zip(cells, widths, strict=True)))
+        for label, *cells in zip(*columns, strict=True)
+    ]
+
+
+def table(report: Report, rows_of: Callable[[Report], tuple[Rows, Rows]]) -> str:
+    """The report in words.
+
+    **Arguments:**
+
+    - `report`: the report.
+    - `rows_of`: the rows of its own command.
+    """
+    results, comparison = rows_of(report)
+    rows = [
+        ("matrix", f"{report['file']} ({report['n']} x {report['n']}, {report['dtype']})"),
+        *results,
+        ("matvecs", str(report["matvecs"])),
+        ("seconds", f"{report['seconds']:.2f} (compilation included)"),
+        ("result", report["result"]),
+        *comparison,
+    ]
+    return "\n".join(f"{name:<16} {value}".rstrip() for name, value in rows)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def check_output(path: Path | None, suffixes: tuple[str, ...] = _COLUMN_FILES) -> None:
+    """Say what can be said before computing.
+
+    **Arguments:**
+
+    - `path`: the file to write, if any.
+    - `suffixes`: the kinds of files that there are.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(
+            f"{path}: unknown kind of output '{path.suffix}'; use one of {', '.join(suffixes)}."
+        )
+    if path.is_dir():
+        raise ValueError(f"{path}: is a directory; give the path of a file in it.")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no directory '{path.parent}'; create it first.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path}: cannot be written (no permission); choose another path.")
+
+
+def write(path: Path, save: Callable[[Any], None]) -> None:
+    """Write a file.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `save`: writes to an open binary file.
+    """
+    try:
+        with path.open("wb") as file:
+            save(file)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error}); choose another path.") from error
+
+
+def _save_text(file: Any, columns: dict[str, Any], is_csv: bool) -> None:
+    parts = {}
+    for name, column in columns.items():
+        is_complex = np.iscomplexobj(column)
+        parts |= {"real": column.real, "imag": column.imag} if is_complex else {name: column}
+    comma = "," if is_csv else " "
+    np.savetxt(
+        file,
+        np.stack(list(parts.values()), axis=1),
+        fmt="%.17g",
+        delimiter=comma,
+        header=comma.join(parts),
+        comments="" if is_csv else "# ",  # the header of a .csv is no comment
+    )
+
+
+def write_columns(path: Path | None, **columns: Any) -> None:
+    """Write arrays of one length.
+
+    **Arguments:**
+
+    - `path`: the file, if any.
+    - `**columns`: the arrays, by their names.
+    """
+    if path is None:
+        return
+    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    if path.suffix.lower() == ".npy":
+        write(path, lambda file: np.save(file, np.stack(list(arrays.values()))))
+    else:
+        write(path, lambda file: _save_text(file, arrays, path.suffix.lower() == ".csv"))

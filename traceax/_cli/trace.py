@@ -1,0 +1,112 @@
+"""`traceax trace`, and what it shares with `traceax diagonal`: the choice of an estimator."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import lineax as lx
+from scipy.special import stdtrit
+
+import traceax as tr
+
+from .common import (
+    Command,
+    Report,
+    Rows,
+    add_tag,
+    begin_report,
+    number,
+    ratio,
+    read_operator,
+    timed,
+)
+
+_ESTIMATORS = {
+    "auto": tr.AutoTraceEstimator,
+    "hutchinson": tr.HutchinsonEstimator,
+    "hutch++": tr.HutchPlusPlusEstimator,
+    "xtrace": tr.XTraceEstimator,
+    "xnystrace": tr.XNysTraceEstimator,
+    "exact": tr.ExactTraceEstimator,
+}
+
+
+def add_estimator(command: argparse.ArgumentParser, estimators: dict[str, Any]) -> None:
+    """Which estimator, and the tag that some of them need."""
+    command.add_argument("--estimator", choices=tuple(estimators), default="auto")
+    add_tag(command)
+
+
+def solve_with_estimator(
+    arguments: argparse.Namespace,
+    estimate: Callable[..., tr.Solution],
+    estimators: dict[str, Any],
+    needs_no_tag: dict[str, str],
+) -> tuple[lx.AbstractLinearOperator, tr.Solution, Report, str]:
+    """Read the matrix, and run the estimator that was chosen.
+
+    **Arguments:**
+
+    - `arguments`: those of the command.
+    - `estimate`: `trace` or `diagonal` of the package.
+    - `estimators`: the classes, by their names.
+    - `needs_no_tag`: for those that need a tag, what to use instead.
+
+    **Returns:**
+
+    The operator, the solution, the report that was begun, a message if it failed.
+    """
+    name = arguments.estimator
+    operator = read_operator(arguments)
+    if name in needs_no_tag and arguments.tag is None:
+        raise ValueError(
+            f"{arguments.file}: {name} needs a semidefinite matrix; say that it is with --tag psd "
+            f"(or --tag nsd), or use --estimator {needs_no_tag[name]}."
+        )
+
+    def run(key):
+        return estimate(key, operator, arguments.k, estimators[name]())
+
+    solution, seconds = timed(arguments.seed, run)
+    return operator, solution, *begin_report(arguments, operator, solution, seconds, estimator=name)
+
+
+def _add_arguments(command: argparse.ArgumentParser) -> None:
+    add_estimator(command, _ESTIMATORS)
+
+
+def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
+    operator, solution, report, message = solve_with_estimator(
+        arguments, tr.trace, _ESTIMATORS, {"xnystrace": "xtrace"}
+    )
+    value, std_err = solution.value.item(), solution.std_err.item()
+    # Student's t: the standard error is itself estimated, from few samples. (No probes: exact.)
+    dof = solution.stats["dof"].item()
+    half = 0.0 if std_err == 0 else std_err * float(stdtrit(max(dof, 1), 0.975))
+    report["estimate"] = value
+    report["std_err"] = std_err
+    report["interval"] = None if isinstance(value, complex) else [value - half, value + half]
+    if arguments.exact:
+        report["exact"] = lx.diagonal(operator).sum().item()
+        report["error_in_std_errs"] = ratio(abs(value - report["exact"]), std_err)
+    return report, message
+
+
+def _rows(report: Report) -> tuple[Rows, Rows]:
+    results = [
+        ("estimator", report["estimator"]),
+        ("estimate", number(report["estimate"])),
+        ("standard error", f"{report['std_err']:.3g}"),
+    ]
+    if report["interval"] is not None:
+        low, high = map(number, report["interval"])
+        results.append(("95 % interval", f"[{low}, {high}]"))
+    if "exact" not in report:
+        return results, []
+    return results, [
+        ("exact trace", f"{report['exact']:.13g}"),
+        ("error", f"{report['error_in_std_errs']:.2f} standard errors"),
+    ]
+
+
+TRACE = Command("trace", "the trace of a square matrix", _add_arguments, _run, _rows)
