@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
+import numpyro
 import pytest
 import scipy.optimize
 
@@ -283,3 +284,42 @@ def test_memory_of_a_kernel_that_is_never_formed():
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     print(f"{peak / 2**30:.2f} GiB")
     assert peak < 2 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of NumPyro
+def test_nuts_of_numpyro():
+    """Posterior means of length scale and noise: those of the run with exact densities."""
+    r, kernel, y = process(200, "rbf-2")
+    r, y = jnp.asarray(r), jnp.asarray(y)
+
+    def estimated(covariance):
+        return gaussian_log_density(jr.key(0), y, covariance, 100).value
+
+    def exact(covariance):
+        return cholesky_density(y, covariance.as_matrix())
+
+    def samples(density):
+        def model():
+            length = numpyro.sample("length", numpyro.distributions.LogNormal(-1.5, 0.5))
+            s = numpyro.sample("noise", numpyro.distributions.LogNormal(-2.0, 1.0))
+            numpyro.factor("density", density(shifted(kernel(r, length), s)))
+
+        nuts = numpyro.infer.NUTS(model)
+        mcmc = numpyro.infer.MCMC(nuts, num_warmup=200, num_samples=400, progress_bar=False)
+        mcmc.run(jr.key(1), extra_fields=("diverging",))
+        assert not np.any(mcmc.get_extra_fields()["diverging"])
+        drawn = mcmc.get_samples()
+        size = {
+            name: numpyro.diagnostics.effective_sample_size(x[None]) for name, x in drawn.items()
+        }
+        return drawn, size
+
+    with jax.numpy_dtype_promotion("standard"):  # NumPyro divides floats by integers
+        (ours, our_size), (theirs, their_size) = samples(estimated), samples(exact)
+    for name in ours:
+        mean, expected = np.mean(ours[name]), np.mean(theirs[name])
+        variances = [np.var(x[name]) / n[name] for x, n in ((ours, our_size), (theirs, their_size))]
+        print(name, mean, expected, np.sqrt(variances))
+        assert abs(mean - expected) < 3 * np.sqrt(sum(variances))
+        assert min(our_size[name], their_size[name]) > 50

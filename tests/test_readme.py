@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_python_blocks_run():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     program = "\n".join(blocks)
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
@@ -20,7 +20,7 @@ def test_python_blocks_run():
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert len(run.stdout.splitlines()) == 7, run.stdout  # one line from each print
+    assert len(run.stdout.splitlines()) == 9, run.stdout  # one line from each print
 
 
 def test_there_are_exactly_two_commands():

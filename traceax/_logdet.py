@@ -101,9 +101,9 @@ def logdet(
     all plans are computed, and the right ones picked). With t(l) the mean eigenvalue of what a
     Nystrom approximation of rank l leaves out of K:
 
-    1. k/6 products. If t has hardly fallen from rank k/12 to k/6 (by less than 16 %), low rank does
-        not pay, and the rest goes to $\lfloor\sqrt{k} / 2\rfloor$ probes with as many steps as
-        there are.
+    1. k/6 products (at least 16, if that is less than k/3). If t has hardly fallen from half of
+        this rank to all of it (by less than 16 %), low rank does not pay, and the rest goes to
+        $\lfloor\sqrt{k} / 2\rfloor$ probes with as many steps as there are.
     2. Otherwise the rank grows to 2k/3. If t is not yet small relative to s, the rest goes to k/24
         probes with 8 steps each.
     3. If t(l) / s, extrapolated to the full budget, is below 1/3 and that promises the smaller
