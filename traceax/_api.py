@@ -1,5 +1,6 @@
 """The functions that users call."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -104,41 +105,76 @@ def trace(
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     check_key(key)
     options = (rtol, atol, max_k, state, keep_state, progress)
-    if rtol is None and atol is None:
+    if to_a_tolerance("trace", k, options):
+        return solve_to_tolerance(trace_p, key, operator, estimator, None, *options, throw=throw)
+    return solve(trace_p, key, operator, k, estimator, throw=throw)
+
+
+def to_a_tolerance(name: str, k: Any, options: tuple[Any, ...]) -> bool:
+    """Whether a call gives a tolerance, or a `TypeError` unless it gives either that or a budget.
+
+    **Arguments:**
+
+    - `name`: what the user called.
+    - `k`: the budget.
+    - `options`: `rtol`, `atol`, `max_k`, `state`, `keep_state` and `progress`.
+
+    **Returns:**
+
+    A Python bool.
+    """
+    if options[0] is None and options[1] is None:
         if k is None or options != (None, None, None, None, False, False):
             raise TypeError(
                 f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
-                f"{type(k).__name__}; or give a tolerance instead, `trace(key, operator, "
+                f"{type(k).__name__}; or give a tolerance instead, `{name}(key, operator, "
                 "rtol=1e-3)`, to which alone `max_k`, `state`, `keep_state` and `progress` belong."
             )
-        return solve(trace_p, key, operator, k, estimator, throw=throw)
+        return False
     if k is not None:
         raise TypeError(
             f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a tolerance "
             "may take, pass max_k instead of k."
         )
-    return solve_to_tolerance(key, operator, estimator, *options, throw=throw)
+    return True
 
 
 def diagonal(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: AbstractDiagonalEstimator = AutoDiagonalEstimator(),
     *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    state: Any = None,
+    keep_state: bool = False,
+    progress: bool = False,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate the diagonal of A from at most `k` products with A and its adjoint.
+    r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
+    as a tolerance takes.
 
     Every entry is unbiased, has a standard error of its own, and a derivative as that of
     [`traceax.trace`][]: unbiased, in forward and reverse mode and at every order.
+
+    *With a tolerance* it works as [`traceax.trace`][] does, the error and the diagonal d measured
+    by their Euclidean norms: blocks of probes double until c ||std_err|| <= `atol + rtol ||d||`.
+    The factor c (2, less where many entries share the error) is measured so that 95 % of runs end
+    within the tolerance. If the budget allows n products, the last resort is the exact diagonal,
+    completed from the products made so far: never more than n in all, except for XDiag (up to
+    5 n / 4) and Diag++ (7 n / 6) of an operator that is not tagged symmetric or semidefinite, whose
+    products with the adjoint are then of no use.
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the diagonal is exact.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the diagonal is exact. None
+        with a tolerance.
     - `estimator`: by default [`traceax.AutoDiagonalEstimator`][].
+    - `rtol`, `atol`, `max_k`, `state`, `keep_state`, `progress`: as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -148,35 +184,48 @@ def diagonal(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or estimator of the wrong type.
-    - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the tag
-        that the estimator needs.
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
-    solution = solve(diagonal_p, key, operator, k, estimator, throw=throw)
+    check_key(key)
+    options = (rtol, atol, max_k, state, keep_state, progress)
+    if to_a_tolerance("diagonal", k, options):
+        arguments = diagonal_p, key, operator, estimator, Rows(), *options
+        solution = solve_to_tolerance(*arguments, throw=throw)
+    else:
+        solution = solve(diagonal_p, key, operator, k, estimator, throw=throw)
     return restructure(solution, BlockOperator(operator).unflatten)
 
 
 def block_traces(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: AbstractDiagonalEstimator = AutoDiagonalEstimator(),
     *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    state: Any = None,
+    keep_state: bool = False,
+    progress: bool = False,
     throw: bool = False,
 ) -> Solution:
     r"""Estimate the trace of every diagonal block of A: one for each leaf of its input PyTree.
 
     For the Hessian of a network these are the traces layer by layer. All come from the same
     products, are unbiased, and have a standard error and a derivative each. They add up to an
-    estimate of tr(A).
+    estimate of tr(A). With a tolerance they work as [`traceax.diagonal`][] does, with the Euclidean
+    norm of all traces and of their errors.
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the traces are exact.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the traces are exact. None
+        with a tolerance.
     - `estimator`: a diagonal estimator, by default [`traceax.AutoDiagonalEstimator`][].
+    - `rtol`, `atol`, `max_k`, `state`, `keep_state`, `progress`: as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -186,15 +235,19 @@ def block_traces(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or estimator of the wrong type.
-    - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the tag
-        that the estimator needs.
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
+    check_key(key)
     structure = as_operator(operator).in_structure()
     sizes = tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure))
-    blocks = BlockTraceEstimator(estimator, Rows(sizes))
-    solution = solve(diagonal_p, key, operator, k, blocks, throw=throw)
+    rows, options = Rows(sizes), (rtol, atol, max_k, state, keep_state, progress)
+    if to_a_tolerance("block_traces", k, options):
+        arguments = diagonal_p, key, operator, estimator, rows, *options
+        solution = solve_to_tolerance(*arguments, throw=throw)
+    else:
+        blocks = BlockTraceEstimator(estimator, rows)
+        solution = solve(diagonal_p, key, operator, k, blocks, throw=throw)
     treedef = jtu.tree_structure(structure)
     return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
 
@@ -203,7 +256,7 @@ def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
     """The solution with `fn` applied to its value and its standard error."""
     value, std_err = fn(solution.value), fn(solution.std_err)
     stats = {**solution.stats, "std.err": std_err}
-    return Solution(value, std_err, solution.num_matvecs, stats, solution.result)
+    return dataclasses.replace(solution, value=value, std_err=std_err, stats=stats)
 
 
 def frobenius_norm(

@@ -13,7 +13,7 @@ from ._estimate import NONFINITE, Estimate, make_estimate, status_of
 from ._estimator import AbstractEstimator
 from ._operator import BlockOperator, semidefinite_sign
 from ._rows import Rows
-from ._structure import Split, split
+from ._structure import split
 from ._weights import AbstractWeights
 
 _Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
@@ -32,19 +32,18 @@ class SplitWeights(AbstractWeights):
         parts = split(operator, self.k, 1, self.diagonal)
         if self.inner is None or parts.rest is None:
             return parts.exact
-        return _add(operator, parts, parts.exact, self.inner.contract(parts.rest))
+        estimated = self.inner.contract(parts.rest)
+        return add_parts(BlockOperator(operator), parts.exact, parts.scale, estimated)
 
 
-def _add(operator, parts: Split, exact: Array, estimated: Any) -> Any:
+def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Any) -> Any:
     """`exact + scale * estimated`, leaf by leaf where the estimate comes so."""
 
     def add(exact, estimated):
-        return exact + parts.scale * estimated.astype(parts.scale.dtype)
+        return exact + scale * estimated.astype(scale.dtype)
 
     if isinstance(estimated, list):
-        return [
-            add(*pair) for pair in zip(BlockOperator(operator).split(exact), estimated, strict=True)
-        ]
+        return [add(*pair) for pair in zip(block.split(exact), estimated, strict=True)]
     return add(exact, estimated)
 
 
@@ -67,6 +66,21 @@ def choose(
     return sketching if k >= 4 else hutchinson
 
 
+def inflation_of_rest(
+    select: Callable[..., AbstractEstimator],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    *,
+    diagonal: bool,
+) -> float:
+    """The inflation of the estimator that `select(rest, budget)` chooses for what is not known."""
+    parts = split(operator, k, 1, diagonal)
+    if parts.rest is None:
+        return 1.0
+    left = k - parts.num_matvecs
+    return select(parts.rest, left).inflation(parts.rest, left)
+
+
 def compute_split(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
@@ -83,7 +97,7 @@ def compute_split(
         return known, SplitWeights(None, k, rows is not None)
     inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
     estimate = Estimate(
-        _add(operator, parts, exact, inner.value),
+        add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
         jtu.tree_map(lambda x: jnp.abs(parts.scale) * x.astype(exact.real.dtype), inner.std_err),
         inner.num_matvecs + parts.num_matvecs,
         inner.dof,

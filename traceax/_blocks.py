@@ -2,20 +2,23 @@ r"""Estimates that spend what a tolerance needs.
 
 Block by block (see `_growth`), each as large as all before it, until
 
-    c_j std_err <= atol + rtol |t|,
+    c_j std_err <= atol + rtol |t|
 
-or until the budget is spent. Every block has static shapes and a branch of its own
+(for diagonals: 2-norms in the places of std_err and |t|), or until the budget is spent. Every block
+has static shapes and a branch of its own
 (`jax.lax.cond`), so that the work is proportional to what was needed. Under `vmap` the blocks end
 when the slowest lane is done (see `_lanes`); each lane's numbers are those of a call by itself.
 
 *The constants c_j* are measured (`_calibration`), with the looking after every block: an error bar
 that happens to be too small ends a run, so that 1.96 standard errors would cover less than 95 %.
+The norm of many errors is more certain than one error: see `norm_factor`.
 
 *The last resort.* Where the budget allows n products, blocks grow up to n / 2. What is then not
-good enough is completed to the exact trace, on the orthogonal complement of what is known.
+good enough is completed to the exact value, on the orthogonal complement of what is known.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
@@ -24,16 +27,17 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
-from ._calibration import stopping_factor
-from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, status_of
+from ._auto import add_parts
+from ._calibration import norm_factor, stopping_factor
+from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, is_scalar, norm_of, status_of
 from ._exact import ExactWeights
 from ._growth import AbstractGrowth
 from ._lanes import alone, any_lane, keep
 from ._operator import BlockOperator
 from ._progress import show
-from ._weights import AbstractWeights
+from ._weights import AbstractTwoSidedWeights, AbstractWeights
 
 #: Probes in the first block. With fewer their scatter says too little.
 FIRST = 16
@@ -61,17 +65,25 @@ def schedule(unit: int, most: int, n: int, spent: Sequence[int] = ()) -> tuple[i
 
 
 class Rule(NamedTuple):
-    """When to stop: the trace of interest is offset + scale * (the trace that is estimated)."""
+    """When to stop: the value of interest is offset + scale * (what is estimated)."""
 
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
-    offset: Inexact[Array, ""]
+    offset: Inexact[Array, "..."] | None  # None: there is no such part
     scale: Inexact[Array, ""]
 
-    def met(self, estimate: Estimate, factor: float) -> Array:
+    def sizes(self, estimate: Estimate, block: BlockOperator) -> tuple[PyTree, Array]:
+        """The value of interest, and the norm of its standard error."""
+        error = jnp.abs(self.scale) * norm_of(estimate.std_err)
+        if self.offset is None:
+            return estimate.value, error
+        return add_parts(block, self.offset, self.scale, estimate.value), error
+
+    def met(self, estimate: Estimate, block: BlockOperator, factor: float) -> Array:
         """Whether `factor` standard errors are within the tolerance."""
-        error = factor * jnp.abs(self.scale) * estimate.std_err
-        return error <= self.atol + self.rtol * jnp.abs(self.offset + self.scale * estimate.value)
+        value, error = self.sizes(estimate, block)
+        factor = factor * norm_factor(estimate.std_err)
+        return factor * error <= self.atol + self.rtol * norm_of(value)
 
 
 @final
@@ -80,11 +92,11 @@ class RunState(eqx.Module):
 
     arrays: Any
     keys: Array  # the key of each block, as data
-    level: Int[Array, ""]  # the last block; their number, if the trace was completed
-    completed: Inexact[Array, ""]  # the exact trace, then
+    level: Int[Array, ""]  # the last block; their number, if the value was completed
+    completed: PyTree[Inexact[Array, "..."]]  # the exact value, then
     growth: AbstractGrowth = eqx.field(static=True)
     budgets: tuple[int, ...] = eqx.field(static=True)
-    completes: bool = eqx.field(static=True)  # whether the trace is completed in the end
+    completes: bool = eqx.field(static=True)  # whether the value is completed in the end
     n: int = eqx.field(static=True)
 
 
@@ -95,23 +107,46 @@ class GrownWeights(AbstractWeights):
     parts: list[AbstractWeights]
     factors: Real[Array, " blocks"]
     level: Int[Array, ""]
+    columns: tuple[int, ...] = eqx.field(static=True)  # up to the end of each block
+    completes: bool = eqx.field(static=True)
+    diagonal: bool = eqx.field(static=True)
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        dtype = BlockOperator(operator).dtype
+        block = BlockOperator(operator)
+        count = len(self.columns)
 
-        def total(part):
-            return lambda: part.contract(operator).astype(dtype)
+        def used(j):
+            return (j <= self.level) & (self.level < count)
 
-        def nothing():
-            return jnp.zeros((), dtype)
+        def if_used(flag, contract):
+            def total():
+                return jtu.tree_map(lambda x: x.astype(block.dtype), contract(operator))
 
-        count = len(self.parts)
-        value = lax.cond(self.level == count, total(ExactWeights(diagonal=False)), nothing)
+            zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(total))
+            return lax.cond(flag, total, lambda: zeros)
+
+        def products(multiply, x):
+            """Those with the columns of the blocks that were used; the others are 0."""
+            ends = zip([0, *self.columns[:-1]], self.columns, strict=True)
+            columns = [x[:, start:end] for start, end in ends]
+            blocks = [lax.cond(used(j), multiply, jnp.zeros_like, c) for j, c in enumerate(columns)]
+            return jnp.concatenate(blocks, axis=1)
+
+        terms = []
+        if self.completes:
+            terms.append(if_used(self.level == count, ExactWeights(self.diagonal).contract))
         for j, part in enumerate(self.parts):
-            used = (j <= self.level) & (self.level < count)
-            value += self.factors[j].astype(dtype) * lax.cond(used, total(part), nothing)
-        return value
+            if isinstance(part, AbstractTwoSidedWeights):
+                factors = products(block.mm, part.omega), products(block.adjoint_mm, part.q)
+                terms.append(part.combine(*factors))
+            else:
+                factor = self.factors[j].astype(block.dtype)
+                term = if_used(used(j), part.contract)
+                terms.append(jtu.tree_map(lambda x, factor=factor: factor * x, term))
+        if any(isinstance(term, list) for term in terms):
+            terms = [term if isinstance(term, list) else block.split(term) for term in terms]
+        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
 
 
 class Outcome(NamedTuple):
@@ -148,7 +183,10 @@ class Run:
             width = [(0, columns - s if a in axes else 0) for a, s in enumerate(array.shape)]
             return jnp.pad(array, width) if axes else array
 
-        return type(state)(*[resize(*pair) for pair in zip(state, self.growth.axes, strict=True)])
+        fields = zip(state, self.growth.axes, strict=True)
+        return type(state)(
+            *[jtu.tree_map(lambda x, axes=axes: resize(x, axes), field) for field, axes in fields]
+        )
 
     def _columns(self, j: int) -> int:
         return self.budgets[j] // self.growth.unit
@@ -178,7 +216,8 @@ class Run:
     def _outcome(self, estimate: Estimate, level: Any, arrays) -> Outcome:
         dtype = self.block.dtype
         real = jnp.finfo(dtype).dtype
-        value, std_err = estimate.value.astype(dtype), estimate.std_err.astype(real)
+        value = jtu.tree_map(lambda x: x.astype(dtype), estimate.value)
+        std_err = jtu.tree_map(lambda x: x.astype(real), estimate.std_err)
         counts = level, estimate.num_matvecs, estimate.dof, estimate.status
         level, *counts = [jnp.asarray(x, jnp.int32) for x in counts]
         return Outcome(Estimate(value, std_err, *counts), level, arrays)
@@ -186,15 +225,15 @@ class Run:
     def _estimate(self, state) -> Estimate:
         estimate, rounding = self.growth.estimate(state, self.block)
         # What is left of a captured operator is rounding, which has no error bar.
-        exact = estimate.std_err <= rounding
-        std_err = jnp.where(exact, jnp.zeros_like(estimate.std_err), estimate.std_err)
+        exact = norm_of(estimate.std_err) <= rounding
+        std_err = jtu.tree_map(lambda x: jnp.where(exact, jnp.zeros_like(x), x), estimate.std_err)
         return eqx.tree_at(lambda e: e.std_err, estimate, std_err)
 
     def _report(self, estimate: Estimate, last):
         if self.progress:
-            value = self.rule.offset + self.rule.scale * estimate.value
-            error = jnp.abs(self.rule.scale) * estimate.std_err
-            what = (estimate.num_matvecs, value, error, last)
+            value, error = self.rule.sizes(estimate, self.block)
+            what = (estimate.num_matvecs, value if is_scalar(value) else norm_of(value))
+            what = (*what, error, last)
             lax.cond(
                 alone(last),
                 lambda: jax.debug.callback(show, self.most, *what, ordered=False),
@@ -205,7 +244,8 @@ class Run:
         """Look at the state after block j, and go on from it if need be."""
         last = j == len(self.budgets) - 1
         estimate = self._estimate(state)
-        met = self.rule.met(estimate, stopping_factor(self.growth.stop, self._columns(j) - 1))
+        factor = stopping_factor(self.growth.stop, self._columns(j) - 1)
+        met = self.rule.met(estimate, self.block, factor)
         stop = met | (estimate.status != SUCCESSFUL)
         if self.before is not None:
             stop &= j >= self.before.level
@@ -229,10 +269,10 @@ class Run:
         value, spent = self.growth.complete(state, self.block)
         if self.before is not None:
             done = self.before.level == len(self.before.budgets)
-            value = jnp.where(done, self.before.completed, value)
+            value = jtu.tree_map(partial(jnp.where, done), self.before.completed, value)
         spent = jnp.asarray(self.budgets[-1] + spent, jnp.int32)
-        zero = jnp.zeros_like(here.estimate.std_err)
-        dof, status = jnp.zeros_like(here.estimate.dof), status_of(value)
+        zero = jtu.tree_map(jnp.zeros_like, here.estimate.std_err)
+        dof, status = jnp.zeros_like(here.estimate.dof), status_of(*jtu.tree_leaves(value))
         estimate = Estimate(value, zero, spent, dof, status)
         outcome = self._outcome(estimate, len(self.budgets), here.arrays)
         self._report(outcome.estimate, jnp.array(True))
@@ -255,15 +295,23 @@ class Run:
         count = len(self.budgets)
         like = jax.eval_shape(lambda: up_to(count - 1)[0])
 
+        def padded(x, like):
+            """The array, with zeros for the columns of blocks that were not used."""
+            width = [(0, m - s) for m, s in zip(like.shape, x.shape, strict=True)]
+            return jnp.pad(x, width) if width else x
+
         def branch(j):
             parts, factors = up_to(j)
-            unused = [jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in like[j + 1 :]]
+            used = len(parts)
+            unused = [jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in like[used:]]
             factors = jnp.array([*factors, *[0.0] * len(unused)], jnp.finfo(self.block.dtype).dtype)
-            return parts + unused, factors
+            return jtu.tree_map(padded, parts, like[:used]) + unused, factors
 
         branches = [lambda j=j: branch(j) for j in range(count)]
         parts, factors = lax.switch(jnp.minimum(outcome.level, count - 1), branches)
-        return GrownWeights(parts, factors, outcome.level)
+        columns = tuple(self._columns(j) for j in range(count))
+        diagonal = not is_scalar(outcome.estimate.value)
+        return GrownWeights(parts, factors, outcome.level, columns, self.completes, diagonal)
 
     def state(self, outcome: Outcome) -> RunState:
         """What a later run can go on from."""

@@ -1,17 +1,31 @@
 """How many standard errors an error bar is worth: measured, by `benchmarks/calibrate.py`."""
 
+from typing import Any
+
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jax.scipy.special import betainc
-from jaxtyping import Array, Int, Real
+from jaxtyping import Array, Int, PyTree, Real
+
+from ._estimate import is_scalar, norm_of
 
 #: With so many standard errors (times Student's quantile over the normal one) below the tolerance,
 #: runs that look after every block end within it in 95 % of cases at least, on six spectra. None is
 #: smaller than 2, whatever was measured: these are not all there are.
-STOP = {"hutchinson": 2.15, "hutch++": 2.0, "xtrace": 2.0, "xnystrace": 2.0}
+STOP = {
+    "hutchinson": 2.15,
+    "hutch++": 2.0,
+    "xtrace": 2.0,
+    "xnystrace": 2.0,
+    "hutchinson-diagonal": 2.0,
+    "diag++": 2.0,
+    "xdiag": 2.0,
+    "xnysdiag": 2.0,
+}
 
 #: By how much Student's intervals are too short where leave-one-out samples are not independent.
-INTERVAL = {"xtrace": 1.0, "xnystrace": 1.0}
+INTERVAL = {"xtrace": 1.0, "xnystrace": 1.0, "xdiag": 1.0, "xnysdiag": 1.0}
 
 
 def stopping_factor(stop: float, dof: int) -> float:
@@ -21,6 +35,39 @@ def stopping_factor(stop: float, dof: int) -> float:
     from scipy.special import stdtrit  # imported only here: it takes time
 
     return stop / 1.96 * float(stdtrit(dof, 0.975)) if dof > 0 else float("inf")
+
+
+def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:
+    r"""By how much less the norm of an error may exceed that of its standard error, at 95 %, than
+    a single error its own.
+
+    For normal errors e with covariance C, ||e||^2 is to good accuracy tr(C) times chi^2 / nu with
+    nu = tr(C)^2 / tr(C^2) degrees of freedom. Of C the std_err show the diagonal only. But for
+    samples conj(omega_i) (B omega)_i with independent omega_i of modulus 1, C_ij is (real case)
+    B_ij B_ji off the diagonal and C_ii = sum_{j != i} B_ij^2, so that
+    sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2: nu is at least half of what
+    uncorrelated errors have. (For sums over groups of entries of a symmetric B likewise.)
+
+    **Arguments:**
+
+    - `std_err`: the standard errors.
+
+    **Returns:**
+
+    The factor: 1 for a number, 0.52 for infinitely many of the same size.
+    """
+    if is_scalar(std_err):
+        return 1.0
+    norm = norm_of(std_err)
+    shares = jtu.tree_map(lambda s: (s / jnp.where(norm > 0, norm, 1)) ** 2, std_err)
+    nu = jnp.maximum(1, 1 / (2 * norm_of(shares) ** 2))
+    return _chi_square_root(nu) / _chi_square_root(1.0)
+
+
+def _chi_square_root(nu: Array | float) -> Any:
+    """The root of the 95 % quantile of chi^2 / nu, after Wilson and Hilferty (to 2 %)."""
+    deviation = 2 / (9 * nu)
+    return (1 - deviation + 1.645 * deviation**0.5) ** 1.5
 
 
 def student_quantile(level: float, dof: Int[Array, ""], like: Array) -> Real[Array, ""]:

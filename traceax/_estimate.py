@@ -4,7 +4,9 @@ import math
 from typing import Any, final
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 # The states of an estimate inside the primitive, where they are plain integers. `_solution.RESULTS`
@@ -69,6 +71,16 @@ def safe_norm(x: Inexact[Array, "... m"]) -> Real[Array, "..."]:
     """The Euclidean norm along the last axis, without over- or underflow of the squares."""
     scale = scale_of(x, axis=-1)
     return scale[..., 0] * jnp.linalg.norm(x / scale, axis=-1)
+
+
+def is_scalar(value: PyTree[Array]) -> bool:
+    """Whether the value of an estimate is one number."""
+    return isinstance(value, jax.Array) and value.ndim == 0
+
+
+def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
+    """The Euclidean norm of all numbers in a value (or in its error)."""
+    return safe_norm(jnp.stack([safe_norm(x.reshape(-1)) for x in jtu.tree_leaves(value)]))
 
 
 def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:

@@ -152,11 +152,8 @@ class AbstractTraceEstimator(AbstractEstimator):
 
         - `ValueError`: unless a subclass overrides this.
         """
-        raise ValueError(
-            f"{type(self).__name__} cannot work to a tolerance: give it a budget k, or use "
-            "XTraceEstimator(), XNysTraceEstimator(), HutchPlusPlusEstimator() or "
-            "HutchinsonEstimator()."
-        )
+        names = "XTrace", "XNysTrace", "HutchPlusPlus", "Hutchinson"
+        raise _no_growth(self, names)
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -220,6 +217,27 @@ class AbstractDiagonalEstimator(AbstractEstimator):
         The estimate of those, and the weights of the *whole* diagonal.
         """
 
+    def growth(
+        self, operator: lx.AbstractLinearOperator, completes: bool = False, rows: Rows = Rows()
+    ) -> AbstractGrowth:
+        """The algorithm block by block, for calls that give a tolerance.
+
+        **Arguments:**
+
+        - `operator`: the operator, of which only the structure and the tags are looked at.
+        - `completes`: whether the exact diagonal may have to be completed from the state.
+        - `rows`: as for `compute_rows`.
+
+        **Returns:**
+
+        An `AbstractGrowth`.
+
+        **Raises:**
+
+        - `ValueError`: unless a subclass overrides this.
+        """
+        raise _no_growth(self, ("XDiag", "XNysDiag", "DiagPlusPlus", "HutchinsonDiagonal"))
+
     def compute(self, key, operator, k):
         """The whole diagonal: see `AbstractEstimator`."""
         return self.compute_rows(key, operator, k, Rows())
@@ -227,6 +245,14 @@ class AbstractDiagonalEstimator(AbstractEstimator):
     def exact(self, operator):
         """The exact diagonal: see `AbstractEstimator`."""
         return exact(operator, Rows())
+
+
+def _no_growth(estimator: AbstractEstimator, others: tuple[str, ...]) -> ValueError:
+    *first, last = [f"{name}Estimator()" for name in others]
+    return ValueError(
+        f"{type(estimator).__name__} cannot work to a tolerance: give it a budget k, or use "
+        f"{', '.join(first)} or {last}."
+    )
 
 
 def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:

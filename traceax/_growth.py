@@ -12,9 +12,9 @@ from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from ._estimate import Estimate
-from ._linalg import complement, solve_upper
+from ._linalg import complement, divide_by_upper
 from ._operator import BlockOperator
-from ._sketch import adjoint, append_basis, matmul
+from ._sketch import append_basis, matmul
 from ._weights import AbstractWeights, LowRankWeights
 
 
@@ -31,7 +31,8 @@ class AbstractGrowth(eqx.Module):
     #: How many standard errors must be within a tolerance: see `_calibration`.
     stop: AbstractClassVar[float]
 
-    #: For each array of the state, the axes that have as many entries as there are probes.
+    #: For each field of the state, the axes (of every array in it) that have as many entries as
+    #: there are probes.
     axes: AbstractClassVar[tuple[tuple[int, ...], ...]]
 
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
@@ -91,8 +92,8 @@ class AbstractGrowth(eqx.Module):
         """
 
     @abc.abstractmethod
-    def complete(self, state: Any, block: BlockOperator) -> tuple[Inexact[Array, ""], int]:
-        """The exact trace, from what is known and further products.
+    def complete(self, state: Any, block: BlockOperator) -> tuple[Inexact[Array, "..."], int]:
+        """The exact trace (or diagonal), from what is known and further products.
 
         **Arguments:**
 
@@ -101,7 +102,7 @@ class AbstractGrowth(eqx.Module):
 
         **Returns:**
 
-        The trace and the number of further products.
+        The value and the number of further products.
         """
 
 
@@ -143,13 +144,13 @@ def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[
     ]
 
 
-def complete_trace(
+def complete_diagonal(
     block: BlockOperator,
     q: Inexact[Array, "n m"],
     products: Inexact[Array, "n m"],
     others: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | None = None,
-) -> tuple[Inexact[Array, ""], int]:
-    """The trace of A from its products with some vectors, and with what is orthogonal to them.
+) -> tuple[Inexact[Array, " n"], int]:
+    """The diagonal of A from its products with some vectors, and with what is orthogonal to them.
 
     **Arguments:**
 
@@ -161,17 +162,33 @@ def complete_trace(
 
     **Returns:**
 
-    The trace, and the number of products made for it: as many as the vectors are short of n.
+    The diagonal, and the number of products made for it: as many as the vectors are short of n.
     """
-    known = jnp.sum(jnp.conj(q) * products)
     if others is not None:
         vectors, other_products = others
         basis, c, r = append_basis(q, vectors)
-        # vectors = q c + basis r, hence A basis = (A vectors - A q c) r^{-1}, and a factor on the
-        # right may stand on the left in a trace.
-        rest = matmul(adjoint(basis), other_products - matmul(products, c))
-        known = known + jnp.trace(solve_upper(r, rest))
-        q = jnp.concatenate([q, basis], axis=1)
+        # vectors = q c + basis r, hence A basis = (A vectors - A q c) r^{-1}.
+        rest = divide_by_upper(other_products - matmul(products, c), r)
+        q, products = jnp.concatenate([q, basis], axis=1), jnp.concatenate([products, rest], axis=1)
     orthogonal = complement(q)
-    known = known + jnp.sum(jnp.conj(orthogonal) * block.mm(orthogonal))
-    return known, orthogonal.shape[1]
+    known = jnp.sum(jnp.conj(q) * products, axis=1)
+    missing = jnp.sum(jnp.conj(orthogonal) * block.mm(orthogonal), axis=1)
+    return known + missing, orthogonal.shape[1]
+
+
+def complete_trace(
+    block: BlockOperator,
+    q: Inexact[Array, "n m"],
+    products: Inexact[Array, "n m"],
+    others: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | None = None,
+) -> tuple[Inexact[Array, ""], int]:
+    """The trace of A in the same way.
+
+    **Arguments:** as of `complete_diagonal`.
+
+    **Returns:**
+
+    The trace, and the number of products made for it.
+    """
+    diagonal, spent = complete_diagonal(block, q, products, others)
+    return jnp.sum(diagonal), spent

@@ -182,9 +182,3 @@ def solve_upper_adjoint(
 ) -> Inexact[Array, "m p"]:
     """R^{-H} B for an upper triangular R."""
     return jnp.conj(divide_by_upper(jnp.conj(b.T), r).T)
-
-
-@_one_by_one
-def solve_upper(r: Inexact[Array, "m m"], b: Inexact[Array, "m p"]) -> Inexact[Array, "m p"]:
-    """R^{-1} B for an upper triangular R."""
-    return jsl.solve_triangular(r, b, lower=False)

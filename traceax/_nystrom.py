@@ -17,11 +17,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
 from ._estimate import scale_of
-from ._linalg import cholesky, divide_by_upper, qr, solve_upper_adjoint
+from ._linalg import cholesky, divide_by_upper, solve_upper_adjoint
 from ._operator import BlockOperator
 from ._sketch import (
     adjoint,
+    append_basis,
     column_dots,
+    extend_factor,
     leave_one_out_directions,
     lifted,
     matmul,
@@ -71,25 +73,48 @@ def _shifted_cholesky(h, nu):
     return lax.while_loop(failed, lambda state: factorise(10 * state[0]), factorise(nu))
 
 
-def nystrom(block: BlockOperator, omega: Inexact[Array, "n m"], sign: int) -> Nystrom:
-    """Approximate `sign * A` from m matvecs.
+class NystromState(NamedTuple):
+    """The products with the basis of the probes Omega = P R."""
+
+    p: Inexact[Array, "n m"]
+    r: Inexact[Array, "m m"]
+    products: Inexact[Array, "n m"]  # of +A or -A, whichever is positive
+
+
+#: The axes of its arrays that have as many entries as there are probes.
+NYSTROM_AXES = ((1,), (0, 1), (1,))
+
+
+def append_probes(
+    state: NystromState | None, omega: Inexact[Array, "n m"], block: BlockOperator, sign: int
+) -> NystromState:
+    """Multiply the part of new probes that is orthogonal to the others.
 
     **Arguments:**
 
+    - `state`: the probes so far, or None.
+    - `omega`: the new probes.
     - `block`: the operator.
-    - `omega`: the probes.
     - `sign`: 1 or -1, so that `sign * A` is positive semidefinite.
 
     **Returns:**
 
-    A `Nystrom`. Cost: m matvecs, one QR factorisation of the probes, `3 n m^2` more operations.
+    The new state. Cost: m matvecs for m new probes, and what `append_basis` takes.
     """
-    p, r = qr(omega)
-    return nystrom_of(p, r, sign * block.mm(p), block.eps)
+    if state is None:
+        square = jnp.zeros((0, 0), omega.dtype)
+        state = NystromState(omega[:, :0], square, omega[:, :0])
+    p, c, r = append_basis(state.p, omega)
+    return NystromState(
+        jnp.concatenate([state.p, p], axis=1),
+        extend_factor(state.r, c, r),
+        jnp.concatenate([state.products, sign * block.mm(p)], axis=1),
+    )
 
 
-def nystrom_of(p: Array, r: Array, products: Array, eps: float) -> Nystrom:
-    """The same from the factors P and R of the probes, and the products with P."""
+def nystrom(state: NystromState, eps: float) -> Nystrom:
+    """Approximate `sign * A` from these products: `3 n m^2` operations."""
+    p, r, products = state
     n = p.shape[0]
     r = lifted(r)
     s = leave_one_out_directions(r)

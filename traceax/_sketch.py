@@ -26,14 +26,15 @@ deviation) for XNysTrace on decaying spectra, and for XTrace at the edge of a sp
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
-from ._estimate import scale_of
+from ._estimate import scale_of, status_of
 from ._linalg import matmul as matmul, qr, solve_upper_adjoint
 from ._operator import BlockOperator
+from ._sampler import AbstractSampler
 from ._weights import LowRankWeights
 
 
@@ -176,6 +177,49 @@ def sketch_of(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Sketch:
     sketch = products / scale
     nu = shift_of(sketch, block.n, block.eps)
     return Sketch(products, scale, nu, sketch + nu * omega)
+
+
+def append_sketch(
+    state: Any, sampler: AbstractSampler, key: PRNGKeyArray, block: BlockOperator, m: int
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Append m probes to the QR factorisation of a sketch of A / scale + nu I.
+
+    **Arguments:**
+
+    - `state`: a NamedTuple that has the factors `omega`, `q`, `r` so far, the `scale` and `nu` of
+        the first probes, `size` (the scale, or 0 if all products vanish), and `status`; or None.
+    - `sampler`: the distribution of the probes.
+    - `key`: their random key.
+    - `block`: the operator.
+    - `m`: the number of new probes.
+
+    **Returns:**
+
+    The basis so far (of no columns, for None), the new columns, and all of the above by name.
+    """
+    omega = sampler.probes(key, block.n, m, block.dtype)
+    if state is None:
+        sketch = sketch_of(block, omega)
+        products, shifted, status = sketch.products, sketch.shifted, status_of(sketch.products)
+        before, r = products[:, :0], jnp.zeros((0, 0), products.dtype)
+        constants = {"scale": sketch.scale, "nu": sketch.nu, "size": sketch.size}
+        probes = omega
+    else:
+        products = block.mm(omega)
+        shifted = products / state.scale + state.nu * omega
+        status = jnp.maximum(state.status, status_of(products))
+        before, r = state.q, state.r
+        constants = {"scale": state.scale, "nu": state.nu, "size": state.size}
+        probes = jnp.concatenate([state.omega, omega], axis=1)
+    q, c, r_new = append_basis(before, shifted)
+    basis = jnp.concatenate([before, q], axis=1)
+    r = extend_factor(r, c, r_new)
+    return before, q, {"omega": probes, "q": basis, "r": r, "status": status, **constants}
+
+
+def products_of_sketch(state: Any) -> Array:
+    """A Omega, from such a state."""
+    return state.scale * (matmul(state.q, state.r) - state.nu * state.omega)
 
 
 class RangeFinder(NamedTuple):

@@ -35,7 +35,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from ._api import root, root_error
-from ._diagonal._leave_one_out import Split, diagonal_and_error
+from ._diagonal._leave_one_out import Split, diagonal_and_error, rounding_of
 from ._estimate import make_estimate, scale_of, status_of
 from ._estimator import AbstractEstimator, check_budget, solve
 from ._linalg import eigh, qr, svd
@@ -255,7 +255,7 @@ class SummaryEstimator(AbstractEstimator):
         trace_error = leave_one_out_error(samples, differences, 8 * n * nu)
         base, left_over = jnp.sum(q * jnp.conj(left), axis=1) - nu, column_dots(s, factors.r)
         split = Split(base, matmul(q, s), matmul(left, s), left_over, omega, pairs_of(s))
-        diagonal, diagonal_error = diagonal_and_error(split, Rows())
+        diagonal, diagonal_error = diagonal_and_error(split, Rows(), rounding_of(n, nu))
 
         # Norm and eigenvalues of A / scale: products need no shift, only the factors did.
         blocks = _blocks(q, x, y, z, adjoint_products / scale)

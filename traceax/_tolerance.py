@@ -1,4 +1,4 @@
-"""Traces to a tolerance: the arguments, and the estimator under the primitive (see `_blocks`)."""
+"""To a tolerance: the arguments, and the estimator under the primitive (see `_blocks`)."""
 
 from typing import Any, ClassVar, final
 
@@ -13,11 +13,21 @@ from jaxtyping import Array, PRNGKeyArray, Real
 
 from ._auto import compute_split
 from ._blocks import Rule, Run, RunState
+from ._diagonal.auto import AutoDiagonalEstimator
+from ._diagonal.blocks import RowWeights
 from ._estimate import Estimate
-from ._estimator import AbstractTraceEstimator, check_budget, solve
+from ._estimator import (
+    AbstractDiagonalEstimator,
+    AbstractEstimator,
+    AbstractTraceEstimator,
+    check_budget,
+    solve,
+)
+from ._exact import exact
 from ._growth import AbstractGrowth
 from ._operator import BlockOperator, as_operator
-from ._primitive import trace_p
+from ._primitive import Primitive
+from ._rows import Rows
 from ._solution import Solution
 from ._trace.auto import AutoTraceEstimator
 from ._weights import AbstractWeights
@@ -30,10 +40,11 @@ SMALL = 64
 
 
 @final
-class ToleranceEstimator(AbstractTraceEstimator):
+class ToleranceEstimator(AbstractEstimator):
     """An estimator that works to a tolerance: see the module."""
 
-    estimator: AbstractTraceEstimator
+    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator
+    rows: Rows | None  # None for traces
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
     before: RunState | None
@@ -50,30 +61,43 @@ class ToleranceEstimator(AbstractTraceEstimator):
         """See `AbstractEstimator`."""
         return max(1.1, self.estimator.inflation(operator, k))
 
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        estimate, weights = exact(operator, self.rows)
+        return estimate, self._summed(weights)
+
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        if not isinstance(self.estimator, AutoTraceEstimator):
-            zero = jnp.zeros((), BlockOperator(operator).dtype)
-            return self._run(key, operator, self.estimator, self.max_k, zero, zero + 1)
-        auto = self.estimator
+        auto, rows = self.estimator, self.rows
 
         def estimate_rest(key, parts, left):
             most = self.max_k - parts.num_matvecs
+            offset = parts.exact if rows is None else rows.of_vector(parts.exact)
             estimator = auto.select(parts.rest, left)
-            return self._run(key, parts.rest, estimator, most, parts.exact, parts.scale)
+            return self._run(key, parts.rest, estimator, most, offset, parts.scale)
 
-        return compute_split(key, operator, k, estimate_rest)
+        if isinstance(auto, AutoTraceEstimator | AutoDiagonalEstimator):
+            estimate, weights = compute_split(key, operator, k, estimate_rest, rows)
+        else:
+            one = jnp.ones((), BlockOperator(operator).dtype)
+            estimate, weights = self._run(key, operator, self.estimator, self.max_k, None, one)
+        return estimate, self._summed(weights)
+
+    def _summed(self, weights: AbstractWeights) -> AbstractWeights:
+        summed = self.rows is not None and self.rows.sizes is not None
+        return RowWeights(weights, self.rows) if summed else weights
 
     def _run(
         self,
         key: PRNGKeyArray,
         operator: lx.AbstractLinearOperator,
-        estimator: AbstractTraceEstimator,
+        estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
         most: int,
-        offset: Array,
+        offset: Array | None,
         scale: Array,
     ) -> tuple[Estimate, AbstractWeights]:
-        growth = estimator.growth(operator, most >= operator.in_size())
+        rows = () if self.rows is None else (self.rows,)
+        growth = estimator.growth(operator, most >= operator.in_size(), *rows)
         before = self.before
         if before is not None:
             _check_state(before, growth, operator, most)
@@ -111,9 +135,11 @@ def _tolerance(value: Any, name: str) -> Array:
 
 
 def solve_to_tolerance(
+    primitive: Primitive,
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    estimator: AbstractTraceEstimator,
+    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
+    rows: Rows | None,
     rtol: Any,
     atol: Any,
     max_k: int | None,
@@ -123,7 +149,7 @@ def solve_to_tolerance(
     *,
     throw: bool,
 ) -> Solution:
-    """`traceax.trace` with a tolerance in place of a budget."""
+    """`traceax.trace` (`rows=None`), or a diagonal, with a tolerance in place of a budget."""
     if state is not None and not isinstance(state, RunState):
         raise TypeError(f"The state must be the `state` of a Solution, got {state!r}.")
     operator = as_operator(operator)
@@ -135,7 +161,7 @@ def solve_to_tolerance(
     max_k = check_budget(max_k, estimator.smallest, n, type(estimator).__name__)
     tolerances = _tolerance(rtol, "rtol"), _tolerance(atol, "atol")
     state = lax.stop_gradient(state)
-    adaptive = ToleranceEstimator(estimator, *tolerances, state, max_k, keep_state, progress)
+    adaptive = ToleranceEstimator(estimator, rows, *tolerances, state, max_k, keep_state, progress)
     # Below n the primitive leaves it to the estimator to be exact, as a last resort.
     k = max_k if n <= SMALL else min(max_k, n - 1)
-    return solve(trace_p, key, operator, k, adaptive, throw=throw)
+    return solve(primitive, key, operator, k, adaptive, throw=throw)

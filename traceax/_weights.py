@@ -14,6 +14,7 @@ from typing import final
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
+from equinox import AbstractVar
 from jaxtyping import Array, Inexact
 
 from ._operator import BlockOperator
@@ -47,6 +48,37 @@ class AbstractWeights(eqx.Module):
         Weights of the same structure. E[G] = I does not depend on A.
         """
         return self
+
+
+class AbstractTwoSidedWeights(AbstractWeights):
+    """A diagonal as a function of products with A and with its adjoint, linear in all of them.
+
+    Columns that are 0 (of Omega and Q alike) change nothing.
+    """
+
+    q: AbstractVar[Inexact[Array, "n m"]]
+    omega: AbstractVar[Inexact[Array, "n p"]]
+
+    @abc.abstractmethod
+    def combine(
+        self, products: Inexact[Array, "n p"], adjoint_products: Inexact[Array, "n m"]
+    ) -> Inexact[Array, " n"]:
+        """The diagonal.
+
+        **Arguments:**
+
+        - `products`: A Omega.
+        - `adjoint_products`: A^H Q.
+
+        **Returns:**
+
+        A vector.
+        """
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        block = BlockOperator(operator)
+        return self.combine(block.mm(self.omega), block.adjoint_mm(self.q))
 
 
 @final

@@ -16,6 +16,7 @@ With j held out as well, the plane of (l_i, l_j) is lost. With gamma and nu of t
 from which the standard error of every entry follows as for traces.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -37,13 +38,23 @@ class Split(NamedTuple):
     pairs: Pairs
 
 
-def diagonal_and_error(split: Split, group: Rows) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
+def rounding_of(n: int, nu: Real[Array, ""]) -> Array:
+    """The size of the rounding errors in a diagonal (of n entries) of A / scale + nu I: since nu is
+    eps ||A Omega||_F / sqrt(n), some eps ||A||_F.
+    """
+    return 8 * math.sqrt(n) * nu
+
+
+def diagonal_and_error(
+    split: Split, group: Rows, rounding: Real[Array, ""]
+) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
     """The mean of the d_i and its standard error.
 
     **Arguments:**
 
     - `split`: the pieces.
     - `group`: which rows to add up.
+    - `rounding`: the size (2-norm) of the rounding errors in a sample: see `leave_one_out_error`.
 
     **Returns:**
 
@@ -83,5 +94,6 @@ def diagonal_and_error(split: Split, group: Rows) -> tuple[Inexact[Array, " g"],
     covariance, _ = lax.scan(add, jnp.zeros_like(value.real), jnp.arange(m))
     deviation = corrections - jnp.mean(corrections, axis=1, keepdims=True)
     variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / (m - 1)
-    total = variance / m + jnp.maximum(covariance, 0) / (m * (m - 1))
+    covariance = jnp.where(jnp.sum(variance) > rounding**2, jnp.maximum(covariance, 0), 0)
+    total = variance / m + covariance / (m * (m - 1))
     return value, jnp.sqrt(total)

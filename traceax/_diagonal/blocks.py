@@ -9,7 +9,7 @@ from .._weights import AbstractWeights
 
 
 @final
-class _RowWeights(AbstractWeights):
+class RowWeights(AbstractWeights):
     """Sums of entries of a differentiated diagonal."""
 
     inner: AbstractWeights
@@ -36,12 +36,16 @@ class BlockTraceEstimator(AbstractEstimator):
         """As the diagonal estimator."""
         self.inner.check(operator)
 
+    def inflation(self, operator, k):
+        """As the diagonal estimator's."""
+        return self.inner.inflation(operator, k)
+
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         estimate, weights = self.inner.compute_rows(key, operator, k, self.rows)
-        return estimate, _RowWeights(weights, self.rows)
+        return estimate, RowWeights(weights, self.rows)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         estimate, weights = exact(operator, self.rows)
-        return estimate, _RowWeights(weights, self.rows)
+        return estimate, RowWeights(weights, self.rows)

@@ -1,40 +1,117 @@
 """Diag++, the unbiased form."""
 
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
+import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Int, Real
 
-from .._estimate import make_estimate, mean_and_std_err, scale_of, status_of
+from .._calibration import STOP
+from .._estimate import make_estimate, mean_and_std_err, norm_of, scale_of, status_of
 from .._estimator import AbstractDiagonalEstimator
-from .._linalg import qr
-from .._operator import BlockOperator
+from .._growth import AbstractGrowth, complete_diagonal, run_once
+from .._operator import BlockOperator, is_hermitian
+from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
-from .._sketch import adjoint, matmul
-from .._weights import AbstractWeights
+from .._sketch import adjoint, append_basis, matmul
+from .._weights import AbstractTwoSidedWeights
+
+
+def _pieces(q: Array, omega: Array, products: Array, adjoint_products: Array):
+    """diag(Q Q^H A), and the samples conj(omega_i) (I - Q Q^H) A omega_i."""
+    captured = jnp.sum(q * jnp.conj(adjoint_products), axis=1)
+    inner = matmul(adjoint(adjoint_products), omega)  # Q^H A Omega
+    return captured, jnp.conj(omega) * (products - matmul(q, inner))
 
 
 @final
-class _DiagPlusPlusWeights(AbstractWeights):
+class _DiagPlusPlusWeights(AbstractTwoSidedWeights):
     """Diag++ as a function of A, with Q and the probes held fixed."""
 
     q: Inexact[Array, "n m"]
     omega: Inexact[Array, "n p"]
+    share: Real[Array, ""]  # 1 / p
 
-    def contract(self, operator):
-        """See `AbstractWeights`."""
-        captured, samples, _ = self.pieces(BlockOperator(operator))
-        return captured + jnp.mean(samples, axis=1)
+    def combine(self, products, adjoint_products):
+        """See `AbstractTwoSidedWeights`."""
+        captured, samples = _pieces(self.q, self.omega, products, adjoint_products)
+        return captured + jnp.sum(samples, axis=1) * self.share
 
-    def pieces(self, block: BlockOperator):
-        """diag(Q Q^H A), the samples conj(omega_i) (I - Q Q^H) A omega_i, and all products."""
-        q, omega = self.q, self.omega
-        products, adjoint_products = block.mm(omega), block.adjoint_mm(q)
-        captured = jnp.sum(q * jnp.conj(adjoint_products), axis=1)
-        inner = matmul(adjoint(adjoint_products), omega)  # Q^H A Omega
-        samples = jnp.conj(omega) * (products - matmul(q, inner))
-        return captured, samples, (products, adjoint_products)
+
+class DiagPlusPlusState(NamedTuple):
+    """The basis and the residual probes, with their products; and the probes of the sketch (with
+    no rows, where they are not kept).
+    """
+
+    q: Inexact[Array, "n m"]
+    z: Inexact[Array, "n m"]  # A^H Q
+    omega: Inexact[Array, "n p"]
+    products: Inexact[Array, "n p"]  # A Omega
+    first: Inexact[Array, "rows m"]  # the probes of the sketch
+    sketch: Inexact[Array, "rows m"]
+    scale: Real[Array, ""]  # of the first sketch
+    status: Int[Array, ""]
+
+
+@final
+class DiagPlusPlusGrowth(AbstractGrowth):
+    """Diag++ block by block, in equal parts for sketch, basis and residual probes. Given the basis
+    (of any size) all residual probes are independent.
+    """
+
+    sampler: AbstractSampler
+    rows: Rows
+    keeps: bool = eqx.field(static=True)
+    unit: ClassVar[int] = 3
+    stop: ClassVar[float] = STOP["diag++"]
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = (*6 * ((1,),), (), ())
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        n, m = block.n, k // 3
+        sketch_key, probe_key = jr.split(key)
+        first = self.sampler.probes(sketch_key, n, m, block.dtype)
+        sketch = block.mm(first)
+        omega = self.sampler.probes(probe_key, n, k - 2 * m, block.dtype)
+        products = block.mm(omega)
+        rows = n if self.keeps else 0
+        old = (sketch[:, :0],) * 4 + (sketch[:rows, :0],) * 2 if state is None else state[:6]
+        scale = scale_of(sketch) if state is None else state.scale
+        # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
+        q, _, _ = append_basis(old[0], sketch / scale)
+        z = block.adjoint_mm(q)
+        new = q, z, omega, products, first[:rows], sketch[:rows]
+        status = status_of(sketch, products, z)
+        return DiagPlusPlusState(
+            *[jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)],
+            scale,
+            status if state is None else jnp.maximum(state.status, status),
+        )
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        m, fresh = state.q.shape[1], state.omega.shape[1]
+        captured, samples = _pieces(state.q, state.omega, state.products, state.z)
+        residual, std_err = mean_and_std_err(self.rows(samples))
+        value = self.rows.of_vector(captured) + residual
+        estimate = make_estimate(value, std_err, 2 * m + fresh, fresh - 1, state.status)
+        return estimate, 8 * block.eps * norm_of(state.z)
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        share = jnp.asarray(1 / state.omega.shape[1], jnp.finfo(block.dtype).dtype)
+        return [_DiagPlusPlusWeights(state.q, state.omega, share)], [1.0]
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`, and that of `XDiagGrowth`."""
+        vectors = jnp.concatenate([state.omega, state.first], axis=1)
+        products = jnp.concatenate([state.products, state.sketch], axis=1)
+        q, z = state.q, state.z
+        if not is_hermitian(block.operator):
+            q, z = q[:, :0], z[:, :0]
+        diagonal, spent = complete_diagonal(block, q, z, (vectors, products))
+        return self.rows.of_vector(diagonal), spent
 
 
 @final
@@ -64,20 +141,13 @@ class DiagPlusPlusEstimator(AbstractDiagonalEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
+    def growth(self, operator, completes=False, rows=Rows()):
+        """See `AbstractDiagonalEstimator`."""
+        return DiagPlusPlusGrowth(self.sampler, rows, completes)
+
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        block = BlockOperator(operator).linearised()
-        m = k // 3
-        sketch_key, probe_key = jr.split(key)
-        sketch = block.mm(self.sampler.probes(sketch_key, block.n, m, block.dtype))
-        q, _ = qr(sketch / scale_of(sketch))
-        omega = self.sampler.probes(probe_key, block.n, k - 2 * m, block.dtype)
-        weights = _DiagPlusPlusWeights(q, omega)
-        captured, samples, products = weights.pieces(block)
-        residual, std_err = mean_and_std_err(rows(samples))
-        status = status_of(sketch, *products)
-        value = rows.of_vector(captured) + residual
-        return make_estimate(value, std_err, k, k - 2 * m - 1, status), weights
+        return run_once(self.growth(operator, rows=rows), key, operator, k)
 
 
 DiagPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

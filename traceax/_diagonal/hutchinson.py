@@ -1,18 +1,22 @@
 """Hutchinson's estimator of the diagonal."""
 
 import math
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
+from jaxtyping import Array, Inexact
 
-from .._estimate import as_value, make_estimate, safe_norm, status_of
+from .._calibration import STOP
+from .._estimate import as_value, make_estimate, norm_of, safe_norm, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._exact import block_width
+from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator
+from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler, check_batch_size
 from .._weights import AbstractWeights
 
@@ -71,6 +75,89 @@ def _merge(state, samples):
     return total, mean + shift * (m / total), spread
 
 
+class HutchinsonDiagonalState(NamedTuple):
+    """Count, mean and spread of the samples, leaf by leaf; and probes and products (with no rows,
+    where they are not kept).
+    """
+
+    moments: list[tuple[Array, Array, Array]]
+    omega: Inexact[Array, "rows k"]
+    products: Inexact[Array, "rows k"]
+
+
+@final
+class HutchinsonDiagonalGrowth(AbstractGrowth):
+    """Hutchinson's estimator block by block. Probes are only kept where the diagonal may have to be
+    completed from them.
+    """
+
+    sampler: AbstractSampler
+    batch_size: int | None = eqx.field(static=True)
+    rows: Rows
+    keeps: bool = eqx.field(static=True)
+    unit: ClassVar[int] = 1
+    stop: ClassVar[float] = STOP["hutchinson-diagonal"]
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (1,), (1,))
+
+    def _block_weights(self, block: BlockOperator, key: tuple[Any, Any], k: int) -> _ProbeWeights:
+        width = min(k, self.batch_size or block_width(block.n, k))
+        return _ProbeWeights(*key, self.sampler, k, k if self.keeps else width)
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        if state is None:
+            parts = self.rows.by_leaf([jnp.zeros((size, 1), block.dtype) for size in block.sizes])
+            count = jnp.zeros((), block.dtype).real
+            nothing = jnp.zeros((block.n if self.keeps else 0, 0), block.dtype)
+            moments = [(count, zero[:, 0], zero[:, 0].real) for zero in parts]
+            state = HutchinsonDiagonalState(moments, nothing, nothing)
+
+        def add(moments, samples):
+            pairs = zip(moments, self.rows.by_leaf(samples), strict=True)
+            return [_merge(*pair) for pair in pairs]
+
+        if self.keeps:
+            by_leaf = self.sampler.probes_by_leaf(key, block.sizes, k, block.dtype)
+            omega = jnp.concatenate(by_leaf)
+            products = block.mm(omega)
+            moments = add(state.moments, block.split(jnp.conj(omega) * products))
+        else:
+            weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
+            moments = weights.over_blocks(state.moments, add, block)
+            omega = products = jnp.zeros((0, k), block.dtype)
+        return HutchinsonDiagonalState(
+            moments,
+            jnp.concatenate([state.omega, omega], axis=1),
+            jnp.concatenate([state.products, products], axis=1),
+        )
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        k = state.omega.shape[1]
+        values, spreads = [m[1] for m in state.moments], [m[2] for m in state.moments]
+        if k > 1:
+            std_errs = [spread / math.sqrt(k * (k - 1)) for spread in spreads]
+        else:
+            std_errs = [jnp.full_like(spread, jnp.inf) for spread in spreads]
+        value, std_err = as_value(values), as_value(std_errs)
+        estimate = make_estimate(value, std_err, k, k - 1, status_of(*values))
+        return estimate, block.eps * norm_of(value)
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
+        parts = [self._block_weights(block, *pair) for pair in zip(keys, sizes, strict=True)]
+        return list[AbstractWeights](parts), [k / budgets[-1] for k in sizes]
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`."""
+        nothing = state.omega[:, :0]
+        known = state.omega, state.products
+        diagonal, spent = complete_diagonal(block, nothing, nothing, known)
+        rows = self.rows.by_leaf([part[:, None] for part in block.split(diagonal)])
+        return as_value([row[:, 0] for row in rows]), spent
+
+
 @final
 class HutchinsonDiagonalEstimator(AbstractDiagonalEstimator):
     r"""The mean of $\bar\omega_i \circ (A \omega_i)$ over `k` independent probes.
@@ -98,27 +185,13 @@ class HutchinsonDiagonalEstimator(AbstractDiagonalEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
+    def growth(self, operator, completes=False, rows=Rows()):
+        """See `AbstractDiagonalEstimator`."""
+        return HutchinsonDiagonalGrowth(self.sampler, self.batch_size, rows, completes)
+
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        block = BlockOperator(operator).linearised()
-        width = min(k, self.batch_size or block_width(block.n, k))
-        weights = _ProbeWeights(jr.key_data(key), jr.key_impl(key), self.sampler, k, width)
-
-        zeros = rows.by_leaf([jnp.zeros((size, 1), block.dtype) for size in block.sizes])
-        count = jnp.zeros((), block.dtype).real
-        start = [(count, zero[:, 0], zero[:, 0].real) for zero in zeros]
-
-        def add(states, samples):
-            return [_merge(*pair) for pair in zip(states, rows.by_leaf(samples), strict=True)]
-
-        states = weights.over_blocks(start, add, block)
-        values, spreads = [state[1] for state in states], [state[2] for state in states]
-        if k > 1:
-            std_errs = [spread / math.sqrt(k * (k - 1)) for spread in spreads]
-        else:
-            std_errs = [jnp.full_like(spread, jnp.inf) for spread in spreads]
-        status = status_of(*values)
-        return make_estimate(as_value(values), as_value(std_errs), k, k - 1, status), weights
+        return run_once(self.growth(operator, rows=rows), key, operator, k)
 
 
 HutchinsonDiagonalEstimator.__init__.__doc__ = """**Arguments:**

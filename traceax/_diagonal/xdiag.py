@@ -1,30 +1,36 @@
 """XDiag."""
 
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Int, Real
 
+from .._calibration import INTERVAL, STOP
 from .._estimate import make_estimate, status_of
 from .._estimator import AbstractDiagonalEstimator
-from .._operator import BlockOperator
+from .._growth import AbstractGrowth, complete_diagonal, run_once
+from .._operator import BlockOperator, is_hermitian
+from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
 from .._sketch import (
     RangeFinder,
     adjoint,
+    append_sketch,
     column_dots,
+    leave_one_out_directions,
+    lifted,
     matmul,
     pairs_of,
-    range_finder,
+    products_of_sketch,
+    range_finder_of,
     rescale_error,
-    sketch_of,
 )
-from .._weights import AbstractWeights
-from ._leave_one_out import Split, diagonal_and_error
+from .._weights import AbstractTwoSidedWeights
+from ._leave_one_out import Split, diagonal_and_error, rounding_of
 
 
 @final
-class XDiagWeights(AbstractWeights):
+class XDiagWeights(AbstractTwoSidedWeights):
     """XDiag as a function of A, with the probes and all that was learnt from them held fixed:
 
     diag(Q (I - S S^H / m) Q^H A)
@@ -36,23 +42,100 @@ class XDiagWeights(AbstractWeights):
     q: Inexact[Array, "n m"]
     s: Inexact[Array, "m m"]
     omega: Inexact[Array, "n m"]
+    share: Real[Array, ""]  # 1 / m
 
-    def contract(self, operator):
-        """See `AbstractWeights`."""
-        block = BlockOperator(operator)
-        q, s, omega = self.q, self.s, self.omega
-        m = s.shape[0]
-        products, adjoint_products = block.mm(omega), block.adjoint_mm(q)
-        kept = q - matmul(q, matmul(s, adjoint(s))) / m
+    def combine(self, products, adjoint_products):
+        """See `AbstractTwoSidedWeights`."""
+        q, s, omega, share = self.q, self.s, self.omega, self.share
+        kept = q - matmul(q, matmul(s, adjoint(s))) * share
         captured = jnp.sum(kept * jnp.conj(adjoint_products), axis=1)
         inner = matmul(adjoint(adjoint_products), omega)  # Q^H A Omega
         inner = inner - s * column_dots(s, inner)
-        return captured + jnp.mean(jnp.conj(omega) * (products - matmul(q, inner)), axis=1)
+        samples = jnp.conj(omega) * (products - matmul(q, inner))
+        return captured + jnp.sum(samples, axis=1) * share
 
 
 def xdiag_weights(omega: Array, factors: RangeFinder) -> XDiagWeights:
     """The weights that belong to a sketch."""
-    return XDiagWeights(factors.q, factors.s, omega)
+    share = jnp.asarray(1 / omega.shape[1], jnp.finfo(omega.dtype).dtype)
+    return XDiagWeights(factors.q, factors.s, omega, share)
+
+
+class XDiagState(NamedTuple):
+    """The factors for A / scale + nu I, scale and nu being those of the first block."""
+
+    omega: Inexact[Array, "n m"]
+    q: Inexact[Array, "n m"]
+    r: Inexact[Array, "m m"]
+    z: Inexact[Array, "n m"]  # the adjoint times Q
+    scale: Real[Array, ""]
+    size: Real[Array, ""]  # the scale, or 0 if all products vanish
+    nu: Real[Array, ""]
+    status: Int[Array, ""]
+
+
+@final
+class XDiagGrowth(AbstractGrowth):
+    """XDiag block by block: new columns are appended to the QR factorisation, and only these are
+    multiplied with the adjoint.
+    """
+
+    sampler: AbstractSampler
+    rows: Rows
+    unit: ClassVar[int] = 2
+    stop: ClassVar[float] = STOP["xdiag"]
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), (1,), (0, 1), (1,), (), (), (), ())
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        before, q, factors = append_sketch(state, self.sampler, key, block, k // 2)
+        products = block.adjoint_mm(q)
+        z = products / factors["scale"] + factors["nu"] * q
+        factors["status"] = jnp.maximum(factors["status"], status_of(products))
+        return XDiagState(
+            **factors, z=jnp.concatenate([before if state is None else state.z, z], axis=1)
+        )
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        q, z, m = state.q, state.z, state.r.shape[0]
+        r = lifted(state.r)
+        s = leave_one_out_directions(r)
+        rounding = rounding_of(block.n, state.nu)
+        value, std_err = diagonal_and_error(
+            Split(
+                base=jnp.sum(q * jnp.conj(z), axis=1) - state.nu,
+                left=matmul(q, s),
+                right=matmul(z, s),
+                left_over=column_dots(s, r),
+                omega=state.omega,
+                pairs=pairs_of(s),
+            ),
+            self.rows,
+            rounding,
+        )
+        std_err = rescale_error(state.size, std_err)
+        estimate = make_estimate(state.size * value, std_err, 2 * m, m - 1, state.status)
+        return estimate, state.size * rounding
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        w = matmul(adjoint(state.q), state.omega)
+        factors = range_finder_of(state.omega, state.q, state.r, w, False)
+        return [xdiag_weights(state.omega, factors)], [1.0]
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`: A is known on the span of Omega, and of Q if it is Hermitian.
+
+        (Else what the products with the adjoint say is of no use: of A on the complement of Omega
+        nothing is known, and n - m more products say all.)
+        """
+        products = products_of_sketch(state)
+        q, known = state.q, state.scale * (state.z - state.nu * state.q)
+        if not is_hermitian(block.operator):
+            q, known = q[:, :0], known[:, :0]
+        diagonal, spent = complete_diagonal(block, q, known, (state.omega, products))
+        return self.rows.of_vector(diagonal), spent
 
 
 @final
@@ -82,32 +165,18 @@ class XDiagEstimator(AbstractDiagonalEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
+    def growth(self, operator, completes=False, rows=Rows()):
+        """See `AbstractDiagonalEstimator`."""
+        del completes  # all probes are kept in any case
+        return XDiagGrowth(self.sampler, rows)
+
+    def inflation(self, operator, k):
+        """See `AbstractEstimator`."""
+        return INTERVAL["xdiag"]
+
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        block = BlockOperator(operator).linearised()
-        m = k // 2
-        omega = self.sampler.probes(key, block.n, m, block.dtype)
-        # From here on the operator is A / scale + nu I.
-        sketch = sketch_of(block, omega)
-        factors = range_finder(omega, sketch.shifted, False)
-        products = block.adjoint_mm(factors.q)
-        z = products / sketch.scale + sketch.nu * factors.q
-
-        value, std_err = diagonal_and_error(
-            Split(
-                base=jnp.sum(factors.q * jnp.conj(z), axis=1) - sketch.nu,
-                left=matmul(factors.q, factors.s),
-                right=matmul(z, factors.s),
-                left_over=column_dots(factors.s, factors.r),
-                omega=omega,
-                pairs=pairs_of(factors.s),
-            ),
-            rows,
-        )
-        status = status_of(sketch.products, products)
-        std_err = rescale_error(sketch.size, std_err)
-        estimate = make_estimate(sketch.size * value, std_err, 2 * m, m - 1, status)
-        return estimate, xdiag_weights(omega, factors)
+        return run_once(self.growth(operator, rows=rows), key, operator, k)
 
 
 XDiagEstimator.__init__.__doc__ = """**Arguments:**

@@ -2,16 +2,79 @@
 
 from typing import ClassVar, final
 
+import equinox as eqx
 import jax.numpy as jnp
 
+from .._calibration import INTERVAL, STOP
 from .._estimate import NOT_SEMIDEFINITE, make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractDiagonalEstimator
-from .._nystrom import nystrom
+from .._growth import AbstractGrowth, complete_diagonal, run_once
+from .._nystrom import NYSTROM_AXES, append_probes, nystrom
 from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
+from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
 from .._sketch import matmul, pairs_of, range_finder, rescale_error
-from ._leave_one_out import Split, diagonal_and_error
+from ._leave_one_out import Split, diagonal_and_error, rounding_of
 from .xdiag import xdiag_weights
+
+
+@final
+class XNysDiagGrowth(AbstractGrowth):
+    """XNysDiag block by block, as `XNysTraceGrowth`."""
+
+    sampler: AbstractSampler
+    sign: int = eqx.field(static=True)
+    rows: Rows
+    unit: ClassVar[int] = 1
+    stop: ClassVar[float] = STOP["xnysdiag"]
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = NYSTROM_AXES
+
+    def grow(self, state, key, block, k):
+        """See `AbstractGrowth`."""
+        omega = self.sampler.probes(key, block.n, k, block.dtype)
+        return append_probes(state, omega, block, self.sign)
+
+    def estimate(self, state, block):
+        """See `AbstractGrowth`."""
+        k = state.r.shape[0]
+        factors = nystrom(state, block.eps)
+        omega = matmul(state.p, state.r)
+        f, z = factors.f, matmul(factors.f, factors.q)
+        rounding = rounding_of(block.n, factors.nu)
+        value, std_err = diagonal_and_error(
+            Split(
+                base=jnp.sum(jnp.abs(f) ** 2, axis=1) - factors.nu,
+                left=z,
+                right=z,
+                left_over=factors.rho * jnp.sqrt(factors.inverse),
+                omega=omega,
+                pairs=pairs_of(factors.q),
+            ),
+            self.rows,
+            rounding,
+        )
+        # With a wrong tag, fall back on what needs none: Hutchinson's samples from the products.
+        original = matmul(factors.products / factors.scale, factors.r)
+        plain, plain_err = mean_and_std_err(self.rows(jnp.conj(omega) * original))
+        value = jnp.where(factors.wrong, plain, value).astype(block.dtype)
+        std_err = jnp.where(factors.wrong, plain_err, std_err)
+        status = status_of(factors.products)
+        status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
+
+        value, std_err = self.sign * factors.size * value, rescale_error(factors.size, std_err)
+        return make_estimate(value, std_err, k, k - 1, status), factors.size * rounding
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractGrowth`."""
+        factors = nystrom(state, block.eps)
+        omega = matmul(state.p, state.r)
+        shifted = matmul(factors.sketch, factors.r)
+        return [xdiag_weights(omega, range_finder(omega, shifted, False))], [1.0]
+
+    def complete(self, state, block):
+        """See `AbstractGrowth`."""
+        diagonal, spent = complete_diagonal(block, state.p, self.sign * state.products)
+        return self.rows.of_vector(diagonal), spent
 
 
 @final
@@ -40,38 +103,18 @@ class XNysDiagEstimator(AbstractDiagonalEstimator):
         self.sampler.check_dtype(BlockOperator(operator).dtype)
         check_semidefinite(operator, "XNysDiagEstimator", "XDiagEstimator")
 
+    def growth(self, operator, completes=False, rows=Rows()):
+        """See `AbstractDiagonalEstimator`."""
+        del completes  # all probes are kept in any case
+        return XNysDiagGrowth(self.sampler, semidefinite_sign(operator), rows)
+
+    def inflation(self, operator, k):
+        """See `AbstractEstimator`."""
+        return INTERVAL["xnysdiag"]
+
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        block = BlockOperator(operator).linearised()
-        sign = semidefinite_sign(operator)
-        omega = self.sampler.probes(key, block.n, k, block.dtype)
-        factors = nystrom(block, omega, sign)
-        f, z = factors.f, matmul(factors.f, factors.q)
-        value, std_err = diagonal_and_error(
-            Split(
-                base=jnp.sum(jnp.abs(f) ** 2, axis=1) - factors.nu,
-                left=z,
-                right=z,
-                left_over=factors.rho * jnp.sqrt(factors.inverse),
-                omega=omega,
-                pairs=pairs_of(factors.q),
-            ),
-            rows,
-        )
-        # With a wrong tag, fall back on what needs none: Hutchinson's samples from the products.
-        original = matmul(factors.products / factors.scale, factors.r)
-        plain, plain_err = mean_and_std_err(rows(jnp.conj(omega) * original))
-        value = jnp.where(factors.wrong, plain, value).astype(block.dtype)
-        std_err = jnp.where(factors.wrong, plain_err, std_err)
-        status = status_of(factors.products)
-        status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
-
-        size = factors.size
-        estimate = make_estimate(
-            sign * size * value, rescale_error(size, std_err), k, k - 1, status
-        )
-        shifted = matmul(factors.sketch, factors.r)
-        return estimate, xdiag_weights(omega, range_finder(omega, shifted, False))
+        return run_once(self.growth(operator, rows=rows), key, operator, k)
 
 
 XNysDiagEstimator.__init__.__doc__ = """**Arguments:**

@@ -4,9 +4,8 @@ from typing import ClassVar, final
 
 import equinox as eqx
 
-from .._auto import choose, compute_split
+from .._auto import choose, compute_split, inflation_of_rest
 from .._estimator import AbstractTraceEstimator
-from .._structure import split
 from .hutchinson import HutchinsonEstimator
 from .xnystrace import XNysTraceEstimator
 from .xtrace import XTraceEstimator
@@ -45,11 +44,7 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     def inflation(self, operator, k):
         """See `AbstractEstimator`."""
-        parts = split(operator, k, 1)
-        if parts.rest is None:
-            return 1.0
-        left = k - parts.num_matvecs
-        return self.select(parts.rest, left).inflation(parts.rest, left)
+        return inflation_of_rest(self.select, operator, k, diagonal=False)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

@@ -1,22 +1,19 @@
 """XNysTrace."""
 
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
 
 from .._calibration import INTERVAL, STOP
 from .._estimate import NOT_SEMIDEFINITE, make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
-from .._nystrom import Nystrom, nystrom_of
+from .._nystrom import NYSTROM_AXES, Nystrom, append_probes, nystrom
 from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._sampler import AbstractSampler, SphereSampler
 from .._sketch import (
     adjoint,
-    append_basis,
-    extend_factor,
     leave_one_out_error,
     matmul,
     pairs_of,
@@ -56,14 +53,6 @@ def _leave_one_out(factors: Nystrom, n: int, resphere: bool):
     return samples, jnp.where(valid, differences, jnp.zeros_like(differences))
 
 
-class XNysTraceState(NamedTuple):
-    """The products with the basis of the probes Omega = P R."""
-
-    p: Inexact[Array, "n m"]
-    r: Inexact[Array, "m m"]
-    products: Inexact[Array, "n m"]  # of +A or -A, whichever is positive
-
-
 @final
 class XNysTraceGrowth(AbstractGrowth):
     """XNysTrace block by block: new probes are appended to the basis of the others. What follows
@@ -75,28 +64,17 @@ class XNysTraceGrowth(AbstractGrowth):
     sign: int = eqx.field(static=True)
     unit: ClassVar[int] = 1
     stop: ClassVar[float] = STOP["xnystrace"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), (0, 1), (1,))
+    axes: ClassVar[tuple[tuple[int, ...], ...]] = NYSTROM_AXES
 
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
         omega = self.sampler.probes(key, block.n, k, block.dtype)
-        if state is None:
-            square = jnp.zeros((0, 0), omega.dtype)
-            state = XNysTraceState(omega[:, :0], square, omega[:, :0])
-        p, c, r = append_basis(state.p, omega)
-        return XNysTraceState(
-            jnp.concatenate([state.p, p], axis=1),
-            extend_factor(state.r, c, r),
-            jnp.concatenate([state.products, self.sign * block.mm(p)], axis=1),
-        )
-
-    def _factors(self, state: XNysTraceState, block: BlockOperator) -> Nystrom:
-        return nystrom_of(state.p, state.r, state.products, block.eps)
+        return append_probes(state, omega, block, self.sign)
 
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
         n, k = block.n, state.r.shape[0]
-        factors = self._factors(state, block)
+        factors = nystrom(state, block.eps)
         samples, differences = _leave_one_out(factors, n, self.resphere)
         value = (jnp.mean(samples) - n * factors.nu).astype(block.dtype)
         rounding = 8 * n * factors.nu
@@ -114,7 +92,7 @@ class XNysTraceGrowth(AbstractGrowth):
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""
-        factors = self._factors(state, block)
+        factors = nystrom(state, block.eps)
         # The weights belong to the sketch A Omega = (A P) R, of either sign.
         original = matmul(factors.sketch, factors.r)
         omega = matmul(state.p, state.r)

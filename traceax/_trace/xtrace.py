@@ -14,20 +14,18 @@ from .._operator import BlockOperator
 from .._sampler import AbstractSampler, SphereSampler
 from .._sketch import (
     RangeFinder,
-    Sketch,
     adjoint,
-    append_basis,
+    append_sketch,
     column_dots,
     extend_dots,
-    extend_factor,
     leave_one_out_error,
     matmul,
     pairs_of,
+    products_of_sketch,
     quadratic_forms,
     range_finder_of,
     rescale_error,
     resphering,
-    sketch_of,
     xtrace_weights,
 )
 
@@ -86,13 +84,6 @@ class XTraceState(NamedTuple):
     status: Int[Array, ""]
 
 
-def _start(sketch: Sketch) -> XTraceState:
-    nothing = sketch.products[:, :0]
-    square, status = jnp.zeros((0, 0), nothing.dtype), status_of()
-    factors = (nothing, nothing, square, nothing, square, square, square)
-    return XTraceState(*factors, sketch.scale, sketch.size, sketch.nu, status)
-
-
 @final
 class XTraceGrowth(AbstractGrowth):
     """XTrace block by block: new columns are appended to the QR factorisation, and everything
@@ -119,26 +110,23 @@ class XTraceGrowth(AbstractGrowth):
 
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
-        omega = self.sampler.probes(key, block.n, k // 2, block.dtype)
+        before, q, factors = append_sketch(state, self.sampler, key, block, k // 2)
         # From here on the operator is A / scale + nu I.
+        products = block.mm(q)
+        z = products / factors["scale"] + factors["nu"] * q
         if state is None:
-            sketch = sketch_of(block, omega)
-            state, products, shifted = _start(sketch), sketch.products, sketch.shifted
+            square, old_z, old_omega = jnp.zeros((0, 0), q.dtype), before, before
+            h = w = t = square
         else:
-            products = block.mm(omega)
-            shifted = products / state.scale + state.nu * omega
-        q, c, r = append_basis(state.q, shifted)
-        basis_products = block.mm(q)
-        z = basis_products / state.scale + state.nu * q
-        return state._replace(
-            omega=jnp.concatenate([state.omega, omega], axis=1),
-            q=jnp.concatenate([state.q, q], axis=1),
-            r=extend_factor(state.r, c, r),
-            z=jnp.concatenate([state.z, z], axis=1),
-            h=extend_dots(state.h, state.q, q, state.z, z),
-            w=extend_dots(state.w, state.q, q, state.omega, omega),
-            t=extend_dots(state.t, state.z, z, state.omega, omega),
-            status=jnp.maximum(state.status, status_of(products, basis_products)),
+            old_z, old_omega, h, w, t = state.z, state.omega, state.h, state.w, state.t
+        omega = factors["omega"][:, before.shape[1] :]
+        factors["status"] = jnp.maximum(factors["status"], status_of(products))
+        return XTraceState(
+            **factors,
+            z=jnp.concatenate([old_z, z], axis=1),
+            h=extend_dots(h, before, q, old_z, z),
+            w=extend_dots(w, before, q, old_omega, omega),
+            t=extend_dots(t, old_z, z, old_omega, omega),
         )
 
     def estimate(self, state, block):
@@ -163,11 +151,8 @@ class XTraceGrowth(AbstractGrowth):
 
     def complete(self, state, block):
         """See `AbstractGrowth`: A is known on the span of Q and Omega."""
-        scale, nu = state.scale, state.nu
-        sketch = matmul(state.q, state.r)
-        unshifted = scale * (state.z - nu * state.q)
-        products = scale * (sketch - nu * state.omega)
-        return complete_trace(block, state.q, unshifted, (state.omega, products))
+        unshifted = state.scale * (state.z - state.nu * state.q)
+        return complete_trace(block, state.q, unshifted, (state.omega, products_of_sketch(state)))
 
 
 @final
