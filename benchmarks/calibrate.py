@@ -1,14 +1,21 @@
 """Measures the constants of `traceax/_calibration.py`, and what the stopping rule then does.
 
-    python -m benchmarks.calibrate
+    python -m benchmarks.calibrate                   # all
+    python -m benchmarks.calibrate xdiag xnysdiag    # only these; the other results are kept
 
-The six spectra of the XTrace experiment, n = 1000, float64, 200 keys. A run to a tolerance looks at
+(With `OPENBLAS_NUM_THREADS=1` where other programs run as well: it is up to 70 times as fast.)
+
+The six spectra of the XTrace experiment with random eigenvectors, n = 1000 (diagonals: 500, since
+their standard errors take more), float64, 200 keys. A run to a tolerance looks at
 its estimate after every block, so its value and standard error after every block say all: when it
 stops for any constant and tolerance, and when a perfect rule (that knows the trace) would stop, at
 the first block after which the error stays within the tolerance. The constants come from one set of
-keys, the table from another. Results: `benchmarks/calibration.json`, about ten minutes.
+keys, the table from another. Errors of diagonals are measured in the 2-norm, but for their
+intervals, which hold entry by entry (and are measured over all entries). Results:
+`benchmarks/calibration.json`, about ten minutes; diagonals half an hour more.
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -18,11 +25,20 @@ import lineax as lx
 import numpy as np
 from scipy.special import stdtrit
 
+import traceax as tr
 from traceax._blocks import schedule
+from traceax._calibration import norm_factor
+from traceax._estimate import norm_of
 
 from .common import ESTIMATORS, PSD
 
-N, COUNT = 1000, 200
+DIAGONAL_ESTIMATORS = {
+    "hutchinson-diagonal": tr.HutchinsonDiagonalEstimator(),
+    "diag++": tr.DiagPlusPlusEstimator(),
+    "xdiag": tr.XDiagEstimator(),
+    "xnysdiag": tr.XNysDiagEstimator(),
+}
+N, N_DIAGONAL, COUNT = 1000, 500, 200
 RTOLS = (1e-1, 1e-2, 1e-3, 1e-4)
 LEVEL = 0.95
 #: Coverage of 200 keys is known to 1.5 %: so much more than LEVEL is asked of the constants.
@@ -32,10 +48,11 @@ LEAST = 2.0
 RESULTS = Path(__file__).parent / "calibration.json"
 
 
-def spectra():
-    i = np.arange(1, N + 1.0)
+def spectra(n=None):
+    n = n or N
+    i = np.arange(1, n + 1.0)
     return {
-        "flat": np.linspace(1, 3, N),
+        "flat": np.linspace(1, 3, n),
         "poly": i**-2,
         "exp0.9": 0.9**i,
         "exp0.7": 0.7**i,
@@ -44,12 +61,16 @@ def spectra():
     }
 
 
-def histories(estimator, eigenvalues, seed):
-    """Relative errors and standard errors after every block, and after completion."""
-    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((N, N)))[0]
+def runs(estimator, eigenvalues, seed):
+    """Values and standard errors after every block (keys x blocks x entries), the factors that the
+    norms of these are worth, the truth, the products up to the end of each block, and those that a
+    probe takes.
+    """
+    n = len(eigenvalues)
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     matrix = jnp.asarray((basis * eigenvalues) @ basis.T)
     growth = estimator.growth(lx.MatrixLinearOperator(matrix, PSD))
-    budgets = schedule(growth.unit, N, N)
+    budgets = schedule(growth.unit, n, n)
 
     @jax.jit
     def run(keys, matrix):
@@ -61,18 +82,40 @@ def histories(estimator, eigenvalues, seed):
                 new = jax.random.fold_in(key, j) if j else key
                 state = growth.grow(state, new, block, k - (budgets[j - 1] if j else 0))
                 estimate, rounding = growth.estimate(state, block)
-                std_err = jnp.where(estimate.std_err <= rounding, 0, estimate.std_err)
-                found.append((estimate.value, std_err))
+                exact = norm_of(estimate.std_err) <= rounding
+                std_err = jnp.where(exact, 0, estimate.std_err)
+                factor = jnp.asarray(norm_factor(std_err))
+                found.append((jnp.atleast_1d(estimate.value), jnp.atleast_1d(std_err), factor))
             return tuple(jnp.stack(x) for x in zip(*found, strict=True))
 
         return jax.lax.map(one, keys)
 
     keys = jax.random.split(jax.random.key(seed), COUNT)
-    value, std_err = map(np.asarray, run(keys, matrix))
-    truth = eigenvalues.sum()
-    end = np.zeros((COUNT, 1))
-    errors = np.concatenate([(value - truth) / truth, end], axis=1)
-    return errors, np.concatenate([std_err / truth, end], axis=1), [*budgets, N], growth.unit
+    value, std_err, factor = map(np.asarray, run(keys, matrix))
+    diagonal = np.asarray(jnp.diagonal(matrix))
+    truth = eigenvalues.sum(keepdims=True) if value.shape[-1] == 1 else diagonal
+    return value, std_err, factor, truth, [*budgets, n], growth.unit
+
+
+def histories_of(found):
+    """Relative errors and standard errors after every block, and after completion."""
+    value, std_err, factor, truth, budgets, unit = found
+    size = np.linalg.norm(truth)
+    if len(truth) == 1:
+        errors, std_errs = (value[..., 0] - truth) / truth, std_err[..., 0] / truth
+    else:
+        errors = np.linalg.norm(value - truth, axis=-1) / size
+        # As a share of the norm of the value, which `case` takes to be 1 + error.
+        std_errs = factor * np.linalg.norm(std_err, axis=-1) / np.linalg.norm(value, axis=-1)
+        std_errs = std_errs * (1 + errors)
+    end = np.zeros((len(value), 1))
+    errors, std_errs = (np.concatenate([x, end], axis=1) for x in (errors, std_errs))
+    return errors, std_errs, budgets, unit
+
+
+def histories(estimator, eigenvalues, seed):
+    """`runs` and `histories_of` in one."""
+    return histories_of(runs(estimator, eigenvalues, seed))
 
 
 def quantiles(budgets, unit, level):
@@ -111,25 +154,30 @@ def stopping_constant(found):
 
 def interval_constant(found):
     """By how much the LEVEL quantile of |error| / std_err exceeds Student's, on the worst spectrum
-    (all blocks together; without errors of rounding, which have no such distribution).
+    (all blocks and entries together; without errors of rounding, which have no such distribution).
     """
     worst = 1.0
-    for errors, std_errs, budgets, unit in found.values():
-        blocks = np.sqrt(np.mean(errors**2, axis=0)) > 1e-11
-        ratios = np.abs(errors[:, blocks]) / np.maximum(std_errs[:, blocks], 1e-300)
-        ratios = ratios / quantiles(budgets, unit, LEVEL)[blocks]
+    for value, std_err, _, truth, budgets, unit in found.values():
+        errors = value - truth
+        size = np.linalg.norm(errors, axis=-1) / np.linalg.norm(truth)
+        blocks = np.sqrt(np.mean(size**2, axis=0)) > 1e-11
+        ratios = np.abs(errors[:, blocks]) / np.maximum(std_err[:, blocks], 1e-300)
+        ratios = ratios / quantiles(budgets[:-1], unit, LEVEL)[blocks, None]
         worst = max(worst, float(np.quantile(ratios, LEVEL)))
     return round(worst, 2)
 
 
 def main():
     jax.config.update("jax_enable_x64", True)
-    results = {}
-    for name, estimator in ESTIMATORS.items():
-        found, check = (
-            {s: histories(estimator, values, seed) for s, values in spectra().items()}
-            for seed in (1, 2)
-        )
+    estimators = {**ESTIMATORS, **DIAGONAL_ESTIMATORS}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=list(estimators), choices=estimators)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in parser.parse_args().names:
+        n = N_DIAGONAL if name in DIAGONAL_ESTIMATORS else N
+        raw = {s: runs(estimators[name], values, 1) for s, values in spectra(n).items()}
+        found = {s: histories_of(each) for s, each in raw.items()}
+        check = {s: histories(estimators[name], values, 2) for s, values in spectra(n).items()}
         measured = stopping_constant(found)
         used = max(LEAST, measured)
         table = {
@@ -140,12 +188,13 @@ def main():
         results[name] = {
             "stop_measured": measured,
             "stop": used,
-            "interval": interval_constant(found),
+            "interval": interval_constant(raw),
             "table": table,
         }
         print(name, {k: v for k, v in results[name].items() if k != "table"})
         for what, figures in table.items():
             print(f"  {what:15s}", figures, flush=True)
+        results = {name: results[name] for name in estimators if name in results}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
