@@ -139,22 +139,24 @@ def test_derivatives_are_those_of_the_final_block(name):
             pulled = jnp.sum(weights * along), jnp.sum(weights * across)
         return result, along, across, pulled, weights
 
-    for rtol, tolerance in ((20.0, 3.5), (0.5, 3.5), (1e-13, 1e-12)):
+    for rtol, tolerance in ((20.0, 0.35), (0.5, 0.35), (1e-13, 1e-12)):
         value, along, across, pulled, weights = derivatives(keys(1)[0], jnp.asarray(rtol))
         # (XNysDiag is differentiated with the weights of XDiag, from the same sketch.)
         own = name != "xnysdiag" or rtol < 1e-9
         np.testing.assert_allclose(along, value, rtol=1e-7 if own else 0.5, atol=1e-12)
         np.testing.assert_allclose(pulled[0], np.sum(weights * along), rtol=1e-9)
         np.testing.assert_allclose(pulled[1], np.sum(weights * across), rtol=1e-9)
-        # Entries of "flat" off the diagonal have size 0.58 / sqrt(120): 0.58 / sqrt(16) = 0.14 is
-        # the deviation of an entry at most.
-        np.testing.assert_allclose(across, np.diag(other), atol=tolerance * 0.2)
+        # "flat" is 2 I and rows of norm 0.58: after 16 samples 0.58 / 4 is the deviation of an
+        # entry (Hutchinson). With a basis Q the samples see (I - Q Q^H) 2 I as well, whose rows are
+        # at most 1 long off the diagonal: sqrt(0.33 + 1) / 4 = 0.29 in the mean of 120.
+        assert np.linalg.norm(across - np.diag(other)) <= tolerance * np.sqrt(N)
 
 
 def test_lanes_of_a_vmap_stop_by_themselves():
     """And so do their gradients, for an operator between PyTrees, whose diagonal comes in parts."""
     matrix = jnp.asarray(POLY)
     structure = {"a": jax.ShapeDtypeStruct((50,), float), "b": jax.ShapeDtypeStruct((70,), float)}
+    one = jnp.ones(())
 
     def run(key):
         def value(c):
@@ -164,11 +166,11 @@ def test_lanes_of_a_vmap_stop_by_themselves():
 
             operator = lx.FunctionLinearOperator(product, structure, PSD)
             solution = tr.diagonal(
-                key, operator, estimator=tr.HutchinsonDiagonalEstimator(), rtol=2.85
+                key, operator, estimator=tr.HutchinsonDiagonalEstimator(), rtol=1.15
             )
             return solution.value["b"], (solution.std_err["a"], solution.num_matvecs)
 
-        both, slope, (error, spent) = jax.jvp(value, (1.0,), (1.0,), has_aux=True)
+        both, slope, (error, spent) = jax.jvp(value, (one,), (one,), has_aux=True)
         return both, slope, error, spent
 
     lanes = jax.jit(jax.vmap(run))(keys(6))
@@ -231,22 +233,20 @@ def test_what_is_known_exactly_counts():
     kernel = lx.FunctionLinearOperator(product, structure, PSD)
     noisy = kernel + 10.0 * lx.IdentityLinearOperator(structure)
     truth, whole = np.diag(POLY), np.linalg.norm(np.diag(POLY) + 10)
-    run = partial(tr.diagonal, keys(1)[0], max_k=60)
-    alone = run(kernel, rtol=5e-2)
-    with_noise = run(noisy, rtol=5e-2 * np.linalg.norm(truth) / whole)
-    assert 16 < alone.num_matvecs < 60
-    assert with_noise.num_matvecs == alone.num_matvecs
-    value = np.concatenate(with_noise.value)
-    np.testing.assert_allclose(value - 10, np.concatenate(alone.value), rtol=1e-9)
+    # 5 % of the diagonal of K is 0.08 % of the whole.
+    solution = tr.diagonal(keys(1)[0], noisy, rtol=5e-2 * np.linalg.norm(truth) / whole)
+    assert 16 < solution.num_matvecs < 60
+    value = np.concatenate(solution.value)
     assert np.linalg.norm(value - 10 - truth) <= 5e-2 * np.linalg.norm(truth)
+    assert solution.inflation == 1.1
 
-    for rtol, max_k, spent in ((1e-3, 40, 40), (1e-13, None, N)):
-        blocks = tr.block_traces(keys(1)[0], noisy, rtol=rtol, max_k=max_k)
-        sums = np.array([truth[:50].sum() + 500, truth[50:].sum() + 700])
+    traces = eqx.filter_jit(lambda rtol: tr.block_traces(keys(1)[0], noisy, rtol=rtol))
+    sums = np.array([truth[:50].sum() + 500, truth[50:].sum() + 700])
+    for rtol in (1e-3, 1e-13):
+        blocks = traces(jnp.asarray(rtol))
         error = np.linalg.norm(np.array(blocks.value) - sums) / np.linalg.norm(sums)
-        assert blocks.num_matvecs <= spent
+        assert (blocks.num_matvecs == N) == (rtol < 1e-9)
         assert error <= rtol
-    assert blocks.num_matvecs == N
     identity = lx.IdentityLinearOperator(structure)
     assert tr.diagonal(keys(1)[0], identity, rtol=1e-3).num_matvecs == 0
 

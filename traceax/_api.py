@@ -105,13 +105,14 @@ def trace(
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     check_key(key)
     options = (rtol, atol, max_k, state, keep_state, progress)
-    if to_a_tolerance("trace", k, options):
+    budget = budget_or_tolerance("trace", k, options)
+    if budget is None:
         return solve_to_tolerance(trace_p, key, operator, estimator, None, *options, throw=throw)
-    return solve(trace_p, key, operator, k, estimator, throw=throw)
+    return solve(trace_p, key, operator, budget, estimator, throw=throw)
 
 
-def to_a_tolerance(name: str, k: Any, options: tuple[Any, ...]) -> bool:
-    """Whether a call gives a tolerance, or a `TypeError` unless it gives either that or a budget.
+def budget_or_tolerance(name: str, k: int | None, options: tuple[Any, ...]) -> int | None:
+    """The budget, or None for a tolerance; a `TypeError` unless a call gives just one of them.
 
     **Arguments:**
 
@@ -121,7 +122,7 @@ def to_a_tolerance(name: str, k: Any, options: tuple[Any, ...]) -> bool:
 
     **Returns:**
 
-    A Python bool.
+    `k` (which may still be of a wrong type).
     """
     if options[0] is None and options[1] is None:
         if k is None or options != (None, None, None, None, False, False):
@@ -130,13 +131,13 @@ def to_a_tolerance(name: str, k: Any, options: tuple[Any, ...]) -> bool:
                 f"{type(k).__name__}; or give a tolerance instead, `{name}(key, operator, "
                 "rtol=1e-3)`, to which alone `max_k`, `state`, `keep_state` and `progress` belong."
             )
-        return False
+        return k
     if k is not None:
         raise TypeError(
             f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a tolerance "
             "may take, pass max_k instead of k."
         )
-    return True
+    return None
 
 
 def diagonal(
@@ -189,11 +190,12 @@ def diagonal(
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
     check_key(key)
     options = (rtol, atol, max_k, state, keep_state, progress)
-    if to_a_tolerance("diagonal", k, options):
+    budget = budget_or_tolerance("diagonal", k, options)
+    if budget is None:
         arguments = diagonal_p, key, operator, estimator, Rows(), *options
         solution = solve_to_tolerance(*arguments, throw=throw)
     else:
-        solution = solve(diagonal_p, key, operator, k, estimator, throw=throw)
+        solution = solve(diagonal_p, key, operator, budget, estimator, throw=throw)
     return restructure(solution, BlockOperator(operator).unflatten)
 
 
@@ -242,12 +244,13 @@ def block_traces(
     structure = as_operator(operator).in_structure()
     sizes = tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure))
     rows, options = Rows(sizes), (rtol, atol, max_k, state, keep_state, progress)
-    if to_a_tolerance("block_traces", k, options):
+    budget = budget_or_tolerance("block_traces", k, options)
+    if budget is None:
         arguments = diagonal_p, key, operator, estimator, rows, *options
         solution = solve_to_tolerance(*arguments, throw=throw)
     else:
         blocks = BlockTraceEstimator(estimator, rows)
-        solution = solve(diagonal_p, key, operator, k, blocks, throw=throw)
+        solution = solve(diagonal_p, key, operator, budget, blocks, throw=throw)
     treedef = jtu.tree_structure(structure)
     return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
 

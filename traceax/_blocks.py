@@ -82,8 +82,8 @@ class Rule(NamedTuple):
     def met(self, estimate: Estimate, block: BlockOperator, factor: float) -> Array:
         """Whether `factor` standard errors are within the tolerance."""
         value, error = self.sizes(estimate, block)
-        factor = factor * norm_factor(estimate.std_err)
-        return factor * error <= self.atol + self.rtol * norm_of(value)
+        error = factor * norm_factor(estimate.std_err) * error
+        return error <= self.atol + self.rtol * norm_of(value)
 
 
 @final
@@ -305,7 +305,7 @@ class Run:
             used = len(parts)
             unused = [jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in like[used:]]
             factors = jnp.array([*factors, *[0.0] * len(unused)], jnp.finfo(self.block.dtype).dtype)
-            return jtu.tree_map(padded, parts, like[:used]) + unused, factors
+            return [*jtu.tree_map(padded, parts, like[:used]), *unused], factors
 
         branches = [lambda j=j: branch(j) for j in range(count)]
         parts, factors = lax.switch(jnp.minimum(outcome.level, count - 1), branches)

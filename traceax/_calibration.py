@@ -12,7 +12,8 @@ from ._estimate import is_scalar, norm_of
 
 #: With so many standard errors (times Student's quantile over the normal one) below the tolerance,
 #: runs that look after every block end within it in 95 % of cases at least, on six spectra. None is
-#: smaller than 2, whatever was measured: these are not all there are.
+#: smaller than 2, whatever was measured: these are not all there are. (Diagonals: `norm_factor` of
+#: these numbers.)
 STOP = {
     "hutchinson": 2.15,
     "hutch++": 2.0,

@@ -76,7 +76,7 @@ class AbstractGrowth(eqx.Module):
         block: BlockOperator,
         keys: Sequence[tuple[Any, Any]],
         budgets: Sequence[int],
-    ) -> tuple[list[AbstractWeights], list[float]]:
+    ) -> tuple[Sequence[AbstractWeights], list[float]]:
         """The weights of the estimate, one part for each block of probes.
 
         **Arguments:**

@@ -69,6 +69,10 @@ class ToleranceEstimator(AbstractEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         auto, rows = self.estimator, self.rows
+        if not isinstance(auto, AutoTraceEstimator | AutoDiagonalEstimator):
+            one = jnp.ones((), BlockOperator(operator).dtype)
+            estimate, weights = self._run(key, operator, auto, self.max_k, None, one)
+            return estimate, self._summed(weights)
 
         def estimate_rest(key, parts, left):
             most = self.max_k - parts.num_matvecs
@@ -76,16 +80,13 @@ class ToleranceEstimator(AbstractEstimator):
             estimator = auto.select(parts.rest, left)
             return self._run(key, parts.rest, estimator, most, offset, parts.scale)
 
-        if isinstance(auto, AutoTraceEstimator | AutoDiagonalEstimator):
-            estimate, weights = compute_split(key, operator, k, estimate_rest, rows)
-        else:
-            one = jnp.ones((), BlockOperator(operator).dtype)
-            estimate, weights = self._run(key, operator, self.estimator, self.max_k, None, one)
+        estimate, weights = compute_split(key, operator, k, estimate_rest, rows)
         return estimate, self._summed(weights)
 
     def _summed(self, weights: AbstractWeights) -> AbstractWeights:
-        summed = self.rows is not None and self.rows.sizes is not None
-        return RowWeights(weights, self.rows) if summed else weights
+        if self.rows is None or self.rows.sizes is None:
+            return weights
+        return RowWeights(weights, self.rows)
 
     def _run(
         self,

@@ -76,17 +76,23 @@ class DiagPlusPlusGrowth(AbstractGrowth):
         omega = self.sampler.probes(probe_key, n, k - 2 * m, block.dtype)
         products = block.mm(omega)
         rows = n if self.keeps else 0
-        old = (sketch[:, :0],) * 4 + (sketch[:rows, :0],) * 2 if state is None else state[:6]
-        scale = scale_of(sketch) if state is None else state.scale
+        if state is None:
+            nothing = sketch[:, :0]
+            kept = nothing[:rows]
+            factors = nothing, nothing, nothing, nothing, kept, kept
+            state = DiagPlusPlusState(*factors, scale_of(sketch), status_of())
         # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
-        q, _, _ = append_basis(old[0], sketch / scale)
+        q, _, _ = append_basis(state.q, sketch / state.scale)
         z = block.adjoint_mm(q)
-        new = q, z, omega, products, first[:rows], sketch[:rows]
-        status = status_of(sketch, products, z)
         return DiagPlusPlusState(
-            *[jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)],
-            scale,
-            status if state is None else jnp.maximum(state.status, status),
+            jnp.concatenate([state.q, q], axis=1),
+            jnp.concatenate([state.z, z], axis=1),
+            jnp.concatenate([state.omega, omega], axis=1),
+            jnp.concatenate([state.products, products], axis=1),
+            jnp.concatenate([state.first, first[:rows]], axis=1),
+            jnp.concatenate([state.sketch, sketch[:rows]], axis=1),
+            state.scale,
+            jnp.maximum(state.status, status_of(sketch, products, z)),
         )
 
     def estimate(self, state, block):

@@ -147,7 +147,7 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
         """See `AbstractGrowth`."""
         sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
         parts = [self._block_weights(block, *pair) for pair in zip(keys, sizes, strict=True)]
-        return list[AbstractWeights](parts), [k / budgets[-1] for k in sizes]
+        return parts, [k / budgets[-1] for k in sizes]
 
     def complete(self, state, block):
         """See `AbstractGrowth`."""
