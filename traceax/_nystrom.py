@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
-from ._estimate import scale_of
+from ._estimate import NOT_SEMIDEFINITE, Estimate, make_estimate, scale_of, status_of
 from ._linalg import cholesky, divide_by_upper, solve_upper_adjoint
 from ._operator import BlockOperator
 from ._sketch import (
@@ -27,6 +27,7 @@ from ._sketch import (
     leave_one_out_directions,
     lifted,
     matmul,
+    rescale_error,
     shift_of,
     size_of,
 )
@@ -110,6 +111,36 @@ def append_probes(
         extend_factor(state.r, c, r),
         jnp.concatenate([state.products, sign * block.mm(p)], axis=1),
     )
+
+
+def signed_estimate(
+    factors: Nystrom,
+    sign: int,
+    estimated: tuple[Array, Real[Array, "..."]],
+    plain: tuple[Array, Real[Array, "..."]],
+) -> Estimate:
+    """The estimate for A.
+
+    **Arguments:**
+
+    - `factors`: the factors.
+    - `sign`: 1 or -1, as they belong to `sign * A / scale`.
+    - `estimated`: value and standard error of the estimate from them.
+    - `plain`: the same of Hutchinson's samples from the products, which need no tag: what to fall
+        back on with a wrong one.
+
+    **Returns:**
+
+    An `Estimate`.
+    """
+    k, size = factors.q.shape[0], factors.size
+    value, std_err = (
+        jnp.where(factors.wrong, fallback, x) for fallback, x in zip(plain, estimated, strict=True)
+    )
+    status = status_of(factors.products)
+    status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
+    value = sign * size * value.astype(factors.products.dtype)
+    return make_estimate(value, rescale_error(size, std_err), k, k - 1, status)
 
 
 def nystrom(state: NystromState, eps: float) -> Nystrom:

@@ -26,6 +26,7 @@ deviation) for XNysTrace on decaying spectra, and for XTrace at the edge of a sp
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -215,6 +216,15 @@ def append_sketch(
     basis = jnp.concatenate([before, q], axis=1)
     r = extend_factor(r, c, r_new)
     return before, q, {"omega": probes, "q": basis, "r": r, "status": status, **constants}
+
+
+def empty_state(kind: Callable[..., Any], sketch: Array, keeps: bool) -> Any:
+    """A state of Hutch++ or Diag++ without probes: four blocks of vectors, two that have rows only
+    if they are kept, the scale of the first sketch, and the status.
+    """
+    nothing = sketch[:, :0]
+    kept = nothing if keeps else nothing[:0]
+    return kind(nothing, nothing, nothing, nothing, kept, kept, scale_of(sketch), status_of())
 
 
 def products_of_sketch(state: Any) -> Array:

@@ -8,13 +8,13 @@ import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import STOP
-from .._estimate import make_estimate, mean_and_std_err, norm_of, scale_of, status_of
+from .._estimate import make_estimate, mean_and_std_err, norm_of, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator, is_hermitian
 from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
-from .._sketch import adjoint, append_basis, matmul
+from .._sketch import adjoint, append_basis, empty_state, matmul
 from .._weights import AbstractTwoSidedWeights
 
 
@@ -77,10 +77,7 @@ class DiagPlusPlusGrowth(AbstractGrowth):
         products = block.mm(omega)
         rows = n if self.keeps else 0
         if state is None:
-            nothing = sketch[:, :0]
-            kept = nothing[:rows]
-            factors = nothing, nothing, nothing, nothing, kept, kept
-            state = DiagPlusPlusState(*factors, scale_of(sketch), status_of())
+            state = empty_state(DiagPlusPlusState, sketch, self.keeps)
         # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
         q, _, _ = append_basis(state.q, sketch / state.scale)
         z = block.adjoint_mm(q)

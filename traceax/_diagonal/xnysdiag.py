@@ -6,14 +6,14 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._calibration import INTERVAL, STOP
-from .._estimate import NOT_SEMIDEFINITE, make_estimate, mean_and_std_err, status_of
+from .._estimate import mean_and_std_err
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
-from .._nystrom import NYSTROM_AXES, append_probes, nystrom
+from .._nystrom import NYSTROM_AXES, append_probes, nystrom, signed_estimate
 from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
-from .._sketch import matmul, pairs_of, range_finder, rescale_error
+from .._sketch import matmul, pairs_of, range_finder
 from ._leave_one_out import Split, diagonal_and_error, rounding_of
 from .xdiag import xdiag_weights
 
@@ -36,12 +36,11 @@ class XNysDiagGrowth(AbstractGrowth):
 
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
-        k = state.r.shape[0]
         factors = nystrom(state, block.eps)
         omega = matmul(state.p, state.r)
         f, z = factors.f, matmul(factors.f, factors.q)
         rounding = rounding_of(block.n, factors.nu)
-        value, std_err = diagonal_and_error(
+        estimated = diagonal_and_error(
             Split(
                 base=jnp.sum(jnp.abs(f) ** 2, axis=1) - factors.nu,
                 left=z,
@@ -53,16 +52,9 @@ class XNysDiagGrowth(AbstractGrowth):
             self.rows,
             rounding,
         )
-        # With a wrong tag, fall back on what needs none: Hutchinson's samples from the products.
         original = matmul(factors.products / factors.scale, factors.r)
-        plain, plain_err = mean_and_std_err(self.rows(jnp.conj(omega) * original))
-        value = jnp.where(factors.wrong, plain, value).astype(block.dtype)
-        std_err = jnp.where(factors.wrong, plain_err, std_err)
-        status = status_of(factors.products)
-        status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
-
-        value, std_err = self.sign * factors.size * value, rescale_error(factors.size, std_err)
-        return make_estimate(value, std_err, k, k - 1, status), factors.size * rounding
+        plain = mean_and_std_err(self.rows(jnp.conj(omega) * original))
+        return signed_estimate(factors, self.sign, estimated, plain), factors.size * rounding
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

@@ -9,12 +9,20 @@ import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import STOP
-from .._estimate import make_estimate, mean_and_std_err, safe_norm, scale_of, status_of
+from .._estimate import make_estimate, mean_and_std_err, safe_norm, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
 from .._operator import BlockOperator
 from .._sampler import AbstractSampler, SphereSampler
-from .._sketch import adjoint, append_basis, column_dots, matmul, resphering, square_norms
+from .._sketch import (
+    adjoint,
+    append_basis,
+    column_dots,
+    empty_state,
+    matmul,
+    resphering,
+    square_norms,
+)
 from .._weights import LowRankWeights
 
 
@@ -57,10 +65,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         sketch = block.mm(omega)
         rows = n if self.keeps else 0
         if state is None:
-            nothing = sketch[:, :0]
-            kept = nothing[:rows]
-            factors = nothing, nothing, nothing, nothing, kept, kept
-            state = HutchPlusPlusState(*factors, scale_of(sketch), status_of())
+            state = empty_state(HutchPlusPlusState, sketch, self.keeps)
         # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
         new_q, _, _ = append_basis(state.q, sketch / state.scale)
         q = jnp.concatenate([state.q, new_q], axis=1)

@@ -6,10 +6,10 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._calibration import INTERVAL, STOP
-from .._estimate import NOT_SEMIDEFINITE, make_estimate, mean_and_std_err, status_of
+from .._estimate import mean_and_std_err
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
-from .._nystrom import NYSTROM_AXES, Nystrom, append_probes, nystrom
+from .._nystrom import NYSTROM_AXES, Nystrom, append_probes, nystrom, signed_estimate
 from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._sampler import AbstractSampler, SphereSampler
 from .._sketch import (
@@ -19,7 +19,6 @@ from .._sketch import (
     pairs_of,
     quadratic_forms,
     range_finder,
-    rescale_error,
     xtrace_weights,
 )
 
@@ -73,22 +72,15 @@ class XNysTraceGrowth(AbstractGrowth):
 
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
-        n, k = block.n, state.r.shape[0]
-        factors = nystrom(state, block.eps)
+        n, factors = block.n, nystrom(state, block.eps)
         samples, differences = _leave_one_out(factors, n, self.resphere)
         value = (jnp.mean(samples) - n * factors.nu).astype(block.dtype)
         rounding = 8 * n * factors.nu
         std_err = leave_one_out_error(samples, differences, rounding)
 
-        # With a wrong tag, fall back on what needs none: omega_i^H A omega_i, from the products.
-        plain, plain_err = mean_and_std_err(quadratic_forms(factors.core, factors.r))
-        value = jnp.where(factors.wrong, plain, value)
-        std_err = jnp.where(factors.wrong, plain_err, std_err)
-        status = status_of(factors.products)
-        status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
-
-        value, std_err = self.sign * factors.size * value, rescale_error(factors.size, std_err)
-        return make_estimate(value, std_err, k, k - 1, status), factors.size * rounding
+        plain = mean_and_std_err(quadratic_forms(factors.core, factors.r))
+        estimate = signed_estimate(factors, self.sign, (value, std_err), plain)
+        return estimate, factors.size * rounding
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""
