@@ -25,6 +25,7 @@ from ._primitive import diagonal_p, trace_p
 from ._rows import Rows
 from ._solution import Solution
 from ._tolerance import solve_to_tolerance
+from ._tolerance_arguments import wants_tolerance
 from ._trace.auto import AutoTraceEstimator
 
 
@@ -103,20 +104,10 @@ def trace(
     """
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     check_key(key)
-    options = (rtol, atol, max_k, state, keep_state, progress)
-    if rtol is None and atol is None:
-        if k is None or options != (None, None, None, None, False, False):
-            raise TypeError(
-                f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
-                f"{type(k).__name__}; or give a tolerance instead, `trace(key, operator, "
-                "rtol=1e-3)`, to which alone `max_k`, `state`, `keep_state` and `progress` belong."
-            )
+    rest = {"max_k": max_k, "state": state, "keep_state": keep_state, "progress": progress}
+    if not wants_tolerance("trace", k, rtol, atol, **rest):
         return solve(trace_p, key, operator, k, estimator, throw=throw)
-    if k is not None:
-        raise TypeError(
-            f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a tolerance "
-            "may take, pass max_k instead of k."
-        )
+    options = (rtol, atol, max_k, state, keep_state, progress)
     return solve_to_tolerance(key, operator, estimator, *options, throw=throw)
 
 

@@ -30,9 +30,9 @@ from ._calibration import stopping_factor
 from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, status_of
 from ._exact import ExactWeights
 from ._growth import AbstractGrowth
-from ._lanes import alone, any_lane, keep
+from ._lanes import any_lane, keep
 from ._operator import BlockOperator
-from ._progress import show
+from ._progress import report
 from ._weights import AbstractWeights
 
 #: Probes in the first block. With fewer their scatter says too little.
@@ -194,12 +194,7 @@ class Run:
         if self.progress:
             value = self.rule.offset + self.rule.scale * estimate.value
             error = jnp.abs(self.rule.scale) * estimate.std_err
-            what = (estimate.num_matvecs, value, error, last)
-            lax.cond(
-                alone(last),
-                lambda: jax.debug.callback(show, self.most, *what, ordered=False),
-                lambda: None,
-            )
+            report(self.most, estimate.num_matvecs, value, error, last)
 
     def _after(self, j: int, state) -> Outcome:
         """Look at the state after block j, and go on from it if need be."""

@@ -306,7 +306,7 @@ def solve(
     primitive: Primitive,
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: Any,
     estimator: AbstractEstimator,
     *,
     throw: bool = False,

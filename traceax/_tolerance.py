@@ -3,30 +3,22 @@
 from typing import Any, ClassVar, final
 
 import equinox as eqx
-import jax
-import jax.core
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray, Real
 
 from ._auto import compute_split
 from ._blocks import Rule, Run, RunState
 from ._estimate import Estimate
-from ._estimator import AbstractTraceEstimator, check_budget, solve
+from ._estimator import AbstractTraceEstimator, solve
 from ._growth import AbstractGrowth
 from ._operator import BlockOperator, as_operator
 from ._primitive import trace_p
 from ._solution import Solution
+from ._tolerance_arguments import budgets_for, tolerance_of
 from ._trace.auto import AutoTraceEstimator
 from ._weights import AbstractWeights
-
-#: The largest budget, if none is given (n for smaller operators).
-DEFAULT_MAX_K = 1000
-
-#: Operators with as few rows, or fewer, are exact at once where the budget allows it.
-SMALL = 64
 
 
 @final
@@ -98,18 +90,6 @@ def _check_state(before: RunState, growth: AbstractGrowth, operator: Any, most: 
         raise ValueError(f"To go on from this state, max_k must be at least {least}, got {most}.")
 
 
-def _tolerance(value: Any, name: str) -> Array:
-    """A tolerance as an array, which need not be known yet."""
-    if value is None:
-        value = 0.0
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    if array.ndim != 0 or array.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must be a real number, got {value!r}.")
-    if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
-    return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
-
-
 def solve_to_tolerance(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
@@ -128,14 +108,12 @@ def solve_to_tolerance(
         raise TypeError(f"The state must be the `state` of a Solution, got {state!r}.")
     operator = as_operator(operator)
     n = operator.in_size()
-    if max_k is None:
-        max_k = min(n, DEFAULT_MAX_K)
-        if state is not None:
-            max_k = max(max_k, n if state.completes else state.budgets[-1])
-    max_k = check_budget(max_k, estimator.smallest, n, type(estimator).__name__)
-    tolerances = _tolerance(rtol, "rtol"), _tolerance(atol, "atol")
+    least = 1
+    if state is not None:
+        least = n if state.completes else state.budgets[-1]
+    name = type(estimator).__name__
+    max_k, k = budgets_for(max_k, n, estimator.smallest, name, default_least=least)
+    tolerances = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
     state = lax.stop_gradient(state)
     adaptive = ToleranceEstimator(estimator, *tolerances, state, max_k, keep_state, progress)
-    # Below n the primitive leaves it to the estimator to be exact, as a last resort.
-    k = max_k if n <= SMALL else min(max_k, n - 1)
     return solve(trace_p, key, operator, k, adaptive, throw=throw)
