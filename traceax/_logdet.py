@@ -7,7 +7,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from ._estimator import check_key
 from ._logdet_estimator import LogdetEstimator
-from ._logdet_tolerance import ToleranceLogdetEstimator
+from ._logdet_tolerance import LEAST, ToleranceLogdetEstimator
 from ._operator import as_operator
 from ._precondition import AbstractPreconditioner
 from ._quadrature_error import solve_pair
@@ -91,8 +91,8 @@ def logdet(
     - `rtol`: the relative tolerance. It need not be static.
     - `atol`: the absolute tolerance, an error of the log-determinant. It need not be static.
     - `max_k`: the largest budget for a tolerance, a static Python int of at least 64. By default n,
-        but 1000 for operators with more rows. (From n on, operators with 64 rows or fewer are exact
-        at once.)
+        but 1000 for operators with more rows. (From n on, operators with 256 rows or fewer are
+        exact at once.)
     - `progress`: whether to show estimate, error and products after every step on standard error
         (with `tqdm`, if it is installed); never under `vmap`.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
@@ -132,7 +132,8 @@ def logdet(
         )
     check_key(key)
     operator = as_operator(operator)
-    max_k, k = budgets_for(max_k, operator.in_size(), 1, "ToleranceLogdetEstimator")
+    name, n = "ToleranceLogdetEstimator", operator.in_size()
+    max_k, k = budgets_for(max_k, n, 1, name, small=4 * LEAST)
     tolerances = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
     estimator = ToleranceLogdetEstimator(*tolerances, max_k, progress)
     return solve_pair(key, operator, k, estimator, throw)

@@ -44,7 +44,7 @@ from ._spending import Plan, Spending, run
 #: The first rank, and the number of steps that are tried first.
 FIRST_RANK, FIRST_STEPS = 16, 8
 
-#: Probes that advance together (the very first look at a preconditioner takes one).
+#: Probes that advance together, at most (the first look at a preconditioner takes one).
 TOGETHER = 4
 
 #: The smallest budget that has room for all of this.
@@ -61,10 +61,12 @@ def ranks(most: int) -> tuple[int, ...]:
 
 
 def shapes(most: int, n: int) -> tuple[tuple[int, int], ...]:
-    """Probes and steps: the first look, then one pair for each depth."""
+    """Probes and steps: the first look, then one pair for each depth, with as many probes as a
+    third of the budget allows.
+    """
     found, steps = [(1, FIRST_STEPS), (TOGETHER, FIRST_STEPS)], 3 * FIRST_STEPS
-    while TOGETHER * steps <= most // 3 and steps <= n:
-        found.append((TOGETHER, steps))
+    while steps <= min(most // 2, n):
+        found.append((min(TOGETHER, max(1, most // 3 // steps)), steps))
         steps *= 3
     return tuple(found)
 
@@ -227,18 +229,19 @@ class _Loop:
         # A last rank or depth has no next one.
         costs = [b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)]
         growth = jnp.array([*costs, self.most])[state.level]
-        steps = [q for _, q in self.shapes[1:]]
-        now = jnp.array(steps)[state.depth]
-        deeper = jnp.array([*steps[1:], self.most])[state.depth]
+        steps = jnp.array([q for _, q in self.shapes[1:]])[state.depth]
+        rounds = [p * q for p, q in self.shapes[1:]]
+        now = jnp.array(rounds)[state.depth]
+        deeper = jnp.array([*rounds[1:], self.most])[state.depth]
 
         left = self.most - state.spent
         errs = error > tolerance / 2
-        dearer = sums.probes * now * (needed - 1) > growth
+        dearer = sums.probes * steps * (needed - 1) > growth
         grows = state.decays & (growth + FIRST_STEPS <= left) & (errs | dearer)
-        deepens = ~grows & errs & (TOGETHER * deeper <= left)
+        deepens = ~grows & errs & (deeper <= left)
         # Out of reach, too, more probes are good as long as theirs is the larger error.
         useful = (room > 0) | (std_err > error)
-        again = ~grows & ~deepens & (TOGETHER * now <= left) & useful
+        again = ~grows & ~deepens & (now <= left) & useful
         ends = ~(grows | deepens | again)
         looks = (sums.probes >= state.target) | ends
         failed = state.status != SUCCESSFUL

@@ -14,9 +14,6 @@ from ._estimator import check_budget
 #: The largest budget, if none is given (n for smaller operators).
 DEFAULT_MAX_K = 1000
 
-#: Operators with as few rows, or fewer, are exact at once where the budget allows it.
-SMALL = 64
-
 
 def wants_tolerance(name: str, k: Any, rtol: Any, atol: Any, **options: Any) -> bool:
     """Whether a tolerance was given, or a `TypeError` unless it is either that or a budget.
@@ -59,7 +56,13 @@ def tolerance_of(value: Any, name: str) -> Array:
 
 
 def budgets_for(
-    max_k: int | None, n: int, smallest: int, name: str, default_least: int = 1
+    max_k: int | None,
+    n: int,
+    smallest: int,
+    name: str,
+    *,
+    default_least: int = 1,
+    small: int = 64,
 ) -> tuple[int, int]:
     """The largest budget, and that for the primitive: below n it leaves it to the estimator to be
     exact, as a last resort.
@@ -71,6 +74,7 @@ def budgets_for(
     - `smallest`: the least budget of the estimator.
     - `name`: its name.
     - `default_least`: no default is smaller than this.
+    - `small`: operators with as few rows, or fewer, are exact at once where the budget allows it.
 
     **Returns:**
 
@@ -79,4 +83,4 @@ def budgets_for(
     if max_k is None:
         max_k = max(min(n, DEFAULT_MAX_K), default_least)
     max_k = check_budget(max_k, smallest, n, name)
-    return max_k, max_k if n <= SMALL else min(max_k, n - 1)
+    return max_k, max_k if n <= small else min(max_k, n - 1)
