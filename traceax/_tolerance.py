@@ -17,6 +17,7 @@ from ._operator import BlockOperator, as_operator
 from ._primitive import trace_p
 from ._solution import Solution
 from ._tolerance_arguments import budgets_for, tolerance_of
+from ._trace.adaptive import AdaptiveHutchPlusPlusEstimator
 from ._trace.auto import AutoTraceEstimator
 from ._weights import AbstractWeights
 
@@ -65,6 +66,11 @@ class ToleranceEstimator(AbstractTraceEstimator):
         offset: Array,
         scale: Array,
     ) -> tuple[Estimate, AbstractWeights]:
+        if isinstance(estimator, AdaptiveHutchPlusPlusEstimator):
+            if self.before is not None or self.keep_state:
+                raise ValueError("AdaptiveHutchPlusPlusEstimator has no state to go on from.")
+            tolerances = self.rtol, self.atol, self.progress
+            return estimator.compute_to_tolerance(key, operator, most, *tolerances)
         growth = estimator.growth(operator, most >= operator.in_size())
         before = self.before
         if before is not None:
