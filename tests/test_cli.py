@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import scipy.sparse
@@ -45,6 +46,46 @@ def test_the_sample_matrix_as_the_readme_runs_it():
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["trace", "logdet"])
+def test_a_tolerance(capsys, tmp_path, command):
+    """It takes what it needs; what cannot be reached is said; progress is for terminals only."""
+    path, matrix = tmp_path / "matrix.npy", np.diag(np.linspace(1.0, 2.0, 300))
+    matrix[0, 1] = matrix[1, 0] = 0.1
+    np.save(path, matrix)
+    truth = np.trace(matrix) if command == "trace" else np.linalg.slogdet(matrix)[1]
+    report = run_json(capsys, command, path, "--rtol", 0.2, "--exact")
+    assert report["exact"] == pytest.approx(truth)
+    assert abs(report["estimate"] - truth) < 0.2 * truth
+    assert report["matvecs"] < 300
+    assert (report["k"], report["rtol"], report["atol"], report["max_k"]) == (None, 0.2, None, None)
+    code, out, err = run(capsys, command, path, "--atol", 1e-9, "--max-k", 64, "--json")
+    assert (code, json.loads(out)["result"]) == (1, "not_converged")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("traceax: The budget was spent before the tolerance was reached.")
+
+
+def test_progress_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code, _, err = run(capsys, "trace", BUS, "--rtol", 0.5)
+    jax.effects_barrier()
+    assert code == 0
+    assert "+-" in err + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-k", 10, "--rtol", 0.1), "give one or the other"),
+        (("--max-k", 10), "--max-k bounds a tolerance"),
+        (("--rtol", 0.1, "--estimator", "exact"), "cannot work to a tolerance"),
+    ],
+)
+def test_a_tolerance_that_does_not_fit(capsys, options, message):
+    code, out, err = run(capsys, "trace", BUS, *options)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 @pytest.mark.parametrize("estimator", ["auto", "hutchinson", "hutch++", "xtrace"])
 def test_estimates_of_the_sample_matrix(capsys, estimator):
     report = run_json(capsys, "trace", BUS, "-k", 120, "--exact", "--estimator", estimator)
@@ -54,8 +95,8 @@ def test_estimates_of_the_sample_matrix(capsys, estimator):
         abs(report["estimate"] - report["exact"]) / report["std_err"]
     )
     low, high = report["interval"]
-    # The Student-t quantile is a little above the normal one.
-    assert 1.96 < (high - low) / 2 / report["std_err"] < 2.2
+    # Student's quantile is a little above the normal one; leave-one-out samples need a little more.
+    assert 1.96 < (high - low) / 2 / report["std_err"] < 2.4
     assert report["matvecs"] == 120
     assert report["n"] == 1138
 

@@ -8,8 +8,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from traceax import RESULTS
-from traceax._logdet import logdet
+from traceax import RESULTS, logdet
 from traceax._low_rank import LowRankPlusIdentity
 from traceax._precondition import NystromPreconditioner, RPCholeskyPreconditioner
 from traceax._spectral import spectral_sum

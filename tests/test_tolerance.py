@@ -381,7 +381,7 @@ def test_going_on_beyond_the_first_budget():
     [
         ({}, TypeError, "give a tolerance instead"),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
-        ({"k": 10, "max_k": 20}, TypeError, "to which alone `max_k`"),
+        ({"k": 10, "max_k": 20}, TypeError, "to which alone belong `max_k`"),
         ({"rtol": -1.0}, ValueError, "rtol must be finite and not negative"),
         ({"rtol": "small"}, TypeError, "rtol must be a real number"),
         ({"atol": jnp.ones(2)}, TypeError, "atol must be a real number"),
@@ -436,6 +436,10 @@ def test_intervals():
     diagonal = tr.diagonal(keys(1)[0], operator, 30)
     lower, upper = diagonal.interval(0.9)
     np.testing.assert_allclose((lower + upper) / 2, diagonal.value)
+    log_det = tr.logdet(keys(1)[0], operator, 30, preconditioner=None)
+    lower, upper = log_det.interval(0.95)
+    radius = 1.96 * log_det.std_err + log_det.quadrature_error
+    np.testing.assert_allclose((upper - lower) / 2, radius, rtol=1e-4)
     with pytest.raises(ValueError, match="between 0 and 1"):
         exact.interval(95)
 

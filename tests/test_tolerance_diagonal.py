@@ -256,7 +256,7 @@ def test_what_is_known_exactly_counts():
     [
         ({}, TypeError, r"give a tolerance instead, `diagonal\(key, operator"),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
-        ({"k": 10, "state": 3}, TypeError, "to which alone `max_k`"),
+        ({"k": 10, "state": 3}, TypeError, "to which alone belong `max_k`"),
         ({"atol": -1.0}, ValueError, "atol must be finite and not negative"),
         ({"rtol": 0.1, "state": 3}, TypeError, "`state` of a Solution"),
         (

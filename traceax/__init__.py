@@ -42,6 +42,9 @@ from ._spectral import (
     spectral_sum as spectral_sum,
 )
 from ._summary import Summary as Summary, summary as summary
+from ._trace.adaptive import (
+    AdaptiveHutchPlusPlusEstimator as AdaptiveHutchPlusPlusEstimator,
+)
 from ._trace.auto import AutoTraceEstimator as AutoTraceEstimator
 from ._trace.exact import ExactTraceEstimator as ExactTraceEstimator
 from ._trace.hutchinson import HutchinsonEstimator as HutchinsonEstimator

@@ -26,6 +26,7 @@ from ._primitive import diagonal_p, trace_p
 from ._rows import Rows
 from ._solution import Solution
 from ._tolerance import solve_to_tolerance
+from ._tolerance_arguments import wants_tolerance
 from ._trace.auto import AutoTraceEstimator
 
 
@@ -105,39 +106,18 @@ def trace(
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     check_key(key)
     options = (rtol, atol, max_k, state, keep_state, progress)
-    budget = budget_or_tolerance("trace", k, options)
+    budget = _budget("trace", k, options)
     if budget is None:
         return solve_to_tolerance(trace_p, key, operator, estimator, None, *options, throw=throw)
     return solve(trace_p, key, operator, budget, estimator, throw=throw)
 
 
-def budget_or_tolerance(name: str, k: int | None, options: tuple[Any, ...]) -> int | None:
-    """The budget, or None for a tolerance; a `TypeError` unless a call gives just one of them.
-
-    **Arguments:**
-
-    - `name`: what the user called.
-    - `k`: the budget.
-    - `options`: `rtol`, `atol`, `max_k`, `state`, `keep_state` and `progress`.
-
-    **Returns:**
-
-    `k` (which may still be of a wrong type).
-    """
-    if options[0] is None and options[1] is None:
-        if k is None or options != (None, None, None, None, False, False):
-            raise TypeError(
-                f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
-                f"{type(k).__name__}; or give a tolerance instead, `{name}(key, operator, "
-                "rtol=1e-3)`, to which alone `max_k`, `state`, `keep_state` and `progress` belong."
-            )
-        return k
-    if k is not None:
-        raise TypeError(
-            f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a tolerance "
-            "may take, pass max_k instead of k."
-        )
-    return None
+def _budget(name: str, k: int | None, options: tuple[Any, ...]) -> int | None:
+    """The budget (whose type is still to be checked), or None for a tolerance."""
+    rtol, atol, *rest = options
+    names = ("max_k", "state", "keep_state", "progress")
+    tolerance = wants_tolerance(name, k, rtol, atol, **dict(zip(names, rest, strict=True)))
+    return None if tolerance else k
 
 
 def diagonal(
@@ -190,7 +170,7 @@ def diagonal(
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
     check_key(key)
     options = (rtol, atol, max_k, state, keep_state, progress)
-    budget = budget_or_tolerance("diagonal", k, options)
+    budget = _budget("diagonal", k, options)
     if budget is None:
         arguments = diagonal_p, key, operator, estimator, Rows(), *options
         solution = solve_to_tolerance(*arguments, throw=throw)
@@ -244,7 +224,7 @@ def block_traces(
     structure = as_operator(operator).in_structure()
     sizes = tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure))
     rows, options = Rows(sizes), (rtol, atol, max_k, state, keep_state, progress)
-    budget = budget_or_tolerance("block_traces", k, options)
+    budget = _budget("block_traces", k, options)
     if budget is None:
         arguments = diagonal_p, key, operator, estimator, rows, *options
         solution = solve_to_tolerance(*arguments, throw=throw)

@@ -34,9 +34,9 @@ from ._calibration import norm_factor, stopping_factor
 from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, is_scalar, norm_of, status_of
 from ._exact import ExactWeights
 from ._growth import AbstractGrowth
-from ._lanes import alone, any_lane, keep
+from ._lanes import any_lane, keep
 from ._operator import BlockOperator
-from ._progress import show
+from ._progress import report
 from ._weights import AbstractTwoSidedWeights, AbstractWeights
 
 #: Probes in the first block. With fewer their scatter says too little.
@@ -232,13 +232,8 @@ class Run:
     def _report(self, estimate: Estimate, last):
         if self.progress:
             value, error = self.rule.sizes(estimate, self.block)
-            what = (estimate.num_matvecs, value if is_scalar(value) else norm_of(value))
-            what = (*what, error, last)
-            lax.cond(
-                alone(last),
-                lambda: jax.debug.callback(show, self.most, *what, ordered=False),
-                lambda: None,
-            )
+            value = value if is_scalar(value) else norm_of(value)
+            report(self.most, estimate.num_matvecs, value, error, last)
 
     def _after(self, j: int, state) -> Outcome:
         """Look at the state after block j, and go on from it if need be."""

@@ -332,7 +332,7 @@ def solve(
     primitive: Primitive,
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: Any,
     estimator: AbstractEstimator,
     *,
     throw: bool = False,

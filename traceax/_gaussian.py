@@ -31,7 +31,7 @@ from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 from ._definite_solve import conjugate_gradients
 from ._estimate import OUTSIDE_DOMAIN, Estimate, make_estimate, status_of
 from ._estimator import AbstractEstimator, solve
-from ._logdet import LogdetEstimator, estimate_from
+from ._logdet_estimator import LogdetEstimator, estimate_from
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
 from ._operator import BlockOperator, as_operator
 from ._precondition import AbstractPreconditioner

@@ -1,92 +1,30 @@
-"""The log-determinant of a positive definite operator: the estimator, and the function that users
-call. `_spending` says how it is estimated, `_logdet_weights` how it is differentiated.
-"""
+"""The log-determinant of a positive definite operator: the function that users call."""
 
-import math
-from typing import ClassVar, Literal, final
+from typing import Literal
 
-import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
-from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, scale_of, status_of
-from ._estimator import AbstractEstimator
-from ._linalg import cholesky, solve_upper_adjoint
-from ._logdet_weights import ExactLogdetWeights, weights_of
-from ._operator import BlockOperator
+from ._estimator import check_key
+from ._logdet_estimator import LogdetEstimator
+from ._logdet_tolerance import LEAST, ToleranceLogdetEstimator
+from ._operator import as_operator
 from ._precondition import AbstractPreconditioner
-from ._quadrature_error import solve_pair, with_quadrature_error
-from ._sketch import adjoint, matmul, square_norms
+from ._quadrature_error import solve_pair
 from ._solution import Solution
-from ._spending import Run, Spending, for_derivative, spending_of
-
-
-def estimate_from(run: Run) -> Estimate:
-    """The value and its errors."""
-    factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
-    n, eps = run.block.n, run.block.eps
-    # Products are good to eps times the largest eigenvalue, which the root of P divides by mu.
-    # Such errors are as good as random, and mostly cancel in the trace.
-    top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
-    largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
-    rounding = eps * largest / jnp.maximum(bounds.smallest, eps)
-    lost = ~((bounds.smallest > 0) & (rounding < 0.5))
-    status = jnp.where((run.status != NONFINITE) & lost, OUTSIDE_DOMAIN, run.status)
-    value = factors.log_det() + bounds.value
-    error = bounds.error + math.sqrt(n) * rounding
-    return with_quadrature_error(
-        value, error, bounds.std_err, run.spent, run.probes.shape[1], status
-    )
-
-
-@final
-class LogdetEstimator(AbstractEstimator):
-    """The log-determinant. Its value is the pair of the value, which alone has a derivative, and
-    the quadrature error.
-    """
-
-    spending: Spending
-    smallest: ClassVar[int] = 2
-    weights_move: ClassVar[bool] = True
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        self.spending.check(operator, "A log-determinant")
-
-    def compute(self, key, operator, k):
-        """See `AbstractEstimator`."""
-
-        def finish(run):
-            return estimate_from(run), for_derivative(run, weights_of)
-
-        return self.spending.spend(key, operator, k, finish)
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        n = block.n
-        eye = jnp.eye(n, dtype=block.dtype)
-        matrix = block.mm(eye)
-        scale = scale_of(matrix)
-        scaled = (matrix + adjoint(matrix)) / (2 * scale)
-        factor = cholesky(scaled)
-        diagonal = jnp.square(jnp.diagonal(factor).real)
-        rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
-        lost = ~(jnp.min(diagonal) > 2 * rounding)  # also where the factor is NaN
-        status = status_of(matrix)
-        status = jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
-        value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
-        zero = jnp.zeros_like(value)
-        half = solve_upper_adjoint(factor, eye)
-        weights = ExactLogdetWeights(matmul(adjoint(half), half) / scale)
-        return with_quadrature_error(value, zero, zero, n, 0, status), weights
+from ._spending import spending_of
+from ._tolerance_arguments import budgets_for, tolerance_of, wants_tolerance
 
 
 def logdet(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    progress: bool = False,
     preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
     throw: bool = False,
 ) -> Solution:
@@ -126,20 +64,40 @@ def logdet(
         identity = lx.IdentityLinearOperator(kernel.in_structure())
         solution = tr.logdet(jax.random.key(0), kernel + noise * identity, k=120)
         solution.value, solution.std_err, solution.quadrature_error
+
+        solution = tr.logdet(jax.random.key(0), kernel + noise * identity, atol=0.1)  # nats
+        solution.value, solution.num_matvecs, solution.result
         ```
 
-    Cost: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2` operations. With
-    `k >= n`, n matvecs and a Cholesky factorisation: the value is exact.
+    *With a tolerance* the products go on until two standard errors and the quadrature error are
+    within `atol + rtol |t|`: the rank doubles (16, 32, 64, ...) while that pays, then more probes
+    follow, with longer recurrences (8, 24, 72, ... steps) where the quadrature errs. What the
+    rules are stands in `traceax/_logdet_tolerance.py`. If the budget allows n products, the last
+    resort is the exact value, from n new products (all others then are at most n/4). Otherwise the
+    result is `RESULTS.not_converged`, with the best estimate. All of this works under `jit`; under
+    `vmap` every lane gets what it would get by itself. A derivative is that of the last probes.
+    Memory: blocks for `max_k`; work: in proportion to the products made.
+
+    Cost with a budget: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2`
+    operations. With `k >= n`, n matvecs and a Cholesky factorisation: the value is exact.
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
         positive semidefinite; or a sum of such an operator and diagonal ones.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
+        a tolerance.
+    - `rtol`: the relative tolerance. It need not be static.
+    - `atol`: the absolute tolerance, an error of the log-determinant. It need not be static.
+    - `max_k`: the largest budget for a tolerance, a static Python int of at least 64. By default n,
+        but 1000 for operators with more rows. (From n on, operators with 256 rows or fewer are
+        exact at once.)
+    - `progress`: whether to show estimate, error and products after every step on standard error
+        (with `tqdm`, if it is installed); never under `vmap`.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
         [`traceax.RPCholeskyPreconditioner`][] (whose remaining budget goes to probes with 10 steps
-        each), or None for plain stochastic Lanczos quadrature.
+        each), or None for plain stochastic Lanczos quadrature. With a tolerance, `"auto"` only.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -150,16 +108,32 @@ def logdet(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or preconditioner of the wrong type.
+    - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
+        unless either `k` or a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
-        `k < 1`, or a preconditioner that cannot be built for this operator.
+        `k < 1`, a preconditioner that cannot be built for this operator, a negative tolerance, or
+        `max_k` of less than 64 (and n).
 
     ??? cite "References"
 
         A. Cortinovis, P. Toni, 2026, arXiv:2601.05778; Z. Frangella, J. A. Tropp, M. Udell,
         *Randomized Nystrom preconditioning*, 2023, arXiv:2110.02820; Y. Chen, E. N. Epperly,
         J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky*, 2024, arXiv:2207.06503. The
-        derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet.py` derives the rest.
+        derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet_weights.py` derives the
+        rest.
     """
-    estimator = LogdetEstimator(spending_of(preconditioner))
+    spending = spending_of(preconditioner)
+    if not wants_tolerance("logdet", k, rtol, atol, max_k=max_k, progress=progress):
+        return solve_pair(key, operator, k, LogdetEstimator(spending), throw)
+    if not spending.auto:
+        raise ValueError(
+            f"To a tolerance, the preconditioner must be 'auto', got {preconditioner!r}: the rank "
+            "is part of what the tolerance decides."
+        )
+    check_key(key)
+    operator = as_operator(operator)
+    name, n = "ToleranceLogdetEstimator", operator.in_size()
+    max_k, k = budgets_for(max_k, n, 1, name, small=4 * LEAST)
+    tolerances = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
+    estimator = ToleranceLogdetEstimator(*tolerances, max_k, progress)
     return solve_pair(key, operator, k, estimator, throw)

@@ -27,7 +27,7 @@ from ._estimator import AbstractEstimator, solve
 from ._funm import divided_differences
 from ._krylov import quadrature
 from ._linalg import einsum
-from ._logdet import LogdetEstimator, estimate_from
+from ._logdet_estimator import LogdetEstimator, estimate_from
 from ._logdet_weights import LogdetWeights, weights_of
 from ._operator import BlockOperator, as_operator
 from ._precondition import AbstractPreconditioner

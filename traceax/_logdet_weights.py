@@ -101,12 +101,13 @@ def vectors_of(run: Run) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n p*q"]
     """
     factors, probes = run.built.factors, run.probes
     n, p = probes.shape
-    q, rank = run.krylov.alpha.shape[0], factors.basis.shape[1]
+    q = run.krylov.alpha.shape[0]
+    rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
     root = factors.root.astype(probes.dtype)[:, None]
     basis = run.krylov.basis.transpose(1, 2, 0).reshape(n, p * q)
     residual = factors.outside(probes)
     length = jnp.sqrt(square_norms(residual))
-    wanted = jnp.sqrt((n - rank) / factors.mu)
+    wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
     residual = residual * (wanted / jnp.where(length > 0, length, 1)).astype(probes.dtype) / root
     return factors.basis / root, factors.inverse_root_adjoint(basis), residual
 

@@ -3,6 +3,12 @@
 import sys
 from typing import Any
 
+import jax
+from jax import lax
+from jaxtyping import Array
+
+from ._lanes import alone
+
 _bars: list[Any] = []  # of the run that is under way
 
 
@@ -33,3 +39,15 @@ def show(most: Any, spent: Any, value: Any, error: Any, last: Any) -> None:
     bar.set_postfix_str(text)
     if last:
         _bars.pop().close()
+
+
+def report(most: int, spent: Array, value: Array, error: Array, last: Array) -> None:
+    """Show how far a run is, from inside of a computation; not under `vmap`.
+
+    **Arguments:** as for `show`.
+    """
+
+    def call():
+        jax.debug.callback(show, most, spent, value, error, last, ordered=False)
+
+    lax.cond(alone(last), call, lambda: None)

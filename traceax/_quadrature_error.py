@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ._estimate import OUTSIDE_DOMAIN, Estimate, make_estimate
 from ._estimator import AbstractEstimator, solve
@@ -10,7 +11,9 @@ from ._primitive import trace_p
 from ._solution import Solution
 
 
-def with_quadrature_error(value, error, std_err, num_matvecs: int, dof: int, status) -> Estimate:
+def with_quadrature_error(
+    value, error, std_err, num_matvecs: Array | int, dof: Array | int, status
+) -> Estimate:
     """An estimate whose value is a pair: the value, and its quadrature error. NaN, both of them, if
     f is not finite where it is needed.
     """

@@ -78,6 +78,8 @@ class Solution(eqx.Module):
         It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t: right for
         independent normal samples. For leave-one-out samples, which are not independent, and for
         runs that a tolerance ended, c is a measured constant (`benchmarks/calibrate.py`), else 1.
+        Functions of matrices, whose standard error does not come from the scatter of the samples,
+        have the normal quantile instead, and the quadrature error is added.
 
         **Arguments:**
 
@@ -94,12 +96,15 @@ class Solution(eqx.Module):
         """
         if not 0 < level < 1:
             raise ValueError(f"The level must lie between 0 and 1, got {level!r}.")
-        dof = self.stats["dof"]
+        dof, quadrature_error = self.stats["dof"], self.quadrature_error
+        if quadrature_error is not None:
+            dof = jnp.full_like(dof, 10**6)
 
         def radius(std_err):
             factor = self.inflation * student_quantile(level, dof, std_err)
             factor = factor.reshape(factor.shape + (1,) * (std_err.ndim - factor.ndim))
-            return jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
+            known = jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
+            return known if quadrature_error is None else known + quadrature_error
 
         radii = jtu.tree_map(radius, self.std_err)
         lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)

@@ -22,13 +22,14 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from ._estimate import status_of
 from ._funm import plan
+from ._growing_sketch import GrowingSketch
 from ._krylov import Lanczos, lanczos
 from ._log_quadrature import LogQuadrature, log_quadrature
-from ._low_rank import Built, LowRankPlusIdentity, nystrom_of
+from ._low_rank import Built, LowRankPlusIdentity
 from ._operator import BlockOperator, semidefinite_sign
-from ._precondition import AbstractPreconditioner, scaled_products
-from ._sampler import NormalSampler, SphereSampler
-from ._shift import scaling_of, terms_of
+from ._precondition import AbstractPreconditioner
+from ._sampler import SphereSampler
+from ._shift import terms_of
 
 
 class Plan(NamedTuple):
@@ -150,25 +151,14 @@ class Spending(eqx.Module):
         """The rule of `logdet`."""
         first, second, third = plans(k)
         columns = max(each.columns for each in (first, second, third))
-        scaling, semidefinite = scaling_of(operator), terms_of(operator).semidefinite
-        probes = NormalSampler().probes(sketch_key, block.n, third.rank, block.dtype)
-        omega = probes / math.sqrt(block.n)
-
-        def products(start, end):
-            return scaled_products(block, scaling.relative, omega[:, start:end])
-
-        y = products(0, first.rank)
-        unit, known = scaling.fixed(y, block.eps)
-        root = jnp.sqrt(unit) * scaling.relative
-
-        def low_rank(y):
-            return nystrom_of(omega[:, : y.shape[1]], y / unit, known, block.eps)
+        sketch = GrowingSketch(sketch_key, operator, block, first.rank, third.rank)
+        low_rank, products = sketch.low_rank, sketch.products
 
         def end(y, low_rank, chosen):
-            built = low_rank.built(root, known & semidefinite)
-            done = run(probe_key, block, built, chosen, status_of(y))
+            done = run(probe_key, block, sketch.built(low_rank), chosen, status_of(y))
             return finish(done._replace(rank=third.rank, columns=columns))
 
+        y = sketch.first
         start = low_rank(y)
 
         def go_on(y):

@@ -3,11 +3,8 @@
 from typing import Any, ClassVar, final
 
 import equinox as eqx
-import jax
-import jax.core
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray, Real
 
@@ -20,7 +17,6 @@ from ._estimator import (
     AbstractDiagonalEstimator,
     AbstractEstimator,
     AbstractTraceEstimator,
-    check_budget,
     solve,
 )
 from ._exact import exact
@@ -29,14 +25,10 @@ from ._operator import BlockOperator, as_operator
 from ._primitive import Primitive
 from ._rows import Rows
 from ._solution import Solution
+from ._tolerance_arguments import budgets_for, tolerance_of
+from ._trace.adaptive import AdaptiveHutchPlusPlusEstimator
 from ._trace.auto import AutoTraceEstimator
 from ._weights import AbstractWeights
-
-#: The largest budget, if none is given (n for smaller operators).
-DEFAULT_MAX_K = 1000
-
-#: Operators with as few rows, or fewer, are exact at once where the budget allows it.
-SMALL = 64
 
 
 @final
@@ -97,6 +89,11 @@ class ToleranceEstimator(AbstractEstimator):
         offset: Array | None,
         scale: Array,
     ) -> tuple[Estimate, AbstractWeights]:
+        if isinstance(estimator, AdaptiveHutchPlusPlusEstimator):
+            if self.before is not None or self.keep_state:
+                raise ValueError("AdaptiveHutchPlusPlusEstimator has no state to go on from.")
+            tolerances = self.rtol, self.atol, self.progress
+            return estimator.compute_to_tolerance(key, operator, most, *tolerances)
         rows = () if self.rows is None else (self.rows,)
         growth = estimator.growth(operator, most >= operator.in_size(), *rows)
         before = self.before
@@ -123,18 +120,6 @@ def _check_state(before: RunState, growth: AbstractGrowth, operator: Any, most: 
         raise ValueError(f"To go on from this state, max_k must be at least {least}, got {most}.")
 
 
-def _tolerance(value: Any, name: str) -> Array:
-    """A tolerance as an array, which need not be known yet."""
-    if value is None:
-        value = 0.0
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    if array.ndim != 0 or array.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must be a real number, got {value!r}.")
-    if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
-    return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
-
-
 def solve_to_tolerance(
     primitive: Primitive,
     key: PRNGKeyArray,
@@ -155,14 +140,12 @@ def solve_to_tolerance(
         raise TypeError(f"The state must be the `state` of a Solution, got {state!r}.")
     operator = as_operator(operator)
     n = operator.in_size()
-    if max_k is None:
-        max_k = min(n, DEFAULT_MAX_K)
-        if state is not None:
-            max_k = max(max_k, n if state.completes else state.budgets[-1])
-    max_k = check_budget(max_k, estimator.smallest, n, type(estimator).__name__)
-    tolerances = _tolerance(rtol, "rtol"), _tolerance(atol, "atol")
+    least = 1
+    if state is not None:
+        least = n if state.completes else state.budgets[-1]
+    name = type(estimator).__name__
+    max_k, k = budgets_for(max_k, n, estimator.smallest, name, default_least=least)
+    tolerances = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
     state = lax.stop_gradient(state)
     adaptive = ToleranceEstimator(estimator, rows, *tolerances, state, max_k, keep_state, progress)
-    # Below n the primitive leaves it to the estimator to be exact, as a last resort.
-    k = max_k if n <= SMALL else min(max_k, n - 1)
     return solve(primitive, key, operator, k, adaptive, throw=throw)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from .._io import MatrixFileError
-from .common import Command, add_shared_arguments, table
+from .common import Command, add_shared_arguments, settle_budget, table
 from .density import DENSITY
 from .diagonal import DIAGONAL
 from .functions import LOGDET, SPECTRAL_SUM
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     jax.config.update("jax_enable_x64", True)
     try:
+        settle_budget(arguments)
         report, message = arguments.run(arguments)
     except (MatrixFileError, ValueError) as error:  # an estimator may not fit the matrix
         print(f"traceax: {' '.join(str(error).split())}", file=sys.stderr)

@@ -25,7 +25,14 @@ Rows = list[tuple[str, str]]  # of a table: label and text
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 _TAGS = {"psd": lx.positive_semidefinite_tag, "nsd": lx.negative_semidefinite_tag}
 _COLUMN_FILES = (".npy", ".txt", ".csv")
-_OUTCOMES = ("successful", "nonfinite_operator", "not_semidefinite", "outside_domain")
+_OUTCOMES = (
+    "successful",
+    "nonfinite_operator",
+    "not_semidefinite",
+    "outside_domain",
+    "not_converged",
+)
+_TOLERANCES = ("rtol", "atol", "max_k")
 
 
 class Command(NamedTuple):
@@ -76,7 +83,7 @@ def add_shared_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "file", metavar="FILE", help="Matrix Market .mtx or .mtx.gz, SciPy .npz, NumPy .npy"
     )
-    command.add_argument("-k", type=positive, default=100, help="matvecs to spend (default 100)")
+    command.add_argument("-k", type=positive, help="matvecs to spend (default 100)")
     command.add_argument("--seed", type=_seed, default=0, help="seed of the random key (default 0)")
     command.add_argument(
         "--dtype", choices=_DTYPES, help="precision to compute in (default: the file's)"
@@ -94,6 +101,54 @@ def add_tag(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tag", choices=tuple(_TAGS), help="the matrix is positive / negative semidefinite"
     )
+
+
+def _tolerance(text: str) -> float:
+    number = real(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a number that is not negative, got {text!r}")
+    return number
+
+
+def add_tolerance(command: argparse.ArgumentParser, what: str) -> None:
+    """An accuracy in place of a budget."""
+    command.add_argument(
+        "--rtol", type=_tolerance, metavar="R", help=f"instead of -k: a relative error of {what}"
+    )
+    command.add_argument(
+        "--atol", type=_tolerance, metavar="A", help=f"instead of -k: an absolute error of {what}"
+    )
+    command.add_argument(
+        "--max-k",
+        type=positive,
+        metavar="K",
+        help="the most matvecs that a tolerance may take (default: the size of the matrix, at most "
+        "1000)",
+    )
+
+
+def settle_budget(arguments: argparse.Namespace) -> None:
+    """Check that there is a budget or a tolerance, not both; without either, the default budget."""
+    rtol, atol, max_k = (getattr(arguments, name, None) for name in _TOLERANCES)
+    if rtol is None and atol is None:
+        if max_k is not None:
+            raise ValueError("--max-k bounds a tolerance: give --rtol or --atol, or use -k.")
+        arguments.k = arguments.k or 100
+    elif arguments.k is not None:
+        raise ValueError(
+            "-k is a budget, and --rtol and --atol are tolerances: give one or the other. The most "
+            "matvecs that a tolerance may take are --max-k."
+        )
+
+
+def spending(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The budget or the tolerance, as arguments of a function of the package. Progress is shown on
+    a terminal.
+    """
+    if arguments.k is not None:
+        return {"k": arguments.k}
+    tolerances = {name: getattr(arguments, name) for name in _TOLERANCES}
+    return {**tolerances, "progress": sys.stderr.isatty()}
 
 
 def add_steps(command: argparse.ArgumentParser) -> None:
@@ -175,6 +230,7 @@ def begin_report(
         "dtype": str(operator.in_structure().dtype),
         **choices,
         "k": arguments.k,
+        **{name: getattr(arguments, name) for name in _TOLERANCES if hasattr(arguments, name)},
         "seed": arguments.seed,
         "matvecs": solution.num_matvecs.item(),
         "seconds": seconds,

@@ -16,11 +16,13 @@ from .common import (
     Rows,
     add_steps,
     add_tag,
+    add_tolerance,
     begin_report,
     number,
     ratio,
     read_operator,
     real,
+    spending,
     timed,
 )
 
@@ -52,11 +54,12 @@ def read_hermitian(arguments: argparse.Namespace) -> lx.AbstractLinearOperator:
 def _solve(
     arguments: argparse.Namespace,
     operator: lx.AbstractLinearOperator,
-    estimate: Callable[[Any, int], tr.Solution],
+    estimate: Callable[..., tr.Solution],
     **choices: Any,
 ) -> tuple[Report, str]:
-    """The report of an estimate of a key and a budget."""
-    solution, seconds = timed(arguments.seed, lambda key: estimate(key, arguments.k))
+    """The report of an estimate of a key and a budget (or a tolerance)."""
+    spent = spending(arguments)
+    solution, seconds = timed(arguments.seed, lambda key: estimate(key, **spent))
     report, message = begin_report(arguments, operator, solution, seconds, **choices)
     value, std_err = solution.value.item(), solution.std_err.item()
     quadrature_error = solution.quadrature_error.item()
@@ -66,7 +69,7 @@ def _solve(
     report["quadrature_error"] = quadrature_error
     report["interval"] = [value - half, value + half]
     if arguments.exact:
-        report["exact"] = estimate(jax.random.key(0), operator.in_size()).value.item()
+        report["exact"] = estimate(jax.random.key(0), k=operator.in_size()).value.item()
         report["error_in_half_intervals"] = ratio(abs(value - report["exact"]), half)
     return report, message
 
@@ -102,6 +105,7 @@ def _add_logdet_arguments(command: argparse.ArgumentParser) -> None:
         help="the matrix is positive semidefinite also without the shift, which then bounds the "
         "quadrature error",
     )
+    add_tolerance(command, "the log-determinant")
 
 
 def _run_logdet(arguments: argparse.Namespace) -> tuple[Report, str]:
@@ -113,8 +117,8 @@ def _run_logdet(arguments: argparse.Namespace) -> tuple[Report, str]:
     operator = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
     preconditioner = _PRECONDITIONERS[arguments.preconditioner]()
 
-    def estimate(key, k):
-        return tr.logdet(key, operator, k, preconditioner=preconditioner)
+    def estimate(key, **spent):
+        return tr.logdet(key, operator, preconditioner=preconditioner, **spent)
 
     choices = {"shift": arguments.shift, "preconditioner": arguments.preconditioner}
     return _solve(arguments, operator, estimate, **choices)

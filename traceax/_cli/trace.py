@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lineax as lx
-from scipy.special import stdtrit
 
 import traceax as tr
 
@@ -14,10 +13,12 @@ from .common import (
     Report,
     Rows,
     add_tag,
+    add_tolerance,
     begin_report,
     number,
     ratio,
     read_operator,
+    spending,
     timed,
 )
 
@@ -65,7 +66,7 @@ def solve_with_estimator(
         )
 
     def run(key):
-        return estimate(key, operator, arguments.k, estimators[name]())
+        return estimate(key, operator, estimator=estimators[name](), **spending(arguments))
 
     solution, seconds = timed(arguments.seed, run)
     return operator, solution, *begin_report(arguments, operator, solution, seconds, estimator=name)
@@ -73,6 +74,7 @@ def solve_with_estimator(
 
 def _add_arguments(command: argparse.ArgumentParser) -> None:
     add_estimator(command, _ESTIMATORS)
+    add_tolerance(command, "the trace")
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
@@ -80,12 +82,10 @@ def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
         arguments, tr.trace, _ESTIMATORS, {"xnystrace": "xtrace"}
     )
     value, std_err = solution.value.item(), solution.std_err.item()
-    # Student's t: the standard error is itself estimated, from few samples. (No probes: exact.)
-    dof = solution.stats["dof"].item()
-    half = 0.0 if std_err == 0 else std_err * float(stdtrit(max(dof, 1), 0.975))
+    ends = [end.item() for end in solution.interval()]
     report["estimate"] = value
     report["std_err"] = std_err
-    report["interval"] = None if isinstance(value, complex) else [value - half, value + half]
+    report["interval"] = None if isinstance(value, complex) else ends
     if arguments.exact:
         report["exact"] = lx.diagonal(operator).sum().item()
         report["error_in_std_errs"] = ratio(abs(value - report["exact"]), std_err)

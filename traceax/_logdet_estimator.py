@@ -1,0 +1,78 @@
+"""The log-determinant of a positive definite operator for a given budget. `_spending` says how it
+is estimated, `_logdet_weights` how it is differentiated.
+"""
+
+import math
+from typing import ClassVar, final
+
+import jax.numpy as jnp
+
+from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, scale_of, status_of
+from ._estimator import AbstractEstimator
+from ._linalg import cholesky, solve_upper_adjoint
+from ._logdet_weights import ExactLogdetWeights, weights_of
+from ._operator import BlockOperator
+from ._quadrature_error import with_quadrature_error
+from ._sketch import adjoint, matmul, square_norms
+from ._spending import Run, Spending, for_derivative
+
+
+def estimate_from(run: Run) -> Estimate:
+    """The value and its errors."""
+    factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
+    n, eps = run.block.n, run.block.eps
+    # Products are good to eps times the largest eigenvalue, which the root of P divides by mu.
+    # Such errors are as good as random, and mostly cancel in the trace.
+    top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
+    largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
+    rounding = eps * largest / jnp.maximum(bounds.smallest, eps)
+    lost = ~((bounds.smallest > 0) & (rounding < 0.5))
+    status = jnp.where((run.status != NONFINITE) & lost, OUTSIDE_DOMAIN, run.status)
+    value = factors.log_det() + bounds.value
+    error = bounds.error + math.sqrt(n) * rounding
+    return with_quadrature_error(
+        value, error, bounds.std_err, run.spent, run.probes.shape[1], status
+    )
+
+
+@final
+class LogdetEstimator(AbstractEstimator):
+    """The log-determinant. Its value is the pair of the value, which alone has a derivative, and
+    the quadrature error.
+    """
+
+    spending: Spending
+    smallest: ClassVar[int] = 2
+    weights_move: ClassVar[bool] = True
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        self.spending.check(operator, "A log-determinant")
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+
+        def finish(run):
+            return estimate_from(run), for_derivative(run, weights_of)
+
+        return self.spending.spend(key, operator, k, finish)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        n = block.n
+        eye = jnp.eye(n, dtype=block.dtype)
+        matrix = block.mm(eye)
+        scale = scale_of(matrix)
+        scaled = (matrix + adjoint(matrix)) / (2 * scale)
+        factor = cholesky(scaled)
+        diagonal = jnp.square(jnp.diagonal(factor).real)
+        rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
+        lost = ~(jnp.min(diagonal) > 2 * rounding)  # also where the factor is NaN
+        status = status_of(matrix)
+        status = jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
+        value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
+        zero = jnp.zeros_like(value)
+        half = solve_upper_adjoint(factor, eye)
+        weights = ExactLogdetWeights(matmul(adjoint(half), half) / scale)
+        return with_quadrature_error(value, zero, zero, n, 0, status), weights

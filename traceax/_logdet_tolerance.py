@@ -1,0 +1,337 @@
+r"""Log-determinants that spend what a tolerance needs.
+
+One loop (`jax.lax.while_loop`) around three things, each of which is done only where the state asks
+for it: the sketch grows to twice its rank (see `_growing_sketch`), a few more probes take Lanczos'
+recurrence (see `_spending`), and the rule decides how to go on. With c standard errors and the
+quadrature error against atol + rtol |t|:
+
+- done, if they are within it. With r probes that were not enough it looks again at 2 r, not before:
+  every look is a chance to stop on an error bar that happens to be too small.
+- a larger rank, while what the approximation leaves out falls with the rank, if more probes would
+  cost more than that, or if it is the quadrature that errs. The probes so far belonged to another
+  preconditioner: they are forgotten.
+- longer recurrences (8, 24, 72, ... steps), if the quadrature errs, and the rank cannot help.
+- otherwise more probes.
+- the exact value, as the last resort, where the budget allows n products: from n new ones, so that
+  nothing else may spend more than n / 4.
+
+Factors have the size of the largest rank, columns that are not there yet are 0. The derivative is
+that of the last few probes, held fixed with all that was learnt (see `_logdet_weights`).
+"""
+
+from typing import Any, ClassVar, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Int, Real
+
+from ._calibration import STOP
+from ._estimate import NOT_CONVERGED, SUCCESSFUL, status_of
+from ._estimator import AbstractEstimator
+from ._growing_sketch import GrowingSketch
+from ._lanes import any_lane, keep
+from ._logdet_estimator import LogdetEstimator, estimate_from
+from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
+from ._low_rank import Built
+from ._operator import BlockOperator
+from ._progress import report
+from ._quadrature_error import with_quadrature_error
+from ._spending import Plan, Spending, run
+
+#: The first rank, and the number of steps that are tried first.
+FIRST_RANK, FIRST_STEPS = 16, 8
+
+#: Probes that advance together, at most (the first look at a preconditioner takes one).
+TOGETHER = 4
+
+#: The smallest budget that has room for all of this.
+LEAST = 64
+
+
+def ranks(most: int) -> tuple[int, ...]:
+    """The ranks: each about twice the one before, the last three quarters of the budget."""
+    last = 3 * most // 4
+    found = [FIRST_RANK]
+    while 3 * found[-1] <= last:
+        found.append(2 * found[-1])
+    return (*found, last)
+
+
+def shapes(most: int, n: int) -> tuple[tuple[int, int], ...]:
+    """Probes and steps: the first look, then one pair for each depth, with as many probes as a
+    third of the budget allows.
+    """
+    found, steps = [(1, FIRST_STEPS), (TOGETHER, FIRST_STEPS)], 3 * FIRST_STEPS
+    while steps <= min(most // 2, n):
+        found.append((min(TOGETHER, max(1, most // 3 // steps)), steps))
+        steps *= 3
+    return tuple(found)
+
+
+class _Sums(NamedTuple):
+    """Of the probes with one preconditioner and one depth."""
+
+    probes: Int[Array, ""]
+    value: Real[Array, ""]
+    error: Real[Array, ""]
+    variance: Real[Array, ""]
+
+    @staticmethod
+    def none(real: Any) -> "_Sums":
+        zero = jnp.zeros((), real)
+        return _Sums(jnp.zeros((), jnp.int32), zero, zero, zero)
+
+    def plus(self, probes: int, value: Array, error: Array, std_err: Array) -> "_Sums":
+        return _Sums(
+            self.probes + probes,
+            self.value + probes * value,
+            self.error + probes * error,
+            self.variance + (probes * std_err) ** 2,
+        )
+
+    def means(self) -> tuple[Array, Array, Array]:
+        """The value, the quadrature error, and the standard error."""
+        count = jnp.maximum(self.probes, 1)
+        return self.value / count, self.error / count, jnp.sqrt(self.variance) / count
+
+
+class _State(NamedTuple):
+    y: Inexact[Array, "n rank"]  # the products so far
+    built: Built
+    left_out: Real[Array, ""]
+    decays: Bool[Array, ""]  # whether twice the rank is worth while
+    level: Int[Array, ""]
+    depth: Int[Array, ""]
+    grows: Bool[Array, ""]  # what is to be done next
+    sums: _Sums
+    target: Int[Array, ""]  # the number of probes to look at
+    spent: Int[Array, ""]
+    rounds: Int[Array, ""]
+    status: Int[Array, ""]
+    weights: LogdetWeights
+    done: Bool[Array, ""]
+
+
+def _where(condition: Array, new: Any, old: Any) -> Any:
+    return jtu.tree_map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+class _Loop:
+    """One run. (Not a PyTree: it lives while it is traced.)"""
+
+    def __init__(self, estimator: "ToleranceLogdetEstimator", key, operator, most: int):
+        sketch_key, self.probe_key = jr.split(key)
+        self.estimator, self.most = estimator, most
+        self.block = BlockOperator(operator).linearised()
+        self.ranks, self.shapes = ranks(most), shapes(most, self.block.n)
+        columns = self.ranks[-1] + max(p * (q + 1) for p, q in self.shapes)
+        self.columns = max(columns, self.block.n) if estimator.max_k >= self.block.n else columns
+        first, last = self.ranks[0], self.ranks[-1]
+        self.sketch = GrowingSketch(sketch_key, operator, self.block, first, last)
+        self.real = jnp.finfo(self.block.dtype).dtype
+
+    def _built(self, low_rank) -> Built:
+        """The preconditioner, padded to the largest rank."""
+        built = self.sketch.built(low_rank)
+        more = self.ranks[-1] - built.factors.basis.shape[1]
+        basis = jnp.pad(built.factors.basis, ((0, 0), (0, more)))
+        eigenvalues = jnp.pad(built.factors.eigenvalues, (0, more))
+        at = lambda built: (built.factors.basis, built.factors.eigenvalues)  # noqa: E731
+        return eqx.tree_at(at, built, (basis, eigenvalues))
+
+    def start(self) -> _State:
+        y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
+        half, low_rank = self.sketch.low_rank(y[:, : y.shape[1] // 2]), self.sketch.low_rank(y)
+        built = self._built(low_rank)
+        no_weights = LogdetWeights(
+            jnp.zeros((self.block.n, self.columns), y.dtype),
+            jnp.zeros((self.columns, self.columns), y.dtype),
+            built.factors,
+        )
+        return _State(
+            y=jnp.pad(y, ((0, 0), (0, self.ranks[-1] - y.shape[1]))),
+            built=built,
+            left_out=low_rank.left_out,
+            decays=_decay(low_rank, half.left_out),
+            level=zero,
+            depth=zero,
+            grows=jnp.array(False),
+            sums=_Sums.none(self.real),
+            target=zero,
+            spent=zero + self.ranks[0],
+            rounds=zero,
+            status=jnp.asarray(status_of(y), jnp.int32),
+            weights=no_weights,
+            done=jnp.array(False),
+        )
+
+    def _grown(self, state: _State) -> _State:
+        """With the next rank, where that is wanted."""
+        for j in range(1, len(self.ranks)):
+            wanted = state.grows & (state.level == j - 1) & ~state.done
+            before, rank = self.ranks[j - 1 : j + 1]
+
+            def grow(state=state, j=j, before=before, rank=rank):
+                new = self.sketch.products(before, rank)
+                y = jnp.concatenate([state.y[:, :before], new], axis=1)
+                low_rank = self.sketch.low_rank(y)
+                return state._replace(
+                    y=state.y.at[:, before:rank].set(new),
+                    built=self._built(low_rank),
+                    left_out=low_rank.left_out,
+                    decays=_decay(low_rank, state.left_out),
+                    level=jnp.full_like(state.level, j),
+                    grows=jnp.zeros_like(state.grows),
+                    spent=state.spent + (rank - before),
+                    status=jnp.maximum(state.status, jnp.asarray(status_of(new), jnp.int32)),
+                )
+
+            state = _if_any(wanted, grow, state)
+        return state
+
+    def _probed(self, state: _State) -> _State:
+        """With a few more probes."""
+        key = jr.fold_in(self.probe_key, state.rounds)
+        depth, first = state.depth, (state.depth == 0) & (state.sums.probes == 0)
+        for j, (p, q) in enumerate(self.shapes):
+            wanted = first if j == 0 else ~first & (depth == j - 1)
+
+            def probe(state=state, p=p, q=q):
+                plan = Plan(self.ranks[-1], p, q)
+                done = run(key, self.block, state.built, plan, state.status)
+                estimate = estimate_from(done)
+                (value, error), (std_err, _) = estimate.value, estimate.std_err
+                return state._replace(
+                    sums=state.sums.plus(p, value, error, std_err),
+                    spent=state.spent + p * q,
+                    rounds=state.rounds + 1,
+                    status=jnp.asarray(estimate.status, jnp.int32),
+                    weights=weights_of(done._replace(columns=self.columns)),
+                )
+
+            state = _if_any(wanted & ~state.done, probe, state)
+        return state
+
+    def _decided(self, state: _State) -> _State:
+        """The rule (see above)."""
+        estimator, sums = self.estimator, state.sums
+        value, error, std_err = sums.means()
+        tolerance = estimator.rtol.astype(self.real) * jnp.abs(value)
+        tolerance += estimator.atol.astype(self.real)
+        met = STOP["logdet"] * std_err + error <= tolerance
+        room = jnp.maximum(tolerance - error, 0)
+        needed = jnp.square(STOP["logdet"] * std_err / jnp.where(room > 0, room, jnp.nan))
+        needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
+
+        # A last rank or depth has no next one.
+        costs = [b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)]
+        growth = jnp.array([*costs, self.most])[state.level]
+        steps = jnp.array([q for _, q in self.shapes[1:]])[state.depth]
+        rounds = [p * q for p, q in self.shapes[1:]]
+        now = jnp.array(rounds)[state.depth]
+        deeper = jnp.array([*rounds[1:], self.most])[state.depth]
+
+        left = self.most - state.spent
+        errs = error > tolerance / 2
+        dearer = sums.probes * steps * (needed - 1) > growth
+        grows = state.decays & (growth + FIRST_STEPS <= left) & (errs | dearer)
+        deepens = ~grows & errs & (deeper <= left)
+        # Out of reach, too, more probes are good as long as theirs is the larger error.
+        useful = (room > 0) | (std_err > error)
+        again = ~grows & ~deepens & (now <= left) & useful
+        ends = ~(grows | deepens | again)
+        looks = (sums.probes >= state.target) | ends
+        failed = state.status != SUCCESSFUL
+        done = (looks & met) | ends | failed
+        changed = (grows | deepens) & ~done & looks
+        status = jnp.where(done & ~met & ~failed, NOT_CONVERGED, state.status)
+        new = state._replace(
+            grows=grows & changed,
+            depth=jnp.where(changed, jnp.where(grows, 0, state.depth + 1), state.depth),
+            sums=_where(changed, _Sums.none(self.real), sums),
+            target=jnp.where(changed, 0, jnp.where(looks, 2 * sums.probes, state.target)),
+            status=status,
+            done=state.done | done,
+        )
+        if estimator.progress:
+            report(self.most, state.spent, value, std_err + error, done)
+        return new
+
+    def run(self) -> _State:
+        """Go on until it is done."""
+
+        def step(state):
+            return self._decided(self._probed(self._grown(state)))
+
+        return lax.while_loop(lambda state: ~state.done, step, self.start())
+
+
+def _decay(low_rank, before: Array) -> Array:
+    """Whether it left much less out than a rank of one half."""
+    return low_rank.left_out <= 0.84 * before
+
+
+def _if_any(wanted: Array, new: Any, state: _State) -> _State:
+    """`new()` where it is wanted: computed only if it is wanted in any lane of a `vmap`."""
+    return lax.cond(any_lane(wanted), lambda: keep(~wanted, state, new()), lambda: state)
+
+
+def _as_moving(weights: ExactLogdetWeights, state: _State) -> LogdetWeights:
+    """The exact weights `I A^{-1} I`, of the size of the others."""
+    n, columns = state.weights.vectors.shape
+    pad = lambda x, rows: jnp.pad(x, ((0, rows), (0, columns - n)))  # noqa: E731
+    eye = jnp.eye(n, dtype=weights.inverse.dtype)
+    core = pad(weights.inverse, columns - n)
+    return LogdetWeights(pad(eye, 0), core, state.built.factors)
+
+
+@final
+class ToleranceLogdetEstimator(AbstractEstimator):
+    """The log-determinant to a tolerance. Its value is a pair, as that of `LogdetEstimator`."""
+
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    max_k: int = eqx.field(static=True)
+    progress: bool = eqx.field(static=True)
+    smallest: ClassVar[int] = 1
+    weights_move: ClassVar[bool] = True
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        Spending(None, True).check(operator, "A log-determinant")
+        n = operator.in_size()
+        if self.max_k < min(n, LEAST):
+            raise ValueError(
+                f"To a tolerance, a log-determinant needs max_k of at least {min(n, LEAST)}, got "
+                f"{self.max_k}. With fewer products, give them as k instead of a tolerance."
+            )
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        n = operator.in_size()
+        completes = self.max_k >= n
+        state = _Loop(self, key, operator, n // 4 if completes else self.max_k).run()
+        value, error, std_err = state.sums.means()
+        counts = state.spent, state.sums.probes, state.status
+        estimate = with_quadrature_error(value, error, std_err, *counts)
+        if not completes:
+            return estimate, state.weights
+        lacking = state.status == NOT_CONVERGED
+
+        def complete():
+            exact, inverse = LogdetEstimator(Spending(None, True)).exact(operator)
+            exact = eqx.tree_at(lambda e: e.num_matvecs, exact, exact.num_matvecs + state.spent)
+            return keep(~lacking, (estimate, state.weights), (exact, _as_moving(inverse, state)))
+
+        return lax.cond(any_lane(lacking), complete, lambda: (estimate, state.weights))
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return LogdetEstimator(Spending(None, True)).exact(operator)
+
+    def contract(self, weights, operator):
+        """See `AbstractEstimator`."""
+        return weights.contract(operator)
