@@ -381,7 +381,7 @@ def test_going_on_beyond_the_first_budget():
     [
         ({}, TypeError, "give a tolerance instead"),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
-        ({"k": 10, "max_k": 20}, TypeError, "to which alone `max_k`"),
+        ({"k": 10, "max_k": 20}, TypeError, "to which alone belong `max_k`"),
         ({"rtol": -1.0}, ValueError, "rtol must be finite and not negative"),
         ({"rtol": "small"}, TypeError, "rtol must be a real number"),
         ({"atol": jnp.ones(2)}, TypeError, "atol must be a real number"),

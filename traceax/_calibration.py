@@ -8,7 +8,7 @@ from jaxtyping import Array, Int, Real
 #: With so many standard errors (times Student's quantile over the normal one) below the tolerance,
 #: runs that look after every block end within it in 95 % of cases at least, on six spectra. None is
 #: smaller than 2, whatever was measured: these are not all there are.
-STOP = {"hutchinson": 2.15, "hutch++": 2.0, "xtrace": 2.0, "xnystrace": 2.0, "logdet": 2.0}
+STOP = {"hutchinson": 2.15, "hutch++": 2.0, "xtrace": 2.0, "xnystrace": 2.0}
 
 #: By how much Student's intervals are too short where leave-one-out samples are not independent.
 INTERVAL = {"xtrace": 1.0, "xnystrace": 1.0}
