@@ -19,7 +19,6 @@ STOP = {
     "hutch++": 2.0,
     "xtrace": 2.0,
     "xnystrace": 2.0,
-    "logdet": 2.0,
     "hutchinson-diagonal": 2.0,
     "diag++": 2.0,
     "xdiag": 2.0,
