@@ -64,6 +64,17 @@ def test_a_tolerance(capsys, tmp_path, command):
     assert err.startswith("traceax: The budget was spent before the tolerance was reached.")
 
 
+def test_a_tolerance_of_a_diagonal(capsys, tmp_path):
+    path, matrix = tmp_path / "matrix.npy", np.diag(np.linspace(1.0, 2.0, 120))
+    matrix[0, 1] = matrix[1, 0] = 0.1
+    np.save(path, matrix)
+    options = "--rtol", 0.1, "--exact", "--estimator", "hutchinson"
+    report = run_json(capsys, "diagonal", path, *options)
+    assert report["relative_error"] < 0.1
+    assert (report["k"], report["rtol"]) == (None, 0.1)
+    assert report["matvecs"] == 16
+
+
 def test_progress_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code, _, err = run(capsys, "trace", BUS, "--rtol", 0.5)

@@ -576,3 +576,14 @@ def test_batched_products_do_not_depend_on_jit():
     close(jitted(PARAMS, KEYS[0]), eager, rtol=1e-13)
     with jax.disable_jit():
         close(jax.value_and_grad(f)(PARAMS, KEYS[0]), eager, rtol=1e-13)
+
+
+def test_jvp_of_python_numbers():
+    """They reach the primitive as they are when a function operator closes over them."""
+    structure = jax.ShapeDtypeStruct((20,), jnp.float64)
+
+    def value(c):
+        operator = lx.FunctionLinearOperator(lambda x: c * x, structure)
+        return tr.trace(jax.random.key(0), operator, 10).value
+
+    assert jax.jvp(value, (2.0,), (3.0,)) == pytest.approx((40.0, 60.0))

@@ -244,6 +244,11 @@ def _batch(primitive, axis_size, axis_name, _, operands, axes, *, params):
 
 def _jvp(primitive, primals, tangents, *, params):
     with_weights = params._replace(weights=True)
+    # Numbers that `jax.jvp` was given reach this as they are.
+    primals, tangents = (
+        [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in values]
+        for values in (primals, tangents)
+    )
     outputs = primitive.bind(*primals, params=with_weights)
     moving = tuple(
         i

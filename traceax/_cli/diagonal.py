@@ -16,6 +16,7 @@ from .common import (
     Report,
     Rows,
     add_output,
+    add_tolerance,
     aligned,
     check_output,
     number,
@@ -37,6 +38,7 @@ _ESTIMATORS = {
 
 def _add_arguments(command: argparse.ArgumentParser) -> None:
     add_estimator(command, _ESTIMATORS)
+    add_tolerance(command, "the diagonal, in the l2 norm")
     command.add_argument(
         "--top",
         type=positive,

@@ -26,6 +26,7 @@ _ESTIMATORS = {
     "auto": tr.AutoTraceEstimator,
     "hutchinson": tr.HutchinsonEstimator,
     "hutch++": tr.HutchPlusPlusEstimator,
+    "a-hutch++": tr.AdaptiveHutchPlusPlusEstimator,
     "xtrace": tr.XTraceEstimator,
     "xnystrace": tr.XNysTraceEstimator,
     "exact": tr.ExactTraceEstimator,
@@ -79,7 +80,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     operator, solution, report, message = solve_with_estimator(
-        arguments, tr.trace, _ESTIMATORS, {"xnystrace": "xtrace"}
+        arguments, tr.trace, _ESTIMATORS, {"xnystrace": "xtrace", "a-hutch++": "hutch++"}
     )
     value, std_err = solution.value.item(), solution.std_err.item()
     ends = [end.item() for end in solution.interval()]
