@@ -92,7 +92,9 @@ def test_the_rule_is_that_of_the_calibration(monkeypatch):
     errors, std_errs, budgets, unit = calibrate.histories(estimator, values, 7)
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     matrix = jnp.asarray((basis * values) @ basis.T)
-    result = calibrate.case((errors, std_errs, budgets, unit), _calibration.STOP["hutch++"], 1e-2)
+    result = calibrate.case(
+        (errors, std_errs, budgets, unit), _calibration.CALIBRATION["hutch++"].stop, 1e-2
+    )
     solution = reference.each(
         lambda key, matrix: [
             getattr(solve(key, matrix, estimator, 1e-2), name)
@@ -114,9 +116,8 @@ def test_the_rule_is_that_of_the_calibration(monkeypatch):
 
 def test_the_constants_are_those_of_the_script():
     results = json.loads(calibrate.RESULTS.read_text())
-    assert {name: r["stop"] for name, r in results.items()} == _calibration.STOP
-    for name, figure in _calibration.INTERVAL.items():
-        assert results[name]["interval"] == figure
+    constants = {name: (r["stop"], r["interval"]) for name, r in results.items()}
+    assert constants == _calibration.CALIBRATION
     for name, r in results.items():
         for case, figures in r["table"].items():
             assert figures["coverage"] >= 0.95, (name, case)

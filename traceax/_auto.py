@@ -66,21 +66,6 @@ def choose(
     return sketching if k >= 4 else hutchinson
 
 
-def inflation_of_rest(
-    select: Callable[..., AbstractEstimator],
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    *,
-    diagonal: bool,
-) -> float:
-    """The inflation of the estimator that `select(rest, budget)` chooses for what is not known."""
-    parts = split(operator, k, 1, diagonal)
-    if parts.rest is None:
-        return 1.0
-    left = k - parts.num_matvecs
-    return select(parts.rest, left).inflation(parts.rest, left)
-
-
 def compute_split(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
@@ -104,5 +89,6 @@ def compute_split(
         # The products are finite; the known part must be so as well.
         jnp.where(status_of(exact, parts.scale) != 0, NONFINITE, inner.status),
         inner.state,
+        inner.inflation,
     )
     return estimate, SplitWeights(weights, k, rows is not None)

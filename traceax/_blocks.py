@@ -31,7 +31,15 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from ._auto import add_parts
 from ._calibration import norm_factor, stopping_factor
-from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, is_scalar, norm_of, status_of
+from ._estimate import (
+    NOT_CONVERGED,
+    SUCCESSFUL,
+    Estimate,
+    is_scalar,
+    make_estimate,
+    norm_of,
+    status_of,
+)
 from ._exact import ExactWeights
 from ._growth import AbstractGrowth
 from ._lanes import any_lane, keep
@@ -218,9 +226,10 @@ class Run:
         real = jnp.finfo(dtype).dtype
         value = jtu.tree_map(lambda x: x.astype(dtype), estimate.value)
         std_err = jtu.tree_map(lambda x: x.astype(real), estimate.std_err)
-        counts = level, estimate.num_matvecs, estimate.dof, estimate.status
-        level, *counts = [jnp.asarray(x, jnp.int32) for x in counts]
-        return Outcome(Estimate(value, std_err, *counts), level, arrays)
+        estimate = make_estimate(
+            value, std_err, estimate.num_matvecs, estimate.dof, estimate.status
+        )
+        return Outcome(estimate, jnp.asarray(level, jnp.int32), arrays)
 
     def _estimate(self, state) -> Estimate:
         estimate, rounding = self.growth.estimate(state, self.block)
@@ -239,7 +248,7 @@ class Run:
         """Look at the state after block j, and go on from it if need be."""
         last = j == len(self.budgets) - 1
         estimate = self._estimate(state)
-        factor = stopping_factor(self.growth.stop, self._columns(j) - 1)
+        factor = stopping_factor(self.growth.calibration.stop, self._columns(j) - 1)
         met = self.rule.met(estimate, self.block, factor)
         stop = met | (estimate.status != SUCCESSFUL)
         if self.before is not None:

@@ -1,6 +1,6 @@
 """How many standard errors an error bar is worth: measured, by `benchmarks/calibrate.py`."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -10,23 +10,36 @@ from jaxtyping import Array, Int, PyTree, Real
 
 from ._estimate import is_scalar, norm_of
 
-#: With so many standard errors (times Student's quantile over the normal one) below the tolerance,
-#: runs that look after every block end within it in 95 % of cases at least, on six spectra. None is
-#: smaller than 2, whatever was measured: these are not all there are. (Diagonals: `norm_factor` of
-#: these numbers.)
-STOP = {
-    "hutchinson": 2.15,
-    "hutch++": 2.0,
-    "xtrace": 2.0,
-    "xnystrace": 2.0,
-    "hutchinson-diagonal": 2.0,
-    "diag++": 2.0,
-    "xdiag": 2.0,
-    "xnysdiag": 2.0,
-}
 
-#: By how much Student's intervals are too short where leave-one-out samples are not independent.
-INTERVAL = {"xtrace": 1.0, "xnystrace": 1.0, "xdiag": 1.0, "xnysdiag": 1.0}
+class Calibration(NamedTuple):
+    """What was measured of an estimator."""
+
+    #: With so many standard errors (times Student's quantile over the normal one) below the
+    #: tolerance, runs that look after every block end within it in 95 % of cases at least, on six
+    #: spectra. None is smaller than 2, whatever was measured: these are not all there are.
+    #: (Diagonals: `norm_factor` of these numbers.)
+    stop: float
+
+    #: By how much Student's intervals are too short, on the worst of the six: samples are not
+    #: normal, and those that leave one out are not independent.
+    interval: float
+
+    @property
+    def interval_of_run(self) -> float:
+        """The same for runs that a tolerance ended."""
+        return max(self.interval, self.stop / 1.96)
+
+
+CALIBRATION = {
+    "hutchinson": Calibration(stop=2.15, interval=1.02),
+    "hutch++": Calibration(stop=2.0, interval=1.09),
+    "xtrace": Calibration(stop=2.0, interval=1.15),
+    "xnystrace": Calibration(stop=2.0, interval=1.11),
+    "hutchinson-diagonal": Calibration(stop=2.0, interval=1.0),
+    "diag++": Calibration(stop=2.0, interval=1.0),
+    "xdiag": Calibration(stop=2.0, interval=1.0),
+    "xnysdiag": Calibration(stop=2.0, interval=1.0),
+}
 
 
 def stopping_factor(stop: float, dof: int) -> float:

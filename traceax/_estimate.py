@@ -26,6 +26,8 @@ class Estimate(eqx.Module):
     dof: Int[Array, ""]
     status: Int[Array, ""]
     state: Any = None  # what a later call can go on from, where that was asked for
+    #: By how much Student's intervals are too short: 1 for independent samples.
+    inflation: float = eqx.field(static=True, default=1.0)
 
 
 def make_estimate(
@@ -34,13 +36,15 @@ def make_estimate(
     num_matvecs: Array | int,
     dof: Array | int,
     status: Array | int = SUCCESSFUL,
+    inflation: float = 1.0,
 ) -> Estimate:
     """An `Estimate` with the integer fields as arrays."""
 
     def integer(x):
         return jnp.asarray(x, jnp.int32)
 
-    return Estimate(value, std_err, integer(num_matvecs), integer(dof), integer(status))
+    counts = integer(num_matvecs), integer(dof), integer(status)
+    return Estimate(value, std_err, *counts, inflation=inflation)
 
 
 def as_value(parts: list[Array]) -> Any:

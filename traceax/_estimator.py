@@ -80,22 +80,6 @@ class AbstractEstimator(eqx.Module):
         As `compute`, with standard error 0.
         """
 
-    def inflation(self, operator: lx.AbstractLinearOperator, k: int) -> float:
-        """By how much Student's intervals are too short for this estimator: see
-        [`traceax.Solution`][].
-
-        **Arguments:**
-
-        - `operator`: the operator, of which only the structure and the tags are looked at.
-        - `k`: the budget.
-
-        **Returns:**
-
-        A Python float: 1 where samples are independent.
-        """
-        del operator, k
-        return 1.0
-
     def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
         """The value as a function of A, and of the arrays inside the estimator, with the weights
         fixed: what the derivative is taken of.
@@ -358,5 +342,5 @@ def solve(
             value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
     counts = estimate.num_matvecs, stats, result
-    inflation = estimator.inflation(operator, budget)
-    return Solution(value, estimate.std_err, *counts, state=estimate.state, inflation=inflation)
+    kept = {"state": estimate.state, "inflation": estimate.inflation}
+    return Solution(value, estimate.std_err, *counts, **kept)

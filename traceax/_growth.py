@@ -1,6 +1,7 @@
 """Estimates that grow: the same algorithm on a block of probes, and on all blocks so far."""
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import lineax as lx
 from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
+from ._calibration import Calibration
 from ._estimate import Estimate
 from ._linalg import complement, divide_by_upper
 from ._operator import BlockOperator
@@ -28,8 +30,8 @@ class AbstractGrowth(eqx.Module):
     #: The matvecs that a probe takes.
     unit: AbstractClassVar[int]
 
-    #: How many standard errors must be within a tolerance: see `_calibration`.
-    stop: AbstractClassVar[float]
+    #: What was measured of it.
+    calibration: AbstractClassVar[Calibration]
 
     #: For each field of the state, the axes (of every array in it) that have as many entries as
     #: there are probes.
@@ -114,6 +116,7 @@ def run_once(
     state = growth.grow(None, key, block, k)
     estimate, _ = growth.estimate(state, block)
     weights, _ = growth.weights(state, block, [(jr.key_data(key), jr.key_impl(key))], [k])
+    estimate = dataclasses.replace(estimate, inflation=growth.calibration.interval)
     return estimate, weights[0]
 
 

@@ -175,7 +175,7 @@ def _run(params: _Params, operands: tuple[Array, ...]):
 
         value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
         counts = estimate.num_matvecs, estimate.dof, estimate.status
-        estimate = Estimate(value, std_err, *counts, estimate.state)
+        estimate = Estimate(value, std_err, *counts, estimate.state, estimate.inflation)
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex: it must not depend on the user's promotion setting.
@@ -213,7 +213,7 @@ def _flat_run(*operands, params):
 
 def _outputs(params, avals):
     """What `_run` returns, as shapes. (From shapes: all callers then share one trace.)"""
-    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)
     return jax.eval_shape(partial(_run, params), structs)
 
 

@@ -76,8 +76,8 @@ class Solution(eqx.Module):
         r"""The interval that holds the true value (its real part) with this probability.
 
         It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t: right for
-        independent normal samples. For leave-one-out samples, which are not independent, and for
-        runs that a tolerance ended, c is a measured constant (`benchmarks/calibrate.py`), else 1.
+        independent normal samples. For samples that are neither, and for runs that a tolerance
+        ended, c is a measured constant (`benchmarks/calibrate.py`; 1 to 1.15).
         Functions of matrices, whose standard error does not come from the scatter of the samples,
         have the normal quantile instead, and the quadrature error is added.
 

@@ -49,10 +49,6 @@ class ToleranceEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         self.estimator.check(operator)
 
-    def inflation(self, operator, k):
-        """See `AbstractEstimator`."""
-        return max(1.1, self.estimator.inflation(operator, k))
-
     def exact(self, operator):
         """See `AbstractEstimator`."""
         estimate, weights = exact(operator, self.rows)
@@ -105,7 +101,8 @@ class ToleranceEstimator(AbstractEstimator):
         state = run.state(outcome) if self.keep_state else None
         e = outcome.estimate
         counts = e.num_matvecs, e.dof, e.status
-        return Estimate(e.value, e.std_err, *counts, state), run.weights(outcome)
+        inflation = growth.calibration.interval_of_run
+        return Estimate(e.value, e.std_err, *counts, state, inflation), run.weights(outcome)
 
 
 def _check_state(before: RunState, growth: AbstractGrowth, operator: Any, most: int) -> None:

@@ -4,7 +4,7 @@ from typing import ClassVar, final
 
 import equinox as eqx
 
-from .._auto import choose, compute_split, inflation_of_rest
+from .._auto import choose, compute_split
 from .._estimator import AbstractDiagonalEstimator
 from .hutchinson import HutchinsonDiagonalEstimator
 from .xdiag import XDiagEstimator
@@ -37,10 +37,6 @@ class AutoDiagonalEstimator(AbstractDiagonalEstimator):
             nystrom=XNysDiagEstimator(),
             sketching=XDiagEstimator(),
         )
-
-    def inflation(self, operator, k):
-        """See `AbstractEstimator`."""
-        return inflation_of_rest(self.select, operator, k, diagonal=True)
 
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""

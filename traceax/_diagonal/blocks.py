@@ -36,10 +36,6 @@ class BlockTraceEstimator(AbstractEstimator):
         """As the diagonal estimator."""
         self.inner.check(operator)
 
-    def inflation(self, operator, k):
-        """As the diagonal estimator's."""
-        return self.inner.inflation(operator, k)
-
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         estimate, weights = self.inner.compute_rows(key, operator, k, self.rows)

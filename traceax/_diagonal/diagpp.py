@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import make_estimate, mean_and_std_err, norm_of, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
@@ -64,7 +64,7 @@ class DiagPlusPlusGrowth(AbstractGrowth):
     rows: Rows
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 3
-    stop: ClassVar[float] = STOP["diag++"]
+    calibration: ClassVar[Calibration] = CALIBRATION["diag++"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = (*6 * ((1,),), (), ())
 
     def grow(self, state, key, block, k):

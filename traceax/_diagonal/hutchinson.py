@@ -10,7 +10,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._calibration import STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import as_value, make_estimate, norm_of, safe_norm, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._exact import block_width
@@ -96,7 +96,7 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
     rows: Rows
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 1
-    stop: ClassVar[float] = STOP["hutchinson-diagonal"]
+    calibration: ClassVar[Calibration] = CALIBRATION["hutchinson-diagonal"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (1,), (1,))
 
     def _block_weights(self, block: BlockOperator, key: tuple[Any, Any], k: int) -> _ProbeWeights:

@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple, final
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import INTERVAL, STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import make_estimate, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
@@ -83,7 +83,7 @@ class XDiagGrowth(AbstractGrowth):
     sampler: AbstractSampler
     rows: Rows
     unit: ClassVar[int] = 2
-    stop: ClassVar[float] = STOP["xdiag"]
+    calibration: ClassVar[Calibration] = CALIBRATION["xdiag"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), (1,), (0, 1), (1,), (), (), (), ())
 
     def grow(self, state, key, block, k):
@@ -169,10 +169,6 @@ class XDiagEstimator(AbstractDiagonalEstimator):
         """See `AbstractDiagonalEstimator`."""
         del completes  # all probes are kept in any case
         return XDiagGrowth(self.sampler, rows)
-
-    def inflation(self, operator, k):
-        """See `AbstractEstimator`."""
-        return INTERVAL["xdiag"]
 
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""

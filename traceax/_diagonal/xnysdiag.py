@@ -5,7 +5,7 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._calibration import INTERVAL, STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import mean_and_std_err
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
@@ -26,7 +26,7 @@ class XNysDiagGrowth(AbstractGrowth):
     sign: int = eqx.field(static=True)
     rows: Rows
     unit: ClassVar[int] = 1
-    stop: ClassVar[float] = STOP["xnysdiag"]
+    calibration: ClassVar[Calibration] = CALIBRATION["xnysdiag"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = NYSTROM_AXES
 
     def grow(self, state, key, block, k):
@@ -99,10 +99,6 @@ class XNysDiagEstimator(AbstractDiagonalEstimator):
         """See `AbstractDiagonalEstimator`."""
         del completes  # all probes are kept in any case
         return XNysDiagGrowth(self.sampler, semidefinite_sign(operator), rows)
-
-    def inflation(self, operator, k):
-        """See `AbstractEstimator`."""
-        return INTERVAL["xnysdiag"]
 
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""

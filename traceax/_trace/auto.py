@@ -4,7 +4,7 @@ from typing import ClassVar, final
 
 import equinox as eqx
 
-from .._auto import choose, compute_split, inflation_of_rest
+from .._auto import choose, compute_split
 from .._estimator import AbstractTraceEstimator
 from .hutchinson import HutchinsonEstimator
 from .xnystrace import XNysTraceEstimator
@@ -41,10 +41,6 @@ class AutoTraceEstimator(AbstractTraceEstimator):
             nystrom=XNysTraceEstimator(),
             sketching=XTraceEstimator(),
         )
-
-    def inflation(self, operator, k):
-        """See `AbstractEstimator`."""
-        return inflation_of_rest(self.select, operator, k, diagonal=False)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

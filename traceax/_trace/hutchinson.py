@@ -9,7 +9,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._calibration import STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
 from .._exact import block_width
@@ -82,7 +82,7 @@ class HutchinsonGrowth(AbstractGrowth):
     batch_size: int | None = eqx.field(static=True)
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 1
-    stop: ClassVar[float] = STOP["hutchinson"]
+    calibration: ClassVar[Calibration] = CALIBRATION["hutchinson"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = ((0,), (1,), (1,))
 
     def prepare(self, operator):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import make_estimate, mean_and_std_err, safe_norm, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
@@ -53,7 +53,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
     resphere: bool = eqx.field(static=True)
     keeps: bool = eqx.field(static=True)
     unit: ClassVar[int] = 3
-    stop: ClassVar[float] = STOP["hutch++"]
+    calibration: ClassVar[Calibration] = CALIBRATION["hutch++"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = (*6 * ((1,),), (), ())
 
     def grow(self, state, key, block, k):

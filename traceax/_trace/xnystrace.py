@@ -5,7 +5,7 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._calibration import INTERVAL, STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import mean_and_std_err
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
@@ -62,7 +62,7 @@ class XNysTraceGrowth(AbstractGrowth):
     resphere: bool = eqx.field(static=True)
     sign: int = eqx.field(static=True)
     unit: ClassVar[int] = 1
-    stop: ClassVar[float] = STOP["xnystrace"]
+    calibration: ClassVar[Calibration] = CALIBRATION["xnystrace"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = NYSTROM_AXES
 
     def grow(self, state, key, block, k):
@@ -147,10 +147,6 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         del completes  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
         return XNysTraceGrowth(self.sampler, resphere, semidefinite_sign(operator))
-
-    def inflation(self, operator, k):
-        """See `AbstractEstimator`."""
-        return INTERVAL["xnystrace"]
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import INTERVAL, STOP
+from .._calibration import CALIBRATION, Calibration
 from .._estimate import make_estimate, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
@@ -93,7 +93,7 @@ class XTraceGrowth(AbstractGrowth):
     sampler: AbstractSampler
     resphere: bool = eqx.field(static=True)
     unit: ClassVar[int] = 2
-    stop: ClassVar[float] = STOP["xtrace"]
+    calibration: ClassVar[Calibration] = CALIBRATION["xtrace"]
     axes: ClassVar[tuple[tuple[int, ...], ...]] = (
         (1,),
         (1,),
@@ -195,10 +195,6 @@ class XTraceEstimator(AbstractTraceEstimator):
         del completes  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
         return XTraceGrowth(self.sampler, resphere)
-
-    def inflation(self, operator, k):
-        """See `AbstractEstimator`."""
-        return INTERVAL["xtrace"]
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
