@@ -4,13 +4,8 @@ import json
 import subprocess
 import sys
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import traceax as tr
-from traceax._plot import plot_density
-from traceax._spectral import DensityCurve
 
 from .helpers import with_spectrum
 from .test_cli import BUS, check_usage, run, run_json
@@ -298,42 +293,6 @@ def test_pictures(capsys, tmp_path):
         out = tmp_path / f"a.{suffix}"
         assert run(capsys, "density", path, "-k", 40, "--plot", out)[::2] == (0, "")
         assert out.read_bytes().startswith(start)
-
-
-def test_what_is_drawn():
-    """Both bands, cut off at 0; an unknown quadrature error does not decide the scale."""
-    grid, value = np.linspace(0, 1, 5), np.arange(1.0, 6.0)
-    std_err, quadrature_error = np.full(5, 0.7), np.array([0.1, 0.2, 0.3, 0.4, np.inf])
-    curve = DensityCurve(
-        jnp.asarray(grid),
-        jnp.asarray(0.1),
-        tr.Solution(
-            jnp.asarray(value),
-            jnp.asarray(std_err),
-            jnp.asarray(5),
-            {},
-            tr.RESULTS.successful,
-            jnp.asarray(quadrature_error),
-        ),
-    )
-    axes = plot_density(curve, exact=2 * value, title="a.mtx").axes[0]
-    assert (axes.get_xlabel(), axes.get_title()) == ("eigenvalue", "a.mtx")
-    assert "0.1" in axes.get_ylabel()
-    assert axes.get_ylim() == pytest.approx((0, 1.15 * (5 + 1.4)))
-    assert axes.get_xlim() == (0, 1)
-    estimate, exact = axes.get_lines()
-    np.testing.assert_array_equal(estimate.get_xydata(), np.stack([grid, value], axis=1))
-    np.testing.assert_array_equal(exact.get_ydata(), 2 * value)
-    for band, error in zip(
-        axes.collections, (2 * std_err + quadrature_error, 2 * std_err), strict=True
-    ):
-        corners = {tuple(corner) for corner in np.round(band.get_paths()[0].vertices, 9)}
-        for x, y, e in zip(grid[:4], value, error, strict=False):
-            assert (x, round(y + e, 9)) in corners
-            assert (x, round(max(y - e, 0), 9)) in corners
-    words = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert words == ["two standard errors and quadrature error", "two standard errors",
-                     "estimate", "exact"]  # fmt: skip
 
 
 def test_matplotlib_is_imported_for_plots_only(tmp_path):

@@ -1,6 +1,6 @@
 """Stochastic trace estimation on lineax linear operators."""
 
-from . import curvature as curvature
+from . import curvature as curvature, plot as plot
 from ._api import (
     block_traces as block_traces,
     diagonal as diagonal,

@@ -8,8 +8,8 @@ import numpy as np
 
 import traceax as tr
 
-from .._plot import PICTURES, plot_density, require_matplotlib, save
 from .._spectral import density_on_interval
+from ..plot import PICTURES, require_matplotlib, spectral_density
 from .common import (
     Command,
     Report,
@@ -112,8 +112,13 @@ def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     report["width"] = curve.width.item()
     report |= {name: np.asarray(column).tolist() for name, column in columns.items()}
     if arguments.plot is not None and not message:
-        figure = plot_density(curve, exact=columns.get("exact"), title=Path(arguments.file).name)
-        write(arguments.plot, lambda file: save(figure, file, arguments.plot.suffix))
+        axes = spectral_density(curve.grid, solution, exact=columns.get("exact"))
+        axes.set(
+            title=Path(arguments.file).name,
+            ylabel=f"density (Gaussians of width {report['width']:.3g})",
+        )
+        kind = arguments.plot.suffix.lower().removeprefix(".")
+        write(arguments.plot, lambda file: axes.figure.savefig(file, format=kind, dpi=150))
     return report, message
 
 

@@ -1,0 +1,207 @@
+"""Pictures of solutions. Matplotlib (extra `plot`) is imported when one is drawn, and only then."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from ._solution import Solution
+
+PICTURES = (".png", ".pdf", ".svg")  # kinds of files
+
+
+def require_matplotlib() -> None:
+    """Raise an `ImportError` that says what to do, unless matplotlib is there."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "Drawing needs matplotlib, which is not installed: `pip install matplotlib`, or the "
+            "extra `traceax[plot]`."
+        ) from error
+
+
+def _axes(axes: Any, height: float = 4.0) -> Any:
+    """These axes, or those of a new figure (which no window shows, and nothing need close)."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(7, height), layout="constrained").subplots() if axes is None else axes
+
+
+def _checked(solutions: Sequence[Solution]) -> Sequence[Solution]:
+    if not solutions:
+        raise ValueError("There is nothing to draw: give at least one solution.")
+    for solution in solutions:
+        if not isinstance(solution, Solution):
+            raise TypeError(f"Expected a `traceax.Solution`, got {solution!r}.")
+        if np.ndim(solution.value) != 0:
+            raise ValueError(
+                f"Expected solutions with a single number, got shape {np.shape(solution.value)}."
+            )
+    return solutions
+
+
+def _ends(solutions: Sequence[Solution], level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The values (their real parts), and how far the intervals reach below and above."""
+    values = np.array([np.real(solution.value) for solution in solutions])
+    intervals = np.array([solution.interval(level) for solution in solutions]).T
+    reach = np.abs(intervals - values)
+    # An interval that says nothing is drawn without bars.
+    return values, np.where(np.isfinite(reach), reach, 0), np.isfinite(values)
+
+
+def spectral_density(
+    grid: ArrayLike, solution: Solution, *, exact: ArrayLike | None = None, axes: Any = None
+) -> Any:
+    """Draw a spectral density with its errors.
+
+    !!! Example
+
+        ```python
+        solution = tr.spectral_density(key, operator, k=100, grid=grid)
+        axes = tr.plot.spectral_density(grid, solution)
+        axes.figure.savefig("density.png")
+        ```
+
+    **Arguments:**
+
+    - `grid`: the grid.
+    - `solution`: that of [`traceax.spectral_density`][] on it.
+    - `exact`: the exact density on the same grid, if it is known.
+    - `axes`: the matplotlib axes to draw on; by default those of a new figure.
+
+    **Returns:**
+
+    The axes; their figure is `axes.figure`.
+
+    **Raises:**
+
+    - `ImportError`: without matplotlib.
+    - `ValueError`: if the solution is not one on this grid.
+    """
+    axes = _axes(axes)
+    grid, value = np.asarray(grid), np.asarray(solution.value)
+    if grid.ndim != 1 or value.shape != grid.shape or solution.quadrature_error is None:
+        raise ValueError(
+            f"Expected the solution of `traceax.spectral_density` on this grid of shape "
+            f"{grid.shape}, got a value of shape {value.shape}."
+        )
+    std_err, quadrature_error = map(np.asarray, (solution.std_err, solution.quadrature_error))
+    # The quadrature error may exceed everything: it does not decide the scale.
+    top = 1.15 * np.max(value + 2 * std_err)
+    bands = {
+        "two standard errors and quadrature error": (2 * std_err + quadrature_error, 0.15),
+        "two standard errors": (2 * std_err, 0.3),
+    }
+    for label, (error, opacity) in bands.items():
+        low, high = np.clip([value - error, value + error], 0, 2 * top)
+        axes.fill_between(grid, low, high, color="C0", alpha=opacity, linewidth=0, label=label)
+    axes.plot(grid, value, color="C0", label="estimate")
+    if exact is not None:
+        axes.plot(grid, exact, color="black", linestyle="--", linewidth=1, label="exact")
+    axes.set(xlim=(grid[0], grid[-1]), ylim=(0, top), xlabel="eigenvalue", ylabel="density")
+    axes.legend(frameon=False)
+    return axes
+
+
+def convergence(
+    solutions: Sequence[Solution],
+    *,
+    truth: ArrayLike | None = None,
+    level: float = 0.95,
+    label: str | None = None,
+    axes: Any = None,
+) -> Any:
+    """Draw estimates with their intervals against the products that they took.
+
+    Call it again with the same axes to compare estimators.
+
+    !!! Example
+
+        ```python
+        solutions = [tr.trace(key, operator, k) for k in (20, 40, 80, 160)]
+        axes = tr.plot.convergence(solutions, truth=exact, label="XTrace")
+        ```
+
+    **Arguments:**
+
+    - `solutions`: solutions whose values are single numbers.
+    - `truth`: the exact value, if it is known.
+    - `level`: that of the intervals: see [`traceax.Solution`][].
+    - `label`: a name for the legend.
+    - `axes`: the matplotlib axes to draw on; by default those of a new figure.
+
+    **Returns:**
+
+    The axes; their figure is `axes.figure`.
+
+    **Raises:**
+
+    - `ImportError`: without matplotlib.
+    - `TypeError`, `ValueError`: for anything but such solutions.
+    """
+    solutions, axes = _checked(solutions), _axes(axes)
+    products = np.array([int(solution.num_matvecs) for solution in solutions])
+    values, reach, finite = _ends(solutions, level)
+    axes.errorbar(
+        products[finite], values[finite], yerr=reach[:, finite], fmt="o-", ms=4, capsize=3,
+        label=label or f"estimate, {100 * level:g} % intervals",
+    )  # fmt: skip
+    if truth is not None:
+        axes.axhline(np.real(truth), color="black", linestyle="--", linewidth=1, label="exact")
+    axes.set(xlabel="products", ylabel="estimate")
+    if np.min(products) > 0:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(products, [str(k) for k in products])
+        axes.minorticks_off()
+    axes.legend(frameon=False)
+    return axes
+
+
+def interval(
+    solutions: Mapping[str, Solution],
+    *,
+    truth: ArrayLike | None = None,
+    level: float = 0.95,
+    axes: Any = None,
+) -> Any:
+    """Draw estimates with their intervals below one another, by name.
+
+    !!! Example
+
+        ```python
+        axes = tr.plot.interval({"k = 50": tr.trace(key, operator, 50)}, truth=exact)
+        ```
+
+    **Arguments:**
+
+    - `solutions`: solutions whose values are single numbers, by their names.
+    - `truth`: the exact value, if it is known.
+    - `level`: that of the intervals: see [`traceax.Solution`][].
+    - `axes`: the matplotlib axes to draw on; by default those of a new figure.
+
+    **Returns:**
+
+    The axes; their figure is `axes.figure`.
+
+    **Raises:**
+
+    - `ImportError`: without matplotlib.
+    - `TypeError`, `ValueError`: for anything but such solutions.
+    """
+    found = _checked(list(solutions.values()))
+    axes = _axes(axes, height=1.2 + 0.4 * len(found))
+    values, reach, finite = _ends(found, level)
+    rows = np.arange(len(found))[::-1]
+    axes.errorbar(
+        values[finite], rows[finite], xerr=reach[:, finite], fmt="o", ms=5, capsize=4,
+        label=f"{100 * level:g} % intervals",
+    )  # fmt: skip
+    if truth is not None:
+        axes.axvline(np.real(truth), color="black", linestyle="--", linewidth=1, label="exact")
+    axes.set_yticks(rows, list(solutions))
+    axes.set(ylim=(-0.6, len(found) - 0.4), xlabel="estimate")
+    axes.legend(frameon=False, loc="best")
+    return axes
