@@ -30,7 +30,7 @@ from traceax._blocks import schedule
 from traceax._calibration import norm_factor
 from traceax._estimate import norm_of
 
-from .common import ESTIMATORS, PSD
+from .common import ESTIMATORS, PSD, spectra
 
 DIAGONAL_ESTIMATORS = {
     "hutchinson-diagonal": tr.HutchinsonDiagonalEstimator(),
@@ -46,19 +46,6 @@ WANTED = LEVEL + 0.015
 #: The six spectra are not all there are: no constant is smaller than this.
 LEAST = 2.0
 RESULTS = Path(__file__).parent / "calibration.json"
-
-
-def spectra(n=None):
-    n = n or N
-    i = np.arange(1, n + 1.0)
-    return {
-        "flat": np.linspace(1, 3, n),
-        "poly": i**-2,
-        "exp0.9": 0.9**i,
-        "exp0.7": 0.7**i,
-        "step1e-3": np.where(i <= 50, 1.0, 1e-3),
-        "step1e-8": np.where(i <= 50, 1.0, 1e-8),
-    }
 
 
 def runs(estimator, eigenvalues, seed):

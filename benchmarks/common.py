@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 
 import traceax as tr
 
@@ -25,6 +26,19 @@ def dense_psd(n: int, dtype: Any = jnp.float32) -> jax.Array:
     """A positive definite matrix with a moderately decaying spectrum."""
     factor = jax.random.normal(jax.random.key(7), (n, n), dtype) / jnp.sqrt(n).astype(dtype)
     return factor @ factor.T
+
+
+def spectra(n):
+    """The six spectra of the XTrace experiment (arXiv:2301.07825)."""
+    i = np.arange(1, n + 1.0)
+    return {
+        "flat": np.linspace(1, 3, n),
+        "poly": i**-2,
+        "exp0.9": 0.9**i,
+        "exp0.7": 0.7**i,
+        "step1e-3": np.where(i <= 50, 1.0, 1e-3),
+        "step1e-8": np.where(i <= 50, 1.0, 1e-8),
+    }
 
 
 def seconds(fn: Callable[..., Any], *args: Any) -> float:

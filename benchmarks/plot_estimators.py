@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 
-from .calibrate import spectra
-from .common import ESTIMATORS, PSD
+from .common import ESTIMATORS, PSD, spectra
 
-COUNT = 20
+N, COUNT = 1000, 20
 BUDGETS = (12, 24, 48, 96, 192, 384)
 ROOT = Path(__file__).parent.parent
 TITLES = {
@@ -55,8 +54,8 @@ def main():
     import matplotlib.pyplot as plt
 
     jax.config.update("jax_enable_x64", True)
-    found = {name: errors(values) for name, values in spectra().items()}
-    results = {"n": 1000, "keys": COUNT, "budgets": BUDGETS, "rms_relative_error": found}
+    found = {name: errors(values) for name, values in spectra(N).items()}
+    results = {"n": N, "keys": COUNT, "budgets": BUDGETS, "rms_relative_error": found}
     (ROOT / "benchmarks/results/estimators.json").write_text(json.dumps(results, indent=1) + "\n")
 
     figure, axes = plt.subplots(2, 3, figsize=(11, 6.2), sharex=True, layout="constrained")

@@ -6,6 +6,7 @@ import lineax as lx
 import numpy as np
 
 import traceax as tr
+from benchmarks.common import spectra as spectra
 
 PSD = lx.positive_semidefinite_tag
 NSD = lx.negative_semidefinite_tag
@@ -27,19 +28,6 @@ ESTIMATORS = {
 }
 # One of each class, where a table over all variants would only repeat itself.
 CLASSES = {name: ESTIMATORS[name] for name in ESTIMATORS if "-" not in name}
-
-
-def spectra(n):
-    """The six spectra of the XTrace experiment (arXiv:2301.07825)."""
-    i = np.arange(1, n + 1.0)
-    return {
-        "flat": np.linspace(1, 3, n),
-        "poly": i**-2,
-        "exp0.9": 0.9**i,
-        "exp0.7": 0.7**i,
-        "step1e-3": np.where(i <= 50, 1.0, 1e-3),
-        "step1e-8": np.where(i <= 50, 1.0, 1e-8),
-    }
 
 
 def random_unitary(rng, n, dtype=np.float64):

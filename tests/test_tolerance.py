@@ -74,7 +74,7 @@ def test_coverage_and_products_on_the_six_spectra(name):
 
         return jax.lax.map(one, keys)
 
-    for spectrum, values in calibrate.spectra().items():
+    for spectrum, values in spectra(1000).items():
         matrix = jnp.asarray(with_spectrum(np.random.default_rng(5), values))
         value, products = run(keys(200, seed=5), matrix, 1e-2)
         error = np.abs(np.asarray(value) / values.sum() - 1)
@@ -87,8 +87,7 @@ def test_the_rule_is_that_of_the_calibration(monkeypatch):
     """The public call stops where the calibration says it does, with the same value."""
     n = 200
     monkeypatch.setattr(calibrate, "COUNT", 20)
-    monkeypatch.setattr(calibrate, "N", n)
-    values, estimator = calibrate.spectra()["exp0.9"], tr.HutchPlusPlusEstimator()
+    values, estimator = spectra(n)["exp0.9"], tr.HutchPlusPlusEstimator()
     errors, std_errs, budgets, unit = calibrate.histories(estimator, values, 7)
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     matrix = jnp.asarray((basis * values) @ basis.T)
