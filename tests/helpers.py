@@ -1,5 +1,7 @@
 """What several test files share: the table of estimators, matrices, and naive references."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -54,3 +56,14 @@ def estimates(matrix, k, estimator, count, tags=PSD, seed=0):
     """Solutions for `count` keys, in one jitted vmap."""
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
     return jax.jit(jax.vmap(lambda key: tr.trace(key, operator, k, estimator)))(keys(count, seed))
+
+
+def environment():
+    """For programs that compile for longer than they compute: see `conftest.py`."""
+    return {
+        **os.environ,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": os.environ["TRACEAX_TESTS_COMPILED"],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }

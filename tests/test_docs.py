@@ -1,6 +1,5 @@
 """The pages of the documentation: their programs run, and every public name has its place."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import traceax as tr
+
+from .helpers import environment
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
@@ -28,9 +29,7 @@ def test_programs_run():
     """The blocks of a page are one program; one process, which imports JAX once, runs them all."""
     pages = [str(DOCS / page) for page in PAGES]
     command = [sys.executable, "-W", "error", "-c", RUNNER, *pages]
-    # These programs compile for longer than they compute, as most tests: see `conftest.py`.
-    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert run.returncode == 0, run.stdout + run.stderr
     counts = [int(line.split()[-1]) for line in run.stdout.splitlines()]
     assert len(counts) == len(PAGES)

@@ -1,10 +1,11 @@
 """Every Python block of the README runs, in order, as one program."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from .helpers import environment
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,10 +20,7 @@ def test_python_blocks_run():
         text=True,
         cwd=ROOT,
         check=False,
-        env={
-            **os.environ,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        },  # it is compilation that takes time
+        env=environment(),
     )
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 9, run.stdout  # one line from each print
