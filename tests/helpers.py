@@ -67,3 +67,18 @@ def environment():
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def register_tags(cls, positive):
+    """Tell lineax of a class of operators: what `positive(operator)` says, and nothing else."""
+    for check in (
+        lx.is_symmetric,
+        lx.is_diagonal,
+        lx.is_tridiagonal,
+        lx.has_unit_diagonal,
+        lx.is_negative_semidefinite,
+        lx.is_lower_triangular,
+        lx.is_upper_triangular,
+    ):
+        check.register(cls)(lambda operator: False)
+    lx.is_positive_semidefinite.register(cls)(positive)

@@ -19,7 +19,7 @@ import scipy.sparse
 import traceax as tr
 
 from . import reference
-from .helpers import CLASSES, NSD, PSD, keys, with_spectrum
+from .helpers import CLASSES, NSD, PSD, keys, register_tags, with_spectrum
 
 N, K = 12, 8
 KEY = jax.random.key(0)
@@ -125,17 +125,7 @@ def counting(matrix, positive=False):
 
 
 for _cls in (MatrixOfMyOwn, Counting):
-    for _check in (
-        lx.is_symmetric,
-        lx.is_diagonal,
-        lx.is_tridiagonal,
-        lx.has_unit_diagonal,
-        lx.is_negative_semidefinite,
-        lx.is_lower_triangular,
-        lx.is_upper_triangular,
-    ):
-        _check.register(_cls)(lambda operator: False)
-    lx.is_positive_semidefinite.register(_cls)(lambda operator: operator.positive)
+    register_tags(_cls, lambda operator: operator.positive)
 
 
 for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite):

@@ -17,7 +17,7 @@ from benchmarks import calibrate
 from traceax import _calibration
 
 from . import reference
-from .helpers import PSD, keys, random_unitary, spectra, with_spectrum
+from .helpers import PSD, keys, random_unitary, register_tags, spectra, with_spectrum
 
 ESTIMATORS = {
     "hutchinson": tr.HutchinsonEstimator(),
@@ -310,15 +310,7 @@ class Logged(lx.AbstractLinearOperator):
         return self.in_structure()
 
 
-for _check in (
-    lx.is_symmetric,
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.has_unit_diagonal,
-    lx.is_negative_semidefinite,
-):
-    _check.register(Logged)(lambda operator: False)
-lx.is_positive_semidefinite.register(Logged)(lambda operator: True)
+register_tags(Logged, lambda operator: True)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -92,7 +92,10 @@ def test_the_norm_of_many_errors_is_more_certain():
         exact = np.sqrt(chdtri(nu, 0.05) / nu / chdtri(1, 0.05))
         equal = [1e-30 * jnp.ones(entries), jnp.zeros(7)]
         np.testing.assert_allclose(_calibration.norm_factor(equal), exact, rtol=0.03)
-    assert np.isfinite(_calibration.norm_factor(jnp.zeros(3)))
+    # No error at all counts as infinitely many.
+    none = _calibration.norm_factor(jnp.zeros(3))
+    assert np.isfinite(none)
+    np.testing.assert_allclose(none, 1 / np.sqrt(chdtri(1, 0.05)), rtol=0.03)
 
 
 @pytest.mark.parametrize(

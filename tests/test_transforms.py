@@ -21,7 +21,7 @@ from jax import lax
 
 import traceax as tr
 
-from .helpers import CLASSES, ESTIMATORS as ALL, PSD, keys, with_spectrum
+from .helpers import CLASSES, ESTIMATORS as ALL, PSD, keys, register_tags, with_spectrum
 
 ESTIMATORS = {**CLASSES, "hutchinson-batched": ALL["hutchinson-batched"]}
 N, K = 12, 7
@@ -335,15 +335,7 @@ class CountingOperator(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
 
 
-for _check in (
-    lx.is_symmetric,
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.has_unit_diagonal,
-    lx.is_negative_semidefinite,
-):
-    _check.register(CountingOperator)(lambda operator: False)
-lx.is_positive_semidefinite.register(CountingOperator)(lambda operator: True)
+register_tags(CountingOperator, lambda operator: True)
 
 
 @each_estimator

@@ -26,7 +26,7 @@ from ._primitive import diagonal_p, trace_p
 from ._rows import Rows
 from ._solution import Solution
 from ._tolerance import solve_to_tolerance
-from ._tolerance_arguments import wants_tolerance
+from ._tolerance_arguments import Tolerance
 from ._trace.auto import AutoTraceEstimator
 
 
@@ -104,20 +104,28 @@ def trace(
         a state that does not fit.
     """
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
+    options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
+    return _solve("trace", key, operator, k, estimator, options, throw)
+
+
+def _solve(
+    name: str,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None,
+    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
+    options: Tolerance,
+    throw: bool,
+    rows: Rows | None = None,
+) -> Solution:
+    """A trace (`rows=None`), or a diagonal or sums of its entries; with a budget or a tolerance."""
     check_key(key)
-    options = (rtol, atol, max_k, state, keep_state, progress)
-    budget = _budget("trace", k, options)
-    if budget is None:
-        return solve_to_tolerance(trace_p, key, operator, estimator, None, *options, throw=throw)
-    return solve(trace_p, key, operator, budget, estimator, throw=throw)
-
-
-def _budget(name: str, k: int | None, options: tuple[Any, ...]) -> int | None:
-    """The budget (whose type is still to be checked), or None for a tolerance."""
-    rtol, atol, *rest = options
-    names = ("max_k", "state", "keep_state", "progress")
-    tolerance = wants_tolerance(name, k, rtol, atol, **dict(zip(names, rest, strict=True)))
-    return None if tolerance else k
+    primitive = trace_p if rows is None else diagonal_p
+    if options.wanted(k, name, "`max_k`, `state`, `keep_state`, `progress`"):
+        return solve_to_tolerance(primitive, key, operator, estimator, rows, options, throw=throw)
+    blocks = rows is not None and rows.sizes is not None
+    budgeted: Any = BlockTraceEstimator(estimator, rows) if blocks else estimator  # pyright: ignore
+    return solve(primitive, key, operator, k, budgeted, throw=throw)
 
 
 def diagonal(
@@ -168,14 +176,8 @@ def diagonal(
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
-    check_key(key)
-    options = (rtol, atol, max_k, state, keep_state, progress)
-    budget = _budget("diagonal", k, options)
-    if budget is None:
-        arguments = diagonal_p, key, operator, estimator, Rows(), *options
-        solution = solve_to_tolerance(*arguments, throw=throw)
-    else:
-        solution = solve(diagonal_p, key, operator, budget, estimator, throw=throw)
+    options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
+    solution = _solve("diagonal", key, operator, k, estimator, options, throw, Rows())
     return restructure(solution, BlockOperator(operator).unflatten)
 
 
@@ -220,17 +222,10 @@ def block_traces(
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
-    check_key(key)
     structure = as_operator(operator).in_structure()
-    sizes = tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure))
-    rows, options = Rows(sizes), (rtol, atol, max_k, state, keep_state, progress)
-    budget = _budget("block_traces", k, options)
-    if budget is None:
-        arguments = diagonal_p, key, operator, estimator, rows, *options
-        solution = solve_to_tolerance(*arguments, throw=throw)
-    else:
-        blocks = BlockTraceEstimator(estimator, rows)
-        solution = solve(diagonal_p, key, operator, budget, blocks, throw=throw)
+    rows = Rows(tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)))
+    options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
+    solution = _solve("block_traces", key, operator, k, estimator, options, throw, rows)
     treedef = jtu.tree_structure(structure)
     return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
 

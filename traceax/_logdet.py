@@ -13,7 +13,7 @@ from ._precondition import AbstractPreconditioner
 from ._quadrature_error import solve_pair
 from ._solution import Solution
 from ._spending import spending_of
-from ._tolerance_arguments import budgets_for, tolerance_of, wants_tolerance
+from ._tolerance_arguments import Tolerance, budgets_for
 
 
 def logdet(
@@ -123,7 +123,8 @@ def logdet(
         rest.
     """
     spending = spending_of(preconditioner)
-    if not wants_tolerance("logdet", k, rtol, atol, max_k=max_k, progress=progress):
+    options = Tolerance(rtol, atol, max_k, progress)
+    if not options.wanted(k, "logdet", "`max_k`, `progress`"):
         return solve_pair(key, operator, k, LogdetEstimator(spending), throw)
     if not spending.auto:
         raise ValueError(
@@ -134,6 +135,5 @@ def logdet(
     operator = as_operator(operator)
     name, n = "ToleranceLogdetEstimator", operator.in_size()
     max_k, k = budgets_for(max_k, n, 1, name, small=4 * LEAST)
-    tolerances = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
-    estimator = ToleranceLogdetEstimator(*tolerances, max_k, progress)
+    estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
     return solve_pair(key, operator, k, estimator, throw)

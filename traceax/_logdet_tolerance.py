@@ -38,11 +38,13 @@ from ._low_rank import Built
 from ._operator import BlockOperator
 from ._progress import report
 from ._quadrature_error import with_quadrature_error
-from ._spending import Plan, Spending, run
+from ._spending import Plan, run, spending_of
 
 #: So many standard errors are to be within the tolerance. (The error of 99 % of runs then is: five
 #: kernels, three tolerances, 10 keys. Standard errors are made to be rather too large.)
 FACTOR = 2.0
+
+_AUTO = spending_of("auto")
 
 #: The first rank, and the number of steps that are tried first.
 FIRST_RANK, FIRST_STEPS = 16, 8
@@ -139,11 +141,7 @@ class _Loop:
     def _built(self, low_rank) -> Built:
         """The preconditioner, padded to the largest rank."""
         built = self.sketch.built(low_rank)
-        more = self.ranks[-1] - built.factors.basis.shape[1]
-        basis = jnp.pad(built.factors.basis, ((0, 0), (0, more)))
-        eigenvalues = jnp.pad(built.factors.eigenvalues, (0, more))
-        at = lambda built: (built.factors.basis, built.factors.eigenvalues)  # noqa: E731
-        return eqx.tree_at(at, built, (basis, eigenvalues))
+        return built._replace(factors=built.factors.padded(self.ranks[-1]))
 
     def start(self) -> _State:
         y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
@@ -304,7 +302,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
 
     def check(self, operator):
         """See `AbstractEstimator`."""
-        Spending(None, True).check(operator, "A log-determinant")
+        _AUTO.check(operator, "A log-determinant")
         n = operator.in_size()
         if self.max_k < min(n, LEAST):
             raise ValueError(
@@ -325,7 +323,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         lacking = state.status == NOT_CONVERGED
 
         def complete():
-            exact, inverse = LogdetEstimator(Spending(None, True)).exact(operator)
+            exact, inverse = self.exact(operator)
             exact = eqx.tree_at(lambda e: e.num_matvecs, exact, exact.num_matvecs + state.spent)
             return keep(~lacking, (estimate, state.weights), (exact, _as_moving(inverse, state)))
 
@@ -333,8 +331,4 @@ class ToleranceLogdetEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        return LogdetEstimator(Spending(None, True)).exact(operator)
-
-    def contract(self, weights, operator):
-        """See `AbstractEstimator`."""
-        return weights.contract(operator)
+        return LogdetEstimator(_AUTO).exact(operator)

@@ -125,7 +125,6 @@ def weights_of(run: Run) -> LogdetWeights:
     """
     factors, trust = run.built.factors, run.built.trust
     n, p = run.probes.shape
-    rank = factors.basis.shape[1]
     vectors = jnp.concatenate(vectors_of(run), axis=1)
     count = vectors.shape[1]
 
@@ -134,10 +133,7 @@ def weights_of(run: Run) -> LogdetWeights:
     outside = jnp.full(p, trust / p)
     core = block_diag(jnp.diag(captured), *of_probe, jnp.diag(outside))
 
-    more, wider = run.columns - count, run.rank - rank
+    more = run.columns - count
     vectors = jnp.pad(vectors, ((0, 0), (0, more)))
     core = jnp.pad(core, ((0, more), (0, more))).astype(vectors.dtype)
-    basis = jnp.pad(factors.basis, ((0, 0), (0, wider)))
-    eigenvalues = jnp.pad(factors.eigenvalues, (0, wider))
-    factors = LowRankPlusIdentity(factors.root, basis, eigenvalues, factors.mu)
-    return LogdetWeights(vectors, core, factors)
+    return LogdetWeights(vectors, core, factors.padded(run.rank))

@@ -59,6 +59,12 @@ class LowRankPlusIdentity(eqx.Module):
         low_rank = jnp.sum(jnp.log1p(self.eigenvalues / self.mu))
         return low_rank + n * jnp.log(self.mu) + 2 * jnp.sum(jnp.log(self.root))
 
+    def padded(self, rank: int) -> "LowRankPlusIdentity":
+        """The same with as many columns, those that are added being 0."""
+        more = rank - self.basis.shape[1]
+        basis = jnp.pad(self.basis, ((0, 0), (0, more)))
+        return LowRankPlusIdentity(self.root, basis, jnp.pad(self.eigenvalues, (0, more)), self.mu)
+
     def _power(self, block: Inexact[Array, "n p"], power: float) -> Inexact[Array, "n p"]:
         """(U Lambda U^H + mu I)^power times a block."""
         outside = self.mu**power

@@ -25,7 +25,7 @@ from ._operator import BlockOperator, as_operator
 from ._primitive import Primitive
 from ._rows import Rows
 from ._solution import Solution
-from ._tolerance_arguments import budgets_for, tolerance_of
+from ._tolerance_arguments import Tolerance, budgets_for
 from ._trace.adaptive import AdaptiveHutchPlusPlusEstimator
 from ._trace.auto import AutoTraceEstimator
 from ._weights import AbstractWeights
@@ -123,16 +123,12 @@ def solve_to_tolerance(
     operator: lx.AbstractLinearOperator,
     estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
     rows: Rows | None,
-    rtol: Any,
-    atol: Any,
-    max_k: int | None,
-    state: Any,
-    keep_state: bool,
-    progress: bool,
+    options: Tolerance,
     *,
     throw: bool,
 ) -> Solution:
     """`traceax.trace` (`rows=None`), or a diagonal, with a tolerance in place of a budget."""
+    state = options.state
     if state is not None and not isinstance(state, RunState):
         raise TypeError(f"The state must be the `state` of a Solution, got {state!r}.")
     operator = as_operator(operator)
@@ -141,8 +137,9 @@ def solve_to_tolerance(
     if state is not None:
         least = n if state.completes else state.budgets[-1]
     name = type(estimator).__name__
-    max_k, k = budgets_for(max_k, n, estimator.smallest, name, default_least=least)
-    tolerances = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
-    state = lax.stop_gradient(state)
-    adaptive = ToleranceEstimator(estimator, rows, *tolerances, state, max_k, keep_state, progress)
+    max_k, k = budgets_for(options.max_k, n, estimator.smallest, name, default_least=least)
+    shown = max_k, options.keep_state, options.progress
+    adaptive = ToleranceEstimator(
+        estimator, rows, *options.arrays(), lax.stop_gradient(state), *shown
+    )
     return solve(primitive, key, operator, k, adaptive, throw=throw)

@@ -1,6 +1,6 @@
 """The arguments of calls that may give a tolerance in place of a budget."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -15,32 +15,44 @@ from ._estimator import check_budget
 DEFAULT_MAX_K = 1000
 
 
-def wants_tolerance(name: str, k: Any, rtol: Any, atol: Any, **options: Any) -> bool:
-    """Whether a tolerance was given, or a `TypeError` unless it is either that or a budget.
+class Tolerance(NamedTuple):
+    """The arguments, as the user gave them; what a function does not take has its default."""
 
-    **Arguments:**
+    rtol: Any
+    atol: Any
+    max_k: Any
+    progress: Any
+    state: Any = None
+    keep_state: Any = False
 
-    - `name`: that of the function that was called.
-    - `k`, `rtol`, `atol`: its arguments.
-    - `options`: those that belong to a tolerance.
-    """
-    if rtol is None and atol is None:
-        if k is None or any(
-            option is not None and option is not False for option in options.values()
-        ):
-            names = ", ".join(f"`{option}`" for option in options)
+    def wanted(self, k: Any, name: str, belonging: str) -> bool:
+        """Whether a tolerance was given, or a `TypeError` unless it is either that or a budget.
+
+        **Arguments:**
+
+        - `k`: the budget.
+        - `name`: that of the function that was called.
+        - `belonging`: the names of its arguments that belong to a tolerance.
+        """
+        if self.rtol is None and self.atol is None:
+            given = [option is not None and option is not False for option in self[2:]]
+            if k is None or any(given):
+                raise TypeError(
+                    f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
+                    f"{type(k).__name__}; or give a tolerance instead, `{name}(key, operator, "
+                    f"rtol=1e-3)`, to which alone belong {belonging}."
+                )
+            return False
+        if k is not None:
             raise TypeError(
-                f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
-                f"{type(k).__name__}; or give a tolerance instead, `{name}(key, operator, "
-                f"rtol=1e-3)`, to which alone belong {names}."
+                f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a "
+                "tolerance may take, pass max_k instead of k."
             )
-        return False
-    if k is not None:
-        raise TypeError(
-            f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a tolerance "
-            "may take, pass max_k instead of k."
-        )
-    return True
+        return True
+
+    def arrays(self) -> tuple[Array, Array]:
+        """The tolerances, checked."""
+        return tolerance_of(self.rtol, "rtol"), tolerance_of(self.atol, "atol")
 
 
 def tolerance_of(value: Any, name: str) -> Array:
