@@ -14,7 +14,8 @@ def on_files(files, config):
         names = {"unique_key": path.stem, "output_files_dir": "."}
         text, found = MarkdownExporter().from_filename(str(path), names)
         # Links are those of the repository.
-        text = text.replace("](../docs/", "](../") + f"\n\n[Download this notebook]({path.name})\n"
+        text = text.replace("](../docs/", "](../").replace(".ipynb)", ".md)")
+        text += f"\n\n[Download this notebook]({path.name})\n"
         folder = HERE.name
         files.append(File.generated(config, f"{folder}/{path.stem}.md", content=text))
         files.append(File.generated(config, f"{folder}/{path.name}", abs_src_path=str(path)))
