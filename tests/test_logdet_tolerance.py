@@ -7,7 +7,8 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from traceax import RESULTS, NystromPreconditioner, logdet
+from traceax import RESULTS, NystromPreconditioner, _logdet_tolerance, logdet
+from traceax._logdet_tolerance import ToleranceLogdetEstimator
 
 from . import reference
 from .helpers import keys, with_spectrum
@@ -40,6 +41,7 @@ def test_kernels():
             stated = np.array([2 * x.std_err + x.quadrature_error for x in found])
             converged = np.array([bool(x.result == RESULTS.successful) for x in found])
             spent.append(np.median([x.num_matvecs for x in found]))
+            assert max(x.num_matvecs for x in found) <= 900
             print(name, atol, errors.max(), spent[-1], converged.mean())
             assert np.all(converged | (stated > atol))
             assert np.all(converged) or (name == "rbf-5-small-noise" and atol == 0.2)
@@ -48,6 +50,31 @@ def test_kernels():
         assert spent[0] <= 400
     print(np.mean(inside))
     assert np.mean(inside) >= 0.95
+
+
+def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
+    """Nine probes of the ten that are to be looked at, 24 products left: another round takes 32,
+    the next rank 16 and its first look 8.
+    """
+    max_k = 112
+    zero = jnp.zeros(())
+    estimator = ToleranceLogdetEstimator(zero, zero, max_k, False)
+
+    @eqx.filter_jit
+    def decided(matrix, spent):
+        loop = _logdet_tolerance._Loop(estimator, jr.key(0), shifted(matrix, 1.0), max_k)
+        state = loop.start()._replace(
+            decays=jnp.array(True),
+            sums=_logdet_tolerance._Sums.none(float).plus(9, *jnp.array([1.0, 0.5, 0.1])),
+            target=jnp.array(10),
+            spent=spent,
+        )
+        state = loop._decided(state)
+        return state.grows, state.sums.probes, state.done
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert decided(matrix, jnp.array(80)) == (False, 9, False)
+        assert decided(matrix, jnp.array(88)) == (True, 0, False)
 
 
 def test_what_is_simple_ends_with_the_first_look(matrix):

@@ -244,7 +244,8 @@ class _Loop:
         useful = (room > 0) | (std_err > error)
         again = ~grows & ~deepens & (now <= left) & useful
         ends = ~(grows | deepens | again)
-        looks = (sums.probes >= state.target) | ends
+        # A round that no longer fits is not waited for.
+        looks = (sums.probes >= state.target) | ends | (now > left)
         failed = state.status != SUCCESSFUL
         done = (looks & met) | ends | failed
         changed = (grows | deepens) & ~done & looks
