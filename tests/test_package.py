@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import subprocess
@@ -229,6 +230,12 @@ def test_import_starts_no_backend():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert process.stdout.strip() == "not started"
+
+
+def test_the_package_that_is_tested():
+    """That of this folder, or (an unpacked sdist) that of the environment with a wheel of it."""
+    tested = Path(os.environ.get("TRACEAX_TESTS_PACKAGE", ROOT))
+    assert Path(tr.__file__).is_relative_to(tested)
 
 
 def test_version():
