@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
@@ -487,6 +486,8 @@ def test_digits(kind):
 @pytest.mark.slow
 def test_training_run():
     """300 steps of Adam in one scan, curvature every 10 of them: one trace, right throughout."""
+    import optax  # the other tests of this file do without
+
     batch = data(256, jnp.float32)
     small = data(64, jnp.float32)
     start = network(jr.key(0), jnp.float32)

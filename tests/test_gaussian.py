@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-import numpyro
 import pytest
 import scipy.optimize
 
@@ -290,6 +289,8 @@ def test_memory_of_a_kernel_that_is_never_formed():
 @pytest.mark.filterwarnings("ignore")  # of NumPyro
 def test_nuts_of_numpyro():
     """Posterior means of length scale and noise: those of the run with exact densities."""
+    import numpyro  # the other tests of this file do without
+
     r, kernel, y = process(200, "rbf-2")
     r, y = jnp.asarray(r), jnp.asarray(y)
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import subprocess
@@ -189,7 +190,17 @@ def test_the_api_page_names_nothing_else():
 
 # --- import and version --------------------------------------------------------------------------
 
-FORBIDDEN = ("matplotlib", "scipy.sparse", "scipy.io", "scipy.stats", "pytest", "pandas")
+FORBIDDEN = (
+    "matplotlib",
+    "scipy.sparse",
+    "scipy.io",
+    "scipy.stats",
+    "pytest",
+    "pandas",
+    # A tenth of the import time, and needed by few calls.
+    "jax.scipy",
+    "jax.experimental.sparse",
+)
 
 
 def imported_by(statement):
@@ -205,6 +216,9 @@ def test_import_is_light():
     assert "traceax" in new
     heavy = {m for m in new for f in FORBIDDEN if m == f or m.startswith(f + ".")}
     assert not heavy
+    # Most of the time goes into modules, one by one (`benchmarks/bench_import.py` takes it).
+    foreign = {m for m in new if m.split(".")[0] not in {"traceax", *sys.stdlib_module_names}}
+    assert len(foreign) < 10, foreign
     outside = {m.split(".")[0] for m in new} - {m.split(".")[0] for m in sys.stdlib_module_names}
     assert outside <= {
         "traceax",
@@ -229,6 +243,12 @@ def test_import_starts_no_backend():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert process.stdout.strip() == "not started"
+
+
+def test_the_package_that_is_tested():
+    """That of this folder, or (an unpacked sdist) that of the environment with a wheel of it."""
+    tested = Path(os.environ.get("TRACEAX_TESTS_PACKAGE", ROOT))
+    assert Path(tr.__file__).is_relative_to(tested)
 
 
 def test_version():

@@ -66,13 +66,16 @@ def matvecs_needed(
         estimators*, 2015, arXiv:1308.2475, doi:10.1007/s10208-014-9220-1.
     """
     if not (eps > 0 and math.isfinite(eps)):
-        raise ValueError(f"eps must be positive, got {eps!r}.")
+        raise ValueError(f"eps, the wanted error, must be positive and finite, got {eps!r}.")
     if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, got {delta!r}.")
+        raise ValueError(
+            f"delta, the probability of a larger error, must lie between 0 and 1, got {delta!r}."
+        )
     if semidefinite == (frobenius_norm is not None):
         raise TypeError(
             "Say either semidefinite=True (eps is then relative) or the frobenius_norm (and "
-            "spectral_norm) of the operator (eps is then absolute)."
+            "spectral_norm) of the operator (eps is then absolute), got "
+            f"semidefinite={semidefinite!r}, frobenius_norm={frobenius_norm!r}."
         )
     sampler = estimator.sampler if isinstance(estimator, HutchinsonEstimator) else None
     if not isinstance(sampler, RademacherSampler | NormalSampler):
@@ -87,6 +90,9 @@ def matvecs_needed(
         return math.ceil((8 if normal else 6) * logarithm / eps**2)
     largest = frobenius_norm if spectral_norm is None else min(spectral_norm, frobenius_norm)
     if not (frobenius_norm >= 0 and largest >= 0 and math.isfinite(frobenius_norm)):
-        raise ValueError(f"Norms must not be negative, got {frobenius_norm!r}, {spectral_norm!r}.")
+        raise ValueError(
+            "The norms must be finite and not negative, got "
+            f"frobenius_norm={frobenius_norm!r}, spectral_norm={spectral_norm!r}."
+        )
     size = frobenius_norm**2 + eps * largest
     return max(1, math.ceil((4 if normal else 8) * size * logarithm / eps**2))

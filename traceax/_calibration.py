@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jax.scipy.special import betainc
 from jaxtyping import Array, Int, PyTree, Real
 
 from ._estimate import is_scalar, norm_of
@@ -107,7 +106,7 @@ def student_quantile(level: float, dof: Int[Array, ""], like: Array) -> Real[Arr
     def halve(_, ends):
         low, high = ends
         middle = (low + high) / 2
-        outside = betainc(safe / 2, half, safe / (safe + jnp.exp(2 * middle)))
+        outside = lax.betainc(safe / 2, half, safe / (safe + jnp.exp(2 * middle)))
         below = outside > 1 - level
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 

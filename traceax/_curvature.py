@@ -186,7 +186,8 @@ def _check_batches(batches: Any) -> Any:
     if any(not eqx.is_array_like(leaf) for leaf in jtu.tree_leaves(batches)):
         raise TypeError(
             "`batches` must be a PyTree of arrays, got leaves of types "
-            f"{sorted({type(leaf).__name__ for leaf in jtu.tree_leaves(batches)})}."
+            f"{sorted({type(leaf).__name__ for leaf in jtu.tree_leaves(batches)})}. Let the "
+            "function close over everything else."
         )
     batches = jtu.tree_map(jnp.asarray, batches)
     shapes = [leaf.shape for leaf in jtu.tree_leaves(batches)]
@@ -217,7 +218,8 @@ def check_arrays(what: str, outputs: Any) -> Any:
     if not leaves or not all(eqx.is_inexact_array(leaf) for leaf in leaves):
         got = [getattr(leaf, "dtype", type(leaf).__name__) for leaf in leaves]
         raise ValueError(
-            f"{what} must return (a PyTree of) floating-point arrays, got leaves {got}."
+            f"{what} must return (a PyTree of) floating-point arrays, got leaves {got}. Convert "
+            "integers with `.astype(float)`, and leave out auxiliary outputs."
         )
     return outputs
 

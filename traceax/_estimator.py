@@ -293,7 +293,9 @@ def check_budget(k: Any, smallest: int, n: int, name: str) -> int:
             "it. Mark it static (`jax.jit(..., static_argnames='k')`) or close over it."
         )
     if isinstance(k, bool | np.bool_):
-        raise TypeError(f"The budget k must be a Python int, got the bool {k}.")
+        raise TypeError(
+            f"The budget k must be a Python int, got the bool {k}. Give a number of matvecs: k=100."
+        )
     try:
         budget = op.index(k)
     except TypeError:

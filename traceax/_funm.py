@@ -77,7 +77,10 @@ def check_num_steps(num_steps: Any, k: int) -> None:
     if num_steps is None:
         return
     if isinstance(num_steps, bool) or not isinstance(num_steps, int):
-        raise TypeError(f"num_steps must be a Python int or None, got {num_steps!r}.")
+        raise TypeError(
+            "num_steps must be a Python int, or None to have it chosen from the budget, got "
+            f"{num_steps!r}."
+        )
     if not 1 <= num_steps <= k:
         raise ValueError(
             f"num_steps must be at least 1 and at most the budget k={k} (one probe takes that many "
@@ -134,10 +137,14 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
     def real(x):
         value = jnp.asarray(fn(x))
         if jnp.issubdtype(value.dtype, jnp.complexfloating):
-            raise TypeError(f"fn must have real values, got {value.dtype}.")
+            raise TypeError(
+                f"fn must have real values, got {value.dtype}. Take its real and its imaginary "
+                "part one at a time."
+            )
         if scalar and value.shape != ():
             raise ValueError(
-                f"fn is given one real number and must return one, got shape {value.shape}."
+                f"fn is given one real number and must return one, got shape {value.shape}. For "
+                "several functions, make one call for each, with the same key."
             )
         return value.astype(dtype)
 

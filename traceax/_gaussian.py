@@ -143,8 +143,8 @@ def _flat(y: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     real = not jnp.issubdtype(dtype, jnp.complexfloating)
     if real and any(jnp.iscomplexobj(leaf) for leaf in leaves):
         raise ValueError(
-            "The observations y are complex, but the operator is real. Declare the operator's "
-            "input structure complex."
+            f"The observations y are complex, but the operator is real ({dtype}). Declare the "
+            "operator's input structure complex, or pass `y.real`."
         )
     return jnp.concatenate([leaf.reshape(-1).astype(dtype) for leaf in leaves])
 

@@ -18,7 +18,6 @@ from functools import partial, wraps
 from typing import Any
 
 import jax.numpy as jnp
-import jax.scipy.linalg as jsl
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Inexact, Real
@@ -163,7 +162,9 @@ def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
 
 
 def _divide(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
-    return jsl.solve_triangular(r, f.T, trans="T", lower=False).T
+    from jax.scipy.linalg import solve_triangular  # imported only here: it takes time
+
+    return solve_triangular(r, f.T, trans="T", lower=False).T
 
 
 _divide_by_library = _one_by_one(_divide)

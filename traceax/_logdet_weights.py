@@ -28,7 +28,6 @@ from typing import final
 
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import block_diag
 from jaxtyping import Array, Inexact
 
 from ._definite_solve import definite_solve
@@ -123,6 +122,8 @@ def weights_of(run: Run) -> LogdetWeights:
 
     The weights. Cost: `4 n l p q` operations.
     """
+    from jax.scipy.linalg import block_diag  # imported only here: it takes time
+
     factors, trust = run.built.factors, run.built.trust
     n, p = run.probes.shape
     vectors = jnp.concatenate(vectors_of(run), axis=1)

@@ -19,7 +19,10 @@ from ._sketch import square_norms
 
 def _check_rank(rank: Any) -> None:
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise ValueError(f"rank must be a positive Python int or None, got {rank!r}.")
+        raise ValueError(
+            "rank must be a positive Python int, or None to have it chosen from the budget, got "
+            f"{rank!r}."
+        )
 
 
 class AbstractPreconditioner(eqx.Module):
@@ -142,8 +145,8 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
         if self.diagonal is not None:
             if jnp.shape(self.diagonal) != (n,):
                 raise ValueError(
-                    f"The diagonal has the shape {jnp.shape(self.diagonal)}, the operator needs "
-                    f"{(n,)}."
+                    f"The diagonal has the shape {jnp.shape(self.diagonal)}, but the operator has "
+                    f"{n} rows. Give its whole diagonal, of shape {(n,)}."
                 )
         elif stored_diagonal(operator) is None:
             raise ValueError(

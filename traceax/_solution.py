@@ -95,7 +95,9 @@ class Solution(eqx.Module):
         - `ValueError`: for a level that is not between 0 and 1.
         """
         if not 0 < level < 1:
-            raise ValueError(f"The level must lie between 0 and 1, got {level!r}.")
+            raise ValueError(
+                f"The level must lie between 0 and 1, got {level!r}. For 95 % give 0.95."
+            )
         dof, quadrature_error = self.stats["dof"], self.quadrature_error
         if quadrature_error is not None:
             dof = jnp.full_like(dof, 10**6)

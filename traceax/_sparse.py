@@ -54,7 +54,8 @@ def _inexact(data: Any) -> Inexact[Array, " nnz"]:
 def _check_dimensions(matrix: Any) -> None:
     if len(matrix.shape) != 2:
         raise ValueError(
-            f"A sparse operator needs a two-dimensional matrix, got shape {tuple(matrix.shape)}."
+            f"A sparse operator needs a two-dimensional matrix, got shape {tuple(matrix.shape)}. "
+            "Reshape it, or make an operator for each slice."
         )
 
 
@@ -176,11 +177,14 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
     def __check_init__(self):
         if self.data.shape != self.pattern.rows.shape:
             raise ValueError(
-                f"`data` has shape {self.data.shape}, but there are {self.nnz} places for entries."
+                f"`data` has shape {self.data.shape}, but there are {self.nnz} places for entries. "
+                "Give one number for each, in the order of `operator.data`."
             )
         if self.pattern.backward is None and not lx.is_symmetric(self):
             raise ValueError(
-                "Only a symmetric operator can go without the layout of its transpose."
+                f"The layout of the transpose was left out for an operator with the tags "
+                f"{set(self.tags)}, but only a symmetric one can do without. Make it anew from the "
+                "matrix, with these tags."
             )
 
     @property

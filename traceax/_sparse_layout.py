@@ -77,7 +77,10 @@ class SparsityPattern(eqx.Module):
     def transpose(self) -> "SparsityPattern":
         """The sparsity of the transpose. Costs nothing: both layouts are kept."""
         if self.backward is None:
-            raise ValueError("The layout of the transpose was left out.")
+            raise ValueError(
+                f"This pattern of shape {self.shape} is that of a symmetric matrix, which has no "
+                "layout of its transpose: use the pattern itself."
+            )
         m, n = self.shape
         return SparsityPattern(self.columns, self.rows, self.backward, self.forward, (n, m))
 
@@ -107,7 +110,10 @@ def sparsity_pattern(
             "entries: split it into blocks."
         )
     if rows.size and min(rows.min(), columns.min()) < 0:
-        raise ValueError("The indices of a sparse matrix must not be negative.")
+        raise ValueError(
+            "The indices of a sparse matrix must not be negative, got "
+            f"{min(rows.min(), columns.min())}. Add the size to those counted from the end."
+        )
     m, n = shape
     # However far outside of the matrix an entry stands, its indices must fit.
     rows = np.minimum(rows, m).astype(np.int32)

@@ -183,7 +183,10 @@ def spectral_density(
     points = jnp.asarray(grid).astype(dtype)
     if width is None:
         if points.size < 2:
-            raise ValueError("A grid of a single point has no extent: give the width.")
+            raise ValueError(
+                f"A grid of shape {points.shape} has no extent to choose a width from: give the "
+                "`width`, or more points."
+            )
         sigma = _resolved_width(jnp.max(points) - jnp.min(points), budget, num_steps)
     else:
         sigma = jnp.asarray(width).astype(dtype)

@@ -87,7 +87,11 @@ class ToleranceEstimator(AbstractEstimator):
     ) -> tuple[Estimate, AbstractWeights]:
         if isinstance(estimator, AdaptiveHutchPlusPlusEstimator):
             if self.before is not None or self.keep_state:
-                raise ValueError("AdaptiveHutchPlusPlusEstimator has no state to go on from.")
+                raise ValueError(
+                    "AdaptiveHutchPlusPlusEstimator has no state to go on from, got "
+                    f"keep_state={self.keep_state} and a `state` of {type(self.before).__name__}. "
+                    "Leave both out, or use HutchPlusPlusEstimator()."
+                )
             tolerances = self.rtol, self.atol, self.progress
             return estimator.compute_to_tolerance(key, operator, most, *tolerances)
         rows = () if self.rows is None else (self.rows,)
@@ -130,7 +134,10 @@ def solve_to_tolerance(
     """`traceax.trace` (`rows=None`), or a diagonal, with a tolerance in place of a budget."""
     state = options.state
     if state is not None and not isinstance(state, RunState):
-        raise TypeError(f"The state must be the `state` of a Solution, got {state!r}.")
+        raise TypeError(
+            f"The state must be the `state` of a Solution, got {state!r}. Make one with "
+            "`trace(key, operator, rtol=..., keep_state=True).state`."
+        )
     operator = as_operator(operator)
     n = operator.in_size()
     least = 1

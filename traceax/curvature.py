@@ -213,17 +213,20 @@ def fisher(
     if (sample is None) != (key is None):
         raise ValueError(
             "A Monte Carlo Fisher matrix needs both `sample` and `key`, the empirical one neither; "
-            f"got sample={sample!r}, key={key!r}."
+            f"got a sample of type {type(sample).__name__} and a key of type {type(key).__name__}."
         )
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-        raise ValueError(f"num_samples must be a positive Python int, got {num_samples!r}.")
+        raise ValueError(
+            f"num_samples (draws for each example) must be a positive Python int, got "
+            f"{num_samples!r}."
+        )
 
     def values(params, *data):
         out = check_arrays("log_likelihood", log_likelihood(params, *data))
         if not eqx.is_array(out) or out.ndim > 1:
             raise ValueError(
                 "log_likelihood must return one number an example, an array of shape (N,), got "
-                f"{jax.eval_shape(lambda: out)}."
+                f"{jax.eval_shape(lambda: out)}. Do not sum over the examples."
             )
         return out
 

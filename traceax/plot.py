@@ -32,13 +32,17 @@ def _axes(axes: Any, height: float = 4.0) -> Any:
 
 def _checked(solutions: Sequence[Solution]) -> Sequence[Solution]:
     if not solutions:
-        raise ValueError("There is nothing to draw: give at least one solution.")
+        raise ValueError(f"There is nothing to draw in {solutions!r}: give at least one solution.")
     for solution in solutions:
         if not isinstance(solution, Solution):
-            raise TypeError(f"Expected a `traceax.Solution`, got {solution!r}.")
+            raise TypeError(
+                f"Expected a `traceax.Solution`, got {solution!r}. Give what `traceax.trace`, or a "
+                "function like it, returns."
+            )
         if np.ndim(solution.value) != 0:
             raise ValueError(
-                f"Expected solutions with a single number, got shape {np.shape(solution.value)}."
+                f"Expected solutions with a single number, got shape {np.shape(solution.value)}. "
+                "Densities have a picture of their own, `traceax.plot.spectral_density`."
             )
     return solutions
 
@@ -86,7 +90,7 @@ def spectral_density(
     if grid.ndim != 1 or value.shape != grid.shape or solution.quadrature_error is None:
         raise ValueError(
             f"Expected the solution of `traceax.spectral_density` on this grid of shape "
-            f"{grid.shape}, got a value of shape {value.shape}."
+            f"{grid.shape}, got a value of shape {value.shape}. Give the grid of that call."
         )
     std_err, quadrature_error = map(np.asarray, (solution.std_err, solution.quadrature_error))
     # The quadrature error may exceed everything: it does not decide the scale.

@@ -132,12 +132,15 @@ def settle_budget(arguments: argparse.Namespace) -> None:
     rtol, atol, max_k = (getattr(arguments, name, None) for name in _TOLERANCES)
     if rtol is None and atol is None:
         if max_k is not None:
-            raise ValueError("--max-k bounds a tolerance: give --rtol or --atol, or use -k.")
+            raise ValueError(
+                f"--max-k bounds a tolerance, got {max_k} without one: give --rtol or --atol, or "
+                f"use -k {max_k}."
+            )
         arguments.k = arguments.k or 100
     elif arguments.k is not None:
         raise ValueError(
-            "-k is a budget, and --rtol and --atol are tolerances: give one or the other. The most "
-            "matvecs that a tolerance may take are --max-k."
+            f"-k {arguments.k} is a budget, and --rtol and --atol are tolerances: give one or the "
+            f"other. For a tolerance that may take {arguments.k} matvecs: --max-k {arguments.k}."
         )
 
 

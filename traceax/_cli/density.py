@@ -68,9 +68,12 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.width is not None and arguments.width <= 0:
         raise ValueError(f"--width must be positive, got {arguments.width:g}.")
     if arguments.range is not None and arguments.range[0] >= arguments.range[1]:
-        raise ValueError("--range needs two ends, the smaller one first.")
+        ends = " ".join(f"{end:g}" for end in arguments.range)
+        raise ValueError(f"--range needs two ends, the smaller one first, got {ends}.")
     if arguments.points < 2:
-        raise ValueError("--points must be at least 2: a grid has two ends.")
+        raise ValueError(
+            f"--points must be at least 2 (a grid has two ends), got {arguments.points}."
+        )
     if arguments.plot is not None:
         check_output(arguments.plot, PICTURES)
         try:
