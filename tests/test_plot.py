@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -47,6 +48,19 @@ def test_a_density_with_its_errors():
     assert words(axes) == [
         "two standard errors and quadrature error", "two standard errors", "estimate", "exact"
     ]  # fmt: skip
+
+
+def test_a_density_on_a_logarithmic_axis():
+    """Zeros, and errors that reach below, are left out without a warning."""
+    axes = plt.figure().subplots()
+    axes.set_yscale("log")
+    grid, value = np.linspace(0, 1, 4), np.array([0.0, 0.5, 4, 1e-3])
+    solution = solution_of(value, 0.6 * np.ones(4), np.zeros(4))
+    assert tr.plot.spectral_density(grid, solution, axes=axes) is axes
+    low, high = axes.get_ylim()
+    assert 0 < low <= 0.5
+    assert high == pytest.approx(1.15 * (4 + 1.2))
+    axes.figure.canvas.draw()
 
 
 def test_convergence():

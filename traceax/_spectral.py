@@ -162,7 +162,9 @@ def spectral_density(
     **Returns:**
 
     A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the shape of the
-    grid.
+    grid. At a point that only one or two eigenvalues reach, the few probes that there are may all
+    have missed them: the error is larger then than it is stated. (On average over the grid it is
+    not.)
 
     **Raises:**
 

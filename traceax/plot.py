@@ -74,7 +74,8 @@ def spectral_density(
     - `grid`: the grid.
     - `solution`: that of [`traceax.spectral_density`][] on it.
     - `exact`: the exact density on the same grid, if it is known.
-    - `axes`: the matplotlib axes to draw on; by default those of a new figure.
+    - `axes`: the matplotlib axes to draw on, linear or logarithmic; by default those of a new
+        figure.
 
     **Returns:**
 
@@ -105,7 +106,8 @@ def spectral_density(
     axes.plot(grid, value, color="C0", label="estimate")
     if exact is not None:
         axes.plot(grid, exact, color="black", linestyle="--", linewidth=1, label="exact")
-    axes.set(xlim=(grid[0], grid[-1]), ylim=(0, top), xlabel="eigenvalue", ylabel="density")
+    bottom = None if axes.get_yscale() == "log" else 0
+    axes.set(xlim=(grid[0], grid[-1]), ylim=(bottom, top), xlabel="eigenvalue", ylabel="density")
     axes.legend(frameon=False)
     return axes
 
