@@ -17,10 +17,14 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Inexact, Real
+
+from ._devices import partitioned, tall_qr_rule
 
 # The algebra runs in full precision whatever the user's matmul setting is (TF32 on a GPU).
 matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -29,6 +33,17 @@ einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 def _gram(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:
     return matmul(jnp.conj(block.T), block)
+
+
+def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` on each entry of a batch, one after the other."""
+
+    def looped(*args):
+        if args[0].shape[0] > 1:
+            return lax.map(lambda entry: fn(*entry), args)
+        return jtu.tree_map(lambda x: x[None], fn(*[x[0] for x in args]))
+
+    return looped
 
 
 def _one_by_one(
@@ -116,21 +131,27 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     )
 
 
-def qr(block: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Inexact[Array, "m m"]]:
-    """The reduced QR factorisation."""
-    n, m = block.shape
-    if _LARGE_BLOCK <= n * m < _HUGE_BLOCK and n >= 4 * m:
-        return _tall_qr(block)
-    return _small_qr(block)
-
-
 def _householder(block):
     q, r = jnp.linalg.qr(block)
     return q, r
 
 
-_small_qr = _one_by_one(_householder)
-_tall_qr = _one_by_one(_cholesky_qr, _householder)
+def _qr_of_stack(blocks: Inexact[Array, "b n m"]) -> tuple[Array, Array]:
+    _, n, m = blocks.shape
+    tall = _LARGE_BLOCK <= n * m < _HUGE_BLOCK and n >= 4 * m
+    return lax.platform_dependent(
+        blocks, cpu=_in_turn(_cholesky_qr if tall else _householder), default=_householder
+    )
+
+
+_qr = partitioned(
+    _qr_of_stack, tall_qr_rule(_qr_of_stack), "b n m -> b n m, b k l", ("m", "k", "l")
+)
+
+
+def qr(block: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Inexact[Array, "m m"]]:
+    """The reduced QR factorisation. Rows that live on several devices stay there."""
+    return _qr(block)
 
 
 @_one_by_one
@@ -167,15 +188,23 @@ def _divide(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array
     return solve_triangular(r, f.T, trans="T", lower=False).T
 
 
-_divide_by_library = _one_by_one(_divide)
-_divide_by_substitution = partial(lax.platform_dependent, cpu=_substitute, default=_divide)
+def _divide_stack(f: Inexact[Array, "b n m"], r: Inexact[Array, "b m m"]) -> tuple[Array]:
+    _, n, m = f.shape
+    library = m < _MANY_COLUMNS or n * m >= _HUGE_BLOCK
+    quotient = lax.platform_dependent(
+        f, r, cpu=_in_turn(_divide) if library else jax.vmap(_substitute), default=jax.vmap(_divide)
+    )
+    return (quotient,)
+
+
+_divide_rows = partitioned(
+    _divide_stack, lambda axes, n, f, r: _divide_stack(f, r), "b n m, b m k -> b n k", ("m", "k")
+)
 
 
 def divide_by_upper(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
     """F R^{-1} for an upper triangular R."""
-    if r.shape[0] < _MANY_COLUMNS or f.size >= _HUGE_BLOCK:
-        return _divide_by_library(f, r)
-    return _divide_by_substitution(f, r)
+    return _divide_rows(f, r)[0]
 
 
 def solve_upper_adjoint(

@@ -32,6 +32,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from ._devices import needs_devices
 from ._estimate import NONFINITE, Estimate
 
 
@@ -140,6 +141,7 @@ class _Params(NamedTuple):
     k: int
     weights: bool
     levels: tuple[_Level, ...]
+    inside: ClosedJaxpr  # see `needs_devices`
 
 
 def _rebuild(params: _Params, operands: Sequence[Array]):
@@ -313,5 +315,5 @@ def bind(
         None if dynamic else _Static(leaf) for leaf, dynamic in zip(leaves, is_operand, strict=True)
     )
     operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
-    params = _Params(treedef, static, key_impl, k, False, ())
+    params = _Params(treedef, static, key_impl, k, False, (), needs_devices())
     return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
