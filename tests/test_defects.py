@@ -114,7 +114,7 @@ def test_pytree_and_two_dimensional_structures(name):
         solution = tr.trace(KEY, operator, 8, CLASSES[name])
         value, std_err = expected.value, expected.std_err
         if name == "hutchinson" and operator.in_structure() == tree:
-            blocks = tr.RademacherSampler().probes_by_leaf(KEY, [2, 10], 8, matrix.dtype)
+            blocks = tr.RademacherSampler().probes_by_leaf(KEY, [(2,), (10,)], 8, matrix.dtype)
             samples = reference.hutchinson(np.asarray(matrix), np.concatenate(blocks))
             value, std_err = samples.mean(), samples.std(ddof=1) / np.sqrt(8)
         np.testing.assert_allclose(solution.value, value, rtol=1e-10)

@@ -349,9 +349,10 @@ def test_other_estimators_take_unusual_operators(name, estimator):
         value, std_err = expected.value, expected.std_err
         if (name, estimator) == ("function-dictionary", "hutchinson"):  # drawn leaf by leaf
             leaves = jax.tree.leaves(operator.in_structure())
-            sizes = [int(np.prod(leaf.shape)) for leaf in leaves]
-            blocks = tr.RademacherSampler().probes_by_leaf(key, sizes, K, matrix.dtype)
-            samples = reference.hutchinson(matrix, np.concatenate(blocks))
+            shapes = [leaf.shape for leaf in leaves]
+            blocks = tr.RademacherSampler().probes_by_leaf(key, shapes, K, matrix.dtype)
+            omega = np.concatenate([block.reshape(-1, K) for block in blocks])
+            samples = reference.hutchinson(matrix, omega)
             value, std_err = samples.mean(), samples.std(ddof=1) / np.sqrt(K)
         np.testing.assert_allclose(solution.value, value, rtol=1e-10)
         np.testing.assert_allclose(solution.std_err, std_err, rtol=1e-8)

@@ -200,9 +200,14 @@ class BlockOperator:
             return self
 
     @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the leaves of the input structure."""
+        return [leaf.shape for leaf in jtu.tree_leaves(self.operator.in_structure())]
+
+    @property
     def sizes(self) -> list[int]:
-        """The numbers of entries of the leaves of the input structure."""
-        return [math.prod(leaf.shape) for leaf in jtu.tree_leaves(self.operator.in_structure())]
+        """The numbers of their entries."""
+        return [math.prod(shape) for shape in self.shapes]
 
     def split(self, rows: Inexact[Array, "n ..."]) -> list[Inexact[Array, "size ..."]]:
         """The rows that belong to each leaf of the input structure."""
@@ -217,19 +222,20 @@ class BlockOperator:
         products = self.mm_by_leaf(self.split(block))
         return products[0] if len(products) == 1 else jnp.concatenate(products)
 
-    def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "size m"]]) -> list[Array]:
-        """The product `A @ block`, both as blocks of rows that belong to a leaf each: nothing as
-        long as all of them is ever made.
+    def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
+        """The product `A @ block`, both as blocks that belong to a leaf each: nothing as long as
+        all of them is ever made. A block may have the axes of its leaf, or one of that size; the
+        products have the same.
         """
         vectors, m = self._as_vectors(blocks)
         products = jax.vmap(self.operator.mv, in_axes=-1, out_axes=-1)(vectors)
-        flat = [x.reshape(-1, m).astype(self.dtype) for x in jtu.tree_leaves(products)]
-        if [x.shape[0] for x in flat] == self.sizes:
-            return flat
-        # The leaves of the output are cut in another way than those of the input.
-        return self.split(jnp.concatenate(flat))
+        leaves = [x.astype(self.dtype) for x in jtu.tree_leaves(products)]
+        if [math.prod(x.shape[:-1]) for x in leaves] != self.sizes:
+            # The leaves of the output are cut in another way than those of the input.
+            leaves = self.split(jnp.concatenate([x.reshape(-1, m) for x in leaves]))
+        return [x.reshape(block.shape) for x, block in zip(leaves, blocks, strict=True)]
 
-    def quadratic_forms(self, blocks: Sequence[Inexact[Array, "size m"]]) -> Inexact[Array, " m"]:
+    def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
         """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs.
 
         An operator that has a method `quadratic_form` is asked for them directly.
@@ -239,8 +245,11 @@ class BlockOperator:
             vectors, _ = self._as_vectors(blocks)
             return jax.vmap(form, in_axes=-1)(vectors).astype(self.dtype)
         products = self.mm_by_leaf(blocks)
-        dots = [jnp.sum(jnp.conj(v) * p, axis=0) for v, p in zip(blocks, products, strict=True)]
-        return sum(dots, start=jnp.zeros(blocks[0].shape[1], self.dtype))
+        dots = [
+            jnp.sum(jnp.conj(v) * p, axis=tuple(range(v.ndim - 1)))
+            for v, p in zip(blocks, products, strict=True)
+        ]
+        return sum(dots, start=jnp.zeros(blocks[0].shape[-1], self.dtype))
 
     @property
     def has_forms(self) -> bool:
@@ -253,10 +262,10 @@ class BlockOperator:
             operator = operator.operator
         return getattr(operator, "quadratic_form", None)
 
-    def _as_vectors(self, blocks: Sequence[Inexact[Array, "size m"]]) -> tuple[PyTree, int]:
-        """Blocks of rows as a PyTree of arrays of shape `(*shape, m)` in the operator's dtypes."""
+    def _as_vectors(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> tuple[PyTree, int]:
+        """Blocks as a PyTree of arrays of shape `(*shape, m)` in the operator's dtypes."""
         leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
-        m = blocks[0].shape[1]
+        m = blocks[0].shape[-1]
         floating = jax.dtypes.canonicalize_dtype(float)
 
         def shaped(leaf, rows):

@@ -26,13 +26,13 @@ class Rows(eqx.Module):
         sums = [jnp.sum(block[a:b], axis=0) for a, b in zip(starts, ends, strict=True)]
         return jnp.stack(sums)
 
-    def by_leaf(self, blocks: Sequence[Inexact[Array, "size m"]]) -> list[Inexact[Array, "g m"]]:
+    def by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Inexact[Array, "... m"]]:
         """The same for a block whose rows come leaf by leaf: the blocks themselves, or one block
         of the sums, one row a leaf (`sizes` must be those of the leaves).
         """
         if self.sizes is None:
             return list(blocks)
-        return [jnp.stack([jnp.sum(block, axis=0) for block in blocks])]
+        return [jnp.stack([jnp.sum(x, axis=tuple(range(x.ndim - 1))) for x in blocks])]
 
     def of_vector(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " g"]:
         """The same for one vector."""

@@ -88,24 +88,34 @@ class AbstractSampler(eqx.Module):
         return self(key, n, k, dtype).astype(dtype)
 
     def probes_by_leaf(
-        self, key: PRNGKeyArray, sizes: Sequence[int], k: int, dtype: np.dtype
-    ) -> list[Inexact[Array, "size k"]]:
+        self, key: PRNGKeyArray, shapes: Sequence[tuple[int, ...]], k: int, dtype: np.dtype
+    ) -> list[Inexact[Array, "*shape k"]]:
         """Draw probes leaf by leaf: blocks of rows, independent of each other, that make up probes
-        of size `sum(sizes)`. They too have `E[omega omega^H] = I`.
+        of all sizes together. They too have `E[omega omega^H] = I`.
 
         **Arguments:**
 
         - `key`: a JAX random key.
-        - `sizes`: the numbers of rows.
+        - `shapes`: the shapes of the leaves of one probe.
         - `k`: the number of probes.
         - `dtype`: the (working) dtype of the operator.
 
         **Returns:**
 
-        A list of arrays of shape `(size, k)`.
+        A list of arrays of shape `(*shape, k)`, with the numbers of `probes(key, size, k, dtype)`.
         """
-        keys = [key] if len(sizes) == 1 else jr.split(key, len(sizes))
-        return [self.probes(key, size, k, dtype) for key, size in zip(keys, sizes, strict=True)]
+        keys = [key] if len(shapes) == 1 else jr.split(key, len(shapes))
+        own = np.dtype(dtype if self.dtype is None else self.dtype)
+        pairs = zip(keys, shapes, strict=True)
+        return [self._draw(key, shape, k, own).astype(dtype) for key, shape in pairs]
+
+    def _draw(
+        self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
+    ) -> Shaped[Array, "*shape k"]:
+        """Probes in the shape of a leaf. A sampler that draws its numbers in that shape (rather
+        than in one long axis) leaves a leaf that is cut along any axis on its devices.
+        """
+        return self._sample(key, math.prod(shape), k, dtype).reshape(*shape, k)
 
     def respheres(self, improved: bool | None, dtype: np.dtype) -> bool:
         """Whether residual probes are renormalised for an operator of this dtype.
@@ -205,7 +215,10 @@ class NormalSampler(AbstractSampler):
         return float
 
     def _sample(self, key, n, k, dtype):
-        return jr.normal(key, (n, k), dtype)
+        return self._draw(key, (n,), k, dtype)
+
+    def _draw(self, key, shape, k, dtype):
+        return jr.normal(key, (*shape, k), dtype)
 
 
 NormalSampler.__init__.__doc__ = """**Arguments:**
@@ -231,9 +244,14 @@ class SphereSampler(AbstractSampler):
         return float
 
     def _sample(self, key, n, k, dtype):
-        normal = jr.normal(key, (n, k), dtype)
+        return self._draw(key, (n,), k, dtype)
+
+    def _draw(self, key, shape, k, dtype):
+        normal = jr.normal(key, (*shape, k), dtype)
+        square = (normal * jnp.conj(normal)).real
+        norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(len(shape)))))
         # One scale a column (rather than a division of the block) leaves XLA one fused pass.
-        scale = math.sqrt(n) / jnp.linalg.norm(normal, axis=0)
+        scale = math.sqrt(math.prod(shape)) / norm
         return normal * scale.astype(dtype)
 
 
@@ -262,13 +280,18 @@ class RademacherSampler(AbstractSampler):
         return float
 
     def _sample(self, key, n, k, dtype):
+        return self._draw(key, (n,), k, dtype)
+
+    def _draw(self, key, shape, k, dtype):
         # One random word gives 32 signs: `jax.random.rademacher` draws a word for each.
-        words = -(-n // 32)
-        bits = jr.bits(key, (words, 1, k), jnp.uint32)
-        shifts = jnp.arange(32, dtype=jnp.uint32)[None, :, None]
-        ones = ((bits >> shifts) & jnp.uint32(1)).reshape(words * 32, k)[:n]
-        signs = 2 * ones.astype(jnp.int32) - 1
-        return signs.astype(dtype)
+        size = math.prod(shape)
+        *outer, last = shape if shape and shape[-1] % 32 == 0 else (size,)
+        words = -(-last // 32)
+        bits = jr.bits(key, (*outer, words, 1, k), jnp.uint32)
+        shifts = jnp.arange(32, dtype=jnp.uint32)[:, None]
+        ones = ((bits >> shifts) & jnp.uint32(1)).reshape(*outer, words * 32, k)
+        signs = 2 * ones[..., :last, :].astype(jnp.int32) - 1
+        return signs.astype(dtype).reshape(*shape, k)
 
 
 RademacherSampler.__init__.__doc__ = """**Arguments:**
@@ -304,9 +327,12 @@ class SteinhausSampler(AbstractSampler):
         return complex
 
     def _sample(self, key, n, k, dtype):
+        return self._draw(key, (n,), k, dtype)
+
+    def _draw(self, key, shape, k, dtype):
         self._check_own(dtype)
         real = jnp.finfo(dtype).dtype
-        angle = jr.uniform(key, (n, k), real, maxval=2 * np.pi)
+        angle = jr.uniform(key, (*shape, k), real, maxval=2 * np.pi)
         return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
 
 

@@ -34,13 +34,13 @@ class _ProbeWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         block = BlockOperator(operator)
-        start = [jnp.zeros(size, block.dtype) for size in block.sizes]
+        start = [jnp.zeros(shape, block.dtype) for shape in block.shapes]
 
         def add(totals, samples):
-            return [t + jnp.sum(x, axis=1) for t, x in zip(totals, samples, strict=True)]
+            return [t + jnp.sum(x, axis=-1) for t, x in zip(totals, samples, strict=True)]
 
         totals = self.over_blocks(start, add, block)
-        return as_value([total / self.k for total in totals])
+        return as_value([total.reshape(-1) / self.k for total in totals])
 
     def over_blocks(self, carry, add, block: BlockOperator):
         """Fold `add(carry, samples)` over blocks of the samples conj(omega_i) (A omega_i), given
@@ -49,7 +49,7 @@ class _ProbeWeights(AbstractWeights):
         key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
 
         def samples(key, m):
-            omega = self.sampler.probes_by_leaf(key, block.sizes, m, block.dtype)
+            omega = self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype)
             products = block.mm_by_leaf(omega)
             return [jnp.conj(o) * p for o, p in zip(omega, products, strict=True)]
 
@@ -66,12 +66,12 @@ class _ProbeWeights(AbstractWeights):
 def _merge(state, samples):
     """Chan's update of the count, the mean, and the root of the sum of squared deviations."""
     count, mean, spread = state
-    m = samples.shape[1]
-    block_mean = jnp.mean(samples, axis=1)
+    m = samples.shape[-1]
+    block_mean = jnp.mean(samples, axis=-1)
     shift = block_mean - mean
     total = count + m
     between = jnp.abs(shift) * jnp.sqrt(count * m / total)
-    spread = jnp.hypot(jnp.hypot(spread, safe_norm(samples - block_mean[:, None])), between)
+    spread = jnp.hypot(jnp.hypot(spread, safe_norm(samples - block_mean[..., None])), between)
     return total, mean + shift * (m / total), spread
 
 
@@ -106,10 +106,11 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
         if state is None:
-            parts = self.rows.by_leaf([jnp.zeros((size, 1), block.dtype) for size in block.sizes])
+            zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
+            parts = self.rows.by_leaf(zeros)
             count = jnp.zeros((), block.dtype).real
             nothing = jnp.zeros((block.n if self.keeps else 0, 0), block.dtype)
-            moments = [(count, zero[:, 0], zero[:, 0].real) for zero in parts]
+            moments = [(count, zero[..., 0], zero[..., 0].real) for zero in parts]
             state = HutchinsonDiagonalState(moments, nothing, nothing)
 
         def add(moments, samples):
@@ -117,10 +118,11 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
             return [_merge(*pair) for pair in pairs]
 
         if self.keeps:
-            by_leaf = self.sampler.probes_by_leaf(key, block.sizes, k, block.dtype)
-            omega = jnp.concatenate(by_leaf)
+            by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
+            omega = jnp.concatenate([x.reshape(-1, k) for x in by_leaf])
             products = block.mm(omega)
-            moments = add(state.moments, block.split(jnp.conj(omega) * products))
+            samples = zip(block.split(jnp.conj(omega) * products), by_leaf, strict=True)
+            moments = add(state.moments, [x.reshape(leaf.shape) for x, leaf in samples])
         else:
             weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
             moments = weights.over_blocks(state.moments, add, block)
@@ -134,7 +136,7 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
         k = state.omega.shape[1]
-        values, spreads = [m[1] for m in state.moments], [m[2] for m in state.moments]
+        values, spreads = ([m[i].reshape(-1) for m in state.moments] for i in (1, 2))
         if k > 1:
             std_errs = [spread / math.sqrt(k * (k - 1)) for spread in spreads]
         else:

@@ -51,7 +51,7 @@ class _ProbeWeights(AbstractWeights):
         key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
 
         def forms(key, m):
-            omega = self.sampler.probes_by_leaf(key, block.sizes, m, block.dtype)
+            omega = self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype)
             return block.quadratic_forms(omega)
 
         whole, rest = _blocks(self.k, self.width)
@@ -99,8 +99,8 @@ class HutchinsonGrowth(AbstractGrowth):
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
         if self.keeps:
-            by_leaf = self.sampler.probes_by_leaf(key, block.sizes, k, block.dtype)
-            omega = jnp.concatenate(by_leaf)
+            by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
+            omega = jnp.concatenate([x.reshape(-1, k) for x in by_leaf])
             products = block.mm(omega)
             new = HutchinsonState(column_dots(omega, products), omega, products)
         else:
