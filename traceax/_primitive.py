@@ -32,7 +32,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from ._devices import needs_devices
+from ._devices import needs_devices, with_auto_axes
 from ._estimate import NONFINITE, Estimate
 
 
@@ -316,4 +316,8 @@ def bind(
     )
     operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
     params = _Params(treedef, static, key_impl, k, False, (), needs_devices())
-    return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
+
+    def estimate(*operands):
+        return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
+
+    return with_auto_axes(estimate, operands, operator.in_size())
