@@ -13,18 +13,21 @@ columns or more and QR factorisations of tall blocks always do. On CPUs these ar
 here in terms of matrix products and Cholesky factors, where that is as accurate.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Inexact, Real
 
 from ._devices import partitioned, tall_qr_rule
+from ._sampler import RademacherSampler
 
 # The algebra runs in full precision whatever the user's matmul setting is (TF32 on a GPU).
 matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -97,9 +100,25 @@ def _substitute(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[A
     return lax.fori_loop(0, (m + padding) // width, next_columns, f)[:, :m]
 
 
-def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
-    """The reduced QR factorisation from one or two Cholesky factors of Gram matrices, or by
-    Householder's method where the block is too ill-conditioned for that.
+def _divide(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
+    from jax.scipy.linalg import solve_triangular  # imported only here: it takes time
+
+    return solve_triangular(r, f.T, trans="T", lower=False).T
+
+
+def _householder(block):
+    q, r = jnp.linalg.qr(block)
+    return q, r
+
+
+def _whitened_qr(
+    block: Inexact[Array, "n m"],
+    y: Inexact[Array, "n m"],
+    before: Inexact[Array, "m m"] | None,
+    divide: Callable[[Array, Array], Array],
+) -> tuple[Array, Array]:
+    """The reduced QR factorisation of `block = y before` from one or two Cholesky factors of Gram
+    matrices, or by Householder's method where y is too ill-conditioned for that.
 
     With C^H C = Y^H Y, Q = Y C^{-1} is orthonormal up to eps cond(Y)^2; the same once more takes
     that to eps as long as it was below 1. Both are checked, and nothing is assumed.
@@ -109,7 +128,7 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
 
     def step(y):
         factor = jnp.linalg.cholesky(_gram(y), upper=True)
-        return _substitute(y, factor), factor
+        return divide(y, factor), factor
 
     def defect(q):
         gram = _gram(q)
@@ -122,7 +141,9 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
         good = defect(second) <= 20 * eps
         return lax.cond(good, lambda: (second, matmul(factor, r)), lambda: _householder(block))
 
-    q, r = step(block)
+    q, r = step(y)
+    if before is not None:
+        r = matmul(r, before)
     first = defect(q)
     return lax.cond(
         first <= 20 * eps,
@@ -131,17 +152,45 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     )
 
 
-def _householder(block):
-    q, r = jnp.linalg.qr(block)
-    return q, r
+def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
+    return _whitened_qr(block, block, None, _substitute)
+
+
+#: Rows of random signs that are drawn at once.
+_SIGNS = 2**15
+
+
+def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
+    """The same for a block of any condition that its dtype can tell from singular.
+
+    With S of 2 m rows of random signs and S Y = Q_0 R_0, the condition of Y R_0^{-1} is at most
+    (1 + sqrt(1/2)) / (1 - sqrt(1/2)) = 6 for Gaussian S, and about that for signs, whatever that of
+    Y is. All that touches n rows are products and triangular solves, which GPUs are made for.
+    """
+    n, m = block.shape
+    signs, key = RademacherSampler(), jr.key(0)
+
+    def part(i, rows):
+        omega = signs(jr.fold_in(key, i), rows.shape[0], 2 * m, block.real.dtype)
+        return matmul(omega.T.astype(block.dtype), rows)
+
+    def add(i, total):
+        return total + part(i, lax.dynamic_slice_in_dim(block, i * _SIGNS, _SIGNS))
+
+    whole = n // _SIGNS
+    sketch = part(whole, block[whole * _SIGNS :])
+    if whole:
+        sketch = lax.fori_loop(0, whole, add, sketch)
+    r = jnp.linalg.qr(sketch / math.sqrt(2 * m), mode="r")
+    return _whitened_qr(block, _divide(block, r), r, _divide)
 
 
 def _qr_of_stack(blocks: Inexact[Array, "b n m"]) -> tuple[Array, Array]:
     _, n, m = blocks.shape
-    tall = _LARGE_BLOCK <= n * m < _HUGE_BLOCK and n >= 4 * m
-    return lax.platform_dependent(
-        blocks, cpu=_in_turn(_cholesky_qr if tall else _householder), default=_householder
-    )
+    large = n >= 4 * m and n * m >= _LARGE_BLOCK
+    on_cpu = _cholesky_qr if large and n * m < _HUGE_BLOCK else _householder
+    elsewhere = _in_turn(_sketched_qr) if large else _householder
+    return lax.platform_dependent(blocks, cpu=_in_turn(on_cpu), default=elsewhere)
 
 
 _qr = partitioned(
@@ -180,12 +229,6 @@ def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
     """U, sigma and V^H of a square matrix; those of another one where it holds NaN or inf."""
     u, sigma, v_h = jnp.linalg.svd(jnp.where(jnp.isfinite(a), a, 0))
     return u, sigma, v_h
-
-
-def _divide(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
-    from jax.scipy.linalg import solve_triangular  # imported only here: it takes time
-
-    return solve_triangular(r, f.T, trans="T", lower=False).T
 
 
 def _divide_stack(f: Inexact[Array, "b n m"], r: Inexact[Array, "b m m"]) -> tuple[Array]:
