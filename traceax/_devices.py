@@ -12,7 +12,7 @@ need not be told. On one device, and inside `jax.shard_map`, the call is what it
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
-from jaxtyping import Array
+from jaxtyping import Array, Inexact
 
 
 @cache
@@ -67,11 +67,20 @@ def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array], n: int) ->
     return auto_axes(fn, axes=axes, out_sharding=shardings)(*operands)
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def axis_names(entry: Any) -> tuple[str, ...]:
     """The axes of the mesh in one entry of a `PartitionSpec`."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def rows_inside(axes: tuple[str, ...], n: int, local: Inexact[Array, "rows m"]) -> Array:
+    """The rows that a device has, with 0 in those beyond the n-th: where they do not come out
+    even, the last device has some, with anything in them.
+    """
+    rows = local.shape[0]
+    inside = lax.axis_index(axes) * rows + jnp.arange(rows) < n
+    return jnp.where(inside[:, None], local, jnp.zeros((), local.dtype))
 
 
 def partitioned(
@@ -107,7 +116,7 @@ def partitioned(
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
         n = arguments[0].shape[1]
-        axes = _names(rows)
+        axes = axis_names(rows)
 
         def lowered(*local):
             return over_rows(axes, n, *local) if axes else fn(*local)
@@ -149,11 +158,7 @@ def tall_qr_rule(local_qr: Callable[[Array], tuple[Array, Array]]) -> Callable[.
     """
 
     def over_rows(axes, n, block):
-        rows = block.shape[1]
-        index = lax.axis_index(axes)
-        # Where the rows do not come out even, the last ones are padding with anything in it.
-        inside = index * rows + jnp.arange(rows) < n
-        q, r = local_qr(jnp.where(inside[None, :, None], block, jnp.zeros((), block.dtype)))
+        q, r = local_qr(jax.vmap(partial(rows_inside, axes, n))(block))
         small = None
         for axis in reversed(axes):
             height = r.shape[1]

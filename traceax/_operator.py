@@ -15,6 +15,8 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
+from ._matrix_product import matrix_product
+
 
 def is_tagged(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
     """`check(operator)`, or False where a user's operator does not register the check."""
@@ -228,7 +230,11 @@ class BlockOperator:
         products have the same.
         """
         vectors, m = self._as_vectors(blocks)
-        products = jax.vmap(self.operator.mv, in_axes=-1, out_axes=-1)(vectors)
+        operator = self._untagged()
+        if isinstance(operator, lx.MatrixLinearOperator):
+            products = matrix_product(operator.matrix, vectors)
+        else:
+            products = jax.vmap(operator.mv, in_axes=-1, out_axes=-1)(vectors)
         leaves = [x.astype(self.dtype) for x in jtu.tree_leaves(products)]
         if [math.prod(x.shape[:-1]) for x in leaves] != self.sizes:
             # The leaves of the output are cut in another way than those of the input.
@@ -257,10 +263,13 @@ class BlockOperator:
         return self._form() is not None
 
     def _form(self) -> Callable[..., Any] | None:
+        return getattr(self._untagged(), "quadratic_form", None)
+
+    def _untagged(self) -> lx.AbstractLinearOperator:
         operator = self.operator
         while isinstance(operator, lx.TaggedLinearOperator):
             operator = operator.operator
-        return getattr(operator, "quadratic_form", None)
+        return operator
 
     def _as_vectors(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> tuple[PyTree, int]:
         """Blocks as a PyTree of arrays of shape `(*shape, m)` in the operator's dtypes."""

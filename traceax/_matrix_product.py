@@ -1,0 +1,128 @@
+"""The product of a matrix and a block of vectors, where the matrix lives on several devices.
+
+Cut by rows, each device needs all of the vectors, and XLA gathers them on every device first: n m
+numbers, where the block itself takes n m / p. Here the parts of the block go around instead, and
+each device multiplies the part that is with it: as many numbers sent, 2 n m / p of them in memory.
+Cut by columns, the sums go around in the same way. Cut both ways, it is the usual product: parts
+of the block are gathered along one axis of the mesh, and sums are made along the other.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Inexact
+
+from ._devices import axis_names, rows_inside
+
+_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+def _next(x: Array, axes: tuple[str, ...], parts: int) -> Array:
+    """What the device before this one has."""
+    return lax.ppermute(x, axes, [(i, (i + 1) % parts) for i in range(parts)])
+
+
+def _by_rows(axes, parts, n, matrix, block):
+    """Rows of A, and of X: the part of X that comes by in step i is that of device d - i."""
+    width = block.shape[0]
+    block = rows_inside(axes, n, block)
+    matrix = jnp.pad(matrix, ((0, 0), (0, width * parts - n)))
+    device = lax.axis_index(axes)
+
+    def step(i, carry):
+        total, block = carry
+        start = (device - i) % parts * width
+        columns = lax.dynamic_slice_in_dim(matrix, start, width, axis=1)
+        return total + _matmul(columns, block), _next(block, axes, parts)
+
+    total = _matmul(lax.dynamic_slice_in_dim(matrix, device * width, width, axis=1), block)
+    return lax.fori_loop(1, parts, step, (total, _next(block, axes, parts)))[0]
+
+
+def _by_columns(axes, parts, n, matrix, block):
+    """Columns of A, and rows of X: the sum that comes by in step i is that for d - i - 1."""
+    width = block.shape[0]
+    block = rows_inside(axes, n, block)
+    matrix = rows_inside(axes, n, matrix.T).T
+    matrix = jnp.pad(matrix, ((0, width * parts - n), (0, 0)))
+    device = lax.axis_index(axes)
+
+    def share(i):
+        start = (device - i - 1) % parts * width
+        return _matmul(lax.dynamic_slice_in_dim(matrix, start, width), block)
+
+    return lax.fori_loop(1, parts, lambda i, total: _next(total, axes, parts) + share(i), share(0))
+
+
+def _partition(mesh, arguments, _):
+    rows, columns, *_ = (*arguments[0].sharding.spec, None, None)
+    axes, across = axis_names(rows), axis_names(columns)
+    n = arguments[0].shape[0]
+    parts = math.prod(mesh.shape[name] for name in axes or across)
+
+    def cut(*entries):
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
+    if axes and not across:
+        return mesh, partial(_by_rows, axes, parts, n), cut(rows), (cut(rows), cut(rows))
+    if across and not axes:
+        matrix = cut(None, columns)
+        return mesh, partial(_by_columns, across, parts, n), cut(columns), (matrix, cut(columns))
+
+    def product(matrix, block):
+        if not across:
+            return _matmul(matrix, block)
+        matrix, block = rows_inside(across, n, matrix.T).T, rows_inside(across, n, block)
+        return lax.psum(_matmul(matrix, block), across)
+
+    return mesh, product, cut(rows), (cut(rows, columns), cut(columns))
+
+
+_on_devices = custom_partitioning(lambda matrix, block: _matmul(matrix, block))
+# The rows of A, of X and of A X are cut alike. How the columns of A are cut is known to the rule
+# above, and is nobody else's business.
+_on_devices.def_partition(
+    _partition, sharding_rule="n k, n m -> n m", need_replication_factors=("m",)
+)
+
+
+@custom_vmap
+def _unbatched(matrix, block):
+    return _on_devices(matrix, block)
+
+
+@_unbatched.def_vmap
+def _batched(size, batched, matrix, block):
+    if batched[0]:
+        return _matmul(matrix, block), True
+    # One matrix, many blocks: they stand side by side.
+    _, n, m = block.shape
+    product = _unbatched(matrix, jnp.moveaxis(block, 0, 1).reshape(n, size * m))
+    return jnp.moveaxis(product.reshape(n, size, m), 1, 0), True
+
+
+@jax.custom_jvp
+def matrix_product(
+    matrix: Inexact[Array, "n n"], block: Inexact[Array, "n m"]
+) -> Inexact[Array, "n m"]:
+    """`matrix @ block` in full precision. No device gets the whole block."""
+    return _unbatched(matrix, block)
+
+
+@partial(matrix_product.defjvp, symbolic_zeros=True)
+def _jvp(primals, tangents):
+    matrix, block = primals
+    product = matrix_product(matrix, block)
+    (d_matrix, d_block), tangent = tangents, jnp.zeros_like(product)
+    if not isinstance(d_matrix, SymbolicZero):
+        tangent = tangent + _matmul(d_matrix, block)
+    if not isinstance(d_block, SymbolicZero):
+        tangent = tangent + _matmul(matrix, d_block)
+    return product, tangent
