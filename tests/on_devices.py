@@ -19,7 +19,6 @@ from traceax import _linalg
 from traceax._matrix_product import matrix_product
 
 PSD = lx.positive_semidefinite_tag
-KEY = jax.random.key(0)
 N, K = 1024, 24
 ESTIMATORS = {
     "hutchinson": tr.HutchinsonEstimator(),
@@ -105,7 +104,7 @@ def gathers(text):
 
 def estimate(make, name, gradient=False):
     def value(arrays):
-        solution = tr.trace(KEY, make(arrays), K, ESTIMATORS[name])
+        solution = tr.trace(jax.random.key(0), make(arrays), K, ESTIMATORS[name])
         return solution.value, solution.std_err
 
     return jax.jit(jax.value_and_grad(value, has_aux=True) if gradient else value)
@@ -199,7 +198,7 @@ def virtual():
 
     # A batch of operators, one a device: inside `shard_map`, and as a `vmap` that is cut.
     matrices = jnp.stack([jnp.asarray(DENSE[:64, :64]) * (i + 1) for i in range(8)])
-    keys = jax.random.split(KEY, 8)
+    keys = jax.random.split(jax.random.key(0), 8)
 
     def values(keys, matrices):
         solve = jax.vmap(lambda k, a: tr.trace(k, dense(a), K, ESTIMATORS["xtrace"]).value)
