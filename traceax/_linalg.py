@@ -26,8 +26,8 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Inexact, Real
 
-from ._devices import partitioned, tall_qr_rule
 from ._sampler import RademacherSampler
+from ._tall import partitioned, tall_qr_rule
 
 # The algebra runs in full precision whatever the user's matmul setting is (TF32 on a GPU).
 matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -194,7 +194,11 @@ def _qr_of_stack(blocks: Inexact[Array, "b n m"]) -> tuple[Array, Array]:
 
 
 _qr = partitioned(
-    _qr_of_stack, tall_qr_rule(_qr_of_stack), "b n m -> b n m, b k l", ("m", "k", "l")
+    "tall_qr",
+    _qr_of_stack,
+    tall_qr_rule(_qr_of_stack),
+    "b n m -> b n m, b k l",
+    whole=("m", "k", "l"),
 )
 
 
@@ -241,7 +245,11 @@ def _divide_stack(f: Inexact[Array, "b n m"], r: Inexact[Array, "b m m"]) -> tup
 
 
 _divide_rows = partitioned(
-    _divide_stack, lambda axes, n, f, r: _divide_stack(f, r), "b n m, b m k -> b n k", ("m", "k")
+    "tall_divide",
+    _divide_stack,
+    lambda axes, n, f, r: _divide_stack(f, r),
+    "b n m, b m k -> b n k",
+    whole=("m", "k"),
 )
 
 

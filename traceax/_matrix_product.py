@@ -10,16 +10,14 @@ of the block are gathered along one axis of the mesh, and sums are made along th
 import math
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Inexact
 
 from ._devices import axis_names, rows_inside
+from ._primitive import with_rule
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
@@ -43,7 +41,8 @@ def _by_rows(axes, parts, n, matrix, block):
         return total + _matmul(columns, block), _next(block, axes, parts)
 
     total = _matmul(lax.dynamic_slice_in_dim(matrix, device * width, width, axis=1), block)
-    return lax.fori_loop(1, parts, step, (total, _next(block, axes, parts)))[0]
+    total, _ = lax.fori_loop(1, parts, step, (total, _next(block, axes, parts)))
+    return (total,)
 
 
 def _by_columns(axes, parts, n, matrix, block):
@@ -58,7 +57,10 @@ def _by_columns(axes, parts, n, matrix, block):
         start = (device - i - 1) % parts * width
         return _matmul(lax.dynamic_slice_in_dim(matrix, start, width), block)
 
-    return lax.fori_loop(1, parts, lambda i, total: _next(total, axes, parts) + share(i), share(0))
+    def step(i, total):
+        return _next(total, axes, parts) + share(i)
+
+    return (lax.fori_loop(1, parts, step, share(0)),)
 
 
 def _partition(mesh, arguments, _):
@@ -71,21 +73,26 @@ def _partition(mesh, arguments, _):
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     if axes and not across:
-        return mesh, partial(_by_rows, axes, parts, n), cut(rows), (cut(rows), cut(rows))
+        return mesh, partial(_by_rows, axes, parts, n), (cut(rows),), (cut(rows), cut(rows))
     if across and not axes:
         matrix = cut(None, columns)
-        return mesh, partial(_by_columns, across, parts, n), cut(columns), (matrix, cut(columns))
+        shardings = (cut(columns),), (matrix, cut(columns))
+        return mesh, partial(_by_columns, across, parts, n), *shardings
 
     def product(matrix, block):
         if not across:
-            return _matmul(matrix, block)
+            return _product(matrix, block)
         matrix, block = rows_inside(across, n, matrix.T).T, rows_inside(across, n, block)
-        return lax.psum(_matmul(matrix, block), across)
+        return (lax.psum(_matmul(matrix, block), across),)
 
-    return mesh, product, cut(rows), (cut(rows, columns), cut(columns))
+    return mesh, product, (cut(rows),), (cut(rows, columns), cut(columns))
 
 
-_on_devices = custom_partitioning(lambda matrix, block: _matmul(matrix, block))
+def _product(matrix, block):
+    return (_matmul(matrix, block),)
+
+
+_on_devices = custom_partitioning(_product)
 # The rows of A, of X and of A X are cut alike. How the columns of A are cut is known to the rule
 # above, and is nobody else's business.
 _on_devices.def_partition(
@@ -93,36 +100,20 @@ _on_devices.def_partition(
 )
 
 
-@custom_vmap
-def _unbatched(matrix, block):
-    return _on_devices(matrix, block)
-
-
-@_unbatched.def_vmap
-def _batched(size, batched, matrix, block):
+def _batch(call, size, batched, matrix, block):
     if batched[0]:
-        return _matmul(matrix, block), True
+        return _product(matrix, block)
     # One matrix, many blocks: they stand side by side.
     _, n, m = block.shape
-    product = _unbatched(matrix, jnp.moveaxis(block, 0, 1).reshape(n, size * m))
-    return jnp.moveaxis(product.reshape(n, size, m), 1, 0), True
+    (product,) = call(matrix, jnp.moveaxis(block, 0, 1).reshape(n, size * m))
+    return (jnp.moveaxis(product.reshape(n, size, m), 1, 0),)
 
 
-@jax.custom_jvp
+_call = with_rule("matrix_product", _product, _on_devices, _batch)
+
+
 def matrix_product(
     matrix: Inexact[Array, "n n"], block: Inexact[Array, "n m"]
 ) -> Inexact[Array, "n m"]:
     """`matrix @ block` in full precision. No device gets the whole block."""
-    return _unbatched(matrix, block)
-
-
-@partial(matrix_product.defjvp, symbolic_zeros=True)
-def _jvp(primals, tangents):
-    matrix, block = primals
-    product = matrix_product(matrix, block)
-    (d_matrix, d_block), tangent = tangents, jnp.zeros_like(product)
-    if not isinstance(d_matrix, SymbolicZero):
-        tangent = tangent + _matmul(d_matrix, block)
-    if not isinstance(d_block, SymbolicZero):
-        tangent = tangent + _matmul(matrix, d_block)
-    return product, tangent
+    return _call(matrix, block)[0]

@@ -1,4 +1,5 @@
-"""`trace_p` and `diagonal_p`: the JAX primitives under every estimate.
+"""`trace_p` and `diagonal_p`: the JAX primitives under every estimate; and what makes a primitive
+of a function that runs on several devices.
 
 This is the only file that touches `jax.extend`, `jax.interpreters` or `equinox.internal`.
 
@@ -18,7 +19,7 @@ the rules below only arrange them:
 eager or traced, is not traced again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -321,3 +322,66 @@ def bind(
         return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
 
     return with_auto_axes(estimate, operands, operator.in_size())
+
+
+def with_rule(
+    name: str, fn: Callable[..., Any], ruled: Callable[..., Any], batch: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function that XLA is told how to partition, as a primitive: `custom_partitioning` knows
+    neither derivatives nor `vmap`.
+
+    **Arguments:**
+
+    - `name`: the name in a jaxpr.
+    - `fn`: the function, of arrays, in ordinary JAX operations. It returns a tuple of arrays. Its
+        derivative is that of these operations.
+    - `ruled`: the same with the rule for its partitioning.
+    - `batch`: what it is under `vmap`: `batch(call, size, batched, *arrays)`, where batched arrays
+        have a leading axis of this size, as all results do, and `call` is the function returned.
+
+    **Returns:**
+
+    The function.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def call(*arrays):
+        return tuple(primitive.bind(*arrays, inside=needs_devices()))
+
+    def run(*arrays, inside):
+        del inside
+        return list(ruled(*arrays))
+
+    def abstract(*avals, inside):
+        del inside
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(fn, *structs)]
+
+    def push(primals, tangents, *, inside):
+        outputs = primitive.bind(*primals, inside=inside)
+        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+        def of_moving(*moved):
+            arrays = list(primals)
+            for i, x in zip(moving, moved, strict=True):
+                arrays[i] = x
+            return fn(*arrays)
+
+        moved = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
+        return outputs, list(jax.jvp(of_moving, *moved)[1])
+
+    def batched(arrays, axes, *, inside):
+        del inside
+        pairs = list(zip(arrays, axes, strict=True))
+        size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+        moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
+        outputs = batch(call, size, [axis is not None for axis in axes], *moved)
+        return list(outputs), [0] * len(outputs)
+
+    primitive.def_impl(jax.jit(run, static_argnames="inside"))
+    primitive.def_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = push
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    return call

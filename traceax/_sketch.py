@@ -67,8 +67,10 @@ def quadratic_forms(h, x):
     return column_dots(x, matmul(h, x))
 
 
-def resphering(dimension: int, square: Array, resphere: bool) -> Array:
-    """C = dimension / ||g||^2 for residual probes g in a space of this dimension; 1 without."""
+def resphering(dimension: float, square: Array, resphere: bool) -> Array:
+    """C = dimension / ||g||^2 for residual probes g in a space of this dimension (a float: it need
+    not fit into an int32); 1 without.
+    """
     return dimension / square if resphere else jnp.ones_like(square)
 
 
@@ -269,7 +271,7 @@ def range_finder_of(omega: Array, q: Array, r: Array, w: Array, resphere: bool) 
     x = w - s * column_dots(s, w)
     norms = square_norms(omega)
     square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
-    return RangeFinder(q, r, s, w, x, square, resphering(n - m + 1, square, resphere))
+    return RangeFinder(q, r, s, w, x, square, resphering(float(n - m + 1), square, resphere))
 
 
 def append_basis(q: Array, new: Array) -> tuple[Array, Array, Array]:

@@ -93,7 +93,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
 
     def _factor(self, state: HutchPlusPlusState) -> Array:
         n, m = state.q.shape
-        return resphering(n - m, square_norms(state.g), self.resphere)
+        return resphering(float(n - m), square_norms(state.g), self.resphere)
 
     def estimate(self, state, block):
         """See `AbstractGrowth`."""

@@ -23,7 +23,7 @@ from .._sketch import (
 )
 
 
-def _leave_one_out(factors: Nystrom, n: int, resphere: bool):
+def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
     """The samples t_i and the differences D_ij = t_i - t_ij (see `_sketch` and `_nystrom`).
 
     Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
@@ -72,7 +72,7 @@ class XNysTraceGrowth(AbstractGrowth):
 
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
-        n, factors = block.n, nystrom(state, block.eps)
+        n, factors = float(block.n), nystrom(state, block.eps)
         samples, differences = _leave_one_out(factors, n, self.resphere)
         value = (jnp.mean(samples) - n * factors.nu).astype(block.dtype)
         rounding = 8 * n * factors.nu

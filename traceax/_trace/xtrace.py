@@ -30,7 +30,7 @@ from .._sketch import (
 )
 
 
-def _leave_one_out(factors: RangeFinder, h, t, n: int, resphere: bool):
+def _leave_one_out(factors: RangeFinder, h, t, n: float, resphere: bool):
     """The samples t_i and the differences D_ij = t_i - t_ij (see `_sketch`).
 
     With a_i = Q^H A g_i = r_i - H x_i and b_i = (g_i^H A Q)^H = (Z^H omega)_i - H^H x_i,
@@ -131,7 +131,7 @@ class XTraceGrowth(AbstractGrowth):
 
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
-        n, m = block.n, state.r.shape[0]
+        n, m = float(block.n), state.r.shape[0]
         factors = self._factors(state)
         samples, differences = _leave_one_out(factors, state.h, state.t, n, self.resphere)
         rounding = 8 * n * state.nu
