@@ -4,9 +4,12 @@
 one of 2 processes. (How many there are is for the environment to say.)
 """
 
+import contextlib
+import io
 import json
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ import traceax as tr
 from traceax import _linalg
 from traceax._matrix_product import matrix_product
 
+PAGE = Path(__file__).parent.parent / "docs" / "devices.md"
 PSD = lx.positive_semidefinite_tag
 N, K = 1024, 24
 ESTIMATORS = {
@@ -99,7 +103,8 @@ def ring(mesh):
 
 def gathers(text):
     """The shapes that the program gathers."""
-    return re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
+    return [[int(x) for x in shape.split(",") if x] for shape in shapes]
 
 
 def estimate(make, name, gradient=False):
@@ -120,9 +125,8 @@ def compare(make, arrays, specs, mesh, name, gradient=False, other=None):
     expected = estimate(other or make, name, gradient)(jax.tree.map(jnp.asarray, arrays))
     pairs = zip(jax.tree.leaves(program(sharded)), jax.tree.leaves(expected), strict=True)
     errors = [float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs]
-    shapes = [[int(x) for x in shape.split(",") if x] for shape in gathers(text)]
     blocks = set(re.findall(r"\w+\[(\d+),\d+\]", text))
-    return {"error": max(errors), "gathers": shapes, "rows": sorted(map(int, blocks))}
+    return {"error": max(errors), "gathers": gathers(text), "rows": sorted(map(int, blocks))}
 
 
 def factors(block, mesh, spec):
@@ -195,6 +199,14 @@ def virtual():
         "two axes": (square[:296, :296], block[:296], plane, P(("x", "y"), None)),
     }
     report["products"] = {name: product_error(*arguments) for name, arguments in cuts.items()}
+
+    # The page of the documentation, whose last program takes a model as one vector.
+    page: dict = {"__name__": "page"}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile("\n".join(blocks), PAGE.name, "exec"), page)
+    program = page["of_model"].lower(jax.random.key(0), page["params"]).compile()
+    report["page"] = gathers(program.as_text())
 
     # A batch of operators, one a device: inside `shard_map`, and as a `vmap` that is cut.
     matrices = jnp.stack([jnp.asarray(DENSE[:64, :64]) * (i + 1) for i in range(8)])

@@ -87,6 +87,11 @@ def test_leaves_cut_along_any_axis(report):
     assert report["tree-xtrace"]["error"] < 1e-11
 
 
+def test_a_model_as_one_vector(report):
+    """As the documentation does it: nothing but ten columns of triangular factors is gathered."""
+    assert report["page"] == [[1, 80, 10]]
+
+
 def test_factorisations_of_sharded_blocks(report):
     """Orthonormal, and the factors of the block, to a few units of rounding."""
     assert len(report["qr"]) == 7
