@@ -25,8 +25,8 @@ ROOT = Path(__file__).parent.parent
 def start(count, *arguments):
     """The program, on so many virtual devices."""
     command = [sys.executable, "-W", "error", "-m", "tests.on_devices", *map(str, arguments)]
-    flags = f"--xla_force_host_platform_device_count={count}"
-    env = {**environment(), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env = {**environment(), "JAX_PLATFORMS": "cpu"}
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
 
