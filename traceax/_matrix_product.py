@@ -92,11 +92,16 @@ def _product(matrix, block):
     return (_matmul(matrix, block),)
 
 
+def _infer(mesh, arguments, _):
+    rows, *_ = (*arguments[0].sharding.spec, None)
+    return (NamedSharding(mesh, PartitionSpec(rows)),)
+
+
 _on_devices = custom_partitioning(_product)
 # The rows of A, of X and of A X are cut alike. How the columns of A are cut is known to the rule
 # above, and is nobody else's business.
 _on_devices.def_partition(
-    _partition, sharding_rule="n k, n m -> n m", need_replication_factors=("m",)
+    _partition, _infer, sharding_rule="n k, n m -> n m", need_replication_factors=("m",)
 )
 
 

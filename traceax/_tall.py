@@ -57,24 +57,28 @@ def partitioned(
     """
     operands, results = ([term.split() for term in side.split(",")] for side in rule.split("->"))
 
-    def partition(mesh, arguments, _):
+    def shardings(mesh, arguments, terms):
         batch, rows, *_ = (*arguments[0].sharding.spec, None, None)
         cut = {"b": batch, "n": rows}
+        specs = [PartitionSpec(*[cut.get(letter) for letter in term]) for term in terms]
+        return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-        def shardings(terms):
-            specs = [PartitionSpec(*[cut.get(letter) for letter in term]) for term in terms]
-            return tuple(NamedSharding(mesh, spec) for spec in specs)
+    def infer(mesh, arguments, _):
+        return shardings(mesh, arguments, results)
 
+    def partition(mesh, arguments, _):
+        out, into = (shardings(mesh, arguments, terms) for terms in (results, operands))
         n = arguments[0].shape[1]
-        axes = axis_names(rows)
+        axes = axis_names(out[0].spec[1])
 
         def lowered(*local):
             return over_rows(axes, n, *local) if axes else fn(*local)
 
-        return mesh, lowered, shardings(results), shardings(operands)
+        return mesh, lowered, out, into
 
     on_devices = custom_partitioning(fn)
-    on_devices.def_partition(partition, sharding_rule=partial(_sharding_rule, rule, whole))
+    # `infer` is for GSPMD, where Shardy is switched off.
+    on_devices.def_partition(partition, infer, sharding_rule=partial(_sharding_rule, rule, whole))
 
     def batch(call, size, batched, *arrays):
         # Two batch axes make one.
