@@ -101,8 +101,11 @@ def test_factorisations_of_sharded_blocks(report):
 
 
 def test_batches_of_operators(report):
-    """Inside `shard_map`, and under a `vmap` over an axis that is cut: every device its own."""
+    """Inside `shard_map`, over all axes of a mesh or one of two, and under a `vmap` over an axis
+    that is cut: every device its own.
+    """
     assert report["shard_map"]["error"] < 1e-11
+    assert report["partly"]["error"] < 1e-11
     assert report["vmap"]["error"] < 1e-11
     assert report["vmap"]["gathers"] == []
 

@@ -31,6 +31,7 @@ import lineax as lx
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jaxtyping import Array
 
 from ._devices import needs_devices, with_auto_axes
@@ -347,6 +348,10 @@ def with_rule(
     primitive.multiple_results = True
 
     def call(*arrays):
+        # A `shard_map` over some axes of the mesh: rules are not told of the others.
+        kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+        if AxisType.Manual in kinds and len(kinds) > 1:
+            return tuple(fn(*arrays))
         return tuple(primitive.bind(*arrays, inside=needs_devices()))
 
     def run(*arrays, inside):

@@ -179,6 +179,18 @@ class AbstractSampler(eqx.Module):
         """Refuse a dtype in which the distribution has no meaning."""
 
 
+class _ShapedSampler(AbstractSampler):
+    """A sampler that draws its numbers in the shape of a leaf."""
+
+    def _sample(self, key, n, k, dtype):
+        return self._draw(key, (n,), k, dtype)
+
+    @abc.abstractmethod
+    def _draw(
+        self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
+    ) -> Shaped[Array, "*shape k"]: ...
+
+
 def _require_inexact(sampler: AbstractSampler) -> None:
     if sampler.dtype is not None and not jnp.issubdtype(sampler.dtype, jnp.inexact):
         raise ValueError(
@@ -198,7 +210,7 @@ def check_batch_size(size: Any) -> None:
 
 
 @final
-class NormalSampler(AbstractSampler):
+class NormalSampler(_ShapedSampler):
     r"""Standard normal probes: real $N(0, 1)$ entries, or circular complex ones with
     $E|\omega_i|^2 = 1$.
 
@@ -214,9 +226,6 @@ class NormalSampler(AbstractSampler):
     def _default_dtype(self):
         return float
 
-    def _sample(self, key, n, k, dtype):
-        return self._draw(key, (n,), k, dtype)
-
     def _draw(self, key, shape, k, dtype):
         return jr.normal(key, (*shape, k), dtype)
 
@@ -228,7 +237,7 @@ NormalSampler.__init__.__doc__ = """**Arguments:**
 
 
 @final
-class SphereSampler(AbstractSampler):
+class SphereSampler(_ShapedSampler):
     r"""Probes uniform on the sphere of radius $\sqrt{n}$, real or complex.
 
     Rotation invariant, and with less variance than normal probes. Cost: `n k` normal numbers.
@@ -243,9 +252,6 @@ class SphereSampler(AbstractSampler):
     def _default_dtype(self):
         return float
 
-    def _sample(self, key, n, k, dtype):
-        return self._draw(key, (n,), k, dtype)
-
     def _draw(self, key, shape, k, dtype):
         normal = jr.normal(key, (*shape, k), dtype)
         square = (normal * jnp.conj(normal)).real
@@ -259,7 +265,7 @@ SphereSampler.__init__.__doc__ = NormalSampler.__init__.__doc__
 
 
 @final
-class RademacherSampler(AbstractSampler):
+class RademacherSampler(_ShapedSampler):
     r"""Probes with independent entries $\pm 1$, each with probability one half.
 
     Not rotation invariant. For Hutchinson's estimator these have the least variance of all real
@@ -278,9 +284,6 @@ class RademacherSampler(AbstractSampler):
 
     def _default_dtype(self):
         return float
-
-    def _sample(self, key, n, k, dtype):
-        return self._draw(key, (n,), k, dtype)
 
     def _draw(self, key, shape, k, dtype):
         # One random word gives 32 signs: `jax.random.rademacher` draws a word for each.
@@ -301,7 +304,7 @@ RademacherSampler.__init__.__doc__ = """**Arguments:**
 
 
 @final
-class SteinhausSampler(AbstractSampler):
+class SteinhausSampler(_ShapedSampler):
     r"""Probes with independent entries $e^{i\theta}$, $\theta$ uniform: the unit circle's
     counterpart of Rademacher signs, for complex operators.
 
@@ -325,9 +328,6 @@ class SteinhausSampler(AbstractSampler):
 
     def _default_dtype(self):
         return complex
-
-    def _sample(self, key, n, k, dtype):
-        return self._draw(key, (n,), k, dtype)
 
     def _draw(self, key, shape, k, dtype):
         self._check_own(dtype)
