@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import traceax as tr
 from traceax import _linalg
 from traceax._matrix_product import matrix_product
+from traceax._tall import partitioned, tall_qr_rule
 
 PAGE = Path(__file__).parent.parent / "docs" / "devices.md"
 PSD = lx.positive_semidefinite_tag
@@ -63,6 +64,12 @@ def coupled_leaves(tree):
         return jax.tree.map(lambda w, p: p * p * w + 0.01 * shared * p, v, tree)
 
     return lx.FunctionLinearOperator(mv, jax.tree.map(lambda x: structure(x.shape), tree), PSD)
+
+
+def of_diagonal(diagonal):
+    leaf = jax.ShapeDtypeStruct(diagonal.shape, diagonal.dtype)
+    operator = lx.FunctionLinearOperator(lambda v: diagonal * v, leaf)
+    return tr.trace(jax.random.key(0), operator, 8, ESTIMATORS["xtrace"]).value
 
 
 DENSE = (FUNCTION[1] @ FUNCTION[1].T + np.diag(FUNCTION[0]))[: N // 2, : N // 2]
@@ -129,13 +136,13 @@ def compare(make, arrays, specs, mesh, name, gradient=False, other=None):
     return {"error": max(errors), "gathers": gathers(text), "rows": sorted(map(int, blocks))}
 
 
-def factors(block, mesh, spec):
+def factors(block, mesh, spec, qr=_linalg.qr):
     """How good a factorisation of a sharded block is, in units of rounding."""
     put = jax.lax.with_sharding_constraint
 
     @jax.jit
     def factorise(block):
-        return _linalg.qr(put(block, NamedSharding(mesh, spec)))
+        return qr(put(block, NamedSharding(mesh, spec)))
 
     program = factorise.lower(block).compile()
     q, r = (np.asarray(x) for x in program(block))
@@ -186,6 +193,10 @@ def virtual():
         "low rank": (low, mesh, P("d", None)),
         "zero": (np.zeros((300, 9)), mesh, P("d", None)),
     }
+    stack = _linalg._in_turn(_linalg._sketched_qr)
+    rule = "b n m -> b n m, b k l"
+    sketched = partitioned("other_qr", stack, tall_qr_rule(stack), rule, whole=("m", "k", "l"))
+    blocks["sketched"] = (tall, mesh, P("d", None), sketched)
     report["qr"] = {name: factors(*arguments) for name, arguments in blocks.items()}
 
     square, block = rng.standard_normal((300, 300)), rng.standard_normal((300, 5))
@@ -207,6 +218,12 @@ def virtual():
         exec(compile("\n".join(blocks), PAGE.name, "exec"), page)
     program = page["of_model"].lower(jax.random.key(0), page["params"]).compile()
     report["page"] = gathers(program.as_text())
+
+    # More rows than an int32 can count: compiled, not run.
+    sharding = NamedSharding(mesh, P("d"))
+    many = jax.ShapeDtypeStruct((2**33,), np.float32, sharding=sharding)
+    program = jax.jit(of_diagonal).lower(many).compile()
+    report["many"] = gathers(program.as_text())
 
     # A batch of operators, one a device: inside `shard_map`, and as a `vmap` that is cut.
     matrices = jnp.stack([jnp.asarray(DENSE[:64, :64]) * (i + 1) for i in range(8)])

@@ -94,10 +94,14 @@ def test_a_model_as_one_vector(report):
 
 def test_factorisations_of_sharded_blocks(report):
     """Orthonormal, and the factors of the block, to a few units of rounding."""
-    assert len(report["qr"]) == 7
+    assert len(report["qr"]) == 8
     for name, (defect, residual) in report["qr"].items():
         assert defect < 20, name
         assert residual < 20, name
+
+
+def test_more_rows_than_an_int32_can_count(report):
+    assert report["many"] == [[1, 32, 4]]
 
 
 def test_batches_of_operators(report):

@@ -75,6 +75,8 @@ def rows_inside(axes: tuple[str, ...], n: int, local: Inexact[Array, "rows m"]) 
     even, the last device has some, with anything in them.
     """
     rows, index = local.shape[0], lax.axis_index(axes)
+    if rows * lax.axis_size(axes) == n:
+        return local
     # (Counted without the number of a row, which need not fit into an int32.)
     whole, rest = divmod(n, rows)
     count = jnp.where(index < whole, rows, jnp.where(index == whole, rest, 0))

@@ -34,15 +34,16 @@ def _by_rows(axes, parts, n, matrix, block):
     matrix = jnp.pad(matrix, ((0, 0), (0, width * parts - n)))
     device = lax.axis_index(axes)
 
+    def share(i, block):
+        start = (device - i) % parts * width
+        return _matmul(lax.dynamic_slice_in_dim(matrix, start, width, axis=1), block)
+
     def step(i, carry):
         total, block = carry
-        start = (device - i) % parts * width
-        columns = lax.dynamic_slice_in_dim(matrix, start, width, axis=1)
-        return total + _matmul(columns, block), _next(block, axes, parts)
+        block = _next(block, axes, parts)
+        return total + share(i, block), block
 
-    total = _matmul(lax.dynamic_slice_in_dim(matrix, device * width, width, axis=1), block)
-    total, _ = lax.fori_loop(1, parts, step, (total, _next(block, axes, parts)))
-    return (total,)
+    return (lax.fori_loop(1, parts, step, (share(0, block), block))[0],)
 
 
 def _by_columns(axes, parts, n, matrix, block):
