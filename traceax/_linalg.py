@@ -166,6 +166,9 @@ def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     With S of 2 m rows of random signs and S Y = Q_0 R_0, the condition of Y R_0^{-1} is at most
     (1 + sqrt(1/2)) / (1 - sqrt(1/2)) = 6 for Gaussian S, and about that for signs, whatever that of
     Y is. All that touches n rows are products and triangular solves, which GPUs are made for.
+
+    J. E. Garrison, I. C. F. Ipsen, *A randomized preconditioned Cholesky-QR algorithm*, 2024,
+    arXiv:2406.11751.
     """
     n, m = block.shape
     signs, key = RademacherSampler(), jr.key(0)

@@ -105,6 +105,9 @@ def tall_qr_rule(local_qr: Callable[[Array], tuple[Array, Array]]) -> Callable[.
     Y = [Q_1 T_1; Q_2 T_2; ...] R. It is as stable as that of the whole block. The factors R_d are
     gathered along one axis of the mesh after the other: with p = p_1 p_2 ... devices, each gets
     (p_1 + p_2 + ...) m^2 numbers, whatever n is.
+
+    J. Demmel, L. Grigori, M. Hoemmen, J. Langou, *Communication-optimal parallel and sequential QR
+    and LU factorizations*, 2012, doi:10.1137/080731992.
     """
 
     def over_rows(axes, n, block):
