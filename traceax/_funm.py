@@ -51,8 +51,9 @@ from jaxtyping import Array, Inexact, Real
 from ._estimate import NONFINITE, OUTSIDE_DOMAIN, scale_of, status_of
 from ._estimator import AbstractEstimator
 from ._krylov import Lanczos, lanczos, quadrature
-from ._linalg import eigh, einsum
+from ._linalg import eigh
 from ._operator import BlockOperator, is_hermitian, semidefinite_sign
+from ._precision import einsum
 from ._quadrature_error import with_quadrature_error
 from ._sampler import SphereSampler
 from ._sketch import adjoint

@@ -21,7 +21,8 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from ._estimate import safe_norm, scale_of
-from ._linalg import eigh, einsum
+from ._linalg import eigh
+from ._precision import einsum
 
 
 class Lanczos(NamedTuple):

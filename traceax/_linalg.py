@@ -15,7 +15,7 @@ here in terms of matrix products and Cholesky factors, where that is as accurate
 
 import math
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import jax
@@ -26,12 +26,9 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Inexact, Real
 
+from ._precision import matmul
 from ._sampler import RademacherSampler
 from ._tall import partitioned, tall_qr_rule
-
-# The algebra runs in full precision whatever the user's matmul setting is (TF32 on a GPU).
-matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def _gram(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:

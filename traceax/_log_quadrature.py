@@ -31,7 +31,7 @@ from jaxtyping import Array, Real
 from ._estimate import scale_of
 from ._funm import divided_differences
 from ._krylov import Lanczos, quadrature
-from ._linalg import einsum
+from ._precision import einsum
 
 
 class LogQuadrature(NamedTuple):

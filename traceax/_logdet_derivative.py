@@ -26,10 +26,10 @@ from ._estimate import make_estimate, scale_of, status_of
 from ._estimator import AbstractEstimator, solve
 from ._funm import divided_differences
 from ._krylov import quadrature
-from ._linalg import einsum
 from ._logdet_estimator import LogdetEstimator, estimate_from
 from ._logdet_weights import LogdetWeights, weights_of
 from ._operator import BlockOperator, as_operator
+from ._precision import einsum
 from ._precondition import AbstractPreconditioner
 from ._primitive import trace_p
 from ._sketch import adjoint, matmul, square_norms

@@ -17,9 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Inexact
 
 from ._devices import axis_names, rows_inside
+from ._precision import matmul
 from ._primitive import with_rule
-
-_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def _next(x: Array, axes: tuple[str, ...], parts: int) -> Array:
@@ -36,7 +35,7 @@ def _by_rows(axes, parts, n, matrix, block):
 
     def share(i, block):
         start = (device - i) % parts * width
-        return _matmul(lax.dynamic_slice_in_dim(matrix, start, width, axis=1), block)
+        return matmul(lax.dynamic_slice_in_dim(matrix, start, width, axis=1), block)
 
     def step(i, carry):
         total, block = carry
@@ -56,7 +55,7 @@ def _by_columns(axes, parts, n, matrix, block):
 
     def share(i):
         start = (device - i - 1) % parts * width
-        return _matmul(lax.dynamic_slice_in_dim(matrix, start, width), block)
+        return matmul(lax.dynamic_slice_in_dim(matrix, start, width), block)
 
     def step(i, total):
         return _next(total, axes, parts) + share(i)
@@ -84,13 +83,13 @@ def _partition(mesh, arguments, _):
         if not across:
             return _product(matrix, block)
         matrix, block = rows_inside(across, n, matrix.T).T, rows_inside(across, n, block)
-        return (lax.psum(_matmul(matrix, block), across),)
+        return (lax.psum(matmul(matrix, block), across),)
 
     return mesh, product, (cut(rows),), (cut(rows, columns), cut(columns))
 
 
 def _product(matrix, block):
-    return (_matmul(matrix, block),)
+    return (matmul(matrix, block),)
 
 
 def _infer(mesh, arguments, _):

@@ -219,17 +219,22 @@ class BlockOperator:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [rows[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
+    @staticmethod
+    def join(blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, "n m"]:
+        """The block of the rows of all leaves."""
+        rows = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in blocks]
+        return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+
     def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A @ block`: `m` matvecs."""
-        products = self.mm_by_leaf(self.split(block))
-        return products[0] if len(products) == 1 else jnp.concatenate(products)
+        return self.join(self.mm_by_leaf(self.split(block)))
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
         """The product `A @ block`, both as blocks that belong to a leaf each: nothing as long as
         all of them is ever made. A block may have the axes of its leaf, or one of that size; the
         products have the same.
         """
-        vectors, m = self._as_vectors(blocks)
+        vectors = self._as_vectors(blocks)
         operator = self._untagged()
         if isinstance(operator, lx.MatrixLinearOperator):
             products = matrix_product(operator.matrix, vectors)
@@ -238,7 +243,7 @@ class BlockOperator:
         leaves = [x.astype(self.dtype) for x in jtu.tree_leaves(products)]
         if [math.prod(x.shape[:-1]) for x in leaves] != self.sizes:
             # The leaves of the output are cut in another way than those of the input.
-            leaves = self.split(jnp.concatenate([x.reshape(-1, m) for x in leaves]))
+            leaves = self.split(self.join(leaves))
         return [x.reshape(block.shape) for x, block in zip(leaves, blocks, strict=True)]
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
@@ -248,7 +253,7 @@ class BlockOperator:
         """
         form = self._form()
         if form is not None:
-            vectors, _ = self._as_vectors(blocks)
+            vectors = self._as_vectors(blocks)
             return jax.vmap(form, in_axes=-1)(vectors).astype(self.dtype)
         products = self.mm_by_leaf(blocks)
         dots = [
@@ -271,7 +276,7 @@ class BlockOperator:
             operator = operator.operator
         return operator
 
-    def _as_vectors(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> tuple[PyTree, int]:
+    def _as_vectors(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> PyTree:
         """Blocks as a PyTree of arrays of shape `(*shape, m)` in the operator's dtypes."""
         leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
         m = blocks[0].shape[-1]
@@ -282,7 +287,7 @@ class BlockOperator:
             return rows.reshape(*leaf.shape, m).astype(dtype)
 
         vectors = [shaped(leaf, rows) for leaf, rows in zip(leaves, blocks, strict=True)]
-        return jtu.tree_unflatten(treedef, vectors), m
+        return jtu.tree_unflatten(treedef, vectors)
 
     def adjoint_mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A^H @ block`: `m` matvecs with A itself where A is Hermitian."""

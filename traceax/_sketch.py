@@ -33,8 +33,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
 from ._estimate import scale_of, status_of
-from ._linalg import matmul as matmul, qr, solve_upper_adjoint
+from ._linalg import qr, solve_upper_adjoint
 from ._operator import BlockOperator
+from ._precision import matmul as matmul
 from ._sampler import AbstractSampler
 from ._weights import LowRankWeights
 

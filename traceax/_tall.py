@@ -6,7 +6,7 @@ is without a rule.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ._devices import axis_names, rows_inside
+from ._precision import matmul
 from ._primitive import with_rule
 
 
@@ -112,18 +113,13 @@ def tall_qr_rule(local_qr: Callable[[Array], tuple[Array, Array]]) -> Callable[.
 
     def over_rows(axes, n, block):
         q, r = local_qr(jax.vmap(partial(rows_inside, axes, n))(block))
-        small = None
+        shares = []
         for axis in reversed(axes):
             height = r.shape[1]
             stacked = lax.all_gather(r, axis, axis=1, tiled=True)
             basis, r = local_qr(stacked)
             start = lax.axis_index(axis) * height
-            own = lax.dynamic_slice_in_dim(basis, start, height, axis=1)
-            small = own if small is None else _matmul(small, own)
-        return _matmul(q, small), r
+            shares.append(lax.dynamic_slice_in_dim(basis, start, height, axis=1))
+        return matmul(q, reduce(matmul, shares)), r
 
     return over_rows
-
-
-def _matmul(a, b):
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

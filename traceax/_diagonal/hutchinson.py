@@ -119,7 +119,7 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
 
         if self.keeps:
             by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
-            omega = jnp.concatenate([x.reshape(-1, k) for x in by_leaf])
+            omega = block.join(by_leaf)
             products = block.mm(omega)
             samples = zip(block.split(jnp.conj(omega) * products), by_leaf, strict=True)
             moments = add(state.moments, [x.reshape(leaf.shape) for x, leaf in samples])

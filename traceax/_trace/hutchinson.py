@@ -100,7 +100,7 @@ class HutchinsonGrowth(AbstractGrowth):
         """See `AbstractGrowth`."""
         if self.keeps:
             by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
-            omega = jnp.concatenate([x.reshape(-1, k) for x in by_leaf])
+            omega = block.join(by_leaf)
             products = block.mm(omega)
             new = HutchinsonState(column_dots(omega, products), omega, products)
         else:
