@@ -212,8 +212,12 @@ def test_budgets_are_split_into_few_probes():
 @pytest.mark.parametrize("k", [1, 2])
 def test_tiny_budgets(k):
     """One step knows nothing of its quadrature error, and says so."""
-    solution = estimate(jax.random.key(0), jnp.asarray(example("mild")), "log", k)
+    matrix = example("mild")
+    solution = estimate(jax.random.key(0), jnp.asarray(matrix), "log", k)
     assert np.isfinite(solution.value)
+    # Nodes lie within the spectrum, and weights add up to n.
+    low, *_, high = len(matrix) * np.log(np.linalg.eigvalsh(matrix))
+    assert low < solution.value < high
     assert np.isfinite(solution.std_err)
     assert np.isinf(solution.quadrature_error) == (k == 1)
 
