@@ -108,24 +108,51 @@ def _householder(block):
     return q, r
 
 
-def _whitened_qr(
-    block: Inexact[Array, "n m"],
-    y: Inexact[Array, "n m"],
-    before: Inexact[Array, "m m"] | None,
-    divide: Callable[[Array, Array], Array],
-) -> tuple[Array, Array]:
-    """The reduced QR factorisation of `block = y before` from one or two Cholesky factors of Gram
-    matrices, or by Householder's method where y is too ill-conditioned for that.
+def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
+    """The reduced QR factorisation of a block Y from Cholesky factors of Gram matrices, or by
+    Householder's method where Y is too ill-conditioned for that.
 
-    With C^H C = Y^H Y, Q = Y C^{-1} is orthonormal up to eps cond(Y)^2; the same once more takes
-    that to eps as long as it was below 1. Both are checked, and nothing is assumed.
+    With C^H C = Y^H Y, Q = Y C^{-1} is orthonormal up to eps cond(Y)^2. Where that is a few eps
+    (random probes), C may be inverted; the same once more takes what is below 1 to eps. An upper
+    bound of cond(Y)^2 decides: ||X||_2^2 <= ||X||_1 ||X||_inf for both C and C^{-1}.
+    """
+    m = block.shape[1]
+
+    def factorise(y):
+        factor = jnp.linalg.cholesky(_gram(y), upper=True)
+        return factor, _substitute(jnp.eye(m, dtype=y.dtype), factor)
+
+    def square_bound(x):
+        size = jnp.abs(x)
+        return jnp.max(jnp.sum(size, axis=0)) * jnp.max(jnp.sum(size, axis=1))
+
+    def twice():
+        q = _substitute(block, factor)
+        second, inverse_second = factorise(q)
+        return matmul(q, inverse_second), matmul(second, factor)
+
+    factor, inverse = factorise(block)
+    square = square_bound(factor) * square_bound(inverse)
+    # Not in the first two where there is NaN.
+    low, high = square <= 100, square <= 0.1 / jnp.finfo(block.dtype).eps
+    branch = jnp.where(low, 0, jnp.where(high, 1, 2))
+    return lax.switch(
+        branch, [lambda: (matmul(block, inverse), factor), twice, lambda: _householder(block)]
+    )
+
+
+def _whitened_qr(
+    block: Inexact[Array, "n m"], before: Inexact[Array, "m m"]
+) -> tuple[Array, Array]:
+    """The factorisation of `block = Y before`, with a triangular `before` that leaves Y in a better
+    condition, in the same way. Both passes are checked, and nothing is assumed.
     """
     m = block.shape[1]
     eps = jnp.finfo(block.dtype).eps
 
     def step(y):
         factor = jnp.linalg.cholesky(_gram(y), upper=True)
-        return divide(y, factor), factor
+        return _divide(y, factor), factor
 
     def defect(q):
         gram = _gram(q)
@@ -138,19 +165,14 @@ def _whitened_qr(
         good = defect(second) <= 20 * eps
         return lax.cond(good, lambda: (second, matmul(factor, r)), lambda: _householder(block))
 
-    q, r = step(y)
-    if before is not None:
-        r = matmul(r, before)
+    q, r = step(_divide(block, before))
+    r = matmul(r, before)
     first = defect(q)
     return lax.cond(
         first <= 20 * eps,
         lambda: (q, r),
         lambda: lax.cond(first <= 0.5, lambda: again(q, r), lambda: _householder(block)),
     )
-
-
-def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
-    return _whitened_qr(block, block, None, _substitute)
 
 
 #: Rows of random signs that are drawn at once.
@@ -182,7 +204,7 @@ def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     if whole:
         sketch = lax.fori_loop(0, whole, add, sketch)
     r = jnp.linalg.qr(sketch / math.sqrt(2 * m), mode="r")
-    return _whitened_qr(block, _divide(block, r), r, _divide)
+    return _whitened_qr(block, r)
 
 
 def _qr_of_stack(blocks: Inexact[Array, "b n m"]) -> tuple[Array, Array]:
@@ -239,7 +261,7 @@ def _divide_stack(f: Inexact[Array, "b n m"], r: Inexact[Array, "b m m"]) -> tup
     _, n, m = f.shape
     library = m < _MANY_COLUMNS or n * m >= _HUGE_BLOCK
     quotient = lax.platform_dependent(
-        f, r, cpu=_in_turn(_divide) if library else jax.vmap(_substitute), default=jax.vmap(_divide)
+        f, r, cpu=_in_turn(_divide if library else _substitute), default=jax.vmap(_divide)
     )
     return (quotient,)
 

@@ -184,7 +184,7 @@ def nystrom_of(
     shift = lax.cond(known, lambda *_: one, estimated, omega, products)
     sketch = products - shift.astype(omega.dtype) * omega
     # shift_of is for probes of norm sqrt(n). The rounding is that of A', not of what is left of it.
-    least = shift_of(math.sqrt(n) * products, n, eps)
+    least = shift_of(math.sqrt(n) * jnp.linalg.norm(products), n, eps)
     nu, factor = _shifted_cholesky(matmul(adjoint(omega), sketch), least)
     f = divide_by_upper(sketch + nu.astype(omega.dtype) * omega, factor)
 

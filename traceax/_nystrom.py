@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
-from ._estimate import NOT_SEMIDEFINITE, Estimate, make_estimate, scale_of, status_of
+from ._estimate import NOT_SEMIDEFINITE, Estimate, make_estimate
 from ._linalg import cholesky, divide_by_upper, solve_upper_adjoint
 from ._operator import BlockOperator
 from ._sketch import (
+    Scaled,
     adjoint,
     append_basis,
     column_dots,
@@ -28,16 +29,15 @@ from ._sketch import (
     lifted,
     matmul,
     rescale_error,
+    scaled,
     shift_of,
-    size_of,
 )
 
 
 class Nystrom(NamedTuple):
     """The factors for A / scale + nu I (of a positive semidefinite A)."""
 
-    products: Inexact[Array, "n m"]  # A P, as multiplied
-    scale: Real[Array, ""]
+    products: Scaled  # A P, as multiplied
     nu: Real[Array, ""]
     sketch: Inexact[Array, "n m"]  # (A / scale + nu I) P
     core: Inexact[Array, "m m"]  # P^H A P / scale, without the shift
@@ -48,11 +48,6 @@ class Nystrom(NamedTuple):
     inverse: Real[Array, " m"]  # 1 / d_i
     rho: Real[Array, " m"]
     wrong: Bool[Array, ""]  # the operator is not semidefinite
-
-    @property
-    def size(self) -> Real[Array, ""]:
-        """The factor that takes results for A / scale back to A."""
-        return size_of(self.products, self.scale)
 
 
 def _shifted_cholesky(h, nu):
@@ -133,13 +128,13 @@ def signed_estimate(
 
     An `Estimate`.
     """
-    k, size = factors.q.shape[0], factors.size
+    k, size = factors.q.shape[0], factors.products.size
     value, std_err = (
         jnp.where(factors.wrong, fallback, x) for fallback, x in zip(plain, estimated, strict=True)
     )
-    status = status_of(factors.products)
+    status = factors.products.status
     status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
-    value = sign * size * value.astype(factors.products.dtype)
+    value = sign * size * value.astype(factors.f.dtype)
     return make_estimate(value, rescale_error(size, std_err), k, k - 1, status)
 
 
@@ -149,17 +144,16 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     n = p.shape[0]
     r = lifted(r)
     s = leave_one_out_directions(r)
-    scale = scale_of(products)
-    sketch = products / scale
+    products = scaled(products)
     # shift_of is for probes of norm sqrt(n); those of P have norm 1.
-    least = shift_of(math.sqrt(n) * sketch, n, eps)
-    core = matmul(adjoint(p), sketch)
+    least = shift_of(math.sqrt(n) * products.norm, n, eps)
+    core = matmul(adjoint(p), products.numbers)
     nu, factor = _shifted_cholesky(core, least)
     # Eigenvalues of the core are Rayleigh quotients: one below zero by more than the rounding of
     # the products says that the operator is not semidefinite.
     wrong = ~(nu <= 100 * math.sqrt(n) * least)
 
-    sketch = sketch + nu * p
+    sketch = products.numbers + nu * p
     f = divide_by_upper(sketch, factor)
     q = solve_upper_adjoint(factor, s)
     # d_i may be beyond the square of the largest float: keep it as a length until it is inverted.
@@ -168,4 +162,4 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     length = jnp.linalg.norm(q, axis=0)
     inverse = (1 / (peak * length)) ** 2
     rho = jnp.abs(column_dots(s, r))
-    return Nystrom(products, scale, nu, sketch, core, r, s, f, q / length, inverse, rho, wrong)
+    return Nystrom(products, nu, sketch, core, r, s, f, q / length, inverse, rho, wrong)

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from ._estimate import scale_of, status_of
 from ._linalg import qr, solve_upper_adjoint
@@ -155,32 +155,46 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
     return jnp.sqrt(variance / m + covariance).astype(real)
 
 
-def size_of(products: Array, scale: Array) -> Array:
-    """`scale`, but 0 where all products vanish: say 0 then, and not the rounding of the shift."""
-    return jnp.where(jnp.any(products != 0), scale, jnp.zeros_like(scale))
+class Scaled(NamedTuple):
+    """Products as a scale times numbers of size 1. One norm tells the rest."""
+
+    numbers: Inexact[Array, "n m"]
+    scale: Real[Array, ""]
+    norm: Real[Array, ""]  # of the numbers; 0 only where all of them are
+
+    @property
+    def size(self) -> Real[Array, ""]:
+        """The factor that takes results for A / scale back to A: 0 where all products vanish, so
+        that 0 is said then, and not the rounding of the shift.
+        """
+        return jnp.where(self.norm != 0, self.scale, jnp.zeros_like(self.scale))
+
+    @property
+    def status(self) -> Int[Array, ""]:
+        """NONFINITE if there is NaN or inf among them."""
+        return status_of(self.norm)
+
+
+def scaled(products: Inexact[Array, "n m"]) -> Scaled:
+    """These products, scaled."""
+    scale = scale_of(products)
+    numbers = products / scale
+    return Scaled(numbers, scale, jnp.linalg.norm(numbers))
 
 
 class Sketch(NamedTuple):
     """The products with the probes, and the sketch of A / scale + nu I made from them."""
 
-    products: Inexact[Array, "n m"]
-    scale: Real[Array, ""]
+    products: Scaled
     nu: Real[Array, ""]
     shifted: Inexact[Array, "n m"]
-
-    @property
-    def size(self) -> Real[Array, ""]:
-        """The factor that takes results for A / scale back to A."""
-        return size_of(self.products, self.scale)
 
 
 def sketch_of(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Sketch:
     """Multiply probes (of norm sqrt(n)), scale, and shift."""
-    products = block.mm(omega)
-    scale = scale_of(products)
-    sketch = products / scale
-    nu = shift_of(sketch, block.n, block.eps)
-    return Sketch(products, scale, nu, sketch + nu * omega)
+    products = scaled(block.mm(omega))
+    nu = shift_of(products.norm, block.n, block.eps)
+    return Sketch(products, nu, products.numbers + nu * omega)
 
 
 def append_sketch(
@@ -204,9 +218,9 @@ def append_sketch(
     omega = sampler.probes(key, block.n, m, block.dtype)
     if state is None:
         sketch = sketch_of(block, omega)
-        products, shifted, status = sketch.products, sketch.shifted, status_of(sketch.products)
-        before, r = products[:, :0], jnp.zeros((0, 0), products.dtype)
-        constants = {"scale": sketch.scale, "nu": sketch.nu, "size": sketch.size}
+        products, shifted, status = sketch.products, sketch.shifted, sketch.products.status
+        before, r = shifted[:, :0], jnp.zeros((0, 0), shifted.dtype)
+        constants = {"scale": products.scale, "nu": sketch.nu, "size": products.size}
         probes = omega
     else:
         products = block.mm(omega)
@@ -324,12 +338,11 @@ def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
     return LowRankWeights(u.astype(omega.dtype), jnp.concatenate([factors.q, residual], axis=1))
 
 
-def shift_of(sketch: Array, n: int, eps: float) -> Array:
-    """Nu = eps ||Y||_F / sqrt(n), for a sketch of probes of norm sqrt(n); 1 where Y = 0.
+def shift_of(norm: Array, n: int, eps: float) -> Array:
+    """Nu = eps ||Y||_F / sqrt(n), from this norm of a sketch with probes of norm sqrt(n); 1 for 0.
 
     Working on A + nu I keeps every factor non-singular and leaves unbiasedness untouched: the
     trace of the shift, nu n, is known and subtracted.
     """
-    norm = jnp.linalg.norm(sketch)
     shift = eps / math.sqrt(n) * norm
     return jnp.where(shift > 0, shift, jnp.ones_like(shift))

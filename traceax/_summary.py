@@ -244,8 +244,8 @@ class SummaryEstimator(AbstractEstimator):
         q, s, x = factors.q, factors.s, factors.x
         products = block.mm(q)
         adjoint_products = products if hermitian else block.adjoint_mm(q)
-        size, scale, nu = sketch.size, sketch.scale, sketch.nu
-        y, z = sketch.products / scale, products / scale
+        size, scale, nu = sketch.products.size, sketch.products.scale, sketch.nu
+        y, z = sketch.products.numbers, products / scale
 
         # Trace and diagonal of A / scale + nu I.
         shifted, left = z + nu * q, adjoint_products / scale + nu * q
@@ -268,7 +268,7 @@ class SummaryEstimator(AbstractEstimator):
         errors = (trace_error, square_error, diagonal_error)
         std_err = _vector(operator, *(rescale_error(size, error) for error in errors))
         value = _vector(operator, trace, scale * square, size * diagonal, scale, size * ritz)
-        status = status_of(sketch.products, products, adjoint_products)
+        status = status_of(sketch.products.norm, products, adjoint_products)
         estimate = make_estimate(value, std_err, m * (2 if hermitian else 3), m - 1, status)
         return estimate, SummaryWeights(omega, q, s, x, factors.factor, scale)
 

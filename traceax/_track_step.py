@@ -169,7 +169,7 @@ def _basis(state: TrackState, key: Array, n: int, eps: float) -> Array:
     # step, and after a zero operator, all of them.
     sketch = state.sketch / scale_of(state.sketch)
     noise = jr.normal(key, sketch.shape, sketch.dtype)
-    return qr(sketch + shift_of(sketch, n, eps) * noise)[0]
+    return qr(sketch + shift_of(jnp.linalg.norm(sketch), n, eps) * noise)[0]
 
 
 def follow(

@@ -52,9 +52,11 @@ class XNysDiagGrowth(AbstractGrowth):
             self.rows,
             rounding,
         )
-        original = matmul(factors.products / factors.scale, factors.r)
+        original = matmul(factors.products.numbers, factors.r)
         plain = mean_and_std_err(self.rows(jnp.conj(omega) * original))
-        return signed_estimate(factors, self.sign, estimated, plain), factors.size * rounding
+        return signed_estimate(
+            factors, self.sign, estimated, plain
+        ), factors.products.size * rounding
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

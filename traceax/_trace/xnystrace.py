@@ -80,7 +80,7 @@ class XNysTraceGrowth(AbstractGrowth):
 
         plain = mean_and_std_err(quadratic_forms(factors.core, factors.r))
         estimate = signed_estimate(factors, self.sign, (value, std_err), plain)
-        return estimate, factors.size * rounding
+        return estimate, factors.products.size * rounding
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

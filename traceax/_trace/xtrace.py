@@ -120,11 +120,13 @@ class XTraceGrowth(AbstractGrowth):
         else:
             old_z, old_omega, h, w, t = state.z, state.omega, state.h, state.w, state.t
         omega = factors["omega"][:, before.shape[1] :]
-        factors["status"] = jnp.maximum(factors["status"], status_of(products))
+        h = extend_dots(h, before, q, old_z, z)
+        # No NaN or inf in Z is lost in Q^H Z.
+        factors["status"] = jnp.maximum(factors["status"], status_of(h))
         return XTraceState(
             **factors,
             z=jnp.concatenate([old_z, z], axis=1),
-            h=extend_dots(h, before, q, old_z, z),
+            h=h,
             w=extend_dots(w, before, q, old_omega, omega),
             t=extend_dots(t, old_z, z, old_omega, omega),
         )
