@@ -15,6 +15,7 @@ import numpy as np
 from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
+from ._batches import check_batch_size, in_batches
 from ._estimate import NONFINITE, NOT_CONVERGED, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, Estimate
 from ._exact import exact
 from ._growth import AbstractGrowth
@@ -38,6 +39,20 @@ class AbstractEstimator(eqx.Module):
 
     #: The smallest budget with which the algorithm can do anything.
     smallest: AbstractClassVar[int]
+
+    def __check_init__(self):
+        check_batch_size(self.width)
+
+    @property
+    def width(self) -> int | None:
+        """The number of vectors to multiply at once, the field `batch_size` where there is one.
+        None stands for as many as make a block of 2^27 numbers.
+        """
+        return getattr(self, "batch_size", None)
+
+    def batched(self, operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+        """The operator as the primitive hands it to the methods: to be multiplied so."""
+        return in_batches(operator, self.width)
 
     @abc.abstractmethod
     def check(self, operator: lx.AbstractLinearOperator) -> None:

@@ -9,26 +9,18 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from ._batches import batch_size_of, block_width
 from ._estimate import Estimate, make_estimate, status_of
 from ._operator import BlockOperator
 from ._rows import Rows
 from ._structure import split
 from ._weights import AbstractWeights
 
-#: Numbers in one block of vectors (2^27 of them: 512 MiB in float32), where an algorithm is free
-#: to work in several smaller blocks.
-BLOCK_LIMIT = 2**27
-
-
-def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
-    """How many vectors of size `n` to multiply at once: all, or as many as the limit allows."""
-    return max(1, min(wanted, limit // max(n, 1)))
-
 
 def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], Array]:
     """The entries A_jj = e_j^T A e_j, and the largest |entry| of A (NaN and inf included)."""
     n = block.n
-    num_blocks = -(-n // block_width(n, n))
+    num_blocks = -(-n // (batch_size_of(block.operator) or block_width(n, n)))
     width = -(-n // max(num_blocks, 1))
     rows = jnp.arange(n)[:, None]
 

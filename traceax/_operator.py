@@ -15,6 +15,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
+from ._batches import batch_size_of, block_width, by_columns, in_batches
 from ._matrix_product import matrix_product
 
 
@@ -181,6 +182,9 @@ class BlockOperator:
     - `n`: its size.
     - `dtype`: the working dtype, of probes, products and estimates.
     - `eps`: the relative precision of a product (that of the narrowest array, say bfloat16).
+
+    Products are made in batches: of as many vectors as `in_batches` says, or as make 2^27 numbers.
+    (A matrix is multiplied at once, which takes no more memory.)
     """
 
     def __init__(self, operator: lx.AbstractLinearOperator):
@@ -234,6 +238,16 @@ class BlockOperator:
         all of them is ever made. A block may have the axes of its leaf, or one of that size; the
         products have the same.
         """
+        return by_columns(self._products, self._width(blocks), list(blocks))
+
+    def _width(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> int:
+        """The number of vectors to multiply at once."""
+        m = blocks[0].shape[-1]
+        if isinstance(self._untagged(), lx.MatrixLinearOperator):
+            return m
+        return batch_size_of(self.operator) or block_width(self.n, m)
+
+    def _products(self, blocks: list[Inexact[Array, "*leaf m"]]) -> list[Array]:
         vectors = self._as_vectors(blocks)
         operator = self._untagged()
         if isinstance(operator, lx.MatrixLinearOperator):
@@ -251,16 +265,28 @@ class BlockOperator:
 
         An operator that has a method `quadratic_form` is asked for them directly.
         """
-        form = self._form()
-        if form is not None:
-            vectors = self._as_vectors(blocks)
-            return jax.vmap(form, in_axes=-1)(vectors).astype(self.dtype)
-        products = self.mm_by_leaf(blocks)
-        dots = [
-            jnp.sum(jnp.conj(v) * p, axis=tuple(range(v.ndim - 1)))
-            for v, p in zip(blocks, products, strict=True)
-        ]
-        return sum(dots, start=jnp.zeros(blocks[0].shape[-1], self.dtype))
+        form, blocks = self._form(), list(blocks)
+        if form is None:
+            return self.forms(blocks, blocks)
+
+        def forms(blocks):
+            return [jax.vmap(form, in_axes=-1)(self._as_vectors(blocks)).astype(self.dtype)]
+
+        return by_columns(forms, self._width(blocks), blocks)[0]
+
+    def forms(
+        self, left: list[Inexact[Array, "*leaf m"]], right: list[Inexact[Array, "*leaf m"]]
+    ) -> Inexact[Array, " m"]:
+        """The numbers `v_i^H A u_i`: `m` matvecs. Not more products than a batch are ever held."""
+
+        def forms(left, right):
+            dots = [
+                jnp.sum(jnp.conj(v) * p, axis=tuple(range(v.ndim - 1)))
+                for v, p in zip(left, self._products(right), strict=True)
+            ]
+            return [sum(dots, start=jnp.zeros(left[0].shape[-1], self.dtype))]
+
+        return by_columns(forms, self._width(right), left, right)[0]
 
     @property
     def has_forms(self) -> bool:
@@ -294,7 +320,8 @@ class BlockOperator:
         if is_hermitian(self.operator):
             return self.mm(block)
         # A^H x = conj(A^T conj(x))
-        return jnp.conj(BlockOperator(self.operator.transpose()).mm(jnp.conj(block)))
+        transposed = in_batches(self.operator.transpose(), batch_size_of(self.operator))
+        return jnp.conj(BlockOperator(transposed).mm(jnp.conj(block)))
 
     def unflatten(
         self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]

@@ -165,6 +165,7 @@ def _run(params: _Params, operands: tuple[Array, ...]):
 
     def run(operands):
         key, operator, estimator = _rebuild(params, operands)
+        operator = estimator.batched(operator)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
         if params.k >= operator.in_size():
@@ -199,7 +200,7 @@ def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands,
             for i, operand in zip(moving, moved, strict=True):
                 complete[i] = operand
             _, operator, estimator = _rebuild(params, complete)
-            return getattr(estimator, rule)(weights, operator)
+            return getattr(estimator, rule)(weights, estimator.batched(operator))
 
         primals = tuple(operands[i] for i in moving)
         return jax.jvp(of_moving, (primals,), (tangents,))[1]

@@ -200,15 +200,6 @@ def _require_inexact(sampler: AbstractSampler) -> None:
         )
 
 
-def check_batch_size(size: Any) -> None:
-    """Refuse a number of probes to multiply at once that is not a positive Python int or None."""
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(
-            f"batch_size must be a positive Python int (probes multiplied at once) or None, "
-            f"got {size!r}."
-        )
-
-
 @final
 class NormalSampler(_ShapedSampler):
     r"""Standard normal probes: real $N(0, 1)$ entries, or circular complex ones with

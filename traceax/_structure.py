@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact
 
+from ._batches import batch_size_of, in_batches
 from ._operator import BlockOperator, is_tagged
 
 
@@ -140,7 +141,11 @@ def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: 
         # The tags belong to the whole, not to what is left of it. (On Gaussian-process kernels
         # XTrace on K alone beats XNysTrace on K + s I, whose flat tail it cannot compress.)
         inner = _split(operator.operator, paid, diagonal)
-        return inner if inner.has_exact else whole
+        if not inner.has_exact:
+            return whole
+        if inner.rest is None:
+            return inner
+        return inner._replace(rest=in_batches(inner.rest, batch_size_of(operator)))
     return whole
 
 

@@ -45,6 +45,11 @@ class ToleranceEstimator(AbstractEstimator):
     progress: bool = eqx.field(static=True)
     smallest: ClassVar[int] = 1
 
+    @property
+    def width(self):
+        """That of the estimator."""
+        return self.estimator.width
+
     def check(self, operator):
         """See `AbstractEstimator`."""
         self.estimator.check(operator)

@@ -90,4 +90,5 @@ class LowRankWeights(AbstractWeights):
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        return jnp.sum(jnp.conj(self.v) * BlockOperator(operator).mm(self.u))
+        block = BlockOperator(operator)
+        return jnp.sum(block.forms(block.split(self.v), block.split(self.u)))

@@ -22,6 +22,7 @@ class AutoDiagonalEstimator(AbstractDiagonalEstimator):
     """
 
     memory_limit: int = eqx.field(default=2**32, static=True)
+    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 1
 
     def check(self, operator):
@@ -33,7 +34,7 @@ class AutoDiagonalEstimator(AbstractDiagonalEstimator):
             operator,
             k,
             self.memory_limit,
-            hutchinson=HutchinsonDiagonalEstimator(),
+            hutchinson=HutchinsonDiagonalEstimator(batch_size=self.batch_size),
             nystrom=XNysDiagEstimator(),
             sketching=XDiagEstimator(),
         )
@@ -51,4 +52,6 @@ AutoDiagonalEstimator.__init__.__doc__ = """**Arguments:**
 
 - `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
     Hutchinson's estimator, which needs no sketch, takes over.
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers. (A dense matrix is multiplied at once.)
 """

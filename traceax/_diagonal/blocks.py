@@ -32,6 +32,11 @@ class BlockTraceEstimator(AbstractEstimator):
     rows: Rows
     smallest: ClassVar[int] = 1
 
+    @property
+    def width(self):
+        """That of the estimator."""
+        return self.inner.width
+
     def check(self, operator):
         """As the diagonal estimator."""
         self.inner.check(operator)

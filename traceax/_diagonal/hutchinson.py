@@ -10,14 +10,14 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._batches import block_width
 from .._calibration import CALIBRATION, Calibration
 from .._estimate import as_value, make_estimate, norm_of, safe_norm, status_of
 from .._estimator import AbstractDiagonalEstimator
-from .._exact import block_width
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator
 from .._rows import Rows
-from .._sampler import AbstractSampler, RademacherSampler, check_batch_size
+from .._sampler import AbstractSampler, RademacherSampler
 from .._weights import AbstractWeights
 
 
@@ -179,9 +179,6 @@ class HutchinsonDiagonalEstimator(AbstractDiagonalEstimator):
     sampler: AbstractSampler = RademacherSampler()
     batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 1
-
-    def __check_init__(self):
-        check_batch_size(self.batch_size)
 
     def check(self, operator):
         """Any square operator will do."""

@@ -2,6 +2,7 @@
 
 from typing import ClassVar, NamedTuple, final
 
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
@@ -159,6 +160,7 @@ class XDiagEstimator(AbstractDiagonalEstimator):
     """
 
     sampler: AbstractSampler = RademacherSampler()
+    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 2
 
     def check(self, operator):
@@ -178,4 +180,6 @@ class XDiagEstimator(AbstractDiagonalEstimator):
 XDiagEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers. (A dense matrix is multiplied at once.)
 """

@@ -90,6 +90,7 @@ class XNysDiagEstimator(AbstractDiagonalEstimator):
     """
 
     sampler: AbstractSampler = RademacherSampler()
+    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 1
 
     def check(self, operator):
@@ -110,4 +111,6 @@ class XNysDiagEstimator(AbstractDiagonalEstimator):
 XNysDiagEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers. (A dense matrix is multiplied at once.)
 """

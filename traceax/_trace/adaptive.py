@@ -366,6 +366,7 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
     """
 
     delta: float = eqx.field(default=0.05, static=True)
+    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 3
 
     def __check_init__(self):
@@ -394,4 +395,6 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
 AdaptiveHutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 - `delta`: the probability, a Python float, with which either bound may fail. By default 0.05.
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers. (A dense matrix is multiplied at once.)
 """

@@ -26,6 +26,7 @@ class AutoTraceEstimator(AbstractTraceEstimator):
     """
 
     memory_limit: int = eqx.field(default=2**32, static=True)
+    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 1
 
     def check(self, operator):
@@ -37,7 +38,7 @@ class AutoTraceEstimator(AbstractTraceEstimator):
             operator,
             k,
             self.memory_limit,
-            hutchinson=HutchinsonEstimator(),
+            hutchinson=HutchinsonEstimator(batch_size=self.batch_size),
             nystrom=XNysTraceEstimator(),
             sketching=XTraceEstimator(),
         )
@@ -55,4 +56,6 @@ AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 - `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
     Hutchinson's estimator, which needs no sketch, takes over.
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers. (A dense matrix is multiplied at once.)
 """

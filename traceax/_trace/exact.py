@@ -2,6 +2,8 @@
 
 from typing import ClassVar, final
 
+import equinox as eqx
+
 from .._estimator import AbstractTraceEstimator
 from .._exact import exact
 
@@ -17,6 +19,7 @@ class ExactTraceEstimator(AbstractTraceEstimator):
     of 2^27 numbers at most.
     """
 
+    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 1
 
     def check(self, operator):
@@ -28,4 +31,8 @@ class ExactTraceEstimator(AbstractTraceEstimator):
         return exact(operator)
 
 
-ExactTraceEstimator.__init__.__doc__ = "**Arguments:** none."
+ExactTraceEstimator.__init__.__doc__ = """**Arguments:**
+
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers. (A dense matrix is multiplied at once.)
+"""

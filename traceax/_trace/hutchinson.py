@@ -9,13 +9,13 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._batches import block_width
 from .._calibration import CALIBRATION, Calibration
 from .._estimate import make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
-from .._exact import block_width
 from .._growth import AbstractGrowth, complete_trace, run_once
 from .._operator import BlockOperator
-from .._sampler import AbstractSampler, RademacherSampler, check_batch_size
+from .._sampler import AbstractSampler, RademacherSampler
 from .._sketch import column_dots
 from .._weights import AbstractWeights
 
@@ -157,9 +157,6 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     sampler: AbstractSampler = RademacherSampler()
     batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 1
-
-    def __check_init__(self):
-        check_batch_size(self.batch_size)
 
     def check(self, operator):
         """Any square operator will do."""

@@ -183,6 +183,7 @@ class XTraceEstimator(AbstractTraceEstimator):
 
     sampler: AbstractSampler = SphereSampler()
     improved: bool | None = None
+    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 2
 
     def __check_init__(self):
@@ -208,4 +209,6 @@ XTraceEstimator.__init__.__doc__ = """**Arguments:**
 - `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][].
 - `improved`: whether to renormalise ("resphere") the residual probes, which needs a rotation
     invariant distribution. By default wherever that is so.
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers. (A dense matrix is multiplied at once.)
 """

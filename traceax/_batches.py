@@ -1,0 +1,83 @@
+"""How many vectors are multiplied at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array
+
+#: Numbers in one block of vectors (2^27 of them: 512 MiB in float32), where an algorithm is free
+#: to work in several smaller blocks.
+BLOCK_LIMIT = 2**27
+
+
+def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
+    """How many vectors of size `n` to multiply at once: all, or as many as the limit allows."""
+    return max(1, min(wanted, limit // max(n, 1)))
+
+
+def check_batch_size(size: Any) -> None:
+    """Refuse a number of vectors to multiply at once that is not a positive Python int or None."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            f"batch_size must be a positive Python int (vectors multiplied at once) or None, "
+            f"got {size!r}."
+        )
+
+
+@final
+@dataclass(frozen=True)
+class _Batches:
+    """A tag of an operator: how many vectors to multiply at once."""
+
+    size: int
+
+
+def in_batches(operator: lx.AbstractLinearOperator, size: int | None) -> lx.AbstractLinearOperator:
+    """The operator, to be multiplied with so many vectors at once. None leaves it as it is."""
+    return operator if size is None else lx.TaggedLinearOperator(operator, _Batches(size))
+
+
+def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
+    """The number that `in_batches` put on an operator."""
+    while isinstance(operator, lx.TaggedLinearOperator):
+        for tag in operator.tags:
+            if isinstance(tag, _Batches):
+                return tag.size
+        operator = operator.operator
+    return None
+
+
+def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:
+    """`fn(*blocks)` from `width` columns (along the last axes) at a time.
+
+    Reverse mode makes every batch again: nothing but blocks is ever kept.
+    """
+    m = blocks[0][0].shape[-1]
+    if width >= m:
+        return fn(*blocks)
+
+    @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+    def columns(start, blocks, size):
+        def cut(x):
+            return lax.dynamic_slice_in_dim(x, start, size, axis=-1)
+
+        return fn(*jtu.tree_map(cut, blocks))
+
+    def put(results, start, size):
+        pairs = zip(results, columns(start, blocks, size), strict=True)
+        return [lax.dynamic_update_slice_in_dim(x, y, start, axis=-1) for x, y in pairs]
+
+    whole, rest = divmod(m, width)
+    shapes = jax.eval_shape(fn, *blocks)
+    results = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+    results, _ = lax.scan(
+        lambda results, i: (put(results, i * width, width), None), results, jnp.arange(whole)
+    )
+    return put(results, whole * width, rest) if rest else results
