@@ -15,7 +15,7 @@ here in terms of matrix products and Cholesky factors, where that is as accurate
 
 import math
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ def _gram(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:
     return matmul(jnp.conj(block.T), block)
 
 
+@cache
 def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` on each entry of a batch, one after the other."""
 
@@ -207,6 +208,7 @@ def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     return _whitened_qr(block, r)
 
 
+@jax.jit
 def _qr_of_stack(blocks: Inexact[Array, "b n m"]) -> tuple[Array, Array]:
     _, n, m = blocks.shape
     large = n >= 4 * m and n * m >= _LARGE_BLOCK
@@ -257,6 +259,7 @@ def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
     return u, sigma, v_h
 
 
+@jax.jit
 def _divide_stack(f: Inexact[Array, "b n m"], r: Inexact[Array, "b m m"]) -> tuple[Array]:
     _, n, m = f.shape
     library = m < _MANY_COLUMNS or n * m >= _HUGE_BLOCK

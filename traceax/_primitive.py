@@ -31,7 +31,7 @@ import lineax as lx
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType
+from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from ._devices import needs_devices, with_auto_axes
@@ -212,14 +212,23 @@ def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands,
         return _vmapped(push, params.levels, in_axes)(operands, tangents, weights)
 
 
+def _named_mesh():
+    """The mesh in use, said aloud. Lowering does so too: with this, it finds the trace that abstract
+    evaluation has made (no mesh and an empty one differ as keys of JAX's cache).
+    """
+    return use_abstract_mesh(get_abstract_mesh())
+
+
 def _flat_run(*operands, params):
-    return jtu.tree_leaves(_run(params, operands))
+    with _named_mesh():
+        return jtu.tree_leaves(_run(params, operands))
 
 
 def _outputs(params, avals):
     """What `_run` returns, as shapes. (From shapes: all callers then share one trace.)"""
     structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)
-    return jax.eval_shape(partial(_run, params), structs)
+    with _named_mesh():
+        return jax.eval_shape(partial(_run, params), structs)
 
 
 def _unflatten(params, operands, outputs):
