@@ -213,8 +213,8 @@ def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands,
 
 
 def _named_mesh():
-    """The mesh in use, said aloud. Lowering does so too: with this, it finds the trace that abstract
-    evaluation has made (no mesh and an empty one differ as keys of JAX's cache).
+    """The mesh in use, said aloud as lowering does. It then finds the trace that abstract evaluation
+    made: no mesh and an empty one are different keys of JAX's cache.
     """
     return use_abstract_mesh(get_abstract_mesh())
 
