@@ -213,7 +213,7 @@ def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands,
 
 
 def _named_mesh():
-    """The mesh in use, said aloud as lowering does. It then finds the trace that abstract evaluation
+    """The mesh in use, said aloud as lowering does. It finds the trace that abstract evaluation
     made: no mesh and an empty one are different keys of JAX's cache.
     """
     return use_abstract_mesh(get_abstract_mesh())
