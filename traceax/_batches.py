@@ -77,6 +77,10 @@ def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array])
     whole, rest = divmod(m, width)
     shapes = jax.eval_shape(fn, *blocks)
     results = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+    if [x.shape for x in shapes] == [x.shape for x in blocks[0]]:
+        # Whatever they begin with is overwritten. Zeros would take memory from the first moment on.
+        pairs = zip(blocks[0], shapes, strict=True)
+        results = [lax.stop_gradient(x).astype(shape.dtype) for x, shape in pairs]
     results, _ = lax.scan(
         lambda results, i: (put(results, i * width, width), None), results, jnp.arange(whole)
     )
