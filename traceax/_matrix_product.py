@@ -10,6 +10,7 @@ of the block are gathered along one axis of the mesh, and sums are made along th
 import math
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -88,8 +89,27 @@ def _partition(mesh, arguments, _):
     return mesh, product, (cut(rows),), (cut(rows, columns), cut(columns))
 
 
+@jax.custom_jvp
+def _transposed(matrix, block):
+    """(X^T A^T)^T. Without the barriers, XLA makes the usual product of it."""
+    product = matmul(lax.optimization_barrier(block.T), matrix.T)
+    return lax.optimization_barrier(product).T
+
+
+_transposed.defjvps(
+    lambda change, _, matrix, block: matmul(change, block),
+    lambda change, _, matrix, block: matmul(matrix, change),
+)
+
+
 def _product(matrix, block):
-    return (matmul(matrix, block),)
+    # XLA's product on CPUs is made for widths that are multiples of 32; for others it takes a third
+    # less time with the long side last (float32, n = 4000: 14.5 and 10.1 ms for 100 columns, 8.3
+    # and 6.2 for 50, 5.5 and 7.5 for 64; 5.2 and 5.3 for 33).
+    m, is_real = block.shape[1], not jnp.iscomplexobj(block) and not jnp.iscomplexobj(matrix)
+    if not is_real or m <= 48 or m % 32 == 0:
+        return (matmul(matrix, block),)
+    return (lax.platform_dependent(matrix, block, cpu=_transposed, default=matmul),)
 
 
 def _infer(mesh, arguments, _):
