@@ -63,7 +63,7 @@ def _one_by_one(
 #: From these sizes on OpenBLAS uses threads.
 _MANY_COLUMNS, _LARGE_BLOCK = 32, 2**17
 
-#: From this size on 25 ms do not matter any more, and a copy of the block does.
+#: From this size on 25 ms do not matter any more.
 _HUGE_BLOCK = 2**19
 
 
@@ -117,18 +117,19 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     (random probes), C may be inverted; the same once more takes what is below 1 to eps. An upper
     bound of cond(Y)^2 decides: ||X||_2^2 <= ||X||_1 ||X||_inf for both C and C^{-1}.
     """
-    m = block.shape[1]
+    n, m = block.shape
+    divide = _divide if n * m >= _HUGE_BLOCK else _substitute
 
     def factorise(y):
         factor = jnp.linalg.cholesky(_gram(y), upper=True)
-        return factor, _substitute(jnp.eye(m, dtype=y.dtype), factor)
+        return factor, divide(jnp.eye(m, dtype=y.dtype), factor)
 
     def square_bound(x):
         size = jnp.abs(x)
         return jnp.max(jnp.sum(size, axis=0)) * jnp.max(jnp.sum(size, axis=1))
 
     def twice():
-        q = _substitute(block, factor)
+        q = divide(block, factor)
         second, inverse_second = factorise(q)
         return matmul(q, inverse_second), matmul(second, factor)
 
@@ -212,7 +213,7 @@ def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
 def _qr_of_stack(blocks: Inexact[Array, "b n m"]) -> tuple[Array, Array]:
     _, n, m = blocks.shape
     large = n >= 4 * m and n * m >= _LARGE_BLOCK
-    on_cpu = _cholesky_qr if large and n * m < _HUGE_BLOCK else _householder
+    on_cpu = _cholesky_qr if large else _householder
     elsewhere = _in_turn(_sketched_qr) if large else _householder
     return lax.platform_dependent(blocks, cpu=_in_turn(on_cpu), default=elsewhere)
 
