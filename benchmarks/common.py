@@ -87,6 +87,7 @@ def report(
     - `targets`: what some of them should not exceed.
     - `seconds`: the times behind them.
     """
+    figures = {name: float(figure) for name, figure in figures.items()}
     benchmark.extra_info.update(
         group=group, row=row, figures=figures, targets=targets or {}, seconds=seconds or {}
     )

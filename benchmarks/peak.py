@@ -1,6 +1,6 @@
 """Peak memory of one call in a process of its own: Hutchinson, batch_size=8, a function operator.
 
-    python -m benchmarks.peak --k 1000 --gradient
+    python -m benchmarks.peak --gradient
 
 n = 10^7, float32. Prints the peak resident memory of the call beyond what was in use right before
 it (its arguments included), in vectors of n numbers, and the seconds it took.
@@ -8,9 +8,10 @@ it (its arguments included), in vectors of n numbers, and the seconds it took.
 
 import argparse
 import json
+import re
 import resource
-import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import lineax as lx
 
 import traceax as tr
 
-N, K, BATCH = 10_000_000, 40, 8
+N, K, BATCH = 10_000_000, 1000, 8
 
 
 def program(n, k, gradient):
@@ -35,9 +36,14 @@ def program(n, k, gradient):
 
 
 def resident_bytes():
-    """The largest resident memory of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """The largest resident memory of this process so far.
+
+    On Linux not `ru_maxrss`: there a child starts from what its parent had when it started it.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
 
 
 def main():
