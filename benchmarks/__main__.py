@@ -39,12 +39,15 @@ def machine():
     """What the figures were measured on."""
     import jax
 
-    packages = ("jax", "jaxlib", "traceax", "matfree")
+    import traceax
+
+    packages = ("jax", "jaxlib", "matfree")
     return {
         "system": platform.platform(),
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "cpus": os.cpu_count(),
+        "traceax": traceax.__version__,
         **{name: importlib.metadata.version(name) for name in packages},
     }
 
@@ -119,6 +122,8 @@ def bars(axis, table, targets):
             if name in targets[row]:
                 edges = place - width / 2, place + width / 2
                 axis.hlines(targets[row][name], *edges, color="black", linewidth=1.5)
+    if any(targets.values()):
+        axis.plot([], [], color="black", label="target")
     axis.set_xticks(range(len(table)), list(table))
     axis.margins(y=0.25)
 
@@ -140,9 +145,12 @@ def main():
     show(found)
     if out is not None and reports:
         out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"machine": machine(), "quick": args.quick, **found}, indent=1)
+        where = machine()
+        text = json.dumps({"machine": where, "quick": args.quick, **found}, indent=1)
         (out / "traces.json").write_text(text + "\n")
-        draw(found).savefig(out / "traces.png", dpi=90)
+        figure = draw(found)
+        figure.suptitle(", ".join(f"{name} {value}" for name, value in where.items()), size=10)
+        figure.savefig(out / "traces.png", dpi=90)
     return code
 
 

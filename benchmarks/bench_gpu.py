@@ -45,14 +45,15 @@ def test_dense(benchmark):
     compare(benchmark, GROUP, f"dense, n = {N}", pairs, 15)
 
 
-# With a block being n x k/2 numbers, an operator that takes a block from memory and returns one
-# there, and nothing kept in caches, XTrace must at least read or write a block
+# How often must XTrace read or write a block of n x k/2 numbers, if the operator takes a block from
+# memory and returns one there, and nothing stays in caches?
 #
-#     Omega: 1    Y = A Omega: 2    Y^H Y: 1    Q = Y R^{-1}: 2    Z = A Q: 2    Q^H Z, Z^H Omega
-#     and Q^H Omega, all in one go: 3 (Omega, Q, Z)
+#     Omega: 1 (written)      Y = A Omega: 2      Y^H Y: 1      Q = Y R^{-1}: 2      Z = A Q: 2
+#     Q^H Z, Z^H Omega and Q^H Omega in one go: 3
 #
-# times, that is 11, or 5.5 passes: a second step of orthonormalisation takes 3 more, and each
-# product here reads its block twice (for U^T X and for d X + U (U^T X)): 13 with it, 6.5 passes.
+# times, that is 11, or 5.5 passes that read and write. A second step of orthonormalisation takes 3
+# more, and products that go through their block twice, as here (U^T x, then d x + U (U^T x)), take
+# 2 more: 16, or 8 passes.
 def test_tall(benchmark):
     keys = jr.split(jr.key(2))
     diagonal = jr.uniform(keys[0], (N_TALL,))

@@ -54,11 +54,17 @@ def seconds(fn: Callable[..., Any], *args: Any) -> float:
 
 def medians(fns: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """The median seconds of each: warmed up, and in turns, so that whatever else the machine does
-    falls on all of them.
+    falls on all of them. The threads of OpenBLAS keep cores busy for some 25 ms after a call: a
+    pause, lest one function pays for another.
     """
     for _ in range(2):
         jax.block_until_ready([fn() for fn in fns])
-    times = [[seconds(fn) for fn in fns] for _ in range(rounds)]
+
+    def rested(fn):
+        time.sleep(0.05)
+        return seconds(fn)
+
+    times = [[rested(fn) for fn in fns] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
