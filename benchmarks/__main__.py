@@ -85,7 +85,7 @@ def draw(found):
     rows = -(-len(groups) // columns)
     figure = Figure(figsize=(5.5 * columns, 4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, (group, table) in zip(axes, groups.items(), strict=False):
+    for (group, table), axis in zip(groups.items(), axes, strict=False):
         panel = lines if "over products" in group else bars
         panel(axis, table, found["targets"][group])
         axis.set_title(group, fontsize=11)
