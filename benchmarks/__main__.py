@@ -1,6 +1,6 @@
 """All measurements of traces, by one command.
 
-    python -m benchmarks                        # all of them; about ten minutes on two cores
+    python -m benchmarks                        # all of them; about five minutes on two cores
     python -m benchmarks --quick                # small sizes, for trying it out
     python -m benchmarks --only trace compile   # some of them
 
@@ -119,7 +119,8 @@ def bars(axis, table, targets):
         axis.bar(places, heights, width, label=name, color=f"C{i}")
         for place, height, row in zip(places, heights, table, strict=True):
             if height:
-                axis.annotate(f"{height:.2g}", (place, height), ha="center", va="bottom", size=7)
+                label = axis.annotate(f"{height:.2g}", (place, height), ha="center", va="bottom")
+                label.set(size=7, bbox={"color": "white", "pad": 0.2}, zorder=3)
             if name in targets[row]:
                 edges = place - width / 2, place + width / 2
                 axis.hlines(targets[row][name], *edges, color="black", linewidth=1.5)
