@@ -5,8 +5,6 @@
 The network has 10,530 parameters (the sizes for scikit-learn's digits), the data are random.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -18,44 +16,16 @@ import pytest
 import traceax as tr
 
 from .common import ratio
+from .network import cross_entropy, examples, logits, loss, parameters
 
 SIZES = (64, 96, 40, 10)
 STEPS, EVERY, K = 300, 10, 10
 
 
-def _params():
-    keys = jr.split(jr.key(0), len(SIZES))
-    pairs = list(itertools.pairwise(SIZES))
-    return [
-        {"w": jr.normal(key, pair) / jnp.sqrt(pair[0]), "b": jnp.zeros(pair[1])}
-        for key, pair in zip(keys, pairs, strict=False)
-    ]
-
-
-def _logits(params, batch):
-    hidden = batch[0]
-    for layer in params[:-1]:
-        hidden = jnp.tanh(hidden @ layer["w"] + layer["b"])
-    return hidden @ params[-1]["w"] + params[-1]["b"]
-
-
-def _cross_entropy(outputs, batch):
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(outputs), batch[1][:, None], axis=1)
-    return -jnp.mean(chosen)
-
-
-def _loss(params, batch):
-    return _cross_entropy(_logits(params, batch), batch)
-
-
-def _batch(size):
-    return jr.uniform(jr.key(1), (size, 64)), jr.randint(jr.key(2), (size,), 0, 10)
-
-
 def _operator(kind, params, batch):
     if kind == "hessian":
-        return tr.curvature.hessian(_loss, params, batch)
-    return tr.curvature.gauss_newton(_logits, _cross_entropy, params, batch)
+        return tr.curvature.hessian(loss, params, batch)
+    return tr.curvature.gauss_newton(logits, cross_entropy, params, batch)
 
 
 OPTIMISER = optax.adam(3e-3)
@@ -66,7 +36,7 @@ def _training(look, batch):
 
     def step(carry, key):
         params, moments, state, i = carry
-        gradient = jax.grad(_loss)(params, batch)
+        gradient = jax.grad(loss)(params, batch)
         updates, moments = OPTIMISER.update(gradient, moments)
         nothing = jnp.zeros(())
         seen = nothing
@@ -91,9 +61,9 @@ def _training(look, batch):
 @pytest.mark.parametrize(("size", "used"), [(1797, 256), (1024, 128), (1024, 1024), (256, 256)])
 def test_training_run(benchmark, kind, method, size, used):
     """Full batches of `size` examples, curvature on `used` of them."""
-    batch = _batch(size)
+    batch = examples(SIZES, size)
     fewer = jax.tree.map(lambda x: x[:used], batch)
-    params = _params()
+    params = parameters(SIZES)
     tracker = tr.track()
     state = tracker.init(_operator(kind, params, fewer), K) if method == "track" else ()
 

@@ -24,6 +24,7 @@ import pytest
 import traceax as tr
 from tests.test_logdet import KERNELS, distances, shifted
 
+from . import matfree_peer
 from .common import medians
 
 N, KEYS, ROUNDS = 1000, 12, 3
@@ -38,12 +39,7 @@ def _ours(k, key, matrix, s):
 
 
 def _matfree(steps, k, matvec, key, *parameters):
-    decomp, funm, stochtrace = (
-        pytest.importorskip(f"matfree.{name}") for name in ("decomp", "funm", "stochtrace")
-    )
-    integrand = funm.monte_carlo_funm_sym_logdet(decomp.tridiag_sym(steps))
-    sampler = stochtrace.sampler_signs(jnp.zeros(N), num=k // steps)
-    estimate = stochtrace.estimator_monte_carlo(integrand, sampler)
+    estimate = matfree_peer.logdet(jnp.zeros(N), k, steps)
     return estimate(matvec, key, *parameters), k // steps * steps
 
 

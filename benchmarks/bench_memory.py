@@ -1,7 +1,13 @@
-"""Peak memory of the compiled programs, in blocks of `n x k` numbers.
+"""Peak memory: of compiled programs in blocks of `n x k` numbers, and of a process in vectors.
 
-python -m pytest benchmarks/bench_memory.py --benchmark-only
+The compiled programs multiply by a diagonal, n = 20,000 and k = 96, float32. The processes are
+those of `benchmarks/peak.py`.
 """
+
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,44 +16,64 @@ import pytest
 
 import traceax as tr
 
-from .common import ESTIMATORS, PSD
+from . import matfree_peer, peak
+from .common import ESTIMATORS, PSD, QUICK, report
 
-N, K = 20_000, 96
-
-
-def _blocks(fn, columns=K):
-    """Temporary memory of the compiled `fn(diagonal)`, in blocks of `N x columns` floats."""
-    structure = jax.ShapeDtypeStruct((N,), jnp.float32)
-    memory = jax.jit(fn).lower(structure).compile().memory_analysis()
-    return memory.temp_size_in_bytes / (4 * N * columns)
+N, K = (500, 24) if QUICK else (20_000, 96)
+N_PEAK, K_PEAK = (10**6, 40) if QUICK else (peak.N, peak.K)
+PARTS = {"value": False, "value and gradient": True}
 
 
-def _value(diagonal, estimator):
+def ours(name, diagonal):
     structure = jax.ShapeDtypeStruct((N,), jnp.float32)
     operator = lx.FunctionLinearOperator(lambda v: diagonal * v, structure, PSD)
-    return tr.trace(jax.random.key(0), operator, K, estimator).value
+    return tr.trace(jax.random.key(0), operator, K, ESTIMATORS[name]).value
+
+
+def theirs(name, diagonal):
+    estimate = matfree_peer.trace(name, jnp.zeros(N), K)
+    return estimate(lambda v, d: d * v, jax.random.key(0), diagonal)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_memory(benchmark, name):
-    def measure():
-        value = _blocks(lambda d: _value(d, ESTIMATORS[name]))
-        gradient = _blocks(jax.value_and_grad(lambda d: _value(d, ESTIMATORS[name])))
-        return value, gradient
-
-    value, gradient = benchmark.pedantic(measure, rounds=1)
-    benchmark.extra_info.update(blocks_value=value, blocks_gradient=gradient)
-    print(f"\n{name}: value {value:.1f}, value_and_grad {gradient:.1f} blocks of n x k")
-
-
-def test_memory_of_batched_hutchinson(benchmark):
-    estimator = tr.HutchinsonEstimator(batch_size=8)
+def test_compiled(benchmark, name):
+    sides = {"": ours, "matfree, ": theirs} if name in matfree_peer.INTEGRANDS else {"": ours}
 
     def measure():
-        value = _blocks(lambda d: _value(d, estimator), 8)
-        gradient = _blocks(jax.value_and_grad(lambda d: _value(d, estimator)), 8)
-        return value, gradient
+        figures = {}
+        for side, estimate in sides.items():
+            for part, gradient in PARTS.items():
+                value = lambda diagonal, estimate=estimate: estimate(name, diagonal)  # noqa: E731
+                fn = jax.value_and_grad(value) if gradient else value
+                compiled = jax.jit(fn).lower(jax.ShapeDtypeStruct((N,), jnp.float32)).compile()
+                size = compiled.memory_analysis().temp_size_in_bytes
+                figures[side + part] = size / (4 * N * K)
+        return figures
 
-    value, gradient = benchmark.pedantic(measure, rounds=1)
-    benchmark.extra_info.update(blocks_value=value, blocks_gradient=gradient)
-    print(f"\nbatch_size=8: value {value:.1f}, value_and_grad {gradient:.1f} blocks of n x 8")
+    figures = benchmark.pedantic(measure, rounds=1)
+    report(benchmark, "temporary memory, blocks of n x k", name, figures)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_peak(benchmark, part):
+    def measure():
+        compiled = peak.program(N_PEAK, K_PEAK, PARTS[part])
+        temporary = compiled.memory_analysis().temp_size_in_bytes / (4 * N_PEAK)
+        command = [sys.executable, "-m", "benchmarks.peak", f"--n={N_PEAK}", f"--k={K_PEAK}"]
+        command += ["--gradient"] if PARTS[part] else []
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return temporary, json.loads(run.stdout)
+
+    temporary, process = benchmark.pedantic(measure, rounds=1)
+    figures = {"temporary memory, compiled": temporary, "resident memory": process["vectors"]}
+    seconds = {"resident memory": process["seconds"]}
+    targets = dict.fromkeys(figures, 20.0)
+    report(
+        benchmark,
+        f"batch_size=8, k = {K_PEAK}: peak memory in vectors",
+        part,
+        figures,
+        targets,
+        seconds,
+    )

@@ -6,6 +6,7 @@ Writes `docs/images/estimators.png` and `benchmarks/results/estimators.json`. Ab
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,22 +29,31 @@ TITLES = {
 }
 
 
-def errors(eigenvalues):
-    """The root mean square relative error of every estimator at every budget."""
+def _ours(estimator, key, matrix, k):
+    return estimator.estimate(key, lx.MatrixLinearOperator(matrix, PSD), k)[0]
+
+
+#: Functions of (key, matrix, k).
+OURS = {name: partial(_ours, estimator) for name, estimator in ESTIMATORS.items()}
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _values(keys, matrix, k, method):
+    return jax.lax.map(lambda key: method(key, matrix, k), keys)
+
+
+def errors(eigenvalues, methods=OURS, budgets=BUDGETS, count=COUNT):
+    """The root mean square relative error of every method at every budget."""
     n = len(eigenvalues)
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     matrix, truth = jnp.asarray((basis * eigenvalues) @ basis.T), eigenvalues.sum()
-    keys = jax.random.split(jax.random.key(0), COUNT)
+    keys = jax.random.split(jax.random.key(0), count)
 
-    @jax.jit(static_argnums=(1, 2))
-    def values(matrix, k, estimator):
-        operator = lx.MatrixLinearOperator(matrix, PSD)
-        return jax.lax.map(lambda key: estimator.estimate(key, operator, k)[0], keys)
+    def rms(k, method):
+        values = np.asarray(_values(keys, matrix, k, method))
+        return float(np.sqrt(np.mean((values / truth - 1) ** 2)))
 
-    def rms(k, estimator):
-        return float(np.sqrt(np.mean((np.asarray(values(matrix, k, estimator)) / truth - 1) ** 2)))
-
-    return {name: [rms(k, each) for k in BUDGETS] for name, each in ESTIMATORS.items()}
+    return {name: [rms(k, method) for k in budgets] for name, method in methods.items()}
 
 
 def main():
