@@ -212,22 +212,16 @@ def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands,
         return _vmapped(push, params.levels, in_axes)(operands, tangents, weights)
 
 
-def _named_mesh():
-    """The mesh in use, said aloud as lowering does. It finds the trace that abstract evaluation
-    made: no mesh and an empty one are different keys of JAX's cache.
-    """
-    return use_abstract_mesh(get_abstract_mesh())
-
-
 def _flat_run(*operands, params):
-    with _named_mesh():
+    # The mesh in use said aloud, as lowering does: both then find the trace of abstract evaluation.
+    with use_abstract_mesh(get_abstract_mesh()):
         return jtu.tree_leaves(_run(params, operands))
 
 
 def _outputs(params, avals):
     """What `_run` returns, as shapes. (From shapes: all callers then share one trace.)"""
     structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)
-    with _named_mesh():
+    with use_abstract_mesh(get_abstract_mesh()):
         return jax.eval_shape(partial(_run, params), structs)
 
 
