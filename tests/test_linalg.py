@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from traceax import _linalg
+from traceax._matrix_product import matrix_product
 
 from .helpers import random_unitary
 
@@ -42,6 +43,32 @@ def test_tall_qr(condition, dtype):
     assert N * M >= _linalg._LARGE_BLOCK
     block = block_of(condition, dtype)
     check_factors(*qr(block), block)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+def test_tall_qr_of_large_blocks(dtype):
+    """From some size on the triangular solves are LAPACK's."""
+    n = 11_000
+    assert n * M >= _linalg._HUGE_BLOCK
+    for condition in (1.0, 20.0, 1e12):
+        block = block_of(condition, dtype, n=n)
+        check_factors(*qr(block), block)
+
+
+def test_paths_of_the_tall_qr():
+    """An upper bound of the condition decides: each of the three is taken, and is as accurate."""
+    names = []
+    for condition in (1.0, 20.0, 1e12):
+        block = jnp.asarray(block_of(condition, np.float64))
+        text = str(jax.make_jaxpr(_linalg._cholesky_qr)(block))
+        assert text.count("cond[") == 1
+        factor = jnp.linalg.cholesky(block.T @ block, upper=True)
+        inverse = jnp.linalg.inv(factor)
+        sizes = [jnp.linalg.norm(x, order) for x in (factor, inverse) for order in (1, jnp.inf)]
+        bound = float(np.prod(sizes))
+        assert bound >= 0.99 * condition**2 or not np.isfinite(bound)
+        names.append("once" if bound <= 100 else "twice" if bound <= 0.1 / 2.2e-16 else "never")
+    assert names == ["once", "twice", "never"]
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e15])
@@ -115,3 +142,39 @@ def test_a_zero_on_the_diagonal_is_not_hidden():
     r = np.triu(np.ones((40, 40)))
     r[7, 7] = 0
     assert not np.all(np.isfinite(_linalg.divide_by_upper(jnp.ones((5, 40)), r)))
+
+
+# ---------------------------------------------------------------------- products with a matrix
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 32, 49, 64, 101])
+def test_products_with_a_matrix(m, dtype):
+    """Widths that suit XLA's product and others: the same numbers, derivatives and batches."""
+    n = 80
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: rng.standard_normal(shape).astype(dtype)  # noqa: E731
+    matrix, block, change, weights = draw(n, n), draw(n, m), draw(n, n), draw(n, m)
+    if np.issubdtype(dtype, np.complexfloating):
+        matrix, block = matrix * (1 + 2j), block * (1 - 1j)
+
+    @jax.jit
+    def everything(matrix, block):
+        product = matrix_product(matrix, block)
+        tangent = jax.jvp(lambda a: matrix_product(a, block), (matrix,), (change,))[1]
+        of_block = jax.jvp(lambda x: matrix_product(matrix, x), (block,), (weights,))[1]
+        pulled = jax.vjp(matrix_product, matrix, block)[1](weights)
+        batched = jax.vmap(matrix_product, (None, 0))(matrix, jnp.stack([block, 2 * block]))
+        both = jax.vmap(matrix_product)(jnp.stack([matrix, change]), jnp.stack([block, block]))
+        return product, tangent, of_block, pulled, batched, both
+
+    product, tangent, of_block, pulled, batched, both = everything(matrix, block)
+    tolerance = {"rtol": 0, "atol": 200 * np.sqrt(n) * np.finfo(dtype).eps}
+    assert product.dtype == dtype
+    np.testing.assert_allclose(product, matrix @ block, **tolerance)
+    np.testing.assert_allclose(tangent, change @ block, **tolerance)
+    np.testing.assert_allclose(of_block, matrix @ weights, **tolerance)
+    np.testing.assert_allclose(pulled[0], weights @ block.T, **tolerance)
+    np.testing.assert_allclose(pulled[1], matrix.T @ weights, **tolerance)
+    np.testing.assert_allclose(batched[1], 2 * (matrix @ block), **tolerance)
+    np.testing.assert_allclose(both[1], change @ block, **tolerance)

@@ -127,7 +127,7 @@ _on_devices.def_partition(
 
 def _batch(call, size, batched, matrix, block):
     if batched[0]:
-        return _product(matrix, block)
+        return (matmul(matrix, block),)
     # One matrix, many blocks: they stand side by side.
     _, n, m = block.shape
     (product,) = call(matrix, jnp.moveaxis(block, 0, 1).reshape(n, size * m))

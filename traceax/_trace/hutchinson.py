@@ -118,7 +118,7 @@ class HutchinsonGrowth(AbstractGrowth):
         k = samples.shape[0]
         value, std_err = mean_and_std_err(samples)
         rounding = block.eps * jnp.max(jnp.abs(samples))
-        return make_estimate(value, std_err, k, k - 1, status_of(samples)), rounding
+        return make_estimate(value, std_err, k, k - 1, status_of(value)), rounding
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

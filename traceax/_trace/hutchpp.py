@@ -137,7 +137,7 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
     Unbiased. Given $Q$, the samples are independent, so the standard error is the plain one.
 
     Cost: `k` matvecs (`2 floor(k/3)` for the sketch and its basis, the rest for probes); about
-    three blocks of `n x k/3` numbers.
+    seven blocks of `n x k/3` numbers.
 
     ??? cite "References"
 

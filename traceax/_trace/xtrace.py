@@ -171,7 +171,7 @@ class XTraceEstimator(AbstractTraceEstimator):
     the correlation between the samples, which it estimates without bias from their leave-two-out
     counterparts, at no further product; the customary one is too small by 1.1 to 4 times.
 
-    Cost: `2 floor(k/2)` matvecs; three blocks of `n x k/2` numbers; `10 n m^2` operations beside
+    Cost: `2 floor(k/2)` matvecs; four blocks of `n x k/2` numbers; `10 n m^2` operations beside
     the products. (An odd matvec cannot be used: each probe takes two.)
 
     ??? cite "References"
