@@ -169,11 +169,15 @@ def test_sketched_qr_of_many_rows():
 
 
 def test_platforms_take_their_own_factorisation():
-    """Householder's method on a CPU, the sketched one on a GPU: asked of the lowered programs."""
+    """A Cholesky factor, with Householder's method in reserve, on a CPU; random signs before the
+    Cholesky factors on a GPU: asked of the lowered programs.
+    """
     shape = jax.ShapeDtypeStruct((40_000, 20), np.float32)
     traced = jax.jit(lambda y: _linalg._qr_of_stack(y[None])).trace(shape)
     cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "lapack_sgeqrf_ffi" in cpu
-    assert "lapack_spotrf_ffi" not in cpu
+    assert "lapack_spotrf_ffi" in cpu
+    assert "shift_left" not in cpu
     cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "cusolver_potrf_ffi" in cuda or "cholesky" in cuda
+    assert "shift_left" in cuda
