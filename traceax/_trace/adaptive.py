@@ -102,8 +102,7 @@ class AdaptiveWeights(AbstractWeights):
             return jnp.sum(block.quadratic_forms(block.split(q)))
 
         def residual(i):
-            # Not outside: JAX 0.10.0 cannot keep a key as a residual of a `cond`.
-            key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
+            key = jr.wrap_key_data(self.key_data, impl=self.key_impl)  # no residual, for JAX 0.10.0
             g = _residual_probes(key, i, self.q, used, width)
             factor = (n - used) / (square_norms(g) * (self.probed * width))
             return jnp.sum(factor * block.quadratic_forms(block.split(g)))
