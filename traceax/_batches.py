@@ -54,6 +54,11 @@ def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
     return None
 
 
+def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
+    """How many vectors to multiply at once: as many as `in_batches` says, or the limit allows."""
+    return batch_size_of(operator) or block_width(operator.in_size(), wanted)
+
+
 def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:
     """`fn(*blocks)` from `width` columns (along the last axes) at a time.
 

@@ -9,7 +9,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from ._batches import batch_size_of, block_width
+from ._batches import batch_width
 from ._estimate import Estimate, make_estimate, status_of
 from ._operator import BlockOperator
 from ._rows import Rows
@@ -20,7 +20,7 @@ from ._weights import AbstractWeights
 def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], Array]:
     """The entries A_jj = e_j^T A e_j, and the largest |entry| of A (NaN and inf included)."""
     n = block.n
-    num_blocks = -(-n // (batch_size_of(block.operator) or block_width(n, n)))
+    num_blocks = -(-n // batch_width(block.operator, n))
     width = -(-n // max(num_blocks, 1))
     rows = jnp.arange(n)[:, None]
 

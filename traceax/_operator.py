@@ -15,7 +15,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
-from ._batches import batch_size_of, block_width, by_columns, in_batches
+from ._batches import batch_size_of, batch_width, by_columns, in_batches
 from ._matrix_product import matrix_product
 
 
@@ -245,7 +245,7 @@ class BlockOperator:
         m = blocks[0].shape[-1]
         if isinstance(self._untagged(), lx.MatrixLinearOperator):
             return m
-        return batch_size_of(self.operator) or block_width(self.n, m)
+        return batch_width(self.operator, m)
 
     def _products(self, blocks: list[Inexact[Array, "*leaf m"]]) -> list[Array]:
         vectors = self._as_vectors(blocks)

@@ -42,7 +42,7 @@ from ._estimate import safe_norm, scale_of, status_of
 from ._linalg import qr
 from ._operator import BlockOperator
 from ._sampler import AbstractSampler
-from ._sketch import adjoint, column_dots, matmul, resphering, shift_of, square_norms
+from ._sketch import adjoint, column_dots, matmul, resphering, scaled, shift_of, square_norms
 
 RECYCLED, DELTASHIFT = 0, 1
 
@@ -167,9 +167,9 @@ def _basis(state: TrackState, key: Array, n: int, eps: float) -> Array:
     """`Q_j = orth(A_{j-1} Q_{j-1})`."""
     # Noise as small as rounding fills up what the sketch leaves of the l dimensions: at the first
     # step, and after a zero operator, all of them.
-    sketch = state.sketch / scale_of(state.sketch)
-    noise = jr.normal(key, sketch.shape, sketch.dtype)
-    return qr(sketch + shift_of(jnp.linalg.norm(sketch), n, eps) * noise)[0]
+    sketch = scaled(state.sketch)
+    noise = jr.normal(key, state.sketch.shape, state.sketch.dtype)
+    return qr(sketch.numbers + shift_of(sketch.norm, n, eps) * noise)[0]
 
 
 def follow(
