@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
@@ -38,6 +37,7 @@ from ._low_rank import Built
 from ._operator import BlockOperator
 from ._progress import report
 from ._quadrature_error import with_quadrature_error
+from ._random import fold_in, split
 from ._spending import Plan, run, spending_of
 
 #: So many standard errors are to be within the tolerance. (The error of 99 % of runs then is: five
@@ -128,7 +128,7 @@ class _Loop:
     """One run. (Not a PyTree: it lives while it is traced.)"""
 
     def __init__(self, estimator: "ToleranceLogdetEstimator", key, operator, most: int):
-        sketch_key, self.probe_key = jr.split(key)
+        sketch_key, self.probe_key = split(key)
         self.estimator, self.most = estimator, most
         self.block = BlockOperator(operator).linearised()
         self.ranks, self.shapes = ranks(most), shapes(most, self.block.n)
@@ -195,7 +195,7 @@ class _Loop:
 
     def _probed(self, state: _State) -> _State:
         """With a few more probes."""
-        key = jr.fold_in(self.probe_key, state.rounds)
+        key = fold_in(self.probe_key, state.rounds)
         depth, first = state.depth, (state.depth == 0) & (state.sums.probes == 0)
         for j, (p, q) in enumerate(self.shapes):
             wanted = first if j == 0 else ~first & (depth == j - 1)

@@ -38,6 +38,7 @@ from ._linalg import (
     svd,
 )
 from ._nystrom import _shifted_cholesky
+from ._random import fold_in
 from ._sketch import adjoint, matmul, shift_of, square_norms
 
 
@@ -226,7 +227,7 @@ def pivoted_cholesky(
     def step(j, carry):
         f, left = carry
         positive = jnp.maximum(left, 0)
-        pivot = jr.categorical(jr.fold_in(key, j), jnp.log(positive))
+        pivot = jr.categorical(fold_in(key, j), jnp.log(positive))
         residual = column(pivot) - matmul(f, jnp.conj(f[pivot]))
         size = residual[pivot].real
         # Nothing is left but rounding errors: such a column would only amplify them.

@@ -231,7 +231,9 @@ class BlockOperator:
 
     def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A @ block`: `m` matvecs."""
-        return self.join(self.mm_by_leaf(self.split(block)))
+        if all(len(shape) < 2 for shape in self.shapes):
+            return self.join(self.mm_by_leaf(self.split(block)))
+        return by_columns(self._products_of_rows, self._width([block]), [block])[0]
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
         """The product `A @ block`, both as blocks that belong to a leaf each: nothing as long as
@@ -248,7 +250,7 @@ class BlockOperator:
         return batch_width(self.operator, m)
 
     def _products(self, blocks: list[Inexact[Array, "*leaf m"]]) -> list[Array]:
-        vectors = self._as_vectors(blocks)
+        vectors = self._as_vectors(blocks, blocks[0].shape[-1:])
         operator = self._untagged()
         if isinstance(operator, lx.MatrixLinearOperator):
             products = matrix_product(operator.matrix, vectors)
@@ -260,6 +262,18 @@ class BlockOperator:
             leaves = self.split(self.join(leaves))
         return [x.reshape(block.shape) for x, block in zip(leaves, blocks, strict=True)]
 
+    def _products_of_rows(self, blocks: list[Inexact[Array, "n m"]]) -> list[Array]:
+        """The product with one block. For leaves that are matrices (the weights of a network):
+        their products have the vectors first, and one transpose of the block costs less than one
+        of each leaf (a Hessian of size 10^6, m = 10: 80 ms instead of 106).
+        """
+
+        def product(vector):
+            leaves = jtu.tree_leaves(self._untagged().mv(self._as_vectors(self.split(vector), ())))
+            return jnp.concatenate([x.reshape(-1).astype(self.dtype) for x in leaves])
+
+        return [jax.vmap(product)(blocks[0].T).T]
+
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
         """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs.
 
@@ -270,7 +284,8 @@ class BlockOperator:
             return self.forms(blocks, blocks)
 
         def forms(blocks):
-            return [jax.vmap(form, in_axes=-1)(self._as_vectors(blocks)).astype(self.dtype)]
+            vectors = self._as_vectors(blocks, blocks[0].shape[-1:])
+            return [jax.vmap(form, in_axes=-1)(vectors).astype(self.dtype)]
 
         return by_columns(forms, self._width(blocks), blocks)[0]
 
@@ -302,15 +317,16 @@ class BlockOperator:
             operator = operator.operator
         return operator
 
-    def _as_vectors(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> PyTree:
-        """Blocks as a PyTree of arrays of shape `(*shape, m)` in the operator's dtypes."""
+    def _as_vectors(
+        self, blocks: Sequence[Inexact[Array, "*leaf m"]], last: tuple[int, ...]
+    ) -> PyTree:
+        """Blocks as a PyTree of arrays of shape `(*shape, *last)` in the operator's dtypes."""
         leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
-        m = blocks[0].shape[-1]
         floating = jax.dtypes.canonicalize_dtype(float)
 
         def shaped(leaf, rows):
             dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else floating
-            return rows.reshape(*leaf.shape, m).astype(dtype)
+            return rows.reshape(*leaf.shape, *last).astype(dtype)
 
         vectors = [shaped(leaf, rows) for leaf, rows in zip(leaves, blocks, strict=True)]
         return jtu.tree_unflatten(treedef, vectors)

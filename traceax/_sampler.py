@@ -8,11 +8,12 @@ from typing import Any, ClassVar, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 from equinox import AbstractClassVar, AbstractVar
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, Shaped
+
+from ._random import normal, ones, split, uniform
 
 
 def _canonical(dtype: DTypeLike | None) -> Any:
@@ -104,7 +105,7 @@ class AbstractSampler(eqx.Module):
 
         A list of arrays of shape `(*shape, k)`, with the numbers of `probes(key, size, k, dtype)`.
         """
-        keys = [key] if len(shapes) == 1 else jr.split(key, len(shapes))
+        keys = [key] if len(shapes) == 1 else split(key, len(shapes))
         own = np.dtype(dtype if self.dtype is None else self.dtype)
         pairs = zip(keys, shapes, strict=True)
         return [self._draw(key, shape, k, own).astype(dtype) for key, shape in pairs]
@@ -185,10 +186,13 @@ class _ShapedSampler(AbstractSampler):
     def _sample(self, key, n, k, dtype):
         return self._draw(key, (n,), k, dtype)
 
+    def _draw(self, key, shape, k, dtype):
+        return jnp.moveaxis(self._vectors(key, shape, k, dtype), 0, -1)
+
     @abc.abstractmethod
-    def _draw(
+    def _vectors(
         self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
-    ) -> Shaped[Array, "*shape k"]: ...
+    ) -> Shaped[Array, "k ..."]: ...
 
 
 def _require_inexact(sampler: AbstractSampler) -> None:
@@ -217,8 +221,8 @@ class NormalSampler(_ShapedSampler):
     def _default_dtype(self):
         return float
 
-    def _draw(self, key, shape, k, dtype):
-        return jr.normal(key, (*shape, k), dtype)
+    def _vectors(self, key, shape, k, dtype):
+        return normal(key, shape, k, dtype)
 
 
 NormalSampler.__init__.__doc__ = """**Arguments:**
@@ -243,13 +247,13 @@ class SphereSampler(_ShapedSampler):
     def _default_dtype(self):
         return float
 
-    def _draw(self, key, shape, k, dtype):
-        normal = jr.normal(key, (*shape, k), dtype)
-        square = (normal * jnp.conj(normal)).real
-        norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(len(shape)))))
-        # One scale a column (rather than a division of the block) leaves XLA one fused pass.
+    def _vectors(self, key, shape, k, dtype):
+        vectors = normal(key, shape, k, dtype)
+        square = (vectors * jnp.conj(vectors)).real
+        norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(1, vectors.ndim)), keepdims=True))
+        # One scale a vector (rather than a division of the block) leaves XLA one fused pass.
         scale = math.sqrt(math.prod(shape)) / norm
-        return normal * scale.astype(dtype)
+        return vectors * scale.astype(dtype)
 
 
 SphereSampler.__init__.__doc__ = NormalSampler.__init__.__doc__
@@ -276,16 +280,8 @@ class RademacherSampler(_ShapedSampler):
     def _default_dtype(self):
         return float
 
-    def _draw(self, key, shape, k, dtype):
-        # One random word gives 32 signs: `jax.random.rademacher` draws a word for each.
-        size = math.prod(shape)
-        *outer, last = shape if shape and shape[-1] % 32 == 0 else (size,)
-        words = -(-last // 32)
-        bits = jr.bits(key, (*outer, words, 1, k), jnp.uint32)
-        shifts = jnp.arange(32, dtype=jnp.uint32)[:, None]
-        ones = ((bits >> shifts) & jnp.uint32(1)).reshape(*outer, words * 32, k)
-        signs = 2 * ones[..., :last, :].astype(jnp.int32) - 1
-        return signs.astype(dtype).reshape(*shape, k)
+    def _vectors(self, key, shape, k, dtype):
+        return (2 * ones(key, shape, k).astype(jnp.int32) - 1).astype(dtype)
 
 
 RademacherSampler.__init__.__doc__ = """**Arguments:**
@@ -320,10 +316,10 @@ class SteinhausSampler(_ShapedSampler):
     def _default_dtype(self):
         return complex
 
-    def _draw(self, key, shape, k, dtype):
+    def _vectors(self, key, shape, k, dtype):
         self._check_own(dtype)
         real = jnp.finfo(dtype).dtype
-        angle = jr.uniform(key, (*shape, k), real, maxval=2 * np.pi)
+        angle = uniform(key, shape, k, real, highest=2 * np.pi)
         return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
 
 

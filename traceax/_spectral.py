@@ -6,7 +6,6 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.random as jr
 import lineax as lx
 from jax import lax
 from jax.typing import ArrayLike
@@ -28,6 +27,7 @@ from ._funm import (
 from ._krylov import lanczos, quadrature
 from ._operator import BlockOperator, as_operator
 from ._quadrature_error import solve_pair, with_quadrature_error
+from ._random import split
 from ._sampler import SphereSampler
 from ._solution import Solution
 from ._weights import AbstractWeights
@@ -240,7 +240,7 @@ def density_on_interval(
     """
     check_hermitian(operator, "A spectral density")
     n, dtype = operator.in_size(), _real_dtype(operator)
-    key, first_key = jr.split(key)
+    key, first_key = split(key)
     first = 0 if ends is not None else min(n, max(1, min(30, k // 4)))
     left = k if k >= n else max(1, k - first)
 

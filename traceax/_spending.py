@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.random as jr
 import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray
@@ -28,6 +27,7 @@ from ._log_quadrature import LogQuadrature, log_quadrature
 from ._low_rank import Built, LowRankPlusIdentity
 from ._operator import BlockOperator, semidefinite_sign
 from ._precondition import AbstractPreconditioner
+from ._random import split
 from ._sampler import SphereSampler
 from ._shift import terms_of
 
@@ -128,7 +128,7 @@ class Spending(eqx.Module):
 
         What `finish` returns.
         """
-        sketch_key, probe_key = jr.split(key)
+        sketch_key, probe_key = split(key)
         block = BlockOperator(operator).linearised()
         if not self.auto or k < 24:
             return finish(self._fixed(sketch_key, probe_key, block, operator, k))

@@ -41,7 +41,8 @@ from jaxtyping import Array, Inexact, Int, Real
 from ._estimate import safe_norm, scale_of, status_of
 from ._linalg import qr
 from ._operator import BlockOperator
-from ._sampler import AbstractSampler
+from ._random import split
+from ._sampler import AbstractSampler, NormalSampler
 from ._sketch import adjoint, column_dots, matmul, resphering, scaled, shift_of, square_norms
 
 RECYCLED, DELTASHIFT = 0, 1
@@ -168,7 +169,7 @@ def _basis(state: TrackState, key: Array, n: int, eps: float) -> Array:
     # Noise as small as rounding fills up what the sketch leaves of the l dimensions: at the first
     # step, and after a zero operator, all of them.
     sketch = scaled(state.sketch)
-    noise = jr.normal(key, state.sketch.shape, state.sketch.dtype)
+    noise = NormalSampler().probes(key, n, state.sketch.shape[1], jnp.dtype(state.sketch.dtype))
     return qr(sketch.numbers + shift_of(sketch.norm, n, eps) * noise)[0]
 
 
@@ -199,7 +200,7 @@ def follow(
     block = BlockOperator(operator).linearised()
     n, (q, f, b, _) = block.n, plan
     spherical, beta = sampler.respheres(None, block.dtype), beta_of(sampler, block.dtype)
-    probe_key, noise_key = jr.split(key)
+    probe_key, noise_key = split(key)
     z = sampler.probes(probe_key, n, f, block.dtype)
     if sampler.rotation_invariant:  # normal probes go to the sphere: that is less variance
         z = z * (math.sqrt(n) / jnp.sqrt(square_norms(z)))

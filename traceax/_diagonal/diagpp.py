@@ -4,7 +4,6 @@ from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import CALIBRATION, Calibration
@@ -12,6 +11,7 @@ from .._estimate import make_estimate, mean_and_std_err, norm_of, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator, is_hermitian
+from .._random import split
 from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
 from .._sketch import adjoint, append_basis, empty_state, matmul
@@ -70,7 +70,7 @@ class DiagPlusPlusGrowth(AbstractGrowth):
     def grow(self, state, key, block, k):
         """See `AbstractGrowth`."""
         n, m = block.n, k // 3
-        sketch_key, probe_key = jr.split(key)
+        sketch_key, probe_key = split(key)
         first = self.sampler.probes(sketch_key, n, m, block.dtype)
         sketch = block.mm(first)
         omega = self.sampler.probes(probe_key, n, k - 2 * m, block.dtype)

@@ -16,6 +16,7 @@ from .._estimate import as_value, make_estimate, norm_of, safe_norm, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator
+from .._random import split
 from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
 from .._weights import AbstractWeights
@@ -56,7 +57,7 @@ class _ProbeWeights(AbstractWeights):
         whole, rest = self.k // self.width, self.k % self.width
         if whole == 1 and rest == 0:
             return add(carry, samples(key, self.k))
-        keys = jr.split(key, whole + 1)
+        keys = split(key, whole + 1)
         # Without the checkpoint, reverse mode would store each block's probes.
         one_block = jax.checkpoint(lambda key: samples(key, self.width), prevent_cse=False)
         carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])

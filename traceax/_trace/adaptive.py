@@ -35,6 +35,7 @@ from .._lanes import any_lane
 from .._linalg import qr
 from .._operator import BlockOperator, is_hermitian
 from .._progress import report
+from .._random import fold_in, split
 from .._sampler import NormalSampler
 from .._sketch import adjoint, column_dots, matmul, square_norms
 from .._weights import AbstractWeights
@@ -58,9 +59,7 @@ def _prefixes(columns: int, width: int) -> list[int]:
 
 
 def _on_prefix(fn: Any, q: Array, used: Array, width: int, x: Array) -> Array:
-    """`fn(p, x)` with p the columns of q in use, and at most as many zeros. (Under `vmap`, those of
-    the lane with the most.)
-    """
+    """`fn(p, x)`, p the columns of q in use (under `vmap`, in any lane); at most as many are 0."""
     widths = _prefixes(q.shape[1], width)
     level = jnp.zeros((), jnp.int32)
     for w in widths[:-1]:
@@ -75,7 +74,7 @@ def _complement(q: Array, used: Array, width: int, x: Array) -> Array:
 
 def _residual_probes(key: Any, i: Array, q: Array, used: Array, width: int) -> Array:
     """The i-th block of g = (I - Q Q^H) psi, with normal psi."""
-    psi = NormalSampler().probes(jr.fold_in(key, i), q.shape[0], width, np.dtype(q.dtype))
+    psi = NormalSampler().probes(fold_in(key, i), q.shape[0], width, np.dtype(q.dtype))
     return _complement(q, used, width, psi)
 
 
@@ -161,7 +160,7 @@ class _Run:
         self.width = width = _block_width(most)
         self.sketch_blocks = (most - width) // (2 * width)
         self.probe_blocks = (most - 2 * width) // width
-        self.sketch_key, self.probe_key = jr.split(key)
+        self.sketch_key, self.probe_key = split(key)
         # Real normal numbers in one entry of a probe.
         self.field = 2 if jnp.issubdtype(self.block.dtype, jnp.complexfloating) else 1
         self.constant = 4 * math.log(2 / delta) / self.field  # C eps^2
@@ -193,7 +192,7 @@ class _Run:
     def _sketch_block(self, s: _Sketch) -> _Sketch:
         s = self._stored(s)
         width, used = self.width, s.turn * self.width
-        key = jr.fold_in(self.sketch_key, s.turn)
+        key = fold_in(self.sketch_key, s.turn)
         omega = NormalSampler().probes(key, self.n, width, np.dtype(self.block.dtype))
         products = self.block.mm(omega)
         scale = jnp.where(s.turn == 0, scale_of(products), s.scale)

@@ -15,6 +15,7 @@ from .._estimate import make_estimate, mean_and_std_err, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, complete_trace, run_once
 from .._operator import BlockOperator
+from .._random import split
 from .._sampler import AbstractSampler, RademacherSampler
 from .._sketch import column_dots
 from .._weights import AbstractWeights
@@ -57,7 +58,7 @@ class _ProbeWeights(AbstractWeights):
         whole, rest = _blocks(self.k, self.width)
         if whole == 1 and rest == 0:
             return forms(key, self.k)
-        keys = jr.split(key, whole + 1)
+        keys = split(key, whole + 1)
         # Without the checkpoint, reverse mode would store each block's probes.
         one_block = jax.checkpoint(lambda key: forms(key, self.width), prevent_cse=False)
         samples = lax.map(one_block, keys[:whole]).reshape(-1)

@@ -5,7 +5,6 @@ from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.random as jr
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import CALIBRATION, Calibration
@@ -13,6 +12,7 @@ from .._estimate import make_estimate, mean_and_std_err, safe_norm, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
 from .._operator import BlockOperator
+from .._random import split
 from .._sampler import AbstractSampler, SphereSampler
 from .._sketch import (
     adjoint,
@@ -60,7 +60,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         """See `AbstractGrowth`."""
         n, m = block.n, k // 3
         fresh = k - 2 * m
-        sketch_key, probe_key = jr.split(key)
+        sketch_key, probe_key = split(key)
         omega = self.sampler.probes(sketch_key, n, m, block.dtype)
         sketch = block.mm(omega)
         rows = n if self.keeps else 0

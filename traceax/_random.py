@@ -1,0 +1,177 @@
+"""Random numbers as `jax.random` makes them (the complex ones to rounding), in one pass.
+
+For CPUs JAX writes the threefry hash (J. K. Salmon et al., *Parallel random numbers: as easy as 1,
+2, 3*, 2011, doi:10.1145/2063384.2063405) as a loop over its rounds, each of which reads and writes
+the whole block. Without the loop it is one elementwise expression of a counter: XLA fuses it with
+what is made of the numbers and cuts it over devices as any other. For 10^6 x 16 normal numbers on
+two cores 60 ms instead of 185, compiled in half of the time; 10^6 x 5 on the sphere 19 instead
+of 108, because here the vectors come first: a short last axis is not vectorised.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, UInt
+
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+_PARITY = 0x1BD11BDA
+_WORDS = 2**32
+
+#: So many numbers are unpacked from words that are made again for each: beyond, that is dearer
+#: than JAX's loop, whose words are kept.
+UNPACKED = 2**17
+
+
+def _is_threefry(key: PRNGKeyArray) -> bool:
+    return jr.key_impl(key) == "threefry2x32"
+
+
+def _threefry(key: PRNGKeyArray, high: Any, low: Any) -> tuple[Array, Array]:
+    """The two words of the hash of a counter of two words."""
+    word = np.uint32
+    k0, k1 = (jr.key_data(key)[i] for i in range(2))
+    schedule = k0, k1, k0 ^ k1 ^ word(_PARITY)
+    x0, x1 = high + k0, low + k1
+    for i in range(5):
+        for by in _ROTATIONS[i % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << word(by)) | (x1 >> word(32 - by)))
+        x0 = x0 + schedule[(i + 1) % 3]
+        x1 = x1 + (schedule[(i + 2) % 3] + word(i + 1))
+    return x0, x1
+
+
+@partial(jax.jit, static_argnums=1)
+def split(key: PRNGKeyArray, num: int = 2) -> PRNGKeyArray:
+    """As `jax.random.split`."""
+    if not _is_threefry(key):
+        return jr.split(key, num)
+    counter = lax.iota(np.uint32, num)
+    return _like(key, jnp.stack(_threefry(key, np.uint32(0), counter), axis=1))
+
+
+@jax.jit
+def fold_in(key: PRNGKeyArray, data: int | Int[Array, ""]) -> PRNGKeyArray:
+    """As `jax.random.fold_in`."""
+    if not _is_threefry(key):
+        return jr.fold_in(key, data)
+    counter = jnp.asarray(data).astype(np.uint32)
+    return _like(key, jnp.stack(_threefry(key, np.uint32(0), counter)))
+
+
+def _like(key: PRNGKeyArray, data: UInt[Array, "*shape words"]) -> PRNGKeyArray:
+    """Keys of these words, of new or old style as `key`."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jr.wrap_key_data(data, impl=jr.key_impl(key))
+    return data
+
+
+def _by_jax(key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype) -> Array:
+    return jnp.moveaxis(jr.bits(key, (*shape, k), dtype), -1, 0)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def bits(
+    key: PRNGKeyArray, shape: tuple[int, ...], k: int, width: int = 32
+) -> UInt[Array, "k ..."]:
+    """Random words: those of `jax.random.bits(key, (*shape, k))`, with the last axis first.
+
+    **Arguments:**
+
+    - `key`: a JAX random key.
+    - `shape`: the shape of one vector.
+    - `k`: the number of vectors.
+    - `width`: 32 or 64, of a word.
+
+    **Returns:**
+
+    An array of unsigned integers of shape `(k, *shape)`.
+    """
+    dtype = np.dtype(f"uint{width}")
+    if not _is_threefry(key) or math.prod(shape) * k > _WORDS:
+        return _by_jax(key, shape, k, dtype)
+    full = (k, *shape)
+    counter = jnp.zeros(full, np.uint32)
+    for axis in (*range(1, len(full)), 0):
+        counter = counter * np.uint32(full[axis]) + lax.broadcasted_iota(np.uint32, full, axis)
+    high, low = _threefry(key, np.uint32(0), counter)
+    if width == 32:
+        return high ^ low
+    return (high.astype(dtype) << dtype.type(32)) | low.astype(dtype)
+
+
+def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "k ..."]:
+    """Numbers 0 and 1, of one random bit each.
+
+    **Arguments:** as of `bits`.
+
+    **Returns:**
+
+    An array of unsigned integers of shape `(k, *shape)`.
+    """
+    size = math.prod(shape)
+    # In rows of 32, where the shape has them: a leaf cut over devices stays where it is.
+    *outer, last = shape if shape and shape[-1] % 32 == 0 else (size,)
+    rows = (*outer, -(-last // 32))
+    # The words' expression is evaluated for each of their bits where XLA can do so.
+    few = size * k <= UNPACKED
+    words = bits(key, rows, k) if few else _by_jax(key, rows, k, np.dtype(np.uint32))
+    unpacked = (words[..., None] >> jnp.arange(32, dtype=np.uint32)) & np.uint32(1)
+    return unpacked.reshape(k, *outer, rows[-1] * 32)[..., :last].reshape(k, *shape)
+
+
+def uniform(
+    key: PRNGKeyArray,
+    shape: tuple[int, ...],
+    k: int,
+    dtype: np.dtype,
+    lowest: float = 0.0,
+    highest: float = 1.0,
+) -> Float[Array, "k ..."]:
+    """Uniform numbers: those of `jax.random.uniform(key, (*shape, k))`, with the last axis first.
+
+    **Arguments:** as of `bits`, and
+
+    - `dtype`: float32 or float64.
+    - `lowest`, `highest`: the ends of the interval.
+
+    **Returns:**
+
+    An array of shape `(k, *shape)`.
+    """
+    info, real = jnp.finfo(dtype), dtype.type
+    words = bits(key, shape, k, info.bits)
+    # Random bits for the mantissa, with the exponent of 1: uniform in [1, 2).
+    mantissas = words >> words.dtype.type(info.bits - info.nmant)
+    from_1 = lax.bitcast_convert_type(mantissas | real(1).view(words.dtype), dtype)
+    lowest, highest = real(lowest), real(highest)
+    return jnp.maximum(lowest, (from_1 - real(1)) * (highest - lowest) + lowest)
+
+
+def normal(
+    key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
+) -> Inexact[Array, "k ..."]:
+    """Normal numbers: those of `jax.random.normal(key, (*shape, k))`, with the last axis first.
+
+    **Arguments:** as of `bits`, and
+
+    - `dtype`: a floating or complex dtype. Numbers of less than 32 bits are rounded.
+
+    **Returns:**
+
+    An array of shape `(k, *shape)`.
+    """
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = (normal(part, shape, k, jnp.finfo(dtype).dtype) for part in split(key))
+        return lax.complex(*parts) / dtype.type(np.sqrt(2))
+    wide = dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
+    real = wide.type
+    lowest = np.nextafter(real(-1), real(0))
+    numbers = real(np.sqrt(2)) * lax.erf_inv(uniform(key, shape, k, wide, float(lowest)))
+    return numbers.astype(dtype)
