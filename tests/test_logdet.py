@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from traceax import RESULTS, logdet
-from traceax._low_rank import LowRankPlusIdentity
+from traceax._low_rank import LowRankPlusIdentity, nystrom_of
 from traceax._precondition import NystromPreconditioner, RPCholeskyPreconditioner
 from traceax._spectral import spectral_sum
 from traceax._spending import plans
@@ -90,6 +90,17 @@ def test_floor_is_a_lower_bound():
         root = factors.inverse_root(matrix + 1e-3 * jnp.eye(N))
         smallest = np.linalg.eigvalsh(factors.inverse_root(root.T))[0]
         assert 0.1 * smallest < floor <= smallest * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 17])
+def test_half_of_the_columns_leaves_out_what_it_leaves_out_alone(rank):
+    omega = jr.normal(jr.key(0), (N, rank)) / np.sqrt(N)
+    products = (decaying() + np.eye(N)) @ omega
+    known, eps, half = jnp.array(True), float(jnp.finfo(omega.dtype).eps), max(rank // 2, 1)
+    both = nystrom_of(omega, products, known, eps)
+    alone = nystrom_of(omega[:, :half], products[:, :half], known, eps)
+    np.testing.assert_allclose(both.left_out_by_half, alone.left_out, rtol=1e-10)
+    assert (both.left_out < alone.left_out) == (rank > 1)
 
 
 def test_plans_keep_to_the_budget():

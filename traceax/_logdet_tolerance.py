@@ -145,7 +145,7 @@ class _Loop:
 
     def start(self) -> _State:
         y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
-        half, low_rank = self.sketch.low_rank(y[:, : y.shape[1] // 2]), self.sketch.low_rank(y)
+        low_rank = self.sketch.low_rank(y)
         built = self._built(low_rank)
         no_weights = LogdetWeights(
             jnp.zeros((self.block.n, self.columns), y.dtype),
@@ -156,7 +156,7 @@ class _Loop:
             y=jnp.pad(y, ((0, 0), (0, self.ranks[-1] - y.shape[1]))),
             built=built,
             left_out=low_rank.left_out,
-            decays=_decay(low_rank, half.left_out),
+            decays=_decay(low_rank, low_rank.left_out_by_half),
             level=zero,
             depth=zero,
             grows=jnp.array(False),

@@ -119,6 +119,7 @@ class LowRank(NamedTuple):
     nu: Real[Array, ""]  # the shift that F F^H is too large by
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
+    left_out_by_half: Real[Array, ""]  # t of the first half of the columns; NaN if not known
 
     def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
         """The factors of P. Cost: a QR factorisation, and l^3 operations."""
@@ -190,14 +191,19 @@ def nystrom_of(
     f = divide_by_upper(sketch + nu.astype(omega.dtype) * omega, factor)
 
     inverse = solve_upper_adjoint(factor, jnp.eye(m, dtype=omega.dtype))
-    peak = jnp.max(jnp.abs(inverse), axis=0)
-    inverse = inverse / peak
-    length = jnp.sqrt(square_norms(inverse))
-    tested = n / (peak * length) ** 2
-    held_out = square_norms(matmul(f, inverse / length.astype(omega.dtype)))
-    left_out = jnp.mean(tested - held_out) / max(n - m, 1) - nu
-    left_out = jnp.where(jnp.isfinite(left_out), jnp.maximum(left_out, 0), jnp.nan)
-    return LowRank(f, nu, shift, left_out)
+
+    def left_out(count):
+        """The t of the first columns: they, and their part of C^{-H}, do not know the others."""
+        part = inverse[:count, :count]
+        peak = jnp.max(jnp.abs(part), axis=0)
+        part = part / peak
+        length = jnp.sqrt(square_norms(part))
+        tested = n / (peak * length) ** 2
+        held_out = square_norms(matmul(f[:, :count], part / length.astype(omega.dtype)))
+        mean = jnp.mean(tested - held_out) / max(n - count, 1) - nu
+        return jnp.where(jnp.isfinite(mean), jnp.maximum(mean, 0), jnp.nan)
+
+    return LowRank(f, nu, shift, left_out(m), left_out(max(m // 2, 1)))
 
 
 def pivoted_cholesky(

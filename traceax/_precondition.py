@@ -177,7 +177,8 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
         left_out = jnp.maximum(left_out, 0) / max(block.n - rank, 1)
         shift = jnp.where(known, shift, 0.9 * left_out)
         known &= terms_of(operator).semidefinite
-        low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out)
+        nan = jnp.full_like(unit, jnp.nan)
+        low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out, nan)
         return low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
 
 

@@ -72,10 +72,6 @@ def _like(key: PRNGKeyArray, data: UInt[Array, "*shape words"]) -> PRNGKeyArray:
     return data
 
 
-def _by_jax(key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype) -> Array:
-    return jnp.moveaxis(jr.bits(key, (*shape, k), dtype), -1, 0)
-
-
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def bits(
     key: PRNGKeyArray, shape: tuple[int, ...], k: int, width: int = 32
@@ -95,7 +91,7 @@ def bits(
     """
     dtype = np.dtype(f"uint{width}")
     if not _is_threefry(key) or math.prod(shape) * k > _WORDS:
-        return _by_jax(key, shape, k, dtype)
+        return jnp.moveaxis(jr.bits(key, (*shape, k), dtype), -1, 0)
     full = (k, *shape)
     counter = jnp.zeros(full, np.uint32)
     for axis in (*range(1, len(full)), 0):
@@ -106,24 +102,25 @@ def bits(
     return (high.astype(dtype) << dtype.type(32)) | low.astype(dtype)
 
 
-def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "k ..."]:
+def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... k"]:
     """Numbers 0 and 1, of one random bit each.
 
     **Arguments:** as of `bits`.
 
     **Returns:**
 
-    An array of unsigned integers of shape `(k, *shape)`.
+    An array of unsigned integers of shape `(*shape, k)`: here the vectors are last, so that JAX's
+    words need no transpose.
     """
     size = math.prod(shape)
     # In rows of 32, where the shape has them: a leaf cut over devices stays where it is.
     *outer, last = shape if shape and shape[-1] % 32 == 0 else (size,)
     rows = (*outer, -(-last // 32))
-    # The words' expression is evaluated for each of their bits where XLA can do so.
     few = size * k <= UNPACKED
-    words = bits(key, rows, k) if few else _by_jax(key, rows, k, np.dtype(np.uint32))
-    unpacked = (words[..., None] >> jnp.arange(32, dtype=np.uint32)) & np.uint32(1)
-    return unpacked.reshape(k, *outer, rows[-1] * 32)[..., :last].reshape(k, *shape)
+    words = jnp.moveaxis(bits(key, rows, k), 0, -1) if few else jr.bits(key, (*rows, k), np.uint32)
+    shifts = jnp.arange(32, dtype=np.uint32)[:, None]
+    unpacked = (words[..., None, :] >> shifts) & np.uint32(1)
+    return unpacked.reshape(*outer, rows[-1] * 32, k)[..., :last, :].reshape(*shape, k)
 
 
 def uniform(

@@ -281,7 +281,8 @@ class RademacherSampler(_ShapedSampler):
         return float
 
     def _vectors(self, key, shape, k, dtype):
-        return (2 * ones(key, shape, k).astype(jnp.int32) - 1).astype(dtype)
+        signs = 2 * ones(key, shape, k).astype(jnp.int32) - 1
+        return jnp.moveaxis(signs.astype(dtype), -1, 0)
 
 
 RademacherSampler.__init__.__doc__ = """**Arguments:**

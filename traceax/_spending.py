@@ -180,8 +180,7 @@ class Spending(eqx.Module):
             done = lambda y: end(y, middle, second)  # noqa: E731
             return lax.cond(pays | ~(left_out > 0), to_the_end, done, y)
 
-        half = low_rank(y[:, : first.rank // 2])
-        decays = start.left_out <= 0.84 * half.left_out
+        decays = start.left_out <= 0.84 * start.left_out_by_half
         return lax.cond(decays, go_on, lambda y: end(y, start, first), y)
 
 
