@@ -84,3 +84,16 @@ def test_under_vmap():
         return _random.normal(key, (4,), 2, np.dtype("float32"))
 
     assert_same(jax.vmap(draw)(keys), jnp.stack([draw(key) for key in keys]))
+
+
+@pytest.mark.parametrize("name", ["new", "old"])
+def test_a_batch_of_keys_is_refused(name):
+    batch = jr.split(KEYS[name], 3)
+    for draw in (
+        lambda: _random.split(batch),
+        lambda: _random.fold_in(batch, 1),
+        lambda: _random.normal(batch, (4,), 2, np.dtype("float32")),
+        lambda: _random.ones(batch, (4,), 2),
+    ):
+        with pytest.raises(ValueError, match="single key"):
+            draw()

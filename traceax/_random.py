@@ -1,4 +1,4 @@
-"""Random numbers as `jax.random` makes them (the complex ones to rounding), in one pass.
+"""Random numbers as `jax.random` makes them by default (complex ones to rounding), in one pass.
 
 For CPUs JAX writes the threefry hash (J. K. Salmon et al., *Parallel random numbers: as easy as 1,
 2, 3*, 2011, doi:10.1145/2063384.2063405) as a loop over its rounds, each of which reads and writes
@@ -29,7 +29,8 @@ UNPACKED = 2**17
 
 
 def _is_threefry(key: PRNGKeyArray) -> bool:
-    return jr.key_impl(key) == "threefry2x32"
+    # JAX says what is wrong with anything that is not one key.
+    return jr.key_impl(key) == "threefry2x32" and jr.key_data(key).shape == (2,)
 
 
 def _threefry(key: PRNGKeyArray, high: Any, low: Any) -> tuple[Array, Array]:
