@@ -10,7 +10,6 @@ of 108, because here the vectors come first: a short last axis is not vectorised
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +32,12 @@ def _is_threefry(key: PRNGKeyArray) -> bool:
     return jr.key_impl(key) == "threefry2x32" and jr.key_data(key).shape == (2,)
 
 
-def _threefry(key: PRNGKeyArray, high: Any, low: Any) -> tuple[Array, Array]:
-    """The two words of the hash of a counter of two words."""
+def _threefry(key: PRNGKeyArray, counter: UInt[Array, "..."]) -> tuple[Array, Array]:
+    """The two words of the hash of a counter, whose other word is 0."""
     word = np.uint32
     k0, k1 = (jr.key_data(key)[i] for i in range(2))
     schedule = k0, k1, k0 ^ k1 ^ word(_PARITY)
-    x0, x1 = high + k0, low + k1
+    x0, x1 = k0, counter + k1
     for i in range(5):
         for by in _ROTATIONS[i % 2]:
             x0 = x0 + x1
@@ -48,13 +47,18 @@ def _threefry(key: PRNGKeyArray, high: Any, low: Any) -> tuple[Array, Array]:
     return x0, x1
 
 
+def _keys(key: PRNGKeyArray, counter: UInt[Array, "*shape"]) -> PRNGKeyArray:
+    """Keys from the hash of a counter, of new or old style as `key`."""
+    data = jnp.stack(_threefry(key, counter), axis=-1)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jr.wrap_key_data(data, impl=jr.key_impl(key))
+    return data
+
+
 @partial(jax.jit, static_argnums=1)
 def split(key: PRNGKeyArray, num: int = 2) -> PRNGKeyArray:
     """As `jax.random.split`."""
-    if not _is_threefry(key):
-        return jr.split(key, num)
-    counter = lax.iota(np.uint32, num)
-    return _like(key, jnp.stack(_threefry(key, np.uint32(0), counter), axis=1))
+    return _keys(key, lax.iota(np.uint32, num)) if _is_threefry(key) else jr.split(key, num)
 
 
 @jax.jit
@@ -62,15 +66,7 @@ def fold_in(key: PRNGKeyArray, data: int | Int[Array, ""]) -> PRNGKeyArray:
     """As `jax.random.fold_in`."""
     if not _is_threefry(key):
         return jr.fold_in(key, data)
-    counter = jnp.asarray(data).astype(np.uint32)
-    return _like(key, jnp.stack(_threefry(key, np.uint32(0), counter)))
-
-
-def _like(key: PRNGKeyArray, data: UInt[Array, "*shape words"]) -> PRNGKeyArray:
-    """Keys of these words, of new or old style as `key`."""
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jr.wrap_key_data(data, impl=jr.key_impl(key))
-    return data
+    return _keys(key, jnp.asarray(data).astype(np.uint32))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
@@ -97,7 +93,7 @@ def bits(
     counter = jnp.zeros(full, np.uint32)
     for axis in (*range(1, len(full)), 0):
         counter = counter * np.uint32(full[axis]) + lax.broadcasted_iota(np.uint32, full, axis)
-    high, low = _threefry(key, np.uint32(0), counter)
+    high, low = _threefry(key, counter)
     if width == 32:
         return high ^ low
     return (high.astype(dtype) << dtype.type(32)) | low.astype(dtype)

@@ -59,7 +59,7 @@ def _prefixes(columns: int, width: int) -> list[int]:
 
 
 def _on_prefix(fn: Any, q: Array, used: Array, width: int, x: Array) -> Array:
-    """`fn(p, x)`, p the columns of q in use (under `vmap`, in any lane); at most as many are 0."""
+    """`fn(p, x)`: p has the columns of q in use (`vmap`: in any lane), and at most as many 0."""
     widths = _prefixes(q.shape[1], width)
     level = jnp.zeros((), jnp.int32)
     for w in widths[:-1]:
