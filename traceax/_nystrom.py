@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
 from ._estimate import NOT_SEMIDEFINITE, Estimate, make_estimate
-from ._linalg import cholesky, divide_by_upper, solve_upper_adjoint
+from ._linalg import cholesky, divide_two_by_upper
 from ._operator import BlockOperator
 from ._sketch import (
     Scaled,
@@ -29,6 +29,7 @@ from ._sketch import (
     lifted,
     matmul,
     rescale_error,
+    row_norms,
     scaled,
     shift_of,
 )
@@ -53,20 +54,24 @@ class Nystrom(NamedTuple):
 def _shifted_cholesky(h, nu):
     """The upper Cholesky factor of H + nu' I with the least nu' in nu, 10 nu, ... that has one.
 
-    H is symmetrised first. No eigenvalue is ever truncated: that would bias the estimate.
+    H is symmetrised. No eigenvalue is ever truncated: that would bias the estimate.
     """
-    h = (h + adjoint(h)) / 2
     eye = jnp.eye(h.shape[0], dtype=h.dtype)
 
-    def factorise(nu):
-        return nu, cholesky(h + nu * eye)
-
-    def failed(state):
-        nu, factor = state
+    def goes_on(state):
+        failed, nu, *_ = state
         # Beyond 1000 the shift exceeds the operator (scaled to size 1): NaN, and no way out.
-        return ~jnp.all(jnp.isfinite(factor)) & (nu < 1e3)
+        return failed & (nu < 1e3)
 
-    return lax.while_loop(failed, lambda state: factorise(10 * state[0]), factorise(nu))
+    def factorise(state):
+        _, _, nu, _ = state
+        factor = cholesky(h + nu * eye)
+        return ~jnp.isfinite(factor[-1, -1]), nu, 10 * nu, factor
+
+    # One factorisation to compile: the loop makes the first as well.
+    start = jnp.array(True), jnp.zeros_like(nu), nu, h
+    _, nu, _, factor = lax.while_loop(goes_on, factorise, start)
+    return nu, factor
 
 
 class NystromState(NamedTuple):
@@ -154,12 +159,9 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     wrong = ~(nu <= 100 * math.sqrt(n) * least)
 
     sketch = products.numbers + nu * p
-    f = divide_by_upper(sketch, factor)
-    q = solve_upper_adjoint(factor, s)
+    f, q_h = divide_two_by_upper(sketch, adjoint(s), factor)
     # d_i may be beyond the square of the largest float: keep it as a length until it is inverted.
-    peak = jnp.max(jnp.abs(q), axis=0)
-    q = q / peak
-    length = jnp.linalg.norm(q, axis=0)
-    inverse = (1 / (peak * length)) ** 2
+    length = row_norms(q_h)
+    q, inverse = adjoint(q_h / length[:, None]), jnp.square(1 / length)
     rho = jnp.abs(column_dots(s, r))
-    return Nystrom(products, nu, sketch, core, r, s, f, q / length, inverse, rho, wrong)
+    return Nystrom(products, nu, sketch, core, r, s, f, q, inverse, rho, wrong)

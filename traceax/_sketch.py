@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from ._estimate import scale_of, status_of
-from ._linalg import qr, solve_upper_adjoint
+from ._linalg import diagonal_of, divide_by_upper, qr
 from ._operator import BlockOperator
 from ._precision import matmul as matmul
 from ._sampler import AbstractSampler
@@ -46,8 +46,27 @@ def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:
 
 
 def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[Array, " m"]:
-    """The inner products a_i^H b_i of corresponding columns."""
+    """The inner products a_i^H b_i of corresponding columns.
+
+    (XLA compiles a sum of more than 32 numbers for as long as three other operations, and products
+    of matrices not at all. Those of square ones take m^3 operations, as the factorisations do.)
+    """
+    if a.shape[0] == a.shape[1]:
+        return diagonal_of(matmul(adjoint(a), b))
     return jnp.sum(jnp.conj(a) * b, axis=0)
+
+
+def row_norms(x: Inexact[Array, "p m"]) -> Real[Array, " p"]:
+    """The norms of the rows of a small matrix, of any length above `sqrt(tiny)`: squares of long
+    rows may overflow. As the diagonal of X X^H, for the reason given above.
+    """
+
+    def norms(x):
+        return jnp.sqrt(diagonal_of(matmul(x, adjoint(x))).real)
+
+    unit = float(jnp.finfo(x.dtype).tiny) ** 0.5
+    plain = norms(x)
+    return jnp.where(jnp.isfinite(plain), plain, norms(x * unit) / unit)
 
 
 def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
@@ -68,6 +87,11 @@ def quadratic_forms(h, x):
     return column_dots(x, matmul(h, x))
 
 
+def trace_and_mean(h: Inexact[Array, "m m"], samples: Inexact[Array, " m"]) -> Inexact[Array, ""]:
+    """tr H plus the mean of the samples, in one sum."""
+    return jnp.sum(diagonal_of(h) + samples / samples.shape[0])
+
+
 def resphering(dimension: float, square: Array, resphere: bool) -> Array:
     """C = dimension / ||g||^2 for residual probes g in a space of this dimension (a float: it need
     not fit into an int32); 1 without.
@@ -81,24 +105,21 @@ def rescale_error(size: Array, std_err: Array) -> Array:
 
 
 def lifted(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """R with no zero on its diagonal.
+    """R, the factor of a sketch of size 1 or of probes, with no zero on its diagonal.
 
     Probes of few distinct values can coincide, and one that lies in the span of those before it has
     R_jj = 0. Any tiny number in its place will do: the direction s_j that follows is that of the
     arbitrary column q_j, which is what holding out either of two equal probes must leave out.
     """
-    diagonal = jnp.abs(jnp.diagonal(r))
-    least = jnp.finfo(r.dtype).eps ** 2 * jnp.max(diagonal)
-    return r + jnp.diag(jnp.where(diagonal < least, least, 0)).astype(r.dtype)
+    least = float(jnp.finfo(r.dtype).eps) ** 2
+    zero = jnp.eye(r.shape[0], dtype=bool) & (jnp.abs(r) < least)
+    return jnp.where(zero, jnp.asarray(least, r.dtype), r)
 
 
 def leave_one_out_directions(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """`cn(R^{-H})` for an upper triangular, non-singular R."""
-    inverse = solve_upper_adjoint(r, jnp.eye(r.shape[0], dtype=r.dtype))
-    # Twice, because the entries of the inverse of a nearly singular factor may be so large that
-    # their squares overflow.
-    inverse = inverse / jnp.max(jnp.abs(inverse), axis=0)
-    return inverse / jnp.linalg.norm(inverse, axis=0)
+    inverse = divide_by_upper(jnp.eye(r.shape[0], dtype=r.dtype), r)
+    return adjoint(inverse / row_norms(inverse)[:, None])
 
 
 class Pairs(NamedTuple):
@@ -110,14 +131,14 @@ class Pairs(NamedTuple):
 
     def forms(self, k: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         """u_ij^H H u_ij from K = S^H H S."""
-        gamma, diagonal = self.gamma, jnp.diagonal(k)
+        gamma, diagonal = self.gamma, diagonal_of(k)
         cross = gamma * k.T + jnp.conj(gamma) * k
         expanded = diagonal[None, :] - cross + jnp.abs(gamma) ** 2 * diagonal[:, None]
         return expanded / self.square
 
     def components(self, dots: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         """u_ij^H y_i from the inner products `dots[j, i] = s_j^H y_i`."""
-        own = jnp.diagonal(dots)[:, None]
+        own = diagonal_of(dots)[:, None]
         return (dots.T - jnp.conj(self.gamma) * own) / jnp.sqrt(self.square)
 
 

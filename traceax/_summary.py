@@ -56,6 +56,7 @@ from ._sketch import (
     resphering,
     sketch_of,
     square_norms,
+    trace_and_mean,
 )
 from ._solution import Solution
 from ._trace.xtrace import _leave_one_out
@@ -198,7 +199,7 @@ class SummaryWeights(AbstractWeights):
 
         residual_forms = column_dots(omega - matmul(q, x), y - matmul(z, x))  # g_i^H A g_i
         samples = self.factor * residual_forms - quadratic_forms(blocks.h, s)
-        trace = jnp.trace(blocks.h) + jnp.mean(samples)
+        trace = trace_and_mean(blocks.h, samples)
         # As for XDiag: diag(Q (I - S S^H / m) Q^H A) + mean conj(omega_i) (I - P_i) A omega_i.
         kept = q - matmul(matmul(q, s), adjoint(s)) / m
         inner = matmul(adjoint(q), y)
@@ -251,7 +252,7 @@ class SummaryEstimator(AbstractEstimator):
         shifted, left = z + nu * q, adjoint_products / scale + nu * q
         h, t = matmul(adjoint(q), shifted), matmul(adjoint(shifted), omega)
         samples, differences = _leave_one_out(factors, h, t, n, True)
-        trace = size * (jnp.mean(samples) - n * nu)
+        trace = size * (trace_and_mean(h, samples) - n * nu)
         trace_error = leave_one_out_error(samples, differences, 8 * n * nu)
         base, left_over = jnp.sum(q * jnp.conj(left), axis=1) - nu, column_dots(s, factors.r)
         split = Split(base, matmul(q, s), matmul(left, s), left_over, omega, pairs_of(s))

@@ -19,12 +19,14 @@ from .._sketch import (
     pairs_of,
     quadratic_forms,
     range_finder,
+    trace_and_mean,
     xtrace_weights,
 )
 
 
 def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
-    """The samples t_i and the differences D_ij = t_i - t_ij (see `_sketch` and `_nystrom`).
+    """The mean of the samples t_i; t_i - ||F||_F^2; and the differences D_ij = t_i - t_ij (see
+    `_sketch` and `_nystrom`).
 
     Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
     omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since rho_i = ||g_i||,
@@ -42,14 +44,15 @@ def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
     alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
 
     gram = matmul(adjoint(factors.f), factors.f)
-    samples = jnp.trace(gram).real - quadratic_forms(gram, q).real + alpha * inverse
+    samples = alpha * inverse - quadratic_forms(gram, q).real
+    mean = trace_and_mean(gram.real, samples)
 
     held_out, probes = pairs_of(q), pairs_of(factors.s)
     pair_alpha = (n - m + 2) * probes.square if resphere else rho_square[:, None]
     lost = held_out.forms(matmul(adjoint(q), matmul(gram, q))).real
     differences = lost + (alpha[:, None] - pair_alpha / held_out.square) * inverse[:, None]
     valid = held_out.valid & probes.valid
-    return samples, jnp.where(valid, differences, jnp.zeros_like(differences))
+    return mean, samples, jnp.where(valid, differences, jnp.zeros_like(differences))
 
 
 @final
@@ -73,8 +76,8 @@ class XNysTraceGrowth(AbstractGrowth):
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
         n, factors = float(block.n), nystrom(state, block.eps)
-        samples, differences = _leave_one_out(factors, n, self.resphere)
-        value = (jnp.mean(samples) - n * factors.nu).astype(block.dtype)
+        mean, samples, differences = _leave_one_out(factors, n, self.resphere)
+        value = (mean - n * factors.nu).astype(block.dtype)
         rounding = 8 * n * factors.nu
         std_err = leave_one_out_error(samples, differences, rounding)
 

@@ -26,12 +26,13 @@ from .._sketch import (
     range_finder_of,
     rescale_error,
     resphering,
+    trace_and_mean,
     xtrace_weights,
 )
 
 
 def _leave_one_out(factors: RangeFinder, h, t, n: float, resphere: bool):
-    """The samples t_i and the differences D_ij = t_i - t_ij (see `_sketch`).
+    """The samples t_i - tr H and the differences D_ij = t_i - t_ij (see `_sketch`).
 
     With a_i = Q^H A g_i = r_i - H x_i and b_i = (g_i^H A Q)^H = (Z^H omega)_i - H^H x_i,
 
@@ -51,7 +52,7 @@ def _leave_one_out(factors: RangeFinder, h, t, n: float, resphere: bool):
     residual = (
         jnp.conj(column_dots(s, w)) * column_dots(s, r) - column_dots(t, x) + column_dots(x, hx)
     )
-    samples = jnp.trace(h) - quadratic_forms(h, s) + factor * residual
+    samples = factor * residual - quadratic_forms(h, s)
 
     s_h = adjoint(s)
     pairs = pairs_of(s)
@@ -139,7 +140,7 @@ class XTraceGrowth(AbstractGrowth):
         rounding = 8 * n * state.nu
         std_err = leave_one_out_error(samples, differences, rounding)
         std_err = rescale_error(state.size, std_err)
-        value = state.size * (jnp.mean(samples) - n * state.nu)
+        value = state.size * (trace_and_mean(state.h, samples) - n * state.nu)
         return make_estimate(value, std_err, 2 * m, m - 1, state.status), state.size * rounding
 
     def _factors(self, state: XTraceState) -> RangeFinder:
