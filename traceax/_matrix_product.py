@@ -105,9 +105,11 @@ _transposed.defjvps(
 def _product(matrix, block):
     # XLA's product on CPUs is made for widths that are multiples of 32; for others it takes a third
     # less time with the long side last (float32, n = 4000: 14.5 and 10.1 ms for 100 columns, 8.3
-    # and 6.2 for 50, 5.5 and 7.5 for 64; 5.2 and 5.3 for 33).
-    m, is_real = block.shape[1], not jnp.iscomplexobj(block) and not jnp.iscomplexobj(matrix)
-    if not is_real or m <= 48 or m % 32 == 0:
+    # and 6.2 for 50, 5.5 and 7.5 for 64; 5.2 and 5.3 for 33). For few rows that is not worth the
+    # transposes that come with it, and are to be compiled (n = 1000: 0.2 and 50 ms).
+    n, m = block.shape
+    is_real = not jnp.iscomplexobj(block) and not jnp.iscomplexobj(matrix)
+    if not is_real or n < 2000 or m <= 48 or m % 32 == 0:
         return (matmul(matrix, block),)
     return (lax.platform_dependent(matrix, block, cpu=_transposed, default=matmul),)
 

@@ -114,10 +114,7 @@ def append_probes(
 
 
 def signed_estimate(
-    factors: Nystrom,
-    sign: int,
-    estimated: tuple[Array, Real[Array, "..."]],
-    plain: tuple[Array, Real[Array, "..."]],
+    factors: Nystrom, sign: int, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
 ) -> Estimate:
     """The estimate for A.
 
@@ -125,18 +122,15 @@ def signed_estimate(
 
     - `factors`: the factors.
     - `sign`: 1 or -1, as they belong to `sign * A / scale`.
-    - `estimated`: value and standard error of the estimate from them.
-    - `plain`: the same of Hutchinson's samples from the products, which need no tag: what to fall
-        back on with a wrong one.
+    - `value`: the value of the estimate from them. With a wrong tag, that of Hutchinson's samples
+        from the products, which need none.
+    - `std_err`: its standard error.
 
     **Returns:**
 
     An `Estimate`.
     """
     k, size = factors.q.shape[0], factors.products.size
-    value, std_err = (
-        jnp.where(factors.wrong, fallback, x) for fallback, x in zip(plain, estimated, strict=True)
-    )
     status = factors.products.status
     status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
     value = sign * size * value.astype(factors.f.dtype)

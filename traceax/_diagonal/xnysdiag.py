@@ -54,9 +54,12 @@ class XNysDiagGrowth(AbstractGrowth):
         )
         original = matmul(factors.products.numbers, factors.r)
         plain = mean_and_std_err(self.rows(jnp.conj(omega) * original))
-        return signed_estimate(
-            factors, self.sign, estimated, plain
-        ), factors.products.size * rounding
+        value, std_err = (
+            jnp.where(factors.wrong, fallback, x)
+            for fallback, x in zip(plain, estimated, strict=True)
+        )
+        estimate = signed_estimate(factors, self.sign, value, std_err)
+        return estimate, factors.products.size * rounding
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

@@ -6,7 +6,6 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._calibration import CALIBRATION, Calibration
-from .._estimate import mean_and_std_err
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
 from .._nystrom import NYSTROM_AXES, Nystrom, append_probes, nystrom, signed_estimate
@@ -25,8 +24,8 @@ from .._sketch import (
 
 
 def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
-    """The mean of the samples t_i; t_i - ||F||_F^2; and the differences D_ij = t_i - t_ij (see
-    `_sketch` and `_nystrom`).
+    """F^H F, the samples t_i - ||F||_F^2, and the differences D_ij = t_i - t_ij (see `_sketch` and
+    `_nystrom`).
 
     Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
     omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since rho_i = ||g_i||,
@@ -45,14 +44,13 @@ def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
 
     gram = matmul(adjoint(factors.f), factors.f)
     samples = alpha * inverse - quadratic_forms(gram, q).real
-    mean = trace_and_mean(gram.real, samples)
 
     held_out, probes = pairs_of(q), pairs_of(factors.s)
     pair_alpha = (n - m + 2) * probes.square if resphere else rho_square[:, None]
     lost = held_out.forms(matmul(adjoint(q), matmul(gram, q))).real
     differences = lost + (alpha[:, None] - pair_alpha / held_out.square) * inverse[:, None]
     valid = held_out.valid & probes.valid
-    return mean, samples, jnp.where(valid, differences, jnp.zeros_like(differences))
+    return gram, samples, jnp.where(valid, differences, jnp.zeros_like(differences))
 
 
 @final
@@ -76,13 +74,17 @@ class XNysTraceGrowth(AbstractGrowth):
     def estimate(self, state, block):
         """See `AbstractGrowth`."""
         n, factors = float(block.n), nystrom(state, block.eps)
-        mean, samples, differences = _leave_one_out(factors, n, self.resphere)
-        value = (mean - n * factors.nu).astype(block.dtype)
+        gram, samples, differences = _leave_one_out(factors, n, self.resphere)
+        # With a wrong tag, the mean of Hutchinson's samples instead, which needs none.
+        plain = quadratic_forms(factors.core, factors.r)
+        gram, samples, differences, shift = (
+            jnp.where(factors.wrong, fallback, x)
+            for fallback, x in ((0, gram), (plain, samples), (0, differences), (0, n * factors.nu))
+        )
+        value = trace_and_mean(gram, samples) - shift
         rounding = 8 * n * factors.nu
         std_err = leave_one_out_error(samples, differences, rounding)
-
-        plain = mean_and_std_err(quadratic_forms(factors.core, factors.r))
-        estimate = signed_estimate(factors, self.sign, (value, std_err), plain)
+        estimate = signed_estimate(factors, self.sign, value, std_err)
         return estimate, factors.products.size * rounding
 
     def weights(self, state, block, keys, budgets):
