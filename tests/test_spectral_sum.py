@@ -136,7 +136,7 @@ def test_an_exhausted_space_ends_the_recurrence(dtype):
                 assert np.all(np.asarray(weights)[i, m:] == 0)
                 assert np.all(np.asarray(vectors)[i, :, m:] == 0)
                 assert np.all(np.asarray(krylov.basis)[m:, :, i] == 0)
-                assert np.all(np.asarray(nodes)[i, m:] == nodes[i, m - 1])
+                assert np.all(np.asarray(nodes)[i, m:] == nodes[i, 0])
             wide, probes = matrix.astype(np.float64), z.astype(np.float64)
             forms = np.einsum("ni,nm,mi->i", probes, wide, probes) / np.sum(probes**2, axis=0)
             moments = np.sum(np.asarray(weights, np.float64) * np.asarray(nodes), axis=1)

@@ -295,8 +295,8 @@ def _truncations(krylov: Lanczos) -> tuple[Lanczos, int]:
     d = -(-q // 4)
     orders = [m for m in (q, q - d, q - 2 * d) if m >= 1]
     ended = [jnp.where(jnp.arange(q)[:, None] < m - 1, krylov.beta, 0) for m in orders]
-    alpha = jnp.tile(krylov.alpha, (1, len(orders)))
-    return Lanczos(krylov.basis, alpha, jnp.concatenate(ended, axis=1)), len(orders)
+    alpha, size = jnp.tile(krylov.alpha, (1, len(orders))), jnp.tile(krylov.size, len(orders))
+    return Lanczos(krylov.basis, alpha, jnp.concatenate(ended, axis=1), size), len(orders)
 
 
 def _truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
@@ -351,12 +351,12 @@ class QuadratureEstimator(AbstractEstimator):
         values = on_nodes(self.fn, nodes)
         samples = n * weighted(weights, values)
         samples = samples.reshape(orders, p, *samples.shape[1:])
-        exhausted = jnp.any(krylov.beta == 0, axis=0)
+        exhausted = krylov.exhausted
         error = _truncation_error(samples, exhausted)
 
         nodes, weights, values, s = nodes[:p], weights[:p], values[:p], vectors[:p]
         value, std_err = mean_and_error(weights, values, n, jnp.iscomplexobj(probes))
-        status = status_with_domain(status_of(krylov.alpha, krylov.beta), weights, values)
+        status = status_with_domain(krylov.status, weights, values)
         along = s * s[:, :1, :]  # S o s_1^T, row by row
         core = einsum("pai,pij...,pbj->pab...", along, divided_differences(self.fn, nodes), along)
         fixed = SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))

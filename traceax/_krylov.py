@@ -18,9 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from ._estimate import safe_norm, scale_of
+from ._estimate import scale_of, status_of
 from ._linalg import eigh
 from ._precision import einsum
 
@@ -35,6 +35,23 @@ class Lanczos(NamedTuple):
     basis: Inexact[Array, "q n p"]  # orthonormal for each probe; zero once a space is exhausted
     alpha: Real[Array, "q p"]
     beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
+    size: Real[Array, " p"]  # the largest |alpha| and beta, before anything counts as exhausted
+
+    @property
+    def exhausted(self) -> Bool[Array, " p"]:
+        """Which of the spaces are exhausted."""
+        return self.beta[-1] == 0
+
+    @property
+    def unit(self) -> Real[Array, " p"]:
+        """A positive number that no |alpha| and no beta exceeds, where they are finite."""
+        usable = (self.size > 0) & jnp.isfinite(self.size)
+        return jnp.where(usable, self.size, jnp.ones_like(self.size))
+
+    @property
+    def status(self) -> Int[Array, ""]:
+        """NONFINITE if there is NaN or inf among the numbers: the largest has it then."""
+        return status_of(self.size)
 
 
 def lanczos(
@@ -55,7 +72,7 @@ def lanczos(
     **Arguments:**
 
     - `mm`: a Hermitian operator, as a function that multiplies blocks.
-    - `start`: the probes z, of any size.
+    - `start`: the probes z. (Their squares are added up as they are.)
     - `num_steps`: the number q of steps, `1 <= q <= n`.
     - `eps`: the relative precision of a product, by default that of the dtype.
 
@@ -67,13 +84,16 @@ def lanczos(
     real = jnp.finfo(start.dtype).dtype
     tolerance = 16 * (float(jnp.finfo(real).eps) if eps is None else eps)
 
-    norms = safe_norm(start.T)
+    norms = jnp.linalg.norm(start.T, axis=1)
     first = start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype)[:, None]
     # Probes first, so that the products with the basis are products of a matrix and a vector.
-    basis = jnp.zeros((p, num_steps, n), start.dtype).at[:, 0].set(first)
+    basis = jnp.zeros((p, num_steps, n), start.dtype)
 
     def step(carry, j):
         basis, v, size, scale = carry
+        basis = lax.dynamic_update_slice(
+            basis, v[:, None], (jnp.zeros_like(j), j, jnp.zeros_like(j))
+        )
         w = mm(v.T).T
         # The first product fixes the unit in which no square over- or underflows.
         scale = jnp.where(j == 0, scale_of(w), scale)
@@ -89,12 +109,13 @@ def lanczos(
         beta = jnp.where(exhausted, 0, beta)
         unit = jnp.where(exhausted, 1, beta).astype(w.dtype)[:, None]
         v = jnp.where(exhausted[:, None], 0, w / unit)
-        basis = basis.at[:, j + 1].set(v, mode="drop")
         return (basis, v, size, scale), (alpha, beta)
 
     carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real))
-    (basis, _, _, scale), (alpha, beta) = lax.scan(step, carry, jnp.arange(num_steps))
-    return Lanczos(jnp.transpose(basis, (1, 2, 0)), alpha * scale, beta * scale)
+    # Unsigned: an index that may be negative is one more thing to compile.
+    steps = jnp.arange(num_steps, dtype=jnp.uint32)
+    (basis, _, size, scale), (alpha, beta) = lax.scan(step, carry, steps)
+    return Lanczos(jnp.transpose(basis, (1, 2, 0)), alpha * scale, beta * scale, size * scale)
 
 
 def quadrature(
@@ -102,8 +123,8 @@ def quadrature(
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
     """The nodes theta, the weights w and the eigenvectors S of every probe's T.
 
-    Of an exhausted space only the first m nodes count: the others repeat node m, with weights and
-    eigenvectors that are exactly 0.
+    Of an exhausted space only the first m nodes count: the others repeat the first, with weights
+    and eigenvectors that are exactly 0.
 
     **Arguments:**
 
@@ -111,24 +132,21 @@ def quadrature(
 
     **Returns:**
 
-    A 3-tuple of the nodes, ascending, of shape `(p, q)`; of their weights, which add up to 1; and
-    of the eigenvectors, columns of T's eigenvectors, `(p, q, q)`. Whether what went in is finite is
-    for the caller to check.
+    A 3-tuple of the nodes, ascending as far as they count, of shape `(p, q)`; of their weights,
+    which add up to 1; and of the eigenvectors, columns of T's eigenvectors, `(p, q, q)`. Whether
+    what went in is finite is for the caller to check.
     """
     alpha, beta = krylov.alpha.T, krylov.beta[:-1].T
-    q = alpha.shape[1]
     # Not `beta > 0`: NaN must not look like the end of a space.
-    before = jnp.concatenate([jnp.ones_like(alpha[:, :1]), (beta != 0).astype(alpha.dtype)], axis=1)
-    counts = jnp.cumprod(before, axis=1) > 0
-    scale = scale_of(jnp.concatenate([alpha, beta], axis=1), axis=1)
+    counts = jnp.pad(beta != 0, ((0, 0), (1, 0)), constant_values=True)
+    scale = krylov.unit[:, None]
     # |theta| <= 3 in this unit, so that what does not count comes last, and mixes with nothing.
     diagonal = jnp.where(counts, alpha / scale, 4)
     off = jnp.where(counts[:, 1:], beta / scale, 0)
     t = jax.vmap(lambda a, b: jnp.diag(a) + jnp.diag(b, 1) + jnp.diag(b, -1))(diagonal, off)
     nodes, vectors = jax.vmap(eigh)(t)
 
-    last = jnp.sum(counts, axis=1, keepdims=True) - 1
-    inside = jnp.arange(q) <= last
-    nodes = jnp.where(inside, nodes, jnp.take_along_axis(nodes, last, axis=1)) * scale
+    inside = nodes < 3.5
     vectors = jnp.where(inside[:, None, :], vectors, 0)
+    nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale
     return nodes, jnp.square(vectors[:, 0, :]), vectors

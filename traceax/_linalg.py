@@ -257,10 +257,11 @@ def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 
 @_one_by_one
 def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """Eigenvalues and eigenvectors of a Hermitian matrix; those of another one where it holds NaN
-    or inf, which never get to LAPACK.
+    """Eigenvalues and eigenvectors of a matrix that is Hermitian to the last bit; those of another
+    one where it holds NaN or inf, which never get to LAPACK.
     """
-    values, vectors = jnp.linalg.eigh(jnp.where(jnp.isfinite(h), h, 0))
+    finite = jnp.where(jnp.isfinite(h), h, 0)
+    values, vectors = jnp.linalg.eigh(finite, symmetrize_input=False)
     return values, vectors
 
 

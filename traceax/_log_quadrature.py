@@ -69,25 +69,25 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     smallest = nodes[:, 0]
     # A Ritz value that is not positive is reported; a number in its place keeps NaN out.
     eps = float(jnp.finfo(nodes.dtype).eps)
-    tiny = eps**2 * scale_of(nodes)
+    tiny = eps**2 * krylov.unit[:, None]
     nodes = jnp.maximum(nodes, tiny)
     logs = jnp.log(nodes)
-    gauss = jnp.sum(weights * logs, axis=1)
 
     # Where no bound is known, the residual of the Ritz pair tells how far below it may lie.
     residual = krylov.beta[-1]
     reach = nodes[:, 0] - residual * jnp.abs(vectors[:, -1, 0])
     guess = jnp.clip(reach, nodes[:, 0] / 4, nodes[:, 0])
     a = jnp.minimum(jnp.where(jnp.isnan(floor), guess, floor), nodes[:, 0] * (1 - math.sqrt(eps)))
-    a = jnp.maximum(a, tiny / 2)
+    a = jnp.maximum(a, tiny[:, 0] / 2)
     reduction = 1 / jnp.sum(jnp.square(vectors[:, -1, :]) / (nodes - a[:, None]), axis=1)
     # The rule of a space that is exhausted is exact as it is.
-    exhausted = jnp.any(krylov.beta == 0, axis=0)
+    exhausted = krylov.exhausted
     reduction = jnp.where(exhausted, 0, reduction)
     changed = krylov._replace(alpha=krylov.alpha.at[-1].add(-reduction))
     radau_nodes, radau_weights, radau_vectors = quadrature(changed)
     radau_nodes = jnp.maximum(radau_nodes, tiny)
-    radau = jnp.sum(radau_weights * jnp.log(radau_nodes), axis=1)
+    rules = jnp.stack([weights * logs, radau_weights * jnp.log(radau_nodes)])
+    gauss, radau = jnp.sum(rules, axis=2)
     gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
     share = jnp.minimum(0.6, a / nodes[:, 0])
     value = jnp.mean(gauss - share * gap)

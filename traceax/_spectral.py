@@ -11,7 +11,6 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, Real
 
-from ._estimate import status_of
 from ._estimator import AbstractEstimator, check_budget
 from ._funm import (
     QuadratureEstimator,
@@ -317,8 +316,8 @@ class CountEstimator(AbstractEstimator):
         errors = _edge_error(weights, nodes < self.lower)
         errors = errors + _edge_error(weights, nodes <= self.upper)
         # A space that is exhausted has been integrated exactly.
-        errors = jnp.where(jnp.any(krylov.beta == 0, axis=0), 0, errors)
-        status = status_of(krylov.alpha, krylov.beta)
+        errors = jnp.where(krylov.exhausted, 0, errors)
+        status = krylov.status
         error = n * jnp.mean(errors)
         return with_quadrature_error(value, error, std_err, p * q, p, status), _NoWeights()
 

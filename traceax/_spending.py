@@ -202,7 +202,7 @@ def run(key, block: BlockOperator, built: Built, chosen: Plan, status: Array) ->
     # The probes do not depend on the plan: more of them begin with the same ones.
     probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
     krylov, bounds = _quadrature(block, built, probes, chosen.steps)
-    status = jnp.maximum(status, status_of(krylov.alpha, krylov.beta))
+    status = jnp.maximum(status, krylov.status)
     spent = chosen.rank + chosen.probes * krylov.alpha.shape[0]
     return Run(block, built, probes, krylov, bounds, status, spent, chosen.rank, chosen.columns)
 
