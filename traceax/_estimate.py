@@ -1,6 +1,9 @@
 """Samples to estimate: the mean, its standard error, and whether to trust them."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, final
 
 import equinox as eqx
@@ -12,6 +15,26 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 # The states of an estimate inside the primitive, where they are plain integers. `_solution.RESULTS`
 # puts words to them.
 SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, NOT_CONVERGED = range(5)
+
+
+_weights_wanted: ContextVar[bool] = ContextVar("weights_wanted", default=True)
+
+
+@contextmanager
+def weights_wanted(wanted: bool) -> Iterator[None]:
+    """Whether weights are made inside, by `if_wanted`."""
+    token = _weights_wanted.set(wanted)
+    try:
+        yield
+    finally:
+        _weights_wanted.reset(token)
+
+
+def if_wanted(make: Callable[[], Any]) -> Any:
+    """`make()`; None where these weights would be dropped, because nobody takes a derivative: to
+    trace them can take as long as to trace the estimate.
+    """
+    return make() if _weights_wanted.get() else None
 
 
 @final

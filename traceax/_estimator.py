@@ -79,7 +79,7 @@ class AbstractEstimator(eqx.Module):
         **Returns:**
 
         The estimate, and the weights with which it is differentiated. These are dead code unless
-        a derivative is taken.
+        a derivative is taken; `if_wanted` makes them only then.
         """
 
     @abc.abstractmethod

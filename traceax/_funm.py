@@ -48,7 +48,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from ._estimate import NONFINITE, OUTSIDE_DOMAIN, scale_of, status_of
+from ._estimate import NONFINITE, OUTSIDE_DOMAIN, if_wanted, scale_of, status_of
 from ._estimator import AbstractEstimator
 from ._krylov import Lanczos, lanczos, quadrature
 from ._linalg import eigh
@@ -357,10 +357,15 @@ class QuadratureEstimator(AbstractEstimator):
         nodes, weights, values, s = nodes[:p], weights[:p], values[:p], vectors[:p]
         value, std_err = mean_and_error(weights, values, n, jnp.iscomplexobj(probes))
         status = status_with_domain(krylov.status, weights, values)
-        along = s * s[:, :1, :]  # S o s_1^T, row by row
-        core = einsum("pai,pij...,pbj->pab...", along, divided_differences(self.fn, nodes), along)
-        fixed = SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))
-        return with_quadrature_error(value, error, std_err, p * q, p, status), fixed
+
+        def fixed():
+            along = s * s[:, :1, :]  # S o s_1^T, row by row
+            differences = divided_differences(self.fn, nodes)
+            core = einsum("pai,pij...,pbj->pab...", along, differences, along)
+            return SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))
+
+        estimate = with_quadrature_error(value, error, std_err, p * q, p, status)
+        return estimate, if_wanted(fixed)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from ._definite_solve import conjugate_gradients
-from ._estimate import OUTSIDE_DOMAIN, Estimate, make_estimate, status_of
+from ._estimate import OUTSIDE_DOMAIN, Estimate, if_wanted, make_estimate, status_of
 from ._estimator import AbstractEstimator, solve
 from ._logdet_estimator import LogdetEstimator, estimate_from
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -84,17 +84,19 @@ class GaussianEstimator(AbstractEstimator):
         def finish(run):
             # A bound where one is known; M's smallest Ritz value says about as much elsewhere.
             floor = jnp.where(jnp.isnan(run.built.floor), run.bounds.smallest, run.built.floor)
-            return estimate_from(run), for_derivative(run, weights_of), floor
+            weights = if_wanted(lambda: for_derivative(run, weights_of))
+            return estimate_from(run), weights, floor, run.built.factors.padded(run.rank)
 
-        log_det, weights, floor = self.spending.spend(key, operator, k - reserved, finish)
-        block, factors = BlockOperator(operator).linearised(), weights.factors
+        log_det, weights, floor, factors = self.spending.spend(key, operator, k - reserved, finish)
+        block = BlockOperator(operator).linearised()
         tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
         x, steps = conjugate_gradients(block, factors, self.y, tolerance, reserved - 1)
         residual = self.y - block.mm(x[:, None])[:, 0]
         form = jnp.vdot(self.y, x).real + jnp.vdot(x, residual).real
         left = square_norms(factors.inverse_root(residual[:, None]))[0] / floor
         spent = log_det.num_matvecs + steps + 1
-        return self._estimate(log_det, form, left, x, spent), GaussianWeights(weights, x)
+        estimate = self._estimate(log_det, form, left, x, spent)
+        return estimate, if_wanted(lambda: GaussianWeights(weights, x))
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

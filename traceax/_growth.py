@@ -13,7 +13,7 @@ from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from ._calibration import Calibration
-from ._estimate import Estimate
+from ._estimate import Estimate, if_wanted
 from ._linalg import complement, divide_by_upper
 from ._operator import BlockOperator
 from ._sketch import append_basis, matmul
@@ -115,9 +115,9 @@ def run_once(
     block = growth.prepare(operator)
     state = growth.grow(None, key, block, k)
     estimate, _ = growth.estimate(state, block)
-    weights, _ = growth.weights(state, block, [(jr.key_data(key), jr.key_impl(key))], [k])
-    estimate = dataclasses.replace(estimate, inflation=growth.calibration.interval)
-    return estimate, weights[0]
+    keys = [(jr.key_data(key), jr.key_impl(key))]
+    weights = if_wanted(lambda: growth.weights(state, block, keys, [k])[0][0])
+    return dataclasses.replace(estimate, inflation=growth.calibration.interval), weights
 
 
 def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Real
 
-from ._estimate import scale_of
+from ._estimate import if_wanted, scale_of
 from ._funm import divided_differences
 from ._krylov import Lanczos, quadrature
 from ._precision import einsum
@@ -41,7 +41,7 @@ class LogQuadrature(NamedTuple):
     error: Real[Array, ""]
     std_err: Real[Array, ""]
     smallest: Real[Array, ""]
-    core: Real[Array, "p q q"]  # the derivative with respect to V^H M V
+    core: Real[Array, "p q q"]  # the derivative with respect to V^H M V, if wanted
 
 
 def _core(nodes: Array, vectors: Array) -> Array:
@@ -100,10 +100,14 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     fourth = jnp.mean(jnp.sum(weights * away**4, axis=1))
     doubt = jnp.where(second > 0, fourth / (n * p * jnp.where(second > 0, second, 1) ** 2), 0)
     variance = n * c * second / p / (1 - c / (n * p)) * (1 + jnp.minimum(doubt, 1))
-    core = _core(nodes, vectors)
-    changed = _core(radau_nodes, radau_vectors)
-    largest = vectors[:, :, -1]
-    last = (changed[:, -1, -1] * reduction / nodes[:, -1])[:, None, None]
-    changed = changed - last * largest[:, :, None] * largest[:, None, :]
-    core = core + share[:, None, None] * (changed - core)
-    return LogQuadrature(n * value, n * error, unit * jnp.sqrt(variance), jnp.min(smallest), core)
+
+    def derivative():
+        core = _core(nodes, vectors)
+        changed = _core(radau_nodes, radau_vectors)
+        largest = vectors[:, :, -1]
+        last = (changed[:, -1, -1] * reduction / nodes[:, -1])[:, None, None]
+        changed = changed - last * largest[:, :, None] * largest[:, None, :]
+        return core + share[:, None, None] * (changed - core)
+
+    errors = n * error, unit * jnp.sqrt(variance)
+    return LogQuadrature(n * value, *errors, jnp.min(smallest), if_wanted(derivative))

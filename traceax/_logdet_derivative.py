@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from ._estimate import make_estimate, scale_of, status_of
+from ._estimate import make_estimate, scale_of, status_of, weights_wanted
 from ._estimator import AbstractEstimator, solve
 from ._funm import divided_differences
 from ._krylov import quadrature
@@ -122,7 +122,8 @@ class DerivativeEstimator(AbstractEstimator):
         def finish(run):
             return *for_derivative(run, derivative), estimate_from(run).status
 
-        value, std_err, status = self.spending.spend(key, operator, k, finish)
+        with weights_wanted(True):  # the value is made of them
+            value, std_err, status = self.spending.spend(key, operator, k, finish)
         status = jnp.maximum(status, status_of(value))
         return make_estimate(value, std_err, k, 1, status), _NoDerivative()
 

@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 import jax.numpy as jnp
 
-from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, scale_of, status_of
+from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, if_wanted, scale_of, status_of
 from ._estimator import AbstractEstimator
 from ._linalg import cholesky, solve_upper_adjoint
 from ._logdet_weights import ExactLogdetWeights, weights_of
@@ -53,7 +53,7 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
 
         def finish(run):
-            return estimate_from(run), for_derivative(run, weights_of)
+            return estimate_from(run), if_wanted(lambda: for_derivative(run, weights_of))
 
         return self.spending.spend(key, operator, k, finish)
 

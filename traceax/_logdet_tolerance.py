@@ -27,7 +27,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from ._estimate import NOT_CONVERGED, SUCCESSFUL, status_of
+from ._estimate import NOT_CONVERGED, SUCCESSFUL, status_of, weights_wanted
 from ._estimator import AbstractEstimator
 from ._growing_sketch import GrowingSketch
 from ._lanes import any_lane, keep
@@ -315,7 +315,8 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         n = operator.in_size()
         completes = self.max_k >= n
-        state = _Loop(self, key, operator, n // 4 if completes else self.max_k).run()
+        with weights_wanted(True):  # the loop has one structure
+            state = _Loop(self, key, operator, n // 4 if completes else self.max_k).run()
         value, error, std_err = state.sums.means()
         counts = state.spent, state.sums.probes, state.status
         estimate = with_quadrature_error(value, error, std_err, *counts)

@@ -58,19 +58,16 @@ def _shifted_cholesky(h, nu):
     """
     eye = jnp.eye(h.shape[0], dtype=h.dtype)
 
-    def goes_on(state):
-        failed, nu, *_ = state
-        # Beyond 1000 the shift exceeds the operator (scaled to size 1): NaN, and no way out.
-        return failed & (nu < 1e3)
-
     def factorise(state):
         _, _, nu, _ = state
         factor = cholesky(h + nu * eye)
-        return ~jnp.isfinite(factor[-1, -1]), nu, 10 * nu, factor
+        # Beyond 1000 the shift exceeds the operator (scaled to size 1): NaN, and no way out.
+        goes_on = ~jnp.isfinite(factor[-1, -1]) & (nu < 1e3)
+        return goes_on, nu, 10 * nu, factor
 
     # One factorisation to compile: the loop makes the first as well.
     start = jnp.array(True), jnp.zeros_like(nu), nu, h
-    _, nu, _, factor = lax.while_loop(goes_on, factorise, start)
+    _, nu, _, factor = lax.while_loop(lambda state: state[0], factorise, start)
     return nu, factor
 
 

@@ -35,7 +35,7 @@ from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from ._devices import needs_devices, with_auto_axes
-from ._estimate import NONFINITE, Estimate
+from ._estimate import NONFINITE, Estimate, weights_wanted
 
 
 def _same_program(a: Jaxpr, b: Jaxpr) -> bool:
@@ -168,10 +168,11 @@ def _run(params: _Params, operands: tuple[Array, ...]):
         operator = estimator.batched(operator)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
-        if params.k >= operator.in_size():
-            estimate, weights = estimator.exact(operator)
-        else:
-            estimate, weights = estimator.compute(key, operator, params.k)
+        with weights_wanted(params.weights):
+            if params.k >= operator.in_size():
+                estimate, weights = estimator.exact(operator)
+            else:
+                estimate, weights = estimator.compute(key, operator, params.k)
         # A number computed from NaN or inf is not an estimate, plausible as it may look.
         failed = estimate.status == NONFINITE
 
