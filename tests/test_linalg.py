@@ -7,6 +7,7 @@ import pytest
 
 from traceax import _linalg
 from traceax._matrix_product import matrix_product
+from traceax._sketch import row_norms
 
 from .helpers import random_unitary
 
@@ -111,20 +112,50 @@ def triangular(condition, m, dtype):
     return np.linalg.qr(block_of(condition, dtype, n=m, m=m))[1]
 
 
-@pytest.mark.parametrize("m", [3, 32, 45, 101])
+@pytest.mark.parametrize(("n", "m"), [(120, 3), (120, 32), (120, 45), (120, 101), (N, 45), (N, 50)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_triangular_solves_are_backward_stable(m, dtype):
+def test_triangular_solves_are_backward_stable(n, m, dtype):
     """|X R - F| <= c eps |X| |R|, entry by entry, however ill-conditioned R is."""
     eps = np.finfo(dtype).eps
-    f = block_of(1.0, dtype, n=120, m=m)
+    f = block_of(1.0, dtype, n=n, m=m)
     for condition in (1.0, 1e4, 1e12):
         r = triangular(condition, m, dtype)
         x = np.asarray(jax.jit(_linalg.divide_by_upper)(f, r)).astype(np.complex128)
         exact = r.astype(np.complex128)
         bound = 4 * m * eps * (np.abs(x) @ np.abs(exact) + np.abs(f))
         assert np.all(np.abs(x @ exact - f) <= bound)
-        y = np.asarray(jax.jit(_linalg.solve_upper_adjoint)(r, f.conj().T)).astype(np.complex128)
-        np.testing.assert_allclose(y.conj().T, x, rtol=0, atol=1e-300)
+
+
+@pytest.mark.parametrize(("n", "m"), [(120, 3), (120, 45), (N, 45), (11_000, M)])
+def test_two_triangular_solves_at_once(n, m):
+    """What either of them is alone, on every path, under `vmap` too."""
+    r = triangular(10.0, m, np.float64)
+    f, g = block_of(1.0, np.float64, n=n, m=m), np.eye(m)
+    two = jax.jit(_linalg.divide_two_by_upper)
+    batch = jax.vmap(two, (None, 0, None))(f, np.stack([g, 2 * g]), r)
+    for x, y in (two(f, g, r), [part[0] for part in batch]):
+        np.testing.assert_allclose(x @ r, f, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(y @ r, g, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(batch[1][1], 2 * batch[1][0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_rows(dtype):
+    """Of all lengths from the root of the smallest number to the largest number."""
+    largest = float(np.finfo(dtype).max)
+    rows = np.array([[3.0, 0, 4], [0, 2, 0], [1, 1, 1]]).astype(dtype)
+    if np.iscomplexobj(rows):
+        rows = rows * dtype(1j)
+    norms = np.array([5, 2, 3**0.5])
+    for size in (2 * np.finfo(dtype).tiny ** 0.5, 1.0, largest**0.5, largest**0.9, largest / 10):
+        scaled = rows * np.array(size, rows.real.dtype)
+        computed = np.asarray(jax.jit(row_norms)(scaled), np.float64) / size
+        np.testing.assert_allclose(computed, norms, rtol=10 * np.finfo(dtype).eps)
+    assert np.isnan(row_norms(jnp.asarray(rows).at[1, 1].set(np.nan))).tolist() == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_triangular_solves_under_vmap():

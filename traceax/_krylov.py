@@ -94,10 +94,10 @@ def lanczos(
         basis = lax.dynamic_update_slice(
             basis, v[:, None], (jnp.zeros_like(j), j, jnp.zeros_like(j))
         )
-        w = mm(v.T).T
+        w = mm(v.T)
         # The first product fixes the unit in which no square over- or underflows.
         scale = jnp.where(j == 0, scale_of(w), scale)
-        w = w / scale
+        w = (w / scale).T
         alpha = jnp.zeros((p,), real)
         for _ in range(2):
             coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)

@@ -331,10 +331,3 @@ def divide_two_by_upper(
 ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "p m"]]:
     """F R^{-1} and G R^{-1} for an upper triangular R. The rows of G are few."""
     return _divide_rows_and_more(f, g, r)
-
-
-def solve_upper_adjoint(
-    r: Inexact[Array, "m m"], b: Inexact[Array, "m p"]
-) -> Inexact[Array, "m p"]:
-    """R^{-H} B for an upper triangular R."""
-    return jnp.conj(divide_by_upper(jnp.conj(b.T), r).T)

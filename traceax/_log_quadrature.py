@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Real
 
-from ._estimate import if_wanted, scale_of
+from ._estimate import if_wanted
 from ._funm import divided_differences
 from ._krylov import Lanczos, quadrature
 from ._precision import einsum
@@ -94,11 +94,10 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     error = jnp.mean(jnp.maximum(share, 1 - share) * gap)
 
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
-    unit = scale_of(logs - jnp.mean(gauss))
-    away = (logs - jnp.mean(gauss)) / unit
-    second = jnp.mean(jnp.sum(weights * away**2, axis=1))
-    fourth = jnp.mean(jnp.sum(weights * away**4, axis=1))
-    doubt = jnp.where(second > 0, fourth / (n * p * jnp.where(second > 0, second, 1) ** 2), 0)
+    away = jnp.square(logs - jnp.mean(gauss))
+    second = jnp.sum(weights * away) / p
+    away = away / jnp.where(second > 0, second, 1)
+    doubt = jnp.sum(weights * jnp.square(away)) / p / (n * p)
     variance = n * c * second / p / (1 - c / (n * p)) * (1 + jnp.minimum(doubt, 1))
 
     def derivative():
@@ -109,5 +108,5 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
         changed = changed - last * largest[:, :, None] * largest[:, None, :]
         return core + share[:, None, None] * (changed - core)
 
-    errors = n * error, unit * jnp.sqrt(variance)
+    errors = n * error, jnp.sqrt(variance)
     return LogQuadrature(n * value, *errors, jnp.min(smallest), if_wanted(derivative))

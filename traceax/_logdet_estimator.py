@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, if_wanted, scale_of, status_of
 from ._estimator import AbstractEstimator
-from ._linalg import cholesky, solve_upper_adjoint
+from ._linalg import cholesky, divide_by_upper
 from ._logdet_weights import ExactLogdetWeights, weights_of
 from ._operator import BlockOperator
 from ._quadrature_error import with_quadrature_error
@@ -73,6 +73,6 @@ class LogdetEstimator(AbstractEstimator):
         status = jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
         value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
         zero = jnp.zeros_like(value)
-        half = solve_upper_adjoint(factor, eye)
-        weights = ExactLogdetWeights(matmul(adjoint(half), half) / scale)
+        inverse = divide_by_upper(eye, factor)
+        weights = ExactLogdetWeights(matmul(inverse, adjoint(inverse)) / scale)
         return with_quadrature_error(value, zero, zero, n, 0, status), weights

@@ -32,14 +32,14 @@ from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 from ._linalg import (
     cholesky,
     divide_by_upper,
+    divide_two_by_upper,
     eigh,
     qr,
-    solve_upper_adjoint,
     svd,
 )
 from ._nystrom import _shifted_cholesky
 from ._random import fold_in
-from ._sketch import adjoint, matmul, shift_of, square_norms
+from ._sketch import adjoint, matmul, row_norms, shift_of, square_norms
 
 
 @final
@@ -145,11 +145,12 @@ class LowRank(NamedTuple):
 def _smallest(omega: Array, products: Array, eps: float) -> Array:
     """An estimate of the smallest eigenvalue (see above)."""
     factor = cholesky(matmul(adjoint(omega), omega))
-    basis, images = divide_by_upper(omega, factor), divide_by_upper(products, factor)
-    core = matmul(adjoint(basis), images)
+    # Omega C^{-1} is orthonormal. C is well-conditioned: its inverse is as good as solving with it.
+    inverse = divide_by_upper(jnp.eye(factor.shape[0], dtype=factor.dtype), factor)
+    core = matmul(adjoint(inverse), matmul(matmul(adjoint(omega), products), inverse))
     values, vectors = eigh((core + adjoint(core)) / 2)
-    vector = vectors[:, :1]
-    residual = matmul(images, vector) - values[0] * matmul(basis, vector)
+    vector = matmul(inverse, vectors[:, :1])
+    residual = matmul(products, vector) - values[0] * matmul(omega, vector)
     size = jnp.sqrt(square_norms(residual))[0]
     floor = 4 * eps * jnp.max(jnp.abs(values))
     return jnp.maximum(values[0] - jnp.clip(size, floor, jnp.maximum(values[0] / 2, floor)), floor)
@@ -188,18 +189,16 @@ def nystrom_of(
     # shift_of is for probes of norm sqrt(n). The rounding is that of A', not of what is left of it.
     least = shift_of(math.sqrt(n) * jnp.linalg.norm(products), n, eps)
     nu, factor = _shifted_cholesky(matmul(adjoint(omega), sketch), least)
-    f = divide_by_upper(sketch + nu.astype(omega.dtype) * omega, factor)
-
-    inverse = solve_upper_adjoint(factor, jnp.eye(m, dtype=omega.dtype))
+    sketch = sketch + nu.astype(omega.dtype) * omega
+    f, inverse = divide_two_by_upper(sketch, jnp.eye(m, dtype=omega.dtype), factor)
 
     def left_out(count):
-        """The t of the first columns: they, and their part of C^{-H}, do not know the others."""
+        """The t of the first columns: they, and their part of C^{-1}, do not know the others."""
         part = inverse[:count, :count]
-        peak = jnp.max(jnp.abs(part), axis=0)
-        part = part / peak
-        length = jnp.sqrt(square_norms(part))
-        tested = n / (peak * length) ** 2
-        held_out = square_norms(matmul(f[:, :count], part / length.astype(omega.dtype)))
+        length = row_norms(part)
+        tested = n * jnp.square(1 / length)
+        directions = adjoint(part / length.astype(omega.dtype)[:, None])
+        held_out = square_norms(matmul(f[:, :count], directions))
         mean = jnp.mean(tested - held_out) / max(n - count, 1) - nu
         return jnp.where(jnp.isfinite(mean), jnp.maximum(mean, 0), jnp.nan)
 
