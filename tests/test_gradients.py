@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import traceax as tr
+from traceax import _funm, _log_quadrature, _logdet_estimator
+from traceax._trace import xtrace
 
 from .helpers import CLASSES, ESTIMATORS, PSD, keys, random_unitary, with_spectrum
 from .reference import each
@@ -348,3 +350,40 @@ def test_kernel_length_scale():
     # Of 60 samples each, a ratio of standard deviations is known to 13 %.
     assert hutchinson.std(ddof=1) > 50 * xtrace.std(ddof=1)
     print(f"\nstd: Hutchinson {hutchinson.std(ddof=1):.4g}, XTrace {xtrace.std(ddof=1):.4g}")
+
+
+def test_weights_are_traced_only_for_a_derivative(monkeypatch):
+    """Nothing is spent on them, not even time to trace, where nobody takes one."""
+    jax.clear_caches()
+    made = []
+
+    def watched(module, name):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: made.append(name) or original(*args))
+
+    watched(xtrace, "xtrace_weights")
+    watched(_logdet_estimator, "for_derivative")
+    watched(_log_quadrature, "_core")
+    watched(_funm, "divided_differences")
+    b, c, _ = family()
+
+    def of_trace(theta):
+        return value(jr.key(0), b + theta * c, tr.XTraceEstimator())
+
+    def of_logdet(theta):
+        operator = lx.MatrixLinearOperator(b + theta * c + jnp.eye(N), PSD)
+        return tr.logdet(jr.key(0), operator, K, preconditioner=None).value
+
+    def of_function(theta):
+        operator = lx.MatrixLinearOperator(b + theta * c, PSD)
+        return tr.spectral_sum(jr.key(0), jnp.exp, operator, K).value
+
+    names = ({"xtrace_weights"}, {"_core", "for_derivative"}, {"divided_differences"})
+    for fn, expected in zip((of_trace, of_logdet, of_function), names, strict=True):
+        jax.jit(fn)(THETA)
+        fn(THETA)
+        assert made == []
+        jax.grad(fn)(THETA)
+        assert set(made) == expected
+        made.clear()
+    jax.clear_caches()
