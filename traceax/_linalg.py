@@ -322,7 +322,7 @@ _divide_rows_and_more = partitioned(
     _divide_two_stacks,
     lambda axes, n, f, g, r: _divide_two_stacks(f, g, r),
     "b n m, b p m, b m k -> b n k, b p k",
-    whole=("m", "k", "p"),
+    whole=("m", "p", "k"),
 )
 
 

@@ -50,7 +50,7 @@ def partitioned(
         of the mesh along which the rows are cut, and the number of all rows.
     - `rule`: where the axes of the results come from, in the notation of `custom_partitioning`:
         `b` and `n` are the axes that may be cut.
-    - `whole`: the other letters in it.
+    - `whole`: the other letters in it, in the order of the rule.
 
     **Returns:**
 
