@@ -91,9 +91,7 @@ def lanczos(
 
     def step(carry, j):
         basis, v, size, scale = carry
-        basis = lax.dynamic_update_slice(
-            basis, v[:, None], (jnp.zeros_like(j), j, jnp.zeros_like(j))
-        )
+        basis = lax.dynamic_update_index_in_dim(basis, v, j, axis=1)
         w = mm(v.T)
         # The first product fixes the unit in which no square over- or underflows.
         scale = jnp.where(j == 0, scale_of(w), scale)

@@ -37,7 +37,7 @@ from ._linalg import (
     qr,
     svd,
 )
-from ._nystrom import _shifted_cholesky
+from ._nystrom import shifted_cholesky
 from ._random import fold_in
 from ._sketch import adjoint, matmul, row_norms, shift_of, square_norms
 
@@ -188,7 +188,7 @@ def nystrom_of(
     sketch = products - shift.astype(omega.dtype) * omega
     # shift_of is for probes of norm sqrt(n). The rounding is that of A', not of what is left of it.
     least = shift_of(math.sqrt(n) * jnp.linalg.norm(products), n, eps)
-    nu, factor = _shifted_cholesky(matmul(adjoint(omega), sketch), least)
+    nu, factor = shifted_cholesky(matmul(adjoint(omega), sketch), least)
     sketch = sketch + nu.astype(omega.dtype) * omega
     f, inverse = divide_two_by_upper(sketch, jnp.eye(m, dtype=omega.dtype), factor)
 

@@ -51,7 +51,7 @@ class Nystrom(NamedTuple):
     wrong: Bool[Array, ""]  # the operator is not semidefinite
 
 
-def _shifted_cholesky(h, nu):
+def shifted_cholesky(h, nu):
     """The upper Cholesky factor of H + nu' I with the least nu' in nu, 10 nu, ... that has one.
 
     H is symmetrised. No eigenvalue is ever truncated: that would bias the estimate.
@@ -144,7 +144,7 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     # shift_of is for probes of norm sqrt(n); those of P have norm 1.
     least = shift_of(math.sqrt(n) * products.norm, n, eps)
     core = matmul(adjoint(p), products.numbers)
-    nu, factor = _shifted_cholesky(core, least)
+    nu, factor = shifted_cholesky(core, least)
     # Eigenvalues of the core are Rayleigh quotients: one below zero by more than the rounding of
     # the products says that the operator is not semidefinite.
     wrong = ~(nu <= 100 * math.sqrt(n) * least)

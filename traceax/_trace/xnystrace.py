@@ -81,7 +81,7 @@ class XNysTraceGrowth(AbstractGrowth):
             jnp.where(factors.wrong, fallback, x)
             for fallback, x in ((0, gram), (plain, samples), (0, differences), (0, n * factors.nu))
         )
-        value = trace_and_mean(gram, samples) - shift
+        value = trace_and_mean(gram.real, samples) - shift
         rounding = 8 * n * factors.nu
         std_err = leave_one_out_error(samples, differences, rounding)
         estimate = signed_estimate(factors, self.sign, value, std_err)
