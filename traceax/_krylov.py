@@ -134,14 +134,17 @@ def quadrature(
     which add up to 1; and of the eigenvectors, columns of T's eigenvectors, `(p, q, q)`. Whether
     what went in is finite is for the caller to check.
     """
-    alpha, beta = krylov.alpha.T, krylov.beta[:-1].T
-    # Not `beta > 0`: NaN must not look like the end of a space.
-    counts = jnp.pad(beta != 0, ((0, 0), (1, 0)), constant_values=True)
+    alpha, beta = krylov.alpha.T, krylov.beta.T
     scale = krylov.unit[:, None]
+    # Not `beta > 0`: NaN must not look like the end of a space.
+    counts = jnp.pad(beta[:, :-1] != 0, ((0, 0), (1, 0)), constant_values=True)
     # |theta| <= 3 in this unit, so that what does not count comes last, and mixes with nothing.
-    diagonal = jnp.where(counts, alpha / scale, 4)
-    off = jnp.where(counts[:, 1:], beta / scale, 0)
-    t = jax.vmap(lambda a, b: jnp.diag(a) + jnp.diag(b, 1) + jnp.diag(b, -1))(diagonal, off)
+    diagonal, off = jnp.where(counts, alpha / scale, 4), beta / scale
+    place = jnp.arange(alpha.shape[1])
+    row, column = place[:, None], place
+    t = jnp.where(row == column, diagonal[:, :, None], jnp.zeros_like(scale)[:, :, None])
+    t = jnp.where(row + 1 == column, off[:, :, None], t)
+    t = jnp.where(row == column + 1, off[:, None, :], t)
     nodes, vectors = jax.vmap(eigh)(t)
 
     inside = nodes < 3.5

@@ -95,9 +95,8 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
 
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
     away = jnp.square(logs - jnp.mean(gauss))
-    second = jnp.sum(weights * away) / p
-    away = away / jnp.where(second > 0, second, 1)
-    doubt = jnp.sum(weights * jnp.square(away)) / p / (n * p)
+    second, fourth = jnp.sum(jnp.stack([weights * away, weights * away**2]), axis=(1, 2)) / p
+    doubt = fourth / (n * p * jnp.where(second > 0, second, 1) ** 2)
     variance = n * c * second / p / (1 - c / (n * p)) * (1 + jnp.minimum(doubt, 1))
 
     def derivative():

@@ -71,15 +71,11 @@ def row_norms(x: Inexact[Array, "p m"]) -> Real[Array, " p"]:
 
 def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
     """The squared norms of the columns."""
-    return (
-        jnp.sum(jnp.square(a.real) + jnp.square(a.imag), axis=0)
-        if _is_complex(a)
-        else (jnp.sum(jnp.square(a), axis=0))
-    )
+    return jnp.sum(_squares(a), axis=0)
 
 
-def _is_complex(a) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.complexfloating)
+def _squares(a: Inexact[Array, "n m"]) -> Real[Array, "n m"]:
+    return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
 def quadratic_forms(h, x):
@@ -182,30 +178,35 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
 
 
 class Scaled(NamedTuple):
-    """Products as a scale times numbers of size 1. One norm tells the rest."""
+    """Products as a scale times numbers of size 1. One sum tells the rest."""
 
     numbers: Inexact[Array, "n m"]
     scale: Real[Array, ""]
-    norm: Real[Array, ""]  # of the numbers; 0 only where all of them are
+    square: Real[Array, ""]  # of the norm of the numbers; 0 only where all of them are
+
+    @property
+    def norm(self) -> Real[Array, ""]:
+        """The norm of the numbers."""
+        return jnp.sqrt(self.square)
 
     @property
     def size(self) -> Real[Array, ""]:
         """The factor that takes results for A / scale back to A: 0 where all products vanish, so
         that 0 is said then, and not the rounding of the shift.
         """
-        return jnp.where(self.norm != 0, self.scale, jnp.zeros_like(self.scale))
+        return jnp.where(self.square != 0, self.scale, jnp.zeros_like(self.scale))
 
     @property
     def status(self) -> Int[Array, ""]:
         """NONFINITE if there is NaN or inf among them."""
-        return status_of(self.norm)
+        return status_of(self.square)
 
 
 def scaled(products: Inexact[Array, "n m"]) -> Scaled:
     """These products, scaled."""
     scale = scale_of(products)
     numbers = products / scale
-    return Scaled(numbers, scale, jnp.linalg.norm(numbers))
+    return Scaled(numbers, scale, jnp.sum(_squares(numbers)))
 
 
 class Sketch(NamedTuple):

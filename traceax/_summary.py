@@ -269,7 +269,7 @@ class SummaryEstimator(AbstractEstimator):
         errors = (trace_error, square_error, diagonal_error)
         std_err = _vector(operator, *(rescale_error(size, error) for error in errors))
         value = _vector(operator, trace, scale * square, size * diagonal, scale, size * ritz)
-        status = status_of(sketch.products.norm, products, adjoint_products)
+        status = status_of(sketch.products.square, products, adjoint_products)
         estimate = make_estimate(value, std_err, m * (2 if hermitian else 3), m - 1, status)
         return estimate, SummaryWeights(omega, q, s, x, factors.factor, scale)
 
