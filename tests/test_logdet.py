@@ -149,6 +149,21 @@ def test_exact(make):
     )
 
 
+def test_the_error_of_nothing_but_rounding():
+    """Logarithms that differ by rounding errors, whose squares may be 0 in float32: never NaN."""
+
+    def solve(theta):
+        operator = theta.astype(np.float32) * identity(400, np.float32)
+        solution = logdet(jr.key(0), operator, 81, preconditioner=None)  # 3 probes
+        return solution.value, solution.std_err
+
+    theta = 1 + np.random.default_rng(0).uniform(1e-7, 1e-4, 50)
+    value, std_err = jax.jit(jax.vmap(solve))(jnp.asarray(theta))
+    eps = np.finfo(np.float32).eps
+    np.testing.assert_allclose(value, 400 * np.log(theta), rtol=0, atol=2 * 400 * eps)
+    assert np.all((std_err >= 0) & (std_err < 400 * eps))
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_large_budget(dtype):
     """k >= n: a Cholesky factorisation, in both modes of differentiation."""

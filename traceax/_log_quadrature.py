@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Real
 
-from ._estimate import if_wanted
+from ._estimate import if_wanted, scale_of
 from ._funm import divided_differences
 from ._krylov import Lanczos, quadrature
 from ._precision import einsum
@@ -94,9 +94,11 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     error = jnp.mean(jnp.maximum(share, 1 - share) * gap)
 
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
-    away = jnp.square(logs - jnp.mean(gauss))
+    # In this unit, as the squares of rounding errors may be 0, and 0 / 0 is NaN.
+    unit = scale_of(logs - jnp.mean(gauss))
+    away = jnp.square((logs - jnp.mean(gauss)) / unit)
     second, fourth = jnp.sum(jnp.stack([weights * away, weights * away**2]), axis=(1, 2)) / p
-    doubt = fourth / (n * p * jnp.where(second > 0, second, 1) ** 2)
+    doubt = jnp.where(second > 0, fourth / (n * p * jnp.where(second > 0, second, 1) ** 2), 0)
     variance = n * c * second / p / (1 - c / (n * p)) * (1 + jnp.minimum(doubt, 1))
 
     def derivative():
@@ -107,5 +109,5 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
         changed = changed - last * largest[:, :, None] * largest[:, None, :]
         return core + share[:, None, None] * (changed - core)
 
-    errors = n * error, jnp.sqrt(variance)
+    errors = n * error, unit * jnp.sqrt(variance)
     return LogQuadrature(n * value, *errors, jnp.min(smallest), if_wanted(derivative))
