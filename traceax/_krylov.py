@@ -43,10 +43,9 @@ class Lanczos(NamedTuple):
         return self.beta[-1] == 0
 
     @property
-    def unit(self) -> Real[Array, " p"]:
+    def unit(self) -> Real[Array, "p 1"]:
         """A positive number that no |alpha| and no beta exceeds, where they are finite."""
-        usable = (self.size > 0) & jnp.isfinite(self.size)
-        return jnp.where(usable, self.size, jnp.ones_like(self.size))
+        return scale_of(self.size[:, None], axis=1)
 
     @property
     def status(self) -> Int[Array, ""]:
@@ -135,14 +134,14 @@ def quadrature(
     what went in is finite is for the caller to check.
     """
     alpha, beta = krylov.alpha.T, krylov.beta.T
-    scale = krylov.unit[:, None]
+    scale = krylov.unit
     # Not `beta > 0`: NaN must not look like the end of a space.
     counts = jnp.pad(beta[:, :-1] != 0, ((0, 0), (1, 0)), constant_values=True)
     # |theta| <= 3 in this unit, so that what does not count comes last, and mixes with nothing.
     diagonal, off = jnp.where(counts, alpha / scale, 4), beta / scale
     place = jnp.arange(alpha.shape[1])
     row, column = place[:, None], place
-    t = jnp.where(row == column, diagonal[:, :, None], jnp.zeros_like(scale)[:, :, None])
+    t = jnp.where(row == column, diagonal[:, :, None], 0)
     t = jnp.where(row + 1 == column, off[:, :, None], t)
     t = jnp.where(row == column + 1, off[:, None, :], t)
     nodes, vectors = jax.vmap(eigh)(t)

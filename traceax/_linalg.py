@@ -16,6 +16,7 @@ here in terms of matrix products and Cholesky factors, where that is as accurate
 import math
 from collections.abc import Callable
 from functools import cache, wraps
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -272,58 +273,49 @@ def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
     return u, sigma, v_h
 
 
-def _divide_on_cpu(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
-    n, m = f.shape
-    library = m < _MANY_COLUMNS or n * m >= _HUGE_BLOCK
-    return _divide(f, r) if library else _substitute(f, r)
+def _divide_each(*arrays: Array) -> tuple[Array, ...]:
+    """The quotients of all blocks but the last, R, by R."""
+    *blocks, r = arrays
+    return tuple(_divide(block, r) for block in blocks)
+
+
+def _divide_on_cpu(*arrays: Array) -> tuple[Array, ...]:
+    """The same, of small blocks all at once: it is one loop to compile."""
+    *blocks, r = arrays
+    n, m = blocks[0].shape
+    if n * m >= _HUGE_BLOCK:
+        return _divide_each(*arrays)
+    rows = jnp.concatenate(blocks)
+    quotient = _divide(rows, r) if m < _MANY_COLUMNS else _substitute(rows, r)
+    ends = accumulate(block.shape[0] for block in blocks)
+    return tuple(jnp.split(quotient, list(ends)[:-1]))
 
 
 @jax.jit
-def _divide_stack(f: Inexact[Array, "b n m"], r: Inexact[Array, "b m m"]) -> tuple[Array]:
-    on_cpu, default = _in_turn(_divide_on_cpu), jax.vmap(_divide)
-    return (lax.platform_dependent(f, r, cpu=on_cpu, default=default),)
+def _divide_stacks(*arrays: Array) -> tuple[Array, ...]:
+    on_cpu, default = _in_turn(_divide_on_cpu), jax.vmap(_divide_each)
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=default)
+
+
+def _divide_rows_of(axes, n, *local):
+    return _divide_stacks(*local)
 
 
 _divide_rows = partitioned(
-    "tall_divide",
-    _divide_stack,
-    lambda axes, n, f, r: _divide_stack(f, r),
-    "b n m, b m k -> b n k",
-    whole=("m", "k"),
+    "tall_divide", _divide_stacks, _divide_rows_of, "b n m, b m k -> b n k", whole=("m", "k")
+)
+_divide_rows_and_more = partitioned(
+    "tall_divide_two",
+    _divide_stacks,
+    _divide_rows_of,
+    "b n m, b p m, b m k -> b n k, b p k",
+    whole=("m", "p", "k"),
 )
 
 
 def divide_by_upper(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
     """F R^{-1} for an upper triangular R."""
     return _divide_rows(f, r)[0]
-
-
-def _divide_two_on_cpu(f, g, r):
-    n, m = f.shape
-    if n * m >= _HUGE_BLOCK:
-        return _divide(f, r), _divide(g, r)
-    both = _divide_on_cpu(jnp.concatenate([f, g]), r)  # one loop to compile
-    return both[:n], both[n:]
-
-
-@jax.jit
-def _divide_two_stacks(
-    f: Inexact[Array, "b n m"], g: Inexact[Array, "b p m"], r: Inexact[Array, "b m m"]
-) -> tuple[Array, Array]:
-    def default(f, g, r):
-        divide = jax.vmap(_divide)
-        return divide(f, r), divide(g, r)
-
-    return lax.platform_dependent(f, g, r, cpu=_in_turn(_divide_two_on_cpu), default=default)
-
-
-_divide_rows_and_more = partitioned(
-    "tall_divide_two",
-    _divide_two_stacks,
-    lambda axes, n, f, g, r: _divide_two_stacks(f, g, r),
-    "b n m, b p m, b m k -> b n k, b p k",
-    whole=("m", "p", "k"),
-)
 
 
 def divide_two_by_upper(

@@ -69,7 +69,7 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     smallest = nodes[:, 0]
     # A Ritz value that is not positive is reported; a number in its place keeps NaN out.
     eps = float(jnp.finfo(nodes.dtype).eps)
-    tiny = eps**2 * krylov.unit[:, None]
+    tiny = eps**2 * krylov.unit
     nodes = jnp.maximum(nodes, tiny)
     logs = jnp.log(nodes)
 

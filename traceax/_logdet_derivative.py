@@ -46,7 +46,7 @@ def _on_probes(
     n, p = run.probes.shape
     q, dtype = krylov.alpha.shape[0], run.probes.dtype
     nodes, _, s = quadrature(krylov)
-    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit[:, None]
+    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
     nodes = jnp.maximum(jnp.concatenate([nodes, krylov.alpha[:1].T], axis=1), tiny)
     differences = divided_differences(jnp.log, nodes)
 

@@ -50,6 +50,10 @@ class Nystrom(NamedTuple):
     rho: Real[Array, " m"]
     wrong: Bool[Array, ""]  # the operator is not semidefinite
 
+    def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
+        """What was estimated; with a wrong tag, what stands beside it and needs none."""
+        return [jnp.where(self.wrong, plain, estimated) for estimated, plain in pairs]
+
 
 def shifted_cholesky(h, nu):
     """The upper Cholesky factor of H + nu' I with the least nu' in nu, 10 nu, ... that has one.

@@ -54,10 +54,7 @@ class XNysDiagGrowth(AbstractGrowth):
         )
         original = matmul(factors.products.numbers, factors.r)
         plain = mean_and_std_err(self.rows(jnp.conj(omega) * original))
-        value, std_err = (
-            jnp.where(factors.wrong, fallback, x)
-            for fallback, x in zip(plain, estimated, strict=True)
-        )
+        value, std_err = factors.unless_wrong(*zip(estimated, plain, strict=True))
         estimate = signed_estimate(factors, self.sign, value, std_err)
         return estimate, factors.products.size * rounding
 

@@ -77,9 +77,8 @@ class XNysTraceGrowth(AbstractGrowth):
         gram, samples, differences = _leave_one_out(factors, n, self.resphere)
         # With a wrong tag, the mean of Hutchinson's samples instead, which needs none.
         plain = quadratic_forms(factors.core, factors.r)
-        gram, samples, differences, shift = (
-            jnp.where(factors.wrong, fallback, x)
-            for fallback, x in ((0, gram), (plain, samples), (0, differences), (0, n * factors.nu))
+        gram, samples, differences, shift = factors.unless_wrong(
+            (gram, 0), (samples, plain), (differences, 0), (n * factors.nu, 0)
         )
         value = trace_and_mean(gram.real, samples) - shift
         rounding = 8 * n * factors.nu
