@@ -6,6 +6,7 @@ one of 2 processes. (How many there are is for the environment to say.)
 
 import contextlib
 import io
+import itertools
 import json
 import re
 import sys
@@ -209,7 +210,21 @@ def virtual():
         "uneven both": (square[:297, :297], block[:297], plane, P("x", "y")),
         "two axes": (square[:296, :296], block[:296], plane, P(("x", "y"), None)),
     }
+    # Axes in every order, of a mesh of three of them: rows, columns, and both.
+    cube = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(auto, auto, auto))
+    for count in (2, 3):
+        for axes in itertools.permutations(cube.axis_names, count):
+            name = "".join(axes)
+            cuts[f"rows {name}"] = (square[:296, :296], block[:296], cube, P(axes, None))
+            cuts[f"columns {name}"] = (square, block, cube, P(None, axes))
+            cuts[f"both {name}"] = (square, block, cube, P(axes[:-1], axes[-1]))
+            cuts[f"both, other way {name}"] = (square, block, cube, P(axes[-1], axes[:-1]))
+            report["qr"][name] = factors(tall, cube, P(axes, None))
     report["products"] = {name: product_error(*arguments) for name, arguments in cuts.items()}
+    report["orders"] = {
+        "".join(axes): compare(dense, DENSE, P(axes, None), cube, "xtrace")
+        for axes in itertools.permutations(cube.axis_names)
+    }
 
     # The page of the documentation, whose last program takes a model as one vector.
     page: dict = {"__name__": "page"}

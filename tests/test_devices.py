@@ -77,11 +77,18 @@ def test_matrices_cut_by_rows(report, name):
 
 
 def test_products_with_matrices_however_they_are_cut(report):
-    assert len(report["products"]) == 7
+    assert len(report["products"]) == 7 + 4 * 12
     for name, found in report["products"].items():
         assert found["error"] < 1e-13, name
     for name in ("rows", "two axes"):
         assert report["products"][name]["gathers"] == [], name
+
+
+def test_axes_of_the_mesh_in_any_order(report):
+    """`lax.ppermute` counts devices in the order of the mesh, an array is cut in its own."""
+    assert len(report["orders"]) == 6
+    for name, found in report["orders"].items():
+        assert found["error"] < 1e-11, name
 
 
 def test_leaves_cut_along_any_axis(report):
@@ -97,7 +104,7 @@ def test_a_model_as_one_vector(report):
 
 def test_factorisations_of_sharded_blocks(report):
     """Orthonormal, and the factors of the block, to a few units of rounding."""
-    assert len(report["qr"]) == 8
+    assert len(report["qr"]) == 8 + 12
     for name, (defect, residual) in report["qr"].items():
         assert defect < 20, name
         assert residual < 20, name

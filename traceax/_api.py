@@ -21,7 +21,7 @@ from ._estimator import (
     check_key,
     solve,
 )
-from ._operator import BlockOperator, as_operator, is_complex
+from ._operator import as_operator, is_complex, unflatten
 from ._primitive import diagonal_p, trace_p
 from ._rows import Rows
 from ._solution import Solution
@@ -178,7 +178,8 @@ def diagonal(
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
     options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
     solution = _solve("diagonal", key, operator, k, estimator, options, throw, Rows())
-    return restructure(solution, BlockOperator(operator).unflatten)
+    structure = operator.in_structure()
+    return restructure(solution, lambda vector: unflatten(structure, vector))
 
 
 def block_traces(

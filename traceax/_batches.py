@@ -12,9 +12,26 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array
 
+from ._sparse import SparseLinearOperator
+
 #: Numbers in one block of vectors (2^27 of them: 512 MiB in float32), where an algorithm is free
 #: to work in several smaller blocks.
 BLOCK_LIMIT = 2**27
+
+#: Vectors that a function is given at once. Wider than this, nothing is gained, programs take more
+#: memory, and XLA has had errors: with JAX 0.10.2, wide products with the transposed Jacobian of a
+#: transformer, scanned over its layers, had wrong rows on CPUs.
+FUNCTION_LIMIT = 64
+
+# Operators that do arithmetic with what they store.
+_STORED = (
+    lx.MatrixLinearOperator,
+    lx.PyTreeLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+    SparseLinearOperator,
+)
 
 
 def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
@@ -55,8 +72,25 @@ def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
 
 
 def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
-    """How many vectors to multiply at once: as many as `in_batches` says, or the limit allows."""
-    return batch_size_of(operator) or block_width(operator.in_size(), wanted)
+    """How many vectors to multiply at once: as many as `in_batches` says, or the limits allow."""
+    size = batch_size_of(operator)
+    if size is not None:
+        return size
+    width = block_width(operator.in_size(), wanted)
+    if _calls_functions(operator):
+        width = min(width, FUNCTION_LIMIT)
+    return -(-wanted // -(-wanted // width))  # in batches that are as even as can be
+
+
+def _calls_functions(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a product calls somebody's function, rather than multiply what is stored."""
+
+    def is_part(x):
+        return x is not operator and isinstance(x, lx.AbstractLinearOperator)
+
+    parts = jtu.tree_leaves(operator, is_leaf=is_part)
+    inner = [x for x in parts if isinstance(x, lx.AbstractLinearOperator)]
+    return any(map(_calls_functions, inner)) if inner else not isinstance(operator, _STORED)
 
 
 def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:

@@ -1,5 +1,6 @@
 """Matrices in files, for the command line."""
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ def _one_line(error: Exception) -> str:
 def _read_mtx(path: Path) -> Any:
     from scipy.io import mmread
 
+    if "spmatrix" in inspect.signature(mmread).parameters:  # from SciPy 1.15 on
+        return mmread(path, spmatrix=False)
     return mmread(path)
 
 

@@ -17,22 +17,17 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Inexact
 
-from ._devices import axis_names, rows_inside
+from ._devices import axis_names, device_index, rows_inside, send_to_next
 from ._precision import matmul
 from ._primitive import with_rule
 
 
-def _next(x: Array, axes: tuple[str, ...], parts: int) -> Array:
-    """What the device before this one has."""
-    return lax.ppermute(x, axes, [(i, (i + 1) % parts) for i in range(parts)])
-
-
-def _by_rows(axes, parts, n, matrix, block):
+def _by_rows(mesh, axes, n, matrix, block):
     """Rows of A, and of X: the part of X that comes by in step i is that of device d - i."""
-    width = block.shape[0]
+    parts, width = math.prod(mesh.shape[name] for name in axes), block.shape[0]
     block = rows_inside(axes, n, block)
     matrix = jnp.pad(matrix, ((0, 0), (0, width * parts - n)))
-    device = lax.axis_index(axes)
+    device = device_index(axes)
 
     def share(i, block):
         start = (device - i) % parts * width
@@ -40,26 +35,26 @@ def _by_rows(axes, parts, n, matrix, block):
 
     def step(i, carry):
         total, block = carry
-        block = _next(block, axes, parts)
+        block = send_to_next(block, axes, mesh)
         return total + share(i, block), block
 
     return (lax.fori_loop(1, parts, step, (share(0, block), block))[0],)
 
 
-def _by_columns(axes, parts, n, matrix, block):
+def _by_columns(mesh, axes, n, matrix, block):
     """Columns of A, and rows of X: the sum that comes by in step i is that for d - i - 1."""
-    width = block.shape[0]
+    parts, width = math.prod(mesh.shape[name] for name in axes), block.shape[0]
     block = rows_inside(axes, n, block)
     matrix = rows_inside(axes, n, matrix.T).T
     matrix = jnp.pad(matrix, ((0, width * parts - n), (0, 0)))
-    device = lax.axis_index(axes)
+    device = device_index(axes)
 
     def share(i):
         start = (device - i - 1) % parts * width
         return matmul(lax.dynamic_slice_in_dim(matrix, start, width), block)
 
     def step(i, total):
-        return _next(total, axes, parts) + share(i)
+        return send_to_next(total, axes, mesh) + share(i)
 
     return (lax.fori_loop(1, parts, step, share(0)),)
 
@@ -68,17 +63,16 @@ def _partition(mesh, arguments, _):
     rows, columns, *_ = (*arguments[0].sharding.spec, None, None)
     axes, across = axis_names(rows), axis_names(columns)
     n = arguments[0].shape[0]
-    parts = math.prod(mesh.shape[name] for name in axes or across)
 
     def cut(*entries):
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     if axes and not across:
-        return mesh, partial(_by_rows, axes, parts, n), (cut(rows),), (cut(rows), cut(rows))
+        return mesh, partial(_by_rows, mesh, axes, n), (cut(rows),), (cut(rows), cut(rows))
     if across and not axes:
         matrix = cut(None, columns)
         shardings = (cut(columns),), (matrix, cut(columns))
-        return mesh, partial(_by_columns, across, parts, n), *shardings
+        return mesh, partial(_by_columns, mesh, across, n), *shardings
 
     def product(matrix, block):
         if not across:

@@ -2,13 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -17,6 +14,14 @@ from jaxtyping import Array, Inexact, PyTree
 
 from ._batches import batch_size_of, batch_width, by_columns, in_batches
 from ._matrix_product import matrix_product
+from ._programs import (
+    NOTHING,
+    TRACERS,
+    closed_function,
+    closed_functions,
+    holds,
+    is_converted,
+)
 
 
 def is_tagged(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
@@ -105,68 +110,74 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
     return operator
 
 
-def _has_tracer(value: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value))
-
-
-def _hides_tracer(value: Any, seen: set[int]) -> bool:
-    """Whether a function holds a traced value where JAX does not see it: in its closure, its
-    defaults, the object it is a method of, what it wraps, or the attributes of a callable object.
-    """
-    if _has_tracer(value):
-        return True
-    if id(value) in seen or isinstance(value, type | ModuleType):
-        return False
-    seen.add(id(value))
-    held = []
-    if isinstance(value, FunctionType):
-        held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif isinstance(value, MethodType):
-        held += [value.__self__, value.__func__]
-    elif isinstance(value, partial):
-        held += [value.func, *value.args, *value.keywords.values()]
-    elif callable(value):
-        held += [*getattr(value, "__dict__", {}).values(), getattr(value, "__wrapped__", None)]
-    else:  # leaves of what is held may be functions
-        held += [leaf for leaf in jtu.tree_leaves(value) if callable(leaf)]
-    return any(_hides_tracer(item, seen) for item in held)
-
-
-def _is_filled(cell) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """Make every array that the operator depends on a leaf of it.
 
-    NumPy arrays become JAX arrays. A function that still closes over traced values (an operator
-    made with `closure_convert=False`) is closure-converted: its tracers cannot be hashed, and
-    would be invisible to the primitive's transformation rules.
+    NumPy arrays become JAX arrays, and so do the Python numbers that an operator is multiplied
+    with. Functions are converted to jaxprs where they still hold arrays (an operator made with
+    `closure_convert=False`, or of a function that uses a global array). In the operator's own
+    function a tracer would be invisible to the primitive's transformation rules: where it is some
+    class's that lineax does not know, what is left of the operator are its products and its tags.
     """
 
     def convert(node):
-        # Behind a function of its own: a conversion does not look into default arguments.
-        if isinstance(node, lx.FunctionLinearOperator) and _hides_tracer(node.fn, set()):
-            function = node.fn
-            return lx.FunctionLinearOperator(
-                lambda vector: function(vector), node.in_structure(), node.tags
-            )
-        if isinstance(node, lx.JacobianLinearOperator) and _hides_tracer(node.fn, set()):
-            function = node.fn
+        if isinstance(node, lx.FunctionLinearOperator) and _holds_arrays(node.fn):
+            closed = closed_function(node.fn, node.in_structure())
+            return _operator_of(closed, node.in_structure(), node.tags)
+        if isinstance(node, lx.JacobianLinearOperator) and _holds_arrays(node.fn):
+            closed = closed_function(node.fn, node.x, node.args)
             return lx.JacobianLinearOperator(
-                lambda x, args: function(x, args), node.x, node.args, node.tags, node.jac
+                closed, node.x, node.args, node.tags, node.jac, closure_convert=False
             )
-        return jnp.asarray(node) if isinstance(node, np.ndarray | np.generic) else node
+        if isinstance(node, lx.MulLinearOperator | lx.DivLinearOperator):
+            inner = jtu.tree_map(convert, node.operator, is_leaf=stops)
+            return type(node)(inner, jnp.asarray(node.scalar))
+        if is_foreign(node):
+            functions = [leaf for leaf in jtu.tree_leaves(node) if callable(leaf)]
+            if any(holds(function) == TRACERS for function in functions):
+                closed = closed_function(node.mv, node.in_structure())
+                return _operator_of(closed, node.in_structure(), _tags(node))
+        return node
 
-    def is_function(node):
-        return isinstance(node, lx.FunctionLinearOperator | lx.JacobianLinearOperator)
+    def is_foreign(node):
+        known = type(node).__module__.partition(".")[0] in ("lineax", "traceax")
+        return isinstance(node, lx.AbstractLinearOperator) and not known
 
-    return jtu.tree_map(convert, jtu.tree_map(convert, operator, is_leaf=is_function))
+    def stops(node):
+        own = lx.FunctionLinearOperator | lx.JacobianLinearOperator
+        return is_foreign(node) or isinstance(
+            node, own | lx.MulLinearOperator | lx.DivLinearOperator
+        )
+
+    def as_array(leaf):
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+    operator = jtu.tree_map(convert, operator, is_leaf=stops)
+    return jtu.tree_map(as_array, closed_functions(operator))
+
+
+def _holds_arrays(function: Callable[..., Any]) -> bool:
+    """Whether a function holds arrays that are no leaves of it. (Those of a jaxpr are taken out
+    by `closed_functions`.)
+    """
+    return not is_converted(function) and holds(function) != NOTHING
+
+
+def _operator_of(function: Callable[..., Any], structure: PyTree, tags: frozenset[object]):
+    return lx.FunctionLinearOperator(function, structure, tags, closure_convert=False)
+
+
+def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
+    """What a user's class says of itself, as tags."""
+    checks = {
+        lx.symmetric_tag: lx.is_symmetric,
+        lx.diagonal_tag: lx.is_diagonal,
+        lx.tridiagonal_tag: lx.is_tridiagonal,
+        lx.unit_diagonal_tag: lx.has_unit_diagonal,
+        lx.positive_semidefinite_tag: lx.is_positive_semidefinite,
+        lx.negative_semidefinite_tag: lx.is_negative_semidefinite,
+    }
+    return frozenset(tag for tag, check in checks.items() if is_tagged(check, operator))
 
 
 @final
@@ -339,13 +350,21 @@ class BlockOperator:
         transposed = in_batches(self.operator.transpose(), batch_size_of(self.operator))
         return jnp.conj(BlockOperator(transposed).mm(jnp.conj(block)))
 
-    def unflatten(
-        self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]
-    ) -> PyTree[Inexact[Array, "..."]]:
+    def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
         """A vector, whole or leaf by leaf, as a PyTree of the operator's input structure (in the
         working dtype).
         """
-        leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
-        parts = vector if isinstance(vector, list | tuple) else self.split(jnp.asarray(vector))
-        shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-        return jtu.tree_unflatten(treedef, shaped)
+        return unflatten(self.operator.in_structure(), vector)
+
+
+def unflatten(
+    structure: PyTree, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]
+) -> PyTree[Inexact[Array, "..."]]:
+    """A vector, whole or leaf by leaf, as a PyTree of this structure, in its own dtype."""
+    leaves, treedef = jtu.tree_flatten(structure)
+    parts = vector
+    if not isinstance(vector, list | tuple):
+        ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
+        parts = jnp.split(jnp.asarray(vector), ends)
+    shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    return jtu.tree_unflatten(treedef, shaped)

@@ -20,7 +20,7 @@ eager or traced, is not traced again.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,101 +29,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from ._devices import needs_devices, with_auto_axes
 from ._estimate import NONFINITE, Estimate, weights_wanted
-
-
-def _same_program(a: Jaxpr, b: Jaxpr) -> bool:
-    """Whether two jaxprs are the same up to the names of their variables.
-
-    Functions inside an operator are jaxprs (lineax and `traceax.curvature` convert closures),
-    traced anew for every operator that is made: compared by identity, an estimate in an ordinary
-    Python loop would be compiled again in every turn. What cannot be compared counts as different
-    (the rule of a `jax.custom_jvp`, say).
-    """
-    renamed: dict[Any, Any] = {}
-
-    def defines(xs, ys):
-        renamed.update(zip(xs, ys, strict=True))
-        return all(x.aval == y.aval for x, y in zip(xs, ys, strict=True))
-
-    def same_atom(x, y):
-        if isinstance(x, Literal) or isinstance(y, Literal):
-            return type(x) is type(y) and x.aval == y.aval and _same(x.val, y.val)
-        return renamed.get(x) is y
-
-    def same_equation(e, f):
-        return (
-            e.primitive is f.primitive
-            and len(e.invars) == len(f.invars)
-            and len(e.outvars) == len(f.outvars)
-            and e.effects == f.effects
-            and all(map(same_atom, e.invars, f.invars))
-            and _same(e.params, f.params)
-            and defines(e.outvars, f.outvars)
-        )
-
-    return a is b or (
-        [len(x) for x in (a.constvars, a.invars, a.outvars, a.eqns)]
-        == [len(x) for x in (b.constvars, b.invars, b.outvars, b.eqns)]
-        and defines([*a.constvars, *a.invars], [*b.constvars, *b.invars])
-        and all(map(same_equation, a.eqns, b.eqns))
-        and all(map(same_atom, a.outvars, b.outvars))
-    )
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two static values are the same. (Python finds 1, 1.0 and True equal; a traced program
-    does not.)
-    """
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Jaxpr):
-        return _same_program(a, b)
-    if isinstance(a, ClosedJaxpr):
-        return _same_program(a.jaxpr, b.jaxpr) and _same(list(a.consts), list(b.consts))
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
-    if isinstance(a, np.ndarray | np.generic):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float):
-        return a.hex() == b.hex()  # NaN is itself, and 0.0 is not -0.0
-    try:
-        return bool(a == b)
-    except Exception:  # an object whose comparison is not a truth value
-        return False
-
-
-class _Static:
-    """A leaf that is not an array, compared by what it is."""
-
-    __slots__ = ("_hash", "value")
-
-    def __init__(self, value: Any):
-        self.value = value
-        if isinstance(value, Jaxpr):
-            key = tuple(equation.primitive.name for equation in value.eqns)
-            self._hash = hash((key, tuple(str(x.aval) for x in value.invars)))
-            return
-        try:
-            self._hash = hash((type(value), value))
-        except TypeError:
-            self._hash = hash(type(value))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and _same(self.value, other.value)
-
-    def __hash__(self) -> int:
-        return self._hash
+from ._programs import NOTHING, TRACERS, Static, closed_functions, holds
 
 
 class _Level(NamedTuple):
@@ -132,35 +45,54 @@ class _Level(NamedTuple):
     axes: tuple[int | None, ...]
     size: int
     name: Any
+    spmd_name: Any
 
 
 class _Params(NamedTuple):
     """Everything static about a call."""
 
-    treedef: Any  # of (raw key, operator, estimator)
-    static: tuple[_Static | None, ...]  # None where the leaf is an operand
+    treedef: Static  # of (raw key, operator, estimator)
+    static: tuple[Static | None, ...]  # None where the leaf is an operand
     key_impl: Any
     k: int
     weights: bool
     levels: tuple[_Level, ...]
+    held: int  # what the functions among them hold where it is no operand: see `holds`
     inside: ClosedJaxpr  # see `needs_devices`
 
 
 def _rebuild(params: _Params, operands: Sequence[Array]):
     remaining = iter(operands)
     leaves = [next(remaining) if s is None else s.value for s in params.static]
-    return jtu.tree_unflatten(params.treedef, leaves)
+    return jtu.tree_unflatten(params.treedef.value, leaves)
 
 
 def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
     """`fn` vmapped over all levels; `in_axes(level)` gives the axes of its arguments."""
     for level in levels:
-        fn = jax.vmap(fn, in_axes(level), 0, axis_name=level.name, axis_size=level.size)
+        options = {"axis_size": level.size, "spmd_axis_name": level.spmd_name}
+        fn = jax.vmap(fn, in_axes(level), 0, axis_name=level.name, **options)
     return fn
 
 
-@partial(jax.jit, static_argnums=0)
+def _compiled(fn: Callable[..., Any], params: _Params, *static: Any) -> Callable[..., Any]:
+    """`fn` with its static arguments, the first of which are the parameters.
+
+    JAX keeps compiled programs with their static arguments for good: of those whose functions hold
+    arrays (which are no operands), no more than a few are kept, and none whose arrays are traced.
+    """
+    if params.held == NOTHING:
+        return partial(_forever[fn], params, *static)
+    once = _for_a_while.__wrapped__
+    return (once if params.held == TRACERS else _for_a_while)(fn, params, *static)
+
+
 def _run(params: _Params, operands: tuple[Array, ...]):
+    """The implementation, compiled: (Estimate, weights or None)."""
+    return _compiled(_implementation, params)(operands)
+
+
+def _implementation(params: _Params, operands: tuple[Array, ...]):
     """The implementation: (Estimate, weights or None)."""
 
     def run(operands):
@@ -189,8 +121,12 @@ def _run(params: _Params, operands: tuple[Array, ...]):
         return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
 def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands, tangents, weights):
+    """A tangent, compiled: see `_tangent`."""
+    return _compiled(_tangent, params, moving, rule)(operands, tangents, weights)
+
+
+def _tangent(params: _Params, moving: tuple[int, ...], rule: str, operands, tangents, weights):
     """A tangent, where the operands `moving` have tangents: that of the value by the rule
     `contract`, sum_j v_j^H dA u_j; that of the weights by the rule `moved`.
     """
@@ -211,6 +147,17 @@ def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands,
 
     with jax.numpy_dtype_promotion("standard"):
         return _vmapped(push, params.levels, in_axes)(operands, tangents, weights)
+
+
+_forever = {
+    _implementation: jax.jit(_implementation, static_argnums=0),
+    _tangent: jax.jit(_tangent, static_argnums=(0, 1, 2)),
+}
+
+
+@lru_cache(maxsize=4)
+def _for_a_while(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+    return jax.jit(partial(fn, *static))
 
 
 def _flat_run(*operands, params):
@@ -241,12 +188,12 @@ def _zero(primal):
     return ad.Zero(jax.core.ShapedArray(jnp.shape(primal), primal.dtype).to_tangent_aval())
 
 
-def _batch(primitive, axis_size, axis_name, _, operands, axes, *, params):
+def _batch(primitive, vmapped, operands, axes, *, params):
     # An operator that nothing is batched in may still speak of the axis by its name.
-    if all(axis is None for axis in axes) and not isinstance(axis_name, str):
+    if all(axis is None for axis in axes) and not isinstance(vmapped.name, str):
         outputs = primitive.bind(*operands, params=params)
         return outputs, [None] * len(outputs)
-    level = _Level(tuple(axes), axis_size, axis_name)
+    level = _Level(tuple(axes), vmapped.size, vmapped.name, vmapped.spmd_name)
     outputs = primitive.bind(*operands, params=params._replace(levels=(*params.levels, level)))
     return outputs, [0] * len(outputs)
 
@@ -286,7 +233,7 @@ def _define(name: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_impl(_flat_run)
     primitive.def_abstract_eval(_abstract_eval)
-    batching.axis_primitive_batchers[primitive] = partial(_batch, primitive)
+    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive)
     ad.primitive_jvps[primitive] = partial(_jvp, primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(_flat_run, multiple_results=True))
     return primitive
@@ -316,13 +263,13 @@ def bind(
     key_impl = None
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key_impl, key = jax.random.key_impl(key), jax.random.key_data(key)
-    leaves, treedef = jtu.tree_flatten((key, operator, estimator))
-    is_operand = [isinstance(leaf, jax.Array) for leaf in leaves]
-    static = tuple(
-        None if dynamic else _Static(leaf) for leaf, dynamic in zip(leaves, is_operand, strict=True)
-    )
-    operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
-    params = _Params(treedef, static, key_impl, k, False, (), needs_devices())
+    tree = closed_functions((key, operator, estimator))
+    leaves, treedef = jtu.tree_flatten(tree)
+    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    static = tuple(None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves)
+    operands = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    held = max((holds(x.value) for x in static if x is not None), default=NOTHING)
+    params = _Params(Static(treedef), static, key_impl, k, False, (), held, needs_devices())
 
     def estimate(*operands):
         return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
@@ -381,17 +328,22 @@ def with_rule(
         moved = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
         return outputs, list(jax.jvp(of_moving, *moved)[1])
 
-    def batched(arrays, axes, *, inside):
-        del inside
-        pairs = list(zip(arrays, axes, strict=True))
-        size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+    def batched(vmapped, arrays, axes, *, inside):
+        if all(axis is None for axis in axes):
+            outputs = primitive.bind(*arrays, inside=inside)
+            return outputs, [None] * len(outputs)
+        if vmapped.spmd_name is not None:  # the axis is cut already: nothing is left to be ruled
+            options = {"axis_size": vmapped.size, "spmd_axis_name": vmapped.spmd_name}
+            outputs = jax.vmap(fn, tuple(axes), 0, **options)(*arrays)
+            return list(outputs), [0] * len(outputs)
+        pairs = zip(arrays, axes, strict=True)
         moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
-        outputs = batch(call, size, [axis is not None for axis in axes], *moved)
+        outputs = batch(call, vmapped.size, [axis is not None for axis in axes], *moved)
         return list(outputs), [0] * len(outputs)
 
     primitive.def_impl(jax.jit(run, static_argnames="inside"))
     primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = push
-    batching.primitive_batchers[primitive] = batched
+    batching.fancy_primitive_batchers[primitive] = batched
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
     return call

@@ -1,0 +1,207 @@
+"""Numbers of every public function for fixed keys, and the file that they are recorded in.
+
+`python -m tests.recorded` writes the file anew. The numbers are the same, to rounding, with every
+version of Python and JAX that is supported: a difference is a change that users see.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.experimental.sparse
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+
+import traceax as tr
+
+FILE = Path(__file__).parent / "recorded.json"
+N = 40
+PSD, NSD = lx.positive_semidefinite_tag, lx.negative_semidefinite_tag
+
+
+def _matrices():
+    rng = np.random.default_rng(7)
+    general = rng.standard_normal((N, N)) * 0.85 ** np.arange(N)
+    basis = np.linalg.qr(rng.standard_normal((N, N)) + 1j * rng.standard_normal((N, N)))[0]
+    hermitian = (basis * 1 / np.arange(1.0, N + 1) ** 2) @ basis.conj().T
+    return {
+        "general": lx.MatrixLinearOperator(jnp.asarray(general)),
+        "psd": lx.MatrixLinearOperator(jnp.asarray(hermitian.real), PSD),
+        "nsd": lx.MatrixLinearOperator(jnp.asarray(-hermitian.real), NSD),
+        "hermitian": lx.MatrixLinearOperator(jnp.asarray(hermitian), PSD),
+        "function": lx.FunctionLinearOperator(
+            lambda v: jnp.sin(general) @ v, jax.ShapeDtypeStruct((N,), jnp.float64)
+        ),
+    }
+
+
+def _kernel(scale=0.2, noise=0.01):
+    x = jnp.linspace(0.0, 1.0, N)
+    kernel = jnp.exp(-0.5 * (x[:, None] - x[None, :]) ** 2 / scale**2)
+    kernel = lx.MatrixLinearOperator(kernel, PSD)
+    return kernel + noise * lx.IdentityLinearOperator(kernel.in_structure())
+
+
+def _network():
+    keys = jr.split(jr.key(3), 4)
+    params = {"w": jr.normal(keys[0], (3, 4)), "v": jr.normal(keys[1], (4,)), "flag": True}
+    batch = jr.normal(keys[2], (6, 3)), jr.normal(keys[3], (6,))
+    return params, batch
+
+
+def _predict(params, batch):
+    return jax.nn.relu(batch[0] @ params["w"]) @ params["v"]
+
+
+def _loss(params, batch):
+    return jnp.mean((_predict(params, batch) - batch[1]) ** 2)
+
+
+def _curvatures():
+    params, batch = _network()
+
+    def log_likelihood(params, batch):
+        return -0.5 * (_predict(params, batch) - batch[1]) ** 2
+
+    def squares(outputs, batch):
+        return jnp.mean((outputs - batch[1]) ** 2)
+
+    return {
+        "hessian": tr.curvature.hessian(_loss, params, batch),
+        "gauss_newton": tr.curvature.gauss_newton(_predict, squares, params, batch),
+        "fisher": tr.curvature.fisher(log_likelihood, params, batch),
+        "jacobian_gram": tr.curvature.jacobian_gram(_predict, params, batch),
+    }
+
+
+TRACES = {
+    "hutchinson": (tr.HutchinsonEstimator(), "general"),
+    "hutchinson-normal": (tr.HutchinsonEstimator(tr.NormalSampler()), "function"),
+    "hutchinson-steinhaus": (tr.HutchinsonEstimator(tr.SteinhausSampler()), "hermitian"),
+    "hutch++": (tr.HutchPlusPlusEstimator(), "general"),
+    "xtrace": (tr.XTraceEstimator(), "general"),
+    "xtrace-rademacher": (tr.XTraceEstimator(tr.RademacherSampler()), "function"),
+    "xnystrace": (tr.XNysTraceEstimator(), "psd"),
+    "xnystrace-complex": (tr.XNysTraceEstimator(), "hermitian"),
+    "xnystrace-negative": (tr.XNysTraceEstimator(), "nsd"),
+    "exact": (tr.ExactTraceEstimator(), "general"),
+    "adaptive": (tr.AdaptiveHutchPlusPlusEstimator(), "psd"),
+    "auto": (tr.AutoTraceEstimator(), "psd"),
+}
+DIAGONALS = {
+    "hutchinson": (tr.HutchinsonDiagonalEstimator(), "general"),
+    "diag++": (tr.DiagPlusPlusEstimator(), "general"),
+    "xdiag": (tr.XDiagEstimator(), "general"),
+    "xnysdiag": (tr.XNysDiagEstimator(), "hermitian"),
+    "exact": (tr.ExactDiagonalEstimator(), "function"),
+    "auto": (tr.AutoDiagonalEstimator(), "psd"),
+}
+
+
+def _slope(value, at):
+    return jax.value_and_grad(value)(at)
+
+
+def _tracked(method):
+    tracker = tr.track(method)
+    operators = [_kernel(0.2 + 0.01 * i) for i in range(3)]
+    state, found = tracker.init(operators[0], 8), []
+    for i, operator in enumerate(operators):
+        state, solution = tracker.update(state, jr.key(i), operator, 8)
+        found.append((solution.value, solution.std_err))
+    return found
+
+
+def calls():
+    """What is recorded: functions without arguments, by name, the first word a public name."""
+    key, ops = jr.key(11), _matrices()
+    y = jnp.sin(7 * jnp.linspace(0.0, 1.0, N))
+    found = {}
+    for name, (estimator, which) in TRACES.items():
+        # A-Hutch++ stops where it likes: with a budget that it uses up.
+        k = 30 if name == "adaptive" else 13
+        found[f"trace {name}"] = lambda e=estimator, w=which, k=k: tr.trace(key, ops[w], k, e)
+        found[f"{type(estimator).__name__} {name}"] = lambda e=estimator, w=which, k=k: e.estimate(
+            key, ops[w], k
+        )[0]
+    for name, (estimator, which) in DIAGONALS.items():
+        found[f"diagonal {name}"] = lambda e=estimator, w=which: tr.diagonal(key, ops[w], 14, e)
+        found[f"{type(estimator).__name__} {name}"] = found[f"diagonal {name}"]
+    for name, operator in _curvatures().items():
+        found[f"curvature {name}"] = lambda op=operator: tr.trace(key, op, 6)
+        found[f"block_traces {name}"] = lambda op=operator: tr.block_traces(key, op, 7)
+    for name in ("general", "psd", "hermitian"):
+        found[f"frobenius_norm {name}"] = lambda w=name: tr.frobenius_norm(key, ops[w], 12)
+        found[f"row_norms {name}"] = lambda w=name: tr.row_norms(key, ops[w], 12)
+        found[f"summary {name}"] = lambda w=name: tr.summary(key, ops[w], 15)
+    for name in ("psd", "general"):
+        found[f"trace rtol {name}"] = lambda w=name: tr.trace(key, ops[w], rtol=1e-2)
+        found[f"diagonal rtol {name}"] = lambda w=name: tr.diagonal(key, ops[w], rtol=1e-1)
+    for sampler in (tr.NormalSampler, tr.SphereSampler, tr.RademacherSampler, tr.SteinhausSampler):
+        found[f"{sampler.__name__} itself"] = lambda s=sampler: s()(key, 7, 3)
+    kernel = _kernel()
+    for name, preconditioner in {
+        "auto": "auto",
+        "None": None,
+        "nystrom": tr.NystromPreconditioner(12),
+        "rpcholesky": tr.RPCholeskyPreconditioner(12),
+    }.items():
+        options = {"preconditioner": preconditioner}
+        found[f"logdet {name}"] = lambda o=options: tr.logdet(key, kernel, 20, **o)
+        found[f"gaussian_log_density {name}"] = lambda o=options: tr.gaussian_log_density(
+            key, y, kernel, 20, **o
+        )
+        if preconditioner is not None and preconditioner != "auto":
+            found[f"{type(preconditioner).__name__} {name}"] = found[f"logdet {name}"]
+    found["logdet atol"] = lambda: tr.logdet(key, kernel, atol=0.1)
+    found["logdet slope"] = lambda: _slope(lambda s: tr.logdet(key, _kernel(s), 20).value, 0.2)
+    found["gaussian_log_density slope"] = lambda: _slope(
+        lambda s: tr.gaussian_log_density(key, y, _kernel(s), 20).value, 0.2
+    )
+    found["gradient_std_err kernel"] = lambda: tr.gradient_std_err(
+        key, _kernel, (0.2, 0.01), (1.0, 0.0), 20
+    )
+    found["trace slope"] = lambda: _slope(lambda s: tr.trace(key, _kernel(s), 10).value, 0.2)
+    found["trace hessian"] = lambda: jax.hessian(lambda s: tr.trace(key, _kernel(s), 10).value)(0.2)
+    for name in ("psd", "hermitian"):
+        found[f"spectral_sum {name}"] = lambda w=name: tr.spectral_sum(key, jnp.exp, ops[w], 20)
+        found[f"eigenvalue_count {name}"] = lambda w=name: tr.eigenvalue_count(
+            key, ops[w], 0.1, 2.0, 20
+        )
+        found[f"spectral_density {name}"] = lambda w=name: tr.spectral_density(
+            key, ops[w], 20, jnp.linspace(0.0, 1.0, 5)
+        )
+    for method in ("auto", "recycled", "deltashift"):
+        found[f"track {method}"] = lambda m=method: _tracked(m)
+    found["matvecs_needed"] = lambda: tr.matvecs_needed(0.1, frobenius_norm=2.0, spectral_norm=1.0)
+    found["SparseLinearOperator"] = lambda: tr.SparseLinearOperator(
+        jax.experimental.sparse.BCOO.fromdense(jnp.eye(4) + jnp.ones((4, 4)))
+    ).mv(jnp.arange(4.0))
+    return found
+
+
+def numbers_of(result):
+    """All the numbers in a result, real and imaginary parts in turn; no state."""
+    if isinstance(result, tr.Solution):
+        result = (result.value, result.std_err, result.num_matvecs)
+    solutions = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, tr.Solution))
+    if any(isinstance(x, tr.Solution) for x in solutions):
+        return [n for x in solutions for n in numbers_of(x)]
+    leaves = [np.asarray(x) for x in jax.tree.leaves(eqx.filter(result, eqx.is_array_like))]
+    flat = [x.reshape(-1) for x in leaves]
+    flat = [x.astype(complex).view(float) if x.dtype.kind == "c" else x for x in flat]
+    return [float(x) for leaf in flat for x in leaf]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    recorded = {name: numbers_of(call()) for name, call in calls().items()}
+    with FILE.open("w") as file:
+        # NaN and inf are no JSON, and no number that anybody should get.
+        json.dump(recorded, file, indent=0, allow_nan=True)
+        file.write("\n")
+    print(len(recorded), "calls recorded with JAX", jax.__version__, file=sys.stderr)

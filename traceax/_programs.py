@@ -1,0 +1,592 @@
+"""What identifies a compiled program: code and Python values, never an array.
+
+An estimate is compiled once for all operators that differ in their arrays only. So the arrays must
+be operands of the program, and everything else the key under which it is found again. Arrays that
+are leaves of an operator are easily told apart. Others hide:
+
+- in the constants of a jaxpr, and in those of the jaxprs inside it (a `jax.jit` function keeps the
+  concrete arrays that it closes over there). `Program` takes them out, at every depth, and
+  is given them back when it runs;
+- in Python functions: closures, defaults, globals, attributes. `hoisted` converts the functions of
+  lineax operators to jaxprs; what cannot be converted is compared cell by cell, and an array inside
+  by identity (see `holds`).
+
+Two keys are equal only if they stand for the same program. Where that cannot be seen they are
+different, and the price is one more compilation.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+# --- equality -------------------------------------------------------------------------------------
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values that are static in a program are the same, for whatever can be made of
+    them. (Python finds 1, 1.0 and True equal; a traced program does not.)
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, jax.Array):
+        return False
+    if is_jaxpr(a):
+        return _same_jaxpr(a, b) and same(_constants(a), _constants(b))
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return a.hex() == b.hex()  # NaN is itself, and 0.0 is not -0.0
+    if isinstance(a, complex):
+        return same((a.real, a.imag), (b.real, b.imag))
+    if isinstance(a, jtu.PyTreeDef):
+        return a == b and same(_auxiliary(a), _auxiliary(b))
+    if isinstance(a, jax.core.Trace) or type(a).__name__ in ("TraceTag", "Store", "EqualStore"):
+        return True  # of a trace that is over, and what it found out: no program depends on them
+    parts = _parts(a)
+    if parts is not None:
+        return same(parts, _parts(b))
+    try:
+        return bool(a == b)
+    except Exception:  # an object whose comparison is not a truth value
+        return False
+
+
+def _auxiliary(treedef: Any) -> list[Any]:
+    """The static fields of all nodes of a PyTree."""
+    data = treedef.node_data()
+    return [data, *[_auxiliary(child) for child in treedef.children()]]
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    """What a function that JAX or Equinox has made does and holds: all that its values depend on.
+
+    The rule of a `jax.custom_jvp` in a jaxpr is such a function, made anew whenever it is traced,
+    around one that a user wrote. That one is compared by identity: what it holds may change.
+    """
+    if isinstance(value, FunctionType):
+        if value.__module__.partition(".")[0] not in ("jax", "equinox"):
+            return None
+        names = value.__code__.co_freevars
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        if "cells" in names and "fn" in names:  # `fn` with its results kept
+            cells = [cells[names.index("fn")]]
+        return _Identity(value.__code__), cells, value.__defaults__, value.__kwdefaults__
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
+        return value.f, value.transforms, value.params  # JAX's own wrapper around a function
+    return None
+
+
+@final
+class _Identity:
+    """A code object, equal to itself alone. (Python finds two equal that read alike.)"""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: CodeType):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _same_jaxpr(a: Any, b: Any) -> bool:
+    """Whether two jaxprs are the same up to the names of their variables.
+
+    Functions inside an operator are jaxprs (lineax and `traceax.curvature` convert closures),
+    traced anew for every operator that is made: compared by identity, an estimate in an ordinary
+    Python loop would be compiled again in every turn.
+    """
+    renamed: dict[Any, Any] = {}
+
+    def defines(xs, ys):
+        renamed.update(zip(xs, ys, strict=True))
+        return all(x.aval == y.aval for x, y in zip(xs, ys, strict=True))
+
+    def same_atom(x, y):
+        if _is_literal(x) or _is_literal(y):
+            return type(x) is type(y) and x.aval == y.aval and same(x.val, y.val)
+        return renamed.get(x) is y
+
+    def same_equation(e, f):
+        return (
+            e.primitive is f.primitive
+            and len(e.invars) == len(f.invars)
+            and len(e.outvars) == len(f.outvars)
+            and e.effects == f.effects
+            and (e.ctx is f.ctx or e.ctx == f.ctx)
+            and all(map(same_atom, e.invars, f.invars))
+            and same(e.params, f.params)
+            and defines(e.outvars, f.outvars)
+        )
+
+    a, b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
+    return a is b or (
+        [len(x) for x in (a.constvars, a.invars, a.outvars, a.eqns)]
+        == [len(x) for x in (b.constvars, b.invars, b.outvars, b.eqns)]
+        and defines([*a.constvars, *a.invars], [*b.constvars, *b.invars])
+        and all(map(same_equation, a.eqns, b.eqns))
+        and all(map(same_atom, a.outvars, b.outvars))
+    )
+
+
+@final
+class Static:
+    """A leaf that is not an array (or the structure of all leaves), hashable, and equal to others
+    if it is the same.
+    """
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            self._hash = hash((type(value), _summary(value) if is_jaxpr(value) else value))
+        except TypeError:
+            self._hash = hash(type(value))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+# --- jaxprs ---------------------------------------------------------------------------------------
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether this is a jaxpr. (JAX has had two classes of them, and has one from 0.11 on.)"""
+    return hasattr(value, "eqns") and hasattr(value, "debug_info")
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
+
+
+def _constants(jaxpr: Any) -> list[Any]:
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def _opened(jaxpr: Any) -> Any:
+    """The jaxpr without its constants: they are to be given in front of its arguments."""
+    if hasattr(jaxpr, "with_consts"):
+        return jaxpr.with_consts(())
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _summary(jaxpr: Any) -> tuple[Any, ...]:
+    names = tuple(equation.primitive.name for equation in jaxpr.eqns)
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return names, tuple(str(x.aval) for x in jaxpr.invars)
+
+
+def _jaxprs_in(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation that are jaxprs, or sequences of them."""
+
+    def has_jaxpr(value):
+        several = isinstance(value, tuple | list)
+        return any(map(is_jaxpr, value)) if several else is_jaxpr(value)
+
+    return {name: value for name, value in params.items() if has_jaxpr(value)}
+
+
+def _hides_constants(jaxpr: Any) -> bool:
+    """Whether a jaxpr, or one inside it, has constants of its own."""
+    return bool(_constants(jaxpr)) or any(_is_special(equation) for equation in jaxpr.eqns)
+
+
+def _is_special(equation: Any) -> bool:
+    """Whether constants can and must be taken out of the jaxprs in this equation."""
+    if equation.primitive.name not in _EVALUATE:
+        return False
+    inner = _jaxprs_in(equation.params).values()
+    return any(map(_hides_constants, jtu.tree_leaves(list(inner))))
+
+
+@final
+class Program:
+    """A jaxpr without arrays: what `jax.make_jaxpr` returns, less the constants of it and of all
+    the jaxprs inside it.
+
+    Hashable, and equal to others by what it computes. JAX itself makes operands of the constants
+    in the bodies of its control flow; what is left are the arrays that a `jax.jit` function closes
+    over, in whatever it is called from.
+    """
+
+    __slots__ = ("_hash", "_opened")
+
+    def __init__(self, jaxpr: Any):
+        """Of a jaxpr; its constants are dropped, those in `take_constants` were taken."""
+        opened = _opened(jaxpr)
+        if any(map(_is_special, opened.eqns)):
+            opened = opened.replace(eqns=[_without_constants(e) for e in opened.eqns])
+        self._opened = opened
+        self._hash = hash(_summary(opened))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and _same_jaxpr(self._opened, other._opened)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def jaxpr(self) -> Any:
+        """The jaxpr, to be looked at."""
+        return self._opened
+
+    @property
+    def num_constants(self) -> int:
+        """The number of constants at all depths, those of the jaxpr itself not counted."""
+        return sum(p.num_constants + p.own for p in self._inner())
+
+    def _inner(self) -> list["_Inner"]:
+        programs = [list(e.params.values()) for e in self._opened.eqns]
+        return [x for x in jtu.tree_leaves(programs) if isinstance(x, _Inner)]
+
+    def evaluate(self, hidden: Sequence[Array], constants: Sequence[Array], *args: Array) -> list:
+        """Run it, in a trace.
+
+        **Arguments:**
+
+        - `hidden`: the constants of the jaxprs inside, in the order of `take_constants`.
+        - `constants`: its own constants.
+        - `args`: its arguments.
+
+        **Returns:**
+
+        Its results.
+        """
+        jaxpr = self._opened
+        if not any(map(_has_inner, jaxpr.eqns)):
+            return jax.core.eval_jaxpr(jaxpr, constants, *args)
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
+
+        def read(atom):
+            return atom.val if _is_literal(atom) else values[atom]
+
+        hidden = list(hidden)
+        for equation in jaxpr.eqns:
+            operands = [read(x) for x in equation.invars]
+            if _has_inner(equation):
+                params = jtu.tree_map(
+                    lambda x: _bind_constants(x, hidden) if isinstance(x, _Inner) else x,
+                    equation.params,
+                    is_leaf=lambda x: isinstance(x, _Inner),
+                )
+                results = _EVALUATE[equation.primitive.name](equation, params, operands)
+            else:
+                variables = list({x: None for x in equation.invars if not _is_literal(x)})
+                one = {"constvars": [], "invars": variables, "outvars": list(equation.outvars)}
+                results = jax.core.eval_jaxpr(
+                    jaxpr.replace(**one, eqns=[equation]), (), *[values[x] for x in variables]
+                )
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+
+@final
+class _Inner:
+    """A program inside another: an equation has it in place of a jaxpr with constants."""
+
+    __slots__ = ("own", "program")
+
+    def __init__(self, jaxpr: Any):
+        self.program = Program(jaxpr)
+        self.own = len(_constants(jaxpr))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Inner) and self.own == other.own and self.program == other.program
+
+    def __hash__(self) -> int:
+        return hash(self.program)
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.program.jaxpr
+
+    @property
+    def num_constants(self) -> int:
+        return self.program.num_constants
+
+
+def _inner_or_same(value: Any) -> Any:
+    if is_jaxpr(value):
+        return _Inner(value)
+    return tuple(map(_inner_or_same, value)) if isinstance(value, tuple | list) else value
+
+
+def _without_constants(equation: Any) -> Any:
+    """The equation with a program in place of each of its jaxprs, if one of them has constants."""
+    if not _is_special(equation):
+        return equation
+    inner = {name: _inner_or_same(x) for name, x in _jaxprs_in(equation.params).items()}
+    return equation.replace(params={**equation.params, **inner})
+
+
+def _has_inner(equation: Any) -> bool:
+    return equation.primitive.name in _EVALUATE and any(
+        isinstance(x, _Inner) for x in jtu.tree_leaves(list(equation.params.values()))
+    )
+
+
+def _bind_constants(inner: _Inner, hidden: list[Array]) -> Callable[..., list]:
+    """The function that a program inside another is, with its share of the constants."""
+    shares = []
+    for count in (inner.own, inner.num_constants):
+        shares.append(hidden[:count])
+        del hidden[:count]
+    own, deeper = shares
+    return partial(inner.program.evaluate, deeper, own)
+
+
+def take_constants(jaxpr: Any) -> list[Array]:
+    """The constants of all the jaxprs inside a jaxpr, in the order in which they are met."""
+    found: list[Array] = []
+
+    def take(value):
+        for inner in value if isinstance(value, tuple | list) else [value]:
+            if is_jaxpr(inner):
+                found.extend(jnp.asarray(x) for x in _constants(inner))
+                found.extend(take_constants(inner))
+
+    for equation in jaxpr.eqns:
+        if _is_special(equation):
+            for value in equation.params.values():
+                take(value)
+    return found
+
+
+# How an equation is made again whose jaxprs are functions that have their constants: with the
+# function of `jax` that it was made by, which makes operands of them.
+
+
+def _call(equation, params, operands):
+    del equation
+    return params["jaxpr"](*operands)
+
+
+def _checkpoint(equation, params, operands):
+    del equation
+    options = {name: params[name] for name in ("prevent_cse", "policy")}
+    return jax.checkpoint(params["jaxpr"], **options)(*operands)
+
+
+def _cond(equation, params, operands):
+    del equation
+    index, *operands = operands
+    return lax.switch(index, params["branches"], *operands)
+
+
+def _while(equation, params, operands):
+    del equation
+    c, b = params["cond_nconsts"], params["body_nconsts"]
+    for_cond, for_body, carry = operands[:c], operands[c : c + b], operands[c + b :]
+    return lax.while_loop(
+        lambda carry: params["cond_jaxpr"](*for_cond, *carry)[0],
+        lambda carry: params["body_jaxpr"](*for_body, *carry),
+        carry,
+    )
+
+
+def _scan(equation, params, operands):
+    # Constants, then the carry, then what is scanned over (which has one more axis outside).
+    inner = equation.params["jaxpr"].program.jaxpr
+    variables = [*inner.constvars, *inner.invars][-len(operands) :]
+    ndim = [len(x.aval.shape) for x in variables]
+    outer = [len(x.aval.shape) for x in equation.invars]
+    scanned = sum(o != i for o, i in zip(outer, ndim, strict=True))
+    pairs = zip(equation.outvars, inner.outvars, strict=True)
+    num_carry = sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
+    end = len(operands) - scanned
+    constants, carry = operands[: end - num_carry], operands[end - num_carry : end]
+
+    def body(carry, x):
+        results = params["jaxpr"](*constants, *carry, *x)
+        return results[:num_carry], results[num_carry:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(body, list(carry), list(operands[end:]), **options)
+    return [*carry, *stacked]
+
+
+_EVALUATE: dict[str, Callable[..., Any]] = {
+    "jit": _call,
+    "pjit": _call,
+    "closed_call": _call,
+    "checkpoint": _checkpoint,
+    "remat2": _checkpoint,
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+}
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+@final
+class ClosedFunction(eqx.Module):
+    """A function that `equinox.filter_closure_convert` has made, as a program and its constants."""
+
+    shell: Callable[..., Any]  # the converted function without its jaxpr and constants
+    program: Program
+    hidden: list[Array]
+    constants: list[Array]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function."""
+        jaxpr, constants = self.program.jaxpr, self.constants
+        if self.hidden:
+            variables = [*jaxpr.constvars, *jaxpr.invars][len(constants) :]
+            structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables]
+            run = partial(self.program.evaluate, self.hidden, constants)
+            traced = jax.make_jaxpr(run)(*structs)
+            jaxpr, constants = _opened(traced), _constants(traced)
+        function = eqx.tree_at(_contents, self.shell, (jaxpr, constants), is_leaf=_is_none)
+        return function(*args, **kwargs)
+
+
+def _contents(converted: Any) -> tuple[Any, Any]:
+    return converted.jaxpr, converted.consts
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def is_converted(node: Any) -> bool:
+    """Whether this is what `equinox.filter_closure_convert` makes of a function."""
+    return isinstance(node, eqx.Module) and is_jaxpr(getattr(node, "jaxpr", None))
+
+
+def closed_functions(tree: Any) -> Any:
+    """Every converted function in a PyTree as a `ClosedFunction`: its jaxpr is a leaf that may hold
+    arrays.
+    """
+
+    def close(node):
+        if not is_converted(node):
+            return node
+        jaxpr, constants = _contents(node)
+        shell = eqx.tree_at(_contents, node, (None, None))
+        arrays = [jnp.asarray(x) for x in constants]
+        return ClosedFunction(shell, Program(jaxpr), take_constants(jaxpr), arrays)
+
+    return jtu.tree_map(close, tree, is_leaf=is_converted)
+
+
+def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFunction:
+    """A function as a program and the arrays that it holds, wherever it does.
+
+    **Arguments:**
+
+    - `function`: the function.
+    - `example`: what it is called with: arrays, or their structures.
+    """
+    # Behind a function of its own: a conversion does not look into default arguments and globals.
+    return closed_functions(eqx.filter_closure_convert(lambda *args: function(*args), *example))
+
+
+#: What a value holds where JAX does not see it.
+NOTHING, ARRAYS, TRACERS = range(3)
+
+# Nothing in these is an array that a program depends on.
+_CODE = type, ModuleType, jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding
+_CODE = *_CODE, jax.core.Trace, np.dtype
+
+# Whoever holds more objects than this is taken to hold an array.
+_FEW = 2000
+
+# Their functions do not depend on anybody's arrays.
+_LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "scipy", "equinox", "lineax", "jaxtyping"})
+
+
+def holds(value: Any, seen: set[int] | None = None) -> int:
+    """Whether there are arrays in a value, and whether some of them are traced.
+
+    **Arguments:**
+
+    - `value`: anything. Of functions, what is looked at are closures, defaults, the globals that
+        they name, the object that they are methods of, what they wrap, and the attributes of
+        callable objects.
+    - `seen`: the objects that were looked at.
+
+    **Returns:**
+
+    `NOTHING`, `ARRAYS` or `TRACERS`.
+    """
+    seen = set() if seen is None else seen
+    worst = NOTHING
+    for leaf in jtu.tree_leaves(value):
+        if isinstance(leaf, jax.core.Tracer):
+            return TRACERS
+        worst = max(worst, ARRAYS if isinstance(leaf, jax.Array | np.ndarray) else NOTHING)
+    if id(value) in seen or isinstance(value, _CODE):
+        return worst
+    seen.add(id(value))
+    if len(seen) > _FEW:
+        return ARRAYS
+    for item in _held(value):
+        worst = max(worst, holds(item, seen))
+        if worst == TRACERS:
+            break
+    return worst
+
+
+def _held(value: Any) -> list[Any]:
+    if isinstance(value, FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if value.__module__ is None or value.__module__.partition(".")[0] not in _LIBRARIES:
+            names = value.__code__.co_names
+            held += [value.__globals__[name] for name in names if name in value.__globals__]
+        return held
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if is_jaxpr(value):
+        parameters = [list(equation.params.values()) for equation in value.eqns]
+        return [*_constants(value), *[x for x in jtu.tree_leaves(parameters) if _may_hold(x)]]
+    if isinstance(value, _Inner | Program):
+        return [value.jaxpr]
+    if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
+        return [value.f, list(value.transforms)]
+    if callable(value):
+        return [*getattr(value, "__dict__", {}).values(), getattr(value, "__wrapped__", None)]
+    leaves = jtu.tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:  # an object of a class that JAX does not know
+        return list(getattr(value, "__dict__", {}).values())
+    return [leaf for leaf in leaves if _may_hold(leaf)]
+
+
+def _may_hold(value: Any) -> bool:
+    slots = isinstance(value, _Inner | Program) or is_jaxpr(value)
+    return slots or callable(value) or hasattr(value, "__dict__")
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
