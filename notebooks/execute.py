@@ -26,7 +26,8 @@ NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"execute", "pages"})
 PICTURES = {"figure.dpi": 80}
 SAVED = {"bbox_inches": "tight", "metadata": {"Software": None}}
 # Warnings are errors, but not those that the kernel gives about itself.
-KERNEL = "|".join(("ipykernel", "IPython", "jupyter_client", "matplotlib_inline", "traitlets"))
+PARTS = "ipykernel", "IPython", "jupyter_client", "matplotlib_inline", "tornado", "traitlets"
+KERNEL = "|".join(PARTS)
 FILTERS = f"""
 import warnings
 warnings.simplefilter("error")

@@ -19,7 +19,7 @@ import traceax as tr
 
 jax.config.update("jax_enable_x64", True)
 
-matrix = scipy.io.mmread(files("traceax") / "data/1138_bus.mtx")
+matrix = scipy.io.mmread(files("traceax") / "data/1138_bus.mtx", spmatrix=False)
 operator = tr.SparseLinearOperator(matrix, lx.positive_semidefinite_tag)
 eigenvalues = np.linalg.eigvalsh(matrix.toarray())  # for comparison only
 print(f"{matrix.shape[0]} rows, {matrix.nnz} entries")

@@ -83,14 +83,13 @@ COLUMNS: list[int] = []  # the number of columns of each block that is multiplie
 
 @jax.custom_batching.custom_vmap
 def _counted(matrix, vector):
-    COLUMNS.append(1)
     return matrix @ vector
 
 
 @_counted.def_vmap
 def _(axis_size, in_batched, matrix, vectors):
     assert in_batched == [False, True]
-    COLUMNS[-1:] = [axis_size]  # the product of one vector is traced first
+    COLUMNS.append(axis_size)  # estimators multiply blocks, of one vector too
     return (matrix @ vectors.T).T, True
 
 

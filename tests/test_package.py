@@ -65,11 +65,6 @@ def test_only_the_primitive_touches_internal_namespaces():
     assert "jax._src" not in seen["_primitive.py"]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) <= 400
-
-
 def test_no_concrete_module_is_subclassed():
     """Abstract or final: a concrete class has no subclass, and says so."""
     checked = 0

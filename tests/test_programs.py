@@ -305,7 +305,7 @@ def test_operators_of_the_past_are_not_kept(holder, call):
         else:
             function = HOLDERS["closure" if holder == "as it is" else holder](matrix)
         convert = holder != "as it is"
-        # (Without a tag: lineax asks those with one for their outputs, and Equinox keeps whom it asks.)
+        # (No tag: lineax asks those with one for their outputs, and Equinox keeps whom it asks.)
         operator = lx.FunctionLinearOperator(function, structure(), closure_convert=convert)
         CALLS[call](operator)
         del matrix, function, operator

@@ -13,7 +13,7 @@ import pytest
 import traceax as tr
 from traceax._funm import divided_differences, plan
 from traceax._krylov import lanczos, quadrature
-from traceax._primitive import _run
+from traceax._primitive import _forever, _implementation
 from traceax._spectral import eigenvalue_count, spectral_density, spectral_sum
 
 from .helpers import NSD, PSD, keys, random_unitary, with_spectrum
@@ -579,9 +579,9 @@ def test_a_second_call_is_not_compiled_again():
         return spectral_sum(jax.random.key(0), lambda x: jnp.log(x + shift), operator, 7)
 
     first = solve(jnp.asarray(0.1))
-    before = _run._cache_size()
+    before = _forever[_implementation]._cache_size()
     second = solve(jnp.asarray(0.2))
-    assert _run._cache_size() == before
+    assert _forever[_implementation]._cache_size() == before
     assert second.value > first.value
 
 

@@ -27,7 +27,7 @@ def _one_line(error: Exception) -> str:
 def _read_mtx(path: Path) -> Any:
     from scipy.io import mmread
 
-    if "spmatrix" in inspect.signature(mmread).parameters:  # from SciPy 1.15 on
+    if "spmatrix" in inspect.signature(mmread).parameters:  # SciPy 1.14 has no such choice
         return mmread(path, spmatrix=False)
     return mmread(path)
 
