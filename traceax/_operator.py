@@ -194,8 +194,9 @@ class BlockOperator:
     - `dtype`: the working dtype, of probes, products and estimates.
     - `eps`: the relative precision of a product (that of the narrowest array, say bfloat16).
 
-    Products are made in batches: of as many vectors as `in_batches` says, or as make 2^27 numbers.
-    (A matrix is multiplied at once, which takes no more memory.)
+    Products are made in batches: of as many vectors as `in_batches` says, or as make 2^27 numbers,
+    but no more than 64 if the operator calls functions. (A matrix is multiplied at once, which
+    takes no more memory.)
     """
 
     def __init__(self, operator: lx.AbstractLinearOperator):

@@ -395,5 +395,6 @@ AdaptiveHutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 - `delta`: the probability, a Python float, with which either bound may fail. By default 0.05.
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers. (A dense matrix is multiplied at once.)
+    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
+    at once.)
 """

@@ -34,5 +34,6 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 ExactTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers. (A dense matrix is multiplied at once.)
+    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
+    at once.)
 """

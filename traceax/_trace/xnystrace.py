@@ -164,5 +164,6 @@ XNysTraceEstimator.__init__.__doc__ = """**Arguments:**
 - `improved`: whether to renormalise ("resphere") the residual probes, which needs a rotation
     invariant distribution. By default wherever that is so.
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers. (A dense matrix is multiplied at once.)
+    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
+    at once.)
 """
