@@ -12,6 +12,7 @@ import pytest
 from scipy.special import gammaincinv
 
 import traceax as tr
+from traceax._random import numbered
 from traceax._trace.adaptive import _block_width
 
 from .helpers import PSD, keys, random_unitary, with_spectrum
@@ -62,7 +63,7 @@ def naive(key, a, rtol, atol, most, delta):
         return left @ a @ left
 
     while not ends and 2 * width * (turn + 1) + width <= most:
-        omega = np.asarray(probes(jr.fold_in(sketch_key, turn)))
+        omega = np.asarray(probes(numbered(sketch_key, turn)))
         captured = q @ q.conj().T @ a
         trace = np.trace(captured) + np.mean(
             [np.vdot(column, (a - captured) @ column) for column in omega.T]
@@ -85,7 +86,7 @@ def naive(key, a, rtol, atol, most, delta):
     m, b = q.shape[1], rest()
     samples, square, forms, norms = [], 0.0, 0.0, 0.0
     for i in range((most - 2 * m) // width):
-        psi = np.asarray(probes(jr.fold_in(probe_key, i)))
+        psi = np.asarray(probes(numbered(probe_key, i)))
         for g in (psi - q @ (q.conj().T @ psi)).T:
             form, norm = np.vdot(g, b @ g), np.vdot(g, g).real
             samples.append((n - m) * form / norm)

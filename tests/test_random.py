@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 import numpy as np
 import pytest
 
-from traceax import _random
+import traceax as tr
+from traceax import _random, _sampler
 
 KEYS = {
     "new": jr.key(3),
@@ -38,8 +40,9 @@ def key(request):
 def test_keys(key):
     for num in (1, 2, 5):
         assert_same(_random.split(key, num), jr.split(key, num))
-    for data in (0, 7, 2**31 + 1, jnp.int32(5)):
-        assert_same(_random.fold_in(key, data), jr.fold_in(key, data))
+    for number in (0, 7, 2**31 - 1, jnp.int32(5)):
+        word = np.uint32(2**31 + int(number))
+        assert_same(_random.numbered(key, number), jr.fold_in(key, word))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -91,9 +94,100 @@ def test_a_batch_of_keys_is_refused(name):
     batch = jr.split(KEYS[name], 3)
     for draw in (
         lambda: _random.split(batch),
-        lambda: _random.fold_in(batch, 1),
+        lambda: _random.numbered(batch, 1),
         lambda: _random.normal(batch, (4,), 2, np.dtype("float32")),
         lambda: _random.ones(batch, (4,), 2),
     ):
         with pytest.raises(ValueError, match="single key"):
             draw()
+
+
+# --- no probe twice ------------------------------------------------------------------------------
+
+
+def _operator(leaves, tags=()):
+    """An operator whose structure has so many leaves. (N is of no other test: it is compiled here,
+    with the callbacks.)
+    """
+    n = 123 // leaves * leaves
+    weights = jnp.linspace(0.5, 3.0, n)
+    sizes = [n // leaves] * leaves
+    structure = [jax.ShapeDtypeStruct((size,), jnp.float64) for size in sizes]
+
+    def mv(parts):
+        flat = jnp.concatenate(parts)
+        flat = weights * flat + 0.1 * jnp.sin(jnp.arange(n)) * jnp.vdot(weights, flat)
+        return jnp.split(flat, np.cumsum(sizes)[:-1])
+
+    return lx.FunctionLinearOperator(mv, structure, tags)
+
+
+def _definite():
+    x = jnp.linspace(0.0, 1.0, 127)
+    kernel = jnp.exp(-10 * jnp.abs(x[:, None] - x[None, :]))
+    kernel = lx.MatrixLinearOperator(kernel, lx.positive_semidefinite_tag)
+    return kernel + 0.01 * lx.IdentityLinearOperator(kernel.in_structure())
+
+
+PSD = lx.positive_semidefinite_tag
+TIGHT = {"rtol": 1e-9, "max_k": 60}
+RUNS = {
+    # Two batches, then a block as wide as a batch.
+    "hutchinson": lambda key: tr.trace(
+        key, _operator(1), estimator=tr.HutchinsonEstimator(batch_size=8), rtol=1e-9, max_k=24
+    ),
+    "diagonal of batches": lambda key: tr.diagonal(
+        key,
+        _operator(1),
+        estimator=tr.HutchinsonDiagonalEstimator(batch_size=8),
+        rtol=1e-9,
+        max_k=24,
+    ),
+    "hutchinson leaves": lambda key: tr.trace(
+        key, _operator(3), estimator=tr.HutchinsonEstimator(batch_size=3), **TIGHT
+    ),
+    "hutch++": lambda key: tr.trace(
+        key, _operator(3), estimator=tr.HutchPlusPlusEstimator(), **TIGHT
+    ),
+    "xtrace": lambda key: tr.trace(key, _operator(3), estimator=tr.XTraceEstimator(), **TIGHT),
+    "xnystrace": lambda key: tr.trace(
+        key, _operator(3, PSD), estimator=tr.XNysTraceEstimator(), **TIGHT
+    ),
+    "adaptive": lambda key: tr.trace(
+        key, _operator(3, PSD), estimator=tr.AdaptiveHutchPlusPlusEstimator(), **TIGHT
+    ),
+    "diagonal": lambda key: tr.diagonal(
+        key, _operator(3), estimator=tr.HutchinsonDiagonalEstimator(batch_size=8), **TIGHT
+    ),
+    "diag++": lambda key: tr.diagonal(
+        key, _operator(3), estimator=tr.DiagPlusPlusEstimator(), **TIGHT
+    ),
+    "xdiag": lambda key: tr.diagonal(key, _operator(3), estimator=tr.XDiagEstimator(), **TIGHT),
+    "logdet": lambda key: tr.logdet(key, _definite(), atol=1e-9, max_k=120),
+    "logdet budget": lambda key: tr.logdet(key, _definite(), 60),
+    "spectral_sum": lambda key: tr.spectral_sum(key, jnp.exp, _definite(), 60),
+    "summary": lambda key: tr.summary(key, _operator(3), 60),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_key_is_drawn_from_twice(run, monkeypatch):
+    """Blocks, batches, leaves and rounds: each has a key of its own. (Complex numbers are two.)"""
+    drawn = []
+
+    def recorded(draw):
+        def with_note(key, *arguments, **options):
+            data = jr.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+            jax.debug.callback(lambda data: drawn.append(tuple(np.asarray(data).tolist())), data)
+            return draw(key, *arguments, **options)
+
+        return with_note
+
+    for name in ("normal", "ones", "uniform"):
+        monkeypatch.setattr(_sampler, name, recorded(getattr(_random, name)))
+    jax.clear_caches()
+    jax.block_until_ready(RUNS[run](jr.key(5)).value if run != "summary" else RUNS[run](jr.key(5)))
+    jax.effects_barrier()
+    jax.clear_caches()
+    assert drawn
+    assert len(set(drawn)) == len(drawn)

@@ -45,7 +45,7 @@ from ._growth import AbstractGrowth
 from ._lanes import any_lane, keep
 from ._operator import BlockOperator
 from ._progress import report
-from ._random import fold_in
+from ._random import numbered
 from ._weights import AbstractTwoSidedWeights, AbstractWeights
 
 #: Probes in the first block. With fewer their scatter says too little.
@@ -173,7 +173,7 @@ class Run:
         n, self.most = self.block.n, most
         self.budgets = schedule(growth.unit, most, n, before.budgets if before else ())
         self.completes = most >= n
-        keys = [fold_in(key, j) if j else key for j in range(len(self.budgets))]
+        keys = [numbered(key, j) if j else key for j in range(len(self.budgets))]
         self.key_impl = jr.key_impl(key)
         self.keys = jnp.stack([jr.key_data(key) for key in keys])
         if before is not None:

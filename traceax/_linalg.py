@@ -28,7 +28,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Inexact, Real
 
 from ._precision import matmul
-from ._random import fold_in
+from ._random import numbered
 from ._sampler import RademacherSampler
 from ._tall import partitioned, tall_qr_rule
 
@@ -207,7 +207,7 @@ def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     signs, key = RademacherSampler(), jr.key(0)
 
     def part(i, rows):
-        omega = signs(fold_in(key, i), rows.shape[0], 2 * m, block.real.dtype)
+        omega = signs(numbered(key, i), rows.shape[0], 2 * m, block.real.dtype)
         return matmul(omega.T.astype(block.dtype), rows)
 
     def add(i, total):

@@ -37,7 +37,7 @@ from ._low_rank import Built
 from ._operator import BlockOperator
 from ._progress import report
 from ._quadrature_error import with_quadrature_error
-from ._random import fold_in, split
+from ._random import numbered, split
 from ._spending import Plan, run, spending_of
 
 #: So many standard errors are to be within the tolerance. (The error of 99 % of runs then is: five
@@ -195,7 +195,7 @@ class _Loop:
 
     def _probed(self, state: _State) -> _State:
         """With a few more probes."""
-        key = fold_in(self.probe_key, state.rounds)
+        key = numbered(self.probe_key, state.rounds)
         depth, first = state.depth, (state.depth == 0) & (state.sums.probes == 0)
         for j, (p, q) in enumerate(self.shapes):
             wanted = first if j == 0 else ~first & (depth == j - 1)

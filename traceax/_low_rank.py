@@ -38,7 +38,7 @@ from ._linalg import (
     svd,
 )
 from ._nystrom import shifted_cholesky
-from ._random import fold_in
+from ._random import numbered
 from ._sketch import adjoint, matmul, row_norms, shift_of, square_norms
 
 
@@ -232,7 +232,7 @@ def pivoted_cholesky(
     def step(j, carry):
         f, left = carry
         positive = jnp.maximum(left, 0)
-        pivot = jr.categorical(fold_in(key, j), jnp.log(positive))
+        pivot = jr.categorical(numbered(key, j), jnp.log(positive))
         residual = column(pivot) - matmul(f, jnp.conj(f[pivot]))
         size = residual[pivot].real
         # Nothing is left but rounding errors: such a column would only amplify them.

@@ -62,11 +62,19 @@ def split(key: PRNGKeyArray, num: int = 2) -> PRNGKeyArray:
 
 
 @jax.jit
-def fold_in(key: PRNGKeyArray, data: int | Int[Array, ""]) -> PRNGKeyArray:
-    """As `jax.random.fold_in`."""
-    if not _is_threefry(key):
-        return jr.fold_in(key, data)
-    return _keys(key, jnp.asarray(data).astype(np.uint32))
+def numbered(key: PRNGKeyArray, number: int | Int[Array, ""]) -> PRNGKeyArray:
+    """The key of one of a sequence whose length need not be known: blocks, rounds, pivots.
+
+    It differs from all the keys of `split`. (`jax.random.fold_in(key, j)` is the j-th of those:
+    whoever numbers with it what somebody else splits draws the same probes twice.)
+
+    **Arguments:**
+
+    - `key`: a JAX random key.
+    - `number`: a number from 0 to 2^31 - 1.
+    """
+    data = jnp.asarray(number).astype(np.uint32) | np.uint32(2**31)
+    return _keys(key, data) if _is_threefry(key) else jr.fold_in(key, data)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

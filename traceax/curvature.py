@@ -23,7 +23,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
@@ -36,6 +35,7 @@ from ._curvature import (
     make_curvature,
     split_params,
 )
+from ._random import numbered, split
 
 
 def _half_square(outputs: Any, scale: float = 1.0) -> Array:
@@ -244,7 +244,7 @@ def fisher(
                 )
             return values(params, *_constant(fresh))
 
-        return jax.vmap(drawn)(jr.split(jr.fold_in(key, index), num_samples))
+        return jax.vmap(drawn)(split(numbered(key, index), num_samples))
 
     def outer(out, *data):
         return _half_square(out, 1 / out.size)

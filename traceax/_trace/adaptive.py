@@ -35,7 +35,7 @@ from .._lanes import any_lane
 from .._linalg import qr
 from .._operator import BlockOperator, is_hermitian
 from .._progress import report
-from .._random import fold_in, split
+from .._random import numbered, split
 from .._sampler import NormalSampler
 from .._sketch import adjoint, column_dots, matmul, square_norms
 from .._weights import AbstractWeights
@@ -74,7 +74,7 @@ def _complement(q: Array, used: Array, width: int, x: Array) -> Array:
 
 def _residual_probes(key: Any, i: Array, q: Array, used: Array, width: int) -> Array:
     """The i-th block of g = (I - Q Q^H) psi, with normal psi."""
-    psi = NormalSampler().probes(fold_in(key, i), q.shape[0], width, np.dtype(q.dtype))
+    psi = NormalSampler().probes(numbered(key, i), q.shape[0], width, np.dtype(q.dtype))
     return _complement(q, used, width, psi)
 
 
@@ -192,7 +192,7 @@ class _Run:
     def _sketch_block(self, s: _Sketch) -> _Sketch:
         s = self._stored(s)
         width, used = self.width, s.turn * self.width
-        key = fold_in(self.sketch_key, s.turn)
+        key = numbered(self.sketch_key, s.turn)
         omega = NormalSampler().probes(key, self.n, width, np.dtype(self.block.dtype))
         products = self.block.mm(omega)
         scale = jnp.where(s.turn == 0, scale_of(products), s.scale)
