@@ -47,9 +47,11 @@ def trace(
     r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, or from as many as a
     tolerance takes, with an error bar.
 
-    The estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its derivative with
-    respect to anything that the operator depends on, in forward and reverse mode and at every
-    order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed.
+    With a budget the estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its
+    derivative with respect to anything that the operator depends on, in forward and reverse mode
+    and at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed. A run
+    that a tolerance ends is not quite: it ends where its error looks small, which says something
+    about the value. (The bias is a fraction of the standard error.)
 
     !!! Example
 

@@ -169,6 +169,7 @@ class Run:
 
     def __init__(self, growth, key, operator, rule, most, before, progress):
         self.growth, self.rule, self.before, self.progress = growth, rule, before, progress
+        self.key = key
         self.block = growth.prepare(operator)
         n, self.most = self.block.n, most
         self.budgets = schedule(growth.unit, most, n, before.budgets if before else ())
@@ -243,7 +244,7 @@ class Run:
         if self.progress:
             value, error = self.rule.sizes(estimate, self.block)
             value = value if is_scalar(value) else norm_of(value)
-            report(self.most, estimate.num_matvecs, value, error, last)
+            report(self.key, self.most, estimate.num_matvecs, value, error, last)
 
     def _after(self, j: int, state) -> Outcome:
         """Look at the state after block j, and go on from it if need be."""

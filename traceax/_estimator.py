@@ -16,7 +16,14 @@ from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from ._batches import check_batch_size, in_batches
-from ._estimate import NONFINITE, NOT_CONVERGED, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, Estimate
+from ._estimate import (
+    NONFINITE,
+    NOT_CONVERGED,
+    NOT_SEMIDEFINITE,
+    OUTSIDE_DOMAIN,
+    WRONG_DIAGONAL,
+    Estimate,
+)
 from ._exact import exact
 from ._growth import AbstractGrowth
 from ._operator import as_operator
@@ -42,6 +49,11 @@ class AbstractEstimator(eqx.Module):
 
     def __check_init__(self):
         check_batch_size(self.width)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
 
     @property
     def width(self) -> int | None:
@@ -296,7 +308,7 @@ def _level_of_caller() -> int:
     return level
 
 
-def check_budget(k: Any, smallest: int, n: int, name: str) -> int:
+def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") -> int:
     """The budget within bounds, `min(max(k, smallest), n)`, as a Python int.
 
     All sample shapes follow from it, so it is computed with Python's `min` and `max`: `jnp.minimum`
@@ -304,26 +316,28 @@ def check_budget(k: Any, smallest: int, n: int, name: str) -> int:
     """
     if isinstance(k, jax.core.Tracer):
         raise TypeError(
-            f"The budget k must be a static Python int, got the traced value {k}: shapes depend on "
-            "it. Mark it static (`jax.jit(..., static_argnames='k')`) or close over it."
+            f"The budget {argument} must be a static Python int, got the traced value {k}: shapes "
+            f"depend on it. Mark it static (`jax.jit(..., static_argnames='{argument}')`) or close "
+            "over it."
         )
     if isinstance(k, bool | np.bool_):
         raise TypeError(
-            f"The budget k must be a Python int, got the bool {k}. Give a number of matvecs: k=100."
+            f"The budget {argument} must be a Python int, got the bool {k}. Give a number of "
+            f"matvecs: {argument}=100."
         )
     try:
         budget = op.index(k)
     except TypeError:
         raise TypeError(
-            f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
-            f"{type(k).__name__}. Round it: `int(k)`."
+            f"The budget {argument} must be a Python int (a number of matvecs), got {k!r} of type "
+            f"{type(k).__name__}. Round it: `int({argument})`."
         ) from None
     if budget < 1:
-        raise ValueError(f"The budget k must be at least 1 matvec, got {budget}.")
+        raise ValueError(f"The budget {argument} must be at least 1 matvec, got {budget}.")
     if budget < min(smallest, n):
         warnings.warn(
-            f"{name} needs at least {smallest} matvecs, got k={budget}: k was raised to "
-            f"{min(smallest, n)}.",
+            f"{name} needs at least {smallest} matvecs, got {argument}={budget}: {argument} was "
+            f"raised to {min(smallest, n)}.",
             stacklevel=_level_of_caller(),
         )
     return min(max(budget, smallest), n)
@@ -342,7 +356,7 @@ def solve(
     key = check_key(key)
     operator = as_operator(operator)
     estimator.check(operator)
-    budget = check_budget(k, estimator.smallest, operator.in_size(), type(estimator).__name__)
+    budget = check_budget(k, estimator.smallest, operator.in_size(), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
     result: Any = RESULTS.successful
     failures = {
@@ -350,6 +364,7 @@ def solve(
         NOT_SEMIDEFINITE: RESULTS.not_semidefinite,
         OUTSIDE_DOMAIN: RESULTS.outside_domain,
         NOT_CONVERGED: RESULTS.not_converged,
+        WRONG_DIAGONAL: RESULTS.wrong_diagonal,
     }
     for status, outcome in failures.items():
         result = RESULTS.where(estimate.status == status, outcome, result)

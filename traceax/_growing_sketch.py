@@ -41,7 +41,7 @@ class GrowingSketch:
         self._omega = probes / math.sqrt(block.n)
         self.first = self.products(0, first)
         self._unit, self._known = self._scaling.fixed(self.first, block.eps)
-        self._floor_known = self._known & terms_of(operator).semidefinite
+        self._floor_known = self._known & terms_of(operator).positive
 
     def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
         """The products with some of the probes."""

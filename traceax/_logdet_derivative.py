@@ -42,7 +42,7 @@ def _on_probes(
     run: Run, of_lanczos: Array, outside: Array, of_outside: Array
 ) -> Inexact[Array, "n p"]:
     """C z, from dA times Lanczos' vectors (probe by probe), w_2, and dA times that."""
-    (factors, _, trust), krylov = run.built, run.krylov
+    factors, trust, krylov = run.built.factors, run.built.trust, run.krylov
     n, p = run.probes.shape
     q, dtype = krylov.alpha.shape[0], run.probes.dtype
     nodes, _, s = quadrature(krylov)

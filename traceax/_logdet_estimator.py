@@ -7,7 +7,15 @@ from typing import ClassVar, final
 
 import jax.numpy as jnp
 
-from ._estimate import NONFINITE, OUTSIDE_DOMAIN, Estimate, if_wanted, scale_of, status_of
+from ._estimate import (
+    NONFINITE,
+    OUTSIDE_DOMAIN,
+    SUCCESSFUL,
+    Estimate,
+    if_wanted,
+    scale_of,
+    status_of,
+)
 from ._estimator import AbstractEstimator
 from ._linalg import cholesky, divide_by_upper
 from ._logdet_weights import ExactLogdetWeights, weights_of
@@ -27,7 +35,7 @@ def estimate_from(run: Run) -> Estimate:
     largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
     rounding = eps * largest / jnp.maximum(bounds.smallest, eps)
     lost = ~((bounds.smallest > 0) & (rounding < 0.5))
-    status = jnp.where((run.status != NONFINITE) & lost, OUTSIDE_DOMAIN, run.status)
+    status = jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
     value = factors.log_det() + bounds.value
     error = bounds.error + math.sqrt(n) * rounding
     return with_quadrature_error(

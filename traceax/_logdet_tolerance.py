@@ -259,7 +259,7 @@ class _Loop:
             done=state.done | done,
         )
         if estimator.progress:
-            report(self.most, state.spent, value, std_err + error, done)
+            report(self.probe_key, self.most, state.spent, value, std_err + error, done)
         return new
 
     def run(self) -> _State:

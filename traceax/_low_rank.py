@@ -27,7 +27,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from ._linalg import (
     cholesky,
@@ -110,6 +110,7 @@ class Built(NamedTuple):
     factors: LowRankPlusIdentity
     floor: Real[Array, ""]  # no eigenvalue of P^{-1} A is below this; NaN if that is not known
     trust: Real[Array, ""]  # 1 for P = A, 0 for one that leaves far more than s out
+    status: Int[Array, ""]  # whether what it was made from fits together
 
 
 class LowRank(NamedTuple):
@@ -133,7 +134,8 @@ class LowRank(NamedTuple):
         # NaN where s is not known for certain: no bound then.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         trust = self.shift / (self.shift + 3 * self.left_out)
-        return Built(self.preconditioner(root), floor, jnp.where(trust >= 0, trust, 0))
+        status = jnp.zeros((), jnp.int32)
+        return Built(self.preconditioner(root), floor, jnp.where(trust >= 0, trust, 0), status)
 
     @property
     def mu(self) -> Real[Array, ""]:
@@ -211,7 +213,7 @@ def pivoted_cholesky(
     diagonal: Real[Array, " n"],
     rank: int,
     dtype: Any,
-) -> Inexact[Array, "n rank"]:
+) -> tuple[Inexact[Array, "n rank"], Real[Array, ""]]:
     """Randomly pivoted partial Cholesky: F with F F^H ~ K', from `rank` columns.
 
     **Arguments:**
@@ -224,23 +226,27 @@ def pivoted_cholesky(
 
     **Returns:**
 
-    F, of shape `(n, rank)`. Cost: `2 n rank^2` operations.
+    F, of shape `(n, rank)`; and by how much the diagonal differs from the one that the columns show
+    at the pivots, relative to its largest entry. Cost: `2 n rank^2` operations.
     """
     n = diagonal.shape[0]
-    least = 16 * float(jnp.finfo(diagonal.dtype).eps) * jnp.max(jnp.abs(diagonal), initial=0.0)
+    largest = jnp.max(jnp.abs(diagonal), initial=0.0)
+    least = 16 * float(jnp.finfo(diagonal.dtype).eps) * largest
 
     def step(j, carry):
-        f, left = carry
+        f, left, apart = carry
         positive = jnp.maximum(left, 0)
         pivot = jr.categorical(numbered(key, j), jnp.log(positive))
         residual = column(pivot) - matmul(f, jnp.conj(f[pivot]))
         size = residual[pivot].real
+        apart = jnp.maximum(apart, jnp.abs(size - left[pivot]))
         # Nothing is left but rounding errors: such a column would only amplify them.
         used = (size > least) & (positive[pivot] > least)
         scale = jnp.sqrt(jnp.where(used, size, 1)).astype(dtype)
         new = jnp.where(used, residual / scale, 0)
         left = (left - jnp.square(jnp.abs(new))).at[pivot].set(0)
-        return f.at[:, j].set(new), left
+        return f.at[:, j].set(new), left, apart
 
-    f, _ = lax.fori_loop(0, rank, step, (jnp.zeros((n, rank), dtype), diagonal))
-    return f
+    start = jnp.zeros((n, rank), dtype), diagonal, jnp.zeros_like(largest)
+    f, _, apart = lax.fori_loop(0, rank, step, start)
+    return f, apart / jnp.where(largest > 0, largest, 1)

@@ -6,6 +6,7 @@ from typing import Any, final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -14,6 +15,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from ._batches import batch_size_of, batch_width, by_columns, in_batches
 from ._matrix_product import matrix_product
+from ._precision import any_promotion
 from ._programs import (
     NOTHING,
     TRACERS,
@@ -95,6 +97,11 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
         raise TypeError(f"The operator must be a lineax.AbstractLinearOperator, {got}: {hint}.")
     operator = hoist_closures(operator)
     rows, columns = operator.out_size(), operator.in_size()
+    if columns == 0:
+        raise ValueError(
+            f"The operator has no columns, its input structure is {operator.in_structure()}: there "
+            "is nothing to estimate. Check what the operator was made from."
+        )
     if rows != columns:
         raise ValueError(
             f"A trace needs a square operator, got {rows} x {columns} (outputs x inputs). "
@@ -131,7 +138,7 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
             )
         if isinstance(node, lx.MulLinearOperator | lx.DivLinearOperator):
             inner = jtu.tree_map(convert, node.operator, is_leaf=stops)
-            return type(node)(inner, jnp.asarray(node.scalar))
+            return _multiple(type(node), inner, jnp.asarray(node.scalar))
         if is_foreign(node):
             functions = [leaf for leaf in jtu.tree_leaves(node) if callable(leaf)]
             if any(holds(function) == TRACERS for function in functions):
@@ -161,6 +168,19 @@ def _holds_arrays(function: Callable[..., Any]) -> bool:
     by `closed_functions`.)
     """
     return not is_converted(function) and holds(function) != NOTHING
+
+
+def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Array):
+    """A multiple or quotient, tagged semidefinite where the sign of its scalar is known now: inside
+    a program it is not.
+    """
+    multiple = kind(operator, scalar)
+    sign = semidefinite_sign(operator)
+    if sign == 0 or isinstance(scalar, jax.core.Tracer) or scalar.imag != 0 or scalar.real == 0:
+        return multiple
+    positive = (scalar.real > 0) == (sign > 0)
+    tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
+    return lx.TaggedLinearOperator(multiple, tag)
 
 
 def _operator_of(function: Callable[..., Any], structure: PyTree, tags: frozenset[object]):
@@ -203,7 +223,7 @@ class BlockOperator:
         self.operator = operator
         self.n = operator.in_size()
         dtypes = _leaf_dtypes(operator) or [jax.dtypes.canonicalize_dtype(float)]
-        with jax.numpy_dtype_promotion("standard"):
+        with any_promotion():
             widest = jnp.result_type(*dtypes)
             self.dtype = np.dtype(jnp.promote_types(widest, jnp.float32))
         self.eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)

@@ -1,9 +1,23 @@
-"""Products in full precision, whatever the user's matmul setting is (TF32 on a GPU)."""
+"""Arithmetic whatever the settings of the user are: products in full precision (on a GPU, no TF32),
+promotion of dtypes and ranks.
+"""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+@contextmanager
+def any_promotion() -> Iterator[None]:
+    """Inside, numbers of different dtypes and ranks may meet: the algebra of estimates mixes real
+    and complex numbers, scalars and blocks.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

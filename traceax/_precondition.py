@@ -10,6 +10,7 @@ import lineax as lx
 from equinox import AbstractVar
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
+from ._estimate import WRONG_DIAGONAL
 from ._low_rank import Built, LowRank, nystrom_of, pivoted_cholesky
 from ._operator import BlockOperator
 from ._sampler import NormalSampler
@@ -105,7 +106,7 @@ class NystromPreconditioner(AbstractPreconditioner):
         products = scaled_products(block, scaling.relative, omega)
         unit, known = scaling.fixed(products, block.eps)
         low_rank = nystrom_of(omega, products / unit, known, block.eps)
-        known &= terms_of(operator).semidefinite
+        known &= terms_of(operator).positive
         return low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
 
 
@@ -171,15 +172,17 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
             return (product - shift.astype(block.dtype) * unit_vector)[:, 0]
 
         diagonal = diagonal / unit - shift
-        f = pivoted_cholesky(key, column, diagonal, rank, block.dtype)
+        f, apart = pivoted_cholesky(key, column, diagonal, rank, block.dtype)
         # The trace of what is left out is known here. Without s, mu is its mean eigenvalue.
         left_out = jnp.sum(diagonal) - jnp.sum(square_norms(f))
         left_out = jnp.maximum(left_out, 0) / max(block.n - rank, 1)
         shift = jnp.where(known, shift, 0.9 * left_out)
-        known &= terms_of(operator).semidefinite
+        known &= terms_of(operator).positive
         nan = jnp.full_like(unit, jnp.nan)
         low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out, nan)
-        return low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
+        built = low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
+        fits = ~(apart > 64 * block.eps)  # NaN is another matter
+        return built._replace(status=jnp.where(fits, built.status, WRONG_DIAGONAL))
 
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**

@@ -1,7 +1,8 @@
 """`trace_p` and `diagonal_p`: the JAX primitives under every estimate; and what makes a primitive
 of a function that runs on several devices.
 
-This is the only file that touches `jax.extend`, `jax.interpreters` or `equinox.internal`.
+This is the only file that touches `jax.extend` or `jax.interpreters`. (None touches
+`equinox.internal` or `jax._src`.) What may be static in a program is in `_programs`.
 
 Operands are the arrays inside (raw key, operator); everything else is static and hashable. The
 implementation and the derivative are plain functions of those arrays, `_run` and `_push_forward`;
@@ -36,6 +37,7 @@ from jaxtyping import Array
 
 from ._devices import needs_devices, with_auto_axes
 from ._estimate import NONFINITE, Estimate, weights_wanted
+from ._precision import any_promotion
 from ._programs import NOTHING, TRACERS, Static, closed_functions, holds
 
 
@@ -117,7 +119,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex: it must not depend on the user's promotion setting.
-    with jax.numpy_dtype_promotion("standard"):
+    with any_promotion():
         return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
 
 
@@ -145,7 +147,7 @@ def _tangent(params: _Params, moving: tuple[int, ...], rule: str, operands, tang
     def in_axes(level):
         return level.axes, tuple(level.axes[i] for i in moving), 0
 
-    with jax.numpy_dtype_promotion("standard"):
+    with any_promotion():
         return _vmapped(push, params.levels, in_axes)(operands, tangents, weights)
 
 

@@ -271,9 +271,10 @@ class RademacherSampler(_ShapedSampler):
     rotation_invariant: ClassVar[bool] = False
 
     def __check_init__(self):
-        if self.dtype is not None and not jnp.issubdtype(self.dtype, jnp.number):
+        signed = jnp.inexact, jnp.signedinteger
+        if self.dtype is not None and not any(jnp.issubdtype(self.dtype, x) for x in signed):
             raise ValueError(
-                f"RademacherSampler needs a numeric dtype, got {np.dtype(self.dtype)}. "
+                f"RademacherSampler needs a numeric dtype that has -1, got {np.dtype(self.dtype)}. "
                 "Leave the dtype out to follow the operator."
             )
 
@@ -287,7 +288,7 @@ class RademacherSampler(_ShapedSampler):
 
 RademacherSampler.__init__.__doc__ = """**Arguments:**
 
-- `dtype`: any numeric dtype. By default the operator's.
+- `dtype`: any numeric dtype that has a -1. By default the operator's.
 """
 
 

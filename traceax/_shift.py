@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact, Real
 
 from ._estimate import scale_of
-from ._operator import BlockOperator, is_tagged
+from ._operator import BlockOperator, is_tagged, semidefinite_sign
 
 # Operators whose diagonal is stored, so that reading it costs no product.
 _STORED = (
@@ -23,7 +23,13 @@ class Terms(NamedTuple):
 
     shift: Inexact[Array, " n"] | None  # None if no diagonal part is written down
     has_rest: bool
-    semidefinite: bool  # the rest is tagged positive semidefinite, part by part
+    semidefinite: bool  # the rest is tagged semidefinite, part by part
+    sign: Real[Array, ""]  # 1 if it is positive then, as factors tell that may be traced
+
+    @property
+    def positive(self) -> Bool[Array, ""]:
+        """Whether the rest is positive semidefinite, as far as is written down."""
+        return jnp.asarray(self.semidefinite) & (self.sign > 0)
 
 
 def _factor(operator: Any) -> Array | None:
@@ -47,27 +53,32 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
     The `Terms`. No product is spent.
     """
     if isinstance(operator, lx.TaggedLinearOperator):
-        inner = terms_of(operator.operator)
-        tagged = inner.shift is None and is_tagged(lx.is_positive_semidefinite, operator)
-        return inner._replace(semidefinite=inner.semidefinite or tagged)
+        inner, sign = terms_of(operator.operator), semidefinite_sign(operator)
+        if inner.shift is None and sign != 0:
+            return inner._replace(semidefinite=True, sign=jnp.asarray(float(sign)))
+        return inner
     if isinstance(operator, lx.AddLinearOperator):
         first, second = terms_of(operator.operator1), terms_of(operator.operator2)
         shifts = [part.shift for part in (first, second) if part.shift is not None]
         shift = sum(shifts[1:], start=shifts[0]) if shifts else None
         semidefinite = first.semidefinite and second.semidefinite
-        return Terms(shift, first.has_rest or second.has_rest, semidefinite)
+        signs = [part.sign for part in (first, second) if part.has_rest]
+        sign = signs[0] if signs else first.sign
+        if len(signs) == 2:
+            sign = jnp.where(signs[0] == signs[1], sign, 0)
+        return Terms(shift, first.has_rest or second.has_rest, semidefinite, sign)
     factor = _factor(operator)
     if factor is not None:
         inner = terms_of(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]
         if inner.shift is not None:
             dtype = inner.shift.dtype
             inner = inner._replace(shift=factor.astype(dtype) * inner.shift)
-        tagged = is_tagged(lx.is_positive_semidefinite, operator)
-        return inner._replace(semidefinite=tagged or not inner.has_rest)
+        return inner._replace(sign=inner.sign * jnp.sign(factor.real).astype(inner.sign.dtype))
     if isinstance(operator, _STORED) and is_tagged(lx.is_diagonal, operator):
         dtype = BlockOperator(operator).dtype
-        return Terms(lx.diagonal(operator).astype(dtype), False, True)
-    return Terms(None, True, is_tagged(lx.is_positive_semidefinite, operator))
+        return Terms(lx.diagonal(operator).astype(dtype), False, True, jnp.ones(()))
+    sign = semidefinite_sign(operator)
+    return Terms(None, True, sign != 0, jnp.asarray(float(sign)))
 
 
 def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:

@@ -96,7 +96,7 @@ def resphering(dimension: float, square: Array, resphere: bool) -> Array:
 
 
 def rescale_error(size: Array, std_err: Array) -> Array:
-    """`size * std_err`, where 0 * inf is 0: a zero sketch has no error to speak of."""
+    """`size * std_err`; of a zero sketch 0, unless nothing is known of the error (inf)."""
     return jnp.where(size > 0, size * std_err, jnp.where(jnp.isinf(std_err), std_err, 0))
 
 

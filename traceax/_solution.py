@@ -38,6 +38,11 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "there is, and its standard error says how good. Raise `max_k`, loosen `rtol` or `atol`, "
         "or go on from `state`, which `keep_state=True` returns."
     )
+    wrong_diagonal = (
+        "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "
+        "that were multiplied out say so. Give that of the whole operator (for K + s I that of K, "
+        "plus s), or leave it out where the operator stores it."
+    )
 
 
 @final

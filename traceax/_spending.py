@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
+import jax
+import jax.core
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
@@ -81,7 +83,8 @@ def no_preconditioner(block: BlockOperator) -> Built:
     basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
     one = jnp.ones((), real)
     factors = LowRankPlusIdentity(jnp.ones(block.n, real), basis, eigenvalues, one)
-    return Built(factors, jnp.full((), jnp.nan, real), jnp.zeros((), real))
+    none = jnp.full((), jnp.nan, real), jnp.zeros((), real), jnp.zeros((), jnp.int32)
+    return Built(factors, *none)
 
 
 Finish = Callable[[Run], Any]
@@ -89,15 +92,23 @@ Finish = Callable[[Run], Any]
 
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
     """Raise a `ValueError` unless the tags, or those of the parts, say positive semidefinite."""
-    terms = terms_of(operator)
-    # K + s I is not tagged where s is traced: the products will tell if it is not positive.
-    of_parts = terms.shift is not None and terms.semidefinite
-    if semidefinite_sign(operator) != 1 and not of_parts:
+    # c K + s I is not tagged where c or s is traced: the products will tell if it is not positive.
+    if semidefinite_sign(operator) != 1 and not _may_be_definite(operator):
         raise ValueError(
             f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
             "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
             "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
         )
+
+
+def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether all terms are diagonal or tagged, and the numbers in front of them not known to make
+    the sum negative.
+    """
+    terms = terms_of(operator)
+    known = not isinstance(terms.sign, jax.core.Tracer)
+    negative = terms.has_rest and known and not bool(terms.positive)
+    return terms.semidefinite and not negative
 
 
 @final
@@ -145,7 +156,7 @@ class Spending(eqx.Module):
         built = self.preconditioner.build(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
         chosen = plan_with(rank, max(1, (k - rank) // 10), k)
         status = status_of(built.factors.mu, built.factors.eigenvalues)
-        return run(probe_key, block, built, chosen, status)
+        return run(probe_key, block, built, chosen, jnp.maximum(status, built.status))
 
     def _adaptive(self, sketch_key, probe_key, block, operator, k, finish):
         """The rule of `logdet`."""
@@ -199,7 +210,7 @@ def _quadrature(
 
 def run(key, block: BlockOperator, built: Built, chosen: Plan, status: Array) -> Run:
     """Quadrature with this preconditioner."""
-    # The probes do not depend on the plan: more of them begin with the same ones.
+    # (Plans with other numbers of probes have other probes: the key makes them all at once.)
     probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
     krylov, bounds = _quadrature(block, built, probes, chosen.steps)
     status = jnp.maximum(status, krylov.status)

@@ -94,5 +94,5 @@ def budgets_for(
     """
     if max_k is None:
         max_k = max(min(n, DEFAULT_MAX_K), default_least)
-    max_k = check_budget(max_k, smallest, n, name)
+    max_k = check_budget(max_k, smallest, n, name, "max_k")
     return max_k, max_k if n <= small else min(max_k, n - 1)

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any, Literal, final
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -14,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 from ._estimate import NONFINITE, scale_of
 from ._estimator import check_budget, check_key
 from ._operator import BlockOperator, as_operator
+from ._precision import any_promotion
 from ._primitive import bind, trace_p
 from ._sampler import AbstractSampler, SphereSampler
 from ._solution import RESULTS, Solution
@@ -212,7 +212,7 @@ def _advance(
     block = BlockOperator(operator)
     beta = beta_of(tracker.sampler, block.dtype)
     # The algebra mixes real and complex: it must not depend on the user's promotion setting.
-    with jax.numpy_dtype_promotion("standard"):
+    with any_promotion():
         if k >= block.n:
             estimate = bind(trace_p, key, operator, k, ExactTraceEstimator())
             zeros = jnp.zeros_like(state.std_errs)

@@ -1,6 +1,6 @@
 """Traces of the diagonal blocks that belong to the leaves of a PyTree."""
 
-from typing import ClassVar, final
+from typing import final
 
 from .._estimator import AbstractDiagonalEstimator, AbstractEstimator
 from .._exact import exact
@@ -30,7 +30,16 @@ class BlockTraceEstimator(AbstractEstimator):
 
     inner: AbstractDiagonalEstimator
     rows: Rows
-    smallest: ClassVar[int] = 1
+
+    @property
+    def smallest(self):  # pyright: ignore
+        """That of the estimator."""
+        return self.inner.smallest
+
+    @property
+    def label(self):
+        """That of the estimator."""
+        return self.inner.label
 
     @property
     def width(self):

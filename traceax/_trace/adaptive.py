@@ -293,7 +293,8 @@ class _Run:
             spent = self._spent(s, p)
             going = p.going & ~met & (status == SUCCESSFUL) & (spent + self.width <= self.most)
             if self.progress:
-                report(self.most, spent, s.scale * (s.trace + mean), s.scale * std_err, ~going)
+                value, error = s.scale * (s.trace + mean), s.scale * std_err
+                report(self.sketch_key, self.most, spent, value, error, ~going)
             return p._replace(going=going, met=jnp.where(p.going, met, p.met))
 
         return lax.while_loop(lambda p: any_lane(p.going), probe_block, start)
