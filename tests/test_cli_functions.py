@@ -186,6 +186,16 @@ def test_nan_in_the_file_is_said(capsys, tmp_path, command):
     assert not (tmp_path / "a.png").exists()
 
 
+@pytest.mark.parametrize("k", [20, 200])
+def test_what_the_exact_value_shows_is_an_error(capsys, k):
+    """183 of the 1138 eigenvalues are negative then, and 200 products may not have met one."""
+    arguments = ("logdet", BUS, "--shift", -5, "-k", k, "--exact")
+    code, out, err = run(capsys, *arguments)
+    assert code == 1
+    assert "not positive definite" in err
+    assert "nan" in out
+
+
 def test_indefinite_complex_matrices_have_no_tag(capsys, tmp_path):
     path = save(tmp_path, dtype=np.complex128)
     for command in ("spectral-sum", "density"):

@@ -189,6 +189,45 @@ def test_the_largest_budget_is_called_by_its_name(max_k):
             call()
 
 
+# --- exact where exact is known ------------------------------------------------------------------
+
+
+def stored_sum(theta):
+    amplitude, noise = theta
+    return amplitude * matrix(KERNEL, PSD) / 2.0 + noise * identity() - (-0.5) * identity()
+
+
+def function_sum(theta):
+    amplitude, noise = theta
+    dense = amplitude * KERNEL / 2 + (noise + 0.5) * jnp.eye(N)
+    return lx.FunctionLinearOperator(lambda v: dense @ v, identity().in_structure(), PSD)
+
+
+@pytest.mark.parametrize(("make", "products"), [(stored_sum, 0), (function_sum, N)])
+def test_exact_log_determinants_multiply_nothing_that_is_stored(make, products):
+    theta = jnp.array([3.0, 0.2])
+    y = jnp.sin(jnp.arange(N))
+
+    def dense(theta):
+        return theta[0] * KERNEL / 2 + (theta[1] + 0.5) * jnp.eye(N)
+
+    def exact(theta):
+        a = dense(theta)
+        return -0.5 * (y @ jnp.linalg.solve(a, y) + jnp.linalg.slogdet(2 * jnp.pi * a)[1])
+
+    assert tr.logdet(KEY, make(theta), N).num_matvecs == products
+    solution = tr.gaussian_log_density(KEY, y, make(theta), N)
+    assert solution.num_matvecs == products
+    assert solution.std_err == 0
+
+    def value(theta):
+        return tr.gaussian_log_density(KEY, y, make(theta), N).value
+
+    np.testing.assert_allclose(jax.jit(value)(theta), exact(theta), rtol=1e-12)
+    np.testing.assert_allclose(jax.grad(value)(theta), jax.grad(exact)(theta), rtol=1e-9)
+    np.testing.assert_allclose(jax.hessian(value)(theta), jax.hessian(exact)(theta), rtol=1e-8)
+
+
 # --- eager loops ---------------------------------------------------------------------------------
 
 

@@ -173,7 +173,7 @@ def within_tag(operator: lx.AbstractLinearOperator, nodes: Array, eps: float) ->
 def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
     """All eigenvalues, eigenvectors, and the status, from n products with unit vectors."""
     block = BlockOperator(operator).linearised()
-    matrix = block.mm(jnp.eye(block.n, dtype=block.dtype))
+    matrix, _ = block.matrix()
     scale = scale_of(matrix)
     scaled = matrix / scale
     values, vectors = eigh((scaled + adjoint(scaled)) / 2)

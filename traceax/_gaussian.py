@@ -31,7 +31,7 @@ from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 from ._definite_solve import conjugate_gradients
 from ._estimate import OUTSIDE_DOMAIN, Estimate, if_wanted, make_estimate, status_of
 from ._estimator import AbstractEstimator, solve
-from ._logdet_estimator import LogdetEstimator, estimate_from
+from ._logdet_estimator import estimate_from, exact_logdet
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
 from ._operator import BlockOperator, as_operator
 from ._precondition import AbstractPreconditioner
@@ -100,11 +100,12 @@ class GaussianEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        log_det, weights = LogdetEstimator(self.spending).exact(operator)
-        x = weights.solve(operator, self.y[:, None])[:, 0]
+        exact = exact_logdet(operator)
+        x = exact.solve(self.y[:, None])[:, 0]
         form = jnp.vdot(self.y, x).real
-        estimate = self._estimate(log_det, form, jnp.zeros_like(form), x, log_det.num_matvecs)
-        return estimate, GaussianWeights(weights, x)
+        spent = exact.estimate.num_matvecs
+        estimate = self._estimate(exact.estimate, form, jnp.zeros_like(form), x, spent)
+        return estimate, if_wanted(lambda: GaussianWeights(exact.weights(), x))
 
     def _estimate(self, log_det: Estimate, form, left, x, spent) -> Estimate:
         """The density from the log-determinant, the quadratic form, and what that leaves out."""
@@ -174,8 +175,9 @@ def gaussian_log_density(
 
     The same key gives the same probes: the value is a deterministic function of the
     hyperparameters (smooth as long as the rule of [`traceax.logdet`][] divides the budget in the
-    same way; with a `preconditioner` of your own it always does), for optimisers such as L-BFGS
-    and for Hamiltonian Monte Carlo. Subtract a mean from `y` yourself.
+    same way; with a `preconditioner` of your own it always does). The gradient is unbiased over the
+    keys; for a fixed key it differs from the derivative of the value by about as much as both err,
+    which a line search (L-BFGS) notices where that is not small. Subtract a mean from `y` yourself.
 
     !!! Example
 

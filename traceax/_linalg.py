@@ -15,7 +15,7 @@ here in terms of matrix products and Cholesky factors, where that is as accurate
 
 import math
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -254,6 +254,14 @@ def complement(q: Inexact[Array, "n m"]) -> Inexact[Array, "n n-m"]:
 def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The upper factor C of a Hermitian H = C^H C; NaN where it has none."""
     return jnp.linalg.cholesky(h, upper=True)
+
+
+def cholesky_solve(
+    factor: Inexact[Array, "m m"], rhs: Inexact[Array, "m c"]
+) -> Inexact[Array, "m c"]:
+    """H^{-1} times a block, from the upper factor C of H = C^H C."""
+    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=False)
+    return solve(solve(rhs, transpose_a=True, conjugate_a=True))
 
 
 @_one_by_one

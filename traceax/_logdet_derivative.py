@@ -26,7 +26,7 @@ from ._estimate import make_estimate, scale_of, status_of, weights_wanted
 from ._estimator import AbstractEstimator, solve
 from ._funm import divided_differences
 from ._krylov import quadrature
-from ._logdet_estimator import LogdetEstimator, estimate_from
+from ._logdet_estimator import estimate_from, exact_logdet
 from ._logdet_weights import LogdetWeights, weights_of
 from ._operator import BlockOperator, as_operator
 from ._precision import einsum
@@ -129,12 +129,11 @@ class DerivativeEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        log_det, weights = LogdetEstimator(self.spending).exact(operator)
-        value = weights.contract(self.direction)
-        status = jnp.maximum(log_det.status, status_of(value))
-        return make_estimate(value, jnp.zeros_like(value), len(weights.inverse), 0, status), (
-            _NoDerivative()
-        )
+        exact = exact_logdet(operator)
+        value = exact.weights().contract(self.direction)
+        status = jnp.maximum(exact.estimate.status, status_of(value))
+        spent = exact.estimate.num_matvecs
+        return make_estimate(value, jnp.zeros_like(value), spent, 0, status), _NoDerivative()
 
 
 def gradient_std_err(

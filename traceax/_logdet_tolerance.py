@@ -27,11 +27,11 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from ._estimate import NOT_CONVERGED, SUCCESSFUL, status_of, weights_wanted
+from ._estimate import NOT_CONVERGED, SUCCESSFUL, if_wanted, status_of, weights_wanted
 from ._estimator import AbstractEstimator
 from ._growing_sketch import GrowingSketch
 from ._lanes import any_lane, keep
-from ._logdet_estimator import LogdetEstimator, estimate_from
+from ._logdet_estimator import estimate_from, exact_logdet
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
 from ._low_rank import Built
 from ._operator import BlockOperator
@@ -325,12 +325,15 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         lacking = state.status == NOT_CONVERGED
 
         def complete():
-            exact, inverse = self.exact(operator)
-            exact = eqx.tree_at(lambda e: e.num_matvecs, exact, exact.num_matvecs + state.spent)
-            return keep(~lacking, (estimate, state.weights), (exact, _as_moving(inverse, state)))
+            found = exact_logdet(operator)
+            spent = found.estimate.num_matvecs + state.spent
+            exact = eqx.tree_at(lambda e: e.num_matvecs, found.estimate, spent)
+            weights = _as_moving(found.weights(), state)
+            return keep(~lacking, (estimate, state.weights), (exact, weights))
 
         return lax.cond(any_lane(lacking), complete, lambda: (estimate, state.weights))
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        return LogdetEstimator(_AUTO).exact(operator)
+        exact = exact_logdet(operator)
+        return exact.estimate, if_wanted(exact.weights)

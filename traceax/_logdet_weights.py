@@ -64,12 +64,12 @@ class LogdetWeights(AbstractWeights):
 
 @final
 class ExactLogdetWeights(AbstractWeights):
-    """`G = A^{-1}`. Contracting costs `n` matvecs."""
+    """`G = A^{-1}`. Contracting costs `n` matvecs, or none where the entries are stored."""
 
     inverse: Inexact[Array, "n n"]
 
     def _matrix(self, operator):
-        return BlockOperator(operator).mm(jnp.eye(len(self.inverse), dtype=self.inverse.dtype))
+        return BlockOperator(operator).matrix()[0]
 
     def contract(self, operator):
         """See `AbstractWeights`."""

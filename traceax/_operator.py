@@ -200,6 +200,32 @@ def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
     return frozenset(tag for tag, check in checks.items() if is_tagged(check, operator))
 
 
+def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] | None:
+    """The matrix, where all of its entries can be read without a product; None elsewhere."""
+    if isinstance(operator, lx.MatrixLinearOperator):
+        return operator.matrix
+    if isinstance(
+        operator,
+        lx.DiagonalLinearOperator | lx.TridiagonalLinearOperator | lx.IdentityLinearOperator,
+    ):
+        return operator.as_matrix()
+    if isinstance(operator, lx.TaggedLinearOperator):
+        return stored_matrix(operator.operator)
+    if isinstance(operator, lx.AddLinearOperator):
+        first, second = stored_matrix(operator.operator1), stored_matrix(operator.operator2)
+        return None if first is None or second is None else first + second
+    if isinstance(operator, lx.NegLinearOperator):
+        inner = stored_matrix(operator.operator)
+        return None if inner is None else -inner
+    if isinstance(operator, lx.MulLinearOperator):
+        inner = stored_matrix(operator.operator)
+        return None if inner is None else inner * operator.scalar
+    if isinstance(operator, lx.DivLinearOperator):
+        inner = stored_matrix(operator.operator)
+        return None if inner is None else inner / operator.scalar
+    return None
+
+
 @final
 class BlockOperator:
     """A square operator as the estimators see it: `n`, a working dtype, and block products.
@@ -266,6 +292,15 @@ class BlockOperator:
         if all(len(shape) < 2 for shape in self.shapes):
             return self.join(self.mm_by_leaf(self.split(block)))
         return by_columns(self._products_of_rows, self._width([block]), [block])[0]
+
+    def matrix(self) -> tuple[Inexact[Array, "n n"], int]:
+        """The matrix, and the number of products that it takes: none where the entries are stored,
+        n otherwise.
+        """
+        stored = stored_matrix(self.operator)
+        if stored is not None:
+            return stored.astype(self.dtype), 0
+        return self.mm(jnp.eye(self.n, dtype=self.dtype)), self.n
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
         """The product `A @ block`, both as blocks that belong to a leaf each: nothing as long as
