@@ -79,8 +79,8 @@ def logdet(
     Memory: blocks for `max_k`; work: in proportion to the products made.
 
     Cost with a budget: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2`
-    operations. With `k >= n`, n matvecs (none if the entries are stored) and a Cholesky factorisation: the
-    value is exact.
+    operations. With `k >= n`, n matvecs (none if the entries are stored) and a Cholesky
+    factorisation: the value is exact.
 
     **Arguments:**
 
