@@ -166,7 +166,7 @@ def test_the_error_of_nothing_but_rounding():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_large_budget(dtype):
-    """k >= n: a Cholesky factorisation, in both modes of differentiation."""
+    """k >= n: a Cholesky factorisation of what is stored, in both modes of differentiation."""
     matrix = decaying(20, dtype)
 
     def value(theta):
@@ -174,7 +174,7 @@ def test_large_budget(dtype):
         return solution.value, (solution.std_err, solution.quadrature_error, solution.num_matvecs)
 
     value_, rest = value(1.3)
-    assert rest == (0, 0, 20)
+    assert rest == (0, 0, 0)
     matrix = np.asarray(matrix)
     dense = 1.3 * matrix + 0.5 * np.eye(20)
     np.testing.assert_allclose(value_, dense_logdet(dense), rtol=1e-12)

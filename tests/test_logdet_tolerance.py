@@ -116,7 +116,7 @@ def test_not_converged(capfd):
 
 
 def test_exact_as_the_last_resort():
-    """With n products; its derivative is that of A^{-1} itself."""
+    """The entries are stored, and take no products; its derivative is that of A^{-1} itself."""
     n, values = 260, np.linspace(0.01, 1, 260)
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(2), values))
 
@@ -128,7 +128,7 @@ def test_exact_as_the_last_resort():
         jnp.asarray(0.1)
     )
     assert solution.result == RESULTS.successful
-    assert n < solution.num_matvecs <= n + n // 4
+    assert 16 <= solution.num_matvecs <= n // 4
     assert solution.std_err == solution.quadrature_error == 0
     np.testing.assert_allclose(found, np.sum(np.log(values + 0.1)), rtol=1e-12)
     np.testing.assert_allclose(slope, np.sum(1 / (values + 0.1)), rtol=1e-10)
@@ -202,6 +202,6 @@ def test_arguments(matrix, options, error, message):
 
 def test_small_operators_are_exact_at_once(matrix):
     solution = solve(jr.key(0), matrix, jnp.asarray(0.1), jnp.asarray(10.0), None)
-    assert solution.num_matvecs == N
+    assert solution.num_matvecs == 0  # its entries are stored
     assert solution.std_err == 0
     np.testing.assert_allclose(solution.value, dense_logdet(matrix + 0.1 * np.eye(N)), rtol=1e-10)

@@ -73,9 +73,10 @@ def logdet(
     within `atol + rtol |t|`: the rank doubles (16, 32, 64, ...) while that pays, then more probes
     follow, with longer recurrences (8, 24, 72, ... steps) where the quadrature errs. What the
     rules are stands in `traceax/_logdet_tolerance.py`. If the budget allows n products, the last
-    resort is the exact value, from n new products (all others then are at most n/4). Otherwise the
-    result is `RESULTS.not_converged`, with the best estimate. All of this works under `jit`; under
-    `vmap` every lane gets what it would get by itself. A derivative is that of the last probes.
+    resort is the exact value, from the stored entries or from n new products (all others then are
+    at most n/4). Otherwise the result is `RESULTS.not_converged`, with the best estimate. All of
+    this works under `jit`; under `vmap` every lane gets what it would get by itself. A derivative
+    is that of the last probes.
     Memory: blocks for `max_k`; work: in proportion to the products made.
 
     Cost with a budget: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2`
