@@ -138,7 +138,7 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
             )
         if isinstance(node, lx.MulLinearOperator | lx.DivLinearOperator):
             inner = jtu.tree_map(convert, node.operator, is_leaf=stops)
-            return _multiple(type(node), inner, jnp.asarray(node.scalar))
+            return _multiple(type(node), inner, node.scalar)
         if is_foreign(node):
             functions = [leaf for leaf in jtu.tree_leaves(node) if callable(leaf)]
             if any(holds(function) == TRACERS for function in functions):
@@ -170,15 +170,17 @@ def _holds_arrays(function: Callable[..., Any]) -> bool:
     return not is_converted(function) and holds(function) != NOTHING
 
 
-def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Array):
+def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
     """A multiple or quotient, tagged semidefinite where the sign of its scalar is known now: inside
     a program it is not.
     """
-    multiple = kind(operator, scalar)
-    sign = semidefinite_sign(operator)
-    if sign == 0 or isinstance(scalar, jax.core.Tracer) or scalar.imag != 0 or scalar.real == 0:
+    multiple, sign = kind(operator, jnp.asarray(scalar)), semidefinite_sign(operator)
+    if sign == 0 or isinstance(scalar, jax.core.Tracer):
         return multiple
-    positive = (scalar.real > 0) == (sign > 0)
+    number = complex(np.asarray(scalar))  # with NumPy: JAX would trace this in a program
+    if number.imag != 0 or number.real == 0:
+        return multiple
+    positive = (number.real > 0) == (sign > 0)
     tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
     return lx.TaggedLinearOperator(multiple, tag)
 

@@ -106,8 +106,9 @@ def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
     the sum negative.
     """
     terms = terms_of(operator)
-    known = not isinstance(terms.sign, jax.core.Tracer)
-    negative = terms.has_rest and known and not bool(terms.positive)
+    positive = terms.positive
+    known = not isinstance(positive, jax.core.Tracer)
+    negative = terms.has_rest and known and not bool(positive)
     return terms.semidefinite and not negative
 
 
