@@ -29,6 +29,7 @@ import traceax as tr
 from traceax._blocks import schedule
 from traceax._calibration import norm_factor
 from traceax._estimate import norm_of
+from traceax._random import numbered
 
 from .common import ESTIMATORS, PSD, spectra
 
@@ -66,7 +67,7 @@ def runs(estimator, eigenvalues, seed):
         def one(key):
             state, found = None, []
             for j, k in enumerate(budgets):
-                new = jax.random.fold_in(key, j) if j else key
+                new = numbered(key, j) if j else key
                 state = growth.grow(state, new, block, k - (budgets[j - 1] if j else 0))
                 estimate, rounding = growth.estimate(state, block)
                 exact = norm_of(estimate.std_err) <= rounding

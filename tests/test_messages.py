@@ -148,6 +148,12 @@ MESSAGES = [
         "use `jax.vmap`",
         lambda _: tr.trace(jax.random.split(KEY, 3), PLAIN, 4),
     ),
+    (
+        ValueError,
+        "shape=(0,)",
+        "Check what",
+        lambda _: tr.trace(KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0))), 4),
+    ),
     (TypeError, "shape (6, 6)", "wrap a matrix in", lambda _: tr.trace(KEY, EYE, 4)),
     (
         ValueError,
@@ -604,6 +610,7 @@ def test_outcomes():
         "not_semidefinite": ("tagged positive (or negative)", "Remove the tag"),
         "outside_domain": ("where the function is not finite", "shift the operator"),
         "not_converged": ("before the tolerance was reached", "Raise `max_k`"),
+        "wrong_diagonal": ("not that of the operator", "Give that of the whole operator"),
     }
     own = set(tr.RESULTS._name_to_item) - set(lx.RESULTS._name_to_item)
     assert own == set(remedies)

@@ -565,6 +565,7 @@ DECIDED = {
     "interpreters.batching",
     "interpreters.mlir",
     "numpy_dtype_promotion",
+    "numpy_rank_promotion",
     "sharding.AbstractMesh",
     "sharding.AxisType",
     "sharding.Mesh",
