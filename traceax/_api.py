@@ -51,7 +51,7 @@ def trace(
     derivative with respect to anything that the operator depends on, in forward and reverse mode
     and at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed. A run
     that a tolerance ends is not quite: it ends where its error looks small, which says something
-    about the value. (The bias is a fraction of the standard error.)
+    about the value.
 
     !!! Example
 

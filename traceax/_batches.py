@@ -18,9 +18,9 @@ from ._sparse import SparseLinearOperator
 #: to work in several smaller blocks.
 BLOCK_LIMIT = 2**27
 
-#: Vectors that a function is given at once. Wider than this, nothing is gained, programs take more
-#: memory, and XLA has had errors: with JAX 0.10.2, wide products with the transposed Jacobian of a
-#: transformer, scanned over its layers, had wrong rows on CPUs.
+#: Vectors that a function is given at once. Wider programs take more memory, and were seen to go
+#: wrong: with JAX 0.10.2 on CPUs, in products with the transposed Jacobian of a transformer that is
+#: scanned over its layers.
 FUNCTION_LIMIT = 64
 
 # Operators that do arithmetic with what they store.

@@ -56,6 +56,7 @@ from ._operator import BlockOperator, is_hermitian, semidefinite_sign
 from ._precision import einsum
 from ._quadrature_error import with_quadrature_error
 from ._sampler import SphereSampler
+from ._shift import matrix_of
 from ._sketch import adjoint
 from ._weights import AbstractWeights
 
@@ -173,7 +174,7 @@ def within_tag(operator: lx.AbstractLinearOperator, nodes: Array, eps: float) ->
 def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
     """All eigenvalues, eigenvectors, and the status, from n products with unit vectors."""
     block = BlockOperator(operator).linearised()
-    matrix, _ = block.matrix()
+    matrix, _ = matrix_of(block)
     scale = scale_of(matrix)
     scaled = matrix / scale
     values, vectors = eigh((scaled + adjoint(scaled)) / 2)

@@ -176,7 +176,7 @@ def gaussian_log_density(
     The same key gives the same probes: the value is a deterministic function of the
     hyperparameters (smooth as long as the rule of [`traceax.logdet`][] divides the budget in the
     same way; with a `preconditioner` of your own it always does). The gradient is unbiased over the
-    keys; for a fixed key it differs from the derivative of the value by about as much as both err,
+    keys; for a fixed key it may differ from the derivative of the value by as much as both err,
     which a line search (L-BFGS) notices where that is not small. Subtract a mean from `y` yourself.
 
     !!! Example

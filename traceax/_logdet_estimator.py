@@ -23,6 +23,7 @@ from ._linalg import cholesky, cholesky_solve
 from ._logdet_weights import ExactLogdetWeights, weights_of
 from ._operator import BlockOperator
 from ._quadrature_error import with_quadrature_error
+from ._shift import matrix_of
 from ._sketch import adjoint, square_norms
 from ._spending import Run, Spending, for_derivative
 
@@ -72,7 +73,7 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
         elsewhere.
     """
     block = BlockOperator(operator)
-    matrix, spent = block.matrix()
+    matrix, spent = matrix_of(block)
     n = block.n
     scale = scale_of(matrix)
     scaled = (matrix + adjoint(matrix)) / (2 * scale)

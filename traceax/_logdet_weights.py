@@ -33,6 +33,7 @@ from jaxtyping import Array, Inexact
 from ._definite_solve import definite_solve
 from ._low_rank import LowRankPlusIdentity
 from ._operator import BlockOperator
+from ._shift import matrix_of
 from ._sketch import adjoint, matmul, square_norms
 from ._spending import Run
 from ._weights import AbstractWeights
@@ -69,7 +70,7 @@ class ExactLogdetWeights(AbstractWeights):
     inverse: Inexact[Array, "n n"]
 
     def _matrix(self, operator):
-        return BlockOperator(operator).matrix()[0]
+        return matrix_of(BlockOperator(operator))[0]
 
     def contract(self, operator):
         """See `AbstractWeights`."""

@@ -202,32 +202,6 @@ def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
     return frozenset(tag for tag, check in checks.items() if is_tagged(check, operator))
 
 
-def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] | None:
-    """The matrix, where all of its entries can be read without a product; None elsewhere."""
-    if isinstance(operator, lx.MatrixLinearOperator):
-        return operator.matrix
-    if isinstance(
-        operator,
-        lx.DiagonalLinearOperator | lx.TridiagonalLinearOperator | lx.IdentityLinearOperator,
-    ):
-        return operator.as_matrix()
-    if isinstance(operator, lx.TaggedLinearOperator):
-        return stored_matrix(operator.operator)
-    if isinstance(operator, lx.AddLinearOperator):
-        first, second = stored_matrix(operator.operator1), stored_matrix(operator.operator2)
-        return None if first is None or second is None else first + second
-    if isinstance(operator, lx.NegLinearOperator):
-        inner = stored_matrix(operator.operator)
-        return None if inner is None else -inner
-    if isinstance(operator, lx.MulLinearOperator):
-        inner = stored_matrix(operator.operator)
-        return None if inner is None else inner * operator.scalar
-    if isinstance(operator, lx.DivLinearOperator):
-        inner = stored_matrix(operator.operator)
-        return None if inner is None else inner / operator.scalar
-    return None
-
-
 @final
 class BlockOperator:
     """A square operator as the estimators see it: `n`, a working dtype, and block products.
@@ -277,11 +251,7 @@ class BlockOperator:
 
     def split(self, rows: Inexact[Array, "n ..."]) -> list[Inexact[Array, "size ..."]]:
         """The rows that belong to each leaf of the input structure."""
-        sizes = self.sizes
-        if len(sizes) == 1:
-            return [rows]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [rows[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        return split_rows(self.operator.in_structure(), rows)
 
     @staticmethod
     def join(blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, "n m"]:
@@ -294,15 +264,6 @@ class BlockOperator:
         if all(len(shape) < 2 for shape in self.shapes):
             return self.join(self.mm_by_leaf(self.split(block)))
         return by_columns(self._products_of_rows, self._width([block]), [block])[0]
-
-    def matrix(self) -> tuple[Inexact[Array, "n n"], int]:
-        """The matrix, and the number of products that it takes: none where the entries are stored,
-        n otherwise.
-        """
-        stored = stored_matrix(self.operator)
-        if stored is not None:
-            return stored.astype(self.dtype), 0
-        return self.mm(jnp.eye(self.n, dtype=self.dtype)), self.n
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
         """The product `A @ block`, both as blocks that belong to a leaf each: nothing as long as
@@ -415,14 +376,23 @@ class BlockOperator:
         return unflatten(self.operator.in_structure(), vector)
 
 
+def split_rows(
+    structure: PyTree, rows: Inexact[Array, "n ..."]
+) -> list[Inexact[Array, "size ..."]]:
+    """The rows that belong to each leaf of a structure."""
+    sizes = [math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)]
+    if len(sizes) == 1:
+        return [rows]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [rows[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
 def unflatten(
     structure: PyTree, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]
 ) -> PyTree[Inexact[Array, "..."]]:
     """A vector, whole or leaf by leaf, as a PyTree of this structure, in its own dtype."""
     leaves, treedef = jtu.tree_flatten(structure)
-    parts = vector
-    if not isinstance(vector, list | tuple):
-        ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
-        parts = jnp.split(jnp.asarray(vector), ends)
+    whole = not isinstance(vector, list | tuple)
+    parts = split_rows(structure, jnp.asarray(vector)) if whole else vector
     shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
     return jtu.tree_unflatten(treedef, shaped)

@@ -7,9 +7,9 @@ are leaves of an operator are easily told apart. Others hide:
 - in the constants of a jaxpr, and in those of the jaxprs inside it (a `jax.jit` function keeps the
   concrete arrays that it closes over there). `Program` takes them out, at every depth, and
   is given them back when it runs;
-- in Python functions: closures, defaults, globals, attributes. `hoisted` converts the functions of
-  lineax operators to jaxprs; what cannot be converted is compared cell by cell, and an array inside
-  by identity (see `holds`).
+- in Python functions: closures, defaults, globals, attributes. `closed_function`
+  makes jaxprs of those in lineax operators; what cannot be converted is compared cell by cell, and
+  an array inside by identity (see `holds`).
 
 Two keys are equal only if they stand for the same program. Where that cannot be seen they are
 different, and the price is one more compilation.
@@ -232,26 +232,21 @@ class Program:
     over, in whatever it is called from.
     """
 
-    __slots__ = ("_hash", "_opened")
+    __slots__ = ("_hash", "jaxpr")
 
     def __init__(self, jaxpr: Any):
         """Of a jaxpr; its constants are dropped, those in `take_constants` were taken."""
         opened = _opened(jaxpr)
         if any(map(_is_special, opened.eqns)):
             opened = opened.replace(eqns=[_without_constants(e) for e in opened.eqns])
-        self._opened = opened
+        self.jaxpr = opened
         self._hash = hash(_summary(opened))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and _same_jaxpr(self._opened, other._opened)
+        return isinstance(other, Program) and _same_jaxpr(self.jaxpr, other.jaxpr)
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def jaxpr(self) -> Any:
-        """The jaxpr, to be looked at."""
-        return self._opened
 
     @property
     def num_constants(self) -> int:
@@ -259,7 +254,7 @@ class Program:
         return sum(p.num_constants + p.own for p in self._inner())
 
     def _inner(self) -> list["_Inner"]:
-        programs = [list(e.params.values()) for e in self._opened.eqns]
+        programs = [list(e.params.values()) for e in self.jaxpr.eqns]
         return [x for x in jtu.tree_leaves(programs) if isinstance(x, _Inner)]
 
     def evaluate(self, hidden: Sequence[Array], constants: Sequence[Array], *args: Array) -> list:
@@ -275,7 +270,7 @@ class Program:
 
         Its results.
         """
-        jaxpr = self._opened
+        jaxpr = self.jaxpr
         if not any(map(_has_inner, jaxpr.eqns)):
             return jax.core.eval_jaxpr(jaxpr, constants, *args)
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))

@@ -1,4 +1,6 @@
-"""The diagonal part of an operator that is written as a sum, such as K + s I, and scaling by it."""
+"""What an operator is written with: the diagonal part of a sum such as K + s I, and scaling by it;
+stored diagonals and matrices.
+"""
 
 from typing import Any, NamedTuple
 
@@ -14,6 +16,14 @@ _STORED = (
     lx.MatrixLinearOperator,
     lx.PyTreeLinearOperator,
     lx.DiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+)
+
+# Operators all of whose entries are stored, in the order of the rows of a block.
+_STORED_WHOLE = (
+    lx.MatrixLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
     lx.IdentityLinearOperator,
 )
 
@@ -101,6 +111,40 @@ def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]
         inner = stored_diagonal(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]
         return None if inner is None else factor.astype(dtype) * inner
     return lx.diagonal(operator).astype(dtype) if isinstance(operator, _STORED) else None
+
+
+def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] | None:
+    """The matrix, where all of its entries can be read without a product, or None.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+    dtype = BlockOperator(operator).dtype
+    if isinstance(operator, lx.TaggedLinearOperator):
+        return stored_matrix(operator.operator)
+    if isinstance(operator, lx.AddLinearOperator):
+        first, second = stored_matrix(operator.operator1), stored_matrix(operator.operator2)
+        return None if first is None or second is None else first + second
+    factor = _factor(operator)
+    if factor is not None:
+        inner = stored_matrix(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]
+        return None if inner is None else factor.astype(dtype) * inner
+    return operator.as_matrix().astype(dtype) if isinstance(operator, _STORED_WHOLE) else None
+
+
+def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
+    """The matrix of an operator, and the number of products that it takes: none where the entries
+    are stored, n otherwise.
+
+    **Arguments:**
+
+    - `block`: the operator.
+    """
+    stored = stored_matrix(block.operator)
+    if stored is not None:
+        return stored.astype(block.dtype), 0
+    return block.mm(jnp.eye(block.n, dtype=block.dtype)), block.n
 
 
 class Scaling(NamedTuple):
