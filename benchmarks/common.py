@@ -45,6 +45,28 @@ def spectra(n):
     }
 
 
+def eight_spectra(n):
+    """From flat to a single eigenvalue that exceeds all others: what error bars are measured on."""
+    i = np.arange(1, n + 1.0)
+    return {
+        "flat": np.linspace(3, 1, n),
+        "1/i": 1 / i,
+        "i^-2": i**-2,
+        "0.7^i": 0.7**i,
+        "outlier": np.where(i == 1, 1000.0, 1.0),
+        "two large": np.where(i <= 2, 1000 / i, 0.01 * (1 + i / n)),
+        "rank 3 + I": np.where(i <= 3, 10 * i, 0) + 1,
+        "step": np.where(i <= n // 10, 1.0, 1e-3),
+    }
+
+
+def with_eigenvalues(eigenvalues):
+    """A symmetric matrix with random eigenvectors."""
+    shape = len(eigenvalues), len(eigenvalues)
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal(shape))[0]
+    return (basis * eigenvalues) @ basis.T
+
+
 def seconds(fn: Callable[..., Any], *args: Any) -> float:
     """The time of one call, the result awaited."""
     start = time.perf_counter()

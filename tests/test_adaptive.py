@@ -176,8 +176,11 @@ def test_low_rank_and_zero_and_nan_end_at_once(dtype):
         matrix = jnp.asarray(low_rank * dtype(scale))
         solution = solve(key, matrix, 1e-9)
         assert solution.num_matvecs[0] == 24
-        assert solution.std_err[0] == 0
-        assert bool(jnp.all(solution.result == tr.RESULTS.successful))
+        assert solution.std_err[0] <= 10 * eps * 15 * scale
+        # A tolerance of 1e-9 is out of reach of products in float32, unless they are 0.
+        within = dtype == np.float64 or scale == 0
+        outcome = tr.RESULTS.successful if within else tr.RESULTS.not_converged
+        assert bool(jnp.all(solution.result == outcome))
         np.testing.assert_allclose(solution.value[0], 15 * scale, rtol=100 * eps, atol=0)
     full = jnp.asarray(MATRICES["1"].astype(dtype))
     values = []

@@ -115,10 +115,14 @@ def test_the_rule_is_that_of_the_calibration(monkeypatch):
 
 def test_the_constants_are_those_of_the_script():
     results = json.loads(calibrate.RESULTS.read_text())
-    constants = {name: (r["stop"], r["interval"]) for name, r in results.items()}
-    assert constants == _calibration.CALIBRATION
+    assert results.keys() == _calibration.CALIBRATION.keys()
+    for name, calibration in _calibration.CALIBRATION.items():
+        # Of a diagonal from sphere probes only the tail is measured: no run has it.
+        fields = ["tail"] if name == "xdiag, sphere" else calibration._fields
+        for field in fields:
+            assert results[name][field] == getattr(calibration, field), (name, field)
     for name, r in results.items():
-        for case, figures in r["table"].items():
+        for case, figures in r.get("table", {}).items():
             assert figures["coverage"] >= 0.95, (name, case)
             # Twice the perfect rule, or what covering 95 % takes by itself.
             assert figures["ratio"] <= 2 or figures["least"] > figures["perfect"], (name, case)
@@ -174,9 +178,10 @@ def test_low_rank_and_zero_and_nan_end_with_the_first_block(name):
     low_rank = (basis * np.arange(1.0, 6)) @ basis.T
     for scale in (1.0, 1e20, 1e-20, 0.0):
         matrix = jnp.asarray(scale * low_rank)
-        solution = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(0.0), most)
+        solution = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(1e-12), most)
         assert solution.num_matvecs == first
-        assert solution.std_err == 0
+        assert (solution.std_err > 0) == (scale > 0)  # rounding, but for products that are 0
+        assert solution.std_err <= 1e-13 * 15 * scale
         assert solution.result == tr.RESULTS.successful
         np.testing.assert_allclose(solution.value, 15 * scale, rtol=1e-12, atol=0)
     broken = solve(
@@ -430,7 +435,9 @@ def test_intervals():
     np.testing.assert_allclose((lower + upper) / 2, diagonal.value)
     log_det = tr.logdet(keys(1)[0], operator, 30, preconditioner=None)
     lower, upper = log_det.interval(0.95)
-    radius = 1.96 * log_det.std_err + log_det.quadrature_error
+    quantile = stdtrit(float(log_det.stats["dof"]), 0.975)
+    assert 1.96 < quantile < 12.8
+    radius = quantile * log_det.std_err + log_det.quadrature_error
     np.testing.assert_allclose((upper - lower) / 2, radius, rtol=1e-4)
     with pytest.raises(ValueError, match="between 0 and 1"):
         exact.interval(95)

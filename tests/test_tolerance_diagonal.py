@@ -68,9 +68,9 @@ def test_the_tolerance_holds_and_where_a_run_ends(name):
     if name == "hutchinson-diagonal":  # what it captures are diagonal matrices
         captured = np.diag(np.diag(captured))
     for scale in (1.0, 1e20, 1e-20, 0.0):
-        solution = run(jnp.asarray(scale * captured), rtol=jnp.asarray(0.0))
+        solution = run(jnp.asarray(scale * captured), rtol=jnp.asarray(1e-12))
         assert np.all(solution.num_matvecs == first)
-        assert np.all(np.asarray(solution.std_err) == 0)
+        assert np.all(np.asarray(solution.std_err) <= 1e-13 * 5 * scale)
         np.testing.assert_allclose(
             solution.value, scale * np.tile(np.diag(captured), (COUNT, 1)), rtol=1e-10, atol=0
         )

@@ -306,7 +306,9 @@ def root_error(value: Array, std_err: Array) -> Array:
     """The standard error of a root, from the root and the standard error of the square."""
     # d sqrt(t) = dt / (2 sqrt(t)), and never more than sqrt(dt), the size of it where t vanishes.
     value = lax.stop_gradient(value)
-    return jnp.minimum(jnp.sqrt(std_err), std_err / jnp.where(value == 0, 1, 2 * value))
+    slope = 1 / jnp.where(value == 0, 1, 2 * value)
+    largest = jnp.sqrt(std_err)
+    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
 
 
 def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
@@ -322,4 +324,7 @@ def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
     value = jtu.tree_map(root, solution.value)
     std_err = jtu.tree_map(root_error, value, solution.std_err)
     stats = {**solution.stats, "std.err": std_err}
-    return Solution(value, std_err, 2 * solution.num_matvecs, stats, solution.result)
+    spent = 2 * solution.num_matvecs
+    return dataclasses.replace(
+        solution, value=value, std_err=std_err, num_matvecs=spent, stats=stats
+    )

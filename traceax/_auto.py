@@ -90,5 +90,6 @@ def compute_split(
         jnp.where(status_of(exact, parts.scale) != 0, NONFINITE, inner.status),
         inner.state,
         inner.inflation,
+        inner.tail,
     )
     return estimate, SplitWeights(weights, k, rows is not None)

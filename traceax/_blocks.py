@@ -233,13 +233,6 @@ class Run:
         )
         return Outcome(estimate, jnp.asarray(level, jnp.int32), arrays)
 
-    def _estimate(self, state) -> Estimate:
-        estimate, rounding = self.growth.estimate(state, self.block)
-        # What is left of a captured operator is rounding, which has no error bar.
-        exact = norm_of(estimate.std_err) <= rounding
-        std_err = jtu.tree_map(lambda x: jnp.where(exact, jnp.zeros_like(x), x), estimate.std_err)
-        return eqx.tree_at(lambda e: e.std_err, estimate, std_err)
-
     def _report(self, estimate: Estimate, last):
         if self.progress:
             value, error = self.rule.sizes(estimate, self.block)
@@ -249,7 +242,7 @@ class Run:
     def _after(self, j: int, state) -> Outcome:
         """Look at the state after block j, and go on from it if need be."""
         last = j == len(self.budgets) - 1
-        estimate = self._estimate(state)
+        estimate = self.growth.estimate(state, self.block)
         factor = stopping_factor(self.growth.calibration.stop, self._columns(j) - 1)
         met = self.rule.met(estimate, self.block, factor)
         stop = met | (estimate.status != SUCCESSFUL)
@@ -272,14 +265,17 @@ class Run:
         return lax.cond(any_lane(~stop), go_on, lambda: here)
 
     def _complete(self, state, here: Outcome) -> Outcome:
-        value, spent = self.growth.complete(state, self.block)
+        value, std_err, more = self.growth.complete(state, self.block)
+        spent, dof = self.budgets[-1] + more, here.estimate.dof
         if self.before is not None:
             done = self.before.level == len(self.before.budgets)
             value = jtu.tree_map(partial(jnp.where, done), self.before.completed, value)
-        spent = jnp.asarray(self.budgets[-1] + spent, jnp.int32)
-        zero = jtu.tree_map(jnp.zeros_like, here.estimate.std_err)
-        dof, status = jnp.zeros_like(here.estimate.dof), status_of(*jtu.tree_leaves(value))
-        estimate = Estimate(value, zero, spent, dof, status)
+        status = status_of(*jtu.tree_leaves(value))
+        estimate = make_estimate(value, std_err, spent, dof, status)
+        met = self.rule.met(estimate, self.block, 1.96)
+        lacking = (status == SUCCESSFUL) & ~met
+        status = jnp.where(lacking, NOT_CONVERGED, status)
+        estimate = eqx.tree_at(lambda e: e.status, estimate, status)
         outcome = self._outcome(estimate, len(self.budgets), here.arrays)
         self._report(outcome.estimate, jnp.array(True))
         return outcome

@@ -46,11 +46,13 @@ class Estimate(eqx.Module):
     value: PyTree[Inexact[Array, "..."]]
     std_err: PyTree[Real[Array, "..."]]
     num_matvecs: Int[Array, ""]
-    dof: Int[Array, ""]
+    dof: Real[Array, "..."]
     status: Int[Array, ""]
     state: Any = None  # what a later call can go on from, where that was asked for
-    #: By how much Student's intervals are too short: 1 for independent samples.
+    #: What makes Student's intervals right for samples that are neither independent nor normal:
+    #: see `_calibration.Calibration`. 1 for samples that are both.
     inflation: float = eqx.field(static=True, default=1.0)
+    tail: float = eqx.field(static=True, default=1.0)
 
 
 def make_estimate(
@@ -59,15 +61,17 @@ def make_estimate(
     num_matvecs: Array | int,
     dof: Array | int,
     status: Array | int = SUCCESSFUL,
-    inflation: float = 1.0,
 ) -> Estimate:
-    """An `Estimate` with the integer fields as arrays."""
+    """An `Estimate` with the counts as arrays. (Degrees of freedom need not be whole.)"""
 
     def integer(x):
         return jnp.asarray(x, jnp.int32)
 
-    counts = integer(num_matvecs), integer(dof), integer(status)
-    return Estimate(value, std_err, *counts, inflation=inflation)
+    dof = jnp.asarray(dof)
+    whole = jnp.issubdtype(dof.dtype, jnp.integer)
+    return Estimate(
+        value, std_err, integer(num_matvecs), integer(dof) if whole else dof, integer(status)
+    )
 
 
 def as_value(parts: list[Array]) -> Any:
@@ -98,6 +102,26 @@ def safe_norm(x: Inexact[Array, "... m"]) -> Real[Array, "..."]:
     """The Euclidean norm along the last axis, without over- or underflow of the squares."""
     scale = scale_of(x, axis=-1)
     return scale[..., 0] * jnp.linalg.norm(x / scale, axis=-1)
+
+
+def rounding_of(size: Array, eps: float) -> Array:
+    r"""The standard error that rounding adds to an estimate, from the size of what was multiplied.
+
+    Rounding errors add up like random numbers. Those of products, which are good to `eps` (coarser
+    than the working precision for operators of half precision), were measured to be 0.05 to 0.25
+    eps ||A||_F in traces of captured operators, and those of the algebra in the working precision
+    1 to 9 of its eps, times ||A||_F. Neither grew with n (100 and 1000) or k (16 and 64).
+
+    **Arguments:**
+
+    - `size`: ||A||_F for a trace; for the entries of a diagonal the norms of the rows.
+    - `eps`: the relative precision of a product.
+
+    **Returns:**
+
+    A real array of the same shape.
+    """
+    return (eps / 4 + 8 * float(jnp.finfo(size.dtype).eps)) * size
 
 
 def is_scalar(value: PyTree[Array]) -> bool:

@@ -374,5 +374,5 @@ def solve(
             value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
     counts = estimate.num_matvecs, stats, result
-    kept = {"state": estimate.state, "inflation": estimate.inflation}
-    return Solution(value, estimate.std_err, *counts, **kept)
+    bars = estimate.inflation, estimate.tail
+    return Solution(value, estimate.std_err, *counts, None, estimate.state, *bars)

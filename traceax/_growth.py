@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from equinox import AbstractClassVar
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from ._calibration import Calibration
-from ._estimate import Estimate, if_wanted
+from ._estimate import Estimate, if_wanted, rounding_of
 from ._linalg import complement, divide_by_upper
 from ._operator import BlockOperator
+from ._rows import Rows
 from ._sketch import append_basis, matmul
 from ._weights import AbstractWeights, LowRankWeights
 
@@ -58,8 +59,8 @@ class AbstractGrowth(eqx.Module):
         """
 
     @abc.abstractmethod
-    def estimate(self, state: Any, block: BlockOperator) -> tuple[Estimate, Real[Array, ""]]:
-        """The estimate from all probes so far, without a product.
+    def estimate(self, state: Any, block: BlockOperator) -> Estimate:
+        """The estimate from all probes so far, without a product. Rounding is part of its error.
 
         **Arguments:**
 
@@ -68,7 +69,7 @@ class AbstractGrowth(eqx.Module):
 
         **Returns:**
 
-        The estimate, and the size of the rounding errors in it.
+        The estimate.
         """
 
     @abc.abstractmethod
@@ -94,7 +95,7 @@ class AbstractGrowth(eqx.Module):
         """
 
     @abc.abstractmethod
-    def complete(self, state: Any, block: BlockOperator) -> tuple[Inexact[Array, "..."], int]:
+    def complete(self, state: Any, block: BlockOperator) -> "Completed":
         """The exact trace (or diagonal), from what is known and further products.
 
         **Arguments:**
@@ -104,7 +105,7 @@ class AbstractGrowth(eqx.Module):
 
         **Returns:**
 
-        The value and the number of further products.
+        A `Completed`.
         """
 
 
@@ -114,10 +115,12 @@ def run_once(
     """The estimate from a single block."""
     block = growth.prepare(operator)
     state = growth.grow(None, key, block, k)
-    estimate, _ = growth.estimate(state, block)
+    estimate = growth.estimate(state, block)
     keys = [(jr.key_data(key), jr.key_impl(key))]
     weights = if_wanted(lambda: growth.weights(state, block, keys, [k])[0][0])
-    return dataclasses.replace(estimate, inflation=growth.calibration.interval), weights
+    calibration = growth.calibration
+    estimate = dataclasses.replace(estimate, inflation=calibration.interval, tail=calibration.tail)
+    return estimate, weights
 
 
 def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:
@@ -147,12 +150,22 @@ def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[
     ]
 
 
+class Completed(NamedTuple):
+    """The exact value, from what was known and further products."""
+
+    value: Inexact[Array, "..."]
+    #: 0, but for products of half precision, whose rounding is far above that of the value.
+    std_err: Real[Array, "..."]
+    num_matvecs: int  # the further products
+
+
 def complete_diagonal(
     block: BlockOperator,
     q: Inexact[Array, "n m"],
     products: Inexact[Array, "n m"],
     others: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | None = None,
-) -> tuple[Inexact[Array, " n"], int]:
+    rows: Rows = Rows(),
+) -> Completed:
     """The diagonal of A from its products with some vectors, and with what is orthogonal to them.
 
     **Arguments:**
@@ -162,10 +175,11 @@ def complete_diagonal(
     - `products`: A q.
     - `others`: more vectors, which together with q are well-conditioned, and their products; or
         None.
+    - `rows`: which rows to add up.
 
     **Returns:**
 
-    The diagonal, and the number of products made for it: as many as the vectors are short of n.
+    A `Completed`, with as many further products as the vectors are short of n.
     """
     if others is not None:
         vectors, other_products = others
@@ -174,24 +188,19 @@ def complete_diagonal(
         rest = divide_by_upper(other_products - matmul(products, c), r)
         q, products = jnp.concatenate([q, basis], axis=1), jnp.concatenate([products, rest], axis=1)
     orthogonal = complement(q)
-    known = jnp.sum(jnp.conj(q) * products, axis=1)
-    missing = jnp.sum(jnp.conj(orthogonal) * block.mm(orthogonal), axis=1)
-    return known + missing, orthogonal.shape[1]
+    missing = block.mm(orthogonal)
+    diagonal = jnp.sum(jnp.conj(q) * products, axis=1)
+    diagonal = diagonal + jnp.sum(jnp.conj(orthogonal) * missing, axis=1)
+
+    value = rows.of_vector(diagonal)
+    std_err = jnp.zeros_like(value.real)
+    if block.eps > float(jnp.finfo(block.dtype).eps):
+        size = jnp.hypot(rows.norms(products), rows.norms(missing))
+        std_err = rounding_of(size, block.eps)
+    return Completed(value, std_err, orthogonal.shape[1])
 
 
-def complete_trace(
-    block: BlockOperator,
-    q: Inexact[Array, "n m"],
-    products: Inexact[Array, "n m"],
-    others: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | None = None,
-) -> tuple[Inexact[Array, ""], int]:
-    """The trace of A in the same way.
-
-    **Arguments:** as of `complete_diagonal`.
-
-    **Returns:**
-
-    The trace, and the number of products made for it.
-    """
-    diagonal, spent = complete_diagonal(block, q, products, others)
-    return jnp.sum(diagonal), spent
+def complete_trace(block: BlockOperator, q: Array, products: Array, others=None) -> Completed:
+    """The trace of A in the same way: see `complete_diagonal`."""
+    done = complete_diagonal(block, q, products, others, Rows((block.n,)))
+    return done._replace(value=done.value[0], std_err=done.std_err[0])

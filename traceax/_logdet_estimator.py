@@ -41,9 +41,7 @@ def estimate_from(run: Run) -> Estimate:
     status = jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
     value = factors.log_det() + bounds.value
     error = bounds.error + math.sqrt(n) * rounding
-    return with_quadrature_error(
-        value, error, bounds.std_err, run.spent, run.probes.shape[1], status
-    )
+    return with_quadrature_error(value, error, bounds.std_err, run.spent, bounds.dof, status)
 
 
 class ExactLogdet(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
-from ._estimate import NOT_SEMIDEFINITE, Estimate, make_estimate
+from ._estimate import NOT_SEMIDEFINITE, Estimate, make_estimate, rounding_of
 from ._linalg import cholesky, divide_two_by_upper
 from ._operator import BlockOperator
 from ._sketch import (
@@ -49,6 +49,12 @@ class Nystrom(NamedTuple):
     inverse: Real[Array, " m"]  # 1 / d_i
     rho: Real[Array, " m"]
     wrong: Bool[Array, ""]  # the operator is not semidefinite
+
+    def rounding(self, eps: float) -> Real[Array, ""]:
+        """The standard error that rounding adds to the trace, products being good to `eps`."""
+        # The orthonormal columns of P are shorter than probes.
+        n, m = self.sketch.shape
+        return rounding_of(math.sqrt(n / m) * self.products.norm, eps)
 
     def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
         """What was estimated; with a wrong tag, what stands beside it and needs none."""

@@ -20,6 +20,7 @@ the rules below only arrange them:
 eager or traced, is not traced again.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -114,8 +115,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
             return jnp.where(failed, jnp.full((), jnp.nan, x.dtype), x)
 
         value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
-        counts = estimate.num_matvecs, estimate.dof, estimate.status
-        estimate = Estimate(value, std_err, *counts, estimate.state, estimate.inflation)
+        estimate = dataclasses.replace(estimate, value=value, std_err=std_err)
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex: it must not depend on the user's promotion setting.

@@ -15,7 +15,7 @@ def with_quadrature_error(
     value, error, std_err, num_matvecs: Array | int, dof: Array | int, status
 ) -> Estimate:
     """An estimate whose value is a pair: the value, and its quadrature error. NaN, both of them, if
-    f is not finite where it is needed.
+    f is not finite where it is needed. Every number has its own degrees of freedom.
     """
     failed = status == OUTSIDE_DOMAIN
 
@@ -24,6 +24,7 @@ def with_quadrature_error(
 
     parts = (masked(value), masked(error))
     errors = (masked(std_err), jnp.zeros_like(error))
+    dof = jnp.broadcast_to(jnp.asarray(dof, std_err.dtype), std_err.shape)
     return make_estimate(parts, errors, num_matvecs, dof, status)
 
 

@@ -5,7 +5,7 @@ from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
 
 @final
@@ -33,6 +33,10 @@ class Rows(eqx.Module):
         if self.sizes is None:
             return list(blocks)
         return [jnp.stack([jnp.sum(x, axis=tuple(range(x.ndim - 1))) for x in blocks])]
+
+    def norms(self, block: Inexact[Array, "n m"]) -> Real[Array, " g"]:
+        """The norms of the rows, or of the groups of rows."""
+        return jnp.sqrt(self.of_vector(jnp.sum(jnp.square(jnp.abs(block)), axis=1)))
 
     def of_vector(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " g"]:
         """The same for one vector."""

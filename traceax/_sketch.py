@@ -78,6 +78,13 @@ def _squares(a: Inexact[Array, "n m"]) -> Real[Array, "n m"]:
     return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
+def frobenius_norm_of(sketch: Inexact[Array, "n m"]) -> Real[Array, ""]:
+    """An estimate of ||A||_F, its square unbiased, from the products with m probes (or from the
+    triangular factor R of the products): the root mean square of the columns' norms.
+    """
+    return jnp.sqrt(jnp.mean(square_norms(sketch)))
+
+
 def quadratic_forms(h, x):
     """The numbers x_i^H H x_i."""
     return column_dots(x, matmul(h, x))
@@ -154,13 +161,14 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
 
     - `samples`: the m values t_i.
     - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j.
-    - `rounding`: the size of the rounding errors in the samples. Samples that agree to within it
-        come from an operator that the others already capture: the D_ij, which hold two probes out
-        of the approximation, say nothing about the error then.
+    - `rounding`: the standard error that rounding adds to the mean. Samples that agree to within
+        `sqrt(m)` times it come from an operator that the others already capture: the D_ij, which
+        hold two probes out of the approximation, say nothing about the error then.
 
     **Returns:**
 
-    The root of `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji))`; inf for a single sample.
+    The root of `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2`; inf for a single
+    sample.
     """
     m = samples.shape[0]
     real = samples.real.dtype
@@ -173,8 +181,8 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
     total, square, product = jnp.sum(terms, axis=1)
     variance = jnp.maximum(square.real - jnp.abs(total) ** 2 / m, 0) / (m - 1)
     covariance = product.real / (m * (m - 1))
-    covariance = jnp.where(variance > rounding**2, jnp.maximum(covariance, 0), 0)
-    return jnp.sqrt(variance / m + covariance).astype(real)
+    covariance = jnp.where(variance / m > rounding**2, jnp.maximum(covariance, 0), 0)
+    return jnp.sqrt(variance / m + covariance + rounding**2).astype(real)
 
 
 class Scaled(NamedTuple):

@@ -312,14 +312,15 @@ class CountEstimator(AbstractEstimator):
         krylov = lanczos(block.mm, probes, q, block.eps)
         nodes, weights, _ = quadrature(krylov)
         nodes = within_tag(operator, nodes, block.eps)
-        value, std_err = mean_and_error(weights, self._inside(nodes), n, jnp.iscomplexobj(probes))
+        inside, is_complex = self._inside(nodes), jnp.iscomplexobj(probes)
+        value, std_err, dof = mean_and_error(weights, inside, block, is_complex)
         errors = _edge_error(weights, nodes < self.lower)
         errors = errors + _edge_error(weights, nodes <= self.upper)
         # A space that is exhausted has been integrated exactly.
         errors = jnp.where(krylov.exhausted, 0, errors)
         status = krylov.status
         error = n * jnp.mean(errors)
-        return with_quadrature_error(value, error, std_err, p * q, p, status), _NoWeights()
+        return with_quadrature_error(value, error, std_err, p * q, dof, status), _NoWeights()
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -35,8 +35,9 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from ._api import root, root_error
-from ._diagonal._leave_one_out import Split, diagonal_and_error, rounding_of
-from ._estimate import make_estimate, scale_of, status_of
+from ._calibration import CALIBRATION
+from ._diagonal._leave_one_out import Split, diagonal_and_error
+from ._estimate import make_estimate, rounding_of, scale_of, status_of
 from ._estimator import AbstractEstimator, check_budget, solve
 from ._linalg import eigh, qr, svd
 from ._operator import BlockOperator, as_operator, is_hermitian
@@ -47,6 +48,7 @@ from ._sketch import (
     RangeFinder,
     adjoint,
     column_dots,
+    frobenius_norm_of,
     leave_one_out_error,
     matmul,
     pairs_of,
@@ -253,17 +255,20 @@ class SummaryEstimator(AbstractEstimator):
         h, t = matmul(adjoint(q), shifted), matmul(adjoint(shifted), omega)
         samples, differences = _leave_one_out(factors, h, t, n, True)
         trace = size * (trace_and_mean(h, samples) - n * nu)
-        trace_error = leave_one_out_error(samples, differences, 8 * n * nu)
+        rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
+        trace_error = leave_one_out_error(samples, differences, rounding)
         base, left_over = jnp.sum(q * jnp.conj(left), axis=1) - nu, column_dots(s, factors.r)
         split = Split(base, matmul(q, s), matmul(left, s), left_over, omega, pairs_of(s))
-        diagonal, diagonal_error = diagonal_and_error(split, Rows(), rounding_of(n, nu))
+        diagonal, diagonal_error = diagonal_and_error(
+            split, Rows(), rounding_of(Rows().norms(left), block.eps)
+        )
 
         # Norm and eigenvalues of A / scale: products need no shift, only the factors did.
         blocks = _blocks(q, x, y, z, adjoint_products / scale)
         squares, tested = _norm_samples(blocks, s, factors.factor)
         square = jnp.mean(squares)
         differences = _norm_differences(blocks, factors, tested, n)
-        square_error = leave_one_out_error(squares, differences, 16 * block.eps * square)
+        square_error = leave_one_out_error(squares, differences, rounding_of(square, block.eps))
         ritz = _extreme_ritz(q, omega, y, z, block.eps) if hermitian else jnp.zeros(0)
 
         errors = (trace_error, square_error, diagonal_error)
@@ -376,17 +381,22 @@ def _summary(key, operator, k, throw: bool) -> Summary:
     solution = solve(diagonal_p, key, operator, k, SummaryEstimator(), throw=throw)
     value, std_err = solution.value, solution.std_err
 
-    def part(value, std_err):
+    def part(value, std_err, calibration):
         stats = {**solution.stats, "std.err": std_err}
-        return Solution(value, std_err, solution.num_matvecs, stats, solution.result)
+        bars = {"inflation": calibration.interval, "tail": calibration.tail}
+        return Solution(value, std_err, solution.num_matvecs, stats, solution.result, **bars)
 
     unit, norm = lax.stop_gradient(jnp.sqrt(value[2].real)), root(value[1])
     entries, unflatten = slice(3, 3 + n), BlockOperator(operator).unflatten
     ritz = lax.stop_gradient(value[3 + n :].real)
     return Summary(
-        trace=part(value[0], std_err[0]),
-        diagonal=part(unflatten(value[entries]), unflatten(std_err[entries])),
-        frobenius_norm=part(unit * norm, unit * root_error(norm, std_err[1])),
+        trace=part(value[0], std_err[0], CALIBRATION["xtrace"]),
+        diagonal=part(
+            unflatten(value[entries]), unflatten(std_err[entries]), CALIBRATION["xdiag, sphere"]
+        ),
+        frobenius_norm=part(
+            unit * norm, unit * root_error(norm, std_err[1]), CALIBRATION["xtrace"]
+        ),
         extreme_eigenvalues=ritz[:2] if hermitian else None,
         eigenvalue_residuals=ritz[2:] if hermitian else None,
         num_matvecs=solution.num_matvecs,

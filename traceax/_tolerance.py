@@ -110,8 +110,8 @@ class ToleranceEstimator(AbstractEstimator):
         state = run.state(outcome) if self.keep_state else None
         e = outcome.estimate
         counts = e.num_matvecs, e.dof, e.status
-        inflation = growth.calibration.interval_of_run
-        return Estimate(e.value, e.std_err, *counts, state, inflation), run.weights(outcome)
+        bars = growth.calibration.interval_of_run, growth.calibration.tail
+        return Estimate(e.value, e.std_err, *counts, state, *bars), run.weights(outcome)
 
 
 def _check_state(before: RunState, growth: AbstractGrowth, operator: Any, most: int) -> None:

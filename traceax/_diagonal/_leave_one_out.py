@@ -16,7 +16,6 @@ With j held out as well, the plane of (l_i, l_j) is lost. With gamma and nu of t
 from which the standard error of every entry follows as for traces.
 """
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -38,15 +37,8 @@ class Split(NamedTuple):
     pairs: Pairs
 
 
-def rounding_of(n: int, nu: Real[Array, ""]) -> Array:
-    """The size of the rounding errors in a diagonal (of n entries) of A / scale + nu I: since nu is
-    eps ||A Omega||_F / sqrt(n), some eps ||A||_F.
-    """
-    return 8 * math.sqrt(n) * nu
-
-
 def diagonal_and_error(
-    split: Split, group: Rows, rounding: Real[Array, ""]
+    split: Split, group: Rows, rounding: Real[Array, " g"]
 ) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
     """The mean of the d_i and its standard error.
 
@@ -54,7 +46,7 @@ def diagonal_and_error(
 
     - `split`: the pieces.
     - `group`: which rows to add up.
-    - `rounding`: the size (2-norm) of the rounding errors in a sample: see `leave_one_out_error`.
+    - `rounding`: the standard error that rounding adds to each: see `leave_one_out_error`.
 
     **Returns:**
 
@@ -94,6 +86,7 @@ def diagonal_and_error(
     covariance, _ = lax.scan(add, jnp.zeros_like(value.real), jnp.arange(m))
     deviation = corrections - jnp.mean(corrections, axis=1, keepdims=True)
     variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / (m - 1)
-    covariance = jnp.where(jnp.sum(variance) > rounding**2, jnp.maximum(covariance, 0), 0)
-    total = variance / m + covariance / (m * (m - 1))
+    known = jnp.sum(variance) / m > jnp.sum(jnp.square(rounding))
+    covariance = jnp.where(known, jnp.maximum(covariance, 0), 0)
+    total = variance / m + covariance / (m * (m - 1)) + jnp.square(rounding)
     return value, jnp.sqrt(total)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, mean_and_std_err, norm_of, status_of
+from .._estimate import make_estimate, mean_and_std_err, rounding_of, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator, is_hermitian
@@ -98,8 +98,8 @@ class DiagPlusPlusGrowth(AbstractGrowth):
         captured, samples = _pieces(state.q, state.omega, state.products, state.z)
         residual, std_err = mean_and_std_err(self.rows(samples))
         value = self.rows.of_vector(captured) + residual
-        estimate = make_estimate(value, std_err, 2 * m + fresh, fresh - 1, state.status)
-        return estimate, 8 * block.eps * norm_of(state.z)
+        std_err = jnp.hypot(std_err, rounding_of(self.rows.norms(state.z), block.eps))
+        return make_estimate(value, std_err, 2 * m + fresh, fresh - 1, state.status)
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""
@@ -113,8 +113,7 @@ class DiagPlusPlusGrowth(AbstractGrowth):
         q, z = state.q, state.z
         if not is_hermitian(block.operator):
             q, z = q[:, :0], z[:, :0]
-        diagonal, spent = complete_diagonal(block, q, z, (vectors, products))
-        return self.rows.of_vector(diagonal), spent
+        return complete_diagonal(block, q, z, (vectors, products), rows=self.rows)
 
 
 @final

@@ -12,7 +12,7 @@ from jaxtyping import Array, Inexact
 
 from .._batches import block_width
 from .._calibration import CALIBRATION, Calibration
-from .._estimate import as_value, make_estimate, norm_of, safe_norm, status_of
+from .._estimate import as_value, make_estimate, safe_norm, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator
@@ -143,8 +143,8 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
         else:
             std_errs = [jnp.full_like(spread, jnp.inf) for spread in spreads]
         value, std_err = as_value(values), as_value(std_errs)
-        estimate = make_estimate(value, std_err, k, k - 1, status_of(*values))
-        return estimate, block.eps * norm_of(value)
+        # The scatter of the samples includes that of their rounding errors.
+        return make_estimate(value, std_err, k, k - 1, status_of(*values))
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""
@@ -156,9 +156,11 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
         """See `AbstractGrowth`."""
         nothing = state.omega[:, :0]
         known = state.omega, state.products
-        diagonal, spent = complete_diagonal(block, nothing, nothing, known)
-        rows = self.rows.by_leaf([part[:, None] for part in block.split(diagonal)])
-        return as_value([row[:, 0] for row in rows]), spent
+        done = complete_diagonal(block, nothing, nothing, known, self.rows)
+        if self.rows.sizes is not None:
+            return done
+        value, std_err = (as_value(block.split(part)) for part in (done.value, done.std_err))
+        return done._replace(value=value, std_err=std_err)
 
 
 @final

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, status_of
+from .._estimate import make_estimate, rounding_of, status_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._operator import BlockOperator, is_hermitian
@@ -27,7 +27,7 @@ from .._sketch import (
     rescale_error,
 )
 from .._weights import AbstractTwoSidedWeights
-from ._leave_one_out import Split, diagonal_and_error, rounding_of
+from ._leave_one_out import Split, diagonal_and_error
 
 
 @final
@@ -102,7 +102,6 @@ class XDiagGrowth(AbstractGrowth):
         q, z, m = state.q, state.z, state.r.shape[0]
         r = lifted(state.r)
         s = leave_one_out_directions(r)
-        rounding = rounding_of(block.n, state.nu)
         value, std_err = diagonal_and_error(
             Split(
                 base=jnp.sum(q * jnp.conj(z), axis=1) - state.nu,
@@ -113,11 +112,10 @@ class XDiagGrowth(AbstractGrowth):
                 pairs=pairs_of(s),
             ),
             self.rows,
-            rounding,
+            rounding_of(self.rows.norms(z), block.eps),
         )
         std_err = rescale_error(state.size, std_err)
-        estimate = make_estimate(state.size * value, std_err, 2 * m, m - 1, state.status)
-        return estimate, state.size * rounding
+        return make_estimate(state.size * value, std_err, 2 * m, m - 1, state.status)
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""
@@ -135,8 +133,7 @@ class XDiagGrowth(AbstractGrowth):
         q, known = state.q, state.scale * (state.z - state.nu * state.q)
         if not is_hermitian(block.operator):
             q, known = q[:, :0], known[:, :0]
-        diagonal, spent = complete_diagonal(block, q, known, (state.omega, products))
-        return self.rows.of_vector(diagonal), spent
+        return complete_diagonal(block, q, known, (state.omega, products), rows=self.rows)
 
 
 @final

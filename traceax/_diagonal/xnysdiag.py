@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._calibration import CALIBRATION, Calibration
-from .._estimate import mean_and_std_err
+from .._estimate import mean_and_std_err, rounding_of
 from .._estimator import AbstractDiagonalEstimator
 from .._growth import AbstractGrowth, complete_diagonal, run_once
 from .._nystrom import NYSTROM_AXES, append_probes, nystrom, signed_estimate
@@ -14,7 +14,7 @@ from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._rows import Rows
 from .._sampler import AbstractSampler, RademacherSampler
 from .._sketch import matmul, pairs_of, range_finder
-from ._leave_one_out import Split, diagonal_and_error, rounding_of
+from ._leave_one_out import Split, diagonal_and_error
 from .xdiag import xdiag_weights
 
 
@@ -39,7 +39,6 @@ class XNysDiagGrowth(AbstractGrowth):
         factors = nystrom(state, block.eps)
         omega = matmul(state.p, state.r)
         f, z = factors.f, matmul(factors.f, factors.q)
-        rounding = rounding_of(block.n, factors.nu)
         estimated = diagonal_and_error(
             Split(
                 base=jnp.sum(jnp.abs(f) ** 2, axis=1) - factors.nu,
@@ -50,13 +49,12 @@ class XNysDiagGrowth(AbstractGrowth):
                 pairs=pairs_of(factors.q),
             ),
             self.rows,
-            rounding,
+            rounding_of(self.rows.norms(factors.products.numbers), block.eps),
         )
         original = matmul(factors.products.numbers, factors.r)
         plain = mean_and_std_err(self.rows(jnp.conj(omega) * original))
         value, std_err = factors.unless_wrong(*zip(estimated, plain, strict=True))
-        estimate = signed_estimate(factors, self.sign, value, std_err)
-        return estimate, factors.products.size * rounding
+        return signed_estimate(factors, self.sign, value, std_err)
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""
@@ -67,8 +65,7 @@ class XNysDiagGrowth(AbstractGrowth):
 
     def complete(self, state, block):
         """See `AbstractGrowth`."""
-        diagonal, spent = complete_diagonal(block, state.p, self.sign * state.products)
-        return self.rows.of_vector(diagonal), spent
+        return complete_diagonal(block, state.p, self.sign * state.products, rows=self.rows)
 
 
 @final

@@ -29,7 +29,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, make_estimate, scale_of, status_of
+from .._estimate import (
+    NOT_CONVERGED,
+    SUCCESSFUL,
+    Estimate,
+    make_estimate,
+    rounding_of,
+    scale_of,
+    status_of,
+)
 from .._estimator import AbstractTraceEstimator
 from .._lanes import any_lane
 from .._linalg import qr
@@ -171,9 +179,8 @@ class _Run:
         return (self.atol / scale + self.rtol * jnp.abs(trace)).astype(self.real)
 
     def _rounding(self, square: Array) -> Array:
-        """Rounding errors of A q are multiplied by probes of norm sqrt(n), and average."""
-        eps = float(jnp.finfo(self.real).eps)
-        return 8 * eps * math.sqrt(self.n) * jnp.sqrt(square)
+        """The standard error that rounding adds, from ||A Q||_F^2."""
+        return rounding_of(jnp.sqrt(square), self.block.eps)
 
     def sketch(self) -> _Sketch:
         zero, no = jnp.zeros((), self.real), jnp.zeros((), jnp.int32)
@@ -289,9 +296,10 @@ class _Run:
             eps = self._eps(s.trace + mean, s.scale)
             enough = eps * (p.blocks * self.width) * roots[p.turn - 1]
             met = math.sqrt(self.constant) * norm <= enough
-            met |= std_err <= self._rounding(s.square)
+            # More probes cannot make less of rounding errors.
+            done = met | (std_err <= self._rounding(s.square))
             spent = self._spent(s, p)
-            going = p.going & ~met & (status == SUCCESSFUL) & (spent + self.width <= self.most)
+            going = p.going & ~done & (status == SUCCESSFUL) & (spent + self.width <= self.most)
             if self.progress:
                 value, error = s.scale * (s.trace + mean), s.scale * std_err
                 report(self.sketch_key, self.most, spent, value, error, ~going)
@@ -306,10 +314,12 @@ class _Run:
         s = self.sketch()
         p = self.probes(s)
         mean, std_err = self._mean_and_std_err(p)
-        # What is left of a captured operator is rounding, which has no error bar.
-        std_err = jnp.where(std_err <= self._rounding(s.square), jnp.zeros_like(std_err), std_err)
+        rounding = self._rounding(s.square)
+        std_err = jnp.hypot(std_err, rounding)
         value = s.scale * (s.trace + mean)
-        short = (p.status == SUCCESSFUL) & ~p.met
+        # The guarantee is one for exact products.
+        met = p.met & (2 * rounding <= self._eps(s.trace + mean, s.scale))
+        short = (p.status == SUCCESSFUL) & ~met
         status = jnp.where(short, NOT_CONVERGED, p.status) if tolerance else p.status
         dof = jnp.maximum(p.blocks * self.width - 1, 0)
         estimate = make_estimate(value, s.scale * std_err, self._spent(s, p), dof, status)

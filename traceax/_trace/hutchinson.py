@@ -117,9 +117,9 @@ class HutchinsonGrowth(AbstractGrowth):
         """See `AbstractGrowth`."""
         samples = state.samples
         k = samples.shape[0]
+        # The scatter of the samples includes that of their rounding errors.
         value, std_err = mean_and_std_err(samples)
-        rounding = block.eps * jnp.max(jnp.abs(samples))
-        return make_estimate(value, std_err, k, k - 1, status_of(value)), rounding
+        return make_estimate(value, std_err, k, k - 1, status_of(value))
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

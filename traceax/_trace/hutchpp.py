@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, mean_and_std_err, safe_norm, status_of
+from .._estimate import make_estimate, mean_and_std_err, rounding_of, safe_norm, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
 from .._operator import BlockOperator
@@ -102,10 +102,11 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         samples = self._factor(state) * column_dots(state.g, state.products)
         residual, std_err = mean_and_std_err(samples)
         spent = 2 * m + fresh
-        estimate = make_estimate(captured + residual, std_err, spent, fresh - 1, state.status)
-        # Rounding errors of A q are multiplied by g of norm sqrt(n), and average.
-        rounding = 8 * block.eps * math.sqrt(block.n) * safe_norm(state.z.reshape(-1))
-        return estimate, rounding
+        # ||A||_F^2 is ||A Q||_F^2, and what the residual probes find of the rest.
+        rest = safe_norm(state.products.reshape(-1)) / math.sqrt(fresh)
+        size = jnp.hypot(safe_norm(state.z.reshape(-1)), rest)
+        std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
+        return make_estimate(captured + residual, std_err, spent, fresh - 1, state.status)
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

@@ -81,10 +81,8 @@ class XNysTraceGrowth(AbstractGrowth):
             (gram, 0), (samples, plain), (differences, 0), (n * factors.nu, 0)
         )
         value = trace_and_mean(gram.real, samples) - shift
-        rounding = 8 * n * factors.nu
-        std_err = leave_one_out_error(samples, differences, rounding)
-        estimate = signed_estimate(factors, self.sign, value, std_err)
-        return estimate, factors.products.size * rounding
+        std_err = leave_one_out_error(samples, differences, factors.rounding(block.eps))
+        return signed_estimate(factors, self.sign, value, std_err)
 
     def weights(self, state, block, keys, budgets):
         """See `AbstractGrowth`."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
 from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, status_of
+from .._estimate import make_estimate, rounding_of, status_of
 from .._estimator import AbstractTraceEstimator
 from .._growth import AbstractGrowth, by_block, complete_trace, run_once
 from .._operator import BlockOperator
@@ -18,6 +18,7 @@ from .._sketch import (
     append_sketch,
     column_dots,
     extend_dots,
+    frobenius_norm_of,
     leave_one_out_error,
     matmul,
     pairs_of,
@@ -137,11 +138,11 @@ class XTraceGrowth(AbstractGrowth):
         n, m = float(block.n), state.r.shape[0]
         factors = self._factors(state)
         samples, differences = _leave_one_out(factors, state.h, state.t, n, self.resphere)
-        rounding = 8 * n * state.nu
+        rounding = rounding_of(frobenius_norm_of(state.r), block.eps)
         std_err = leave_one_out_error(samples, differences, rounding)
         std_err = rescale_error(state.size, std_err)
         value = state.size * (trace_and_mean(state.h, samples) - n * state.nu)
-        return make_estimate(value, std_err, 2 * m, m - 1, state.status), state.size * rounding
+        return make_estimate(value, std_err, 2 * m, m - 1, state.status)
 
     def _factors(self, state: XTraceState) -> RangeFinder:
         return range_finder_of(state.omega, state.q, state.r, state.w, self.resphere)
