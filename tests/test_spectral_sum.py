@@ -179,12 +179,13 @@ def test_equals_the_naive_formulas_on_the_same_probes(name):
     solution = estimate(key, jnp.asarray(matrix), function, p * q + 2, q, tags)
 
     c = N / (N + 1) if np.iscomplexobj(matrix) else 2 * N / (N + 2)
-    samples, squares, errors = [], [], []
+    samples, squares, errors, found = [], [], [], []
     for z in sphere(key, p, matrix.dtype).T:
         rules = [naive_rule(matrix, z, m) for m in (q, q - d, q - 2 * d)]
         a = [N * np.sum(w * f(theta)) for theta, w, _, _ in rules]
         samples.append(a[0])
         squares.append(N * np.sum(rules[0][1] * f(rules[0][0]) ** 2))
+        found.append((rules[0][1], f(rules[0][0])))
         last, before = abs(a[0] - a[1]), abs(a[1] - a[2])
         rate = min(last / before, 0.95)
         errors.append(last * max(1, 8 * rate / (1 - rate)))
@@ -195,7 +196,10 @@ def test_equals_the_naive_formulas_on_the_same_probes(name):
     np.testing.assert_allclose(solution.quadrature_error, np.mean(errors), rtol=1e-7, atol=1e-12)
     assert not jnp.iscomplexobj(solution.value)
     assert int(solution.num_matvecs) == p * q
-    assert int(solution.stats["dof"]) == p
+    second, fourth = (
+        np.mean([np.sum(w * (x - value / N) ** power) for w, x in found]) for power in (2, 4)
+    )
+    np.testing.assert_allclose(solution.stats["dof"], N * p * second**2 / fourth, rtol=1e-7)
     assert solution.result == tr.RESULTS.successful
     np.testing.assert_array_equal(solution.stats["std.err"], solution.std_err)
 
