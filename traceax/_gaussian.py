@@ -1,135 +1,19 @@
-r"""The log density of a normal distribution whose covariance is known by products.
+"""The log density of a normal distribution: the function that users call."""
 
-    log N(y; 0, A) = -(y^H A^{-1} y + log det A + n log 2 pi) / 2
-
-(over the complex numbers, for circular ones: twice that, with pi instead of 2 pi). The solve takes
-conjugate gradients with the preconditioner P of the log-determinant (see `_spending`), in at most a
-fifth of the budget. With x where they end and r = y - A x,
-
-    y^H A^{-1} y = y^H x + x^H r + r^H A^{-1} r,
-
-and the last term, left out, is at most ||R^{-1} r||^2 / lambda_min(M), P = R R^H and
-M = R^{-1} A R^{-H}: for K + s I a bound of the eigenvalue is known, otherwise the smallest Ritz
-value of the probes stands for it. Half of it is part of the quadrature error.
-
-*Derivatives.* With x held fixed,
-
-    d(y^H A^{-1} y) = 2 Re(x^H dy) - x^H dA x,
-
-the derivative of y^H x + x^H r, too; for the second derivative dx = A^{-1} (dy - dA x).
-"""
-
-import math
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
-from ._definite_solve import conjugate_gradients
-from ._estimate import OUTSIDE_DOMAIN, Estimate, if_wanted, make_estimate, status_of
-from ._estimator import AbstractEstimator, solve
-from ._logdet_estimator import estimate_from, exact_logdet
-from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
+from ._estimator import solve
+from ._gaussian_estimator import GaussianEstimator
 from ._operator import BlockOperator, as_operator
 from ._precondition import AbstractPreconditioner
 from ._primitive import trace_p
-from ._sketch import square_norms
 from ._solution import Solution
-from ._spending import Spending, for_derivative, spending_of
-from ._weights import AbstractWeights
-
-#: What the residual of the solve is to come down to, relative to y.
-TOLERANCE = 1e-6
-
-
-@final
-class GaussianWeights(AbstractWeights):
-    """Those of the log-determinant, and x."""
-
-    log_det: LogdetWeights | ExactLogdetWeights
-    x: Inexact[Array, " n"]
-
-    def contract(self, operator):
-        """`<G, A> - x^H A x`. Contracting costs one matvec more than for the log-determinant."""
-        product = BlockOperator(operator).mm(self.x[:, None])[:, 0]
-        return self.log_det.contract(operator) - jnp.vdot(self.x, product).real
-
-
-@final
-class GaussianEstimator(AbstractEstimator):
-    """The log density at y. Its value has five parts: the density, which alone has a derivative,
-    the quadrature error, the log-determinant, the quadratic form, and x.
-    """
-
-    y: Inexact[Array, " n"]
-    spending: Spending
-    smallest: ClassVar[int] = 4
-    weights_move: ClassVar[bool] = True
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        self.spending.check(operator, "A Gaussian log density")
-
-    @property
-    def _factor(self) -> float:
-        return 1.0 if jnp.iscomplexobj(self.y) else 0.5
-
-    def compute(self, key, operator, k):
-        """See `AbstractEstimator`."""
-        reserved = max(2, k // 5)
-
-        def finish(run):
-            # A bound where one is known; M's smallest Ritz value says about as much elsewhere.
-            floor = jnp.where(jnp.isnan(run.built.floor), run.bounds.smallest, run.built.floor)
-            weights = if_wanted(lambda: for_derivative(run, weights_of))
-            return estimate_from(run), weights, floor, run.built.factors.padded(run.rank)
-
-        log_det, weights, floor, factors = self.spending.spend(key, operator, k - reserved, finish)
-        block = BlockOperator(operator).linearised()
-        tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
-        x, steps = conjugate_gradients(block, factors, self.y, tolerance, reserved - 1)
-        residual = self.y - block.mm(x[:, None])[:, 0]
-        form = jnp.vdot(self.y, x).real + jnp.vdot(x, residual).real
-        left = square_norms(factors.inverse_root(residual[:, None]))[0] / floor
-        spent = log_det.num_matvecs + steps + 1
-        estimate = self._estimate(log_det, form, left, x, spent)
-        return estimate, if_wanted(lambda: GaussianWeights(weights, x))
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        exact = exact_logdet(operator)
-        x = exact.solve(self.y[:, None])[:, 0]
-        form = jnp.vdot(self.y, x).real
-        spent = exact.estimate.num_matvecs
-        estimate = self._estimate(exact.estimate, form, jnp.zeros_like(form), x, spent)
-        return estimate, if_wanted(lambda: GaussianWeights(exact.weights(), x))
-
-    def _estimate(self, log_det: Estimate, form, left, x, spent) -> Estimate:
-        """The density from the log-determinant, the quadratic form, and what that leaves out."""
-        half, n = self._factor, x.shape[0]
-        (value, error), (std_err, _) = log_det.value, log_det.std_err
-        status = jnp.maximum(log_det.status, status_of(self.y))
-        failed = status == OUTSIDE_DOMAIN
-        density = -half * (form + value + n * math.log(math.pi / half))
-        parts = (density, half * (left + error), value, form, x)
-        parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)
-        errors = (half * std_err, *(jnp.zeros_like(part.real) for part in parts[1:]))
-        return make_estimate(parts, errors, spent, log_det.dof, status)
-
-    def contract(self, weights, operator):
-        """See `AbstractEstimator`."""
-        along = jnp.vdot(weights.x, self.y).real
-        return -self._factor * (weights.contract(operator) + 2 * along)
-
-    def moved(self, weights, operator):
-        """See above."""
-        residual = self.y - BlockOperator(operator).mm(weights.x[:, None])[:, 0]
-        change = (residual - lax.stop_gradient(residual))[:, None]
-        x = weights.x + weights.log_det.solve(operator, change)[:, 0]
-        return GaussianWeights(weights.log_det.moved(operator), x)
+from ._spending import spending_of
 
 
 def _flat(y: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
