@@ -5,10 +5,13 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from ._estimator import solve
 from ._gaussian_estimator import GaussianEstimator
+from ._held import HeldGaussianEstimator
+from ._low_rank import BuiltPreconditioner
 from ._operator import BlockOperator, as_operator
 from ._precondition import AbstractPreconditioner
 from ._primitive import trace_p
@@ -42,7 +45,7 @@ def gaussian_log_density(
     operator: lx.AbstractLinearOperator,
     k: int,
     *,
-    preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
+    preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     throw: bool = False,
 ) -> Solution:
     r"""Estimate the log density of the normal distribution $N(0, A)$ at $y$,
@@ -57,11 +60,11 @@ def gaussian_log_density(
     the rest goes to the solve by conjugate gradients with the same preconditioner, which ends
     early where that is good.
 
-    The same key gives the same probes: the value is a deterministic function of the
-    hyperparameters (smooth as long as the rule of [`traceax.logdet`][] divides the budget in the
-    same way; with a `preconditioner` of your own it always does). The gradient is unbiased over the
-    keys; for a fixed key it may differ from the derivative of the value by as much as both err,
-    which a line search (L-BFGS) notices where that is not small. Subtract a mean from `y` yourself.
+    By default the gradient is unbiased over the keys: right for Adam and expectations. With a
+    preconditioner that was built before (a [`traceax.BuiltPreconditioner`][]) the value, for a
+    fixed key, is a smooth function of the hyperparameters and of `y`, and the gradient exactly that
+    of this function: right for line searches (L-BFGS). All of the budget then goes to probes and
+    steps, four fifths to the log-determinant. Subtract a mean from `y` yourself.
 
     !!! Example
 
@@ -74,8 +77,9 @@ def gaussian_log_density(
         ```
 
     Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives,
-    with respect to what A depends on and to `y`, cost about as many tangent products. Second and
-    higher derivatives are those of [`traceax.logdet`][].
+    with respect to what A depends on and to `y`, cost about as many tangent products (and `k` more
+    products with a preconditioner that was built before). Second and higher derivatives are those
+    of [`traceax.logdet`][].
 
     **Arguments:**
 
@@ -106,7 +110,11 @@ def gaussian_log_density(
         optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
     """
     operator = as_operator(operator)
-    estimator = GaussianEstimator(_flat(y, operator), spending_of(preconditioner))
+    observed = _flat(y, operator)
+    if isinstance(preconditioner, BuiltPreconditioner):
+        estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
+    else:
+        estimator = GaussianEstimator(observed, spending_of(preconditioner))
     solution = solve(trace_p, key, operator, k, estimator, throw=throw)
     value, error, log_det, form, x = solution.value
     std_err = solution.std_err[0]

@@ -41,6 +41,7 @@ class LogQuadrature(NamedTuple):
     error: Real[Array, ""]
     std_err: Real[Array, ""]
     smallest: Real[Array, ""]
+    gap: Real[Array, ""]  # between the two rules: no less than the error of Gauss quadrature alone
     core: Real[Array, "p q q"]  # the derivative with respect to V^H M V, if wanted
 
 
@@ -110,4 +111,5 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
         return core + share[:, None, None] * (changed - core)
 
     errors = n * error, unit * jnp.sqrt(variance)
-    return LogQuadrature(n * value, *errors, jnp.min(smallest), if_wanted(derivative))
+    others = jnp.min(smallest), n * jnp.mean(gap)
+    return LogQuadrature(n * value, *errors, *others, if_wanted(derivative))

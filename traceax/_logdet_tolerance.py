@@ -19,6 +19,7 @@ Factors have the size of the largest rank, columns that are not there yet are 0.
 that of the last few probes, held fixed with all that was learnt (see `_logdet_weights`).
 """
 
+import dataclasses
 from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -33,7 +34,7 @@ from ._growing_sketch import GrowingSketch
 from ._lanes import any_lane, keep
 from ._logdet_estimator import estimate_from, exact_logdet
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
-from ._low_rank import Built
+from ._low_rank import BuiltPreconditioner
 from ._operator import BlockOperator
 from ._progress import report
 from ._quadrature_error import with_quadrature_error
@@ -105,7 +106,7 @@ class _Sums(NamedTuple):
 
 class _State(NamedTuple):
     y: Inexact[Array, "n rank"]  # the products so far
-    built: Built
+    built: BuiltPreconditioner
     left_out: Real[Array, ""]
     decays: Bool[Array, ""]  # whether twice the rank is worth while
     level: Int[Array, ""]
@@ -138,10 +139,10 @@ class _Loop:
         self.sketch = GrowingSketch(sketch_key, operator, self.block, first, last)
         self.real = jnp.finfo(self.block.dtype).dtype
 
-    def _built(self, low_rank) -> Built:
+    def _built(self, low_rank) -> BuiltPreconditioner:
         """The preconditioner, padded to the largest rank."""
         built = self.sketch.built(low_rank)
-        return built._replace(factors=built.factors.padded(self.ranks[-1]))
+        return dataclasses.replace(built, factors=built.factors.padded(self.ranks[-1]))
 
     def start(self) -> _State:
         y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
