@@ -431,7 +431,10 @@ def test_every_preconditioner(preconditioner):
         solve = jax.jit(lambda key, k=k: logdet(key, operator, k, preconditioner=preconditioner))
         for key in keys(5):
             solution = solve(key)
-            assert solution.result == RESULTS.successful
+            error, floor = solution.quadrature_error, max(abs(solution.value) / 20, 1)
+            dwarfs = error > 4 * solution.std_err and error > floor
+            assert not (dwarfs and k == 40)
+            assert solution.result == (RESULTS.not_converged if dwarfs else RESULTS.successful)
             assert solution.num_matvecs <= k
             allowed = 3 * solution.std_err + solution.quadrature_error
             inside.append(abs(solution.value - truth) <= allowed)

@@ -10,13 +10,16 @@ from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from ._estimator import solve
 from ._gaussian_estimator import GaussianEstimator
+from ._gaussian_tolerance import ToleranceGaussianEstimator
 from ._held import HeldGaussianEstimator
+from ._logdet_tolerance import loop_budgets
 from ._low_rank import BuiltPreconditioner
 from ._operator import BlockOperator, as_operator
 from ._precondition import AbstractPreconditioner
 from ._primitive import trace_p
 from ._solution import Solution
 from ._spending import spending_of
+from ._tolerance_arguments import Tolerance
 
 
 def _flat(y: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
@@ -43,8 +46,12 @@ def gaussian_log_density(
     key: PRNGKeyArray,
     y: PyTree[ArrayLike],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    progress: bool = False,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     throw: bool = False,
 ) -> Solution:
@@ -66,6 +73,13 @@ def gaussian_log_density(
     of this function: right for line searches (L-BFGS). All of the budget then goes to probes and
     steps, four fifths to the log-determinant. Subtract a mean from `y` yourself.
 
+    *With a tolerance* the products go on until two standard errors and the quadrature error are
+    within `atol + rtol |value|`, as for [`traceax.logdet`][]: three quarters of that are for
+    the log-determinant, whose preconditioner grows while that pays, one for the solve, which goes
+    on with every round. If the budget allows n products, the last resort is the exact value (all
+    other products then are at most n/4). Otherwise the result is `RESULTS.not_converged`, with the
+    best estimate. A derivative is that of the last probes.
+
     !!! Example
 
         ```python
@@ -73,6 +87,8 @@ def gaussian_log_density(
         covariance = kernel + noise * lx.IdentityLinearOperator(kernel.in_structure())
         solution = tr.gaussian_log_density(jax.random.key(0), y, covariance, k=120)
         solution.value, solution.std_err, solution.quadrature_error
+
+        solution = tr.gaussian_log_density(jax.random.key(0), y, covariance, atol=0.1)  # nats
         alpha = solution.stats["solve"]  # A^{-1} y: the posterior mean is K_* alpha
         ```
 
@@ -87,7 +103,13 @@ def gaussian_log_density(
     - `y`: the observations, of the structure of the operator's input: an array of shape `(n,)`, or
         a PyTree.
     - `operator`: the covariance, as for [`traceax.logdet`][].
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
+        a tolerance.
+    - `rtol`: the relative tolerance. It need not be static.
+    - `atol`: the absolute tolerance, an error of the log density. It need not be static.
+    - `max_k`: the largest budget for a tolerance, as for [`traceax.logdet`][].
+    - `progress`: whether to show the log-determinant, its error and the products of the loop on
+        standard error, as [`traceax.logdet`][] does.
     - `preconditioner`: as for [`traceax.logdet`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
@@ -96,13 +118,19 @@ def gaussian_log_density(
     A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes what the solve may
     lack. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$) and
     `"solve"` ($A^{-1} y$, of the structure of `y`). The result is `outside_domain`, and the value
-    NaN, if the operator is not positive definite to rounding.
+    NaN, if the operator is not positive definite to rounding. It is `not_converged`, with the best
+    estimate, if a tolerance was not reached, or if the quadrature error of a budget exceeds four
+    standard errors, 5 % of the value, and 1.
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or preconditioner of the wrong type.
+    - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
+        unless either `k` or a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
-        observations that do not fit it, `k < 1`, or a preconditioner that cannot be built for it.
+        observations that do not fit it, `k < 1`, a preconditioner that cannot be built for it, or
+        was built for one of another size or dtype, a negative tolerance, or `max_k` of less than 64
+        (and n).
+    - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
 
@@ -111,7 +139,12 @@ def gaussian_log_density(
     """
     operator = as_operator(operator)
     observed = _flat(y, operator)
-    if isinstance(preconditioner, BuiltPreconditioner):
+    options = Tolerance(rtol, atol, max_k, progress)
+    if options.wanted(k, "gaussian_log_density", "`max_k`, `progress`"):
+        name = ToleranceGaussianEstimator.__name__
+        max_k, k = loop_budgets(max_k, operator, preconditioner, name)
+        estimator = ToleranceGaussianEstimator(observed, *options.arrays(), max_k, progress)
+    elif isinstance(preconditioner, BuiltPreconditioner):
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:
         estimator = GaussianEstimator(observed, spending_of(preconditioner))

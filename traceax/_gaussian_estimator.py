@@ -33,7 +33,7 @@ from jaxtyping import Array, Inexact, Real
 from ._definite_solve import conjugate_gradients
 from ._estimate import OUTSIDE_DOMAIN, Estimate, if_wanted, make_estimate, status_of
 from ._estimator import AbstractEstimator
-from ._logdet_estimator import estimate_from, exact_logdet
+from ._logdet_estimator import ExactLogdet, estimate_from, exact_logdet
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
 from ._operator import BlockOperator
 from ._quadrature_error import fixed_budget_status
@@ -96,11 +96,15 @@ class AbstractGaussianEstimator(AbstractEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
+        form = self.exact_form(exact)
+        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
+        return estimate, if_wanted(lambda: GaussianWeights(exact.weights(), form.x))
+
+    def exact_form(self, exact: ExactLogdet) -> QuadraticForm:
+        """The quadratic form from a Cholesky factorisation."""
         x = exact.solve(self.y[:, None])[:, 0]
-        form = jnp.vdot(self.y, x).real
-        spent = exact.estimate.num_matvecs
-        estimate = self.density(exact.estimate, QuadraticForm(form, jnp.zeros_like(form), x), spent)
-        return estimate, if_wanted(lambda: GaussianWeights(exact.weights(), x))
+        value = jnp.vdot(self.y, x).real
+        return QuadraticForm(value, jnp.zeros_like(value), x)
 
     def density(self, log_det: Estimate, form: QuadraticForm, spent: Any) -> Estimate:
         """The density from its two parts.

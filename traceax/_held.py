@@ -31,6 +31,7 @@ from typing import ClassVar, NoReturn, final
 
 import jax.numpy as jnp
 import lineax as lx
+from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from ._estimate import if_wanted, mean_and_std_err, scale_of, status_of, weights_wanted
@@ -44,9 +45,8 @@ from ._operator import BlockOperator
 from ._own_derivative import gauss, own_derivative
 from ._precision import einsum
 from ._precondition import check_definite
-from ._random import split
-from ._sampler import RademacherSampler, SphereSampler, SteinhausSampler
-from ._sketch import matmul, square_norms
+from ._sampler import SphereSampler
+from ._sketch import adjoint, matmul, square_norms
 from ._spending import Plan, Run
 from ._weights import AbstractWeights
 
@@ -65,12 +65,12 @@ def held_plan(k: int) -> Plan:
 def held_probes(
     key: PRNGKeyArray, factors: LowRankPlusIdentity, p: int, dtype
 ) -> Inexact[Array, "n p"]:
-    """The probes z = U e + w (see above)."""
-    inner, outer = split(key)
-    n, rank = factors.basis.shape
-    complex_ = jnp.issubdtype(dtype, jnp.complexfloating)
-    signs = (SteinhausSampler() if complex_ else RademacherSampler()).probes(inner, rank, p, dtype)
-    outside = factors.outside(SphereSampler().probes(outer, n, p, dtype))
+    """The probes z = U e + w (see above), from vectors g on the sphere: e = U^H g / |U^H g|, entry
+    by entry, so that it does not matter which multiples of its columns U holds.
+    """
+    n = factors.basis.shape[0]
+    sphere = SphereSampler().probes(key, n, p, dtype)
+    signs, outside = lax.sign(matmul(adjoint(factors.basis), sphere)), factors.outside(sphere)
     length = jnp.sqrt(square_norms(outside))
     # Columns of U may be 0. Nothing is outside of n of them.
     wanted = jnp.sqrt(jnp.maximum(n - jnp.sum(square_norms(factors.basis)), 0))

@@ -9,14 +9,14 @@ from jaxtyping import Array, PRNGKeyArray
 from ._estimator import check_key
 from ._held import HeldLogdetEstimator
 from ._logdet_estimator import LogdetEstimator
-from ._logdet_tolerance import LEAST, ToleranceLogdetEstimator
+from ._logdet_tolerance import ToleranceLogdetEstimator, loop_budgets
 from ._low_rank import BuiltPreconditioner
 from ._operator import as_operator
 from ._precondition import AbstractPreconditioner
 from ._quadrature_error import solve_pair
 from ._solution import Solution
 from ._spending import spending_of
-from ._tolerance_arguments import Tolerance, budgets_for
+from ._tolerance_arguments import Tolerance
 
 
 def logdet(
@@ -144,14 +144,8 @@ def logdet(
         return solve_pair(key, operator, k, held, throw)
     if not wanted:
         return solve_pair(key, operator, k, LogdetEstimator(spending_of(preconditioner)), throw)
-    if preconditioner != "auto":
-        raise ValueError(
-            f"To a tolerance, the preconditioner must be 'auto', got {preconditioner!r}: the rank "
-            "is part of what the tolerance decides."
-        )
     check_key(key)
-    operator = as_operator(operator)
-    name, n = "ToleranceLogdetEstimator", operator.in_size()
-    max_k, k = budgets_for(max_k, n, 1, name, small=4 * LEAST)
+    operator, name = as_operator(operator), ToleranceLogdetEstimator.__name__
+    max_k, k = loop_budgets(max_k, operator, preconditioner, name)
     estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
     return solve_pair(key, operator, k, estimator, throw)
