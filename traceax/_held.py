@@ -20,10 +20,10 @@ Hence
                                                            sqrt(n - l) of the complement of U:
 
 E[z z^H] = I, and neither a diagonal U^H B U nor a multiple of the identity outside has any
-variance. (Matern-1/2, d = 2, and Matern-3/2, d = 5, one length scale a dimension, n = 500, k = 200:
-after one rebuild 0.02 to 0.07 nats are lost, and 0.07 to 0.14; 0.07 to 0.12, and 0.23 to 0.36, with
-probes on the sphere.) The standard error is that of the scatter, which knows of that; of fewer than
-8 probes it is that of probes on the sphere, which is larger.
+variance. (Matern-1/2, d = 2, and Matern-3/2, d = 5, one length scale a dimension, n = 500, k = 200,
+20 probes, three keys: after one rebuild 0.02 to 0.07 nats are lost, and 0.07 to 0.14; with probes
+on the sphere 0.07 to 0.12, and 0.23 to 0.36.) The standard error is that of the scatter, which
+knows of that; of fewer than 8 probes it is that of probes on the sphere, which is larger.
 """
 
 import math
