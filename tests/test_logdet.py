@@ -38,9 +38,7 @@ def dense_logdet(matrix):
 
 
 def built(kind, operator, rank):
-    # As the primitive calls it: the algebra mixes real and complex.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.jit(lambda key: kind().build(key, operator, rank))(jr.key(0))
+    return jax.jit(lambda key: kind(rank=rank).build(key, operator))(jr.key(0))
 
 
 # --- the preconditioner --------------------------------------------------------------------------
@@ -75,7 +73,8 @@ def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD) + lx.DiagonalLinearOperator(
         jnp.asarray(diagonal)
     )
-    factors, floor, *_ = built(kind, operator, 12)
+    found = built(kind, operator, 12)
+    factors, floor = found.factors, found.floor
     dense = matrix + np.diag(diagonal)
     np.testing.assert_allclose(factors.mm(jnp.eye(N, dtype=dtype)), dense, atol=1e-10)
     np.testing.assert_allclose(factors.log_det(), dense_logdet(dense), rtol=1e-10)
@@ -86,7 +85,8 @@ def test_floor_is_a_lower_bound():
     """No eigenvalue of P^{-1} A is below it."""
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), np.arange(1.0, N + 1) ** -1))
     for kind in (NystromPreconditioner, RPCholeskyPreconditioner):
-        factors, floor, *_ = built(kind, shifted(matrix, 1e-3), 20)
+        found = built(kind, shifted(matrix, 1e-3), 20)
+        factors, floor = found.factors, found.floor
         root = factors.inverse_root(matrix + 1e-3 * jnp.eye(N))
         smallest = np.linalg.eigvalsh(factors.inverse_root(root.T))[0]
         assert 0.1 * smallest < floor <= smallest * (1 + 1e-6)
@@ -431,7 +431,10 @@ def test_every_preconditioner(preconditioner):
         solve = jax.jit(lambda key, k=k: logdet(key, operator, k, preconditioner=preconditioner))
         for key in keys(5):
             solution = solve(key)
-            assert solution.result == RESULTS.successful
+            error, floor = solution.quadrature_error, max(abs(solution.value) / 20, 1)
+            dwarfs = error > 4 * solution.std_err and error > floor
+            assert not (dwarfs and k == 40)
+            assert solution.result == (RESULTS.not_converged if dwarfs else RESULTS.successful)
             assert solution.num_matvecs <= k
             allowed = 3 * solution.std_err + solution.quadrature_error
             inside.append(abs(solution.value - truth) <= allowed)

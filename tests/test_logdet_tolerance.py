@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from traceax import RESULTS, NystromPreconditioner, _logdet_tolerance, logdet
-from traceax._logdet_tolerance import ToleranceLogdetEstimator
+from traceax._logdet_tolerance import LogdetAim, Loop
 
 from . import reference
 from .helpers import keys, with_spectrum
@@ -58,11 +58,11 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
     """
     max_k = 112
     zero = jnp.zeros(())
-    estimator = ToleranceLogdetEstimator(zero, zero, max_k, False)
 
     @eqx.filter_jit
     def decided(matrix, spent):
-        loop = _logdet_tolerance._Loop(estimator, jr.key(0), shifted(matrix, 1.0), max_k)
+        aim = LogdetAim(zero, zero)
+        loop = Loop(aim, jr.key(0), shifted(matrix, 1.0), max_k, completes=False, progress=False)
         state = loop.start()._replace(
             decays=jnp.array(True),
             sums=_logdet_tolerance._Sums.none(float).plus(9, *jnp.array([1.0, 0.5, 0.1])),

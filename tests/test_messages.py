@@ -126,6 +126,10 @@ def hessian(value=lambda p: jnp.sum(p["w"] ** 2), params=None, **options):
     return jax.eval_shape(operator.mv, operator.in_structure())
 
 
+def built(how=tr.NystromPreconditioner(rank=2)):
+    return how.build(KEY, POSITIVE)
+
+
 def derivative(t):
     return tr.gradient_std_err(
         KEY, lambda s: lx.MatrixLinearOperator(s * EYE, PSD), (t,), (1.0,), 4
@@ -360,6 +364,34 @@ MESSAGES = [
         lambda _: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.RPCholeskyPreconditioner()),
     ),
     (NotImplementedError, "no derivative", "`jax.hessian`", lambda _: jax.grad(derivative)(1.0)),
+    (ValueError, "without a budget", "(rank=100)", lambda _: built(tr.NystromPreconditioner())),
+    (
+        ValueError,
+        "but this",
+        "Build one for it",
+        lambda _: tr.logdet(KEY, LARGE, 4, preconditioner=built()),
+    ),
+    (
+        TypeError,
+        "built before",
+        "Say how to build one",
+        lambda _: tr.gradient_std_err(
+            KEY,
+            lambda c: c * POSITIVE,
+            (1.0,),
+            (1.0,),
+            4,
+            preconditioner=built(),  # pyright: ignore[reportArgumentType]
+        ),
+    ),
+    (
+        NotImplementedError,
+        "built before",
+        "those of the default mode",
+        lambda _: jax.hessian(
+            lambda c: tr.logdet(KEY, c * POSITIVE, 4, preconditioner=built()).value
+        )(1.0),
+    ),
     (
         ValueError,
         "shape is (3,)",

@@ -22,6 +22,7 @@ from ._estimator import (
 from ._gaussian import gaussian_log_density as gaussian_log_density
 from ._logdet import logdet as logdet
 from ._logdet_derivative import gradient_std_err as gradient_std_err
+from ._low_rank import BuiltPreconditioner as BuiltPreconditioner
 from ._precondition import (
     NystromPreconditioner as NystromPreconditioner,
     RPCholeskyPreconditioner as RPCholeskyPreconditioner,

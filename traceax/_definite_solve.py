@@ -6,6 +6,8 @@ residual's norm relative to that of R^{-1} b. A complex system is solved as a re
 size (lineax's CG has no complex numbers).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -35,8 +37,8 @@ def conjugate_gradients(
     block: BlockOperator,
     factors: LowRankPlusIdentity,
     rhs: Inexact[Array, " n"],
-    tolerance: float,
-    max_steps: int | None = None,
+    tolerance: float | Real[Array, ""],
+    max_steps: int | Int[Array, ""] | None = None,
 ) -> tuple[Inexact[Array, " n"], Int[Array, ""]]:
     """Solve `A x = rhs`, with `lineax.CG`.
 
@@ -67,7 +69,9 @@ def conjugate_gradients(
     structure = jax.ShapeDtypeStruct(target.shape, target.dtype)
     operator = lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag)
     # The residual that is updated (not computed anew) goes to 0 whatever the rounding errors are.
-    solver = lx.CG(0.0, tolerance, _root_mean_square, stabilise_every=None, max_steps=max_steps)
+    # (Both may be arrays, which lineax' annotations do not say.)
+    limits: Any = {"atol": tolerance, "max_steps": max_steps}
+    solver = lx.CG(0.0, norm=_root_mean_square, stabilise_every=None, **limits)
     solution = lx.linear_solve(operator, target / unit, solver, throw=max_steps is None)
     x = _from_real(unit * solution.value, dtype)
     return factors.inverse_root_adjoint(x[:, None])[:, 0], solution.stats["num_steps"]

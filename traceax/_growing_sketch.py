@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from ._low_rank import Built, LowRank, nystrom_of
+from ._low_rank import BuiltPreconditioner, LowRank, nystrom_of
 from ._operator import BlockOperator
 from ._precondition import scaled_products
 from ._sampler import NormalSampler
@@ -52,6 +52,6 @@ class GrowingSketch:
         omega = self._omega[:, : y.shape[1]]
         return nystrom_of(omega, y / self._unit, self._known, self._block.eps)
 
-    def built(self, low_rank: LowRank) -> Built:
+    def built(self, low_rank: LowRank) -> BuiltPreconditioner:
         """The preconditioner."""
         return low_rank.built(jnp.sqrt(self._unit) * self._scaling.relative, self._floor_known)

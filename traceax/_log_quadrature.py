@@ -42,6 +42,7 @@ class LogQuadrature(NamedTuple):
     std_err: Real[Array, ""]
     dof: Real[Array, ""]  # of the standard error
     smallest: Real[Array, ""]
+    gap: Real[Array, ""]  # between the two rules: no less than the error of Gauss quadrature alone
     core: Real[Array, "p q q"]  # the derivative with respect to V^H M V, if wanted
 
 
@@ -116,4 +117,5 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
         return core + share[:, None, None] * (changed - core)
 
     errors = n * error, unit * jnp.sqrt(variance)
-    return LogQuadrature(n * value, *errors, dof, jnp.min(smallest), if_wanted(derivative))
+    others = dof, jnp.min(smallest), n * jnp.mean(gap)
+    return LogQuadrature(n * value, *errors, *others, if_wanted(derivative))

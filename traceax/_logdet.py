@@ -3,17 +3,20 @@
 from typing import Literal
 
 import lineax as lx
+from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
 from ._estimator import check_key
+from ._held import HeldLogdetEstimator
 from ._logdet_estimator import LogdetEstimator
-from ._logdet_tolerance import LEAST, ToleranceLogdetEstimator
+from ._logdet_tolerance import ToleranceLogdetEstimator, loop_budgets
+from ._low_rank import BuiltPreconditioner
 from ._operator import as_operator
 from ._precondition import AbstractPreconditioner
 from ._quadrature_error import solve_pair
 from ._solution import Solution
 from ._spending import spending_of
-from ._tolerance_arguments import Tolerance, budgets_for
+from ._tolerance_arguments import Tolerance
 
 
 def logdet(
@@ -25,7 +28,7 @@ def logdet(
     atol: float | Array | None = None,
     max_k: int | None = None,
     progress: bool = False,
-    preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
+    preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     throw: bool = False,
 ) -> Solution:
     r"""Estimate $\log\det A$ of a positive definite operator, such as $K + s I$.
@@ -46,6 +49,12 @@ def logdet(
         probes with 8 steps each.
     3. If t(l) / s, extrapolated to the full budget, is below 1/3 and that promises the smaller
         error, the rank grows to 11k/12, and k/60 probes (at least one) take 5 steps.
+
+    *With a preconditioner that was built before* (a [`traceax.BuiltPreconditioner`][]) all of the
+    budget goes to probes with about $\sqrt{k} / 2$ steps each, and the value is Gauss quadrature
+    alone: for a fixed key a smooth function of the operator, whose first derivative is exactly its
+    own, as line searches (L-BFGS) need it. There are no second derivatives. The other modes are for
+    Adam and expectations: see below, and "Two derivatives" in the documentation.
 
     There are two errors: `std_err`, of the random probes, and `quadrature_error`, of ending
     Lanczos' recurrence early, which is a bound where K is tagged semidefinite and s is written
@@ -99,22 +108,26 @@ def logdet(
         (with `tqdm`, if it is installed); never under `vmap`.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
         [`traceax.RPCholeskyPreconditioner`][] (whose remaining budget goes to probes with 10 steps
-        each), or None for plain stochastic Lanczos quadrature. With a tolerance, `"auto"` only.
+        each), a [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
+        With a tolerance, `"auto"` only.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
     A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
     `outside_domain`, and the value NaN, if the operator is not positive definite to rounding: if it
-    is indefinite in fact, or so nearly singular that the precision does not suffice.
+    is indefinite in fact, or so nearly singular that the precision does not suffice. It is
+    `not_converged`, with the best estimate, if a tolerance was not reached, or if the quadrature
+    error of a budget exceeds four standard errors, 5 % of the value, and 1.
 
     **Raises:**
 
     - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
         unless either `k` or a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
-        `k < 1`, a preconditioner that cannot be built for this operator, a negative tolerance, or
-        `max_k` of less than 64 (and n).
+        `k < 1`, a preconditioner that cannot be built for this operator, or was built for one of
+        another size or dtype, a negative tolerance, or `max_k` of less than 64 (and n).
+    - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
 
@@ -124,18 +137,15 @@ def logdet(
         derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet_weights.py` derives the
         rest.
     """
-    spending = spending_of(preconditioner)
     options = Tolerance(rtol, atol, max_k, progress)
-    if not options.wanted(k, "logdet", "`max_k`, `progress`"):
-        return solve_pair(key, operator, k, LogdetEstimator(spending), throw)
-    if not spending.auto:
-        raise ValueError(
-            f"To a tolerance, the preconditioner must be 'auto', got {preconditioner!r}: the rank "
-            "is part of what the tolerance decides."
-        )
+    wanted = options.wanted(k, "logdet", "`max_k`, `progress`")
+    if not wanted and isinstance(preconditioner, BuiltPreconditioner):
+        held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
+        return solve_pair(key, operator, k, held, throw)
+    if not wanted:
+        return solve_pair(key, operator, k, LogdetEstimator(spending_of(preconditioner)), throw)
     check_key(key)
-    operator = as_operator(operator)
-    name, n = "ToleranceLogdetEstimator", operator.in_size()
-    max_k, k = budgets_for(max_k, n, 1, name, small=4 * LEAST)
+    operator, name = as_operator(operator), ToleranceLogdetEstimator.__name__
+    max_k, k = loop_budgets(max_k, operator, preconditioner, name)
     estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
     return solve_pair(key, operator, k, estimator, throw)

@@ -2,6 +2,7 @@
 is estimated, `_logdet_weights` how it is differentiated.
 """
 
+import dataclasses
 import math
 from typing import ClassVar, NamedTuple, final
 
@@ -22,7 +23,7 @@ from ._estimator import AbstractEstimator
 from ._linalg import cholesky, cholesky_solve
 from ._logdet_weights import ExactLogdetWeights, weights_of
 from ._operator import BlockOperator
-from ._quadrature_error import with_quadrature_error
+from ._quadrature_error import fixed_budget_status, with_quadrature_error
 from ._shift import matrix_of
 from ._sketch import adjoint, square_norms
 from ._spending import Run, Spending, for_derivative
@@ -42,6 +43,14 @@ def estimate_from(run: Run) -> Estimate:
     value = factors.log_det() + bounds.value
     error = bounds.error + math.sqrt(n) * rounding
     return with_quadrature_error(value, error, bounds.std_err, run.spent, bounds.dof, status)
+
+
+def estimate_of_budget(run: Run) -> Estimate:
+    """The same for a budget that was given: it may have been too small for the recurrences."""
+    estimate = estimate_from(run)
+    (value, error), (std_err, _) = estimate.value, estimate.std_err
+    status = fixed_budget_status(value, error, std_err, estimate.status)
+    return dataclasses.replace(estimate, status=status)
 
 
 class ExactLogdet(NamedTuple):
@@ -105,7 +114,7 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
 
         def finish(run):
-            return estimate_from(run), if_wanted(lambda: for_derivative(run, weights_of))
+            return estimate_of_budget(run), if_wanted(lambda: for_derivative(run, weights_of))
 
         return self.spending.spend(key, operator, k, finish)
 

@@ -19,32 +19,35 @@ Factors have the size of the largest rank, columns that are not there yet are 0.
 that of the last few probes, held fixed with all that was learnt (see `_logdet_weights`).
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from ._estimate import NOT_CONVERGED, SUCCESSFUL, if_wanted, status_of, weights_wanted
+from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, if_wanted, status_of, weights_wanted
 from ._estimator import AbstractEstimator
 from ._growing_sketch import GrowingSketch
 from ._lanes import any_lane, keep
 from ._logdet_estimator import estimate_from, exact_logdet
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
-from ._low_rank import Built
+from ._low_rank import BuiltPreconditioner
 from ._operator import BlockOperator
+from ._precondition import check_definite
 from ._progress import report
 from ._quadrature_error import with_quadrature_error
 from ._random import numbered, split
-from ._spending import Plan, run, spending_of
+from ._spending import Plan, Run, run
+from ._tolerance_arguments import budgets_for
 
 #: So many standard errors are to be within the tolerance. (The error of 99 % of runs then is: five
 #: kernels, three tolerances, 10 keys. Standard errors are made to be rather too large.)
 FACTOR = 2.0
-
-_AUTO = spending_of("auto")
 
 #: The first rank, and the number of steps that are tried first.
 FIRST_RANK, FIRST_STEPS = 16, 8
@@ -83,18 +86,22 @@ class _Sums(NamedTuple):
     value: Real[Array, ""]
     error: Real[Array, ""]
     variance: Real[Array, ""]
+    doubt: Real[Array, ""]  # half of the variance of that
 
     @staticmethod
     def none(real: Any) -> "_Sums":
         zero = jnp.zeros((), real)
-        return _Sums(jnp.zeros((), jnp.int32), zero, zero, zero)
+        return _Sums(jnp.zeros((), jnp.int32), zero, zero, zero, zero)
 
-    def plus(self, probes: int, value: Array, error: Array, std_err: Array) -> "_Sums":
+    def plus(self, probes: int, estimate: Estimate) -> "_Sums":
+        (value, error), (std_err, _) = estimate.value, estimate.std_err
+        variance = (probes * std_err) ** 2
         return _Sums(
             self.probes + probes,
             self.value + probes * value,
             self.error + probes * error,
-            self.variance + (probes * std_err) ** 2,
+            self.variance + variance,
+            self.doubt + variance**2 / jnp.where(estimate.dof > 0, estimate.dof, 1),
         )
 
     def means(self) -> tuple[Array, Array, Array]:
@@ -102,10 +109,38 @@ class _Sums(NamedTuple):
         count = jnp.maximum(self.probes, 1)
         return self.value / count, self.error / count, jnp.sqrt(self.variance) / count
 
+    @property
+    def dof(self) -> Array:
+        """The degrees of freedom of the variance, by Satterthwaite's rule."""
+        known = self.doubt > 0
+        return jnp.where(known, self.variance**2 / jnp.where(known, self.doubt, 1), self.probes)
 
-class _State(NamedTuple):
+
+class LogdetAim(NamedTuple):
+    """What the loop is run for: the log-determinant itself. (Log densities have an aim of their
+    own, which solves on the way: see `_gaussian_tolerance`.)
+    """
+
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+
+    @property
+    def start(self) -> Any:
+        """What is known besides the log-determinant at the start."""
+        return ()
+
+    def advanced(self, known: Any, run: Run, estimate: Estimate) -> Any:
+        """What is known after another round of probes, and its estimate of the log-determinant."""
+        return known
+
+    def tolerance(self, value: Real[Array, ""], known: Any) -> Real[Array, ""]:
+        """What the error of the log-determinant may be, where it is `value`."""
+        return self.rtol * jnp.abs(value) + self.atol
+
+
+class State(NamedTuple):
     y: Inexact[Array, "n rank"]  # the products so far
-    built: Built
+    built: BuiltPreconditioner
     left_out: Real[Array, ""]
     decays: Bool[Array, ""]  # whether twice the rank is worth while
     level: Int[Array, ""]
@@ -117,6 +152,7 @@ class _State(NamedTuple):
     rounds: Int[Array, ""]
     status: Int[Array, ""]
     weights: LogdetWeights
+    known: Any  # what the aim wants to know besides
     done: Bool[Array, ""]
 
 
@@ -124,26 +160,37 @@ def _where(condition: Array, new: Any, old: Any) -> Any:
     return jtu.tree_map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-class _Loop:
+class Loop:
     """One run. (Not a PyTree: it lives while it is traced.)"""
 
-    def __init__(self, estimator: "ToleranceLogdetEstimator", key, operator, most: int):
+    def __init__(self, aim: Any, key, operator, most: int, completes: bool, progress: bool):
+        """Make the first products.
+
+        **Arguments:**
+
+        - `aim`: what it is run for, a `LogdetAim` or what has its methods.
+        - `key`: the random key.
+        - `operator`: the operator.
+        - `most`: the largest number of products.
+        - `completes`: whether the exact value may come in the place of the result.
+        - `progress`: whether to show it.
+        """
         sketch_key, self.probe_key = split(key)
-        self.estimator, self.most = estimator, most
+        self.aim, self.most, self.progress = aim, most, progress
         self.block = BlockOperator(operator).linearised()
         self.ranks, self.shapes = ranks(most), shapes(most, self.block.n)
         columns = self.ranks[-1] + max(p * (q + 1) for p, q in self.shapes)
-        self.columns = max(columns, self.block.n) if estimator.max_k >= self.block.n else columns
+        self.columns = max(columns, self.block.n) if completes else columns
         first, last = self.ranks[0], self.ranks[-1]
         self.sketch = GrowingSketch(sketch_key, operator, self.block, first, last)
         self.real = jnp.finfo(self.block.dtype).dtype
 
-    def _built(self, low_rank) -> Built:
+    def _built(self, low_rank) -> BuiltPreconditioner:
         """The preconditioner, padded to the largest rank."""
         built = self.sketch.built(low_rank)
-        return built._replace(factors=built.factors.padded(self.ranks[-1]))
+        return dataclasses.replace(built, factors=built.factors.padded(self.ranks[-1]))
 
-    def start(self) -> _State:
+    def start(self) -> State:
         y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
         low_rank = self.sketch.low_rank(y)
         built = self._built(low_rank)
@@ -152,7 +199,7 @@ class _Loop:
             jnp.zeros((self.columns, self.columns), y.dtype),
             built.factors,
         )
-        return _State(
+        return State(
             y=jnp.pad(y, ((0, 0), (0, self.ranks[-1] - y.shape[1]))),
             built=built,
             left_out=low_rank.left_out,
@@ -166,10 +213,11 @@ class _Loop:
             rounds=zero,
             status=jnp.asarray(status_of(y), jnp.int32),
             weights=no_weights,
+            known=self.aim.start,
             done=jnp.array(False),
         )
 
-    def _grown(self, state: _State) -> _State:
+    def _grown(self, state: State) -> State:
         """With the next rank, where that is wanted."""
         for j in range(1, len(self.ranks)):
             wanted = state.grows & (state.level == j - 1) & ~state.done
@@ -190,10 +238,10 @@ class _Loop:
                     status=jnp.maximum(state.status, jnp.asarray(status_of(new), jnp.int32)),
                 )
 
-            state = _if_any(wanted, grow, state)
+            state = if_any(wanted, grow, state)
         return state
 
-    def _probed(self, state: _State) -> _State:
+    def _probed(self, state: State) -> State:
         """With a few more probes."""
         key = numbered(self.probe_key, state.rounds)
         depth, first = state.depth, (state.depth == 0) & (state.sums.probes == 0)
@@ -204,24 +252,23 @@ class _Loop:
                 plan = Plan(self.ranks[-1], p, q)
                 done = run(key, self.block, state.built, plan, state.status)
                 estimate = estimate_from(done)
-                (value, error), (std_err, _) = estimate.value, estimate.std_err
                 return state._replace(
-                    sums=state.sums.plus(p, value, error, std_err),
+                    sums=state.sums.plus(p, estimate),
                     spent=state.spent + p * q,
                     rounds=state.rounds + 1,
                     status=jnp.asarray(estimate.status, jnp.int32),
                     weights=weights_of(done._replace(columns=self.columns)),
+                    known=self.aim.advanced(state.known, done, estimate),
                 )
 
-            state = _if_any(wanted & ~state.done, probe, state)
+            state = if_any(wanted & ~state.done, probe, state)
         return state
 
-    def _decided(self, state: _State) -> _State:
+    def _decided(self, state: State) -> State:
         """The rule (see above)."""
-        estimator, sums = self.estimator, state.sums
+        sums = state.sums
         value, error, std_err = sums.means()
-        tolerance = estimator.rtol.astype(self.real) * jnp.abs(value)
-        tolerance += estimator.atol.astype(self.real)
+        tolerance = self.aim.tolerance(value, state.known).astype(self.real)
         met = FACTOR * std_err + error <= tolerance
         room = jnp.maximum(tolerance - error, 0)
         needed = jnp.square(FACTOR * std_err / jnp.where(room > 0, room, jnp.nan))
@@ -258,11 +305,11 @@ class _Loop:
             status=status,
             done=state.done | done,
         )
-        if estimator.progress:
+        if self.progress:
             report(self.probe_key, self.most, state.spent, value, std_err + error, done)
         return new
 
-    def run(self) -> _State:
+    def run(self) -> State:
         """Go on until it is done."""
 
         def step(state):
@@ -276,12 +323,41 @@ def _decay(low_rank, before: Array) -> Array:
     return low_rank.left_out <= 0.84 * before
 
 
-def _if_any(wanted: Array, new: Any, state: _State) -> _State:
+def if_any(wanted: Array, new: Callable[[], Any], old: Any) -> Any:
     """`new()` where it is wanted: computed only if it is wanted in any lane of a `vmap`."""
-    return lax.cond(any_lane(wanted), lambda: keep(~wanted, state, new()), lambda: state)
+    return lax.cond(any_lane(wanted), lambda: keep(~wanted, old, new()), lambda: old)
 
 
-def _as_moving(weights: ExactLogdetWeights, state: _State) -> LogdetWeights:
+def loop_budgets(
+    max_k: int | None, operator: lx.AbstractLinearOperator, preconditioner: Any, name: str
+) -> tuple[int, int]:
+    """The largest budget, and that for the primitive: see `budgets_for`.
+
+    **Arguments:**
+
+    - `max_k`: the argument of the user.
+    - `operator`: the operator.
+    - `preconditioner`: the argument of the user, a `ValueError` unless it is "auto".
+    - `name`: the name of the estimator.
+    """
+    if not isinstance(preconditioner, str) or preconditioner != "auto":
+        raise ValueError(
+            f"To a tolerance, the preconditioner must be 'auto', got {preconditioner!r}: the rank "
+            "is part of what the tolerance decides."
+        )
+    return budgets_for(max_k, operator.in_size(), 1, name, small=4 * LEAST)
+
+
+def check_most(max_k: int, n: int, name: str) -> None:
+    """Raise a `ValueError` unless the largest budget has room for all of this."""
+    if max_k < min(n, LEAST):
+        raise ValueError(
+            f"To a tolerance, {name} needs max_k of at least {min(n, LEAST)}, got {max_k}. With "
+            "fewer products, give them as k instead of a tolerance."
+        )
+
+
+def as_moving(weights: ExactLogdetWeights, state: State) -> LogdetWeights:
     """The exact weights `I A^{-1} I`, of the size of the others."""
     n, columns = state.weights.vectors.shape
     pad = lambda x, rows: jnp.pad(x, ((0, rows), (0, columns - n)))  # noqa: E731
@@ -303,35 +379,29 @@ class ToleranceLogdetEstimator(AbstractEstimator):
 
     def check(self, operator):
         """See `AbstractEstimator`."""
-        _AUTO.check(operator, "A log-determinant")
-        n = operator.in_size()
-        if self.max_k < min(n, LEAST):
-            raise ValueError(
-                f"To a tolerance, a log-determinant needs max_k of at least {min(n, LEAST)}, got "
-                f"{self.max_k}. With fewer products, give them as k instead of a tolerance."
-            )
+        check_definite(operator, "A log-determinant")
+        check_most(self.max_k, operator.in_size(), "a log-determinant")
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         n = operator.in_size()
         completes = self.max_k >= n
         with weights_wanted(True):  # the loop has one structure
-            state = _Loop(self, key, operator, n // 4 if completes else self.max_k).run()
+            most, aim = n // 4 if completes else self.max_k, LogdetAim(self.rtol, self.atol)
+            state = Loop(aim, key, operator, most, completes, self.progress).run()
         value, error, std_err = state.sums.means()
-        counts = state.spent, state.sums.probes, state.status
+        counts = state.spent, state.sums.dof, state.status
         estimate = with_quadrature_error(value, error, std_err, *counts)
         if not completes:
             return estimate, state.weights
-        lacking = state.status == NOT_CONVERGED
 
         def complete():
             found = exact_logdet(operator)
             spent = found.estimate.num_matvecs + state.spent
-            exact = eqx.tree_at(lambda e: e.num_matvecs, found.estimate, spent)
-            weights = _as_moving(found.weights(), state)
-            return keep(~lacking, (estimate, state.weights), (exact, weights))
+            exact = dataclasses.replace(found.estimate, num_matvecs=spent)
+            return exact, as_moving(found.weights(), state)
 
-        return lax.cond(any_lane(lacking), complete, lambda: (estimate, state.weights))
+        return if_any(state.status == NOT_CONVERGED, complete, (estimate, state.weights))
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, final
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
@@ -38,6 +39,7 @@ from ._linalg import (
     svd,
 )
 from ._nystrom import shifted_cholesky
+from ._operator import BlockOperator
 from ._random import numbered
 from ._sketch import adjoint, matmul, row_norms, shift_of, square_norms
 
@@ -104,13 +106,53 @@ class LowRankPlusIdentity(eqx.Module):
         return block
 
 
-class Built(NamedTuple):
-    """A preconditioner made for an operator."""
+@final
+class BuiltPreconditioner(eqx.Module):
+    r"""A preconditioner that was built before: [`traceax.NystromPreconditioner`][] and
+    [`traceax.RPCholeskyPreconditioner`][] `build` one.
+
+    As the `preconditioner` of [`traceax.logdet`][] and [`traceax.gaussian_log_density`][] it is
+    held as it is, whatever becomes of the operator: the value, for a given key, is then a smooth
+    function of the operator, and its derivative exactly that of this function.
+
+    It fits operators with as many rows and of the same working dtype, and the better, the closer
+    they are to the one that it was built for. It is a PyTree of arrays, of `n x rank` numbers:
+    it may be an argument of a jitted function, or one of a batch. No derivative flows into it.
+
+    **Attributes:**
+
+    - `factors`: the low rank and the multiple of the identity.
+    - `floor`: no eigenvalue of $P^{-1} A$ is below this, A what it was built for; NaN if that is
+        not known.
+    - `trust`: 1 for P = A, 0 for one that leaves far more out than the smallest eigenvalue.
+    - `status`: whether what it was made from fits together, as a number.
+    """
 
     factors: LowRankPlusIdentity
-    floor: Real[Array, ""]  # no eigenvalue of P^{-1} A is below this; NaN if that is not known
-    trust: Real[Array, ""]  # 1 for P = A, 0 for one that leaves far more than s out
-    status: Int[Array, ""]  # whether what it was made from fits together
+    floor: Real[Array, ""]
+    trust: Real[Array, ""]
+    status: Int[Array, ""]
+
+    def check(self, operator: lx.AbstractLinearOperator) -> None:
+        """Raise a `ValueError` if it does not fit this operator.
+
+        **Arguments:**
+
+        - `operator`: the operator, of which only the structure is looked at.
+        """
+        n, dtype = self.factors.basis.shape[-2], self.factors.basis.dtype
+        block = BlockOperator(operator)
+        if (n, dtype) != (block.n, block.dtype):
+            raise ValueError(
+                f"The preconditioner was built for an operator with {n} rows of {dtype}, but this "
+                f"{type(operator).__name__} has {block.n} rows of {block.dtype}. Build one for it: "
+                "`traceax.NystromPreconditioner(rank=...).build(key, operator)`."
+            )
+
+
+BuiltPreconditioner.__init__.__doc__ = (
+    "**Arguments:**" + (BuiltPreconditioner.__doc__ or "").partition("es:**")[2]
+)
 
 
 class LowRank(NamedTuple):
@@ -129,13 +171,14 @@ class LowRank(NamedTuple):
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
         return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
 
-    def built(self, root: Real[Array, " n"], known: Bool[Array, ""]) -> "Built":
+    def built(self, root: Real[Array, " n"], known: Bool[Array, ""]) -> BuiltPreconditioner:
         """The preconditioner, and the bound that goes with it."""
         # NaN where s is not known for certain: no bound then.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         trust = self.shift / (self.shift + 3 * self.left_out)
         status = jnp.zeros((), jnp.int32)
-        return Built(self.preconditioner(root), floor, jnp.where(trust >= 0, trust, 0), status)
+        trust = jnp.where(trust >= 0, trust, 0)
+        return BuiltPreconditioner(self.preconditioner(root), floor, trust, status)
 
     @property
     def mu(self) -> Real[Array, ""]:

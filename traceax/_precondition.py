@@ -1,18 +1,25 @@
 """How to build a preconditioner of low rank plus a multiple of the identity (see `_low_rank`)."""
 
 import abc
+import dataclasses
 import math
 from typing import Any, final
 
 import equinox as eqx
+import jax
+import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
+from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from ._estimate import WRONG_DIAGONAL
-from ._low_rank import Built, LowRank, nystrom_of, pivoted_cholesky
-from ._operator import BlockOperator
+from ._estimator import check_key
+from ._low_rank import BuiltPreconditioner, LowRank, nystrom_of, pivoted_cholesky
+from ._operator import BlockOperator, as_operator, semidefinite_sign
+from ._precision import any_promotion
 from ._sampler import NormalSampler
 from ._shift import scaling_of, stored_diagonal, terms_of
 from ._sketch import square_norms
@@ -26,10 +33,32 @@ def _check_rank(rank: Any) -> None:
         )
 
 
+def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
+    """Raise a `ValueError` unless the tags, or those of the parts, say positive semidefinite."""
+    # c K + s I is not tagged where c or s is traced: the products will tell if it is not positive.
+    if semidefinite_sign(operator) != 1 and not _may_be_definite(operator):
+        raise ValueError(
+            f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
+            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
+            "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
+        )
+
+
+def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether all terms are diagonal or tagged, and the numbers in front of them not known to make
+    the sum negative.
+    """
+    terms = terms_of(operator)
+    positive = terms.positive
+    known = not isinstance(positive, jax.core.Tracer)
+    negative = terms.has_rest and known and not bool(positive)
+    return terms.semidefinite and not negative
+
+
 class AbstractPreconditioner(eqx.Module):
     """How to build a preconditioner of low rank plus a multiple of the identity.
 
-    A final subclass declares `rank`, and implements `check` and `build`.
+    A final subclass declares `rank`, and implements `check` and `of_rank`.
     """
 
     rank: AbstractVar[int | None]
@@ -44,8 +73,10 @@ class AbstractPreconditioner(eqx.Module):
         """
 
     @abc.abstractmethod
-    def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, rank: int) -> Built:
-        """Build it from `rank` products.
+    def of_rank(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, rank: int
+    ) -> BuiltPreconditioner:
+        """Build it from `rank` products; called with checked arguments.
 
         **Arguments:**
 
@@ -55,8 +86,53 @@ class AbstractPreconditioner(eqx.Module):
 
         **Returns:**
 
-        A `Built`.
+        A `BuiltPreconditioner`.
         """
+
+    def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
+        """Build it, to be held while the operator changes.
+
+        !!! Example
+
+            ```python
+            held = tr.NystromPreconditioner(rank=200).build(jax.random.key(1), covariance(theta))
+            tr.logdet(jax.random.key(0), covariance(other), k=200, preconditioner=held)
+            ```
+
+        Cost: `rank` matvecs.
+
+        **Arguments:**
+
+        - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+        - `operator`: the operator to build it for, as for [`traceax.logdet`][].
+
+        **Returns:**
+
+        A [`traceax.BuiltPreconditioner`][].
+
+        **Raises:**
+
+        - `TypeError`: for a key or operator of the wrong type.
+        - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
+            semidefinite, or if it cannot be built for this operator.
+        """
+        key, operator = check_key(key), as_operator(operator)
+        check_definite(operator, "A preconditioner")
+        self.check(operator)
+        if self.rank is None:
+            raise ValueError(
+                "To be built without a budget, a preconditioner needs its rank: "
+                f"`traceax.{type(self).__name__}(rank=100)`."
+            )
+        rank = min(self.rank, operator.in_size())
+
+        # What is held moves with nothing: no factorisation need be differentiated.
+        def fixed(x):
+            return lax.stop_gradient(x) if eqx.is_array(x) else x
+
+        chosen, operator = jtu.tree_map(fixed, (self, operator))
+        with any_promotion():
+            return chosen.of_rank(key, operator, rank)
 
 
 def scaled_products(
@@ -98,7 +174,7 @@ class NystromPreconditioner(AbstractPreconditioner):
     def check(self, operator):
         """Any operator will do."""
 
-    def build(self, key, operator, rank):
+    def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
         block = BlockOperator(operator)
         scaling = scaling_of(operator)
@@ -112,7 +188,7 @@ class NystromPreconditioner(AbstractPreconditioner):
 
 NystromPreconditioner.__init__.__doc__ = """**Arguments:**
 
-- `rank`: the rank, one product each. By default two thirds of the budget.
+- `rank`: the rank, one product each. By default two thirds of the budget (`build` has none).
 """
 
 
@@ -157,7 +233,7 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
                 "NystromPreconditioner()."
             )
 
-    def build(self, key, operator, rank):
+    def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
         block = BlockOperator(operator)
         scaling = scaling_of(operator)
@@ -182,11 +258,12 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
         low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out, nan)
         built = low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
         fits = ~(apart > 64 * block.eps)  # NaN is another matter
-        return built._replace(status=jnp.where(fits, built.status, WRONG_DIAGONAL))
+        status = jnp.where(fits, built.status, WRONG_DIAGONAL)
+        return dataclasses.replace(built, status=status)
 
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**
 
-- `rank`: the rank, one column each. By default two thirds of the budget.
+- `rank`: the rank, one column each. By default two thirds of the budget (`build` has none).
 - `diagonal`: the diagonal of the operator, where it does not store it.
 """

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._estimate import OUTSIDE_DOMAIN, Estimate, make_estimate
+from ._estimate import NOT_CONVERGED, OUTSIDE_DOMAIN, SUCCESSFUL, Estimate, make_estimate
 from ._estimator import AbstractEstimator, solve
 from ._primitive import trace_p
 from ._solution import Solution
@@ -26,6 +26,22 @@ def with_quadrature_error(
     errors = (masked(std_err), jnp.zeros_like(error))
     dof = jnp.broadcast_to(jnp.asarray(dof, std_err.dtype), std_err.shape)
     return make_estimate(parts, errors, num_matvecs, dof, status)
+
+
+def fixed_budget_status(value: Array, error: Array, std_err: Array, status: Array) -> Array:
+    """NOT_CONVERGED where the recurrences of a fixed budget were ended too early to trust the
+    value: where the quadrature error exceeds four standard errors (which an average over keys would
+    not reveal), a twentieth of the value, and 1.
+
+    **Arguments:**
+
+    - `value`: a log-determinant, or a log density.
+    - `error`: its quadrature error.
+    - `std_err`: its standard error.
+    - `status`: its status so far, which stands unless it is SUCCESSFUL.
+    """
+    dwarfs = (error > 4 * std_err) & (error > jnp.abs(value) / 20) & (error > 1)
+    return jnp.where((status == SUCCESSFUL) & dwarfs, NOT_CONVERGED, status)
 
 
 def solve_pair(key, operator, k: Any, estimator: AbstractEstimator, throw: bool) -> Solution:

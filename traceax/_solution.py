@@ -36,7 +36,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_converged = (
         "The budget was spent before the tolerance was reached. The value is the best estimate "
         "there is, and its standard error says how good. Raise `max_k`, loosen `rtol` or `atol`, "
-        "or go on from `state`, which `keep_state=True` returns."
+        "or go on from `state`, which `keep_state=True` returns. With a fixed budget `k`: the "
+        "quadrature error exceeds four standard errors, 5 % of the value, and 1. Raise `k`, or "
+        "give a tolerance instead."
     )
     wrong_diagonal = (
         "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "

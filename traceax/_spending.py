@@ -14,8 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
-import jax
-import jax.core
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
@@ -26,12 +24,11 @@ from ._funm import plan
 from ._growing_sketch import GrowingSketch
 from ._krylov import Lanczos, lanczos
 from ._log_quadrature import LogQuadrature, log_quadrature
-from ._low_rank import Built, LowRankPlusIdentity
-from ._operator import BlockOperator, semidefinite_sign
-from ._precondition import AbstractPreconditioner
+from ._low_rank import BuiltPreconditioner, LowRankPlusIdentity
+from ._operator import BlockOperator
+from ._precondition import AbstractPreconditioner, check_definite
 from ._random import split
 from ._sampler import SphereSampler
-from ._shift import terms_of
 
 
 class Plan(NamedTuple):
@@ -67,7 +64,7 @@ class Run(NamedTuple):
     """Everything about a budget that has been spent."""
 
     block: BlockOperator
-    built: Built
+    built: BuiltPreconditioner
     probes: Inexact[Array, "n p"]
     krylov: Lanczos
     bounds: LogQuadrature
@@ -77,39 +74,17 @@ class Run(NamedTuple):
     columns: int  # of the weights, for the plan with the most
 
 
-def no_preconditioner(block: BlockOperator) -> Built:
+def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
     """The identity."""
     real = jnp.finfo(block.dtype).dtype
     basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
     one = jnp.ones((), real)
     factors = LowRankPlusIdentity(jnp.ones(block.n, real), basis, eigenvalues, one)
     none = jnp.full((), jnp.nan, real), jnp.zeros((), real), jnp.zeros((), jnp.int32)
-    return Built(factors, *none)
+    return BuiltPreconditioner(factors, *none)
 
 
 Finish = Callable[[Run], Any]
-
-
-def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
-    """Raise a `ValueError` unless the tags, or those of the parts, say positive semidefinite."""
-    # c K + s I is not tagged where c or s is traced: the products will tell if it is not positive.
-    if semidefinite_sign(operator) != 1 and not _may_be_definite(operator):
-        raise ValueError(
-            f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
-            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
-            "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
-        )
-
-
-def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether all terms are diagonal or tagged, and the numbers in front of them not known to make
-    the sum negative.
-    """
-    terms = terms_of(operator)
-    positive = terms.positive
-    known = not isinstance(positive, jax.core.Tracer)
-    negative = terms.has_rest and known and not bool(positive)
-    return terms.semidefinite and not negative
 
 
 @final
@@ -154,7 +129,7 @@ class Spending(eqx.Module):
         if rank == 0:
             p, q = plan(k, None)
             return run(probe_key, block, no_preconditioner(block), Plan(0, p, q), status_of())
-        built = self.preconditioner.build(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
+        built = self.preconditioner.of_rank(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
         chosen = plan_with(rank, max(1, (k - rank) // 10), k)
         status = status_of(built.factors.mu, built.factors.eigenvalues)
         return run(probe_key, block, built, chosen, jnp.maximum(status, built.status))
@@ -197,7 +172,7 @@ class Spending(eqx.Module):
 
 
 def _quadrature(
-    block: BlockOperator, built: Built, probes: Array, steps: int
+    block: BlockOperator, built: BuiltPreconditioner, probes: Array, steps: int
 ) -> tuple[Lanczos, LogQuadrature]:
     """Lanczos' recurrence with this preconditioner, and the logarithm on it."""
     factors = built.factors
@@ -209,7 +184,7 @@ def _quadrature(
     return krylov, log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
 
 
-def run(key, block: BlockOperator, built: Built, chosen: Plan, status: Array) -> Run:
+def run(key, block: BlockOperator, built: BuiltPreconditioner, chosen: Plan, status: Array) -> Run:
     """Quadrature with this preconditioner."""
     # (Plans with other numbers of probes have other probes: the key makes them all at once.)
     probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
@@ -257,6 +232,12 @@ def spending_of(preconditioner: Any) -> Spending:
     preconditioner, nor None.
     """
     auto = isinstance(preconditioner, str) and preconditioner == "auto"
+    if isinstance(preconditioner, BuiltPreconditioner):
+        raise TypeError(
+            "A preconditioner that was built before is taken by `logdet` and "
+            "`gaussian_log_density` alone. Say how to build one: "
+            "`traceax.NystromPreconditioner(rank=100)`."
+        )
     if not auto and not isinstance(preconditioner, AbstractPreconditioner | None):
         raise TypeError(
             "The preconditioner must be 'auto', None, or an instance such as "
