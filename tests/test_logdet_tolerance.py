@@ -9,6 +9,7 @@ import pytest
 
 from traceax import RESULTS, NystromPreconditioner, _logdet_tolerance, logdet
 from traceax._logdet_tolerance import LogdetAim, Loop
+from traceax._quadrature_error import with_quadrature_error
 
 from . import reference
 from .helpers import keys, with_spectrum
@@ -63,9 +64,10 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
     def decided(matrix, spent):
         aim = LogdetAim(zero, zero)
         loop = Loop(aim, jr.key(0), shifted(matrix, 1.0), max_k, completes=False, progress=False)
+        estimate = with_quadrature_error(*jnp.array([1.0, 0.5, 0.1]), 0, 1, 0)
         state = loop.start()._replace(
             decays=jnp.array(True),
-            sums=_logdet_tolerance._Sums.none(float).plus(9, *jnp.array([1.0, 0.5, 0.1])),
+            sums=_logdet_tolerance._Sums.none(float).plus(9, estimate),
             target=jnp.array(10),
             spent=spent,
         )

@@ -36,10 +36,10 @@ class Calibration(NamedTuple):
 
 
 CALIBRATION = {
-    "hutchinson": Calibration(stop=2.15, interval=1.02, tail=4.0),
-    "hutch++": Calibration(stop=2.0, interval=1.09, tail=3.0),
-    "xtrace": Calibration(stop=2.0, interval=1.15, tail=2.5),
-    "xnystrace": Calibration(stop=2.0, interval=1.11, tail=4.0),
+    "hutchinson": Calibration(stop=2.15, interval=1.02, tail=5.0),
+    "hutch++": Calibration(stop=2.0, interval=1.09, tail=4.5),
+    "xtrace": Calibration(stop=2.0, interval=1.15, tail=3.0),
+    "xnystrace": Calibration(stop=2.0, interval=1.11, tail=2.0),
     "hutchinson-diagonal": Calibration(stop=2.0, interval=1.0),
     "diag++": Calibration(stop=2.0, interval=1.0),
     "xdiag": Calibration(stop=2.0, interval=1.0),
