@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from ._definite_solve import conjugate_gradients
-from ._estimate import OUTSIDE_DOMAIN, Estimate, if_wanted, make_estimate, status_of
+from ._estimate import Estimate, has_no_logarithm, if_wanted, make_estimate, status_of
 from ._estimator import AbstractEstimator, solve
 from ._logdet_estimator import estimate_from, exact_logdet
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -112,7 +112,7 @@ class GaussianEstimator(AbstractEstimator):
         half, n = self._factor, x.shape[0]
         (value, error), (std_err, _) = log_det.value, log_det.std_err
         status = jnp.maximum(log_det.status, status_of(self.y))
-        failed = status == OUTSIDE_DOMAIN
+        failed = has_no_logarithm(status)
         density = -half * (form + value + n * math.log(math.pi / half))
         parts = (density, half * (left + error), value, form, x)
         parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)

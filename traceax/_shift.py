@@ -10,13 +10,16 @@ from jaxtyping import Array, Bool, Inexact, Real
 
 from ._estimate import scale_of
 from ._operator import BlockOperator, is_tagged, semidefinite_sign
+from ._sparse import SparseLinearOperator
 
 # Operators whose diagonal is stored, so that reading it costs no product.
 _STORED = (
     lx.MatrixLinearOperator,
     lx.PyTreeLinearOperator,
     lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
     lx.IdentityLinearOperator,
+    SparseLinearOperator,
 )
 
 # Operators all of whose entries are stored, in the order of the rows of a block.
@@ -105,7 +108,16 @@ def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]
         return stored_diagonal(operator.operator)
     if isinstance(operator, lx.AddLinearOperator):
         first, second = stored_diagonal(operator.operator1), stored_diagonal(operator.operator2)
-        return None if first is None or second is None else first + second
+        both = first is not None and second is not None
+        return first.astype(dtype) + second.astype(dtype) if both else None
+    if isinstance(operator, lx.ComposedLinearOperator):
+        factors = operator.operator1, operator.operator2
+        if not any(is_tagged(lx.is_diagonal, part) for part in factors):
+            return None
+        # (D A)_jj = d_j A_jj, and (A D)_jj as well.
+        first, second = map(stored_diagonal, factors)
+        both = first is not None and second is not None
+        return first.astype(dtype) * second.astype(dtype) if both else None
     factor = _factor(operator)
     if factor is not None:
         inner = stored_diagonal(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]

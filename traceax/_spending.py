@@ -167,7 +167,9 @@ class Spending(eqx.Module):
         low_rank, products = sketch.low_rank, sketch.products
 
         def end(y, low_rank, chosen):
-            done = run(probe_key, block, sketch.built(low_rank), chosen, status_of(y))
+            built = sketch.built(low_rank)
+            status = jnp.maximum(status_of(y), built.status)
+            done = run(probe_key, block, built, chosen, status)
             return finish(done._replace(rank=third.rank, columns=columns))
 
         y = sketch.first
