@@ -222,7 +222,7 @@ def gaussian_log_density(
         optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
     """
     operator = as_operator(operator)
-    estimator = GaussianEstimator(_flat(y, operator), spending_of(preconditioner))
+    estimator = GaussianEstimator(_flat(y, operator), spending_of(preconditioner, operator))
     solution = solve(trace_p, key, operator, k, estimator, throw=throw)
     value, error, log_det, form, x = solution.value
     std_err = solution.std_err[0]

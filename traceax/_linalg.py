@@ -256,12 +256,17 @@ def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     return jnp.linalg.cholesky(h, upper=True)
 
 
+def lower_cholesky(a: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
+    """The lower factor L of the Hermitian part of a large matrix, L L^H; NaN where it has none."""
+    return lax.linalg.cholesky(a)
+
+
 def cholesky_solve(
-    factor: Inexact[Array, "m m"], rhs: Inexact[Array, "m c"]
-) -> Inexact[Array, "m c"]:
-    """H^{-1} times a block, from the upper factor C of H = C^H C."""
-    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=False)
-    return solve(solve(rhs, transpose_a=True, conjugate_a=True))
+    factor: Inexact[Array, "n n"], rhs: Inexact[Array, "n c"]
+) -> Inexact[Array, "n c"]:
+    """A^{-1} times a block, from the lower factor L of A = L L^H."""
+    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=True)
+    return solve(solve(rhs), transpose_a=True, conjugate_a=True)
 
 
 @_one_by_one

@@ -124,7 +124,7 @@ def logdet(
         derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet_weights.py` derives the
         rest.
     """
-    spending = spending_of(preconditioner)
+    spending = spending_of(preconditioner, operator)
     options = Tolerance(rtol, atol, max_k, progress)
     if not options.wanted(k, "logdet", "`max_k`, `progress`"):
         return solve_pair(key, operator, k, LogdetEstimator(spending), throw)

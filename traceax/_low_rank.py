@@ -29,6 +29,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
+from ._estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL
 from ._linalg import (
     cholesky,
     divide_by_upper,
@@ -37,7 +38,6 @@ from ._linalg import (
     qr,
     svd,
 )
-from ._estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL
 from ._nystrom import is_asymmetric, shifted_cholesky
 from ._random import numbered
 from ._sketch import adjoint, matmul, row_norms, shift_of, square_norms

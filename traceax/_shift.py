@@ -4,8 +4,11 @@ stored diagonals and matrices.
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Bool, Inexact, Real
 
 from ._estimate import scale_of
@@ -92,6 +95,22 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
         return Terms(lx.diagonal(operator).astype(dtype), False, True, jnp.ones(()))
     sign = semidefinite_sign(operator)
     return Terms(None, True, sign != 0, jnp.asarray(float(sign)))
+
+
+def is_shifted_down(operator: Any) -> bool:
+    """Whether a diagonal part that is not positive is written down, as in K - s I: such a sum may
+    be indefinite, whatever the tag of K says. False where that is traced, or no operator.
+
+    **Arguments:**
+
+    - `operator`: the operator, or what a user took for one.
+    """
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        return False
+    with jax.ensure_compile_time_eval():  # what is known is read inside of a program, too
+        shift = terms_of(operator).shift
+    known = shift is not None and not isinstance(shift, jax.core.Tracer)
+    return known and not bool(np.all(np.asarray(shift).real > 0))
 
 
 def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
