@@ -208,7 +208,8 @@ def gaussian_log_density(
     A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes what the solve may
     lack. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$) and
     `"solve"` ($A^{-1} y$, of the structure of `y`). The result is `outside_domain`, and the value
-    NaN, if the operator is not positive definite to rounding.
+    NaN, if the operator is found not to be positive definite to rounding, as far as
+    [`traceax.logdet`][] finds it; `not_symmetric` likewise.
 
     **Raises:**
 

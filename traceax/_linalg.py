@@ -269,6 +269,33 @@ def cholesky_solve(
     return solve(solve(rhs), transpose_a=True, conjugate_a=True)
 
 
+#: Up to this size a triangular matrix is inverted by one solve.
+_SMALL_TRIANGLE = 1024
+
+
+def _lower_inverse(factor: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
+    """L^{-1}, by halves: that of [[L, 0], [M, N]] is [[X, 0], [-Z M X, Z]], X = L^{-1}, Z = N^{-1}.
+    A solve would multiply zeros half of the time.
+    """
+    n = len(factor)
+    if n <= _SMALL_TRIANGLE:
+        eye = jnp.eye(n, dtype=factor.dtype)
+        return lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
+    h = n // 2
+    x, z = _lower_inverse(factor[:h, :h]), _lower_inverse(factor[h:, h:])
+    y = -matmul(z, matmul(factor[h:, :h], x))
+    return jnp.block([[x, jnp.zeros((h, n - h), y.dtype)], [y, z]])
+
+
+def cholesky_inverse(
+    factor: Inexact[Array, "n n"], scale: Real[Array, ""]
+) -> Inexact[Array, "n n"]:
+    """(scale A)^{-1}, from the lower factor L of A = L L^H."""
+    inverse = _lower_inverse(factor) / scale.astype(factor.dtype)
+    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=True)
+    return solve(inverse, transpose_a=True, conjugate_a=True)
+
+
 @_one_by_one
 def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
     """Eigenvalues and eigenvectors of a matrix that is Hermitian to the last bit; those of another

@@ -105,8 +105,13 @@ def logdet(
     **Returns:**
 
     A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
-    `outside_domain`, and the value NaN, if the operator is not positive definite to rounding: if it
-    is indefinite in fact, or so nearly singular that the precision does not suffice.
+    `outside_domain`, and the value NaN, if the operator is found not to be positive definite to
+    rounding: indefinite in fact, or so nearly singular that the precision does not suffice. With
+    `k >= n` that is certain. For smaller budgets it is what the products show: a Ritz value of the
+    probes, or of the preconditioner's sketch, that is not positive. Negative eigenvalues that are
+    few, or tiny beside the largest, may stay unseen. `K - s I`, with a shift that is known to be
+    negative (not traced), has a quarter of the probes, with longer recurrences, which see more.
+    The result is `not_symmetric`, and the value NaN, if the sketch shows that A is not Hermitian.
 
     **Raises:**
 

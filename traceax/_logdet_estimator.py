@@ -20,7 +20,7 @@ from ._estimate import (
     status_of,
 )
 from ._estimator import AbstractEstimator
-from ._linalg import cholesky_solve, lower_cholesky
+from ._linalg import cholesky_inverse, cholesky_solve, lower_cholesky
 from ._logdet_weights import ExactLogdetWeights, weights_of
 from ._operator import BlockOperator
 from ._quadrature_error import with_quadrature_error
@@ -56,13 +56,13 @@ class ExactLogdet(NamedTuple):
 
     def solve(self, rhs: Inexact[Array, "n c"]) -> Inexact[Array, "n c"]:
         """A^{-1} times a block."""
-        return cholesky_solve(self.factor, rhs) / self.scale.astype(rhs.dtype)
+        return cholesky_solve(self.factor, rhs / self.scale.astype(rhs.dtype))
 
     def weights(self) -> ExactLogdetWeights:
         """Those of the derivative. (XLA's derivative of a Cholesky factorisation takes three times
         as long as this inverse.)
         """
-        return ExactLogdetWeights(self.solve(jnp.eye(len(self.factor), dtype=self.factor.dtype)))
+        return ExactLogdetWeights(cholesky_inverse(self.factor, self.scale))
 
 
 def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
@@ -78,8 +78,7 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     n = block.n
     entries = jnp.diagonal(matrix).real
     scale = scale_of(entries)  # no entry of a definite matrix is larger
-    scaled = matrix / scale
-    factor = lower_cholesky(scaled)
+    factor = lower_cholesky(matrix / scale)
     diagonal = jnp.square(jnp.diagonal(factor).real)
     smallest, entries = jnp.min(diagonal), entries / scale
 
@@ -90,9 +89,12 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     far = (smallest > 2 * block.eps * bound) & jnp.isfinite(bound)
 
     def look():
+        # Made again where no product is: otherwise it would have to be kept for this.
+        again = matrix if spent else matrix_of(block)[0]
+        scaled = again / scale
         rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
         lost = ~(smallest > 2 * rounding)  # also where the factor is NaN
-        status = status_of(matrix)
+        status = status_of(again)
         return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
 
     status = lax.cond(far, status_of, look)
