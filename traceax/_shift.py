@@ -110,7 +110,7 @@ def is_shifted_down(operator: Any) -> bool:
     with jax.ensure_compile_time_eval():  # what is known is read inside of a program, too
         shift = terms_of(operator).shift
     known = shift is not None and not isinstance(shift, jax.core.Tracer)
-    return known and not bool(np.all(np.asarray(shift).real > 0))
+    return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
 
 
 def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
@@ -127,16 +127,18 @@ def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]
         return stored_diagonal(operator.operator)
     if isinstance(operator, lx.AddLinearOperator):
         first, second = stored_diagonal(operator.operator1), stored_diagonal(operator.operator2)
-        both = first is not None and second is not None
-        return first.astype(dtype) + second.astype(dtype) if both else None
+        if first is None or second is None:
+            return None
+        return first.astype(dtype) + second.astype(dtype)
     if isinstance(operator, lx.ComposedLinearOperator):
         factors = operator.operator1, operator.operator2
         if not any(is_tagged(lx.is_diagonal, part) for part in factors):
             return None
         # (D A)_jj = d_j A_jj, and (A D)_jj as well.
         first, second = map(stored_diagonal, factors)
-        both = first is not None and second is not None
-        return first.astype(dtype) * second.astype(dtype) if both else None
+        if first is None or second is None:
+            return None
+        return first.astype(dtype) * second.astype(dtype)
     factor = _factor(operator)
     if factor is not None:
         inner = stored_diagonal(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]

@@ -47,8 +47,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "The operator is tagged positive (or negative) semidefinite, but its products say that it "
         "is not even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson "
         "estimate from the same products, which does not rely on the tag; a log-determinant is "
-        "NaN. Remove the tag, or use the symmetric part, (A + A^H) / 2. (If it is a product that "
-        "is only good to a few digits, such as an iterative solve, make it more accurate.)"
+        "NaN. Remove the tag, or use the symmetric part, (A + A^H) / 2. Products that are good "
+        "to a few digits only, such as iterative solves, look so as well: make them more accurate."
     )
 
 
