@@ -47,6 +47,26 @@ def with_spectrum(rng, eigenvalues, dtype=np.float64):
     return ((matrix + matrix.conj().T) / 2).astype(dtype)
 
 
+def by_products(matrix, tags=()):
+    """A matrix that is known by its products alone, so that the default estimators estimate."""
+    matrix = jnp.asarray(matrix)
+    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
+    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+
+
+def operator_for(estimator, matrix, tags=()):
+    """The matrix as an operator that this estimator does not simply read."""
+    reads = (
+        tr.AutoTraceEstimator,
+        tr.AutoDiagonalEstimator,
+        tr.ExactTraceEstimator,
+        tr.ExactDiagonalEstimator,
+    )
+    if isinstance(estimator, reads):
+        return by_products(matrix, tags)
+    return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+
+
 def keys(count, seed=0):
     """A fixed number of fixed seeds."""
     return jax.random.split(jax.random.key(seed), count)
@@ -54,7 +74,7 @@ def keys(count, seed=0):
 
 def estimates(matrix, k, estimator, count, tags=PSD, seed=0):
     """Solutions for `count` keys, in one jitted vmap."""
-    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+    operator = operator_for(estimator, matrix, tags)
     return jax.jit(jax.vmap(lambda key: tr.trace(key, operator, k, estimator)))(keys(count, seed))
 
 

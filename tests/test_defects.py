@@ -12,7 +12,17 @@ import pytest
 import traceax as tr
 
 from . import reference
-from .helpers import CLASSES, ESTIMATORS, NSD, PSD, estimates, keys, spectra, with_spectrum
+from .helpers import (
+    CLASSES,
+    ESTIMATORS,
+    NSD,
+    PSD,
+    estimates,
+    keys,
+    operator_for,
+    spectra,
+    with_spectrum,
+)
 
 KEY = jax.random.key(0)
 RANDOMISED = {name: CLASSES[name] for name in CLASSES if name != "exact"}
@@ -50,7 +60,7 @@ def test_nan_for_small_budgets(name, k):
 def test_zero_error_from_a_single_probe(estimator, k):
     """1.0.2 reported 0.0: a single sample says nothing of its spread."""
     matrix = with_spectrum(np.random.default_rng(1), np.linspace(1, 3, 10))
-    solution = tr.trace(KEY, matrix_operator(matrix), k, estimator)
+    solution = tr.trace(KEY, operator_for(estimator, matrix, PSD), k, estimator)
     assert solution.std_err == np.inf
     assert solution.stats["dof"] == 0
     assert abs(solution.value - np.trace(matrix)) < np.trace(matrix)
@@ -85,8 +95,8 @@ def test_integer_probes_on_function_jacobian_and_identity_operators(build, dtype
 def test_float32_operators_with_x64(name):
     """1.0.2 drew float64 probes for a float32 operator, which is an error in strict promotion."""
     matrix = with_spectrum(np.random.default_rng(2), np.linspace(1, 3, 12))
-    low = matrix_operator(matrix.astype(np.float32))
-    high = matrix_operator(matrix)
+    low = operator_for(CLASSES[name], matrix.astype(np.float32), PSD)
+    high = operator_for(CLASSES[name], matrix, PSD)
     solution = tr.trace(KEY, low, 8, CLASSES[name])
     assert solution.value.dtype == jnp.float32
     assert abs(float(solution.value) - np.trace(matrix)) <= 6 * float(solution.std_err)
@@ -106,7 +116,7 @@ def test_pytree_and_two_dimensional_structures(name):
         flat = matrix @ jnp.concatenate([v["b"], v["w"].reshape(-1)])
         return {"b": flat[:2], "w": flat[2:].reshape(2, 5)}
 
-    expected = tr.trace(KEY, lx.MatrixLinearOperator(matrix, PSD), 8, CLASSES[name])
+    expected = tr.trace(KEY, operator_for(CLASSES[name], matrix, PSD), 8, CLASSES[name])
     for operator in (
         lx.FunctionLinearOperator(lambda v: (matrix @ v.reshape(-1)).reshape(3, 4), plane, PSD),
         lx.FunctionLinearOperator(on_tree, tree, PSD),
@@ -150,7 +160,7 @@ def test_nan_on_the_zero_operator(name, tag):
     """Exactly zero, with error zero; and the gradient there is an estimate like any other."""
 
     def f(scale):
-        operator = lx.MatrixLinearOperator(scale * jnp.ones((12, 12)), tag)
+        operator = operator_for(ESTIMATORS[name], scale * jnp.ones((12, 12)), tag)
         solution = tr.trace(KEY, operator, 8, ESTIMATORS[name])
         return solution.value, solution
 
@@ -193,7 +203,7 @@ def test_nan_in_gradients_of_rank_deficient_operators(name):
     factor = jnp.asarray(rng.standard_normal((12, 3)))
 
     def f(factor, key):
-        operator = lx.MatrixLinearOperator(factor @ factor.T, PSD)
+        operator = operator_for(CLASSES[name], factor @ factor.T, PSD)
         return tr.trace(key, operator, 9, CLASSES[name]).value
 
     batched = jax.jit(jax.vmap(jax.value_and_grad(f), (None, 0)))
@@ -218,9 +228,9 @@ def _decaying(n=40):
 def test_float32_scaled_by_huge_factors(name, exponent):
     """1.0.2: squares over- or underflowed. A power of two (1e20, 1e-20) changes no digit."""
     matrix = _decaying().astype(np.float32)
-    plain = tr.trace(KEY, matrix_operator(matrix), 16, CLASSES[name])
+    plain = tr.trace(KEY, operator_for(CLASSES[name], matrix, PSD), 16, CLASSES[name])
     factor = np.float32(2.0**exponent)
-    scaled = tr.trace(KEY, matrix_operator(matrix * factor), 16, CLASSES[name])
+    scaled = tr.trace(KEY, operator_for(CLASSES[name], matrix * factor, PSD), 16, CLASSES[name])
     np.testing.assert_allclose(scaled.value / factor, plain.value, rtol=1e-6)
     np.testing.assert_allclose(scaled.std_err / factor, plain.std_err, rtol=1e-4)
 
@@ -229,9 +239,9 @@ def test_float32_scaled_by_huge_factors(name, exponent):
 def test_absolute_rank_cutoff(name):
     """1.0.2 and matfree cut at an absolute size: 1e-9 times an operator lost its tail."""
     matrix = _decaying()
-    plain = tr.trace(KEY, matrix_operator(matrix), 16, CLASSES[name])
+    plain = tr.trace(KEY, operator_for(CLASSES[name], matrix, PSD), 16, CLASSES[name])
     for factor in (2.0**-30, 2.0**-300, 2.0**300):
-        scaled = tr.trace(KEY, matrix_operator(matrix * factor), 16, CLASSES[name])
+        scaled = tr.trace(KEY, operator_for(CLASSES[name], matrix * factor, PSD), 16, CLASSES[name])
         np.testing.assert_allclose(scaled.value / factor, plain.value, rtol=1e-12)
         np.testing.assert_allclose(scaled.std_err / factor, plain.std_err, rtol=1e-9)
 

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 
-from .helpers import PSD, keys, spectra, with_spectrum
+from .helpers import PSD, keys, operator_for, spectra, with_spectrum
 
 ESTIMATORS = {
     "hutchinson": tr.HutchinsonDiagonalEstimator(),
@@ -36,7 +36,7 @@ def semidefinite(complex_=False):
 
 
 def solutions(matrix, tags, estimator, k=K, count=400):
-    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+    operator = operator_for(estimator, matrix, tags)
     return jax.jit(jax.vmap(lambda key: tr.diagonal(key, operator, k, estimator)))(keys(count))
 
 
@@ -195,7 +195,7 @@ def test_derivatives(name):
     direction = jnp.asarray(with_spectrum(np.random.default_rng(9), np.linspace(-1, 1, N)))
 
     def value(theta, key):
-        operator = lx.MatrixLinearOperator(base + theta * direction, PSD)
+        operator = operator_for(ESTIMATORS[name], base + theta * direction, PSD)
         return tr.diagonal(key, operator, K, ESTIMATORS[name]).value
 
     @jax.jit

@@ -13,7 +13,15 @@ import traceax as tr
 from traceax import _funm, _log_quadrature, _logdet_estimator
 from traceax._trace import xtrace
 
-from .helpers import CLASSES, ESTIMATORS, PSD, keys, random_unitary, with_spectrum
+from .helpers import (
+    CLASSES,
+    ESTIMATORS,
+    PSD,
+    keys,
+    operator_for,
+    random_unitary,
+    with_spectrum,
+)
 from .reference import each
 
 N, K = 24, 12
@@ -38,7 +46,7 @@ def polynomial(theta, coefficients):
 
 
 def value(key, matrix, estimator, k=K, tags=PSD):
-    return tr.trace(key, lx.MatrixLinearOperator(matrix, tags), k, estimator).value
+    return tr.trace(key, operator_for(estimator, matrix, tags), k, estimator).value
 
 
 def assert_mean(samples, truth, tolerance=0.05):
@@ -237,7 +245,7 @@ def test_only_the_value_has_a_derivative(name):
     coefficients = family()
 
     def others(theta):
-        operator = lx.MatrixLinearOperator(polynomial(theta, coefficients), PSD)
+        operator = operator_for(CLASSES[name], polynomial(theta, coefficients), PSD)
         solution = tr.trace(jr.key(0), operator, K, CLASSES[name])
         return solution.value, solution.std_err, solution.stats["std.err"]
 

@@ -25,7 +25,7 @@ from traceax._cli.common import settle_budget, write
 from traceax._io import MatrixFileError, read_matrix
 from traceax._sparse import _Entries
 
-from .helpers import PSD
+from .helpers import PSD, by_products
 
 PACKAGE = Path(tr.__file__).parent
 BUS = PACKAGE / "data" / "1138_bus.mtx"
@@ -34,7 +34,8 @@ EYE, ONES = jnp.eye(N), jnp.ones(N)
 SYMMETRIC = lx.MatrixLinearOperator(EYE, lx.symmetric_tag)
 POSITIVE = lx.MatrixLinearOperator(EYE, PSD)
 LARGE = lx.MatrixLinearOperator(jnp.eye(80), PSD)
-SMALLER = lx.MatrixLinearOperator(jnp.eye(70), PSD)
+HIDDEN = by_products(jnp.eye(80), PSD)  # what the default estimators cannot read
+SMALLER = by_products(jnp.eye(70), PSD)
 PLAIN = lx.MatrixLinearOperator(EYE)
 COMPLEX = lx.MatrixLinearOperator(EYE.astype(complex))
 FUNCTION = lx.FunctionLinearOperator(lambda v: v, jax.ShapeDtypeStruct((N,), float), PSD)
@@ -94,7 +95,7 @@ def unwritable(folder):
 def run_state(**options):
     """The abstract state of a run to a tolerance: nothing is compiled."""
     return eqx.filter_eval_shape(
-        lambda: tr.trace(KEY, LARGE, rtol=0.1, max_k=40, keep_state=True, **options).state
+        lambda: tr.trace(KEY, HIDDEN, rtol=0.1, max_k=40, keep_state=True, **options).state
     )
 
 
@@ -258,7 +259,7 @@ MESSAGES = [
         lambda _: run_state(estimator=NEVER),
     ),
     (ValueError, "80 rows", "with 70 rows", lambda _: going_on(SMALLER, 40)),
-    (ValueError, "got 20", "at least 40", lambda _: going_on(LARGE, 20)),
+    (ValueError, "got 20", "at least 40", lambda _: going_on(HIDDEN, 20)),
     (ValueError, "got 0.0", "positive", lambda _: tr.matvecs_needed(0.0, semidefinite=True)),
     (ValueError, "got 2", "between 0 and 1", lambda _: tr.matvecs_needed(0.1, 2)),
     (TypeError, "semidefinite=False", "Say either", lambda _: tr.matvecs_needed(0.1)),
@@ -643,6 +644,7 @@ def test_outcomes():
         "outside_domain": ("where the function is not finite", "shift the operator"),
         "not_converged": ("before the tolerance was reached", "Raise `max_k`"),
         "wrong_diagonal": ("not that of the operator", "Give that of the whole operator"),
+        "not_symmetric": ("not even symmetric", "Remove the tag"),
     }
     own = set(tr.RESULTS._name_to_item) - set(lx.RESULTS._name_to_item)
     assert own == set(remedies)

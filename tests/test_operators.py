@@ -596,7 +596,7 @@ SHIFTED = {
 
 @functools.cache
 def kernel_alone(tags):
-    return tr.trace(KEY, matrix_operator(POSITIVE, tags), K)
+    return tr.trace(KEY, function_operator(POSITIVE, tags), K)
 
 
 @pytest.mark.parametrize("form", SHIFTED)
@@ -604,7 +604,7 @@ def kernel_alone(tags):
 def test_auto_spends_its_matvecs_on_what_is_not_known(form, tags):
     """tr(c K + d s I + D) = c tr(K) + d s n + tr(D): the value, the error and the derivative."""
     build, offset, factor, slope = SHIFTED[form]
-    kernel = matrix_operator(POSITIVE, tags)
+    kernel = function_operator(POSITIVE, tags)
     shift = 0.37
     alone = kernel_alone(tags)
 
@@ -640,13 +640,13 @@ def test_exact_budget_spends_nothing_on_what_is_known():
 @pytest.mark.parametrize(
     ("build", "chosen", "factor"),
     [
-        (lambda: matrix_operator(POSITIVE, PSD), "xnystrace", 1.0),
-        (lambda: matrix_operator(-POSITIVE, NSD), "xnystrace", 1.0),
-        (lambda: 3.0 * matrix_operator(POSITIVE, PSD), "xnystrace", 3.0),
-        (lambda: -matrix_operator(POSITIVE, PSD), "xnystrace", -1.0),
-        (lambda: matrix_operator(POSITIVE, PSD) / 8.0, "xnystrace", 0.125),
-        (lambda: matrix_operator(POSITIVE), "xtrace", 1.0),
-        (lambda: matrix_operator(POSITIVE, lx.symmetric_tag), "xtrace", 1.0),
+        (lambda: function_operator(POSITIVE, PSD), "xnystrace", 1.0),
+        (lambda: function_operator(-POSITIVE, NSD), "xnystrace", 1.0),
+        (lambda: 3.0 * function_operator(POSITIVE, PSD), "xnystrace", 3.0),
+        (lambda: -function_operator(POSITIVE, PSD), "xnystrace", -1.0),
+        (lambda: function_operator(POSITIVE, PSD) / 8.0, "xnystrace", 0.125),
+        (lambda: function_operator(POSITIVE), "xtrace", 1.0),
+        (lambda: function_operator(POSITIVE, lx.symmetric_tag), "xtrace", 1.0),
         (lambda: MatrixOfMyOwn(jnp.asarray(POSITIVE), True), "xnystrace", 1.0),
         (lambda: lx.TaggedLinearOperator(function_operator(POSITIVE), PSD), "xnystrace", 1.0),
     ],
@@ -666,7 +666,7 @@ def test_auto_selects_by_tag(build, chosen, factor):
 
 
 def test_auto_selects_hutchinson_where_memory_is_short():
-    operator = matrix_operator(POSITIVE, PSD)
+    operator = function_operator(POSITIVE, PSD)
     block = N * K * 8
     short = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block - 1))
     enough = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block))
@@ -678,7 +678,7 @@ def test_auto_selects_hutchinson_where_memory_is_short():
 def test_auto_selects_hutchinson_for_tiny_budgets():
     """Leave-one-out with a single probe would leave nothing to estimate the error from."""
     for k, tags in ((1, ()), (2, ()), (3, ()), (1, PSD)):
-        operator = matrix_operator(POSITIVE, tags)
+        operator = function_operator(POSITIVE, tags)
         solution = tr.trace(KEY, operator, k)
         expected = tr.trace(KEY, operator, k, tr.HutchinsonEstimator())
         assert solution.value == expected.value

@@ -22,7 +22,15 @@ from jax import lax
 
 import traceax as tr
 
-from .helpers import CLASSES, ESTIMATORS as ALL, PSD, keys, register_tags, with_spectrum
+from .helpers import (
+    CLASSES,
+    ESTIMATORS as ALL,
+    PSD,
+    keys,
+    operator_for,
+    register_tags,
+    with_spectrum,
+)
 
 ESTIMATORS = {**CLASSES, "hutchinson-batched": ALL["hutchinson-batched"]}
 N, K = 12, 7
@@ -42,7 +50,7 @@ def dense(params):
 
 
 def solve(name, params, key):
-    operator = lx.MatrixLinearOperator(dense(params), PSD)
+    operator = operator_for(ESTIMATORS[name], dense(params), PSD)
     return tr.trace(key, operator, K, ESTIMATORS[name])
 
 
@@ -309,7 +317,7 @@ def test_operator_closing_over_tracers_inside_while_loop(name, closure_convert):
         return tr.trace(KEYS[0], operator, K, ESTIMATORS[name]).value
 
     unit = tr.trace(
-        KEYS[0], lx.MatrixLinearOperator(B, tags), K, ESTIMATORS[name]
+        KEYS[0], operator_for(ESTIMATORS[name], B, tags), K, ESTIMATORS[name]
     ).value  # estimates are homogeneous
 
     def body(carry):
@@ -467,7 +475,7 @@ def test_vmap_axis_name_with_psum_in_the_operator(name):
         operator = lx.FunctionLinearOperator(lambda v: lax.psum(part @ v, "i"), structure, PSD)
         return tr.trace(key, operator, K, ESTIMATORS[name]).value
 
-    whole = lx.MatrixLinearOperator(B + C, PSD)
+    whole = operator_for(ESTIMATORS[name], B + C, PSD)
     expected = tr.trace(KEYS[0], whole, K, ESTIMATORS[name]).value
     mapped = jax.vmap(f, (0, None), axis_name="i")
     close(mapped(parts, KEYS[0]), np.full(2, expected), rtol=1e-8)

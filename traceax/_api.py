@@ -51,12 +51,14 @@ def trace(
     derivative with respect to anything that the operator depends on, in forward and reverse mode
     and at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed. A run
     that a tolerance ends is not quite: it ends where its error looks small, which says something
-    about the value.
+    about the value. Where the entries are stored (dense, sparse, diagonal ones, and sums and
+    multiples of such), the default estimator reads the trace: it is exact, and so is its
+    derivative.
 
     !!! Example
 
         ```python
-        operator = lx.MatrixLinearOperator(matrix)
+        operator = lx.FunctionLinearOperator(product, input_structure)
         solution = tr.trace(jax.random.key(0), operator, k=100)
         solution.value, solution.std_err
 
@@ -87,7 +89,8 @@ def trace(
         operators with more rows. (From n on, operators with 64 rows or fewer are exact at once.)
     - `state`: the `state` of an earlier solution for the *same* operator, to go on from. (That it
         is the same cannot be checked.) Its products count in `num_matvecs`.
-    - `keep_state`: whether to return such a state: probes and products for `max_k`.
+    - `keep_state`: whether to return such a state: probes and products for `max_k`. (None where
+        the trace was read.)
     - `progress`: whether to show estimate, error and products after every block on standard error
         (with `tqdm`, if it is installed); never under `vmap`.
     - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not
@@ -147,7 +150,8 @@ def diagonal(
     r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
     as a tolerance takes.
 
-    Every entry is unbiased, has a standard error of its own, and a derivative as that of
+    Where the entries are stored, the default estimator reads the diagonal: it is exact. Otherwise
+    every entry is unbiased, has a standard error of its own, and a derivative as that of
     [`traceax.trace`][]: unbiased, in forward and reverse mode and at every order.
 
     *With a tolerance* it works as [`traceax.trace`][] does, the error and the diagonal d measured

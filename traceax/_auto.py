@@ -77,17 +77,19 @@ def compute_split(
     parts = split(operator, k, 1, diagonal=rows is not None)
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     if parts.rest is None:
-        zero, status = jnp.zeros_like(exact.real), status_of(exact)
+        zero = jnp.zeros_like(exact.real)
+        status = jnp.maximum(status_of(exact), parts.status)
         known = make_estimate(exact, zero, parts.num_matvecs, 0, status)
         return known, SplitWeights(None, k, rows is not None)
     inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
+    known = jnp.maximum(status_of(exact, parts.scale), parts.status)
     estimate = Estimate(
         add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
         jtu.tree_map(lambda x: jnp.abs(parts.scale) * x.astype(exact.real.dtype), inner.std_err),
         inner.num_matvecs + parts.num_matvecs,
         inner.dof,
         # The products are finite; the known part must be so as well.
-        jnp.where(status_of(exact, parts.scale) != 0, NONFINITE, inner.status),
+        jnp.where(known != 0, NONFINITE, inner.status),
         inner.state,
         inner.inflation,
         inner.tail,

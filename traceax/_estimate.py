@@ -14,7 +14,8 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 # The states of an estimate inside the primitive, where they are plain integers. `_solution.RESULTS`
 # puts words to them.
-SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, NOT_CONVERGED, WRONG_DIAGONAL = range(6)
+SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, NOT_CONVERGED = range(5)
+WRONG_DIAGONAL, NOT_SYMMETRIC = 5, 6
 
 
 _weights_wanted: ContextVar[bool] = ContextVar("weights_wanted", default=True)
@@ -77,6 +78,11 @@ def make_estimate(
 def as_value(parts: list[Array]) -> Any:
     """The value of an estimate from its parts, leaf by leaf: one part stands for itself."""
     return parts[0] if len(parts) == 1 else parts
+
+
+def has_no_logarithm(status: Array) -> Array:
+    """Whether an operator with this status has no log-determinant: NaN then."""
+    return (status == OUTSIDE_DOMAIN) | (status == NOT_SYMMETRIC)
 
 
 def status_of(*products: Array) -> Array:

@@ -20,6 +20,7 @@ from ._estimate import (
     NONFINITE,
     NOT_CONVERGED,
     NOT_SEMIDEFINITE,
+    NOT_SYMMETRIC,
     OUTSIDE_DOMAIN,
     WRONG_DIAGONAL,
     Estimate,
@@ -365,6 +366,7 @@ def solve(
         OUTSIDE_DOMAIN: RESULTS.outside_domain,
         NOT_CONVERGED: RESULTS.not_converged,
         WRONG_DIAGONAL: RESULTS.wrong_diagonal,
+        NOT_SYMMETRIC: RESULTS.not_symmetric,
     }
     for status, outcome in failures.items():
         result = RESULTS.where(estimate.status == status, outcome, result)

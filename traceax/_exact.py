@@ -40,14 +40,16 @@ def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], A
 def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bool):
     n = operator.in_size()
     parts = split(operator, n, n, diagonal=rows is not None)
-    value, seen, spent = parts.exact, parts.scale, parts.num_matvecs
+    value, status, spent = parts.exact, parts.status, parts.num_matvecs
     if parts.rest is not None:
         block = BlockOperator(parts.rest)
         entries, seen = _unit_vector_diagonal(block.linearised() if linearise else block)
         rest = jnp.sum(entries) if rows is None else entries
         value = value + parts.scale * rest.astype(value.dtype)
         spent += block.n
-    return (value if rows is None else rows.of_vector(value)), seen, spent
+        status = jnp.maximum(status, status_of(seen))
+    value = value if rows is None else rows.of_vector(value)
+    return value, spent, jnp.maximum(status, status_of(value))
 
 
 @final
@@ -75,6 +77,6 @@ def exact(
 
     The estimate, whose standard error is 0, and its weights.
     """
-    value, seen, spent = _exact(operator, rows, linearise=True)
-    estimate = make_estimate(value, jnp.zeros_like(value.real), spent, 0, status_of(value, seen))
+    value, spent, status = _exact(operator, rows, linearise=True)
+    estimate = make_estimate(value, jnp.zeros_like(value.real), spent, 0, status)
     return estimate, ExactWeights(rows is not None)

@@ -118,7 +118,8 @@ def gaussian_log_density(
     A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes what the solve may
     lack. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$) and
     `"solve"` ($A^{-1} y$, of the structure of `y`). The result is `outside_domain`, and the value
-    NaN, if the operator is not positive definite to rounding. It is `not_converged`, with the best
+    NaN, if the operator is found not to be positive definite to rounding, as far as
+    [`traceax.logdet`][] finds it; `not_symmetric` likewise. It is `not_converged`, with the best
     estimate, if a tolerance was not reached, or if the quadrature error of a budget exceeds four
     standard errors, 5 % of the value, and 1.
 
@@ -147,7 +148,7 @@ def gaussian_log_density(
     elif isinstance(preconditioner, BuiltPreconditioner):
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:
-        estimator = GaussianEstimator(observed, spending_of(preconditioner))
+        estimator = GaussianEstimator(observed, spending_of(preconditioner, operator))
     solution = solve(trace_p, key, operator, k, estimator, throw=throw)
     value, error, log_det, form, x = solution.value
     std_err = solution.std_err[0]

@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from ._definite_solve import conjugate_gradients
-from ._estimate import OUTSIDE_DOMAIN, Estimate, if_wanted, make_estimate, status_of
+from ._estimate import Estimate, has_no_logarithm, if_wanted, make_estimate, status_of
 from ._estimator import AbstractEstimator
 from ._logdet_estimator import ExactLogdet, estimate_from, exact_logdet
 from ._logdet_weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -118,7 +118,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         half, n = self._factor, self.y.shape[0]
         (value, error), (std_err, _) = log_det.value, log_det.std_err
         status = jnp.maximum(log_det.status, status_of(self.y))
-        failed = status == OUTSIDE_DOMAIN
+        failed = has_no_logarithm(status)
         density = -half * (form.value + value + n * math.log(math.pi / half))
         parts = (density, half * (form.left + error), value, form.value, form.x)
         parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)

@@ -256,12 +256,44 @@ def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     return jnp.linalg.cholesky(h, upper=True)
 
 
+def lower_cholesky(a: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
+    """The lower factor L of the Hermitian part of a large matrix, L L^H; NaN where it has none."""
+    return lax.linalg.cholesky(a)
+
+
 def cholesky_solve(
-    factor: Inexact[Array, "m m"], rhs: Inexact[Array, "m c"]
-) -> Inexact[Array, "m c"]:
-    """H^{-1} times a block, from the upper factor C of H = C^H C."""
-    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=False)
-    return solve(solve(rhs, transpose_a=True, conjugate_a=True))
+    factor: Inexact[Array, "n n"], rhs: Inexact[Array, "n c"]
+) -> Inexact[Array, "n c"]:
+    """A^{-1} times a block, from the lower factor L of A = L L^H."""
+    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=True)
+    return solve(solve(rhs), transpose_a=True, conjugate_a=True)
+
+
+#: Up to this size a triangular matrix is inverted by one solve.
+_SMALL_TRIANGLE = 1024
+
+
+def _lower_inverse(factor: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
+    """L^{-1}, by halves: that of [[L, 0], [M, N]] is [[X, 0], [-Z M X, Z]], X = L^{-1}, Z = N^{-1}.
+    A solve would multiply zeros half of the time.
+    """
+    n = len(factor)
+    if n <= _SMALL_TRIANGLE:
+        eye = jnp.eye(n, dtype=factor.dtype)
+        return lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
+    h = n // 2
+    x, z = _lower_inverse(factor[:h, :h]), _lower_inverse(factor[h:, h:])
+    y = -matmul(z, matmul(factor[h:, :h], x))
+    return jnp.block([[x, jnp.zeros((h, n - h), y.dtype)], [y, z]])
+
+
+def cholesky_inverse(
+    factor: Inexact[Array, "n n"], scale: Real[Array, ""]
+) -> Inexact[Array, "n n"]:
+    """(scale A)^{-1}, from the lower factor L of A = L L^H."""
+    inverse = _lower_inverse(factor) / scale.astype(factor.dtype)
+    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=True)
+    return solve(inverse, transpose_a=True, conjugate_a=True)
 
 
 @_one_by_one

@@ -115,10 +115,15 @@ def logdet(
     **Returns:**
 
     A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
-    `outside_domain`, and the value NaN, if the operator is not positive definite to rounding: if it
-    is indefinite in fact, or so nearly singular that the precision does not suffice. It is
-    `not_converged`, with the best estimate, if a tolerance was not reached, or if the quadrature
-    error of a budget exceeds four standard errors, 5 % of the value, and 1.
+    `outside_domain`, and the value NaN, if the operator is found not to be positive definite to
+    rounding: indefinite in fact, or so nearly singular that the precision does not suffice. With
+    `k >= n` that is certain. For smaller budgets it is what the products show: a Ritz value of the
+    probes, or of the preconditioner's sketch, that is not positive. Negative eigenvalues that are
+    few, or tiny beside the largest, may stay unseen. `K - s I`, with a shift that is known to be
+    negative (not traced), has a quarter of the probes, with longer recurrences, which see more.
+    The result is `not_symmetric`, and the value NaN, if the sketch shows that A is not Hermitian.
+    It is `not_converged`, with the best estimate, if a tolerance was not reached, or if the
+    quadrature error of a budget exceeds four standard errors, 5 % of the value, and 1.
 
     **Raises:**
 
@@ -143,7 +148,9 @@ def logdet(
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
         return solve_pair(key, operator, k, held, throw)
     if not wanted:
-        return solve_pair(key, operator, k, LogdetEstimator(spending_of(preconditioner)), throw)
+        return solve_pair(
+            key, operator, k, LogdetEstimator(spending_of(preconditioner, operator)), throw
+        )
     check_key(key)
     operator, name = as_operator(operator), ToleranceLogdetEstimator.__name__
     max_k, k = loop_budgets(max_k, operator, preconditioner, name)

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
 import lineax as lx
+from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from ._estimate import (
@@ -20,12 +21,12 @@ from ._estimate import (
     status_of,
 )
 from ._estimator import AbstractEstimator
-from ._linalg import cholesky, cholesky_solve
+from ._linalg import cholesky_inverse, cholesky_solve, lower_cholesky
 from ._logdet_weights import ExactLogdetWeights, weights_of
 from ._operator import BlockOperator
 from ._quadrature_error import fixed_budget_status, with_quadrature_error
 from ._shift import matrix_of
-from ._sketch import adjoint, square_norms
+from ._sketch import square_norms
 from ._spending import Run, Spending, for_derivative
 
 
@@ -54,7 +55,7 @@ def estimate_of_budget(run: Run) -> Estimate:
 
 
 class ExactLogdet(NamedTuple):
-    """A log-determinant from a Cholesky factorisation, A = scale C^H C."""
+    """A log-determinant from a Cholesky factorisation, A = scale L L^H."""
 
     estimate: Estimate
     factor: Inexact[Array, "n n"]
@@ -62,13 +63,13 @@ class ExactLogdet(NamedTuple):
 
     def solve(self, rhs: Inexact[Array, "n c"]) -> Inexact[Array, "n c"]:
         """A^{-1} times a block."""
-        return cholesky_solve(self.factor, rhs) / self.scale.astype(rhs.dtype)
+        return cholesky_solve(self.factor, rhs / self.scale.astype(rhs.dtype))
 
     def weights(self) -> ExactLogdetWeights:
         """Those of the derivative. (XLA's derivative of a Cholesky factorisation takes three times
         as long as this inverse.)
         """
-        return ExactLogdetWeights(self.solve(jnp.eye(len(self.factor), dtype=self.factor.dtype)))
+        return ExactLogdetWeights(cholesky_inverse(self.factor, self.scale))
 
 
 def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
@@ -82,14 +83,28 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     block = BlockOperator(operator)
     matrix, spent = matrix_of(block)
     n = block.n
-    scale = scale_of(matrix)
-    scaled = (matrix + adjoint(matrix)) / (2 * scale)
-    factor = cholesky(scaled)
+    entries = jnp.diagonal(matrix).real
+    scale = scale_of(entries)  # no entry of a definite matrix is larger
+    factor = lower_cholesky(matrix / scale)
     diagonal = jnp.square(jnp.diagonal(factor).real)
-    rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
-    lost = ~(jnp.min(diagonal) > 2 * rounding)  # also where the factor is NaN
-    status = status_of(matrix)
-    status = jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
+    smallest, entries = jnp.min(diagonal), entries / scale
+
+    # Every pass over n x n numbers takes time beside the factorisation. The norm of a row of a
+    # definite matrix is at most sqrt(A_jj tr A): the norms themselves, and whether NaN is what the
+    # factor is NaN of, only matter where the smallest pivot is not far above that.
+    bound = jnp.sqrt(jnp.max(entries) * jnp.sum(entries))
+    far = (smallest > 2 * block.eps * bound) & jnp.isfinite(bound)
+
+    def look():
+        # Made again where no product is: otherwise it would have to be kept for this.
+        again = matrix if spent else matrix_of(block)[0]
+        scaled = again / scale
+        rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
+        lost = ~(smallest > 2 * rounding)  # also where the factor is NaN
+        status = status_of(again)
+        return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
+
+    status = lax.cond(far, status_of, look)
     value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
     zero = jnp.zeros_like(value)
     estimate = with_quadrature_error(value, zero, zero, spent, 0, status)

@@ -211,7 +211,7 @@ class Loop:
             target=zero,
             spent=zero + self.ranks[0],
             rounds=zero,
-            status=jnp.asarray(status_of(y), jnp.int32),
+            status=jnp.maximum(built.status, jnp.asarray(status_of(y), jnp.int32)),
             weights=no_weights,
             known=self.aim.start,
             done=jnp.array(False),
@@ -227,15 +227,17 @@ class Loop:
                 new = self.sketch.products(before, rank)
                 y = jnp.concatenate([state.y[:, :before], new], axis=1)
                 low_rank = self.sketch.low_rank(y)
+                built = self._built(low_rank)
+                seen = jnp.maximum(built.status, jnp.asarray(status_of(new), jnp.int32))
                 return state._replace(
                     y=state.y.at[:, before:rank].set(new),
-                    built=self._built(low_rank),
+                    built=built,
                     left_out=low_rank.left_out,
                     decays=_decay(low_rank, state.left_out),
                     level=jnp.full_like(state.level, j),
                     grows=jnp.zeros_like(state.grows),
                     spent=state.spent + (rank - before),
-                    status=jnp.maximum(state.status, jnp.asarray(status_of(new), jnp.int32)),
+                    status=jnp.maximum(state.status, seen),
                 )
 
             state = if_any(wanted, grow, state)

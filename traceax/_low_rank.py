@@ -30,6 +30,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
+from ._estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL
 from ._linalg import (
     cholesky,
     divide_by_upper,
@@ -38,7 +39,7 @@ from ._linalg import (
     qr,
     svd,
 )
-from ._nystrom import shifted_cholesky
+from ._nystrom import is_asymmetric, shifted_cholesky
 from ._operator import BlockOperator
 from ._random import numbered
 from ._sketch import adjoint, matmul, row_norms, shift_of, square_norms
@@ -163,6 +164,7 @@ class LowRank(NamedTuple):
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
     left_out_by_half: Real[Array, ""]  # t of the first half of the columns; NaN if not known
+    status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
 
     def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
         """The factors of P. Cost: a QR factorisation, and l^3 operations."""
@@ -176,7 +178,7 @@ class LowRank(NamedTuple):
         # NaN where s is not known for certain: no bound then.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         trust = self.shift / (self.shift + 3 * self.left_out)
-        status = jnp.zeros((), jnp.int32)
+        status = jnp.asarray(self.status, jnp.int32)
         trust = jnp.where(trust >= 0, trust, 0)
         return BuiltPreconditioner(self.preconditioner(root), floor, trust, status)
 
@@ -233,7 +235,21 @@ def nystrom_of(
     sketch = products - shift.astype(omega.dtype) * omega
     # shift_of is for probes of norm sqrt(n). The rounding is that of A', not of what is left of it.
     least = shift_of(math.sqrt(n) * jnp.linalg.norm(products), n, eps)
-    nu, factor = shifted_cholesky(matmul(adjoint(omega), sketch), least)
+    core = matmul(adjoint(omega), sketch)
+    nu, factor = shifted_cholesky(core, least)
+    limit = 100 * math.sqrt(n) * least
+
+    def negative():
+        """Whether Omega^H A' Omega, too, has an eigenvalue below 0 by more than rounding."""
+        core = matmul(adjoint(omega), products)
+        return ~jnp.isfinite(cholesky(core + limit * jnp.eye(m, dtype=core.dtype))[-1, -1])
+
+    # Where K' looks semidefinite on the sketch, A' = K' + s I is definite there.
+    indefinite = lax.cond(nu <= limit, lambda: jnp.array(False), negative)
+    status = jnp.where(indefinite, OUTSIDE_DOMAIN, SUCCESSFUL)
+    norm = jnp.linalg.norm(products)
+    status = jnp.where(is_asymmetric(core, norm, n, eps), NOT_SYMMETRIC, status)
+    status = jnp.where(jnp.isfinite(norm), status, SUCCESSFUL)  # NaN is another matter
     sketch = sketch + nu.astype(omega.dtype) * omega
     f, inverse = divide_two_by_upper(sketch, jnp.eye(m, dtype=omega.dtype), factor)
 
@@ -247,7 +263,7 @@ def nystrom_of(
         mean = jnp.mean(tested - held_out) / max(n - count, 1) - nu
         return jnp.where(jnp.isfinite(mean), jnp.maximum(mean, 0), jnp.nan)
 
-    return LowRank(f, nu, shift, left_out(m), left_out(max(m // 2, 1)))
+    return LowRank(f, nu, shift, left_out(m), left_out(max(m // 2, 1)), status)
 
 
 def pivoted_cholesky(

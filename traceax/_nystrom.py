@@ -14,9 +14,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from ._estimate import NOT_SEMIDEFINITE, Estimate, make_estimate, rounding_of
+from ._estimate import (
+    NOT_SEMIDEFINITE,
+    NOT_SYMMETRIC,
+    SUCCESSFUL,
+    Estimate,
+    make_estimate,
+    rounding_of,
+)
 from ._linalg import cholesky, divide_two_by_upper
 from ._operator import BlockOperator
 from ._sketch import (
@@ -48,7 +55,7 @@ class Nystrom(NamedTuple):
     q: Inexact[Array, "m m"]
     inverse: Real[Array, " m"]  # 1 / d_i
     rho: Real[Array, " m"]
-    wrong: Bool[Array, ""]  # the operator is not semidefinite
+    tag: Int[Array, ""]  # the status that the tag deserves: SUCCESSFUL where it may be right
 
     def rounding(self, eps: float) -> Real[Array, ""]:
         """The standard error that rounding adds to the trace, products being good to `eps`."""
@@ -58,7 +65,32 @@ class Nystrom(NamedTuple):
 
     def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
         """What was estimated; with a wrong tag, what stands beside it and needs none."""
-        return [jnp.where(self.wrong, plain, estimated) for estimated, plain in pairs]
+        wrong = self.tag != SUCCESSFUL
+        return [jnp.where(wrong, plain, estimated) for estimated, plain in pairs]
+
+
+def is_asymmetric(
+    core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
+) -> Bool[Array, ""]:
+    """Whether a core says that A^H != A.
+
+    The core of A = S + X with X^H = -X differs from its adjoint by 2 Omega^H X Omega, that of a
+    Hermitian A by rounding alone: by no more than 2 eps ||Y||_F of products Y = A Omega that are
+    rounded once, entry by entry, for Omega of norm 1. sqrt(eps) ||Y||_F leaves room for sums of
+    many terms, for products in TensorFloat-32 and for solves; and 100 sqrt(n) eps ||Y||_F, the
+    limit for negative eigenvalues as well, for half precision, where nothing can be told. What
+    stays below does little harm: the approximation errs by ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu,
+    and nu >= eps ||Y||_F.
+
+    **Arguments:**
+
+    - `core`: Omega^H A Omega.
+    - `norm`: ||A Omega||_F.
+    - `n`: the size of A.
+    - `eps`: the relative precision of a product.
+    """
+    apart = jnp.linalg.norm(core - adjoint(core))
+    return apart > max(math.sqrt(eps), 100 * math.sqrt(n) * eps) * norm
 
 
 def shifted_cholesky(h, nu):
@@ -139,7 +171,7 @@ def signed_estimate(
     """
     k, size = factors.q.shape[0], factors.products.size
     status = factors.products.status
-    status = jnp.where((status == 0) & factors.wrong, NOT_SEMIDEFINITE, status)
+    status = jnp.where(status == SUCCESSFUL, factors.tag, status)
     value = sign * size * value.astype(factors.f.dtype)
     return make_estimate(value, rescale_error(size, std_err), k, k - 1, status)
 
@@ -158,6 +190,8 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     # Eigenvalues of the core are Rayleigh quotients: one below zero by more than the rounding of
     # the products says that the operator is not semidefinite.
     wrong = ~(nu <= 100 * math.sqrt(n) * least)
+    tag = jnp.where(wrong, NOT_SEMIDEFINITE, SUCCESSFUL)
+    tag = jnp.where(is_asymmetric(core, products.norm, n, eps), NOT_SYMMETRIC, tag)
 
     sketch = products.numbers + nu * p
     f, q_h = divide_two_by_upper(sketch, adjoint(s), factor)
@@ -165,4 +199,4 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     length = row_norms(q_h)
     q, inverse = adjoint(q_h / length[:, None]), jnp.square(1 / length)
     rho = jnp.abs(column_dots(s, r))
-    return Nystrom(products, nu, sketch, core, r, s, f, q, inverse, rho, wrong)
+    return Nystrom(products, nu, sketch, core, r, s, f, q, inverse, rho, tag)

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._estimate import NOT_CONVERGED, OUTSIDE_DOMAIN, SUCCESSFUL, Estimate, make_estimate
+from ._estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, has_no_logarithm, make_estimate
 from ._estimator import AbstractEstimator, solve
 from ._primitive import trace_p
 from ._solution import Solution
@@ -15,9 +15,10 @@ def with_quadrature_error(
     value, error, std_err, num_matvecs: Array | int, dof: Array | int, status
 ) -> Estimate:
     """An estimate whose value is a pair: the value, and its quadrature error. NaN, both of them, if
-    f is not finite where it is needed. Every number has its own degrees of freedom.
+    f is not finite where it is needed, or the operator is not Hermitian. Every number has its own
+    degrees of freedom.
     """
-    failed = status == OUTSIDE_DOMAIN
+    failed = has_no_logarithm(status)
 
     def masked(x):
         return jnp.where(failed, jnp.nan, x)

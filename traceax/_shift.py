@@ -4,19 +4,25 @@ stored diagonals and matrices.
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Bool, Inexact, Real
 
 from ._estimate import scale_of
 from ._operator import BlockOperator, is_tagged, semidefinite_sign
+from ._sparse import SparseLinearOperator
 
 # Operators whose diagonal is stored, so that reading it costs no product.
 _STORED = (
     lx.MatrixLinearOperator,
     lx.PyTreeLinearOperator,
     lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
     lx.IdentityLinearOperator,
+    SparseLinearOperator,
 )
 
 # Operators all of whose entries are stored, in the order of the rows of a block.
@@ -91,6 +97,22 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
     return Terms(None, True, sign != 0, jnp.asarray(float(sign)))
 
 
+def is_shifted_down(operator: Any) -> bool:
+    """Whether a diagonal part that is not positive is written down, as in K - s I: such a sum may
+    be indefinite, whatever the tag of K says. False where that is traced, or no operator.
+
+    **Arguments:**
+
+    - `operator`: the operator, or what a user took for one.
+    """
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        return False
+    with jax.ensure_compile_time_eval():  # what is known is read inside of a program, too
+        shift = terms_of(operator).shift
+    known = shift is not None and not isinstance(shift, jax.core.Tracer)
+    return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
+
+
 def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
     """The diagonal, where it can be read without a product, or None.
 
@@ -105,7 +127,18 @@ def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]
         return stored_diagonal(operator.operator)
     if isinstance(operator, lx.AddLinearOperator):
         first, second = stored_diagonal(operator.operator1), stored_diagonal(operator.operator2)
-        return None if first is None or second is None else first + second
+        if first is None or second is None:
+            return None
+        return first.astype(dtype) + second.astype(dtype)
+    if isinstance(operator, lx.ComposedLinearOperator):
+        factors = operator.operator1, operator.operator2
+        if not any(is_tagged(lx.is_diagonal, part) for part in factors):
+            return None
+        # (D A)_jj = d_j A_jj, and (A D)_jj as well.
+        first, second = map(stored_diagonal, factors)
+        if first is None or second is None:
+            return None
+        return first.astype(dtype) * second.astype(dtype)
     factor = _factor(operator)
     if factor is not None:
         inner = stored_diagonal(operator.operator)  # pyright: ignore[reportAttributeAccessIssue]

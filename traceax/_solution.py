@@ -45,6 +45,13 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "that were multiplied out say so. Give that of the whole operator (for K + s I that of K, "
         "plus s), or leave it out where the operator stores it."
     )
+    not_symmetric = (
+        "The operator is tagged positive (or negative) semidefinite, but its products say that it "
+        "is not even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson "
+        "estimate from the same products, which does not rely on the tag; a log-determinant is "
+        "NaN. Remove the tag, or use the symmetric part, (A + A^H) / 2. Products that are good "
+        "to a few digits only, such as iterative solves, look so as well: make them more accurate."
+    )
 
 
 @final

@@ -2,19 +2,23 @@
 
 from typing import NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Int
 
 from ._batches import batch_size_of, in_batches
+from ._estimate import status_of
 from ._operator import BlockOperator, is_tagged
+from ._shift import stored_diagonal
 
 
 class Split(NamedTuple):
     """`tr(A) = exact + scale tr(rest)`, or the same of diagonals; `rest=None` if nothing is left.
 
     `exact` and `scale` are differentiable and of the working dtype; `has_exact` tells (statically)
-    whether anything was split off.
+    whether anything was split off, and `status` whether what that was read from is finite.
     """
 
     exact: Inexact[Array, "..."]
@@ -22,15 +26,7 @@ class Split(NamedTuple):
     scale: Inexact[Array, ""]
     rest: lx.AbstractLinearOperator | None
     has_exact: bool
-
-
-# Operators that store their entries, so that reading the diagonal costs no product.
-_STORED = (
-    lx.MatrixLinearOperator,
-    lx.PyTreeLinearOperator,
-    lx.DiagonalLinearOperator,
-    lx.TridiagonalLinearOperator,
-)
+    status: Int[Array, ""]
 
 
 def _banded_diagonal(operator: lx.AbstractLinearOperator, width: int) -> tuple[Array, int]:
@@ -43,31 +39,41 @@ def _banded_diagonal(operator: lx.AbstractLinearOperator, width: int) -> tuple[A
     return jnp.sum(jnp.where(indicator, products, jnp.zeros((), block.dtype)), axis=1), colours
 
 
-def _known(
-    operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool
-) -> tuple[Array, int] | None:
-    """The trace (or diagonal) and the number of products it took, or None if it is not cheap."""
+class _Known(NamedTuple):
+    """A trace (or diagonal), the number of products it took, and whether all entries are finite."""
+
+    exact: Inexact[Array, "..."]
+    num_matvecs: int
+    status: Int[Array, ""]
+
+
+def _known(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> _Known | None:
+    """What is known of an operator, or None if that is not cheap."""
     dtype = BlockOperator(operator).dtype
     n = operator.in_size()
     if is_tagged(lx.has_unit_diagonal, operator):  # the identity among them
-        return (jnp.ones(n, dtype) if diagonal else jnp.asarray(n, dtype)), 0
-    width = 1 if is_tagged(lx.is_diagonal, operator) else 3
-    if width == 3 and not is_tagged(lx.is_tridiagonal, operator):
+        return _Known(jnp.ones(n, dtype) if diagonal else jnp.asarray(n, dtype), 0, status_of())
+    entries, spent, status = stored_diagonal(operator), 0, status_of()
+    if entries is not None:
+        # A product would show NaN off the diagonal, too. Looking at all entries costs as much as
+        # one product.
+        status = status_of(*jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)))
+    elif not paid:
         return None
-    if isinstance(operator, _STORED):
-        entries, spent = lx.diagonal(operator).astype(dtype), 0
-    elif paid:
-        entries, spent = _banded_diagonal(operator, width)
+    elif is_tagged(lx.is_diagonal, operator):
+        entries, spent = _banded_diagonal(operator, 1)
+    elif is_tagged(lx.is_tridiagonal, operator):
+        entries, spent = _banded_diagonal(operator, 3)
     else:
         return None
-    return (entries if diagonal else jnp.sum(entries)), spent
+    return _Known(entries if diagonal else jnp.sum(entries), spent, status)
 
 
 def split(
     operator: lx.AbstractLinearOperator, budget: int, cost_of_rest: int, diagonal: bool = False
 ) -> Split:
-    """Split off what is exact: diagonal, tridiagonal, identity and unit-diagonal parts of sums,
-    multiples, quotients and negations.
+    """Split off what is exact: stored, diagonal, tridiagonal, identity and unit-diagonal parts of
+    sums, multiples, quotients and negations.
 
     **Arguments:**
 
@@ -95,8 +101,8 @@ def _split(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> S
     known = _known(operator, paid, diagonal)
     if known is None:
         return parts
-    exact, spent = known
-    return Split(exact.astype(parts.exact.dtype), spent, parts.scale, None, has_exact=True)
+    exact, spent, status = known
+    return Split(exact.astype(parts.exact.dtype), spent, parts.scale, None, True, status)
 
 
 def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> Split:
@@ -108,7 +114,7 @@ def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: 
     dtype = BlockOperator(operator).dtype
     one = jnp.ones((), dtype)
     nothing = jnp.zeros(operator.in_size() if diagonal else (), dtype)
-    whole = Split(nothing, 0, one, operator, has_exact=False)
+    whole = Split(nothing, 0, one, operator, False, status_of())
 
     if isinstance(operator, lx.AddLinearOperator):
         terms = (operator.operator1, operator.operator2)
@@ -117,16 +123,17 @@ def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: 
             return whole
         exact = parts[0].exact.astype(dtype) + parts[1].exact.astype(dtype)
         spent = parts[0].num_matvecs + parts[1].num_matvecs
+        status = jnp.maximum(parts[0].status, parts[1].status)
         left = [part for part in parts if part.rest is not None]
         if len(left) < 2:
             scale, rest = (left[0].scale.astype(dtype), left[0].rest) if left else (one, None)
-            return Split(exact, spent, scale, rest, has_exact=True)
+            return Split(exact, spent, scale, rest, True, status)
         # A part with nothing exact in it stays as it was written, for the sake of its tags.
         first, second = (
             part.rest * part.scale if part.has_exact else term  # pyright: ignore
             for part, term in zip(left, terms, strict=True)
         )
-        return Split(exact, spent, one, first + second, has_exact=True)
+        return Split(exact, spent, one, first + second, True, status)
 
     if isinstance(operator, lx.NegLinearOperator):
         return _times(_split(operator.operator, paid, diagonal), -one)

@@ -31,6 +31,7 @@ _OUTCOMES = (
     "not_semidefinite",
     "outside_domain",
     "not_converged",
+    "not_symmetric",
 )
 _TOLERANCES = ("rtol", "atol", "max_k")
 

@@ -15,8 +15,9 @@ from .xtrace import XTraceEstimator
 class AutoTraceEstimator(AbstractTraceEstimator):
     """Chooses: what is known exactly is read off, the rest goes to the best estimator for it.
 
-    1. Diagonal, tridiagonal, identity and unit-diagonal parts of sums, multiples and negations
-       are split off exactly: `tr(K + s I)` spends its matvecs on `K` alone.
+    1. Stored parts (dense, sparse, diagonal, tridiagonal) and identity and unit-diagonal ones, of
+       sums, multiples and negations, are read off exactly: `tr(K + s I)` spends its matvecs on
+       `K` alone, and none where `K` is stored, too.
     2. What is left goes to [`traceax.HutchinsonEstimator`][] if a block of `n x k` numbers would
        exceed `memory_limit`,
     3. to [`traceax.XNysTraceEstimator`][] if it is tagged positive or negative semidefinite,

@@ -12,8 +12,8 @@ from .._exact import exact
 class ExactTraceEstimator(AbstractTraceEstimator):
     r"""The exact trace $\sum_j e_j^* A e_j$ from products with unit vectors; standard error 0.
 
-    Parts whose diagonal is known (diagonal, tridiagonal, identity, and sums and multiples of
-    them) are read off without products. The budget `k` is ignored.
+    Parts whose diagonal is known (stored, diagonal, tridiagonal, identity, and sums and multiples
+    of them) are read off without products. The budget `k` is ignored.
 
     Cost: `n` matvecs for what is not known beforehand; one block of unit vectors and its products,
     of 2^27 numbers at most.
