@@ -85,13 +85,13 @@ def test_a_standard_error_of_zero_is_exact():
 # -------------------------------------------------------------------------- bars of few products
 
 
-EIGHT = eight_spectra(200)
 FEW = (8, 9, 12, 16, 24, 60)
 
 
-def coverage(call, truth, k, eigenvalues, count=1000):
-    """Of the 95 % intervals, over 1000 keys (other ones than the constants were measured with)."""
-    matrix = jnp.asarray(with_eigenvalues(eigenvalues))
+def uncovered(call, truth, k, n, count=1000):
+    """The spectra on which 95 % intervals cover less than 92 %, over 1000 keys (other ones than the
+    constants were measured with), entry by entry.
+    """
 
     @jax.jit
     def ends(keys, matrix):
@@ -100,18 +100,20 @@ def coverage(call, truth, k, eigenvalues, count=1000):
 
         return jax.lax.map(one, keys, batch_size=50)
 
-    lower, upper = map(np.asarray, ends(keys(count, seed=11), matrix))
-    expected = np.asarray(truth(matrix))
-    return np.mean((lower <= expected) & (expected <= upper))
+    found = {}
+    for name, eigenvalues in eight_spectra(n).items():
+        matrix = jnp.asarray(with_eigenvalues(eigenvalues))
+        lower, upper = map(np.asarray, ends(keys(count, seed=11), matrix))
+        expected = np.asarray(truth(matrix))
+        found[name] = np.mean((lower <= expected) & (expected <= upper))
+    return {name: share for name, share in found.items() if share < 0.92}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", FEW)
 @pytest.mark.parametrize("estimator", [EVERY[0], *SKETCHING])
 def test_intervals_of_traces_from_few_products(estimator, k):
-    for name, eigenvalues in EIGHT.items():
-        call = partial(tr.trace, estimator=estimator)
-        assert coverage(call, jnp.trace, k, eigenvalues) >= 0.92, name
+    assert uncovered(partial(tr.trace, estimator=estimator), jnp.trace, k, 200) == {}
 
 
 def _part(name):
@@ -140,8 +142,7 @@ def _row_norms(matrix):
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_intervals_of_diagonals_and_norms_from_few_products(call, truth, k):
-    for name, eigenvalues in eight_spectra(100).items():
-        assert coverage(call, truth, k, eigenvalues, 300) >= 0.92, name
+    assert uncovered(call, truth, k, 100, 300) == {}
 
 
 def _log_det(matrix):
@@ -171,8 +172,7 @@ def _count(key, operator, k):
     ids=["logdet", "sqrt", "count"],
 )
 def test_intervals_of_functions_from_few_products(call, truth, k):
-    for name, eigenvalues in eight_spectra(50).items():
-        assert coverage(call, truth, k, eigenvalues) >= 0.92, name
+    assert uncovered(call, truth, k, 50) == {}
 
 
 def test_a_probe_that_hardly_meets_the_only_eigenvalue_says_so():

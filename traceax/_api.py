@@ -11,6 +11,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
+from ._calibration import CALIBRATION
 from ._diagonal.auto import AutoDiagonalEstimator
 from ._diagonal.blocks import BlockTraceEstimator
 from ._estimator import (
@@ -329,6 +330,9 @@ def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
     std_err = jtu.tree_map(root_error, value, solution.std_err)
     stats = {**solution.stats, "std.err": std_err}
     spent = 2 * solution.num_matvecs
-    return dataclasses.replace(
+    solution = dataclasses.replace(
         solution, value=value, std_err=std_err, num_matvecs=spent, stats=stats
     )
+    if rows:
+        return solution
+    return dataclasses.replace(solution, tail=CALIBRATION["xnystrace, squares"].tail)
