@@ -38,7 +38,7 @@ y = jnp.asarray(np.linalg.cholesky(covariance) @ rng.standard_normal(len(x)))
 #
 # Three positive numbers with wide priors, and the density of the data as a factor. Only the
 # function that computes it differs between the two runs. The key is fixed: the estimate is then a
-# smooth, deterministic function, and the dynamics of the sampler are as they should be.
+# deterministic function, by whose values the sampler corrects what its gradient is off.
 
 
 # %%
