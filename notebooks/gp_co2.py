@@ -71,7 +71,7 @@ def kernel(theta, a, b):
 #
 # Both functions return the value and its gradient. The estimate spends 140 products: 110 on a
 # preconditioner, the rest on the solve and the probes. The same key makes it a deterministic
-# function. (For the derivative of that function itself: `preconditioner=` takes one that was built.)
+# function. (Its own derivative takes a preconditioner that was built before.)
 
 
 # %%

@@ -107,8 +107,8 @@ def test_estimates_of_the_sample_matrix(capsys, estimator):
         abs(report["estimate"] - report["exact"]) / report["std_err"]
     )
     low, high = report["interval"]
-    # Student's quantile is a little above the normal one; leave-one-out samples need a little more.
-    assert 1.96 < (high - low) / 2 / report["std_err"] < 2.4
+    # Student's quantile is a little above the normal one; samples with heavy tails need more.
+    assert 1.96 < (high - low) / 2 / report["std_err"] < 2.7
     assert report["matvecs"] == 120
     assert report["n"] == 1138
 

@@ -2,14 +2,13 @@
 
 import jax.numpy as jnp
 import jax.random as jr
-import lineax as lx
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 import traceax as tr
 
-from .helpers import PSD, spectra, with_spectrum
+from .helpers import PSD, by_products, spectra, with_spectrum
 
 N = 60
 MATRIX = with_spectrum(np.random.default_rng(0), spectra(N)["poly"])
@@ -65,7 +64,7 @@ def test_a_density_on_a_logarithmic_axis():
 
 def test_convergence():
     """Of real solutions, two estimators on the same axes, at a level."""
-    operator = lx.MatrixLinearOperator(jnp.asarray(MATRIX), PSD)
+    operator = by_products(MATRIX, PSD)
     estimators = {"XNysTrace": tr.XNysTraceEstimator(), "Hutchinson": tr.HutchinsonEstimator()}
     axes = None
     for name, estimator in estimators.items():

@@ -552,6 +552,7 @@ DECIDED = {
     "core.Trace",  # told apart from values, in keys
     "core.Tracer",
     "core.eval_jaxpr",  # as Equinox's closures do
+    "ensure_compile_time_eval",  # shifts that are known are read inside of programs
     "custom_batching.custom_vmap",
     "custom_batching.sequential_vmap",
     "debug.callback",  # the progress bar

@@ -294,7 +294,7 @@ def test_a_full_budget_is_exact(method):
     state, solution = run(track(method), jr.key(0), matrices, 9)
     np.testing.assert_allclose(solution.value, traces(matrices), rtol=1e-12)
     assert not np.any(solution.std_err)
-    assert np.all(solution.num_matvecs == 6)
+    assert np.all(solution.num_matvecs == 0)  # the entries are stored
     assert state.step == 4
 
 

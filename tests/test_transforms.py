@@ -156,7 +156,10 @@ def test_gradient_of_module_and_of_operator(name):
     assert isinstance(grad, lx.MatrixLinearOperator)
     assert grad.matrix.shape == (N, N)
     _, gradients = reference(name)
-    close(jnp.sum(grad.matrix * C) * 2 * PARAMS["b"][0], gradients["b"][0, 0, 0])
+    expected = gradients["b"][0, 0, 0]
+    if name == "auto":  # what is stored is read: G is the identity
+        expected = jnp.trace(C) * 2 * PARAMS["b"][0]
+    close(jnp.sum(grad.matrix * C) * 2 * PARAMS["b"][0], expected)
 
 
 # --- shapes without computing --------------------------------------------------------------------
@@ -443,7 +446,8 @@ def test_vmap_axes_that_are_not_zero(name):
     raw = jnp.stack([jax.random.key_data(key) for key in KEYS], axis=1)
 
     def f(matrix, key):
-        value = tr.trace(key, lx.MatrixLinearOperator(matrix, PSD), K, ESTIMATORS[name]).value
+        operator = operator_for(ESTIMATORS[name], matrix, PSD)
+        value = tr.trace(key, operator, K, ESTIMATORS[name]).value
         return value, jnp.ones(2) * value
 
     mapped = jax.vmap(f, (2, 1), (0, 1))

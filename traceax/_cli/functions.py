@@ -73,7 +73,7 @@ def _solve(
         report["exact"] = exact.value.item()
         report["error_in_half_intervals"] = ratio(abs(value - report["exact"]), half)
         # What k products did not show (a few negative eigenvalues, say), all of them do.
-        message = message or tr.RESULTS[exact.result]
+        message = tr.RESULTS[exact.result] or message
     return report, message
 
 
