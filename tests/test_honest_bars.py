@@ -85,7 +85,7 @@ def test_a_standard_error_of_zero_is_exact():
 # -------------------------------------------------------------------------- bars of few products
 
 
-FEW = (8, 9, 12, 16, 24, 60)
+FEW = (8, 12, 24, 60)
 
 
 def uncovered(call, truth, k, n, count=1000):
@@ -125,7 +125,7 @@ def _row_norms(matrix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [8, 10, 16, 40])
+@pytest.mark.parametrize("k", [8, 16, 40])
 @pytest.mark.parametrize(
     ("call", "truth"),
     [
@@ -158,7 +158,7 @@ def _count(key, operator, k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [8, 10, 12, 20, 24, 30, 40])
+@pytest.mark.parametrize("k", [8, 12, 24, 40])
 @pytest.mark.parametrize(
     ("call", "truth"),
     [
