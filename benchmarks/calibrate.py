@@ -50,6 +50,9 @@ LEVEL = 0.95
 WANTED = LEVEL + 0.015
 #: The six spectra are not all there are: no constant is smaller than this.
 LEAST = 2.0
+#: Other keys say something else: with a tail of 2, which was measured, intervals of XNysTrace
+#: covered 91 % of one case with other keys. None of a trace is smaller than this.
+LEAST_TAIL = 3.0
 TAIL_BUDGETS = (8, 9, 12, 16, 24, 36, 60)
 RESULTS = Path(__file__).parent / "calibration.json"
 
@@ -206,7 +209,8 @@ def tails(results):
     """Add the tails to the results."""
     for name, estimator in {**ESTIMATORS, **DIAGONAL_ESTIMATORS}.items():
         interval, diagonal = results[name]["interval"], name in DIAGONAL_ESTIMATORS
-        results[name]["tail"] = tail_constant(_call_of(estimator), interval, diagonal)
+        measured = tail_constant(_call_of(estimator), interval, diagonal)
+        results[name]["tail"] = measured if diagonal else max(LEAST_TAIL, measured)
         print(name, results[name]["tail"], flush=True)
 
     def of_summary(key, operator, k):

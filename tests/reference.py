@@ -6,11 +6,11 @@ authors give them, with their own shifts, and without resphering.
 """
 
 import jax
-import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 
 import traceax as tr
+
+from .helpers import operator_for
 
 
 def each(fn, keys, *args):
@@ -26,7 +26,7 @@ def each(fn, keys, *args):
 @jax.jit(static_argnums=(2, 3, 4))
 def solutions(keys, matrix, k, estimator, tags=()):
     """The `Solution` for each of the keys, one after the other."""
-    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+    operator = operator_for(estimator, matrix, tags)
     return jax.lax.map(lambda key: tr.trace(key, operator, k, estimator), keys)
 
 

@@ -39,7 +39,7 @@ CALIBRATION = {
     "hutchinson": Calibration(stop=2.15, interval=1.02, tail=5.0),
     "hutch++": Calibration(stop=2.0, interval=1.09, tail=4.5),
     "xtrace": Calibration(stop=2.0, interval=1.15, tail=3.0),
-    "xnystrace": Calibration(stop=2.0, interval=1.11, tail=2.0),
+    "xnystrace": Calibration(stop=2.0, interval=1.11, tail=3.0),
     # Of a Gram matrix, for the Frobenius norm: eigenvalues decay twice as fast.
     "xnystrace, squares": Calibration(stop=2.0, interval=1.11, tail=9.0),
     "hutchinson-diagonal": Calibration(stop=2.0, interval=1.0),

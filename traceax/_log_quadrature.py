@@ -8,7 +8,7 @@ errors are of about the same size where a is close to lambda_min(M), also for 1/
 the two is far better than either (on a kernel, q = 6 to 12: 5 to 30 times). Radau has the weight
 min(0.6, a / theta_1), theta_1 the smallest Ritz value: nothing for an a that is far too small. The
 quadrature error is what the bounds leave possible on either side. Where a is a guess, they are no
-bounds, and the error is no less than the one that `_funm` reads from shorter recurrences.
+bounds, and the error that `_funm` reads from shorter recurrences is added to it.
 
 *The derivative* of Gauss quadrature is <L(T)[e_1 e_1^T], dT>, L the derivative of the logarithm
 and dT = V^H dM V (see `_funm`). For Radau's rule, That instead of T, it would no longer be 1 in the
@@ -97,7 +97,7 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     share = jnp.minimum(0.6, a / nodes[:, 0])
     value = jnp.mean(gauss - share * gap)
     error = jnp.mean(jnp.maximum(share, 1 - share) * gap)
-    guessed = jnp.maximum(error, truncation_error(samples, exhausted))
+    guessed = error + truncation_error(samples, exhausted)
     error = jnp.where(jnp.isnan(floor), guessed, error)
 
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
