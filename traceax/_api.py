@@ -330,9 +330,7 @@ def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
     std_err = jtu.tree_map(root_error, value, solution.std_err)
     stats = {**solution.stats, "std.err": std_err}
     spent = 2 * solution.num_matvecs
-    solution = dataclasses.replace(
-        solution, value=value, std_err=std_err, num_matvecs=spent, stats=stats
+    tail = solution.tail if rows else CALIBRATION["xnystrace, squares"].tail
+    return dataclasses.replace(
+        solution, value=value, std_err=std_err, num_matvecs=spent, stats=stats, tail=tail
     )
-    if rows:
-        return solution
-    return dataclasses.replace(solution, tail=CALIBRATION["xnystrace, squares"].tail)

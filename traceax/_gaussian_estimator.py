@@ -53,6 +53,11 @@ class QuadraticForm(NamedTuple):
     x: Inexact[Array, " n"]
 
 
+def log_density(half: float, n: int, log_det: Array, form: Array) -> Real[Array, ""]:
+    """The density from its two parts; `half` is 1 over the complex numbers."""
+    return -half * (form + log_det + n * math.log(math.pi / half))
+
+
 def solution_budget(k: int) -> int:
     """The part of a budget for the solve."""
     return max(2, k // 5)
@@ -119,7 +124,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         (value, error), (std_err, _) = log_det.value, log_det.std_err
         status = jnp.maximum(log_det.status, status_of(self.y))
         failed = has_no_logarithm(status)
-        density = -half * (form.value + value + n * math.log(math.pi / half))
+        density = log_density(half, n, value, form.value)
         parts = (density, half * (form.left + error), value, form.value, form.x)
         parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)
         errors = (half * std_err, *(jnp.zeros_like(part.real) for part in parts[1:]))
@@ -159,10 +164,8 @@ class GaussianEstimator(AbstractGaussianEstimator):
         reserved = solution_budget(k)
 
         def finish(run):
-            # A bound where one is known; M's smallest Ritz value says about as much elsewhere.
-            floor = jnp.where(jnp.isnan(run.built.floor), run.bounds.smallest, run.built.floor)
             weights = if_wanted(lambda: for_derivative(run, weights_of))
-            return estimate_from(run), weights, floor, run.built.factors.padded(run.rank)
+            return estimate_from(run), weights, run.floor, run.built.factors.padded(run.rank)
 
         log_det, weights, floor, factors = self.spending.spend(key, operator, k - reserved, finish)
         block = BlockOperator(operator).linearised()

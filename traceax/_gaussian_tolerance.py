@@ -14,7 +14,6 @@ of them. At the end the solve goes on until its quarter is reached, or the budge
 """
 
 import dataclasses
-import math
 from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -27,6 +26,7 @@ from ._gaussian_estimator import (
     AbstractGaussianEstimator,
     GaussianWeights,
     QuadraticForm,
+    log_density,
     solution_budget,
 )
 from ._logdet_estimator import exact_logdet
@@ -76,15 +76,11 @@ class _DensityAim(NamedTuple):
             jnp.zeros_like(self.y), self.y, unknown, jnp.ones((), real), jnp.zeros((), jnp.int32)
         )
 
-    def density(self, log_det: Array, form: Array) -> Real[Array, ""]:
-        """The density for these values of its parts."""
-        n = self.y.shape[0]
-        return -self.half * (form + log_det + n * math.log(math.pi / self.half))
-
     def _whole(self, log_det: Array, solve: _Solve) -> Real[Array, ""]:
         """What twice the density may err by."""
-        form = solve.form(self.y)
-        most, least = self.density(log_det, form), self.density(log_det, form + solve.left)
+        form, n = solve.form(self.y), self.y.shape[0]
+        most = log_density(self.half, n, log_det, form)
+        least = log_density(self.half, n, log_det, form + solve.left)
         size = jnp.where((most > 0) & (least < 0), 0, jnp.minimum(jnp.abs(most), jnp.abs(least)))
         return (self.rtol.astype(size.dtype) * size + self.atol.astype(size.dtype)) / self.half
 
@@ -94,10 +90,8 @@ class _DensityAim(NamedTuple):
 
     def advanced(self, known: _Solve, run: Run, estimate: Estimate) -> _Solve:
         """See `LogdetAim`."""
-        # A bound where one is known; M's smallest Ritz value says about as much elsewhere.
-        floor = jnp.where(jnp.isnan(run.built.floor), run.bounds.smallest, run.built.floor)
         steps = jnp.minimum(STEPS, self.reserved - known.spent - 1)
-        return self.go_on(known._replace(floor=floor), run.built, estimate.value[0], steps)
+        return self.go_on(known._replace(floor=run.floor), run.built, estimate.value[0], steps)
 
     def go_on(
         self, solve: _Solve, built: BuiltPreconditioner, log_det: Array, steps: Int[Array, ""]

@@ -42,7 +42,7 @@ from ._log_quadrature import log_quadrature
 from ._logdet_estimator import estimate_from, estimate_of_budget, exact_logdet
 from ._low_rank import BuiltPreconditioner, LowRankPlusIdentity
 from ._operator import BlockOperator
-from ._own_derivative import gauss, own_derivative
+from ._own_derivative import gauss, own_derivative, positive_quadrature
 from ._precision import einsum
 from ._precondition import check_definite
 from ._sampler import SphereSampler
@@ -222,9 +222,7 @@ def _quadratic_form(
     smallest: Real[Array, ""],
 ) -> QuadraticForm:
     """b^H M^{-1} b, where `smallest` stands for the smallest eigenvalue of M."""
-    nodes, _, vectors = quadrature(krylov)
-    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
-    nodes = jnp.maximum(nodes, tiny)
+    nodes, _, vectors = positive_quadrature(krylov)
     length = jnp.sqrt(square_norms(target))[0]
     solved = length * einsum("paj,pj->pa", vectors, vectors[:, 0, :] / nodes)
     solution = einsum("qnp,pq->np", krylov.basis, solved.astype(target.dtype))

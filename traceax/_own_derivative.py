@@ -53,7 +53,7 @@ class OwnDerivative(NamedTuple):
     start: Inexact[Array, "n p"]  # x
 
 
-def _nodes(krylov: Lanczos) -> tuple[Array, Array, Array]:
+def positive_quadrature(krylov: Lanczos) -> tuple[Array, Array, Array]:
     """The quadrature of a positive definite operator. (A number in the place of nodes that are not
     positive keeps NaN out: they are for the caller to report.)
     """
@@ -69,7 +69,7 @@ def gauss(
 
     **Arguments:** as of `own_derivative`.
     """
-    nodes, weights, _ = _nodes(krylov)
+    nodes, weights, _ = positive_quadrature(krylov)
     return square_norms(probes) * jnp.sum(weights * on_nodes(fn, nodes), axis=1)
 
 
@@ -95,7 +95,7 @@ def own_derivative(
     """
     basis, alpha, beta = krylov.basis, krylov.alpha, krylov.beta
     q, dtype = alpha.shape[0], probes.dtype
-    nodes, _, vectors = _nodes(krylov)
+    nodes, _, vectors = positive_quadrature(krylov)
     along = vectors * vectors[:, :1, :]
     core = einsum("pai,pij,pbj->pab", along, divided_differences(fn, nodes), along).astype(dtype)
     of_first = einsum("paj,pj->pa", vectors, on_nodes(fn, nodes) * vectors[:, 0, :]).astype(dtype)

@@ -74,6 +74,14 @@ class Run(NamedTuple):
     rank: int  # of the plan with the largest
     columns: int  # of the weights, for the plan with the most
 
+    @property
+    def floor(self) -> Array:
+        """A bound of the eigenvalues of M where one is known; its smallest Ritz value says about as
+        much elsewhere.
+        """
+        known = self.built.floor
+        return jnp.where(jnp.isnan(known), self.bounds.smallest, known)
+
 
 def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
     """The identity."""
