@@ -111,7 +111,7 @@ def uncovered(call, truth, k, n, count=1000):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", FEW)
-@pytest.mark.parametrize("estimator", [EVERY[0], *SKETCHING])
+@pytest.mark.parametrize("estimator", EVERY)
 def test_intervals_of_traces_from_few_products(estimator, k):
     assert uncovered(partial(tr.trace, estimator=estimator), jnp.trace, k, 200) == {}
 

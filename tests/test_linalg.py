@@ -209,3 +209,19 @@ def test_products_with_a_matrix(m, dtype):
     np.testing.assert_allclose(pulled[1], matrix.T @ weights, **tolerance)
     np.testing.assert_allclose(batched[1], 2 * (matrix @ block), **tolerance)
     np.testing.assert_allclose(both[1], change @ block, **tolerance)
+
+
+@pytest.mark.parametrize("n", [1, 2, 1024, 1027])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+def test_inverse_from_a_cholesky_factor(n, dtype):
+    """Also by blocks that do not divide n; relative to the condition, which is about 6."""
+    rng = np.random.default_rng(n)
+    half = rng.standard_normal((n, n))
+    if dtype == np.complex128:
+        half = half + 1j * rng.standard_normal((n, n))
+    matrix = half @ half.conj().T / n + np.eye(n)
+    factor = jnp.asarray(np.linalg.cholesky(matrix), dtype)
+    inverse = _linalg.cholesky_inverse(factor, jnp.asarray(2.0, factor.real.dtype))
+    assert inverse.dtype == dtype
+    error = np.linalg.norm(2 * np.asarray(inverse) @ matrix - np.eye(n), 2)
+    assert error < 100 * np.finfo(dtype).eps

@@ -1,5 +1,6 @@
 """How many standard errors an error bar is worth: measured, by `benchmarks/calibrate.py`."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, PyTree, Real
 
-from ._estimate import is_scalar, norm_of
+from ._estimate import Estimate, is_scalar, norm_of
 
 
 class Calibration(NamedTuple):
@@ -33,6 +34,10 @@ class Calibration(NamedTuple):
     def interval_of_run(self) -> float:
         """The same for runs that a tolerance ended."""
         return max(self.interval, self.stop / 1.96)
+
+    def applied(self, estimate: Estimate) -> Estimate:
+        """The estimate from a fixed budget, with what makes its intervals right."""
+        return dataclasses.replace(estimate, inflation=self.interval, tail=self.tail)
 
 
 CALIBRATION = {

@@ -59,7 +59,7 @@ def conjugate_gradients(
 
     def product(x):
         column = _from_real(x, dtype)[:, None]
-        column = factors.inverse_root(block.mm(factors.inverse_root_adjoint(column)))
+        column = factors.preconditioned(block.mm, column)
         return _to_real(column[:, 0])
 
     target = _to_real(factors.inverse_root(rhs[:, None])[:, 0])

@@ -1,7 +1,6 @@
 """Estimates that grow: the same algorithm on a block of probes, and on all blocks so far."""
 
 import abc
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -118,9 +117,7 @@ def run_once(
     estimate = growth.estimate(state, block)
     keys = [(jr.key_data(key), jr.key_impl(key))]
     weights = if_wanted(lambda: growth.weights(state, block, keys, [k])[0][0])
-    calibration = growth.calibration
-    estimate = dataclasses.replace(estimate, inflation=calibration.interval, tail=calibration.tail)
-    return estimate, weights
+    return growth.calibration.applied(estimate), weights
 
 
 def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:

@@ -114,8 +114,7 @@ class _Held:
 
     def mm(self, vectors: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """M times a block."""
-        factors = self.factors
-        return factors.inverse_root(self.block.mm(factors.inverse_root_adjoint(vectors)))
+        return self.factors.preconditioned(self.block.mm, vectors)
 
     def lanczos(self, start: Inexact[Array, "n p"], steps: int) -> Lanczos:
         """The recurrences from some vectors."""

@@ -100,6 +100,12 @@ class LowRankPlusIdentity(eqx.Module):
         """R^{-H} times a block."""
         return self._scaled(self._power(block, -0.5), True)
 
+    def preconditioned(
+        self, mm: Callable[[Array], Array], block: Inexact[Array, "n p"]
+    ) -> Inexact[Array, "n p"]:
+        """M = R^{-1} A R^{-H} times a block, from `mm`, A times a block."""
+        return self.inverse_root(mm(self.inverse_root_adjoint(block)))
+
     def outside(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """(I - U U^H) times a block, orthogonal to U to rounding."""
         for _ in range(2):

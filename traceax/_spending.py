@@ -11,6 +11,7 @@ the number of steps. The rule that divides the budget stands in the docstring of
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
@@ -194,11 +195,7 @@ def _quadrature(
     block: BlockOperator, built: BuiltPreconditioner, probes: Array, steps: int
 ) -> tuple[Lanczos, LogQuadrature]:
     """Lanczos' recurrence with this preconditioner, and the logarithm on it."""
-    factors = built.factors
-
-    def mm(vectors):
-        return factors.inverse_root(block.mm(factors.inverse_root_adjoint(vectors)))
-
+    mm = partial(built.factors.preconditioned, block.mm)
     krylov = lanczos(mm, probes, steps, block.eps)
     return krylov, log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
 

@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
+from .._calibration import CALIBRATION
 from .._estimate import (
     NOT_CONVERGED,
     SUCCESSFUL,
@@ -325,6 +326,8 @@ class _Run:
         estimate = make_estimate(value, s.scale * std_err, self._spent(s, p), dof, status)
         key = self.probe_key
         counts = s.blocks, p.blocks, jr.key_impl(key), self.width, self.probe_blocks
+        # A few eigenvalues that are left may dominate the samples, as they do those of Hutch++.
+        estimate = CALIBRATION["hutch++"].applied(estimate)
         return estimate, AdaptiveWeights(s.q, jr.key_data(key), *counts)
 
 
