@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.sparse as ss
 
-from traceax._sparse import SparseLinearOperator
+from traceax._operators.sparse import SparseLinearOperator
 
 from .common import ratio
 

@@ -31,9 +31,9 @@ import numpy as np
 from scipy.special import stdtrit
 
 import traceax as tr
-from traceax._blocks import schedule
-from traceax._calibration import norm_factor
-from traceax._random import numbered
+from traceax._estimators.calibration import norm_factor
+from traceax._probes.random import numbered
+from traceax._tolerance.run import schedule
 
 from .common import ESTIMATORS, PSD, eight_spectra, spectra, with_eigenvalues
 

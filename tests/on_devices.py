@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import traceax as tr
-from traceax import _linalg
-from traceax._matrix_product import matrix_product
-from traceax._tall import partitioned, tall_qr_rule
+from traceax._linalg import factorisations
+from traceax._linalg.sharded.matrix_product import matrix_product
+from traceax._linalg.sharded.tsqr import partitioned, tall_qr_rule
 
 PAGE = Path(__file__).parent.parent / "docs" / "devices.md"
 PSD = lx.positive_semidefinite_tag
@@ -137,7 +137,7 @@ def compare(make, arrays, specs, mesh, name, gradient=False, other=None):
     return {"error": max(errors), "gathers": gathers(text), "rows": sorted(map(int, blocks))}
 
 
-def factors(block, mesh, spec, qr=_linalg.qr):
+def factors(block, mesh, spec, qr=factorisations.qr):
     """How good a factorisation of a sharded block is, in units of rounding."""
     put = jax.lax.with_sharding_constraint
 
@@ -194,7 +194,7 @@ def virtual():
         "low rank": (low, mesh, P("d", None)),
         "zero": (np.zeros((300, 9)), mesh, P("d", None)),
     }
-    stack = _linalg._in_turn(_linalg._sketched_qr)
+    stack = factorisations._in_turn(factorisations._sketched_qr)
     rule = "b n m -> b n m, b k l"
     sketched = partitioned("other_qr", stack, tall_qr_rule(stack), rule, whole=("m", "k", "l"))
     blocks["sketched"] = (tall, mesh, P("d", None), sketched)

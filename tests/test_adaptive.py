@@ -12,7 +12,7 @@ import pytest
 from scipy.special import gammaincinv
 
 import traceax as tr
-from traceax._random import numbered
+from traceax._probes.random import numbered
 from traceax._trace.adaptive import _block_width
 
 from .helpers import PSD, keys, random_unitary, with_spectrum

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._batches import batch_size_of, in_batches
-from traceax._operator import BlockOperator
+from traceax._operators.block_operator import BlockOperator
+from traceax._operators.width import batch_size_of, in_batches
 
 from .helpers import PSD
 

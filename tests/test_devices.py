@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from traceax import _linalg
+from traceax._linalg import factorisations
 
 from .helpers import environment
 from .on_devices import ESTIMATORS, K, N
@@ -140,7 +140,7 @@ def test_two_processes(report):
 
 # --- the factorisation for GPUs ------------------------------------------------------------------
 
-sketched_qr = jax.jit(_linalg._sketched_qr)
+sketched_qr = jax.jit(factorisations._sketched_qr)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
@@ -150,7 +150,7 @@ def test_sketched_qr(condition, dtype):
     block = block_of(condition, dtype)
     q, r = sketched_qr(block)
     check_factors(q, r, block)
-    assert np.any(q != jax.jit(_linalg._householder)(block)[0])
+    assert np.any(q != jax.jit(factorisations._householder)(block)[0])
 
 
 @pytest.mark.parametrize("decay", [0.7, 0.5])
@@ -161,7 +161,7 @@ def test_sketched_qr_of_fast_decay(decay):
     block += np.finfo(float).eps * np.linalg.norm(block) / np.sqrt(ROWS) * omega
     q, r = sketched_qr(block)
     check_factors(q, r, block)
-    assert np.any(q != jax.jit(_linalg._householder)(block)[0])
+    assert np.any(q != jax.jit(factorisations._householder)(block)[0])
 
 
 def test_sketched_qr_of_degenerate_blocks():
@@ -173,7 +173,7 @@ def test_sketched_qr_of_degenerate_blocks():
 
 def test_sketched_qr_of_many_rows():
     """The random signs are drawn in several parts, of which the last is not whole."""
-    rows = 2 * _linalg._SIGNS + 17
+    rows = 2 * factorisations._SIGNS + 17
     block = np.random.default_rng(0).standard_normal((rows, 4))
     check_factors(*sketched_qr(block), block)
 
@@ -183,7 +183,7 @@ def test_platforms_take_their_own_factorisation():
     Cholesky factors on a GPU: asked of the lowered programs.
     """
     shape = jax.ShapeDtypeStruct((40_000, 20), np.float32)
-    traced = jax.jit(lambda y: _linalg._qr_of_stack(y[None])).trace(shape)
+    traced = jax.jit(lambda y: factorisations._qr_of_stack(y[None])).trace(shape)
     cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "lapack_sgeqrf_ffi" in cpu
     assert "lapack_spotrf_ffi" in cpu

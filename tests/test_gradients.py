@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax import _funm, _log_quadrature, _logdet_estimator
+from traceax._functions import funm
+from traceax._logdet import estimator, log_quadrature
 from traceax._trace import xtrace
 
 from .helpers import (
@@ -372,9 +373,9 @@ def test_weights_are_traced_only_for_a_derivative(monkeypatch):
         monkeypatch.setattr(module, name, lambda *args: made.append(name) or original(*args))
 
     watched(xtrace, "xtrace_weights")
-    watched(_logdet_estimator, "for_derivative")
-    watched(_log_quadrature, "_core")
-    watched(_funm, "divided_differences")
+    watched(estimator, "for_derivative")
+    watched(log_quadrature, "_core")
+    watched(funm, "divided_differences")
     b, c, _ = family()
 
     def of_trace(theta):

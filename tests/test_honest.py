@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax import _progress
+from traceax._core import progress
 
 from .helpers import PSD, with_spectrum
 from .test_closures import ESTIMATOR, KEY, traces_of
@@ -258,9 +258,9 @@ def test_two_runs_have_two_progress_bars(capfd):
     pytest.importorskip("tqdm")
 
     for key, spent in (((0, 1), 16), ((0, 2), 16), ((0, 1), 32)):
-        _progress.show(np.array(key, np.uint32), 64, spent, 1.0, 0.1, False)
-    assert {bar.n for bar in _progress._bars.values()} == {16, 32}
+        progress.show(np.array(key, np.uint32), 64, spent, 1.0, 0.1, False)
+    assert {bar.n for bar in progress._bars.values()} == {16, 32}
     for key in ((0, 1), (0, 2)):
-        _progress.show(np.array(key, np.uint32), 64, 64, 1.0, 0.1, True)
-    assert not _progress._bars
+        progress.show(np.array(key, np.uint32), 64, 64, 1.0, 0.1, True)
+    assert not progress._bars
     assert "64" in capfd.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 import traceax as tr
 from benchmarks.common import eight_spectra, with_eigenvalues
-from traceax import _api
+from traceax._diagonal import norms
 
 from . import reference
 from .helpers import PSD, keys
@@ -190,5 +190,5 @@ def test_a_probe_that_hardly_meets_the_only_eigenvalue_says_so():
 
 def test_a_root_of_an_estimate_that_is_not_positive():
     """The error of the root of 0 +- s is of the size of sqrt(s), whatever the unit."""
-    found = _api.root_error(jnp.asarray([0.0, 0.0, 3.0]), jnp.asarray([1e-4, 1e4, 0.6]))
+    found = norms.root_error(jnp.asarray([0.0, 0.0, 3.0]), jnp.asarray([1e-4, 1e4, 0.6]))
     np.testing.assert_allclose(found, [1e-2, 1e2, 0.1])

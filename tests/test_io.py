@@ -11,8 +11,8 @@ import pytest
 import scipy.io
 import scipy.sparse as ss
 
-from traceax._io import MatrixFileError, read_matrix
-from traceax._sparse import SparseLinearOperator
+from traceax._cli.files import MatrixFileError, read_matrix
+from traceax._operators.sparse import SparseLinearOperator
 
 
 def _dense(dtype="float64", n=7):

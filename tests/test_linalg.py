@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from traceax import _linalg
-from traceax._matrix_product import matrix_product
-from traceax._sketch import row_norms
+from traceax._linalg import factorisations
+from traceax._linalg.sharded.matrix_product import matrix_product
+from traceax._sketch.leave_one_out import row_norms
 
 from .helpers import random_unitary
 
 DTYPES = [np.float32, np.float64, np.complex64, np.complex128]
 N, M = 3000, 50  # large enough for the Cholesky path
 
-qr = jax.jit(_linalg.qr)
+qr = jax.jit(factorisations.qr)
 
 
 def block_of(condition, dtype, n=N, m=M):
@@ -41,7 +41,7 @@ def check_factors(q, r, block, slack=30):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tall_qr(condition, dtype):
     """One Cholesky factor, two, and Householder's method: the same accuracy."""
-    assert N * M >= _linalg._LARGE_BLOCK
+    assert N * M >= factorisations._LARGE_BLOCK
     block = block_of(condition, dtype)
     check_factors(*qr(block), block)
 
@@ -50,7 +50,7 @@ def test_tall_qr(condition, dtype):
 def test_tall_qr_of_large_blocks(dtype):
     """From some size on the triangular solves are LAPACK's."""
     n = 11_000
-    assert n * M >= _linalg._HUGE_BLOCK
+    assert n * M >= factorisations._HUGE_BLOCK
     for condition in (1.0, 20.0, 1e12):
         block = block_of(condition, dtype, n=n)
         check_factors(*qr(block), block)
@@ -61,7 +61,7 @@ def test_paths_of_the_tall_qr():
     names = []
     for condition in (1.0, 20.0, 1e12):
         block = jnp.asarray(block_of(condition, np.float64))
-        text = str(jax.make_jaxpr(_linalg._cholesky_qr)(block))
+        text = str(jax.make_jaxpr(factorisations._cholesky_qr)(block))
         assert text.count("cond[") == 1
         factor = jnp.linalg.cholesky(block.T @ block, upper=True)
         inverse = jnp.linalg.inv(factor)
@@ -103,7 +103,7 @@ def test_tall_qr_of_a_decaying_sketch():
 def test_tall_qr_under_vmap():
     """Each block of a batch takes its own path."""
     blocks = np.stack([block_of(c, np.float64) for c in (1.0, 1e5, 1e12)])
-    q, r = jax.jit(jax.vmap(_linalg.qr))(blocks)
+    q, r = jax.jit(jax.vmap(factorisations.qr))(blocks)
     for i, block in enumerate(blocks):
         check_factors(q[i], r[i], block)
 
@@ -120,7 +120,7 @@ def test_triangular_solves_are_backward_stable(n, m, dtype):
     f = block_of(1.0, dtype, n=n, m=m)
     for condition in (1.0, 1e4, 1e12):
         r = triangular(condition, m, dtype)
-        x = np.asarray(jax.jit(_linalg.divide_by_upper)(f, r)).astype(np.complex128)
+        x = np.asarray(jax.jit(factorisations.divide_by_upper)(f, r)).astype(np.complex128)
         exact = r.astype(np.complex128)
         bound = 4 * m * eps * (np.abs(x) @ np.abs(exact) + np.abs(f))
         assert np.all(np.abs(x @ exact - f) <= bound)
@@ -131,7 +131,7 @@ def test_two_triangular_solves_at_once(n, m):
     """What either of them is alone, on every path, under `vmap` too."""
     r = triangular(10.0, m, np.float64)
     f, g = block_of(1.0, np.float64, n=n, m=m), np.eye(m)
-    two = jax.jit(_linalg.divide_two_by_upper)
+    two = jax.jit(factorisations.divide_two_by_upper)
     batch = jax.vmap(two, (None, 0, None))(f, np.stack([g, 2 * g]), r)
     for x, y in (two(f, g, r), [part[0] for part in batch]):
         np.testing.assert_allclose(x @ r, f, rtol=0, atol=1e-13)
@@ -162,8 +162,8 @@ def test_triangular_solves_under_vmap():
     rng = np.random.default_rng(1)
     f = rng.standard_normal((3, 20, 40))
     r = np.stack([triangular(10.0, 40, np.float64) for _ in range(3)])
-    both = jax.jit(jax.vmap(_linalg.divide_by_upper))(f, r)
-    shared = jax.jit(jax.vmap(_linalg.divide_by_upper, (0, None)))(f, r[0])
+    both = jax.jit(jax.vmap(factorisations.divide_by_upper))(f, r)
+    shared = jax.jit(jax.vmap(factorisations.divide_by_upper, (0, None)))(f, r[0])
     for i in range(3):
         np.testing.assert_allclose(both[i] @ r[i], f[i], atol=1e-12)
         np.testing.assert_allclose(shared[i] @ r[0], f[i], atol=1e-12)
@@ -172,7 +172,7 @@ def test_triangular_solves_under_vmap():
 def test_a_zero_on_the_diagonal_is_not_hidden():
     r = np.triu(np.ones((40, 40)))
     r[7, 7] = 0
-    assert not np.all(np.isfinite(_linalg.divide_by_upper(jnp.ones((5, 40)), r)))
+    assert not np.all(np.isfinite(factorisations.divide_by_upper(jnp.ones((5, 40)), r)))
 
 
 # ---------------------------------------------------------------------- products with a matrix
@@ -221,7 +221,7 @@ def test_inverse_from_a_cholesky_factor(n, dtype):
         half = half + 1j * rng.standard_normal((n, n))
     matrix = half @ half.conj().T / n + np.eye(n)
     factor = jnp.asarray(np.linalg.cholesky(matrix), dtype)
-    inverse = _linalg.cholesky_inverse(factor, jnp.asarray(2.0, factor.real.dtype))
+    inverse = factorisations.cholesky_inverse(factor, jnp.asarray(2.0, factor.real.dtype))
     assert inverse.dtype == dtype
     error = np.linalg.norm(2 * np.asarray(inverse) @ matrix - np.eye(n), 2)
     assert error < 100 * np.finfo(dtype).eps

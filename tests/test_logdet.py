@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from traceax import RESULTS, logdet
-from traceax._low_rank import LowRankPlusIdentity, nystrom_of
-from traceax._precondition import NystromPreconditioner, RPCholeskyPreconditioner
-from traceax._spectral import spectral_sum
-from traceax._spending import plans
+from traceax._functions.spectral import spectral_sum
+from traceax._logdet.budget_policy import plans
+from traceax._logdet.preconditioners import NystromPreconditioner, RPCholeskyPreconditioner
+from traceax._sketch.low_rank import LowRankPlusIdentity, nystrom_of
 
 from .helpers import PSD, keys, random_unitary, with_spectrum
 

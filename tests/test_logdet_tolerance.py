@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from traceax import RESULTS, NystromPreconditioner, _logdet_tolerance, logdet
-from traceax._logdet_tolerance import LogdetAim, Loop
-from traceax._quadrature_error import with_quadrature_error
+from traceax._functions.quadrature_error import with_quadrature_error
+from traceax._logdet.tolerance import LogdetAim, Loop
 
 from . import reference
 from .helpers import keys, with_spectrum

@@ -22,8 +22,8 @@ import traceax as tr
 from traceax import curvature, plot
 from traceax._cli import _parser
 from traceax._cli.common import settle_budget, write
-from traceax._io import MatrixFileError, read_matrix
-from traceax._sparse import _Entries
+from traceax._cli.files import MatrixFileError, read_matrix
+from traceax._operators.sparse import _Entries
 
 from .helpers import PSD, by_products
 

@@ -11,10 +11,10 @@ import scipy.optimize
 
 import traceax as tr
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
-from traceax._held import held_plan, held_probes
-from traceax._krylov import lanczos
-from traceax._low_rank import LowRankPlusIdentity
-from traceax._own_derivative import gauss, own_derivative
+from traceax._linalg.lanczos import lanczos
+from traceax._logdet.held import held_plan, held_probes
+from traceax._logdet.own_derivative import gauss, own_derivative
+from traceax._sketch.low_rank import LowRankPlusIdentity
 
 from .helpers import PSD, keys, random_unitary, with_spectrum
 from .test_gaussian import cholesky_density, observations

@@ -17,9 +17,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
-from traceax import _primitive, _programs
-from traceax._batches import batch_width, in_batches
-from traceax._operator import BlockOperator
+from traceax._core import primitive, programs
+from traceax._operators.block_operator import BlockOperator
+from traceax._operators.width import batch_width, in_batches
 
 from .helpers import register_tags
 from .test_closures import ESTIMATOR, KEY, traces_of
@@ -187,8 +187,8 @@ def test_programs_that_differ_in_python_values_are_told_apart():
         expected = sum(np.asarray(function(row))[i] for i, row in enumerate(jnp.eye(N)))
         value = tr.trace(KEY, operator, N).value
         np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12, err_msg=name)
-        converted = _programs.closed_functions(operator).fn
-        if isinstance(converted, _programs.ClosedFunction):
+        converted = programs.closed_functions(operator).fn
+        if isinstance(converted, programs.ClosedFunction):
             kept[name] = converted.program
     for (name, a), (other, b) in itertools.combinations(kept.items(), 2):
         if a == b:
@@ -211,11 +211,11 @@ def test_static_values_are_compared_by_type_and_bits():
     values += [np.arange(3), np.arange(3.0), (1, 2), [1, 2], (1.0, 2), {"a": 1}, {"a": 1.0}, None]
     values += [jax.tree.structure(Scaled(None, power)) for power in (1, 1.0, True, -0.0, 0.0)]
     for i, j in itertools.product(range(len(values)), repeat=2):
-        a, b = _programs.Static(values[i]), _programs.Static(values[j])
+        a, b = programs.Static(values[i]), programs.Static(values[j])
         assert (a == b) == (i == j), (values[i], values[j])
         assert a != b or hash(a) == hash(b)
     nan = float("nan")
-    assert _programs.Static(nan) == _programs.Static(float("nan"))
+    assert programs.Static(nan) == programs.Static(float("nan"))
 
 
 def test_numbers_in_front_of_an_operator_compile_once():
@@ -248,13 +248,13 @@ def arrays_in(value, seen):
     seen.add(id(value))
     if isinstance(value, jax.Array | np.ndarray):
         return [value] if value.ndim else []
-    if _programs.is_jaxpr(value):
+    if programs.is_jaxpr(value):
         inner = [list(equation.params.values()) for equation in value.eqns]
         literals = [x.val for e in value.eqns for x in e.invars if hasattr(x, "val")]
         inner += [list(getattr(value, "consts", ())), literals]
-    elif isinstance(value, _programs.Static):
+    elif isinstance(value, programs.Static):
         inner = [value.value]
-    elif isinstance(value, _programs.Program | _programs._Inner):
+    elif isinstance(value, programs.Program | programs._Inner):
         inner = [value.jaxpr]
     elif isinstance(value, tuple | list):
         inner = list(value)
@@ -269,15 +269,15 @@ NOT_CONVERTED = {"custom_jvp", "jitted custom_jvp", "custom_vjp", "jitted custom
 @pytest.mark.parametrize("holder", [name for name in HOLDERS if name not in NOT_CONVERTED])
 def test_no_array_is_part_of_a_key(holder, monkeypatch):
     seen = []
-    original = _primitive._Params
+    original = primitive._Params
     monkeypatch.setattr(
-        _primitive, "_Params", lambda *args: seen.append(original(*args)) or seen[-1]
+        primitive, "_Params", lambda *args: seen.append(original(*args)) or seen[-1]
     )
     operator = lx.FunctionLinearOperator(HOLDERS[holder](MATRIX), structure())
     tr.trace(KEY, operator, 3, tr.HutchinsonEstimator())
     assert seen
     for params in seen:
-        assert params.held == _programs.NOTHING
+        assert params.held == programs.NOTHING
         assert not arrays_in(params.static, set())
         hash(params)
 

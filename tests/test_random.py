@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax import _random, _sampler
+from traceax._probes import random, samplers
 
 KEYS = {
     "new": jr.key(3),
@@ -39,10 +39,10 @@ def key(request):
 
 def test_keys(key):
     for num in (1, 2, 5):
-        assert_same(_random.split(key, num), jr.split(key, num))
+        assert_same(random.split(key, num), jr.split(key, num))
     for number in (0, 7, 2**31 - 1, jnp.int32(5)):
         word = np.uint32(2**31 + int(number))
-        assert_same(_random.numbered(key, number), jr.fold_in(key, word))
+        assert_same(random.numbered(key, number), jr.fold_in(key, word))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -51,14 +51,14 @@ def test_numbers(key, shape):
         theirs = (*shape, k)
         for width in (32, 64):
             expected = vectors_first(jr.bits(key, theirs, f"uint{width}"))
-            assert_same(_random.bits(key, shape, k, width), expected)
+            assert_same(random.bits(key, shape, k, width), expected)
         for dtype in map(np.dtype, ("float32", "float64")):
             expected = vectors_first(jr.uniform(key, theirs, dtype, -1.0, 3.0))
-            assert_same(_random.uniform(key, shape, k, dtype, -1.0, 3.0), expected)
+            assert_same(random.uniform(key, shape, k, dtype, -1.0, 3.0), expected)
             assert_same(
-                _random.normal(key, shape, k, dtype), vectors_first(jr.normal(key, theirs, dtype))
+                random.normal(key, shape, k, dtype), vectors_first(jr.normal(key, theirs, dtype))
             )
-        ours = _random.normal(key, shape, k, np.dtype("complex128"))
+        ours = random.normal(key, shape, k, np.dtype("complex128"))
         expected = vectors_first(jr.normal(key, theirs, "complex128"))
         np.testing.assert_allclose(ours, expected, rtol=1e-14, atol=1e-15)
 
@@ -66,25 +66,25 @@ def test_numbers(key, shape):
 def test_few_bits_are_rounded_normal_numbers(key):
     """(Numbers drawn in bfloat16 have 128 different sizes.)"""
     for dtype in (jnp.bfloat16, jnp.float16):
-        ours = _random.normal(key, (1000,), 4, np.dtype(dtype))
+        ours = random.normal(key, (1000,), 4, np.dtype(dtype))
         expected = vectors_first(jr.normal(key, (1000, 4), np.float32)).astype(dtype)
         np.testing.assert_array_equal(ours.astype(np.float32), expected.astype(np.float32))
 
 
 def test_bits_of_words(key):
     """Both ways of unpacking, on either side of the number from which words are kept."""
-    for size in (100, 32 * 40, _random.UNPACKED // 2, _random.UNPACKED):
+    for size in (100, 32 * 40, random.UNPACKED // 2, random.UNPACKED):
         k, words = 2, -(-size // 32)
         drawn = np.asarray(jr.bits(key, (words, k), "uint32"))
         expected = np.unpackbits(drawn.T.copy().view(np.uint8), axis=1, bitorder="little")
-        np.testing.assert_array_equal(_random.ones(key, (size,), k), expected[:, :size].T)
+        np.testing.assert_array_equal(random.ones(key, (size,), k), expected[:, :size].T)
 
 
 def test_under_vmap():
     keys = jr.split(jr.key(0), 3)
 
     def draw(key):
-        return _random.normal(key, (4,), 2, np.dtype("float32"))
+        return random.normal(key, (4,), 2, np.dtype("float32"))
 
     assert_same(jax.vmap(draw)(keys), jnp.stack([draw(key) for key in keys]))
 
@@ -93,10 +93,10 @@ def test_under_vmap():
 def test_a_batch_of_keys_is_refused(name):
     batch = jr.split(KEYS[name], 3)
     for draw in (
-        lambda: _random.split(batch),
-        lambda: _random.numbered(batch, 1),
-        lambda: _random.normal(batch, (4,), 2, np.dtype("float32")),
-        lambda: _random.ones(batch, (4,), 2),
+        lambda: random.split(batch),
+        lambda: random.numbered(batch, 1),
+        lambda: random.normal(batch, (4,), 2, np.dtype("float32")),
+        lambda: random.ones(batch, (4,), 2),
     ):
         with pytest.raises(ValueError, match="single key"):
             draw()
@@ -184,7 +184,7 @@ def test_no_key_is_drawn_from_twice(run, monkeypatch):
         return with_note
 
     for name in ("normal", "ones", "uniform"):
-        monkeypatch.setattr(_sampler, name, recorded(getattr(_random, name)))
+        monkeypatch.setattr(samplers, name, recorded(getattr(random, name)))
     jax.clear_caches()
     jax.block_until_ready(RUNS[run](jr.key(5)).value if run != "summary" else RUNS[run](jr.key(5)))
     jax.effects_barrier()

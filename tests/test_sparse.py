@@ -10,8 +10,8 @@ import pytest
 import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
 
-from traceax._sparse import SparseLinearOperator
-from traceax._sparse_layout import _MAX_PADDING
+from traceax._operators.sparse import SparseLinearOperator
+from traceax._operators.sparse_layout import _MAX_PADDING
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 FORMATS = ["csr", "csc", "coo", "bsr", "dia", "lil", "dok"]
@@ -713,7 +713,7 @@ def test_importing_does_not_import_sparse_libraries():
     import sys
 
     code = (
-        "import sys, traceax._sparse\n"
+        "import sys, traceax._operators.sparse\n"
         "assert 'jax.experimental.sparse' not in sys.modules\n"
         "assert 'scipy.io' not in sys.modules\n"
     )

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._funm import divided_differences, plan
-from traceax._krylov import lanczos, quadrature
-from traceax._primitive import _forever, _implementation
-from traceax._spectral import eigenvalue_count, spectral_density, spectral_sum
+from traceax._core.primitive import _forever, _implementation
+from traceax._functions.funm import divided_differences, plan
+from traceax._functions.spectral import eigenvalue_count, spectral_density, spectral_sum
+from traceax._linalg.lanczos import lanczos, quadrature
 
 from .helpers import NSD, PSD, keys, random_unitary, with_spectrum
 from .reference import each

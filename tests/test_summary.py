@@ -10,8 +10,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
-from traceax._operator import BlockOperator
-from traceax._summary import SummaryEstimator
+from traceax._diagonal.summary import SummaryEstimator
+from traceax._operators.block_operator import BlockOperator
 
 from .helpers import PSD, keys, random_unitary, with_spectrum
 from .reference import each

@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 
 import traceax as tr
 from benchmarks import calibrate
-from traceax import _calibration
+from traceax._estimators import calibration
 
 from . import reference
 from .helpers import PSD, keys, random_unitary, register_tags, spectra, with_spectrum
@@ -92,7 +92,7 @@ def test_the_rule_is_that_of_the_calibration(monkeypatch):
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     matrix = jnp.asarray((basis * values) @ basis.T)
     result = calibrate.case(
-        (errors, std_errs, budgets, unit), _calibration.CALIBRATION["hutch++"].stop, 1e-2
+        (errors, std_errs, budgets, unit), calibration.CALIBRATION["hutch++"].stop, 1e-2
     )
     solution = reference.each(
         lambda key, matrix: [
@@ -115,12 +115,12 @@ def test_the_rule_is_that_of_the_calibration(monkeypatch):
 
 def test_the_constants_are_those_of_the_script():
     results = json.loads(calibrate.RESULTS.read_text())
-    assert results.keys() == _calibration.CALIBRATION.keys()
-    for name, calibration in _calibration.CALIBRATION.items():
+    assert results.keys() == calibration.CALIBRATION.keys()
+    for name, measured in calibration.CALIBRATION.items():
         # Of those that no run to a tolerance has, only the tail is measured.
-        fields = ["tail"] if "," in name else calibration._fields
+        fields = ["tail"] if "," in name else measured._fields
         for field in fields:
-            assert results[name][field] == getattr(calibration, field), (name, field)
+            assert results[name][field] == getattr(measured, field), (name, field)
     for name, r in results.items():
         for case, figures in r.get("table", {}).items():
             assert figures["coverage"] >= 0.95, (name, case)
@@ -412,7 +412,7 @@ def test_an_absolute_tolerance_and_a_traced_one():
 def test_student_quantiles():
     dof = np.array([1, 2, 7, 60, 1000])
     for level in (0.5, 0.999):
-        t = jax.jit(lambda dof: _calibration.student_quantile(level, dof, jnp.ones(())))(dof)  # noqa: B023
+        t = jax.jit(lambda dof: calibration.student_quantile(level, dof, jnp.ones(())))(dof)  # noqa: B023
         np.testing.assert_allclose(t, stdtrit(dof, (1 + level) / 2), rtol=1e-6)
 
 

@@ -12,7 +12,7 @@ from scipy.special import chdtri
 
 import traceax as tr
 from benchmarks import calibrate
-from traceax import _calibration
+from traceax._estimators import calibration
 
 from .helpers import PSD, keys, random_unitary, spectra, with_spectrum
 from .test_tolerance import PRODUCTS, Logged
@@ -86,14 +86,14 @@ def test_the_tolerance_holds_and_where_a_run_ends(name):
 
 def test_the_norm_of_many_errors_is_more_certain():
     """The factor against quantiles of chi^2, and one error as a number."""
-    assert _calibration.norm_factor(jnp.asarray(3.0)) == 1
+    assert calibration.norm_factor(jnp.asarray(3.0)) == 1
     for entries in (2, 2000):
         nu = max(1, entries / 2)
         exact = np.sqrt(chdtri(nu, 0.05) / nu / chdtri(1, 0.05))
         equal = [1e-30 * jnp.ones(entries), jnp.zeros(7)]
-        np.testing.assert_allclose(_calibration.norm_factor(equal), exact, rtol=0.03)
+        np.testing.assert_allclose(calibration.norm_factor(equal), exact, rtol=0.03)
     # No error at all counts as infinitely many.
-    none = _calibration.norm_factor(jnp.zeros(3))
+    none = calibration.norm_factor(jnp.zeros(3))
     assert np.isfinite(none)
     np.testing.assert_allclose(none, 1 / np.sqrt(chdtri(1, 0.05)), rtol=0.03)
 

@@ -28,14 +28,14 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from ._curvature import (
+from ._operators.curvature import (
     CurvatureOperator as CurvatureOperator,
     check_arrays,
     check_scalar,
     make_curvature,
     split_params,
 )
-from ._random import numbered, split
+from ._probes.random import numbered, split
 
 
 def _half_square(outputs: Any, scale: float = 1.0) -> Array:

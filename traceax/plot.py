@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._solution import Solution
+from ._estimators.solution import Solution
 
 PICTURES = (".png", ".pdf", ".svg")  # kinds of files
 

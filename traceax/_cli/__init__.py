@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from .._io import MatrixFileError
 from .common import Command, add_shared_arguments, settle_budget, table
 from .density import DENSITY
 from .diagonal import DIAGONAL
+from .files import MatrixFileError
 from .functions import LOGDET, SPECTRAL_SUM
 from .trace import TRACE
 

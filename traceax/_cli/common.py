@@ -17,7 +17,7 @@ import numpy as np
 
 import traceax as tr
 
-from .._io import read_matrix
+from .files import read_matrix
 
 Report = dict[str, Any]
 Rows = list[tuple[str, str]]  # of a table: label and text

@@ -8,7 +8,7 @@ import numpy as np
 
 import traceax as tr
 
-from .._spectral import density_on_interval
+from .._functions.spectral import density_on_interval
 from ..plot import PICTURES, require_matplotlib, spectral_density
 from .common import (
     Command,

@@ -10,7 +10,7 @@ import numpy as np
 
 import traceax as tr
 
-from .._estimate import safe_norm
+from .._core.estimate import safe_norm
 from .common import (
     Command,
     Report,

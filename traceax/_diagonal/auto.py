@@ -4,8 +4,8 @@ from typing import ClassVar, final
 
 import equinox as eqx
 
-from .._auto import choose, compute_split
-from .._estimator import AbstractDiagonalEstimator
+from .._estimators.auto import choose, compute_split
+from .._estimators.estimator import AbstractDiagonalEstimator
 from .hutchinson import HutchinsonDiagonalEstimator
 from .xdiag import XDiagEstimator
 from .xnysdiag import XNysDiagEstimator
@@ -46,6 +46,16 @@ class AutoDiagonalEstimator(AbstractDiagonalEstimator):
             return self.select(parts.rest, left).compute_rows(key, parts.rest, left, rows)
 
         return compute_split(key, operator, k, estimate, rows)
+
+    def to_tolerance(self, key, operator, run):
+        """See `AbstractTraceEstimator`."""
+
+        def estimate(key, parts, left):
+            estimator = self.select(parts.rest, left)
+            return estimator.to_tolerance(key, parts.rest, run.of_rest(parts))
+
+        most = min(run.max_k, operator.in_size())
+        return compute_split(key, operator, most, estimate, run.rows)
 
 
 AutoDiagonalEstimator.__init__.__doc__ = """**Arguments:**

@@ -6,16 +6,16 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, mean_and_std_err, rounding_of, status_of
-from .._estimator import AbstractDiagonalEstimator
-from .._growth import AbstractGrowth, complete_diagonal, run_once
-from .._operator import BlockOperator, is_hermitian
-from .._random import split
-from .._rows import Rows
-from .._sampler import AbstractSampler, RademacherSampler
-from .._sketch import adjoint, append_basis, empty_state, matmul
-from .._weights import AbstractTwoSidedWeights
+from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, status_of
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractDiagonalEstimator
+from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.rows import Rows
+from .._operators.block_operator import BlockOperator, is_hermitian
+from .._probes.random import split
+from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._sketch.leave_one_out import adjoint, append_basis, empty_state, matmul
+from .._sketch.weights import AbstractTwoSidedWeights
 
 
 def _pieces(q: Array, omega: Array, products: Array, adjoint_products: Array):

@@ -10,16 +10,16 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._batches import block_width
-from .._calibration import CALIBRATION, Calibration
-from .._estimate import as_value, make_estimate, safe_norm, status_of
-from .._estimator import AbstractDiagonalEstimator
-from .._growth import AbstractGrowth, complete_diagonal, run_once
-from .._operator import BlockOperator
-from .._random import split
-from .._rows import Rows
-from .._sampler import AbstractSampler, RademacherSampler
-from .._weights import AbstractWeights
+from .._core.estimate import as_value, make_estimate, safe_norm, status_of
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractDiagonalEstimator
+from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.rows import Rows
+from .._operators.block_operator import BlockOperator
+from .._operators.width import block_width
+from .._probes.random import split
+from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._sketch.weights import AbstractWeights
 
 
 @final

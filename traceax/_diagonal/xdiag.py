@@ -6,14 +6,14 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, rounding_of, status_of
-from .._estimator import AbstractDiagonalEstimator
-from .._growth import AbstractGrowth, complete_diagonal, run_once
-from .._operator import BlockOperator, is_hermitian
-from .._rows import Rows
-from .._sampler import AbstractSampler, RademacherSampler
-from .._sketch import (
+from .._core.estimate import make_estimate, rounding_of, status_of
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractDiagonalEstimator
+from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.rows import Rows
+from .._operators.block_operator import BlockOperator, is_hermitian
+from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._sketch.leave_one_out import (
     RangeFinder,
     adjoint,
     append_sketch,
@@ -26,8 +26,8 @@ from .._sketch import (
     range_finder_of,
     rescale_error,
 )
-from .._weights import AbstractTwoSidedWeights
-from ._leave_one_out import Split, diagonal_and_error
+from .._sketch.weights import AbstractTwoSidedWeights
+from .leave_one_out import Split, diagonal_and_error
 
 
 @final

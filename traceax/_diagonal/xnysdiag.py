@@ -5,16 +5,16 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._calibration import CALIBRATION, Calibration
-from .._estimate import mean_and_std_err, rounding_of
-from .._estimator import AbstractDiagonalEstimator
-from .._growth import AbstractGrowth, complete_diagonal, run_once
-from .._nystrom import NYSTROM_AXES, append_probes, nystrom, signed_estimate
-from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
-from .._rows import Rows
-from .._sampler import AbstractSampler, RademacherSampler
-from .._sketch import matmul, pairs_of, range_finder
-from ._leave_one_out import Split, diagonal_and_error
+from .._core.estimate import mean_and_std_err, rounding_of
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractDiagonalEstimator
+from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.rows import Rows
+from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
+from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._sketch.leave_one_out import matmul, pairs_of, range_finder
+from .._sketch.nystrom import NYSTROM_AXES, append_probes, nystrom, signed_estimate
+from .leave_one_out import Split, diagonal_and_error
 from .xdiag import xdiag_weights
 
 

@@ -29,8 +29,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._calibration import CALIBRATION
-from .._estimate import (
+from .._core.control_flow import any_lane
+from .._core.estimate import (
     NOT_CONVERGED,
     SUCCESSFUL,
     Estimate,
@@ -39,15 +39,15 @@ from .._estimate import (
     scale_of,
     status_of,
 )
-from .._estimator import AbstractTraceEstimator
-from .._lanes import any_lane
-from .._linalg import qr
-from .._operator import BlockOperator, is_hermitian
-from .._progress import report
-from .._random import numbered, split
-from .._sampler import NormalSampler
-from .._sketch import adjoint, column_dots, matmul, square_norms
-from .._weights import AbstractWeights
+from .._core.progress import report
+from .._estimators.calibration import CALIBRATION
+from .._estimators.estimator import AbstractTraceEstimator
+from .._linalg.factorisations import qr
+from .._operators.block_operator import BlockOperator, is_hermitian
+from .._probes.random import numbered, split
+from .._probes.samplers import NormalSampler
+from .._sketch.leave_one_out import adjoint, column_dots, matmul, square_norms
+from .._sketch.weights import AbstractWeights
 
 #: Columns that are multiplied at once, at least (where the budget is not too small) and at most.
 NARROW, WIDE = 5, 8
@@ -400,9 +400,15 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
         """See `AbstractEstimator`."""
         return _Run(self.delta, key, operator, k, 0.0, 0.0, False).outcome(tolerance=False)
 
-    def compute_to_tolerance(self, key, operator, max_k, rtol, atol, progress):
-        """`compute` with a largest budget, tolerances, and whether to show the progress."""
-        return _Run(self.delta, key, operator, max_k, rtol, atol, progress).outcome(tolerance=True)
+    def to_tolerance(self, key, operator, run):
+        """See `AbstractTraceEstimator`."""
+        if run.has_state:
+            raise ValueError(
+                "AdaptiveHutchPlusPlusEstimator has no state to go on from, got a `state` or "
+                "keep_state=True. Leave both out, or use HutchPlusPlusEstimator()."
+            )
+        given = run.max_k, run.rtol, run.atol, run.progress
+        return _Run(self.delta, key, operator, *given).outcome(tolerance=True)
 
 
 AdaptiveHutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

@@ -4,8 +4,8 @@ from typing import ClassVar, final
 
 import equinox as eqx
 
-from .._auto import choose, compute_split
-from .._estimator import AbstractTraceEstimator
+from .._estimators.auto import choose, compute_split
+from .._estimators.estimator import AbstractTraceEstimator
 from .hutchinson import HutchinsonEstimator
 from .xnystrace import XNysTraceEstimator
 from .xtrace import XTraceEstimator
@@ -51,6 +51,16 @@ class AutoTraceEstimator(AbstractTraceEstimator):
             return self.select(parts.rest, left).compute(key, parts.rest, left)
 
         return compute_split(key, operator, k, estimate)
+
+    def to_tolerance(self, key, operator, run):
+        """See `AbstractTraceEstimator`."""
+
+        def estimate(key, parts, left):
+            estimator = self.select(parts.rest, left)
+            return estimator.to_tolerance(key, parts.rest, run.of_rest(parts))
+
+        most = min(run.max_k, operator.in_size())
+        return compute_split(key, operator, most, estimate, run.rows)
 
 
 AutoTraceEstimator.__init__.__doc__ = """**Arguments:**

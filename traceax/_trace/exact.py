@@ -4,8 +4,8 @@ from typing import ClassVar, final
 
 import equinox as eqx
 
-from .._estimator import AbstractTraceEstimator
-from .._exact import exact
+from .._estimators.estimator import AbstractTraceEstimator
+from .._estimators.exact import exact
 
 
 @final

@@ -9,16 +9,16 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._batches import block_width
-from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, mean_and_std_err, status_of
-from .._estimator import AbstractTraceEstimator
-from .._growth import AbstractGrowth, complete_trace, run_once
-from .._operator import BlockOperator
-from .._random import split
-from .._sampler import AbstractSampler, RademacherSampler
-from .._sketch import column_dots
-from .._weights import AbstractWeights
+from .._core.estimate import make_estimate, mean_and_std_err, status_of
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractTraceEstimator
+from .._estimators.extendable import AbstractGrowth, complete_trace, run_once
+from .._operators.block_operator import BlockOperator
+from .._operators.width import block_width
+from .._probes.random import split
+from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._sketch.leave_one_out import column_dots
+from .._sketch.weights import AbstractWeights
 
 #: Numbers in one block of vectors for an operator that computes quadratic forms without products.
 #: Nothing is shared by the columns then, so that blocks beyond the cache only take memory.

@@ -7,14 +7,14 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, mean_and_std_err, rounding_of, safe_norm, status_of
-from .._estimator import AbstractTraceEstimator
-from .._growth import AbstractGrowth, by_block, complete_trace, run_once
-from .._operator import BlockOperator
-from .._random import split
-from .._sampler import AbstractSampler, SphereSampler
-from .._sketch import (
+from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, safe_norm, status_of
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractTraceEstimator
+from .._estimators.extendable import AbstractGrowth, by_block, complete_trace, run_once
+from .._operators.block_operator import BlockOperator
+from .._probes.random import split
+from .._probes.samplers import AbstractSampler, SphereSampler
+from .._sketch.leave_one_out import (
     adjoint,
     append_basis,
     column_dots,
@@ -23,7 +23,7 @@ from .._sketch import (
     resphering,
     square_norms,
 )
-from .._weights import LowRankWeights
+from .._sketch.weights import LowRankWeights
 
 
 class HutchPlusPlusState(NamedTuple):

@@ -5,13 +5,12 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._calibration import CALIBRATION, Calibration
-from .._estimator import AbstractTraceEstimator
-from .._growth import AbstractGrowth, by_block, complete_trace, run_once
-from .._nystrom import NYSTROM_AXES, Nystrom, append_probes, nystrom, signed_estimate
-from .._operator import BlockOperator, check_semidefinite, semidefinite_sign
-from .._sampler import AbstractSampler, SphereSampler
-from .._sketch import (
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractTraceEstimator
+from .._estimators.extendable import AbstractGrowth, by_block, complete_trace, run_once
+from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
+from .._probes.samplers import AbstractSampler, SphereSampler
+from .._sketch.leave_one_out import (
     adjoint,
     leave_one_out_error,
     matmul,
@@ -21,11 +20,12 @@ from .._sketch import (
     trace_and_mean,
     xtrace_weights,
 )
+from .._sketch.nystrom import NYSTROM_AXES, Nystrom, append_probes, nystrom, signed_estimate
 
 
 def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
-    """F^H F, the samples t_i - ||F||_F^2, and the differences D_ij = t_i - t_ij (see `_sketch` and
-    `_nystrom`).
+    """F^H F, the samples t_i - ||F||_F^2, and the differences D_ij = t_i - t_ij (see
+    `_sketch.leave_one_out` and `_sketch.nystrom`).
 
     Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
     omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since rho_i = ||g_i||,

@@ -6,13 +6,13 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._calibration import CALIBRATION, Calibration
-from .._estimate import make_estimate, rounding_of, status_of
-from .._estimator import AbstractTraceEstimator
-from .._growth import AbstractGrowth, by_block, complete_trace, run_once
-from .._operator import BlockOperator
-from .._sampler import AbstractSampler, SphereSampler
-from .._sketch import (
+from .._core.estimate import make_estimate, rounding_of, status_of
+from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.estimator import AbstractTraceEstimator
+from .._estimators.extendable import AbstractGrowth, by_block, complete_trace, run_once
+from .._operators.block_operator import BlockOperator
+from .._probes.samplers import AbstractSampler, SphereSampler
+from .._sketch.leave_one_out import (
     RangeFinder,
     adjoint,
     append_sketch,
@@ -33,7 +33,7 @@ from .._sketch import (
 
 
 def _leave_one_out(factors: RangeFinder, h, t, n: float, resphere: bool):
-    """The samples t_i - tr H and the differences D_ij = t_i - t_ij (see `_sketch`).
+    """The samples t_i - tr H and the differences D_ij = t_i - t_ij (see `_sketch.leave_one_out`).
 
     With a_i = Q^H A g_i = r_i - H x_i and b_i = (g_i^H A Q)^H = (Z^H omega)_i - H^H x_i,
 
@@ -180,7 +180,7 @@ class XTraceEstimator(AbstractTraceEstimator):
 
         E. N. Epperly, J. A. Tropp, R. J. Webber, *XTrace: making the most of every sample in
         stochastic trace estimation*, 2024, arXiv:2301.07825, doi:10.1137/23M1548323.
-        The identity of the standard error is derived in `traceax/_sketch.py`.
+        The identity of the standard error is derived in `_sketch.leave_one_out`.
     """
 
     sampler: AbstractSampler = SphereSampler()

@@ -1,0 +1,93 @@
+"""The leave-one-out diagonal, shared by XDiag and XNysDiag.
+
+In both, leaving probe i out of the low-rank part takes l_i r_i^H from it, and what it leaves of
+A omega_i is e_i l_i:
+
+    d_i = diag(low rank) - l_i conj(r_i) + e_i conj(omega_i) l_i                  (entrywise)
+
+    XDiag:    low rank = Q Q^H A, l_i = Q s_i, r_i = A^H Q s_i, e_i = s_i^H R e_i
+    XNysDiag: low rank = F F^H,   l_i = r_i = F q_i,            e_i = rho_i / sqrt(d_i)
+
+With j held out as well, the plane of (l_i, l_j) is lost. With gamma and nu of that pair (see
+`_sketch.leave_one_out`), l_ij = (l_j - l_i gamma_ij) / nu_ij, likewise r_ij, and because s_j^H R
+e_i = 0,
+
+    D_ij = d_i - d_ij = l_ij conj(r_ij) + e_i conj(gamma_ij) / nu_ij conj(omega_i) l_ij
+
+from which the standard error of every entry follows as for traces.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Inexact, Real
+
+from .._estimators.rows import Rows
+from .._sketch.leave_one_out import Pairs
+
+
+class Split(NamedTuple):
+    """The pieces of a leave-one-out diagonal."""
+
+    base: Inexact[Array, " n"]
+    left: Inexact[Array, "n m"]
+    right: Inexact[Array, "n m"]
+    left_over: Inexact[Array, " m"]  # e_i
+    omega: Inexact[Array, "n m"]
+    pairs: Pairs
+
+
+def diagonal_and_error(
+    split: Split, group: Rows, rounding: Real[Array, " g"]
+) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
+    """The mean of the d_i and its standard error.
+
+    **Arguments:**
+
+    - `split`: the pieces.
+    - `group`: which rows to add up.
+    - `rounding`: the standard error that rounding adds to each: see `leave_one_out_error`.
+
+    **Returns:**
+
+    The estimate of every group and its standard error. Cost: 10 n m^2 operations.
+    """
+    base, left, right, left_over, omega, pairs = split
+    m = left.shape[1]
+    probes = jnp.conj(omega)
+    corrections = group(left_over * probes * left - left * jnp.conj(right))
+    value = group(base[:, None])[:, 0] + jnp.mean(corrections, axis=1)
+    if m == 1:
+        return value, jnp.full_like(value.real, jnp.inf)
+
+    root = jnp.sqrt(pairs.square)
+
+    def held_out(l_i, r_i, omega_i, e_i, l_j, r_j, gamma, nu):
+        # D_ij for columns l_j: i fixed, j along the columns (or the other way round).
+        l_ij = (l_j - l_i * gamma) / nu
+        r_ij = (r_j - r_i * gamma) / nu
+        return l_ij * jnp.conj(r_ij) + e_i * (jnp.conj(gamma) / nu) * omega_i * l_ij
+
+    def add(total, i):
+        def column(x):
+            return x[:, i][:, None]
+
+        gamma, nu, valid = pairs.gamma[i], root[i], pairs.valid[i]
+        ours = held_out(
+            column(left), column(right), column(probes), left_over[i], left, right, gamma, nu
+        )
+        # gamma_ji = conj(gamma_ij), and the roles of i and j exchanged.
+        theirs = held_out(
+            left, right, probes, left_over, column(left), column(right), jnp.conj(gamma), nu
+        )
+        product = (group(ours) * jnp.conj(group(theirs))).real
+        return total + jnp.sum(jnp.where(valid, product, jnp.zeros_like(product)), axis=1), None
+
+    covariance, _ = lax.scan(add, jnp.zeros_like(value.real), jnp.arange(m))
+    deviation = corrections - jnp.mean(corrections, axis=1, keepdims=True)
+    variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / (m - 1)
+    known = jnp.sum(variance) / m > jnp.sum(jnp.square(rounding))
+    covariance = jnp.where(known, jnp.maximum(covariance, 0), 0)
+    total = variance / m + covariance / (m * (m - 1)) + jnp.square(rounding)
+    return value, jnp.sqrt(total)

@@ -1,0 +1,107 @@
+"""`traceax.frobenius_norm` and `traceax.row_norms`: roots of what is estimated of A^H A."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, PRNGKeyArray
+
+from .._estimators.calibration import CALIBRATION
+from .._estimators.estimator import check_budget
+from .._estimators.solution import Solution
+from .._operators.block_operator import as_operator, is_complex
+from .._trace.trace import trace
+from .diagonal import diagonal
+
+
+def frobenius_norm(
+    key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, *, throw: bool = False
+) -> Solution:
+    r"""Estimate the Frobenius norm $\|A\|_F = \sqrt{\mathrm{tr}(A^* A)}$.
+
+    The square of the value is unbiased: XNysTrace of $A^* A$, two products with A (one of them with
+    its adjoint) a probe.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= 2 n` the norm is exact.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][].
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator or `k` of the wrong type.
+    - `ValueError`: for an operator that is not square, or `k < 1`.
+    """
+    return _root_of_gram(trace, key, operator, k, throw, rows=False)
+
+
+def row_norms(
+    key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, *, throw: bool = False
+) -> Solution:
+    r"""Estimate the Euclidean norms of the rows of A.
+
+    Their squares, the diagonal of $A A^*$, are unbiased: XNysDiag, two products with A (one of them
+    with its adjoint) a probe. An estimate of a square below 0 gives 0.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= 2 n` the norms are exact.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's input
+    PyTree.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator or `k` of the wrong type.
+    - `ValueError`: for an operator that is not square, or `k < 1`.
+    """
+    return _root_of_gram(diagonal, key, operator, k, throw, rows=True)
+
+
+def root(square: Array) -> Array:
+    """The root of an estimated square, 0 where that is negative."""
+    # sqrt has an infinite slope at 0; a norm that is 0 keeps the derivative 0.
+    positive = ~(square.real <= 0)  # NaN stays NaN
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square.real, 1)), 0)
+
+
+def root_error(value: Array, std_err: Array) -> Array:
+    """The standard error of a root, from the root and the standard error of the square."""
+    # d sqrt(t) = dt / (2 sqrt(t)), and never more than sqrt(dt), the size of it where t vanishes.
+    value = lax.stop_gradient(value)
+    slope = 1 / jnp.where(value == 0, 1, 2 * value)
+    largest = jnp.sqrt(std_err)
+    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
+
+
+def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
+    operator = as_operator(operator)
+    budget = check_budget(k, 2, 2 * operator.in_size(), "A Gram operator") // 2
+    transpose = operator.T
+    if is_complex(operator):
+        transpose = lx.conj(transpose)
+    gram = operator @ transpose if rows else transpose @ operator
+    gram = lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
+    solution = estimate(key, gram, budget, throw=throw)
+
+    value = jtu.tree_map(root, solution.value)
+    std_err = jtu.tree_map(root_error, value, solution.std_err)
+    stats = {**solution.stats, "std.err": std_err}
+    spent = 2 * solution.num_matvecs
+    tail = solution.tail if rows else CALIBRATION["xnystrace, squares"].tail
+    return dataclasses.replace(
+        solution, value=value, std_err=std_err, num_matvecs=spent, stats=stats, tail=tail
+    )

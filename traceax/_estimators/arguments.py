@@ -1,0 +1,98 @@
+"""The arguments of calls that may give a tolerance in place of a budget."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from .estimator import check_budget
+
+#: The largest budget, if none is given (n for smaller operators).
+DEFAULT_MAX_K = 1000
+
+
+class Tolerance(NamedTuple):
+    """The arguments, as the user gave them; what a function does not take has its default."""
+
+    rtol: Any
+    atol: Any
+    max_k: Any
+    progress: Any
+    state: Any = None
+    keep_state: Any = False
+
+    def wanted(self, k: Any, name: str, belonging: str) -> bool:
+        """Whether a tolerance was given, or a `TypeError` unless it is either that or a budget.
+
+        **Arguments:**
+
+        - `k`: the budget.
+        - `name`: that of the function that was called.
+        - `belonging`: the names of its arguments that belong to a tolerance.
+        """
+        if self.rtol is None and self.atol is None:
+            given = [option is not None and option is not False for option in self[2:]]
+            if k is None or any(given):
+                raise TypeError(
+                    f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
+                    f"{type(k).__name__}; or give a tolerance instead, `{name}(key, operator, "
+                    f"rtol=1e-3)`, to which alone belong {belonging}."
+                )
+            return False
+        if k is not None:
+            raise TypeError(
+                f"Got both a budget, k={k!r}, and a tolerance. To bound the products that a "
+                "tolerance may take, pass max_k instead of k."
+            )
+        return True
+
+    def arrays(self) -> tuple[Array, Array]:
+        """The tolerances, checked."""
+        return tolerance_of(self.rtol, "rtol"), tolerance_of(self.atol, "atol")
+
+
+def tolerance_of(value: Any, name: str) -> Array:
+    """A tolerance as an array, which need not be known yet; 0 for None."""
+    if value is None:
+        value = 0.0
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if array.ndim != 0 or array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} must be a real number, got {value!r}.")
+    if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
+    return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
+
+
+def budgets_for(
+    max_k: int | None,
+    n: int,
+    smallest: int,
+    name: str,
+    *,
+    default_least: int = 1,
+    small: int = 64,
+) -> tuple[int, int]:
+    """The largest budget, and that for the primitive: below n it leaves it to the estimator to be
+    exact, as a last resort.
+
+    **Arguments:**
+
+    - `max_k`: the argument of the user.
+    - `n`: the size of the operator.
+    - `smallest`: the least budget of the estimator.
+    - `name`: its name.
+    - `default_least`: no default is smaller than this.
+    - `small`: operators with as few rows, or fewer, are exact at once where the budget allows it.
+
+    **Returns:**
+
+    Two Python ints.
+    """
+    if max_k is None:
+        max_k = max(min(n, DEFAULT_MAX_K), default_least)
+    max_k = check_budget(max_k, smallest, n, name, "max_k")
+    return max_k, max_k if n <= small else min(max_k, n - 1)

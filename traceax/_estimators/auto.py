@@ -1,0 +1,97 @@
+"""What the two default estimators, of traces and of diagonals, have in common."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, PRNGKeyArray
+
+from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
+from .._operators.block_operator import BlockOperator, semidefinite_sign
+from .._operators.structure import split
+from .._sketch.weights import AbstractWeights
+from .estimator import AbstractEstimator
+from .rows import Rows
+
+_Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
+
+
+@final
+class SplitWeights(AbstractWeights):
+    """The exact part's own derivative, and the weights of what was estimated."""
+
+    inner: AbstractWeights | None  # None where nothing was estimated
+    k: int = eqx.field(static=True)
+    diagonal: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        parts = split(operator, self.k, 1, self.diagonal)
+        if self.inner is None or parts.rest is None:
+            return parts.exact
+        estimated = self.inner.contract(parts.rest)
+        return add_parts(BlockOperator(operator), parts.exact, parts.scale, estimated)
+
+
+def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Any) -> Any:
+    """`exact + scale * estimated`, leaf by leaf where the estimate comes so."""
+
+    def add(exact, estimated):
+        return exact + scale * estimated.astype(scale.dtype)
+
+    if isinstance(estimated, list):
+        return [add(*pair) for pair in zip(block.split(exact), estimated, strict=True)]
+    return add(exact, estimated)
+
+
+def choose(
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    memory_limit: int,
+    *,
+    hutchinson: _Estimator,
+    nystrom: _Estimator,
+    sketching: _Estimator,
+) -> _Estimator:
+    """The estimator for an operator with nothing exact in it."""
+    block = BlockOperator(operator)
+    if block.n * k * block.dtype.itemsize > memory_limit:
+        return hutchinson
+    # The leave-one-out estimators need two probes for a standard error.
+    if semidefinite_sign(operator) != 0:
+        return nystrom if k >= 2 else hutchinson
+    return sketching if k >= 4 else hutchinson
+
+
+def compute_split(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimate_rest: Callable[..., tuple[Estimate, AbstractWeights]],
+    rows: Rows | None = None,
+) -> tuple[Estimate, SplitWeights]:
+    """Read off what is known, and estimate the rest with `estimate_rest(key, parts, budget)`."""
+    parts = split(operator, k, 1, diagonal=rows is not None)
+    exact = parts.exact if rows is None else rows.of_vector(parts.exact)
+    if parts.rest is None:
+        zero = jnp.zeros_like(exact.real)
+        status = jnp.maximum(status_of(exact), parts.status)
+        known = make_estimate(exact, zero, parts.num_matvecs, 0, status)
+        return known, SplitWeights(None, k, rows is not None)
+    inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
+    known = jnp.maximum(status_of(exact, parts.scale), parts.status)
+    estimate = Estimate(
+        add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
+        jtu.tree_map(lambda x: jnp.abs(parts.scale) * x.astype(exact.real.dtype), inner.std_err),
+        inner.num_matvecs + parts.num_matvecs,
+        inner.dof,
+        # The products are finite; the known part must be so as well.
+        jnp.where(known != 0, NONFINITE, inner.status),
+        inner.state,
+        inner.inflation,
+        inner.tail,
+    )
+    return estimate, SplitWeights(weights, k, rows is not None)

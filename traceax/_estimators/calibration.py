@@ -1,0 +1,128 @@
+"""How many standard errors an error bar is worth: measured, by `benchmarks/calibrate.py`."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, PyTree, Real
+
+from .._core.estimate import Estimate, is_scalar, norm_of
+
+
+class Calibration(NamedTuple):
+    """What was measured of an estimator."""
+
+    #: With so many standard errors (times Student's quantile over the normal one) below the
+    #: tolerance, runs that look after every block end within it in 95 % of cases at least, on six
+    #: spectra. None is smaller than 2, whatever was measured: these are not all there are.
+    #: (Diagonals: `norm_factor` of these numbers.)
+    stop: float
+
+    #: By how much Student's intervals are too short for many samples, on the worst of the six:
+    #: those that leave one out are not independent.
+    interval: float
+
+    #: How many samples tell as much of their spread as one normal sample does, on the worst of
+    #: eight spectra with 8 to 60 products: where a few eigenvalues dominate, samples have heavy
+    #: tails, and what a few of them say of the spread is uncertain. Intervals take so many times
+    #: fewer degrees of freedom.
+    tail: float = 1.0
+
+    @property
+    def interval_of_run(self) -> float:
+        """The same for runs that a tolerance ended."""
+        return max(self.interval, self.stop / 1.96)
+
+    def applied(self, estimate: Estimate) -> Estimate:
+        """The estimate from a fixed budget, with what makes its intervals right."""
+        return dataclasses.replace(estimate, inflation=self.interval, tail=self.tail)
+
+
+CALIBRATION = {
+    "hutchinson": Calibration(stop=2.15, interval=1.02, tail=5.0),
+    "hutch++": Calibration(stop=2.0, interval=1.09, tail=4.5),
+    "xtrace": Calibration(stop=2.0, interval=1.15, tail=3.0),
+    "xnystrace": Calibration(stop=2.0, interval=1.11, tail=3.0),
+    # Of a Gram matrix, for the Frobenius norm: eigenvalues decay twice as fast.
+    "xnystrace, squares": Calibration(stop=2.0, interval=1.11, tail=9.0),
+    "hutchinson-diagonal": Calibration(stop=2.0, interval=1.0),
+    "diag++": Calibration(stop=2.0, interval=1.0),
+    "xdiag": Calibration(stop=2.0, interval=1.0),
+    "xdiag, sphere": Calibration(stop=2.0, interval=1.0, tail=4.0),  # that of a `summary`
+    "xnysdiag": Calibration(stop=2.0, interval=1.0),
+}
+
+
+def stopping_factor(stop: float, dof: int) -> float:
+    """The number of standard errors to compare with a tolerance, from the constant and the degrees
+    of freedom.
+    """
+    from scipy.special import stdtrit  # imported only here: it takes time
+
+    return stop / 1.96 * float(stdtrit(dof, 0.975)) if dof > 0 else float("inf")
+
+
+def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:
+    r"""By how much less the norm of an error may exceed that of its standard error, at 95 %, than
+    a single error its own.
+
+    For normal errors e with covariance C, ||e||^2 is to good accuracy tr(C) times chi^2 / nu with
+    nu = tr(C)^2 / tr(C^2) degrees of freedom. Of C the std_err show the diagonal only. But for
+    samples conj(omega_i) (B omega)_i with independent omega_i of modulus 1, C_ij is (real case)
+    B_ij B_ji off the diagonal and C_ii = sum_{j != i} B_ij^2, so that
+    sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2: nu is at least half of what
+    uncorrelated errors have. (For sums over groups of entries of a symmetric B likewise.)
+
+    **Arguments:**
+
+    - `std_err`: the standard errors.
+
+    **Returns:**
+
+    The factor: 1 for a number, 0.52 for infinitely many of the same size.
+    """
+    if is_scalar(std_err):
+        return 1.0
+    norm = norm_of(std_err)
+    shares = jtu.tree_map(lambda s: (s / jnp.where(norm > 0, norm, 1)) ** 2, std_err)
+    nu = jnp.maximum(1, 1 / (2 * norm_of(shares) ** 2))
+    return _chi_square_root(nu) / _chi_square_root(1.0)
+
+
+def _chi_square_root(nu: Array | float) -> Any:
+    """The root of the 95 % quantile of chi^2 / nu, after Wilson and Hilferty (to 2 %)."""
+    deviation = 2 / (9 * nu)
+    return (1 - deviation + 1.645 * deviation**0.5) ** 1.5
+
+
+def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
+    """The t that covers `level` of Student's distribution on both sides; inf for `dof=0`.
+
+    **Arguments:**
+
+    - `level`: the probability.
+    - `dof`: the degrees of freedom, which need not be whole.
+    - `like`: an array of the wanted precision.
+
+    **Returns:**
+
+    A real array.
+    """
+    real = jnp.finfo(like.dtype).dtype
+    dof = jnp.asarray(dof, real)
+    # P(|T| > t) = I_x(dof / 2, 1 / 2), x = dof / (dof + t^2), by bisection of log t.
+    low, high = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
+    safe = jnp.where(dof > 0, dof, 1)
+    half = jnp.full_like(dof, 0.5)
+
+    def halve(_, ends):
+        low, high = ends
+        middle = (low + high) / 2
+        outside = lax.betainc(safe / 2, half, safe / (safe + jnp.exp(2 * middle)))
+        below = outside > 1 - level
+        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+    _, high = lax.fori_loop(0, 60, halve, (low, high))
+    return jnp.where(dof > 0, jnp.exp(high), jnp.inf)

@@ -1,0 +1,437 @@
+"""The contract of an estimator, and the checks in front of every call."""
+
+import abc
+import operator as op
+import sys
+import warnings
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from equinox import AbstractClassVar, AbstractVar
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from .._core.estimate import (
+    NONFINITE,
+    NOT_CONVERGED,
+    NOT_SEMIDEFINITE,
+    NOT_SYMMETRIC,
+    OUTSIDE_DOMAIN,
+    WRONG_DIAGONAL,
+    Estimate,
+)
+from .._core.primitive import Primitive, bind, trace_p
+from .._operators.block_operator import as_operator
+from .._operators.structure import Split
+from .._operators.width import check_batch_size, in_batches
+from .._sketch.weights import AbstractWeights
+from .exact import exact
+from .extendable import AbstractGrowth
+from .rows import Rows
+from .solution import RESULTS, Solution
+
+
+class AbstractEstimator(eqx.Module):
+    """An algorithm that estimates something linear in A (to first order) from products A v.
+
+    A final subclass declares `smallest`, and implements `check` and `compute`. The checks of the
+    arguments, the primitive, its derivative and its batching are the same for all.
+    """
+
+    #: Whether E[G] depends on A, as for functions of a matrix: the derivative of a derivative then
+    #: needs that of the weights, `moved`.
+    weights_move: ClassVar[bool] = False
+
+    #: The smallest budget with which the algorithm can do anything.
+    smallest: AbstractClassVar[int]
+
+    def __check_init__(self):
+        check_batch_size(self.width)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    @property
+    def width(self) -> int | None:
+        """The number of vectors to multiply at once, the field `batch_size` where there is one.
+        None stands for as many as make a block of 2^27 numbers.
+        """
+        return getattr(self, "batch_size", None)
+
+    def batched(self, operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+        """The operator as the primitive hands it to the methods: to be multiplied so."""
+        return in_batches(operator, self.width)
+
+    @abc.abstractmethod
+    def check(self, operator: lx.AbstractLinearOperator) -> None:
+        """Raise a `ValueError` if this estimator cannot take this (square) operator.
+
+        **Arguments:**
+
+        - `operator`: the operator, of which only the structure and the tags are looked at.
+        """
+
+    @abc.abstractmethod
+    def compute(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Estimate, AbstractWeights]:
+        """The algorithm itself, in ordinary JAX operations; called by the primitive only.
+
+        **Arguments:**
+
+        - `key`: the random key.
+        - `operator`: a square operator.
+        - `k`: the budget of matvecs, `smallest <= k < n` (larger budgets get the exact
+            trace without this method).
+
+        **Returns:**
+
+        The estimate, and the weights with which it is differentiated. These are dead code unless
+        a derivative is taken; `if_wanted` makes them only then.
+        """
+
+    @abc.abstractmethod
+    def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, AbstractWeights]:
+        """What is estimated, exactly, from `n` products: for budgets `k >= n`.
+
+        **Arguments:**
+
+        - `operator`: a square operator.
+
+        **Returns:**
+
+        As `compute`, with standard error 0.
+        """
+
+    def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
+        """The value as a function of A, and of the arrays inside the estimator, with the weights
+        fixed: what the derivative is taken of.
+
+        **Arguments:**
+
+        - `weights`: the weights that came with the estimate.
+        - `operator`: the operator.
+
+        **Returns:**
+
+        A value of the shape of the estimate's (of its first leaf, if only that has a derivative).
+        """
+        return weights.contract(operator)
+
+    def moved(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
+        """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
+        `weights`; its derivative is needed where `weights_move`, for second derivatives.
+
+        **Arguments:** as of `contract`.
+
+        **Returns:**
+
+        What has the structure of `weights`.
+        """
+        return weights.moved(operator)
+
+
+class AbstractToleranceRun(eqx.Module):
+    """A run that a tolerance ends, as `to_tolerance` of an estimator sees it."""
+
+    #: The entries of a diagonal; None for traces.
+    rows: AbstractVar[Rows | None]
+    rtol: AbstractVar[Real[Array, ""]]
+    atol: AbstractVar[Real[Array, ""]]
+    #: The largest budget.
+    max_k: AbstractVar[int]
+    progress: AbstractVar[bool]
+
+    @property
+    @abc.abstractmethod
+    def has_state(self) -> bool:
+        """Whether there is a state to go on from, or one to be returned."""
+
+    def completes(self, operator: lx.AbstractLinearOperator) -> bool:
+        """Whether the exact value may have to be completed from the products made."""
+        return self.max_k >= operator.in_size()
+
+    @abc.abstractmethod
+    def extended(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, extendable: AbstractGrowth
+    ) -> tuple[Estimate, AbstractWeights]:
+        """The run itself, of an algorithm that can be extended by blocks of probes."""
+
+    @abc.abstractmethod
+    def of_rest(self, parts: Split) -> "AbstractToleranceRun":
+        """The run for what is left of an operator whose known parts are read off."""
+
+
+class AbstractTraceEstimator(AbstractEstimator):
+    """An algorithm that estimates tr(A) from products A v.
+
+    A subclass is final, declares `smallest`, and implements `check` and `compute`.
+    """
+
+    def exact(self, operator):
+        """The exact trace: see `AbstractEstimator`."""
+        return exact(operator)
+
+    def growth(
+        self, operator: lx.AbstractLinearOperator, completes: bool = False
+    ) -> AbstractGrowth:
+        """The algorithm block by block, for calls that give a tolerance.
+
+        **Arguments:**
+
+        - `operator`: the operator, of which only the structure and the tags are looked at.
+        - `completes`: whether the exact trace may have to be completed from the state.
+
+        **Returns:**
+
+        An `AbstractGrowth`.
+
+        **Raises:**
+
+        - `ValueError`: unless a subclass overrides this.
+        """
+        names = "XTrace", "XNysTrace", "HutchPlusPlus", "Hutchinson"
+        raise _no_growth(self, names)
+
+    def to_tolerance(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
+    ) -> tuple[Estimate, AbstractWeights]:
+        """The estimate of a run that a tolerance ends: block by block, by default.
+
+        **Arguments:**
+
+        - `key`: the random key.
+        - `operator`: a square operator.
+        - `run`: the tolerances and the largest budget, and what works with them.
+
+        **Returns:**
+
+        As `compute`.
+        """
+        return run.extended(key, operator, self.growth(operator, run.completes(operator)))
+
+    def estimate(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
+        """Estimate the trace of `operator`.
+
+        !!! Example
+
+            ```python
+            value, stats = tr.HutchinsonEstimator().estimate(key, operator, k=10)
+            value, stats = tr.HutchinsonEstimator()(key, operator, k=10)  # the same
+            ```
+
+        **Arguments:**
+
+        - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+        - `operator`: a square lineax operator with `n` rows.
+        - `k`: the number of matvecs to spend, a Python int. More than `n` are never spent; with
+            `k >= n` the trace is exact.
+
+        **Returns:**
+
+        A 2-tuple of the estimate (a scalar array) and a dictionary with its standard error
+        `"std.err"`, `"num_matvecs"`, `"dof"` and `"result"` (see [`traceax.Solution`][]).
+
+        **Raises:**
+
+        - `TypeError`: for a key, operator or `k` of the wrong type.
+        - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the
+            tag that the estimator needs.
+        """
+        solution = solve(trace_p, key, operator, k, self)
+        extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}
+        return solution.value, {**solution.stats, **extra}
+
+    def __call__(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
+        """An alias of `estimate`."""
+        return self.estimate(key, operator, k)
+
+
+class AbstractDiagonalEstimator(AbstractEstimator):
+    """An algorithm that estimates diag(A) from products A v.
+
+    A subclass is final, declares `smallest`, and implements `check` and `compute_rows`.
+    """
+
+    @abc.abstractmethod
+    def compute_rows(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, rows: Rows
+    ) -> tuple[Estimate, AbstractWeights]:
+        """The algorithm itself: see `compute` of `AbstractEstimator`.
+
+        **Arguments:** as there, and
+
+        - `rows`: the entries, or sums of entries, whose values and standard errors are wanted.
+
+        **Returns:**
+
+        The estimate of those, and the weights of the *whole* diagonal.
+        """
+
+    def growth(
+        self, operator: lx.AbstractLinearOperator, completes: bool = False, rows: Rows = Rows()
+    ) -> AbstractGrowth:
+        """The algorithm block by block, for calls that give a tolerance.
+
+        **Arguments:**
+
+        - `operator`: the operator, of which only the structure and the tags are looked at.
+        - `completes`: whether the exact diagonal may have to be completed from the state.
+        - `rows`: as for `compute_rows`.
+
+        **Returns:**
+
+        An `AbstractGrowth`.
+
+        **Raises:**
+
+        - `ValueError`: unless a subclass overrides this.
+        """
+        raise _no_growth(self, ("XDiag", "XNysDiag", "DiagPlusPlus", "HutchinsonDiagonal"))
+
+    def to_tolerance(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
+    ) -> tuple[Estimate, AbstractWeights]:
+        """As that of `AbstractTraceEstimator`, for `run.rows`."""
+        assert run.rows is not None
+        extendable = self.growth(operator, run.completes(operator), run.rows)
+        return run.extended(key, operator, extendable)
+
+    def compute(self, key, operator, k):
+        """The whole diagonal: see `AbstractEstimator`."""
+        return self.compute_rows(key, operator, k, Rows())
+
+    def exact(self, operator):
+        """The exact diagonal: see `AbstractEstimator`."""
+        return exact(operator, Rows())
+
+
+def _no_growth(estimator: AbstractEstimator, others: tuple[str, ...]) -> ValueError:
+    *first, last = [f"{name}Estimator()" for name in others]
+    return ValueError(
+        f"{type(estimator).__name__} cannot work to a tolerance: give it a budget k, or use "
+        f"{', '.join(first)} or {last}."
+    )
+
+
+def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:
+    """Raise a `TypeError` unless the estimator is an instance of this kind."""
+    if not isinstance(estimator, kind):
+        raise TypeError(
+            f"The estimator must be an instance of a {kind.__name__}, such as "
+            f"`traceax.{example}()`, got {estimator!r}."
+        )
+
+
+def check_key(key: Any) -> Array:
+    """Return the key as an array, or raise a `TypeError` that says what a key is."""
+    hint = "make one with `jax.random.key(0)` and pass it first: `trace(key, operator, k)`"
+    if isinstance(key, np.ndarray):
+        key = jnp.asarray(key)
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"The key must be a JAX random key, got {type(key).__name__}: {hint}.")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if typed and key.ndim == 0:
+        return key
+    if not typed and key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
+        return key
+    if key.ndim > 0 and (typed or key.dtype == jnp.uint32):
+        hint = "use `jax.vmap` for a batch of keys"
+    raise TypeError(
+        f"The key must be a single JAX random key, got an array of shape {key.shape} and dtype "
+        f"{key.dtype}: {hint}."
+    )
+
+
+def _level_of_caller() -> int:
+    """The stack level, for a warning, of the first frame outside of this package (whose methods
+    Equinox wraps).
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("traceax", "equinox", "jaxtyping"):
+            break
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") -> int:
+    """The budget within bounds, `min(max(k, smallest), n)`, as a Python int.
+
+    All sample shapes follow from it, so it is computed with Python's `min` and `max`: `jnp.minimum`
+    would make it a tracer, and every shape with it.
+    """
+    if isinstance(k, jax.core.Tracer):
+        raise TypeError(
+            f"The budget {argument} must be a static Python int, got the traced value {k}: shapes "
+            f"depend on it. Mark it static (`jax.jit(..., static_argnames='{argument}')`) or close "
+            "over it."
+        )
+    if isinstance(k, bool | np.bool_):
+        raise TypeError(
+            f"The budget {argument} must be a Python int, got the bool {k}. Give a number of "
+            f"matvecs: {argument}=100."
+        )
+    try:
+        budget = op.index(k)
+    except TypeError:
+        raise TypeError(
+            f"The budget {argument} must be a Python int (a number of matvecs), got {k!r} of type "
+            f"{type(k).__name__}. Round it: `int({argument})`."
+        ) from None
+    if budget < 1:
+        raise ValueError(f"The budget {argument} must be at least 1 matvec, got {budget}.")
+    if budget < min(smallest, n):
+        warnings.warn(
+            f"{name} needs at least {smallest} matvecs, got {argument}={budget}: {argument} was "
+            f"raised to {min(smallest, n)}.",
+            stacklevel=_level_of_caller(),
+        )
+    return min(max(budget, smallest), n)
+
+
+def solve(
+    primitive: Primitive,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: Any,
+    estimator: AbstractEstimator,
+    *,
+    throw: bool = False,
+) -> Solution:
+    """Check everything, bind the primitive, and put words to its numbers."""
+    key = check_key(key)
+    operator = as_operator(operator)
+    estimator.check(operator)
+    budget = check_budget(k, estimator.smallest, operator.in_size(), estimator.label)
+    estimate = bind(primitive, key, operator, budget, estimator)
+    result: Any = RESULTS.successful
+    failures = {
+        NONFINITE: RESULTS.nonfinite_operator,
+        NOT_SEMIDEFINITE: RESULTS.not_semidefinite,
+        OUTSIDE_DOMAIN: RESULTS.outside_domain,
+        NOT_CONVERGED: RESULTS.not_converged,
+        WRONG_DIAGONAL: RESULTS.wrong_diagonal,
+        NOT_SYMMETRIC: RESULTS.not_symmetric,
+    }
+    for status, outcome in failures.items():
+        result = RESULTS.where(estimate.status == status, outcome, result)
+    value = estimate.value
+    if throw:
+        for outcome in failures.values():
+            value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
+    stats = {"std.err": estimate.std_err, "dof": estimate.dof}
+    counts = estimate.num_matvecs, stats, result
+    bars = estimate.inflation, estimate.tail
+    return Solution(value, estimate.std_err, *counts, None, estimate.state, *bars)

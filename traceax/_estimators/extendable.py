@@ -1,0 +1,203 @@
+"""Estimates that grow: the same algorithm on a block of probes, and on all blocks so far."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+from equinox import AbstractClassVar
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from .._core.estimate import Estimate, if_wanted, rounding_of
+from .._linalg.factorisations import complement, divide_by_upper
+from .._operators.block_operator import BlockOperator
+from .._sketch.leave_one_out import append_basis, matmul
+from .._sketch.weights import AbstractWeights, LowRankWeights
+from .calibration import Calibration
+from .rows import Rows
+
+
+class AbstractGrowth(eqx.Module):
+    """How an estimator works block by block: what it keeps, and what it makes of it.
+
+    The state is a NamedTuple of arrays. A final subclass declares the class variables, and
+    implements the abstract methods.
+    """
+
+    #: The matvecs that a probe takes.
+    unit: AbstractClassVar[int]
+
+    #: What was measured of it.
+    calibration: AbstractClassVar[Calibration]
+
+    #: For each field of the state, the axes (of every array in it) that have as many entries as
+    #: there are probes.
+    axes: AbstractClassVar[tuple[tuple[int, ...], ...]]
+
+    def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
+        """The operator in the form that `grow` multiplies."""
+        return BlockOperator(operator).linearised()
+
+    @abc.abstractmethod
+    def grow(self, state: Any, key: PRNGKeyArray, block: BlockOperator, k: int) -> Any:
+        """Spend products on new probes.
+
+        **Arguments:**
+
+        - `state`: what was learnt so far; None at the start.
+        - `key`: the random key of the new probes.
+        - `block`: the operator, as `prepare` made it.
+        - `k`: the number of matvecs to spend.
+
+        **Returns:**
+
+        The new state.
+        """
+
+    @abc.abstractmethod
+    def estimate(self, state: Any, block: BlockOperator) -> Estimate:
+        """The estimate from all probes so far, without a product. Rounding is part of its error.
+
+        **Arguments:**
+
+        - `state`: the state.
+        - `block`: the operator, as `prepare` made it.
+
+        **Returns:**
+
+        The estimate.
+        """
+
+    @abc.abstractmethod
+    def weights(
+        self,
+        state: Any,
+        block: BlockOperator,
+        keys: Sequence[tuple[Any, Any]],
+        budgets: Sequence[int],
+    ) -> tuple[Sequence[AbstractWeights], list[float]]:
+        """The weights of the estimate, one part for each block of probes.
+
+        **Arguments:**
+
+        - `state`: the state.
+        - `block`: the operator, as `prepare` made it.
+        - `keys`: for each block its random key, as data and implementation.
+        - `budgets`: the matvecs spent up to the end of each block.
+
+        **Returns:**
+
+        The parts, and the factors with which they add up.
+        """
+
+    @abc.abstractmethod
+    def complete(self, state: Any, block: BlockOperator) -> "Completed":
+        """The exact trace (or diagonal), from what is known and further products.
+
+        **Arguments:**
+
+        - `state`: the state.
+        - `block`: the operator, as `prepare` made it.
+
+        **Returns:**
+
+        A `Completed`.
+        """
+
+
+def run_once(
+    growth: AbstractGrowth, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+) -> tuple[Estimate, AbstractWeights]:
+    """The estimate from a single block."""
+    block = growth.prepare(operator)
+    state = growth.grow(None, key, block, k)
+    estimate = growth.estimate(state, block)
+    keys = [(jr.key_data(key), jr.key_impl(key))]
+    weights = if_wanted(lambda: growth.weights(state, block, keys, [k])[0][0])
+    return growth.calibration.applied(estimate), weights
+
+
+def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:
+    """Weights cut into one part for each block of probes.
+
+    **Arguments:**
+
+    - `weights`: the weights, each block's share of whose first `left` columns, and of the others,
+        stands side by side.
+    - `left`: see there.
+    - `widths`: the number of columns in both halves up to the end of each block.
+
+    **Returns:**
+
+    A list of weights.
+    """
+    if len(widths) == 1:
+        return [weights]
+
+    def part(x, start, end):
+        return jnp.concatenate([x[:, start:end], x[:, left + start : left + end]], axis=1)
+
+    starts = [0, *widths[:-1]]
+    return [
+        LowRankWeights(part(weights.u, a, b), part(weights.v, a, b))
+        for a, b in zip(starts, widths, strict=True)
+    ]
+
+
+class Completed(NamedTuple):
+    """The exact value, from what was known and further products."""
+
+    value: Inexact[Array, "..."]
+    #: 0, but for products of half precision, whose rounding is far above that of the value.
+    std_err: Real[Array, "..."]
+    num_matvecs: int  # the further products
+
+
+def complete_diagonal(
+    block: BlockOperator,
+    q: Inexact[Array, "n m"],
+    products: Inexact[Array, "n m"],
+    others: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | None = None,
+    rows: Rows = Rows(),
+) -> Completed:
+    """The diagonal of A from its products with some vectors, and with what is orthogonal to them.
+
+    **Arguments:**
+
+    - `block`: the operator.
+    - `q`: orthonormal columns.
+    - `products`: A q.
+    - `others`: more vectors, which together with q are well-conditioned, and their products; or
+        None.
+    - `rows`: which rows to add up.
+
+    **Returns:**
+
+    A `Completed`, with as many further products as the vectors are short of n.
+    """
+    if others is not None:
+        vectors, other_products = others
+        basis, c, r = append_basis(q, vectors)
+        # vectors = q c + basis r, hence A basis = (A vectors - A q c) r^{-1}.
+        rest = divide_by_upper(other_products - matmul(products, c), r)
+        q, products = jnp.concatenate([q, basis], axis=1), jnp.concatenate([products, rest], axis=1)
+    orthogonal = complement(q)
+    missing = block.mm(orthogonal)
+    diagonal = jnp.sum(jnp.conj(q) * products, axis=1)
+    diagonal = diagonal + jnp.sum(jnp.conj(orthogonal) * missing, axis=1)
+
+    value = rows.of_vector(diagonal)
+    std_err = jnp.zeros_like(value.real)
+    if block.eps > float(jnp.finfo(block.dtype).eps):
+        size = jnp.hypot(rows.norms(products), rows.norms(missing))
+        std_err = rounding_of(size, block.eps)
+    return Completed(value, std_err, orthogonal.shape[1])
+
+
+def complete_trace(block: BlockOperator, q: Array, products: Array, others=None) -> Completed:
+    """The trace of A in the same way: see `complete_diagonal`."""
+    done = complete_diagonal(block, q, products, others, Rows((block.n,)))
+    return done._replace(value=done.value[0], std_err=done.std_err[0])

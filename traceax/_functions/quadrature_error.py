@@ -1,0 +1,53 @@
+"""Estimates with two errors: of the random probes, and of ending Lanczos' recurrence early."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._core.estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, has_no_logarithm, make_estimate
+from .._core.primitive import trace_p
+from .._estimators.estimator import AbstractEstimator, solve
+from .._estimators.solution import Solution
+
+
+def with_quadrature_error(
+    value, error, std_err, num_matvecs: Array | int, dof: Array | int, status
+) -> Estimate:
+    """An estimate whose value is a pair: the value, and its quadrature error. NaN, both of them, if
+    f is not finite where it is needed, or the operator is not Hermitian. Every number has its own
+    degrees of freedom.
+    """
+    failed = has_no_logarithm(status)
+
+    def masked(x):
+        return jnp.where(failed, jnp.nan, x)
+
+    parts = (masked(value), masked(error))
+    errors = (masked(std_err), jnp.zeros_like(error))
+    dof = jnp.broadcast_to(jnp.asarray(dof, std_err.dtype), std_err.shape)
+    return make_estimate(parts, errors, num_matvecs, dof, status)
+
+
+def fixed_budget_status(value: Array, error: Array, std_err: Array, status: Array) -> Array:
+    """NOT_CONVERGED where the recurrences of a fixed budget were ended too early to trust the
+    value: where the quadrature error exceeds four standard errors (which an average over keys would
+    not reveal), a twentieth of the value, and 1.
+
+    **Arguments:**
+
+    - `value`: a log-determinant, or a log density.
+    - `error`: its quadrature error.
+    - `std_err`: its standard error.
+    - `status`: its status so far, which stands unless it is SUCCESSFUL.
+    """
+    dwarfs = (error > 4 * std_err) & (error > jnp.abs(value) / 20) & (error > 1)
+    return jnp.where((status == SUCCESSFUL) & dwarfs, NOT_CONVERGED, status)
+
+
+def solve_pair(key, operator, k: Any, estimator: AbstractEstimator, throw: bool) -> Solution:
+    """Solve, and take apart the pair of the value and its quadrature error."""
+    solution = solve(trace_p, key, operator, k, estimator, throw=throw)
+    (value, quadrature_error), (std_err, _) = solution.value, solution.std_err
+    stats = {**solution.stats, "std.err": std_err}
+    return Solution(value, std_err, solution.num_matvecs, stats, solution.result, quadrature_error)

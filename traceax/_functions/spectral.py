@@ -1,0 +1,380 @@
+"""Spectral sums, spectral densities and eigenvalue counts: the functions that users call."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, PRNGKeyArray, Real
+
+from .._estimators.estimator import AbstractEstimator, check_budget
+from .._estimators.solution import Solution
+from .._linalg.lanczos import lanczos, quadrature
+from .._operators.block_operator import BlockOperator, as_operator
+from .._probes.random import split
+from .._probes.samplers import SphereSampler
+from .._sketch.weights import AbstractWeights
+from .funm import (
+    QuadratureEstimator,
+    check_function,
+    check_hermitian,
+    check_num_steps,
+    hoist_function,
+    mean_and_error,
+    plan,
+    spectrum,
+    within_tag,
+)
+from .quadrature_error import solve_pair, with_quadrature_error
+
+
+def _real_dtype(operator: lx.AbstractLinearOperator) -> Any:
+    return jnp.finfo(BlockOperator(operator).dtype).dtype
+
+
+def spectral_sum(
+    key: PRNGKeyArray,
+    fn: Callable[[Array], Array],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    *,
+    num_steps: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate $\mathrm{tr}\, f(A) = \sum_i f(\lambda_i)$ of a Hermitian operator.
+
+    Stochastic Lanczos quadrature with probes from the sphere. There are two errors:
+
+    - that of the random probes, `std_err`. It is known even from a single probe.
+    - that of ending Lanczos' recurrence after `num_steps` steps, `quadrature_error`. It is a bias,
+        and the field an estimate of it that is usually several times too large. The steps that
+        are needed grow with the condition number (for functions that are singular at 0: about
+        $\sqrt{\kappa} / 4 \, \ln(1/\varepsilon)$). Where this error is the larger one, use more
+        steps, or shift or precondition the operator.
+
+    By default $p = \lfloor\sqrt{k} / 3\rfloor$ probes (at least one) take $\lfloor k/p \rfloor$
+    steps each. For a well-conditioned operator fewer steps (and so more probes) are better.
+
+    First derivatives, in forward and reverse mode, are taken with the probes held fixed, and
+    converge as the value does: with respect to what the operator depends on, at the cost of
+    `p num_steps` tangent products in one block, and with respect to the arrays that `fn` closes
+    over. Second derivatives are refused.
+
+    !!! Example
+
+        ```python
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        solution = tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120)  # log det
+        solution.value, solution.std_err, solution.quadrature_error
+        ```
+
+    Cost: at most `k` matvecs, in blocks of `p`; `k n` numbers for the Krylov bases; about
+    `8 n p num_steps^2` operations. With `k >= n`, n matvecs and an eigendecomposition: `n x n`
+    numbers and some `10 n^3` operations.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `fn`: a JAX function of one real number with real values, such as `jax.numpy.log`. It is
+        applied to (approximate) eigenvalues, all of which lie within the spectrum.
+    - `operator`: a Hermitian lineax operator with `n` rows, between any PyTrees: tagged symmetric
+        (if real) or positive or negative semidefinite.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `num_steps`: the number of steps for each probe, a static Python int, at most `k`. There are
+        `k // num_steps` probes then.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
+    `outside_domain`, and the value NaN, if f is not finite at a Ritz value.
+
+    **Raises:**
+
+    - `TypeError`: for a key, function, operator, `k` or `num_steps` of the wrong type.
+    - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, a
+        `num_steps` that is not between 1 and `k`, or a function that does not return a scalar.
+    - `NotImplementedError`: for a second derivative.
+
+    ??? cite "References"
+
+        S. Ubaru, J. Chen, Y. Saad, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*,
+        2017, doi:10.1137/16M1104974. The derivative: arXiv:2605.12801. `traceax/_funm.py` derives
+        both errors.
+    """
+    check_function(fn)
+    operator = as_operator(operator)
+    function = hoist_function(fn, _real_dtype(operator), scalar=True)
+    budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
+    check_num_steps(num_steps, int(k))
+    estimator = QuadratureEstimator(function, num_steps, "A spectral sum")
+    return solve_pair(key, operator, budget, estimator, throw)
+
+
+def _resolved_width(extent: Array, budget: int, num_steps: int | None) -> Array:
+    """The standard deviation that the steps resolve in an interval of this extent."""
+    return extent / plan(budget, num_steps)[1]
+
+
+def spectral_density(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    grid: ArrayLike,
+    *,
+    width: ArrayLike | None = None,
+    num_steps: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the density of the eigenvalues of a Hermitian operator, broadened by a Gaussian:
+
+    $$\phi(t) = \frac{1}{n} \sum_i \frac{1}{\sigma \sqrt{2 \pi}}
+    \exp\left(-\frac{(t - \lambda_i)^2}{2 \sigma^2}\right), \qquad \int \phi(t) \, dt = 1.$$
+
+    It is the spectral sum of a Gaussian at every point of the grid, all from the same products:
+    see [`traceax.spectral_sum`][] for the errors, derivatives and cost.
+
+    !!! Example
+
+        ```python
+        grid = jnp.linspace(-1.0, 5.0, 200)
+        density = tr.spectral_density(jax.random.key(0), operator, 100, grid)
+        density.value, density.std_err  # arrays of the shape of the grid
+        ```
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a Hermitian lineax operator with `n` rows, as for [`traceax.spectral_sum`][].
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `grid`: the points t, a real array of any shape.
+    - `width`: the standard deviation $\sigma$ of the Gaussian. By default the extent of the grid
+        divided by the number of steps, which is what that many steps resolve if the grid spans the
+        spectrum.
+    - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the shape of the
+    grid. At a point that only one or two eigenvalues reach, the few probes that there are may all
+    have missed them: the error is larger then than it is stated. (On average over the grid it is
+    not.)
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k` or `num_steps` of the wrong type.
+    - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, a
+        `num_steps` that is not between 1 and `k`, or no `width` for a grid of a single point.
+    - `NotImplementedError`: for a second derivative.
+
+    ??? cite "References"
+
+        L. Lin, Y. Saad, C. Yang, *Approximating spectral densities of large matrices*, 2016,
+        doi:10.1137/130934283.
+    """
+    operator = as_operator(operator)
+    dtype, n = _real_dtype(operator), operator.in_size()
+    budget = check_budget(k, 1, n, "A spectral density")
+    check_num_steps(num_steps, int(k))
+    points = jnp.asarray(grid).astype(dtype)
+    if width is None:
+        if points.size < 2:
+            raise ValueError(
+                f"A grid of shape {points.shape} has no extent to choose a width from: give the "
+                "`width`, or more points."
+            )
+        sigma = _resolved_width(jnp.max(points) - jnp.min(points), budget, num_steps)
+    else:
+        sigma = jnp.asarray(width).astype(dtype)
+
+    def gaussian(theta):
+        height = 1 / (n * math.sqrt(2 * math.pi) * sigma)
+        return height * jnp.exp(-jnp.square((points - theta) / sigma) / 2)
+
+    function = hoist_function(gaussian, dtype, scalar=False)
+    estimator = QuadratureEstimator(function, num_steps, "A spectral density")
+    return solve_pair(key, operator, budget, estimator, throw)
+
+
+class DensityCurve(NamedTuple):
+    """A density with its grid and the width of its Gaussian."""
+
+    grid: Real[Array, " m"]
+    width: Real[Array, ""]
+    solution: Solution
+
+
+def density_on_interval(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    num_points: int,
+    *,
+    ends: Sequence[float] | None = None,
+    width: float | None = None,
+    num_steps: int | None = None,
+) -> DensityCurve:
+    """The spectral density on an equidistant grid, by default one that spans the spectrum.
+
+    The extreme Ritz values of a first probe, k/4 steps and at most 30, are where the spectrum
+    ends; the grid goes on for three standard deviations.
+
+    Cost: `k` matvecs (two at least); with `k >= n` those of the first probe beside the n.
+
+    **Arguments:**
+
+    - `key`, `operator`, `k`, `num_steps`: as for `spectral_density`.
+    - `num_points`: the number of points, at least 2.
+    - `ends`: the first and the last point.
+    - `width`: the standard deviation, by default what the steps resolve.
+
+    **Returns:**
+
+    A `DensityCurve`; the products of the first probe count in its solution.
+    """
+    check_hermitian(operator, "A spectral density")
+    n, dtype = operator.in_size(), _real_dtype(operator)
+    key, first_key = split(key)
+    first = 0 if ends is not None else min(n, max(1, min(30, k // 4)))
+    left = k if k >= n else max(1, k - first)
+
+    def width_of(extent):
+        if width is not None:
+            return jnp.asarray(width, dtype)
+        return _resolved_width(extent, min(left, n), num_steps)
+
+    if ends is not None:
+        low, high = (jnp.asarray(end, dtype) for end in ends)
+        sigma = width_of(high - low)
+    else:
+        block = BlockOperator(operator).linearised()
+        probe = SphereSampler().probes(first_key, n, 1, block.dtype)
+        nodes = quadrature(lanczos(block.mm, probe, first, block.eps))[0]
+        low, high = jnp.min(nodes), jnp.max(nodes)
+        # Eigenvalues that are all the same have no extent: a width relative to their size.
+        size = jnp.maximum(jnp.abs(low), jnp.abs(high))
+        extent = jnp.maximum(high - low, jnp.where(size > 0, size, 1) / 100)
+        sigma = width_of(extent)
+        low, high = low - 3 * sigma, high + 3 * sigma
+    grid = jnp.linspace(low, high, num_points)
+    solution = spectral_density(key, operator, left, grid, width=sigma, num_steps=num_steps)
+    spent = solution.num_matvecs + first
+    return DensityCurve(grid, sigma, eqx.tree_at(lambda s: s.num_matvecs, solution, spent))
+
+
+def _edge_error(weights: Array, below: Array) -> Array:
+    """By how much, for every probe, the weights of the nodes below an edge can miss the measure.
+
+    Chebyshev, Markov and Stieltjes: the measure up to there is at least the sum of these weights
+    without the last of them, and at most their sum and the next one.
+    """
+    padded = jnp.pad(weights, ((0, 0), (1, 1)))
+    last = jnp.sum(below, axis=1, keepdims=True)
+    around = [jnp.take_along_axis(padded, last + i, axis=1)[:, 0] for i in (0, 1)]
+    return jnp.maximum(*around)
+
+
+@final
+class _NoWeights(AbstractWeights):
+    """A count has the derivative 0."""
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        return jnp.zeros((), _real_dtype(operator))
+
+
+@final
+class CountEstimator(AbstractEstimator):
+    """The weights of the nodes in an interval. The quadrature error is a bound."""
+
+    lower: Real[Array, ""]
+    upper: Real[Array, ""]
+    num_steps: int | None = eqx.field(static=True)
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        check_hermitian(operator, "An eigenvalue count")
+
+    def _inside(self, nodes: Array) -> Array:
+        return ((nodes >= self.lower) & (nodes <= self.upper)).astype(nodes.dtype)
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        n, (p, q) = block.n, plan(k, self.num_steps)
+        probes = SphereSampler().probes(key, n, p, block.dtype)
+        krylov = lanczos(block.mm, probes, q, block.eps)
+        nodes, weights, _ = quadrature(krylov)
+        nodes = within_tag(operator, nodes, block.eps)
+        inside, is_complex = self._inside(nodes), jnp.iscomplexobj(probes)
+        value, std_err, dof = mean_and_error(weights, inside, block, is_complex)
+        errors = _edge_error(weights, nodes < self.lower)
+        errors = errors + _edge_error(weights, nodes <= self.upper)
+        # A space that is exhausted has been integrated exactly.
+        errors = jnp.where(krylov.exhausted, 0, errors)
+        status = krylov.status
+        error = n * jnp.mean(errors)
+        return with_quadrature_error(value, error, std_err, p * q, dof, status), _NoWeights()
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        nodes, _, status = spectrum(operator)
+        value = jnp.sum(self._inside(nodes))
+        zero = jnp.zeros_like(value)
+        return with_quadrature_error(value, zero, zero, nodes.size, 0, status), _NoWeights()
+
+
+def eigenvalue_count(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    a: ArrayLike,
+    b: ArrayLike,
+    k: int,
+    *,
+    num_steps: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate how many eigenvalues of a Hermitian operator lie in the interval $[a, b]$.
+
+    It is the spectral sum of a function that is 1 there and 0 elsewhere; see
+    [`traceax.spectral_sum`][] for the errors and the cost. The `quadrature_error` is a bound, by
+    the inequalities of Chebyshev, Markov and Stieltjes, and falls like `n / num_steps` only: a
+    count is good where few eigenvalues lie near `a` and `b`. Its derivative is 0.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a Hermitian lineax operator with `n` rows, as for [`traceax.spectral_sum`][].
+    - `a`: the lower end of the interval, which may be `-inf`.
+    - `b`: the upper end of the interval, which may be `inf`.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error`.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k` or `num_steps` of the wrong type.
+    - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, or a
+        `num_steps` that is not between 1 and `k`.
+
+    ??? cite "References"
+
+        E. Di Napoli, E. Polizzi, Y. Saad, *Efficient estimation of eigenvalue counts in an
+        interval*, 2016, doi:10.1002/nla.2048.
+    """
+    operator = as_operator(operator)
+    dtype = _real_dtype(operator)
+    budget = check_budget(k, 1, operator.in_size(), "An eigenvalue count")
+    check_num_steps(num_steps, int(k))
+    lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
+    return solve_pair(key, operator, budget, CountEstimator(lower, upper, num_steps), throw)

@@ -1,0 +1,52 @@
+"""Where the rows of an array are: the ring of the devices that have them."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Inexact, Int
+
+
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """The axes of the mesh in one entry of a `PartitionSpec`."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def device_index(axes: tuple[str, ...]) -> Int[Array, ""]:
+    """The number of this device, where an array is cut along these axes, the first outermost.
+
+    (`lax.axis_index` of several axes has had the order of the mesh and the order that it is given.)
+    """
+    index: Any = 0
+    for axis in axes:
+        index = index * lax.axis_size(axis) + lax.axis_index(axis)
+    return index
+
+
+def send_to_next(x: Array, axes: tuple[str, ...], mesh: Any) -> Array:
+    """What the device before this one has, in a ring of the devices in the order of `device_index`.
+
+    `lax.ppermute` numbers devices in the order of the mesh, whatever the order of the axes.
+    """
+    in_order = tuple(name for name in mesh.axis_names if name in axes)
+    numbers = np.arange(math.prod(mesh.shape[name] for name in axes))
+    numbers = numbers.reshape([mesh.shape[name] for name in in_order])
+    ring = np.transpose(numbers, [in_order.index(name) for name in axes]).reshape(-1).tolist()
+    return lax.ppermute(x, in_order, list(zip(ring, [*ring[1:], ring[0]], strict=True)))
+
+
+def rows_inside(axes: tuple[str, ...], n: int, local: Inexact[Array, "rows m"]) -> Array:
+    """The rows that a device has, with 0 in those beyond the n-th: where they do not come out
+    even, the last device has some, with anything in them.
+    """
+    rows, index = local.shape[0], device_index(axes)
+    if rows * math.prod(lax.axis_size(axis) for axis in axes) == n:
+        return local
+    # (Counted without the number of a row, which need not fit into an int32.)
+    whole, rest = divmod(n, rows)
+    count = jnp.where(index < whole, rows, jnp.where(index == whole, rest, 0))
+    return jnp.where((jnp.arange(rows) < count)[:, None], local, jnp.zeros((), local.dtype))

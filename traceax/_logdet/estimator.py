@@ -1,0 +1,139 @@
+"""The log-determinant of a positive definite operator for a given budget. `budget_policy` says how
+it is estimated, `weights` how it is differentiated.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, NamedTuple, final
+
+import jax.numpy as jnp
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Inexact, Real
+
+from .._core.estimate import (
+    NONFINITE,
+    OUTSIDE_DOMAIN,
+    SUCCESSFUL,
+    Estimate,
+    if_wanted,
+    scale_of,
+    status_of,
+)
+from .._estimators.estimator import AbstractEstimator
+from .._functions.quadrature_error import fixed_budget_status, with_quadrature_error
+from .._linalg.factorisations import cholesky_inverse, cholesky_solve, lower_cholesky
+from .._operators.block_operator import BlockOperator
+from .._operators.shift import matrix_of
+from .._sketch.leave_one_out import square_norms
+from .budget_policy import Run, Spending, for_derivative
+from .weights import ExactLogdetWeights, weights_of
+
+
+def estimate_from(run: Run) -> Estimate:
+    """The value and its errors."""
+    factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
+    n, eps = run.block.n, run.block.eps
+    # Products are good to eps times the largest eigenvalue, which the root of P divides by mu.
+    # Such errors are as good as random, and mostly cancel in the trace.
+    top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
+    largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
+    rounding = eps * largest / jnp.maximum(bounds.smallest, eps)
+    lost = ~((bounds.smallest > 0) & (rounding < 0.5))
+    status = jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
+    value = factors.log_det() + bounds.value
+    error = bounds.error + math.sqrt(n) * rounding
+    return with_quadrature_error(value, error, bounds.std_err, run.spent, bounds.dof, status)
+
+
+def estimate_of_budget(run: Run) -> Estimate:
+    """The same for a budget that was given: it may have been too small for the recurrences."""
+    estimate = estimate_from(run)
+    (value, error), (std_err, _) = estimate.value, estimate.std_err
+    status = fixed_budget_status(value, error, std_err, estimate.status)
+    return dataclasses.replace(estimate, status=status)
+
+
+class ExactLogdet(NamedTuple):
+    """A log-determinant from a Cholesky factorisation, A = scale L L^H."""
+
+    estimate: Estimate
+    factor: Inexact[Array, "n n"]
+    scale: Real[Array, ""]
+
+    def solve(self, rhs: Inexact[Array, "n c"]) -> Inexact[Array, "n c"]:
+        """A^{-1} times a block."""
+        return cholesky_solve(self.factor, rhs / self.scale.astype(rhs.dtype))
+
+    def weights(self) -> ExactLogdetWeights:
+        """Those of the derivative. (XLA's derivative of a Cholesky factorisation takes three times
+        as long as this inverse.)
+        """
+        return ExactLogdetWeights(cholesky_inverse(self.factor, self.scale))
+
+
+def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
+    """The log-determinant of a positive definite operator, from its matrix.
+
+    **Arguments:**
+
+    - `operator`: the operator, whose entries are read where they are stored, and made by n products
+        elsewhere.
+    """
+    block = BlockOperator(operator)
+    matrix, spent = matrix_of(block)
+    n = block.n
+    entries = jnp.diagonal(matrix).real
+    scale = scale_of(entries)  # no entry of a definite matrix is larger
+    factor = lower_cholesky(matrix / scale)
+    diagonal = jnp.square(jnp.diagonal(factor).real)
+    smallest, entries = jnp.min(diagonal), entries / scale
+
+    # Every pass over n x n numbers takes time beside the factorisation. The norm of a row of a
+    # definite matrix is at most sqrt(A_jj tr A): the norms themselves, and whether NaN is what the
+    # factor is NaN of, only matter where the smallest pivot is not far above that.
+    bound = jnp.sqrt(jnp.max(entries) * jnp.sum(entries))
+    far = (smallest > 2 * block.eps * bound) & jnp.isfinite(bound)
+
+    def look():
+        # Made again where no product is: otherwise it would have to be kept for this.
+        again = matrix if spent else matrix_of(block)[0]
+        scaled = again / scale
+        rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
+        lost = ~(smallest > 2 * rounding)  # also where the factor is NaN
+        status = status_of(again)
+        return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
+
+    status = lax.cond(far, status_of, look)
+    value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
+    zero = jnp.zeros_like(value)
+    estimate = with_quadrature_error(value, zero, zero, spent, 0, status)
+    return ExactLogdet(estimate, factor, scale)
+
+
+@final
+class LogdetEstimator(AbstractEstimator):
+    """The log-determinant. Its value is the pair of the value, which alone has a derivative, and
+    the quadrature error.
+    """
+
+    spending: Spending
+    smallest: ClassVar[int] = 2
+    weights_move: ClassVar[bool] = True
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        self.spending.check(operator, "A log-determinant")
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+
+        def finish(run):
+            return estimate_of_budget(run), if_wanted(lambda: for_derivative(run, weights_of))
+
+        return self.spending.spend(key, operator, k, finish)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        exact = exact_logdet(operator)
+        return exact.estimate, if_wanted(exact.weights)

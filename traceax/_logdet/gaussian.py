@@ -1,0 +1,158 @@
+"""The log density of a normal distribution: the function that users call."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
+
+from .._core.primitive import trace_p
+from .._estimators.arguments import Tolerance
+from .._estimators.estimator import solve
+from .._estimators.solution import Solution
+from .._operators.block_operator import BlockOperator, as_operator
+from .._sketch.low_rank import BuiltPreconditioner
+from .budget_policy import spending_of
+from .gaussian_estimator import GaussianEstimator
+from .gaussian_tolerance import ToleranceGaussianEstimator
+from .held import HeldGaussianEstimator
+from .preconditioners import AbstractPreconditioner
+from .tolerance import loop_budgets
+
+
+def _flat(y: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
+    """The observations as one vector of the working dtype, or an error that says what is wrong."""
+    structure, dtype = operator.in_structure(), BlockOperator(operator).dtype
+    shapes = jtu.tree_map(jnp.shape, y)
+    expected = jtu.tree_map(lambda leaf: leaf.shape, structure)
+    if jtu.tree_structure(y) != jtu.tree_structure(structure) or shapes != expected:
+        raise ValueError(
+            f"The observations y must look like the operator's input, {structure}; their shape is "
+            f"{shapes}. For several vectors y, use `jax.vmap`."
+        )
+    leaves = [jnp.asarray(leaf) for leaf in jtu.tree_leaves(y)]
+    real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    if real and any(jnp.iscomplexobj(leaf) for leaf in leaves):
+        raise ValueError(
+            f"The observations y are complex, but the operator is real ({dtype}). Declare the "
+            "operator's input structure complex, or pass `y.real`."
+        )
+    return jnp.concatenate([leaf.reshape(-1).astype(dtype) for leaf in leaves])
+
+
+def gaussian_log_density(
+    key: PRNGKeyArray,
+    y: PyTree[ArrayLike],
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    progress: bool = False,
+    preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the log density of the normal distribution $N(0, A)$ at $y$,
+
+    $$\log N(y; 0, A) = -\tfrac{1}{2} \left(y^\top A^{-1} y + \log\det A + n \log 2\pi\right),$$
+
+    such as the marginal likelihood of a Gaussian process, $A = K + s I$. Over the complex numbers
+    it is that of the circular normal distribution,
+    $-(y^* A^{-1} y + \log\det A + n \log \pi)$.
+
+    The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget;
+    the rest goes to the solve by conjugate gradients with the same preconditioner, which ends
+    early where that is good.
+
+    By default the gradient is unbiased over the keys: right for Adam and expectations. With a
+    preconditioner that was built before (a [`traceax.BuiltPreconditioner`][]) the value, for a
+    fixed key, is a smooth function of the hyperparameters and of `y`, and the gradient exactly that
+    of this function: right for line searches (L-BFGS). All of the budget then goes to probes and
+    steps, four fifths to the log-determinant. Subtract a mean from `y` yourself.
+
+    *With a tolerance* the products go on until two standard errors and the quadrature error are
+    within `atol + rtol |value|`, as for [`traceax.logdet`][]: three quarters of that are for
+    the log-determinant, whose preconditioner grows while that pays, one for the solve, which goes
+    on with every round. If the budget allows n products, the last resort is the exact value (all
+    other products then are at most n/4). Otherwise the result is `RESULTS.not_converged`, with the
+    best estimate. A derivative is that of the last probes.
+
+    !!! Example
+
+        ```python
+        kernel = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        covariance = kernel + noise * lx.IdentityLinearOperator(kernel.in_structure())
+        solution = tr.gaussian_log_density(jax.random.key(0), y, covariance, k=120)
+        solution.value, solution.std_err, solution.quadrature_error
+
+        solution = tr.gaussian_log_density(jax.random.key(0), y, covariance, atol=0.1)  # nats
+        alpha = solution.stats["solve"]  # A^{-1} y: the posterior mean is K_* alpha
+        ```
+
+    Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives,
+    with respect to what A depends on and to `y`, cost about as many tangent products (and `k` more
+    products with a preconditioner that was built before). Second and higher derivatives are those
+    of [`traceax.logdet`][].
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `y`: the observations, of the structure of the operator's input: an array of shape `(n,)`, or
+        a PyTree.
+    - `operator`: the covariance, as for [`traceax.logdet`][].
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
+        a tolerance.
+    - `rtol`: the relative tolerance. It need not be static.
+    - `atol`: the absolute tolerance, an error of the log density. It need not be static.
+    - `max_k`: the largest budget for a tolerance, as for [`traceax.logdet`][].
+    - `progress`: whether to show the log-determinant, its error and the products of the loop on
+        standard error, as [`traceax.logdet`][] does.
+    - `preconditioner`: as for [`traceax.logdet`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes what the solve may
+    lack. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$) and
+    `"solve"` ($A^{-1} y$, of the structure of `y`). The result is `outside_domain`, and the value
+    NaN, if the operator is found not to be positive definite to rounding, as far as
+    [`traceax.logdet`][] finds it; `not_symmetric` likewise. It is `not_converged`, with the best
+    estimate, if a tolerance was not reached, or if the quadrature error of a budget exceeds four
+    standard errors, 5 % of the value, and 1.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
+        unless either `k` or a tolerance is given.
+    - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
+        observations that do not fit it, `k < 1`, a preconditioner that cannot be built for it, or
+        was built for one of another size or dtype, a negative tolerance, or `max_k` of less than 64
+        (and n).
+    - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
+
+    ??? cite "References"
+
+        J. Wenger et al., *Preconditioning for scalable Gaussian process hyperparameter
+        optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
+    """
+    operator = as_operator(operator)
+    observed = _flat(y, operator)
+    options = Tolerance(rtol, atol, max_k, progress)
+    if options.wanted(k, "gaussian_log_density", "`max_k`, `progress`"):
+        name = ToleranceGaussianEstimator.__name__
+        max_k, k = loop_budgets(max_k, operator, preconditioner, name)
+        estimator = ToleranceGaussianEstimator(observed, *options.arrays(), max_k, progress)
+    elif isinstance(preconditioner, BuiltPreconditioner):
+        estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
+    else:
+        estimator = GaussianEstimator(observed, spending_of(preconditioner, operator))
+    solution = solve(trace_p, key, operator, k, estimator, throw=throw)
+    value, error, log_det, form, x = solution.value
+    std_err = solution.std_err[0]
+    unflat = BlockOperator(operator).unflatten(x)
+    stats = {"log_det": log_det, "quadratic_form": form, "solve": unflat}
+    stats = {**solution.stats, "std.err": std_err, **stats}
+    return Solution(value, std_err, solution.num_matvecs, stats, solution.result, error)

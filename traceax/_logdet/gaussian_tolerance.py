@@ -1,0 +1,179 @@
+r"""Log densities that spend what a tolerance needs.
+
+The log-determinant is that of `tolerance`: the same loop, with an aim of its own. With
+c standard errors and the quadrature error of the log-determinant, and with what the solve leaves
+out (see `gaussian_estimator`), the density is to err by no more than
+
+    (c std_err + quadrature_error + left) / 2  <=  atol + rtol |density|
+
+(twice that over the complex numbers). Three quarters of it are for the log-determinant, one for the
+solve. With every round of probes the solve takes a few steps of conjugate gradients, with the
+preconditioner as it is by then, from where it stands: the residual is computed anew, no step is
+lost. So the density is known to lie between two numbers, and |density| is no less than the smaller
+of them. At the end the solve goes on until its quarter is reached, or the budget is spent.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int, Real
+
+from .._core.estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, weights_wanted
+from .._functions.quadrature_error import with_quadrature_error
+from .._operators.block_operator import BlockOperator
+from .._sketch.leave_one_out import square_norms
+from .._sketch.low_rank import BuiltPreconditioner
+from .budget_policy import Run
+from .conjugate_gradients import conjugate_gradients
+from .estimator import exact_logdet
+from .gaussian_estimator import (
+    AbstractGaussianEstimator,
+    GaussianWeights,
+    QuadraticForm,
+    log_density,
+    solution_budget,
+)
+from .preconditioners import check_definite
+from .tolerance import FACTOR, Loop, as_moving, check_most, if_any
+
+#: The steps of conjugate gradients with every round of probes, and the part of the tolerance that
+#: is for the solve.
+STEPS, SHARE = 16, 0.25
+
+
+class _Solve(NamedTuple):
+    """A solve on its way."""
+
+    x: Inexact[Array, " n"]
+    residual: Inexact[Array, " n"]  # y - A x
+    left: Real[Array, ""]  # what the quadratic form leaves out, at most; inf before the first step
+    floor: Real[Array, ""]  # of the eigenvalues of M
+    spent: Int[Array, ""]
+
+    def form(self, y: Inexact[Array, " n"]) -> Real[Array, ""]:
+        """The quadratic form."""
+        return (jnp.vdot(y, self.x) + jnp.vdot(self.x, self.residual)).real
+
+
+class _DensityAim(NamedTuple):
+    """A log density, as `LogdetAim`."""
+
+    block: BlockOperator
+    y: Inexact[Array, " n"]
+    half: float
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    reserved: int  # products for the solve
+
+    @property
+    def start(self) -> _Solve:
+        """Nothing is solved: x = 0."""
+        real = jnp.finfo(self.y.dtype).dtype
+        unknown = jnp.full((), jnp.inf, real)
+        return _Solve(
+            jnp.zeros_like(self.y), self.y, unknown, jnp.ones((), real), jnp.zeros((), jnp.int32)
+        )
+
+    def _whole(self, log_det: Array, solve: _Solve) -> Real[Array, ""]:
+        """What twice the density may err by."""
+        form, n = solve.form(self.y), self.y.shape[0]
+        most = log_density(self.half, n, log_det, form)
+        least = log_density(self.half, n, log_det, form + solve.left)
+        size = jnp.where((most > 0) & (least < 0), 0, jnp.minimum(jnp.abs(most), jnp.abs(least)))
+        return (self.rtol.astype(size.dtype) * size + self.atol.astype(size.dtype)) / self.half
+
+    def tolerance(self, value: Array, known: _Solve) -> Real[Array, ""]:
+        """See `LogdetAim`."""
+        return (1 - SHARE) * self._whole(value, known)
+
+    def advanced(self, known: _Solve, run: Run, estimate: Estimate) -> _Solve:
+        """See `LogdetAim`."""
+        steps = jnp.minimum(STEPS, self.reserved - known.spent - 1)
+        return self.go_on(known._replace(floor=run.floor), run.built, estimate.value[0], steps)
+
+    def go_on(
+        self, solve: _Solve, built: BuiltPreconditioner, log_det: Array, steps: Int[Array, ""]
+    ) -> _Solve:
+        """Further steps with this preconditioner, until its share of the tolerance is reached."""
+        factors, floor = built.factors, solve.floor
+
+        def left_of(residual):
+            return square_norms(factors.inverse_root(residual[:, None]))[0] / floor
+
+        solve = solve._replace(left=left_of(solve.residual))
+        goal = SHARE * self._whole(log_det, solve)
+        eps = float(jnp.finfo(goal.dtype).eps)
+        ratio = jnp.sqrt(goal / jnp.where(solve.left > 0, solve.left, 1))
+        ratio = jnp.clip(ratio, eps, 1)
+
+        def further():
+            rhs = solve.residual
+            change, taken = conjugate_gradients(self.block, factors, rhs, ratio, steps)
+            x = solve.x + change
+            residual = self.y - self.block.mm(x[:, None])[:, 0]
+            spent = (solve.spent + taken + 1).astype(jnp.int32)
+            return _Solve(x, residual, left_of(residual), floor, spent)
+
+        return if_any((solve.left > goal) & (steps > 0), further, solve)
+
+
+@final
+class ToleranceGaussianEstimator(AbstractGaussianEstimator):
+    """The log density to a tolerance."""
+
+    y: Inexact[Array, " n"]
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    max_k: int = eqx.field(static=True)
+    progress: bool = eqx.field(static=True)
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        check_definite(operator, "A Gaussian log density")
+        check_most(self.max_k, operator.in_size(), "a Gaussian log density")
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        n = operator.in_size()
+        completes = self.max_k >= n
+        most = n // 4 if completes else self.max_k
+        reserved = solution_budget(most)
+        block = BlockOperator(operator).linearised()
+        aim = _DensityAim(block, self.y, self._factor, self.rtol, self.atol, reserved)
+        with weights_wanted(True):  # the loop has one structure
+            loop = Loop(aim, key, operator, most - reserved, completes, self.progress)
+            state = loop.run()
+        value, error, std_err = state.sums.means()
+        left = most - state.spent - state.known.spent - 1
+        solve = aim.go_on(state.known, state.built, value, left)
+        spent = state.spent + solve.spent
+        counts = spent, state.sums.dof, state.status
+        log_det = with_quadrature_error(value, error, std_err, *counts)
+        estimate = self.density(
+            log_det, QuadraticForm(solve.form(self.y), solve.left, solve.x), spent
+        )
+        estimate = self._judged(estimate)
+        weights = GaussianWeights(state.weights, solve.x)
+        if not completes:
+            return estimate, weights
+
+        def complete():
+            found = exact_logdet(operator)
+            log_det = found.estimate
+            form = self.exact_form(found)
+            exact = self.density(log_det, form, spent + log_det.num_matvecs)
+            return exact, GaussianWeights(as_moving(found.weights(), state), form.x)
+
+        return if_any(estimate.status == NOT_CONVERGED, complete, (estimate, weights))
+
+    def _judged(self, estimate: Estimate) -> Estimate:
+        """With the status that the density deserves: the loop knew less of it."""
+        (value, error, *_), (std_err, *_) = estimate.value, estimate.std_err
+        tolerance = self.rtol.astype(value.dtype) * jnp.abs(value) + self.atol.astype(value.dtype)
+        met = FACTOR * std_err + error <= tolerance
+        ended = (estimate.status == SUCCESSFUL) | (estimate.status == NOT_CONVERGED)
+        status = jnp.where(met, SUCCESSFUL, NOT_CONVERGED)
+        return dataclasses.replace(estimate, status=jnp.where(ended, status, estimate.status))

@@ -1,0 +1,158 @@
+"""The log-determinant of a positive definite operator: the function that users call."""
+
+from typing import Literal
+
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, PRNGKeyArray
+
+from .._estimators.arguments import Tolerance
+from .._estimators.estimator import check_key
+from .._estimators.solution import Solution
+from .._functions.quadrature_error import solve_pair
+from .._operators.block_operator import as_operator
+from .._sketch.low_rank import BuiltPreconditioner
+from .budget_policy import spending_of
+from .estimator import LogdetEstimator
+from .held import HeldLogdetEstimator
+from .preconditioners import AbstractPreconditioner
+from .tolerance import ToleranceLogdetEstimator, loop_budgets
+
+
+def logdet(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    progress: bool = False,
+    preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate $\log\det A$ of a positive definite operator, such as $K + s I$.
+
+    $\log\det A = \log\det P + \mathrm{tr} \log(P^{-1/2} A P^{-1/2})$ with a preconditioner P of low
+    rank plus a multiple of the identity, and stochastic Lanczos quadrature for the second term,
+    which is small where P is good. A diagonal part that the operator is written with (`K + s I`,
+    `K + D`) is read off; otherwise the smallest eigenvalue is estimated.
+
+    The budget is divided by what the products themselves reveal (also under `jit`; under `vmap`
+    all plans are computed, and the right ones picked). With t(l) the mean eigenvalue of what a
+    Nystrom approximation of rank l leaves out of K:
+
+    1. k/6 products (at least 16, if that is less than k/3). If t has hardly fallen from half of
+        this rank to all of it (by less than 16 %), low rank does not pay, and the rest goes to
+        $\lfloor\sqrt{k} / 2\rfloor$ probes with as many steps as there are.
+    2. Otherwise the rank grows to 2k/3. If t is not yet small relative to s, the rest goes to k/24
+        probes with 8 steps each.
+    3. If t(l) / s, extrapolated to the full budget, is below 1/3 and that promises the smaller
+        error, the rank grows to 11k/12, and k/60 probes (at least one) take 5 steps.
+
+    *With a preconditioner that was built before* (a [`traceax.BuiltPreconditioner`][]) all of the
+    budget goes to probes with about $\sqrt{k} / 2$ steps each, and the value is Gauss quadrature
+    alone: for a fixed key a smooth function of the operator, whose first derivative is exactly its
+    own, as line searches (L-BFGS) need it. There are no second derivatives. The other modes are for
+    Adam and expectations: see below, and "Two derivatives" in the documentation.
+
+    There are two errors: `std_err`, of the random probes, and `quadrature_error`, of ending
+    Lanczos' recurrence early, which is a bound where K is tagged semidefinite and s is written
+    down.
+
+    First derivatives, in forward and reverse mode, are unbiased as far as the quadrature has
+    converged (where `quadrature_error` exceeds `std_err`, theirs is likely biased as well), and
+    their variance goes to 0 with the rank of P. They cost about `k` tangent products. Second (and
+    higher) derivatives are as good; for every direction they take another `k` tangent products,
+    and a solve with A for each by conjugate gradients, with P as its preconditioner.
+
+    !!! Example
+
+        ```python
+        kernel = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        identity = lx.IdentityLinearOperator(kernel.in_structure())
+        solution = tr.logdet(jax.random.key(0), kernel + noise * identity, k=120)
+        solution.value, solution.std_err, solution.quadrature_error
+
+        solution = tr.logdet(jax.random.key(0), kernel + noise * identity, atol=0.1)  # nats
+        solution.value, solution.num_matvecs, solution.result
+        ```
+
+    *With a tolerance* the products go on until two standard errors and the quadrature error are
+    within `atol + rtol |t|`: the rank doubles (16, 32, 64, ...) while that pays, then more probes
+    follow, with longer recurrences (8, 24, 72, ... steps) where the quadrature errs. What the
+    rules are stands in `traceax/_logdet_tolerance.py`. If the budget allows n products, the last
+    resort is the exact value, from the stored entries or from n new products (all others then are
+    at most n/4). Otherwise the result is `RESULTS.not_converged`, with the best estimate. All of
+    this works under `jit`; under `vmap` every lane gets what it would get by itself. A derivative
+    is that of the last probes.
+    Memory: blocks for `max_k`; work: in proportion to the products made.
+
+    Cost with a budget: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2`
+    operations. With `k >= n`, n matvecs (none if the entries are stored) and a Cholesky
+    factorisation: the value is exact.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
+        positive semidefinite; or a sum of such an operator and diagonal ones.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
+        a tolerance.
+    - `rtol`: the relative tolerance. It need not be static.
+    - `atol`: the absolute tolerance, an error of the log-determinant. It need not be static.
+    - `max_k`: the largest budget for a tolerance, a static Python int of at least 64. By default n,
+        but 1000 for operators with more rows. (From n on, operators with 256 rows or fewer are
+        exact at once.)
+    - `progress`: whether to show estimate, error and products after every step on standard error
+        (with `tqdm`, if it is installed); never under `vmap`.
+    - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
+        [`traceax.RPCholeskyPreconditioner`][] (whose remaining budget goes to probes with 10 steps
+        each), a [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
+        With a tolerance, `"auto"` only.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
+    `outside_domain`, and the value NaN, if the operator is found not to be positive definite to
+    rounding: indefinite in fact, or so nearly singular that the precision does not suffice. With
+    `k >= n` that is certain. For smaller budgets it is what the products show: a Ritz value of the
+    probes, or of the preconditioner's sketch, that is not positive. Negative eigenvalues that are
+    few, or tiny beside the largest, may stay unseen. `K - s I`, with a shift that is known to be
+    negative (not traced), has a quarter of the probes, with longer recurrences, which see more.
+    The result is `not_symmetric`, and the value NaN, if the sketch shows that A is not Hermitian.
+    It is `not_converged`, with the best estimate, if a tolerance was not reached, or if the
+    quadrature error of a budget exceeds four standard errors, 5 % of the value, and 1.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
+        unless either `k` or a tolerance is given.
+    - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
+        `k < 1`, a preconditioner that cannot be built for this operator, or was built for one of
+        another size or dtype, a negative tolerance, or `max_k` of less than 64 (and n).
+    - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
+
+    ??? cite "References"
+
+        A. Cortinovis, P. Toni, 2026, arXiv:2601.05778; Z. Frangella, J. A. Tropp, M. Udell,
+        *Randomized Nystrom preconditioning*, 2023, arXiv:2110.02820; Y. Chen, E. N. Epperly,
+        J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky*, 2024, arXiv:2207.06503. The
+        derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet_weights.py` derives the
+        rest.
+    """
+    options = Tolerance(rtol, atol, max_k, progress)
+    wanted = options.wanted(k, "logdet", "`max_k`, `progress`")
+    if not wanted and isinstance(preconditioner, BuiltPreconditioner):
+        held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
+        return solve_pair(key, operator, k, held, throw)
+    if not wanted:
+        return solve_pair(
+            key, operator, k, LogdetEstimator(spending_of(preconditioner, operator)), throw
+        )
+    check_key(key)
+    operator, name = as_operator(operator), ToleranceLogdetEstimator.__name__
+    max_k, k = loop_budgets(max_k, operator, preconditioner, name)
+    estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
+    return solve_pair(key, operator, k, estimator, throw)

@@ -1,0 +1,139 @@
+r"""Gauss quadrature of z^H f(M) z as a function of M and z, with the derivative that is its own.
+
+Q steps of Lanczos' recurrence from v_1 = z / ||z|| give V, T = V^H M V and beta_q v_(q+1), the
+residual (see `_linalg.lanczos`), and the number
+
+    F = ||z||^2 e_1^T f(T) e_1.
+
+`_functions.funm` differentiates F with V held fixed, which is right as far as F has converged to
+z^H f(M) z. Here V moves as it does: the derivative is that of F itself, at any q. With C the
+derivative of the logarithm (or f) at T in the direction e_1 e_1^T, and V^H M = T V^H + beta_q e_q
+v_(q+1)^H,
+
+    d e_1^T f(T) e_1 = <C, dT> = <C, V^H dM V> + <[T, C], V^H dV> + 2 beta_q Re v_(q+1)^H dV C e_q.
+
+As [T, C] = [f(T), e_1 e_1^T], the term in the middle is 2 Re (V f(T) e_1)^H dv_1: nothing for a
+fixed z. In the last term stands what the truncation leaves out of a fixed V. The recurrence
+
+    beta_j dv_(j+1) = dM v_j + (M - alpha_j) dv_j - beta_(j-1) dv_(j-1) + (terms in v_i, i <= j + 1)
+
+is run backwards for it, from the end: with u = beta_q v_(q+1) and gamma = C e_q,
+
+    w_j = gamma_j u + (M - alpha_j) mu_j - beta_j mu_(j+1),     mu_j = w_(j+1) / beta_j,  mu_q = 0,
+
+    2 Re sum_j gamma_j u^H dv_j = 2 Re sum_(j<q) mu_j^H dM v_j + 2 Re w_1^H dv_1.
+
+The terms in v_i drop out: w_j lies in the span of v_(j+1), v_(j+2), ... (a product with M goes down
+by one place only), and is kept orthogonal to v_1, ..., v_j against rounding errors. In all,
+
+    dF = Re <G, dM> + 2 Re x^H dz,      G = ||z||^2 (V C + 2 [mu_1, ..., mu_(q-1), 0]) V^H,
+                                        x = ||z|| (V f(T) e_1 + w_1).
+
+(N. Kraemer, P. Moreno-Munoz, H. Roy, S. Hauberg, *Gradients of functions of large matrices*, 2024,
+arXiv:2405.17277, run the general adjoint, of which this is the part that T = V^H M V leaves.)
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Inexact, Real
+
+from .._core.precision import einsum
+from .._functions.funm import divided_differences, on_nodes
+from .._linalg.lanczos import Lanczos, quadrature
+from .._sketch.leave_one_out import square_norms
+
+
+class OwnDerivative(NamedTuple):
+    """The derivative of F, for a block of probes."""
+
+    left: Inexact[Array, "q n p"]  # the columns of ||z||^2 (V C + 2 mu), probe by probe
+    basis: Inexact[Array, "q n p"]  # V
+    start: Inexact[Array, "n p"]  # x
+
+
+def positive_quadrature(krylov: Lanczos) -> tuple[Array, Array, Array]:
+    """The quadrature of a positive definite operator. (A number in the place of nodes that are not
+    positive keeps NaN out: they are for the caller to report.)
+    """
+    nodes, weights, vectors = quadrature(krylov)
+    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
+    return jnp.maximum(nodes, tiny), weights, vectors
+
+
+def gauss(
+    probes: Inexact[Array, "n p"], krylov: Lanczos, fn: Callable[[Array], Array]
+) -> Real[Array, " p"]:
+    """F, for every probe.
+
+    **Arguments:** as of `own_derivative`.
+    """
+    nodes, weights, _ = positive_quadrature(krylov)
+    return square_norms(probes) * jnp.sum(weights * on_nodes(fn, nodes), axis=1)
+
+
+def own_derivative(
+    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    probes: Inexact[Array, "n p"],
+    krylov: Lanczos,
+    fn: Callable[[Array], Array],
+) -> OwnDerivative:
+    """The derivative of Gauss quadrature with respect to M and to the probes (see above).
+
+    **Arguments:**
+
+    - `mm`: the operator M, positive definite, as a function that multiplies blocks.
+    - `probes`: the probes z.
+    - `krylov`: the recurrences from them.
+    - `fn`: the function f of positive numbers.
+
+    **Returns:**
+
+    An `OwnDerivative`. Cost: `q` block products, as many as the recurrences took, and twice the
+    other operations.
+    """
+    basis, alpha, beta = krylov.basis, krylov.alpha, krylov.beta
+    q, dtype = alpha.shape[0], probes.dtype
+    nodes, _, vectors = positive_quadrature(krylov)
+    along = vectors * vectors[:, :1, :]
+    core = einsum("pai,pij,pbj->pab", along, divided_differences(fn, nodes), along).astype(dtype)
+    of_first = einsum("paj,pj->pa", vectors, on_nodes(fn, nodes) * vectors[:, 0, :]).astype(dtype)
+
+    def outside(block, j):
+        """Without its part in v_1, ..., v_j."""
+        before = (jnp.arange(q) < j).astype(dtype)[:, None]
+        for _ in range(2):
+            inside = before * einsum("qnp,np->qp", jnp.conj(basis), block)
+            block = block - einsum("qnp,qp->np", basis, inside)
+        return block
+
+    def divided(block, by):
+        # An exhausted space has no residual: C is 0 beyond it, and u is 0.
+        return jnp.where(by > 0, block / jnp.where(by > 0, by, 1).astype(dtype), 0)
+
+    residual = outside(mm(basis[-1]), q)
+    residual = jnp.where(krylov.exhausted, 0, residual)
+    last = core[:, :, -1].T
+
+    def step(carry, at):
+        mu, later = carry  # mu_j and mu_(j+1)
+        j, gamma, alpha, beta, before = at
+        w = gamma * residual + mm(mu) - alpha.astype(dtype) * mu - beta.astype(dtype) * later
+        w = outside(w, j + 1)
+        return (divided(w, before), mu), mu
+
+    # Index j stands for v_(j+1). Nothing is divided by at the start.
+    before = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
+    end = outside(last[-1] * residual, q)
+    mu, zero = divided(end, before[-1]), jnp.zeros_like(residual)
+    given = jnp.arange(q - 1), last[:-1], alpha[:-1], beta[:-1], before[:-1]
+    (first, _), mus = lax.scan(step, (mu, zero), given, reverse=True)
+    mus = jnp.concatenate([mus, zero[None]])
+
+    size = square_norms(probes)
+    left = einsum("anp,pab->bnp", basis, core) + 2 * mus
+    start = einsum("qnp,pq->np", basis, of_first) + first
+    length = jnp.sqrt(size).astype(dtype)
+    return OwnDerivative(size.astype(dtype) * left, basis, length * start)

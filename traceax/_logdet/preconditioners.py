@@ -1,0 +1,271 @@
+"""How to build a preconditioner of low rank plus a multiple of the identity (see
+`_sketch.low_rank`).
+"""
+
+import abc
+import dataclasses
+import math
+from typing import Any, final
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from equinox import AbstractVar
+from jax import lax
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from .._core.estimate import WRONG_DIAGONAL
+from .._core.precision import any_promotion
+from .._estimators.estimator import check_key
+from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
+from .._operators.shift import scaling_of, stored_diagonal, terms_of
+from .._probes.samplers import NormalSampler
+from .._sketch.leave_one_out import square_norms
+from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of, pivoted_cholesky
+
+
+def _check_rank(rank: Any) -> None:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise ValueError(
+            "rank must be a positive Python int, or None to have it chosen from the budget, got "
+            f"{rank!r}."
+        )
+
+
+def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
+    """Raise a `ValueError` unless the tags, or those of the parts, say positive semidefinite."""
+    # c K + s I is not tagged where c or s is traced: the products will tell if it is not positive.
+    if semidefinite_sign(operator) != 1 and not _may_be_definite(operator):
+        raise ValueError(
+            f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
+            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
+            "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
+        )
+
+
+def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether all terms are diagonal or tagged, and the numbers in front of them not known to make
+    the sum negative.
+    """
+    terms = terms_of(operator)
+    positive = terms.positive
+    known = not isinstance(positive, jax.core.Tracer)
+    negative = terms.has_rest and known and not bool(positive)
+    return terms.semidefinite and not negative
+
+
+class AbstractPreconditioner(eqx.Module):
+    """How to build a preconditioner of low rank plus a multiple of the identity.
+
+    A final subclass declares `rank`, and implements `check` and `of_rank`.
+    """
+
+    rank: AbstractVar[int | None]
+
+    @abc.abstractmethod
+    def check(self, operator: lx.AbstractLinearOperator) -> None:
+        """Raise a `ValueError` if it cannot be built for this operator.
+
+        **Arguments:**
+
+        - `operator`: the operator.
+        """
+
+    @abc.abstractmethod
+    def of_rank(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, rank: int
+    ) -> BuiltPreconditioner:
+        """Build it from `rank` products; called with checked arguments.
+
+        **Arguments:**
+
+        - `key`: the random key.
+        - `operator`: the operator.
+        - `rank`: the rank.
+
+        **Returns:**
+
+        A `BuiltPreconditioner`.
+        """
+
+    def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
+        """Build it, to be held while the operator changes.
+
+        !!! Example
+
+            ```python
+            held = tr.NystromPreconditioner(rank=200).build(jax.random.key(1), covariance(theta))
+            tr.logdet(jax.random.key(0), covariance(other), k=200, preconditioner=held)
+            ```
+
+        Cost: `rank` matvecs.
+
+        **Arguments:**
+
+        - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+        - `operator`: the operator to build it for, as for [`traceax.logdet`][].
+
+        **Returns:**
+
+        A [`traceax.BuiltPreconditioner`][].
+
+        **Raises:**
+
+        - `TypeError`: for a key or operator of the wrong type.
+        - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
+            semidefinite, or if it cannot be built for this operator.
+        """
+        key, operator = check_key(key), as_operator(operator)
+        check_definite(operator, "A preconditioner")
+        self.check(operator)
+        if self.rank is None:
+            raise ValueError(
+                "To be built without a budget, a preconditioner needs its rank: "
+                f"`traceax.{type(self).__name__}(rank=100)`."
+            )
+        rank = min(self.rank, operator.in_size())
+
+        # What is held moves with nothing: no factorisation need be differentiated.
+        def fixed(x):
+            return lax.stop_gradient(x) if eqx.is_array(x) else x
+
+        chosen, operator = jtu.tree_map(fixed, (self, operator))
+        with any_promotion():
+            return chosen.of_rank(key, operator, rank)
+
+
+def scaled_products(
+    block: BlockOperator, relative: Real[Array, " n"], vectors: Inexact[Array, "n m"]
+) -> Inexact[Array, "n m"]:
+    """D^{-1/2} A D^{-1/2} times a block, for D up to its unit.
+
+    **Arguments:**
+
+    - `block`: the operator A.
+    - `relative`: the roots of D.
+    - `vectors`: the block.
+    """
+    root = relative[:, None].astype(block.dtype)
+    return block.mm(vectors / root) / root
+
+
+@final
+class NystromPreconditioner(AbstractPreconditioner):
+    r"""A randomised Nystrom approximation, for any positive definite operator.
+
+    $P = U \Lambda U^* + \mu I$ from `rank` products with normal test vectors. A diagonal part that
+    the operator is written with (`K + s I`) is kept exactly; otherwise the smallest eigenvalue is
+    estimated.
+
+    Cost: `rank` matvecs, `n x rank` numbers, about `15 n rank^2` operations.
+
+    ??? cite "References"
+
+        Z. Frangella, J. A. Tropp, M. Udell, *Randomized Nystrom preconditioning*, 2023,
+        arXiv:2110.02820, doi:10.1137/21M1466244.
+    """
+
+    rank: int | None = eqx.field(default=None, static=True)
+
+    def __check_init__(self):
+        _check_rank(self.rank)
+
+    def check(self, operator):
+        """Any operator will do."""
+
+    def of_rank(self, key, operator, rank):
+        """See `AbstractPreconditioner`."""
+        block = BlockOperator(operator)
+        scaling = scaling_of(operator)
+        omega = NormalSampler().probes(key, block.n, rank, block.dtype) / math.sqrt(block.n)
+        products = scaled_products(block, scaling.relative, omega)
+        unit, known = scaling.fixed(products, block.eps)
+        low_rank = nystrom_of(omega, products / unit, known, block.eps)
+        known &= terms_of(operator).positive
+        return low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
+
+
+NystromPreconditioner.__init__.__doc__ = """**Arguments:**
+
+- `rank`: the rank, one product each. By default two thirds of the budget (`build` has none).
+"""
+
+
+@final
+class RPCholeskyPreconditioner(AbstractPreconditioner):
+    r"""A randomly pivoted partial Cholesky factorisation, for operators that know their diagonal.
+
+    $P = F F^* + \mu I$ with F from `rank` columns of the operator, picked with probabilities
+    proportional to what is left of the diagonal. A diagonal part that the operator is written with
+    (`K + s I`) is kept exactly.
+
+    Cost: `rank` matvecs (one column each, one after the other), `n x rank` numbers, about
+    `15 n rank^2` operations.
+
+    ??? cite "References"
+
+        Y. Chen, E. N. Epperly, J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky: practical
+        approximation of a kernel matrix with few entry evaluations*, 2024, arXiv:2207.06503,
+        doi:10.1002/cpa.22234.
+    """
+
+    rank: int | None = eqx.field(default=None, static=True)
+    diagonal: Real[Array, " n"] | None = None
+
+    def __check_init__(self):
+        _check_rank(self.rank)
+
+    def check(self, operator):
+        """See `AbstractPreconditioner`."""
+        n = operator.in_size()
+        if self.diagonal is not None:
+            if jnp.shape(self.diagonal) != (n,):
+                raise ValueError(
+                    f"The diagonal has the shape {jnp.shape(self.diagonal)}, but the operator has "
+                    f"{n} rows. Give its whole diagonal, of shape {(n,)}."
+                )
+        elif stored_diagonal(operator) is None:
+            raise ValueError(
+                "RPCholeskyPreconditioner needs the diagonal, which this "
+                f"{type(operator).__name__} does not store. Give the diagonal of the whole "
+                "operator, `RPCholeskyPreconditioner(diagonal=...)`, or use "
+                "NystromPreconditioner()."
+            )
+
+    def of_rank(self, key, operator, rank):
+        """See `AbstractPreconditioner`."""
+        block = BlockOperator(operator)
+        scaling = scaling_of(operator)
+        diagonal = stored_diagonal(operator) if self.diagonal is None else self.diagonal
+        diagonal = jnp.asarray(diagonal).real / jnp.square(scaling.relative)
+        unit, known = scaling.fixed(diagonal, block.eps)
+        shift = jnp.where(known, 1, jnp.zeros_like(unit))
+
+        def column(pivot):
+            unit_vector = (jnp.arange(block.n) == pivot).astype(block.dtype)[:, None]
+            product = scaled_products(block, scaling.relative, unit_vector) / unit
+            return (product - shift.astype(block.dtype) * unit_vector)[:, 0]
+
+        diagonal = diagonal / unit - shift
+        f, apart = pivoted_cholesky(key, column, diagonal, rank, block.dtype)
+        # The trace of what is left out is known here. Without s, mu is its mean eigenvalue.
+        left_out = jnp.sum(diagonal) - jnp.sum(square_norms(f))
+        left_out = jnp.maximum(left_out, 0) / max(block.n - rank, 1)
+        shift = jnp.where(known, shift, 0.9 * left_out)
+        known &= terms_of(operator).positive
+        nan = jnp.full_like(unit, jnp.nan)
+        low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out, nan)
+        built = low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
+        fits = ~(apart > 64 * block.eps)  # NaN is another matter
+        status = jnp.where(fits, built.status, WRONG_DIAGONAL)
+        return dataclasses.replace(built, status=status)
+
+
+RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**
+
+- `rank`: the rank, one column each. By default two thirds of the budget (`build` has none).
+- `diagonal`: the diagonal of the operator, where it does not store it.
+"""

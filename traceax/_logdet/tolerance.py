@@ -1,0 +1,418 @@
+r"""Log-determinants that spend what a tolerance needs.
+
+One loop (`jax.lax.while_loop`) around three things, each of which is done only where the state asks
+for it: the sketch grows to twice its rank (see `growing_sketch`), a few more probes take Lanczos'
+recurrence (see `budget_policy`), and the rule decides how to go on. With c standard errors and the
+quadrature error against atol + rtol |t|:
+
+- done, if they are within it. With r probes that were not enough it looks again at 2 r, not before:
+  every look is a chance to stop on an error bar that happens to be too small.
+- a larger rank, while what the approximation leaves out falls with the rank, if more probes would
+  cost more than that, or if it is the quadrature that errs. The probes so far belonged to another
+  preconditioner: they are forgotten.
+- longer recurrences (8, 24, 72, ... steps), if the quadrature errs, and the rank cannot help.
+- otherwise more probes.
+- the exact value, as the last resort, where the budget allows n products: from n new ones, so that
+  nothing else may spend more than n / 4.
+
+Factors have the size of the largest rank, columns that are not there yet are 0. The derivative is
+that of the last few probes, held fixed with all that was learnt (see `weights`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Int, Real
+
+from .._core.control_flow import any_lane, keep
+from .._core.estimate import (
+    NOT_CONVERGED,
+    SUCCESSFUL,
+    Estimate,
+    if_wanted,
+    status_of,
+    weights_wanted,
+)
+from .._core.progress import report
+from .._estimators.arguments import budgets_for
+from .._estimators.estimator import AbstractEstimator
+from .._functions.quadrature_error import with_quadrature_error
+from .._operators.block_operator import BlockOperator
+from .._probes.random import numbered, split
+from .._sketch.low_rank import BuiltPreconditioner
+from .budget_policy import Plan, Run, run
+from .estimator import estimate_from, exact_logdet
+from .growing_sketch import GrowingSketch
+from .preconditioners import check_definite
+from .weights import ExactLogdetWeights, LogdetWeights, weights_of
+
+#: So many standard errors are to be within the tolerance. (The error of 99 % of runs then is: five
+#: kernels, three tolerances, 10 keys. Standard errors are made to be rather too large.)
+FACTOR = 2.0
+
+#: The first rank, and the number of steps that are tried first.
+FIRST_RANK, FIRST_STEPS = 16, 8
+
+#: Probes that advance together, at most (the first look at a preconditioner takes one).
+TOGETHER = 4
+
+#: The smallest budget that has room for all of this.
+LEAST = 64
+
+
+def ranks(most: int) -> tuple[int, ...]:
+    """The ranks: each about twice the one before, the last three quarters of the budget."""
+    last = 3 * most // 4
+    found = [FIRST_RANK]
+    while 3 * found[-1] <= last:
+        found.append(2 * found[-1])
+    return (*found, last)
+
+
+def shapes(most: int, n: int) -> tuple[tuple[int, int], ...]:
+    """Probes and steps: the first look, then one pair for each depth, with as many probes as a
+    third of the budget allows.
+    """
+    found, steps = [(1, FIRST_STEPS), (TOGETHER, FIRST_STEPS)], 3 * FIRST_STEPS
+    while steps <= min(most // 2, n):
+        found.append((min(TOGETHER, max(1, most // 3 // steps)), steps))
+        steps *= 3
+    return tuple(found)
+
+
+class _Sums(NamedTuple):
+    """Of the probes with one preconditioner and one depth."""
+
+    probes: Int[Array, ""]
+    value: Real[Array, ""]
+    error: Real[Array, ""]
+    variance: Real[Array, ""]
+    doubt: Real[Array, ""]  # half of the variance of that
+
+    @staticmethod
+    def none(real: Any) -> "_Sums":
+        zero = jnp.zeros((), real)
+        return _Sums(jnp.zeros((), jnp.int32), zero, zero, zero, zero)
+
+    def plus(self, probes: int, estimate: Estimate) -> "_Sums":
+        (value, error), (std_err, _) = estimate.value, estimate.std_err
+        variance = (probes * std_err) ** 2
+        return _Sums(
+            self.probes + probes,
+            self.value + probes * value,
+            self.error + probes * error,
+            self.variance + variance,
+            self.doubt + variance**2 / jnp.where(estimate.dof > 0, estimate.dof, 1),
+        )
+
+    def means(self) -> tuple[Array, Array, Array]:
+        """The value, the quadrature error, and the standard error."""
+        count = jnp.maximum(self.probes, 1)
+        return self.value / count, self.error / count, jnp.sqrt(self.variance) / count
+
+    @property
+    def dof(self) -> Array:
+        """The degrees of freedom of the variance, by Satterthwaite's rule."""
+        known = self.doubt > 0
+        return jnp.where(known, self.variance**2 / jnp.where(known, self.doubt, 1), self.probes)
+
+
+class LogdetAim(NamedTuple):
+    """What the loop is run for: the log-determinant itself. (Log densities have an aim of their
+    own, which solves on the way: see `gaussian_tolerance`.)
+    """
+
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+
+    @property
+    def start(self) -> Any:
+        """What is known besides the log-determinant at the start."""
+        return ()
+
+    def advanced(self, known: Any, run: Run, estimate: Estimate) -> Any:
+        """What is known after another round of probes, and its estimate of the log-determinant."""
+        return known
+
+    def tolerance(self, value: Real[Array, ""], known: Any) -> Real[Array, ""]:
+        """What the error of the log-determinant may be, where it is `value`."""
+        return self.rtol * jnp.abs(value) + self.atol
+
+
+class State(NamedTuple):
+    y: Inexact[Array, "n rank"]  # the products so far
+    built: BuiltPreconditioner
+    left_out: Real[Array, ""]
+    decays: Bool[Array, ""]  # whether twice the rank is worth while
+    level: Int[Array, ""]
+    depth: Int[Array, ""]
+    grows: Bool[Array, ""]  # what is to be done next
+    sums: _Sums
+    target: Int[Array, ""]  # the number of probes to look at
+    spent: Int[Array, ""]
+    rounds: Int[Array, ""]
+    status: Int[Array, ""]
+    weights: LogdetWeights
+    known: Any  # what the aim wants to know besides
+    done: Bool[Array, ""]
+
+
+def _where(condition: Array, new: Any, old: Any) -> Any:
+    return jtu.tree_map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+class Loop:
+    """One run. (Not a PyTree: it lives while it is traced.)"""
+
+    def __init__(self, aim: Any, key, operator, most: int, completes: bool, progress: bool):
+        """Make the first products.
+
+        **Arguments:**
+
+        - `aim`: what it is run for, a `LogdetAim` or what has its methods.
+        - `key`: the random key.
+        - `operator`: the operator.
+        - `most`: the largest number of products.
+        - `completes`: whether the exact value may come in the place of the result.
+        - `progress`: whether to show it.
+        """
+        sketch_key, self.probe_key = split(key)
+        self.aim, self.most, self.progress = aim, most, progress
+        self.block = BlockOperator(operator).linearised()
+        self.ranks, self.shapes = ranks(most), shapes(most, self.block.n)
+        columns = self.ranks[-1] + max(p * (q + 1) for p, q in self.shapes)
+        self.columns = max(columns, self.block.n) if completes else columns
+        first, last = self.ranks[0], self.ranks[-1]
+        self.sketch = GrowingSketch(sketch_key, operator, self.block, first, last)
+        self.real = jnp.finfo(self.block.dtype).dtype
+
+    def _built(self, low_rank) -> BuiltPreconditioner:
+        """The preconditioner, padded to the largest rank."""
+        built = self.sketch.built(low_rank)
+        return dataclasses.replace(built, factors=built.factors.padded(self.ranks[-1]))
+
+    def start(self) -> State:
+        y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
+        low_rank = self.sketch.low_rank(y)
+        built = self._built(low_rank)
+        no_weights = LogdetWeights(
+            jnp.zeros((self.block.n, self.columns), y.dtype),
+            jnp.zeros((self.columns, self.columns), y.dtype),
+            built.factors,
+        )
+        return State(
+            y=jnp.pad(y, ((0, 0), (0, self.ranks[-1] - y.shape[1]))),
+            built=built,
+            left_out=low_rank.left_out,
+            decays=_decay(low_rank, low_rank.left_out_by_half),
+            level=zero,
+            depth=zero,
+            grows=jnp.array(False),
+            sums=_Sums.none(self.real),
+            target=zero,
+            spent=zero + self.ranks[0],
+            rounds=zero,
+            status=jnp.maximum(built.status, jnp.asarray(status_of(y), jnp.int32)),
+            weights=no_weights,
+            known=self.aim.start,
+            done=jnp.array(False),
+        )
+
+    def _grown(self, state: State) -> State:
+        """With the next rank, where that is wanted."""
+        for j in range(1, len(self.ranks)):
+            wanted = state.grows & (state.level == j - 1) & ~state.done
+            before, rank = self.ranks[j - 1 : j + 1]
+
+            def grow(state=state, j=j, before=before, rank=rank):
+                new = self.sketch.products(before, rank)
+                y = jnp.concatenate([state.y[:, :before], new], axis=1)
+                low_rank = self.sketch.low_rank(y)
+                built = self._built(low_rank)
+                seen = jnp.maximum(built.status, jnp.asarray(status_of(new), jnp.int32))
+                return state._replace(
+                    y=state.y.at[:, before:rank].set(new),
+                    built=built,
+                    left_out=low_rank.left_out,
+                    decays=_decay(low_rank, state.left_out),
+                    level=jnp.full_like(state.level, j),
+                    grows=jnp.zeros_like(state.grows),
+                    spent=state.spent + (rank - before),
+                    status=jnp.maximum(state.status, seen),
+                )
+
+            state = if_any(wanted, grow, state)
+        return state
+
+    def _probed(self, state: State) -> State:
+        """With a few more probes."""
+        key = numbered(self.probe_key, state.rounds)
+        depth, first = state.depth, (state.depth == 0) & (state.sums.probes == 0)
+        for j, (p, q) in enumerate(self.shapes):
+            wanted = first if j == 0 else ~first & (depth == j - 1)
+
+            def probe(state=state, p=p, q=q):
+                plan = Plan(self.ranks[-1], p, q)
+                done = run(key, self.block, state.built, plan, state.status)
+                estimate = estimate_from(done)
+                return state._replace(
+                    sums=state.sums.plus(p, estimate),
+                    spent=state.spent + p * q,
+                    rounds=state.rounds + 1,
+                    status=jnp.asarray(estimate.status, jnp.int32),
+                    weights=weights_of(done._replace(columns=self.columns)),
+                    known=self.aim.advanced(state.known, done, estimate),
+                )
+
+            state = if_any(wanted & ~state.done, probe, state)
+        return state
+
+    def _decided(self, state: State) -> State:
+        """The rule (see above)."""
+        sums = state.sums
+        value, error, std_err = sums.means()
+        tolerance = self.aim.tolerance(value, state.known).astype(self.real)
+        met = FACTOR * std_err + error <= tolerance
+        room = jnp.maximum(tolerance - error, 0)
+        needed = jnp.square(FACTOR * std_err / jnp.where(room > 0, room, jnp.nan))
+        needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
+
+        # A last rank or depth has no next one.
+        costs = [b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)]
+        growth = jnp.array([*costs, self.most])[state.level]
+        steps = jnp.array([q for _, q in self.shapes[1:]])[state.depth]
+        rounds = [p * q for p, q in self.shapes[1:]]
+        now = jnp.array(rounds)[state.depth]
+        deeper = jnp.array([*rounds[1:], self.most])[state.depth]
+
+        left = self.most - state.spent
+        errs = error > tolerance / 2
+        dearer = sums.probes * steps * (needed - 1) > growth
+        grows = state.decays & (growth + FIRST_STEPS <= left) & (errs | dearer)
+        deepens = ~grows & errs & (deeper <= left)
+        # Out of reach, too, more probes are good as long as theirs is the larger error.
+        useful = (room > 0) | (std_err > error)
+        again = ~grows & ~deepens & (now <= left) & useful
+        ends = ~(grows | deepens | again)
+        # A round that no longer fits is not waited for.
+        looks = (sums.probes >= state.target) | ends | (now > left)
+        failed = state.status != SUCCESSFUL
+        done = (looks & met) | ends | failed
+        changed = (grows | deepens) & ~done & looks
+        status = jnp.where(done & ~met & ~failed, NOT_CONVERGED, state.status)
+        new = state._replace(
+            grows=grows & changed,
+            depth=jnp.where(changed, jnp.where(grows, 0, state.depth + 1), state.depth),
+            sums=_where(changed, _Sums.none(self.real), sums),
+            target=jnp.where(changed, 0, jnp.where(looks, 2 * sums.probes, state.target)),
+            status=status,
+            done=state.done | done,
+        )
+        if self.progress:
+            report(self.probe_key, self.most, state.spent, value, std_err + error, done)
+        return new
+
+    def run(self) -> State:
+        """Go on until it is done."""
+
+        def step(state):
+            return self._decided(self._probed(self._grown(state)))
+
+        return lax.while_loop(lambda state: ~state.done, step, self.start())
+
+
+def _decay(low_rank, before: Array) -> Array:
+    """Whether it left much less out than a rank of one half."""
+    return low_rank.left_out <= 0.84 * before
+
+
+def if_any(wanted: Array, new: Callable[[], Any], old: Any) -> Any:
+    """`new()` where it is wanted: computed only if it is wanted in any lane of a `vmap`."""
+    return lax.cond(any_lane(wanted), lambda: keep(~wanted, old, new()), lambda: old)
+
+
+def loop_budgets(
+    max_k: int | None, operator: lx.AbstractLinearOperator, preconditioner: Any, name: str
+) -> tuple[int, int]:
+    """The largest budget, and that for the primitive: see `budgets_for`.
+
+    **Arguments:**
+
+    - `max_k`: the argument of the user.
+    - `operator`: the operator.
+    - `preconditioner`: the argument of the user, a `ValueError` unless it is "auto".
+    - `name`: the name of the estimator.
+    """
+    if not isinstance(preconditioner, str) or preconditioner != "auto":
+        raise ValueError(
+            f"To a tolerance, the preconditioner must be 'auto', got {preconditioner!r}: the rank "
+            "is part of what the tolerance decides."
+        )
+    return budgets_for(max_k, operator.in_size(), 1, name, small=4 * LEAST)
+
+
+def check_most(max_k: int, n: int, name: str) -> None:
+    """Raise a `ValueError` unless the largest budget has room for all of this."""
+    if max_k < min(n, LEAST):
+        raise ValueError(
+            f"To a tolerance, {name} needs max_k of at least {min(n, LEAST)}, got {max_k}. With "
+            "fewer products, give them as k instead of a tolerance."
+        )
+
+
+def as_moving(weights: ExactLogdetWeights, state: State) -> LogdetWeights:
+    """The exact weights `I A^{-1} I`, of the size of the others."""
+    n, columns = state.weights.vectors.shape
+    pad = lambda x, rows: jnp.pad(x, ((0, rows), (0, columns - n)))  # noqa: E731
+    eye = jnp.eye(n, dtype=weights.inverse.dtype)
+    core = pad(weights.inverse, columns - n)
+    return LogdetWeights(pad(eye, 0), core, state.built.factors)
+
+
+@final
+class ToleranceLogdetEstimator(AbstractEstimator):
+    """The log-determinant to a tolerance. Its value is a pair, as that of `LogdetEstimator`."""
+
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    max_k: int = eqx.field(static=True)
+    progress: bool = eqx.field(static=True)
+    smallest: ClassVar[int] = 1
+    weights_move: ClassVar[bool] = True
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        check_definite(operator, "A log-determinant")
+        check_most(self.max_k, operator.in_size(), "a log-determinant")
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        n = operator.in_size()
+        completes = self.max_k >= n
+        with weights_wanted(True):  # the loop has one structure
+            most, aim = n // 4 if completes else self.max_k, LogdetAim(self.rtol, self.atol)
+            state = Loop(aim, key, operator, most, completes, self.progress).run()
+        value, error, std_err = state.sums.means()
+        counts = state.spent, state.sums.dof, state.status
+        estimate = with_quadrature_error(value, error, std_err, *counts)
+        if not completes:
+            return estimate, state.weights
+
+        def complete():
+            found = exact_logdet(operator)
+            spent = found.estimate.num_matvecs + state.spent
+            exact = dataclasses.replace(found.estimate, num_matvecs=spent)
+            return exact, as_moving(found.weights(), state)
+
+        return if_any(state.status == NOT_CONVERGED, complete, (estimate, state.weights))
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        exact = exact_logdet(operator)
+        return exact.estimate, if_wanted(exact.weights)

@@ -1,0 +1,326 @@
+"""A sparse matrix as a lineax operator."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Inexact
+
+from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
+
+
+@final
+class _Entries(eqx.Module):
+    """What a sparse operator is made of: its pattern, and the values of the entries."""
+
+    data: Inexact[Array, " nnz"]
+    pattern: SparsityPattern
+
+
+def _as_frozenset(tags: object) -> frozenset[object]:
+    return frozenset(tags) if isinstance(tags, Iterable) else frozenset([tags])
+
+
+def _is_tagged_symmetric(tags: frozenset[object], dtype: Any) -> bool:
+    if lx.symmetric_tag in tags or lx.diagonal_tag in tags:
+        return True
+    # For a complex dtype a semidefinite matrix is Hermitian, and its transpose its conjugate.
+    semidefinite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
+    return bool(semidefinite & tags) and not jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _inexact(data: Any) -> Inexact[Array, " nnz"]:
+    dtype = np.dtype(data.dtype)
+    if dtype.kind not in "biufcV" or (dtype.kind == "V" and not jnp.issubdtype(dtype, jnp.number)):
+        raise TypeError(
+            f"The entries of a sparse matrix must be numbers, got dtype {dtype}: "
+            "convert them with `.astype(float)`."
+        )
+    if dtype == np.longdouble:
+        data = data.astype(np.float64)
+    elif dtype == np.clongdouble:
+        data = data.astype(np.complex128)
+    elif not jnp.issubdtype(dtype, jnp.inexact):
+        data = data.astype(jax.dtypes.canonicalize_dtype(float))
+    return jnp.asarray(data)
+
+
+def _check_dimensions(matrix: Any) -> None:
+    if len(matrix.shape) != 2:
+        raise ValueError(
+            f"A sparse operator needs a two-dimensional matrix, got shape {tuple(matrix.shape)}. "
+            "Reshape it, or make an operator for each slice."
+        )
+
+
+def _from_scipy(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    _check_dimensions(matrix)
+    csr = matrix.tocsr()
+    if not csr.has_canonical_format:
+        csr = csr.copy() if csr is matrix else csr  # the user's matrix is not ours to sort
+        csr.sum_duplicates()
+    rows = np.repeat(np.arange(csr.shape[0], dtype=np.int32), np.diff(csr.indptr))
+    # The buffers of a matrix with many removed entries can be longer than its entries.
+    return csr.data[: rows.size], rows, csr.indices[: rows.size]
+
+
+def _concrete(indices: Any) -> np.ndarray:
+    if isinstance(indices, Tracer):
+        raise ValueError(
+            "The indices of a sparse matrix must be known when the operator is made, but they are "
+            "traced (by jit, vmap, ...). Make the operator outside of the transformation, and "
+            "inside replace its entries with `operator.with_data(data)`."
+        )
+    return np.asarray(indices)
+
+
+def _from_jax(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    _check_dimensions(matrix)
+    if matrix.n_batch or matrix.n_dense:
+        raise ValueError(
+            f"A {type(matrix).__name__} with batch or dense dimensions (n_batch={matrix.n_batch}, "
+            f"n_dense={matrix.n_dense}) is not one sparse matrix. Convert it with `n_batch=0` and "
+            "`n_dense=0`."
+        )
+    indices = _concrete(matrix.indices)
+    if not hasattr(matrix, "indptr"):  # BCOO
+        return matrix.data, indices[:, 0], indices[:, 1]
+    m = matrix.shape[0]
+    indptr = _concrete(matrix.indptr)
+    rows = np.full(indices.size, m)  # what follows the last row is padding: outside of the matrix
+    rows[: indptr[-1]] = np.repeat(np.arange(m), np.diff(indptr))
+    return matrix.data, rows, indices
+
+
+def _is_jax_sparse(matrix: Any) -> bool:
+    # Nobody can have one of those without having imported the module, which takes a while.
+    module = sys.modules.get("jax.experimental.sparse")
+    return module is not None and isinstance(matrix, module.BCOO | module.BCSR)
+
+
+def _entries(matrix: Any, tags: frozenset[object]) -> _Entries:
+    if isinstance(matrix, _Entries):
+        return matrix
+    if _is_jax_sparse(matrix):
+        data, rows, columns = _from_jax(matrix)
+    elif hasattr(matrix, "tocsr") and hasattr(matrix, "nnz"):
+        data, rows, columns = _from_scipy(matrix)
+    else:
+        if eqx.is_array_like(matrix) or isinstance(matrix, list):
+            hint = "Wrap a dense matrix in `lineax.MatrixLinearOperator(matrix)`."
+        else:
+            hint = "Convert it with `scipy.sparse.csr_array(matrix)`."
+        raise TypeError(
+            "A sparse operator is made from a SciPy sparse array, a BCOO or a BCSR, got "
+            f"{type(matrix).__name__}. {hint}"
+        )
+    data = _inexact(data)
+    m, n = matrix.shape
+    symmetric = _is_tagged_symmetric(tags, data.dtype)
+    return _Entries(data, sparsity_pattern(rows, columns, (int(m), int(n)), symmetric))
+
+
+@final
+class SparseLinearOperator(lx.AbstractLinearOperator):
+    """A sparse matrix as a linear operator, with fast products with blocks of vectors.
+
+    A product costs one multiplication and addition for each entry (and for a little padding), and
+    gathers rows of the block instead of scattering terms. The fast case is a block of vectors,
+    `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is what every estimator of this package
+    uses. It is differentiable in `data` and in the vector. The derivative in the vector by
+    reverse mode has to scatter, and is many times slower than `operator.T.mv(cotangent)`, which
+    is the same and costs one product.
+
+    Memory: the entries, and some 30 bytes of indices for each of them (20 if tagged symmetric):
+    the order in which a product with the matrix, or with its transpose, takes them is worked out
+    once, with NumPy, when the operator is made.
+
+    **Attributes:**
+
+    - `data`: the entries, of shape `(nnz,)`: the values that are differentiated. From a SciPy
+        matrix they are in row-major order (CSR with sorted columns, duplicates summed). From a
+        BCOO or BCSR they are its `data`, as they stand: duplicates remain, and products add them.
+    - `pattern`: where they stand.
+    - `tags`: the lineax tags.
+    """
+
+    data: Inexact[Array, " nnz"]
+    pattern: SparsityPattern
+    tags: frozenset[object] = eqx.field(static=True)
+
+    def __init__(self, matrix: Any, tags: object | frozenset[object] = ()):
+        """**Arguments:**
+
+        - `matrix`: a two-dimensional sparse matrix: a SciPy sparse array or matrix of any format,
+            or a `jax.experimental.sparse` `BCOO` or `BCSR`, whose entries may be traced, but not
+            its indices. Integers and booleans become floats.
+        - `tags`: the lineax tags that say what is known of the matrix, such as
+            `lineax.symmetric_tag`. They are not checked.
+
+        **Raises:**
+
+        - `TypeError`: if `matrix` is not sparse, or its entries are not numbers.
+        - `ValueError`: if it has not two dimensions, is too large for 32 bits, or its indices are
+            traced or negative.
+        """
+        self.tags = _as_frozenset(tags)
+        entries = _entries(matrix, self.tags)
+        self.data = entries.data
+        self.pattern = entries.pattern
+
+    def __check_init__(self):
+        if self.data.shape != self.pattern.rows.shape:
+            raise ValueError(
+                f"`data` has shape {self.data.shape}, but there are {self.nnz} places for entries. "
+                "Give one number for each, in the order of `operator.data`."
+            )
+        if self.pattern.backward is None and not lx.is_symmetric(self):
+            raise ValueError(
+                f"The layout of the transpose was left out for an operator with the tags "
+                f"{set(self.tags)}, but only a symmetric one can do without. Make it anew from the "
+                "matrix, with these tags."
+            )
+
+    @property
+    def nnz(self) -> int:
+        """The number of stored entries, explicit zeros and duplicates included."""
+        return self.pattern.rows.shape[-1]
+
+    def with_data(self, data: Inexact[Array, " nnz"]) -> "SparseLinearOperator":
+        """The operator with the same sparsity and tags, and other entries.
+
+        **Arguments:**
+
+        - `data`: the new entries, in the order of `operator.data`; they may be traced.
+
+        **Returns:**
+
+        A `SparseLinearOperator`. Costs nothing: the layouts are shared.
+
+        **Raises:**
+
+        - `ValueError`: if the shape is not `(nnz,)`.
+        """
+        return SparseLinearOperator(_Entries(_inexact(jnp.asarray(data)), self.pattern), self.tags)
+
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        """The product with a vector: about `nnz` multiplications and additions.
+
+        **Arguments:**
+
+        - `vector`: a vector of the operator's dtype.
+
+        **Returns:**
+
+        The product, a vector of the same dtype. float16 and bfloat16 are accumulated in float32.
+
+        **Raises:**
+
+        - `ValueError`: if the vector has another shape than `operator.in_structure()`.
+        """
+        if jnp.shape(vector) != (self.in_size(),):
+            raise ValueError(
+                f"The operator has shape {self.pattern.shape}: it multiplies vectors of shape "
+                f"({self.in_size()},), got {jnp.shape(vector)}. For a block of vectors use "
+                "`jax.vmap(operator.mv, in_axes=1, out_axes=1)`."
+            )
+        dtype = jnp.result_type(self.data, vector)
+        return row_product(
+            self.pattern.forward, self.data.astype(dtype), jnp.asarray(vector).astype(dtype)
+        )
+
+    def as_matrix(self) -> Inexact[Array, "m n"]:
+        """The dense matrix."""
+        zeros = jnp.zeros(self.pattern.shape, self.data.dtype)
+        return zeros.at[self.pattern.rows, self.pattern.columns].add(self.data, mode="drop")
+
+    def transpose(self) -> "SparseLinearOperator":
+        """The transpose, as fast as the operator itself. A symmetric operator is its own."""
+        if lx.is_symmetric(self):
+            return self
+        entries = _Entries(self.data, self.pattern.transpose())
+        return SparseLinearOperator(entries, lx.transpose_tags(self.tags))
+
+    def in_structure(self) -> jax.ShapeDtypeStruct:
+        """The structure of the vectors it multiplies."""
+        return jax.ShapeDtypeStruct((self.pattern.shape[1],), self.data.dtype)
+
+    def out_structure(self) -> jax.ShapeDtypeStruct:
+        """The structure of the products."""
+        return jax.ShapeDtypeStruct((self.pattern.shape[0],), self.data.dtype)
+
+
+def _offset_diagonal(operator: SparseLinearOperator, offset: int) -> Inexact[Array, " size"]:
+    """The entries with `column - row = offset`, in O(nnz)."""
+    m, n = operator.pattern.shape
+    size = max(min(m, n - offset) if offset >= 0 else min(m + offset, n), 0)
+    rows, columns = operator.pattern.rows, operator.pattern.columns
+    # The padding of a BCOO stands outside of the matrix, but could still be on the diagonal.
+    is_on = (columns - rows == offset) & (rows < m) & (columns < n)
+    place = jnp.where(is_on, jnp.minimum(rows, columns), size)
+    return jnp.zeros(size, operator.data.dtype).at[place].add(operator.data, mode="drop")
+
+
+@lx.linearise.register(SparseLinearOperator)
+def _(operator):
+    return operator
+
+
+@lx.materialise.register(SparseLinearOperator)
+def _(operator):
+    # As for lineax's own operators that hold their entries.
+    if lx.is_diagonal(operator):
+        return lx.DiagonalLinearOperator(lx.diagonal(operator))
+    if lx.is_tridiagonal(operator):
+        return lx.TridiagonalLinearOperator(*lx.tridiagonal(operator))
+    return operator
+
+
+@lx.diagonal.register(SparseLinearOperator)
+def _(operator):
+    return _offset_diagonal(operator, 0)
+
+
+@lx.tridiagonal.register(SparseLinearOperator)
+def _(operator):
+    main, lower, upper = (_offset_diagonal(operator, offset) for offset in (0, -1, 1))
+    return main, lower, upper
+
+
+@lx.conj.register(SparseLinearOperator)
+def _(operator):
+    return operator.with_data(operator.data.conj())
+
+
+@lx.is_symmetric.register(SparseLinearOperator)
+def _(operator):
+    return _is_tagged_symmetric(operator.tags, operator.data.dtype)
+
+
+@lx.is_diagonal.register(SparseLinearOperator)
+def _(operator):
+    return lx.diagonal_tag in operator.tags or operator.pattern.shape == (1, 1)
+
+
+@lx.is_tridiagonal.register(SparseLinearOperator)
+def _(operator):
+    return lx.tridiagonal_tag in operator.tags or lx.diagonal_tag in operator.tags
+
+
+for _check, _tag in (
+    (lx.has_unit_diagonal, lx.unit_diagonal_tag),
+    (lx.is_lower_triangular, lx.lower_triangular_tag),
+    (lx.is_upper_triangular, lx.upper_triangular_tag),
+    (lx.is_positive_semidefinite, lx.positive_semidefinite_tag),
+    (lx.is_negative_semidefinite, lx.negative_semidefinite_tag),
+):
+
+    @_check.register(SparseLinearOperator)
+    def _(operator, tag=_tag):
+        return tag in operator.tags

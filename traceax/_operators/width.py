@@ -1,0 +1,126 @@
+"""How many vectors are multiplied at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array
+
+from .sparse import SparseLinearOperator
+
+#: Numbers in one block of vectors (2^27 of them: 512 MiB in float32), where an algorithm is free
+#: to work in several smaller blocks.
+BLOCK_LIMIT = 2**27
+
+#: Vectors that a function is given at once. Wider programs take more memory, and were seen to go
+#: wrong: with JAX 0.10.2 on CPUs, in products with the transposed Jacobian of a transformer that is
+#: scanned over its layers.
+FUNCTION_LIMIT = 64
+
+# Operators that do arithmetic with what they store.
+_STORED = (
+    lx.MatrixLinearOperator,
+    lx.PyTreeLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+    SparseLinearOperator,
+)
+
+
+def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
+    """How many vectors of size `n` to multiply at once: all, or as many as the limit allows."""
+    return max(1, min(wanted, limit // max(n, 1)))
+
+
+def check_batch_size(size: Any) -> None:
+    """Refuse a number of vectors to multiply at once that is not a positive Python int or None."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            f"batch_size must be a positive Python int (vectors multiplied at once) or None, "
+            f"got {size!r}."
+        )
+
+
+@final
+@dataclass(frozen=True)
+class _Batches:
+    """A tag of an operator: how many vectors to multiply at once."""
+
+    size: int
+
+
+def in_batches(operator: lx.AbstractLinearOperator, size: int | None) -> lx.AbstractLinearOperator:
+    """The operator, to be multiplied with so many vectors at once. None leaves it as it is."""
+    return operator if size is None else lx.TaggedLinearOperator(operator, _Batches(size))
+
+
+def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
+    """The number that `in_batches` put on an operator."""
+    while isinstance(operator, lx.TaggedLinearOperator):
+        for tag in operator.tags:
+            if isinstance(tag, _Batches):
+                return tag.size
+        operator = operator.operator
+    return None
+
+
+def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
+    """How many vectors to multiply at once: as many as `in_batches` says, or the limits allow."""
+    size = batch_size_of(operator)
+    if size is not None:
+        return size
+    width = block_width(operator.in_size(), wanted)
+    if _calls_functions(operator):
+        width = min(width, FUNCTION_LIMIT)
+    return -(-wanted // -(-wanted // width))  # in batches that are as even as can be
+
+
+def _calls_functions(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a product calls somebody's function, rather than multiply what is stored."""
+
+    def is_part(x):
+        return x is not operator and isinstance(x, lx.AbstractLinearOperator)
+
+    parts = jtu.tree_leaves(operator, is_leaf=is_part)
+    inner = [x for x in parts if isinstance(x, lx.AbstractLinearOperator)]
+    return any(map(_calls_functions, inner)) if inner else not isinstance(operator, _STORED)
+
+
+def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:
+    """`fn(*blocks)` from `width` columns (along the last axes) at a time.
+
+    Reverse mode makes every batch again: nothing but blocks is ever kept.
+    """
+    m = blocks[0][0].shape[-1]
+    if width >= m:
+        return fn(*blocks)
+
+    @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+    def columns(start, blocks, size):
+        def cut(x):
+            return lax.dynamic_slice_in_dim(x, start, size, axis=-1)
+
+        return fn(*jtu.tree_map(cut, blocks))
+
+    def put(results, start, size):
+        pairs = zip(results, columns(start, blocks, size), strict=True)
+        return [lax.dynamic_update_slice_in_dim(x, y, start, axis=-1) for x, y in pairs]
+
+    whole, rest = divmod(m, width)
+    shapes = jax.eval_shape(fn, *blocks)
+    results = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+    if [x.shape for x in shapes] == [x.shape for x in blocks[0]]:
+        # Whatever they begin with is overwritten. Zeros would take memory from the first moment on.
+        pairs = zip(blocks[0], shapes, strict=True)
+        results = [lax.stop_gradient(x).astype(shape.dtype) for x, shape in pairs]
+    results, _ = lax.scan(
+        lambda results, i: (put(results, i * width, width), None), results, jnp.arange(whole)
+    )
+    return put(results, whole * width, rest) if rest else results

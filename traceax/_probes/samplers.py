@@ -1,0 +1,331 @@
+"""Distributions of random test vectors ("probes") with E[omega omega^H] = I."""
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from equinox import AbstractClassVar, AbstractVar
+from jax.typing import DTypeLike
+from jaxtyping import Array, Inexact, PRNGKeyArray, Shaped
+
+from .random import normal, ones, split, uniform
+
+
+def _canonical(dtype: DTypeLike | None) -> Any:
+    # The scalar type, not the dtype: NumPy finds `np.dtype("float64") == None` true, so that
+    # samplers with and without a dtype would be equal as keys of a compilation cache.
+    return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype).type
+
+
+class AbstractSampler(eqx.Module):
+    """A distribution of probes: random vectors `omega` with `E[omega omega^H] = I`.
+
+    A sampler is called as `sampler(key, n, k)` and returns `k` independent probes as the
+    columns of an array of shape `(n, k)`.
+
+    A subclass is final; it declares `rotation_invariant`, and implements `_sample`.
+    """
+
+    dtype: AbstractVar[np.dtype | None]
+
+    #: Whether `U omega` has the distribution of `omega` for every unitary `U`. Only then may a
+    #: residual probe be renormalised ("resphered") without a bias.
+    rotation_invariant: AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def _sample(
+        self, key: PRNGKeyArray, n: int, k: int, dtype: np.dtype
+    ) -> Shaped[Array, "n k"]: ...
+
+    def __call__(
+        self, key: PRNGKeyArray, n: int, k: int, dtype: DTypeLike | None = None
+    ) -> Shaped[Array, "n k"]:
+        r"""Draw `k` probes of size `n`.
+
+        !!! Example
+
+            ```python
+            probes = tr.RademacherSampler()(jax.random.key(0), 100, 10)
+            ```
+
+        **Arguments:**
+
+        - `key`: a JAX random key.
+        - `n`: the size of one probe.
+        - `k`: the number of probes.
+        - `dtype`: the dtype of the probes, where the sampler was not made with one of its own.
+            Estimators pass the operator's. By default the default floating dtype.
+
+        **Returns:**
+
+        An array of shape `(n, k)`, one probe a column.
+
+        **Raises:**
+
+        - `ValueError`: if the distribution has no meaning in this dtype.
+        """
+        chosen = self.dtype if self.dtype is not None else _canonical(dtype)
+        if chosen is None:
+            chosen = _canonical(self._default_dtype())
+        return self._sample(key, n, k, np.dtype(chosen))
+
+    @abc.abstractmethod
+    def _default_dtype(self) -> DTypeLike: ...
+
+    def probes(self, key: PRNGKeyArray, n: int, k: int, dtype: np.dtype) -> Inexact[Array, "n k"]:
+        """Draw probes in exactly the (working) dtype of an operator.
+
+        **Arguments:** as for calling the sampler.
+
+        **Returns:**
+
+        An array of shape `(n, k)`.
+        """
+        return self(key, n, k, dtype).astype(dtype)
+
+    def probes_by_leaf(
+        self, key: PRNGKeyArray, shapes: Sequence[tuple[int, ...]], k: int, dtype: np.dtype
+    ) -> list[Inexact[Array, "*shape k"]]:
+        """Draw probes leaf by leaf: blocks of rows, independent of each other, that make up probes
+        of all sizes together. They too have `E[omega omega^H] = I`.
+
+        **Arguments:**
+
+        - `key`: a JAX random key.
+        - `shapes`: the shapes of the leaves of one probe.
+        - `k`: the number of probes.
+        - `dtype`: the (working) dtype of the operator.
+
+        **Returns:**
+
+        A list of arrays of shape `(*shape, k)`, with the numbers of `probes(key, size, k, dtype)`.
+        """
+        keys = [key] if len(shapes) == 1 else split(key, len(shapes))
+        own = np.dtype(dtype if self.dtype is None else self.dtype)
+        pairs = zip(keys, shapes, strict=True)
+        return [self._draw(key, shape, k, own).astype(dtype) for key, shape in pairs]
+
+    def _draw(
+        self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
+    ) -> Shaped[Array, "*shape k"]:
+        """Probes in the shape of a leaf. A sampler that draws its numbers in that shape (rather
+        than in one long axis) leaves a leaf that is cut along any axis on its devices.
+        """
+        return self._sample(key, math.prod(shape), k, dtype).reshape(*shape, k)
+
+    def respheres(self, improved: bool | None, dtype: np.dtype) -> bool:
+        """Whether residual probes are renormalised for an operator of this dtype.
+
+        Only if the distribution is invariant under the unitary group of the operator's field: real
+        Gaussian vectors are not invariant under complex rotations.
+
+        **Arguments:**
+
+        - `improved`: the wish of the user; None for "wherever it is unbiased".
+        - `dtype`: the (working) dtype of the operator.
+
+        **Returns:**
+
+        A Python bool.
+        """
+        is_real = self.dtype is not None and not jnp.issubdtype(self.dtype, jnp.complexfloating)
+        smaller_group = is_real and jnp.issubdtype(dtype, jnp.complexfloating)
+        return improved is not False and self.rotation_invariant and not smaller_group
+
+    def check_resphering(self, improved: bool | None) -> None:
+        """Refuse to resphere probes that are not rotation invariant.
+
+        **Raises:**
+
+        - `ValueError`: for `improved=True` with such a sampler, or an `improved` that is no bool.
+        """
+        if improved not in (None, True, False):
+            raise ValueError(f"improved must be True, False or None, got {improved!r}.")
+        if improved and not self.rotation_invariant:
+            raise ValueError(
+                f"improved=True renormalises residual probes, which is biased for the "
+                f"{type(self).__name__}: its distribution is not rotation invariant. Use "
+                "SphereSampler() or NormalSampler(), or improved=False."
+            )
+
+    def check_dtype(self, dtype: np.dtype, improved: bool | None = None) -> None:
+        """Refuse probes that do not fit an operator of this dtype.
+
+        **Raises:**
+
+        - `ValueError`: for complex probes of a real operator; for `improved=True` with real
+            probes of a complex one.
+        """
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        own = np.dtype(dtype if self.dtype is None else self.dtype)
+        if jnp.issubdtype(own, jnp.complexfloating) and not is_complex:
+            raise ValueError(
+                f"{type(self).__name__} draws {own} probes, but the operator is {dtype}: a real "
+                "operator needs real probes. Make the sampler without a dtype (it then follows "
+                "the operator)."
+            )
+        self._check_own(own)
+        if improved and not self.respheres(improved, dtype):
+            raise ValueError(
+                f"improved=True with real ({own}) probes is biased for a complex ({dtype}) "
+                "operator. Make the sampler without a dtype, or use improved=False."
+            )
+
+    def _check_own(self, dtype: np.dtype) -> None:
+        """Refuse a dtype in which the distribution has no meaning."""
+
+
+class _ShapedSampler(AbstractSampler):
+    """A sampler that draws its numbers in the shape of a leaf."""
+
+    def _sample(self, key, n, k, dtype):
+        return self._draw(key, (n,), k, dtype)
+
+    def _draw(self, key, shape, k, dtype):
+        return jnp.moveaxis(self._vectors(key, shape, k, dtype), 0, -1)
+
+    @abc.abstractmethod
+    def _vectors(
+        self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
+    ) -> Shaped[Array, "k ..."]: ...
+
+
+def _require_inexact(sampler: AbstractSampler) -> None:
+    if sampler.dtype is not None and not jnp.issubdtype(sampler.dtype, jnp.inexact):
+        raise ValueError(
+            f"{type(sampler).__name__} needs a floating or complex dtype, got "
+            f"{np.dtype(sampler.dtype)}. "
+            "Leave the dtype out to follow the operator."
+        )
+
+
+@final
+class NormalSampler(_ShapedSampler):
+    r"""Standard normal probes: real $N(0, 1)$ entries, or circular complex ones with
+    $E|\omega_i|^2 = 1$.
+
+    Rotation invariant. Cost: `n k` normal numbers.
+    """
+
+    dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
+    rotation_invariant: ClassVar[bool] = True
+
+    def __check_init__(self):
+        _require_inexact(self)
+
+    def _default_dtype(self):
+        return float
+
+    def _vectors(self, key, shape, k, dtype):
+        return normal(key, shape, k, dtype)
+
+
+NormalSampler.__init__.__doc__ = """**Arguments:**
+
+- `dtype`: a floating or complex dtype. By default the operator's.
+"""
+
+
+@final
+class SphereSampler(_ShapedSampler):
+    r"""Probes uniform on the sphere of radius $\sqrt{n}$, real or complex.
+
+    Rotation invariant, and with less variance than normal probes. Cost: `n k` normal numbers.
+    """
+
+    dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
+    rotation_invariant: ClassVar[bool] = True
+
+    def __check_init__(self):
+        _require_inexact(self)
+
+    def _default_dtype(self):
+        return float
+
+    def _vectors(self, key, shape, k, dtype):
+        vectors = normal(key, shape, k, dtype)
+        square = (vectors * jnp.conj(vectors)).real
+        norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(1, vectors.ndim)), keepdims=True))
+        # One scale a vector (rather than a division of the block) leaves XLA one fused pass.
+        scale = math.sqrt(math.prod(shape)) / norm
+        return vectors * scale.astype(dtype)
+
+
+SphereSampler.__init__.__doc__ = NormalSampler.__init__.__doc__
+
+
+@final
+class RademacherSampler(_ShapedSampler):
+    r"""Probes with independent entries $\pm 1$, each with probability one half.
+
+    Not rotation invariant. For Hutchinson's estimator these have the least variance of all real
+    probes: the diagonal of the operator adds none. Cost: `n k` random bits.
+    """
+
+    dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
+    rotation_invariant: ClassVar[bool] = False
+
+    def __check_init__(self):
+        signed = jnp.inexact, jnp.signedinteger
+        if self.dtype is not None and not any(jnp.issubdtype(self.dtype, x) for x in signed):
+            raise ValueError(
+                f"RademacherSampler needs a numeric dtype that has -1, got {np.dtype(self.dtype)}. "
+                "Leave the dtype out to follow the operator."
+            )
+
+    def _default_dtype(self):
+        return float
+
+    def _vectors(self, key, shape, k, dtype):
+        signs = 2 * ones(key, shape, k).astype(jnp.int32) - 1
+        return jnp.moveaxis(signs.astype(dtype), -1, 0)
+
+
+RademacherSampler.__init__.__doc__ = """**Arguments:**
+
+- `dtype`: any numeric dtype that has a -1. By default the operator's.
+"""
+
+
+@final
+class SteinhausSampler(_ShapedSampler):
+    r"""Probes with independent entries $e^{i\theta}$, $\theta$ uniform: the unit circle's
+    counterpart of Rademacher signs, for complex operators.
+
+    Not rotation invariant. For a complex Hermitian operator its Hutchinson estimate has half the
+    variance of the one with Rademacher probes. Cost: `n k` uniform numbers.
+    """
+
+    dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
+    rotation_invariant: ClassVar[bool] = False
+
+    def __check_init__(self):
+        if self.dtype is not None:
+            self._check_own(np.dtype(self.dtype))
+
+    def _check_own(self, dtype):
+        if not jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"SteinhausSampler draws complex phases, but {dtype} is not a complex dtype. "
+                "Use RademacherSampler for real operators."
+            )
+
+    def _default_dtype(self):
+        return complex
+
+    def _vectors(self, key, shape, k, dtype):
+        self._check_own(dtype)
+        real = jnp.finfo(dtype).dtype
+        angle = uniform(key, shape, k, real, highest=2 * np.pi)
+        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
+
+
+SteinhausSampler.__init__.__doc__ = """**Arguments:**
+
+- `dtype`: a complex dtype. By default the operator's, which must be complex.
+"""

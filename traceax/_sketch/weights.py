@@ -1,0 +1,94 @@
+"""The derivative of an estimate: its weights, held fixed.
+
+An estimate of tr(A) that is linear in A *given the probes and what was learnt from them* is
+
+    value = <G, A> = sum_j v_j^H A u_j,      E[G] = I,
+
+so that d tr(A) = tr(dA) is estimated without bias by sum_j v_j^H dA u_j with u_j, v_j held fixed.
+That is linear in dA, needs no derivative of a factorisation, and is right at every order.
+"""
+
+import abc
+from typing import final
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from equinox import AbstractVar
+from jaxtyping import Array, Inexact
+
+from .._operators.block_operator import BlockOperator
+
+
+class AbstractWeights(eqx.Module):
+    """The matrix `G = sum_j u_j v_j^H` of an estimate, as something that can be contracted."""
+
+    @abc.abstractmethod
+    def contract(self, operator: lx.AbstractLinearOperator) -> Inexact[Array, ""]:
+        """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator.
+
+        **Arguments:**
+
+        - `operator`: the operator A.
+
+        **Returns:**
+
+        A scalar array of the operator's working dtype.
+        """
+
+    def moved(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
+        """The weights themselves, as a function of the operator: see `AbstractEstimator`.
+
+        **Arguments:**
+
+        - `operator`: the operator A.
+
+        **Returns:**
+
+        Weights of the same structure. E[G] = I does not depend on A.
+        """
+        return self
+
+
+class AbstractTwoSidedWeights(AbstractWeights):
+    """A diagonal as a function of products with A and with its adjoint, linear in all of them.
+
+    Columns that are 0 (of Omega and Q alike) change nothing.
+    """
+
+    q: AbstractVar[Inexact[Array, "n m"]]
+    omega: AbstractVar[Inexact[Array, "n p"]]
+
+    @abc.abstractmethod
+    def combine(
+        self, products: Inexact[Array, "n p"], adjoint_products: Inexact[Array, "n m"]
+    ) -> Inexact[Array, " n"]:
+        """The diagonal.
+
+        **Arguments:**
+
+        - `products`: A Omega.
+        - `adjoint_products`: A^H Q.
+
+        **Returns:**
+
+        A vector.
+        """
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        block = BlockOperator(operator)
+        return self.combine(block.mm(self.omega), block.adjoint_mm(self.q))
+
+
+@final
+class LowRankWeights(AbstractWeights):
+    """`G = U V^H` with explicit factors. Contracting costs as many matvecs as `U` has columns."""
+
+    u: Inexact[Array, "n p"]
+    v: Inexact[Array, "n p"]
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        block = BlockOperator(operator)
+        return jnp.sum(block.forms(block.split(self.v), block.split(self.u)))

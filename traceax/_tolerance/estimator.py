@@ -1,0 +1,175 @@
+"""To a tolerance: the arguments, and the estimator under the primitive (see `run`)."""
+
+import dataclasses
+from typing import Any, ClassVar, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, PRNGKeyArray, Real
+
+from .._core.estimate import Estimate
+from .._core.primitive import Primitive, diagonal_p, trace_p
+from .._estimators.arguments import Tolerance, budgets_for
+from .._estimators.estimator import (
+    AbstractDiagonalEstimator,
+    AbstractEstimator,
+    AbstractToleranceRun,
+    AbstractTraceEstimator,
+    check_key,
+    solve,
+)
+from .._estimators.exact import exact
+from .._estimators.extendable import AbstractGrowth
+from .._estimators.row_sums import BlockTraceEstimator, RowWeights
+from .._estimators.rows import Rows
+from .._estimators.solution import Solution
+from .._operators.block_operator import BlockOperator, as_operator
+from .._sketch.weights import AbstractWeights
+from .run import Rule, Run, RunState
+
+
+@final
+class ToleranceRun(AbstractToleranceRun):
+    """A run with a state, which may be gone on from: see `run`."""
+
+    rows: Rows | None
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    before: RunState | None
+    #: What is known of the value: that is `offset` plus `scale` times what is estimated.
+    offset: Array | None
+    scale: Array | None
+    max_k: int = eqx.field(static=True)
+    keep_state: bool = eqx.field(static=True)
+    progress: bool = eqx.field(static=True)
+
+    @property
+    def has_state(self):
+        """See `AbstractToleranceRun`."""
+        return self.before is not None or self.keep_state
+
+    def of_rest(self, parts):
+        """See `AbstractToleranceRun`."""
+        offset = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
+        most = self.max_k - parts.num_matvecs
+        return dataclasses.replace(self, offset=offset, scale=parts.scale, max_k=most)
+
+    def extended(self, key, operator, extendable):
+        """See `AbstractToleranceRun`."""
+        before, most = self.before, self.max_k
+        if before is not None:
+            _check_state(before, extendable, operator, most)
+        scale = jnp.ones((), BlockOperator(operator).dtype) if self.scale is None else self.scale
+        rule = Rule(self.rtol, self.atol, self.offset, scale)
+        run = Run(extendable, key, operator, rule, most, before, self.progress)
+        outcome = run.outcome()
+        state = run.state(outcome) if self.keep_state else None
+        e = outcome.estimate
+        counts = e.num_matvecs, e.dof, e.status
+        bars = extendable.calibration.interval_of_run, extendable.calibration.tail
+        return Estimate(e.value, e.std_err, *counts, state, *bars), run.weights(outcome)
+
+
+@final
+class ToleranceEstimator(AbstractEstimator):
+    """An estimator that works to a tolerance."""
+
+    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator
+    run: ToleranceRun
+    smallest: ClassVar[int] = 1
+
+    @property
+    def width(self):
+        """That of the estimator."""
+        return self.estimator.width
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        self.estimator.check(operator)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return self._summed(*exact(operator, self.run.rows))
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        return self._summed(*self.estimator.to_tolerance(key, operator, self.run))
+
+    def _summed(self, estimate: Estimate, weights: AbstractWeights):
+        rows = self.run.rows
+        if rows is None or rows.sizes is None:
+            return estimate, weights
+        return estimate, RowWeights(weights, rows)
+
+
+def _check_state(before: RunState, growth: AbstractGrowth, operator: Any, most: int) -> None:
+    n = operator.in_size()
+    if before.n != n or before.growth != growth:
+        raise ValueError(
+            f"The state is that of {before.growth} on an operator with {before.n} rows; it cannot "
+            f"be continued by {growth} on one with {n} rows."
+        )
+    if most < before.budgets[-1] or (before.completes and most < n):
+        least = n if before.completes else before.budgets[-1]
+        raise ValueError(f"To go on from this state, max_k must be at least {least}, got {most}.")
+
+
+def solve_to_tolerance(
+    primitive: Primitive,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
+    rows: Rows | None,
+    options: Tolerance,
+    *,
+    throw: bool,
+) -> Solution:
+    """`traceax.trace` (`rows=None`), or a diagonal, with a tolerance in place of a budget."""
+    state = options.state
+    if state is not None and not isinstance(state, RunState):
+        raise TypeError(
+            f"The state must be the `state` of a Solution, got {state!r}. Make one with "
+            "`trace(key, operator, rtol=..., keep_state=True).state`."
+        )
+    operator = as_operator(operator)
+    n = operator.in_size()
+    least = 1
+    if state is not None:
+        least = n if state.completes else state.budgets[-1]
+    name = type(estimator).__name__
+    max_k, k = budgets_for(options.max_k, n, estimator.smallest, name, default_least=least)
+    rtol, atol = options.arrays()
+    run = ToleranceRun(
+        rows=rows,
+        rtol=rtol,
+        atol=atol,
+        before=lax.stop_gradient(state),
+        offset=None,
+        scale=None,
+        max_k=max_k,
+        keep_state=options.keep_state,
+        progress=options.progress,
+    )
+    return solve(primitive, key, operator, k, ToleranceEstimator(estimator, run), throw=throw)
+
+
+def solve_either(
+    name: str,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None,
+    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
+    options: Tolerance,
+    throw: bool,
+    rows: Rows | None = None,
+) -> Solution:
+    """A trace (`rows=None`), or a diagonal or sums of its entries; with a budget or a tolerance."""
+    check_key(key)
+    primitive = trace_p if rows is None else diagonal_p
+    if options.wanted(k, name, "`max_k`, `state`, `keep_state`, `progress`"):
+        return solve_to_tolerance(primitive, key, operator, estimator, rows, options, throw=throw)
+    blocks = rows is not None and rows.sizes is not None
+    budgeted: Any = BlockTraceEstimator(estimator, rows) if blocks else estimator  # pyright: ignore
+    return solve(primitive, key, operator, k, budgeted, throw=throw)

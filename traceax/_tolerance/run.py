@@ -1,0 +1,330 @@
+r"""Estimates that spend what a tolerance needs.
+
+Block by block (see `_estimators.extendable`), each as large as all before it, until
+
+    c_j std_err <= atol + rtol |t|
+
+(for diagonals: 2-norms in the places of std_err and |t|), or until the budget is spent. Every block
+has static shapes and a branch of its own
+(`jax.lax.cond`), so that the work is proportional to what was needed. Under `vmap` the blocks end
+when the slowest lane is done (see `_core.control_flow`); each lane's numbers are those of a call by
+itself.
+
+*The constants c_j* are measured (`_estimators.calibration`), with the looking after every block: an
+error bar that happens to be too small ends a run, so that 1.96 standard errors would cover less
+than 95 %. The norm of many errors is more certain than one error: see `norm_factor`.
+
+*The last resort.* Where the budget allows n products, blocks grow up to n / 2. What is then not
+good enough is completed to the exact value, on the orthogonal complement of what is known.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Inexact, Int, PyTree, Real
+
+from .._core.control_flow import any_lane, keep
+from .._core.estimate import (
+    NOT_CONVERGED,
+    SUCCESSFUL,
+    Estimate,
+    is_scalar,
+    make_estimate,
+    norm_of,
+    status_of,
+)
+from .._core.progress import report
+from .._estimators.auto import add_parts
+from .._estimators.calibration import norm_factor, stopping_factor
+from .._estimators.exact import ExactWeights
+from .._estimators.extendable import AbstractGrowth
+from .._operators.block_operator import BlockOperator
+from .._probes.random import numbered
+from .._sketch.weights import AbstractTwoSidedWeights, AbstractWeights
+
+#: Probes in the first block. With fewer their scatter says too little.
+FIRST = 16
+
+
+def schedule(unit: int, most: int, n: int, spent: Sequence[int] = ()) -> tuple[int, ...]:
+    """The matvecs up to the end of each block.
+
+    **Arguments:**
+
+    - `unit`: the matvecs that a probe takes.
+    - `most`: the budget. From n on blocks end at n / 2: what comes then is the exact trace.
+    - `n`: the size of the operator.
+    - `spent`: the schedule to go on with.
+
+    **Returns:**
+
+    A tuple of ascending multiples of `unit`.
+    """
+    limit = (n // 2 if most >= n else most) // unit * unit
+    budgets = list(spent) or [min(FIRST * unit, max(limit, unit))]
+    while budgets[-1] < limit:
+        budgets.append(min(2 * budgets[-1], limit))
+    return tuple(budgets)
+
+
+class Rule(NamedTuple):
+    """When to stop: the value of interest is offset + scale * (what is estimated)."""
+
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    offset: Inexact[Array, "..."] | None  # None: there is no such part
+    scale: Inexact[Array, ""]
+
+    def sizes(self, estimate: Estimate, block: BlockOperator) -> tuple[PyTree, Array]:
+        """The value of interest, and the norm of its standard error."""
+        error = jnp.abs(self.scale) * norm_of(estimate.std_err)
+        if self.offset is None:
+            return estimate.value, error
+        return add_parts(block, self.offset, self.scale, estimate.value), error
+
+    def met(self, estimate: Estimate, block: BlockOperator, factor: float) -> Array:
+        """Whether `factor` standard errors are within the tolerance."""
+        value, error = self.sizes(estimate, block)
+        error = factor * norm_factor(estimate.std_err) * error
+        return error <= self.atol + self.rtol * norm_of(value)
+
+
+@final
+class RunState(eqx.Module):
+    """All that a run has learnt: arrays for the largest number of probes, the rest of them 0."""
+
+    arrays: Any
+    keys: Array  # the key of each block, as data
+    level: Int[Array, ""]  # the last block; their number, if the value was completed
+    completed: PyTree[Inexact[Array, "..."]]  # the exact value, then
+    growth: AbstractGrowth = eqx.field(static=True)
+    budgets: tuple[int, ...] = eqx.field(static=True)
+    completes: bool = eqx.field(static=True)  # whether the value is completed in the end
+    n: int = eqx.field(static=True)
+
+
+@final
+class GrownWeights(AbstractWeights):
+    """The weights of all blocks that were used. Only these are contracted."""
+
+    parts: list[AbstractWeights]
+    factors: Real[Array, " blocks"]
+    level: Int[Array, ""]
+    columns: tuple[int, ...] = eqx.field(static=True)  # up to the end of each block
+    completes: bool = eqx.field(static=True)
+    diagonal: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        block = BlockOperator(operator)
+        count = len(self.columns)
+
+        def used(j):
+            return (j <= self.level) & (self.level < count)
+
+        def if_used(flag, contract):
+            def total():
+                return jtu.tree_map(lambda x: x.astype(block.dtype), contract(operator))
+
+            zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(total))
+            return lax.cond(flag, total, lambda: zeros)
+
+        def products(multiply, x):
+            """Those with the columns of the blocks that were used; the others are 0."""
+            ends = zip([0, *self.columns[:-1]], self.columns, strict=True)
+            columns = [x[:, start:end] for start, end in ends]
+            blocks = [lax.cond(used(j), multiply, jnp.zeros_like, c) for j, c in enumerate(columns)]
+            return jnp.concatenate(blocks, axis=1)
+
+        terms = []
+        if self.completes:
+            terms.append(if_used(self.level == count, ExactWeights(self.diagonal).contract))
+        for j, part in enumerate(self.parts):
+            if isinstance(part, AbstractTwoSidedWeights):
+                factors = products(block.mm, part.omega), products(block.adjoint_mm, part.q)
+                terms.append(part.combine(*factors))
+            else:
+                factor = self.factors[j].astype(block.dtype)
+                term = if_used(used(j), part.contract)
+                terms.append(jtu.tree_map(lambda x, factor=factor: factor * x, term))
+        if any(isinstance(term, list) for term in terms):
+            terms = [term if isinstance(term, list) else block.split(term) for term in terms]
+        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
+
+
+class Outcome(NamedTuple):
+    estimate: Estimate
+    level: Int[Array, ""]
+    arrays: Any
+
+
+class Run:
+    """One run of a growth on an operator. (Not a PyTree: it lives while it is traced.)"""
+
+    def __init__(self, growth, key, operator, rule, most, before, progress):
+        self.growth, self.rule, self.before, self.progress = growth, rule, before, progress
+        self.key = key
+        self.block = growth.prepare(operator)
+        n, self.most = self.block.n, most
+        self.budgets = schedule(growth.unit, most, n, before.budgets if before else ())
+        self.completes = most >= n
+        keys = [numbered(key, j) if j else key for j in range(len(self.budgets))]
+        self.key_impl = jr.key_impl(key)
+        self.keys = jnp.stack([jr.key_data(key) for key in keys])
+        if before is not None:
+            old = jnp.pad(before.keys, ((0, len(keys) - len(before.keys)), (0, 0)))
+            earlier = jnp.arange(len(keys)) <= before.level
+            self.keys = jnp.where(earlier[:, None], old, self.keys)
+
+    # ------------------------------------------------------------------ states of static shape
+
+    def _resized(self, state, columns: int):
+        """The state's arrays cut to, or filled up with zeros for, this number of probes."""
+
+        def resize(array, axes):
+            index = [slice(columns if a in axes else None) for a in range(array.ndim)]
+            array = array[tuple(index)]
+            width = [(0, columns - s if a in axes else 0) for a, s in enumerate(array.shape)]
+            return jnp.pad(array, width) if axes else array
+
+        fields = zip(state, self.growth.axes, strict=True)
+        return type(state)(
+            *[jtu.tree_map(lambda x, axes=axes: resize(x, axes), field) for field, axes in fields]
+        )
+
+    def _columns(self, j: int) -> int:
+        return self.budgets[j] // self.growth.unit
+
+    def _padded(self, state):
+        return self._resized(state, self._columns(-1))
+
+    def _loaded(self, j: int):
+        return self._resized(self.before.arrays, self._columns(j))
+
+    def _advanced(self, j: int, state):
+        """The state after block j: grown, or that of an earlier run."""
+        key = jr.wrap_key_data(self.keys[j], impl=self.key_impl)
+        k = self.budgets[j] - (self.budgets[j - 1] if j else 0)
+
+        def grow():
+            return self.growth.grow(state, key, self.block, k)
+
+        if self.before is None or j >= len(self.before.budgets):
+            return grow()
+        known = j <= self.before.level
+        loaded = self._loaded(j)
+        return lax.cond(any_lane(~known), lambda: keep(known, loaded, grow()), lambda: loaded)
+
+    # ---------------------------------------------------------------------------- the blocks
+
+    def _outcome(self, estimate: Estimate, level: Any, arrays) -> Outcome:
+        dtype = self.block.dtype
+        real = jnp.finfo(dtype).dtype
+        value = jtu.tree_map(lambda x: x.astype(dtype), estimate.value)
+        std_err = jtu.tree_map(lambda x: x.astype(real), estimate.std_err)
+        estimate = make_estimate(
+            value, std_err, estimate.num_matvecs, estimate.dof, estimate.status
+        )
+        return Outcome(estimate, jnp.asarray(level, jnp.int32), arrays)
+
+    def _report(self, estimate: Estimate, last):
+        if self.progress:
+            value, error = self.rule.sizes(estimate, self.block)
+            value = value if is_scalar(value) else norm_of(value)
+            report(self.key, self.most, estimate.num_matvecs, value, error, last)
+
+    def _after(self, j: int, state) -> Outcome:
+        """Look at the state after block j, and go on from it if need be."""
+        last = j == len(self.budgets) - 1
+        estimate = self.growth.estimate(state, self.block)
+        factor = stopping_factor(self.growth.calibration.stop, self._columns(j) - 1)
+        met = self.rule.met(estimate, self.block, factor)
+        stop = met | (estimate.status != SUCCESSFUL)
+        if self.before is not None:
+            stop &= j >= self.before.level
+        if last and not self.completes:
+            status = jnp.where(stop, estimate.status, NOT_CONVERGED)
+            estimate = eqx.tree_at(lambda e: e.status, estimate, status)
+        here = self._outcome(estimate, j, self._padded(state))
+        end = stop | (last and not self.completes)
+        self._report(estimate, end)
+        if last and not self.completes:
+            return here
+
+        def go_on():
+            if last:
+                return keep(stop, here, self._complete(state, here))
+            return keep(stop, here, self._after(j + 1, self._advanced(j + 1, state)))
+
+        return lax.cond(any_lane(~stop), go_on, lambda: here)
+
+    def _complete(self, state, here: Outcome) -> Outcome:
+        value, std_err, more = self.growth.complete(state, self.block)
+        spent, dof = self.budgets[-1] + more, here.estimate.dof
+        if self.before is not None:
+            done = self.before.level == len(self.before.budgets)
+            value = jtu.tree_map(partial(jnp.where, done), self.before.completed, value)
+        status = status_of(*jtu.tree_leaves(value))
+        estimate = make_estimate(value, std_err, spent, dof, status)
+        met = self.rule.met(estimate, self.block, 1.96)
+        lacking = (status == SUCCESSFUL) & ~met
+        status = jnp.where(lacking, NOT_CONVERGED, status)
+        estimate = eqx.tree_at(lambda e: e.status, estimate, status)
+        outcome = self._outcome(estimate, len(self.budgets), here.arrays)
+        self._report(outcome.estimate, jnp.array(True))
+        return outcome
+
+    def outcome(self) -> Outcome:
+        """Run."""
+        return self._after(0, self._advanced(0, None))
+
+    # --------------------------------------------------------------------- what comes out of it
+
+    def weights(self, outcome: Outcome) -> GrownWeights:
+        """The weights: as many blocks as were used, the others 0."""
+
+        def up_to(j):
+            keys = [(self.keys[i], self.key_impl) for i in range(j + 1)]
+            state = self._resized(outcome.arrays, self._columns(j))
+            return self.growth.weights(state, self.block, keys, self.budgets[: j + 1])
+
+        count = len(self.budgets)
+        like = jax.eval_shape(lambda: up_to(count - 1)[0])
+
+        def padded(x, like):
+            """The array, with zeros for the columns of blocks that were not used."""
+            width = [(0, m - s) for m, s in zip(like.shape, x.shape, strict=True)]
+            return jnp.pad(x, width) if width else x
+
+        def branch(j):
+            parts, factors = up_to(j)
+            used = len(parts)
+            unused = [jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in like[used:]]
+            factors = jnp.array([*factors, *[0.0] * len(unused)], jnp.finfo(self.block.dtype).dtype)
+            return [*jtu.tree_map(padded, parts, like[:used]), *unused], factors
+
+        branches = [lambda j=j: branch(j) for j in range(count)]
+        parts, factors = lax.switch(jnp.minimum(outcome.level, count - 1), branches)
+        columns = tuple(self._columns(j) for j in range(count))
+        diagonal = not is_scalar(outcome.estimate.value)
+        return GrownWeights(parts, factors, outcome.level, columns, self.completes, diagonal)
+
+    def state(self, outcome: Outcome) -> RunState:
+        """What a later run can go on from."""
+        return RunState(
+            outcome.arrays,
+            self.keys,
+            outcome.level,
+            outcome.estimate.value,
+            self.growth,
+            self.budgets,
+            self.completes,
+            self.block.n,
+        )

@@ -1,0 +1,95 @@
+"""`traceax.trace`."""
+
+from typing import Any
+
+import lineax as lx
+from jaxtyping import Array, PRNGKeyArray
+
+from .._estimators.arguments import Tolerance
+from .._estimators.estimator import AbstractTraceEstimator, check_estimator
+from .._estimators.solution import Solution
+from .._tolerance.estimator import solve_either
+from .auto import AutoTraceEstimator
+
+
+def trace(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    state: Any = None,
+    keep_state: bool = False,
+    progress: bool = False,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, or from as many as a
+    tolerance takes, with an error bar.
+
+    With a budget the estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its
+    derivative with respect to anything that the operator depends on, in forward and reverse mode
+    and at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed. A run
+    that a tolerance ends is not quite: it ends where its error looks small, which says something
+    about the value. Where the entries are stored (dense, sparse, diagonal ones, and sums and
+    multiples of such), the default estimator reads the trace: it is exact, and so is its
+    derivative.
+
+    !!! Example
+
+        ```python
+        operator = lx.FunctionLinearOperator(product, input_structure)
+        solution = tr.trace(jax.random.key(0), operator, k=100)
+        solution.value, solution.std_err
+
+        solution = tr.trace(jax.random.key(0), operator, rtol=1e-3)
+        solution.value, solution.num_matvecs, solution.result
+        ```
+
+    *With a tolerance* blocks of probes double (16, 32, 64, ... in all) until about two standard
+    errors are within `atol + rtol |t|`, with constants measured so that 95 % of runs end within
+    the tolerance, looking after every block included. New columns are appended to what is known:
+    no product and no factorisation is made again. If the budget allows n products, the last resort
+    is the exact trace, completed from the products made so far: never more than n in all.
+    Otherwise the result is `RESULTS.not_converged`, with the best estimate. NaN, a wrong tag and
+    an operator of low rank end the run with the first block. All of this works under `jit`; under
+    `vmap` every lane gets what it would get by itself, and the products go on until the slowest is
+    done. Memory: blocks for `max_k`; work: in proportion to the products made.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the trace is exact. None with
+        a tolerance.
+    - `estimator`: by default [`traceax.AutoTraceEstimator`][].
+    - `rtol`: the relative tolerance. It need not be static.
+    - `atol`: the absolute tolerance. It need not be static.
+    - `max_k`: the largest budget for a tolerance, a static Python int. By default n, but 1000 for
+        operators with more rows. (From n on, operators with 64 rows or fewer are exact at once.)
+    - `state`: the `state` of an earlier solution for the *same* operator, to go on from. (That it
+        is the same cannot be checked.) Its products count in `num_matvecs`.
+    - `keep_state`: whether to return such a state: probes and products for `max_k`. (None where
+        the trace was read.)
+    - `progress`: whether to show estimate, error and products after every block on standard error
+        (with `tqdm`, if it is installed); never under `vmap`.
+    - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not
+        `RESULTS.successful`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][].
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k`, tolerance or state of the wrong type, or unless either
+        `k` or a tolerance is given.
+    - `ValueError`: for an operator that is not square, `k < 1`, an operator without the tag that
+        the estimator needs, an estimator that cannot work to a tolerance, a negative tolerance, or
+        a state that does not fit.
+    """
+    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
+    options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
+    return solve_either("trace", key, operator, k, estimator, options, throw)
