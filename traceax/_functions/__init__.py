@@ -1,0 +1,5 @@
+"""Functions of a matrix by Lanczos' recurrence (`funm`): spectral sums, densities and counts of
+eigenvalues (`spectral`), with the error of ending a recurrence early (`quadrature_error`).
+
+Begin with `funm`. This room uses `_estimators` and all below it.
+"""
