@@ -64,19 +64,19 @@ def runs(estimator, eigenvalues, seed):
     """
     n = len(eigenvalues)
     matrix = jnp.asarray(with_eigenvalues(eigenvalues))
-    growth = estimator.growth(lx.MatrixLinearOperator(matrix, PSD))
-    budgets = schedule(growth.unit, n, n)
+    extendable = estimator.extendable(lx.MatrixLinearOperator(matrix, PSD))
+    budgets = schedule(extendable.matvecs_per_probe, n, n)
 
     @jax.jit
     def run(keys, matrix):
-        block = growth.prepare(lx.MatrixLinearOperator(matrix, PSD))
+        block = extendable.prepare(lx.MatrixLinearOperator(matrix, PSD))
 
         def one(key):
             state, found = None, []
             for j, k in enumerate(budgets):
                 new = numbered(key, j) if j else key
-                state = growth.grow(state, new, block, k - (budgets[j - 1] if j else 0))
-                estimate = growth.estimate(state, block)
+                state = extendable.extend(state, new, block, k - (budgets[j - 1] if j else 0))
+                estimate = extendable.estimate(state, block)
                 value, std_err = estimate.value, estimate.std_err
                 factor = jnp.asarray(norm_factor(std_err))
                 found.append((jnp.atleast_1d(value), jnp.atleast_1d(std_err), factor))
@@ -88,7 +88,7 @@ def runs(estimator, eigenvalues, seed):
     value, std_err, factor = map(np.asarray, run(keys, matrix))
     diagonal = np.asarray(jnp.diagonal(matrix))
     truth = eigenvalues.sum(keepdims=True) if value.shape[-1] == 1 else diagonal
-    return value, std_err, factor, truth, [*budgets, n], growth.unit
+    return value, std_err, factor, truth, [*budgets, n], extendable.matvecs_per_probe
 
 
 def histories_of(found):

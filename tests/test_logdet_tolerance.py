@@ -7,8 +7,9 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from traceax import RESULTS, NystromPreconditioner, _logdet_tolerance, logdet
+from traceax import RESULTS, NystromPreconditioner, logdet
 from traceax._functions.quadrature_error import with_quadrature_error
+from traceax._logdet import tolerance
 from traceax._logdet.tolerance import LogdetAim, Loop
 
 from . import reference
@@ -63,11 +64,11 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
     @eqx.filter_jit
     def decided(matrix, spent):
         aim = LogdetAim(zero, zero)
-        loop = Loop(aim, jr.key(0), shifted(matrix, 1.0), max_k, completes=False, progress=False)
+        loop = Loop(aim, jr.key(0), shifted(matrix, 1.0), max_k, falls_back_to_exact=False, progress=False)
         estimate = with_quadrature_error(*jnp.array([1.0, 0.5, 0.1]), 0, 1, 0)
         state = loop.start()._replace(
             decays=jnp.array(True),
-            sums=_logdet_tolerance._Sums.none(float).plus(9, estimate),
+            sums=tolerance._Sums.none(float).plus(9, estimate),
             target=jnp.array(10),
             spent=spent,
         )

@@ -364,7 +364,7 @@ def test_going_on_beyond_the_first_budget():
     assert abs(more.value - truth(POLY)) < 5 * more.std_err
     with pytest.raises(ValueError, match="max_k must be at least 60"):
         solve(keys(1)[0], matrix, estimator, 1e-9, 50, state=state)
-    with pytest.raises(ValueError, match="cannot be continued by XTraceGrowth"):
+    with pytest.raises(ValueError, match="cannot be continued by XTraceExtendable"):
         solve(keys(1)[0], matrix, tr.XTraceEstimator(), 1e-9, 100, state=state)
     with pytest.raises(ValueError, match="on an operator with 120 rows"):
         solve(keys(1)[0], matrix[:100, :100], estimator, 1e-9, 90, state=state)

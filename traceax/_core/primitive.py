@@ -1,5 +1,5 @@
-"""`trace_p` and `diagonal_p`: the JAX primitives under every estimate; and what makes a primitive
-of a function that runs on several devices.
+"""The JAX primitives under every estimate, such as `trace_p`; and what makes a primitive of a
+function that runs on several devices.
 
 This is the only file that touches `jax.extend` or `jax.interpreters`. (None touches
 `equinox.internal` or `jax._src`.) What may be static in a program is in `programs`.
@@ -13,7 +13,7 @@ the rules below only arrange them:
   that a vmapped estimate still is this primitive and keeps its JVP rule; `_run` and
   `_push_forward` are vmapped over the levels, innermost first;
 - the JVP asks for the weights (U, V) beside the value and contracts them with the tangent of the
-  operator. Weights have no tangent themselves, but where E[G] depends on A: see `moved` of
+  operator. Weights have no tangent themselves, but where E[G] depends on A: see `weights_at` of
   `AbstractEstimator`.
 
 `_run` and `_push_forward` are jitted with the parameters static, so that an identical call,
@@ -123,14 +123,18 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
 
 
-def _push_forward(params: _Params, moving: tuple[int, ...], rule: str, operands, tangents, weights):
+def _push_forward(
+    params: _Params, moving: tuple[int, ...], of_weights: bool, operands, tangents, weights
+):
     """A tangent, compiled: see `_tangent`."""
-    return _compiled(_tangent, params, moving, rule)(operands, tangents, weights)
+    return _compiled(_tangent, params, moving, of_weights)(operands, tangents, weights)
 
 
-def _tangent(params: _Params, moving: tuple[int, ...], rule: str, operands, tangents, weights):
-    """A tangent, where the operands `moving` have tangents: that of the value by the rule
-    `contract`, sum_j v_j^H dA u_j; that of the weights by the rule `moved`.
+def _tangent(
+    params: _Params, moving: tuple[int, ...], of_weights: bool, operands, tangents, weights
+):
+    """A tangent, where the operands `moving` have tangents: that of the value from `contract`,
+    sum_j v_j^H dA u_j; or that of the weights, from `weights_at`.
     """
 
     def push(operands, tangents, weights):
@@ -139,7 +143,8 @@ def _tangent(params: _Params, moving: tuple[int, ...], rule: str, operands, tang
             for i, operand in zip(moving, moved, strict=True):
                 complete[i] = operand
             _, operator, estimator = _rebuild(params, complete)
-            return getattr(estimator, rule)(weights, estimator.batched(operator))
+            rule = estimator.weights_at if of_weights else estimator.contract
+            return rule(weights, estimator.batched(operator))
 
         primals = tuple(operands[i] for i in moving)
         return jax.jvp(of_moving, (primals,), (tangents,))[1]
@@ -219,11 +224,11 @@ def _jvp(primitive, primals, tangents, *, params):
     if moving:
         moved = tuple(tangents[i] for i in moving)
         operands = (tuple(primals), moved, weights)
-        values_t = jtu.tree_leaves(_push_forward(with_weights, moving, "contract", *operands))
+        values_t = jtu.tree_leaves(_push_forward(with_weights, moving, False, *operands))
         outputs_t[: len(values_t)] = values_t  # the value comes first among the outputs
         # Asked for the weights: what is differentiated here is a derivative.
-        if params.weights and _rebuild(params, primals)[2].weights_move:
-            weights_t = _push_forward(with_weights, moving, "moved", *operands)
+        if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
+            weights_t = _push_forward(with_weights, moving, True, *operands)
             outputs_t[count:] = jtu.tree_leaves(weights_t)
     if not params.weights:
         outputs, outputs_t = outputs[:count], outputs_t[:count]
@@ -241,8 +246,16 @@ def _define(name: str) -> Primitive:
     return primitive
 
 
+# One for each kind of thing that is estimated: all that differs is the name in a jaxpr.
 trace_p = _define("trace")
 diagonal_p = _define("diagonal")
+summary_p = _define("summary")
+spectral_sum_p = _define("spectral_sum")
+spectral_density_p = _define("spectral_density")
+eigenvalue_count_p = _define("eigenvalue_count")
+logdet_p = _define("logdet")
+logdet_derivative_p = _define("logdet_directional_derivative")
+gaussian_log_density_p = _define("gaussian_log_density")
 
 
 def bind(
@@ -252,7 +265,7 @@ def bind(
 
     **Arguments:**
 
-    - `primitive`: `trace_p` or `diagonal_p`; all that differs is the name in a jaxpr.
+    - `primitive`: that of what is estimated, such as `trace_p`.
     - `key`: a scalar random key, typed or raw.
     - `operator`: a checked operator, all of whose arrays are leaves.
     - `k`: the budget, already within bounds.

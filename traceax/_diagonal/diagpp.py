@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
-from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator, is_hermitian
 from .._probes.random import split
@@ -46,8 +46,8 @@ class DiagPlusPlusState(NamedTuple):
 
     q: Inexact[Array, "n m"]
     z: Inexact[Array, "n m"]  # A^H Q
-    omega: Inexact[Array, "n p"]
-    products: Inexact[Array, "n p"]  # A Omega
+    omega: Inexact[Array, "n m"]
+    products: Inexact[Array, "n m"]  # A Omega
     first: Inexact[Array, "rows m"]  # the probes of the sketch
     sketch: Inexact[Array, "rows m"]
     scale: Real[Array, ""]  # of the first sketch
@@ -55,7 +55,7 @@ class DiagPlusPlusState(NamedTuple):
 
 
 @final
-class DiagPlusPlusGrowth(AbstractGrowth):
+class DiagPlusPlusExtendable(AbstractExtendable):
     """Diag++ block by block, in equal parts for sketch, basis and residual probes. Given the basis
     (of any size) all residual probes are independent.
     """
@@ -63,12 +63,11 @@ class DiagPlusPlusGrowth(AbstractGrowth):
     sampler: AbstractSampler
     rows: Rows
     keeps: bool = eqx.field(static=True)
-    unit: ClassVar[int] = 3
+    matvecs_per_probe: ClassVar[int] = 3
     calibration: ClassVar[Calibration] = CALIBRATION["diag++"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = (*6 * ((1,),), (), ())
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         n, m = block.n, k // 3
         sketch_key, probe_key = split(key)
         first = self.sampler.probes(sketch_key, n, m, block.dtype)
@@ -93,7 +92,7 @@ class DiagPlusPlusGrowth(AbstractGrowth):
         )
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         m, fresh = state.q.shape[1], state.omega.shape[1]
         captured, samples = _pieces(state.q, state.omega, state.products, state.z)
         residual, std_err = mean_and_std_err(self.rows(samples))
@@ -102,12 +101,12 @@ class DiagPlusPlusGrowth(AbstractGrowth):
         return make_estimate(value, std_err, 2 * m + fresh, fresh - 1, state.status)
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         share = jnp.asarray(1 / state.omega.shape[1], jnp.finfo(block.dtype).dtype)
         return [_DiagPlusPlusWeights(state.q, state.omega, share)], [1.0]
 
     def complete(self, state, block):
-        """See `AbstractGrowth`, and that of `XDiagGrowth`."""
+        """See `AbstractExtendable`, and that of `XDiagExtendable`."""
         vectors = jnp.concatenate([state.omega, state.first], axis=1)
         products = jnp.concatenate([state.products, state.sketch], axis=1)
         q, z = state.q, state.z
@@ -144,13 +143,13 @@ class DiagPlusPlusEstimator(AbstractDiagonalEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
-    def growth(self, operator, completes=False, rows=Rows()):
+    def extendable(self, operator, falls_back_to_exact=False, rows=Rows()):
         """See `AbstractDiagonalEstimator`."""
-        return DiagPlusPlusGrowth(self.sampler, rows, completes)
+        return DiagPlusPlusExtendable(self.sampler, rows, falls_back_to_exact)
 
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        return run_once(self.growth(operator, rows=rows), key, operator, k)
+        return run_once(self.extendable(operator, rows=rows), key, operator, k)
 
 
 DiagPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

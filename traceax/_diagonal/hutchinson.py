@@ -13,7 +13,7 @@ from jaxtyping import Array, Inexact
 from .._core.estimate import as_value, make_estimate, safe_norm, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
-from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator
 from .._operators.width import block_width
@@ -82,12 +82,12 @@ class HutchinsonDiagonalState(NamedTuple):
     """
 
     moments: list[tuple[Array, Array, Array]]
-    omega: Inexact[Array, "rows k"]
-    products: Inexact[Array, "rows k"]
+    omega: Inexact[Array, "rows m"]
+    products: Inexact[Array, "rows m"]
 
 
 @final
-class HutchinsonDiagonalGrowth(AbstractGrowth):
+class HutchinsonDiagonalExtendable(AbstractExtendable):
     """Hutchinson's estimator block by block. Probes are only kept where the diagonal may have to be
     completed from them.
     """
@@ -96,16 +96,15 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
     batch_size: int | None = eqx.field(static=True)
     rows: Rows
     keeps: bool = eqx.field(static=True)
-    unit: ClassVar[int] = 1
+    matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["hutchinson-diagonal"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (1,), (1,))
 
     def _block_weights(self, block: BlockOperator, key: tuple[Any, Any], k: int) -> _ProbeWeights:
         width = min(k, self.batch_size or block_width(block.n, k))
         return _ProbeWeights(*key, self.sampler, k, k if self.keeps else width)
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         if state is None:
             zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
             parts = self.rows.by_leaf(zeros)
@@ -122,7 +121,7 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
             by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
             omega = block.join(by_leaf)
             products = block.mm(omega)
-            samples = zip(block.split(jnp.conj(omega) * products), by_leaf, strict=True)
+            samples = zip(block.leaves(jnp.conj(omega) * products), by_leaf, strict=True)
             moments = add(state.moments, [x.reshape(leaf.shape) for x, leaf in samples])
         else:
             weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
@@ -135,7 +134,7 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
         )
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         k = state.omega.shape[1]
         values, spreads = ([m[i].reshape(-1) for m in state.moments] for i in (1, 2))
         if k > 1:
@@ -147,19 +146,19 @@ class HutchinsonDiagonalGrowth(AbstractGrowth):
         return make_estimate(value, std_err, k, k - 1, status_of(*values))
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
         parts = [self._block_weights(block, *pair) for pair in zip(keys, sizes, strict=True)]
         return parts, [k / budgets[-1] for k in sizes]
 
     def complete(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         nothing = state.omega[:, :0]
         known = state.omega, state.products
         done = complete_diagonal(block, nothing, nothing, known, self.rows)
         if self.rows.sizes is not None:
             return done
-        value, std_err = (as_value(block.split(part)) for part in (done.value, done.std_err))
+        value, std_err = (as_value(block.leaves(part)) for part in (done.value, done.std_err))
         return done._replace(value=value, std_err=std_err)
 
 
@@ -187,13 +186,15 @@ class HutchinsonDiagonalEstimator(AbstractDiagonalEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
-    def growth(self, operator, completes=False, rows=Rows()):
+    def extendable(self, operator, falls_back_to_exact=False, rows=Rows()):
         """See `AbstractDiagonalEstimator`."""
-        return HutchinsonDiagonalGrowth(self.sampler, self.batch_size, rows, completes)
+        return HutchinsonDiagonalExtendable(
+            self.sampler, self.batch_size, rows, falls_back_to_exact
+        )
 
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        return run_once(self.growth(operator, rows=rows), key, operator, k)
+        return run_once(self.extendable(operator, rows=rows), key, operator, k)
 
 
 HutchinsonDiagonalEstimator.__init__.__doc__ = """**Arguments:**

@@ -27,7 +27,7 @@ from .._estimators.rows import Rows
 from .._sketch.leave_one_out import Pairs
 
 
-class Split(NamedTuple):
+class DiagonalParts(NamedTuple):
     """The pieces of a leave-one-out diagonal."""
 
     base: Inexact[Array, " n"]
@@ -39,7 +39,7 @@ class Split(NamedTuple):
 
 
 def diagonal_and_error(
-    split: Split, group: Rows, rounding: Real[Array, " g"]
+    split: DiagonalParts, group: Rows, rounding: Real[Array, " g"]
 ) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
     """The mean of the d_i and its standard error.
 

@@ -36,7 +36,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import make_estimate, rounding_of, scale_of, status_of
-from .._core.primitive import diagonal_p
+from .._core.primitive import summary_p
 from .._estimators.calibration import CALIBRATION
 from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.rows import Rows
@@ -61,8 +61,8 @@ from .._sketch.leave_one_out import (
     trace_and_mean,
 )
 from .._sketch.weights import AbstractWeights
-from .._trace.xtrace import _leave_one_out
-from .leave_one_out import Split, diagonal_and_error
+from .._trace.xtrace import _xtrace_samples
+from .leave_one_out import DiagonalParts, diagonal_and_error
 from .norms import root, root_error
 
 
@@ -254,12 +254,12 @@ class SummaryEstimator(AbstractEstimator):
         # Trace and diagonal of A / scale + nu I.
         shifted, left = z + nu * q, adjoint_products / scale + nu * q
         h, t = matmul(adjoint(q), shifted), matmul(adjoint(shifted), omega)
-        samples, differences = _leave_one_out(factors, h, t, n, True)
+        samples, differences = _xtrace_samples(factors, h, t, n, True)
         trace = size * (trace_and_mean(h, samples) - n * nu)
         rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
         trace_error = leave_one_out_error(samples, differences, rounding)
         base, left_over = jnp.sum(q * jnp.conj(left), axis=1) - nu, column_dots(s, factors.r)
-        split = Split(base, matmul(q, s), matmul(left, s), left_over, omega, pairs_of(s))
+        split = DiagonalParts(base, matmul(q, s), matmul(left, s), left_over, omega, pairs_of(s))
         diagonal, diagonal_error = diagonal_and_error(
             split, Rows(), rounding_of(Rows().norms(left), block.eps)
         )
@@ -380,7 +380,7 @@ def _summary(key, operator, k, throw: bool) -> Summary:
     operator = as_operator(operator)
     hermitian, n = is_hermitian(operator), operator.in_size()
     k = check_budget(k, 2 if hermitian else 3, n, "A summary")
-    solution = solve(diagonal_p, key, operator, k, SummaryEstimator(), throw=throw)
+    solution = solve(summary_p, key, operator, k, SummaryEstimator(), throw=throw)
     value, std_err = solution.value, solution.std_err
 
     def part(value, std_err, calibration):

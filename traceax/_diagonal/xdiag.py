@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._core.estimate import make_estimate, rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
-from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator, is_hermitian
 from .._probes.samplers import AbstractSampler, RademacherSampler
@@ -19,15 +19,15 @@ from .._sketch.leave_one_out import (
     append_sketch,
     column_dots,
     leave_one_out_directions,
-    lifted,
     matmul,
     pairs_of,
     products_of_sketch,
     range_finder_of,
     rescale_error,
+    without_zero_pivots,
 )
 from .._sketch.weights import AbstractTwoSidedWeights
-from .leave_one_out import Split, diagonal_and_error
+from .leave_one_out import DiagonalParts, diagonal_and_error
 
 
 @final
@@ -76,19 +76,18 @@ class XDiagState(NamedTuple):
 
 
 @final
-class XDiagGrowth(AbstractGrowth):
+class XDiagExtendable(AbstractExtendable):
     """XDiag block by block: new columns are appended to the QR factorisation, and only these are
     multiplied with the adjoint.
     """
 
     sampler: AbstractSampler
     rows: Rows
-    unit: ClassVar[int] = 2
+    matvecs_per_probe: ClassVar[int] = 2
     calibration: ClassVar[Calibration] = CALIBRATION["xdiag"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), (1,), (0, 1), (1,), (), (), (), ())
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         before, q, factors = append_sketch(state, self.sampler, key, block, k // 2)
         products = block.adjoint_mm(q)
         z = products / factors["scale"] + factors["nu"] * q
@@ -98,12 +97,12 @@ class XDiagGrowth(AbstractGrowth):
         )
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         q, z, m = state.q, state.z, state.r.shape[0]
-        r = lifted(state.r)
+        r = without_zero_pivots(state.r)
         s = leave_one_out_directions(r)
         value, std_err = diagonal_and_error(
-            Split(
+            DiagonalParts(
                 base=jnp.sum(q * jnp.conj(z), axis=1) - state.nu,
                 left=matmul(q, s),
                 right=matmul(z, s),
@@ -118,13 +117,13 @@ class XDiagGrowth(AbstractGrowth):
         return make_estimate(state.size * value, std_err, 2 * m, m - 1, state.status)
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         w = matmul(adjoint(state.q), state.omega)
         factors = range_finder_of(state.omega, state.q, state.r, w, False)
         return [xdiag_weights(state.omega, factors)], [1.0]
 
     def complete(self, state, block):
-        """See `AbstractGrowth`: A is known on the span of Omega, and of Q if it is Hermitian.
+        """See `AbstractExtendable`: A is known on the span of Omega, and of Q if it is Hermitian.
 
         (Else what the products with the adjoint say is of no use: of A on the complement of Omega
         nothing is known, and n - m more products say all.)
@@ -164,14 +163,14 @@ class XDiagEstimator(AbstractDiagonalEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
-    def growth(self, operator, completes=False, rows=Rows()):
+    def extendable(self, operator, falls_back_to_exact=False, rows=Rows()):
         """See `AbstractDiagonalEstimator`."""
-        del completes  # all probes are kept in any case
-        return XDiagGrowth(self.sampler, rows)
+        del falls_back_to_exact  # all probes are kept in any case
+        return XDiagExtendable(self.sampler, rows)
 
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        return run_once(self.growth(operator, rows=rows), key, operator, k)
+        return run_once(self.extendable(operator, rows=rows), key, operator, k)
 
 
 XDiagEstimator.__init__.__doc__ = """**Arguments:**

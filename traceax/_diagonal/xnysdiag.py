@@ -8,39 +8,38 @@ import jax.numpy as jnp
 from .._core.estimate import mean_and_std_err, rounding_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
-from .._estimators.extendable import AbstractGrowth, complete_diagonal, run_once
+from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.leave_one_out import matmul, pairs_of, range_finder
-from .._sketch.nystrom import NYSTROM_AXES, append_probes, nystrom, signed_estimate
-from .leave_one_out import Split, diagonal_and_error
+from .._sketch.nystrom import append_probes, nystrom, signed_estimate
+from .leave_one_out import DiagonalParts, diagonal_and_error
 from .xdiag import xdiag_weights
 
 
 @final
-class XNysDiagGrowth(AbstractGrowth):
-    """XNysDiag block by block, as `XNysTraceGrowth`."""
+class XNysDiagExtendable(AbstractExtendable):
+    """XNysDiag block by block, as `XNysTraceExtendable`."""
 
     sampler: AbstractSampler
     sign: int = eqx.field(static=True)
     rows: Rows
-    unit: ClassVar[int] = 1
+    matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["xnysdiag"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = NYSTROM_AXES
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         omega = self.sampler.probes(key, block.n, k, block.dtype)
         return append_probes(state, omega, block, self.sign)
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         factors = nystrom(state, block.eps)
         omega = matmul(state.p, state.r)
         f, z = factors.f, matmul(factors.f, factors.q)
         estimated = diagonal_and_error(
-            Split(
+            DiagonalParts(
                 base=jnp.sum(jnp.abs(f) ** 2, axis=1) - factors.nu,
                 left=z,
                 right=z,
@@ -57,14 +56,14 @@ class XNysDiagGrowth(AbstractGrowth):
         return signed_estimate(factors, self.sign, value, std_err)
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         factors = nystrom(state, block.eps)
         omega = matmul(state.p, state.r)
         shifted = matmul(factors.sketch, factors.r)
         return [xdiag_weights(omega, range_finder(omega, shifted, False))], [1.0]
 
     def complete(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         return complete_diagonal(block, state.p, self.sign * state.products, rows=self.rows)
 
 
@@ -95,14 +94,14 @@ class XNysDiagEstimator(AbstractDiagonalEstimator):
         self.sampler.check_dtype(BlockOperator(operator).dtype)
         check_semidefinite(operator, "XNysDiagEstimator", "XDiagEstimator")
 
-    def growth(self, operator, completes=False, rows=Rows()):
+    def extendable(self, operator, falls_back_to_exact=False, rows=Rows()):
         """See `AbstractDiagonalEstimator`."""
-        del completes  # all probes are kept in any case
-        return XNysDiagGrowth(self.sampler, semidefinite_sign(operator), rows)
+        del falls_back_to_exact  # all probes are kept in any case
+        return XNysDiagExtendable(self.sampler, semidefinite_sign(operator), rows)
 
     def compute_rows(self, key, operator, k, rows):
         """See `AbstractDiagonalEstimator`."""
-        return run_once(self.growth(operator, rows=rows), key, operator, k)
+        return run_once(self.extendable(operator, rows=rows), key, operator, k)
 
 
 XNysDiagEstimator.__init__.__doc__ = """**Arguments:**

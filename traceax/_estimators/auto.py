@@ -11,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
 from .._operators.block_operator import BlockOperator, semidefinite_sign
-from .._operators.structure import split
+from .._operators.structure import split_known_parts
 from .._sketch.weights import AbstractWeights
 from .estimator import AbstractEstimator
 from .rows import Rows
@@ -20,7 +20,7 @@ _Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
 
 
 @final
-class SplitWeights(AbstractWeights):
+class KnownPartsWeights(AbstractWeights):
     """The exact part's own derivative, and the weights of what was estimated."""
 
     inner: AbstractWeights | None  # None where nothing was estimated
@@ -29,7 +29,7 @@ class SplitWeights(AbstractWeights):
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        parts = split(operator, self.k, 1, self.diagonal)
+        parts = split_known_parts(operator, self.k, 1, self.diagonal)
         if self.inner is None or parts.rest is None:
             return parts.exact
         estimated = self.inner.contract(parts.rest)
@@ -43,7 +43,7 @@ def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Any) 
         return exact + scale * estimated.astype(scale.dtype)
 
     if isinstance(estimated, list):
-        return [add(*pair) for pair in zip(block.split(exact), estimated, strict=True)]
+        return [add(*pair) for pair in zip(block.leaves(exact), estimated, strict=True)]
     return add(exact, estimated)
 
 
@@ -72,15 +72,15 @@ def compute_split(
     k: int,
     estimate_rest: Callable[..., tuple[Estimate, AbstractWeights]],
     rows: Rows | None = None,
-) -> tuple[Estimate, SplitWeights]:
+) -> tuple[Estimate, KnownPartsWeights]:
     """Read off what is known, and estimate the rest with `estimate_rest(key, parts, budget)`."""
-    parts = split(operator, k, 1, diagonal=rows is not None)
+    parts = split_known_parts(operator, k, 1, diagonal=rows is not None)
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     if parts.rest is None:
         zero = jnp.zeros_like(exact.real)
         status = jnp.maximum(status_of(exact), parts.status)
         known = make_estimate(exact, zero, parts.num_matvecs, 0, status)
-        return known, SplitWeights(None, k, rows is not None)
+        return known, KnownPartsWeights(None, k, rows is not None)
     inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
     known = jnp.maximum(status_of(exact, parts.scale), parts.status)
     estimate = Estimate(
@@ -94,4 +94,4 @@ def compute_split(
         inner.inflation,
         inner.tail,
     )
-    return estimate, SplitWeights(weights, k, rows is not None)
+    return estimate, KnownPartsWeights(weights, k, rows is not None)

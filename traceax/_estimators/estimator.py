@@ -26,11 +26,11 @@ from .._core.estimate import (
 )
 from .._core.primitive import Primitive, bind, trace_p
 from .._operators.block_operator import as_operator
-from .._operators.structure import Split
+from .._operators.structure import KnownParts
 from .._operators.width import check_batch_size, in_batches
 from .._sketch.weights import AbstractWeights
 from .exact import exact
-from .extendable import AbstractGrowth
+from .extendable import AbstractExtendable
 from .rows import Rows
 from .solution import RESULTS, Solution
 
@@ -43,8 +43,8 @@ class AbstractEstimator(eqx.Module):
     """
 
     #: Whether E[G] depends on A, as for functions of a matrix: the derivative of a derivative then
-    #: needs that of the weights, `moved`.
-    weights_move: ClassVar[bool] = False
+    #: needs that of the weights, `weights_at`.
+    weights_depend_on_operator: ClassVar[bool] = False
 
     #: The smallest budget with which the algorithm can do anything.
     smallest: AbstractClassVar[int]
@@ -124,9 +124,10 @@ class AbstractEstimator(eqx.Module):
         """
         return weights.contract(operator)
 
-    def moved(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
+    def weights_at(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
         """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
-        `weights`; its derivative is needed where `weights_move`, for second derivatives.
+        `weights`; its derivative is needed for second derivatives, where
+        `weights_depend_on_operator`.
 
         **Arguments:** as of `contract`.
 
@@ -134,7 +135,7 @@ class AbstractEstimator(eqx.Module):
 
         What has the structure of `weights`.
         """
-        return weights.moved(operator)
+        return weights.weights_at(operator)
 
 
 class AbstractToleranceRun(eqx.Module):
@@ -153,18 +154,18 @@ class AbstractToleranceRun(eqx.Module):
     def has_state(self) -> bool:
         """Whether there is a state to go on from, or one to be returned."""
 
-    def completes(self, operator: lx.AbstractLinearOperator) -> bool:
+    def falls_back_to_exact(self, operator: lx.AbstractLinearOperator) -> bool:
         """Whether the exact value may have to be completed from the products made."""
         return self.max_k >= operator.in_size()
 
     @abc.abstractmethod
     def extended(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, extendable: AbstractGrowth
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, extendable: AbstractExtendable
     ) -> tuple[Estimate, AbstractWeights]:
         """The run itself, of an algorithm that can be extended by blocks of probes."""
 
     @abc.abstractmethod
-    def of_rest(self, parts: Split) -> "AbstractToleranceRun":
+    def of_rest(self, parts: KnownParts) -> "AbstractToleranceRun":
         """The run for what is left of an operator whose known parts are read off."""
 
 
@@ -178,26 +179,26 @@ class AbstractTraceEstimator(AbstractEstimator):
         """The exact trace: see `AbstractEstimator`."""
         return exact(operator)
 
-    def growth(
-        self, operator: lx.AbstractLinearOperator, completes: bool = False
-    ) -> AbstractGrowth:
+    def extendable(
+        self, operator: lx.AbstractLinearOperator, falls_back_to_exact: bool = False
+    ) -> AbstractExtendable:
         """The algorithm block by block, for calls that give a tolerance.
 
         **Arguments:**
 
         - `operator`: the operator, of which only the structure and the tags are looked at.
-        - `completes`: whether the exact trace may have to be completed from the state.
+        - `falls_back_to_exact`: whether the exact trace may have to be completed from the state.
 
         **Returns:**
 
-        An `AbstractGrowth`.
+        An `AbstractExtendable`.
 
         **Raises:**
 
         - `ValueError`: unless a subclass overrides this.
         """
         names = "XTrace", "XNysTrace", "HutchPlusPlus", "Hutchinson"
-        raise _no_growth(self, names)
+        raise _not_extendable(self, names)
 
     def to_tolerance(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
@@ -214,7 +215,9 @@ class AbstractTraceEstimator(AbstractEstimator):
 
         As `compute`.
         """
-        return run.extended(key, operator, self.growth(operator, run.completes(operator)))
+        return run.extended(
+            key, operator, self.extendable(operator, run.falls_back_to_exact(operator))
+        )
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -278,33 +281,36 @@ class AbstractDiagonalEstimator(AbstractEstimator):
         The estimate of those, and the weights of the *whole* diagonal.
         """
 
-    def growth(
-        self, operator: lx.AbstractLinearOperator, completes: bool = False, rows: Rows = Rows()
-    ) -> AbstractGrowth:
+    def extendable(
+        self,
+        operator: lx.AbstractLinearOperator,
+        falls_back_to_exact: bool = False,
+        rows: Rows = Rows(),
+    ) -> AbstractExtendable:
         """The algorithm block by block, for calls that give a tolerance.
 
         **Arguments:**
 
         - `operator`: the operator, of which only the structure and the tags are looked at.
-        - `completes`: whether the exact diagonal may have to be completed from the state.
+        - `falls_back_to_exact`: whether the exact diagonal may have to be completed from the state.
         - `rows`: as for `compute_rows`.
 
         **Returns:**
 
-        An `AbstractGrowth`.
+        An `AbstractExtendable`.
 
         **Raises:**
 
         - `ValueError`: unless a subclass overrides this.
         """
-        raise _no_growth(self, ("XDiag", "XNysDiag", "DiagPlusPlus", "HutchinsonDiagonal"))
+        raise _not_extendable(self, ("XDiag", "XNysDiag", "DiagPlusPlus", "HutchinsonDiagonal"))
 
     def to_tolerance(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
     ) -> tuple[Estimate, AbstractWeights]:
         """As that of `AbstractTraceEstimator`, for `run.rows`."""
         assert run.rows is not None
-        extendable = self.growth(operator, run.completes(operator), run.rows)
+        extendable = self.extendable(operator, run.falls_back_to_exact(operator), run.rows)
         return run.extended(key, operator, extendable)
 
     def compute(self, key, operator, k):
@@ -316,7 +322,7 @@ class AbstractDiagonalEstimator(AbstractEstimator):
         return exact(operator, Rows())
 
 
-def _no_growth(estimator: AbstractEstimator, others: tuple[str, ...]) -> ValueError:
+def _not_extendable(estimator: AbstractEstimator, others: tuple[str, ...]) -> ValueError:
     *first, last = [f"{name}Estimator()" for name in others]
     return ValueError(
         f"{type(estimator).__name__} cannot work to a tolerance: give it a budget k, or use "

@@ -11,7 +11,7 @@ from jaxtyping import Array, Inexact
 
 from .._core.estimate import Estimate, make_estimate, status_of
 from .._operators.block_operator import BlockOperator
-from .._operators.structure import split
+from .._operators.structure import split_known_parts
 from .._operators.width import batch_width
 from .._sketch.weights import AbstractWeights
 from .rows import Rows
@@ -39,7 +39,7 @@ def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], A
 
 def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bool):
     n = operator.in_size()
-    parts = split(operator, n, n, diagonal=rows is not None)
+    parts = split_known_parts(operator, n, n, diagonal=rows is not None)
     value, status, spent = parts.exact, parts.status, parts.num_matvecs
     if parts.rest is not None:
         block = BlockOperator(parts.rest)

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -20,29 +20,26 @@ from .calibration import Calibration
 from .rows import Rows
 
 
-class AbstractGrowth(eqx.Module):
+class AbstractExtendable(eqx.Module):
     """How an estimator works block by block: what it keeps, and what it makes of it.
 
-    The state is a NamedTuple of arrays. A final subclass declares the class variables, and
-    implements the abstract methods.
+    The state is a NamedTuple of arrays. Axes that have as many entries as there are probes are
+    those that its annotations call m, as in `Inexact[Array, "n m"]`. A final subclass declares the
+    class variables, and implements the abstract methods.
     """
 
     #: The matvecs that a probe takes.
-    unit: AbstractClassVar[int]
+    matvecs_per_probe: AbstractClassVar[int]
 
     #: What was measured of it.
     calibration: AbstractClassVar[Calibration]
 
-    #: For each field of the state, the axes (of every array in it) that have as many entries as
-    #: there are probes.
-    axes: AbstractClassVar[tuple[tuple[int, ...], ...]]
-
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
-        """The operator in the form that `grow` multiplies."""
+        """The operator in the form that `extend` multiplies."""
         return BlockOperator(operator).linearised()
 
     @abc.abstractmethod
-    def grow(self, state: Any, key: PRNGKeyArray, block: BlockOperator, k: int) -> Any:
+    def extend(self, state: Any, key: PRNGKeyArray, block: BlockOperator, k: int) -> Any:
         """Spend products on new probes.
 
         **Arguments:**
@@ -108,16 +105,22 @@ class AbstractGrowth(eqx.Module):
         """
 
 
+def probe_axes(state: type) -> list[tuple[int, ...]]:
+    """For each field of a state the axes that have as many entries as there are probes."""
+    dims = [getattr(hint, "dim_str", "").split() for hint in get_type_hints(state).values()]
+    return [tuple(i for i, name in enumerate(names) if name == "m") for names in dims]
+
+
 def run_once(
-    growth: AbstractGrowth, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    extendable: AbstractExtendable, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
 ) -> tuple[Estimate, AbstractWeights]:
     """The estimate from a single block."""
-    block = growth.prepare(operator)
-    state = growth.grow(None, key, block, k)
-    estimate = growth.estimate(state, block)
+    block = extendable.prepare(operator)
+    state = extendable.extend(None, key, block, k)
+    estimate = extendable.estimate(state, block)
     keys = [(jr.key_data(key), jr.key_impl(key))]
-    weights = if_wanted(lambda: growth.weights(state, block, keys, [k])[0][0])
-    return growth.calibration.applied(estimate), weights
+    weights = if_wanted(lambda: extendable.weights(state, block, keys, [k])[0][0])
+    return extendable.calibration.applied(estimate), weights
 
 
 def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:

@@ -358,7 +358,7 @@ class QuadratureEstimator(AbstractEstimator):
     num_steps: int | None = eqx.field(static=True)
     name: str = eqx.field(static=True)
     smallest: ClassVar[int] = 1
-    weights_move: ClassVar[bool] = True
+    weights_depend_on_operator: ClassVar[bool] = True
 
     def check(self, operator):
         """See `AbstractEstimator`."""
@@ -409,7 +409,7 @@ class QuadratureEstimator(AbstractEstimator):
         own = jnp.sum(weighted(weights.weights, on_nodes(self.fn, weights.nodes)), axis=0)
         return weights.contract(operator) + own
 
-    def moved(self, weights, operator):
+    def weights_at(self, weights, operator):
         """See `AbstractEstimator`: the derivative of E[G] is not known."""
         raise NotImplementedError(
             "Spectral sums have a first derivative only: theirs is taken with weights held fixed, "

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._core.estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, has_no_logarithm, make_estimate
-from .._core.primitive import trace_p
+from .._core.primitive import Primitive
 from .._estimators.estimator import AbstractEstimator, solve
 from .._estimators.solution import Solution
 
@@ -45,9 +45,11 @@ def fixed_budget_status(value: Array, error: Array, std_err: Array, status: Arra
     return jnp.where((status == SUCCESSFUL) & dwarfs, NOT_CONVERGED, status)
 
 
-def solve_pair(key, operator, k: Any, estimator: AbstractEstimator, throw: bool) -> Solution:
+def solve_pair(
+    primitive: Primitive, key, operator, k: Any, estimator: AbstractEstimator, throw: bool
+) -> Solution:
     """Solve, and take apart the pair of the value and its quadrature error."""
-    solution = solve(trace_p, key, operator, k, estimator, throw=throw)
+    solution = solve(primitive, key, operator, k, estimator, throw=throw)
     (value, quadrature_error), (std_err, _) = solution.value, solution.std_err
     stats = {**solution.stats, "std.err": std_err}
     return Solution(value, std_err, solution.num_matvecs, stats, solution.result, quadrature_error)

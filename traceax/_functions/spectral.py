@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, Real
 
+from .._core.primitive import eigenvalue_count_p, spectral_density_p, spectral_sum_p
 from .._estimators.estimator import AbstractEstimator, check_budget
 from .._estimators.solution import Solution
 from .._linalg.lanczos import lanczos, quadrature
@@ -112,7 +113,7 @@ def spectral_sum(
     budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
     check_num_steps(num_steps, int(k))
     estimator = QuadratureEstimator(function, num_steps, "A spectral sum")
-    return solve_pair(key, operator, budget, estimator, throw)
+    return solve_pair(spectral_sum_p, key, operator, budget, estimator, throw)
 
 
 def _resolved_width(extent: Array, budget: int, num_steps: int | None) -> Array:
@@ -198,7 +199,7 @@ def spectral_density(
 
     function = hoist_function(gaussian, dtype, scalar=False)
     estimator = QuadratureEstimator(function, num_steps, "A spectral density")
-    return solve_pair(key, operator, budget, estimator, throw)
+    return solve_pair(spectral_density_p, key, operator, budget, estimator, throw)
 
 
 class DensityCurve(NamedTuple):
@@ -377,4 +378,6 @@ def eigenvalue_count(
     budget = check_budget(k, 1, operator.in_size(), "An eigenvalue count")
     check_num_steps(num_steps, int(k))
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
-    return solve_pair(key, operator, budget, CountEstimator(lower, upper, num_steps), throw)
+    return solve_pair(
+        eigenvalue_count_p, key, operator, budget, CountEstimator(lower, upper, num_steps), throw
+    )

@@ -1,6 +1,6 @@
-"""Dense numerics of tall blocks and small matrices: `factorisations` (all calls into LAPACK), Lanczos'
-recurrence with its quadrature (`lanczos`), and, in `sharded`, what devices do with rows of their
-own.
+"""Dense numerics of tall blocks and small matrices: `factorisations` (all calls into LAPACK),
+Lanczos' recurrence with its quadrature (`lanczos`), and, in `sharded`, what devices do with rows
+of their own.
 
 Begin with `factorisations`. This room uses `_core` and `_probes`.
 """

@@ -63,7 +63,7 @@ def plans(k: int) -> tuple[Plan, Plan, Plan]:
     return first, second, plan_with(k - 5 * few, few, k)
 
 
-class Run(NamedTuple):
+class PreconditionedQuadrature(NamedTuple):
     """Everything about a budget that has been spent."""
 
     block: BlockOperator
@@ -95,11 +95,11 @@ def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
     return BuiltPreconditioner(factors, *none)
 
 
-Finish = Callable[[Run], Any]
+Finish = Callable[[PreconditionedQuadrature], Any]
 
 
 @final
-class Spending(eqx.Module):
+class BudgetPolicy(eqx.Module):
     """How a budget is spent: on a given preconditioner, or by the rule of `logdet`."""
 
     preconditioner: AbstractPreconditioner | None
@@ -112,7 +112,7 @@ class Spending(eqx.Module):
         if self.preconditioner is not None:
             self.preconditioner.check(operator)
 
-    def spend(self, key: PRNGKeyArray, operator, k: int, finish: Finish) -> Any:
+    def apply(self, key: PRNGKeyArray, operator, k: int, finish: Finish) -> Any:
         """Spend it.
 
         **Arguments:**
@@ -121,7 +121,7 @@ class Spending(eqx.Module):
         - `operator`: the operator.
         - `k`: the budget.
         - `finish`: what to make of the products. What it returns must have the same shapes for
-            every plan: see `rank` and `columns` of a `Run`.
+            every plan: see `rank` and `columns` of a `PreconditionedQuadrature`.
 
         **Returns:**
 
@@ -140,18 +140,22 @@ class Spending(eqx.Module):
         """
         return plan_with(chosen.rank, chosen.probes // 4, k) if self.wary else chosen
 
-    def _fixed(self, sketch_key, probe_key, block, operator, k) -> Run:
+    def _fixed(self, sketch_key, probe_key, block, operator, k) -> PreconditionedQuadrature:
         """One plan, for a preconditioner that was given, or for a very small budget."""
         rank = 0
         if self.preconditioner is not None:
             rank = max(0, min(self.preconditioner.rank or 2 * k // 3, k - 2))
         if rank == 0:
             p, q = plan(k, None)
-            return run(probe_key, block, no_preconditioner(block), Plan(0, p, q), status_of())
+            return preconditioned_quadrature(
+                probe_key, block, no_preconditioner(block), Plan(0, p, q), status_of()
+            )
         built = self.preconditioner.of_rank(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
         chosen = self._steps(plan_with(rank, max(1, (k - rank) // 10), k), k)
         status = status_of(built.factors.mu, built.factors.eigenvalues)
-        return run(probe_key, block, built, chosen, jnp.maximum(status, built.status))
+        return preconditioned_quadrature(
+            probe_key, block, built, chosen, jnp.maximum(status, built.status)
+        )
 
     def _adaptive(self, sketch_key, probe_key, block, operator, k, finish):
         """The rule of `logdet`."""
@@ -163,7 +167,9 @@ class Spending(eqx.Module):
         def end(y, low_rank, chosen):
             built = sketch.built(low_rank)
             status = jnp.maximum(status_of(y), built.status)
-            done = run(probe_key, block, built, self._steps(chosen, k), status)
+            done = preconditioned_quadrature(
+                probe_key, block, built, self._steps(chosen, k), status
+            )
             return finish(done._replace(rank=third.rank, columns=columns))
 
         y = sketch.first
@@ -201,17 +207,21 @@ def _quadrature(
     return krylov, log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
 
 
-def run(key, block: BlockOperator, built: BuiltPreconditioner, chosen: Plan, status: Array) -> Run:
+def preconditioned_quadrature(
+    key, block: BlockOperator, built: BuiltPreconditioner, chosen: Plan, status: Array
+) -> PreconditionedQuadrature:
     """Quadrature with this preconditioner."""
     # (Plans with other numbers of probes have other probes: the key makes them all at once.)
     probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
     krylov, bounds = _quadrature(block, built, probes, chosen.steps)
     status = jnp.maximum(status, krylov.status)
     spent = chosen.rank + chosen.probes * krylov.alpha.shape[0]
-    return Run(block, built, probes, krylov, bounds, status, spent, chosen.rank, chosen.columns)
+    return PreconditionedQuadrature(
+        block, built, probes, krylov, bounds, status, spent, chosen.rank, chosen.columns
+    )
 
 
-def for_derivative(run: Run, finish: Finish) -> Any:
+def for_derivative(run: PreconditionedQuadrature, finish: Finish) -> Any:
     """Finish with what a derivative is to be taken from.
 
     Where Lanczos' recurrence was ended too early, the derivative has the larger bias: a third of
@@ -222,7 +232,7 @@ def for_derivative(run: Run, finish: Finish) -> Any:
     **Arguments:**
 
     - `run`: the budget spent.
-    - `finish`: as for `Spending.spend`.
+    - `finish`: as for `BudgetPolicy.spend`.
 
     **Returns:**
 
@@ -244,8 +254,8 @@ def for_derivative(run: Run, finish: Finish) -> Any:
     return lax.cond(early, lambda: longer(run), lambda: finish(run))
 
 
-def spending_of(preconditioner: Any, operator: Any = None) -> Spending:
-    """The spending for the arguments of the user; a `TypeError` if it is neither "auto", a
+def policy_of(preconditioner: Any, operator: Any = None) -> BudgetPolicy:
+    """The policy for the arguments of the user; a `TypeError` if it is neither "auto", a
     preconditioner, nor None.
     """
     auto = isinstance(preconditioner, str) and preconditioner == "auto"
@@ -261,4 +271,4 @@ def spending_of(preconditioner: Any, operator: Any = None) -> Spending:
             f"`traceax.NystromPreconditioner(rank=100)`, got {preconditioner!r}."
         )
     chosen: Any = None if auto else lax.stop_gradient(preconditioner)
-    return Spending(chosen, auto, is_shifted_down(operator))
+    return BudgetPolicy(chosen, auto, is_shifted_down(operator))

@@ -24,7 +24,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from .._core.estimate import make_estimate, scale_of, status_of, weights_wanted
 from .._core.precision import einsum
-from .._core.primitive import trace_p
+from .._core.primitive import logdet_derivative_p
 from .._estimators.estimator import AbstractEstimator, solve
 from .._estimators.solution import Solution
 from .._functions.funm import divided_differences
@@ -32,17 +32,21 @@ from .._linalg.lanczos import quadrature
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
-from .budget_policy import Run, Spending, for_derivative, spending_of
+from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative, policy_of
 from .estimator import estimate_from, exact_logdet
 from .preconditioners import AbstractPreconditioner
 from .weights import LogdetWeights, weights_of
 
 
 def _on_probes(
-    run: Run, of_lanczos: Array, outside: Array, of_outside: Array
+    run: PreconditionedQuadrature, of_lanczos: Array, outside: Array, of_outside: Array
 ) -> Inexact[Array, "n p"]:
     """C z, from dA times Lanczos' vectors (probe by probe), w_2, and dA times that."""
-    factors, trust, krylov = run.built.factors, run.built.trust, run.krylov
+    factors, control_variate_weight, krylov = (
+        run.built.factors,
+        run.built.control_variate_weight,
+        run.krylov,
+    )
     n, p = run.probes.shape
     q, dtype = krylov.alpha.shape[0], run.probes.dtype
     nodes, _, s = quadrature(krylov)
@@ -59,7 +63,7 @@ def _on_probes(
     inside = einsum("pai,pij,pj->pa", s, differences[:, :q, :q].astype(dtype) * h, first)
     outward = einsum("paj,pj->pa", s, differences[:, q, :q].astype(dtype) * first)
     inside = inside - einsum("pab,pb->pa", inner, outward)
-    outward = outward.at[:, 0].add(-trust.astype(dtype))
+    outward = outward.at[:, 0].add(-control_variate_weight.astype(dtype))
     along = einsum("npa,pa->np", basis, inside) + einsum("npa,pa->np", images, outward)
     length = jnp.sqrt(square_norms(run.probes)).astype(dtype)
 
@@ -67,10 +71,12 @@ def _on_probes(
     root = factors.root.astype(dtype)[:, None]
     mean = jnp.sum(jnp.conj(outside) * of_outside, axis=0) / square_norms(root * outside)
     beyond = factors.outside(of_outside / root - mean * root * outside)
-    return along * length + (trust / jnp.sqrt(factors.mu)).astype(dtype) * beyond
+    return along * length + (control_variate_weight / jnp.sqrt(factors.mu)).astype(dtype) * beyond
 
 
-def _std_err(run: Run, weights: LogdetWeights, images: Inexact[Array, "n c"]) -> Array:
+def _std_err(
+    run: PreconditionedQuadrature, weights: LogdetWeights, images: Inexact[Array, "n c"]
+) -> Array:
     """The standard error, from dA times all vectors of the weights."""
     n, p = run.probes.shape
     rank, q = run.built.factors.basis.shape[1], run.krylov.alpha.shape[0]
@@ -102,12 +108,12 @@ class DerivativeEstimator(AbstractEstimator):
     """The derivative of log det A in one direction."""
 
     direction: lx.TangentLinearOperator
-    spending: Spending
+    policy: BudgetPolicy
     smallest: ClassVar[int] = 2
 
     def check(self, operator):
         """See `AbstractEstimator`."""
-        self.spending.check(operator, "A log-determinant")
+        self.policy.check(operator, "A log-determinant")
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
@@ -123,7 +129,7 @@ class DerivativeEstimator(AbstractEstimator):
             return *for_derivative(run, derivative), estimate_from(run).status
 
         with weights_wanted(True):  # the value is made of them
-            value, std_err, status = self.spending.spend(key, operator, k, finish)
+            value, std_err, status = self.policy.apply(key, operator, k, finish)
         status = jnp.maximum(status, status_of(value))
         return make_estimate(value, std_err, k, 1, status), _NoDerivative()
 
@@ -192,5 +198,5 @@ def gradient_std_err(
 
     operator, direction = eqx.filter_jvp(hoisted, tuple(primals), tuple(tangents))
     direction = lx.TangentLinearOperator(operator, direction)
-    estimator = DerivativeEstimator(direction, spending_of(preconditioner))
-    return solve(trace_p, key, operator, k, estimator)
+    estimator = DerivativeEstimator(direction, policy_of(preconditioner))
+    return solve(logdet_derivative_p, key, operator, k, estimator)

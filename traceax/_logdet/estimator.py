@@ -26,11 +26,11 @@ from .._linalg.factorisations import cholesky_inverse, cholesky_solve, lower_cho
 from .._operators.block_operator import BlockOperator
 from .._operators.shift import matrix_of
 from .._sketch.leave_one_out import square_norms
-from .budget_policy import Run, Spending, for_derivative
+from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative
 from .weights import ExactLogdetWeights, weights_of
 
 
-def estimate_from(run: Run) -> Estimate:
+def estimate_from(run: PreconditionedQuadrature) -> Estimate:
     """The value and its errors."""
     factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
     n, eps = run.block.n, run.block.eps
@@ -46,7 +46,7 @@ def estimate_from(run: Run) -> Estimate:
     return with_quadrature_error(value, error, bounds.std_err, run.spent, bounds.dof, status)
 
 
-def estimate_of_budget(run: Run) -> Estimate:
+def estimate_of_budget(run: PreconditionedQuadrature) -> Estimate:
     """The same for a budget that was given: it may have been too small for the recurrences."""
     estimate = estimate_from(run)
     (value, error), (std_err, _) = estimate.value, estimate.std_err
@@ -117,13 +117,13 @@ class LogdetEstimator(AbstractEstimator):
     the quadrature error.
     """
 
-    spending: Spending
+    policy: BudgetPolicy
     smallest: ClassVar[int] = 2
-    weights_move: ClassVar[bool] = True
+    weights_depend_on_operator: ClassVar[bool] = True
 
     def check(self, operator):
         """See `AbstractEstimator`."""
-        self.spending.check(operator, "A log-determinant")
+        self.policy.check(operator, "A log-determinant")
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
@@ -131,7 +131,7 @@ class LogdetEstimator(AbstractEstimator):
         def finish(run):
             return estimate_of_budget(run), if_wanted(lambda: for_derivative(run, weights_of))
 
-        return self.spending.spend(key, operator, k, finish)
+        return self.policy.apply(key, operator, k, finish)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

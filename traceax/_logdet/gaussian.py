@@ -8,13 +8,13 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
-from .._core.primitive import trace_p
+from .._core.primitive import gaussian_log_density_p
 from .._estimators.arguments import Tolerance
 from .._estimators.estimator import solve
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.low_rank import BuiltPreconditioner
-from .budget_policy import spending_of
+from .budget_policy import policy_of
 from .gaussian_estimator import GaussianEstimator
 from .gaussian_tolerance import ToleranceGaussianEstimator
 from .held import HeldGaussianEstimator
@@ -148,8 +148,8 @@ def gaussian_log_density(
     elif isinstance(preconditioner, BuiltPreconditioner):
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:
-        estimator = GaussianEstimator(observed, spending_of(preconditioner, operator))
-    solution = solve(trace_p, key, operator, k, estimator, throw=throw)
+        estimator = GaussianEstimator(observed, policy_of(preconditioner, operator))
+    solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     value, error, log_det, form, x = solution.value
     std_err = solution.std_err[0]
     unflat = BlockOperator(operator).unflatten(x)

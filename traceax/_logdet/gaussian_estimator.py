@@ -36,7 +36,7 @@ from .._functions.quadrature_error import fixed_budget_status
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.weights import AbstractWeights
-from .budget_policy import Spending, for_derivative
+from .budget_policy import BudgetPolicy, for_derivative
 from .conjugate_gradients import conjugate_gradients
 from .estimator import ExactLogdet, estimate_from, exact_logdet
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -80,7 +80,7 @@ class GaussianWeights(AbstractWeights):
         residual = y - BlockOperator(operator).mm(self.x[:, None])[:, 0]
         change = (residual - lax.stop_gradient(residual))[:, None]
         x = self.x + self.log_det.solve(operator, change)[:, 0]
-        return GaussianWeights(self.log_det.moved(operator), x)
+        return GaussianWeights(self.log_det.weights_at(operator), x)
 
 
 class AbstractGaussianEstimator(AbstractEstimator):
@@ -92,7 +92,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
     """
 
     y: AbstractVar[Inexact[Array, " n"]]
-    weights_move: ClassVar[bool] = True
+    weights_depend_on_operator: ClassVar[bool] = True
 
     @property
     def _factor(self) -> float:
@@ -142,7 +142,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         along = jnp.vdot(weights.x, self.y).real
         return -self._factor * (weights.contract(operator) + 2 * along)
 
-    def moved(self, weights, operator):
+    def weights_at(self, weights, operator):
         """See `AbstractEstimator`."""
         return weights.moved_with(operator, self.y)
 
@@ -152,12 +152,12 @@ class GaussianEstimator(AbstractGaussianEstimator):
     """The log density for a given budget."""
 
     y: Inexact[Array, " n"]
-    spending: Spending
+    policy: BudgetPolicy
     smallest: ClassVar[int] = 4
 
     def check(self, operator):
         """See `AbstractEstimator`."""
-        self.spending.check(operator, "A Gaussian log density")
+        self.policy.check(operator, "A Gaussian log density")
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
@@ -167,7 +167,7 @@ class GaussianEstimator(AbstractGaussianEstimator):
             weights = if_wanted(lambda: for_derivative(run, weights_of))
             return estimate_from(run), weights, run.floor, run.built.factors.padded(run.rank)
 
-        log_det, weights, floor, factors = self.spending.spend(key, operator, k - reserved, finish)
+        log_det, weights, floor, factors = self.policy.apply(key, operator, k - reserved, finish)
         block = BlockOperator(operator).linearised()
         tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
         x, steps = conjugate_gradients(block, factors, self.y, tolerance, reserved - 1)

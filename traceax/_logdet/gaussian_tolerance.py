@@ -25,7 +25,7 @@ from .._functions.quadrature_error import with_quadrature_error
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.low_rank import BuiltPreconditioner
-from .budget_policy import Run
+from .budget_policy import PreconditionedQuadrature
 from .conjugate_gradients import conjugate_gradients
 from .estimator import exact_logdet
 from .gaussian_estimator import (
@@ -88,7 +88,7 @@ class _DensityAim(NamedTuple):
         """See `LogdetAim`."""
         return (1 - SHARE) * self._whole(value, known)
 
-    def advanced(self, known: _Solve, run: Run, estimate: Estimate) -> _Solve:
+    def advanced(self, known: _Solve, run: PreconditionedQuadrature, estimate: Estimate) -> _Solve:
         """See `LogdetAim`."""
         steps = jnp.minimum(STEPS, self.reserved - known.spent - 1)
         return self.go_on(known._replace(floor=run.floor), run.built, estimate.value[0], steps)
@@ -138,13 +138,13 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         n = operator.in_size()
-        completes = self.max_k >= n
-        most = n // 4 if completes else self.max_k
+        falls_back_to_exact = self.max_k >= n
+        most = n // 4 if falls_back_to_exact else self.max_k
         reserved = solution_budget(most)
         block = BlockOperator(operator).linearised()
         aim = _DensityAim(block, self.y, self._factor, self.rtol, self.atol, reserved)
         with weights_wanted(True):  # the loop has one structure
-            loop = Loop(aim, key, operator, most - reserved, completes, self.progress)
+            loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact, self.progress)
             state = loop.run()
         value, error, std_err = state.sums.means()
         left = most - state.spent - state.known.spent - 1
@@ -157,7 +157,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         )
         estimate = self._judged(estimate)
         weights = GaussianWeights(state.weights, solve.x)
-        if not completes:
+        if not falls_back_to_exact:
             return estimate, weights
 
         def complete():

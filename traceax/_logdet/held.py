@@ -43,7 +43,7 @@ from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
-from .budget_policy import Plan, Run
+from .budget_policy import Plan, PreconditionedQuadrature
 from .estimator import estimate_from, estimate_of_budget, exact_logdet
 from .gaussian_estimator import AbstractGaussianEstimator, QuadraticForm, solution_budget
 from .log_quadrature import log_quadrature
@@ -89,9 +89,9 @@ class HeldWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         block = BlockOperator(operator)
-        return jnp.sum(block.forms(block.split(self.v), block.split(self.u))).real
+        return jnp.sum(block.forms(block.leaves(self.v), block.leaves(self.u))).real
 
-    def moved(self, operator) -> NoReturn:
+    def weights_at(self, operator) -> NoReturn:
         """There is no second derivative."""
         raise NotImplementedError(
             "With a preconditioner that was built before, log-determinants and log densities have "
@@ -101,7 +101,7 @@ class HeldWeights(AbstractWeights):
 
     def moved_with(self, operator, _) -> NoReturn:
         """There is no second derivative."""
-        self.moved(operator)
+        self.weights_at(operator)
 
 
 class _Held:
@@ -120,7 +120,7 @@ class _Held:
         """The recurrences from some vectors."""
         return lanczos(self.mm, start, steps, self.block.eps)
 
-    def log_det(self, key: PRNGKeyArray, k: int) -> Run:
+    def log_det(self, key: PRNGKeyArray, k: int) -> PreconditionedQuadrature:
         """Everything about the log-determinant, with Gauss quadrature for its value."""
         plan, block, factors = held_plan(k), self.block, self.factors
         probes = held_probes(key, factors, plan.probes, block.dtype)
@@ -138,7 +138,9 @@ class _Held:
         status = status_of(factors.mu, factors.eigenvalues)
         status = jnp.maximum(jnp.maximum(status, self.built.status), krylov.status)
         spent = plan.probes * plan.steps
-        return Run(block, self.built, probes, krylov, bounds, status, spent, 0, plan.columns)
+        return PreconditionedQuadrature(
+            block, self.built, probes, krylov, bounds, status, spent, 0, plan.columns
+        )
 
     def weights(self, probes: Array, krylov: Lanczos, fn) -> HeldWeights:
         """Of the mean over probes of Gauss quadrature; x belongs to the first of them."""
@@ -156,7 +158,7 @@ class HeldLogdetEstimator(AbstractEstimator):
 
     preconditioner: BuiltPreconditioner
     smallest: ClassVar[int] = 2
-    weights_move: ClassVar[bool] = True
+    weights_depend_on_operator: ClassVar[bool] = True
 
     def check(self, operator):
         """See `AbstractEstimator`."""

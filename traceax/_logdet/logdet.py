@@ -6,13 +6,14 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
+from .._core.primitive import logdet_p
 from .._estimators.arguments import Tolerance
 from .._estimators.estimator import check_key
 from .._estimators.solution import Solution
 from .._functions.quadrature_error import solve_pair
 from .._operators.block_operator import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
-from .budget_policy import spending_of
+from .budget_policy import policy_of
 from .estimator import LogdetEstimator
 from .held import HeldLogdetEstimator
 from .preconditioners import AbstractPreconditioner
@@ -146,13 +147,13 @@ def logdet(
     wanted = options.wanted(k, "logdet", "`max_k`, `progress`")
     if not wanted and isinstance(preconditioner, BuiltPreconditioner):
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
-        return solve_pair(key, operator, k, held, throw)
+        return solve_pair(logdet_p, key, operator, k, held, throw)
     if not wanted:
         return solve_pair(
-            key, operator, k, LogdetEstimator(spending_of(preconditioner, operator)), throw
+            logdet_p, key, operator, k, LogdetEstimator(policy_of(preconditioner, operator)), throw
         )
     check_key(key)
     operator, name = as_operator(operator), ToleranceLogdetEstimator.__name__
     max_k, k = loop_budgets(max_k, operator, preconditioner, name)
     estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
-    return solve_pair(key, operator, k, estimator, throw)
+    return solve_pair(logdet_p, key, operator, k, estimator, throw)

@@ -46,7 +46,7 @@ from .._functions.quadrature_error import with_quadrature_error
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered, split
 from .._sketch.low_rank import BuiltPreconditioner
-from .budget_policy import Plan, Run, run
+from .budget_policy import Plan, PreconditionedQuadrature, preconditioned_quadrature
 from .estimator import estimate_from, exact_logdet
 from .growing_sketch import GrowingSketch
 from .preconditioners import check_definite
@@ -136,7 +136,7 @@ class LogdetAim(NamedTuple):
         """What is known besides the log-determinant at the start."""
         return ()
 
-    def advanced(self, known: Any, run: Run, estimate: Estimate) -> Any:
+    def advanced(self, known: Any, run: PreconditionedQuadrature, estimate: Estimate) -> Any:
         """What is known after another round of probes, and its estimate of the log-determinant."""
         return known
 
@@ -170,7 +170,9 @@ def _where(condition: Array, new: Any, old: Any) -> Any:
 class Loop:
     """One run. (Not a PyTree: it lives while it is traced.)"""
 
-    def __init__(self, aim: Any, key, operator, most: int, completes: bool, progress: bool):
+    def __init__(
+        self, aim: Any, key, operator, most: int, falls_back_to_exact: bool, progress: bool
+    ):
         """Make the first products.
 
         **Arguments:**
@@ -179,7 +181,7 @@ class Loop:
         - `key`: the random key.
         - `operator`: the operator.
         - `most`: the largest number of products.
-        - `completes`: whether the exact value may come in the place of the result.
+        - `falls_back_to_exact`: whether the exact value may come in the place of the result.
         - `progress`: whether to show it.
         """
         sketch_key, self.probe_key = split(key)
@@ -187,7 +189,7 @@ class Loop:
         self.block = BlockOperator(operator).linearised()
         self.ranks, self.shapes = ranks(most), shapes(most, self.block.n)
         columns = self.ranks[-1] + max(p * (q + 1) for p, q in self.shapes)
-        self.columns = max(columns, self.block.n) if completes else columns
+        self.columns = max(columns, self.block.n) if falls_back_to_exact else columns
         first, last = self.ranks[0], self.ranks[-1]
         self.sketch = GrowingSketch(sketch_key, operator, self.block, first, last)
         self.real = jnp.finfo(self.block.dtype).dtype
@@ -230,7 +232,7 @@ class Loop:
             wanted = state.grows & (state.level == j - 1) & ~state.done
             before, rank = self.ranks[j - 1 : j + 1]
 
-            def grow(state=state, j=j, before=before, rank=rank):
+            def extend(state=state, j=j, before=before, rank=rank):
                 new = self.sketch.products(before, rank)
                 y = jnp.concatenate([state.y[:, :before], new], axis=1)
                 low_rank = self.sketch.low_rank(y)
@@ -247,7 +249,7 @@ class Loop:
                     status=jnp.maximum(state.status, seen),
                 )
 
-            state = if_any(wanted, grow, state)
+            state = if_any(wanted, extend, state)
         return state
 
     def _probed(self, state: State) -> State:
@@ -259,7 +261,7 @@ class Loop:
 
             def probe(state=state, p=p, q=q):
                 plan = Plan(self.ranks[-1], p, q)
-                done = run(key, self.block, state.built, plan, state.status)
+                done = preconditioned_quadrature(key, self.block, state.built, plan, state.status)
                 estimate = estimate_from(done)
                 return state._replace(
                     sums=state.sums.plus(p, estimate),
@@ -285,7 +287,7 @@ class Loop:
 
         # A last rank or depth has no next one.
         costs = [b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)]
-        growth = jnp.array([*costs, self.most])[state.level]
+        extendable = jnp.array([*costs, self.most])[state.level]
         steps = jnp.array([q for _, q in self.shapes[1:]])[state.depth]
         rounds = [p * q for p, q in self.shapes[1:]]
         now = jnp.array(rounds)[state.depth]
@@ -293,8 +295,8 @@ class Loop:
 
         left = self.most - state.spent
         errs = error > tolerance / 2
-        dearer = sums.probes * steps * (needed - 1) > growth
-        grows = state.decays & (growth + FIRST_STEPS <= left) & (errs | dearer)
+        dearer = sums.probes * steps * (needed - 1) > extendable
+        grows = state.decays & (extendable + FIRST_STEPS <= left) & (errs | dearer)
         deepens = ~grows & errs & (deeper <= left)
         # Out of reach, too, more probes are good as long as theirs is the larger error.
         useful = (room > 0) | (std_err > error)
@@ -384,7 +386,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
     max_k: int = eqx.field(static=True)
     progress: bool = eqx.field(static=True)
     smallest: ClassVar[int] = 1
-    weights_move: ClassVar[bool] = True
+    weights_depend_on_operator: ClassVar[bool] = True
 
     def check(self, operator):
         """See `AbstractEstimator`."""
@@ -394,14 +396,17 @@ class ToleranceLogdetEstimator(AbstractEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         n = operator.in_size()
-        completes = self.max_k >= n
+        falls_back_to_exact = self.max_k >= n
         with weights_wanted(True):  # the loop has one structure
-            most, aim = n // 4 if completes else self.max_k, LogdetAim(self.rtol, self.atol)
-            state = Loop(aim, key, operator, most, completes, self.progress).run()
+            most, aim = (
+                n // 4 if falls_back_to_exact else self.max_k,
+                LogdetAim(self.rtol, self.atol),
+            )
+            state = Loop(aim, key, operator, most, falls_back_to_exact, self.progress).run()
         value, error, std_err = state.sums.means()
         counts = state.spent, state.sums.dof, state.status
         estimate = with_quadrature_error(value, error, std_err, *counts)
-        if not completes:
+        if not falls_back_to_exact:
             return estimate, state.weights
 
         def complete():

@@ -35,7 +35,7 @@ from .._operators.shift import matrix_of
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.low_rank import LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
-from .budget_policy import Run
+from .budget_policy import PreconditionedQuadrature
 from .conjugate_gradients import definite_solve
 
 
@@ -56,7 +56,7 @@ class LogdetWeights(AbstractWeights):
         """`A^{-1} rhs`."""
         return definite_solve(BlockOperator(operator), self.factors, rhs)
 
-    def moved(self, operator):
+    def weights_at(self, operator):
         """See above."""
         images = BlockOperator(operator).mm(self.vectors)
         change = self.solve(operator, images - lax.stop_gradient(images))
@@ -80,14 +80,16 @@ class ExactLogdetWeights(AbstractWeights):
         """`A^{-1} rhs`."""
         return matmul(self.inverse, rhs)
 
-    def moved(self, operator):
+    def weights_at(self, operator):
         """See above."""
         matrix = self._matrix(operator)
         change = matmul(self.inverse, matmul(matrix - lax.stop_gradient(matrix), self.inverse))
         return ExactLogdetWeights(self.inverse - change)
 
 
-def vectors_of(run: Run) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n p*q"], Array]:
+def vectors_of(
+    run: PreconditionedQuadrature,
+) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n p*q"], Array]:
     """The columns of V: the vectors U that P has captured, Lanczos' vectors (probe by probe, in
     the coordinates of A), and the part of the probes outside of U.
 
@@ -112,7 +114,7 @@ def vectors_of(run: Run) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n p*q"]
     return factors.basis / root, factors.inverse_root_adjoint(basis), residual
 
 
-def weights_of(run: Run) -> LogdetWeights:
+def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
     """G (see above), padded to the size that all plans share.
 
     **Arguments:**
@@ -125,14 +127,14 @@ def weights_of(run: Run) -> LogdetWeights:
     """
     from jax.scipy.linalg import block_diag  # imported only here: it takes time
 
-    factors, trust = run.built.factors, run.built.trust
+    factors, control_variate_weight = run.built.factors, run.built.control_variate_weight
     n, p = run.probes.shape
     vectors = jnp.concatenate(vectors_of(run), axis=1)
     count = vectors.shape[1]
 
-    of_probe = run.bounds.core.at[:, 0, 0].add(-trust) * (n / p)
-    captured = trust / (factors.eigenvalues + factors.mu)
-    outside = jnp.full(p, trust / p)
+    of_probe = run.bounds.core.at[:, 0, 0].add(-control_variate_weight) * (n / p)
+    captured = control_variate_weight / (factors.eigenvalues + factors.mu)
+    outside = jnp.full(p, control_variate_weight / p)
     core = block_diag(jnp.diag(captured), *of_probe, jnp.diag(outside))
 
     more = run.columns - count

@@ -249,7 +249,7 @@ class BlockOperator:
         """The numbers of their entries."""
         return [math.prod(shape) for shape in self.shapes]
 
-    def split(self, rows: Inexact[Array, "n ..."]) -> list[Inexact[Array, "size ..."]]:
+    def leaves(self, rows: Inexact[Array, "n ..."]) -> list[Inexact[Array, "size ..."]]:
         """The rows that belong to each leaf of the input structure."""
         return split_rows(self.operator.in_structure(), rows)
 
@@ -262,7 +262,7 @@ class BlockOperator:
     def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A @ block`: `m` matvecs."""
         if all(len(shape) < 2 for shape in self.shapes):
-            return self.join(self.mm_by_leaf(self.split(block)))
+            return self.join(self.mm_by_leaf(self.leaves(block)))
         return by_columns(self._products_of_rows, self._width([block]), [block])[0]
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
@@ -289,7 +289,7 @@ class BlockOperator:
         leaves = [x.astype(self.dtype) for x in jtu.tree_leaves(products)]
         if [math.prod(x.shape[:-1]) for x in leaves] != self.sizes:
             # The leaves of the output are cut in another way than those of the input.
-            leaves = self.split(self.join(leaves))
+            leaves = self.leaves(self.join(leaves))
         return [x.reshape(block.shape) for x, block in zip(leaves, blocks, strict=True)]
 
     def _products_of_rows(self, blocks: list[Inexact[Array, "n m"]]) -> list[Array]:
@@ -299,7 +299,7 @@ class BlockOperator:
         """
 
         def product(vector):
-            leaves = jtu.tree_leaves(self._untagged().mv(self._as_vectors(self.split(vector), ())))
+            leaves = jtu.tree_leaves(self._untagged().mv(self._as_vectors(self.leaves(vector), ())))
             return jnp.concatenate([x.reshape(-1).astype(self.dtype) for x in leaves])
 
         return [jax.vmap(product)(blocks[0].T).T]

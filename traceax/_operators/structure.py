@@ -14,7 +14,7 @@ from .shift import stored_diagonal
 from .width import batch_size_of, in_batches
 
 
-class Split(NamedTuple):
+class KnownParts(NamedTuple):
     """`tr(A) = exact + scale tr(rest)`, or the same of diagonals; `rest=None` if nothing is left.
 
     `exact` and `scale` are differentiable and of the working dtype; `has_exact` tells (statically)
@@ -69,9 +69,9 @@ def _known(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> _
     return _Known(entries if diagonal else jnp.sum(entries), spent, status)
 
 
-def split(
+def split_known_parts(
     operator: lx.AbstractLinearOperator, budget: int, cost_of_rest: int, diagonal: bool = False
-) -> Split:
+) -> KnownParts:
     """Split off what is exact: stored, diagonal, tridiagonal, identity and unit-diagonal parts of
     sums, multiples, quotients and negations.
 
@@ -86,15 +86,17 @@ def split(
 
     **Returns:**
 
-    A `Split`.
+    A `KnownParts`.
     """
-    parts = _split(operator, True, diagonal)
+    parts = _split_known_parts(operator, True, diagonal)
     spent = parts.num_matvecs + (0 if parts.rest is None else cost_of_rest)
-    return parts if spent <= budget else _split(operator, False, diagonal)
+    return parts if spent <= budget else _split_known_parts(operator, False, diagonal)
 
 
-def _split(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> Split:
-    """`split`, with or without parts that take products."""
+def _split_known_parts(
+    operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool
+) -> KnownParts:
+    """`split_known_parts`, with or without parts that take products."""
     parts = _split_composite(operator, paid, diagonal)
     if parts.rest is None:
         return parts
@@ -102,10 +104,10 @@ def _split(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> S
     if known is None:
         return parts
     exact, spent, status = known
-    return Split(exact.astype(parts.exact.dtype), spent, parts.scale, None, True, status)
+    return KnownParts(exact.astype(parts.exact.dtype), spent, parts.scale, None, True, status)
 
 
-def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> Split:
+def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> KnownParts:
     """Split a sum, multiple, quotient, negation or tagged operator into what its parts give.
 
     A factor in front of everything is taken out too, so that the tags of what it multiplies
@@ -114,11 +116,11 @@ def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: 
     dtype = BlockOperator(operator).dtype
     one = jnp.ones((), dtype)
     nothing = jnp.zeros(operator.in_size() if diagonal else (), dtype)
-    whole = Split(nothing, 0, one, operator, False, status_of())
+    whole = KnownParts(nothing, 0, one, operator, False, status_of())
 
     if isinstance(operator, lx.AddLinearOperator):
         terms = (operator.operator1, operator.operator2)
-        parts = [_split(term, paid, diagonal) for term in terms]
+        parts = [_split_known_parts(term, paid, diagonal) for term in terms]
         if not any(part.has_exact for part in parts):
             return whole
         exact = parts[0].exact.astype(dtype) + parts[1].exact.astype(dtype)
@@ -127,27 +129,28 @@ def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: 
         left = [part for part in parts if part.rest is not None]
         if len(left) < 2:
             scale, rest = (left[0].scale.astype(dtype), left[0].rest) if left else (one, None)
-            return Split(exact, spent, scale, rest, True, status)
+            return KnownParts(exact, spent, scale, rest, True, status)
         # A part with nothing exact in it stays as it was written, for the sake of its tags.
         first, second = (
             part.rest * part.scale if part.has_exact else term  # pyright: ignore
             for part, term in zip(left, terms, strict=True)
         )
-        return Split(exact, spent, one, first + second, True, status)
+        return KnownParts(exact, spent, one, first + second, True, status)
 
     if isinstance(operator, lx.NegLinearOperator):
-        return _times(_split(operator.operator, paid, diagonal), -one)
+        return _times(_split_known_parts(operator.operator, paid, diagonal), -one)
     if isinstance(operator, lx.MulLinearOperator):
         return _times(
-            _split(operator.operator, paid, diagonal), jnp.asarray(operator.scalar).astype(dtype)
+            _split_known_parts(operator.operator, paid, diagonal),
+            jnp.asarray(operator.scalar).astype(dtype),
         )
     if isinstance(operator, lx.DivLinearOperator):
         factor = one / jnp.asarray(operator.scalar).astype(dtype)
-        return _times(_split(operator.operator, paid, diagonal), factor)
+        return _times(_split_known_parts(operator.operator, paid, diagonal), factor)
     if isinstance(operator, lx.TaggedLinearOperator):
         # The tags belong to the whole, not to what is left of it. (On Gaussian-process kernels
         # XTrace on K alone beats XNysTrace on K + s I, whose flat tail it cannot compress.)
-        inner = _split(operator.operator, paid, diagonal)
+        inner = _split_known_parts(operator.operator, paid, diagonal)
         if not inner.has_exact:
             return whole
         if inner.rest is None:
@@ -156,6 +159,6 @@ def _split_composite(operator: lx.AbstractLinearOperator, paid: bool, diagonal: 
     return whole
 
 
-def _times(part: Split, factor: Array) -> Split:
+def _times(part: KnownParts, factor: Array) -> KnownParts:
     exact, scale = part.exact.astype(factor.dtype), part.scale.astype(factor.dtype)
     return part._replace(exact=exact * factor, scale=scale * factor)

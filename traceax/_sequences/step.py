@@ -90,7 +90,7 @@ class TrackState(eqx.Module):
 TrackState.__init__.__doc__ = "**Arguments:**" + (TrackState.__doc__ or "").partition("es:**")[2]
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """How one step spends its products."""
 
     basis: int  # A_j Q
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
         return self.shared if self.method == DELTASHIFT and self.shared else self.probes
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """A step's value (which alone may carry a derivative), and what it leaves for the next."""
 
     value: Array
@@ -182,12 +182,12 @@ def _basis(state: TrackState, key: Array, n: int, eps: float) -> Array:
 
 
 def follow(
-    plan: Plan,
+    plan: StepPlan,
     sampler: AbstractSampler,
     state: TrackState,
     key: Array,
     operator: lx.AbstractLinearOperator,
-) -> Outcome:
+) -> StepOutcome:
     """Take one step.
 
     The products `P = A_j U` carry the derivative: the value is linear in them, and everything that
@@ -203,7 +203,7 @@ def follow(
 
     **Returns:**
 
-    An `Outcome`.
+    An `StepOutcome`.
     """
     block = BlockOperator(operator).linearised()
     n, (q, f, b, _) = block.n, plan
@@ -261,7 +261,7 @@ def follow(
             value = _mean(values, b)
     levels = jnp.stack([residual, size, drift])
     sketch = known[:, :q] if q else state.sketch
-    return Outcome(
+    return StepOutcome(
         value, values, design, std_err, std_errs, levels, sketch, status_of(known, old, value)
     )
 

@@ -21,8 +21,8 @@ from .._trace.exact import ExactTraceEstimator
 from .step import (
     DELTASHIFT,
     RECYCLED,
-    Outcome,
-    Plan,
+    StepOutcome,
+    StepPlan,
     TrackState,
     arrays_of,
     beta_of,
@@ -126,17 +126,17 @@ class Tracker(eqx.Module):
         _check_state(state, expected)
         return _advance(self, state, key, operator, k)
 
-    def _plans(self, k: int) -> list[Plan]:
+    def _plans(self, k: int) -> list[StepPlan]:
         half = k // 2
-        recycled = Plan(half, k - half, 0, RECYCLED)
-        delta = Plan(0, half, half, DELTASHIFT)
+        recycled = StepPlan(half, k - half, 0, RECYCLED)
+        delta = StepPlan(0, half, half, DELTASHIFT)
         if self.method == "recycled":
             return [recycled]
         if self.method == "deltashift":
-            return [Plan(0, k, 0, DELTASHIFT), delta]
+            return [StepPlan(0, k, 0, DELTASHIFT), delta]
         quarter = (k - half) // 2
-        at_drift = Plan(half, k - half - 1, 1, RECYCLED)
-        at_subspace = Plan(half, quarter, quarter, DELTASHIFT)
+        at_drift = StepPlan(half, k - half - 1, 1, RECYCLED)
+        at_subspace = StepPlan(half, quarter, quarter, DELTASHIFT)
         return [recycled, at_drift, delta, at_subspace]
 
     def _select(self, state: TrackState) -> Array:
@@ -218,7 +218,7 @@ def _advance(
             zeros = jnp.zeros_like(state.std_errs)
             values = jnp.stack([estimate.value] * 2)
             kept = (state.levels, state.sketch, estimate.status)
-            outcome = Outcome(estimate.value, values, state.design, zeros[0], zeros, *kept)
+            outcome = StepOutcome(estimate.value, values, state.design, zeros[0], zeros, *kept)
             spent, dof, method = estimate.num_matvecs, estimate.dof, state.method
         else:
             plans = tracker._plans(k)

@@ -107,7 +107,7 @@ def rescale_error(size: Array, std_err: Array) -> Array:
     return jnp.where(size > 0, size * std_err, jnp.where(jnp.isinf(std_err), std_err, 0))
 
 
-def lifted(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+def without_zero_pivots(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """R, the factor of a sketch of size 1 or of probes, with no zero on its diagonal.
 
     Probes of few distinct values can coincide, and one that lies in the span of those before it has
@@ -316,7 +316,7 @@ def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
 def range_finder_of(omega: Array, q: Array, r: Array, w: Array, resphere: bool) -> RangeFinder:
     """The same from the factors of the sketch, and `w = Q^H Omega`."""
     n, m = omega.shape
-    r = lifted(r)
+    r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     x = w - s * column_dots(s, w)
     norms = square_norms(omega)

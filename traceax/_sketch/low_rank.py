@@ -131,13 +131,14 @@ class BuiltPreconditioner(eqx.Module):
     - `factors`: the low rank and the multiple of the identity.
     - `floor`: no eigenvalue of $P^{-1} A$ is below this, A what it was built for; NaN if that is
         not known.
-    - `trust`: 1 for P = A, 0 for one that leaves far more out than the smallest eigenvalue.
+    - `control_variate_weight`: 1 for P = A, 0 for one that leaves far more out than the smallest
+        eigenvalue.
     - `status`: whether what it was made from fits together, as a number.
     """
 
     factors: LowRankPlusIdentity
     floor: Real[Array, ""]
-    trust: Real[Array, ""]
+    control_variate_weight: Real[Array, ""]
     status: Int[Array, ""]
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
@@ -183,10 +184,10 @@ class LowRank(NamedTuple):
         """The preconditioner, and the bound that goes with it."""
         # NaN where s is not known for certain: no bound then.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
-        trust = self.shift / (self.shift + 3 * self.left_out)
+        control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
         status = jnp.asarray(self.status, jnp.int32)
-        trust = jnp.where(trust >= 0, trust, 0)
-        return BuiltPreconditioner(self.preconditioner(root), floor, trust, status)
+        control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
+        return BuiltPreconditioner(self.preconditioner(root), floor, control_variate_weight, status)
 
     @property
     def mu(self) -> Real[Array, ""]:

@@ -33,12 +33,12 @@ from .leave_one_out import (
     column_dots,
     extend_factor,
     leave_one_out_directions,
-    lifted,
     matmul,
     rescale_error,
     row_norms,
     scaled,
     shift_of,
+    without_zero_pivots,
 )
 
 
@@ -121,10 +121,6 @@ class NystromState(NamedTuple):
     products: Inexact[Array, "n m"]  # of +A or -A, whichever is positive
 
 
-#: The axes of its arrays that have as many entries as there are probes.
-NYSTROM_AXES = ((1,), (0, 1), (1,))
-
-
 def append_probes(
     state: NystromState | None, omega: Inexact[Array, "n m"], block: BlockOperator, sign: int
 ) -> NystromState:
@@ -180,7 +176,7 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     """Approximate `sign * A` from these products: `3 n m^2` operations."""
     p, r, products = state
     n = p.shape[0]
-    r = lifted(r)
+    r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     products = scaled(products)
     # shift_of is for probes of norm sqrt(n); those of P have norm 1.

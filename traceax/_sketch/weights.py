@@ -36,7 +36,7 @@ class AbstractWeights(eqx.Module):
         A scalar array of the operator's working dtype.
         """
 
-    def moved(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
+    def weights_at(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
         """The weights themselves, as a function of the operator: see `AbstractEstimator`.
 
         **Arguments:**
@@ -91,4 +91,4 @@ class LowRankWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         block = BlockOperator(operator)
-        return jnp.sum(block.forms(block.split(self.v), block.split(self.u)))
+        return jnp.sum(block.forms(block.leaves(self.v), block.leaves(self.u)))

@@ -21,7 +21,7 @@ from .._estimators.estimator import (
     solve,
 )
 from .._estimators.exact import exact
-from .._estimators.extendable import AbstractGrowth
+from .._estimators.extendable import AbstractExtendable
 from .._estimators.row_sums import BlockTraceEstimator, RowWeights
 from .._estimators.rows import Rows
 from .._estimators.solution import Solution
@@ -104,15 +104,17 @@ class ToleranceEstimator(AbstractEstimator):
         return estimate, RowWeights(weights, rows)
 
 
-def _check_state(before: RunState, growth: AbstractGrowth, operator: Any, most: int) -> None:
+def _check_state(
+    before: RunState, extendable: AbstractExtendable, operator: Any, most: int
+) -> None:
     n = operator.in_size()
-    if before.n != n or before.growth != growth:
+    if before.n != n or before.extendable != extendable:
         raise ValueError(
-            f"The state is that of {before.growth} on an operator with {before.n} rows; it cannot "
-            f"be continued by {growth} on one with {n} rows."
+            f"The state is that of {before.extendable} on an operator with {before.n} rows; it "
+            f"cannot be continued by {extendable} on one with {n} rows."
         )
-    if most < before.budgets[-1] or (before.completes and most < n):
-        least = n if before.completes else before.budgets[-1]
+    if most < before.budgets[-1] or (before.falls_back_to_exact and most < n):
+        least = n if before.falls_back_to_exact else before.budgets[-1]
         raise ValueError(f"To go on from this state, max_k must be at least {least}, got {most}.")
 
 
@@ -137,7 +139,7 @@ def solve_to_tolerance(
     n = operator.in_size()
     least = 1
     if state is not None:
-        least = n if state.completes else state.budgets[-1]
+        least = n if state.falls_back_to_exact else state.budgets[-1]
     name = type(estimator).__name__
     max_k, k = budgets_for(options.max_k, n, estimator.smallest, name, default_least=least)
     rtol, atol = options.arrays()

@@ -44,7 +44,7 @@ from .._core.progress import report
 from .._estimators.auto import add_parts
 from .._estimators.calibration import norm_factor, stopping_factor
 from .._estimators.exact import ExactWeights
-from .._estimators.extendable import AbstractGrowth
+from .._estimators.extendable import AbstractExtendable, probe_axes
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
 from .._sketch.weights import AbstractTwoSidedWeights, AbstractWeights
@@ -53,22 +53,24 @@ from .._sketch.weights import AbstractTwoSidedWeights, AbstractWeights
 FIRST = 16
 
 
-def schedule(unit: int, most: int, n: int, spent: Sequence[int] = ()) -> tuple[int, ...]:
+def schedule(
+    matvecs_per_probe: int, most: int, n: int, spent: Sequence[int] = ()
+) -> tuple[int, ...]:
     """The matvecs up to the end of each block.
 
     **Arguments:**
 
-    - `unit`: the matvecs that a probe takes.
+    - `matvecs_per_probe`: the matvecs that a probe takes.
     - `most`: the budget. From n on blocks end at n / 2: what comes then is the exact trace.
     - `n`: the size of the operator.
     - `spent`: the schedule to go on with.
 
     **Returns:**
 
-    A tuple of ascending multiples of `unit`.
+    A tuple of ascending multiples of `matvecs_per_probe`.
     """
-    limit = (n // 2 if most >= n else most) // unit * unit
-    budgets = list(spent) or [min(FIRST * unit, max(limit, unit))]
+    limit = (n // 2 if most >= n else most) // matvecs_per_probe * matvecs_per_probe
+    budgets = list(spent) or [min(FIRST * matvecs_per_probe, max(limit, matvecs_per_probe))]
     while budgets[-1] < limit:
         budgets.append(min(2 * budgets[-1], limit))
     return tuple(budgets)
@@ -104,21 +106,21 @@ class RunState(eqx.Module):
     keys: Array  # the key of each block, as data
     level: Int[Array, ""]  # the last block; their number, if the value was completed
     completed: PyTree[Inexact[Array, "..."]]  # the exact value, then
-    growth: AbstractGrowth = eqx.field(static=True)
+    extendable: AbstractExtendable = eqx.field(static=True)
     budgets: tuple[int, ...] = eqx.field(static=True)
-    completes: bool = eqx.field(static=True)  # whether the value is completed in the end
+    falls_back_to_exact: bool = eqx.field(static=True)  # whether the value is completed in the end
     n: int = eqx.field(static=True)
 
 
 @final
-class GrownWeights(AbstractWeights):
+class RunWeights(AbstractWeights):
     """The weights of all blocks that were used. Only these are contracted."""
 
     parts: list[AbstractWeights]
     factors: Real[Array, " blocks"]
     level: Int[Array, ""]
     columns: tuple[int, ...] = eqx.field(static=True)  # up to the end of each block
-    completes: bool = eqx.field(static=True)
+    falls_back_to_exact: bool = eqx.field(static=True)
     diagonal: bool = eqx.field(static=True)
 
     def contract(self, operator):
@@ -144,7 +146,7 @@ class GrownWeights(AbstractWeights):
             return jnp.concatenate(blocks, axis=1)
 
         terms = []
-        if self.completes:
+        if self.falls_back_to_exact:
             terms.append(if_used(self.level == count, ExactWeights(self.diagonal).contract))
         for j, part in enumerate(self.parts):
             if isinstance(part, AbstractTwoSidedWeights):
@@ -155,26 +157,28 @@ class GrownWeights(AbstractWeights):
                 term = if_used(used(j), part.contract)
                 terms.append(jtu.tree_map(lambda x, factor=factor: factor * x, term))
         if any(isinstance(term, list) for term in terms):
-            terms = [term if isinstance(term, list) else block.split(term) for term in terms]
+            terms = [term if isinstance(term, list) else block.leaves(term) for term in terms]
         return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     estimate: Estimate
     level: Int[Array, ""]
     arrays: Any
 
 
 class Run:
-    """One run of a growth on an operator. (Not a PyTree: it lives while it is traced.)"""
+    """One run of a extendable on an operator. (Not a PyTree: it lives while it is traced.)"""
 
-    def __init__(self, growth, key, operator, rule, most, before, progress):
-        self.growth, self.rule, self.before, self.progress = growth, rule, before, progress
+    def __init__(self, extendable, key, operator, rule, most, before, progress):
+        self.extendable, self.rule, self.before, self.progress = extendable, rule, before, progress
         self.key = key
-        self.block = growth.prepare(operator)
+        self.block = extendable.prepare(operator)
         n, self.most = self.block.n, most
-        self.budgets = schedule(growth.unit, most, n, before.budgets if before else ())
-        self.completes = most >= n
+        self.budgets = schedule(
+            extendable.matvecs_per_probe, most, n, before.budgets if before else ()
+        )
+        self.falls_back_to_exact = most >= n
         keys = [numbered(key, j) if j else key for j in range(len(self.budgets))]
         self.key_impl = jr.key_impl(key)
         self.keys = jnp.stack([jr.key_data(key) for key in keys])
@@ -194,13 +198,13 @@ class Run:
             width = [(0, columns - s if a in axes else 0) for a, s in enumerate(array.shape)]
             return jnp.pad(array, width) if axes else array
 
-        fields = zip(state, self.growth.axes, strict=True)
+        fields = zip(state, probe_axes(type(state)), strict=True)
         return type(state)(
             *[jtu.tree_map(lambda x, axes=axes: resize(x, axes), field) for field, axes in fields]
         )
 
     def _columns(self, j: int) -> int:
-        return self.budgets[j] // self.growth.unit
+        return self.budgets[j] // self.extendable.matvecs_per_probe
 
     def _padded(self, state):
         return self._resized(state, self._columns(-1))
@@ -213,18 +217,18 @@ class Run:
         key = jr.wrap_key_data(self.keys[j], impl=self.key_impl)
         k = self.budgets[j] - (self.budgets[j - 1] if j else 0)
 
-        def grow():
-            return self.growth.grow(state, key, self.block, k)
+        def extend():
+            return self.extendable.extend(state, key, self.block, k)
 
         if self.before is None or j >= len(self.before.budgets):
-            return grow()
+            return extend()
         known = j <= self.before.level
         loaded = self._loaded(j)
-        return lax.cond(any_lane(~known), lambda: keep(known, loaded, grow()), lambda: loaded)
+        return lax.cond(any_lane(~known), lambda: keep(known, loaded, extend()), lambda: loaded)
 
     # ---------------------------------------------------------------------------- the blocks
 
-    def _outcome(self, estimate: Estimate, level: Any, arrays) -> Outcome:
+    def _outcome(self, estimate: Estimate, level: Any, arrays) -> RunOutcome:
         dtype = self.block.dtype
         real = jnp.finfo(dtype).dtype
         value = jtu.tree_map(lambda x: x.astype(dtype), estimate.value)
@@ -232,7 +236,7 @@ class Run:
         estimate = make_estimate(
             value, std_err, estimate.num_matvecs, estimate.dof, estimate.status
         )
-        return Outcome(estimate, jnp.asarray(level, jnp.int32), arrays)
+        return RunOutcome(estimate, jnp.asarray(level, jnp.int32), arrays)
 
     def _report(self, estimate: Estimate, last):
         if self.progress:
@@ -240,22 +244,22 @@ class Run:
             value = value if is_scalar(value) else norm_of(value)
             report(self.key, self.most, estimate.num_matvecs, value, error, last)
 
-    def _after(self, j: int, state) -> Outcome:
+    def _after(self, j: int, state) -> RunOutcome:
         """Look at the state after block j, and go on from it if need be."""
         last = j == len(self.budgets) - 1
-        estimate = self.growth.estimate(state, self.block)
-        factor = stopping_factor(self.growth.calibration.stop, self._columns(j) - 1)
+        estimate = self.extendable.estimate(state, self.block)
+        factor = stopping_factor(self.extendable.calibration.stop, self._columns(j) - 1)
         met = self.rule.met(estimate, self.block, factor)
         stop = met | (estimate.status != SUCCESSFUL)
         if self.before is not None:
             stop &= j >= self.before.level
-        if last and not self.completes:
+        if last and not self.falls_back_to_exact:
             status = jnp.where(stop, estimate.status, NOT_CONVERGED)
             estimate = eqx.tree_at(lambda e: e.status, estimate, status)
         here = self._outcome(estimate, j, self._padded(state))
-        end = stop | (last and not self.completes)
+        end = stop | (last and not self.falls_back_to_exact)
         self._report(estimate, end)
-        if last and not self.completes:
+        if last and not self.falls_back_to_exact:
             return here
 
         def go_on():
@@ -265,8 +269,8 @@ class Run:
 
         return lax.cond(any_lane(~stop), go_on, lambda: here)
 
-    def _complete(self, state, here: Outcome) -> Outcome:
-        value, std_err, more = self.growth.complete(state, self.block)
+    def _complete(self, state, here: RunOutcome) -> RunOutcome:
+        value, std_err, more = self.extendable.complete(state, self.block)
         spent, dof = self.budgets[-1] + more, here.estimate.dof
         if self.before is not None:
             done = self.before.level == len(self.before.budgets)
@@ -281,19 +285,19 @@ class Run:
         self._report(outcome.estimate, jnp.array(True))
         return outcome
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RunOutcome:
         """Run."""
         return self._after(0, self._advanced(0, None))
 
     # --------------------------------------------------------------------- what comes out of it
 
-    def weights(self, outcome: Outcome) -> GrownWeights:
+    def weights(self, outcome: RunOutcome) -> RunWeights:
         """The weights: as many blocks as were used, the others 0."""
 
         def up_to(j):
             keys = [(self.keys[i], self.key_impl) for i in range(j + 1)]
             state = self._resized(outcome.arrays, self._columns(j))
-            return self.growth.weights(state, self.block, keys, self.budgets[: j + 1])
+            return self.extendable.weights(state, self.block, keys, self.budgets[: j + 1])
 
         count = len(self.budgets)
         like = jax.eval_shape(lambda: up_to(count - 1)[0])
@@ -314,17 +318,19 @@ class Run:
         parts, factors = lax.switch(jnp.minimum(outcome.level, count - 1), branches)
         columns = tuple(self._columns(j) for j in range(count))
         diagonal = not is_scalar(outcome.estimate.value)
-        return GrownWeights(parts, factors, outcome.level, columns, self.completes, diagonal)
+        return RunWeights(
+            parts, factors, outcome.level, columns, self.falls_back_to_exact, diagonal
+        )
 
-    def state(self, outcome: Outcome) -> RunState:
+    def state(self, outcome: RunOutcome) -> RunState:
         """What a later run can go on from."""
         return RunState(
             outcome.arrays,
             self.keys,
             outcome.level,
             outcome.estimate.value,
-            self.growth,
+            self.extendable,
             self.budgets,
-            self.completes,
+            self.falls_back_to_exact,
             self.block.n,
         )

@@ -107,13 +107,13 @@ class AdaptiveWeights(AbstractWeights):
 
         def captured(i):
             q = lax.dynamic_slice_in_dim(self.q, i * width, width, 1)
-            return jnp.sum(block.quadratic_forms(block.split(q)))
+            return jnp.sum(block.quadratic_forms(block.leaves(q)))
 
         def residual(i):
             key = jr.wrap_key_data(self.key_data, impl=self.key_impl)  # no residual, for JAX 0.10.0
             g = _residual_probes(key, i, self.q, used, width)
             factor = (n - used) / (square_norms(g) * (self.probed * width))
-            return jnp.sum(factor * block.quadratic_forms(block.split(g)))
+            return jnp.sum(factor * block.quadratic_forms(block.leaves(g)))
 
         def total(forms, count, most):
             # Without the checkpoint, reverse mode would store each block's vectors.
@@ -158,7 +158,7 @@ class _Probes(NamedTuple):
     status: Int[Array, ""]
 
 
-class _Run:
+class _AdaptiveRun:
     """One run. (Not a PyTree: it lives while it is traced.)"""
 
     def __init__(self, delta, key, operator, most, rtol, atol, progress):
@@ -398,7 +398,7 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        return _Run(self.delta, key, operator, k, 0.0, 0.0, False).outcome(tolerance=False)
+        return _AdaptiveRun(self.delta, key, operator, k, 0.0, 0.0, False).outcome(tolerance=False)
 
     def to_tolerance(self, key, operator, run):
         """See `AbstractTraceEstimator`."""
@@ -408,7 +408,7 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
                 "keep_state=True. Leave both out, or use HutchPlusPlusEstimator()."
             )
         given = run.max_k, run.rtol, run.atol, run.progress
-        return _Run(self.delta, key, operator, *given).outcome(tolerance=True)
+        return _AdaptiveRun(self.delta, key, operator, *given).outcome(tolerance=True)
 
 
 AdaptiveHutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

@@ -12,7 +12,7 @@ from jaxtyping import Array, Inexact
 from .._core.estimate import make_estimate, mean_and_std_err, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.extendable import AbstractGrowth, complete_trace, run_once
+from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
 from .._operators.block_operator import BlockOperator
 from .._operators.width import block_width
 from .._probes.random import split
@@ -68,13 +68,13 @@ class _ProbeWeights(AbstractWeights):
 class HutchinsonState(NamedTuple):
     """The samples; and probes and products (with no rows, where they are not kept)."""
 
-    samples: Inexact[Array, " k"]
-    omega: Inexact[Array, "rows k"]
-    products: Inexact[Array, "rows k"]
+    samples: Inexact[Array, " m"]
+    omega: Inexact[Array, "rows m"]
+    products: Inexact[Array, "rows m"]
 
 
 @final
-class HutchinsonGrowth(AbstractGrowth):
+class HutchinsonExtendable(AbstractExtendable):
     """Hutchinson's estimator block by block. Probes are only kept where the trace may have to be
     completed from them.
     """
@@ -82,12 +82,11 @@ class HutchinsonGrowth(AbstractGrowth):
     sampler: AbstractSampler
     batch_size: int | None = eqx.field(static=True)
     keeps: bool = eqx.field(static=True)
-    unit: ClassVar[int] = 1
+    matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["hutchinson"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = ((0,), (1,), (1,))
 
     def prepare(self, operator):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         block = BlockOperator(operator)
         return block if block.has_forms and not self.keeps else block.linearised()
 
@@ -97,8 +96,8 @@ class HutchinsonGrowth(AbstractGrowth):
             width = block_width(block.n, width, _FORM_LIMIT)
         return _ProbeWeights(*key, self.sampler, k, k if self.keeps else width)
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         if self.keeps:
             by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
             omega = block.join(by_leaf)
@@ -114,7 +113,7 @@ class HutchinsonGrowth(AbstractGrowth):
         return HutchinsonState(*[jnp.concatenate(pair, axis=-1) for pair in pairs])
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         samples = state.samples
         k = samples.shape[0]
         # The scatter of the samples includes that of their rounding errors.
@@ -122,7 +121,7 @@ class HutchinsonGrowth(AbstractGrowth):
         return make_estimate(value, std_err, k, k - 1, status_of(value))
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
         parts: list[AbstractWeights] = []
         for key, k in zip(keys, sizes, strict=True):
@@ -130,7 +129,7 @@ class HutchinsonGrowth(AbstractGrowth):
         return parts, [k / budgets[-1] for k in sizes]
 
     def complete(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         nothing = state.omega[:, :0]
         return complete_trace(block, nothing, nothing, (state.omega, state.products))
 
@@ -163,13 +162,13 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype)
 
-    def growth(self, operator, completes=False):
+    def extendable(self, operator, falls_back_to_exact=False):
         """See `AbstractTraceEstimator`."""
-        return HutchinsonGrowth(self.sampler, self.batch_size, completes)
+        return HutchinsonExtendable(self.sampler, self.batch_size, falls_back_to_exact)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        return run_once(self.growth(operator), key, operator, k)
+        return run_once(self.extendable(operator), key, operator, k)
 
 
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**

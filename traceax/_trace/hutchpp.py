@@ -10,7 +10,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, safe_norm, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.extendable import AbstractGrowth, by_block, complete_trace, run_once
+from .._estimators.extendable import AbstractExtendable, by_block, complete_trace, run_once
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, SphereSampler
@@ -42,7 +42,7 @@ class HutchPlusPlusState(NamedTuple):
 
 
 @final
-class HutchPlusPlusGrowth(AbstractGrowth):
+class HutchPlusPlusExtendable(AbstractExtendable):
     """Hutch++ block by block, in equal parts for sketch, basis and residual probes.
 
     A larger basis takes more away from the residual probes, A (I - q q^H) g = A g - (A q) q^H g:
@@ -52,12 +52,11 @@ class HutchPlusPlusGrowth(AbstractGrowth):
     sampler: AbstractSampler
     resphere: bool = eqx.field(static=True)
     keeps: bool = eqx.field(static=True)
-    unit: ClassVar[int] = 3
+    matvecs_per_probe: ClassVar[int] = 3
     calibration: ClassVar[Calibration] = CALIBRATION["hutch++"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = (*6 * ((1,),), (), ())
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         n, m = block.n, k // 3
         fresh = k - 2 * m
         sketch_key, probe_key = split(key)
@@ -96,7 +95,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         return resphering(float(n - m), square_norms(state.g), self.resphere)
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         m, fresh = state.q.shape[1], state.g.shape[1]
         captured = jnp.sum(jnp.conj(state.q) * state.z)
         samples = self._factor(state) * column_dots(state.g, state.products)
@@ -109,7 +108,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         return make_estimate(captured + residual, std_err, spent, fresh - 1, state.status)
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         q, g, fresh = state.q, state.g, state.g.shape[1]
         scaled = g * (self._factor(state) / fresh)
         weights = LowRankWeights(
@@ -119,7 +118,7 @@ class HutchPlusPlusGrowth(AbstractGrowth):
         return parts, [1.0] * len(parts)
 
     def complete(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         others = jnp.concatenate([state.g, state.omega], axis=1)
         products = jnp.concatenate([state.products, state.sketch], axis=1)
         return complete_trace(block, state.q, state.z, (others, products))
@@ -158,14 +157,14 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
 
-    def growth(self, operator, completes=False):
+    def extendable(self, operator, falls_back_to_exact=False):
         """See `AbstractTraceEstimator`."""
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return HutchPlusPlusGrowth(self.sampler, resphere, completes)
+        return HutchPlusPlusExtendable(self.sampler, resphere, falls_back_to_exact)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        return run_once(self.growth(operator), key, operator, k)
+        return run_once(self.extendable(operator), key, operator, k)
 
 
 HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**

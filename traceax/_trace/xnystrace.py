@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.extendable import AbstractGrowth, by_block, complete_trace, run_once
+from .._estimators.extendable import AbstractExtendable, by_block, complete_trace, run_once
 from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._probes.samplers import AbstractSampler, SphereSampler
 from .._sketch.leave_one_out import (
@@ -20,10 +20,10 @@ from .._sketch.leave_one_out import (
     trace_and_mean,
     xtrace_weights,
 )
-from .._sketch.nystrom import NYSTROM_AXES, Nystrom, append_probes, nystrom, signed_estimate
+from .._sketch.nystrom import Nystrom, append_probes, nystrom, signed_estimate
 
 
-def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
+def _xnystrace_samples(factors: Nystrom, n: float, resphere: bool):
     """F^H F, the samples t_i - ||F||_F^2, and the differences D_ij = t_i - t_ij (see
     `_sketch.leave_one_out` and `_sketch.nystrom`).
 
@@ -54,7 +54,7 @@ def _leave_one_out(factors: Nystrom, n: float, resphere: bool):
 
 
 @final
-class XNysTraceGrowth(AbstractGrowth):
+class XNysTraceExtendable(AbstractExtendable):
     """XNysTrace block by block: new probes are appended to the basis of the others. What follows
     from the products is computed anew, in `10 n m^2` operations for all m probes so far.
     """
@@ -62,19 +62,18 @@ class XNysTraceGrowth(AbstractGrowth):
     sampler: AbstractSampler
     resphere: bool = eqx.field(static=True)
     sign: int = eqx.field(static=True)
-    unit: ClassVar[int] = 1
+    matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["xnystrace"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = NYSTROM_AXES
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         omega = self.sampler.probes(key, block.n, k, block.dtype)
         return append_probes(state, omega, block, self.sign)
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         n, factors = float(block.n), nystrom(state, block.eps)
-        gram, samples, differences = _leave_one_out(factors, n, self.resphere)
+        gram, samples, differences = _xnystrace_samples(factors, n, self.resphere)
         # With a wrong tag, the mean of Hutchinson's samples instead, which needs none.
         plain = quadratic_forms(factors.core, factors.r)
         gram, samples, differences, shift = factors.unless_wrong(
@@ -85,7 +84,7 @@ class XNysTraceGrowth(AbstractGrowth):
         return signed_estimate(factors, self.sign, value, std_err)
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         factors = nystrom(state, block.eps)
         # The weights belong to the sketch A Omega = (A P) R, of either sign.
         original = matmul(factors.sketch, factors.r)
@@ -95,7 +94,7 @@ class XNysTraceGrowth(AbstractGrowth):
         return parts, [1.0] * len(parts)
 
     def complete(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         return complete_trace(block, state.p, self.sign * state.products)
 
 
@@ -145,15 +144,15 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
         check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
 
-    def growth(self, operator, completes=False):
+    def extendable(self, operator, falls_back_to_exact=False):
         """See `AbstractTraceEstimator`."""
-        del completes  # all probes are kept in any case
+        del falls_back_to_exact  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return XNysTraceGrowth(self.sampler, resphere, semidefinite_sign(operator))
+        return XNysTraceExtendable(self.sampler, resphere, semidefinite_sign(operator))
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        return run_once(self.growth(operator), key, operator, k)
+        return run_once(self.extendable(operator), key, operator, k)
 
 
 XNysTraceEstimator.__init__.__doc__ = """**Arguments:**

@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._core.estimate import make_estimate, rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.extendable import AbstractGrowth, by_block, complete_trace, run_once
+from .._estimators.extendable import AbstractExtendable, by_block, complete_trace, run_once
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, SphereSampler
 from .._sketch.leave_one_out import (
@@ -32,7 +32,7 @@ from .._sketch.leave_one_out import (
 )
 
 
-def _leave_one_out(factors: RangeFinder, h, t, n: float, resphere: bool):
+def _xtrace_samples(factors: RangeFinder, h, t, n: float, resphere: bool):
     """The samples t_i - tr H and the differences D_ij = t_i - t_ij (see `_sketch.leave_one_out`).
 
     With a_i = Q^H A g_i = r_i - H x_i and b_i = (g_i^H A Q)^H = (Z^H omega)_i - H^H x_i,
@@ -87,31 +87,18 @@ class XTraceState(NamedTuple):
 
 
 @final
-class XTraceGrowth(AbstractGrowth):
+class XTraceExtendable(AbstractExtendable):
     """XTrace block by block: new columns are appended to the QR factorisation, and everything
     that follows from it gets the new rows and columns only.
     """
 
     sampler: AbstractSampler
     resphere: bool = eqx.field(static=True)
-    unit: ClassVar[int] = 2
+    matvecs_per_probe: ClassVar[int] = 2
     calibration: ClassVar[Calibration] = CALIBRATION["xtrace"]
-    axes: ClassVar[tuple[tuple[int, ...], ...]] = (
-        (1,),
-        (1,),
-        (0, 1),
-        (1,),
-        (0, 1),
-        (0, 1),
-        (0, 1),
-        (),
-        (),
-        (),
-        (),
-    )
 
-    def grow(self, state, key, block, k):
-        """See `AbstractGrowth`."""
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
         before, q, factors = append_sketch(state, self.sampler, key, block, k // 2)
         # From here on the operator is A / scale + nu I.
         products = block.mm(q)
@@ -134,10 +121,10 @@ class XTraceGrowth(AbstractGrowth):
         )
 
     def estimate(self, state, block):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         n, m = float(block.n), state.r.shape[0]
         factors = self._factors(state)
-        samples, differences = _leave_one_out(factors, state.h, state.t, n, self.resphere)
+        samples, differences = _xtrace_samples(factors, state.h, state.t, n, self.resphere)
         rounding = rounding_of(frobenius_norm_of(state.r), block.eps)
         std_err = leave_one_out_error(samples, differences, rounding)
         std_err = rescale_error(state.size, std_err)
@@ -148,13 +135,13 @@ class XTraceGrowth(AbstractGrowth):
         return range_finder_of(state.omega, state.q, state.r, state.w, self.resphere)
 
     def weights(self, state, block, keys, budgets):
-        """See `AbstractGrowth`."""
+        """See `AbstractExtendable`."""
         weights = xtrace_weights(state.omega, self._factors(state))
         parts = by_block(weights, state.r.shape[0], [k // 2 for k in budgets])
         return parts, [1.0] * len(parts)
 
     def complete(self, state, block):
-        """See `AbstractGrowth`: A is known on the span of Q and Omega."""
+        """See `AbstractExtendable`: A is known on the span of Q and Omega."""
         unshifted = state.scale * (state.z - state.nu * state.q)
         return complete_trace(block, state.q, unshifted, (state.omega, products_of_sketch(state)))
 
@@ -195,15 +182,15 @@ class XTraceEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
         self.sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
 
-    def growth(self, operator, completes=False):
+    def extendable(self, operator, falls_back_to_exact=False):
         """See `AbstractTraceEstimator`."""
-        del completes  # all probes are kept in any case
+        del falls_back_to_exact  # all probes are kept in any case
         resphere = self.sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return XTraceGrowth(self.sampler, resphere)
+        return XTraceExtendable(self.sampler, resphere)
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        return run_once(self.growth(operator), key, operator, k)
+        return run_once(self.extendable(operator), key, operator, k)
 
 
 XTraceEstimator.__init__.__doc__ = """**Arguments:**
