@@ -64,7 +64,7 @@ def test_training_run(benchmark, kind, method, size, used):
     batch = examples(SIZES, size)
     fewer = jax.tree.map(lambda x: x[:used], batch)
     params = parameters(SIZES)
-    tracker = tr.track()
+    tracker = tr.Tracker()
     state = tracker.init(_operator(kind, params, fewer), K) if method == "track" else ()
 
     def look(state, params, key):
@@ -120,7 +120,7 @@ def test_sequences(benchmark, name, drift):
     stack, keys = jnp.asarray(matrices, jnp.float32), jr.split(jr.key(4), 12)
     figures = {}
     for method in ("recycled", "deltashift", "auto"):
-        tracker = tr.track(method)
+        tracker = tr.Tracker(method)
 
         def follow(key, tracker=tracker):
             def step(state, pair):

@@ -78,7 +78,7 @@ print(n, "parameters; loss at the start:", loss(start, batch))
 # %%
 looks, steps, k = 30, 10, 20
 optimiser = optax.adam(1e-2)
-tracker = tr.track("recycled")
+tracker = tr.Tracker("recycled")
 
 
 @jax.jit

@@ -118,7 +118,7 @@ def _slope(value, at):
 
 
 def _tracked(method):
-    tracker = tr.track(method)
+    tracker = tr.Tracker(method)
     operators = [_kernel(0.2 + 0.01 * i) for i in range(3)]
     state, found = tracker.init(operators[0], 8), []
     for i, operator in enumerate(operators):
@@ -183,7 +183,7 @@ def calls():
     found["gaussian_log_density slope"] = lambda: _slope(
         lambda s: tr.gaussian_log_density(key, y, _kernel(s), 20).value, 0.2
     )
-    found["gradient_std_err kernel"] = lambda: tr.gradient_std_err(
+    found["gradient_std_err kernel"] = lambda: tr.logdet_directional_derivative(
         key, _kernel, (0.2, 0.01), (1.0, 0.0), 20
     )
 

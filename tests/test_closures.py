@@ -196,7 +196,7 @@ def test_collectives_over_an_axis_that_nothing_is_batched_in():
 def test_warnings_point_at_the_caller(call):
     operator = lx.MatrixLinearOperator(jnp.eye(6) + 1.0)
     estimator = tr.XTraceEstimator()
-    tracker = tr.track()
+    tracker = tr.Tracker()
     calls = {
         "estimate": lambda: estimator.estimate(KEY, operator, 1),
         "call": lambda: estimator(KEY, operator, 1),

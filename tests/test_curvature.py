@@ -491,7 +491,7 @@ def test_training_run():
     batch = data(256, jnp.float32)
     small = data(64, jnp.float32)
     start = network(jr.key(0), jnp.float32)
-    optimiser, tracker = optax.adam(3e-3), tr.track()
+    optimiser, tracker = optax.adam(3e-3), tr.Tracker()
     traced = []
 
     def operator_of(params):

@@ -13,8 +13,8 @@ from traceax import (
     RESULTS,
     NystromPreconditioner,
     gaussian_log_density,
-    gradient_std_err,
     logdet,
+    logdet_directional_derivative,
 )
 
 from .helpers import PSD, keys
@@ -179,7 +179,7 @@ def test_gradient_std_err(dtype):
 
         def both(key, tangents, preconditioner=preconditioner):
             options = {"preconditioner": preconditioner}
-            found = gradient_std_err(key, make, primals, tangents, 44, **options)
+            found = logdet_directional_derivative(key, make, primals, tangents, 44, **options)
 
             def value(*primals):
                 return logdet(key, make(*primals), 44, **options).value
@@ -199,7 +199,7 @@ def test_gradient_std_err(dtype):
 def test_exact_derivative():
     matrix = decaying()
     theta = (jnp.asarray(0.3),)
-    solution = gradient_std_err(
+    solution = logdet_directional_derivative(
         jr.key(0), lambda s: shifted(s * matrix, s), theta, (jnp.ones(()),), N
     )
     np.testing.assert_allclose(solution.value, N / 0.3, rtol=1e-10)
@@ -207,7 +207,9 @@ def test_exact_derivative():
     with pytest.raises(NotImplementedError, match="logdet"):
         jax.grad(
             lambda s: (
-                gradient_std_err(jr.key(0), lambda s: shifted(s * matrix, s), (s,), (1.0,), N).value
+                logdet_directional_derivative(
+                    jr.key(0), lambda s: shifted(s * matrix, s), (s,), (1.0,), N
+                ).value
             )
         )(0.3)
 

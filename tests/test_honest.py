@@ -151,9 +151,11 @@ KEYED = {
     "hessian": lambda: jax.hessian(lambda c: tr.trace(KEY, matrix(jnp.sin(c) * GENERAL), 13).value)(
         1.0
     ),
-    "gradient_std_err": lambda: tr.gradient_std_err(KEY, shifted, (1.0, 0.1), (1.0, 0.0), 30),
-    "track": lambda: tr.track().update(
-        tr.track().init(matrix(GENERAL), 12), KEY, matrix(GENERAL), 12
+    "logdet_directional_derivative": lambda: tr.logdet_directional_derivative(
+        KEY, shifted, (1.0, 0.1), (1.0, 0.0), 30
+    ),
+    "track": lambda: tr.Tracker().update(
+        tr.Tracker().init(matrix(GENERAL), 12), KEY, matrix(GENERAL), 12
     ),
     "curvature": lambda: tr.trace(
         KEY, tr.curvature.hessian(lambda p: jnp.sum(jnp.sin(p["a"]) ** 3), {"a": jnp.ones(9)}), 5
@@ -238,7 +240,7 @@ def test_a_tracker_outside_jit_compiles_once():
         return jnp.mean(jax.nn.relu(inputs @ params["w"]) ** 2)
 
     inputs = jr.normal(jr.key(2), (5, 3))
-    tracker = tr.track("recycled", ESTIMATOR.sampler)
+    tracker = tr.Tracker("recycled", ESTIMATOR.sampler)
 
     def steps(scales):
         state = None

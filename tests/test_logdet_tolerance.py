@@ -64,7 +64,9 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
     @eqx.filter_jit
     def decided(matrix, spent):
         aim = LogdetAim(zero, zero)
-        loop = Loop(aim, jr.key(0), shifted(matrix, 1.0), max_k, falls_back_to_exact=False, progress=False)
+        loop = Loop(
+            aim, jr.key(0), shifted(matrix, 1.0), max_k, falls_back_to_exact=False, progress=False
+        )
         estimate = with_quadrature_error(*jnp.array([1.0, 0.5, 0.1]), 0, 1, 0)
         state = loop.start()._replace(
             decays=jnp.array(True),

@@ -107,9 +107,9 @@ def going_on(operator, max_k):
 
 def tracking(k=8, operator=LARGE, state=None):
     def step(state):
-        return tr.track().update(state, KEY, operator, k)
+        return tr.Tracker().update(state, KEY, operator, k)
 
-    made = eqx.filter_eval_shape(lambda: tr.track().init(LARGE, 8))
+    made = eqx.filter_eval_shape(lambda: tr.Tracker().init(LARGE, 8))
     return eqx.filter_eval_shape(step, made if state is None else state)
 
 
@@ -132,7 +132,7 @@ def built(how=tr.NystromPreconditioner(rank=2)):
 
 
 def derivative(t):
-    return tr.gradient_std_err(
+    return tr.logdet_directional_derivative(
         KEY, lambda s: lx.MatrixLinearOperator(s * EYE, PSD), (t,), (1.0,), 4
     ).value
 
@@ -176,6 +176,12 @@ MESSAGES = [
     (TypeError, "the bool True", "k=100", lambda _: tr.trace(KEY, PLAIN, True)),
     (TypeError, "4.5 of type float", "`int(k)`", lambda _: tr.trace(KEY, PLAIN, 4.5)),
     (ValueError, "got 0", "at least 1", lambda _: tr.trace(KEY, PLAIN, 0)),
+    (
+        DeprecationWarning,
+        "traceax.track",
+        "use traceax.Tracker",
+        lambda _: tr.track(),
+    ),
     (
         UserWarning,
         "got k=1",
@@ -376,7 +382,7 @@ MESSAGES = [
         TypeError,
         "built before",
         "Say how to build one",
-        lambda _: tr.gradient_std_err(
+        lambda _: tr.logdet_directional_derivative(
             KEY,
             lambda c: c * POSITIVE,
             (1.0,),
@@ -406,8 +412,8 @@ MESSAGES = [
         lambda _: tr.gaussian_log_density(KEY, ONES.astype(complex), POSITIVE, 4),
     ),
     # Sequences.
-    (ValueError, "got 'best'", "one of ['auto'", lambda _: tr.track("best")),
-    (TypeError, "SphereSampler'>", "an instance", lambda _: tr.track(sampler=tr.SphereSampler)),
+    (ValueError, "got 'best'", "one of ['auto'", lambda _: tr.Tracker("best")),
+    (TypeError, "SphereSampler'>", "an instance", lambda _: tr.Tracker(sampler=tr.SphereSampler)),
     (TypeError, "got int", "`tracker.init(", lambda _: tracking(state=3)),
     (ValueError, "k=8, but this step has k=9", "`tracker.init(", lambda _: tracking(k=9)),
     (

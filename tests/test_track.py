@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
+from traceax import Tracker
 
 from .helpers import keys, random_unitary, with_spectrum
 
@@ -76,7 +77,7 @@ def traces(matrices):
 )
 def test_unbiased_and_calibrated(method, dtype):
     matrices = drifting(STEPS, dtype)
-    solution = run_many(track(method), keys(COUNT), matrices)
+    solution = run_many(Tracker(method), keys(COUNT), matrices)
     error = np.asarray(solution.value) - traces(matrices)
     spread = np.sqrt(np.mean(np.abs(error) ** 2, axis=0))
     z = np.abs(np.mean(error.real, axis=0)) / (spread / np.sqrt(COUNT))
@@ -95,7 +96,7 @@ def test_unbiased_and_calibrated(method, dtype):
 
 def test_the_error_of_a_static_operator_decreases():
     matrices = jnp.broadcast_to(drifting(1)[0], (STEPS, N, N))
-    error = np.asarray(run_many(track("deltashift"), keys(COUNT), matrices).value)
+    error = np.asarray(run_many(Tracker("deltashift"), keys(COUNT), matrices).value)
     rms = np.sqrt(np.mean(np.square(error - traces(matrices)), axis=0))
     assert np.all(np.diff(rms[:8]) < 0)
     # All probes so far, weighted alike, would give sqrt(K / (K + 11 K / 2)) = 0.39. The factors of
@@ -108,7 +109,7 @@ def test_low_rank_is_exact_after_the_first_steps():
     matrices = jnp.asarray(
         np.stack([with_spectrum(rng, np.r_[3.0, 2.0, 1.0, np.zeros(N - 3)])] * STEPS)
     )
-    solution = run(track("recycled"), jr.key(0), matrices)[1]
+    solution = run(Tracker("recycled"), jr.key(0), matrices)[1]
     np.testing.assert_allclose(solution.value[1:], 6.0, atol=1e-10)
     assert np.all(solution.std_err[1:] < 1e-10)
 
@@ -118,7 +119,7 @@ def test_low_rank_is_exact_after_the_first_steps():
 def test_a_jump_shows_in_the_error_bar(method):
     before, after = drifting(6, drift=0.01), 50 * drifting(6, drift=0.01, seed=5)
     matrices = jnp.concatenate([before, after])
-    solution = run_many(track(method), keys(COUNT), matrices)
+    solution = run_many(Tracker(method), keys(COUNT), matrices)
     error = np.asarray(solution.value) - traces(matrices)
     reported = np.asarray(solution.std_err)
     ratio = np.sqrt(np.mean(error**2, axis=0) / np.mean(reported**2, axis=0))
@@ -132,7 +133,7 @@ def test_a_jump_shows_in_the_error_bar(method):
 
 
 def test_scan_vmap_and_a_loop_agree():
-    matrices, tracker = drifting(STEPS), track()
+    matrices, tracker = drifting(STEPS), Tracker()
     last, solution = run(tracker, jr.key(3), matrices)
     state = tracker.init(matrix_operator(matrices[0]), K)
     structure = jax.eval_shape(lambda: state)
@@ -161,7 +162,7 @@ def test_a_step_is_traced_once():
             eqx.Partial(multiply, matrix), jax.ShapeDtypeStruct((N,), matrix.dtype)
         )
 
-    tracker, matrices = track("recycled"), drifting(4)
+    tracker, matrices = Tracker("recycled"), drifting(4)
     step = eqx.filter_jit(lambda state, key, a: tracker.update(state, key, operator(a), K))
     state = tracker.init(operator(matrices[0]), K)
     counts = []
@@ -175,7 +176,7 @@ def test_a_step_is_traced_once():
 def test_the_derivative_is_that_of_frozen_weights(method):
     """The value is affine in A but for the factor `a`, which is held fixed."""
     b, c, d = (jnp.asarray(x) for x in drifting(3, drift=1.0))
-    tracker, key = track(method), jr.key(7)
+    tracker, key = Tracker(method), jr.key(7)
     state, _ = run(tracker, jr.key(1), drifting(STEPS))
 
     def value(theta):
@@ -194,7 +195,7 @@ def test_the_derivative_is_that_of_frozen_weights(method):
 
 
 def test_only_the_value_and_only_the_present_carry_derivatives():
-    matrices, tracker = drifting(STEPS), track("auto")
+    matrices, tracker = drifting(STEPS), Tracker("auto")
     state, _ = run(tracker, jr.key(0), matrices)
 
     def of_all(matrix, values, others):
@@ -217,7 +218,7 @@ def test_only_the_value_and_only_the_present_carry_derivatives():
 def test_a_jacobian_operator_and_its_derivative():
     """The linearised operator loses no derivative: d/dtheta of the trace of a Hessian."""
     matrix = drifting(1)[0]
-    tracker, x = track("deltashift"), jnp.linspace(0.5, 1.5, N)
+    tracker, x = Tracker("deltashift"), jnp.linspace(0.5, 1.5, N)
 
     def gradient(y, theta):
         return theta * y**2 + theta**2 * (matrix @ y)
@@ -241,7 +242,7 @@ def test_a_jacobian_operator_and_its_derivative():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nan_leaves_the_state_as_it_was(method):
-    matrices, tracker = drifting(STEPS), track(method)
+    matrices, tracker = drifting(STEPS), Tracker(method)
     state, _ = run(tracker, jr.key(0), matrices)
     after, solution = update(tracker, state, jr.key(1), matrices[0].at[2, 3].set(jnp.nan))
     assert solution.result == tr.RESULTS.nonfinite_operator
@@ -256,7 +257,7 @@ def test_nan_leaves_the_state_as_it_was(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_and_back(method):
     matrices = drifting(STEPS).at[:6].set(0.0)
-    solution = run(track(method), jr.key(0), matrices)[1]
+    solution = run(Tracker(method), jr.key(0), matrices)[1]
     assert not np.any(solution.value[:6])
     assert not np.any(solution.std_err[:6])
     error = np.asarray(solution.value) - traces(matrices)
@@ -266,15 +267,15 @@ def test_zero_and_back(method):
 def test_the_subspace_after_a_zero_operator_is_a_random_one():
     """With unit vectors, the iteration would stay where a diagonal operator maps them."""
     matrices = jnp.zeros((STEPS, N, N)).at[3:, N - 1, N - 1].set(5.0)
-    solution = run(track("recycled"), jr.key(0), matrices)[1]
+    solution = run(Tracker("recycled"), jr.key(0), matrices)[1]
     np.testing.assert_allclose(solution.value[5:], 5.0, rtol=1e-10)
 
 
 @pytest.mark.parametrize("scale", [1e20, 1e-20])
 def test_single_precision_at_extreme_scales(scale):
     matrices = drifting(STEPS, np.float32)
-    plain = run(track("deltashift"), jr.key(0), matrices)[1]
-    scaled = run(track("deltashift"), jr.key(0), matrices * np.float32(scale))[1]
+    plain = run(Tracker("deltashift"), jr.key(0), matrices)[1]
+    scaled = run(Tracker("deltashift"), jr.key(0), matrices * np.float32(scale))[1]
     assert scaled.value.dtype == scaled.std_err.dtype == np.float32
     np.testing.assert_allclose(scaled.value / np.float32(scale), plain.value, rtol=1e-3)
     np.testing.assert_allclose(scaled.std_err / np.float32(scale), plain.std_err, rtol=1e-2)
@@ -282,7 +283,7 @@ def test_single_precision_at_extreme_scales(scale):
 
 def test_half_precision():
     matrices = drifting(6).astype(jnp.bfloat16)
-    solution = run(track("deltashift"), jr.key(0), matrices)[1]
+    solution = run(Tracker("deltashift"), jr.key(0), matrices)[1]
     assert solution.value.dtype == np.float32
     error = np.asarray(solution.value) - traces(np.asarray(matrices, np.float64))
     assert np.all(np.abs(error) < 5 * np.asarray(solution.std_err) + 0.02 * 25)
@@ -291,7 +292,7 @@ def test_half_precision():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_full_budget_is_exact(method):
     matrices = drifting(4, n=6)
-    state, solution = run(track(method), jr.key(0), matrices, 9)
+    state, solution = run(Tracker(method), jr.key(0), matrices, 9)
     np.testing.assert_allclose(solution.value, traces(matrices), rtol=1e-12)
     assert not np.any(solution.std_err)
     assert np.all(solution.num_matvecs == 0)  # the entries are stored
@@ -301,7 +302,7 @@ def test_a_full_budget_is_exact(method):
 @pytest.mark.parametrize("k", [2, 3, 4, 5, 8, 9, 11])
 @pytest.mark.parametrize("method", METHODS)
 def test_budgets(method, k):
-    tracker, matrices = track(method), drifting(2)
+    tracker, matrices = Tracker(method), drifting(2)
     smallest = {"recycled": 2, "deltashift": 4, "auto": 8}[method]
     if k < smallest:
         with pytest.warns(UserWarning, match=f"needs at least {smallest} matvecs, got k={k}"):
@@ -332,7 +333,7 @@ def test_pytrees_and_other_samplers():
         ("recycled", tr.NormalSampler()),
         ("deltashift", tr.RademacherSampler()),
     ):
-        tracker = track(method, sampler)
+        tracker = Tracker(method, sampler)
         state = tracker.init(operator, 12)
         for key in keys(6):
             state, solution = tracker.update(state, key, operator, 12)
@@ -350,7 +351,7 @@ def test_random_keys_weak_scalars_and_files(tmp_path):
         eqx.Partial(mv, jr.key(5)), jax.ShapeDtypeStruct((N,), np.float32)
     )
     operator = 2.0 * matrix_operator(matrix) + random
-    tracker = track("deltashift")
+    tracker = Tracker("deltashift")
     state = tracker.init(operator, K)
     for key in keys(3):
         state, solution = tracker.update(state, key, operator, K)
@@ -363,14 +364,14 @@ def test_random_keys_weak_scalars_and_files(tmp_path):
 
 def test_errors():
     small, large = matrix_operator(jnp.eye(N)), matrix_operator(jnp.eye(N + 1))
-    tracker = track()
+    tracker = Tracker()
     state = tracker.init(small, K)
     with pytest.raises(ValueError, match="The state does not fit"):
         tracker.update(state, jr.key(0), large, K)
     with pytest.raises(ValueError, match="The state does not fit"):
         tracker.update(state, jr.key(0), small + small, K)
     with pytest.raises(ValueError, match="The state does not fit"):
-        track("recycled").update(state, jr.key(0), small, K)
+        Tracker("recycled").update(state, jr.key(0), small, K)
     with pytest.raises(ValueError, match=r"made for k=8, but this step has k=9"):
         tracker.update(state, jr.key(0), small, 9)
     with pytest.raises(TypeError, match=r"must be a traceax\.TrackState"):
@@ -380,9 +381,9 @@ def test_errors():
     with pytest.raises(TypeError, match=r"lineax\.AbstractLinearOperator"):
         tracker.init(jnp.eye(N), K)
     with pytest.raises(ValueError, match="method must be one of"):
-        track("best")
+        Tracker("best")
     with pytest.raises(TypeError, match="sampler must be an instance"):
-        track(sampler=tr.SphereSampler)
+        Tracker(sampler=tr.SphereSampler)
 
 
 # --- the experiment ------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ def experiment(key, outliers):
     """Errors of all methods (and of Hutchinson) on an operator with rotating outliers, or on random
     symmetric matrices that drift: one sequence, many keys.
     """
-    trackers = {name: track(name) for name in METHODS}
+    trackers = {name: Tracker(name) for name in METHODS}
 
     def evolve(key, bulk, basis):
         noise = symmetric_noise(key)
@@ -463,3 +464,12 @@ def test_auto_is_as_good_as_the_better_method(name, better):
     assert rms["auto"] <= 1.4 * rms[better]
     assert min(("recycled", "deltashift"), key=reported.get) == better
     assert rms[better] < 0.5 * hutchinson
+
+
+def test_old_names_warn_and_work():
+    with pytest.warns(DeprecationWarning, match="use traceax.Tracker"):
+        assert tr.track("recycled") == tr.Tracker("recycled")
+    operator = lx.MatrixLinearOperator(jnp.eye(8), lx.positive_semidefinite_tag)
+    with pytest.warns(DeprecationWarning, match="use traceax.logdet_directional_derivative"):
+        found = tr.gradient_std_err(jr.key(0), lambda s: s * operator, (2.0,), (1.0,), 8)
+    np.testing.assert_allclose(found.value, 4.0, rtol=1e-6)

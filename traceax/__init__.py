@@ -2,6 +2,7 @@
 
 from . import curvature as curvature, plot as plot
 from ._core.primitive import diagonal_p as diagonal_p, trace_p as trace_p
+from ._deprecated import gradient_std_err as gradient_std_err, track as track
 from ._diagonal.auto import AutoDiagonalEstimator as AutoDiagonalEstimator
 from ._diagonal.diagonal import block_traces as block_traces, diagonal as diagonal
 from ._diagonal.diagpp import DiagPlusPlusEstimator as DiagPlusPlusEstimator
@@ -21,7 +22,9 @@ from ._functions.spectral import (
     spectral_density as spectral_density,
     spectral_sum as spectral_sum,
 )
-from ._logdet.directional_derivative import gradient_std_err as gradient_std_err
+from ._logdet.directional_derivative import (
+    logdet_directional_derivative as logdet_directional_derivative,
+)
 from ._logdet.gaussian import gaussian_log_density as gaussian_log_density
 from ._logdet.logdet import logdet as logdet
 from ._logdet.preconditioners import (
@@ -37,7 +40,7 @@ from ._probes.samplers import (
     SteinhausSampler as SteinhausSampler,
 )
 from ._sequences.step import TrackState as TrackState
-from ._sequences.tracker import Tracker as Tracker, track as track
+from ._sequences.tracker import Tracker as Tracker
 from ._sketch.low_rank import BuiltPreconditioner as BuiltPreconditioner
 from ._trace.adaptive import (
     AdaptiveHutchPlusPlusEstimator as AdaptiveHutchPlusPlusEstimator,

@@ -98,8 +98,8 @@ class _NoDerivative(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         raise NotImplementedError(
-            "`gradient_std_err` has no derivative. Second derivatives of a log-determinant are "
-            "those of `logdet` itself: `jax.hessian`."
+            "`logdet_directional_derivative` has no derivative. Second derivatives of a "
+            "log-determinant are those of `logdet` itself: `jax.hessian`."
         )
 
 
@@ -142,7 +142,7 @@ class DerivativeEstimator(AbstractEstimator):
         return make_estimate(value, jnp.zeros_like(value), spent, 0, status), _NoDerivative()
 
 
-def gradient_std_err(
+def logdet_directional_derivative(
     key: PRNGKeyArray,
     make: Callable[..., lx.AbstractLinearOperator],
     primals: Sequence[PyTree],
@@ -166,7 +166,7 @@ def gradient_std_err(
             return kernel + noise * lx.IdentityLinearOperator(kernel.in_structure())
 
         primals, tangents = (0.2, 0.1), (1.0, 0.0)
-        slope = tr.gradient_std_err(jax.random.key(0), make, primals, tangents, k=120)
+        slope = tr.logdet_directional_derivative(jax.random.key(0), make, primals, tangents, k=120)
         slope.value, slope.std_err
         ```
 

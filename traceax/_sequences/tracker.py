@@ -39,7 +39,49 @@ _ENTER, _LEAVE = 0.6, 1.1
 
 @final
 class Tracker(eqx.Module):
-    """Estimates tr(A_j) for a sequence of operators: see [`traceax.track`][]."""
+    r"""Estimates tr(A_1), tr(A_2), ...: traces of an operator that changes slowly, such as the
+    Hessian of a network in training. What was learnt at one step makes the next more accurate.
+
+    !!! Example
+
+        ```python
+        tracker = tr.Tracker()
+        state = tracker.init(operator, k=20)
+        for key, operator in sequence:  # or in `jax.lax.scan`, with the state in the carry
+            state, solution = tracker.update(state, key, operator, k=20)
+        ```
+
+    - `"recycled"`: Hutch++ whose subspace is the one of the last step, improved for nothing by the
+        products that the trace needed anyway: half of the budget for it, half for residual probes.
+        Best where few eigenvalues stand out, also if they turn fast.
+    - `"deltashift"`: the last estimate plus an estimate of the difference, from the same probes
+        with the new and with the previous operator; older estimates fade as fast as the drift
+        asks for. Best where the operator changes by little from step to step.
+    - `"auto"`: the better of the two, by the drift and the residual that the steps show. It starts
+        with the recycled subspace. Every fourth step with one method, and every eighth with the
+        other, spends a part of the budget on a look at the other.
+
+    The value of a step is unbiased for operators that do not depend on earlier keys (with `"auto"`,
+    given the methods chosen), and its derivative with respect to the operator of that step too:
+    weights are held fixed, and the past is a constant. DeltaShift multiplies with the previous
+    operator again: arrays inside an operator are remembered, and everything else (functions and
+    the numbers written in them) must stay as it is.
+
+    The standard error comes from the norms of the products of this step, so that a jump of the
+    operator shows in it. With sphere probes it is right for Hermitian operators (measured: the true
+    error is 0.95 to 1.1 times the reported one with `k = 8`), and too large for others.
+
+    Cost: at most `k` matvecs a step, those with the previous operator included (under `vmap` over
+    states, `"auto"` makes the products of all its alternatives); one QR factorisation of `n x k/2`
+    numbers for the recycled subspace. The state holds `n x k/2` numbers for `"recycled"`, a copy of
+    the operator's arrays for `"deltashift"`, and both for `"auto"`.
+
+    ??? cite "References"
+
+        P. Dharangutte, C. Musco, *Dynamic trace estimation*, 2021, arXiv:2110.13752. R. A. Meyer,
+        C. Musco, C. Musco, D. P. Woodruff, *Hutch++: optimal stochastic trace estimation*, 2021,
+        arXiv:2010.09649.
+    """
 
     method: Literal["auto", "recycled", "deltashift"] = eqx.field(default="auto", static=True)
     sampler: AbstractSampler = SphereSampler()
@@ -56,7 +98,7 @@ class Tracker(eqx.Module):
     def _checked(self, operator, k: int) -> tuple[lx.AbstractLinearOperator, int]:
         operator = as_operator(operator)
         self.sampler.check_dtype(BlockOperator(operator).dtype)
-        name = f'track("{self.method}")'
+        name = f'Tracker("{self.method}")'
         return operator, check_budget(k, _SMALLEST[self.method], operator.in_size(), name)
 
     def init(self, operator: lx.AbstractLinearOperator, k: int) -> TrackState:
@@ -174,8 +216,14 @@ class Tracker(eqx.Module):
 
 Tracker.__init__.__doc__ = """**Arguments:**
 
-- `method`: `"auto"`, `"recycled"` or `"deltashift"`.
-- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][].
+- `method`: `"auto"`, `"recycled"` or `"deltashift"`. Their smallest budgets are 8, 2 and 4.
+- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][]; normal
+    probes are brought to the sphere.
+
+**Raises:**
+
+- `ValueError`: for an unknown method.
+- `TypeError`: for a sampler that is none.
 """
 
 
@@ -258,68 +306,3 @@ def _advance(
     result = RESULTS.where(failed, RESULTS.nonfinite_operator, successful)
     stats = {"std.err": std_err, "dof": dof, "method": method}
     return state, Solution(value, std_err, spent, stats, result)
-
-
-def track(
-    method: Literal["auto", "recycled", "deltashift"] = "auto",
-    sampler: AbstractSampler = SphereSampler(),
-) -> Tracker:
-    r"""A tracker of tr(A_1), tr(A_2), ...: traces of an operator that changes slowly, such as the
-    Hessian of a network in training. What was learnt at one step makes the next more accurate.
-
-    !!! Example
-
-        ```python
-        tracker = tr.track()
-        state = tracker.init(operator, k=20)
-        for key, operator in sequence:  # or in `jax.lax.scan`, with the state in the carry
-            state, solution = tracker.update(state, key, operator, k=20)
-        ```
-
-    - `"recycled"`: Hutch++ whose subspace is the one of the last step, improved for nothing by the
-        products that the trace needed anyway: half of the budget for it, half for residual probes.
-        Best where few eigenvalues stand out, also if they turn fast.
-    - `"deltashift"`: the last estimate plus an estimate of the difference, from the same probes
-        with the new and with the previous operator; older estimates fade as fast as the drift
-        asks for. Best where the operator changes by little from step to step.
-    - `"auto"`: the better of the two, by the drift and the residual that the steps show. It starts
-        with the recycled subspace. Every fourth step with one method, and every eighth with the
-        other, spends a part of the budget on a look at the other.
-
-    The value of a step is unbiased for operators that do not depend on earlier keys (with `"auto"`,
-    given the methods chosen), and its derivative with respect to the operator of that step too:
-    weights are held fixed, and the past is a constant. DeltaShift multiplies with the previous
-    operator again: arrays inside an operator are remembered, and everything else (functions and
-    the numbers written in them) must stay as it is.
-
-    The standard error comes from the norms of the products of this step, so that a jump of the
-    operator shows in it. With sphere probes it is right for Hermitian operators (measured: the true
-    error is 0.95 to 1.1 times the reported one with `k = 8`), and too large for others.
-
-    Cost: at most `k` matvecs a step, those with the previous operator included (under `vmap` over
-    states, `"auto"` makes the products of all its alternatives); one QR factorisation of `n x k/2`
-    numbers for the recycled subspace. The state holds `n x k/2` numbers for `"recycled"`, a copy of
-    the operator's arrays for `"deltashift"`, and both for `"auto"`.
-
-    ??? cite "References"
-
-        P. Dharangutte, C. Musco, *Dynamic trace estimation*, 2021, arXiv:2110.13752. R. A. Meyer,
-        C. Musco, C. Musco, D. P. Woodruff, *Hutch++: optimal stochastic trace estimation*, 2021,
-        arXiv:2010.09649.
-
-    **Arguments:**
-
-    - `method`: `"auto"`, `"recycled"` or `"deltashift"`. Their smallest budgets are 8, 2 and 4.
-    - `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][]; normal
-        probes are brought to the sphere.
-
-    **Returns:**
-
-    A [`traceax.Tracker`][], with the methods `init` and `update`.
-
-    **Raises:**
-
-    - `ValueError`: for an unknown method.
-    - `TypeError`: for a sampler that is none.
-    """
-    return Tracker(method, sampler)
