@@ -14,7 +14,7 @@ import pytest
 import scipy.io
 
 import traceax as tr
-from traceax._operators.shift import is_shifted_down
+from traceax._operators.known_parts import is_shifted_down
 
 from .helpers import PSD, keys, spectra, with_spectrum
 

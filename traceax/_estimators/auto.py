@@ -11,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
 from .._operators.block_operator import BlockOperator, semidefinite_sign
-from .._operators.structure import split_known_parts
+from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
 from .estimator import AbstractEstimator
 from .rows import Rows

@@ -26,7 +26,7 @@ from .._core.estimate import (
 )
 from .._core.primitive import Primitive, bind, trace_p
 from .._operators.block_operator import as_operator
-from .._operators.structure import KnownParts
+from .._operators.known_parts import KnownParts
 from .._operators.width import check_batch_size, in_batches
 from .._sketch.weights import AbstractWeights
 from .exact import exact

@@ -11,7 +11,7 @@ from jaxtyping import Array, Inexact
 
 from .._core.estimate import Estimate, make_estimate, status_of
 from .._operators.block_operator import BlockOperator
-from .._operators.structure import split_known_parts
+from .._operators.known_parts import split_known_parts
 from .._operators.width import batch_width
 from .._sketch.weights import AbstractWeights
 from .rows import Rows

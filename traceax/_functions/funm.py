@@ -65,7 +65,7 @@ from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, lanczos, quadrature
 from .._operators.block_operator import BlockOperator, is_hermitian, semidefinite_sign
-from .._operators.shift import matrix_of
+from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights

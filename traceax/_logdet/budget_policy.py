@@ -25,7 +25,7 @@ from .._core.estimate import status_of
 from .._functions.funm import plan
 from .._linalg.lanczos import Lanczos, lanczos
 from .._operators.block_operator import BlockOperator
-from .._operators.shift import is_shifted_down
+from .._operators.known_parts import is_shifted_down
 from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity

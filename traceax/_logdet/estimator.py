@@ -24,7 +24,7 @@ from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import fixed_budget_status, with_quadrature_error
 from .._linalg.factorisations import cholesky_inverse, cholesky_solve, lower_cholesky
 from .._operators.block_operator import BlockOperator
-from .._operators.shift import matrix_of
+from .._operators.known_parts import matrix_of
 from .._sketch.leave_one_out import square_norms
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative
 from .weights import ExactLogdetWeights, weights_of

@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._operators.block_operator import BlockOperator
-from .._operators.shift import scaling_of, terms_of
+from .._operators.known_parts import scaling_of, terms_of
 from .._probes.samplers import NormalSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
 from .preconditioners import scaled_products

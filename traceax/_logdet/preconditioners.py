@@ -21,7 +21,7 @@ from .._core.estimate import WRONG_DIAGONAL
 from .._core.precision import any_promotion
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
-from .._operators.shift import scaling_of, stored_diagonal, terms_of
+from .._operators.known_parts import scaling_of, stored_diagonal, terms_of
 from .._probes.samplers import NormalSampler
 from .._sketch.leave_one_out import square_norms
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of, pivoted_cholesky

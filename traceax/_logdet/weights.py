@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Inexact
 
 from .._operators.block_operator import BlockOperator
-from .._operators.shift import matrix_of
+from .._operators.known_parts import matrix_of
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.low_rank import LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights

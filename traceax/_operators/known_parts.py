@@ -1,0 +1,402 @@
+"""What is known of an operator without a product, from what it is written with: stored entries, the
+diagonal part of a sum such as K + s I, and scaling by it.
+
+Sums, multiples and tags are taken apart in one way, by `_fold`; what differs is what is made of the
+parts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Bool, Inexact, Int, Real
+
+from .._core.estimate import scale_of, status_of
+from .block_operator import BlockOperator, is_tagged, semidefinite_sign
+from .sparse import SparseLinearOperator
+from .width import batch_size_of, in_batches
+
+_T = TypeVar("_T")
+
+# Operators whose diagonal is stored, so that reading it costs no product.
+_STORED = (
+    lx.MatrixLinearOperator,
+    lx.PyTreeLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+    SparseLinearOperator,
+)
+
+# Operators all of whose entries are stored, in the order of the rows of a block.
+_STORED_WHOLE = (
+    lx.MatrixLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+)
+
+
+def _fold(
+    operator: Any,
+    leaf: Callable[[Any], _T],
+    *,
+    add: Callable[[Any, _T, _T], _T],
+    times: Callable[[Any, Array, _T], _T],
+    tagged: Callable[[Any, _T], _T],
+) -> _T:
+    """What is made of an operator from what is made of its parts.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `leaf`: what is made of an operator without parts: no sum, multiple or tagged one.
+    - `add`: what is made of a sum, from that of its two terms.
+    - `times`: what is made of a multiple, quotient or negation, from its factor and that of what is
+        multiplied.
+    - `tagged`: what is made of a tagged operator, from that of the one inside.
+    """
+    again: Any = partial(_fold, leaf=leaf, add=add, times=times, tagged=tagged)
+    if isinstance(operator, lx.TaggedLinearOperator):
+        return tagged(operator, again(operator.operator))
+    if isinstance(operator, lx.AddLinearOperator):
+        return add(operator, again(operator.operator1), again(operator.operator2))
+    one = jnp.ones((), BlockOperator(operator).dtype)
+    if isinstance(operator, lx.NegLinearOperator):
+        return times(operator, -one, again(operator.operator))
+    if isinstance(operator, lx.MulLinearOperator):
+        factor = jnp.asarray(operator.scalar).astype(one.dtype)
+        return times(operator, factor, again(operator.operator))
+    if isinstance(operator, lx.DivLinearOperator):
+        factor = one / jnp.asarray(operator.scalar).astype(one.dtype)
+        return times(operator, factor, again(operator.operator))
+    return leaf(operator)
+
+
+class Terms(NamedTuple):
+    """A = diag(shift) + (the rest)."""
+
+    shift: Inexact[Array, " n"] | None  # None if no diagonal part is written down
+    has_rest: bool
+    semidefinite: bool  # the rest is tagged semidefinite, part by part
+    sign: Real[Array, ""]  # 1 if it is positive then, as factors tell that may be traced
+
+    @property
+    def positive(self) -> Bool[Array, ""]:
+        """Whether the rest is positive semidefinite, as far as is written down."""
+        return jnp.asarray(self.semidefinite) & (self.sign > 0)
+
+
+def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
+    """Find the diagonal part of a sum.
+
+    **Arguments:**
+
+    - `operator`: the operator, of which sums, multiples and tags are taken apart.
+
+    **Returns:**
+
+    The `Terms`. No product is spent.
+    """
+
+    def leaf(operator):
+        if isinstance(operator, _STORED) and is_tagged(lx.is_diagonal, operator):
+            dtype = BlockOperator(operator).dtype
+            return Terms(lx.diagonal(operator).astype(dtype), False, True, jnp.ones(()))
+        sign = semidefinite_sign(operator)
+        return Terms(None, True, sign != 0, jnp.asarray(float(sign)))
+
+    def add(_, first, second):
+        shifts = [part.shift for part in (first, second) if part.shift is not None]
+        shift = sum(shifts[1:], start=shifts[0]) if shifts else None
+        semidefinite = first.semidefinite and second.semidefinite
+        signs = [part.sign for part in (first, second) if part.has_rest]
+        sign = signs[0] if signs else first.sign
+        if len(signs) == 2:
+            sign = jnp.where(signs[0] == signs[1], sign, 0)
+        return Terms(shift, first.has_rest or second.has_rest, semidefinite, sign)
+
+    def times(_, factor, inner):
+        shift = inner.shift
+        shift = None if shift is None else factor.astype(shift.dtype) * shift
+        sign = inner.sign * jnp.sign(factor.real).astype(inner.sign.dtype)
+        return inner._replace(shift=shift, sign=sign)
+
+    def tagged(operator, inner):
+        sign = semidefinite_sign(operator)
+        if inner.shift is None and sign != 0:
+            return inner._replace(semidefinite=True, sign=jnp.asarray(float(sign)))
+        return inner
+
+    return _fold(operator, leaf, add=add, times=times, tagged=tagged)
+
+
+def is_shifted_down(operator: Any) -> bool:
+    """Whether a diagonal part that is not positive is written down, as in K - s I: such a sum may
+    be indefinite, whatever the tag of K says. False where that is traced, or no operator.
+
+    **Arguments:**
+
+    - `operator`: the operator, or what a user took for one.
+    """
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        return False
+    with jax.ensure_compile_time_eval():  # what is known is read inside of a program, too
+        shift = terms_of(operator).shift
+    known = shift is not None and not isinstance(shift, jax.core.Tracer)
+    return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
+
+
+def _stored(operator: Any, read: Callable[[Any], Array | None]) -> Array | None:
+    """The sum of what can be read of all parts, or None."""
+
+    def add(operator, first, second):
+        if first is None or second is None:
+            return None
+        dtype = BlockOperator(operator).dtype
+        return first.astype(dtype) + second.astype(dtype)
+
+    def times(_, factor, inner):
+        return None if inner is None else factor * inner.astype(factor.dtype)
+
+    return _fold(operator, read, add=add, times=times, tagged=lambda _, inner: inner)
+
+
+def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
+    """The diagonal, where it can be read without a product, or None.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+
+    def read(operator):
+        dtype = BlockOperator(operator).dtype
+        if is_tagged(lx.has_unit_diagonal, operator):
+            return jnp.ones(operator.in_size(), dtype)
+        if isinstance(operator, lx.ComposedLinearOperator):
+            factors = operator.operator1, operator.operator2
+            if not any(is_tagged(lx.is_diagonal, part) for part in factors):
+                return None
+            # (D A)_jj = d_j A_jj, and (A D)_jj as well.
+            first, second = map(stored_diagonal, factors)
+            if first is None or second is None:
+                return None
+            return first.astype(dtype) * second.astype(dtype)
+        return lx.diagonal(operator).astype(dtype) if isinstance(operator, _STORED) else None
+
+    if is_tagged(lx.has_unit_diagonal, operator):
+        return read(operator)
+    return _stored(operator, read)
+
+
+def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] | None:
+    """The matrix, where all of its entries can be read without a product, or None.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+
+    def read(operator):
+        if not isinstance(operator, _STORED_WHOLE):
+            return None
+        return operator.as_matrix().astype(BlockOperator(operator).dtype)
+
+    return _stored(operator, read)
+
+
+def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
+    """The matrix of an operator, and the number of products that it takes: none where the entries
+    are stored, n otherwise.
+
+    **Arguments:**
+
+    - `block`: the operator.
+    """
+    stored = stored_matrix(block.operator)
+    if stored is not None:
+        return stored.astype(block.dtype), 0
+    return block.mm(jnp.eye(block.n, dtype=block.dtype)), block.n
+
+
+class Scaling(NamedTuple):
+    """D up to its unit, which the first products decide."""
+
+    relative: Real[Array, " n"]  # the roots of D / unit
+    unit: Real[Array, ""]  # the known unit, if it is known
+    usable: Bool[Array, ""]  # whether it is
+
+    def fixed(self, products: Array, eps: float) -> tuple[Real[Array, ""], Bool[Array, ""]]:
+        """The unit, and whether s = 1 is known: not if the shift is lost in the rounding."""
+        scale = scale_of(products)
+        known = self.usable & (self.unit > eps * scale)
+        return jnp.where(known, self.unit, scale), known
+
+
+def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
+    """The scaling by the diagonal part of A; by a scalar where it has none, or not a positive one.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+    block = BlockOperator(operator)
+    real = jnp.finfo(block.dtype).dtype
+    one = jnp.ones((), real)
+    shift = terms_of(operator).shift
+    if shift is None:
+        return Scaling(jnp.ones(block.n, real), one, jnp.array(False))
+    shift = shift.real.astype(real)
+    unit = jnp.max(shift, initial=0.0)
+    usable = jnp.all(shift > block.eps * unit) & jnp.isfinite(unit)
+    unit = jnp.where(usable, unit, one)
+    return Scaling(jnp.sqrt(jnp.where(usable, shift / unit, 1)), unit, usable)
+
+
+class KnownParts(NamedTuple):
+    """`tr(A) = exact + scale tr(rest)`, or the same of diagonals; `rest=None` if nothing is left.
+
+    `exact` and `scale` are differentiable and of the working dtype; `has_exact` tells (statically)
+    whether anything was split off, and `status` whether what that was read from is finite.
+    """
+
+    exact: Inexact[Array, "..."]
+    num_matvecs: int
+    scale: Inexact[Array, ""]
+    rest: lx.AbstractLinearOperator | None
+    has_exact: bool
+    status: Int[Array, ""]
+
+
+def _banded_diagonal(operator: lx.AbstractLinearOperator, width: int) -> tuple[Array, int]:
+    # Rows i and j with the same colour i = j (mod width) do not meet in a (tri)diagonal matrix, so
+    # that (A e_c)_i = A_ii for the indicator e_c of the colour of i.
+    block = BlockOperator(operator)
+    colours = min(width, block.n)
+    indicator = (jnp.arange(block.n)[:, None] % colours) == jnp.arange(colours)[None, :]
+    products = block.mm(indicator.astype(block.dtype))
+    return jnp.sum(jnp.where(indicator, products, jnp.zeros((), block.dtype)), axis=1), colours
+
+
+class _Known(NamedTuple):
+    """A trace (or diagonal), the number of products it took, and whether all entries are finite."""
+
+    exact: Inexact[Array, "..."]
+    num_matvecs: int
+    status: Int[Array, ""]
+
+
+def _known(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> _Known | None:
+    """What is known of an operator, or None if that is not cheap."""
+    dtype = BlockOperator(operator).dtype
+    n = operator.in_size()
+    if is_tagged(lx.has_unit_diagonal, operator):  # the identity among them
+        return _Known(jnp.ones(n, dtype) if diagonal else jnp.asarray(n, dtype), 0, status_of())
+    entries, spent, status = stored_diagonal(operator), 0, status_of()
+    if entries is not None:
+        # A product would show NaN off the diagonal, too. Looking at all entries costs as much as
+        # one product.
+        status = status_of(*jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)))
+    elif not paid:
+        return None
+    elif is_tagged(lx.is_diagonal, operator):
+        entries, spent = _banded_diagonal(operator, 1)
+    elif is_tagged(lx.is_tridiagonal, operator):
+        entries, spent = _banded_diagonal(operator, 3)
+    else:
+        return None
+    return _Known(entries if diagonal else jnp.sum(entries), spent, status)
+
+
+def split_known_parts(
+    operator: lx.AbstractLinearOperator, budget: int, cost_of_rest: int, diagonal: bool = False
+) -> KnownParts:
+    """Split off what is exact: stored, diagonal, tridiagonal, identity and unit-diagonal parts of
+    sums, multiples, quotients and negations.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `budget`: the number of matvecs there is.
+    - `cost_of_rest`: how many of them must remain if anything is left over. A diagonal that is
+        known by its tag only takes products to read (one, or three if tridiagonal): it is split
+        off where they can be paid.
+    - `diagonal`: whether `exact` should be the diagonal rather than the trace.
+
+    **Returns:**
+
+    A `KnownParts`.
+    """
+    parts = _split_known_parts(operator, True, diagonal)
+    spent = parts.num_matvecs + (0 if parts.rest is None else cost_of_rest)
+    return parts if spent <= budget else _split_known_parts(operator, False, diagonal)
+
+
+def _split_known_parts(
+    operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool
+) -> KnownParts:
+    """`split_known_parts`, with or without parts that take products.
+
+    A factor in front of everything is taken out too, so that the tags of what it multiplies
+    still count: the sign of a traced factor is unknown, hence `c K` is not tagged semidefinite.
+    """
+
+    def whole(operator):
+        dtype = BlockOperator(operator).dtype
+        nothing = jnp.zeros(operator.in_size() if diagonal else (), dtype)
+        return KnownParts(nothing, 0, jnp.ones((), dtype), operator, False, status_of())
+
+    def or_known(operator, parts):
+        """All of it, where what is left is known as a whole."""
+        known = None if parts.rest is None else _known(operator, paid, diagonal)
+        if known is None:
+            return parts
+        exact, spent, status = known
+        return KnownParts(exact.astype(parts.exact.dtype), spent, parts.scale, None, True, status)
+
+    def add(operator, *parts):
+        if not any(part.has_exact for part in parts):
+            return or_known(operator, whole(operator))
+        dtype = BlockOperator(operator).dtype
+        one = jnp.ones((), dtype)
+        exact = parts[0].exact.astype(dtype) + parts[1].exact.astype(dtype)
+        spent = parts[0].num_matvecs + parts[1].num_matvecs
+        status = jnp.maximum(parts[0].status, parts[1].status)
+        left = [part for part in parts if part.rest is not None]
+        if len(left) < 2:
+            scale, rest = (left[0].scale.astype(dtype), left[0].rest) if left else (one, None)
+            return or_known(operator, KnownParts(exact, spent, scale, rest, True, status))
+        # A part with nothing exact in it stays as it was written, for the sake of its tags.
+        terms = operator.operator1, operator.operator2
+        first, second = (
+            part.rest * part.scale if part.has_exact else term
+            for part, term in zip(parts, terms, strict=True)
+        )
+        return or_known(operator, KnownParts(exact, spent, one, first + second, True, status))
+
+    def times(operator, factor, part):
+        exact, scale = part.exact.astype(factor.dtype), part.scale.astype(factor.dtype)
+        return or_known(operator, part._replace(exact=exact * factor, scale=scale * factor))
+
+    def tagged(operator, inner):
+        # The tags belong to the whole, not to what is left of it. (On Gaussian-process kernels
+        # XTrace on K alone beats XNysTrace on K + s I, whose flat tail it cannot compress.)
+        if not inner.has_exact:
+            return or_known(operator, whole(operator))
+        if inner.rest is None:
+            return inner
+        rest = in_batches(inner.rest, batch_size_of(operator))
+        return or_known(operator, inner._replace(rest=rest))
+
+    def leaf(operator):
+        return or_known(operator, whole(operator))
+
+    return _fold(operator, leaf, add=add, times=times, tagged=tagged)
