@@ -82,7 +82,7 @@ def logdet(
     *With a tolerance* the products go on until two standard errors and the quadrature error are
     within `atol + rtol |t|`: the rank doubles (16, 32, 64, ...) while that pays, then more probes
     follow, with longer recurrences (8, 24, 72, ... steps) where the quadrature errs. What the
-    rules are stands in `traceax/_logdet_tolerance.py`. If the budget allows n products, the last
+    rules are stands in `traceax/_logdet/tolerance.py`. If the budget allows n products, the last
     resort is the exact value, from the stored entries or from n new products (all others then are
     at most n/4). Otherwise the result is `RESULTS.not_converged`, with the best estimate. All of
     this works under `jit`; under `vmap` every lane gets what it would get by itself. A derivative
@@ -140,7 +140,7 @@ def logdet(
         A. Cortinovis, P. Toni, 2026, arXiv:2601.05778; Z. Frangella, J. A. Tropp, M. Udell,
         *Randomized Nystrom preconditioning*, 2023, arXiv:2110.02820; Y. Chen, E. N. Epperly,
         J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky*, 2024, arXiv:2207.06503. The
-        derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet_weights.py` derives the
+        derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet/weights.py` derives the
         rest.
     """
     options = Tolerance(rtol, atol, max_k, progress)
