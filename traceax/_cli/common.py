@@ -270,7 +270,7 @@ def solve(
     operator: lx.AbstractLinearOperator,
     estimate: Callable[..., tr.Solution],
     **choices: Any,
-) -> tuple[tr.Solution, Report, str]:
+) -> tuple[Any, Report, str]:
     """Run an estimate, and begin the report.
 
     **Arguments:**

@@ -1,4 +1,4 @@
-"""`traceax diagonal`: read from the file, or of the inverse of the matrix, estimated from solves."""
+"""`traceax diagonal`: read from the file, or of the inverse of the matrix, from solves."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the commands for functions of a matrix share: one number, with the errors of its two sources."""
+"""What the commands for functions of a matrix share: one number, with the errors of two sources."""
 
 import argparse
 from collections.abc import Callable
