@@ -540,10 +540,10 @@ MESSAGES = [
         argparse.ArgumentTypeError,
         "got '-1'",
         "not negative",
-        command("trace", "a", "--rtol=-1"),
+        command("logdet", "a", "--rtol=-1"),
     ),
-    (ValueError, "got 9", "give --rtol", command("trace", "a", "--max-k", "9")),
-    (ValueError, "-k 9", "--max-k 9", command("trace", "a", "-k", "9", "--rtol", "1")),
+    (ValueError, "got 9", "give --rtol", command("logdet", "a", "--max-k", "9")),
+    (ValueError, "-k 9", "--max-k 9", command("logdet", "a", "-k", "9", "--rtol", "1")),
     (ValueError, "'.mat'", "use one of", command("diagonal", "a", "--output", "a.mat")),
     (
         ValueError,
