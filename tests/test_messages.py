@@ -20,8 +20,8 @@ from jax.experimental import sparse as jsparse
 
 import traceax as tr
 from traceax import curvature, plot
-from traceax._cli import _parser
-from traceax._cli.common import settle_budget, write
+from traceax._cli import _parse
+from traceax._cli.common import write
 from traceax._cli.files import MatrixFileError, read_matrix
 from traceax._operators.sparse import _Entries
 
@@ -54,8 +54,7 @@ def command(*words, **files):
     def call(folder):
         for name, array in files.items():
             np.save(folder / f"{name}.npy", array)
-        arguments = _parser().parse_args([word.format(folder) for word in words])
-        settle_budget(arguments)
+        arguments = _parse([word.format(folder) for word in words])
         arguments.run(arguments)
 
     return call
@@ -547,10 +546,10 @@ MESSAGES = [
         argparse.ArgumentTypeError,
         "got '-1'",
         "not negative",
-        command("trace", "a", "--rtol=-1"),
+        command("logdet", "a", "--rtol=-1"),
     ),
-    (ValueError, "got 9", "give --rtol", command("trace", "a", "--max-k", "9")),
-    (ValueError, "-k 9", "--max-k 9", command("trace", "a", "-k", "9", "--rtol", "1")),
+    (ValueError, "got 9", "give --rtol", command("logdet", "a", "--max-k", "9")),
+    (ValueError, "-k 9", "--max-k 9", command("logdet", "a", "-k", "9", "--rtol", "1")),
     (ValueError, "'.mat'", "use one of", command("diagonal", "a", "--output", "a.mat")),
     (
         ValueError,
@@ -579,14 +578,10 @@ MESSAGES = [
         ValueError,
         "complex",
         "--tag psd",
-        command("spectral-sum", "{}/a.npy", "--function", "log", a=np.eye(2) + 0j),
+        command("trace", "{}/a.npy", "--function", "log", a=np.eye(2) + 0j),
     ),
-    (
-        ValueError,
-        "xnystrace",
-        "or use --estimator xtrace",
-        command("trace", str(BUS), "--estimator", "xnystrace"),
-    ),
+    (ValueError, "-k 9", "leave -k out", command("trace", "a", "-k", "9")),
+    (ValueError, "no spectral-sum", "`traceax trace FILE", command("spectral-sum", "a")),
 ]
 
 

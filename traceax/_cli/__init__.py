@@ -12,33 +12,42 @@ from typing import Any
 
 import jax
 
-from .common import Command, add_shared_arguments, settle_budget, table
+from .common import Command, add_shared_arguments, settle, table
 from .density import DENSITY
 from .diagonal import DIAGONAL
 from .files import MatrixFileError
-from .functions import LOGDET, SPECTRAL_SUM
+from .logdet import LOGDET
 from .trace import TRACE
 
-_COMMANDS: tuple[Command, ...] = (TRACE, DIAGONAL, LOGDET, SPECTRAL_SUM, DENSITY)
+_COMMANDS: tuple[Command, ...] = (TRACE, DIAGONAL, LOGDET, DENSITY)
+_REMOVED = {"spectral-sum": "trace FILE --function NAME"}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="traceax",
-        description="Stochastic estimation of traces, diagonals and functions of matrices in "
-        "files.",
+        description="Traces, diagonals, log-determinants and spectra of matrices in files, and of "
+        "their functions.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         own = commands.add_parser(
             command.name,
-            help=f"estimate {command.what}",
-            description=f"Estimate {command.what} from products with random vectors.",
+            help=command.what,
+            description=f"{command.name.capitalize()}: {command.what}.",
         )
         own.set_defaults(run=command.run, rows=command.rows)
         add_shared_arguments(own)
         command.add_arguments(own)
     return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    if argv and argv[0] in _REMOVED:
+        raise ValueError(f"There is no {argv[0]} any more: use `traceax {_REMOVED[argv[0]]}`.")
+    arguments = _parser().parse_args(argv)
+    settle(arguments)
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,10 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit code: 0; 1 if the result cannot be trusted; 2 for bad input (with one line on
     standard error).
     """
-    arguments = _parser().parse_args(argv)
     jax.config.update("jax_enable_x64", True)
     try:
-        settle_budget(arguments)
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         report, message = arguments.run(arguments)
     except (MatrixFileError, ValueError) as error:  # an estimator may not fit the matrix
         print(f"traceax: {' '.join(str(error).split())}", file=sys.stderr)

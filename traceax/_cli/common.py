@@ -34,13 +34,14 @@ _OUTCOMES = (
     "not_symmetric",
 )
 _TOLERANCES = ("rtol", "atol", "max_k")
+_ESTIMATING = ("k", "seed", *_TOLERANCES, "tag", "steps")  # what only an estimate can use
 
 
 class Command(NamedTuple):
     """A command of the command line."""
 
     name: str
-    what: str  # it estimates this
+    what: str  # it prints this
     add_arguments: Callable[[argparse.ArgumentParser], None]  # its own ones
     run: Callable[[argparse.Namespace], tuple[Report, str]]  # the report, and a message if it fails
     rows: Callable[[Report], tuple[Rows, Rows]]  # of the table, before and after what all have
@@ -85,7 +86,7 @@ def add_shared_arguments(command: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", help="Matrix Market .mtx or .mtx.gz, SciPy .npz, NumPy .npy"
     )
     command.add_argument("-k", type=positive, help="matvecs to spend (default 100)")
-    command.add_argument("--seed", type=_seed, default=0, help="seed of the random key (default 0)")
+    command.add_argument("--seed", type=_seed, help="seed of the random key (default 0)")
     command.add_argument(
         "--dtype", choices=_DTYPES, help="precision to compute in (default: the file's)"
     )
@@ -128,8 +129,27 @@ def add_tolerance(command: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def settle_budget(arguments: argparse.Namespace) -> None:
-    """Check that there is a budget or a tolerance, not both; without either, the default budget."""
+def reads(arguments: argparse.Namespace) -> bool:
+    """Whether the file already contains what is asked for: no function of the matrix is given."""
+    return getattr(arguments, "function", "") is None
+
+
+def settle(arguments: argparse.Namespace) -> None:
+    """Check that the options fit together, and choose the budget and the seed that are not given.
+
+    What is read from the file takes no options of an estimate. An estimate has a budget or a
+    tolerance, not both.
+    """
+    for name in _ESTIMATING if reads(arguments) else ():
+        value = getattr(arguments, name, None)
+        if value is not None:
+            option = "-k" if name == "k" else f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} {value} is for estimates, and the {arguments.command} of a matrix is "
+                f"read from its file, exactly: leave {option} out, or add --function for the "
+                f"{arguments.command} of a function of the matrix."
+            )
+    arguments.seed = arguments.seed or 0
     rtol, atol, max_k = (getattr(arguments, name, None) for name in _TOLERANCES)
     if rtol is None and atol is None:
         if max_k is not None:
@@ -145,14 +165,17 @@ def settle_budget(arguments: argparse.Namespace) -> None:
         )
 
 
-def spending(arguments: argparse.Namespace) -> dict[str, Any]:
+def _tolerances(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in _TOLERANCES if hasattr(arguments, name)}
+
+
+def _spending(arguments: argparse.Namespace) -> dict[str, Any]:
     """The budget or the tolerance, as arguments of a function of the package. Progress is shown on
     a terminal.
     """
     if arguments.k is not None:
         return {"k": arguments.k}
-    tolerances = {name: getattr(arguments, name) for name in _TOLERANCES}
-    return {**tolerances, "progress": sys.stderr.isatty()}
+    return {**_tolerances(arguments), "progress": sys.stderr.isatty()}
 
 
 def add_steps(command: argparse.ArgumentParser) -> None:
@@ -227,20 +250,43 @@ def begin_report(
 
     The report, and a message if the result cannot be trusted.
     """
+    asked = () if reads(arguments) else ("k", *_tolerances(arguments), "seed")
     is_outcome = (bool(solution.result == getattr(tr.RESULTS, name)) for name in _OUTCOMES)
     report = {
         "file": arguments.file,
         "n": operator.in_size(),
         "dtype": str(operator.in_structure().dtype),
         **choices,
-        "k": arguments.k,
-        **{name: getattr(arguments, name) for name in _TOLERANCES if hasattr(arguments, name)},
-        "seed": arguments.seed,
+        **{name: getattr(arguments, name) for name in asked},
         "matvecs": solution.num_matvecs.item(),
         "seconds": seconds,
         "result": next(itertools.compress(_OUTCOMES, is_outcome), "failed"),
     }
     return report, tr.RESULTS[solution.result]  # the message of success is empty
+
+
+def solve(
+    arguments: argparse.Namespace,
+    operator: lx.AbstractLinearOperator,
+    estimate: Callable[..., tr.Solution],
+    **choices: Any,
+) -> tuple[Any, Report, str]:
+    """Run an estimate, and begin the report.
+
+    **Arguments:**
+
+    - `arguments`: those of the command.
+    - `operator`: the matrix of the file.
+    - `estimate`: the estimate, of a random key and a budget (or a tolerance).
+    - `**choices`: what else was chosen, for the report.
+
+    **Returns:**
+
+    The solution, the report, and a message if the result cannot be trusted.
+    """
+    spent = _spending(arguments)
+    solution, seconds = timed(arguments.seed, lambda key: estimate(key, **spent))
+    return solution, *begin_report(arguments, operator, solution, seconds, **choices)
 
 
 def ratio(error: float, size: float) -> float:

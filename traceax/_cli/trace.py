@@ -1,118 +1,63 @@
-"""`traceax trace`, and what it shares with `traceax diagonal`: the choice of an estimator."""
+"""`traceax trace`: read from the file, or of a function of the matrix, estimated."""
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
-import lineax as lx
 
 import traceax as tr
 
-from .common import (
-    Command,
-    Report,
-    Rows,
-    add_tag,
-    add_tolerance,
-    begin_report,
-    number,
-    ratio,
-    read_operator,
-    spending,
-    timed,
-)
+from .common import Command, Report, Rows, add_steps, add_tag, read_operator, reads, solve
+from .functions import function_rows, read_hermitian, solve_function
 
-_ESTIMATORS = {
-    "auto": tr.AutoTraceEstimator,
-    "hutchinson": tr.HutchinsonEstimator,
-    "hutch++": tr.HutchPlusPlusEstimator,
-    "a-hutch++": tr.AdaptiveHutchPlusPlusEstimator,
-    "xtrace": tr.XTraceEstimator,
-    "xnystrace": tr.XNysTraceEstimator,
-    "exact": tr.ExactTraceEstimator,
+_FUNCTIONS = {
+    # A Lanczos recurrence can meet a pole inside of the spectrum anywhere, so 1/x has none there.
+    "inv": lambda x: jnp.where(x > 0, jnp.reciprocal(x), jnp.nan),
+    "sqrt": jnp.sqrt,
+    "exp": jnp.exp,
+    "log": jnp.log,
+    "log1p": jnp.log1p,
 }
 
 
-def add_estimator(command: argparse.ArgumentParser, estimators: dict[str, Any]) -> None:
-    """Which estimator, and the tag that some of them need."""
-    command.add_argument("--estimator", choices=tuple(estimators), default="auto")
-    add_tag(command)
-
-
-def solve_with_estimator(
-    arguments: argparse.Namespace,
-    estimate: Callable[..., tr.Solution],
-    estimators: dict[str, Any],
-    needs_no_tag: dict[str, str],
-) -> tuple[lx.AbstractLinearOperator, tr.Solution, Report, str]:
-    """Read the matrix, and run the estimator that was chosen.
-
-    **Arguments:**
-
-    - `arguments`: those of the command.
-    - `estimate`: `trace` or `diagonal` of the package.
-    - `estimators`: the classes, by their names.
-    - `needs_no_tag`: for those that need a tag, what to use instead.
-
-    **Returns:**
-
-    The operator, the solution, the report that was begun, a message if it failed.
-    """
-    name = arguments.estimator
-    operator = read_operator(arguments)
-    if name in needs_no_tag and arguments.tag is None:
-        raise ValueError(
-            f"{arguments.file}: {name} needs a semidefinite matrix; say that it is with --tag psd "
-            f"(or --tag nsd), or use --estimator {needs_no_tag[name]}."
-        )
-
-    def run(key):
-        return estimate(key, operator, estimator=estimators[name](), **spending(arguments))
-
-    solution, seconds = timed(arguments.seed, run)
-    return operator, solution, *begin_report(arguments, operator, solution, seconds, estimator=name)
-
-
 def _add_arguments(command: argparse.ArgumentParser) -> None:
-    add_estimator(command, _ESTIMATORS)
-    add_tolerance(command, "the trace")
+    command.add_argument(
+        "--function",
+        choices=tuple(_FUNCTIONS),
+        help="estimate the trace of this function of a symmetric matrix, from its products (inv "
+        "and log need a positive definite one); without --function the trace of the matrix itself "
+        "is read from the file, exactly, and the options of an estimate are refused",
+    )
+    add_tag(command)
+    add_steps(command)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
-    operator, solution, report, message = solve_with_estimator(
-        arguments, tr.trace, _ESTIMATORS, {"xnystrace": "xtrace", "a-hutch++": "hutch++"}
-    )
-    value, std_err = solution.value.item(), solution.std_err.item()
-    ends = [end.item() for end in solution.interval()]
-    report["estimate"] = value
-    report["std_err"] = std_err
-    report["interval"] = None if isinstance(value, complex) else ends
-    if arguments.exact:
-        entries = lx.diagonal(operator)
-        report["exact"] = entries.sum().item()
-        # An exact estimate may add up the same entries in another order.
-        rounding = 8 * jnp.finfo(entries.dtype).eps * jnp.abs(entries).sum().item()
-        error = abs(value - report["exact"])
-        report["error_in_std_errs"] = ratio(0 if error <= rounding else error, std_err)
-    return report, message
+    name = arguments.function
+    if reads(arguments):
+        operator = read_operator(arguments)
+        solution, report, message = solve(
+            arguments, operator, lambda key, k: tr.trace(key, operator, operator.in_size())
+        )
+        return report | {"exact": solution.value.item()}, message
+    operator = read_hermitian(arguments)
+
+    def estimate(key, k):
+        steps = arguments.steps if k < operator.in_size() else None
+        return tr.spectral_sum(key, _FUNCTIONS[name], operator, k, num_steps=steps)
+
+    return solve_function(arguments, operator, estimate, function=name)
 
 
 def _rows(report: Report) -> tuple[Rows, Rows]:
-    results = [
-        ("estimator", report["estimator"]),
-        ("estimate", number(report["estimate"])),
-        ("standard error", f"{report['std_err']:.3g}"),
-    ]
-    if report["interval"] is not None:
-        low, high = map(number, report["interval"])
-        results.append(("95 % interval", f"[{low}, {high}]"))
-    if "exact" not in report:
-        return results, []
-    return results, [
-        ("exact trace", f"{report['exact']:.13g}"),
-        ("error", f"{report['error_in_std_errs']:.2f} standard errors"),
-    ]
+    if "function" not in report:
+        return [("exact trace", f"{report['exact']:.13g}")], []
+    return function_rows([("function", report["function"])], report)
 
 
-TRACE = Command("trace", "the trace of a square matrix", _add_arguments, _run, _rows)
+TRACE = Command(
+    "trace",
+    "the exact trace of a matrix, or an estimate of that of a function of it",
+    _add_arguments,
+    _run,
+    _rows,
+)
