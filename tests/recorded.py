@@ -183,7 +183,7 @@ def calls():
     found["gaussian_log_density slope"] = lambda: _slope(
         lambda s: tr.gaussian_log_density(key, y, _kernel(s), 20).value, 0.2
     )
-    found["gradient_std_err kernel"] = lambda: tr.logdet_directional_derivative(
+    found["logdet_directional_derivative kernel"] = lambda: tr.logdet_directional_derivative(
         key, _kernel, (0.2, 0.01), (1.0, 0.0), 20
     )
 
@@ -201,7 +201,7 @@ def calls():
             key, ops[w], 20, jnp.linspace(0.0, 1.0, 5)
         )
     for method in ("auto", "recycled", "deltashift"):
-        found[f"track {method}"] = lambda m=method: _tracked(m)
+        found[f"Tracker {method}"] = lambda m=method: _tracked(m)
     found["matvecs_needed"] = lambda: tr.matvecs_needed(0.1, frobenius_norm=2.0, spectral_norm=1.0)
     found["SparseLinearOperator"] = lambda: tr.SparseLinearOperator(
         jax.experimental.sparse.BCOO.fromdense(jnp.eye(4) + jnp.ones((4, 4)))
