@@ -3,9 +3,9 @@ r"""Low rank plus a multiple of the identity: the factors of a preconditioner.
 Everything happens in the scaled operator A' = D^{-1/2} A D^{-1/2} = K' + s I. Where lineax writes
 the operator as a sum with a diagonal part D, that part is read off (`_operators.known_parts`), and
 s = 1; otherwise D is a scalar unit and s is estimated: with theta the smallest Ritz value on the
-span of the sketch and r the norm of its residual, s = theta - min(r, theta / 2). (A Gaussian-process
-kernel of low numerical rank plus s I has r = 0 to rounding, which is what makes the flat tail
-vanish from K'.)
+span of the sketch and r the norm of its residual, s = theta - min(r, theta / 2). (A
+Gaussian-process kernel of low numerical rank plus s I has r = 0 to rounding, which is what makes
+the flat tail vanish from K'.)
 
 K' ~ U Lambda U^H from a Nystrom approximation or a partial Cholesky factorisation. With t the mean
 eigenvalue of what that leaves out, the preconditioner is
