@@ -1,0 +1,38 @@
+"""The same key gives the same numbers with every version of Python and JAX that is supported."""
+
+import inspect
+import json
+
+import numpy as np
+import pytest
+
+import traceax as tr
+
+from .. import recorded
+
+RECORDED = json.loads(recorded.FILE.read_text())
+CALLS = recorded.calls()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_are_those_recorded(name):
+    """`python -m tests.recorded` records them anew, where a change is meant: see the changelog."""
+    found, expected = recorded.numbers_of(CALLS[name]()), RECORDED[name]
+    finite = [x for x in expected if np.isfinite(x)]
+    scale = max(map(abs, finite), default=0.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-8 * scale)
+
+
+def test_every_public_function_is_recorded():
+    names = {name.split()[0] for name in CALLS}
+    assert set(RECORDED) == set(CALLS)
+    for name, value in vars(tr).items():
+        if name.startswith("_") or inspect.ismodule(value) or not callable(value):
+            continue
+        if inspect.isclass(value) and (inspect.isabstract(value) or name in RESULTS):
+            continue
+        assert name in names, name
+
+
+# What functions return, and not called by anybody.
+RESULTS = {"Solution", "RESULTS", "Summary", "TrackState", "Tracker"}
