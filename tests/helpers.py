@@ -78,11 +78,11 @@ def estimates(matrix, k, estimator, count, tags=PSD, seed=0):
     return jax.jit(jax.vmap(lambda key: tr.trace(key, operator, k, estimator)))(keys(count, seed))
 
 
-def environment():
-    """For programs that compile for longer than they compute: see `conftest.py`."""
+def environment(quick=True):
+    """For programs. Most compile for longer than they compute: see `conftest.py`."""
     return {
         **os.environ,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
         "JAX_COMPILATION_CACHE_DIR": os.environ["TRACEAX_TESTS_COMPILED"],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

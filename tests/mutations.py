@@ -179,7 +179,7 @@ MUTATIONS = [
 
 def _fails(folder, tests, environment):
     """Whether the quick tests of these files (all, for none) notice."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0"]
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     run = subprocess.run([*command, *tests], **options, check=False)
     assert run.returncode in (0, 1), run.stdout + run.stderr  # not that nothing could be run
@@ -193,10 +193,11 @@ def main(numbers):
     with tempfile.TemporaryDirectory(prefix="traceax-mutations-") as folder:
         for name in COPIED:
             shutil.copytree(ROOT / name, Path(folder, name))
-        for path in ROOT.glob("*.*"):
-            if path.is_file():
-                shutil.copy(path, folder)
+        for path in ROOT.glob("[!.]*.*"):
+            shutil.copy(path, folder)
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        compiled = str(ROOT / ".pytest_cache" / "xla")
+        environment.setdefault("TRACEAX_TESTS_COMPILED", compiled)
         for number in numbers or range(1, len(MUTATIONS) + 1):
             mutation = MUTATIONS[number - 1]
             path = Path(folder, mutation.file)
