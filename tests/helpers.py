@@ -30,6 +30,8 @@ ESTIMATORS = {
 }
 # One of each class, where a table over all variants would only repeat itself.
 CLASSES = {name: ESTIMATORS[name] for name in ESTIMATORS if "-" not in name}
+# And of these the ones that estimate: `exact` and `auto` run what the others have, or exact code.
+PROBED = {name: CLASSES[name] for name in CLASSES if name not in ("exact", "auto")}
 
 
 def random_unitary(rng, n, dtype=np.float64):

@@ -5,8 +5,6 @@ where only the compiler would be tested again). It asked for finite numbers; thi
 trace, to within the standard error.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -23,9 +21,7 @@ SHARED = {
     "xtrace": tr.XTraceEstimator(),
 }
 ALL = {**SHARED, "xnystrace": tr.XNysTraceEstimator()}
-SIZES, BUDGETS = (5, 50, 500), (5, 10, 50)
-SIZED = sorted({(size, min(k, size)) for size, k in itertools.product(SIZES, BUDGETS)})
-DTYPES = (jnp.float32, jnp.float64)
+SIZED = [(5, 5, jnp.float32), (50, 5, jnp.float64), (50, 50, jnp.float64), (500, 50, jnp.float32)]
 TAGS = {
     "none": (),
     "diagonal": lx.diagonal_tag,
@@ -76,27 +72,22 @@ def check(estimator, operator, matrix, k):
 
 
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize(("size", "k"), SIZED)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "k", "dtype"), SIZED)
 def test_matrix_of_every_size(name, size, k, dtype):
     matrix = matrix_with((), size, dtype)
     check(SHARED[name], lx.MatrixLinearOperator(matrix), matrix, k)
 
 
-@pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("tag", [tag for tag in TAGS if tag != "none"])
-@pytest.mark.parametrize(("size", "k", "dtype"), [(5, 5, jnp.float64), (50, 10, jnp.float32)])
-def test_matrix_with_every_tag(name, tag, size, k, dtype):
-    matrix = matrix_with(TAGS[tag], size, dtype)
-    check(SHARED[name], lx.MatrixLinearOperator(matrix, TAGS[tag]), matrix, k)
+def test_matrix_with_every_tag(tag):
+    matrix = matrix_with(TAGS[tag], 50, jnp.float32)
+    check(SHARED["xtrace"], lx.MatrixLinearOperator(matrix, TAGS[tag]), matrix, 10)
 
 
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize(("size", "k"), [(5, 5), (50, 10), (50, 50), (500, 50)])
-def test_diagonal_operator(name, size, k):
-    dtype = jnp.float32 if k == 10 else jnp.float64
-    matrix = matrix_with(lx.diagonal_tag, size, dtype)
-    check(SHARED[name], lx.DiagonalLinearOperator(jnp.diag(matrix)), matrix, k)
+def test_diagonal_operator(name):
+    matrix = matrix_with(lx.diagonal_tag, 50, jnp.float32)
+    check(SHARED[name], lx.DiagonalLinearOperator(jnp.diag(matrix)), matrix, 10)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -104,8 +95,6 @@ def test_diagonal_operator(name, size, k):
 @pytest.mark.parametrize(
     ("size", "k", "dtype"),
     [
-        (5, 5, jnp.float32),
-        (50, 5, jnp.float32),
         (50, 10, jnp.float64),
         (500, 50, jnp.float32),
     ],

@@ -17,6 +17,7 @@ from traceax._trace import xtrace
 from ..helpers import (
     CLASSES,
     ESTIMATORS,
+    PROBED,
     PSD,
     keys,
     operator_for,
@@ -67,8 +68,11 @@ def assert_complex_mean(samples, truth):
         assert abs(part(samples).mean() - part(truth)) < Z * standard + 1e-11 * abs(truth)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("name", ESTIMATORS)
+# (Normal probes differ from those on the sphere in their lengths alone.)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((n, np.float64) for n in ESTIMATORS if n != "xtrace-normal"), ("xtrace", np.float32)],
+)
 def test_first_and_second_derivative(name, dtype):
     """Unbiased; forward and reverse mode give the same number."""
     coefficients = family(dtype)
@@ -92,7 +96,7 @@ def test_first_and_second_derivative(name, dtype):
     assert_mean(second, np.trace(2 * d))
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", PROBED)
 def test_complex_hermitian(name):
     """A complex matrix of a real parameter: the derivative averages to the real tr(dA)."""
     coefficients = family(np.complex128)
@@ -111,7 +115,7 @@ def test_complex_hermitian(name):
     assert_complex_mean(forward, complex(np.trace(c + 2 * THETA * d)))
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "xnystrace"])
+@pytest.mark.parametrize("name", ["hutchinson", "hutch++", "xtrace"])
 def test_holomorphic(name):
     """A non-Hermitian A(z) of a complex z: grad(holomorphic=True), jvp with a complex tangent."""
     rng = np.random.default_rng(3)
@@ -140,8 +144,8 @@ def low_rank(rank):
     return jnp.asarray(basis @ basis.T)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("name", PROBED)
 def test_rank_deficient(name, rank):
     """Where A is singular, or zero, its factorisations have no derivative, but tr(A) has."""
 
@@ -158,7 +162,7 @@ def test_rank_deficient(name, rank):
 
 
 @pytest.mark.parametrize("kind", ["full", "rank-2", "zero"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", PROBED)
 def test_gradient_with_respect_to_the_matrix(name, kind):
     """It averages to the identity, entry by entry."""
     n, count = 8, 1000
@@ -202,26 +206,7 @@ def test_sign_and_factor(name):
     assert plain[1] != 0
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_grad_of_vmap_is_vmap_of_grad(name):
-    coefficients = family()
-    thetas = jnp.linspace(0.1, 0.5, 3)
-
-    def f(key, theta):
-        return value(key, polynomial(theta, coefficients), CLASSES[name])
-
-    def total(thetas):
-        return jnp.sum(jax.vmap(f)(keys(3), thetas))
-
-    outside = jax.jit(jax.grad(total))(thetas)
-    inside = jax.jit(jax.vmap(jax.grad(f, argnums=1)))(keys(3), thetas)
-    looped = jnp.stack([jax.grad(f, argnums=1)(keys(3)[i], thetas[i]) for i in range(3)])
-    np.testing.assert_allclose(outside, inside, rtol=1e-11)
-    np.testing.assert_allclose(inside, looped, rtol=1e-11)
-    assert len(set(np.round(np.asarray(looped), 6))) == 3  # thetas and keys did differ
-
-
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", PROBED)
 def test_hessian_in_several_parameters(name):
     """The mixed second derivative of b^2 B + b c C + c^3 D."""
     matrices = family()
@@ -241,7 +226,7 @@ def test_hessian_in_several_parameters(name):
         assert_mean(samples[:, i, j], truth, tolerance=0.1)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ["hutchinson", "xtrace"])
 def test_only_the_value_has_a_derivative(name):
     coefficients = family()
 

@@ -101,8 +101,9 @@ def _mm(operator, block):
 # --- construction ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["array", "matrix"])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "kind"), [*((fmt, "array") for fmt in FORMATS), ("csr", "matrix"), ("coo", "matrix")]
+)
 def test_scipy_formats(fmt, kind):
     dense = _dense(12, 8)
     matrix = getattr(ss, f"{fmt}_{kind}")(dense)
@@ -147,7 +148,7 @@ def test_scipy_buffers_longer_than_the_entries():
     np.testing.assert_array_equal(SparseLinearOperator(csr).as_matrix(), np.diag([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("name", ["uniform", "tall", "empty_rows", "no_entries"])
+@pytest.mark.parametrize("name", ["uniform", "empty_rows"])
 @pytest.mark.parametrize("kind", ["BCOO", "BCSR"])
 def test_jax_formats(kind, name):
     dense = STRUCTURES[name]
@@ -312,8 +313,13 @@ def test_with_data():
 # --- products -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "transposed"),
+    [
+        *((name, False) for name in STRUCTURES),
+        *((name, True) for name in ("tall", "no_entries", "empty_rows", "power_law")),
+    ],
+)
 def test_products(name, transposed):
     dense, operator = STRUCTURES[name], _operator(STRUCTURES[name])
     if transposed:
@@ -354,7 +360,7 @@ def test_one_dense_row_costs_little():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["uniform", "tall", "arrow", "power_law", "no_entries"])
+@pytest.mark.parametrize("name", ["uniform", "power_law"])
 def test_products_in_every_dtype(name, dtype):
     if name in ("uniform", "tall"):
         dense = _dense(*STRUCTURES[name].shape, dtype=jnp.dtype(dtype))
@@ -412,10 +418,10 @@ def test_dtypes_are_not_promoted_silently():
 
 # --- transformations ------------------------------------------------------------------------
 
-# Complex entries take the same paths: two of them are enough.
+# Complex entries take the same paths: one of them is enough.
 AD_CASES = [
-    *((name, "float64") for name in ("uniform", "wide", "power_law", "no_entries")),
-    *((name, "complex128") for name in ("tall", "empty_rows")),
+    *((name, "float64") for name in ("power_law", "no_entries")),
+    ("tall", "complex128"),
 ]
 
 
@@ -593,8 +599,7 @@ TAGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(("n", "dtype"), [(1, "float32"), (4, "complex64")])
 @pytest.mark.parametrize("tag", [None, *TAGS], ids=str)
 def test_checks_agree_with_a_dense_operator(tag, n, dtype):
     tags = () if tag is None else tag
