@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import pytest
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
@@ -67,6 +68,11 @@ def operator_for(estimator, matrix, tags=()):
     if isinstance(estimator, reads):
         return by_products(matrix, tags)
     return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+
+
+def slow(*values):
+    """Parameters whose tests are marked slow: the code that they take others take as well."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def keys(count, seed=0):

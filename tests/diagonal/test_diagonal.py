@@ -141,8 +141,9 @@ def test_accuracy_reaches_the_prototype(spectrum, figures):
         assert np.median(errors) / np.linalg.norm(truth) < 1.3 * figure, name
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
-@pytest.mark.parametrize("scale", [1.0, 1e20, 1e-20])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(np.float32, 1e20), (np.complex64, 1e-20), (np.complex128, 1.0)]
+)
 def test_low_rank_is_exact_at_any_scale(dtype, scale):
     rng = np.random.default_rng(0)
     factor = rng.standard_normal((N, 3)).astype(dtype) * dtype(np.sqrt(scale))

@@ -13,7 +13,13 @@ import traceax as tr
 from traceax._diagonal.summary import SummaryEstimator
 from traceax._operators.block_operator import BlockOperator
 
-from ..helpers import PSD, keys, random_unitary, with_spectrum
+from ..helpers import (
+    PSD,
+    keys,
+    random_unitary,
+    slow,
+    with_spectrum,
+)
 from ..reference import each
 
 SYM = lx.symmetric_tag
@@ -169,7 +175,7 @@ def z_scores(estimates, truth):
     return np.abs(errors.mean(0)) / (errors.std(0, ddof=1) / np.sqrt(len(errors)))
 
 
-@pytest.mark.parametrize("name", ["symmetric", "general", "complex"])
+@pytest.mark.parametrize("name", ["symmetric", slow("general"), "complex"])
 def test_unbiased_with_unbiased_derivatives(name):
     matrix, tangent = CASES[name][0], direction(name)
     values, tangents, _ = sample(name)
@@ -180,7 +186,7 @@ def test_unbiased_with_unbiased_derivatives(name):
         assert np.max(z_scores(estimates, truth)) < 4.2
 
 
-@pytest.mark.parametrize("name", ["symmetric", "general", "complex"])
+@pytest.mark.parametrize("name", ["symmetric", slow("general"), "complex"])
 def test_standard_errors_are_calibrated(name):
     matrix = CASES[name][0]
     *_, solution = sample(name)

@@ -14,7 +14,11 @@ from benchmarks.common import eight_spectra, with_eigenvalues
 from traceax._diagonal import norms
 
 from .. import reference
-from ..helpers import PSD, keys
+from ..helpers import (
+    PSD,
+    keys,
+    slow,
+)
 
 # ----------------------------------------------------------------- rounding is part of the error
 
@@ -47,7 +51,7 @@ def test_half_precision_is_not_exact(estimator):
         assert np.all(np.abs(np.asarray(solutions.value) - truth) < 5 * std_err)
 
 
-@pytest.mark.parametrize("n", [100, 1000])
+@pytest.mark.parametrize("n", [100, slow(1000)])
 @pytest.mark.parametrize("k", [16, 64])
 @pytest.mark.parametrize("estimator", SKETCHING[:2])
 def test_rounding_is_in_the_error_bar(estimator, k, n):

@@ -17,7 +17,11 @@ from traceax import (
     logdet,
 )
 
-from ..helpers import PSD, keys
+from ..helpers import (
+    PSD,
+    keys,
+    slow,
+)
 from .test_logdet import KERNELS, N, decaying, distances, identity, matern32, shifted
 
 FIXED = NystromPreconditioner(rank=38)
@@ -40,8 +44,9 @@ def observations(n, dtype=np.float64):
 # --- against Cholesky ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-@pytest.mark.parametrize("k", [56, N])
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(56, np.complex128), slow(56, np.float64), (N, np.float64)]
+)
 def test_value_and_derivatives(k, dtype):
     """With respect to A and to y, to second order."""
     matrix, y = decaying(N, dtype), observations(N, dtype)
@@ -165,7 +170,7 @@ def test_bad_input():
 # --- the error of a derivative -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
 def test_gradient_std_err(dtype):
     """The derivative that `logdet` has, and its scatter, for two plans and two directions."""
     count, s = 60, 0.05

@@ -16,7 +16,13 @@ import scipy.io
 import traceax as tr
 from traceax._operators.shift import is_shifted_down
 
-from ..helpers import PSD, keys, spectra, with_spectrum
+from ..helpers import (
+    PSD,
+    keys,
+    slow,
+    spectra,
+    with_spectrum,
+)
 
 KEY = jr.key(6)
 N = 100
@@ -85,8 +91,7 @@ def test_a_definite_matrix_may_be_shifted_down():
             assert abs(solution.value - truth) <= allowed
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2])
-@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(("share", "shifted"), [(0.05, True), (0.2, False)])
 def test_negative_eigenvalues_of_the_size_of_the_others(share, shifted):
     """They are seen by every key, with and without a shift that is written down."""
     count = int(share * N)
@@ -120,8 +125,10 @@ DEFINITE = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("preconditioner", ["auto", "nystrom"])
+@pytest.mark.parametrize(
+    ("preconditioner", "dtype"),
+    [("auto", np.float32), ("nystrom", np.float64), slow("nystrom", np.float32)],
+)
 def test_no_definite_matrix_is_refused(dtype, preconditioner):
     """Well and ill conditioned ones, at three scales; the shift written down, part of the matrix,
     or as small as the rounding of the entries allows.

@@ -12,7 +12,11 @@ from traceax._functions.quadrature_error import with_quadrature_error
 from traceax._logdet.tolerance import LogdetAim, Loop, _Sums
 
 from .. import reference
-from ..helpers import keys, with_spectrum
+from ..helpers import (
+    keys,
+    slow,
+    with_spectrum,
+)
 from .test_logdet import KERNELS, decaying, dense_logdet, distances, shifted
 
 N, MAX_K = 200, 64
@@ -172,7 +176,7 @@ def test_lanes_of_a_vmap_stop_by_themselves(matrix):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+@pytest.mark.parametrize("dtype", [slow(np.float32), np.complex128])
 def test_dtypes(dtype):
     matrix = decaying(N, dtype)
     truth = dense_logdet(np.asarray(matrix, np.complex128) + 0.5 * np.eye(N))

@@ -25,11 +25,14 @@ for page in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_programs_run():
     """The blocks of a page are one program; one process, which imports JAX once, runs them all."""
     pages = [str(DOCS / page) for page in PAGES]
     command = [sys.executable, "-W", "error", "-c", RUNNER, *pages]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(quick=False)
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     counts = [int(line.split()[-1]) for line in run.stdout.splitlines()]
     assert len(counts) == len(PAGES)

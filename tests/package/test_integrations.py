@@ -23,6 +23,8 @@ import traceax as tr
 
 from ..helpers import PSD
 
+pytestmark = pytest.mark.slow
+
 # --- Optax: a preconditioner from the diagonal of the Hessian ------------------------------------
 
 

@@ -28,13 +28,16 @@ def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_finishes(name, tmp_path):
     """With outputs of the kinds that the committed pair has, and nothing on the error stream."""
     committed = nbformat.read(HERE / f"{name}.ipynb", as_version=4)
     assert cells(committed) == cells(source(name)), f"run `python notebooks/execute.py {name}`"
     command = [sys.executable, HERE / "execute.py", name, "--output", tmp_path]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(quick=False)
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     found = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
     for new, old in zip(code(found), code(committed), strict=True):

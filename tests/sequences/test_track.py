@@ -298,8 +298,11 @@ def test_a_full_budget_is_exact(method):
     assert state.step == 4
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 5, 8, 9, 11])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [("recycled", 2), ("recycled", 5), ("deltashift", 3), ("deltashift", 4), ("auto", 5)]
+    + [("auto", 8), ("auto", 11)],
+)
 def test_budgets(method, k):
     tracker, matrices = track(method), drifting(2)
     smallest = {"recycled": 2, "deltashift": 4, "auto": 8}[method]

@@ -52,8 +52,10 @@ ESTIMATES = {
 }
 
 
-@pytest.mark.parametrize("name", ESTIMATES)
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, np.complex128) for name in ESTIMATES), ("xnystrace", np.float64)],
+)
 def test_an_asymmetric_operator_is_reported(name, dtype):
     solve = jax.jit(lambda key, array: ESTIMATES[name](key, matrix(array)))
     for share in (1e-5, 1e-2, 1.0):
@@ -96,7 +98,7 @@ HONEST = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "complex64", "bfloat16"])
 def test_no_symmetric_operator_is(dtype):
     """With rounding of every kind: of the entries, of the products, of half precision."""
     of = {"bfloat16": jnp.bfloat16}.get(dtype, dtype)

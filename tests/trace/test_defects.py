@@ -16,6 +16,7 @@ from ..helpers import (
     CLASSES,
     ESTIMATORS,
     NSD,
+    PROBED,
     PSD,
     estimates,
     keys,
@@ -25,7 +26,6 @@ from ..helpers import (
 )
 
 KEY = jax.random.key(0)
-RANDOMISED = {name: CLASSES[name] for name in CLASSES if name != "exact"}
 
 
 def matrix_operator(matrix, tags=PSD):
@@ -36,8 +36,9 @@ def matrix_operator(matrix, tags=PSD):
 
 
 @pytest.mark.filterwarnings("ignore:.*needs at least.*:UserWarning")
-@pytest.mark.parametrize("name", RANDOMISED)
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "k"), [("hutch++", 1), ("xtrace", 1), ("xtrace", 3), ("xnystrace", 2), ("auto", 1)]
+)
 def test_nan_for_small_budgets(name, k):
     """1.0.2: Hutch++ gave NaN for k <= 2 and XTrace for k = 1. Here: unbiased, by a z-test."""
     matrix = with_spectrum(np.random.default_rng(0), np.linspace(1, 3, 10))
@@ -91,7 +92,7 @@ def test_integer_probes_on_function_jacobian_and_identity_operators(build, dtype
     assert stats["std.err"] == 0.0
 
 
-@pytest.mark.parametrize("name", RANDOMISED)
+@pytest.mark.parametrize("name", PROBED)
 def test_float32_operators_with_x64(name):
     """1.0.2 drew float64 probes for a float32 operator, which is an error in strict promotion."""
     matrix = with_spectrum(np.random.default_rng(2), np.linspace(1, 3, 12))
@@ -103,7 +104,7 @@ def test_float32_operators_with_x64(name):
     assert tr.trace(KEY, high, 8, CLASSES[name]).value.dtype == jnp.float64
 
 
-@pytest.mark.parametrize("name", RANDOMISED)
+@pytest.mark.parametrize("name", PROBED)
 def test_pytree_and_two_dimensional_structures(name):
     """1.0.2 took vectors only. The numbers are those of the flattened operator, where the probes
     are: Hutchinson's are drawn leaf by leaf.
@@ -131,7 +132,7 @@ def test_pytree_and_two_dimensional_structures(name):
         np.testing.assert_allclose(solution.std_err, std_err, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", RANDOMISED)
+@pytest.mark.parametrize("name", PROBED)
 @pytest.mark.parametrize("hermitian", [True, False])
 def test_complex_operators_silently_wrong(name, hermitian):
     """1.0.2 left out conjugates. The mean of 200 estimates, both parts, against its error."""
@@ -154,7 +155,7 @@ def test_complex_operators_silently_wrong(name, hermitian):
 
 @pytest.mark.parametrize(
     ("name", "tag"),
-    [(name, PSD) for name in ESTIMATORS] + [("xnystrace", NSD), ("auto", NSD)],
+    [(name, PSD) for name in CLASSES] + [("xnystrace", NSD), ("auto", NSD)],
 )
 def test_nan_on_the_zero_operator(name, tag):
     """Exactly zero, with error zero; and the gradient there is an estimate like any other."""
@@ -223,7 +224,7 @@ def _decaying(n=40):
     return with_spectrum(np.random.default_rng(6), 0.8 ** np.arange(n))
 
 
-@pytest.mark.parametrize("name", RANDOMISED)
+@pytest.mark.parametrize("name", PROBED)
 @pytest.mark.parametrize("exponent", [66, -66])
 def test_float32_scaled_by_huge_factors(name, exponent):
     """1.0.2: squares over- or underflowed. A power of two (1e20, 1e-20) changes no digit."""
@@ -235,7 +236,7 @@ def test_float32_scaled_by_huge_factors(name, exponent):
     np.testing.assert_allclose(scaled.std_err / factor, plain.std_err, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", RANDOMISED)
+@pytest.mark.parametrize("name", PROBED)
 def test_absolute_rank_cutoff(name):
     """1.0.2 and matfree cut at an absolute size: 1e-9 times an operator lost its tail."""
     matrix = _decaying()
@@ -325,7 +326,7 @@ def test_wrong_tag_is_reported(lie):
     assert honest.result == tr.RESULTS.successful
 
 
-@pytest.mark.parametrize("name", RANDOMISED)
+@pytest.mark.parametrize("name", PROBED)
 def test_sign_and_scale_of_gradients_of_multiples(name):
     """1.0.2's gradient of `-A`, `c A` and `A / c` had another sign or size than the value's."""
     matrix = jnp.asarray(_decaying())
@@ -360,8 +361,9 @@ def test_sign_and_scale_of_gradients_of_multiples(name):
 # --- precision -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("name", RANDOMISED)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.bfloat16) for name in PROBED), ("xnystrace", jnp.float16)]
+)
 def test_half_precision(name, dtype):
     """1.0.2 crashed in the QR factorisation. 20 keys, each within its error and the rounding."""
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(11), np.linspace(1, 3, 40)), dtype)
@@ -386,8 +388,7 @@ def _lanes(name, k):
     return jax.jit(jax.vmap(one)), jax.jit(one)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("k", [8, 12])
+@pytest.mark.parametrize(("name", "k"), [*((name, 8) for name in CLASSES), ("xtrace", 12)])
 def test_nan_in_the_operator_is_reported(name, k):
     """Value and error are NaN and the result says why; under vmap in the lane concerned only."""
     good = with_spectrum(np.random.default_rng(12), np.linspace(1, 3, 12))
