@@ -118,6 +118,7 @@ def test_exact_as_the_last_resort():
     np.testing.assert_allclose(slopes[1], exact_slopes[1], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_not_converged_and_derivatives():
     """The best estimate, with its errors; the derivative of one that has converged; and a batch of
     both, of which each gets what it gets alone.

@@ -82,7 +82,7 @@ def test_a_definite_matrix_may_be_shifted_down():
     array = with_spectrum(np.random.default_rng(1), np.linspace(8, 20, N))
     kernel = matrix(array)
     truth = np.linalg.slogdet(array - 5 * np.eye(N))[1]
-    for k in (24, 40, 90):
+    for k in (24, 90):
         for key in keys(5):
             solution = tr.logdet(key, kernel - 5.0 * identity(kernel), k)
             assert solution.result == tr.RESULTS.successful
