@@ -525,7 +525,7 @@ def test_num_matvecs_is_what_was_multiplied(name):
         "matrix-unit-diagonal",
     ],
 )
-@pytest.mark.parametrize("k", [1, K, N])
+@pytest.mark.parametrize("k", [1, N])
 def test_auto_reads_off_stored_structure(name, k):
     solution = tr.trace(KEY, CASES[name].build(), k)
     truth = np.trace(CASES[name].matrix)

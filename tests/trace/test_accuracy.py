@@ -99,9 +99,14 @@ def test_rank_below_the_number_of_probes(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("n", "dtype"), [(1, np.float64), (1, np.complex64), (3, np.float64), (10, np.complex64)]
+    ("name", "n", "dtype"),
+    [
+        ("exact", 1, np.float64),
+        ("xtrace", 1, np.complex64),
+        ("xnystrace", 3, np.float64),
+        ("auto", 10, np.complex64),
+    ],
 )
-@pytest.mark.parametrize("name", ["exact", "auto", "xtrace", "xnystrace"])
 def test_budget_of_n_or_more(name, n, dtype):
     dense = with_spectrum(np.random.default_rng(n), np.arange(1.0, n + 1), dtype)
     for k in (n, 10 * n):
@@ -169,8 +174,7 @@ def test_the_smallest_sizes(name, n, k):
     assert np.all(np.asarray(solution.num_matvecs) <= k)
 
 
-@pytest.mark.parametrize("spectrum", ["flat", "poly"])
-@pytest.mark.parametrize("k", [48, 49])
+@pytest.mark.parametrize(("k", "spectrum"), [(48, "poly"), (49, "flat")])
 @pytest.mark.parametrize(
     "name", ["hutchinson", "hutch++", "hutch++-rademacher", "xtrace", "xtrace-plain", "xnystrace"]
 )
