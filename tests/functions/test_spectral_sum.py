@@ -340,6 +340,7 @@ def z_score(samples, truth):
     return abs(samples.mean() - truth) / (samples.std(ddof=1) / np.sqrt(len(samples)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "p"), [("complex", 1), ("indefinite", 1), ("indefinite", 3)])
 def test_unbiased_with_calibrated_errors_and_derivatives(name, p):
     """With enough steps the value and its derivative are unbiased; one probe has an error."""
@@ -395,6 +396,7 @@ def test_log_determinant_of_low_rank_plus_diagonal():
     assert solution.std_err < 25
 
 
+@pytest.mark.slow
 def test_an_ill_conditioned_power_network():
     """1138_bus, with a condition number of 9e6: the errors own up to it."""
     path = Path(tr.__file__).parent / "data" / "1138_bus.mtx"

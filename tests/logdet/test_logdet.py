@@ -239,6 +239,7 @@ def errors(matrix, s, k, count):
     return values - truth, allowed
 
 
+@pytest.mark.slow
 def test_kernels():
     """Accuracy at equal products, and the stated errors."""
     inside = []
@@ -265,6 +266,7 @@ def test_where_low_rank_does_not_pay():
     assert np.mean(np.abs(error) <= allowed) >= 0.8
 
 
+@pytest.mark.slow
 def test_gradient_of_a_kernel():
     """Length scale, noise and amplitude: unbiased, and the first to better than 1 %."""
     n, count = 1000, 25

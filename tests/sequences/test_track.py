@@ -93,6 +93,7 @@ def test_unbiased_and_calibrated(method, dtype):
     print("  contained", contained.min(), "rms", spread[0], spread[-1])
 
 
+@pytest.mark.slow
 def test_the_error_of_a_static_operator_decreases():
     matrices = jnp.broadcast_to(drifting(1)[0], (STEPS, N, N))
     error = np.asarray(run_many(track("deltashift"), keys(COUNT), matrices).value)

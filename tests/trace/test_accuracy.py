@@ -193,6 +193,7 @@ def test_budget_just_below_n(name, k, spectrum):
         assert np.all(error < 6 * np.asarray(solution.std_err))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spectrum", ["flat", "poly"])
 @pytest.mark.parametrize("k", [48, 49])
 def test_error_bar_of_xnystrace_just_below_n(k, spectrum):
