@@ -263,6 +263,7 @@ def test_lbfgs_ends_where_cholesky_does():
     np.testing.assert_allclose(np.exp(ours.x), np.exp(theirs.x), rtol=0.02)
 
 
+@pytest.mark.slow
 def test_memory_of_a_kernel_that_is_never_formed():
     """n = 20,000, by rows: the compiled value and gradient need less than 2 GiB."""
     n, chunk = 20_000, 500

@@ -95,6 +95,7 @@ def test_values_are_within_the_tolerance():
     assert spent[0] < spent[1]
 
 
+@pytest.mark.slow
 def test_exact_as_the_last_resort():
     """With the derivatives of the exact density, in the covariance and in y."""
     n, values = 260, np.linspace(0.01, 1, 260)

@@ -163,6 +163,7 @@ def test_derivatives(matrix):
     np.testing.assert_allclose(curvature, second, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_lanes_of_a_vmap_stop_by_themselves(matrix):
     def run(s):
         solution = logdet(jr.key(3), shifted(matrix, s), atol=0.3, max_k=MAX_K)

@@ -232,6 +232,7 @@ def test_standard_errors():
 # --- what it must do besides ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_held():
     """No derivative flows into it; it may be traced, and one of a batch, as the operator may."""
     parts, theta, _ = family(np.float64)
@@ -262,6 +263,7 @@ def test_it_is_held():
     np.testing.assert_allclose(slopes[0], slope, rtol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [slow(np.float32), np.complex64])
 def test_single_precision(dtype):
     """The value within its errors, the derivative within a tenth."""
