@@ -464,6 +464,11 @@ def test_vmap_axes_that_are_not_zero(name):
     # Nested: an unmapped axis inside, a mapped one outside, and the other way round.
     nested = jax.vmap(jax.vmap(lambda m, k: f(m, k)[0], (None, 1)), (2, None))(matrices, raw)
     close(nested, reference(name)[0].T)
+    # A tangent is batched along the axis of what it is the tangent of.
+    slopes = jax.grad(lambda m: jnp.sum(mapped(m, raw)[0]))(matrices)
+    one = jax.jit(jax.grad(lambda m, k: f(m, k)[0]))
+    alone = jnp.stack([one(matrices[..., j], raw[:, j]) for j in range(3)], axis=2)
+    close(slopes, alone, rtol=1e-9)
 
 
 def test_vmap_over_filtered_operators():
