@@ -156,6 +156,13 @@ def test_products_are_what_was_needed(name):
     # The last resort is the exact trace.
     assert spent[-1] == N
     assert solution.std_err == 0
+    # The first look ends the run if Student's factor, for as many samples as there are, says so.
+    look = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(5.0))
+    student = stdtrit(spent[0] // UNITS[name] - 1, 0.975) / 1.96
+    enough = calibration.CALIBRATION[name].stop * student * look.std_err / look.value
+    for rtol, ends in ((1.001 * enough, True), (0.999 * enough, False)):
+        again = solve(keys(1)[0], matrix, ESTIMATORS[name], rtol)
+        assert (again.num_matvecs == spent[0]) == ends
 
 
 @pytest.mark.parametrize(("name", "max_k"), [("auto", 200), slow("xtrace", 40), ("hutch++", 61)])
