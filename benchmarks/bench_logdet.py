@@ -4,11 +4,12 @@
 
 (Several OpenBLAS threads on busy cores wait for each other, which is measured instead otherwise.)
 
-log det(K + s I) of the kernels of `tests/test_logdet.py`, n = 1000, float64, and its derivative
-with respect to the length scale. `traceax.logdet` divides its budget by itself; matfree's
-stochastic Lanczos quadrature takes 20 or 60 steps for each of as many random-sign probes as the
-budget allows. Root mean square errors over 12 keys; medians of the seconds of one jitted call, the
-methods in turns. A run of all budgets writes `results/logdet.json` and `results/logdet.png`.
+log det(K + s I) of the kernels of `tests/logdet/test_logdet.py`, n = 1000, float64, and its
+derivative with respect to the length scale. `traceax.logdet` divides its budget by itself;
+matfree's stochastic Lanczos quadrature takes 20 or 60 steps for each of as many random-sign probes
+as the budget allows. Root mean square errors over 12 keys; medians of the seconds of one jitted
+call, the methods in turns. A run of all budgets writes `results/logdet.json` and
+`results/logdet.png`.
 """
 
 import json
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from tests.test_logdet import KERNELS, distances, shifted
+from tests.logdet.test_logdet import KERNELS, distances, shifted
 
 from . import matfree_peer
 from .common import medians

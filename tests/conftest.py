@@ -6,26 +6,30 @@ import os
 # pools that wait for each other cost more than everything else (seven times on two cores).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import atexit
-import shutil
 import subprocess
 import sys
-import tempfile
+import time
+from pathlib import Path
 
 import jax
 import pytest
 
-# What one worker compiles, or one test, the others of this run load (15 % less time in all).
-if "TRACEAX_TESTS_COMPILED" not in os.environ:  # workers inherit it
-    os.environ["TRACEAX_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="traceax-tests-")
-    atexit.register(shutil.rmtree, os.environ["TRACEAX_TESTS_COMPILED"], ignore_errors=True)
-    # XLA's older code generator for CPUs compiles in a third of the time. With XLA_FLAGS in the
-    # environment, an empty one too, it is left to choose. (It aborts on flags it does not know.)
-    quick = {**os.environ, "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
-    if "XLA_FLAGS" not in os.environ:
-        probe = [sys.executable, "-c", "import jax; jax.devices()"]
-        if subprocess.run(probe, env=quick, capture_output=True, check=False).returncode == 0:
-            os.environ["XLA_FLAGS"] = quick["XLA_FLAGS"]
+# What one worker compiles, or one test, or an earlier run, is loaded. Workers inherit the folder.
+if "TRACEAX_TESTS_COMPILED" not in os.environ:
+    compiled = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+    compiled.mkdir(parents=True, exist_ok=True)
+    os.environ["TRACEAX_TESTS_COMPILED"] = str(compiled)
+    for program in compiled.iterdir():  # of code that has changed, for the most part
+        if program.stat().st_mtime < time.time() - 7 * 24 * 3600:
+            program.unlink(missing_ok=True)
+# XLA's older code generator for CPUs compiles in a third of the time. With XLA_FLAGS in the
+# environment, an empty one too, it is left to choose. (It aborts on flags it does not know.)
+if "XLA_FLAGS" not in os.environ:
+    quick = "--xla_cpu_use_fusion_emitters=false"
+    probe = [sys.executable, "-c", "import jax; jax.devices()"]
+    env = {**os.environ, "XLA_FLAGS": quick}
+    known = subprocess.run(probe, env=env, capture_output=True, check=False).returncode == 0
+    os.environ["XLA_FLAGS"] = quick if known else ""
 jax.config.update("jax_compilation_cache_dir", os.environ["TRACEAX_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -37,7 +41,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 @pytest.fixture(autouse=True)
 def _compile_quickly(request):
     """Most tests compile for longer than they compute: they do without the expensive passes (40 %
-    less time in all). Those marked slow compute, and are compiled as for users.
+    less time in all). Those marked slow are optimised as for users (and wholly compiled as for
+    them with an empty XLA_FLAGS).
     """
     quick = request.node.get_closest_marker("slow") is None
     jax.config.update("jax_disable_most_optimizations", quick)

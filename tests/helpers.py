@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import pytest
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
@@ -30,6 +31,8 @@ ESTIMATORS = {
 }
 # One of each class, where a table over all variants would only repeat itself.
 CLASSES = {name: ESTIMATORS[name] for name in ESTIMATORS if "-" not in name}
+# And of these the ones that estimate: `exact` and `auto` run what the others have, or exact code.
+PROBED = {name: CLASSES[name] for name in CLASSES if name not in ("exact", "auto")}
 
 
 def random_unitary(rng, n, dtype=np.float64):
@@ -67,6 +70,11 @@ def operator_for(estimator, matrix, tags=()):
     return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
 
 
+def slow(*values):
+    """Parameters whose tests are marked slow: the code that they take others take as well."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def keys(count, seed=0):
     """A fixed number of fixed seeds."""
     return jax.random.split(jax.random.key(seed), count)
@@ -78,11 +86,11 @@ def estimates(matrix, k, estimator, count, tags=PSD, seed=0):
     return jax.jit(jax.vmap(lambda key: tr.trace(key, operator, k, estimator)))(keys(count, seed))
 
 
-def environment():
-    """For programs that compile for longer than they compute: see `conftest.py`."""
+def environment(quick=True):
+    """For programs. Most compile for longer than they compute: see `conftest.py`."""
     return {
         **os.environ,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
         "JAX_COMPILATION_CACHE_DIR": os.environ["TRACEAX_TESTS_COMPILED"],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

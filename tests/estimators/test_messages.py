@@ -1,0 +1,656 @@
+"""Every message of the package in one table: what happened, with which value, and what to do.
+
+A `raise` or a warning in the package that no row of the table reaches fails the test.
+"""
+
+import argparse
+import ast
+import sys
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import scipy.sparse as ss
+from jax.experimental import sparse as jsparse
+
+import traceax as tr
+from traceax import curvature, plot
+from traceax._cli import _parse
+from traceax._cli.common import write
+from traceax._cli.files import MatrixFileError, read_matrix
+from traceax._operators.sparse import _Entries
+
+from ..helpers import PSD, by_products
+
+PACKAGE = Path(tr.__file__).parent
+BUS = PACKAGE / "data" / "1138_bus.mtx"
+N, KEY = 6, jax.random.key(0)
+EYE, ONES = jnp.eye(N), jnp.ones(N)
+SYMMETRIC = lx.MatrixLinearOperator(EYE, lx.symmetric_tag)
+POSITIVE = lx.MatrixLinearOperator(EYE, PSD)
+LARGE = lx.MatrixLinearOperator(jnp.eye(80), PSD)
+HIDDEN = by_products(jnp.eye(80), PSD)  # what the default estimators cannot read
+SMALLER = by_products(jnp.eye(70), PSD)
+PLAIN = lx.MatrixLinearOperator(EYE)
+COMPLEX = lx.MatrixLinearOperator(EYE.astype(complex))
+FUNCTION = lx.FunctionLinearOperator(lambda v: v, jax.ShapeDtypeStruct((N,), float), PSD)
+MIXED = lx.FunctionLinearOperator(lambda v: v.astype(complex), jax.ShapeDtypeStruct((N,), float))
+SPARSE = tr.SparseLinearOperator(ss.eye_array(N).tocsr(), lx.symmetric_tag)
+NEVER = tr.AdaptiveHutchPlusPlusEstimator()
+
+
+def solution(value):
+    return tr.Solution(value, jnp.abs(value), jnp.asarray(1), {}, tr.RESULTS.successful)
+
+
+def command(*words, **files):
+    """The command line, up to where it would print the message. `{}` is a folder with the files."""
+
+    def call(folder):
+        for name, array in files.items():
+            np.save(folder / f"{name}.npy", array)
+        arguments = _parse([word.format(folder) for word in words])
+        arguments.run(arguments)
+
+    return call
+
+
+def reading(name, content, **options):
+    """Reading such a file."""
+
+    def call(folder):
+        path = folder / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            np.save(path, content)
+        read_matrix(path, **options)
+
+    return call
+
+
+def without_matplotlib(call):
+    def missing(folder):
+        with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+            call(folder)
+
+    return missing
+
+
+def full_disk(file):
+    raise OSError("disk full")
+
+
+def unwritable(folder):
+    with mock.patch("os.access", return_value=False):
+        command("diagonal", "a", "--output", "{}/a.npy")(folder)
+
+
+def run_state(**options):
+    """The abstract state of a run to a tolerance: nothing is compiled."""
+    return eqx.filter_eval_shape(
+        lambda: tr.trace(KEY, HIDDEN, rtol=0.1, max_k=40, keep_state=True, **options).state
+    )
+
+
+def going_on(operator, max_k):
+    return eqx.filter_eval_shape(
+        lambda state: tr.trace(KEY, operator, rtol=0.1, max_k=max_k, state=state), run_state()
+    )
+
+
+def tracking(k=8, operator=LARGE, state=None):
+    def step(state):
+        return tr.Tracker().update(state, KEY, operator, k)
+
+    made = eqx.filter_eval_shape(lambda: tr.Tracker().init(LARGE, 8))
+    return eqx.filter_eval_shape(step, made if state is None else state)
+
+
+def twice(fn):
+    return jax.eval_shape(jax.grad(jax.grad(fn)), 1.0)
+
+
+def fisher(value=lambda p, x: p["w"] * x, **options):
+    operator = curvature.fisher(value, {"w": jnp.asarray(1.0)}, ONES, **options)
+    return jax.eval_shape(operator.mv, operator.in_structure())
+
+
+def hessian(value=lambda p: jnp.sum(p["w"] ** 2), params=None, **options):
+    operator = curvature.hessian(value, {"w": ONES} if params is None else params, **options)
+    return jax.eval_shape(operator.mv, operator.in_structure())
+
+
+def built(how=tr.NystromPreconditioner(rank=2)):
+    return how.build(KEY, POSITIVE)
+
+
+def derivative(t):
+    return tr.logdet_directional_derivative(
+        KEY, lambda s: lx.MatrixLinearOperator(s * EYE, PSD), (t,), (1.0,), 4
+    ).value
+
+
+def objects():
+    matrix = ss.csr_array(np.eye(2))
+    matrix.data = np.array([None, None], object)
+    return tr.SparseLinearOperator(matrix)
+
+
+# Kind; words on the value that was given; words on what to do; the call.
+MESSAGES = [
+    # The key, the operator, the budget.
+    (TypeError, "got int", "`jax.random.key(0)`", lambda _: tr.trace(0, PLAIN, 4)),
+    (
+        TypeError,
+        "shape (3,)",
+        "use `jax.vmap`",
+        lambda _: tr.trace(jax.random.split(KEY, 3), PLAIN, 4),
+    ),
+    (
+        ValueError,
+        "shape=(0,)",
+        "Check what",
+        lambda _: tr.trace(KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0))), 4),
+    ),
+    (TypeError, "shape (6, 6)", "wrap a matrix in", lambda _: tr.trace(KEY, EYE, 4)),
+    (
+        ValueError,
+        "got 6 x 3",
+        "the trace of `A.T @ A`",
+        lambda _: tr.trace(KEY, lx.MatrixLinearOperator(EYE[:, :3]), 4),
+    ),
+    (ValueError, "complex128", "Declare its whole", lambda _: tr.trace(KEY, MIXED, 4)),
+    (
+        TypeError,
+        "the traced value",
+        "static_argnames",
+        lambda _: jax.jit(lambda k: tr.trace(KEY, PLAIN, k).value)(4),
+    ),
+    (TypeError, "the bool True", "k=100", lambda _: tr.trace(KEY, PLAIN, True)),
+    (TypeError, "4.5 of type float", "`int(k)`", lambda _: tr.trace(KEY, PLAIN, 4.5)),
+    (ValueError, "got 0", "at least 1", lambda _: tr.trace(KEY, PLAIN, 0)),
+    (
+        DeprecationWarning,
+        "traceax.track",
+        "use traceax.Tracker",
+        lambda _: tr.track(),
+    ),
+    (
+        UserWarning,
+        "got k=1",
+        "raised to 2",
+        lambda _: tr.trace(KEY, PLAIN, 1, tr.XTraceEstimator()),
+    ),
+    # The estimator.
+    (
+        TypeError,
+        "got 'xtrace'",
+        "such as `traceax.XTraceEstimator()`",
+        lambda _: tr.trace(KEY, PLAIN, 4, "xtrace"),
+    ),
+    (
+        ValueError,
+        "ExactTraceEstimator",
+        "a budget k, or use XTraceEstimator()",
+        lambda _: tr.trace(KEY, LARGE, rtol=0.1, max_k=40, estimator=tr.ExactTraceEstimator()),
+    ),
+    (
+        ValueError,
+        "ExactDiagonalEstimator",
+        "a budget k, or use XDiagEstimator()",
+        lambda _: tr.diagonal(
+            KEY, LARGE, rtol=0.1, max_k=40, estimator=tr.ExactDiagonalEstimator()
+        ),
+    ),
+    (
+        ValueError,
+        "MatrixLinearOperator",
+        "use XTraceEstimator",
+        lambda _: tr.trace(KEY, PLAIN, 4, tr.XNysTraceEstimator()),
+    ),
+    (
+        ValueError,
+        "MatrixLinearOperator",
+        "otherwise use HutchPlusPlusEstimator()",
+        lambda _: tr.trace(KEY, PLAIN, 4, NEVER),
+    ),
+    (
+        ValueError,
+        "got 2.0",
+        "between 0 and 1",
+        lambda _: tr.AdaptiveHutchPlusPlusEstimator(delta=2.0),
+    ),
+    (ValueError, "got 0", "positive", lambda _: tr.HutchinsonEstimator(batch_size=0)),
+    (ValueError, "got 'yes'", "True, False or None", lambda _: tr.XTraceEstimator(improved="yes")),
+    (
+        ValueError,
+        "RademacherSampler",
+        "Use SphereSampler()",
+        lambda _: tr.XTraceEstimator(tr.RademacherSampler(), improved=True),
+    ),
+    (
+        ValueError,
+        "complex128 probes",
+        "without a dtype",
+        lambda _: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator(tr.NormalSampler(complex))),
+    ),
+    (
+        ValueError,
+        "real (float64) probes",
+        "improved=False",
+        lambda _: tr.trace(
+            KEY, COMPLEX, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True)
+        ),
+    ),
+    (ValueError, "got int64", "Leave the dtype out", lambda _: tr.NormalSampler(int)),
+    (ValueError, "got bool", "Leave the dtype out", lambda _: tr.RademacherSampler(bool)),
+    (ValueError, "float64", "Use RademacherSampler", lambda _: tr.SteinhausSampler(float)),
+    # A tolerance in place of a budget.
+    (TypeError, "got None", "rtol=1e-3", lambda _: tr.trace(KEY, PLAIN)),
+    (TypeError, "k=4", "pass max_k", lambda _: tr.trace(KEY, PLAIN, 4, rtol=0.1)),
+    (TypeError, "got 'small'", "a real number", lambda _: tr.trace(KEY, PLAIN, rtol="small")),
+    (ValueError, "got -1.0", "finite and not negative", lambda _: tr.trace(KEY, PLAIN, rtol=-1.0)),
+    (TypeError, "got 3", "keep_state=True", lambda _: tr.trace(KEY, PLAIN, rtol=0.1, state=3)),
+    (
+        ValueError,
+        "keep_state=True",
+        "Leave both out",
+        lambda _: run_state(estimator=NEVER),
+    ),
+    (ValueError, "80 rows", "with 70 rows", lambda _: going_on(SMALLER, 40)),
+    (ValueError, "got 20", "at least 40", lambda _: going_on(HIDDEN, 20)),
+    (ValueError, "got 0.0", "positive", lambda _: tr.matvecs_needed(0.0, semidefinite=True)),
+    (ValueError, "got 2", "between 0 and 1", lambda _: tr.matvecs_needed(0.1, 2)),
+    (TypeError, "semidefinite=False", "Say either", lambda _: tr.matvecs_needed(0.1)),
+    (
+        ValueError,
+        "XTraceEstimator",
+        "Use `trace(",
+        lambda _: tr.matvecs_needed(0.1, 0.1, tr.XTraceEstimator(), semidefinite=True),
+    ),
+    (
+        ValueError,
+        "frobenius_norm=-1",
+        "not negative",
+        lambda _: tr.matvecs_needed(0.1, frobenius_norm=-1),
+    ),
+    (ValueError, "got 95", "0.95", lambda _: solution(jnp.ones(())).interval(95)),
+    # Functions of matrices.
+    (
+        ValueError,
+        "MatrixLinearOperator",
+        "lineax.symmetric_tag",
+        lambda _: tr.spectral_sum(KEY, jnp.log, PLAIN, 4),
+    ),
+    (
+        TypeError,
+        "got 2.0",
+        "a Python int, or None",
+        lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=2.0),
+    ),
+    (
+        ValueError,
+        "got 5",
+        "at most the budget k=4",
+        lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=5),
+    ),
+    (
+        TypeError,
+        "got a MatrixLinearOperator",
+        "The order is",
+        lambda _: tr.spectral_sum(KEY, SYMMETRIC, jnp.log, 4),
+    ),
+    (
+        TypeError,
+        "got complex128",
+        "one at a time",
+        lambda _: tr.spectral_sum(KEY, lambda x: x.astype(complex), SYMMETRIC, 4),
+    ),
+    (
+        ValueError,
+        "got shape (2,)",
+        "one call for each",
+        lambda _: tr.spectral_sum(KEY, lambda x: jnp.stack([x, x]), SYMMETRIC, 4),
+    ),
+    (
+        NotImplementedError,
+        "a first derivative only",
+        "Use `logdet`",
+        lambda _: twice(lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4).value),
+    ),
+    (
+        ValueError,
+        "shape (1,)",
+        "give the `width`",
+        lambda _: tr.spectral_density(KEY, SYMMETRIC, 4, jnp.ones(1)),
+    ),
+    (
+        ValueError,
+        "MatrixLinearOperator",
+        "lineax.positive_semidefinite_tag",
+        lambda _: tr.logdet(KEY, PLAIN, 4),
+    ),
+    (
+        TypeError,
+        "got 'none'",
+        "'auto', None, or",
+        lambda _: tr.logdet(KEY, POSITIVE, 4, preconditioner="none"),
+    ),
+    (
+        ValueError,
+        "got None",
+        "must be 'auto'",
+        lambda _: tr.logdet(KEY, LARGE, atol=0.1, preconditioner=None),
+    ),
+    (
+        ValueError,
+        "got 2",
+        "give them as k",
+        lambda _: tr.logdet(KEY, LARGE, atol=0.1, max_k=2),
+    ),
+    (ValueError, "got 0", "positive Python int", lambda _: tr.NystromPreconditioner(rank=0)),
+    (
+        ValueError,
+        "shape (3,)",
+        "of shape (6,)",
+        lambda _: tr.logdet(
+            KEY, POSITIVE, 4, preconditioner=tr.RPCholeskyPreconditioner(diagonal=ONES[:3])
+        ),
+    ),
+    (
+        ValueError,
+        "FunctionLinearOperator",
+        "or use NystromPreconditioner()",
+        lambda _: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.RPCholeskyPreconditioner()),
+    ),
+    (NotImplementedError, "no derivative", "`jax.hessian`", lambda _: jax.grad(derivative)(1.0)),
+    (ValueError, "without a budget", "(rank=100)", lambda _: built(tr.NystromPreconditioner())),
+    (
+        ValueError,
+        "but this",
+        "Build one for it",
+        lambda _: tr.logdet(KEY, LARGE, 4, preconditioner=built()),
+    ),
+    (
+        TypeError,
+        "built before",
+        "Say how to build one",
+        lambda _: tr.logdet_directional_derivative(
+            KEY,
+            lambda c: c * POSITIVE,
+            (1.0,),
+            (1.0,),
+            4,
+            preconditioner=built(),  # pyright: ignore[reportArgumentType]
+        ),
+    ),
+    (
+        NotImplementedError,
+        "built before",
+        "those of the default mode",
+        lambda _: jax.hessian(
+            lambda c: tr.logdet(KEY, c * POSITIVE, 4, preconditioner=built()).value
+        )(1.0),
+    ),
+    (
+        ValueError,
+        "shape is (3,)",
+        "use `jax.vmap`",
+        lambda _: tr.gaussian_log_density(KEY, ONES[:3], POSITIVE, 4),
+    ),
+    (
+        ValueError,
+        "the operator is real (float64)",
+        "pass `y.real`",
+        lambda _: tr.gaussian_log_density(KEY, ONES.astype(complex), POSITIVE, 4),
+    ),
+    # Sequences.
+    (ValueError, "got 'best'", "one of ['auto'", lambda _: tr.Tracker("best")),
+    (TypeError, "SphereSampler'>", "an instance", lambda _: tr.Tracker(sampler=tr.SphereSampler)),
+    (TypeError, "got int", "`tracker.init(", lambda _: tracking(state=3)),
+    (ValueError, "k=8, but this step has k=9", "`tracker.init(", lambda _: tracking(k=9)),
+    (
+        ValueError,
+        "does not fit this step",
+        "make a new state with `tracker.init(",
+        lambda _: tracking(operator=SMALLER),
+    ),
+    # Curvature.
+    (ValueError, "types ['int']", "jnp.asarray(1.0)", lambda _: hessian(params={"n": 3})),
+    (
+        ValueError,
+        "complex128",
+        "real and imaginary",
+        lambda _: hessian(params={"w": ONES.astype(complex)}),
+    ),
+    (TypeError, "types ['str']", "close over", lambda _: hessian(batches=("text",))),
+    (ValueError, "shapes [(6,), (3,)]", "Reshape", lambda _: hessian(batches=(ONES, ONES[:3]))),
+    (ValueError, "shape (6,)", "`jnp.mean(...)`", lambda _: hessian(lambda p: p["w"])),
+    (
+        ValueError,
+        "int64",
+        "`.astype(float)`",
+        lambda _: curvature.jacobian_gram(lambda p: jnp.arange(3), {"w": ONES}).mv({"w": ONES}),
+    ),
+    (ValueError, "sample of type NoneType", "needs both", lambda _: fisher(key=KEY)),
+    (ValueError, "got 0", "positive Python int", lambda _: fisher(num_samples=0)),
+    (ValueError, "(6, 1)", "Do not sum", lambda _: fisher(lambda p, x: p["w"] * x[:, None])),
+    (
+        ValueError,
+        "got PyTreeDef(*)",
+        "a tuple of 1",
+        lambda _: fisher(sample=lambda key, p, x: x, key=KEY),
+    ),
+    # Sparse matrices.
+    (
+        TypeError,
+        "got dtype object",
+        "`.astype(float)`",
+        lambda _: objects(),
+    ),
+    (ValueError, "shape (6,)", "Reshape", lambda _: tr.SparseLinearOperator(ss.coo_array(ONES))),
+    (
+        ValueError,
+        "traced",
+        "`operator.with_data(data)`",
+        lambda _: jax.jit(lambda m: tr.SparseLinearOperator(m).data)(jsparse.BCOO.fromdense(EYE)),
+    ),
+    (
+        ValueError,
+        "n_batch=1",
+        "Convert it",
+        lambda _: tr.SparseLinearOperator(jsparse.BCOO.fromdense(EYE, n_batch=1)),
+    ),
+    (TypeError, "got ArrayImpl", "Wrap a dense", lambda _: tr.SparseLinearOperator(EYE)),
+    (ValueError, "shape (3,)", "one number for each", lambda _: SPARSE.with_data(ONES[:3])),
+    (
+        ValueError,
+        "the tags set()",
+        "Make it anew",
+        lambda _: tr.SparseLinearOperator(_Entries(SPARSE.data, SPARSE.pattern)),
+    ),
+    (ValueError, "got (3,)", "`jax.vmap(", lambda _: SPARSE.mv(ONES[:3])),
+    (ValueError, "shape (6, 6)", "the pattern itself", lambda _: SPARSE.pattern.transpose()),
+    (
+        ValueError,
+        "(2147483648, 2)",
+        "into blocks",
+        lambda _: tr.SparseLinearOperator(jsparse.empty((2**31, 2))),
+    ),
+    (
+        ValueError,
+        "got -1",
+        "Add the size",
+        lambda _: tr.SparseLinearOperator(
+            jsparse.BCOO((jnp.ones(1), jnp.array([[-1, 0]])), shape=(2, 2))
+        ),
+    ),
+    # Pictures.
+    (
+        ImportError,
+        "not installed",
+        "`pip install matplotlib`",
+        without_matplotlib(lambda _: plot.interval({"a": solution(jnp.ones(()))})),
+    ),
+    (ValueError, "in []", "at least one solution", lambda _: plot.convergence([])),
+    (TypeError, "got 3", "Give what", lambda _: plot.convergence([3])),
+    (
+        ValueError,
+        "shape (6,)",
+        "`traceax.plot.spectral_density`",
+        lambda _: plot.convergence([solution(ONES)]),
+    ),
+    (
+        ValueError,
+        "shape (6,)",
+        "Give the grid",
+        lambda _: plot.spectral_density(ONES[:3], solution(ONES)),
+    ),
+    # Files.
+    (MatrixFileError, "a.csv", "use one of .mtx", reading("a.csv", b"1")),
+    (MatrixFileError, "a.npy", "check the path", reading("a.npy", None)),
+    (
+        MatrixFileError,
+        "a.npz",
+        "a file in it",
+        lambda f: (f / "a.npz").mkdir() or read_matrix(f / "a.npz"),
+    ),
+    (MatrixFileError, "a.mtx", "should be a Matrix Market file", reading("a.mtx", b"")),
+    (MatrixFileError, "dtype <U1", "`.astype(float)`", reading("a.npy", np.array([["a"]]))),
+    (MatrixFileError, "dtype int32", "float32", reading("a.npy", np.eye(2), dtype="int32")),
+    (MatrixFileError, "complex128", "use complex64", reading("a.npy", np.eye(2) + 0j, dtype=float)),
+    (MatrixFileError, "shape (3,)", "a matrix needs two", reading("a.npy", np.ones(3))),
+    (MatrixFileError, "2x3", "only square", reading("a.npy", np.ones((2, 3)))),
+    (MatrixFileError, "0x0", "at least one row", reading("a.npy", np.ones((0, 0)))),
+    (
+        MatrixFileError,
+        "up to 1",
+        "(A + A^T) / 2",
+        reading("a.npy", np.array([[1.0, 1.0], [0.0, 1.0]]), hermitian=True),
+    ),
+    # Commands.
+    (argparse.ArgumentTypeError, "got '0'", "a positive", command("trace", "a", "-k", "0")),
+    (
+        argparse.ArgumentTypeError,
+        "got 'inf'",
+        "a finite number",
+        command("logdet", "a", "--shift", "inf"),
+    ),
+    (
+        argparse.ArgumentTypeError,
+        "got '-1'",
+        "not negative",
+        command("logdet", "a", "--rtol=-1"),
+    ),
+    (ValueError, "got 9", "give --rtol", command("logdet", "a", "--max-k", "9")),
+    (ValueError, "-k 9", "--max-k 9", command("logdet", "a", "-k", "9", "--rtol", "1")),
+    (ValueError, "'.mat'", "use one of", command("diagonal", "a", "--output", "a.mat")),
+    (
+        ValueError,
+        "is a directory",
+        "a file in it",
+        lambda f: (f / "b.npy").mkdir() or command("diagonal", "a", "--output", "{}/b.npy")(f),
+    ),
+    (
+        ValueError,
+        "no directory",
+        "create it first",
+        command("diagonal", "a", "--output", "{}/none/a.npy"),
+    ),
+    (ValueError, "no permission", "another path", unwritable),
+    (ValueError, "disk full", "another path", lambda f: write(f / "a", full_disk)),
+    (ValueError, "got -1", "must be positive", command("density", "a", "--width", "-1")),
+    (ValueError, "got 2 1", "smaller one first", command("density", "a", "--range", "2", "1")),
+    (ValueError, "got 1", "at least 2", command("density", "a", "--points", "1")),
+    (
+        ValueError,
+        "not installed",
+        "`pip install matplotlib`",
+        without_matplotlib(command("density", "a", "--plot", "{}/a.png")),
+    ),
+    (
+        ValueError,
+        "complex",
+        "--tag psd",
+        command("trace", "{}/a.npy", "--function", "log", a=np.eye(2) + 0j),
+    ),
+    (ValueError, "-k 9", "leave -k out", command("trace", "a", "-k", "9")),
+    (ValueError, "no spectral-sum", "`traceax trace FILE", command("spectral-sum", "a")),
+]
+
+
+def sites():
+    """The lines of each `raise` and warning of the package: {(file, line): the first of them}."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            warns = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+            if isinstance(node, ast.Raise) or warns:
+                lines = range(node.lineno, node.end_lineno + 1)
+                found |= {(str(path), line): (path.name, node.lineno) for line in lines}
+    return found
+
+
+def raised(call, folder):
+    """What this call raises, and the line of the package that did (else None)."""
+    chain = AssertionError("nothing was raised")
+    try:
+        call(folder)
+    except BaseException as error:  # SystemExit: argparse ends the program with the message
+        chain = error
+    while True:
+        *_, frame = [None, *traceback.extract_tb(chain.__traceback__)]
+        if frame and frame.filename.startswith(str(PACKAGE)):
+            return chain, (frame.filename, frame.lineno)
+        if chain.__context__ is None:
+            return chain, None
+        chain = chain.__context__
+
+
+def test_every_message(tmp_path, capsys):
+    """Each is reached, is of its kind, names the value and the remedy, and is a sentence."""
+    places, reached, wrong = sites(), set(), []
+    for i, (kind, value, remedy, call) in enumerate(MESSAGES):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        error, place = raised(call, folder)
+        text = str(error)
+        sentence = text.endswith(".") or kind is argparse.ArgumentTypeError
+        sentence = sentence and "  " not in text and "\n" not in text and len(text) < 500
+        if (
+            place in places
+            and type(error) is kind
+            and value in text
+            and remedy in text
+            and sentence
+        ):
+            reached.add(places[place])
+        else:
+            wrong.append(f"{value!r}, {remedy!r}, {place}: {type(error).__name__}: {text}")
+    assert not wrong, "\n".join(wrong)
+    assert reached == set(places.values())
+
+
+def test_outcomes():
+    """The messages of `RESULTS` say what was found, and what to do."""
+    remedies = {
+        "nonfinite_operator": ("holds NaN or inf", "Check the arrays"),
+        "not_semidefinite": ("tagged positive (or negative)", "Remove the tag"),
+        "outside_domain": ("where the function is not finite", "shift the operator"),
+        "not_converged": ("before the tolerance was reached", "Raise `max_k`"),
+        "wrong_diagonal": ("not that of the operator", "Give that of the whole operator"),
+        "not_symmetric": ("not even symmetric", "Remove the tag"),
+    }
+    own = set(tr.RESULTS._name_to_item) - set(lx.RESULTS._name_to_item)
+    assert own == set(remedies)
+    for name, (what, remedy) in remedies.items():
+        text = tr.RESULTS[getattr(tr.RESULTS, name)]
+        assert what in text
+        assert remedy in text
+        assert text.endswith(".")

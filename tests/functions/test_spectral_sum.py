@@ -1,0 +1,723 @@
+"""tr f(A), spectral densities and eigenvalue counts, by stochastic Lanczos quadrature."""
+
+import functools
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tr
+from traceax._core.primitive import _forever, _implementation
+from traceax._functions.funm import divided_differences, plan
+from traceax._functions.spectral import eigenvalue_count, spectral_density, spectral_sum
+from traceax._linalg.lanczos import lanczos, quadrature
+
+from ..helpers import NSD, PSD, keys, random_unitary, with_spectrum
+from ..reference import each
+
+SYM = lx.symmetric_tag
+N = 40
+FUNCTIONS = {"log": (jnp.log, np.log), "exp": (jnp.exp, np.exp), "inverse": (lambda x: 1 / x,) * 2}
+SLOPES = {"log": lambda x: 1 / x, "exp": np.exp, "inverse": lambda x: -1 / x**2}
+
+
+def spectrum(name):
+    return {
+        "mild": np.linspace(0.5, 3, N),
+        "hard": np.concatenate([1e-2 + 1e-3 * np.arange(N - 10), 2.0 ** np.arange(10)]),
+        "indefinite": np.linspace(-2, 1.5, N),
+    }[name]
+
+
+def example(name, dtype=np.float64):
+    return with_spectrum(np.random.default_rng(1), spectrum(name), dtype)
+
+
+CASES = {  # matrix, tags, function
+    "real": (example("hard"), PSD, "log"),
+    "complex": (example("hard", np.complex128), PSD, "log"),
+    "indefinite": (example("indefinite"), SYM, "exp"),
+    "inverse": (example("mild"), PSD, "inverse"),
+}
+
+
+@functools.partial(jax.jit, static_argnames=("name", "k", "num_steps", "tags"))
+def estimate(key, matrix, name, k, num_steps=None, tags=PSD):
+    operator = lx.MatrixLinearOperator(matrix, tags)
+    return spectral_sum(key, FUNCTIONS[name][0], operator, k, num_steps=num_steps)
+
+
+def sphere(key, p, dtype=np.float64):
+    """The probes of the estimate."""
+    return np.asarray(tr.SphereSampler()(key, N, p, dtype))
+
+
+def function_of(matrix, fn):
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * fn(values)) @ vectors.conj().T
+
+
+# --- the recurrence ------------------------------------------------------------------------------
+
+
+def naive_rule(matrix, z, q):
+    """Nodes, weights, basis and eigenvectors from an orthonormal basis of the Krylov space."""
+    basis = [z / np.linalg.norm(z)]
+    for _ in range(q - 1):
+        w = matrix @ basis[-1]
+        for _ in range(3):
+            for v in basis:
+                w = w - v * np.vdot(v, w)
+        basis.append(w / np.linalg.norm(w))
+    v = np.array(basis).T
+    t = (v.conj().T @ matrix @ v).real
+    theta, s = np.linalg.eigh((t + t.T) / 2)
+    return theta, s[0] ** 2, v, s
+
+
+@pytest.mark.parametrize("dtype", [np.complex128, np.float32])
+def test_the_recurrence_is_lanczos(dtype):
+    matrix = example("hard", dtype)
+    q, eps = 25, np.finfo(dtype).eps
+    z = sphere(jax.random.key(3), 3, dtype)
+
+    @jax.jit
+    def run(matrix, z):
+        with jax.numpy_dtype_promotion("standard"):  # as inside the primitive
+            krylov = lanczos(lambda v: matrix @ v, z, q)
+            return krylov, quadrature(krylov)
+
+    krylov, rule = run(jnp.asarray(matrix), jnp.asarray(z))
+    nodes, weights, vectors = map(np.asarray, rule)
+    size = np.abs(spectrum("hard")).max()
+    for i in range(3):
+        v, t = np.asarray(krylov.basis[:, :, i]).T, np.diag(np.asarray(krylov.alpha[:, i]))
+        off = np.asarray(krylov.beta[:-1, i])
+        t = t + np.diag(off, 1) + np.diag(off, -1)
+        assert np.abs(v.conj().T @ v - np.eye(q)).max() < 30 * eps
+        assert np.abs(v.conj().T @ matrix @ v - t).max() < 300 * eps * size
+        residual = np.linalg.norm(matrix @ v - v @ t, axis=0)
+        np.testing.assert_allclose(residual[-1], krylov.beta[-1, i], rtol=0, atol=300 * eps * size)
+        assert residual[:-1].max() < 300 * eps * size
+        rebuilt = (vectors[i] * nodes[i]) @ vectors[i].T
+        assert np.abs(rebuilt - t).max() < 100 * eps * size
+        np.testing.assert_allclose(weights[i], vectors[i, 0] ** 2, rtol=1e-5)
+        np.testing.assert_allclose(weights[i].sum(), 1, rtol=30 * eps)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_exhausted_space_ends_the_recurrence(dtype):
+    rng = np.random.default_rng(0)
+    u = random_unitary(rng, N)[:, :3]
+    table = {
+        1: 2 * np.eye(N),
+        2: np.eye(N) + 3 * u[:, :1] @ u[:, :1].T,
+        4: (u * [3.0, -1, 0.5]) @ u.T,
+    }
+    z = sphere(jax.random.key(0), 2, dtype)
+
+    @jax.jit
+    def rule(matrix):
+        krylov = lanczos(lambda v: matrix @ v, jnp.asarray(z), 10)
+        return krylov, quadrature(krylov)
+
+    for scale in (1.0, 1e20, 1e-20):
+        for size, matrix in table.items():
+            matrix = (matrix * scale).astype(dtype)
+            krylov, (nodes, weights, vectors) = rule(jnp.asarray(matrix))
+            # Rounding errors may add one step, which is harmless.
+            steps = np.sum(np.asarray(krylov.beta) != 0, axis=0) + 1
+            assert np.all((steps >= size) & (steps <= size + 1))
+            for i, m in enumerate(steps):
+                assert np.all(np.asarray(weights)[i, m:] == 0)
+                assert np.all(np.asarray(vectors)[i, :, m:] == 0)
+                assert np.all(np.asarray(krylov.basis)[m:, :, i] == 0)
+                assert np.all(np.asarray(nodes)[i, m:] == nodes[i, 0])
+            wide, probes = matrix.astype(np.float64), z.astype(np.float64)
+            forms = np.einsum("ni,nm,mi->i", probes, wide, probes) / np.sum(probes**2, axis=0)
+            moments = np.sum(np.asarray(weights, np.float64) * np.asarray(nodes), axis=1)
+            tolerance = 100 * np.finfo(dtype).eps * np.abs(wide).max()
+            np.testing.assert_allclose(moments, forms, rtol=0, atol=tolerance)
+    krylov, (nodes, weights, _) = rule(jnp.zeros((N, N), dtype))
+    assert np.all(np.asarray(krylov.beta) == 0)
+    assert np.all(np.asarray(nodes) == 0)
+    np.testing.assert_allclose(np.sum(weights, axis=1), 1)
+
+
+def test_functions_are_divided_where_that_would_cancel():
+    """Gaps from 0 to the size of the nodes, against formulas that do not cancel."""
+    gaps = np.concatenate([[0], 10.0 ** np.arange(-16, 1)])
+    for theta in (1e-12, 1.0, 1e12):
+        pairs = np.stack([np.full_like(gaps, theta), theta + theta * gaps], axis=1)
+        delta = pairs[:, 1] - pairs[:, 0]
+        ratio = np.where(delta == 0, 1, np.log1p(delta / theta) / np.where(delta == 0, 1, delta))
+        exact = np.where(delta == 0, 1 / theta, ratio)
+        ours = divided_differences(jnp.log, jnp.asarray(pairs))[:, 0, 1]
+        # log(theta) / 1e-3 theta loses five digits where the scheme changes over.
+        np.testing.assert_allclose(ours, exact, rtol=2e-11)
+    for theta in (0.0, 1e-9, -3.0):  # the scale of exp is 1, whatever theta
+        pairs = np.stack([np.full_like(gaps, theta), theta + gaps], axis=1)
+        delta = pairs[:, 1] - pairs[:, 0]
+        ratio = np.expm1(delta) / np.where(delta == 0, 1, delta)
+        exact = np.exp(theta) * np.where(delta == 0, 1, ratio)
+        ours = divided_differences(jnp.exp, jnp.asarray(pairs))[:, 0, 1]
+        np.testing.assert_allclose(ours, exact, rtol=2e-12)
+
+
+# --- the estimate on the same probes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["real", "complex", "indefinite"])
+def test_equals_the_naive_formulas_on_the_same_probes(name):
+    matrix, tags, function = CASES[name]
+    f, key, p, q = FUNCTIONS[function][1], jax.random.key(5), 3, 11
+    d = 3  # a quarter of the steps, rounded up
+    solution = estimate(key, jnp.asarray(matrix), function, p * q + 2, q, tags)
+
+    c = N / (N + 1) if np.iscomplexobj(matrix) else 2 * N / (N + 2)
+    samples, squares, errors, found = [], [], [], []
+    for z in sphere(key, p, matrix.dtype).T:
+        rules = [naive_rule(matrix, z, m) for m in (q, q - d, q - 2 * d)]
+        a = [N * np.sum(w * f(theta)) for theta, w, _, _ in rules]
+        samples.append(a[0])
+        squares.append(N * np.sum(rules[0][1] * f(rules[0][0]) ** 2))
+        found.append((rules[0][1], f(rules[0][0])))
+        last, before = abs(a[0] - a[1]), abs(a[1] - a[2])
+        rate = min(last / before, 0.95)
+        errors.append(last * max(1, 8 * rate / (1 - rate)))
+    value = np.mean(samples)
+    variance = c * (np.mean(squares) - value**2 / N) / p / (1 - c / (N * p))
+    np.testing.assert_allclose(solution.value, value, rtol=1e-11)
+    np.testing.assert_allclose(solution.std_err, np.sqrt(variance), rtol=1e-9)
+    np.testing.assert_allclose(solution.quadrature_error, np.mean(errors), rtol=1e-7, atol=1e-12)
+    assert not jnp.iscomplexobj(solution.value)
+    assert int(solution.num_matvecs) == p * q
+    second, fourth = (
+        np.mean([np.sum(w * (x - value / N) ** power) for w, x in found]) for power in (2, 4)
+    )
+    np.testing.assert_allclose(solution.stats["dof"], N * p * second**2 / fourth, rtol=1e-7)
+    assert solution.result == tr.RESULTS.successful
+    np.testing.assert_array_equal(solution.stats["std.err"], solution.std_err)
+
+
+def test_budgets_are_split_into_few_probes():
+    for k in range(1, 400):
+        p, q = plan(k, None)
+        assert p * q <= k < p * (q + 1)  # what is left over would not be another step for all
+        assert p == max(1, int(np.sqrt(k) / 3 + 1e-12))
+    assert plan(120, 30) == (4, 30)
+    assert plan(119, 30) == (3, 30)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_tiny_budgets(k):
+    """One step knows nothing of its quadrature error, and says so."""
+    matrix = example("mild")
+    solution = estimate(jax.random.key(0), jnp.asarray(matrix), "log", k)
+    assert np.isfinite(solution.value)
+    # Nodes lie within the spectrum, and weights add up to n.
+    low, *_, high = len(matrix) * np.log(np.linalg.eigvalsh(matrix))
+    assert low < solution.value < high
+    assert np.isfinite(solution.std_err)
+    assert np.isinf(solution.quadrature_error) == (k == 1)
+
+
+# --- exact cases ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["complex", "inverse"])
+def test_exact_with_as_many_products_as_rows(name):
+    matrix, tags, function = CASES[name]
+    solution = estimate(jax.random.key(0), jnp.asarray(matrix), function, N, None, tags)
+    truth = np.sum(FUNCTIONS[function][1](np.linalg.eigvalsh(matrix)))
+    np.testing.assert_allclose(solution.value, truth, rtol=1e-11)
+    assert solution.std_err == solution.quadrature_error == 0
+    assert int(solution.num_matvecs) == N
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+def test_exhausted_spaces_are_integrated_exactly(dtype):
+    """log det(2 I) to rounding; for I plus rank one the form of every probe to rounding."""
+    u = random_unitary(np.random.default_rng(0), N, dtype)[:, :1]
+    rank_one = np.eye(N) + 3 * u @ u.conj().T
+    key, eps = jax.random.key(2), np.finfo(dtype).eps
+
+    @jax.jit
+    def shifted(matrix, scale):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        return spectral_sum(key, lambda x: jnp.log(x / scale), operator, 20)
+
+    for scale in (1.0, 1e20, 1e-20):
+        for matrix in (2 * np.eye(N), rank_one, np.zeros((N, N))):
+            scaled = jnp.asarray((matrix * scale).astype(dtype))
+            real = jnp.finfo(scaled.dtype).dtype
+            solution = shifted(scaled, jnp.asarray(scale, real))
+            if not matrix.any():  # the logarithm of 0 is no estimate
+                assert solution.result == tr.RESULTS.outside_domain
+                assert np.isnan(solution.value)
+                continue
+            z = sphere(key, 1, dtype)[:, 0]
+            truth = np.vdot(z, function_of(matrix, np.log) @ z).real
+            np.testing.assert_allclose(solution.value, truth, rtol=40 * eps, atol=40 * eps * N)
+            assert solution.quadrature_error == 0
+            assert solution.result == tr.RESULTS.successful
+            if matrix is not rank_one:
+                np.testing.assert_allclose(solution.value, N * np.log(2), rtol=20 * eps)
+                assert solution.std_err < 20 * eps * N
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+def test_the_zero_operator(dtype):
+    """exp(0) = 1; the derivative with respect to A is the trace, z^H dA z / p here."""
+    real, key = jnp.finfo(dtype).dtype, jax.random.key(2)
+    eps = np.finfo(dtype).eps
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def solve(t):
+        operator = lx.MatrixLinearOperator(t.astype(dtype) * jnp.eye(N, dtype=dtype), PSD)
+        solution = spectral_sum(key, lambda x: jnp.exp(x + t), operator, 20)
+        return solution.value, solution
+
+    (_, solution), slope = solve(jnp.zeros((), real))
+    np.testing.assert_allclose(solution.value, N, rtol=10 * eps)
+    np.testing.assert_allclose(slope, 2 * N, rtol=10 * eps)
+    assert solution.std_err < 20 * eps * N
+    assert solution.quadrature_error == 0
+
+
+def test_rounding_errors_below_zero_count_as_zero_for_semidefinite_operators():
+    u = random_unitary(np.random.default_rng(0), N)[:, :5]
+    matrix = (u * np.arange(1, 6.0)) @ u.T
+    truth = np.sum(np.sqrt(np.arange(1, 6.0)))
+    for sign, tag, k in ((1, PSD, 25), (-1, NSD, N)):
+        operator = lx.MatrixLinearOperator(jnp.asarray(sign * matrix), tag)
+        solution = spectral_sum(
+            jax.random.key(0), lambda x, sign=sign: jnp.sqrt(sign * x), operator, k
+        )
+        assert solution.result == tr.RESULTS.successful
+        assert abs(solution.value - truth) <= 3 * solution.std_err + 1e-6
+
+
+# --- bias and errors -----------------------------------------------------------------------------
+
+
+@functools.cache
+def sample(name, p):
+    """Solutions and forward derivatives for 500 keys."""
+    matrix, tags, function = CASES[name]
+    tangent, q = direction(matrix), 20 if p == 1 else 12
+
+    def one(key, matrix, tangent):
+        def along(t):
+            operator = lx.MatrixLinearOperator(matrix + t.astype(matrix.dtype) * tangent, tags)
+            solution = spectral_sum(key, FUNCTIONS[function][0], operator, q * p, num_steps=q)
+            return solution.value, solution
+
+        if p > 1:
+            return jnp.zeros(()), along(jnp.zeros(()))[1]
+        _, slope, solution = jax.jvp(along, (jnp.zeros(()),), (jnp.ones(()),), has_aux=True)
+        return slope, solution
+
+    results = each(one, keys(500), jnp.asarray(matrix), jnp.asarray(tangent))
+    return jax.tree.map(np.asarray, results)
+
+
+def direction(matrix):
+    """A Hermitian direction, of the same field."""
+    rng = np.random.default_rng(7)
+    tangent = rng.standard_normal(matrix.shape)
+    if np.iscomplexobj(matrix):
+        tangent = tangent + 1j * rng.standard_normal(matrix.shape)
+    return ((tangent + tangent.conj().T) / 2).astype(matrix.dtype)
+
+
+def z_score(samples, truth):
+    return abs(samples.mean() - truth) / (samples.std(ddof=1) / np.sqrt(len(samples)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "p"), [("complex", 1), ("indefinite", 1), ("indefinite", 3)])
+def test_unbiased_with_calibrated_errors_and_derivatives(name, p):
+    """With enough steps the value and its derivative are unbiased; one probe has an error."""
+    matrix, _, function = CASES[name]
+    slope, solution = sample(name, p)
+    truth = np.sum(FUNCTIONS[function][1](np.linalg.eigvalsh(matrix)))
+    # |z| stays below 3.9 with probability 99.99 %.
+    assert z_score(solution.value, truth) < 3.9
+    if p == 1:
+        true_slope = np.vdot(function_of(matrix, SLOPES[function]), direction(matrix)).real
+        assert z_score(slope, true_slope) < 3.9
+    errors = solution.value - truth
+    # The variance is unbiased: over 500 keys known to about 7 %, and its estimate to less.
+    ratio = np.mean(errors**2) / np.mean(solution.std_err**2)
+    assert 0.75 < ratio < 1.3
+    covered = np.mean(np.abs(errors) < 2 * solution.std_err)
+    assert 0.92 < covered < 0.98
+
+
+@pytest.mark.parametrize(("function", "q"), [("log", 6), ("log", 24), ("inverse", 12)])
+def test_the_quadrature_error_covers_the_truncation(function, q):
+    """Against z^H f(A) z, for steps that are far too few to almost enough."""
+    eigenvalues, traced = np.geomspace(1e-4, 1, 300), FUNCTIONS[function][0]
+
+    def one(key, eigenvalues):
+        operator = lx.DiagonalLinearOperator(eigenvalues)
+        solution = spectral_sum(key, traced, operator, q, num_steps=q)
+        probe = tr.SphereSampler()(key, 300, 1, jnp.float64)[:, 0]
+        return solution, jnp.sum(jnp.square(probe) * traced(eigenvalues))
+
+    solutions, forms = each(one, keys(60), jnp.asarray(eigenvalues))
+    errors = np.abs(np.asarray(solutions.value) - np.asarray(forms))
+    ratios = np.asarray(solutions.quadrature_error) / errors
+    assert np.mean(ratios > 1) > 0.93
+    assert np.median(ratios) < 60
+    if q < 24:  # here a bias, which the standard error does not tell of
+        assert np.median(errors) > 0.3 * np.median(solutions.std_err)
+
+
+def test_log_determinant_of_low_rank_plus_diagonal():
+    rng = np.random.default_rng(0)
+    n, rank = 300, 8
+    factor, diagonal = 3 * rng.standard_normal((n, rank)), rng.uniform(0.5, 2, n)
+    inner = np.eye(rank) + factor.T @ (factor / diagonal[:, None])
+    truth = np.sum(np.log(diagonal)) + np.linalg.slogdet(inner)[1]
+    low = lx.MatrixLinearOperator(jnp.asarray(factor))
+    operator = lx.TaggedLinearOperator(
+        low @ low.T + lx.DiagonalLinearOperator(jnp.asarray(diagonal)), PSD
+    )
+    solution = spectral_sum(jax.random.key(0), jnp.log, operator, 240)
+    assert abs(solution.value - truth) < 3 * solution.std_err + solution.quadrature_error
+    assert solution.quadrature_error < 1e-3
+    assert solution.std_err < 25
+
+
+@pytest.mark.slow
+def test_an_ill_conditioned_power_network():
+    """1138_bus, with a condition number of 9e6: the errors own up to it."""
+    path = Path(tr.__file__).parent / "data" / "1138_bus.mtx"
+    row, column, entry = np.loadtxt(path, comments="%", skiprows=0)[1:].T
+    row, column = row.astype(int) - 1, column.astype(int) - 1
+    dense = np.zeros((1138, 1138))
+    dense[row, column] = dense[column, row] = entry
+    operator = lx.MatrixLinearOperator(jnp.asarray(dense), PSD)
+    key = jax.random.key(0)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def solve(fn, k):
+        return spectral_sum(key, fn, operator, k)
+
+    determinant = solve(jnp.log, 240)
+    bound = 3 * determinant.std_err + determinant.quadrature_error
+    assert abs(determinant.value - 4240.821184502369) < bound
+    assert bound < 1000
+    inverse = solve(lambda x: 1 / x, 600)
+    error = abs(inverse.value - 488.2123076681323)
+    assert error < 3 * inverse.std_err + inverse.quadrature_error
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+
+def naive_weights(matrix, z, q, f, slope):
+    """G = ||z||^2 V S (D o s_1 s_1^T) S^T V^T."""
+    theta, _, v, s = naive_rule(matrix, z, q)
+    gap = theta[:, None] - theta + np.eye(q)
+    d = np.where(np.eye(q) > 0, np.diag(slope(theta)), (f(theta)[:, None] - f(theta)) / gap)
+    return np.vdot(z, z).real * v @ s @ (d * np.outer(s[0], s[0])) @ s.T @ v.conj().T
+
+
+@pytest.mark.parametrize("name", ["real", "complex", "indefinite"])
+def test_derivatives_are_those_of_the_published_weights(name):
+    """Converged or not, in forward and reverse mode."""
+    matrix, tags, function = CASES[name]
+    p, q, key, tangent = 2, 9, jax.random.key(4), direction(matrix)
+    fns = FUNCTIONS[function][1], SLOPES[function]
+    probes = sphere(key, p, matrix.dtype).T
+    g = np.mean([naive_weights(matrix, z, q, *fns) for z in probes], axis=0)
+
+    @jax.jit
+    def slopes(matrix, tangent):
+        def along(t):
+            return estimate(
+                key, matrix + t.astype(matrix.dtype) * tangent, function, p * q, q, tags
+            )
+
+        zero, one = jnp.zeros(()), jnp.ones(())
+        forward = jax.jvp(lambda t: along(t).value, (zero,), (one,))[1]
+        others = jax.grad(lambda t: along(t).std_err + along(t).quadrature_error)(zero)
+        return forward, jax.grad(lambda t: along(t).value)(zero), others
+
+    *both, others = slopes(jnp.asarray(matrix), jnp.asarray(tangent))
+    np.testing.assert_allclose(both, np.vdot(g, tangent).real, rtol=1e-8)
+    assert others == 0
+
+
+@pytest.mark.parametrize("name", ["complex"])
+def test_converged_derivatives_are_those_of_the_form(name):
+    """Against differences of z^H f(A) z, with the eigenvalues of the dense matrix."""
+    matrix, tags, function = CASES[name]
+    f, tangent, key, q = FUNCTIONS[function][1], direction(matrix), jax.random.key(1), 36
+    z = sphere(key, 1, matrix.dtype)[:, 0]
+
+    def form(t):
+        return np.vdot(z, function_of(matrix + t * tangent, f) @ z).real
+
+    h = 1e-4 if function == "log" else 1e-3
+    coarse, fine = ((form(h * s) - form(-h * s)) / (2 * h * s) for s in (2, 1))
+    expected = (4 * fine - coarse) / 3
+
+    def along(t):
+        moved = jnp.asarray(matrix) + t.astype(matrix.dtype) * tangent
+        return estimate(key, moved, function, q, q, tags).value
+
+    np.testing.assert_allclose(jax.grad(along)(jnp.zeros(())), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["complex", "indefinite"])
+def test_exact_derivatives(name):
+    matrix, tags, function = CASES[name]
+    tangent = direction(matrix)
+
+    def along(t):
+        moved = jnp.asarray(matrix) + t.astype(matrix.dtype) * tangent
+        return estimate(jax.random.key(0), moved, function, N, None, tags).value
+
+    expected = np.vdot(function_of(matrix, SLOPES[function]), tangent).real
+    np.testing.assert_allclose(jax.grad(along)(jnp.zeros(())), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("k", [24, N])
+def test_what_the_function_closes_over_has_a_derivative(k):
+    """Alone and together with the operator, which shares the parameter."""
+    matrix, key = example("mild"), jax.random.key(3)
+    base, tangent = jnp.asarray(matrix), jnp.asarray(direction(matrix))
+
+    def value(shift, t):
+        operator = lx.MatrixLinearOperator(base + t * tangent, PSD)
+        return spectral_sum(key, lambda x: jnp.log(x + shift), operator, k).value
+
+    @jax.jit
+    def slopes(s):
+        return *jax.grad(value, (0, 1))(s, jnp.zeros(())), jax.grad(lambda s: value(s, s - s))(s)
+
+    z = sphere(key, plan(k, None)[0])
+    g = z @ z.T / z.shape[1] if k < N else np.eye(N)
+    inverse = np.linalg.inv(matrix + 0.3 * np.eye(N))
+    by_shift, by_operator, together = slopes(jnp.asarray(0.3))
+    rtol = 1e-5 if k < N else 1e-11
+    np.testing.assert_allclose(by_shift, np.vdot(g, inverse), rtol=rtol)
+    np.testing.assert_allclose(together, by_shift, rtol=1e-11)
+    assert abs(by_operator) > 1e-3
+
+
+def test_second_derivatives_are_refused():
+    base, key = jnp.asarray(example("mild")), jax.random.key(0)
+
+    def value(t, k):
+        operator = lx.MatrixLinearOperator(t * base, PSD)
+        return spectral_sum(key, jnp.log, operator, k).value
+
+    one = jnp.ones(())
+
+    def refuses(twice, t, k):
+        with pytest.raises(NotImplementedError, match="first derivative only"):
+            jax.eval_shape(functools.partial(twice, k=k), t)
+
+    refuses(jax.hessian(value), one, 6)
+    refuses(jax.grad(jax.grad(value)), one, N)
+    refuses(jax.jacfwd(jax.jacfwd(value)), one, 6)
+    refuses(lambda t, k: jax.vmap(jax.hessian(lambda t: value(t, k)))(t), jnp.ones(2), 6)
+
+    def of_the_function(shift, k):  # could be right, but is not told from what would be wrong
+        operator = lx.MatrixLinearOperator(base, PSD)
+        return spectral_sum(key, lambda x: jnp.log(x + shift), operator, k).value
+
+    refuses(jax.grad(jax.grad(of_the_function)), one, 6)
+    # A factor that has second derivatives does no harm.
+    assert jax.hessian(lambda t: t**2 * of_the_function(jnp.zeros(()), 6))(one).shape == ()
+
+
+# --- transformations -----------------------------------------------------------------------------
+
+
+def test_every_nesting_of_transformations():
+    base, shift = jnp.asarray(example("mild")), jnp.diag(jnp.linspace(0, 1, N))
+    thetas, two = jnp.array([0.2, 1.0]), keys(2)
+
+    def loss(theta, key):
+        def product(x):  # closes over a traced value
+            return {"a": base @ x["a"] + theta * (shift @ x["a"])}
+
+        structure = {"a": jax.ShapeDtypeStruct((N,), jnp.float64)}
+        operator = lx.FunctionLinearOperator(product, structure, PSD)
+        solution = spectral_sum(key, lambda x: jnp.log(x + theta), operator, 12)
+        return solution.value + solution.std_err + solution.quadrature_error
+
+    @jax.jit
+    def together(thetas, two):
+        def body(total, x):
+            return total + loss(*x), jax.grad(loss)(*x)
+
+        return {
+            "vmap(grad)": jax.vmap(jax.grad(loss))(thetas, two),
+            "grad(vmap)": jax.grad(lambda t: jnp.sum(jax.vmap(loss)(t, two)))(thetas),
+            "scan": jax.lax.scan(body, jnp.zeros(()), (thetas, two))[1],
+        }
+
+    expected = [jax.jit(jax.grad(loss))(t, key) for t, key in zip(thetas, two, strict=True)]
+    assert np.all(np.abs(expected) > 1e-2)
+    for result in together(thetas, two).values():
+        np.testing.assert_allclose(result, expected, rtol=1e-9)
+    shapes = eqx.filter_eval_shape(loss, thetas[0], two[0])
+    assert shapes.shape == ()
+
+
+def test_a_second_call_is_not_compiled_again():
+    base = jnp.asarray(example("mild"))
+
+    def solve(shift):
+        operator = lx.MatrixLinearOperator(base, PSD)
+        return spectral_sum(jax.random.key(0), lambda x: jnp.log(x + shift), operator, 7)
+
+    first = solve(jnp.asarray(0.1))
+    before = _forever[_implementation]._cache_size()
+    second = solve(jnp.asarray(0.2))
+    assert _forever[_implementation]._cache_size() == before
+    assert second.value > first.value
+
+
+def test_half_precision_and_leaves():
+    """Products in bfloat16, everything else in float32; a PyTree of leaves is one vector."""
+    diagonal = {"a": jnp.linspace(0.5, 1, 10), "b": jnp.linspace(1, 2, 20).reshape(4, 5)}
+    flat = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(diagonal)])
+    for dtype, tolerance in ((jnp.bfloat16, 0.5), (jnp.float64, 1e-6)):
+        cast = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), diagonal)
+        operator = lx.FunctionLinearOperator(
+            lambda x, cast=cast: jax.tree.map(jnp.multiply, cast, x),
+            jax.eval_shape(lambda cast=cast: cast),
+            PSD,
+        )
+        solution = spectral_sum(jax.random.key(0), jnp.log, operator, 20, num_steps=10)
+        assert solution.value.dtype == (jnp.float32 if dtype == jnp.bfloat16 else jnp.float64)
+        z = np.asarray(tr.SphereSampler()(jax.random.key(0), 30, 2, solution.value.dtype))
+        truth = np.mean(np.sum(z**2 * np.log(flat)[:, None], axis=0))
+        assert abs(float(solution.value) - truth) < tolerance
+
+
+# --- density and count ---------------------------------------------------------------------------
+
+
+def test_density():
+    matrix, grid = example("indefinite"), np.linspace(-6, 6, 121)
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), SYM)
+    eigenvalues, width = np.linalg.eigvalsh(matrix), 0.5
+    distance = (grid[:, None] - eigenvalues) / width
+    truth = np.mean(np.exp(-(distance**2) / 2), axis=1) / (width * np.sqrt(2 * np.pi))
+    key = jax.random.key(0)
+    exact = spectral_density(key, operator, N, grid, width=width)
+    np.testing.assert_allclose(exact.value, truth, rtol=1e-10, atol=1e-15)
+    assert np.all(np.asarray(exact.std_err) == 0)
+
+    for given in (width, None):
+        density = spectral_density(key, operator, 36, grid, width=given)
+        assert density.value.shape == density.std_err.shape == density.quadrature_error.shape
+        np.testing.assert_allclose(np.sum(density.value) * 0.1, 1, rtol=1e-6)
+        if given is not None:
+            bound = 4 * density.std_err + density.quadrature_error + 1e-12
+            assert np.all(np.abs(density.value - truth) < bound)
+    with pytest.raises(ValueError, match="width"):
+        spectral_density(key, operator, 36, 0.0)
+
+
+def test_density_moves_with_the_operator():
+    """A shift of the operator is a shift of the density."""
+    matrix, grid, key = jnp.asarray(example("indefinite")), jnp.linspace(-3, 3, 7), keys(1)[0]
+
+    @jax.jit
+    def slopes(t):
+        def moved(t, s):
+            operator = lx.MatrixLinearOperator(matrix + t * jnp.eye(N), SYM)
+            return spectral_density(key, operator, 20, grid + s, width=1.0).value
+
+        return [jax.jacfwd(moved, i)(t, t) for i in (0, 1)]
+
+    by_operator, by_grid = slopes(jnp.zeros(()))
+    np.testing.assert_allclose(by_operator, -by_grid, rtol=1e-6, atol=1e-9)
+
+
+def test_counts_and_their_bound():
+    matrix = example("indefinite")
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), SYM)
+    eigenvalues, vectors = np.linalg.eigh(matrix)
+
+    @functools.partial(jax.jit, static_argnames="k")
+    def count(key, a, b, k):
+        return eigenvalue_count(key, operator, a, b, k)
+
+    for a, b in ((-1.0, 0.5), (-np.inf, 0.0), (-5.0, 5.0), (0.7, np.inf)):
+        inside = (eigenvalues >= a) & (eigenvalues <= b)
+        exact = count(jax.random.key(0), a, b, N)
+        assert int(exact.value) == inside.sum()
+        assert exact.std_err == exact.quadrature_error == 0
+        covered = []
+        for key in keys(20):
+            solution = count(key, a, b, 20)
+            z = vectors.T @ sphere(key, 1)[:, 0]
+            # The bound holds for every probe, not only on average.
+            error = abs(solution.value - np.sum(z[inside] ** 2))
+            assert error <= solution.quadrature_error + 1e-9
+            bound = 2 * solution.std_err + solution.quadrature_error
+            covered.append(abs(float(solution.value) - inside.sum()) <= bound + 1e-9)
+        assert np.mean(covered) >= 0.9
+    slope = jax.grad(lambda t: eigenvalue_count(keys(1)[0], operator, t, 1.0, 9).value)
+    assert slope(jnp.zeros(())) == 0
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_errors():
+    key, matrix = jax.random.key(0), jnp.asarray(example("mild"))
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    with pytest.raises(ValueError, match="symmetric_tag"):
+        spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix), 10)
+    with pytest.raises(ValueError, match="semidefinite_tag"):
+        eigenvalue_count(key, lx.MatrixLinearOperator(matrix), 0, 1, 10)
+    with pytest.raises(TypeError, match=r"spectral_sum\(key, fn, operator, k\)"):
+        spectral_sum(key, operator, jnp.log, 10)  # pyright: ignore
+    with pytest.raises(TypeError, match="MatrixLinearOperator"):
+        spectral_sum(key, jnp.log, matrix, 10)  # pyright: ignore
+    with pytest.raises(TypeError, match="real values"):
+        spectral_sum(key, lambda x: jnp.exp(x.astype(complex)), operator, 10)
+    with pytest.raises(ValueError, match="must return one"):
+        spectral_sum(key, lambda x: jnp.stack([x, x]), operator, 10)
+    with pytest.raises(TypeError, match="num_steps"):
+        spectral_sum(key, jnp.log, operator, 10, num_steps=2.0)  # pyright: ignore
+    for num_steps in (0, 11):
+        with pytest.raises(ValueError, match="num_steps"):
+            spectral_sum(key, jnp.log, operator, 10, num_steps=num_steps)
+    with pytest.raises(ValueError, match="at least 1"):
+        spectral_sum(key, jnp.log, operator, 0)
+
+
+@pytest.mark.parametrize("k", [10, N])
+def test_failures_are_told(k):
+    key, matrix = jax.random.key(0), jnp.asarray(example("indefinite"))
+    outside = spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix, SYM), k)
+    assert outside.result == tr.RESULTS.outside_domain
+    assert np.isnan(outside.value)
+    assert np.isnan(outside.std_err)
+    for bad in (np.nan, np.inf):
+        operator = lx.MatrixLinearOperator(matrix.at[3, 3].set(bad), SYM)
+        solution = spectral_sum(key, jnp.exp, operator, k)
+        assert solution.result == tr.RESULTS.nonfinite_operator
+        assert np.isnan(solution.value)
+        with pytest.raises(Exception, match="NaN or inf"):
+            spectral_sum(key, jnp.exp, operator, k, throw=True)
+    with pytest.raises(Exception, match="Ritz value"):
+        spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix, SYM), k, throw=True)

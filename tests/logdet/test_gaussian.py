@@ -1,0 +1,335 @@
+"""Gaussian log densities: against Cholesky, and in the hands of optimisers and samplers."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.optimize
+
+from traceax import (
+    RESULTS,
+    NystromPreconditioner,
+    gaussian_log_density,
+    logdet,
+    logdet_directional_derivative,
+)
+
+from ..helpers import (
+    PSD,
+    keys,
+    slow,
+)
+from .test_logdet import KERNELS, N, decaying, distances, identity, matern32, shifted
+
+FIXED = NystromPreconditioner(rank=38)
+
+
+def cholesky_density(y, dense):
+    factor = jnp.linalg.cholesky(dense)
+    z = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+    half_logdet = jnp.sum(jnp.log(jnp.diagonal(factor).real))
+    if jnp.iscomplexobj(y):
+        return -jnp.vdot(z, z).real - 2 * half_logdet - len(y) * jnp.log(jnp.pi)
+    return -z @ z / 2 - half_logdet - len(y) / 2 * jnp.log(2 * jnp.pi)
+
+
+def observations(n, dtype=np.float64):
+    y = np.random.default_rng(7).standard_normal((2, n))
+    return jnp.asarray(y[0] + 1j * y[1] if dtype == np.complex128 else y[0])
+
+
+# --- against Cholesky ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype"),
+    [(56, np.complex128), slow(56, np.float64), (N, np.complex128), (N, np.float64)],
+)
+def test_value_and_derivatives(k, dtype):
+    """With respect to A and to y, to second order."""
+    matrix, y = decaying(N, dtype), observations(N, dtype)
+    theta = jnp.array([0.2, 0.5, 0.8])
+
+    def parts(theta):
+        scale = jnp.exp(theta[0]).astype(matrix.dtype)
+        return scale * matrix, theta[1] ** 2, ((1 + theta[2]) ** 2).astype(y.dtype) * y
+
+    def value(theta):
+        kernel, s, y = parts(theta)
+        solution = gaussian_log_density(jr.key(0), y, shifted(kernel, s), k, preconditioner=FIXED)
+        return solution.value, solution
+
+    def exact(theta):
+        kernel, s, y = parts(theta)
+        return cholesky_density(y, kernel + s.astype(dtype) * jnp.eye(N, dtype=dtype))
+
+    def everything(theta):
+        (found, solution), gradient = jax.value_and_grad(value, has_aux=True)(theta)
+        return gradient, (found, solution, gradient)
+
+    def truth(theta):
+        value_, gradient = jax.value_and_grad(exact)(theta)
+        return gradient, (value_, gradient)
+
+    hessian, (found, solution, gradient) = jax.jit(jax.jacfwd(everything, has_aux=True))(theta)
+    exact_hessian, (exact_value, exact_gradient) = jax.jit(jax.jacfwd(truth, has_aux=True))(theta)
+    allowed = 3 * solution.std_err + solution.quadrature_error + 1e-10
+    assert abs(found - exact_value) < allowed < 1e-3 * abs(found)
+    np.testing.assert_allclose(gradient, exact_gradient, rtol=1e-4)
+    np.testing.assert_allclose(
+        hessian, exact_hessian, rtol=1e-4, atol=1e-7 * np.abs(exact_hessian).max()
+    )
+    kernel, s, y = parts(theta)
+    dense = np.asarray(kernel) + np.asarray(s) * np.eye(N)
+    x = np.linalg.solve(dense, y)
+    np.testing.assert_allclose(solution.stats["solve"], x, atol=1e-6 * np.abs(x).max())
+    np.testing.assert_allclose(solution.stats["quadratic_form"], np.vdot(y, x).real, rtol=1e-9)
+    np.testing.assert_allclose(
+        solution.stats["log_det"], np.linalg.slogdet(dense)[1], atol=2 * allowed
+    )
+    assert solution.num_matvecs <= k
+    assert solution.value.shape == ()
+
+
+def test_what_the_solve_lacks_is_stated():
+    """Too few steps of conjugate gradients: the error is within the quadrature error."""
+    r = distances(400, 2)
+    kernel, y = jnp.asarray(matern32(r, 0.3)), observations(400)
+
+    @eqx.filter_jit
+    def density(key, kernel, s):
+        return gaussian_log_density(key, y, shifted(kernel, s), 60)
+
+    for s in jnp.array([1e-2, 1e-4]):
+        truth = jax.jit(cholesky_density)(y, kernel + s * jnp.eye(400))
+        form = y @ jnp.linalg.solve(kernel + s * jnp.eye(400), y)
+        for key in keys(3):
+            solution = density(key, kernel, s)
+            lacking = form - solution.stats["quadratic_form"]
+            assert lacking > 1e-6 * form
+            assert 0 < lacking / 2 < solution.quadrature_error
+            allowed = 3 * solution.std_err + solution.quadrature_error
+            assert abs(solution.value - truth) < allowed
+
+
+def test_pytrees_vmap_and_scan():
+    """Observations of the operator's structure; many of them; the same numbers in a scan."""
+    matrix, y = decaying(), observations(N)
+    structure = {
+        "a": jax.ShapeDtypeStruct((20,), y.dtype),
+        "b": jax.ShapeDtypeStruct((8, 5), y.dtype),
+    }
+
+    def tree(flat):
+        return {"a": flat[:20], "b": flat[20:].reshape(8, 5)}
+
+    def product(x):
+        return tree(matrix @ jnp.concatenate([x["a"], x["b"].reshape(-1)]))
+
+    operator = lx.FunctionLinearOperator(product, structure, PSD)
+    operator = operator + 0.3 * lx.IdentityLinearOperator(structure)
+
+    def density(y, covariance):
+        solution = gaussian_log_density(jr.key(0), y, covariance, 50, preconditioner=FIXED)
+        return solution.value, solution.stats["solve"]
+
+    ys = jnp.stack([y, 2 * y])
+    plain = jax.jit(jax.vmap(lambda y: density(y, shifted(matrix, 0.3))))(ys)
+    trees = jax.jit(jax.vmap(lambda y: density(tree(y), operator)))(ys)
+    scanned = jax.jit(lambda ys: jax.lax.scan(lambda c, y: (c, density(tree(y), operator)), 0, ys))(
+        ys
+    )
+    np.testing.assert_allclose(trees[0], plain[0], rtol=1e-9)
+    np.testing.assert_allclose(scanned[1][0], plain[0], rtol=1e-9)
+    np.testing.assert_allclose(trees[1]["b"].reshape(2, -1), plain[1][:, 20:], atol=1e-7)
+
+
+def test_bad_input():
+    matrix, y = decaying(), observations(N)
+    with pytest.raises(ValueError, match="must look like the operator's input"):
+        gaussian_log_density(jr.key(0), y[1:], shifted(matrix, 0.1), 30)
+    with pytest.raises(ValueError, match="must look like the operator's input"):
+        gaussian_log_density(jr.key(0), {"y": y}, shifted(matrix, 0.1), 30)
+    with pytest.raises(ValueError, match="the operator is real"):
+        gaussian_log_density(jr.key(0), observations(N, np.complex128), shifted(matrix, 0.1), 30)
+    with pytest.raises(ValueError, match="Gaussian log density needs a positive definite"):
+        gaussian_log_density(jr.key(0), y, lx.MatrixLinearOperator(matrix), 30)
+    solve = eqx.filter_jit(
+        lambda y, m: gaussian_log_density(
+            jr.key(0), y, lx.MatrixLinearOperator(m, PSD), 30, preconditioner=FIXED
+        )
+    )
+    solution = solve(y, -matrix)
+    assert solution.result == RESULTS.outside_domain
+    assert np.isnan(solution.value)
+    assert solve(y.at[0].set(jnp.nan), matrix).result == RESULTS.nonfinite_operator
+
+
+# --- the error of a derivative -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+def test_gradient_std_err(dtype):
+    """The derivative that `logdet` has, and its scatter, for two plans and two directions."""
+    count, s = 60, 0.05
+    matrix, other = decaying(N, dtype), decaying(N, dtype, seed=1)
+
+    def make(first, second):
+        return shifted(matrix + first.astype(dtype) * other, second)
+
+    primals = jnp.asarray(0.3), jnp.asarray(s)
+    for preconditioner in (NystromPreconditioner(rank=8), NystromPreconditioner(rank=24)):
+
+        def both(key, tangents, preconditioner=preconditioner):
+            options = {"preconditioner": preconditioner}
+            found = logdet_directional_derivative(key, make, primals, tangents, 44, **options)
+
+            def value(*primals):
+                return logdet(key, make(*primals), 44, **options).value
+
+            return found.value, found.std_err, jax.jvp(value, primals, tangents)[1]
+
+        mapped = jax.jit(
+            lambda keys, tangents, both=both: jax.lax.map(lambda key: both(key, tangents), keys)
+        )
+        for direction in ((1.0, 0.0), (0.3, 0.1)):
+            values, std_errs, slopes = mapped(keys(count), tuple(map(jnp.asarray, direction)))
+            np.testing.assert_allclose(values, slopes, rtol=1e-9)
+            ratio = np.std(values, ddof=1) / np.sqrt(np.mean(np.square(std_errs)))
+            assert 0.6 < ratio < 1.4
+
+
+def test_exact_derivative():
+    matrix = decaying()
+    theta = (jnp.asarray(0.3),)
+    solution = logdet_directional_derivative(
+        jr.key(0), lambda s: shifted(s * matrix, s), theta, (jnp.ones(()),), N
+    )
+    np.testing.assert_allclose(solution.value, N / 0.3, rtol=1e-10)
+    assert solution.std_err == 0
+    with pytest.raises(NotImplementedError, match="logdet"):
+        jax.grad(
+            lambda s: (
+                logdet_directional_derivative(
+                    jr.key(0), lambda s: shifted(s * matrix, s), (s,), (1.0,), N
+                ).value
+            )
+        )(0.3)
+
+
+# --- Gaussian processes --------------------------------------------------------------------------
+
+
+def process(n, name, seed=5):
+    """Points, and a draw from the process with the kernel of the table."""
+    kernel, dim, length, s, _, _ = KERNELS[name]
+    r = distances(n, dim)
+    dense = np.asarray(kernel(r, length)) + s * np.eye(n)
+    return r, kernel, np.linalg.cholesky(dense) @ np.random.default_rng(seed).standard_normal(n)
+
+
+@pytest.mark.slow
+def test_lbfgs_ends_where_cholesky_does():
+    """n = 1000: length scale, noise and amplitude within 2 %."""
+    r, kernel, y = process(1000, "rbf-2")
+    r, y = jnp.asarray(r), jnp.asarray(y)
+
+    @jax.jit
+    def estimated(theta, r, y):
+        def loss(theta):
+            length, s, amplitude = jnp.exp(theta)
+            covariance = shifted(amplitude * kernel(r, length), s)
+            return -gaussian_log_density(jr.key(0), y, covariance, 200).value
+
+        return jax.value_and_grad(loss)(theta)
+
+    @jax.jit
+    def exact(theta, r, y):
+        def loss(theta):
+            length, s, amplitude = jnp.exp(theta)
+            return -cholesky_density(y, amplitude * kernel(r, length) + s * jnp.eye(len(y)))
+
+        return jax.value_and_grad(loss)(theta)
+
+    def minimise(function):
+        def loss(theta):
+            value, gradient = function(jnp.asarray(theta), r, y)
+            return float(value), np.asarray(gradient)
+
+        return scipy.optimize.minimize(loss, np.log([0.4, 0.5, 2.0]), jac=True, method="L-BFGS-B")
+
+    ours, theirs = minimise(estimated), minimise(exact)
+    print(np.exp(ours.x), np.exp(theirs.x), ours.nfev, theirs.nfev)
+    np.testing.assert_allclose(np.exp(ours.x), np.exp(theirs.x), rtol=0.02)
+
+
+@pytest.mark.slow
+def test_memory_of_a_kernel_that_is_never_formed():
+    """n = 20,000, by rows: the compiled value and gradient need less than 2 GiB."""
+    n, chunk = 20_000, 500
+
+    def covariance(points, length, s):
+        def product(v):
+            def rows(x):
+                squares = jnp.sum((x[:, None] - points[None]) ** 2, axis=-1)
+                return jnp.exp(-squares / (2 * length**2)) @ v
+
+            # Reverse mode must not keep the rows.
+            return jax.lax.map(jax.checkpoint(rows), points.reshape(-1, chunk, 2)).reshape(n)
+
+        kernel = lx.FunctionLinearOperator(product, jax.ShapeDtypeStruct((n,), points.dtype), PSD)
+        return kernel + s * identity(n)
+
+    def density(theta, points, y):
+        return gaussian_log_density(jr.key(0), y, covariance(points, *theta), 100).value
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float64) for shape in ((2,), (n, 2), (n,))]
+    compiled = jax.jit(jax.value_and_grad(density)).lower(*shapes).compile()
+    memory = compiled.memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    print(f"{peak / 2**30:.2f} GiB")
+    assert peak < 2 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of NumPyro
+def test_nuts_of_numpyro():
+    """Posterior means of length scale and noise: those of the run with exact densities."""
+    import numpyro  # the other tests of this file do without
+
+    r, kernel, y = process(200, "rbf-2")
+    r, y = jnp.asarray(r), jnp.asarray(y)
+
+    def estimated(covariance):
+        return gaussian_log_density(jr.key(0), y, covariance, 100).value
+
+    def exact(covariance):
+        return cholesky_density(y, covariance.as_matrix())
+
+    def samples(density):
+        def model():
+            length = numpyro.sample("length", numpyro.distributions.LogNormal(-1.5, 0.5))
+            s = numpyro.sample("noise", numpyro.distributions.LogNormal(-2.0, 1.0))
+            numpyro.factor("density", density(shifted(kernel(r, length), s)))
+
+        nuts = numpyro.infer.NUTS(model)
+        mcmc = numpyro.infer.MCMC(nuts, num_warmup=200, num_samples=400, progress_bar=False)
+        mcmc.run(jr.key(1), extra_fields=("diverging",))
+        assert not np.any(mcmc.get_extra_fields()["diverging"])
+        drawn = mcmc.get_samples()
+        size = {
+            name: numpyro.diagnostics.effective_sample_size(x[None]) for name, x in drawn.items()
+        }
+        return drawn, size
+
+    with jax.numpy_dtype_promotion("standard"):  # NumPyro divides floats by integers
+        (ours, our_size), (theirs, their_size) = samples(estimated), samples(exact)
+    for name in ours:
+        mean, expected = np.mean(ours[name]), np.mean(theirs[name])
+        variances = [np.var(x[name]) / n[name] for x, n in ((ours, our_size), (theirs, their_size))]
+        print(name, mean, expected, np.sqrt(variances))
+        assert abs(mean - expected) < 3 * np.sqrt(sum(variances))
+        assert min(our_size[name], their_size[name]) > 50

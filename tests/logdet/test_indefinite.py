@@ -1,0 +1,172 @@
+"""Log-determinants of operators that are indefinite, whatever their tags say; and of operators that
+are barely definite, which must not be refused.
+"""
+
+import functools
+from importlib.resources import files
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.io
+
+import traceax as tr
+from traceax._operators.known_parts import is_shifted_down
+
+from ..helpers import (
+    PSD,
+    keys,
+    slow,
+    spectra,
+    with_spectrum,
+)
+
+KEY = jr.key(6)
+N = 100
+
+
+def matrix(array, tags=PSD):
+    return lx.MatrixLinearOperator(jnp.asarray(array), tags)
+
+
+def identity(like):
+    return lx.IdentityLinearOperator(like.in_structure())
+
+
+def refused(operator, k, count):
+    """For how many of these keys the log-determinant is refused."""
+    solve = jax.jit(lambda key: tr.logdet(key, operator, k))
+    found = [solve(key) for key in keys(count)]
+    for solution in found:
+        outside = bool(solution.result == tr.RESULTS.outside_domain)
+        assert outside == bool(np.isnan(solution.value))
+    return sum(bool(solution.result == tr.RESULTS.outside_domain) for solution in found)
+
+
+@functools.cache
+def power_network():
+    stored = scipy.io.mmread(files("traceax") / "data/1138_bus.mtx", spmatrix=False)
+    return tr.SparseLinearOperator(stored, PSD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [100, 200])
+def test_a_shift_that_makes_it_indefinite(k):
+    """1138_bus - 5 I has 183 negative eigenvalues of 1138, all tiny beside the largest. With short
+    recurrences no key showed one of them; with a quarter of the probes all of 50 did.
+    """
+    network = power_network()
+    assert refused(network - 5.0 * identity(network), k, 10) == 10
+
+
+def test_what_counts_as_shifted_down():
+    kernel = matrix(np.eye(4))
+    assert is_shifted_down(kernel - 5.0 * identity(kernel))
+    assert is_shifted_down(kernel + -identity(kernel))
+    assert is_shifted_down(-5.0 * identity(kernel) + 2.0 * kernel)
+    weights = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, -0.5, 1.0]))
+    assert is_shifted_down(kernel + weights)
+    for operator in (kernel, kernel + 2.0 * identity(kernel), kernel - -identity(kernel), "none"):
+        assert not is_shifted_down(operator)
+    # Also inside of a program, where it is known; not where it is traced.
+    lowered = kernel - 5.0 * identity(kernel)
+    assert jax.jit(lambda x: x * float(is_shifted_down(lowered)))(1.0) == 1.0
+    assert jax.jit(lambda s: s * float(is_shifted_down(kernel - s * identity(kernel))))(1.0) == 0.0
+
+
+def test_a_definite_matrix_may_be_shifted_down():
+    """Fewer probes with more steps: the value is as good as its errors say, within the budget."""
+    array = with_spectrum(np.random.default_rng(1), np.linspace(8, 20, N))
+    kernel = matrix(array)
+    truth = np.linalg.slogdet(array - 5 * np.eye(N))[1]
+    for k in (24, 90):
+        for key in keys(5):
+            solution = tr.logdet(key, kernel - 5.0 * identity(kernel), k)
+            assert solution.result == tr.RESULTS.successful
+            assert solution.num_matvecs <= k
+            allowed = 5 * solution.std_err + solution.quadrature_error + 1e-9
+            assert abs(solution.value - truth) <= allowed
+
+
+@pytest.mark.parametrize(("share", "shifted"), [(0.05, True), (0.2, False)])
+def test_negative_eigenvalues_of_the_size_of_the_others(share, shifted):
+    """They are seen by every key, with and without a shift that is written down."""
+    count = int(share * N)
+    eigenvalues = np.concatenate([np.linspace(1, 3, N - count), -np.linspace(0.5, 1, count)])
+    array = with_spectrum(np.random.default_rng(2), eigenvalues)
+    operator = matrix(array)
+    if shifted:
+        operator = matrix(array + 2 * np.eye(N)) - 2.0 * identity(operator)
+    assert refused(operator, 40, 10) == 10
+
+
+def test_the_sketch_alone_shows_large_negative_eigenvalues():
+    """The core of the preconditioner, at no product: K + s I, K tagged semidefinite and not."""
+    eigenvalues = np.concatenate([np.linspace(1, 3, N - 20), -np.linspace(20, 30, 20)])
+    operator = matrix(with_spectrum(np.random.default_rng(3), eigenvalues))
+    preconditioner = tr.NystromPreconditioner(30)
+    built = preconditioner.build(KEY, operator + 0.1 * identity(operator))
+    status = built.status
+    assert status == 3
+    solution = tr.logdet(
+        KEY, operator + 0.1 * identity(operator), 60, preconditioner=preconditioner
+    )
+    assert solution.result == tr.RESULTS.outside_domain
+
+
+DEFINITE = {
+    **{name: spectrum + 1e-6 for name, spectrum in spectra(N).items()},
+    "condition 1e3": np.geomspace(1, 1e-3, N),
+    "condition 1e5": np.geomspace(1, 1e-5, N),
+    "rank 5": np.where(np.arange(N) < 5, 1.0, 1e-5),
+}
+
+
+@pytest.mark.parametrize(
+    ("preconditioner", "dtype"),
+    [("auto", np.float32), ("nystrom", np.float64), slow("nystrom", np.float32)],
+)
+def test_no_definite_matrix_is_refused(dtype, preconditioner):
+    """Well and ill conditioned ones, at three scales; the shift written down, part of the matrix,
+    or as small as the rounding of the entries allows.
+    """
+    chosen = tr.NystromPreconditioner() if preconditioner == "nystrom" else "auto"
+
+    @jax.jit
+    def solve(key, array, shift):
+        kernel = matrix(array)
+        apart = tr.logdet(key, kernel + shift * identity(kernel), 40, preconditioner=chosen)
+        whole = matrix(array + shift * jnp.eye(N, dtype=array.dtype))
+        return apart, tr.logdet(key, whole, 40, preconditioner=chosen)
+
+    eps = np.finfo(dtype).eps
+    for name, spectrum in DEFINITE.items():
+        array = with_spectrum(np.random.default_rng(4), spectrum)
+        # Rounding the entries moves eigenvalues by less than this.
+        shift = max(0.1 * spectrum.min(), 100 * eps * np.linalg.norm(array))
+        for scale in (1.0, 1e-10, 1e10):
+            entries = jnp.asarray(scale * array, dtype)
+            noise = jnp.asarray(scale * shift, dtype)
+            eigenvalues = np.linalg.eigvalsh(np.asarray(entries, float) + float(noise) * np.eye(N))
+            # What rounding the sum, and products with it, may change.
+            rounding = 4 * eps * np.linalg.norm(entries) * np.sum(1 / eigenvalues)
+            for key in keys(3):
+                for solution in solve(key, entries, noise):
+                    converged = solution.result == tr.RESULTS.successful
+                    ended = converged | (solution.result == tr.RESULTS.not_converged)
+                    assert ended, (name, scale)
+                    # None is off by six standard errors and the quadrature error.
+                    bar = rounding + float(6 * solution.std_err + solution.quadrature_error)
+                    error = abs(float(solution.value) - np.sum(np.log(eigenvalues)))
+                    assert error <= bar, (name, scale, error, bar)
+
+
+def test_nan_is_not_taken_for_indefinite():
+    array = jnp.eye(N).at[2, 3].set(jnp.nan)
+    for k in (40, N):
+        for operator in (matrix(array), matrix(array) + 0.1 * identity(matrix(array))):
+            solution = tr.logdet(KEY, operator, k)
+            assert solution.result == tr.RESULTS.nonfinite_operator

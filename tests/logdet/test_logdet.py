@@ -1,0 +1,506 @@
+"""Log-determinants: exact where they can be, as accurate as promised elsewhere, errors stated."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+from traceax import RESULTS, logdet
+from traceax._functions.spectral import spectral_sum
+from traceax._logdet.budget_policy import plans
+from traceax._logdet.preconditioners import NystromPreconditioner, RPCholeskyPreconditioner
+from traceax._sketch.low_rank import LowRankPlusIdentity, nystrom_of
+
+from ..helpers import (
+    PSD,
+    keys,
+    random_unitary,
+    slow,
+    with_spectrum,
+)
+
+N = 60
+FIXED = NystromPreconditioner(rank=20)  # one plan only: a third of the compilation
+
+
+def identity(n, dtype=jnp.float64):
+    return lx.IdentityLinearOperator(jax.ShapeDtypeStruct((n,), dtype))
+
+
+def shifted(matrix, s):
+    """K + s I as lineax writes it."""
+    return lx.MatrixLinearOperator(matrix, PSD) + s * identity(len(matrix), matrix.dtype)
+
+
+def decaying(n=N, dtype=np.float64, seed=0):
+    return jnp.asarray(with_spectrum(np.random.default_rng(seed), 10 * 0.7 ** np.arange(n), dtype))
+
+
+def dense_logdet(matrix):
+    return np.linalg.slogdet(np.asarray(matrix))[1]
+
+
+def built(kind, operator, rank):
+    return jax.jit(lambda key: kind(rank=rank).build(key, operator))(jr.key(0))
+
+
+# --- the preconditioner --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_factors_against_dense_matrices(dtype):
+    rng = np.random.default_rng(0)
+    basis = random_unitary(rng, N, dtype)[:, :7]
+    root, lam, mu = rng.uniform(0.5, 2, N), rng.uniform(0, 3, 7), 0.3
+    factors = LowRankPlusIdentity(*map(jnp.asarray, (root, basis, lam, np.asarray(mu))))
+    inner = (basis * lam) @ basis.conj().T + mu * np.eye(N)
+    dense = root[:, None] * inner * root
+    block = jnp.asarray(random_unitary(rng, N, dtype)[:, :4])
+    np.testing.assert_allclose(factors.log_det(), dense_logdet(dense), rtol=1e-12)
+    np.testing.assert_allclose(factors.mm(block), dense @ block, atol=1e-12)
+    np.testing.assert_allclose(dense @ factors.solve(block), block, atol=1e-12)
+    np.testing.assert_allclose(factors.root_mm(factors.inverse_root(block)), block, atol=1e-12)
+    again = factors.inverse_root_adjoint(factors.inverse_root(block))
+    np.testing.assert_allclose(again, factors.solve(block), atol=1e-12)
+    outside = np.asarray(factors.outside(block))
+    np.testing.assert_allclose(outside, block - basis @ (basis.conj().T @ block), atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (np.float64, NystromPreconditioner),
+        (np.complex128, NystromPreconditioner),
+        (np.complex128, RPCholeskyPreconditioner),
+    ],
+)
+def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
+    """K of rank 5 and any positive diagonal: P = A to rounding."""
+    rng = np.random.default_rng(1)
+    matrix = with_spectrum(rng, 5.0 * (np.arange(N) < 5), dtype)
+    diagonal = rng.uniform(0.1, 3, N).astype(dtype)
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD) + lx.DiagonalLinearOperator(
+        jnp.asarray(diagonal)
+    )
+    found = built(kind, operator, 12)
+    factors, floor = found.factors, found.floor
+    dense = matrix + np.diag(diagonal)
+    np.testing.assert_allclose(factors.mm(jnp.eye(N, dtype=dtype)), dense, atol=1e-10)
+    np.testing.assert_allclose(factors.log_det(), dense_logdet(dense), rtol=1e-10)
+    np.testing.assert_allclose(floor, 1, atol=1e-8)
+
+
+def test_floor_is_a_lower_bound():
+    """No eigenvalue of P^{-1} A is below it."""
+    matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), np.arange(1.0, N + 1) ** -1))
+    for kind in (NystromPreconditioner, RPCholeskyPreconditioner):
+        found = built(kind, shifted(matrix, 1e-3), 20)
+        factors, floor = found.factors, found.floor
+        root = factors.inverse_root(matrix + 1e-3 * jnp.eye(N))
+        smallest = np.linalg.eigvalsh(factors.inverse_root(root.T))[0]
+        assert 0.1 * smallest < floor <= smallest * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 17])
+def test_half_of_the_columns_leaves_out_what_it_leaves_out_alone(rank):
+    omega = jr.normal(jr.key(0), (N, rank)) / np.sqrt(N)
+    products = (decaying() + np.eye(N)) @ omega
+    known, eps, half = jnp.array(True), float(jnp.finfo(omega.dtype).eps), max(rank // 2, 1)
+    both = nystrom_of(omega, products, known, eps)
+    alone = nystrom_of(omega[:, :half], products[:, :half], known, eps)
+    np.testing.assert_allclose(both.left_out_by_half, alone.left_out, rtol=1e-10)
+    assert (both.left_out < alone.left_out) == (rank > 1)
+
+
+def test_plans_keep_to_the_budget():
+    for k in range(24, 2000):
+        for plan in plans(k):
+            assert plan.rank + plan.probes * plan.steps <= k
+            assert min(plan) >= 1
+
+
+# --- exact cases ---------------------------------------------------------------------------------
+
+
+def multiple(theta):
+    return theta * identity(N)
+
+
+def rank_one(theta):
+    u = jnp.arange(1.0, N + 1) / N
+    return lx.MatrixLinearOperator(theta * jnp.outer(u, u), PSD) + identity(N)
+
+
+def rank_five_and_diagonal(theta):
+    matrix = with_spectrum(np.random.default_rng(3), 5.0 * (np.arange(N) < 5))
+    diagonal = theta * jnp.linspace(0.5, 2, N)
+    return lx.MatrixLinearOperator(jnp.asarray(matrix), PSD) + lx.DiagonalLinearOperator(diagonal)
+
+
+@pytest.mark.parametrize("make", [multiple, rank_one, rank_five_and_diagonal])
+def test_exact(make):
+    """Also its derivative, except that of the last: a diagonal has no low rank."""
+
+    def value(theta):
+        chosen = "auto" if make is rank_one else FIXED
+        solution = logdet(jr.key(0), make(theta), 30, preconditioner=chosen)
+        return solution.value, solution
+
+    (value_, solution), slope = jax.jit(jax.value_and_grad(value, has_aux=True))(2.0)
+    dense, expected = jax.value_and_grad(lambda t: jnp.linalg.slogdet(make(t).as_matrix())[1])(2.0)
+    np.testing.assert_allclose(value_, dense, rtol=1e-10)
+    assert solution.result == RESULTS.successful
+    assert solution.num_matvecs <= 30
+    assert solution.std_err < 1e-6
+    assert solution.quadrature_error < 1e-6
+    np.testing.assert_allclose(
+        slope, expected, rtol=0.1 if make is rank_five_and_diagonal else 1e-8
+    )
+
+
+def test_the_error_of_nothing_but_rounding():
+    """Logarithms that differ by rounding errors, whose squares may be 0 in float32: never NaN."""
+
+    def solve(theta):
+        operator = theta.astype(np.float32) * identity(400, np.float32)
+        solution = logdet(jr.key(0), operator, 81, preconditioner=None)  # 3 probes
+        return solution.value, solution.std_err
+
+    theta = 1 + np.random.default_rng(0).uniform(1e-7, 1e-4, 50)
+    value, std_err = jax.jit(jax.vmap(solve))(jnp.asarray(theta))
+    eps = np.finfo(np.float32).eps
+    np.testing.assert_allclose(value, 400 * np.log(theta), rtol=0, atol=2 * 400 * eps)
+    assert np.all((std_err >= 0) & (std_err < 400 * eps))
+
+
+@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+def test_large_budget(dtype):
+    """k >= n: a Cholesky factorisation of what is stored, in both modes of differentiation."""
+    matrix = decaying(20, dtype)
+
+    def value(theta):
+        solution = logdet(jr.key(0), shifted(theta * matrix, 0.5), 20)
+        return solution.value, (solution.std_err, solution.quadrature_error, solution.num_matvecs)
+
+    value_, rest = value(1.3)
+    assert rest == (0, 0, 0)
+    matrix = np.asarray(matrix)
+    dense = 1.3 * matrix + 0.5 * np.eye(20)
+    np.testing.assert_allclose(value_, dense_logdet(dense), rtol=1e-12)
+    truth = np.trace(np.linalg.solve(dense, matrix)).real
+    np.testing.assert_allclose(jax.grad(value, has_aux=True)(1.3)[0], truth, rtol=1e-11)
+    np.testing.assert_allclose(jax.jvp(value, (1.3,), (1.0,), has_aux=True)[1], truth, rtol=1e-11)
+
+
+# --- Gaussian-process kernels --------------------------------------------------------------------
+
+
+def distances(n, dim):
+    points = np.random.default_rng(0).uniform(size=(n, dim))
+    return np.sqrt(np.sum((points[:, None] - points[None]) ** 2, axis=-1))
+
+
+def rbf(r, length):
+    return jnp.exp(-(r**2) / (2 * length**2))
+
+
+def matern32(r, length):
+    r = np.sqrt(3) * r / length
+    return (1 + r) * jnp.exp(-r)
+
+
+KERNELS = {
+    "rbf-2": (rbf, 2, 0.2, 0.1, 120, 0.02),
+    "rbf-2-small-noise": (rbf, 2, 0.2, 1e-3, 120, 0.5),
+    "matern32-2": (matern32, 2, 0.3, 0.1, 240, 2.5),
+    "rbf-5": (rbf, 5, 0.5, 0.1, 240, 3.0),
+    "rbf-5-small-noise": (rbf, 5, 0.5, 1e-3, 240, 20.0),
+}
+
+
+@eqx.filter_jit
+def _solve(key, matrix, s, k, preconditioner="auto"):
+    solution = logdet(key, shifted(matrix, s), k, preconditioner=preconditioner)
+    allowed = 2 * solution.std_err + solution.quadrature_error
+    return solution.value, allowed, solution.result == RESULTS.successful, solution.num_matvecs
+
+
+def errors(matrix, s, k, count):
+    """Errors, and what they are allowed to be."""
+    truth = dense_logdet(matrix + s * np.eye(len(matrix)))
+    matrix, s = jnp.asarray(matrix), jnp.asarray(s)
+    parts = zip(*[_solve(key, matrix, s, k) for key in keys(count)], strict=True)
+    values, allowed, successful, spent = (np.array(part) for part in parts)
+    assert np.all(successful)
+    assert np.all((k - 10 <= spent) & (spent <= k))
+    return values - truth, allowed
+
+
+@pytest.mark.slow
+def test_kernels():
+    """Accuracy at equal products, and the stated errors."""
+    inside = []
+    for name, (kernel, dim, length, s, k, to_reach) in KERNELS.items():
+        error, allowed = errors(np.asarray(kernel(distances(1000, dim), length)), s, k, 12)
+        rms = np.sqrt(np.mean(error**2))
+        print(f"{name}: {rms:.3g}, allowed {np.sqrt(np.mean(allowed**2)):.3g}")
+        assert rms < to_reach, name
+        inside += list(np.abs(error) <= allowed)
+    assert np.mean(inside) >= 0.93
+
+
+@pytest.mark.slow
+def test_where_low_rank_does_not_pay():
+    """Matern-1/2, all eigenvalues far above the noise: no worse than plain quadrature."""
+    n, s, k = 2000, 1e-4, 1000
+    matrix = np.exp(-distances(n, 2) / 0.2)
+    error, allowed = errors(matrix, s, k, 5)
+    dense = lx.MatrixLinearOperator(jnp.asarray(matrix + s * np.eye(n)), PSD)
+    plain = jax.jit(lambda key: spectral_sum(key, jnp.log, dense, k).value)
+    truth = dense_logdet(dense.matrix)
+    other = np.array([plain(key) for key in keys(5)]) - truth
+    assert np.sqrt(np.mean(error**2)) < 1.2 * np.sqrt(np.mean(other**2))
+    assert np.mean(np.abs(error) <= allowed) >= 0.8
+
+
+@pytest.mark.slow
+def test_gradient_of_a_kernel():
+    """Length scale, noise and amplitude: unbiased, and the first to better than 1 %."""
+    n, count = 1000, 25
+    r = jnp.asarray(distances(n, 2))
+
+    def dense(theta):
+        return theta[2] * rbf(r, theta[0]), theta[1]
+
+    @jax.jit
+    def gradient(key, theta, r):
+        def value(theta):
+            return logdet(key, shifted(theta[2] * rbf(r, theta[0]), theta[1]), 120).value
+
+        return jax.grad(value)(theta)
+
+    theta = jnp.array([0.2, 0.1, 1.0])
+    kernel, s = dense(theta)
+    inverse = np.linalg.inv(kernel + s * np.eye(n))
+    derivative = jax.jvp(lambda x: rbf(r, x), (theta[0],), (jnp.ones(()),))[1]
+    truth = np.array([np.sum(inverse * x) for x in (derivative, np.eye(n), kernel)])
+    samples = np.array([gradient(key, theta, r) for key in keys(count)])
+    std = samples.std(axis=0, ddof=1)
+    assert np.all(std < 0.01 * np.abs(truth))
+    assert np.all(np.abs(samples.mean(axis=0) - truth) < 4 * std / np.sqrt(count))
+
+
+# --- derivatives and transformations -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+def test_derivative_is_unbiased_and_the_same_in_both_modes(dtype):
+    """Against the dense derivative, over keys, with a rank that leaves much to the probes."""
+    matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)
+    count = 200
+
+    def value(theta, key):
+        operator = shifted(matrix + theta.astype(dtype) * direction, 0.05)
+        return logdet(key, operator, 44, preconditioner=NystromPreconditioner(rank=8)).value
+
+    def both(key):
+        theta = jnp.asarray(0.3)
+        forward = jax.jvp(lambda t: value(t, key), (theta,), (jnp.ones(()),))[1]
+        return forward, jax.grad(value)(theta, key)
+
+    forward, reverse = map(np.asarray, jax.jit(lambda keys: jax.lax.map(both, keys))(keys(count)))
+    np.testing.assert_allclose(forward, reverse, rtol=1e-9)
+    matrix, direction = np.asarray(matrix), np.asarray(direction)
+    dense = matrix + 0.3 * direction + 0.05 * np.eye(N)
+    truth = np.trace(np.linalg.solve(dense, direction)).real
+    std = reverse.std(ddof=1)
+    assert std < 0.3 * truth
+    assert abs(reverse.mean() - truth) < 4 * std / np.sqrt(count) + 1e-3 * truth
+
+
+def second(theta, matrix, direction):
+    """A(theta), with a second derivative of its own."""
+    first, other = jnp.exp(theta[0]), theta[1] ** 2
+    return first.astype(matrix.dtype) * matrix + other.astype(matrix.dtype) * direction
+
+
+@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+def test_second_derivatives(dtype):
+    """Unbiased, symmetric, and the same in every mode, against dense derivatives."""
+    matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)
+    theta, count = jnp.array([0.2, 0.7]), 100
+
+    def value(theta, key):
+        operator = shifted(second(theta, matrix, direction), 0.05)
+        return logdet(key, operator, 54, preconditioner=NystromPreconditioner(rank=34)).value
+
+    def exact(theta):
+        dense = second(theta, matrix, direction) + 0.05 * jnp.eye(N, dtype=dtype)
+        factor = jnp.linalg.cholesky(dense)
+        return 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
+
+    truth = np.asarray(jax.jit(jax.hessian(exact))(theta))
+    mapped = jax.jit(lambda keys: jax.lax.map(lambda key: jax.hessian(value)(theta, key), keys))
+    samples = np.asarray(mapped(keys(count)))
+    np.testing.assert_allclose(samples, samples.transpose(0, 2, 1), rtol=1e-7)
+    std = samples.std(axis=0, ddof=1)
+    assert np.all(std < 0.2 * np.max(np.abs(truth)))
+    assert np.all(np.abs(samples.mean(axis=0) - truth) < 4 * std / np.sqrt(count))
+    if dtype == np.float64:
+        reverse = jax.jit(jax.jacrev(jax.grad(value)))(theta, keys(count)[0])
+        np.testing.assert_allclose(reverse, samples[0], rtol=1e-7)
+
+
+def test_derivatives_of_exact_log_determinants():
+    """k >= n: up to the third, and the Hessian under vmap."""
+    matrix, direction = decaying(12), decaying(12, seed=1)
+
+    def value(theta):
+        operator = shifted(second(theta, matrix, direction), 0.05)
+        return logdet(jr.key(0), operator, 12).value
+
+    def exact(theta):
+        return jnp.linalg.slogdet(second(theta, matrix, direction) + 0.05 * jnp.eye(12))[1]
+
+    thetas = jnp.array([[0.2, 0.7], [-0.3, 0.4]])
+    third = jax.jit(jax.vmap(jax.jacfwd(jax.hessian(value))))(thetas)
+    np.testing.assert_allclose(
+        third, jax.jit(jax.vmap(jax.jacfwd(jax.hessian(exact))))(thetas), rtol=1e-8, atol=1e-8
+    )
+
+
+def test_transformations():
+    """Jit and vmap over keys and parameters give the same numbers; eval_shape the shapes."""
+    matrix, shifts = decaying(), jnp.array([0.05, 0.2])
+
+    def value(key, s):
+        solution = logdet(key, shifted(s * matrix, s), 30)
+        return solution.value, solution.std_err, solution.num_matvecs
+
+    shapes = eqx.filter_eval_shape(value, jr.key(0), shifts[0])
+    assert [x.shape for x in shapes] == [(), (), ()]
+    one = jax.jit(value)
+    looped = [one(*pair) for pair in zip(keys(2), shifts, strict=True)]
+    mapped = jax.jit(jax.vmap(value))(keys(2), shifts)
+    for i in range(3):
+        np.testing.assert_allclose(mapped[i], [x[i] for x in looped], rtol=1e-8)
+
+
+def test_gradients_of_vmap_and_scan():
+    matrix, shifts = decaying(), jnp.array([0.05, 0.2])
+
+    def value(key, s):
+        return logdet(key, shifted(s * matrix, s), 30, preconditioner=FIXED).value
+
+    def total(s):
+        return jnp.sum(jax.vmap(value)(keys(2), s))
+
+    def scanned(s):
+        return jax.lax.scan(lambda c, x: (c + value(*x), None), 0.0, (keys(2), s))[0]
+
+    expected = jax.jit(jax.vmap(jax.grad(value, argnums=1)))(keys(2), shifts)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(shifts), expected, rtol=1e-9)
+    np.testing.assert_allclose(jax.jit(jax.grad(scanned))(shifts), expected, rtol=1e-9)
+
+
+def test_pytrees_functions_and_closures():
+    """A function of PyTrees that closes over a traced value, against the same matrix."""
+    matrix = decaying()
+    structure = {
+        "a": jax.ShapeDtypeStruct((20,), jnp.float64),
+        "b": jax.ShapeDtypeStruct((8, 5), float),
+    }
+
+    def value(s):
+        def product(x):
+            flat = matrix @ jnp.concatenate([x["a"], x["b"].reshape(-1)]) * s
+            return {"a": flat[:20], "b": flat[20:].reshape(8, 5)}
+
+        kernel = lx.FunctionLinearOperator(product, structure, PSD)
+        operator = kernel + s * lx.IdentityLinearOperator(structure)
+        return logdet(jr.key(0), operator, 30, preconditioner=FIXED).value
+
+    def reference(s):
+        return logdet(jr.key(0), shifted(s * matrix, s), 30, preconditioner=FIXED).value
+
+    ours, theirs = jax.jit(
+        lambda s: (jax.value_and_grad(value)(s), jax.value_and_grad(reference)(s))
+    )(0.3)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "preconditioner", [None, NystromPreconditioner(), RPCholeskyPreconditioner()]
+)
+def test_every_preconditioner(preconditioner):
+    """Dense matrices, where s is to be found out; tiny budgets."""
+    dense = decaying() + 0.1 * jnp.eye(N)
+    operator = lx.MatrixLinearOperator(dense, PSD)
+    truth = dense_logdet(dense)
+    inside = []
+    for k in (3, 40):
+        solve = jax.jit(lambda key, k=k: logdet(key, operator, k, preconditioner=preconditioner))
+        for key in keys(5):
+            solution = solve(key)
+            error, floor = solution.quadrature_error, max(abs(solution.value) / 20, 1)
+            dwarfs = error > 4 * solution.std_err and error > floor
+            assert not (dwarfs and k == 40)
+            assert solution.result == (RESULTS.not_converged if dwarfs else RESULTS.successful)
+            assert solution.num_matvecs <= k
+            allowed = 3 * solution.std_err + solution.quadrature_error
+            inside.append(abs(solution.value - truth) <= allowed)
+    assert np.mean(inside) >= 0.8
+
+
+# --- what cannot be done -------------------------------------------------------------------------
+
+
+def test_bad_input():
+    matrix = decaying()
+    with pytest.raises(ValueError, match="positive definite operator"):
+        logdet(jr.key(0), lx.MatrixLinearOperator(matrix), 30)
+    with pytest.raises(ValueError, match="positive definite operator"):
+        logdet(jr.key(0), lx.MatrixLinearOperator(-matrix, lx.negative_semidefinite_tag), 30)
+    with pytest.raises(TypeError, match="NystromPreconditioner"):
+        logdet(jr.key(0), shifted(matrix, 0.1), 30, preconditioner="none")
+    with pytest.raises(ValueError, match="rank must be"):
+        NystromPreconditioner(rank=0)
+    function = lx.FunctionLinearOperator(lambda x: matrix @ x, identity(N).in_structure(), PSD)
+    with pytest.raises(ValueError, match="needs the diagonal"):
+        logdet(jr.key(0), function, 30, preconditioner=RPCholeskyPreconditioner())
+    with pytest.raises(ValueError, match="shape"):
+        logdet(
+            jr.key(0), function, 30, preconditioner=RPCholeskyPreconditioner(diagonal=jnp.ones(3))
+        )
+    with pytest.warns(UserWarning, match="at least 2 matvecs"):
+        logdet(jr.key(0), shifted(matrix, 0.1), 1)
+
+
+@pytest.mark.parametrize("k", [30, N])
+def test_indefinite_and_nonfinite(k):
+    spectrum = np.linspace(-1, 3, N)
+    matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), spectrum))
+    solve = eqx.filter_jit(
+        lambda m: logdet(jr.key(0), lx.MatrixLinearOperator(m, PSD), k, preconditioner=FIXED)
+    )
+    solution = solve(matrix)
+    assert solution.result == RESULTS.outside_domain
+    assert np.isnan(solution.value)
+    assert solve(matrix.at[0, 0].set(jnp.nan)).result == RESULTS.nonfinite_operator
+
+
+def test_single_precision():
+    """Within the stated error, or a result that says that the precision does not suffice."""
+    kernel = np.asarray(rbf(distances(200, 2), 0.2))
+    for s in (1e-6, 1e-2):
+        truth = dense_logdet(kernel + s * np.eye(200))
+        for key in keys(3):
+            matrix, noise = jnp.asarray(kernel, jnp.float32), jnp.float32(s)
+            value, allowed, successful, _ = _solve(key, matrix, noise, 80, NystromPreconditioner())
+            assert value.dtype == jnp.float32
+            assert successful or s == 1e-6
+            if successful:
+                assert abs(float(value) - truth) <= 1.5 * float(allowed)

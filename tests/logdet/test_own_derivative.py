@@ -1,0 +1,420 @@
+"""Preconditioners that are held: the derivative is that of the value, to rounding."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.optimize
+
+import traceax as tr
+from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
+from traceax._linalg.lanczos import lanczos
+from traceax._logdet.held import held_plan, held_probes
+from traceax._logdet.own_derivative import gauss, own_derivative
+from traceax._sketch.low_rank import LowRankPlusIdentity
+
+from ..helpers import (
+    PSD,
+    keys,
+    random_unitary,
+    slow,
+    with_spectrum,
+)
+from .test_gaussian import cholesky_density, observations
+from .test_logdet import dense_logdet, distances, shifted
+
+N = 60
+
+
+# --- the derivative of the recurrence -------------------------------------------------------------
+
+
+def textbook(matrix, z, q, fn):
+    """||z||^2 e_1^T f(T) e_1 by Lanczos' recurrence as books have it, for JAX to differentiate."""
+    size = jnp.vdot(z, z).real
+    v, before, beta = z / jnp.sqrt(size), jnp.zeros_like(z), 0.0
+    alphas, betas = [], []
+    for _ in range(q):
+        w = matrix @ v - beta * before
+        alphas.append(jnp.vdot(v, w).real)
+        w = w - alphas[-1] * v
+        beta = jnp.sqrt(jnp.vdot(w, w).real)
+        betas.append(beta)
+        before, v = v, w / beta
+    off = jnp.stack([*betas[:-1], jnp.zeros(())])[:-1]
+    t = jnp.diag(jnp.stack(alphas)) + jnp.diag(off, 1) + jnp.diag(off, -1)
+    nodes, vectors = jnp.linalg.eigh(t)
+    return size * jnp.sum(vectors[0] ** 2 * fn(nodes))
+
+
+@pytest.mark.parametrize(
+    ("fn", "q", "dtype"),
+    [
+        (jnp.log, 1, np.complex128),
+        (jnp.log, 2, np.float64),
+        (jnp.log, 5, np.complex128),
+        (jnp.reciprocal, 5, np.float64),
+    ],
+)
+def test_the_derivative_of_a_textbook_recurrence(fn, q, dtype):
+    """Far from convergence, with respect to the matrix and the probes."""
+    n, p = 20, 3
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(with_spectrum(rng, np.geomspace(0.01, 10, n), dtype))
+    change = jnp.asarray(with_spectrum(rng, rng.standard_normal(n), dtype))
+    z, dz = (jnp.asarray(random_unitary(rng, n, dtype)[:, :p]) * 3 for _ in range(2))
+
+    def naive(matrix, z):
+        return jax.vmap(lambda z: textbook(matrix, z, q, fn), in_axes=1)(z)
+
+    expected = jax.jit(lambda: jax.jvp(naive, (matrix, z), (change, dz)))
+    with jax.numpy_dtype_promotion("standard"):
+        value, slope = expected()
+
+        @jax.jit
+        def ours():
+            mm = lambda v: matrix @ v  # noqa: E731
+            krylov = lanczos(mm, z, q)
+            found = own_derivative(mm, z, krylov, fn)
+            of_matrix = jnp.einsum("qnp,nm,qmp->p", found.left.conj(), change, found.basis).real
+            of_probes = 2 * jnp.sum(found.start.conj() * dz, axis=0).real
+            return gauss(z, krylov, fn), of_matrix + of_probes
+
+        ours_value, ours_slope = ours()
+    np.testing.assert_allclose(ours_value, value, rtol=1e-10)
+    np.testing.assert_allclose(ours_slope, slope, rtol=1e-8)
+
+
+def test_a_space_that_is_exhausted():
+    """Three eigenvalues and six steps: that of z^H log(M) z itself. A recurrence that does not
+    notice (rounding decides which) goes on with rounding errors, which do no harm.
+    """
+    n = 12
+    rng = np.random.default_rng(1)
+    basis = random_unitary(rng, n, np.float64)
+    values = np.repeat([0.1, 1.0, 5.0], 4)
+    matrix = jnp.asarray((basis * values) @ basis.T)
+    change = jnp.asarray(with_spectrum(rng, rng.standard_normal(n)))
+    z = jnp.asarray(rng.standard_normal((n, 2)))
+    with jax.numpy_dtype_promotion("standard"):
+        krylov = lanczos(lambda v: matrix @ v, z, 6)
+        found = own_derivative(lambda v: matrix @ v, z, krylov, jnp.log)
+    assert np.any(krylov.exhausted)
+    slope = jnp.einsum("qnp,nm,qmp->p", found.left, change, found.basis)
+    apart = np.subtract.outer(values, values)
+    logs = np.subtract.outer(np.log(values), np.log(values))
+    differences = np.where(apart == 0, 1 / values, logs / np.where(apart == 0, 1, apart))
+    derivative = basis @ (differences * (basis.T @ change @ basis)) @ basis.T
+    np.testing.assert_allclose(slope, np.einsum("np,nm,mp->p", z, derivative, z), rtol=1e-10)
+
+
+# --- values and derivatives -----------------------------------------------------------------------
+
+
+def decay(dtype, n=N):
+    return jnp.asarray(with_spectrum(np.random.default_rng(0), np.geomspace(10, 1e-3, n), dtype))
+
+
+def family(dtype):
+    """A covariance and observations with three parameters, and a preconditioner for the first."""
+    kernel, y = decay(dtype), observations(N, dtype)
+    other = jnp.asarray(with_spectrum(np.random.default_rng(4), np.linspace(0, 1, N), dtype))
+
+    def parts(theta):
+        amplitude, mix, s = jnp.exp(theta)
+        matrix = amplitude.astype(dtype) * kernel + mix.astype(dtype) * other
+        return (1 + theta[1]).astype(dtype) * y, shifted(matrix, s)
+
+    theta = jnp.log(jnp.array([1.0, 0.05, 0.02]))
+    held = NystromPreconditioner(rank=15).build(jr.key(1), parts(theta)[1])
+    return parts, theta, held
+
+
+@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+def test_finite_differences_of_the_value(dtype):
+    """To 1e-6, for both functions, where neither the quadrature nor the solve has converged, in
+    forward and in reverse mode. (Without the moving part of the basis they differ by more than
+    1e-3.)
+    """
+    parts, theta, held = family(dtype)
+    k, h = 40, 1e-4
+
+    @jax.jit
+    def values(theta):
+        y, operator = parts(theta)
+        density = gaussian_log_density(jr.key(0), y, operator, k, preconditioner=held)
+        log_det = logdet(jr.key(0), operator, k, preconditioner=held)
+        return jnp.stack([density.value, log_det.value]), (density, log_det)
+
+    at = theta + jnp.array([0.5, -0.4, 0.3])
+    direction = jnp.array([1.0, -0.5, 0.7])
+
+    @jax.jit
+    def slopes(theta):
+        only = lambda theta: values(theta)[0]  # noqa: E731
+        forward = jax.jvp(only, (theta,), (direction,))[1]
+        return forward, jax.jacrev(only)(theta) @ direction
+
+    found, solutions = values(at)
+    ahead, behind = values(at + h * direction)[0], values(at - h * direction)[0]
+    further, back = values(at + 2 * h * direction)[0], values(at - 2 * h * direction)[0]
+    difference = (8 * (ahead - behind) - (further - back)) / (12 * h)
+    forward, reverse = slopes(at)
+    np.testing.assert_allclose(forward, difference, rtol=1e-7)
+    np.testing.assert_allclose(reverse, difference, rtol=1e-7)
+
+    y, operator = parts(at)
+    with jax.numpy_dtype_promotion("standard"):
+        dense = operator.as_matrix()
+        truth = np.array([cholesky_density(y, dense), dense_logdet(dense)])
+    errors = np.abs(found - truth)
+    assert np.all(errors > 1e-3)
+    for error, solution in zip(errors, solutions, strict=True):
+        assert error < 3 * solution.std_err + solution.quadrature_error
+        assert solution.num_matvecs <= k
+
+
+def test_the_value_is_that_of_its_probes():
+    """log det P and Gauss quadrature from the probes, by the textbook."""
+    parts, theta, held = family(np.float64)
+    operator = parts(theta + 0.3)[1]
+    k, plan = 40, held_plan(40)
+    solution = logdet(jr.key(0), operator, k, preconditioner=held)
+    with jax.numpy_dtype_promotion("standard"):
+        z = held_probes(jr.key(0), held.factors, plan.probes, jnp.float64)
+        inner = held.factors.inverse_root(operator.as_matrix())
+        m = held.factors.inverse_root(inner.T)
+    values = [textbook(m, column, plan.steps, jnp.log) for column in z.T]
+    expected = held.factors.log_det() + np.mean(values)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-10)
+    assert plan.probes >= 8
+    scatter = np.std(values, ddof=1) / np.sqrt(plan.probes)
+    np.testing.assert_allclose(solution.std_err, scatter, rtol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_probes(dtype):
+    """E[z z^H] = I; no scatter where B is diagonal in U and a multiple of the identity outside."""
+    n, rank, count = 30, 8, 20_000
+    rng = np.random.default_rng(0)
+    basis = random_unitary(rng, n, dtype)[:, :rank]
+    basis[:, -1] = 0  # as of an operator of lower rank
+    one = jnp.ones(())
+    factors = LowRankPlusIdentity(jnp.ones(n), jnp.asarray(basis), jnp.ones(rank), one)
+    with jax.numpy_dtype_promotion("standard"):
+        z = np.asarray(held_probes(jr.key(0), factors, count, np.dtype(dtype)))
+    inner = (basis * rng.standard_normal(rank)) @ basis.conj().T
+    b = inner + 0.7 * (np.eye(n) - basis @ basis.conj().T)
+    forms = np.sum(z.conj() * (b @ z), axis=0).real
+    np.testing.assert_allclose(forms, np.trace(b).real, rtol=1e-10)
+    # The entries of the mean scatter by 1 / sqrt(count), those on the diagonal by sqrt(2) of that.
+    assert np.abs(z @ z.conj().T / count - np.eye(n)).max() < 6 / np.sqrt(count)
+
+
+def test_standard_errors():
+    """Calibrated: the scatter of 60 keys is what they say, to a fifth."""
+    parts, theta, held = family(np.float64)
+    operator = parts(theta + 0.5)[1]
+
+    @jax.jit
+    def run(key):
+        solution = logdet(key, operator, 58, preconditioner=held)
+        return solution.value, solution.std_err
+
+    values, std_errs = jax.lax.map(run, keys(60))
+    # The standard deviation of 60 samples is good to 9 %: three of those.
+    assert 0.73 < np.std(values, ddof=1) / np.sqrt(np.mean(np.square(std_errs))) < 1.27
+
+
+# --- what it must do besides ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_it_is_held():
+    """No derivative flows into it; it may be traced, and one of a batch, as the operator may."""
+    parts, theta, _ = family(np.float64)
+
+    def value(theta, held):
+        y, operator = parts(theta)
+        density = gaussian_log_density(jr.key(0), y, operator, 40, preconditioner=held)
+        return density.value + logdet(jr.key(0), operator, 40, preconditioner=held).value
+
+    def building(theta):
+        return NystromPreconditioner(rank=15).build(jr.key(1), parts(theta)[1])
+
+    thetas = jnp.stack([theta, theta + 0.3])
+    held = jax.jit(jax.vmap(building))(thetas)
+    one = jax.tree_util.tree_map(lambda x: x[1], held)
+    pair = jax.jit(jax.value_and_grad(value))
+    alone, slope = pair(theta, one)
+    whole = jax.jit(jax.grad(lambda theta, other: value(theta, building(other)), argnums=(0, 1)))
+    np.testing.assert_allclose(whole(theta, theta + 0.3)[0], slope, rtol=1e-8)
+    assert np.all(whole(theta, theta + 0.3)[1] == 0)
+
+    batched = jax.jit(jax.vmap(jax.value_and_grad(value), in_axes=(0, 0)))
+    values, slopes = batched(jnp.stack([theta + 0.3, theta]), held)
+    np.testing.assert_allclose(values[1], alone, rtol=1e-9)
+    np.testing.assert_allclose(slopes[1], slope, rtol=1e-7)
+    summed = jax.jit(jax.grad(lambda t: jnp.sum(jax.vmap(value, (0, None))(t, one))))
+    slopes = summed(jnp.stack([theta, theta + 0.3]))
+    np.testing.assert_allclose(slopes[0], slope, rtol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [slow(np.float32), np.complex64])
+def test_single_precision(dtype):
+    """The value within its errors, the derivative within a tenth."""
+    double = {np.float32: np.float64, np.complex64: np.complex128}[dtype]
+    kernel, y = decay(double), observations(N, double)
+    real = np.finfo(dtype).dtype
+
+    def covariance(s):
+        return shifted(kernel.astype(dtype), s)
+
+    held = NystromPreconditioner(rank=15).build(jr.key(1), covariance(jnp.asarray(0.02, real)))
+
+    def value(s):
+        single = y.astype(dtype)
+        solution = gaussian_log_density(jr.key(0), single, covariance(s), 40, preconditioner=held)
+        return solution.value, solution
+
+    def exact(s):
+        return cholesky_density(y, kernel + s.astype(double) * jnp.eye(N, dtype=double))
+
+    found = eqx.filter_jit(jax.value_and_grad(value, has_aux=True))(jnp.asarray(0.05, real))
+    (value_, solution), slope = found
+    truth, exact_slope = jax.value_and_grad(exact)(jnp.asarray(0.05))
+    assert value_.dtype == real
+    assert solution.result == RESULTS.successful
+    assert abs(float(value_) - truth) < float(3 * solution.std_err + solution.quadrature_error)
+    np.testing.assert_allclose(slope, exact_slope, rtol=0.1)
+
+
+def test_large_budgets_are_exact():
+    parts, theta, held = family(np.float64)
+    y, operator = parts(theta)
+    solution = gaussian_log_density(jr.key(0), y, operator, N, preconditioner=held)
+    np.testing.assert_allclose(solution.value, cholesky_density(y, operator.as_matrix()))
+    assert solution.std_err == solution.quadrature_error == 0
+
+
+def test_second_derivatives_are_refused():
+    parts, theta, held = family(np.float64)
+
+    def value(theta):
+        y, operator = parts(theta)
+        return gaussian_log_density(jr.key(0), y, operator, 40, preconditioner=held).value
+
+    def log_det(theta):
+        return logdet(jr.key(0), parts(theta)[1], 40, preconditioner=held).value
+
+    for function in (value, log_det):
+        with pytest.raises(NotImplementedError, match="those of the default mode"):
+            jax.hessian(function)(theta)
+
+
+def test_what_is_wrong_is_reported():
+    """Bad arguments at once; an operator that is not definite, or holds NaN, in the result."""
+    parts, theta, held = family(np.float64)
+    y, operator = parts(theta)
+    other = shifted(decay(np.complex128), 0.1)
+    with pytest.raises(ValueError, match=r"but this .* has 30 rows of float64"):
+        logdet(jr.key(0), shifted(decay(np.float64, 30), 0.1), 20, preconditioner=held)
+    with pytest.raises(ValueError, match=r"60 rows of float64, but .* of complex128"):
+        gaussian_log_density(jr.key(0), y.astype(complex), other, 20, preconditioner=held)
+    with pytest.raises(ValueError, match="needs its rank"):
+        NystromPreconditioner().build(jr.key(0), operator)
+    with pytest.raises(ValueError, match="A preconditioner needs a positive definite operator"):
+        NystromPreconditioner(rank=5).build(jr.key(0), lx.MatrixLinearOperator(decay(np.float64)))
+    with pytest.raises(ValueError, match="To a tolerance, the preconditioner must be 'auto'"):
+        logdet(jr.key(0), operator, atol=1.0, preconditioner=held)
+    with pytest.raises(TypeError, match="that was built before is taken by `logdet` and"):
+        tr.logdet_directional_derivative(
+            jr.key(0), lambda s: shifted(decay(np.float64), s), (0.1,), (1.0,), 30,
+            preconditioner=held,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+
+    @jax.jit
+    def solve(matrix):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        given = gaussian_log_density(jr.key(0), y, operator, 30, preconditioner=held)
+        return (
+            given.value,
+            given.result == RESULTS.outside_domain,
+            given.result == (RESULTS.nonfinite_operator),
+        )
+
+    matrix = operator.as_matrix()
+    value, outside, _ = solve(matrix - 2 * jnp.eye(N))
+    assert np.isnan(value)
+    assert outside
+    value, _, nonfinite = solve(matrix.at[3, 4].set(jnp.nan))
+    assert np.isnan(value)
+    assert nonfinite
+
+
+# --- line searches --------------------------------------------------------------------------------
+
+
+def matern(r, name):
+    return jnp.exp(-r) if name == "1/2" else (1 + jnp.sqrt(3.0) * r) * jnp.exp(-jnp.sqrt(3.0) * r)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dim", "noise"), [("1/2", 2, 0.1), ("3/2", 5, 0.01)])
+@pytest.mark.parametrize("n", [500, 1000])
+def test_lbfgs_converges(n, name, dim, noise):
+    """Length scale, amplitude and noise, k = 200: no line search fails, and after one rebuild the
+    exact density is within 0.1 nats of its optimum.
+    """
+    r = jnp.asarray(distances(n, dim))
+    truth = np.log([0.4 if dim == 2 else 1.0, 1.0, noise])
+
+    def dense(theta, r):
+        length, amplitude, _ = jnp.exp(theta)
+        return amplitude * matern(r / length, name)
+
+    factor = np.linalg.cholesky(np.asarray(dense(truth, r)) + noise * np.eye(n))
+    y = jnp.asarray(factor @ np.random.default_rng(5).standard_normal(n))
+
+    @jax.jit
+    def exact(theta, r, y):
+        def loss(theta):
+            return -cholesky_density(y, dense(theta, r) + jnp.exp(theta[2]) * jnp.eye(n))
+
+        return jax.value_and_grad(loss)(theta)
+
+    @jax.jit
+    def build(key, theta, r):
+        operator = shifted(dense(theta, r), jnp.exp(theta[2]))
+        return NystromPreconditioner(rank=200).build(key, operator)
+
+    @jax.jit
+    def estimated(theta, held, r, y):
+        def loss(theta):
+            operator = shifted(dense(theta, r), jnp.exp(theta[2]))
+            return -gaussian_log_density(jr.key(0), y, operator, 200, preconditioner=held).value
+
+        return jax.value_and_grad(loss)(theta)
+
+    def minimise(function, theta, *arguments):
+        def loss(theta):
+            value, gradient = function(jnp.asarray(theta), *arguments)
+            return float(value), np.asarray(gradient)
+
+        found = scipy.optimize.minimize(loss, theta, jac=True, method="L-BFGS-B")
+        assert found.success, found.message
+        return found
+
+    start = truth + np.log(2) * np.array([1, -1, 1])
+    optimum = minimise(exact, start, r, y)
+    theta, lost = start, []
+    for key in keys(2):
+        held = build(key, jnp.asarray(theta), r)
+        theta = minimise(estimated, theta, held, r, y).x
+        lost.append(float(exact(jnp.asarray(theta), r, y)[0]) - optimum.fun)
+    print(lost)
+    assert lost[-1] < 0.1

@@ -1,0 +1,217 @@
+"""Twenty mistakes in the numerics that the quick tests must notice: they are chosen, not drawn.
+
+`python -m tests.mutations [NUMBER ...]` makes them one by one in a temporary copy of the checkout,
+runs the quick tests of the files named for each (all quick tests, if those pass), and says which
+were caught. It exits with 1 if one was not.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("traceax", "tests", "benchmarks", "docs", "notebooks", ".ci", ".github")
+IDENTITIES = "tests/trace/test_identities.py"
+
+
+class Mutation(NamedTuple):
+    """One text for another, in one place."""
+
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: str  # the files that should notice, first those that do so soonest
+
+    def mutated(self, text):
+        """The text of the file with the mistake."""
+        assert text.count(self.old) == 1, f"{self.old!r} does not stand once in {self.file}"
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = [
+    Mutation(
+        "traceax/_core/primitive.py",
+        "tuple(level.axes[i] for i in moving), 0",
+        "tuple(None if level.axes[i] is None else 0 for i in moving), 0",
+        "the batched axis of a tangent",
+        "tests/core/test_transforms.py",
+    ),
+    Mutation(
+        "traceax/_core/primitive.py",
+        "(*params.levels, level)",
+        "(level, *params.levels)",
+        "the order of nested vmaps",
+        "tests/core/test_transforms.py",
+    ),
+    Mutation(
+        "traceax/_core/estimate.py",
+        "math.sqrt(m * (m - 1))",
+        "math.sqrt(m * m)",
+        "m for m - 1 in the standard error of a mean",
+        IDENTITIES,
+    ),
+    Mutation(
+        "traceax/_probes/random.py",
+        "return lax.complex(*parts) / dtype.type(np.sqrt(2))",
+        "return lax.complex(*parts)",
+        "the second moment of complex normal probes",
+        "tests/probes/test_samplers.py tests/probes/test_random.py",
+    ),
+    Mutation(
+        "traceax/_operators/block_operator.py",
+        "return jnp.conj(BlockOperator(transposed).mm(jnp.conj(block)))",
+        "return BlockOperator(transposed).mm(block)",
+        "the conjugates of a product with the adjoint",
+        "tests/diagonal/test_diagonal.py",
+    ),
+    Mutation(
+        "traceax/_linalg/factorisations.py",
+        "return solve(solve(rhs), transpose_a=True, conjugate_a=True)",
+        "return solve(solve(rhs), transpose_a=True, conjugate_a=False)",
+        "a conjugate in a solve with a Cholesky factor",
+        "tests/logdet/test_gaussian.py",
+    ),
+    Mutation(
+        "traceax/_linalg/lanczos.py",
+        'coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)',
+        'coefficients = einsum("pjn,pn->pj", basis, w)',
+        "a conjugate in Lanczos' recurrence",
+        "tests/functions/test_spectral_sum.py",
+    ),
+    Mutation(
+        "traceax/_sketch/leave_one_out.py",
+        "covariance = product.real / (m * (m - 1))",
+        "covariance = product.real / (m * m)",
+        "m for m - 1 in the covariance of leave-one-out samples",
+        IDENTITIES,
+    ),
+    Mutation(
+        "traceax/_sketch/leave_one_out.py",
+        "return (dots.T - jnp.conj(self.gamma) * own)",
+        "return (dots.T - self.gamma * own)",
+        "a conjugate in the geometry of pairs",
+        IDENTITIES,
+    ),
+    Mutation(
+        "traceax/_sketch/leave_one_out.py",
+        "residual * (factors.factor / m)], axis=1)",
+        "residual * (factors.factor / (m - 1))], axis=1)",
+        "the weights of XTrace's derivative",
+        IDENTITIES,
+    ),
+    Mutation(
+        "traceax/_sketch/nystrom.py",
+        "jnp.square(1 / length)",
+        "1 / length",
+        "the tested part of XNysTrace",
+        IDENTITIES,
+    ),
+    Mutation(
+        "traceax/_trace/hutchpp.py",
+        "probes = self.sampler.probes(probe_key, n, fresh, block.dtype)",
+        "probes = self.sampler.probes(sketch_key, n, fresh, block.dtype)",
+        "a key that is used again: probes that are not independent of the basis",
+        IDENTITIES,
+    ),
+    Mutation(
+        "traceax/_trace/xtrace.py",
+        "resphering(n - m + 2, square[:, None] + size, resphere)",
+        "resphering(n - m + 1, square[:, None] + size, resphere)",
+        "the dimension that two held-out probes leave",
+        IDENTITIES,
+    ),
+    Mutation(
+        "traceax/_diagonal/leave_one_out.py",
+        "column(left), column(right), jnp.conj(gamma), nu",
+        "column(left), column(right), gamma, nu",
+        "a conjugate in the error of leave-one-out diagonals",
+        "tests/diagonal/test_diagonal.py",
+    ),
+    Mutation(
+        "traceax/_diagonal/norms.py",
+        "slope = 1 / jnp.where(value == 0, 1, 2 * value)",
+        "slope = 1 / jnp.where(value == 0, 1, value)",
+        "the error of a root, twice too large",
+        "tests/diagonal/test_diagonal.py tests/diagonal/test_summary.py",
+    ),
+    Mutation(
+        "traceax/_functions/funm.py",
+        "return SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))",
+        "return SpectralWeights(krylov.basis, core * n, nodes, weights * (n / p))",
+        "the weights of the derivative of a spectral sum",
+        "tests/functions/test_spectral_sum.py",
+    ),
+    Mutation(
+        "traceax/_logdet/log_quadrature.py",
+        "share[:, None, None] * (changed - core)",
+        "share[:, None, None] * changed",
+        "the weights of two quadrature rules in the derivative",
+        "tests/logdet/test_logdet.py",
+    ),
+    Mutation(
+        "traceax/_logdet/weights.py",
+        "return LogdetWeights(self.vectors - change / 2, self.core, self.factors)",
+        "return LogdetWeights(self.vectors - change, self.core, self.factors)",
+        "the second derivative of a log-determinant",
+        "tests/logdet/test_logdet.py",
+    ),
+    Mutation(
+        "traceax/_tolerance/run.py",
+        "keys = [numbered(key, j) if j else key for j in range(len(self.budgets))]",
+        "keys = [key for j in range(len(self.budgets))]",
+        "a key that is used again: every block draws the same probes",
+        "tests/tolerance/test_tolerance.py",
+    ),
+    Mutation(
+        "traceax/_tolerance/run.py",
+        "stopping_factor(self.growth.calibration.stop, self._columns(j) - 1)",
+        "stopping_factor(self.growth.calibration.stop, self.budgets[j] - 1)",
+        "the degrees of freedom that a run may end with",
+        "tests/tolerance/test_tolerance.py",
+    ),
+]
+
+
+def _fails(folder, tests, environment):
+    """Whether the quick tests of these files (all, for none) notice."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0"]
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    run = subprocess.run([*command, *tests], **options, check=False)
+    assert run.returncode in (0, 1), run.stdout + run.stderr  # not that nothing could be run
+    failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+    return run.returncode == 1, (failed or [""])[0].split(" - ")[0]
+
+
+def main(numbers):
+    """Make these mistakes (all of them, for none)."""
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="traceax-mutations-") as folder:
+        for name in COPIED:
+            shutil.copytree(ROOT / name, Path(folder, name))
+        for path in ROOT.glob("[!.]*.*"):
+            shutil.copy(path, folder)
+        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        compiled = str(ROOT / ".pytest_cache" / "xla")
+        environment.setdefault("TRACEAX_TESTS_COMPILED", compiled)
+        for number in numbers or range(1, len(MUTATIONS) + 1):
+            mutation = MUTATIONS[number - 1]
+            path = Path(folder, mutation.file)
+            text = path.read_text()
+            path.write_text(mutation.mutated(text))
+            caught, by = _fails(folder, mutation.tests.split(), environment)
+            if not caught:
+                caught, by = _fails(folder, [], environment)
+            path.write_text(text)
+            missed += not caught
+            said = f"caught: {by.removeprefix('FAILED ')}" if caught else "NOT CAUGHT"
+            print(f"{number:2d} {mutation.file}: {mutation.breaks}. {said}", flush=True)
+    return missed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(number) for number in sys.argv[1:]]))

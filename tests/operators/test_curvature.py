@@ -1,0 +1,661 @@
+"""Curvature operators: their products, over parameters as they are, and what is made of them."""
+
+import itertools
+from functools import cache, partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import traceax as tr
+from traceax import curvature
+
+from ..helpers import keys
+
+# A classifier with everything that parameters may hold: floats of several shapes, integers, a
+# function, None.
+CLASSES, EXAMPLES = 4, 12
+WEIGHTS = {"w": jr.normal(jr.key(0), (3, CLASSES)), "b": 0.1 * jnp.arange(float(CLASSES))}
+REST = {"steps": jnp.arange(3), "power": 2, "activation": jnp.tanh, "nothing": None}
+INPUTS = jr.normal(jr.key(1), (EXAMPLES, 3))
+LABELS = jr.randint(jr.key(2), (EXAMPLES,), 0, CLASSES)
+N = 3 * CLASSES + CLASSES
+
+
+def predict(params, inputs, labels):
+    return params["power"] * params["activation"](inputs @ params["w"] + params["b"])
+
+
+def log_likelihood_of(outputs, labels):
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(outputs), labels[:, None], axis=1)
+    return chosen[:, 0]
+
+
+def cross_entropy(outputs, inputs, labels):
+    return -jnp.mean(log_likelihood_of(outputs, labels))
+
+
+def loss(params, inputs, labels):
+    return cross_entropy(predict(params, inputs, labels), inputs, labels)
+
+
+def log_likelihood(params, inputs, labels):
+    return log_likelihood_of(predict(params, inputs, labels), labels)
+
+
+def draw_labels(key, params, inputs, labels):
+    return inputs, jr.categorical(key, predict(params, inputs, labels))
+
+
+FLAT, unravel = ravel_pytree(WEIGHTS)
+
+
+def of_flat(fn):
+    """`fn(params, inputs, labels)` as a function of the flat floating-point parameters."""
+    return lambda flat: fn({**unravel(flat), **REST}, INPUTS, LABELS)
+
+
+@cache
+def dense(kind):
+    """The curvature matrices, by JAX's own dense derivatives."""
+    if kind == "hessian":
+        return np.asarray(jax.hessian(of_flat(loss))(FLAT))
+    if kind == "fisher":
+        jacobian = jax.jacobian(of_flat(log_likelihood))(FLAT)
+        return np.asarray(jacobian.T @ jacobian) / EXAMPLES
+    jacobian = np.asarray(jax.jacobian(of_flat(predict))(FLAT))
+    if kind == "jacobian_gram":
+        return np.einsum("eci,ecj->ij", jacobian, jacobian)
+    outputs = of_flat(predict)(FLAT)
+    inner = np.asarray(jax.hessian(lambda out: cross_entropy(out, INPUTS, LABELS))(outputs))
+    return np.einsum("abi,abcd,cdj->ij", jacobian, inner, jacobian)
+
+
+def make(kind, params, *args, **kwargs):
+    """The operator, on (inputs, labels) as two arguments or as one batch."""
+
+    def on_batches(fn):
+        return (lambda first, batch: fn(first, *batch)) if "batches" in kwargs else fn
+
+    if kind == "hessian":
+        return curvature.hessian(on_batches(loss), params, *args, **kwargs)
+    if kind == "fisher":
+        return curvature.fisher(on_batches(log_likelihood), params, *args, **kwargs)
+    if kind == "jacobian_gram":
+        return curvature.jacobian_gram(on_batches(predict), params, *args, **kwargs)
+    functions = (on_batches(predict), on_batches(cross_entropy))
+    return curvature.gauss_newton(*functions, params, *args, **kwargs)
+
+
+KINDS = ("hessian", "gauss_newton", "fisher", "jacobian_gram")
+BATCHES = (INPUTS.reshape(3, 4, 3), LABELS.reshape(3, 4))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_and_forms(kind, batched):
+    truth = dense(kind)
+    params = {**WEIGHTS, **REST}
+    if batched:
+        # The mean over three batches: of means over examples, but of sums for the Gram matrix.
+        truth = truth / 3 if kind == "jacobian_gram" else truth
+        operator = make(kind, params, batches=BATCHES)
+    else:
+        operator = make(kind, params, INPUTS, LABELS)
+    # Only what is a floating-point array is differentiated.
+    structure = operator.in_structure()
+    assert structure == jax.eval_shape(lambda: {**WEIGHTS, **dict.fromkeys(REST)})
+    assert operator.in_size() == operator.out_size() == N
+    flat = jr.normal(jr.key(3), (N,))
+    vector = {**unravel(flat), **dict.fromkeys(REST)}
+
+    @eqx.filter_jit
+    def views(operator):
+        return (
+            operator.as_matrix(),
+            lx.linearise(operator).as_matrix(),
+            lx.materialise(operator).as_matrix(),
+            lx.diagonal(operator),
+            ravel_pytree(operator.mv(vector))[0],
+            operator.quadratic_form(vector),
+        )
+
+    *matrices, diagonal, product, form = views(operator)
+    for matrix in matrices:
+        np.testing.assert_allclose(matrix, truth, atol=1e-13)
+    np.testing.assert_allclose(diagonal, np.diag(truth), atol=1e-13)
+    np.testing.assert_allclose(product, truth @ flat, atol=1e-13)
+    np.testing.assert_allclose(form, flat @ truth @ flat, rtol=1e-12)
+    assert operator.transpose() is operator
+    assert lx.is_symmetric(operator)
+    assert lx.is_positive_semidefinite(operator) == (kind != "hessian")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_estimate_of_it(kind):
+    """Traces, diagonals and blocks with k = n are exact; the default is chosen by the tag."""
+    truth = dense(kind)
+    operator = make(kind, {**WEIGHTS, **REST}, INPUTS, LABELS)
+    np.testing.assert_allclose(tr.trace(jr.key(0), operator, N).value, np.trace(truth), rtol=1e-12)
+    diagonal = tr.diagonal(jr.key(0), operator, N).value
+    assert diagonal["activation"] is None
+    np.testing.assert_allclose(ravel_pytree(diagonal)[0], np.diag(truth), atol=1e-13)
+    blocks = tr.block_traces(jr.key(0), operator, N).value
+    np.testing.assert_allclose(blocks["b"], np.trace(truth[:CLASSES, :CLASSES]), rtol=1e-12)
+    np.testing.assert_allclose(blocks["b"] + blocks["w"], np.trace(truth), rtol=1e-12)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_hutchinson_by_forms_is_hutchinson_by_products(batched):
+    """The same probes, once multiplied by the operator and once not."""
+    params = {**WEIGHTS, **REST}
+    data = {"batches": BATCHES} if batched else {}
+    operator = make("gauss_newton", params, *(() if batched else (INPUTS, LABELS)), **data)
+
+    @eqx.filter_jit
+    def run(operator, estimator):
+        products = lx.FunctionLinearOperator(operator.mv, operator.in_structure())
+        return [tr.trace(jr.key(0), op, 10, estimator) for op in (operator, products)]
+
+    for estimator in (tr.HutchinsonEstimator(), tr.HutchinsonEstimator(batch_size=3)):
+        ours, theirs = run(operator, estimator)
+        np.testing.assert_allclose(ours.value, theirs.value, rtol=1e-12)
+        np.testing.assert_allclose(ours.std_err, theirs.std_err, rtol=1e-12)
+
+
+def test_monte_carlo_fisher_is_unbiased():
+    """Its expectation is the Gauss-Newton matrix of the cross entropy: a z-test of the trace."""
+    truth = np.trace(dense("gauss_newton"))
+
+    @jax.jit
+    def traces(keys):
+        def one(key):
+            operator = make(
+                "fisher", {**WEIGHTS, **REST}, INPUTS, LABELS, sample=draw_labels, key=key
+            )
+            return tr.trace(key, operator, N).value
+
+        return jax.lax.map(one, keys)
+
+    values = np.asarray(traces(keys(1000)))
+    standard = values.std(ddof=1) / np.sqrt(1000)
+    assert 0 < standard < 0.05 * truth
+    assert abs(values.mean() - truth) < 4 * standard
+
+
+def test_monte_carlo_fisher_with_batches_and_samples():
+    """Many samples: the error of the matrix is below 6 deviations of its largest entry."""
+
+    def of_batch(fn):
+        return lambda params, batch: fn(params, *batch)
+
+    operator = curvature.fisher(
+        of_batch(log_likelihood),
+        {**WEIGHTS, **REST},
+        batches=BATCHES,
+        sample=lambda key, params, batch: (draw_labels(key, params, *batch),),
+        key=jr.key(0),
+        num_samples=4000,
+    )
+    matrix, truth = operator.as_matrix(), dense("gauss_newton")
+    # An entry is a mean of 4000 x 12 products of size |g|^2 <= 4 trace.
+    assert np.max(np.abs(matrix - truth)) < 6 * 4 * np.trace(truth) / np.sqrt(4000 * EXAMPLES)
+    assert np.max(np.abs(matrix - truth)) > 0
+    # The labels are drawn once.
+    np.testing.assert_array_equal(matrix, operator.as_matrix())
+
+
+def test_equinox_module_and_numpy_arrays():
+    model = eqx.nn.MLP(3, "scalar", 5, 1, key=jr.key(0))
+
+    def square(model, inputs):
+        return jnp.mean(jax.vmap(model)(inputs) ** 2)
+
+    operator = curvature.hessian(square, model, INPUTS)
+    assert operator.in_structure().layers[0].weight.shape == (5, 3)
+    assert operator.in_structure().activation is None
+    exact = eqx.filter_jit(lambda operator: tr.trace(jr.key(0), operator, operator.in_size()).value)
+    trace = exact(operator)
+    moving, rest = eqx.partition(model, eqx.is_inexact_array)
+    flat, unflatten = ravel_pytree(moving)
+    matrix = jax.hessian(lambda v: square(eqx.combine(unflatten(v), rest), INPUTS))(flat)
+    np.testing.assert_allclose(trace, jnp.trace(matrix), rtol=1e-10)
+
+    numpy = curvature.hessian(
+        lambda p: jnp.sum(p["x"] ** 2), {"x": np.arange(3.0), "i": np.arange(2)}
+    )
+    np.testing.assert_allclose(numpy.as_matrix(), 2 * np.eye(3))
+
+
+def test_mixed_precision_parameters():
+    params = {
+        "a": jnp.arange(1, 4, dtype=jnp.float32),
+        "b": jnp.arange(1, 3, dtype=jnp.float64),
+        "c": jnp.ones(2, jnp.bfloat16),
+    }
+
+    def quartic(params):
+        parts = [jnp.sum(x.astype(jnp.float64) ** 4) for x in params.values()]
+        return parts[0] + parts[1] + parts[2]
+
+    operator = curvature.hessian(quartic, params)
+    assert [x.dtype for x in jax.tree.leaves(operator.in_structure())] == [
+        np.dtype(jnp.float32),
+        np.dtype(jnp.float64),
+        np.dtype(jnp.bfloat16),
+    ]
+    # 12 x^2: 12 (1 + 4 + 9) + 12 (1 + 4) + 12 (1 + 1). A diagonal has no error with Rademacher.
+    for estimator in (tr.HutchinsonEstimator(), tr.ExactTraceEstimator()):
+        value = tr.trace(jr.key(0), operator, 3, estimator).value
+        np.testing.assert_allclose(value, 252.0, rtol=1e-6)
+
+
+def test_random_keys_in_the_arguments():
+    """Dropout: the key is held constant, so that all products are with the same matrix."""
+
+    def dropped(params, inputs, labels, key):
+        mask = jr.bernoulli(key, 0.5, (EXAMPLES, CLASSES))
+        return cross_entropy(jnp.where(mask, predict(params, inputs, labels), 0), inputs, labels)
+
+    for key in (jr.key(7), jr.PRNGKey(7)):
+        operator = curvature.hessian(dropped, {**WEIGHTS, **REST}, INPUTS, LABELS, key)
+
+        def flat_loss(flat, key=key):
+            return dropped({**unravel(flat), **REST}, INPUTS, LABELS, key)
+
+        hessian = jax.hessian(flat_loss)
+        np.testing.assert_allclose(operator.as_matrix(), hessian(FLAT), atol=1e-13)
+
+        def trace(weights, k, key=key):
+            operator = curvature.hessian(dropped, {**weights, **REST}, INPUTS, LABELS, key)
+            return tr.trace(jr.key(0), operator, k, tr.HutchinsonEstimator()).value
+
+        gradient = jax.jit(jax.grad(trace), static_argnums=1)
+        assert np.all(np.isfinite(ravel_pytree(gradient(WEIGHTS, 8))[0]))
+        truth = jax.grad(lambda flat, hessian=hessian: jnp.trace(hessian(flat)))(FLAT)
+        exact = ravel_pytree(gradient(WEIGHTS, N))[0]
+        np.testing.assert_allclose(exact, truth, rtol=1e-9, atol=1e-12)
+
+
+def test_custom_derivatives():
+    """A `custom_vjp` has no forward mode: products do without it, and so must forms."""
+
+    @jax.custom_vjp
+    def cube(x):
+        return x**3
+
+    cube.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x**2 * g,))
+    x = jnp.arange(1.0, 5.0)
+    operator = curvature.hessian(lambda x: jnp.sum(cube(x)), x)
+    np.testing.assert_allclose(operator.as_matrix(), np.diag(6 * x))
+    value = tr.trace(jr.key(0), operator, 2, tr.HutchinsonEstimator()).value
+    np.testing.assert_allclose(value, np.sum(6 * x), rtol=1e-12)
+
+
+# ---------------------------------------------------------------------------------- derivatives
+
+
+def penalty(weights, key, k=6, estimator=tr.AutoTraceEstimator(), batched=False):
+    params = {**weights, **REST}
+    if batched:
+        operator = make("hessian", params, batches=BATCHES)
+    else:
+        operator = make("hessian", params, INPUTS, LABELS)
+    return tr.trace(key, operator, k, estimator).value
+
+
+def exact_penalty(flat):
+    return jnp.trace(jax.hessian(of_flat(loss))(flat))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_derivative_of_the_exact_trace(batched):
+    """With k = n, first and second derivatives are those of the dense Hessian's trace."""
+    flat_penalty = lambda flat: penalty(unravel(flat), jr.key(0), N, batched=batched)  # noqa: E731
+    gradient = jax.jit(jax.grad(flat_penalty))(FLAT)
+    np.testing.assert_allclose(gradient, jax.grad(exact_penalty)(FLAT), rtol=1e-9, atol=1e-12)
+    direction = jr.normal(jr.key(5), (N,))
+    # Forward over reverse.
+    product = jax.jit(lambda v: jax.jvp(jax.grad(flat_penalty), (FLAT,), (v,))[1])(direction)
+    truth = jax.jvp(jax.grad(exact_penalty), (FLAT,), (direction,))[1]
+    np.testing.assert_allclose(product, truth, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("estimator", [tr.HutchinsonEstimator(batch_size=4), tr.XTraceEstimator()])
+def test_derivative_is_unbiased(estimator):
+    gradient = jax.grad(lambda flat, key: penalty(unravel(flat), key, 6, estimator))
+    samples = np.asarray(
+        jax.jit(lambda keys: jax.lax.map(partial(gradient, FLAT), keys))(keys(500))
+    )
+    error = samples.mean(0) - np.asarray(jax.grad(exact_penalty)(FLAT))
+    # 16 entries: |z| < 4.5 (1e-4 in all).
+    assert np.max(np.abs(error) / (samples.std(0, ddof=1) / np.sqrt(500))) < 4.5
+
+
+def test_penalised_training_inside_scan():
+    """Losses with a Hessian-trace penalty, differentiated in every step of a scan."""
+
+    def objective(weights, key):
+        return loss({**weights, **REST}, INPUTS, LABELS) + 0.01 * penalty(weights, key, N)
+
+    def step(weights, key):
+        value, gradient = jax.value_and_grad(objective)(weights, key)
+        return jax.tree.map(lambda w, g: w - 0.3 * g, weights, gradient), value
+
+    with jax.checking_leaks():
+        last, values = jax.jit(lambda w: jax.lax.scan(step, w, keys(10)))(WEIGHTS)
+    assert jax.tree.map(jnp.shape, last) == jax.tree.map(jnp.shape, WEIGHTS)
+
+    def exact(weights):
+        flat = ravel_pytree(weights)[0]
+        return of_flat(loss)(flat) + 0.01 * exact_penalty(flat)
+
+    weights = WEIGHTS
+    for value in values:
+        np.testing.assert_allclose(value, exact(weights), rtol=1e-10)
+        weights = jax.tree.map(lambda w, g: w - 0.3 * g, weights, jax.grad(exact)(weights))
+    assert values[-1] < values[0]
+
+
+def test_losses_that_close_over_traced_values():
+    """They are hoisted: no leak, and derivatives with respect to them."""
+
+    def value(scale, key):
+        def scaled(params, inputs, labels):
+            return scale * loss(params, inputs, labels)
+
+        operator = curvature.hessian(scaled, {**WEIGHTS, **REST}, INPUTS, LABELS)
+        return tr.trace(key, operator, 8).value
+
+    with jax.checking_leaks():
+        total, slope = jax.jit(jax.value_and_grad(value))(jnp.asarray(3.0), jr.key(0))
+        batch = jax.jit(jax.vmap(value, (0, None)))(jnp.asarray([1.0, 3.0]), jr.key(0))
+    np.testing.assert_allclose(total, 3 * slope, rtol=1e-10)
+    np.testing.assert_allclose(batch, [total / 3, total], rtol=1e-10)
+
+
+# -------------------------------------------------------------------------- a network on digits
+
+
+@cache
+def digits():
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return data.data / 16.0, data.target
+
+
+SIZES = (64, 96, 40, 10)  # 10,530 parameters
+
+
+def network(key, dtype):
+    layers = []
+    for fan_in, fan_out in itertools.pairwise(SIZES):
+        key, use = jr.split(key)
+        weight = jr.normal(use, (fan_in, fan_out)) / np.sqrt(fan_in)
+        layers.append({"w": weight.astype(dtype), "b": jnp.zeros(fan_out, dtype)})
+    return layers
+
+
+def logits(params, batch):
+    hidden = batch[0]
+    for layer in params[:-1]:
+        hidden = jnp.tanh(hidden @ layer["w"] + layer["b"])
+    return hidden @ params[-1]["w"] + params[-1]["b"]
+
+
+def mean_cross_entropy(outputs, batch):
+    return -jnp.mean(log_likelihood_of(outputs, batch[1]))
+
+
+def network_loss(params, batch):
+    return mean_cross_entropy(logits(params, batch), batch)
+
+
+def network_operator(kind, params, batch):
+    if kind == "hessian":
+        return curvature.hessian(network_loss, params, batch)
+    return curvature.gauss_newton(logits, mean_cross_entropy, params, batch)
+
+
+def data(count, dtype):
+    inputs, labels = digits()
+    return jnp.asarray(inputs[:count], dtype), jnp.asarray(labels[:count])
+
+
+@cache
+def exact_diagonal(kind):
+    """In float64, entry by entry, from JAX's own derivatives of the flat function."""
+    params, batch = network(jr.key(0), jnp.float64), data(24, jnp.float64)
+    flat, unflatten = ravel_pytree(params)
+    if kind == "hessian":
+        gradient = jax.grad(lambda flat: network_loss(unflatten(flat), batch))
+        _, product = jax.linearize(gradient, flat)
+
+        def entries(indices):
+            unit = jax.nn.one_hot(indices, flat.size, dtype=jnp.float64)
+            return jnp.sum(jax.vmap(product)(unit) * unit, axis=1)
+
+        blocks = np.arange(flat.size).reshape(-1, 195)
+        return unflatten(jax.jit(lambda x: jax.lax.map(entries, x).reshape(-1))(blocks))
+
+    # sum_e J_e^T (diag(p) - p p^T) J_e / N
+    def one(example):
+        outputs = lambda flat: logits(unflatten(flat), (example[None],))[0]  # noqa: E731
+        jacobian, p = jax.jacrev(outputs)(flat), jax.nn.softmax(outputs(flat))
+        return p @ jacobian**2 - (p @ jacobian) ** 2
+
+    return unflatten(jnp.mean(jax.jit(lambda x: jax.lax.map(one, x))(batch[0]), axis=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_digits(kind):
+    """float32 estimates against float64 truth: the trace, every layer, every entry."""
+    truth = exact_diagonal(kind)
+    params, batch = network(jr.key(0), jnp.float32), data(24, jnp.float32)
+    operator = network_operator(kind, params, batch)
+    assert operator.in_size() > 10_000
+    key = jr.key(1)
+    for estimator in (tr.AutoTraceEstimator(), tr.HutchinsonEstimator()):
+        solution = eqx.filter_jit(tr.trace)(key, operator, 100, estimator)
+        exact = sum(float(jnp.sum(x)) for x in jax.tree.leaves(truth))
+        assert solution.value.dtype == jnp.float32
+        assert abs(float(solution.value) - exact) < 3 * float(solution.std_err)
+
+    blocks = eqx.filter_jit(tr.block_traces)(key, operator, 100)
+    values, errors = jax.tree.leaves(blocks.value), jax.tree.leaves(blocks.std_err)
+    for value, error, entries in zip(values, errors, jax.tree.leaves(truth), strict=True):
+        assert abs(float(value) - float(jnp.sum(entries))) < 3 * float(error)
+    assert float(sum(values)) == pytest.approx(exact, abs=3 * float(np.linalg.norm(errors)))
+
+    for estimator in (tr.AutoDiagonalEstimator(), tr.HutchinsonDiagonalEstimator()):
+        solution = eqx.filter_jit(tr.diagonal)(key, operator, 100, estimator)
+        value, error, exact = (
+            np.asarray(ravel_pytree(x)[0], np.float64)
+            for x in (solution.value, solution.std_err, truth)
+        )
+        assert np.mean(np.abs(value - exact) <= 2 * error) > 0.9
+
+
+@pytest.mark.slow
+def test_training_run():
+    """300 steps of Adam in one scan, curvature every 10 of them: one trace, right throughout."""
+    import optax  # the other tests of this file do without
+
+    batch = data(256, jnp.float32)
+    small = data(64, jnp.float32)
+    start = network(jr.key(0), jnp.float32)
+    optimiser, tracker = optax.adam(3e-3), tr.Tracker()
+    traced = []
+
+    def operator_of(params):
+        return network_operator("gauss_newton", params, small)
+
+    def step(carry, key):
+        params, moments, state, i = carry
+        traced.append(1)
+        gradient = jax.grad(network_loss)(params, batch)
+        updates, moments = optimiser.update(gradient, moments)
+
+        def look(state):
+            state, solution = tracker.update(state, key, operator_of(params), 10)
+            return state, (solution.value, solution.std_err)
+
+        def skip(state):
+            return state, (jnp.full((), jnp.nan, jnp.float32),) * 2
+
+        state, seen = jax.lax.cond(i % 10 == 0, look, skip, state)
+        return (optax.apply_updates(params, updates), moments, state, i + 1), (params, seen)
+
+    @jax.jit
+    def run(params, keys):
+        state = tracker.init(operator_of(params), 10)
+        carry = (params, optimiser.init(params), state, jnp.asarray(0))
+        return jax.lax.scan(step, carry, keys)[1]
+
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        path, (values, errors) = run(start, keys(300))
+        run(start, keys(300, seed=1))
+    assert len(traced) == 1  # no second trace for the second run
+
+    @jax.jit
+    def exact(params):
+        outputs, pull = jax.vjp(lambda params: logits(params, small), params)
+        p = jax.nn.softmax(outputs)
+        # tr(J^T (diag(p) - p p^T) J) = sum of |J^T l|^2 over the columns l of a root, by examples.
+        root = jnp.sqrt(p)[:, :, None] * (jnp.eye(10, dtype=p.dtype)[None] - p[:, None, :])
+        root = jnp.swapaxes(root, 1, 2)  # (example, class, column): B B^T = diag(p) - p p^T
+
+        def square(example, column):
+            one_hot = jnp.zeros_like(outputs).at[example].set(root[example, :, column])
+            (pulled,) = pull(one_hot)
+            return sum(jnp.sum(x**2) for x in jax.tree.leaves(pulled))
+
+        columns = jax.vmap(square, (None, 0))
+        return jnp.sum(jax.lax.map(lambda e: columns(e, jnp.arange(10)), jnp.arange(64))) / 64
+
+    looked = np.arange(0, 300, 10)
+    assert np.all(np.isnan(np.delete(values, looked)))
+    truths = np.array([exact(jax.tree.map(lambda x: x[i], path)) for i in looked])  # noqa: B023
+    scores = np.abs(np.asarray(values)[looked] - truths) / np.asarray(errors)[looked]
+    print("tracked over exact:", np.round(np.asarray(values)[looked] / truths, 3))
+    assert np.max(scores) < 3
+    # It is worth having: the trace of this run changes by far more than its error.
+    assert np.max(truths) > 1.5 * np.min(truths)
+
+
+def test_memory_of_ten_million_parameters():
+    """Hutchinson with 200 probes: no more than 12 vectors above what the gradient takes."""
+    sizes = (1000, 2000, 2000, 1600, 1000)
+    shapes = list(itertools.pairwise(sizes))
+    params = [
+        {
+            "w": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "b": jax.ShapeDtypeStruct(shape[1:], jnp.float32),
+        }
+        for shape in shapes
+    ]
+    n = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert n > 10_000_000
+    batch = (
+        jax.ShapeDtypeStruct((16, 1000), jnp.float32),
+        jax.ShapeDtypeStruct((16,), jnp.int32),
+    )
+
+    def vectors(fn):
+        compiled = jax.jit(fn).lower(params, batch).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (4 * n)
+
+    gradient = vectors(jax.grad(network_loss))
+    for sampler in (tr.RademacherSampler(), tr.SphereSampler()):
+        estimator = tr.HutchinsonEstimator(sampler, batch_size=8)
+
+        def trace(params, batch, estimator=estimator):
+            operator = curvature.hessian(network_loss, params, batch)
+            return tr.trace(jr.key(0), operator, 200, estimator).value
+
+        assert vectors(trace) - gradient <= 12
+    # One vector and a little, with the default probes.
+    default = tr.HutchinsonEstimator(batch_size=8)
+    assert vectors(lambda p, b: trace(p, b, default)) - gradient <= 2
+
+
+@pytest.mark.parametrize("estimate", ["trace", "diagonal", "block_traces"])
+def test_hutchinson_never_concatenates_the_parameters(estimate):
+    estimator = tr.HutchinsonDiagonalEstimator(batch_size=2)
+    if estimate == "trace":
+        estimator = tr.HutchinsonEstimator(batch_size=2)
+    n = 16 * 16 * 4
+    params = [jnp.ones((16, 16)) for _ in range(4)]
+    operator = curvature.hessian(lambda p: sum(jnp.sum(x**4) for x in p), params)
+
+    # What runs is the lowered implementation.
+    arrays, rest = eqx.partition(operator, eqx.is_array)
+
+    def program(key, arrays):
+        return getattr(tr, estimate)(key, eqx.combine(arrays, rest), 6, estimator).value
+
+    text = jax.jit(program).lower(jr.key(0), arrays).as_text()
+    sizes = []
+    for line in text.splitlines():
+        if "stablehlo.concatenate" in line:
+            shape = line.rsplit("tensor<", 1)[1].split("x")[:-1]
+            sizes.append(np.prod([int(s) for s in shape]))
+    assert not sizes or max(sizes) < n
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+def message(fn):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        fn()
+    return str(caught.value)
+
+
+def test_bad_input():
+    params = {**WEIGHTS, **REST}
+    assert "scalar" in message(lambda: curvature.hessian(predict, params, INPUTS, LABELS))
+    assert "(12, 4)" in message(lambda: curvature.hessian(predict, params, INPUTS, LABELS))
+    assert "scalar" in message(lambda: curvature.hessian(lambda p: 1.0, params))
+    assert "auxiliary" in message(lambda: curvature.hessian(lambda p: (p["b"].sum(), 1), params))
+    assert "scalar" in message(
+        lambda: curvature.gauss_newton(predict, lambda out, *_: out, params, INPUTS, LABELS)
+    )
+    assert "floating-point" in message(
+        lambda: curvature.hessian(loss, {"n": 3, "i": jnp.arange(2)})
+    )
+    assert "complex" in message(
+        lambda: curvature.hessian(lambda p: jnp.sum(p.real), jnp.ones(2, jnp.complex64))
+    )
+    assert "predict must return" in message(
+        lambda: curvature.gauss_newton(lambda p: jnp.arange(3), lambda out: out, params)
+    )
+    assert "(N,)" in message(lambda: curvature.fisher(predict, params, INPUTS, LABELS))
+    both = "needs both `sample` and `key`"
+    assert both in message(
+        lambda: curvature.fisher(log_likelihood, params, INPUTS, LABELS, key=jr.key(0))
+    )
+    assert "num_samples" in message(
+        lambda: curvature.fisher(log_likelihood, params, INPUTS, LABELS, num_samples=0)
+    )
+    assert "tuple of 2" in message(
+        lambda: curvature.fisher(
+            log_likelihood, params, INPUTS, LABELS, sample=lambda *a: LABELS, key=jr.key(0)
+        )
+    )
+    ragged = (BATCHES[0], BATCHES[1][:2])
+    assert "(2, 4)" in message(lambda: make("hessian", params, batches=ragged))
+    assert "leading axis" in message(lambda: make("hessian", params, batches=(jnp.asarray(1.0),)))
+    assert "PyTree of arrays" in message(lambda: make("hessian", params, batches=("text",)))
+
+
+def test_not_square():
+    jacobian = lx.JacobianLinearOperator(lambda x, _: jnp.concatenate([x, x]), jnp.ones(3))
+    assert "6 x 3" in message(lambda: tr.trace(jr.key(0), jacobian, 2))

@@ -1,0 +1,694 @@
+"""Every kind of operator: its exact trace, its estimates, its dtypes, and what is known of it.
+
+The dense matrix beside each operator is built with NumPy, not asked of the operator.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.sparse
+
+import traceax as tr
+
+from .. import reference
+from ..helpers import CLASSES, NSD, PSD, keys, register_tags, with_spectrum
+
+N, K = 12, 8
+KEY = jax.random.key(0)
+F64 = jax.ShapeDtypeStruct((N,), jnp.float64)
+
+_rng = np.random.default_rng(1)
+GENERAL = _rng.standard_normal((N, N)) + np.diag(np.arange(N))
+OTHER = _rng.standard_normal((N, N))
+SYMMETRIC = (GENERAL + GENERAL.T) / 2
+POSITIVE = with_spectrum(_rng, 0.6 ** np.arange(N))
+COMPLEX = GENERAL + 1j * OTHER
+HERMITIAN = with_spectrum(_rng, 0.6 ** np.arange(N), np.complex128)
+BANDED = np.triu(np.tril(GENERAL, 1), -1)
+
+
+class MatrixOfMyOwn(lx.AbstractLinearOperator):
+    """A user's operator: registers lineax's checks, but neither `linearise` nor `diagonal`."""
+
+    matrix: jax.Array
+    positive: bool = eqx.field(static=True, default=False)
+
+    def mv(self, vector):
+        return self.matrix @ vector
+
+    def as_matrix(self):
+        raise AssertionError("an estimator must not ask for the matrix")
+
+    def transpose(self):
+        raise AssertionError("an estimator must not ask for the transpose")
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
+
+    def out_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+
+
+class Unregistered(lx.AbstractLinearOperator):
+    """A user's operator that registers no more than lineax insists on."""
+
+    matrix: jax.Array
+
+    def mv(self, vector):
+        return self.matrix @ vector
+
+    def as_matrix(self):
+        return self.matrix
+
+    def transpose(self):
+        return Unregistered(self.matrix.T)
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
+
+    def out_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+
+
+COLUMNS: list[int] = []  # the number of columns of each block that is multiplied
+
+
+@jax.custom_batching.custom_vmap
+def _counted(matrix, vector):
+    return matrix @ vector
+
+
+@_counted.def_vmap
+def _(axis_size, in_batched, matrix, vectors):
+    assert in_batched == [False, True]
+    COLUMNS.append(axis_size)  # estimators multiply blocks, of one vector too
+    return (matrix @ vectors.T).T, True
+
+
+class Counting(lx.AbstractLinearOperator):
+    """Counts the columns that it is multiplied by, when it is traced."""
+
+    matrix: jax.Array
+    number: int = eqx.field(static=True)  # no two are alike, so that each is traced
+    positive: bool = eqx.field(static=True, default=False)
+
+    def mv(self, vector):
+        return _counted(self.matrix, vector)
+
+    def as_matrix(self):
+        return self.matrix
+
+    def transpose(self):
+        raise AssertionError("an estimator must not ask for the transpose")
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
+
+    def out_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+
+
+_numbers = itertools.count()
+
+
+def counting(matrix, positive=False):
+    return Counting(jnp.asarray(matrix), next(_numbers), positive)
+
+
+for _cls in (MatrixOfMyOwn, Counting):
+    register_tags(_cls, lambda operator: operator.positive)
+
+
+for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite):
+    _check.register(Unregistered)(lambda operator: False)
+
+
+class Case(NamedTuple):
+    build: Callable[[], lx.AbstractLinearOperator]
+    matrix: np.ndarray
+
+
+def matrix_operator(matrix, tags=()):
+    return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+
+
+def function_operator(matrix, tags=()):
+    dense = jnp.asarray(matrix)
+    return lx.FunctionLinearOperator(
+        lambda v: dense @ v, jax.ShapeDtypeStruct((N,), dense.dtype), tags
+    )
+
+
+def pytree_operator():
+    """Rows {a: 5, b: (1, 7)} of blocks against columns {a: 5, b: (1, 7)}."""
+    rows = {"a": slice(0, 5), "b": slice(5, 12)}
+    shapes = {"a": (5,), "b": (1, 7)}
+    blocks = {
+        i: {j: jnp.asarray(GENERAL[rows[i], rows[j]].reshape(*shapes[i], *shapes[j])) for j in rows}
+        for i in rows
+    }
+    return lx.PyTreeLinearOperator(
+        blocks, {i: jax.ShapeDtypeStruct(shapes[i], jnp.float64) for i in rows}
+    )
+
+
+def shaped_function(in_shapes, out_shapes):
+    """A v for PyTrees v, given as dictionaries of shapes (or as one shape)."""
+
+    def structure(shapes):
+        if isinstance(shapes, tuple):
+            return jax.ShapeDtypeStruct(shapes, jnp.float64)
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float64) for name, shape in shapes.items()}
+
+    def call(v):
+        flat = jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(v)])
+        product = jnp.asarray(GENERAL) @ flat
+        leaves, treedef = jax.tree.flatten(structure(out_shapes))
+        split = np.cumsum([np.prod(x.shape, dtype=int) for x in leaves])[:-1]
+        pieces = jnp.split(product, split)
+        shaped = [p.reshape(x.shape) for p, x in zip(pieces, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, shaped)
+
+    return lx.FunctionLinearOperator(call, structure(in_shapes))
+
+
+def loss_hessian():
+    """The Hessian of a loss over a dictionary of parameters, and the same from NumPy."""
+    quartic = jnp.asarray(POSITIVE)
+
+    def loss(params, scale):
+        x = jnp.concatenate([params["w"].reshape(-1), params["b"]])
+        return scale * (jnp.sum(x**4) / 4 + x @ quartic @ x / 2)
+
+    w = np.linspace(-1, 1, 8).reshape(2, 4)
+    b = np.linspace(0.5, 2, 4)
+    point = {"w": jnp.asarray(w), "b": jnp.asarray(b)}
+    # Leaves are in the order of the names: b before w.
+    order = np.concatenate([np.arange(8, 12), np.arange(8)])
+    dense = 2.0 * (np.diag(3 * np.concatenate([w.ravel(), b]) ** 2) + POSITIVE)
+    dense = dense[np.ix_(order, order)]
+    operator = lx.JacobianLinearOperator(
+        lambda params, scale: jax.grad(loss)(params, scale), point, 2.0, lx.symmetric_tag
+    )
+    return operator, dense
+
+
+def jacobian_operator(jac):
+    dense = jnp.asarray(GENERAL)
+    point = jnp.linspace(-1, 1, N)
+    return lx.JacobianLinearOperator(lambda x, args: jnp.sin(dense @ x), point, jac=jac)
+
+
+_jacobian = np.cos(GENERAL @ np.linspace(-1, 1, N))[:, None] * GENERAL
+_diagonal = np.arange(1.0, N + 1)
+
+CASES = {
+    "matrix": Case(lambda: matrix_operator(GENERAL), GENERAL),
+    "matrix-symmetric": Case(lambda: matrix_operator(SYMMETRIC, lx.symmetric_tag), SYMMETRIC),
+    "matrix-diagonal": Case(
+        lambda: matrix_operator(np.diag(_diagonal), lx.diagonal_tag), np.diag(_diagonal)
+    ),
+    "matrix-tridiagonal": Case(lambda: matrix_operator(BANDED, lx.tridiagonal_tag), BANDED),
+    "matrix-unit-diagonal": Case(
+        lambda: matrix_operator(OTHER - np.diag(np.diag(OTHER)) + np.eye(N), lx.unit_diagonal_tag),
+        OTHER - np.diag(np.diag(OTHER)) + np.eye(N),
+    ),
+    "matrix-lower": Case(
+        lambda: matrix_operator(np.tril(GENERAL), lx.lower_triangular_tag), np.tril(GENERAL)
+    ),
+    "matrix-upper": Case(
+        lambda: matrix_operator(np.triu(GENERAL), lx.upper_triangular_tag), np.triu(GENERAL)
+    ),
+    "matrix-positive": Case(lambda: matrix_operator(POSITIVE, PSD), POSITIVE),
+    "matrix-negative": Case(lambda: matrix_operator(-POSITIVE, NSD), -POSITIVE),
+    "matrix-complex": Case(lambda: matrix_operator(COMPLEX), COMPLEX),
+    "matrix-hermitian": Case(lambda: matrix_operator(HERMITIAN), HERMITIAN),
+    "matrix-hermitian-positive": Case(lambda: matrix_operator(HERMITIAN, PSD), HERMITIAN),
+    "matrix-hermitian-negative": Case(lambda: matrix_operator(-HERMITIAN, NSD), -HERMITIAN),
+    "pytree": Case(pytree_operator, GENERAL),
+    "diagonal": Case(lambda: lx.DiagonalLinearOperator(jnp.asarray(_diagonal)), np.diag(_diagonal)),
+    "diagonal-pytree": Case(
+        lambda: lx.DiagonalLinearOperator(
+            {"a": jnp.asarray(_diagonal[:5]), "b": jnp.asarray(_diagonal[5:]).reshape(1, 7)}
+        ),
+        np.diag(_diagonal),
+    ),
+    "tridiagonal": Case(
+        lambda: lx.TridiagonalLinearOperator(
+            *(jnp.asarray(np.diag(BANDED, offset)) for offset in (0, -1, 1))
+        ),
+        BANDED,
+    ),
+    "identity": Case(lambda: lx.IdentityLinearOperator(F64), np.eye(N)),
+    "identity-pytree": Case(
+        lambda: lx.IdentityLinearOperator(
+            {
+                "a": jax.ShapeDtypeStruct((5,), jnp.float64),
+                "b": jax.ShapeDtypeStruct((1, 7), jnp.float64),
+            }
+        ),
+        np.eye(N),
+    ),
+    "function": Case(lambda: function_operator(GENERAL), GENERAL),
+    "function-complex": Case(lambda: function_operator(COMPLEX), COMPLEX),
+    "function-two-dimensional": Case(lambda: shaped_function((3, 4), (3, 4)), GENERAL),
+    "function-dictionary": Case(
+        lambda: shaped_function(
+            {"a": (), "b": (2, 3), "c": (5, 1, 1)}, {"a": (), "b": (2, 3), "c": (5, 1, 1)}
+        ),
+        GENERAL,
+    ),
+    "function-other-structure": Case(
+        lambda: shaped_function((3, 4), {"x": (2, 2), "y": (8,)}), GENERAL
+    ),
+    "hessian": Case(lambda: loss_hessian()[0], loss_hessian()[1]),
+    "jacobian": Case(lambda: jacobian_operator(None), _jacobian),
+    "jacobian-forward": Case(lambda: jacobian_operator("fwd"), _jacobian),
+    "jacobian-backward": Case(lambda: jacobian_operator("bwd"), _jacobian),
+    "tagged": Case(lambda: lx.TaggedLinearOperator(function_operator(POSITIVE), PSD), POSITIVE),
+    "add": Case(lambda: matrix_operator(GENERAL) + function_operator(OTHER), GENERAL + OTHER),
+    "multiple": Case(lambda: function_operator(GENERAL) * jnp.asarray(2.5), 2.5 * GENERAL),
+    "multiple-complex": Case(
+        lambda: matrix_operator(COMPLEX) * jnp.asarray(2.0 - 1.5j), (2.0 - 1.5j) * COMPLEX
+    ),
+    "negative": Case(lambda: -function_operator(GENERAL), -GENERAL),
+    "quotient": Case(lambda: function_operator(GENERAL) / 4.0, GENERAL / 4),
+    "composed": Case(lambda: function_operator(GENERAL) @ matrix_operator(OTHER), GENERAL @ OTHER),
+    "sparse": Case(lambda: tr.SparseLinearOperator(scipy.sparse.csr_array(BANDED)), BANDED),
+    "sparse-positive": Case(
+        lambda: tr.SparseLinearOperator(scipy.sparse.csr_array(BANDED @ BANDED.T), PSD),
+        BANDED @ BANDED.T,
+    ),
+    "own": Case(lambda: MatrixOfMyOwn(jnp.asarray(GENERAL)), GENERAL),
+    "own-positive": Case(lambda: MatrixOfMyOwn(jnp.asarray(POSITIVE), True), POSITIVE),
+    "own-composed": Case(
+        lambda: (
+            MatrixOfMyOwn(jnp.asarray(GENERAL)) @ matrix_operator(OTHER) - matrix_operator(OTHER)
+        ),
+        GENERAL @ OTHER - OTHER,
+    ),
+    "unregistered": Case(lambda: Unregistered(jnp.asarray(GENERAL)), GENERAL),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_trace_is_the_trace_of_the_matrix(name):
+    operator, matrix = CASES[name].build(), CASES[name].matrix
+    truth, rounding = np.trace(matrix), 1e-13 * np.linalg.norm(matrix)
+    if name not in ("own", "own-positive", "own-composed"):
+        np.testing.assert_allclose(np.asarray(operator.as_matrix()), matrix, atol=1e-12)
+    for k in (N, 5 * N):
+        solution = tr.trace(KEY, operator, k, tr.XTraceEstimator())
+        assert abs(solution.value - truth) <= rounding
+        assert solution.std_err == 0
+        assert solution.num_matvecs <= N
+        assert solution.result == tr.RESULTS.successful
+    assert abs(tr.trace(KEY, operator, 3, tr.ExactTraceEstimator()).value - truth) <= rounding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_estimates_lie_within_their_error(name):
+    """The mean over 64 keys, against the standard error that those 64 calls report."""
+    operator, matrix = CASES[name].build(), CASES[name].matrix
+    truth, rounding = np.trace(matrix), 1e-12 * np.linalg.norm(matrix)
+    estimators = [tr.HutchinsonEstimator(), tr.AutoTraceEstimator()]
+    count = 64
+
+    @jax.jit
+    @jax.vmap
+    def solve(key):
+        return [tr.trace(key, operator, K, estimator) for estimator in estimators]
+
+    for solutions in solve(keys(count)):
+        assert np.all(solutions.result == tr.RESULTS.successful)
+        assert np.all(solutions.num_matvecs <= K)
+        error = abs(np.mean(solutions.value) - truth)
+        standard = np.sqrt(np.mean(np.square(solutions.std_err)) / count)
+        assert error <= 5 * standard + rounding
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [
+        *((name, "xtrace") for name in ("own", "unregistered", "function-dictionary", "sparse")),
+        ("function-dictionary", "hutch++"),
+        ("own", "hutchinson"),
+    ],
+)
+def test_other_estimators_take_unusual_operators(name, estimator):
+    operator, matrix = CASES[name].build(), CASES[name].matrix
+    # Bit for bit the same as for the plain matrix, up to the order of summation.
+    dense = matrix_operator(matrix)
+    for key in keys(2):
+        solution = tr.trace(key, operator, K, CLASSES[estimator])
+        expected = tr.trace(key, dense, K, CLASSES[estimator])
+        value, std_err = expected.value, expected.std_err
+        if (name, estimator) == ("function-dictionary", "hutchinson"):  # drawn leaf by leaf
+            leaves = jax.tree.leaves(operator.in_structure())
+            shapes = [leaf.shape for leaf in leaves]
+            blocks = tr.RademacherSampler().probes_by_leaf(key, shapes, K, matrix.dtype)
+            omega = np.concatenate([block.reshape(-1, K) for block in blocks])
+            samples = reference.hutchinson(matrix, omega)
+            value, std_err = samples.mean(), samples.std(ddof=1) / np.sqrt(K)
+        np.testing.assert_allclose(solution.value, value, rtol=1e-10)
+        np.testing.assert_allclose(solution.std_err, std_err, rtol=1e-8)
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+
+DTYPES = {
+    jnp.float16: jnp.float32,
+    jnp.bfloat16: jnp.float32,
+    jnp.float32: jnp.float32,
+    jnp.float64: jnp.float64,
+    jnp.complex64: jnp.complex64,
+    jnp.complex128: jnp.complex128,
+}
+
+
+def precision(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*(("xtrace", dtype) for dtype in DTYPES), *((name, jnp.bfloat16) for name in CLASSES)],
+)
+def test_dtype_of_value_follows_the_operator(name, dtype):
+    expected = DTYPES[dtype]
+    source = HERMITIAN if jnp.issubdtype(dtype, jnp.complexfloating) else POSITIVE
+    matrix = jnp.asarray(source).astype(dtype)
+    truth = np.trace(np.asarray(matrix).astype(np.complex128))
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    # The exact trace (k = n) does not depend on the estimator.
+    for k in (K, N) if name == "xtrace" else (K,):
+        solution = tr.trace(KEY, operator, k, CLASSES[name])
+        assert solution.value.dtype == expected
+        assert solution.std_err.dtype == jnp.finfo(expected).dtype
+        assert solution.num_matvecs.dtype == jnp.int32
+        rounding = 30 * precision(dtype) * np.linalg.norm(source)
+        assert abs(complex(solution.value) - truth) <= 6 * float(solution.std_err) + rounding
+        if k == N:
+            assert solution.std_err == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtype_of_gradient_is_that_of_the_parameter(dtype):
+    real = jnp.finfo(dtype).dtype
+    source = HERMITIAN if jnp.issubdtype(dtype, jnp.complexfloating) else POSITIVE
+    matrix = jnp.asarray(source).astype(dtype)
+
+    def f(scale):
+        operator = lx.MatrixLinearOperator(scale.astype(dtype) * matrix, PSD)
+        return tr.trace(KEY, operator, K, tr.XTraceEstimator()).value.real
+
+    scale = jnp.asarray(1.5, real)
+    value, slope = jax.value_and_grad(f)(scale)
+    assert slope.dtype == real
+    # An estimate is homogeneous: its slope in a factor is the value by the factor.
+    np.testing.assert_allclose(float(slope), float(value) / 1.5, rtol=100 * precision(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.int64, jnp.uint8, jnp.bool_])
+def test_integer_matrices_are_promoted(dtype):
+    matrix = jnp.asarray(np.random.default_rng(5).integers(0, 2, (N, N))).astype(dtype)
+    operator = lx.MatrixLinearOperator(matrix)
+    truth = float(np.trace(np.asarray(matrix).astype(float)))
+    for name in ("hutchinson", "hutch++", "xtrace", "auto"):
+        solution = tr.trace(KEY, operator, K, CLASSES[name])
+        assert jnp.issubdtype(solution.value.dtype, jnp.floating)
+        assert solution.value.dtype == operator.out_structure().dtype
+        assert abs(solution.value - truth) <= 6 * solution.std_err
+    assert tr.trace(KEY, operator, N).value == truth
+
+
+def test_function_of_integers_is_promoted():
+    """An integer input structure multiplies floats: probes are not integers."""
+    structure = jax.ShapeDtypeStruct((N,), jnp.int32)
+    operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
+    for k in (K, N):
+        solution = tr.trace(KEY, operator, k, tr.HutchinsonEstimator())
+        assert solution.value == 2 * N
+        assert solution.value.dtype == jnp.float64
+
+
+def test_mixed_float32_and_float64_structure():
+    """Ragged, with products in the dtype of each leaf and sums in the widest."""
+    structure = {
+        "half": jax.ShapeDtypeStruct((5,), jnp.float32),
+        "full": jax.ShapeDtypeStruct((1, 7), jnp.float64),
+    }
+
+    def call(v):
+        flat = jnp.concatenate([v["full"].reshape(-1), v["half"].astype(jnp.float64)])
+        product = jnp.asarray(POSITIVE) @ flat
+        return {"full": product[:7].reshape(1, 7), "half": product[7:].astype(jnp.float32)}
+
+    operator = lx.FunctionLinearOperator(call, structure)
+    with jax.numpy_dtype_promotion("standard"):  # lineax promotes to find whether it is real
+        tagged = lx.TaggedLinearOperator(operator, PSD)
+    truth = np.trace(POSITIVE)
+    for name in CLASSES:
+        for k in (K, N):
+            given = tagged if name == "xnystrace" else operator
+            solution = tr.trace(KEY, given, k, CLASSES[name])
+            assert solution.value.dtype == jnp.float64
+            assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
+    identity = lx.IdentityLinearOperator(structure)
+    shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
+    solution = tr.trace(KEY, shifted, K)
+    np.testing.assert_allclose(
+        solution.value - 3.0 * N, tr.trace(KEY, operator, K).value, rtol=1e-12
+    )
+
+
+def test_weak_types_do_not_leak():
+    solution = tr.trace(KEY, 2.0 * lx.MatrixLinearOperator(jnp.asarray(POSITIVE)), K)
+    assert not solution.value.weak_type
+    assert not solution.std_err.weak_type
+
+
+# --- budgets -------------------------------------------------------------------------------------
+
+SMALLEST = {"hutchinson": 1, "hutch++": 3, "xtrace": 2, "xnystrace": 1, "auto": 1}
+
+
+@pytest.mark.filterwarnings("ignore:.*needs at least.*:UserWarning")
+@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("positive", [False, True])
+def test_no_more_products_than_the_budget(name, positive):
+    if name == "xnystrace" and not positive:
+        pytest.skip("needs a tagged operator")
+    used = {}
+    for k in [*range(1, N + 1), N + 7]:
+        COLUMNS.clear()
+        operator = counting(POSITIVE, positive)
+        jax.eval_shape(lambda key, o=operator, k=k: tr.trace(key, o, k, CLASSES[name]), KEY)
+        used[k] = sum(COLUMNS)
+        assert 0 < used[k] <= min(max(k, SMALLEST[name]), N)
+    # Every matvec is spent, save the odd one that XTrace has no use for.
+    for k, columns in used.items():
+        budget = min(max(k, SMALLEST[name]), N)
+        assert columns >= budget - (budget % 2 if budget < N else 0)
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_num_matvecs_is_what_was_multiplied(name):
+    for k in (5, N):
+        COLUMNS.clear()
+        solution = tr.trace(KEY, counting(POSITIVE, True), k, CLASSES[name])
+        assert solution.num_matvecs == sum(COLUMNS)
+
+
+# --- what is known is not estimated --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diagonal",
+        "diagonal-pytree",
+        "tridiagonal",
+        "identity",
+        "identity-pytree",
+        "matrix-diagonal",
+        "matrix-tridiagonal",
+        "matrix-unit-diagonal",
+    ],
+)
+@pytest.mark.parametrize("k", [1, N])
+def test_auto_reads_off_stored_structure(name, k):
+    solution = tr.trace(KEY, CASES[name].build(), k)
+    truth = np.trace(CASES[name].matrix)
+    np.testing.assert_allclose(solution.value, truth, rtol=1e-14)
+    assert solution.std_err == 0
+    assert solution.num_matvecs == 0
+
+
+@pytest.mark.parametrize(
+    ("matrix", "tag", "cost"),
+    [
+        (np.diag(_diagonal), lx.diagonal_tag, 1),
+        (BANDED, lx.tridiagonal_tag, 3),
+        (np.diag(_diagonal) * (1 + 2j), lx.diagonal_tag, 1),
+    ],
+)
+def test_auto_reads_tagged_functions_with_few_products(matrix, tag, cost):
+    for k in (cost, K):
+        solution = tr.trace(KEY, function_operator(matrix, tag), k)
+        np.testing.assert_allclose(solution.value, np.trace(matrix), rtol=1e-13)
+        assert solution.std_err == 0
+        assert solution.num_matvecs == cost
+    operator = counting(GENERAL.astype(matrix.dtype)) + function_operator(matrix, tag)
+    COLUMNS.clear()
+    solution = tr.trace(KEY, operator, K)
+    assert solution.num_matvecs == cost + sum(COLUMNS)
+    assert solution.num_matvecs <= K
+    if cost == 3:  # two products do not suffice: a plain estimate
+        solution = tr.trace(KEY, function_operator(matrix, tag), 2)
+        assert solution.num_matvecs == 2
+        assert solution.std_err > 0
+
+
+# Each (operator from K, s; what it adds; what multiplies K).
+SHIFTED = {
+    "K + s I": (lambda op, s: op + s * lx.IdentityLinearOperator(F64), 0.0, 1.0, 1.0),
+    "s I + K": (lambda op, s: s * lx.IdentityLinearOperator(F64) + op, 0.0, 1.0, 1.0),
+    "(K + s I) + D": (
+        lambda op, s: (op + s * lx.IdentityLinearOperator(F64)) + CASES["diagonal"].build(),
+        _diagonal.sum(),
+        1.0,
+        1.0,
+    ),
+    "2 (K + s I) - D": (
+        lambda op, s: 2.0 * (op + s * lx.IdentityLinearOperator(F64)) - CASES["diagonal"].build(),
+        -_diagonal.sum(),
+        2.0,
+        2.0,
+    ),
+    "-(K - s I) / 4 + T": (
+        lambda op, s: (
+            -(op - s * lx.IdentityLinearOperator(F64)) / 4.0 + CASES["tridiagonal"].build()
+        ),
+        np.trace(BANDED),
+        -0.25,
+        0.25,
+    ),
+    "tagged K + s I": (
+        lambda op, s: lx.TaggedLinearOperator(op + s * lx.IdentityLinearOperator(F64), PSD),
+        0.0,
+        1.0,
+        1.0,
+    ),
+    "tagged in a sum": (
+        lambda op, s: (
+            CASES["diagonal"].build()
+            + 3.0
+            * lx.TaggedLinearOperator(op + s * lx.IdentityLinearOperator(F64), lx.symmetric_tag)
+        ),
+        _diagonal.sum(),
+        3.0,
+        3.0,
+    ),
+}
+
+
+@functools.cache
+def kernel_alone(tags):
+    return tr.trace(KEY, function_operator(POSITIVE, tags), K)
+
+
+@pytest.mark.parametrize(
+    ("form", "tags"), [*((form, ()) for form in SHIFTED), ("tagged K + s I", PSD)]
+)
+def test_auto_spends_its_matvecs_on_what_is_not_known(form, tags):
+    """tr(c K + d s I + D) = c tr(K) + d s n + tr(D): the value, the error and the derivative."""
+    build, offset, factor, slope = SHIFTED[form]
+    kernel = function_operator(POSITIVE, tags)
+    shift = 0.37
+    alone = kernel_alone(tags)
+
+    def value(s):
+        solution = tr.trace(KEY, build(kernel, s), K)
+        return solution.value, solution
+
+    gradient, solution = jax.grad(value, has_aux=True)(jnp.asarray(shift))
+    expected = factor * alone.value + slope * shift * N + offset
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-13)
+    np.testing.assert_allclose(solution.std_err, abs(factor) * alone.std_err, rtol=1e-13)
+    assert solution.num_matvecs == alone.num_matvecs
+    assert gradient == slope * N  # exactly: no probe enters it
+    # The products themselves.
+    COLUMNS.clear()
+    operator = build(counting(POSITIVE, bool(tags)), shift)
+    jax.eval_shape(lambda key: tr.trace(key, operator, K), KEY)
+    assert sum(COLUMNS) == K
+
+
+def test_exact_budget_spends_nothing_on_what_is_known():
+    COLUMNS.clear()
+    operator = counting(POSITIVE) + 2.0 * lx.IdentityLinearOperator(F64)
+    solution = tr.trace(KEY, operator, N)
+    assert sum(COLUMNS) == N == solution.num_matvecs
+    np.testing.assert_allclose(solution.value, np.trace(POSITIVE) + 2 * N, rtol=1e-14)
+    known = 3.0 * CASES["diagonal"].build() - lx.IdentityLinearOperator(F64) / 2.0
+    solution = tr.trace(KEY, known, 1, tr.ExactTraceEstimator())
+    assert solution.num_matvecs == 0
+    np.testing.assert_allclose(solution.value, 3 * _diagonal.sum() - N / 2, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("build", "chosen", "factor"),
+    [
+        (lambda: function_operator(POSITIVE, PSD), "xnystrace", 1.0),
+        (lambda: function_operator(-POSITIVE, NSD), "xnystrace", 1.0),
+        (lambda: 3.0 * function_operator(POSITIVE, PSD), "xnystrace", 3.0),
+        (lambda: -function_operator(POSITIVE, PSD), "xnystrace", -1.0),
+        (lambda: function_operator(POSITIVE, PSD) / 8.0, "xnystrace", 0.125),
+        (lambda: function_operator(POSITIVE), "xtrace", 1.0),
+        (lambda: function_operator(POSITIVE, lx.symmetric_tag), "xtrace", 1.0),
+        (lambda: MatrixOfMyOwn(jnp.asarray(POSITIVE), True), "xnystrace", 1.0),
+        (lambda: lx.TaggedLinearOperator(function_operator(POSITIVE), PSD), "xnystrace", 1.0),
+    ],
+)
+def test_auto_selects_by_tag(build, chosen, factor):
+    tags = {"xnystrace": PSD, "xtrace": ()}[chosen]
+    solution = tr.trace(KEY, build(), K)
+    plain = NSD if solution.value < 0 and factor == 1.0 else tags
+    matrix = -POSITIVE if plain is NSD else POSITIVE
+    expected = tr.trace(KEY, matrix_operator(matrix, plain), K, CLASSES[chosen])
+    np.testing.assert_allclose(solution.value, factor * expected.value, rtol=1e-13)
+    np.testing.assert_allclose(solution.std_err, abs(factor) * expected.std_err, rtol=1e-10)
+    other = tr.trace(
+        KEY, matrix_operator(POSITIVE, PSD), K, CLASSES["xtrace" if plain else "xnystrace"]
+    )
+    assert abs(abs(solution.value / factor) - other.value) > 1e-9
+
+
+def test_auto_selects_hutchinson_where_memory_is_short():
+    operator = function_operator(POSITIVE, PSD)
+    block = N * K * 8
+    short = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block - 1))
+    enough = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block))
+    assert short.value == tr.trace(KEY, operator, K, tr.HutchinsonEstimator()).value
+    assert enough.value == tr.trace(KEY, operator, K, tr.XNysTraceEstimator()).value
+    assert short.value != enough.value
+
+
+def test_auto_selects_hutchinson_for_tiny_budgets():
+    """Leave-one-out with a single probe would leave nothing to estimate the error from."""
+    for k, tags in ((1, ()), (2, ()), (3, ()), (1, PSD)):
+        operator = function_operator(POSITIVE, tags)
+        solution = tr.trace(KEY, operator, k)
+        expected = tr.trace(KEY, operator, k, tr.HutchinsonEstimator())
+        assert solution.value == expected.value
+        assert solution.num_matvecs == k

@@ -1,0 +1,173 @@
+"""The pages of the documentation: their programs run, and every public name has its place."""
+
+import importlib.util
+import re
+import runpy
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import traceax as tr
+
+from ..helpers import environment
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(page.name for page in DOCS.glob("*.md"))
+RUNNER = """
+import contextlib, io, re, sys
+from pathlib import Path
+
+for page in sys.argv[1:]:
+    blocks = re.findall(r"```python\\n(.*?)```", Path(page).read_text(), re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile("\\n".join(blocks), page, "exec"), {"__name__": "page"})
+    print(page, len(blocks))
+"""
+
+
+@pytest.mark.slow
+def test_programs_run():
+    """The blocks of a page are one program; one process, which imports JAX once, runs them all."""
+    pages = [str(DOCS / page) for page in PAGES]
+    command = [sys.executable, "-W", "error", "-c", RUNNER, *pages]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(quick=False)
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    counts = [int(line.split()[-1]) for line in run.stdout.splitlines()]
+    assert len(counts) == len(PAGES)
+    assert sum(counts) > 20
+    # No other language, and no block that is not run.
+    for page in PAGES:
+        assert set(re.findall(r"```(\w+)", (DOCS / page).read_text())) <= {"python"}, page
+
+
+@pytest.mark.parametrize("name", [name for name in vars(tr) if not name.startswith("_")])
+def test_public_names_have_a_reference(name):
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    of_module = {
+        "curvature": ("hessian", "gauss_newton", "fisher", "jacobian_gram", "CurvatureOperator"),
+        "plot": ("spectral_density", "convergence", "interval"),
+    }
+    names = [f"{name}.{each}" for each in of_module.get(name, ())] or [name]
+    for each in names:
+        assert f"::: traceax.{each}\n" in text, each
+
+
+def test_pages_stand_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        assert f": {page.relative_to(DOCS)}\n" in navigation, page
+
+
+# --- the site ------------------------------------------------------------------------------------
+
+needs_site = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("math_core") is None,
+    reason="needs the extra `docs`",
+)
+
+
+class Page(HTMLParser):
+    """The text of a page outside of code, its tags, and what a browser loads for it."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.text, self.tags, self.loaded = "", [], []
+        self.inside = 0
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.inside += tag in ("code", "pre", "script", "style")
+        self.loaded += [value for name, value in attrs if name == "src" or (tag, name) == LINK]
+
+    def handle_endtag(self, tag):
+        self.inside -= tag in ("code", "pre", "script", "style")
+
+    def handle_data(self, data):
+        if not self.inside:
+            self.text += data
+
+
+LINK = ("link", "href")
+
+
+@needs_site
+def test_site_has_no_tex_and_needs_no_network(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment()
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    pages = {str(path.relative_to(tmp_path)): Page(path) for path in tmp_path.rglob("*.html")}
+    assert len(pages) > 25
+    for name, page in pages.items():
+        assert not page.inside
+        assert not re.search(r"\\[a-zA-Z()\[\]]|\$", page.text), name
+        assert not [url for url in page.loaded if re.match(r"\w+:(?!image)|//", url)], name
+    for path in tmp_path.rglob("*.css"):
+        assert not re.search(r"@import|url\([\"']?(\w+:(?!image)|//)", path.read_text()), path
+    # Formulas of a page, of docstrings, and of a notebook.
+    for name in ("gradients", "api/traces", "notebooks/gp_co2"):
+        assert pages[f"{name}/index.html"].tags.count("math") >= 5
+
+
+@needs_site
+def test_site_is_not_built_with_a_formula_that_is_not_typeset():
+    from mkdocs.exceptions import PluginError
+
+    class page:
+        class file:
+            src_uri = "page.md"
+
+    convert = runpy.run_path(str(DOCS / "formulas.py"))["on_page_content"]
+
+    def converted(tag, source):
+        content = f'<p>before <{tag} class="arithmatex">{source}</{tag}> after</p>'
+        return convert(content, page=page, config=None, files=None)
+
+    text = converted("span", r"\(a &lt; \mathtt{std\_err}\)")
+    assert "<mi>a</mi><mo>&lt;</mo>" in text
+    assert "\\" not in text
+    assert 'display="block"' in converted(
+        "div", "\\[\\begin{aligned} a &amp;= b \n\\end{aligned}\\]"
+    )
+    for source in (r"\(\nosuchcommand x\)", r"\(\frac{a\)", "$a$"):
+        with pytest.raises(PluginError, match=r"page\.md: (the|a) formula .*is not"):
+            converted("span", source)
+
+
+# --- the page for maintainers --------------------------------------------------------------------
+
+
+def test_the_page_for_maintainers_names_what_there_is():
+    """Its files and folders exist, those files define its names, and no room is left out."""
+    text = (DOCS / "inside.md").read_text()
+    spans = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+    paths = {span for span in spans if re.fullmatch(r"[\w./]+(/|\.(py|md|toml))", span)}
+    sources = ""
+    for path in paths:
+        found = [folder / path for folder in (ROOT, ROOT / "traceax") if (folder / path).exists()]
+        assert found, path
+        assert found[0].is_dir() == path.endswith("/"), path
+        if path.endswith(".py"):
+            sources += found[0].read_text()
+    names = {span for span in spans if span.isidentifier()} - {"vmap"}
+    assert len(paths) > 40
+    assert len(names) > 50
+    defined = r"(?m)^ *((def|class) {0}\b|{0}(:| =))"
+    assert not {name for name in names if not re.search(defined.format(name), sources)}
+
+    rooms = runpy.run_path(str(DOCS / "rooms.py"))
+    folders = {path.parent.name for path in (ROOT / "traceax").glob("*/__init__.py")}
+    in_picture = {room for layer in rooms["layers"]() for room in layer}
+    assert folders == {room for room in in_picture if rooms["path_of"](room).is_dir()}
+    for room in in_picture:
+        path = rooms["path_of"](room)
+        assert (f"{room}/" if path.is_dir() else path.name) in spans
+    assert rooms["PICTURE"].read_text() == rooms["picture"](), "run `python docs/rooms.py`"

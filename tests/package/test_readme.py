@@ -1,0 +1,56 @@
+"""Every Python block of the README runs, in order, as one program."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..helpers import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_python_blocks_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 7
+    program = "\n".join(blocks)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env=environment(),
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == 9, run.stdout  # one line from each print
+
+
+def test_there_are_exactly_two_commands():
+    commands = re.findall(r"```sh\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(commands) == 2
+    # `.ci/run` takes both from the README and runs them as they stand.
+    assert "-m traceax logdet traceax/data/1138_bus.mtx" in commands[0]
+    assert "-m pytest" in commands[1]
+
+
+def test_the_output_that_is_shown():
+    """That of the first command, to the digits that another processor may round differently."""
+    text = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    command = re.findall(r"-m traceax (.*)", text)[0].split()
+    run = subprocess.run(
+        [sys.executable, "-m", "traceax", *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        env=environment(),
+    )
+    assert len(run.stdout.splitlines()) == len(shown.splitlines())
+    for found, line in zip(run.stdout.splitlines(), shown.splitlines(), strict=True):
+        assert found[:16] == line[:16]
+        if found.startswith(("estimate", "exact value")):
+            assert float(found[17:]) == pytest.approx(float(line[17:]), rel=1e-3)
