@@ -169,8 +169,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_tolerance/run.py",
-        "stopping_factor(self.growth.calibration.stop, self._columns(j) - 1)",
-        "stopping_factor(self.growth.calibration.stop, self.budgets[j] - 1)",
+        "stopping_factor(self.extendable.calibration.stop, self._columns(j) - 1)",
+        "stopping_factor(self.extendable.calibration.stop, self.budgets[j] - 1)",
         "the degrees of freedom that a run may end with",
         "tests/tolerance/test_tolerance.py",
     ),
