@@ -61,7 +61,7 @@ def check_estimator(
         (and entries);
     - *exact* values, with standard error 0, for `k >= n`;
     - *products*: never more than `max(k, smallest)` in the program (where it has no `while` loop
-        that makes products), nor in `num_matvecs`;
+        that makes products), nor in `num_matvecs`, but n for estimators that are always exact;
     - *transforms*: `jit`, `vmap`, `grad`, `jvp`, `lax.map` and second derivatives, alone and in
         each other, agree with single calls;
     - *dtypes*: float32, complex64 and bfloat16 operators, and float64 ones where that is enabled;
@@ -180,6 +180,11 @@ def _truth(estimator: Any, matrix: Any) -> np.ndarray:
     return entries if isinstance(estimator, AbstractDiagonalEstimator) else entries.sum()[None]
 
 
+def _most(estimator: Any, k: int, n: int, exact: Any) -> int:
+    """The products that there may be: n for an estimator that is exact with any budget."""
+    return n if exact else max(k, estimator.smallest)
+
+
 def _rounding(matrix: Any) -> float:
     """What rounding may do to a sum of entries."""
     eps = float(jnp.finfo(matrix.dtype).eps)
@@ -237,7 +242,7 @@ def _check_statistics(estimator, operator, k, count, coverage, contraction) -> N
     values, in_a, in_unrelated, lower, upper, spent, successful = map(np.asarray, outcomes)
     truth, slack = _truth(estimator, matrix), _rounding(matrix)
     _require(successful.all(), estimator, "a result is not successful")
-    most = max(k, estimator.smallest)
+    most = _most(estimator, k, n, np.all(lower == upper))
     _require((spent <= most).all(), estimator, "more products than the budget", f"{spent.max()}")
 
     def unbiased(samples, truth, what):
@@ -279,7 +284,6 @@ def _check_exact(estimator, operator) -> None:
 
 def _products_in(jaxpr: Any, n: int) -> float:
     """The products with an n x n matrix in a program: NaN where a `while` loop makes some."""
-    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, jax.core.ClosedJaxpr) else jaxpr
     total = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -312,12 +316,12 @@ def _check_products(estimator, k: int) -> None:
 
     with weights_wanted(False), any_promotion():
         program = jax.make_jaxpr(compute)(jr.key(0), structure)
-    count, most = _products_in(program, n), max(k, estimator.smallest)
-    if not math.isnan(count) and type(estimator).exact is not type(estimator).compute:
-        spent = _solve(estimator, jr.key(0), operator, k).num_matvecs
-        _require(int(spent) <= most or count <= n, estimator, "more products than the budget")
-        limit = max(most, int(spent))
-        _require(count <= limit, estimator, "more products than counted", f"{count:g} of {limit}")
+    count = _products_in(program, n)
+    solution = _solve(estimator, jr.key(0), operator, k)
+    limit = _most(estimator, k, n, np.all(np.asarray(_flat(solution.std_err)) == 0))
+    if not math.isnan(count):
+        what = "more products than the budget in the program"
+        _require(count <= limit, estimator, what, f"{count:g} of {limit}")
 
 
 # ------------------------------------------------------------------------------------ transforms
@@ -413,7 +417,8 @@ def _check_dtypes(estimator, k: int) -> None:
         if not _accepts(estimator, operator):
             continue
         name = np.dtype(dtype).name
-        exact = np.asarray(matrix.astype(jnp.promote_types(dtype, jnp.float32)))
+        working = np.float32 if dtype == jnp.bfloat16 else dtype
+        exact = np.asarray(matrix.astype(working))
         slack = 40 * float(jnp.finfo(dtype).eps) * n
         value, std_err = _check_near(estimator, operator, exact, k, name, slack)
         right = value.dtype == exact.dtype
