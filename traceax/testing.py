@@ -259,7 +259,7 @@ def _check_statistics(estimator, operator, k, count, coverage, contraction) -> N
         apart = np.abs(in_a - values).max()
         what = "the value is not the contraction <G, A> of its weights"
         _require(apart <= slack, estimator, what, f"{apart:.2g} apart")
-    covered = (lower - slack <= truth.real) & (truth.real <= upper + slack)
+    covered = (lower - slack <= np.real(truth)) & (np.real(truth) <= upper + slack)
     share = covered.mean()
     what = "95 % intervals hold the true value too rarely"
     _require(share >= coverage, estimator, what, f"{share:.1%} of cases, not {coverage:.0%}")

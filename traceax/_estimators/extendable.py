@@ -204,6 +204,19 @@ def complete_diagonal(
 
 
 def complete_trace(block: BlockOperator, q: Array, products: Array, others=None) -> Completed:
-    """The trace of A in the same way: see `complete_diagonal`."""
+    """The trace of A from its products with some vectors, and with what is orthogonal to them.
+
+    **Arguments:**
+
+    - `block`: the operator.
+    - `q`: orthonormal columns.
+    - `products`: A q.
+    - `others`: more vectors, which together with q are well-conditioned, and their products; or
+        None.
+
+    **Returns:**
+
+    A `Completed`, with as many further products as the vectors are short of n.
+    """
     done = complete_diagonal(block, q, products, others, Rows((block.n,)))
     return done._replace(value=done.value[0], std_err=done.std_err[0])
