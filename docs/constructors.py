@@ -9,6 +9,7 @@ import inspect
 import griffe
 
 import traceax
+import traceax.extend
 
 
 class Constructors(griffe.Extension):
@@ -16,7 +17,7 @@ class Constructors(griffe.Extension):
 
     def on_class_instance(self, *, cls: griffe.Class, **_) -> None:
         """Called for every class that is read."""
-        found = getattr(traceax, cls.name, None)
+        found = vars(traceax).get(cls.name, vars(traceax.extend).get(cls.name))
         arguments = inspect.getdoc(getattr(found, "__init__", None)) or ""
         if cls.docstring is None or not arguments.startswith("**Arguments:**"):
             return

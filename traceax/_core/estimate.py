@@ -40,8 +40,18 @@ def if_wanted(make: Callable[[], Any]) -> Any:
 
 @final
 class Estimate(eqx.Module):
-    """What an estimator's algebra returns: a value (a scalar, a vector, or a list of the parts of a
-    vector, leaf by leaf), its error of the same structure, and counts.
+    """What an estimator's algebra returns: a value, its error, and counts. See `make_estimate`.
+
+    **Attributes:**
+
+    - `value`: a scalar (of a trace), a vector (of a diagonal), or a list of the parts of a vector,
+        leaf by leaf.
+    - `std_err`: its standard error, real and of the same structure.
+    - `num_matvecs`: the products that were made.
+    - `dof`: the degrees of freedom of the standard error.
+    - `status`: 0 for success, as `status_of` says.
+    - `state`: what a later call can go on from, or None.
+    - `inflation`, `tail`: what makes Student's intervals right, see `Calibration`.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -63,7 +73,22 @@ def make_estimate(
     dof: Array | int,
     status: Array | int = SUCCESSFUL,
 ) -> Estimate:
-    """An `Estimate` with the counts as arrays. (Degrees of freedom need not be whole.)"""
+    """An `Estimate` with the counts as arrays.
+
+    **Arguments:**
+
+    - `value`: the value: a scalar, or for diagonals a vector (or a list of its parts).
+    - `std_err`: the standard error, real and of the same structure; inf where one sample says
+        nothing about it. Rounding is part of it, see `rounding_of`.
+    - `num_matvecs`: the number of products that were made.
+    - `dof`: the degrees of freedom of the standard error, which need not be whole: m - 1 for the
+        mean of m independent samples.
+    - `status`: as `status_of` says.
+
+    **Returns:**
+
+    An `Estimate`.
+    """
 
     def integer(x):
         return jnp.asarray(x, jnp.int32)
@@ -86,7 +111,17 @@ def has_no_logarithm(status: Array) -> Array:
 
 
 def status_of(*products: Array) -> Array:
-    """NONFINITE if any of these arrays holds NaN or inf."""
+    """The status of an estimate: that for `RESULTS.nonfinite_operator` if any of these arrays holds
+    NaN or inf, that for `RESULTS.successful` otherwise.
+
+    **Arguments:**
+
+    - `*products`: arrays, such as all products with the operator.
+
+    **Returns:**
+
+    A scalar array of integers.
+    """
     finite = jnp.array(True)
     for product in products:
         finite &= jnp.all(jnp.isfinite(product))
@@ -145,6 +180,14 @@ def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
     with the unbiased s.
 
     One sample says nothing about its spread: the standard error is then inf.
+
+    **Arguments:**
+
+    - `samples`: an array of shape `(..., m)`, real or complex.
+
+    **Returns:**
+
+    Two arrays of shape `(...)`; the standard error is real.
     """
     m = samples.shape[-1]
     mean = jnp.mean(samples, axis=-1)

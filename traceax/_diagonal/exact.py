@@ -30,6 +30,14 @@ class ExactDiagonalEstimator(AbstractDiagonalEstimator):
         del key, k
         return exact(operator, rows)
 
+    def to_tolerance(self, key, operator, run):
+        """There is nothing to stop early: refuse."""
+        raise ValueError(
+            "ExactDiagonalEstimator cannot work to a tolerance: give it a budget k, or use "
+            "XDiagEstimator(), XNysDiagEstimator(), DiagPlusPlusEstimator() or "
+            "HutchinsonDiagonalEstimator()."
+        )
+
 
 ExactDiagonalEstimator.__init__.__doc__ = """**Arguments:**
 

@@ -12,7 +12,15 @@ from .._core.estimate import Estimate, is_scalar, norm_of
 
 
 class Calibration(NamedTuple):
-    """What was measured of an estimator."""
+    """What was measured of an estimator: how many standard errors its error bars are worth.
+
+    **Attributes:**
+
+    - `stop`: the standard errors, times Student's quantile over the normal one, that must be below
+        a tolerance for a run to end.
+    - `interval`: the factor of Student's intervals; 1 for independent normal samples.
+    - `tail`: how many samples tell as much of their spread as one normal sample; 1 for normal ones.
+    """
 
     #: With so many standard errors (times Student's quantile over the normal one) below the
     #: tolerance, runs that look after every block end within it in 95 % of cases at least, on six

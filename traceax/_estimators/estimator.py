@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from equinox import AbstractClassVar, AbstractVar
+from equinox import AbstractVar
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from .._core.estimate import (
@@ -29,6 +29,7 @@ from .._operators.block_operator import as_operator
 from .._operators.known_parts import KnownParts
 from .._operators.width import check_batch_size, in_batches
 from .._sketch.weights import AbstractWeights
+from .block_means import block_means
 from .exact import exact
 from .extendable import AbstractExtendable
 from .rows import Rows
@@ -38,7 +39,8 @@ from .solution import RESULTS, Solution
 class AbstractEstimator(eqx.Module):
     """An algorithm that estimates something linear in A (to first order) from products A v.
 
-    A final subclass declares `smallest`, and implements `check` and `compute`. The checks of the
+    A final subclass implements `compute` and `exact`; it declares `smallest`, where one product is
+    too few, and overrides `check`, where not every square operator will do. The checks of the
     arguments, the primitive, its derivative and its batching are the same for all.
     """
 
@@ -47,30 +49,28 @@ class AbstractEstimator(eqx.Module):
     weights_depend_on_operator: ClassVar[bool] = False
 
     #: The smallest budget with which the algorithm can do anything.
-    smallest: AbstractClassVar[int]
+    smallest: ClassVar[int] = 1
+
+    #: The number of vectors to multiply at once; a subclass may have a field of this name. None
+    #: stands for as many as make a block of 2^27 numbers. (Without an annotation this is no field,
+    #: which would come first among those of a subclass.)
+    batch_size = None
 
     def __check_init__(self):
-        check_batch_size(self.width)
+        check_batch_size(self.batch_size)
 
     @property
     def label(self) -> str:
         """What messages call it."""
         return type(self).__name__
 
-    @property
-    def width(self) -> int | None:
-        """The number of vectors to multiply at once, the field `batch_size` where there is one.
-        None stands for as many as make a block of 2^27 numbers.
-        """
-        return getattr(self, "batch_size", None)
-
     def batched(self, operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
         """The operator as the primitive hands it to the methods: to be multiplied so."""
-        return in_batches(operator, self.width)
+        return in_batches(operator, self.batch_size)
 
-    @abc.abstractmethod
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if this estimator cannot take this (square) operator.
+        """Raise a `ValueError` if this estimator cannot take this (square) operator. By default
+        every square operator will do.
 
         **Arguments:**
 
@@ -172,7 +172,14 @@ class AbstractToleranceRun(eqx.Module):
 class AbstractTraceEstimator(AbstractEstimator):
     """An algorithm that estimates tr(A) from products A v.
 
-    A subclass is final, declares `smallest`, and implements `check` and `compute`.
+    A final subclass needs one method, `compute`. It declares the class variable `smallest`, where
+    one product is too few, overrides `check`, where not every square operator will do, and has a
+    field `batch_size`, where a user may choose how many vectors are multiplied at once.
+
+    Derivatives of every order follow from the weights that `compute` returns, and `jit`, `vmap`,
+    exact values for `k >= n`, and runs to a tolerance from this class. Such runs are means of
+    estimates from independent blocks; an algorithm that makes more of earlier blocks overrides
+    `extendable`. See [`traceax.testing.check_estimator`][] for what is expected of it.
     """
 
     def exact(self, operator):
@@ -191,14 +198,9 @@ class AbstractTraceEstimator(AbstractEstimator):
 
         **Returns:**
 
-        An `AbstractExtendable`.
-
-        **Raises:**
-
-        - `ValueError`: unless a subclass overrides this.
+        An `AbstractExtendable`: by default the mean of the estimates from independent blocks.
         """
-        names = "XTrace", "XNysTrace", "HutchPlusPlus", "Hutchinson"
-        raise _not_extendable(self, names)
+        return block_means(self)
 
     def to_tolerance(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
@@ -263,7 +265,9 @@ class AbstractTraceEstimator(AbstractEstimator):
 class AbstractDiagonalEstimator(AbstractEstimator):
     """An algorithm that estimates diag(A) from products A v.
 
-    A subclass is final, declares `smallest`, and implements `check` and `compute_rows`.
+    A final subclass needs one method, `compute_rows`: no default can tell the standard error of a
+    sum of entries from those of the entries. All else is as for
+    [`traceax.AbstractTraceEstimator`][].
     """
 
     @abc.abstractmethod
@@ -297,13 +301,9 @@ class AbstractDiagonalEstimator(AbstractEstimator):
 
         **Returns:**
 
-        An `AbstractExtendable`.
-
-        **Raises:**
-
-        - `ValueError`: unless a subclass overrides this.
+        An `AbstractExtendable`: by default the mean of the estimates from independent blocks.
         """
-        raise _not_extendable(self, ("XDiag", "XNysDiag", "DiagPlusPlus", "HutchinsonDiagonal"))
+        return block_means(self, rows)
 
     def to_tolerance(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
@@ -320,14 +320,6 @@ class AbstractDiagonalEstimator(AbstractEstimator):
     def exact(self, operator):
         """The exact diagonal: see `AbstractEstimator`."""
         return exact(operator, Rows())
-
-
-def _not_extendable(estimator: AbstractEstimator, others: tuple[str, ...]) -> ValueError:
-    *first, last = [f"{name}Estimator()" for name in others]
-    return ValueError(
-        f"{type(estimator).__name__} cannot work to a tolerance: give it a budget k, or use "
-        f"{', '.join(first)} or {last}."
-    )
 
 
 def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:

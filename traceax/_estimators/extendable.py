@@ -2,14 +2,14 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
-from equinox import AbstractClassVar
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from equinox import AbstractVar
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.estimate import Estimate, if_wanted, rounding_of
 from .._linalg.factorisations import complement, divide_by_upper
@@ -25,14 +25,17 @@ class AbstractExtendable(eqx.Module):
 
     The state is a NamedTuple of arrays. Axes that have as many entries as there are probes are
     those that its annotations call m, as in `Inexact[Array, "n m"]`. A final subclass declares the
-    class variables, and implements the abstract methods.
+    variables, and implements the abstract methods.
     """
 
     #: The matvecs that a probe takes.
-    matvecs_per_probe: AbstractClassVar[int]
+    matvecs_per_probe: AbstractVar[int]
+
+    #: The fewest probes that a block may have.
+    least_probes: ClassVar[int] = 1
 
     #: What was measured of it.
-    calibration: AbstractClassVar[Calibration]
+    calibration: AbstractVar[Calibration]
 
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
         """The operator in the form that `extend` multiplies."""
@@ -153,10 +156,10 @@ def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[
 class Completed(NamedTuple):
     """The exact value, from what was known and further products."""
 
-    value: Inexact[Array, "..."]
+    value: PyTree[Inexact[Array, "..."]]
     #: 0, but for products of half precision, whose rounding is far above that of the value.
-    std_err: Real[Array, "..."]
-    num_matvecs: int  # the further products
+    std_err: PyTree[Real[Array, "..."]]
+    num_matvecs: int | Int[Array, ""]  # the further products
 
 
 def complete_diagonal(
@@ -201,6 +204,19 @@ def complete_diagonal(
 
 
 def complete_trace(block: BlockOperator, q: Array, products: Array, others=None) -> Completed:
-    """The trace of A in the same way: see `complete_diagonal`."""
+    """The trace of A from its products with some vectors, and with what is orthogonal to them.
+
+    **Arguments:**
+
+    - `block`: the operator.
+    - `q`: orthonormal columns.
+    - `products`: A q.
+    - `others`: more vectors, which together with q are well-conditioned, and their products; or
+        None.
+
+    **Returns:**
+
+    A `Completed`, with as many further products as the vectors are short of n.
+    """
     done = complete_diagonal(block, q, products, others, Rows((block.n,)))
     return done._replace(value=done.value[0], std_err=done.std_err[0])

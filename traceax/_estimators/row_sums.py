@@ -42,9 +42,9 @@ class BlockTraceEstimator(AbstractEstimator):
         return self.inner.label
 
     @property
-    def width(self):
+    def batch_size(self):
         """That of the estimator."""
-        return self.inner.width
+        return self.inner.batch_size
 
     def check(self, operator):
         """As the diagonal estimator."""

@@ -12,7 +12,12 @@ from jaxtyping import Array, Inexact, Real
 class Rows(eqx.Module):
     """Which entries of a diagonal to add up: none (`sizes=None`), or consecutive groups.
 
-    With the sizes of the leaves of a PyTree the sums are the traces of its diagonal blocks.
+    With the sizes of the leaves of a PyTree the sums are the traces of its diagonal blocks. Called
+    with samples of a diagonal, one a column, it returns those of what is wanted.
+
+    **Attributes:**
+
+    - `sizes`: the sizes of the groups, or None.
     """
 
     sizes: tuple[int, ...] | None = eqx.field(default=None, static=True)

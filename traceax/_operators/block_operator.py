@@ -58,7 +58,16 @@ def is_complex(operator: lx.AbstractLinearOperator) -> bool:
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the tags say that A^H = A."""
+    """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+
+    **Returns:**
+
+    A Python bool.
+    """
     if semidefinite_sign(operator) != 0:
         return True
     return not is_complex(operator) and is_tagged(lx.is_symmetric, operator)

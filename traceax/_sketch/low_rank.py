@@ -50,6 +50,13 @@ class LowRankPlusIdentity(eqx.Module):
     """`P = D^{1/2} (U Lambda U^H + mu I) D^{1/2} = R R^H`, with `U^H U = I`.
 
     Every product costs `4 n l` operations a column, for rank l.
+
+    **Attributes:**
+
+    - `root`: the root of the diagonal D, of shape `(n,)`; ones for none.
+    - `basis`: U, of shape `(n, l)` and the working dtype of the operator.
+    - `eigenvalues`: the diagonal of Lambda, real and not negative.
+    - `mu`: a positive number.
     """
 
     root: Real[Array, " n"]  # of D

@@ -21,7 +21,10 @@ from .._operators.block_operator import BlockOperator
 
 
 class AbstractWeights(eqx.Module):
-    """The matrix `G = sum_j u_j v_j^H` of an estimate, as something that can be contracted."""
+    """The matrix `G = sum_j u_j v_j^H` of an estimate, as something that can be contracted.
+
+    For diagonals the weights are those of every entry, and `contract` returns the vector of all.
+    """
 
     @abc.abstractmethod
     def contract(self, operator: lx.AbstractLinearOperator) -> Inexact[Array, ""]:
@@ -83,7 +86,15 @@ class AbstractTwoSidedWeights(AbstractWeights):
 
 @final
 class LowRankWeights(AbstractWeights):
-    """`G = U V^H` with explicit factors. Contracting costs as many matvecs as `U` has columns."""
+    """`G = U V^H` with explicit factors, for traces.
+
+    Contracting costs as many matvecs as `U` has columns. Columns that are 0 change nothing.
+
+    **Attributes:**
+
+    - `u`: the vectors that A multiplies, as columns.
+    - `v`: the vectors that those products are multiplied with.
+    """
 
     u: Inexact[Array, "n p"]
     v: Inexact[Array, "n p"]

@@ -81,9 +81,9 @@ class ToleranceEstimator(AbstractEstimator):
     smallest: ClassVar[int] = 1
 
     @property
-    def width(self):
+    def batch_size(self):
         """That of the estimator."""
-        return self.estimator.width
+        return self.estimator.batch_size
 
     def check(self, operator):
         """See `AbstractEstimator`."""

@@ -54,7 +54,11 @@ FIRST = 16
 
 
 def schedule(
-    matvecs_per_probe: int, most: int, n: int, spent: Sequence[int] = ()
+    matvecs_per_probe: int,
+    most: int,
+    n: int,
+    spent: Sequence[int] = (),
+    least_probes: int = 1,
 ) -> tuple[int, ...]:
     """The matvecs up to the end of each block.
 
@@ -64,6 +68,8 @@ def schedule(
     - `most`: the budget. From n on blocks end at n / 2: what comes then is the exact trace.
     - `n`: the size of the operator.
     - `spent`: the schedule to go on with.
+    - `least_probes`: the fewest probes that a further block may have: what the budget leaves over
+        beyond that is not spent.
 
     **Returns:**
 
@@ -71,7 +77,7 @@ def schedule(
     """
     limit = (n // 2 if most >= n else most) // matvecs_per_probe * matvecs_per_probe
     budgets = list(spent) or [min(FIRST * matvecs_per_probe, max(limit, matvecs_per_probe))]
-    while budgets[-1] < limit:
+    while limit - budgets[-1] >= least_probes * matvecs_per_probe:
         budgets.append(min(2 * budgets[-1], limit))
     return tuple(budgets)
 
@@ -176,7 +182,11 @@ class Run:
         self.block = extendable.prepare(operator)
         n, self.most = self.block.n, most
         self.budgets = schedule(
-            extendable.matvecs_per_probe, most, n, before.budgets if before else ()
+            extendable.matvecs_per_probe,
+            most,
+            n,
+            before.budgets if before else (),
+            extendable.least_probes,
         )
         self.falls_back_to_exact = most >= n
         keys = [numbered(key, j) if j else key for j in range(len(self.budgets))]

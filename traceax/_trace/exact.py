@@ -30,6 +30,14 @@ class ExactTraceEstimator(AbstractTraceEstimator):
         del key, k
         return exact(operator)
 
+    def to_tolerance(self, key, operator, run):
+        """There is nothing to stop early: refuse."""
+        raise ValueError(
+            "ExactTraceEstimator cannot work to a tolerance: give it a budget k, or use "
+            "XTraceEstimator(), XNysTraceEstimator(), HutchPlusPlusEstimator() or "
+            "HutchinsonEstimator()."
+        )
+
 
 ExactTraceEstimator.__init__.__doc__ = """**Arguments:**
 

@@ -1,0 +1,178 @@
+r"""Means of independent blocks: how an algorithm works to a tolerance that knows nothing of it.
+
+Block j has k_j products and a key of its own, and gives v_j with standard error s_j and nu_j
+degrees of freedom. With the shares w_j = k_j / sum_i k_i, which are fixed in advance, the mean
+sum_j w_j v_j is unbiased, given the number of blocks; its squared standard error is V = sum_j V_j,
+V_j = w_j^2 s_j^2, and its degrees of freedom are Satterthwaite's (doi:10.2307/3002019)
+
+    1 / nu = sum_j (V_j / V)^2 / nu_j,
+
+which, as the mean itself, can be updated block by block.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
+
+from .._core.estimate import Estimate, make_estimate, norm_of, weights_wanted
+from .._operators.block_operator import BlockOperator
+from .._sketch.weights import AbstractWeights
+from .calibration import CALIBRATION, Calibration
+from .exact import exact
+from .extendable import AbstractExtendable, Completed
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from .estimator import AbstractDiagonalEstimator, AbstractTraceEstimator
+
+
+class BlockMeansState(NamedTuple):
+    """The mean of the blocks so far: nothing of it grows with the number of probes."""
+
+    products: Real[Array, ""]  # the sum of the k_j
+    value: PyTree[Inexact[Array, "..."]]
+    std_err: PyTree[Real[Array, "..."]]
+    num_matvecs: Int[Array, ""]
+    dof: Real[Array, ""]
+    status: Int[Array, ""]
+
+
+def _fixed(tree: Any) -> Any:
+    """A PyTree through which no derivative flows."""
+    return jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, tree)
+
+
+@final
+class BlockWeights(AbstractWeights):
+    """The weights of a block, made again from its key: at the price of the products of the block,
+    nothing has to be kept of it.
+    """
+
+    blocks: "BlockMeans"
+    key_data: Array
+    key_impl: Any = eqx.field(static=True)
+    k: int = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
+        with weights_wanted(True):
+            _, weights = _fixed(self.blocks).of_block(key, _fixed(operator), self.k)
+        return self.blocks.estimator.contract(_fixed(weights), operator)
+
+
+@final
+class BlockMeans(AbstractExtendable):
+    """An estimator on independent blocks of products.
+
+    The exact value takes n products of its own: nothing is known of those of an estimator.
+    """
+
+    estimator: "AbstractTraceEstimator | AbstractDiagonalEstimator"
+    rows: Rows | None  # of a diagonal; None for traces
+    matvecs_per_probe: int = eqx.field(static=True)
+    calibration: Calibration = eqx.field(static=True)
+    #: The smallest budget often has one sample only, which says nothing about its spread.
+    least_probes: ClassVar[int] = 2
+
+    def prepare(self, operator):
+        """The operator as it is: the estimator knows best what to make of it."""
+        return BlockOperator(operator)
+
+    def of_block(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Estimate, AbstractWeights]:
+        """The estimate from one block, and its weights.
+
+        **Arguments:** as of `compute` of an estimator.
+        """
+        estimator: Any = self.estimator
+        if self.rows is None:
+            return estimator.compute(key, operator, k)
+        return estimator.compute_rows(key, operator, k, self.rows)
+
+    def extend(self, state, key, block, k):
+        """See `AbstractExtendable`."""
+        with weights_wanted(False):
+            new, _ = self.of_block(key, block.operator, k)
+        real = jnp.finfo(block.dtype).dtype
+        # Where every entry has its own, the fewest are those that count.
+        dof = jnp.min(new.dof).astype(real)
+        first = jnp.asarray(k, real), new.value, new.std_err, new.num_matvecs, dof, new.status
+        if state is None:
+            return BlockMeansState(*first)
+        products = state.products + k
+        share = k / products
+
+        def mean(old, new):
+            return old + share.astype(old.dtype) * (new - old)
+
+        def hypot(old, new):
+            return jnp.hypot((1 - share).astype(old.dtype) * old, share.astype(old.dtype) * new)
+
+        std_err = jtu.tree_map(hypot, state.std_err, new.std_err)
+        size = norm_of(std_err)
+        usable = (size > 0) & jnp.isfinite(size)
+        safe = jnp.where(usable, size, 1)
+        parts = (1 - share) * norm_of(state.std_err) / safe, share * norm_of(new.std_err) / safe
+        inverse = sum(
+            p**4 / jnp.maximum(nu, 0.5) for p, nu in zip(parts, (state.dof, dof), strict=True)
+        )
+        return BlockMeansState(
+            products,
+            jtu.tree_map(mean, state.value, new.value),
+            std_err,
+            state.num_matvecs + new.num_matvecs,
+            jnp.where(usable, 1 / inverse, state.dof + dof),
+            jnp.maximum(state.status, new.status),
+        )
+
+    def estimate(self, state, block):
+        """See `AbstractExtendable`."""
+        counts = state.num_matvecs, state.dof, state.status
+        return make_estimate(state.value, state.std_err, *counts)
+
+    def weights(self, state, block, keys, budgets):
+        """See `AbstractExtendable`."""
+        sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
+        parts = [BlockWeights(self, *key, k) for key, k in zip(keys, sizes, strict=True)]
+        return parts, [k / budgets[-1] for k in sizes]
+
+    def complete(self, state, block):
+        """See `AbstractExtendable`."""
+        done, _ = exact(block.operator, self.rows)
+        value, std_err = done.value, done.std_err
+        if isinstance(state.value, list):
+            value, std_err = (block.leaves(part) for part in (value, std_err))
+        return Completed(value, std_err, done.num_matvecs)
+
+
+def block_means(
+    estimator: "AbstractTraceEstimator | AbstractDiagonalEstimator", rows: Rows | None = None
+) -> BlockMeans:
+    """An estimator on independent blocks, each of a multiple of its smallest budget.
+
+    The constants are those of Hutchinson's estimators, which are means of independent samples.
+
+    **Arguments:**
+
+    - `estimator`: the estimator.
+    - `rows`: the entries of a diagonal that are wanted; None for traces.
+
+    **Returns:**
+
+    An `AbstractExtendable`.
+    """
+    calibration = CALIBRATION["hutchinson" if rows is None else "hutchinson-diagonal"]
+    return BlockMeans(
+        estimator=estimator,
+        rows=rows,
+        matvecs_per_probe=estimator.smallest,
+        calibration=calibration,
+    )

@@ -1,0 +1,35 @@
+"""What authors of estimators, samplers and preconditioners need, under public names.
+
+`import traceax.extend as tre`. The page "Write your own estimator" of the documentation shows how
+these parts go together, and [`traceax.testing.check_estimator`][] checks what comes out. The rules
+for public names hold for these as well.
+"""
+
+from ._core.estimate import (
+    Estimate as Estimate,
+    make_estimate as make_estimate,
+    mean_and_std_err as mean_and_std_err,
+    rounding_of as rounding_of,
+    status_of as status_of,
+)
+from ._estimators.calibration import Calibration as Calibration
+from ._estimators.estimator import (
+    AbstractDiagonalEstimator as AbstractDiagonalEstimator,
+    AbstractTraceEstimator as AbstractTraceEstimator,
+)
+from ._estimators.extendable import (
+    AbstractExtendable as AbstractExtendable,
+    Completed as Completed,
+    complete_diagonal as complete_diagonal,
+    complete_trace as complete_trace,
+)
+from ._estimators.rows import Rows as Rows
+from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
+from ._operators.block_operator import BlockOperator as BlockOperator, is_hermitian as is_hermitian
+from ._probes.random import numbered as numbered, split as split
+from ._probes.samplers import AbstractSampler as AbstractSampler
+from ._sketch.low_rank import (
+    BuiltPreconditioner as BuiltPreconditioner,
+    LowRankPlusIdentity as LowRankPlusIdentity,
+)
+from ._sketch.weights import AbstractWeights as AbstractWeights, LowRankWeights as LowRankWeights

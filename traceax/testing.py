@@ -1,0 +1,481 @@
+"""Checks for estimators of other packages: what the tests of this one run on its own.
+
+`import traceax.testing`. It needs nothing but the package itself.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jax import lax
+
+from ._core.estimate import weights_wanted
+from ._core.precision import any_promotion
+from ._core.programs import is_jaxpr
+from ._diagonal.diagonal import diagonal
+from ._estimators.estimator import AbstractDiagonalEstimator, AbstractTraceEstimator
+from ._estimators.solution import RESULTS
+from ._operators.block_operator import as_operator, is_tagged
+from ._trace.trace import trace
+
+#: z-tests reject beyond so many standard deviations: a right estimator with probability 6e-7.
+_Z = 5.0
+_PSD = lx.positive_semidefinite_tag
+
+
+def check_estimator(
+    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
+    *,
+    operators: Sequence[lx.AbstractLinearOperator] | None = None,
+    k: int | None = None,
+    keys: int = 400,
+    coverage: float = 0.88,
+    contraction: bool = True,
+    tolerance: bool = True,
+) -> None:
+    """Check that an estimator does what all estimators of this package do.
+
+    !!! Example
+
+        ```python
+        import traceax as tr
+        from traceax.testing import check_estimator
+
+        check_estimator(tr.HutchPlusPlusEstimator())
+        ```
+
+    With fixed keys, hence always with the same outcome:
+
+    - *unbiased*: the mean of the values of `keys` keys is the trace (or the diagonal), and that of
+        the derivatives in a direction that has nothing to do with A is the trace of the direction,
+        by z-tests at 5 standard deviations;
+    - *identity*: the derivative in the direction A is the value;
+    - *coverage*: 95 % intervals hold the true value for at least the share `coverage` of the keys
+        (and entries);
+    - *exact* values, with standard error 0, for `k >= n`;
+    - *products*: never more than `max(k, smallest)` in the program (where it has no `while` loop
+        that makes products), nor in `num_matvecs`, but n for estimators that are always exact;
+    - *transforms*: `jit`, `vmap`, `grad`, `jvp`, `lax.map` and second derivatives, alone and in
+        each other, agree with single calls;
+    - *dtypes*: float32, complex64 and bfloat16 operators, and float64 ones where that is enabled;
+    - *rank deficiency*: operators of low rank, and 0, have finite estimates;
+    - *NaN* in the operator ends as `RESULTS.nonfinite_operator`, with the value NaN;
+    - *tolerance*: runs to a tolerance end within it for 80 % of 20 keys, each lane of a `vmap` as
+        if by itself, and with a derivative.
+
+    An operator that the estimator's `check` refuses is left out. The programs take half a minute
+    or so, most of it to compile.
+
+    **Arguments:**
+
+    - `estimator`: the estimator of a trace or of a diagonal.
+    - `operators`: square real operators with the same dtype as the default floating one, for the
+        checks of statistics and exactness. Their matrices are materialised. By default a flat and
+        a decaying semidefinite one, and one that is not symmetric, with 40 rows.
+    - `k`: the budget, below the number of rows. By default 16, or twice `smallest`.
+    - `keys`: the number of keys.
+    - `coverage`: the least share of intervals that hold the true value.
+    - `contraction`: whether the value is the contraction of its weights with A. False for
+        estimators that are differentiated with the weights of another one.
+    - `tolerance`: whether the estimator works to a tolerance.
+
+    **Raises:**
+
+    - `AssertionError`: with the name of the first property that the estimator lacks.
+    - `ValueError`: if the estimator accepts none of the operators, or k is not below their size.
+    """
+    given = list(_default_operators() if operators is None else operators)
+    accepted = [operator for operator in given if _accepts(estimator, operator)]
+    if not accepted:
+        raise ValueError(
+            f"{type(estimator).__name__} accepts none of the operators. Give some that it does: "
+            "`check_estimator(estimator, operators=[...])`."
+        )
+    budget = max(16, 2 * estimator.smallest) if k is None else k
+    if any(budget >= operator.in_size() for operator in accepted):
+        raise ValueError(
+            f"The budget must be below the number of rows, got k={budget}. Give larger operators."
+        )
+    for operator in accepted:
+        _check_statistics(estimator, operator, budget, keys, coverage, contraction)
+        _check_exact(estimator, operator)
+    _check_products(estimator, budget)
+    _check_transforms(estimator)
+    _check_dtypes(estimator, budget)
+    _check_degenerate(estimator, budget)
+    if tolerance:
+        _check_tolerance(estimator, contraction)
+
+
+# ------------------------------------------------------------------------- what the checks share
+
+
+def _require(condition: Any, estimator: Any, what: str, detail: str = "") -> None:
+    if not bool(condition):
+        raise AssertionError(f"{type(estimator).__name__}: {what}{': ' if detail else ''}{detail}.")
+
+
+def _accepts(estimator: Any, operator: lx.AbstractLinearOperator) -> bool:
+    try:
+        estimator.check(as_operator(operator))
+    except ValueError:
+        return False
+    return True
+
+
+def _by_products(matrix: Any, tags: Any = ()) -> lx.FunctionLinearOperator:
+    """A matrix that is known by its products alone: nothing of it can be read."""
+    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
+    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+
+
+def _floating() -> Any:
+    return jax.dtypes.canonicalize_dtype(float)
+
+
+def _matrix(n: int, eigenvalues: Any, seed: int, dtype: Any = None) -> Any:
+    """A Hermitian matrix with these eigenvalues and a random basis."""
+    rng = np.random.default_rng(seed)
+    dtype = _floating() if dtype is None else dtype
+    basis = rng.standard_normal((n, n))
+    if np.issubdtype(dtype, np.complexfloating):
+        basis = basis + 1j * rng.standard_normal((n, n))
+    basis = np.linalg.qr(basis)[0]
+    matrix = (basis * eigenvalues) @ basis.conj().T
+    return jnp.asarray((matrix + matrix.conj().T) / 2, dtype)
+
+
+def _default_operators() -> list[lx.AbstractLinearOperator]:
+    n = 40
+    rng = np.random.default_rng(0)
+    general = rng.standard_normal((n, n)) / math.sqrt(n) + np.eye(n)
+    return [
+        _by_products(_matrix(n, rng.uniform(1, 2, n), 1), _PSD),
+        _by_products(_matrix(n, 0.9 ** np.arange(n), 2), _PSD),
+        _by_products(jnp.asarray(general, _floating())),
+    ]
+
+
+def _solve(estimator: Any, key: Any, operator: Any, k: int | None = None, **options: Any) -> Any:
+    function: Callable[..., Any] = trace
+    if isinstance(estimator, AbstractDiagonalEstimator):
+        function = diagonal
+    return function(key, operator, k, estimator, **options)
+
+
+def _flat(tree: Any) -> Any:
+    """A scalar, or a PyTree of arrays, as a vector."""
+    return jnp.concatenate([jnp.ravel(x) for x in jtu.tree_leaves(tree)])
+
+
+def _truth(estimator: Any, matrix: Any) -> np.ndarray:
+    entries = np.diagonal(np.asarray(matrix))
+    return entries if isinstance(estimator, AbstractDiagonalEstimator) else entries.sum()[None]
+
+
+def _most(estimator: Any, k: int, n: int, exact: Any) -> int:
+    """The products that there may be: n for an estimator that is exact with any budget."""
+    return n if exact else max(k, estimator.smallest)
+
+
+def _rounding(matrix: Any) -> float:
+    """What rounding may do to a sum of entries."""
+    eps = float(jnp.finfo(matrix.dtype).eps)
+    return 2000 * eps * max(float(np.linalg.norm(np.asarray(matrix))), 1e-30)
+
+
+# ------------------------------------------------------------------------------------ statistics
+
+
+def _moved(operator: Any, direction: Any, steps: Any) -> Any:
+    """(1 + s_0) A + s_1 D as an operator, in the structure of A."""
+    structure = operator.in_structure()
+    leaves, treedef = jtu.tree_flatten(structure)
+    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
+
+    def product(vector):
+        other = direction @ _flat(vector).astype(direction.dtype)
+        parts = zip(jtu.tree_leaves(operator.mv(vector)), jnp.split(other, ends), strict=True)
+        sums = [
+            (1 + steps[0]).astype(x.dtype) * x
+            + (steps[1].astype(d.dtype) * d).reshape(x.shape).astype(x.dtype)
+            for x, d in parts
+        ]
+        return jtu.tree_unflatten(treedef, sums)
+
+    tags = (_PSD,) if is_tagged(lx.is_positive_semidefinite, operator) else ()
+    if is_tagged(lx.is_symmetric, operator):
+        tags = (*tags, lx.symmetric_tag)
+    return lx.FunctionLinearOperator(product, structure, tags)
+
+
+def _check_statistics(estimator, operator, k, count, coverage, contraction) -> None:
+    operator = as_operator(operator)
+    matrix = operator.as_matrix()
+    n = matrix.shape[0]
+    rng = np.random.default_rng(3)
+    unrelated = jnp.asarray(rng.standard_normal((n, n)) + np.eye(n), matrix.dtype)
+
+    @jax.jit
+    def run(keys):
+        def one(key):
+            def value(steps):
+                solution = _solve(estimator, key, _moved(operator, unrelated, steps), k)
+                return _flat(solution.value), solution
+
+            slopes, solution = jax.jacfwd(value, has_aux=True)(jnp.zeros(2))
+            lower, upper = (_flat(end) for end in solution.interval(0.95))
+            counts = solution.num_matvecs, solution.result == RESULTS.successful
+            return _flat(solution.value), slopes[:, 0], slopes[:, 1], lower, upper, *counts
+
+        # Not vmap: batched calls into LAPACK may wait for each other on few cores.
+        return lax.map(one, keys)
+
+    outcomes = run(jr.split(jr.key(0), count))
+    values, in_a, in_unrelated, lower, upper, spent, successful = map(np.asarray, outcomes)
+    truth, slack = _truth(estimator, matrix), _rounding(matrix)
+    _require(successful.all(), estimator, "a result is not successful")
+    most = _most(estimator, k, n, np.all(lower == upper))
+    _require((spent <= most).all(), estimator, "more products than the budget", f"{spent.max()}")
+
+    def unbiased(samples, truth, what):
+        for part in (np.real, np.imag):
+            error = part(samples) - part(truth)
+            deviation = error.std(axis=0, ddof=1) / math.sqrt(count)
+            z = np.abs(error.mean(axis=0)) / (_Z * deviation + slack)
+            _require((z <= 1).all(), estimator, what, f"{_Z * z.max():.1f} standard deviations off")
+
+    unbiased(values, truth, "the value is biased")
+    direction = _truth(estimator, unrelated)
+    unbiased(in_unrelated, direction, "the derivative is biased, E<G, dA> is not that of dA")
+    if contraction:
+        apart = np.abs(in_a - values).max()
+        what = "the value is not the contraction <G, A> of its weights"
+        _require(apart <= slack, estimator, what, f"{apart:.2g} apart")
+    covered = (lower - slack <= np.real(truth)) & (np.real(truth) <= upper + slack)
+    share = covered.mean()
+    what = "95 % intervals hold the true value too rarely"
+    _require(share >= coverage, estimator, what, f"{share:.1%} of cases, not {coverage:.0%}")
+
+
+def _check_exact(estimator, operator) -> None:
+    operator = as_operator(operator)
+    matrix = operator.as_matrix()
+    n = matrix.shape[0]
+    for k in (n, n + 5):
+        solution = _solve(estimator, jr.key(1), operator, k)
+        apart = np.abs(np.asarray(_flat(solution.value)) - _truth(estimator, matrix)).max()
+        _require(apart <= _rounding(matrix), estimator, "not exact for k >= n", f"{apart:.2g} off")
+        zero = np.all(np.asarray(_flat(solution.std_err)) == 0)
+        _require(zero, estimator, "the standard error is not 0 for k >= n")
+        spent = int(solution.num_matvecs)
+        _require(spent <= n, estimator, "more than n products", f"{spent} of {n}")
+
+
+# -------------------------------------------------------------------------------------- products
+
+
+def _products_in(jaxpr: Any, n: int) -> float:
+    """The products with an n x n matrix in a program: NaN where a `while` loop makes some."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        shapes = [tuple(x.aval.shape) for x in equation.invars]
+        if name == "dot_general" and (n, n) in shapes:
+            other = shapes[1 - shapes.index((n, n))]
+            total += math.prod(other) / n
+        parameters = list(equation.params.values())
+        inner = [x for x in jtu.tree_leaves(parameters, is_leaf=is_jaxpr) if is_jaxpr(x)]
+        counts = [_products_in(x, n) for x in inner]
+        if name == "cond":
+            total += max(counts)
+        elif name == "while":
+            total += math.nan if any(counts) else 0.0
+        else:
+            total += equation.params.get("length", 1) * sum(counts)
+    return total
+
+
+def _check_products(estimator, k: int) -> None:
+    n = 2 * max(k, estimator.smallest) + 11  # as no other number in the program
+    operator = _by_products(_matrix(n, np.linspace(1, 2, n), 4), _PSD)
+    if not _accepts(estimator, operator):
+        return
+    structure = jax.ShapeDtypeStruct((n, n), _floating())
+
+    def compute(key, matrix):
+        operator = estimator.batched(_by_products(matrix, _PSD))
+        return estimator.compute(key, operator, k)[0]
+
+    with weights_wanted(False), any_promotion():
+        program = jax.make_jaxpr(compute)(jr.key(0), structure)
+    count = _products_in(program, n)
+    solution = _solve(estimator, jr.key(0), operator, k)
+    limit = _most(estimator, k, n, np.all(np.asarray(_flat(solution.std_err)) == 0))
+    if not math.isnan(count):
+        what = "more products than the budget in the program"
+        _require(count <= limit, estimator, what, f"{count:g} of {limit}")
+
+
+# ------------------------------------------------------------------------------------ transforms
+
+
+def _close(got: Any, expected: Any, estimator: Any, what: str, rtol: float) -> None:
+    pairs = zip(jtu.tree_leaves(got), jtu.tree_leaves(expected), strict=True)
+    for x, y in ((np.asarray(x), np.asarray(y)) for x, y in pairs):
+        same = x.shape == y.shape and np.allclose(x, y, rtol=rtol, atol=rtol)
+        _require(same, estimator, f"{what} disagrees with single calls")
+
+
+def _check_transforms(estimator) -> None:
+    """On A(a, b) = exp(a) B + b^2 C: with fixed weights all derivatives follow from the first."""
+    n = max(12, estimator.smallest + 5)
+    k = max(7, estimator.smallest)
+    b_part, c_part = (_matrix(n, np.linspace(0.5, s, n), 5 + i) for i, s in enumerate((2.0, 3.0)))
+    if not _accepts(estimator, _by_products(b_part, _PSD)):
+        return
+    rtol = 1e3 * float(jnp.finfo(_floating()).eps) ** 0.75
+    share = np.linspace(1, 2, len(_truth(estimator, b_part)))
+
+    def f(point, key):
+        matrix = jnp.exp(point[0]) * b_part + point[1] ** 2 * c_part
+        value = _flat(_solve(estimator, key, _by_products(matrix, _PSD), k).value)
+        return jnp.sum(value * share.astype(value.dtype))
+
+    close = partial(_close, estimator=estimator, rtol=rtol)
+    keys = jr.split(jr.key(2), 3)
+    points = jnp.asarray([[0.3, 0.7], [-0.4, 1.1], [0.1, 0.4]])
+    point, key, direction = points[0], keys[0], jnp.asarray([0.6, -0.8])
+    both = jax.jit(jax.value_and_grad(f))
+    single = [both(*pair) for pair in zip(points, keys, strict=True)]
+    values, gradients = (jnp.stack(x) for x in zip(*single, strict=True))
+
+    close(f(point, key), values[0], what="an eager call")
+    close(jax.jit(f)(point, key), values[0], what="jit")
+    vmapped = jax.vmap(jax.value_and_grad(f))
+    close(jax.jit(vmapped)(points, keys), (values, gradients), what="jit of vmap of grad")
+    mapped = jax.jit(lambda p, q: lax.map(lambda pair: jax.grad(f)(*pair), (p, q)))
+    close(mapped(points, keys), gradients, what="lax.map of grad")
+    total = jax.grad(lambda p: jnp.sum(jax.vmap(f)(p, keys)))
+    close(total(points), gradients, what="grad of vmap")
+    of_keys = jax.vmap(lambda q: f(point, q))(keys)
+    close(of_keys[0], values[0], what="vmap over keys")
+
+    def along(p, q):
+        return jax.jvp(lambda p: f(p, q), (p,), (direction,))
+
+    close(jax.jit(along)(point, key), (values[0], gradients[0] @ direction), what="jvp")
+    tangents = jax.jit(jax.vmap(along))(points, keys)
+    close(tangents, (values, gradients @ direction), what="vmap of jvp")
+    again = jax.grad(jax.checkpoint(f))(point, key)
+    close(again, gradients[0], what="grad of checkpoint")
+
+    second = jax.vmap(jnp.diag)(jnp.stack([gradients[:, 0], gradients[:, 1] / points[:, 1]], 1))
+    for what, hessian in {
+        "jacfwd of grad": jax.jacfwd(jax.grad(f)),
+        "jacrev of jacfwd": jax.jacrev(jax.jacfwd(f)),
+        "grad of jvp": jax.jacrev(lambda p, q: jax.jvp(lambda p: f(p, q), (p,), (direction,))[1]),
+    }.items():
+        expected = second[0] @ direction if what == "grad of jvp" else second[0]
+        close(jax.jit(hessian)(point, key), expected, what=f"{what} (second derivatives)")
+    hessians = jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(f))))(points, keys)
+    close(hessians, second, what="vmap of jacfwd of jacrev (second derivatives)")
+
+
+# --------------------------------------------------------------------------- dtypes, and the rest
+
+
+def _check_near(estimator, operator, matrix, k: int, what: str, slack: float) -> Any:
+    """The estimate, which must be finite and within ten standard errors."""
+    solution = jax.jit(lambda key: _solve(estimator, key, operator, k))(jr.key(3))
+    value, std_err = (np.asarray(_flat(x)) for x in (solution.value, solution.std_err))
+    _require(np.isfinite(value).all(), estimator, f"{what}: the value is not finite")
+    _require(not np.isnan(std_err).any(), estimator, f"{what}: the standard error is NaN")
+    apart = np.abs(value - _truth(estimator, matrix))
+    within = (apart <= 10 * std_err + slack).all()
+    _require(within, estimator, f"{what}: the value is off", f"by {apart.max():.2g}")
+    return value, std_err
+
+
+def _check_dtypes(estimator, k: int) -> None:
+    n = 2 * k
+    dtypes = [jnp.float32, jnp.complex64, jnp.bfloat16]
+    if _floating() == np.float64:
+        dtypes += [jnp.float64, jnp.complex128]
+    for dtype in dtypes:
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        wide = _matrix(n, np.linspace(1, 2, n), 7, np.complex64 if is_complex else np.float32)
+        matrix = wide.astype(dtype)
+        operator = _by_products(matrix, _PSD)
+        if not _accepts(estimator, operator):
+            continue
+        name = np.dtype(dtype).name
+        working = np.float32 if dtype == jnp.bfloat16 else dtype
+        exact = np.asarray(matrix.astype(working))
+        slack = 40 * float(jnp.finfo(dtype).eps) * n
+        value, std_err = _check_near(estimator, operator, exact, k, name, slack)
+        right = value.dtype == exact.dtype
+        _require(right, estimator, f"{name}: the dtype of the value is wrong", str(value.dtype))
+        _require(np.isrealobj(std_err), estimator, f"{name}: the standard error is complex")
+
+
+def _check_degenerate(estimator, k: int) -> None:
+    n = 2 * k
+    for rank in (2, 0):
+        eigenvalues = np.where(np.arange(n) < rank, 1.0, 0.0)
+        matrix = _matrix(n, eigenvalues, 8)
+        operator = _by_products(matrix, _PSD)
+        if _accepts(estimator, operator):
+            slack = 10 * float(jnp.finfo(matrix.dtype).eps) ** 0.5
+            _check_near(estimator, operator, matrix, k, f"an operator of rank {rank}", slack)
+    matrix = _matrix(n, np.linspace(1, 2, n), 9).at[1, 2].set(jnp.nan)
+    operator = _by_products(matrix, _PSD)
+    if _accepts(estimator, operator):
+        solution = _solve(estimator, jr.key(4), operator, k)
+        said = bool(solution.result == RESULTS.nonfinite_operator)
+        _require(said, estimator, "NaN in the operator does not end as nonfinite_operator")
+        nan = np.isnan(np.asarray(_flat(solution.value))).all()
+        _require(nan, estimator, "NaN in the operator, but not in the value")
+
+
+# ------------------------------------------------------------------------------------- tolerance
+
+
+def _check_tolerance(estimator, contraction: bool) -> None:
+    n = max(150, 6 * estimator.smallest)
+    matrix = _matrix(n, np.linspace(0.5, 1.5, n), 10)
+    if not _accepts(estimator, _by_products(matrix, _PSD)):
+        return
+    truth, rtol = _truth(estimator, matrix), 0.1
+
+    def value(scale, key):
+        scaled = scale.astype(matrix.dtype) * matrix
+        solution = _solve(estimator, key, _by_products(scaled, _PSD), rtol=rtol)
+        return _flat(solution.value), solution.num_matvecs
+
+    @jax.jit
+    def run(keys):
+        return lax.map(lambda key: value(jnp.ones(()), key), keys)
+
+    keys = jr.split(jr.key(5), 20)
+    values, spent = (np.asarray(x) for x in run(keys))
+    error = np.linalg.norm(values - truth, axis=1) / np.linalg.norm(truth)
+    share = (error <= rtol).mean()
+    what = "a run to a tolerance misses it too often"
+    _require(share >= 0.8, estimator, what, f"{1 - share:.0%} of {len(keys)} keys")
+    lanes = jax.jit(jax.vmap(lambda key: value(jnp.ones(()), key)))(keys[:3])
+    same = (
+        np.allclose(lanes[0], values[:3], rtol=1e-3) and (np.asarray(lanes[1]) == spent[:3]).all()
+    )
+    _require(same, estimator, "a run to a tolerance is another one in a lane of vmap")
+    slope = jax.jit(jax.jacfwd(lambda scale: value(scale, keys[0])[0]))(jnp.ones(()))
+    expected = values[0] if contraction else truth
+    near = np.allclose(slope, expected, rtol=1e-3 if contraction else 1.0)
+    _require(near, estimator, "the derivative of a run to a tolerance is wrong")
