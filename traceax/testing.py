@@ -221,7 +221,8 @@ def _check_statistics(estimator, operator, k, count, coverage, contraction) -> N
     matrix = operator.as_matrix()
     n = matrix.shape[0]
     rng = np.random.default_rng(3)
-    unrelated = jnp.asarray(rng.standard_normal((n, n)) + np.eye(n), matrix.dtype)
+    unrelated = rng.standard_normal((n, n)) / math.sqrt(n) + np.eye(n)
+    unrelated = jnp.asarray(unrelated, matrix.dtype)
 
     @jax.jit
     def run(keys):
