@@ -19,7 +19,7 @@ import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
 
 import traceax as tr
-from traceax import curvature, plot
+from traceax import curvature, plot, testing
 from traceax._cli import _parse
 from traceax._cli.common import write
 from traceax._cli.files import MatrixFileError, read_matrix
@@ -175,6 +175,24 @@ MESSAGES = [
     (TypeError, "the bool True", "k=100", lambda _: tr.trace(KEY, PLAIN, True)),
     (TypeError, "4.5 of type float", "`int(k)`", lambda _: tr.trace(KEY, PLAIN, 4.5)),
     (ValueError, "got 0", "at least 1", lambda _: tr.trace(KEY, PLAIN, 0)),
+    (
+        ValueError,
+        "XNysTraceEstimator accepts none",
+        "Give some that it does",
+        lambda _: testing.check_estimator(tr.XNysTraceEstimator(), operators=[PLAIN]),
+    ),
+    (
+        ValueError,
+        "got k=100",
+        "Give larger operators",
+        lambda _: testing.check_estimator(tr.XTraceEstimator(), operators=[PLAIN], k=100),
+    ),
+    (
+        AssertionError,
+        "XTraceEstimator: unbiased",
+        "by 9 standard errors",
+        lambda _: testing._require(False, tr.XTraceEstimator(), "unbiased", "by 9 standard errors"),
+    ),
     (
         DeprecationWarning,
         "traceax.track",
