@@ -24,6 +24,7 @@ from traceax._cli import _parser
 from traceax._cli.common import settle_budget, write
 from traceax._cli.files import MatrixFileError, read_matrix
 from traceax._operators.sparse import _Entries
+from traceax.testing import check_estimator
 
 from .helpers import PSD, by_products
 
@@ -580,6 +581,25 @@ MESSAGES = [
         "xnystrace",
         "or use --estimator xtrace",
         command("trace", str(BUS), "--estimator", "xnystrace"),
+    ),
+    # The checks of an estimator.
+    (
+        ValueError,
+        "XNysTraceEstimator accepts none",
+        "`check_estimator(estimator, operators=[...])`",
+        lambda _: check_estimator(tr.XNysTraceEstimator(), operators=[PLAIN]),
+    ),
+    (
+        ValueError,
+        "k=10000",
+        "Give larger operators",
+        lambda _: check_estimator(tr.HutchinsonEstimator(), k=10000),
+    ),
+    (
+        AssertionError,
+        "HutchinsonEstimator: 95 % intervals",
+        "not 110%",
+        lambda _: check_estimator(tr.HutchinsonEstimator(), keys=20, coverage=1.1),
     ),
 ]
 
