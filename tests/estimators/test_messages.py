@@ -19,11 +19,12 @@ import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
 
 import traceax as tr
-from traceax import curvature, plot, testing
+from traceax import curvature, plot
 from traceax._cli import _parse
 from traceax._cli.common import write
 from traceax._cli.files import MatrixFileError, read_matrix
 from traceax._operators.sparse import _Entries
+from traceax.testing import check_estimator
 
 from ..helpers import PSD, by_products
 
@@ -175,24 +176,6 @@ MESSAGES = [
     (TypeError, "the bool True", "k=100", lambda _: tr.trace(KEY, PLAIN, True)),
     (TypeError, "4.5 of type float", "`int(k)`", lambda _: tr.trace(KEY, PLAIN, 4.5)),
     (ValueError, "got 0", "at least 1", lambda _: tr.trace(KEY, PLAIN, 0)),
-    (
-        ValueError,
-        "XNysTraceEstimator accepts none",
-        "Give some that it does",
-        lambda _: testing.check_estimator(tr.XNysTraceEstimator(), operators=[PLAIN]),
-    ),
-    (
-        ValueError,
-        "got k=100",
-        "Give larger operators",
-        lambda _: testing.check_estimator(tr.XTraceEstimator(), operators=[PLAIN], k=100),
-    ),
-    (
-        AssertionError,
-        "XTraceEstimator: unbiased",
-        "by 9 standard errors",
-        lambda _: testing._require(False, tr.XTraceEstimator(), "unbiased", "by 9 standard errors"),
-    ),
     (
         DeprecationWarning,
         "traceax.track",
@@ -600,6 +583,25 @@ MESSAGES = [
     ),
     (ValueError, "-k 9", "leave -k out", command("trace", "a", "-k", "9")),
     (ValueError, "no spectral-sum", "`traceax trace FILE", command("spectral-sum", "a")),
+    # The checks of an estimator.
+    (
+        ValueError,
+        "XNysTraceEstimator accepts none",
+        "`check_estimator(estimator, operators=[...])`",
+        lambda _: check_estimator(tr.XNysTraceEstimator(), operators=[PLAIN]),
+    ),
+    (
+        ValueError,
+        "k=10000",
+        "Give larger operators",
+        lambda _: check_estimator(tr.HutchinsonEstimator(), k=10000),
+    ),
+    (
+        AssertionError,
+        "HutchinsonEstimator: 95 % intervals",
+        "not 110%",
+        lambda _: check_estimator(tr.HutchinsonEstimator(), keys=20, coverage=1.1),
+    ),
 ]
 
 

@@ -248,6 +248,7 @@ def test_a_tolerance_of_a_diagonal_by_blocks():
 QUICK = ("HutchinsonEstimator", "HutchinsonDiagonalEstimator")
 SLOW = (
     "HutchPlusPlusEstimator",
+    "AdaptiveHutchPlusPlusEstimator",
     "XTraceEstimator",
     "XNysTraceEstimator",
     "AutoTraceEstimator",

@@ -52,7 +52,7 @@ def test_public_names_have_a_reference(name):
     of_module = {
         "curvature": ("hessian", "gauss_newton", "fisher", "jacobian_gram", "CurvatureOperator"),
         "plot": ("spectral_density", "convergence", "interval"),
-        # Not imported with the package; where another test imports them: see tests/estimators/test_own_estimator.
+        # Not imported with the package; where tests/estimators/test_own_estimator.py imports them.
         "extend": ("BlockOperator",),
         "testing": ("check_estimator",),
     }
