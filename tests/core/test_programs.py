@@ -565,6 +565,8 @@ DECIDED = {
     "interpreters.ad",
     "interpreters.batching",
     "interpreters.mlir",
+    "jacfwd",  # the checks of an estimator: every nesting
+    "jacrev",
     "numpy_dtype_promotion",
     "numpy_rank_promotion",
     "pure_callback",  # solves with SciPy's factors, in the command line
@@ -579,6 +581,7 @@ DECIDED = {
     "sharding.use_abstract_mesh",
     "typing.ArrayLike",
     "typing.DTypeLike",
+    "value_and_grad",
 }
 
 

@@ -20,20 +20,9 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.estimate import scale_of, status_of
 from .block_operator import BlockOperator, is_tagged, semidefinite_sign
-from .sparse import SparseLinearOperator
-from .width import batch_size_of, in_batches
+from .width import STORED, batch_size_of, in_batches
 
 _T = TypeVar("_T")
-
-# Operators whose diagonal is stored, so that reading it costs no product.
-_STORED = (
-    lx.MatrixLinearOperator,
-    lx.PyTreeLinearOperator,
-    lx.DiagonalLinearOperator,
-    lx.TridiagonalLinearOperator,
-    lx.IdentityLinearOperator,
-    SparseLinearOperator,
-)
 
 # Operators all of whose entries are stored, in the order of the rows of a block.
 _STORED_WHOLE = (
@@ -107,7 +96,7 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
     """
 
     def leaf(operator):
-        if isinstance(operator, _STORED) and is_tagged(lx.is_diagonal, operator):
+        if isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator):
             dtype = BlockOperator(operator).dtype
             return Terms(lx.diagonal(operator).astype(dtype), False, True, jnp.ones(()))
         sign = semidefinite_sign(operator)
@@ -190,7 +179,7 @@ def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]
             if first is None or second is None:
                 return None
             return first.astype(dtype) * second.astype(dtype)
-        return lx.diagonal(operator).astype(dtype) if isinstance(operator, _STORED) else None
+        return lx.diagonal(operator).astype(dtype) if isinstance(operator, STORED) else None
 
     if is_tagged(lx.has_unit_diagonal, operator):
         return read(operator)

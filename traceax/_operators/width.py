@@ -23,8 +23,8 @@ BLOCK_LIMIT = 2**27
 #: scanned over its layers.
 FUNCTION_LIMIT = 64
 
-# Operators that do arithmetic with what they store.
-_STORED = (
+#: Operators that do arithmetic with what they store: reading their diagonal costs no product.
+STORED = (
     lx.MatrixLinearOperator,
     lx.PyTreeLinearOperator,
     lx.DiagonalLinearOperator,
@@ -90,7 +90,7 @@ def _calls_functions(operator: lx.AbstractLinearOperator) -> bool:
 
     parts = jtu.tree_leaves(operator, is_leaf=is_part)
     inner = [x for x in parts if isinstance(x, lx.AbstractLinearOperator)]
-    return any(map(_calls_functions, inner)) if inner else not isinstance(operator, _STORED)
+    return any(map(_calls_functions, inner)) if inner else not isinstance(operator, STORED)
 
 
 def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:
