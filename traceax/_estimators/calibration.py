@@ -22,20 +22,19 @@ class Calibration(NamedTuple):
     - `tail`: how many samples tell as much of their spread as one normal sample; 1 for normal ones.
     """
 
-    #: With so many standard errors (times Student's quantile over the normal one) below the
-    #: tolerance, runs that look after every block end within it in 95 % of cases at least, on six
-    #: spectra. None is smaller than 2, whatever was measured: these are not all there are.
-    #: (Diagonals: `norm_factor` of these numbers.)
+    #: The number of standard errors (times Student's quantile over the normal one) that must be
+    #: below the tolerance for a run to end. Calibrated with a check after every block: at least
+    #: 95 % of runs then end within the tolerance, on each of six spectra. No constant is smaller
+    #: than 2, whatever was measured: other spectra exist. (Diagonals: `norm_factor` times this.)
     stop: float
 
-    #: By how much Student's intervals are too short for many samples, on the worst of the six:
-    #: those that leave one out are not independent.
+    #: The factor by which Student's intervals are too short for many samples, on the worst of the
+    #: six spectra: leave-one-out samples are not independent.
     interval: float
 
-    #: How many samples tell as much of their spread as one normal sample does, on the worst of
-    #: eight spectra with 8 to 60 products: where a few eigenvalues dominate, samples have heavy
-    #: tails, and what a few of them say of the spread is uncertain. Intervals take so many times
-    #: fewer degrees of freedom.
+    #: The number of samples that tell as much of their spread as one normal sample does, on the
+    #: worst of eight spectra with 8 to 60 products. Where a few eigenvalues dominate, samples have
+    #: heavy tails. The degrees of freedom of an interval are divided by this number.
     tail: float = 1.0
 
     @property

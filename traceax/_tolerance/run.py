@@ -1,21 +1,22 @@
-r"""Estimates that spend what a tolerance needs.
+r"""The loop of a run that a tolerance ends, over blocks of probes.
 
-Block by block (see `_estimators.extendable`), each as large as all before it, until
+A run adds block after block (see `_estimators.extendable`), each as large as all blocks before it,
+until
 
     c_j std_err <= atol + rtol |t|
 
-(for diagonals: 2-norms in the places of std_err and |t|), or until the budget is spent. Every block
-has static shapes and a branch of its own
-(`jax.lax.cond`), so that the work is proportional to what was needed. Under `vmap` the blocks end
-when the slowest lane is done (see `_core.control_flow`); each lane's numbers are those of a call by
-itself.
+(for diagonals, with the Euclidean norms of std_err and of t), or until the budget is spent. Every
+block has static shapes and a branch of its own (`jax.lax.cond`), so that the work is proportional
+to the blocks that were needed. Under `vmap` the run goes on until the slowest lane is done (see
+`_core.control_flow`); the numbers of a lane are those of a call by itself.
 
-*The constants c_j* are measured (`_estimators.calibration`), with the looking after every block: an
-error bar that happens to be too small ends a run, so that 1.96 standard errors would cover less
+*The constants c_j* (`_estimators.calibration`) are calibrated with a check after every block. An
+error bar that happens to be too small ends the run, so that 1.96 standard errors would cover less
 than 95 %. The norm of many errors is more certain than one error: see `norm_factor`.
 
-*The last resort.* Where the budget allows n products, blocks grow up to n / 2. What is then not
-good enough is completed to the exact value, on the orthogonal complement of what is known.
+*The last resort.* Where the budget allows n products, blocks grow up to n / 2. If the estimate is
+not good enough by then, the exact value is completed: with products on the orthogonal complement of
+what is known.
 """
 
 from collections.abc import Sequence
@@ -145,7 +146,7 @@ class RunWeights(AbstractWeights):
             return lax.cond(flag, total, lambda: zeros)
 
         def products(multiply, x):
-            """Those with the columns of the blocks that were used; the others are 0."""
+            """Products with the columns of the blocks that were used; 0 for the other columns."""
             ends = zip([0, *self.columns[:-1]], self.columns, strict=True)
             columns = [x[:, start:end] for start, end in ends]
             blocks = [lax.cond(used(j), multiply, jnp.zeros_like, c) for j, c in enumerate(columns)]
@@ -174,7 +175,7 @@ class RunOutcome(NamedTuple):
 
 
 class Run:
-    """One run of a extendable on an operator. (Not a PyTree: it lives while it is traced.)"""
+    """One run of an extendable algorithm. (Not a PyTree: the run lives while it is traced.)"""
 
     def __init__(self, extendable, key, operator, rule, most, before, progress):
         self.extendable, self.rule, self.before, self.progress = extendable, rule, before, progress
@@ -223,7 +224,7 @@ class Run:
         return self._resized(self.before.arrays, self._columns(j))
 
     def _advanced(self, j: int, state):
-        """The state after block j: grown, or that of an earlier run."""
+        """The state after block j: the extended one, or that of an earlier run."""
         key = jr.wrap_key_data(self.keys[j], impl=self.key_impl)
         k = self.budgets[j] - (self.budgets[j - 1] if j else 0)
 
@@ -255,7 +256,7 @@ class Run:
             report(self.key, self.most, estimate.num_matvecs, value, error, last)
 
     def _after(self, j: int, state) -> RunOutcome:
-        """Look at the state after block j, and go on from it if need be."""
+        """Check the estimate after block j, and go on from there where it is not good enough."""
         last = j == len(self.budgets) - 1
         estimate = self.extendable.estimate(state, self.block)
         factor = stopping_factor(self.extendable.calibration.stop, self._columns(j) - 1)
