@@ -1,4 +1,4 @@
-"""Estimates that grow: the same algorithm on a block of probes, and on all blocks so far."""
+"""Algorithms that can be extended by further blocks of probes, at no product made again."""
 
 import abc
 from collections.abc import Sequence
@@ -21,20 +21,21 @@ from .rows import Rows
 
 
 class AbstractExtendable(eqx.Module):
-    """How an estimator works block by block: what it keeps, and what it makes of it.
+    """An algorithm that can be extended by blocks of probes: the state that is kept between blocks,
+    and the estimate from a state.
 
-    The state is a NamedTuple of arrays. Axes that have as many entries as there are probes are
-    those that its annotations call m, as in `Inexact[Array, "n m"]`. A final subclass declares the
+    The state is a NamedTuple of arrays. The axes with one entry for each probe are those that the
+    annotations of the state call m, as in `Inexact[Array, "n m"]`. A final subclass declares the
     variables, and implements the abstract methods.
     """
 
-    #: The matvecs that a probe takes.
+    #: The number of matvecs that a probe takes.
     matvecs_per_probe: AbstractVar[int]
 
     #: The fewest probes that a block may have.
     least_probes: ClassVar[int] = 1
 
-    #: What was measured of it.
+    #: The constants of error bars that were measured for the algorithm.
     calibration: AbstractVar[Calibration]
 
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
