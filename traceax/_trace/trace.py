@@ -50,12 +50,12 @@ def trace(
 
     *With a tolerance* the number of probes doubles (16, 32, 64, ... in all) until about two
     standard errors are within `atol + rtol |t|`. The constants are calibrated, with a check after
-    every block, so that 95 % of runs end within the tolerance. New columns are appended to what is known:
-    no product and no factorisation is made again. If the budget allows n products, the last resort
-    is the exact trace, completed from the products made so far: never more than n in all. (An
-    estimator of another package without an `extendable` of its own takes n products for that.)
-    Otherwise the result is `RESULTS.not_converged`, with the best estimate. NaN, a wrong tag and
-    an operator of low rank end the run with the first block. All of this works under `jit`; under
+    every block, so that 95 % of runs end within the tolerance. New columns are appended to what is
+    known: no product and no factorisation is made again. If the budget allows n products, the last
+    resort is the exact trace, completed from the products made so far: never more than n in all.
+    (An estimator of another package without an `extendable` of its own takes n products for that.)
+    Otherwise the result is `RESULTS.not_converged`, with the best estimate. NaN, a wrong tag and an
+    operator of low rank end the run with the first block. All of this works under `jit`; under
     `vmap` every lane gets what it would get by itself, and the products go on until the slowest is
     done. Memory: blocks for `max_k`; work: in proportion to the products made.
 
