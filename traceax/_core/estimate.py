@@ -51,7 +51,8 @@ class Estimate(eqx.Module):
     - `dof`: the degrees of freedom of the standard error.
     - `status`: 0 for success, as `status_of` says.
     - `state`: what a later call can go on from, or None.
-    - `inflation`, `tail`: what makes Student's intervals right, see `Calibration`.
+    - `inflation`, `tail`: what makes Student's intervals right for samples that are neither
+        independent nor normal, see `Calibration`; 1 for samples that are both.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -59,9 +60,7 @@ class Estimate(eqx.Module):
     num_matvecs: Int[Array, ""]
     dof: Real[Array, "..."]
     status: Int[Array, ""]
-    state: Any = None  # what a later call can go on from, where that was asked for
-    #: What makes Student's intervals right for samples that are neither independent nor normal:
-    #: see `_estimators.calibration.Calibration`. 1 for samples that are both.
+    state: Any = None
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
 

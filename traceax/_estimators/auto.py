@@ -13,7 +13,7 @@ from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
 from .._operators.block_operator import BlockOperator, semidefinite_sign
 from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
-from .estimator import AbstractEstimator
+from .estimator import AbstractEstimator, AbstractToleranceRun
 from .rows import Rows
 
 _Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
@@ -95,3 +95,18 @@ def compute_split(
         inner.tail,
     )
     return estimate, KnownPartsWeights(weights, k, rows is not None)
+
+
+def split_to_tolerance(
+    select: Callable[..., Any],
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    run: AbstractToleranceRun,
+) -> tuple[Estimate, KnownPartsWeights]:
+    """The same for a run that a tolerance ends: the rest goes to `select(rest, budget)`."""
+
+    def estimate(key, parts, left):
+        return select(parts.rest, left).to_tolerance(key, parts.rest, run.of_rest(parts))
+
+    most = min(run.max_k, operator.in_size())
+    return compute_split(key, operator, most, estimate, run.rows)

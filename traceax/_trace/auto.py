@@ -4,7 +4,7 @@ from typing import ClassVar, final
 
 import equinox as eqx
 
-from .._estimators.auto import choose, compute_split
+from .._estimators.auto import choose, compute_split, split_to_tolerance
 from .._estimators.estimator import AbstractTraceEstimator
 from .hutchinson import HutchinsonEstimator
 from .xnystrace import XNysTraceEstimator
@@ -54,13 +54,7 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     def to_tolerance(self, key, operator, run):
         """See `AbstractTraceEstimator`."""
-
-        def estimate(key, parts, left):
-            estimator = self.select(parts.rest, left)
-            return estimator.to_tolerance(key, parts.rest, run.of_rest(parts))
-
-        most = min(run.max_k, operator.in_size())
-        return compute_split(key, operator, most, estimate, run.rows)
+        return split_to_tolerance(self.select, key, operator, run)
 
 
 AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
