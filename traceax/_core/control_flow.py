@@ -1,7 +1,7 @@
-"""A loop that ends when the last of the lanes of a `vmap` is done.
+"""What a loop needs in order to end when the last lane of a `vmap` is done.
 
-`lax.cond` with a batched predicate computes both branches. Here the predicate of all lanes is one,
-"any of them goes on", and the lanes that are done keep what they have.
+`lax.cond` with a batched predicate computes both branches. Here all lanes share one predicate,
+"some lane goes on", and the lanes that are done keep their values.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 
 @custom_vmap
 def any_lane(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether the flag is set in any lane: not batched, whatever the flag is."""
+    """Whether the flag is set in any lane. The result is not batched, even if the flag is."""
     return flag
 
 
@@ -27,7 +27,9 @@ def _any_lane(axis_size, in_batched, flag):
 
 @custom_vmap
 def keep(done: Bool[Array, ""], old: Any, new: Any) -> Any:
-    """`new`; in the lanes that are done, `old`. (A call by itself gets here only if it is not.)"""
+    """`old` in the lanes that are done, `new` in the others. (Outside of `vmap` it is `new`, because
+    callers get here only where something is left to do.)
+    """
     del done, old
     return new
 
@@ -45,7 +47,7 @@ def _keep(axis_size, in_batched, done, old, new):
 
 @custom_vmap
 def alone(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether this is no lane of a `vmap` (over anything that the flag depends on)."""
+    """True, unless a `vmap` maps over something that the flag depends on."""
     return jnp.ones_like(flag)
 
 

@@ -2,10 +2,10 @@
 
 XLA partitions products and reductions by itself, from the shardings of the operator's arrays: an
 inner product over the rows becomes a local one and a sum of m x m numbers over the devices. Where
-it would gather the n x m block instead, there are rules for what each device does with its rows:
-for LAPACK calls in `_linalg.sharded.tsqr`, for products with matrices in
-`_linalg.sharded.matrix_product`. They are asked when the program is compiled, by when it is known
-where the rows are: `jit` need not be told.
+XLA would gather the n x m block instead, a rule says what each device does with its rows:
+`_linalg.sharded.tsqr` has the rules for LAPACK calls, `_linalg.sharded.matrix_product` those for
+products with matrices. XLA calls the rules when it compiles the program. By then it knows where
+the rows are, so that a user need not tell `jit`.
 """
 
 import math
@@ -23,8 +23,10 @@ from jaxtyping import Array
 
 @cache
 def needs_devices() -> Any:
-    """A program with a rule in it. A primitive that has it among its parameters is lowered knowing
-    its devices: JAX looks into the programs that it finds there, but not into implementations.
+    """A program with a partitioning rule in it, for the parameters of a primitive.
+
+    JAX tells a lowering its devices only where it finds such a rule. It looks for rules in the
+    programs among the parameters of a primitive, but not in the primitive's implementation.
     """
     anything = custom_partitioning(lambda x: x)
     anything.def_partition(None, sharding_rule="n -> n")
@@ -32,16 +34,16 @@ def needs_devices() -> Any:
 
 
 def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array], n: int) -> Any:
-    """`fn(*operands)`, where the shardings of what is in between follow by propagation.
+    """`fn(*operands)`, where XLA propagates the shardings of intermediate arrays.
 
-    In a mesh with explicit axes (what `jax.make_mesh` returns) shardings are parts of types, and
-    every inner product of columns would have to be told that of its result.
+    In a mesh with explicit axes (what `jax.make_mesh` returns) a sharding is a part of the type of
+    an array, and every inner product of columns would have to name the sharding of its result.
 
     **Arguments:**
 
     - `fn`: the function.
     - `operands`: its arguments.
-    - `n`: the number of rows: results with as many are cut along them.
+    - `n`: the number of rows. Results with n rows are cut along them.
 
     **Returns:**
 

@@ -1,4 +1,6 @@
-"""Samples to estimate: the mean, its standard error, and whether to trust them."""
+"""From samples to an estimate: the mean, its standard error, and a status that says whether to
+trust them.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,8 +14,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
-# The states of an estimate inside the primitive, where they are plain integers.
-# `_estimators.solution.RESULTS` puts words to them.
+# The statuses of an estimate inside the primitive, where they are plain integers.
+# `_estimators.solution.RESULTS` has the message for each.
 SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, NOT_CONVERGED = range(5)
 WRONG_DIAGONAL, NOT_SYMMETRIC = 5, 6
 
@@ -23,7 +25,7 @@ _weights_wanted: ContextVar[bool] = ContextVar("weights_wanted", default=True)
 
 @contextmanager
 def weights_wanted(wanted: bool) -> Iterator[None]:
-    """Whether weights are made inside, by `if_wanted`."""
+    """A context in which `if_wanted` makes weights, or does not."""
     token = _weights_wanted.set(wanted)
     try:
         yield
@@ -32,8 +34,8 @@ def weights_wanted(wanted: bool) -> Iterator[None]:
 
 
 def if_wanted(make: Callable[[], Any]) -> Any:
-    """`make()`; None where these weights would be dropped, because nobody takes a derivative: to
-    trace them can take as long as to trace the estimate.
+    """The weights `make()`, or None where nobody takes a derivative. (Such weights would be dropped
+    anyway, but tracing them can take as long as tracing the estimate.)
     """
     return make() if _weights_wanted.get() else None
 
@@ -44,14 +46,14 @@ class Estimate(eqx.Module):
 
     **Attributes:**
 
-    - `value`: a scalar (of a trace), a vector (of a diagonal), or a list of the parts of a vector,
-        leaf by leaf.
-    - `std_err`: its standard error, real and of the same structure.
-    - `num_matvecs`: the products that were made.
+    - `value`: a scalar (for a trace), a vector (for a diagonal), or a list of the parts of a
+        vector, leaf by leaf.
+    - `std_err`: the standard error of the value, real and of the same structure.
+    - `num_matvecs`: the number of products that were made.
     - `dof`: the degrees of freedom of the standard error.
-    - `status`: 0 for success, as `status_of` says.
+    - `status`: 0 for success, see `status_of`.
     - `state`: what a later call can go on from, or None.
-    - `inflation`, `tail`: what makes Student's intervals right for samples that are neither
+    - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
         independent nor normal, see `Calibration`; 1 for samples that are both.
     """
 
@@ -77,12 +79,12 @@ def make_estimate(
     **Arguments:**
 
     - `value`: the value: a scalar, or for diagonals a vector (or a list of its parts).
-    - `std_err`: the standard error, real and of the same structure; inf where one sample says
-        nothing about it. Rounding is part of it, see `rounding_of`.
+    - `std_err`: the standard error, real and of the same structure; inf for a single sample, which
+        says nothing about it. Rounding is part of the standard error, see `rounding_of`.
     - `num_matvecs`: the number of products that were made.
-    - `dof`: the degrees of freedom of the standard error, which need not be whole: m - 1 for the
-        mean of m independent samples.
-    - `status`: as `status_of` says.
+    - `dof`: the degrees of freedom of the standard error, m - 1 for the mean of m independent
+        samples. They need not be whole.
+    - `status`: 0 for success, see `status_of`.
 
     **Returns:**
 
@@ -100,18 +102,18 @@ def make_estimate(
 
 
 def as_value(parts: list[Array]) -> Any:
-    """The value of an estimate from its parts, leaf by leaf: one part stands for itself."""
+    """The value of an estimate from its parts, leaf by leaf: the list of them, or the only one."""
     return parts[0] if len(parts) == 1 else parts
 
 
 def has_no_logarithm(status: Array) -> Array:
-    """Whether an operator with this status has no log-determinant: NaN then."""
+    """Whether an operator with this status has no log-determinant. (Its estimate is NaN.)"""
     return (status == OUTSIDE_DOMAIN) | (status == NOT_SYMMETRIC)
 
 
 def status_of(*products: Array) -> Array:
-    """The status of an estimate: that for `RESULTS.nonfinite_operator` if any of these arrays holds
-    NaN or inf, that for `RESULTS.successful` otherwise.
+    """The status of an estimate: `NONFINITE` if any of these arrays holds NaN or inf, `SUCCESSFUL`
+    otherwise.
 
     **Arguments:**
 
@@ -128,10 +130,10 @@ def status_of(*products: Array) -> Array:
 
 
 def scale_of(products: Array, axis: int | None = None) -> Array:
-    """A positive size of these products to divide by, so that no square over- or underflows: of
-    all, or along an axis (which is kept).
+    """The largest absolute value of these products, of all or along an axis (which is kept).
+    Divided by it, their squares neither over- nor underflow.
 
-    1 where they are all zero or hold NaN or inf.
+    It is 1, a safe divisor, where the products are all zero or hold NaN or inf.
     """
     size = jnp.max(jnp.abs(products), initial=0.0, axis=axis, keepdims=axis is not None)
     usable = (size > 0) & jnp.isfinite(size)
@@ -145,16 +147,17 @@ def safe_norm(x: Inexact[Array, "... m"]) -> Real[Array, "..."]:
 
 
 def rounding_of(size: Array, eps: float) -> Array:
-    r"""The standard error that rounding adds to an estimate, from the size of what was multiplied.
+    r"""The standard error that rounding adds to an estimate of an operator of this size.
 
-    Rounding errors add up like random numbers. Those of products, which are good to `eps` (coarser
-    than the working precision for operators of half precision), were measured to be 0.05 to 0.25
-    eps ||A||_F in traces of captured operators, and those of the algebra in the working precision
-    1 to 9 of its eps, times ||A||_F. Neither grew with n (100 and 1000) or k (16 and 64).
+    Rounding errors add up like random numbers. Products are exact to `eps`, which is coarser than
+    the working precision for operators of half precision. In traces of operators that a low-rank
+    part captures, the rounding of products was measured as 0.05 to 0.25 eps ||A||_F, and that of
+    the algebra as 1 to 9 times ||A||_F times the eps of the working precision. Neither grew with
+    n (100 and 1000) or k (16 and 64).
 
     **Arguments:**
 
-    - `size`: ||A||_F for a trace; for the entries of a diagonal the norms of the rows.
+    - `size`: ||A||_F for a trace; for the entries of a diagonal the norms of the rows of A.
     - `eps`: the relative precision of a product.
 
     **Returns:**
@@ -175,10 +178,10 @@ def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
 
 
 def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
-    """The mean of independent samples (along the last axis) and its standard error, s / sqrt(m)
-    with the unbiased s.
+    """The mean of independent samples (along the last axis) and its standard error, s / sqrt(m),
+    where s^2 is the unbiased sample variance.
 
-    One sample says nothing about its spread: the standard error is then inf.
+    One sample says nothing about the spread: its standard error is inf.
 
     **Arguments:**
 

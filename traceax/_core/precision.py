@@ -1,5 +1,5 @@
-"""Arithmetic whatever the settings of the user are: products in full precision (on a GPU, no TF32),
-promotion of dtypes and ranks.
+"""Arithmetic that does not depend on the user's settings of JAX: products in full precision (on a
+GPU, no TF32), and promotion of dtypes and ranks.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 @contextmanager
 def any_promotion() -> Iterator[None]:
-    """Inside, numbers of different dtypes and ranks may meet: the algebra of estimates mixes real
-    and complex numbers, scalars and blocks.
+    """A context in which arrays of different dtypes and ranks may be combined: the algebra of
+    estimates mixes real and complex numbers, scalars and blocks.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

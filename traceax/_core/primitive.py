@@ -1,20 +1,20 @@
-"""The JAX primitives under every estimate, such as `trace_p`; and what makes a primitive of a
-function that runs on several devices.
+"""The JAX primitives behind every estimate, such as `trace_p`; and `with_rule`, which makes a
+primitive of a function that runs on several devices.
 
-This is the only file that touches `jax.extend` or `jax.interpreters`. (None touches
-`equinox.internal` or `jax._src`.) What may be static in a program is in `programs`.
+This is the only file that touches `jax.extend` or `jax.interpreters`. (No file touches
+`equinox.internal` or `jax._src`.) `programs` says what may be static in a program.
 
-Operands are the arrays inside (raw key, operator); everything else is static and hashable. The
-implementation and the derivative are plain functions of those arrays, `_run` and `_push_forward`;
-the rules below only arrange them:
+The operands of a primitive are the arrays in the raw key, the operator and the estimator;
+everything else is static and hashable. The implementation and the derivative are plain functions
+of those arrays, `_run` and `_push_forward`. The rules of the primitive only call these two:
 
 - abstract evaluation is `jax.eval_shape` of `_run`;
-- batching adds a *level* (the axes of the operands) to the static parameters and binds again, so
-  that a vmapped estimate still is this primitive and keeps its JVP rule; `_run` and
-  `_push_forward` are vmapped over the levels, innermost first;
-- the JVP asks for the weights (U, V) beside the value and contracts them with the tangent of the
-  operator. Weights have no tangent themselves, but where E[G] depends on A: see `weights_at` of
-  `AbstractEstimator`.
+- batching adds a *level* (the batched axes of the operands) to the static parameters and binds the
+  primitive again, so that a vmapped estimate is still this primitive and keeps its JVP rule;
+  `_run` and `_push_forward` are vmapped over the levels, innermost first;
+- the JVP asks for the weights (U, V) beside the value, and contracts them with the tangent of the
+  operator. The weights themselves have a tangent only where E[G] depends on A: see `weights_at`
+  of `AbstractEstimator`.
 
 `_run` and `_push_forward` are jitted with the parameters static, so that an identical call,
 eager or traced, is not traced again.
@@ -52,7 +52,7 @@ class _Level(NamedTuple):
 
 
 class _Params(NamedTuple):
-    """Everything static about a call."""
+    """Everything that is static in a call."""
 
     treedef: Static  # of (raw key, operator, estimator)
     static: tuple[Static | None, ...]  # None where the leaf is an operand
@@ -60,7 +60,7 @@ class _Params(NamedTuple):
     k: int
     weights: bool
     levels: tuple[_Level, ...]
-    held: int  # what the functions among them hold where it is no operand: see `holds`
+    held: int  # whether static functions hold arrays, which are no operands: see `holds`
     inside: ClosedJaxpr  # see `needs_devices`
 
 
@@ -71,7 +71,7 @@ def _rebuild(params: _Params, operands: Sequence[Array]):
 
 
 def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
-    """`fn` vmapped over all levels; `in_axes(level)` gives the axes of its arguments."""
+    """`fn` vmapped over all levels; `in_axes(level)` gives the axes of the arguments of `fn`."""
     for level in levels:
         options = {"axis_size": level.size, "spmd_axis_name": level.spmd_name}
         fn = jax.vmap(fn, in_axes(level), 0, axis_name=level.name, **options)
@@ -79,10 +79,11 @@ def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
 
 
 def _compiled(fn: Callable[..., Any], params: _Params, *static: Any) -> Callable[..., Any]:
-    """`fn` with its static arguments, the first of which are the parameters.
+    """`fn`, jitted, with its static arguments: the parameters, then `static`.
 
-    JAX keeps compiled programs with their static arguments for good: of those whose functions hold
-    arrays (which are no operands), no more than a few are kept, and none whose arrays are traced.
+    JAX keeps a compiled program and its static arguments for good, and so would keep the arrays
+    that static functions hold. Of the programs with such arrays only a few are therefore kept, and
+    none if the arrays are traced.
     """
     if params.held == NOTHING:
         return partial(_forever[fn], params, *static)
@@ -108,7 +109,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
                 estimate, weights = estimator.exact(operator)
             else:
                 estimate, weights = estimator.compute(key, operator, params.k)
-        # A number computed from NaN or inf is not an estimate, plausible as it may look.
+        # A number that was computed from NaN or inf is no estimate, even where it is finite.
         failed = estimate.status == NONFINITE
 
         def masked(x):
@@ -118,7 +119,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         estimate = dataclasses.replace(estimate, value=value, std_err=std_err)
         return estimate, weights if params.weights else None
 
-    # The algebra mixes real and complex: it must not depend on the user's promotion setting.
+    # The algebra mixes real and complex numbers, whatever promotion the user allows.
     with any_promotion():
         return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
 
@@ -133,8 +134,9 @@ def _push_forward(
 def _tangent(
     params: _Params, moving: tuple[int, ...], of_weights: bool, operands, tangents, weights
 ):
-    """A tangent, where the operands `moving` have tangents: that of the value from `contract`,
-    sum_j v_j^H dA u_j; or that of the weights, from `weights_at`.
+    """The tangent of the value, sum_j v_j^H dA u_j by `contract`, or with `of_weights` that of the
+    weights by `weights_at`. `tangents` are those of the operands numbered `moving`; the other
+    operands have none.
     """
 
     def push(operands, tangents, weights):
@@ -168,20 +170,23 @@ def _for_a_while(fn: Callable[..., Any], *static: Any) -> Callable[..., Any]:
 
 
 def _flat_run(*operands, params):
-    # The mesh in use said aloud, as lowering does: both then find the trace of abstract evaluation.
+    # Lowering sets the mesh explicitly. With the mesh set here and in `_outputs` too, all three
+    # share one trace.
     with use_abstract_mesh(get_abstract_mesh()):
         return jtu.tree_leaves(_run(params, operands))
 
 
 def _outputs(params, avals):
-    """What `_run` returns, as shapes. (From shapes: all callers then share one trace.)"""
+    """The shapes of what `_run` returns. (`_run` is called with shapes, not with `avals`, so that
+    all callers share one trace.)
+    """
     structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)
     with use_abstract_mesh(get_abstract_mesh()):
         return jax.eval_shape(partial(_run, params), structs)
 
 
 def _unflatten(params, operands, outputs):
-    """Outputs of the primitive as what `_run` returns."""
+    """The flat outputs of the primitive, in the structure of what `_run` returns."""
     structure = jtu.tree_structure(_outputs(params, [jax.typeof(x) for x in operands]))
     return jtu.tree_unflatten(structure, outputs)
 
@@ -196,7 +201,8 @@ def _zero(primal):
 
 
 def _batch(primitive, vmapped, operands, axes, *, params):
-    # An operator that nothing is batched in may still speak of the axis by its name.
+    # Without a batched operand there is nothing to vmap over, unless the axis has a name: the
+    # operator may use it.
     if all(axis is None for axis in axes) and not isinstance(vmapped.name, str):
         outputs = primitive.bind(*operands, params=params)
         return outputs, [None] * len(outputs)
@@ -207,7 +213,7 @@ def _batch(primitive, vmapped, operands, axes, *, params):
 
 def _jvp(primitive, primals, tangents, *, params):
     with_weights = params._replace(weights=True)
-    # Numbers that `jax.jvp` was given reach this as they are.
+    # Python numbers among the arguments of `jax.jvp` arrive here unconverted.
     primals, tangents = (
         [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in values]
         for values in (primals, tangents)
@@ -226,7 +232,7 @@ def _jvp(primitive, primals, tangents, *, params):
         operands = (tuple(primals), moved, weights)
         values_t = jtu.tree_leaves(_push_forward(with_weights, moving, False, *operands))
         outputs_t[: len(values_t)] = values_t  # the value comes first among the outputs
-        # Asked for the weights: what is differentiated here is a derivative.
+        # If this call returns weights, it belongs to a derivative, which is differentiated again.
         if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
             weights_t = _push_forward(with_weights, moving, True, *operands)
             outputs_t[count:] = jtu.tree_leaves(weights_t)
@@ -246,7 +252,7 @@ def _define(name: str) -> Primitive:
     return primitive
 
 
-# One for each kind of thing that is estimated: all that differs is the name in a jaxpr.
+# One primitive for each quantity that is estimated: they differ only in their names in a jaxpr.
 trace_p = _define("trace")
 diagonal_p = _define("diagonal")
 summary_p = _define("summary")
@@ -265,7 +271,7 @@ def bind(
 
     **Arguments:**
 
-    - `primitive`: that of what is estimated, such as `trace_p`.
+    - `primitive`: the primitive of the quantity, such as `trace_p`.
     - `key`: a scalar random key, typed or raw.
     - `operator`: a checked operator, all of whose arrays are leaves.
     - `k`: the budget, already within bounds.
@@ -295,17 +301,18 @@ def bind(
 def with_rule(
     name: str, fn: Callable[..., Any], ruled: Callable[..., Any], batch: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A function that XLA is told how to partition, as a primitive: `custom_partitioning` knows
-    neither derivatives nor `vmap`.
+    """A function with a partitioning rule for XLA, as a primitive. (`custom_partitioning` by itself
+    supports neither derivatives nor `vmap`.)
 
     **Arguments:**
 
-    - `name`: the name in a jaxpr.
-    - `fn`: the function, of arrays, in ordinary JAX operations. It returns a tuple of arrays. Its
-        derivative is that of these operations.
-    - `ruled`: the same with the rule for its partitioning.
-    - `batch`: what it is under `vmap`: `batch(call, size, batched, *arrays)`, where batched arrays
-        have a leading axis of this size, as all results do, and `call` is the function returned.
+    - `name`: the name of the primitive in a jaxpr.
+    - `fn`: the function, written in ordinary JAX operations, which also give its derivative. It
+        takes arrays and returns a tuple of arrays.
+    - `ruled`: the same function with its partitioning rule.
+    - `batch`: the function under `vmap`, called as `batch(call, size, batched, *arrays)`. `call` is
+        the function that is returned here; batched arrays, and all results, have a leading axis of
+        length `size`.
 
     **Returns:**
 
@@ -315,7 +322,7 @@ def with_rule(
     primitive.multiple_results = True
 
     def call(*arrays):
-        # A `shard_map` over some axes of the mesh: rules are not told of the others.
+        # In a `shard_map` over some axes of the mesh, a rule does not learn of the other axes.
         kinds = set(jax.sharding.get_abstract_mesh().axis_types)
         if AxisType.Manual in kinds and len(kinds) > 1:
             return tuple(fn(*arrays))
@@ -347,7 +354,7 @@ def with_rule(
         if all(axis is None for axis in axes):
             outputs = primitive.bind(*arrays, inside=inside)
             return outputs, [None] * len(outputs)
-        if vmapped.spmd_name is not None:  # the axis is cut already: nothing is left to be ruled
+        if vmapped.spmd_name is not None:  # the batched axis is already cut over the devices
             options = {"axis_size": vmapped.size, "spmd_axis_name": vmapped.spmd_name}
             outputs = jax.vmap(fn, tuple(axes), 0, **options)(*arrays)
             return list(outputs), [0] * len(outputs)

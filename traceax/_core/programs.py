@@ -1,18 +1,18 @@
 """What identifies a compiled program: code and Python values, never an array.
 
 An estimate is compiled once for all operators that differ in their arrays only. So the arrays must
-be operands of the program, and everything else the key under which it is found again. Arrays that
-are leaves of an operator are easily told apart. Others hide:
+be operands of the program, and everything else is the key under which the program is found again.
+Arrays that are leaves of an operator are easy to find. Others are hidden:
 
-- in the constants of a jaxpr, and in those of the jaxprs inside it (a `jax.jit` function keeps the
-  concrete arrays that it closes over there). `Program` takes them out, at every depth, and
-  is given them back when it runs;
-- in Python functions: closures, defaults, globals, attributes. `closed_function`
-  makes jaxprs of those in lineax operators; what cannot be converted is compared cell by cell, and
-  an array inside by identity (see `holds`).
+- in the constants of a jaxpr, and of the jaxprs inside it (where a `jax.jit` function keeps the
+  concrete arrays that it closes over). A `Program` is a jaxpr without them, at every depth; they
+  are passed to it when it is evaluated;
+- in the closures, defaults, globals and attributes of Python functions. `closed_function` converts
+  the functions in lineax operators to jaxprs. Functions that cannot be converted are compared cell
+  by cell, and arrays in them by identity (see `holds`).
 
-Two keys are equal only if they stand for the same program. Where that cannot be seen they are
-different, and the price is one more compilation.
+Two keys are equal only if they stand for the same program. Where that cannot be seen the keys
+differ, which costs one more compilation.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ from jaxtyping import Array
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values that are static in a program are the same, for whatever can be made of
-    them. (Python finds 1, 1.0 and True equal; a traced program does not.)
+    """Whether a program cannot tell two static values apart. (In Python 1, 1.0 and True are equal,
+    but programs traced with them differ.)
     """
     if a is b:
         return True
@@ -49,13 +49,13 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, float):
-        return a.hex() == b.hex()  # NaN is itself, and 0.0 is not -0.0
+        return a.hex() == b.hex()  # NaN equals NaN, and 0.0 differs from -0.0
     if isinstance(a, complex):
         return same((a.real, a.imag), (b.real, b.imag))
     if isinstance(a, jtu.PyTreeDef):
         return a == b and same(_auxiliary(a), _auxiliary(b))
     if isinstance(a, jax.core.Trace) or type(a).__name__ in ("TraceTag", "Store", "EqualStore"):
-        return True  # of a trace that is over, and what it found out: no program depends on them
+        return True  # left over from a finished trace: no program depends on these
     parts = _parts(a)
     if parts is not None:
         return same(parts, _parts(b))
@@ -72,17 +72,19 @@ def _auxiliary(treedef: Any) -> list[Any]:
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:
-    """What a function that JAX or Equinox has made does and holds: all that its values depend on.
+    """The code and the contents of a function that JAX or Equinox has made, which together
+    determine its values; None for any other value.
 
-    The rule of a `jax.custom_jvp` in a jaxpr is such a function, made anew whenever it is traced,
-    around one that a user wrote. That one is compared by identity: what it holds may change.
+    The rule of a `jax.custom_jvp` in a jaxpr is such a function. It is made anew at every trace,
+    around a function that the user wrote. The user's function is compared by identity, because
+    what it holds may change.
     """
     if isinstance(value, FunctionType):
         if value.__module__.partition(".")[0] not in ("jax", "equinox"):
             return None
         names = value.__code__.co_freevars
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        if "cells" in names and "fn" in names:  # `fn` with its results kept
+        if "cells" in names and "fn" in names:  # a function that caches the results of `fn`
             cells = [cells[names.index("fn")]]
         return _Identity(value.__code__), cells, value.__defaults__, value.__kwdefaults__
     if isinstance(value, partial):
@@ -94,7 +96,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 
 @final
 class _Identity:
-    """A code object, equal to itself alone. (Python finds two equal that read alike.)"""
+    """A code object that equals only itself. (Python compares code objects by their contents.)"""
 
     __slots__ = ("value",)
 
@@ -111,9 +113,9 @@ class _Identity:
 def _same_jaxpr(a: Any, b: Any) -> bool:
     """Whether two jaxprs are the same up to the names of their variables.
 
-    Functions inside an operator are jaxprs (lineax and `traceax.curvature` convert closures),
-    traced anew for every operator that is made: compared by identity, an estimate in an ordinary
-    Python loop would be compiled again in every turn.
+    Functions in an operator are jaxprs (lineax and `traceax.curvature` convert closures), traced
+    anew for every operator that is made. If they were compared by identity, an estimate in a
+    Python loop would be compiled again in every iteration.
     """
     renamed: dict[Any, Any] = {}
 
@@ -150,8 +152,8 @@ def _same_jaxpr(a: Any, b: Any) -> bool:
 
 @final
 class Static:
-    """A leaf that is not an array (or the structure of all leaves), hashable, and equal to others
-    if it is the same.
+    """A leaf that is not an array, or the structure of all leaves: hashable, and compared by
+    `same`.
     """
 
     __slots__ = ("_hash", "value")
@@ -174,7 +176,7 @@ class Static:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether this is a jaxpr. (JAX has had two classes of them, and has one from 0.11 on.)"""
+    """Whether this is a jaxpr. (JAX had two classes of jaxprs, and has one from 0.11 on.)"""
     return hasattr(value, "eqns") and hasattr(value, "debug_info")
 
 
@@ -187,7 +189,7 @@ def _constants(jaxpr: Any) -> list[Any]:
 
 
 def _opened(jaxpr: Any) -> Any:
-    """The jaxpr without its constants: they are to be given in front of its arguments."""
+    """The jaxpr without its constants, which are then passed before its arguments."""
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(())
     return getattr(jaxpr, "jaxpr", jaxpr)
@@ -224,18 +226,18 @@ def _is_special(equation: Any) -> bool:
 
 @final
 class Program:
-    """A jaxpr without arrays: what `jax.make_jaxpr` returns, less the constants of it and of all
+    """A jaxpr without arrays: what `jax.make_jaxpr` returns, less its constants and those of all
     the jaxprs inside it.
 
-    Hashable, and equal to others by what it computes. JAX itself makes operands of the constants
-    in the bodies of its control flow; what is left are the arrays that a `jax.jit` function closes
-    over, in whatever it is called from.
+    Hashable; two programs are equal if they compute the same. JAX itself makes operands of the
+    constants in the bodies of its control flow. What is left are the arrays that a `jax.jit`
+    function closes over, wherever that function is called.
     """
 
     __slots__ = ("_hash", "jaxpr")
 
     def __init__(self, jaxpr: Any):
-        """Of a jaxpr; its constants are dropped, those in `take_constants` were taken."""
+        """From a jaxpr, whose constants are dropped. `take_constants` returns the inner ones."""
         opened = _opened(jaxpr)
         if any(map(_is_special, opened.eqns)):
             opened = opened.replace(eqns=[_without_constants(e) for e in opened.eqns])
@@ -250,7 +252,7 @@ class Program:
 
     @property
     def num_constants(self) -> int:
-        """The number of constants at all depths, those of the jaxpr itself not counted."""
+        """The number of constants of all the jaxprs inside, without those of the jaxpr itself."""
         return sum(p.num_constants + p.own for p in self._inner())
 
     def _inner(self) -> list["_Inner"]:
@@ -258,17 +260,17 @@ class Program:
         return [x for x in jtu.tree_leaves(programs) if isinstance(x, _Inner)]
 
     def evaluate(self, hidden: Sequence[Array], constants: Sequence[Array], *args: Array) -> list:
-        """Run it, in a trace.
+        """Evaluate the program, in a trace.
 
         **Arguments:**
 
         - `hidden`: the constants of the jaxprs inside, in the order of `take_constants`.
-        - `constants`: its own constants.
-        - `args`: its arguments.
+        - `constants`: the constants of the jaxpr itself.
+        - `args`: the arguments.
 
         **Returns:**
 
-        Its results.
+        The results.
         """
         jaxpr = self.jaxpr
         if not any(map(_has_inner, jaxpr.eqns)):
@@ -300,7 +302,7 @@ class Program:
 
 @final
 class _Inner:
-    """A program inside another: an equation has it in place of a jaxpr with constants."""
+    """A program inside another: it replaces a jaxpr with constants in an equation."""
 
     __slots__ = ("own", "program")
 
@@ -330,7 +332,7 @@ def _inner_or_same(value: Any) -> Any:
 
 
 def _without_constants(equation: Any) -> Any:
-    """The equation with a program in place of each of its jaxprs, if one of them has constants."""
+    """The equation; if one of its jaxprs has constants, with a program in place of each jaxpr."""
     if not _is_special(equation):
         return equation
     inner = {name: _inner_or_same(x) for name, x in _jaxprs_in(equation.params).items()}
@@ -344,7 +346,9 @@ def _has_inner(equation: Any) -> bool:
 
 
 def _bind_constants(inner: _Inner, hidden: list[Array]) -> Callable[..., list]:
-    """The function that a program inside another is, with its share of the constants."""
+    """An inner program as a function, with its constants, which are taken from the front of
+    `hidden`.
+    """
     shares = []
     for count in (inner.own, inner.num_constants):
         shares.append(hidden[:count])
@@ -354,7 +358,7 @@ def _bind_constants(inner: _Inner, hidden: list[Array]) -> Callable[..., list]:
 
 
 def take_constants(jaxpr: Any) -> list[Array]:
-    """The constants of all the jaxprs inside a jaxpr, in the order in which they are met."""
+    """The constants of all the jaxprs inside a jaxpr, in the order of its equations."""
     found: list[Array] = []
 
     def take(value):
@@ -370,8 +374,8 @@ def take_constants(jaxpr: Any) -> list[Array]:
     return found
 
 
-# How an equation is made again whose jaxprs are functions that have their constants: with the
-# function of `jax` that it was made by, which makes operands of them.
+# How to evaluate an equation whose jaxprs became functions with constants bound to them: call the
+# function of `jax` that such an equation comes from, which makes operands of the constants.
 
 
 def _call(equation, params, operands):
@@ -403,7 +407,8 @@ def _while(equation, params, operands):
 
 
 def _scan(equation, params, operands):
-    # Constants, then the carry, then what is scanned over (which has one more axis outside).
+    # The operands are constants, then the carry, then what is scanned over. Outside of the body the
+    # last of these have one more axis.
     inner = equation.params["jaxpr"].program.jaxpr
     variables = [*inner.constvars, *inner.invars][-len(operands) :]
     ndim = [len(x.aval.shape) for x in variables]
@@ -440,7 +445,7 @@ _EVALUATE: dict[str, Callable[..., Any]] = {
 
 @final
 class ClosedFunction(eqx.Module):
-    """A function that `equinox.filter_closure_convert` has made, as a program and its constants."""
+    """A function made by `equinox.filter_closure_convert`, as a program and its constants."""
 
     shell: Callable[..., Any]  # the converted function without its jaxpr and constants
     program: Program
@@ -448,7 +453,7 @@ class ClosedFunction(eqx.Module):
     constants: list[Array]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the function."""
+        """Call the function."""
         jaxpr, constants = self.program.jaxpr, self.constants
         if self.hidden:
             variables = [*jaxpr.constvars, *jaxpr.invars][len(constants) :]
@@ -469,12 +474,12 @@ def _is_none(value: Any) -> bool:
 
 
 def is_converted(node: Any) -> bool:
-    """Whether this is what `equinox.filter_closure_convert` makes of a function."""
+    """Whether this is a function made by `equinox.filter_closure_convert`."""
     return isinstance(node, eqx.Module) and is_jaxpr(getattr(node, "jaxpr", None))
 
 
 def closed_functions(tree: Any) -> Any:
-    """Every converted function in a PyTree as a `ClosedFunction`: its jaxpr is a leaf that may hold
+    """The PyTree with a `ClosedFunction` in place of every converted function, whose jaxpr may hold
     arrays.
     """
 
@@ -490,28 +495,29 @@ def closed_functions(tree: Any) -> Any:
 
 
 def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFunction:
-    """A function as a program and the arrays that it holds, wherever it does.
+    """A function as a program and all the arrays that the function holds.
 
     **Arguments:**
 
     - `function`: the function.
-    - `example`: what it is called with: arrays, or their structures.
+    - `example`: arguments to trace it with: arrays, or their structures.
     """
-    # Behind a function of its own: a conversion does not look into default arguments and globals.
+    # Equinox does not trace a function without a closure, so that arrays in its defaults or globals
+    # would be missed. This lambda has a closure.
     return closed_functions(eqx.filter_closure_convert(lambda *args: function(*args), *example))
 
 
-#: What a value holds where JAX does not see it.
+#: What `holds` finds in a value, where JAX does not look.
 NOTHING, ARRAYS, TRACERS = range(3)
 
-# Nothing in these is an array that a program depends on.
+# Types of objects that hold no array that a program depends on.
 _CODE = type, ModuleType, jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding
 _CODE = *_CODE, jax.core.Trace, np.dtype
 
-# Whoever holds more objects than this is taken to hold an array.
+# A value that holds more objects than this is assumed to hold an array.
 _FEW = 2000
 
-# Their functions do not depend on anybody's arrays.
+# Libraries whose functions hold no arrays of the user in their globals.
 _LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "scipy", "equinox", "lineax", "jaxtyping"})
 
 
@@ -520,10 +526,10 @@ def holds(value: Any, seen: set[int] | None = None) -> int:
 
     **Arguments:**
 
-    - `value`: anything. Of functions, what is looked at are closures, defaults, the globals that
-        they name, the object that they are methods of, what they wrap, and the attributes of
-        callable objects.
-    - `seen`: the objects that were looked at.
+    - `value`: anything. Functions are searched: their closures, their defaults, the globals that
+        they name, the object that they are methods of, and what they wrap. Of callable objects
+        the attributes are.
+    - `seen`: the identities of the objects that were searched before.
 
     **Returns:**
 

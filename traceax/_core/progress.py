@@ -1,4 +1,4 @@
-"""The progress of a long run on standard error: a tqdm bar if there is one, else a line."""
+"""The progress of a long run, on standard error: a bar if tqdm is installed, otherwise a line."""
 
 import sys
 from typing import Any
@@ -11,20 +11,20 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .control_flow import alone
 
-_bars: dict[tuple[int, ...], Any] = {}  # of the runs that are under way, by their keys
+_bars: dict[tuple[int, ...], Any] = {}  # one for each run under way, found by its random key
 
 
 def show(key: Any, most: Any, spent: Any, value: Any, error: Any, last: Any) -> None:
-    """Show how far a run is.
+    """Show how far a run has come.
 
     **Arguments:**
 
-    - `key`: its random key, as data.
-    - `most`: its budget.
-    - `spent`: the products so far.
+    - `key`: the random key of the run, as data.
+    - `most`: the budget of the run.
+    - `spent`: the number of products so far.
     - `value`: the estimate.
-    - `error`: its standard error.
-    - `last`: whether this is the end.
+    - `error`: the standard error of the estimate.
+    - `last`: whether the run ends here.
     """
     text = f"{complex(value):.8g}" if complex(value).imag else f"{complex(value).real:.8g}"
     text += f" +- {float(error):.2g}"
@@ -48,9 +48,9 @@ def show(key: Any, most: Any, spent: Any, value: Any, error: Any, last: Any) -> 
 def report(
     key: PRNGKeyArray, most: int, spent: Array, value: Array, error: Array, last: Array
 ) -> None:
-    """Show how far a run is, from inside of a computation; not under `vmap`.
+    """Show how far a run has come, from inside a computation. Under `vmap` this does nothing.
 
-    **Arguments:** as for `show`; the key is one.
+    **Arguments:** as for `show`, but `key` is a key rather than its data.
     """
 
     def call():
