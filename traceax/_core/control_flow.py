@@ -27,7 +27,7 @@ def _any_lane(axis_size, in_batched, flag):
 
 @custom_vmap
 def keep(done: Bool[Array, ""], old: Any, new: Any) -> Any:
-    """`old` in the lanes that are done, `new` in the others. (Outside of `vmap` it is `new`, because
+    """`old` in the lanes that are done, `new` in the others. (Outside of `vmap` it is `new`:
     callers get here only where something is left to do.)
     """
     del done, old

@@ -1,11 +1,10 @@
-"""Random numbers as `jax.random` makes them by default (complex ones to rounding), in one pass.
+"""The random numbers of `jax.random` with its default keys (complex ones to rounding), in one pass.
 
 For CPUs JAX writes the threefry hash (J. K. Salmon et al., *Parallel random numbers: as easy as 1,
 2, 3*, 2011, doi:10.1145/2063384.2063405) as a loop over its rounds, each of which reads and writes
-the whole block. Without the loop it is one elementwise expression of a counter: XLA fuses it with
-what is made of the numbers and cuts it over devices as any other. For 10^6 x 16 normal numbers on
-two cores 60 ms instead of 185, compiled in half of the time; 10^6 x 5 on the sphere 19 instead
-of 108, because here the vectors come first: a short last axis is not vectorised.
+the whole block. Unrolled, the hash is one elementwise expression of a counter: XLA fuses it with
+what is computed from the numbers, and cuts it over devices like any other. The number of the vector
+is the first axis, because XLA does not vectorise over a short last axis.
 """
 
 import math
@@ -22,8 +21,8 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 _WORDS = 2**32
 
-#: So many numbers are unpacked from words that are made again for each: beyond, that is dearer
-#: than JAX's loop, whose words are kept.
+#: Up to this many bits are unpacked from words in one fused expression, which computes a word again
+#: for each of its bits. For more bits JAX's loop is faster, which computes each word once.
 UNPACKED = 2**17
 
 
@@ -33,7 +32,7 @@ def _is_threefry(key: PRNGKeyArray) -> bool:
 
 
 def _threefry(key: PRNGKeyArray, counter: UInt[Array, "..."]) -> tuple[Array, Array]:
-    """The two words of the hash of a counter, whose other word is 0."""
+    """The two words of the hash of a counter, which is the low word; its high word is 0."""
     word = np.uint32
     k0, k1 = (jr.key_data(key)[i] for i in range(2))
     schedule = k0, k1, k0 ^ k1 ^ word(_PARITY)
@@ -48,7 +47,7 @@ def _threefry(key: PRNGKeyArray, counter: UInt[Array, "..."]) -> tuple[Array, Ar
 
 
 def _keys(key: PRNGKeyArray, counter: UInt[Array, "*shape"]) -> PRNGKeyArray:
-    """Keys from the hash of a counter, of new or old style as `key`."""
+    """Keys from the hash of a counter, typed or raw as `key` is."""
     data = jnp.stack(_threefry(key, counter), axis=-1)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return jr.wrap_key_data(data, impl=jr.key_impl(key))
@@ -73,15 +72,15 @@ def split(key: PRNGKeyArray, num: int = 2) -> PRNGKeyArray:
 
 @jax.jit
 def numbered(key: PRNGKeyArray, number: int | Int[Array, ""]) -> PRNGKeyArray:
-    """The key of one of a sequence whose length need not be known: blocks, rounds, pivots.
+    """The key of an item in a sequence of unknown length, such as blocks, rounds or pivots.
 
-    It differs from all the keys of `split`. (`jax.random.fold_in(key, j)` is the j-th of those:
-    whoever numbers with it what somebody else splits draws the same probes twice.)
+    It differs from all the keys of `split`. (`jax.random.fold_in(key, j)` is the j-th of those: a
+    function that folds the key, and another that splits it, would draw the same probes.)
 
     **Arguments:**
 
     - `key`: a JAX random key.
-    - `number`: a number from 0 to 2^31 - 1.
+    - `number`: the number of the item, from 0 to 2^31 - 1.
 
     **Returns:**
 
@@ -102,7 +101,7 @@ def bits(
     - `key`: a JAX random key.
     - `shape`: the shape of one vector.
     - `k`: the number of vectors.
-    - `width`: 32 or 64, of a word.
+    - `width`: the bits of a word, 32 or 64.
 
     **Returns:**
 
@@ -122,17 +121,18 @@ def bits(
 
 
 def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... k"]:
-    """Numbers 0 and 1, of one random bit each.
+    """Random numbers 0 and 1, from one bit each.
 
-    **Arguments:** as of `bits`.
+    **Arguments:** as for `bits`.
 
     **Returns:**
 
-    An array of unsigned integers of shape `(*shape, k)`: here the vectors are last, so that JAX's
-    words need no transpose.
+    An array of unsigned integers of shape `(*shape, k)`. Unlike elsewhere, the number of the vector
+    is the last axis, so that JAX's words need no transpose.
     """
     size = math.prod(shape)
-    # In rows of 32, where the shape has them: a leaf cut over devices stays where it is.
+    # A last axis that is a multiple of 32 is unpacked row by row, so that a leaf that is cut over
+    # devices stays on them. Other leaves are unpacked as one long row.
     *outer, last = shape if shape and shape[-1] % 32 == 0 else (size,)
     rows = (*outer, -(-last // 32))
     few = size * k <= UNPACKED
@@ -152,7 +152,7 @@ def uniform(
 ) -> Float[Array, "k ..."]:
     """Uniform numbers: those of `jax.random.uniform(key, (*shape, k))`, with the last axis first.
 
-    **Arguments:** as of `bits`, and
+    **Arguments:** as for `bits`, and
 
     - `dtype`: float32 or float64.
     - `lowest`, `highest`: the ends of the interval.
@@ -175,7 +175,7 @@ def normal(
 ) -> Inexact[Array, "k ..."]:
     """Normal numbers: those of `jax.random.normal(key, (*shape, k))`, with the last axis first.
 
-    **Arguments:** as of `bits`, and
+    **Arguments:** as for `bits`, and
 
     - `dtype`: a floating or complex dtype. Numbers of less than 32 bits are rounded.
 

@@ -17,7 +17,7 @@ from .random import normal, ones, split, uniform
 
 
 def _canonical(dtype: DTypeLike | None) -> Any:
-    # The scalar type, not the dtype: NumPy finds `np.dtype("float64") == None` true, so that
+    # The scalar type rather than the dtype: in NumPy `np.dtype("float64") == None` is true, so that
     # samplers with and without a dtype would be equal as keys of a compilation cache.
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype).type
 
@@ -33,8 +33,8 @@ class AbstractSampler(eqx.Module):
 
     dtype: AbstractVar[np.dtype | None]
 
-    #: Whether `U omega` has the distribution of `omega` for every unitary `U`. Only then may a
-    #: residual probe be renormalised ("resphered") without a bias.
+    #: Whether `U omega` has the distribution of `omega` for every unitary `U`. Only then can a
+    #: residual probe be renormalised ("resphered") without bias.
     rotation_invariant: AbstractClassVar[bool]
 
     @abc.abstractmethod
@@ -58,8 +58,8 @@ class AbstractSampler(eqx.Module):
         - `key`: a JAX random key.
         - `n`: the size of one probe.
         - `k`: the number of probes.
-        - `dtype`: the dtype of the probes, where the sampler was not made with one of its own.
-            Estimators pass the operator's. By default the default floating dtype.
+        - `dtype`: the dtype of the probes, unless the sampler was made with a dtype. Estimators
+            pass the operator's. By default JAX's default floating dtype.
 
         **Returns:**
 
@@ -78,7 +78,7 @@ class AbstractSampler(eqx.Module):
     def _default_dtype(self) -> DTypeLike: ...
 
     def probes(self, key: PRNGKeyArray, n: int, k: int, dtype: np.dtype) -> Inexact[Array, "n k"]:
-        """Draw probes in exactly the (working) dtype of an operator.
+        """Draw probes and convert them to the (working) dtype of an operator.
 
         **Arguments:** as for calling the sampler.
 
@@ -91,8 +91,8 @@ class AbstractSampler(eqx.Module):
     def probes_by_leaf(
         self, key: PRNGKeyArray, shapes: Sequence[tuple[int, ...]], k: int, dtype: np.dtype
     ) -> list[Inexact[Array, "*shape k"]]:
-        """Draw probes leaf by leaf: blocks of rows, independent of each other, that make up probes
-        of all sizes together. They too have `E[omega omega^H] = I`.
+        """Draw probes leaf by leaf: independent blocks of rows, which together make up `k` whole
+        probes. These too have `E[omega omega^H] = I`.
 
         **Arguments:**
 
@@ -103,7 +103,8 @@ class AbstractSampler(eqx.Module):
 
         **Returns:**
 
-        A list of arrays of shape `(*shape, k)`, with the numbers of `probes(key, size, k, dtype)`.
+        A list of arrays of shape `(*shape, k)`. A single leaf has the numbers that
+        `probes(key, size, k, dtype)` returns.
         """
         keys = [key] if len(shapes) == 1 else split(key, len(shapes))
         own = np.dtype(dtype if self.dtype is None else self.dtype)
@@ -113,20 +114,20 @@ class AbstractSampler(eqx.Module):
     def _draw(
         self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
     ) -> Shaped[Array, "*shape k"]:
-        """Probes in the shape of a leaf. A sampler that draws its numbers in that shape (rather
-        than in one long axis) leaves a leaf that is cut along any axis on its devices.
+        """Probes in the shape of a leaf. If a sampler draws its numbers in that shape, rather than
+        along one long axis, then a leaf that is cut along any of its axes stays on its devices.
         """
         return self._sample(key, math.prod(shape), k, dtype).reshape(*shape, k)
 
     def respheres(self, improved: bool | None, dtype: np.dtype) -> bool:
         """Whether residual probes are renormalised for an operator of this dtype.
 
-        Only if the distribution is invariant under the unitary group of the operator's field: real
-        Gaussian vectors are not invariant under complex rotations.
+        This requires a distribution that is invariant under the unitary group of the operator's
+        field: real Gaussian vectors are not invariant under complex rotations.
 
         **Arguments:**
 
-        - `improved`: the wish of the user; None for "wherever it is unbiased".
+        - `improved`: the user's argument; None renormalises wherever that is unbiased.
         - `dtype`: the (working) dtype of the operator.
 
         **Returns:**
@@ -142,7 +143,8 @@ class AbstractSampler(eqx.Module):
 
         **Raises:**
 
-        - `ValueError`: for `improved=True` with such a sampler, or an `improved` that is no bool.
+        - `ValueError`: for `improved=True` with such probes, or an `improved` that is neither a
+            bool nor None.
         """
         if improved not in (None, True, False):
             raise ValueError(f"improved must be True, False or None, got {improved!r}.")
@@ -158,8 +160,8 @@ class AbstractSampler(eqx.Module):
 
         **Raises:**
 
-        - `ValueError`: for complex probes of a real operator; for `improved=True` with real
-            probes of a complex one.
+        - `ValueError`: for complex probes with a real operator; for `improved=True` with real
+            probes and a complex operator.
         """
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         own = np.dtype(dtype if self.dtype is None else self.dtype)
@@ -251,7 +253,7 @@ class SphereSampler(_ShapedSampler):
         vectors = normal(key, shape, k, dtype)
         square = (vectors * jnp.conj(vectors)).real
         norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(1, vectors.ndim)), keepdims=True))
-        # One scale a vector (rather than a division of the block) leaves XLA one fused pass.
+        # A factor for each vector, rather than a division of the block: XLA then fuses one pass.
         scale = math.sqrt(math.prod(shape)) / norm
         return vectors * scale.astype(dtype)
 
@@ -264,7 +266,8 @@ class RademacherSampler(_ShapedSampler):
     r"""Probes with independent entries $\pm 1$, each with probability one half.
 
     Not rotation invariant. For Hutchinson's estimator these have the least variance of all real
-    probes: the diagonal of the operator adds none. Cost: `n k` random bits.
+    probes with independent entries, because the diagonal of the operator adds no variance. Cost:
+    `n k` random bits.
     """
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
@@ -294,11 +297,12 @@ RademacherSampler.__init__.__doc__ = """**Arguments:**
 
 @final
 class SteinhausSampler(_ShapedSampler):
-    r"""Probes with independent entries $e^{i\theta}$, $\theta$ uniform: the unit circle's
-    counterpart of Rademacher signs, for complex operators.
+    r"""Probes with independent entries $e^{i\theta}$, $\theta$ uniform: the complex counterpart of
+    Rademacher signs.
 
-    Not rotation invariant. For a complex Hermitian operator its Hutchinson estimate has half the
-    variance of the one with Rademacher probes. Cost: `n k` uniform numbers.
+    Not rotation invariant. For a Hermitian operator a sample $z^H A z$ has the variance
+    $\sum_{i \ne j} |A_{ij}|^2$. With Rademacher probes it is $2 \sum_{i \ne j} (\Re A_{ij})^2$:
+    twice as much if the entries are real. Cost: `n k` uniform numbers.
     """
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
