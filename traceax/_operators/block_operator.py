@@ -35,7 +35,7 @@ def is_tagged(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> b
 
 
 def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
-    """1 if the operator is tagged positive semidefinite, -1 if negative, 0 if neither."""
+    """1 if the operator is tagged positive semidefinite, -1 if tagged negative, 0 if neither."""
     if is_tagged(lx.is_positive_semidefinite, operator):
         return 1
     return -1 if is_tagged(lx.is_negative_semidefinite, operator) else 0
@@ -80,8 +80,8 @@ def _leaf_dtypes(operator: lx.AbstractLinearOperator) -> list[np.dtype]:
 
 
 def as_operator(operator: Any) -> lx.AbstractLinearOperator:
-    """Check that `operator` is a square lineax operator over one field, and return it with every
-    array that it depends on a leaf (see `hoist_closures`).
+    """Check that `operator` is a square lineax operator over one field. Return it with every array
+    that it depends on as a leaf, see `hoist_closures`.
 
     **Raises:**
 
@@ -127,13 +127,14 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """Make every array that the operator depends on a leaf of it.
+    """The operator with every array that it depends on as a leaf.
 
     NumPy arrays become JAX arrays, and so do the Python numbers that an operator is multiplied
-    with. Functions are converted to jaxprs where they still hold arrays (an operator made with
-    `closure_convert=False`, or of a function that uses a global array). In the operator's own
-    function a tracer would be invisible to the primitive's transformation rules: where it is some
-    class's that lineax does not know, what is left of the operator are its products and its tags.
+    with. Functions that still hold arrays (in an operator made with `closure_convert=False`, or of
+    a function that uses a global array) are converted to jaxprs: a tracer inside a function would
+    be invisible to the primitive's transformation rules. Where a function in an operator of
+    somebody else's class holds a tracer, that operator is replaced by one that has only its product
+    and its tags.
     """
 
     def convert(node):
@@ -173,20 +174,20 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
 
 
 def _holds_arrays(function: Callable[..., Any]) -> bool:
-    """Whether a function holds arrays that are no leaves of it. (Those of a jaxpr are taken out
-    by `closed_functions`.)
+    """Whether a function holds arrays that are not its leaves. (A converted function does not
+    count: `closed_functions` takes the arrays out of its jaxpr.)
     """
     return not is_converted(function) and holds(function) != NOTHING
 
 
 def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
-    """A multiple or quotient, tagged semidefinite where the sign of its scalar is known now: inside
-    a program it is not.
+    """A multiple or quotient, tagged semidefinite where the sign of the scalar is known. It must be
+    read here: inside a program the scalar is traced.
     """
     multiple, sign = kind(operator, jnp.asarray(scalar)), semidefinite_sign(operator)
     if sign == 0 or isinstance(scalar, jax.core.Tracer):
         return multiple
-    number = complex(np.asarray(scalar))  # with NumPy: JAX would trace this in a program
+    number = complex(np.asarray(scalar))  # NumPy, because under a trace JAX would return a tracer
     if number.imag != 0 or number.real == 0:
         return multiple
     positive = (number.real > 0) == (sign > 0)
@@ -199,7 +200,7 @@ def _operator_of(function: Callable[..., Any], structure: PyTree, tags: frozense
 
 
 def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
-    """What a user's class says of itself, as tags."""
+    """The tags for what a user's class says of itself."""
     checks = {
         lx.symmetric_tag: lx.is_symmetric,
         lx.diagonal_tag: lx.is_diagonal,
@@ -215,19 +216,20 @@ def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
 class BlockOperator:
     """A square operator as the estimators see it: `n`, a working dtype, and block products.
 
-    Products run in the operator's own dtypes; everything else in `dtype`, the widest of them but
-    never less than float32.
+    Products run in the operator's own dtypes, everything else in `dtype`: the widest of the
+    operator's dtypes, but at least float32.
 
     **Attributes:**
 
     - `operator`: the lineax operator.
     - `n`: its size.
     - `dtype`: the working dtype, of probes, products and estimates.
-    - `eps`: the relative precision of a product (that of the narrowest array, say bfloat16).
+    - `eps`: the relative precision of a product: that of the operator's narrowest dtype, which may
+        be bfloat16.
 
-    Products are made in batches: of as many vectors as `in_batches` says, or as make 2^27 numbers,
-    but no more than 64 if the operator calls functions. (A matrix is multiplied at once, which
-    takes no more memory.)
+    The width of a product is what `in_batches` says. Otherwise a block has at most 2^27 numbers,
+    and at most 64 vectors if the operator calls functions. A stored matrix multiplies all vectors
+    at once, which takes no more memory.
     """
 
     def __init__(self, operator: lx.AbstractLinearOperator):
@@ -240,8 +242,8 @@ class BlockOperator:
         self.eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
 
     def linearised(self) -> "BlockOperator":
-        """The same operator, with the work shared by all products (a Jacobian's primal pass)
-        done once.
+        """The same operator, with the work that all products share done once: for a Jacobian, the
+        primal pass.
         """
         try:
             return BlockOperator(lx.linearise(self.operator))
@@ -255,7 +257,7 @@ class BlockOperator:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of their entries."""
+        """The sizes of the leaves of the input structure."""
         return [math.prod(shape) for shape in self.shapes]
 
     def leaves(self, rows: Inexact[Array, "n ..."]) -> list[Inexact[Array, "size ..."]]:
@@ -264,7 +266,7 @@ class BlockOperator:
 
     @staticmethod
     def join(blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, "n m"]:
-        """The block of the rows of all leaves."""
+        """The blocks of all leaves, joined to one block of n rows."""
         rows = [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in blocks]
         return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
 
@@ -275,9 +277,9 @@ class BlockOperator:
         return by_columns(self._products_of_rows, self._width([block]), [block])[0]
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
-        """The product `A @ block`, both as blocks that belong to a leaf each: nothing as long as
-        all of them is ever made. A block may have the axes of its leaf, or one of that size; the
-        products have the same.
+        """The product `A @ block`, where both the factor and the product are a list with one block
+        for each leaf: no array with all n rows is made. A block may have the axes of its leaf, or
+        one axis of the size of the leaf; its product has the same.
         """
         return by_columns(self._products, self._width(blocks), list(blocks))
 
@@ -297,14 +299,14 @@ class BlockOperator:
             products = jax.vmap(operator.mv, in_axes=-1, out_axes=-1)(vectors)
         leaves = [x.astype(self.dtype) for x in jtu.tree_leaves(products)]
         if [math.prod(x.shape[:-1]) for x in leaves] != self.sizes:
-            # The leaves of the output are cut in another way than those of the input.
+            # The leaves of the output have other sizes than those of the input.
             leaves = self.leaves(self.join(leaves))
         return [x.reshape(block.shape) for x, block in zip(leaves, blocks, strict=True)]
 
     def _products_of_rows(self, blocks: list[Inexact[Array, "n m"]]) -> list[Array]:
-        """The product with one block. For leaves that are matrices (the weights of a network):
-        their products have the vectors first, and one transpose of the block costs less than one
-        of each leaf (a Hessian of size 10^6, m = 10: 80 ms instead of 106).
+        """The product with one block, for leaves that are matrices, such as the weights of a
+        network. With the vectors as the first axis, one transpose of the whole block takes less
+        time than a transpose of each leaf.
         """
 
         def product(vector):
@@ -316,7 +318,7 @@ class BlockOperator:
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
         """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs.
 
-        An operator that has a method `quadratic_form` is asked for them directly.
+        If the operator has a method `quadratic_form`, that computes them.
         """
         form, blocks = self._form(), list(blocks)
         if form is None:
@@ -331,7 +333,7 @@ class BlockOperator:
     def forms(
         self, left: list[Inexact[Array, "*leaf m"]], right: list[Inexact[Array, "*leaf m"]]
     ) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A u_i`: `m` matvecs. Not more products than a batch are ever held."""
+        """The numbers `v_i^H A u_i`: `m` matvecs. Only one width of products is held at a time."""
 
         def forms(left, right):
             dots = [
@@ -344,7 +346,7 @@ class BlockOperator:
 
     @property
     def has_forms(self) -> bool:
-        """Whether the operator computes `v^H A v` in another way than from its products."""
+        """Whether the operator has a method of its own for `v^H A v`."""
         return self._form() is not None
 
     def _form(self) -> Callable[..., Any] | None:
@@ -371,7 +373,7 @@ class BlockOperator:
         return jtu.tree_unflatten(treedef, vectors)
 
     def adjoint_mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
-        """The product `A^H @ block`: `m` matvecs with A itself where A is Hermitian."""
+        """The product `A^H @ block`: `m` matvecs, with A itself if A is Hermitian."""
         if is_hermitian(self.operator):
             return self.mm(block)
         # A^H x = conj(A^T conj(x))
@@ -399,7 +401,7 @@ def split_rows(
 def unflatten(
     structure: PyTree, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]
 ) -> PyTree[Inexact[Array, "..."]]:
-    """A vector, whole or leaf by leaf, as a PyTree of this structure, in its own dtype."""
+    """A vector, whole or leaf by leaf, as a PyTree of this structure. The dtype stays."""
     leaves, treedef = jtu.tree_flatten(structure)
     whole = not isinstance(vector, list | tuple)
     parts = split_rows(structure, jnp.asarray(vector)) if whole else vector

@@ -1,17 +1,17 @@
-r"""The operator under `traceax.curvature`, and the checks in front of it.
+r"""The operator behind `traceax.curvature`, and the checks of its arguments.
 
-With `inner` from parameters to outputs, J its Jacobian, `outer` from outputs to a scalar and H its
-Hessian, a product is
+Let `inner` map parameters to outputs, with the Jacobian J, and `outer` outputs to a scalar, with
+the Hessian H. A product is
 
     A v = J^T H J v,
 
 forward-over-reverse. Everything that does not depend on v is computed once for all products.
 
-A quadratic form needs no product, and no reverse pass: with u = J v,
+A quadratic form needs no product and no reverse pass. With u = J v it is
 
     v^T A v = u^T H u = d^2/dt^2 outer(inner + t u) at t = 0,
 
-forward-over-forward, in about half the time and with the memory of v and of the activations.
+forward-over-forward, in about half the time, and in the memory of v and of the activations.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,16 @@ from jaxtyping import Array, Inexact, PyTree
 
 @final
 class CurvatureOperator(lx.AbstractLinearOperator):
-    """The mean over batches of a product with a curvature matrix; made by the functions of
-    `traceax.curvature`.
-    """
+    """A curvature matrix, averaged over batches. The functions of `traceax.curvature` make it."""
 
     product: Callable[..., Any]  # (params, (index, batch), vector) -> A vector, closure-converted
-    form: Callable[..., Any] | None  # the same for the number v^T A v; None: from the product
+    form: Callable[..., Any] | None  # the same for the number v^T A v; None: `product` gives it
     params: PyTree[Inexact[Array, "..."]]
-    batches: PyTree[Array]  # None: a single one, inside `product`
+    batches: PyTree[Array]  # None: the data are inside `product`
     tags: frozenset[object] = eqx.field(static=True)
 
     def mv(self, vector: PyTree[Inexact[Array, "..."]]) -> PyTree[Inexact[Array, "..."]]:
-        """The product with a vector of the structure of the parameters.
+        """The product with a vector.
 
         **Arguments:**
 
@@ -75,7 +73,7 @@ class CurvatureOperator(lx.AbstractLinearOperator):
             return fn(self.params, (jnp.asarray(0), None), vector)
         count = jtu.tree_leaves(self.batches)[0].shape[0]
 
-        # In reverse mode each batch is gone through again, rather than all of them kept.
+        # Reverse mode evaluates a batch again, rather than keeping the activations of all batches.
         @jax.checkpoint
         def one_batch(indexed):
             return fn(self.params, indexed, vector)
@@ -93,7 +91,7 @@ class CurvatureOperator(lx.AbstractLinearOperator):
         return lx.FunctionLinearOperator(self.mv, self.in_structure(), self.tags)
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
-        """The dense matrix, from `n` products."""
+        """The dense matrix, by `n` products."""
         return self._function().as_matrix()
 
     def transpose(self) -> "CurvatureOperator":
@@ -112,7 +110,7 @@ class CurvatureOperator(lx.AbstractLinearOperator):
 @lx.linearise.register(CurvatureOperator)
 def _(operator):
     if operator.batches is not None:
-        return operator  # keeping the linearisation of every batch would keep all of their memory
+        return operator  # a linearisation would hold the activations of all batches
     structure = operator.in_structure()
     origin = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structure)
     _, linear = jax.linearize(operator.mv, origin)
@@ -159,7 +157,7 @@ for _check in (
 
 
 def split_params(params: Any) -> tuple[Any, Any]:
-    """The parameters to differentiate (the rest is None), and the rest."""
+    """The parameters to differentiate, and the others: two PyTrees, each with None elsewhere."""
     params = jtu.tree_map(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, params
     )
@@ -232,8 +230,9 @@ def make_curvature(
     batches: Any,
     *tags: object,
 ) -> CurvatureOperator:
-    """The operator v -> J^T H_L J v with J of `inner(index, params, *data)` in the parameters and
-    H_L of `outer(outputs, *data)` in the outputs.
+    """The operator v -> J^T H_L J v, where J is the Jacobian of `inner(index, params, *data)` with
+    respect to the parameters, and H_L the Hessian of `outer(outputs, *data)` with respect to the
+    outputs.
     """
     moving, constant = split_params(params)
     batches = _check_batches(batches)

@@ -1,8 +1,8 @@
-"""What is known of an operator without a product, from what it is written with: stored entries, the
-diagonal part of a sum such as K + s I, and scaling by it.
+"""What is known of an operator without a product, from the way it is written: stored entries, the
+diagonal part of a sum such as K + s I, and the scaling by that part.
 
-Sums, multiples and tags are taken apart in one way, by `_fold`; what differs is what is made of the
-parts.
+All functions here take sums, multiples and tags apart by `_fold`. They differ in what they compute
+from the parts.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from .width import STORED, batch_size_of, in_batches
 
 _T = TypeVar("_T")
 
-# Operators all of whose entries are stored, in the order of the rows of a block.
+# Operators whose `as_matrix` needs no product and has its rows in the order of those of a block.
 _STORED_WHOLE = (
     lx.MatrixLinearOperator,
     lx.DiagonalLinearOperator,
@@ -41,16 +41,16 @@ def _fold(
     times: Callable[[Any, Array, _T], _T],
     tagged: Callable[[Any, _T], _T],
 ) -> _T:
-    """What is made of an operator from what is made of its parts.
+    """Compute a value for an operator from the values for its parts.
 
     **Arguments:**
 
     - `operator`: the operator.
-    - `leaf`: what is made of an operator without parts: no sum, multiple or tagged one.
-    - `add`: what is made of a sum, from that of its two terms.
-    - `times`: what is made of a multiple, quotient or negation, from its factor and that of what is
-        multiplied.
-    - `tagged`: what is made of a tagged operator, from that of the one inside.
+    - `leaf`: the value for an operator without parts: no sum, multiple or tagged operator.
+    - `add`: the value for a sum, from the values for its two terms.
+    - `times`: the value for a multiple, quotient or negation, from its factor and the value for the
+        operator that is multiplied.
+    - `tagged`: the value for a tagged operator, from the value for the operator inside.
     """
     again: Any = partial(_fold, leaf=leaf, add=add, times=times, tagged=tagged)
     if isinstance(operator, lx.TaggedLinearOperator):
@@ -72,14 +72,14 @@ def _fold(
 class Terms(NamedTuple):
     """A = diag(shift) + (the rest)."""
 
-    shift: Inexact[Array, " n"] | None  # None if no diagonal part is written down
+    shift: Inexact[Array, " n"] | None  # None if A has no stored diagonal part
     has_rest: bool
-    semidefinite: bool  # the rest is tagged semidefinite, part by part
-    sign: Real[Array, ""]  # 1 if it is positive then, as factors tell that may be traced
+    semidefinite: bool  # whether every part of the rest is tagged semidefinite
+    sign: Real[Array, ""]  # if so, 1 for positive, -1 for negative (factors may be traced)
 
     @property
     def positive(self) -> Bool[Array, ""]:
-        """Whether the rest is positive semidefinite, as far as is written down."""
+        """Whether tags and factors say that the rest is positive semidefinite."""
         return jnp.asarray(self.semidefinite) & (self.sign > 0)
 
 
@@ -88,11 +88,11 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
 
     **Arguments:**
 
-    - `operator`: the operator, of which sums, multiples and tags are taken apart.
+    - `operator`: the operator, whose sums, multiples and tags are taken apart.
 
     **Returns:**
 
-    The `Terms`. No product is spent.
+    The `Terms`. This takes no product.
     """
 
     def leaf(operator):
@@ -128,23 +128,23 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
 
 
 def is_shifted_down(operator: Any) -> bool:
-    """Whether a diagonal part that is not positive is written down, as in K - s I: such a sum may
-    be indefinite, whatever the tag of K says. False where that is traced, or no operator.
+    """Whether the operator has a stored diagonal part that is not positive, as in K - s I. Such a
+    sum may be indefinite even if K is tagged semidefinite. False if the diagonal part is traced.
 
     **Arguments:**
 
-    - `operator`: the operator, or what a user took for one.
+    - `operator`: the operator. The answer is False for anything else that a user passes.
     """
     if not isinstance(operator, lx.AbstractLinearOperator):
         return False
-    with jax.ensure_compile_time_eval():  # what is known is read inside of a program, too
+    with jax.ensure_compile_time_eval():  # concrete numbers are read under a trace, too
         shift = terms_of(operator).shift
     known = shift is not None and not isinstance(shift, jax.core.Tracer)
     return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
 
 
 def _stored(operator: Any, read: Callable[[Any], Array | None]) -> Array | None:
-    """The sum of what can be read of all parts, or None."""
+    """The sum over all parts of what `read` returns for them, or None if it is None for a part."""
 
     def add(operator, first, second):
         if first is None or second is None:
@@ -203,8 +203,8 @@ def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] 
 
 
 def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
-    """The matrix of an operator, and the number of products that it takes: none where the entries
-    are stored, n otherwise.
+    """The matrix of an operator, and the number of products that it takes: 0 if the entries are
+    stored, n otherwise.
 
     **Arguments:**
 
@@ -217,21 +217,23 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 
 
 class Scaling(NamedTuple):
-    """D up to its unit, which the first products decide."""
+    """The scaling D of `_sketch.low_rank`, as a unit and as numbers relative to it. Where the unit
+    is not known, the first products determine it.
+    """
 
-    relative: Real[Array, " n"]  # the roots of D / unit
-    unit: Real[Array, ""]  # the known unit, if it is known
-    usable: Bool[Array, ""]  # whether it is
+    relative: Real[Array, " n"]  # (D / unit)^(1/2)
+    unit: Real[Array, ""]  # the unit, if it is known, otherwise 1
+    usable: Bool[Array, ""]  # whether the unit is known
 
     def fixed(self, products: Array, eps: float) -> tuple[Real[Array, ""], Bool[Array, ""]]:
-        """The unit, and whether s = 1 is known: not if the shift is lost in the rounding."""
+        """The unit, and whether s = 1 is known. It is not if rounding errors hide the shift."""
         scale = scale_of(products)
         known = self.usable & (self.unit > eps * scale)
         return jnp.where(known, self.unit, scale), known
 
 
 def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
-    """The scaling by the diagonal part of A; by a scalar where it has none, or not a positive one.
+    """The scaling by the diagonal part of A, or by a scalar if A has no positive diagonal part.
 
     **Arguments:**
 
@@ -251,10 +253,10 @@ def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
 
 
 class KnownParts(NamedTuple):
-    """`tr(A) = exact + scale tr(rest)`, or the same of diagonals; `rest=None` if nothing is left.
+    """`tr(A) = exact + scale tr(rest)`, or the same for diagonals; `rest=None` if nothing is left.
 
-    `exact` and `scale` are differentiable and of the working dtype; `has_exact` tells (statically)
-    whether anything was split off, and `status` whether what that was read from is finite.
+    `exact` and `scale` are differentiable and of the working dtype. `has_exact` says (statically)
+    whether anything was split off, and `status` whether the parts that were split off are finite.
     """
 
     exact: Inexact[Array, "..."]
@@ -266,8 +268,8 @@ class KnownParts(NamedTuple):
 
 
 def _banded_diagonal(operator: lx.AbstractLinearOperator, width: int) -> tuple[Array, int]:
-    # Rows i and j with the same colour i = j (mod width) do not meet in a (tri)diagonal matrix, so
-    # that (A e_c)_i = A_ii for the indicator e_c of the colour of i.
+    # Give the index i the colour i mod width. In a (tri)diagonal matrix a row has no two nonzero
+    # columns of the same colour, so that (A e_c)_i = A_ii for the indicator e_c of i's colour c.
     block = BlockOperator(operator)
     colours = min(width, block.n)
     indicator = (jnp.arange(block.n)[:, None] % colours) == jnp.arange(colours)[None, :]
@@ -276,7 +278,9 @@ def _banded_diagonal(operator: lx.AbstractLinearOperator, width: int) -> tuple[A
 
 
 class _Known(NamedTuple):
-    """A trace (or diagonal), the number of products it took, and whether all entries are finite."""
+    """A trace (or diagonal), the number of products it took, and a status: whether all entries of
+    the operator are finite.
+    """
 
     exact: Inexact[Array, "..."]
     num_matvecs: int
@@ -284,15 +288,18 @@ class _Known(NamedTuple):
 
 
 def _known(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> _Known | None:
-    """What is known of an operator, or None if that is not cheap."""
+    """The trace (or diagonal) of an operator, or None if its structure does not give it.
+
+    With `paid`, it may take a few products.
+    """
     dtype = BlockOperator(operator).dtype
     n = operator.in_size()
-    if is_tagged(lx.has_unit_diagonal, operator):  # the identity among them
+    if is_tagged(lx.has_unit_diagonal, operator):  # this includes the identity
         return _Known(jnp.ones(n, dtype) if diagonal else jnp.asarray(n, dtype), 0, status_of())
     entries, spent, status = stored_diagonal(operator), 0, status_of()
     if entries is not None:
-        # A product would show NaN off the diagonal, too. Looking at all entries costs as much as
-        # one product.
+        # A product would reveal a NaN off the diagonal, so this looks at all entries, too. It costs
+        # as much as one product.
         status = status_of(*jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)))
     elif not paid:
         return None
@@ -308,16 +315,16 @@ def _known(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> _
 def split_known_parts(
     operator: lx.AbstractLinearOperator, budget: int, cost_of_rest: int, diagonal: bool = False
 ) -> KnownParts:
-    """Split off what is exact: stored, diagonal, tridiagonal, identity and unit-diagonal parts of
-    sums, multiples, quotients and negations.
+    """Split off the parts whose trace or diagonal is known exactly: stored, diagonal, tridiagonal,
+    identity and unit-diagonal parts of sums, multiples, quotients and negations.
 
     **Arguments:**
 
     - `operator`: the operator.
-    - `budget`: the number of matvecs there is.
-    - `cost_of_rest`: how many of them must remain if anything is left over. A diagonal that is
-        known by its tag only takes products to read (one, or three if tridiagonal): it is split
-        off where they can be paid.
+    - `budget`: the budget of matvecs.
+    - `cost_of_rest`: how many matvecs must remain if the split leaves a rest. To read a part that
+        is only tagged takes one product if it is diagonal, and three if it is tridiagonal: such
+        parts are split off where the budget allows for it.
     - `diagonal`: whether `exact` should be the diagonal rather than the trace.
 
     **Returns:**
@@ -334,8 +341,8 @@ def _split_known_parts(
 ) -> KnownParts:
     """`split_known_parts`, with or without parts that take products.
 
-    A factor in front of everything is taken out too, so that the tags of what it multiplies
-    still count: the sign of a traced factor is unknown, hence `c K` is not tagged semidefinite.
+    A factor in front of everything is taken out, too, for the sake of the tags of what it
+    multiplies: if c is traced, its sign is unknown and `c K` is not tagged semidefinite, but K is.
     """
 
     def whole(operator):
@@ -344,7 +351,7 @@ def _split_known_parts(
         return KnownParts(nothing, 0, jnp.ones((), dtype), operator, False, status_of())
 
     def or_known(operator, parts):
-        """All of it, where what is left is known as a whole."""
+        """These parts, or only an exact one if the whole operator is known."""
         known = None if parts.rest is None else _known(operator, paid, diagonal)
         if known is None:
             return parts
@@ -363,7 +370,7 @@ def _split_known_parts(
         if len(left) < 2:
             scale, rest = (left[0].scale.astype(dtype), left[0].rest) if left else (one, None)
             return or_known(operator, KnownParts(exact, spent, scale, rest, True, status))
-        # A part with nothing exact in it stays as it was written, for the sake of its tags.
+        # A term without an exact part stays as it was written, and so keeps its tags.
         terms = operator.operator1, operator.operator2
         first, second = (
             part.rest * part.scale if part.has_exact else term
@@ -376,8 +383,9 @@ def _split_known_parts(
         return or_known(operator, part._replace(exact=exact * factor, scale=scale * factor))
 
     def tagged(operator, inner):
-        # The tags belong to the whole, not to what is left of it. (On Gaussian-process kernels
-        # XTrace on K alone beats XNysTrace on K + s I, whose flat tail it cannot compress.)
+        # The tags belong to the whole operator, not to what is left of it. (On Gaussian-process
+        # kernels XTrace of K, without the tags, still beats XNysTrace of K + s I, whose flat tail no
+        # low-rank part captures.)
         if not inner.has_exact:
             return or_known(operator, whole(operator))
         if inner.rest is None:

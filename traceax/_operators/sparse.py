@@ -17,7 +17,7 @@ from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
 
 @final
 class _Entries(eqx.Module):
-    """What a sparse operator is made of: its pattern, and the values of the entries."""
+    """The parts of a sparse operator: its pattern, and the values of the entries."""
 
     data: Inexact[Array, " nnz"]
     pattern: SparsityPattern
@@ -30,7 +30,7 @@ def _as_frozenset(tags: object) -> frozenset[object]:
 def _is_tagged_symmetric(tags: frozenset[object], dtype: Any) -> bool:
     if lx.symmetric_tag in tags or lx.diagonal_tag in tags:
         return True
-    # For a complex dtype a semidefinite matrix is Hermitian, and its transpose its conjugate.
+    # A semidefinite matrix with complex entries is Hermitian, and need not be symmetric.
     semidefinite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
     return bool(semidefinite & tags) and not jnp.issubdtype(dtype, jnp.complexfloating)
 
@@ -63,7 +63,7 @@ def _from_scipy(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     _check_dimensions(matrix)
     csr = matrix.tocsr()
     if not csr.has_canonical_format:
-        csr = csr.copy() if csr is matrix else csr  # the user's matrix is not ours to sort
+        csr = csr.copy() if csr is matrix else csr  # do not sort the user's matrix in place
         csr.sum_duplicates()
     rows = np.repeat(np.arange(csr.shape[0], dtype=np.int32), np.diff(csr.indptr))
     # The buffers of a matrix with many removed entries can be longer than its entries.
@@ -93,13 +93,13 @@ def _from_jax(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
         return matrix.data, indices[:, 0], indices[:, 1]
     m = matrix.shape[0]
     indptr = _concrete(matrix.indptr)
-    rows = np.full(indices.size, m)  # what follows the last row is padding: outside of the matrix
+    rows = np.full(indices.size, m)  # entries after the last row are padding, outside of the matrix
     rows[: indptr[-1]] = np.repeat(np.arange(m), np.diff(indptr))
     return matrix.data, rows, indices
 
 
 def _is_jax_sparse(matrix: Any) -> bool:
-    # Nobody can have one of those without having imported the module, which takes a while.
+    # Importing the module takes time, and a user who has such a matrix has imported it.
     module = sys.modules.get("jax.experimental.sparse")
     return module is not None and isinstance(matrix, module.BCOO | module.BCSR)
 
@@ -130,23 +130,24 @@ def _entries(matrix: Any, tags: frozenset[object]) -> _Entries:
 class SparseLinearOperator(lx.AbstractLinearOperator):
     """A sparse matrix as a linear operator, with fast products with blocks of vectors.
 
-    A product costs one multiplication and addition for each entry (and for a little padding), and
-    gathers rows of the block instead of scattering terms. The fast case is a block of vectors,
+    A product costs one multiplication and one addition for each entry (and for a little padding),
+    and gathers rows of the block instead of scattering terms. The fast case is a block of vectors,
     `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is what every estimator of this package
-    uses. It is differentiable in `data` and in the vector. The derivative in the vector by
-    reverse mode has to scatter, and is many times slower than `operator.T.mv(cotangent)`, which
-    is the same and costs one product.
+    uses. A product is differentiable with respect to `data` and to the vector. Reverse mode with
+    respect to the vector has to scatter, and is many times slower than `operator.T.mv(cotangent)`,
+    which gives the same numbers and costs one product.
 
-    Memory: the entries, and some 30 bytes of indices for each of them (20 if tagged symmetric):
-    the order in which a product with the matrix, or with its transpose, takes them is worked out
-    once, with NumPy, when the operator is made.
+    Memory: the entries, and some 30 bytes of indices for each entry (20 if tagged symmetric). The
+    indices say in which order products with the matrix and with its transpose take the entries.
+    That order is worked out once, with NumPy, when the operator is made.
 
     **Attributes:**
 
-    - `data`: the entries, of shape `(nnz,)`: the values that are differentiated. From a SciPy
-        matrix they are in row-major order (CSR with sorted columns, duplicates summed). From a
-        BCOO or BCSR they are its `data`, as they stand: duplicates remain, and products add them.
-    - `pattern`: where they stand.
+    - `data`: the values of the entries, of shape `(nnz,)`, with respect to which products are
+        differentiated. From a SciPy matrix they are in row-major order (CSR with sorted columns,
+        duplicates summed). From a BCOO or BCSR they are its `data` unchanged: duplicates remain,
+        and products add them.
+    - `pattern`: the rows and columns of the entries.
     - `tags`: the lineax tags.
     """
 
@@ -158,16 +159,16 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         """**Arguments:**
 
         - `matrix`: a two-dimensional sparse matrix: a SciPy sparse array or matrix of any format,
-            or a `jax.experimental.sparse` `BCOO` or `BCSR`, whose entries may be traced, but not
-            its indices. Integers and booleans become floats.
-        - `tags`: the lineax tags that say what is known of the matrix, such as
-            `lineax.symmetric_tag`. They are not checked.
+            or a `BCOO` or `BCSR` of `jax.experimental.sparse`, whose entries may be traced, but
+            whose indices may not. Integers and booleans become floats.
+        - `tags`: lineax tags such as `lineax.symmetric_tag`, which say what is known of the matrix.
+            They are not checked.
 
         **Raises:**
 
         - `TypeError`: if `matrix` is not sparse, or its entries are not numbers.
-        - `ValueError`: if it has not two dimensions, is too large for 32 bits, or its indices are
-            traced or negative.
+        - `ValueError`: if `matrix` does not have two dimensions or is too large for 32-bit indices,
+            or its indices are traced or negative.
         """
         self.tags = _as_frozenset(tags)
         entries = _entries(matrix, self.tags)
@@ -193,7 +194,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return self.pattern.rows.shape[-1]
 
     def with_data(self, data: Inexact[Array, " nnz"]) -> "SparseLinearOperator":
-        """The operator with the same sparsity and tags, and other entries.
+        """An operator with the same sparsity and tags, and other entries.
 
         **Arguments:**
 
@@ -201,7 +202,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
 
         **Returns:**
 
-        A `SparseLinearOperator`. Costs nothing: the layouts are shared.
+        A `SparseLinearOperator`. This costs nothing: the two operators share their layouts.
 
         **Raises:**
 
@@ -222,7 +223,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
 
         **Raises:**
 
-        - `ValueError`: if the vector has another shape than `operator.in_structure()`.
+        - `ValueError`: if the vector does not have the shape of `operator.in_structure()`.
         """
         if jnp.shape(vector) != (self.in_size(),):
             raise ValueError(
@@ -248,7 +249,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return SparseLinearOperator(entries, lx.transpose_tags(self.tags))
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
-        """The structure of the vectors it multiplies."""
+        """The structure of the vectors that the operator multiplies."""
         return jax.ShapeDtypeStruct((self.pattern.shape[1],), self.data.dtype)
 
     def out_structure(self) -> jax.ShapeDtypeStruct:
@@ -261,7 +262,7 @@ def _offset_diagonal(operator: SparseLinearOperator, offset: int) -> Inexact[Arr
     m, n = operator.pattern.shape
     size = max(min(m, n - offset) if offset >= 0 else min(m + offset, n), 0)
     rows, columns = operator.pattern.rows, operator.pattern.columns
-    # The padding of a BCOO stands outside of the matrix, but could still be on the diagonal.
+    # The padding of a BCOO lies outside of the matrix, but can lie on the continued diagonal.
     is_on = (columns - rows == offset) & (rows < m) & (columns < n)
     place = jnp.where(is_on, jnp.minimum(rows, columns), size)
     return jnp.zeros(size, operator.data.dtype).at[place].add(operator.data, mode="drop")

@@ -1,18 +1,19 @@
-"""Where the entries of a sparse matrix stand, in the order in which a product wants them.
+"""The positions of the entries of a sparse matrix, in the order in which a product takes them.
 
-XLA has no fast sparse product on a CPU: a scatter of every term takes some 100 ns an entry, on one
-core. What it does fast is to gather rows of a block `X`, scale them, and add them up inside one
-fused loop. So each row is cut into *chunks* of `width` slots, the last one padded, and a Python
-loop over the slots, which XLA fuses, sums up all chunks at once:
+XLA has no fast sparse product on a CPU: a scatter of every term is slow, and runs on one core. What
+is fast is to gather rows of a block `X`, scale them, and add them up inside one fused loop. So each
+row of the matrix is cut into *chunks* of `width` slots, the last one padded, and a Python loop over
+the slots, which XLA fuses, computes the sums of all chunks at once:
 
     s_c = sum_j value[slots[c, j]] x[columns[c, j]]
 
-Where every row is one chunk, that is the product. Otherwise the sums are added to their rows. The
-width is chosen for the least work, so that one dense row, or a power law, costs little padding.
+Where every row is one chunk, these sums are the product. Otherwise they are added to their rows.
+The width is chosen for the least work, so that a single dense row, or rows whose lengths follow a
+power law, cost little padding.
 
-(Measured, and slower by a factor of ten on a CPU: buckets of rows of different widths, whose
-concatenation makes XLA transpose the block; sums of chunks by gathers in a second loop, which XLA
-evaluates once for each use.)
+(Two alternatives are ten times slower on a CPU: buckets of rows of different widths, because XLA
+transposes the block to concatenate them; and to add up chunks by gathers in a second loop, because
+XLA evaluates the first loop again for each use.)
 """
 
 from typing import final
@@ -23,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact, Int32
 
-# The longest unrolled loop. Compile time grows with it; the time of a product hardly changes.
+# The longest unrolled loop. A longer one takes more time to compile, and hardly less for a product.
 _MAX_WIDTH = 48
-# What it costs to add the sum of a chunk to its row, in multiplications (measured on two cores).
+# The cost of adding the sum of a chunk to its row, in multiplications (measured on two cores).
 _CHUNK_COST = 16
-# No more slots than this for each entry and row, whatever the time it would save.
+# The most slots for each entry and each row, even if more would save time.
 _MAX_PADDING = 3
 
 
@@ -37,10 +38,10 @@ class RowLayout(eqx.Module):
 
     **Attributes:**
 
-    - `slots`: for each slot the position of its entry in the data; one past the end in padding.
-    - `columns`: for each slot the column of its entry. Padding repeats the first of its chunk, so
-        that a NaN in a vector reaches no row that it should not.
-    - `rows`: the row of each chunk, ascending; None where they are the same.
+    - `slots`: for each slot the position of its entry in the data; for padding, one past the end.
+    - `columns`: for each slot the column of its entry. Padding repeats the first column of its
+        chunk, so that a NaN in a vector reaches only the rows that multiply it.
+    - `rows`: the row of each chunk, ascending; None if every row is one chunk.
     - `num_rows`: the number of rows of the matrix.
     """
 
@@ -57,14 +58,14 @@ class RowLayout(eqx.Module):
 
 @final
 class SparsityPattern(eqx.Module):
-    """The sparsity of a matrix: all of it but the values of its entries.
+    """The sparsity of a matrix: everything but the values of its entries.
 
     **Attributes:**
 
-    - `rows`, `columns`: where each entry stands, in the order of the data. An entry that lies
-        outside of the matrix (the padding of a BCOO) is no entry.
+    - `rows`, `columns`: the row and column of each entry, in the order of the data. Entries outside
+        of the matrix (the padding of a BCOO) do not count.
     - `forward`: the layout of a product with the matrix.
-    - `backward`: that of its transpose; None where it is not needed.
+    - `backward`: the layout of a product with the transpose; None where it is not needed.
     - `shape`: the shape of the matrix.
     """
 
@@ -75,7 +76,7 @@ class SparsityPattern(eqx.Module):
     shape: tuple[int, int] = eqx.field(static=True)
 
     def transpose(self) -> "SparsityPattern":
-        """The sparsity of the transpose. Costs nothing: both layouts are kept."""
+        """The sparsity of the transpose. This costs nothing: both layouts are kept."""
         if self.backward is None:
             raise ValueError(
                 f"This pattern of shape {self.shape} is that of a symmetric matrix, which has no "
@@ -115,7 +116,7 @@ def sparsity_pattern(
             f"{min(rows.min(), columns.min())}. Add the size to those counted from the end."
         )
     m, n = shape
-    # However far outside of the matrix an entry stands, its indices must fit.
+    # The indices of an entry outside of the matrix must fit into 32 bits, too.
     rows = np.minimum(rows, m).astype(np.int32)
     columns = np.minimum(columns, n).astype(np.int32)
     forward = _row_layout(rows, columns, m, n)
@@ -124,7 +125,7 @@ def sparsity_pattern(
 
 
 def _best_width(lengths: np.ndarray) -> int:
-    """The width of chunks for the least work, for rows of `lengths` entries."""
+    """The width of chunks that takes the least work, for rows with `lengths` entries."""
     distinct, counts = np.unique(lengths[lengths > 0], return_counts=True)
     if distinct.size == 0:
         return 0
@@ -133,7 +134,7 @@ def _best_width(lengths: np.ndarray) -> int:
     for width in range(1, min(int(distinct[-1]), _MAX_WIDTH) + 1):
         num_chunks = int((-(-distinct // width) * counts).sum())
         is_direct = width >= distinct[-1] and num_chunks == lengths.size
-        # The last term keeps small matrices from compiling a long loop for nothing.
+        # The last term keeps small matrices from compiling a long loop that saves nothing.
         cost = num_chunks * (width + (0 if is_direct else _CHUNK_COST)) + 16 * width
         if cost < best_cost and num_chunks * width <= max_slots:
             best, best_cost = width, cost
@@ -194,9 +195,10 @@ def row_product(
         gathered = vector.at[layout.columns[:, j]].get(
             mode="promise_in_bounds", wrap_negative_indices=False
         )
-        # This is `values[:, j] * gathered`. But `jax.vmap` puts its axis first in a product, and
-        # last in a `dot_general`: the sum over it in the derivative then runs along memory, and
-        # is up to three times as fast. (Precision: on a GPU that sum is a matrix product.)
+        # This is `values[:, j] * gathered`, but as a `dot_general`: there `jax.vmap` puts its axis
+        # last, in a product first. In the derivative the sum over that axis then runs along memory,
+        # up to three times as fast. (The precision matters on a GPU, where that sum is a matrix
+        # product.)
         sums = sums + jax.lax.dot_general(
             values[:, j],
             gathered,
@@ -204,8 +206,8 @@ def row_product(
             precision=jax.lax.Precision.HIGHEST,
         )
     if layout.rows is not None:
-        # In the derivative each of the slots above uses the cotangent of the sums: without a
-        # barrier each would gather it anew.
+        # In the derivative every slot above uses the cotangent of the sums. Without a barrier each
+        # would gather it anew.
         sums = jax.lax.optimization_barrier(sums)
         sums = (
             jnp.zeros(layout.num_rows, accumulate)

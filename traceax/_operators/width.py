@@ -14,13 +14,13 @@ from jaxtyping import Array
 
 from .sparse import SparseLinearOperator
 
-#: Numbers in one block of vectors (2^27 of them: 512 MiB in float32), where an algorithm is free
-#: to work in several smaller blocks.
+#: The most numbers in one block of vectors (512 MiB in float32), where an algorithm is free to work
+#: in several smaller blocks.
 BLOCK_LIMIT = 2**27
 
-#: Vectors that a function is given at once. Wider programs take more memory, and were seen to go
-#: wrong: with JAX 0.10.2 on CPUs, in products with the transposed Jacobian of a transformer that is
-#: scanned over its layers.
+#: The most vectors that a function is given at once. Wider programs take more memory, and can give
+#: wrong results: they did with JAX 0.10.2 on CPUs, in products with the transposed Jacobian of a
+#: transformer that is scanned over its layers.
 FUNCTION_LIMIT = 64
 
 #: Operators that do arithmetic with what they store: reading their diagonal costs no product.
@@ -35,7 +35,7 @@ STORED = (
 
 
 def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
-    """How many vectors of size `n` to multiply at once: all, or as many as the limit allows."""
+    """How many vectors of size `n` to multiply at once: `wanted`, or what the limit allows."""
     return max(1, min(wanted, limit // max(n, 1)))
 
 
@@ -57,12 +57,12 @@ class _Batches:
 
 
 def in_batches(operator: lx.AbstractLinearOperator, size: int | None) -> lx.AbstractLinearOperator:
-    """The operator, to be multiplied with so many vectors at once. None leaves it as it is."""
+    """The operator, tagged to multiply `size` vectors at once; for None, the operator as it is."""
     return operator if size is None else lx.TaggedLinearOperator(operator, _Batches(size))
 
 
 def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
-    """The number that `in_batches` put on an operator."""
+    """The size that an operator was given by `in_batches`, or None."""
     while isinstance(operator, lx.TaggedLinearOperator):
         for tag in operator.tags:
             if isinstance(tag, _Batches):
@@ -72,18 +72,20 @@ def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
 
 
 def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
-    """How many vectors to multiply at once: as many as `in_batches` says, or the limits allow."""
+    """How many vectors to multiply at once: the size from `in_batches`; otherwise as many as are
+    wanted, within the limits.
+    """
     size = batch_size_of(operator)
     if size is not None:
         return size
     width = block_width(operator.in_size(), wanted)
     if _calls_functions(operator):
         width = min(width, FUNCTION_LIMIT)
-    return -(-wanted // -(-wanted // width))  # in batches that are as even as can be
+    return -(-wanted // -(-wanted // width))  # as many blocks as needed, of widths nearly the same
 
 
 def _calls_functions(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a product calls somebody's function, rather than multiply what is stored."""
+    """Whether a product calls a function, rather than multiplying stored numbers."""
 
     def is_part(x):
         return x is not operator and isinstance(x, lx.AbstractLinearOperator)
@@ -94,9 +96,9 @@ def _calls_functions(operator: lx.AbstractLinearOperator) -> bool:
 
 
 def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:
-    """`fn(*blocks)` from `width` columns (along the last axes) at a time.
+    """`fn(*blocks)`, evaluated on `width` columns (along the last axes) at a time.
 
-    Reverse mode makes every batch again: nothing but blocks is ever kept.
+    Reverse mode evaluates `fn` on these columns again, so that no intermediate values are kept.
     """
     m = blocks[0][0].shape[-1]
     if width >= m:
@@ -117,7 +119,8 @@ def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array])
     shapes = jax.eval_shape(fn, *blocks)
     results = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     if [x.shape for x in shapes] == [x.shape for x in blocks[0]]:
-        # Whatever they begin with is overwritten. Zeros would take memory from the first moment on.
+        # All initial values are overwritten. New zeros would take memory from the start; a block
+        # that exists anyway does not.
         pairs = zip(blocks[0], shapes, strict=True)
         results = [lax.stop_gradient(x).astype(shape.dtype) for x, shape in pairs]
     results, _ = lax.scan(
