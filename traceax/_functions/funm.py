@@ -1,51 +1,51 @@
 r"""Functions of a Hermitian matrix by stochastic Lanczos quadrature: what all of them share.
 
 A probe z on the sphere of radius sqrt(n) and q steps of Lanczos' recurrence give nodes theta_j and
-weights w_j (see `_linalg.lanczos`), and the estimate is the mean over p probes of
+weights w_j (see `_linalg.lanczos`). The estimate is the mean over p probes of
 
     a = n sum_j w_j f(theta_j)  ~  z^H f(A) z,      E[z^H B z] = tr(B).
 
 *The standard error.* For such probes Var(z^H B z) = c (||B||_F^2 - tr(B)^2 / n), with c = 2n/(n+2)
-over the reals and n/(n+1) over the complex numbers, and ||f(A)||_F^2 = E[z^H f(A)^2 z] comes from
-the same nodes: even a single probe has an error. With the mean value a,
+over the reals and n/(n+1) over the complex numbers. As ||f(A)||_F^2 = E[z^H f(A)^2 z] comes from
+the same nodes, even a single probe gives a standard error. With the mean a over all probes,
 
     X = mean over probes of n sum_j w_j (f(theta_j) - a/n)^2,
     std_err^2 = (c X / p) / (1 - c / (n p)),
 
-where the last factor makes up for a^2 being larger than tr(f(A))^2 on average. The scatter of
-the p samples says nothing that X does not, and is not looked at.
+where the last factor corrects for a^2, which is on average larger than tr(f(A))^2. The scatter of
+the p samples adds nothing to what X says, and is not used.
 
-*Its degrees of freedom.* X is a sum of squares of normal numbers, one for each eigenvalue and
-probe, with the weights b_i = (f(lambda_i) - tr(f(A)) / n)^2: its relative variance is
-2 sum_i b_i^2 / (p (sum_i b_i)^2), that of chi^2 with
+*The degrees of freedom.* X is a sum of squares of normal numbers, one for each eigenvalue and
+probe, with the coefficients b_i = (f(lambda_i) - tr(f(A)) / n)^2. Its relative variance is
+2 sum_i b_i^2 / (p (sum_i b_i)^2), which is that of chi^2 with
 
     nu = p (sum_i b_i)^2 / sum_i b_i^2  ~  n p m_2^2 / m_4
 
-degrees of freedom, m_2 and m_4 being the means of the second and fourth power of f - a/n over the
-nodes and their weights (Satterthwaite's rule). Where one eigenvalue dominates and one probe has
-hardly met it, the error of the value and that of X are the same: Student's quantile with nu = 1 (no
-fewer are ever said) covers 95 % then, the normal one 74 %.
+degrees of freedom (Satterthwaite's rule), where m_2 and m_4 are the means of the second and fourth
+power of f - a/n over the nodes with their weights. If one eigenvalue dominates, and a single probe
+has hardly any part along its eigenvector, then the error of the value and that of X are the same.
+Student's interval with nu = 1, the least that is used, then covers 95 %, and the normal one 74 %.
 
-*The quadrature error.* Probe by probe, the values after q, q - d and q - 2d steps, d = q/4 rounded
-up, are compared: D_1 = |a_q - a_(q-d)|, D_2 = |a_(q-d) - a_(q-2d)|. Convergence at the rate
-r = D_1 / D_2 leaves an error of r / (1 - r) D_1; reported is D_1 max(1, 8 r / (1 - r)) with
-r <= 0.95. On eleven spectra (kernels, a power law, a step, outliers) with log, 1/x, sqrt and exp,
-5 <= q <= 80, that covered 98 % of the errors of one probe and 99.7 % of those of four, and was
-eleven times the error in the median. Least is covered (a quarter to a half, for one probe) where f
-is singular within the spectrum, as sqrt(|x|): convergence is erratic there.
+*The quadrature error.* For each probe the values after q, q - d and q - 2d steps are compared, with
+d = q/4 rounded up: D_1 = |a_q - a_(q-d)|, D_2 = |a_(q-d) - a_(q-2d)|. Convergence at the rate
+r = D_1 / D_2 leaves an error of r / (1 - r) D_1; the reported error is D_1 max(1, 8 r / (1 - r))
+with r <= 0.95. On eleven spectra (kernels, a power law, a step, outliers) with log, 1/x, sqrt and
+exp, and 5 <= q <= 80, it covered 98 % of the errors of one probe and 99.7 % of those of four; in
+the median it was eleven times the error. It covers least (a quarter to a half, for one probe) where
+f is singular within the spectrum, as sqrt(|x|) is: convergence is erratic there.
 
-*Probes and steps.* Of the same k = p q products, many steps for few probes: p = sqrt(k) / 3. Too
-many steps cost a factor in the standard error, which is seen; too few cost a bias. Over the same
-table, for k = 60 to 480, the error was 2.2 to 2.5 times that of the best split of all (found in
-hindsight) on average, and 4.9 to 6.7 times at worst. With q = 20 it is 21 to 67 times at worst.
+*Probes and steps.* The k = p q products go into many steps for few probes: p = sqrt(k) / 3. Too
+many steps multiply the standard error, which the user sees; too few cause a bias. On the spectra
+and functions above, for k = 60 to 480, the error was on average 2.2 to 2.5 times, and at worst 4.9
+to 6.7 times, that of the best split in hindsight. With q = 20 it was at worst 21 to 67 times.
 
 *The derivative* needs the forward pass only (arXiv:2605.12801). With the probe, V and S held fixed,
 
     d (z^H f(A) z) ~ <G, dA>,   G = ||z||^2 V S (D o s_1 s_1^T) S^T V^T,   s_1 = S^T e_1,
 
 with the divided differences D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j), D_ii =
-f'(theta_i). G depends on A to first order: a second derivative would be wrong, and is refused. What
-f itself depends on is differentiated through sum_j w_j f(theta_j).
+f'(theta_i). As G depends on A to first order, a second derivative with G held fixed would be wrong,
+and is refused. What f itself depends on is differentiated through sum_j w_j f(theta_j).
 """
 
 import math
@@ -107,7 +107,7 @@ def plan(k: int, num_steps: int | None) -> tuple[int, int]:
     **Arguments:**
 
     - `k`: the budget.
-    - `num_steps`: the number of steps if the user gave it.
+    - `num_steps`: the number of steps that the user asks for, or None.
 
     **Returns:**
 
@@ -129,13 +129,13 @@ def check_function(fn: Any) -> None:
 
 
 def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
-    """A function of one real number, with every array that it depends on a leaf of it.
+    """A function of one real number as a PyTree, with every array that it depends on as a leaf.
 
     **Arguments:**
 
     - `fn`: the function of the user.
-    - `dtype`: the real dtype of its argument and result.
-    - `scalar`: whether its values must be scalars.
+    - `dtype`: the real dtype of the argument and of the values of `fn`.
+    - `scalar`: whether the values of `fn` must be scalars.
 
     **Returns:**
 
@@ -143,8 +143,8 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
 
     **Raises:**
 
-    - `TypeError`: if its values are complex.
-    - `ValueError`: if its values are not scalars, but must be.
+    - `TypeError`: if the values of `fn` are complex.
+    - `ValueError`: if they are not scalars, but must be.
     """
 
     def real(x):
@@ -166,14 +166,14 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
 
 
 def on_nodes(fn: Function, nodes: Array) -> Array:
-    """The values of fn at an array of nodes: its own shape comes last."""
+    """The values of `fn` at an array of nodes, with the axes of a single value last."""
     flat = jax.vmap(fn)(nodes.reshape(-1))
     return flat.reshape(*nodes.shape, *flat.shape[1:])
 
 
 def within_tag(operator: lx.AbstractLinearOperator, nodes: Array, eps: float) -> Array:
-    """The Ritz values; of an operator tagged semidefinite, those on the wrong side of 0 by no more
-    than rounding errors count as 0.
+    """The Ritz values `nodes`. If the operator is tagged semidefinite, those that are on the wrong
+    side of 0 by no more than rounding errors are set to 0.
     """
     sign = semidefinite_sign(operator)
     if sign == 0:
@@ -195,9 +195,10 @@ def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
 def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:
     """D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j).
 
-    Where that would cancel, D_ij is the mean of f' between the two, by Gauss quadrature with two
-    points. Its error is measured by how far it is from f' at the middle (relative to f', and
-    squared, as it is of higher order): no length scale of f need be known.
+    Where this difference would cancel, D_ij is the mean of f' between the two nodes, by Gauss
+    quadrature with two points. The error of that mean is estimated from its distance to f' at the
+    middle, relative to f' and squared, because it is of higher order. So no length scale of f need
+    be known.
 
     **Arguments:**
 
@@ -206,7 +207,7 @@ def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, 
 
     **Returns:**
 
-    The differences, with the own shape of `fn` last.
+    The differences, with the axes of a single value of `fn` last.
     """
     eps = float(jnp.finfo(nodes.dtype).eps)
 
@@ -225,14 +226,14 @@ def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, 
     gap = gap.reshape(*gap.shape, *[1] * (values.ndim - 2))
     divisor = jnp.where(gap == 0, 1, gap)
     rounding = eps * (jnp.abs(first) + jnp.abs(second)) / jnp.abs(divisor)
-    # Roots one by one: the product would over- or underflow for operators of extreme scale.
+    # Two roots, because the product would over- or underflow for operators of extreme scale.
     close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
     return jnp.where((gap == 0) | close, mean, (first - second) / divisor)
 
 
 @final
 class SpectralWeights(AbstractWeights):
-    """G of every probe as `V C V^H`. Contracting costs `q p` matvecs, in one block."""
+    """G of every probe as `V C V^H`. A contraction costs `q p` matvecs, in one block."""
 
     basis: Inexact[Array, "q n p"]
     core: Real[Array, "p q q ..."]  # n / p S (D o s_1 s_1^T) S^T
@@ -250,7 +251,7 @@ class SpectralWeights(AbstractWeights):
 
 @final
 class ExactSpectralWeights(AbstractWeights):
-    """`G = f'(A)` by eigenvectors. Contracting costs `n` matvecs."""
+    """`G = f'(A)` by eigenvectors. A contraction costs `n` matvecs."""
 
     basis: Inexact[Array, "n n"]
     slopes: Real[Array, "n ..."]
@@ -265,19 +266,19 @@ class ExactSpectralWeights(AbstractWeights):
 
 
 def _counted(weights: Array, values: Array) -> tuple[Array, Array]:
-    """Weights in the shape of the values, and values that are 0 where the weight is."""
+    """The weights with as many axes as the values, and the values, 0 where the weight is 0."""
     shaped = weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
     return shaped, jnp.where(shaped > 0, values, 0)
 
 
 def weighted(weights: Real[Array, "p q"], values: Real[Array, "p q ..."]) -> Real[Array, "p ..."]:
-    """sum_j w_j f_j for every probe; a node of weight 0 does not count, whatever f is there."""
+    """sum_j w_j f_j for every probe. A node of weight 0 does not count, even where f is NaN."""
     shaped, values = _counted(weights, values)
     return jnp.sum(shaped * values, axis=1)
 
 
 def degrees_of_freedom(second: Array, fourth: Array, samples: int) -> Array:
-    """Nu (see above), from the moments m_2 and m_4, for `samples = n p` squares of numbers."""
+    """The number nu of above, from the moments m_2 and m_4 and `samples = n p`."""
     known = fourth > 0
     nu = samples * jnp.square(second) / jnp.where(known, fourth, 1)
     return jnp.where(known, jnp.maximum(nu, 1), samples)
@@ -292,11 +293,11 @@ def mean_and_error(
 
     - `weights`, `values`: the weights w_j, of shape `(p, q)`, and the values of f.
     - `block`: the operator.
-    - `is_complex`: whether the probes were.
+    - `is_complex`: whether the probes are complex.
 
     **Returns:**
 
-    A 3-tuple of the value, its standard error, and the degrees of freedom of that.
+    A 3-tuple of the value, its standard error, and the degrees of freedom of the standard error.
     """
     p, n = weights.shape[0], block.n
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
@@ -305,7 +306,7 @@ def mean_and_error(
     squares = jnp.square(values / unit - mean)
     spread = jnp.mean(weighted(weights, squares), axis=0)
     dof = degrees_of_freedom(spread, jnp.mean(weighted(weights, squares**2), axis=0), n * p)
-    # With n times the mean for a, the X above is n times this spread.
+    # The a of above is n times this mean, and X is n times this spread.
     std_err = jnp.sqrt(n * c * spread / p / (1 - c / (n * p)))
     size = n * jnp.mean(weighted(weights, jnp.abs(values / unit)), axis=0)
     std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
@@ -313,8 +314,8 @@ def mean_and_error(
 
 
 def truncations(krylov: Lanczos) -> tuple[Lanczos, int]:
-    """The recurrences after q, q - d and q - 2d steps side by side, and how many of the three there
-    are.
+    """The recurrences after q, q - d and q - 2d steps, side by side, and their number: those with
+    less than one step are left out.
     """
     q = krylov.alpha.shape[0]
     d = -(-q // 4)
@@ -325,7 +326,9 @@ def truncations(krylov: Lanczos) -> tuple[Lanczos, int]:
 
 
 def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
-    """The quadrature error of the mean, from the samples at one to three orders (see above)."""
+    """The quadrature error of the mean, from the samples after up to three numbers of steps (see
+    above). `exhausted` says for each probe whether its Krylov space is invariant.
+    """
     if samples.shape[0] == 1:
         error = jnp.full_like(samples[0], jnp.inf)
     else:
@@ -337,21 +340,21 @@ def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array
             rate = jnp.where(before > 0, rate, 0.95)
         error = last * jnp.maximum(1, 8 * rate / (1 - rate))
         error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    # A space that is exhausted has been integrated exactly.
+    # In an invariant Krylov space the quadrature is exact.
     shape = (-1, *[1] * (samples.ndim - 2))
     return jnp.mean(jnp.where(exhausted.reshape(shape), 0, error), axis=0)
 
 
 def status_with_domain(finite: Array, weights: Array, values: Array) -> Array:
-    """The status, with f's own domain."""
+    """The status `finite`, or OUTSIDE_DOMAIN if f is not finite at a node of positive weight."""
     outside = ~jnp.all(jnp.isfinite(_counted(weights, values)[1]))
     return jnp.where(finite == NONFINITE, NONFINITE, jnp.where(outside, OUTSIDE_DOMAIN, finite))
 
 
 @final
 class QuadratureEstimator(AbstractEstimator):
-    """Stochastic Lanczos quadrature of tr f(A). Its value is the pair of the value, which alone has
-    a derivative, and the quadrature error.
+    """Stochastic Lanczos quadrature of tr f(A). The value of its estimate is a pair: the value
+    proper, which alone has a derivative, and the quadrature error.
     """
 
     fn: Function
@@ -405,7 +408,9 @@ class QuadratureEstimator(AbstractEstimator):
         return with_quadrature_error(value, zero, zero, n, 0, status), fixed
 
     def contract(self, weights, operator):
-        """See `AbstractEstimator`: linear in A, and a function of what `fn` depends on."""
+        """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
+        `fn`, too.
+        """
         own = jnp.sum(weighted(weights.weights, on_nodes(self.fn, weights.nodes)), axis=0)
         return weights.contract(operator) + own
 

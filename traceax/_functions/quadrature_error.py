@@ -1,4 +1,6 @@
-"""Estimates with two errors: of the random probes, and of ending Lanczos' recurrence early."""
+"""Estimates with two errors: that of the random probes, and that of ending Lanczos' recurrence
+early.
+"""
 
 from typing import Any
 
@@ -14,9 +16,9 @@ from .._estimators.solution import Solution
 def with_quadrature_error(
     value, error, std_err, num_matvecs: Array | int, dof: Array | int, status
 ) -> Estimate:
-    """An estimate whose value is a pair: the value, and its quadrature error. NaN, both of them, if
-    f is not finite where it is needed, or the operator is not Hermitian. Every number has its own
-    degrees of freedom.
+    """An estimate whose value is a pair: the value proper, and its quadrature error. Both are NaN
+    if f is not finite where it is needed, or the operator is not Hermitian. The degrees of freedom
+    are an array like the standard error.
     """
     failed = has_no_logarithm(status)
 
@@ -30,16 +32,16 @@ def with_quadrature_error(
 
 
 def fixed_budget_status(value: Array, error: Array, std_err: Array, status: Array) -> Array:
-    """NOT_CONVERGED where the recurrences of a fixed budget were ended too early to trust the
-    value: where the quadrature error exceeds four standard errors (which an average over keys would
-    not reveal), a twentieth of the value, and 1.
+    """NOT_CONVERGED where the recurrences ended too early to trust the value of a fixed budget:
+    where the quadrature error exceeds four standard errors (an average over keys would not reveal
+    such a bias), a twentieth of the value, and 1.
 
     **Arguments:**
 
     - `value`: a log-determinant, or a log density.
-    - `error`: its quadrature error.
-    - `std_err`: its standard error.
-    - `status`: its status so far, which stands unless it is SUCCESSFUL.
+    - `error`: the quadrature error of the value.
+    - `std_err`: the standard error of the value.
+    - `status`: the status so far, which is returned unless it is SUCCESSFUL.
     """
     dwarfs = (error > 4 * std_err) & (error > jnp.abs(value) / 20) & (error > 1)
     return jnp.where((status == SUCCESSFUL) & dwarfs, NOT_CONVERGED, status)
@@ -48,7 +50,7 @@ def fixed_budget_status(value: Array, error: Array, std_err: Array, status: Arra
 def solve_pair(
     primitive: Primitive, key, operator, k: Any, estimator: AbstractEstimator, throw: bool
 ) -> Solution:
-    """Solve, and take apart the pair of the value and its quadrature error."""
+    """Solve, and split the pair of the value and its quadrature error in the solution."""
     solution = solve(primitive, key, operator, k, estimator, throw=throw)
     (value, quadrature_error), (std_err, _) = solution.value, solution.std_err
     stats = {**solution.stats, "std.err": std_err}

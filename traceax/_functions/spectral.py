@@ -48,22 +48,23 @@ def spectral_sum(
 ) -> Solution:
     r"""Estimate $\mathrm{tr}\, f(A) = \sum_i f(\lambda_i)$ of a Hermitian operator.
 
-    Stochastic Lanczos quadrature with probes from the sphere. There are two errors:
+    This is stochastic Lanczos quadrature with probes from the sphere. The value has two errors:
 
-    - that of the random probes, `std_err`. It is known even from a single probe.
-    - that of ending Lanczos' recurrence after `num_steps` steps, `quadrature_error`. It is a bias,
-        and the field an estimate of it that is usually several times too large. The steps that
-        are needed grow with the condition number (for functions that are singular at 0: about
-        $\sqrt{\kappa} / 4 \, \ln(1/\varepsilon)$). Where this error is the larger one, use more
+    - that of the random probes, with the standard error `std_err`, which is known even from a
+        single probe.
+    - the bias of ending Lanczos' recurrence after `num_steps` steps. The field `quadrature_error`
+        is an estimate of it, usually several times too large. The number of steps that are needed
+        grows with the condition number: for functions that are singular at 0 it is about
+        $\sqrt{\kappa} / 4 \, \ln(1/\varepsilon)$. Where this error is the larger one, use more
         steps, or shift or precondition the operator.
 
     By default $p = \lfloor\sqrt{k} / 3\rfloor$ probes (at least one) take $\lfloor k/p \rfloor$
     steps each. For a well-conditioned operator fewer steps (and so more probes) are better.
 
     First derivatives, in forward and reverse mode, are taken with the probes held fixed, and
-    converge as the value does: with respect to what the operator depends on, at the cost of
-    `p num_steps` tangent products in one block, and with respect to the arrays that `fn` closes
-    over. Second derivatives are refused.
+    converge as the value does. With respect to what the operator depends on they cost
+    `p num_steps` tangent products in one block; they are also taken with respect to the arrays
+    that `fn` closes over. Second derivatives are refused.
 
     !!! Example
 
@@ -85,14 +86,14 @@ def spectral_sum(
     - `operator`: a Hermitian lineax operator with `n` rows, between any PyTrees: tagged symmetric
         (if real) or positive or negative semidefinite.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
-    - `num_steps`: the number of steps for each probe, a static Python int, at most `k`. There are
-        `k // num_steps` probes then.
+    - `num_steps`: the number of steps for each probe, a static Python int, at most `k`. The number
+        of probes is then `k // num_steps`.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
-    `outside_domain`, and the value NaN, if f is not finite at a Ritz value.
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. If f is not finite at
+    a Ritz value, the result is `outside_domain` and the value NaN.
 
     **Raises:**
 
@@ -104,8 +105,8 @@ def spectral_sum(
     ??? cite "References"
 
         S. Ubaru, J. Chen, Y. Saad, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*,
-        2017, doi:10.1137/16M1104974. The derivative: arXiv:2605.12801. `traceax/_funm.py` derives
-        both errors.
+        2017, doi:10.1137/16M1104974. The derivative: arXiv:2605.12801. `traceax/_functions/funm.py`
+        derives both errors.
     """
     check_function(fn)
     operator = as_operator(operator)
@@ -117,7 +118,7 @@ def spectral_sum(
 
 
 def _resolved_width(extent: Array, budget: int, num_steps: int | None) -> Array:
-    """The standard deviation that the steps resolve in an interval of this extent."""
+    """The smallest width of a Gaussian that the steps resolve in an interval of this extent."""
     return extent / plan(budget, num_steps)[1]
 
 
@@ -136,8 +137,8 @@ def spectral_density(
     $$\phi(t) = \frac{1}{n} \sum_i \frac{1}{\sigma \sqrt{2 \pi}}
     \exp\left(-\frac{(t - \lambda_i)^2}{2 \sigma^2}\right), \qquad \int \phi(t) \, dt = 1.$$
 
-    It is the spectral sum of a Gaussian at every point of the grid, all from the same products:
-    see [`traceax.spectral_sum`][] for the errors, derivatives and cost.
+    For each point of the grid this is the spectral sum of a Gaussian. All points share the same
+    products: see [`traceax.spectral_sum`][] for the errors, derivatives and cost.
 
     !!! Example
 
@@ -154,17 +155,16 @@ def spectral_density(
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
     - `grid`: the points t, a real array of any shape.
     - `width`: the standard deviation $\sigma$ of the Gaussian. By default the extent of the grid
-        divided by the number of steps, which is what that many steps resolve if the grid spans the
-        spectrum.
+        divided by the number of steps, which is the smallest that the steps resolve if the grid
+        spans the spectrum.
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
     A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the shape of the
-    grid. At a point that only one or two eigenvalues reach, the few probes that there are may all
-    have missed them: the error is larger then than it is stated. (On average over the grid it is
-    not.)
+    grid. At a point to which only one or two eigenvalues contribute, all probes may have missed
+    these eigenvalues. The error is then larger than stated, but not on average over the grid.
 
     **Raises:**
 
@@ -203,7 +203,7 @@ def spectral_density(
 
 
 class DensityCurve(NamedTuple):
-    """A density with its grid and the width of its Gaussian."""
+    """A spectral density with its grid and the width of the Gaussian."""
 
     grid: Real[Array, " m"]
     width: Real[Array, ""]
@@ -222,17 +222,18 @@ def density_on_interval(
 ) -> DensityCurve:
     """The spectral density on an equidistant grid, by default one that spans the spectrum.
 
-    The extreme Ritz values of a first probe, k/4 steps and at most 30, are where the spectrum
-    ends; the grid goes on for three standard deviations.
+    The ends of the spectrum are taken to be the extreme Ritz values of a first probe, after k/4
+    steps, at most 30. The grid extends beyond them by three standard deviations.
 
-    Cost: `k` matvecs (two at least); with `k >= n` those of the first probe beside the n.
+    Cost: `k` matvecs (at least two); with `k >= n`, n matvecs and those of the first probe.
 
     **Arguments:**
 
     - `key`, `operator`, `k`, `num_steps`: as for `spectral_density`.
     - `num_points`: the number of points, at least 2.
     - `ends`: the first and the last point.
-    - `width`: the standard deviation, by default what the steps resolve.
+    - `width`: the standard deviation of the Gaussian, by default the smallest that the steps
+        resolve.
 
     **Returns:**
 
@@ -257,7 +258,7 @@ def density_on_interval(
         probe = SphereSampler().probes(first_key, n, 1, block.dtype)
         nodes = quadrature(lanczos(block.mm, probe, first, block.eps))[0]
         low, high = jnp.min(nodes), jnp.max(nodes)
-        # Eigenvalues that are all the same have no extent: a width relative to their size.
+        # The extent of equal eigenvalues is 0: at least a hundredth of their size is taken.
         size = jnp.maximum(jnp.abs(low), jnp.abs(high))
         extent = jnp.maximum(high - low, jnp.where(size > 0, size, 1) / 100)
         sigma = width_of(extent)
@@ -269,10 +270,11 @@ def density_on_interval(
 
 
 def _edge_error(weights: Array, below: Array) -> Array:
-    """By how much, for every probe, the weights of the nodes below an edge can miss the measure.
+    """For every probe, a bound on the difference between the spectral measure below an edge and the
+    sum of the weights of the nodes below it.
 
-    Chebyshev, Markov and Stieltjes: the measure up to there is at least the sum of these weights
-    without the last of them, and at most their sum and the next one.
+    By the inequalities of Chebyshev, Markov and Stieltjes the measure is at least the sum of these
+    weights without the last one, and at most their sum with the next one.
     """
     padded = jnp.pad(weights, ((0, 0), (1, 1)))
     last = jnp.sum(below, axis=1, keepdims=True)
@@ -282,7 +284,7 @@ def _edge_error(weights: Array, below: Array) -> Array:
 
 @final
 class _NoWeights(AbstractWeights):
-    """A count has the derivative 0."""
+    """The weights of a count, whose derivative is 0."""
 
     def contract(self, operator):
         """See `AbstractWeights`."""
@@ -291,7 +293,9 @@ class _NoWeights(AbstractWeights):
 
 @final
 class CountEstimator(AbstractEstimator):
-    """The weights of the nodes in an interval. The quadrature error is a bound."""
+    """The number of eigenvalues in an interval, from the weights of the nodes in it. The quadrature
+    error is a bound.
+    """
 
     lower: Real[Array, ""]
     upper: Real[Array, ""]
@@ -317,7 +321,7 @@ class CountEstimator(AbstractEstimator):
         value, std_err, dof = mean_and_error(weights, inside, block, is_complex)
         errors = _edge_error(weights, nodes < self.lower)
         errors = errors + _edge_error(weights, nodes <= self.upper)
-        # A space that is exhausted has been integrated exactly.
+        # In an invariant Krylov space the quadrature is exact.
         errors = jnp.where(krylov.exhausted, 0, errors)
         status = krylov.status
         error = n * jnp.mean(errors)
@@ -343,10 +347,10 @@ def eigenvalue_count(
 ) -> Solution:
     r"""Estimate how many eigenvalues of a Hermitian operator lie in the interval $[a, b]$.
 
-    It is the spectral sum of a function that is 1 there and 0 elsewhere; see
+    This is the spectral sum of a function that is 1 in the interval and 0 elsewhere; see
     [`traceax.spectral_sum`][] for the errors and the cost. The `quadrature_error` is a bound, by
-    the inequalities of Chebyshev, Markov and Stieltjes, and falls like `n / num_steps` only: a
-    count is good where few eigenvalues lie near `a` and `b`. Its derivative is 0.
+    the inequalities of Chebyshev, Markov and Stieltjes, and falls only like `n / num_steps`: a
+    count is accurate where few eigenvalues lie near `a` and `b`. The derivative of a count is 0.
 
     **Arguments:**
 

@@ -384,8 +384,8 @@ def _split_known_parts(
 
     def tagged(operator, inner):
         # The tags belong to the whole operator, not to what is left of it. (On Gaussian-process
-        # kernels XTrace of K, without the tags, still beats XNysTrace of K + s I, whose flat tail no
-        # low-rank part captures.)
+        # kernels XTrace of K, without the tags, still beats XNysTrace of K + s I, whose flat tail
+        # no low-rank part captures.)
         if not inner.has_exact:
             return or_known(operator, whole(operator))
         if inner.rest is None:
