@@ -1,10 +1,10 @@
 r"""One step of a tracked trace: the recycled subspace, DeltaShift, or both at once.
 
-With probes z of norm sqrt(n), and l = k // 2 of the k products:
+Below, probes z have the norm sqrt(n), k is the budget of a step, and l = k // 2.
 
-*Recycled Hutch++.* `Q_j = orth(A_{j-1} Q_{j-1})` is a subspace iteration that is warm from the past
-and costs nothing: the products with `Q_{j-1}` were made for the trace. As `Q_j` depends on the past
-only, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is unbiased.
+*Recycled Hutch++.* `Q_j = orth(A_{j-1} Q_{j-1})` continues a subspace iteration from step to step,
+and costs nothing: the products with `Q_{j-1}` were made for the trace. As `Q_j` depends only on the
+past, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is unbiased.
 
 *DeltaShift.* With the same probes on both operators, and a = 1 - gamma,
 
@@ -12,18 +12,21 @@ only, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is unbiased.
     v_j = a^2 v_{j-1} + (beta / l) (M + a^2 N - 2 a C),        a = C / (l v_{j-1} / beta + N),
 
 where `N = ||A_{j-1}||_F^2`, `M = ||A_j||_F^2`, `C = Re <A_j, A_{j-1}>`, and beta is 2 for real
-probes and 1 for complex ones. On the sphere the part of A z orthogonal to z gives exactly
+probes and 1 for complex ones. For probes on the sphere the part of A z orthogonal to z gives
+exactly
 
-    Var z^H A z = beta E ||A z - z (z^H A z) / n||^2        (A Hermitian; otherwise at most this),
+    Var z^H A z = beta E ||A z - z (z^H A z) / n||^2        (A Hermitian; otherwise at most this).
 
-so N, M and C are taken of these parts. A multiple of I, which no probe feels, counts nothing then.
+So N, M and C are computed from these parts. A multiple of I, which adds no variance, then adds
+nothing to them.
 
-*Two halves.* An `a` computed from probes that it multiplies, now or earlier, correlates with their
-error: a bias (0.6 standard deviations after 16 steps, measured with k = 8 on rotating positive
-definite matrices). So each half of the probes has a t of its own, and the a of one half comes from
-the norms that the other half sees, now and in the past. Both are then unbiased. The variance of
-their mean is that of one recursion with all the probes, but for the square of the correlation
-above: the true error is up to 10 % larger than reported with k = 8, and 5 % with k = 20.
+*Two halves.* If `a` is computed from the same probes that it multiplies, now or at an earlier step,
+it correlates with their error. That is a bias (0.6 standard deviations after 16 steps, measured
+with k = 8 on rotating positive definite matrices). So each half of the probes has a t of its own,
+and the a of one half comes from the norms that the other half sees, now and in the past. Both t are
+then unbiased. The variance of their mean is that of one recursion with all the probes, up to the
+square of the correlation above: the true error is up to 10 % larger than reported with k = 8, and
+5 % with k = 20.
 """
 
 import math
@@ -58,19 +61,20 @@ RECYCLED, DELTASHIFT = 0, 1
 
 @final
 class TrackState(eqx.Module):
-    """What a [`traceax.Tracker`][] remembers between steps: arrays of fixed shapes, so that it can
-    be carried by `lax.scan`, batched by `vmap`, and saved by `equinox.tree_serialise_leaves`.
+    """What a [`traceax.Tracker`][] remembers between steps. Its arrays have fixed shapes, so that
+    `lax.scan` can carry it, `vmap` batch it, and `equinox.tree_serialise_leaves` save it.
 
     **Attributes:**
 
     - `step`: the number of steps so far whose products were finite.
-    - `method`: the method of the next step: 0 recycled, 1 DeltaShift.
+    - `method`: the method of the next step: 0 for the recycled subspace, 1 for DeltaShift.
     - `sketch`: the sketch $A_{j-1} Q_{j-1}$.
     - `previous`: the arrays inside the previous operator (random keys as raw data).
-    - `values`: the estimates of the two halves of the probes.
-    - `design`: the standard error of their mean, for each half as the other half sees it.
-    - `std_errs`: the standard error of each half, as it sees it itself.
-    - `levels`: smoothed sizes, of the operator off the subspace, of the operator, and of its drift.
+    - `values`: the estimate from each half of the probes.
+    - `design`: the standard error of the mean of the two, for each half as computed from the
+        probes of the other half.
+    - `std_errs`: the standard error of each half, as computed from its own probes.
+    - `levels`: smoothed sizes: of the operator off the subspace, of the operator, and of its drift.
     - `k`: the budget of a step (static).
     - `numbers`: the Python numbers inside the operator (static).
     """
@@ -93,14 +97,14 @@ TrackState.__init__.__doc__ = "**Arguments:**" + (TrackState.__doc__ or "").part
 class StepPlan(NamedTuple):
     """How one step spends its products."""
 
-    basis: int  # A_j Q
-    probes: int  # A_j g
-    shared: int  # A_{j-1} z, with the first of the same probes
-    method: int  # what the value is made of
+    basis: int  # the number of products A_j Q
+    probes: int  # of products A_j g
+    shared: int  # of products A_{j-1} z, with the first of the same probes
+    method: int  # the method that the value is computed by
 
     @property
     def cost(self) -> int:
-        """All products."""
+        """The number of all products."""
         return self.basis + self.probes + self.shared
 
     @property
@@ -110,7 +114,7 @@ class StepPlan(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """A step's value (which alone may carry a derivative), and what it leaves for the next."""
+    """The value of a step, which alone may carry a derivative, and what the next step needs."""
 
     value: Array
     values: Array
@@ -133,7 +137,7 @@ def arrays_of(operator: lx.AbstractLinearOperator) -> tuple[Array, ...]:
 
 
 def _with_arrays(operator: lx.AbstractLinearOperator, arrays: tuple[Array, ...]):
-    """The operator with other arrays inside: everything else stays."""
+    """The operator with these arrays in place of its own; everything else stays."""
     leaves, treedef = jtu.tree_flatten(operator)
     remaining = iter(arrays)
     for i, leaf in enumerate(leaves):
@@ -149,33 +153,33 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def _half_means(samples: Array) -> Array:
-    """The means over the first and the second half of the samples (both the same for one)."""
+    """The means over the first and the second half of the samples, or one sample twice."""
     h = samples.shape[0] // 2
     halves = (samples[:h], samples[h:]) if h > 0 else (samples, samples)
     return jnp.stack([jnp.mean(half) for half in halves])
 
 
 def _mean(values: Array, count: int) -> Array:
-    """The mean over `count` samples from those of the halves."""
+    """The mean over `count` samples, from the means over their halves."""
     first = (count // 2) / count
     return first * values[0] + (1 - first) * values[1]
 
 
 def _smooth(old: Array, new: Array) -> Array:
-    # In the logarithm, so that one jump of the operator is forgotten within a few looks.
+    # The geometric mean, which forgets a jump of the operator within a few updates.
     return jnp.where((old > 0) & (new > 0), jnp.sqrt(old) * jnp.sqrt(new), new)
 
 
 def beta_of(sampler: AbstractSampler, dtype: Any) -> int:
-    """The factor of the variance: 1 for rotation-invariant complex probes, 2 for real ones."""
+    """The factor beta of the variance: 1 for rotation-invariant complex probes, otherwise 2."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return 1 if is_complex and sampler.respheres(None, dtype) else 2
 
 
 def _basis(state: TrackState, key: Array, n: int, eps: float) -> Array:
     """`Q_j = orth(A_{j-1} Q_{j-1})`."""
-    # Noise as small as rounding fills up what the sketch leaves of the l dimensions: at the first
-    # step, and after a zero operator, all of them.
+    # Noise of the size of rounding errors completes the basis where the sketch spans fewer than l
+    # dimensions: at the first step, and after a zero operator, it spans none.
     sketch = scaled(state.sketch)
     noise = NormalSampler().probes(key, n, state.sketch.shape[1], jnp.dtype(state.sketch.dtype))
     return qr(sketch.numbers + shift_of(sketch.norm, n, eps) * noise)[0]
@@ -197,20 +201,20 @@ def follow(
 
     - `plan`: how to spend the products.
     - `sampler`: the distribution of the probes.
-    - `state`: the past, without derivatives.
+    - `state`: the state after the previous step, without derivatives.
     - `key`: the random key.
     - `operator`: the operator of this step.
 
     **Returns:**
 
-    An `StepOutcome`.
+    A `StepOutcome`.
     """
     block = BlockOperator(operator).linearised()
     n, (q, f, b, _) = block.n, plan
     spherical, beta = sampler.respheres(None, block.dtype), beta_of(sampler, block.dtype)
     probe_key, noise_key = split(key)
     z = sampler.probes(probe_key, n, f, block.dtype)
-    if sampler.rotation_invariant:  # normal probes go to the sphere: that is less variance
+    if sampler.rotation_invariant:  # scale normal probes to the sphere, for less variance
         z = z * (math.sqrt(n) / jnp.sqrt(square_norms(z)))
     basis = _basis(state, noise_key, n, block.eps) if q else jnp.zeros((n, 0), block.dtype)
     w = matmul(adjoint(basis), z)
@@ -224,7 +228,7 @@ def follow(
     if b:
         previous = BlockOperator(_with_arrays(operator, state.previous)).linearised()
         old = previous.mm(z[:, :b])
-    # All squares are of numbers in this unit, so that none overflows.
+    # Numbers are divided by this unit before they are squared, so that no square overflows.
     sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in (known, old, state.std_errs, state.design)]
     unit = scale_of(jnp.stack(sizes))
     residual, size, drift = state.levels
@@ -244,7 +248,7 @@ def follow(
         residual = _smooth(residual, unit * jnp.sqrt(jnp.mean(spread)))
 
     if b:
-        # A_j z = A_j g + (A_j Q) (Q^H z) takes no further products.
+        # A_j z = A_j g + (A_j Q) (Q^H z), without further products.
         z, new = z[:, :b], products[:, q : q + b] + matmul(products[:, :q], w[:, :b])
         new_forms, old_forms = column_dots(z, new), column_dots(z, old)
         across = (lax.stop_gradient(new) - z * (lax.stop_gradient(new_forms) / n)) / unit
@@ -271,7 +275,7 @@ def _shift(
 ) -> tuple[Array, Array, Array]:
     """The factors a of the two halves, and the standard errors after the step."""
     b = norms[0].shape[0]
-    m, nn, d = (_half_means(x)[::-1] for x in norms)  # each half takes what the other sees
+    m, nn, d = (_half_means(x)[::-1] for x in norms)  # each half takes the norms of the other
     design, variances = jnp.square(state.design / unit), jnp.square(state.std_errs / unit)
     # 2 C = M + N - ||A_j - A_{j-1}||^2, and M + a^2 N - 2 a C in a form without cancellation.
     a = jnp.clip(divide((m + nn - d) / 2, b / beta * design + nn), 0, 1)
@@ -280,7 +284,7 @@ def _shift(
         return jnp.maximum((1 - a) * (m - a * nn) + a * d, 0) * beta
 
     design = a**2 * design + added(m, nn, d) / b
-    # The own norms of a half have nothing to do with its a: their mean is the variance, exactly.
+    # A half's own norms are independent of its a, so that their mean is exactly the variance.
     counts = jnp.asarray([b // 2, b - b // 2], design.dtype)
     variances = a**2 * variances + added(*(_half_means(x) for x in norms)) / counts
     return a, unit * jnp.sqrt(design), unit * jnp.sqrt(variances)

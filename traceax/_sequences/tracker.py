@@ -31,16 +31,17 @@ from .step import (
 )
 
 _SMALLEST = {"auto": 8, "recycled": 2, "deltashift": 4}
-# Steps with the recycled subspace before any choice, and between two looks at the other method.
+# The number of steps with the recycled subspace before the first choice; then how often a step
+# looks at the drift while it recycles, and at the subspace while DeltaShift runs.
 _WARM_UP, _LOOK_AT_DRIFT, _LOOK_AT_SUBSPACE = 4, 4, 8
-# Change only for a clear gain in variance: into DeltaShift, and out of it.
+# Ratios of variances at which "auto" changes to DeltaShift, and back: only for a clear gain.
 _ENTER, _LEAVE = 0.6, 1.1
 
 
 @final
 class Tracker(eqx.Module):
-    r"""Estimates tr(A_1), tr(A_2), ...: traces of an operator that changes slowly, such as the
-    Hessian of a network in training. What was learnt at one step makes the next more accurate.
+    r"""Estimates tr(A_1), tr(A_2), ...: the traces of an operator that changes slowly, such as the
+    Hessian of a network in training. Each step makes use of the steps before it.
 
     !!! Example
 
@@ -51,27 +52,28 @@ class Tracker(eqx.Module):
             state, solution = tracker.update(state, key, operator, k=20)
         ```
 
-    - `"recycled"`: Hutch++ whose subspace is the one of the last step, improved for nothing by the
-        products that the trace needed anyway: half of the budget for it, half for residual probes.
-        Best where few eigenvalues stand out, also if they turn fast.
-    - `"deltashift"`: the last estimate plus an estimate of the difference, from the same probes
-        with the new and with the previous operator; older estimates fade as fast as the drift
-        asks for. Best where the operator changes by little from step to step.
-    - `"auto"`: the better of the two, by the drift and the residual that the steps show. It starts
-        with the recycled subspace. Every fourth step with one method, and every eighth with the
-        other, spends a part of the budget on a look at the other.
+    - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products that the
+        trace of that step needed anyway. Half of the budget goes to the subspace, half to residual
+        probes. Best where few eigenvalues stand out, even if their eigenvectors turn fast.
+    - `"deltashift"`: the last estimate plus an estimate of the difference, for which the same
+        probes are multiplied with the new and with the previous operator. The more the operator
+        drifts, the faster older estimates are forgotten. Best where the operator changes little
+        from step to step.
+    - `"auto"`: the better of the two, as judged from the residual and the drift that the steps
+        show. It starts with the recycled subspace. Every fourth step with the recycled subspace,
+        and every eighth with DeltaShift, spends a part of its budget on the other method.
 
-    The value of a step is unbiased for operators that do not depend on earlier keys (with `"auto"`,
-    given the methods chosen), and its derivative with respect to the operator of that step too:
-    weights are held fixed, and the past is a constant. DeltaShift multiplies with the previous
-    operator again: arrays inside an operator are remembered, and everything else (functions and
-    the numbers written in them) must stay as it is.
+    The value of a step, and its derivative with respect to the operator of that step, are unbiased
+    for operators that do not depend on earlier keys (with `"auto"`, given the methods chosen). In
+    the derivative weights are held fixed, and the past is a constant. DeltaShift multiplies with
+    the previous operator again. Only the arrays inside that operator are remembered: everything
+    else (functions and the numbers written in them) must stay the same.
 
     The standard error comes from the norms of the products of this step, so that a jump of the
     operator shows in it. With sphere probes it is right for Hermitian operators (measured: the true
     error is 0.95 to 1.1 times the reported one with `k = 8`), and too large for others.
 
-    Cost: at most `k` matvecs a step, those with the previous operator included (under `vmap` over
+    Cost: at most `k` matvecs a step, including those with the previous operator (under `vmap` over
     states, `"auto"` makes the products of all its alternatives); one QR factorisation of `n x k/2`
     numbers for the recycled subspace. The state holds `n x k/2` numbers for `"recycled"`, a copy of
     the operator's arrays for `"deltashift"`, and both for `"auto"`.
@@ -102,11 +104,11 @@ class Tracker(eqx.Module):
         return operator, check_budget(k, _SMALLEST[self.method], operator.in_size(), name)
 
     def init(self, operator: lx.AbstractLinearOperator, k: int) -> TrackState:
-        """The state before the first step: all zero. Takes no products.
+        """The state before the first step, all zero. This takes no products.
 
         **Arguments:**
 
-        - `operator`: an operator with the structure of those to come; its numbers do not matter.
+        - `operator`: an operator of the same structure as those to come. Its numbers do not matter.
         - `k`: the budget of matvecs of one step, a static Python int.
 
         **Returns:**
@@ -149,18 +151,19 @@ class Tracker(eqx.Module):
         - `state`: from `init` or the previous `update`.
         - `key`: a random key, a new one for each step.
         - `operator`: the next operator, of the same structure.
-        - `k`: the budget of matvecs, as given to `init`. Products with the previous operator count.
+        - `k`: the budget of matvecs, as given to `init`. It includes products with the previous
+            operator.
 
         **Returns:**
 
-        The next state, and a [`traceax.Solution`][] whose `stats["method"]` tells where the value
-        comes from: 0 for the recycled subspace, 1 for DeltaShift. If a product holds NaN or inf,
+        The next state, and a [`traceax.Solution`][] whose `stats["method"]` says which method gave
+        the value: 0 for the recycled subspace, 1 for DeltaShift. If a product holds NaN or inf,
         the state stays as it was.
 
         **Raises:**
 
-        - `TypeError`, `ValueError`: as [`traceax.trace`][], and if the state was made for another
-            structure of the operator, another `k` or another method.
+        - `TypeError`, `ValueError`: as [`traceax.trace`][]; and if the state was made for an
+            operator of another structure, for another `k`, or for another method.
         """
         key = check_key(key)
         operator, k = self._checked(operator, k)
@@ -182,7 +185,7 @@ class Tracker(eqx.Module):
         return [recycled, at_drift, delta, at_subspace]
 
     def _select(self, state: TrackState) -> Array:
-        """Which of the plans this step follows: depends on the past only."""
+        """Which of the plans this step follows. It depends only on the past."""
         if self.method == "recycled":
             return jnp.zeros((), jnp.int32)
         later = state.step > 0
@@ -203,9 +206,11 @@ class Tracker(eqx.Module):
         recycled = residual * (half / (state.k - half))
         running = state.method == DELTASHIFT
         s = jnp.where(running, half / beta * jnp.square(std_err / unit), recycled)
-        # In units of beta / l, and with M = N, DeltaShift takes a variance s to
+        # With M = N and variances in units of beta / l, one step of DeltaShift turns a variance s
+        # into
         #     phi(s) = N - C^2 / (s + N) = (N s + N^2 - C^2) / (s + N),
-        # with the fixed point sqrt(N^2 - C^2): enter for that, leave if the next step is bad.
+        # whose fixed point is sqrt(N^2 - C^2). Enter DeltaShift if that point is low enough; leave
+        # it if phi(s) of the next step is too high.
         gap = jnp.minimum(drift / 2, size)  # N - C
         square = gap * (2 * size - gap)  # N^2 - C^2
         stays = divide(size * s + square, s + size) < _LEAVE * recycled
@@ -218,17 +223,17 @@ Tracker.__init__.__doc__ = """**Arguments:**
 
 - `method`: `"auto"`, `"recycled"` or `"deltashift"`. Their smallest budgets are 8, 2 and 4.
 - `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][]; normal
-    probes are brought to the sphere.
+    probes are scaled to the sphere.
 
 **Raises:**
 
 - `ValueError`: for an unknown method.
-- `TypeError`: for a sampler that is none.
+- `TypeError`: if `sampler` is not a sampler.
 """
 
 
 def _check_state(state: Any, expected: TrackState) -> None:
-    """Raise unless the state has the structure that this tracker would give it now."""
+    """Raise unless the state has the structure that `init` would give it now."""
     if not isinstance(state, TrackState):
         raise TypeError(
             f"The state must be a traceax.TrackState, got {type(state).__name__}: make one with "
@@ -259,7 +264,7 @@ def _advance(
     state = lax.stop_gradient(state)
     block = BlockOperator(operator)
     beta = beta_of(tracker.sampler, block.dtype)
-    # The algebra mixes real and complex: it must not depend on the user's promotion setting.
+    # The algebra mixes real and complex numbers, whatever promotion the user allows.
     with any_promotion():
         if k >= block.n:
             estimate = bind(trace_p, key, operator, k, ExactTraceEstimator())
