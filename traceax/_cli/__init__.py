@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     **Returns:**
 
-    The exit code: 0; 1 if the result cannot be trusted; 2 for bad input (with one line on
-    standard error).
+    The exit code: 0 for success; 1 if the result cannot be trusted; 2 for bad input, with one line
+    on standard error.
     """
     jax.config.update("jax_enable_x64", True)
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         report, message = arguments.run(arguments)
-    except (MatrixFileError, ValueError) as error:  # an estimator may not fit the matrix
+    except (MatrixFileError, ValueError) as error:  # the latter if an estimator rejects the matrix
         print(f"traceax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(json.dumps(_finite(report)) if arguments.json else table(report, arguments.rows))
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """What JSON can hold: NaN and infinities become null, complex numbers [re, im]."""
+    """The value in a form that JSON has: NaN and infinities as null, complex numbers as lists."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, the run, the report, the table, files of columns."""
+"""What the commands share: arguments, the estimate, the report, the table, files of columns."""
 
 import argparse
 import itertools
@@ -20,7 +20,7 @@ import traceax as tr
 from .files import read_matrix
 
 Report = dict[str, Any]
-Rows = list[tuple[str, str]]  # of a table: label and text
+Rows = list[tuple[str, str]]  # the rows of a table, each a label and a text
 
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 _TAGS = {"psd": lx.positive_semidefinite_tag, "nsd": lx.negative_semidefinite_tag}
@@ -34,17 +34,17 @@ _OUTCOMES = (
     "not_symmetric",
 )
 _TOLERANCES = ("rtol", "atol", "max_k")
-_ESTIMATING = ("k", "seed", *_TOLERANCES, "tag", "steps")  # what only an estimate can use
+_ESTIMATING = ("k", "seed", *_TOLERANCES, "tag", "steps")  # options that only an estimate has
 
 
 class Command(NamedTuple):
     """A command of the command line."""
 
     name: str
-    what: str  # it prints this
-    add_arguments: Callable[[argparse.ArgumentParser], None]  # its own ones
+    what: str  # what the command prints, in words
+    add_arguments: Callable[[argparse.ArgumentParser], None]  # those that only this command has
     run: Callable[[argparse.Namespace], tuple[Report, str]]  # the report, and a message if it fails
-    rows: Callable[[Report], tuple[Rows, Rows]]  # of the table, before and after what all have
+    rows: Callable[[Report], tuple[Rows, Rows]]  # its own, before and after those of all commands
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def _whole(text: str, low: int, high: float, words: str) -> int:
 
 
 def positive(text: str) -> int:
-    """The type of an argument that counts something."""
+    """The type of an argument that is a positive whole number."""
     return _whole(text, 1, math.inf, "a positive whole number")
 
 
@@ -81,7 +81,7 @@ def real(text: str) -> float:
 
 
 def add_shared_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments that all commands have."""
+    """Add the arguments that all commands have."""
     command.add_argument(
         "file", metavar="FILE", help="Matrix Market .mtx or .mtx.gz, SciPy .npz, NumPy .npy"
     )
@@ -99,7 +99,7 @@ def add_shared_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_tag(command: argparse.ArgumentParser) -> None:
-    """What the user knows of the matrix."""
+    """Add `--tag`: what the user knows of the matrix."""
     command.add_argument(
         "--tag", choices=tuple(_TAGS), help="the matrix is positive / negative semidefinite"
     )
@@ -113,7 +113,7 @@ def _tolerance(text: str) -> float:
 
 
 def add_tolerance(command: argparse.ArgumentParser, what: str) -> None:
-    """An accuracy in place of a budget."""
+    """Add the options of a tolerance, which takes the place of a budget."""
     command.add_argument(
         "--rtol", type=_tolerance, metavar="R", help=f"instead of -k: a relative error of {what}"
     )
@@ -130,15 +130,15 @@ def add_tolerance(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def reads(arguments: argparse.Namespace) -> bool:
-    """Whether the file already contains what is asked for: no function of the matrix is given."""
+    """Whether the result is read from the file, as no function of the matrix is asked for."""
     return getattr(arguments, "function", "") is None
 
 
 def settle(arguments: argparse.Namespace) -> None:
-    """Check that the options fit together, and choose the budget and the seed that are not given.
+    """Check that the options fit together, and set a budget and a seed where none are given.
 
-    What is read from the file takes no options of an estimate. An estimate has a budget or a
-    tolerance, not both.
+    If the result is read from the file, the options of an estimate are refused. An estimate has a
+    budget or a tolerance, not both.
     """
     for name in _ESTIMATING if reads(arguments) else ():
         value = getattr(arguments, name, None)
@@ -170,8 +170,8 @@ def _tolerances(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spending(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The budget or the tolerance, as arguments of a function of the package. Progress is shown on
-    a terminal.
+    """The budget or the tolerance, as arguments of a function of the package. A run to a tolerance
+    shows its progress if standard error is a terminal.
     """
     if arguments.k is not None:
         return {"k": arguments.k}
@@ -179,14 +179,14 @@ def _spending(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_steps(command: argparse.ArgumentParser) -> None:
-    """How the budget is divided, for quadrature."""
+    """Add `--steps`, which divides the budget of a quadrature."""
     command.add_argument(
         "--steps", type=positive, metavar="Q", help="Lanczos steps for each probe (default: by k)"
     )
 
 
 def add_output(command: argparse.ArgumentParser, columns: str) -> None:
-    """A file for all that the table has no room for."""
+    """Add `--output`, a file for everything that does not fit into the table."""
     command.add_argument(
         "--output",
         type=Path,
@@ -196,13 +196,13 @@ def add_output(command: argparse.ArgumentParser, columns: str) -> None:
     )
 
 
-# --- the run -------------------------------------------------------------------------------------
+# --- the estimate --------------------------------------------------------------------------------
 
 
 def read_operator(
     arguments: argparse.Namespace, *, hermitian: bool = False
 ) -> lx.AbstractLinearOperator:
-    """The matrix of the file, tagged as the user says."""
+    """The matrix in the file, with the tag that the user gives it."""
     operator = read_matrix(arguments.file, arguments.dtype, hermitian=hermitian)
     if arguments.tag is None:
         return operator
@@ -210,16 +210,16 @@ def read_operator(
 
 
 def timed(seed: int, estimate: Callable[[Any], Any]) -> tuple[Any, float]:
-    """Run an estimate, with its warnings on standard error.
+    """Compute an estimate, with its warnings on standard error.
 
     **Arguments:**
 
     - `seed`: the seed of the random key.
-    - `estimate`: the estimate, of a random key.
+    - `estimate`: the estimate, a function of the random key.
 
     **Returns:**
 
-    What it returns, and the seconds that it took.
+    What `estimate` returns, and the seconds that it took.
     """
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as notes:
@@ -242,9 +242,11 @@ def begin_report(
 
     **Arguments:**
 
-    - `arguments`: those of the command.
-    - `operator`, `solution`, `seconds`: what was solved, with what outcome, in what time.
-    - `**choices`: what else was chosen, for the report.
+    - `arguments`: the arguments of the command.
+    - `operator`: the operator.
+    - `solution`: the estimate, or the number that was read.
+    - `seconds`: the time that it took.
+    - `**choices`: further choices that the report should name.
 
     **Returns:**
 
@@ -271,14 +273,14 @@ def solve(
     estimate: Callable[..., tr.Solution],
     **choices: Any,
 ) -> tuple[Any, Report, str]:
-    """Run an estimate, and begin the report.
+    """Compute an estimate, and begin the report.
 
     **Arguments:**
 
-    - `arguments`: those of the command.
-    - `operator`: the matrix of the file.
-    - `estimate`: the estimate, of a random key and a budget (or a tolerance).
-    - `**choices`: what else was chosen, for the report.
+    - `arguments`: the arguments of the command.
+    - `operator`: the matrix in the file.
+    - `estimate`: the estimate, a function of the random key and the budget (or the tolerance).
+    - `**choices`: further choices that the report should name.
 
     **Returns:**
 
@@ -290,7 +292,7 @@ def solve(
 
 
 def ratio(error: float, size: float) -> float:
-    """A relative error; 0 if there is none."""
+    """An error relative to a size; 0 if there is no error."""
     return 0.0 if error == 0 else error / size if size else math.inf
 
 
@@ -298,12 +300,12 @@ def ratio(error: float, size: float) -> float:
 
 
 def number(value: float | complex) -> str:
-    """An estimate in the table."""
+    """A number as the table shows it."""
     return f"{value:.10g}"
 
 
 def aligned(columns: list[list[str]]) -> Rows:
-    """Columns as rows: the first is the labels."""
+    """Columns as rows of the table. The first column has the labels."""
     widths = [max(map(len, column)) for column in columns[1:]]
     return [
         (label, "  ".join(f"{text:<{width}}" for text, width in zip(cells, widths, strict=True)))
@@ -312,12 +314,12 @@ def aligned(columns: list[list[str]]) -> Rows:
 
 
 def table(report: Report, rows_of: Callable[[Report], tuple[Rows, Rows]]) -> str:
-    """The report in words.
+    """The report as a table.
 
     **Arguments:**
 
     - `report`: the report.
-    - `rows_of`: the rows of its own command.
+    - `rows_of`: the `rows` of the command.
     """
     results, comparison = rows_of(report)
     rows = [
@@ -335,12 +337,12 @@ def table(report: Report, rows_of: Callable[[Report], tuple[Rows, Rows]]) -> str
 
 
 def check_output(path: Path | None, suffixes: tuple[str, ...] = _COLUMN_FILES) -> None:
-    """Say what can be said before computing.
+    """Refuse a file that cannot be written, before anything is computed.
 
     **Arguments:**
 
-    - `path`: the file to write, if any.
-    - `suffixes`: the kinds of files that there are.
+    - `path`: the file to write, or None.
+    - `suffixes`: the kinds of files that can be written.
     """
     if path is None:
         return
@@ -362,7 +364,7 @@ def write(path: Path, save: Callable[[Any], None]) -> None:
     **Arguments:**
 
     - `path`: the file.
-    - `save`: writes to an open binary file.
+    - `save`: a function that writes the contents to an open binary file.
     """
     try:
         with path.open("wb") as file:
@@ -388,11 +390,11 @@ def _save_text(file: Any, columns: dict[str, Any], is_csv: bool) -> None:
 
 
 def write_columns(path: Path | None, **columns: Any) -> None:
-    """Write arrays of one length.
+    """Write arrays of the same length to a file.
 
     **Arguments:**
 
-    - `path`: the file, if any.
+    - `path`: the file, or None to write nothing.
     - `**columns`: the arrays, by their names.
     """
     if path is None:

@@ -30,7 +30,7 @@ from .common import (
 from .functions import read_hermitian
 
 _COLUMNS = ("grid", "density", "std_err", "quadrature_error", "exact")
-_MOST_ROWS = 25  # of the table
+_MOST_ROWS = 25  # the most rows that the table shows
 
 
 def _add_arguments(command: argparse.ArgumentParser) -> None:

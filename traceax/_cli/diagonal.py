@@ -1,4 +1,6 @@
-"""`traceax diagonal`: read from the file, or of the inverse of the matrix, from solves."""
+"""`traceax diagonal`: the diagonal of a matrix, read from its file, or the diagonal of its inverse,
+estimated from solves.
+"""
 
 import argparse
 import dataclasses
@@ -56,7 +58,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
 
 def _factors(matrix: Any) -> Any:
     """SuperLU's factors of a SciPy CSC matrix; None if it is not positive definite to rounding."""
-    from scipy.sparse.linalg import splu  # the package should import fast without SciPy
+    from scipy.sparse.linalg import splu  # here, so that the package imports fast without SciPy
 
     try:
         factors = splu(
@@ -69,15 +71,16 @@ def _factors(matrix: Any) -> Any:
         return None
     if not np.array_equal(factors.perm_r, factors.perm_c):  # a diagonal entry was zero
         return None
-    # The pivots of P A P^T = L D L^H, all of them positive for positive definite matrices only:
-    # each is what is left of its diagonal entry, which is rounding if A is singular.
+    # The pivots of P A P^T = L D L^H are all positive if and only if A is positive definite. The
+    # elimination makes each pivot from its diagonal entry, and leaves only rounding errors of it if
+    # A is singular.
     pivots = factors.U.diagonal()[factors.perm_c].real
     rounding = np.finfo(pivots.dtype).eps * pivots.size
     return factors if (pivots > rounding * matrix.diagonal().real).all() else None
 
 
 def _inverse(operator: lx.AbstractLinearOperator) -> tuple[lx.AbstractLinearOperator, Any]:
-    """The inverse, factorised in double precision, of a matrix from a file.
+    """The inverse of a matrix from a file, by a factorisation in double precision.
 
     **Arguments:**
 
@@ -85,8 +88,8 @@ def _inverse(operator: lx.AbstractLinearOperator) -> tuple[lx.AbstractLinearOper
 
     **Returns:**
 
-    The inverse, of the operator's dtype, and None. If there is none, an operator of NaN, and what
-    is wrong with the matrix.
+    The inverse, in the operator's dtype, and None. If the matrix has no such inverse: an operator
+    of NaN, and the result that says what is wrong with the matrix.
     """
     from scipy.sparse import coo_array
 
@@ -133,7 +136,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report, st
         return solution if wrong is None else dataclasses.replace(solution, result=wrong)
 
     solution, report, message = solve(arguments, operator, estimate, function=arguments.function)
-    # The diagonal of a Hermitian matrix is real, and estimates of it are so on average only.
+    # The diagonal of a Hermitian matrix is real, but an estimate of it is real only on average.
     columns = {"estimate": solution.value.real, "std_err": solution.std_err}
     if arguments.exact:
         columns["exact"] = estimate(jax.random.key(0), k=operator.in_size()).value.real
@@ -143,7 +146,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report, st
 def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     check_output(arguments.output)
     columns, report, message = (_read if reads(arguments) else _estimate)(arguments)
-    # Sums over many entries: in double precision, whatever the entries are in.
+    # Sums over many entries are made in double precision, whatever the dtype of the entries.
     columns = {
         name: column.astype(np.promote_types(column.dtype, np.float64))
         for name, column in columns.items()

@@ -15,7 +15,7 @@ from .._operators.sparse import SparseLinearOperator
 
 
 class MatrixFileError(ValueError):
-    """A file that holds no matrix that can be used, with a message of one line that says why."""
+    """A file does not hold a matrix that can be used. The message says why, in one line."""
 
 
 def _one_line(error: Exception) -> str:
@@ -23,11 +23,11 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-# SciPy is imported where it is needed: the package should import fast without it.
+# SciPy is imported inside functions, so that the package imports fast without it.
 def _read_mtx(path: Path) -> Any:
     from scipy.io import mmread
 
-    if "spmatrix" in inspect.signature(mmread).parameters:  # SciPy 1.14 has no such choice
+    if "spmatrix" in inspect.signature(mmread).parameters:  # SciPy 1.14 has no such argument
         return mmread(path, spmatrix=False)
     return mmread(path)
 
@@ -35,7 +35,7 @@ def _read_mtx(path: Path) -> Any:
 def _read_npz(path: Path) -> Any:
     from scipy.sparse import load_npz
 
-    with path.open("rb") as file:  # SciPy leaves a broken file open
+    with path.open("rb") as file:  # given a path, SciPy would leave a broken file open
         return load_npz(file)
 
 
@@ -65,7 +65,7 @@ def _load(path: Path) -> Any:
     reader, kind = _READERS[suffix]
     try:
         return reader(path)
-    except Exception as error:  # the parsers raise whatever they stumble over
+    except Exception as error:  # parsers raise exceptions of many kinds
         raise MatrixFileError(
             f"{path}: cannot be read ({_one_line(error)}); it should be {kind}."
         ) from error
@@ -80,7 +80,7 @@ def _target_dtype(path: Path, found: np.dtype, wanted: Any) -> np.dtype:
     if wanted is None:
         if found.kind not in "fc":
             wanted = np.float64
-        else:  # native byte order, and nothing wider than JAX has
+        else:  # in native byte order, and no wider than JAX's dtypes
             widest = np.complex128 if found.kind == "c" else np.float64
             wanted = min(found.newbyteorder("="), np.dtype(widest), key=lambda d: d.itemsize)
     try:
@@ -101,8 +101,8 @@ def _target_dtype(path: Path, found: np.dtype, wanted: Any) -> np.dtype:
 
 
 def _asymmetry(matrix: Any) -> float:
-    """The largest difference between an entry and its (conjugated) mirror image. NaN in both places
-    does not count: the estimators report it.
+    """The largest difference between an entry and its (conjugated) mirror image. Differences that
+    are NaN do not count: the estimators report NaN.
     """
     with np.errstate(invalid="ignore"):
         difference = matrix - matrix.conj().T
@@ -119,9 +119,9 @@ def read_matrix(
 
     - `path`: a Matrix Market file (`.mtx`, `.mtx.gz`), a SciPy sparse matrix (`.npz`, from
         `scipy.sparse.save_npz`) or a NumPy array (`.npy`). The suffix decides.
-    - `dtype`: the floating-point dtype of the operator. By default that of the file, and float64
-        for integers and booleans; both become single precision while JAX has 64-bit types
-        disabled.
+    - `dtype`: the floating-point dtype of the operator. By default the dtype of the file, or
+        float64 for integers and booleans. Double precision becomes single precision where JAX's
+        64-bit types are disabled.
     - `hermitian`: whether the matrix must be Hermitian (symmetric, if it is real).
 
     **Returns:**
@@ -133,8 +133,8 @@ def read_matrix(
     **Raises:**
 
     - `MatrixFileError`: if there is no such file, its suffix is unknown, it cannot be parsed, it
-        holds no square matrix of numbers, `dtype` cannot hold its entries, or it is not
-        Hermitian but must be.
+        does not hold a square matrix of numbers, `dtype` cannot hold the entries, or the matrix is
+        not Hermitian but must be.
     """
     path = Path(path)
     matrix = _load(path)
@@ -149,7 +149,7 @@ def read_matrix(
     if matrix.shape[0] == 0:
         raise MatrixFileError(f"{path}: the matrix is empty ({shape}); it needs at least one row.")
     target = _target_dtype(path, matrix.dtype, dtype)
-    # SciPy has no sparse matrices of half precision: JAX does the last conversion.
+    # SciPy has no sparse matrices of half precision: JAX converts to the target dtype at the end.
     matrix = matrix.astype(np.complex128 if matrix.dtype.kind == "c" else np.float64)
 
     is_sparse = not isinstance(matrix, np.ndarray)

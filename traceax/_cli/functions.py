@@ -1,4 +1,4 @@
-"""What the commands for functions of a matrix share: one number, with the errors of two sources."""
+"""What the commands for functions of a matrix share: an estimate of one number with two errors."""
 
 import argparse
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from .common import Report, Rows, number, ratio, read_operator, solve
 
 
 def read_hermitian(arguments: argparse.Namespace) -> lx.AbstractLinearOperator:
-    """A matrix that functions can be taken of. Lineax has no tag for indefinite complex ones."""
+    """A Hermitian matrix, of which functions can be taken. (Complex ones must be semidefinite:
+    lineax has no tag for the others.)
+    """
     operator = read_operator(arguments, hermitian=True)
     if arguments.tag is None and jnp.issubdtype(operator.in_structure().dtype, complex):
         raise ValueError(
@@ -30,12 +32,12 @@ def solve_function(
     estimate: Callable[..., tr.Solution],
     **choices: Any,
 ) -> tuple[Report, str]:
-    """Run an estimate whose error is that of the probes and that of the quadrature.
+    """Compute an estimate that has a standard error and a quadrature error.
 
     **Arguments:**
 
-    - `arguments`, `operator`, `estimate`, `**choices`: as for `common.solve`. With a budget of as
-        many matvecs as there are rows the estimate is exact.
+    - `arguments`, `operator`, `estimate`, `**choices`: as for `common.solve`. The estimate must be
+        exact for a budget of as many matvecs as the matrix has rows.
 
     **Returns:**
 
@@ -53,13 +55,13 @@ def solve_function(
         exact = estimate(jax.random.key(0), k=operator.in_size())
         report["exact"] = exact.value.item()
         report["error_in_half_intervals"] = ratio(abs(value - report["exact"]), half)
-        # What k products did not show (a few negative eigenvalues, say), all of them do.
+        # The exact value shows what k products may miss, such as a few negative eigenvalues.
         message = tr.RESULTS[exact.result] or message
     return report, message
 
 
 def function_rows(choices: Rows, report: Report) -> tuple[Rows, Rows]:
-    """The rows of the table for such an estimate, after those of its choices."""
+    """The rows of the table for the estimate of `solve_function`, after the rows `choices`."""
     low, high = map(number, report["interval"])
     results = [
         *choices,

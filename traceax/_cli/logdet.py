@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     if arguments.shift:
         identity = lx.IdentityLinearOperator(operator.in_structure())
         operator = operator + arguments.shift * identity
-    # Only positive definite matrices have one: the result says if this is none.
+    # The matrix has to be positive definite. The result says if it is not.
     operator = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
     preconditioner = _PRECONDITIONERS[arguments.preconditioner]()
 

@@ -1,4 +1,6 @@
-"""`traceax trace`: read from the file, or of a function of the matrix, estimated."""
+"""`traceax trace`: the trace of a matrix, read from its file, or the trace of a function of it,
+estimated.
+"""
 
 import argparse
 
@@ -10,7 +12,8 @@ from .common import Command, Report, Rows, add_steps, add_tag, read_operator, re
 from .functions import function_rows, read_hermitian, solve_function
 
 _FUNCTIONS = {
-    # A Lanczos recurrence can meet a pole inside of the spectrum anywhere, so 1/x has none there.
+    # Near a pole inside of the spectrum, Ritz values can give 1/x any value. It is NaN for x <= 0,
+    # so that such a matrix is reported.
     "inv": lambda x: jnp.where(x > 0, jnp.reciprocal(x), jnp.nan),
     "sqrt": jnp.sqrt,
     "exp": jnp.exp,
