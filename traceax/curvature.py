@@ -1,20 +1,19 @@
 r"""Curvature of functions of parameters, as lineax operators over the parameter PyTree.
 
 Each function here returns a square, symmetric `lineax.AbstractLinearOperator` for
-[`traceax.trace`][], [`traceax.diagonal`][] and the rest. Its input and output structure is that of
-the parameters; leaves that are not floating-point arrays (integers, flags, activation functions)
-are held constant and are `None` in it.
+[`traceax.trace`][], [`traceax.diagonal`][] and the other functions. The input and output structure
+of the operator is that of the parameters. Leaves that are not floating-point arrays (integers,
+flags, activation functions) are held constant, and are `None` in that structure.
 
-*Products.* With `f` the part that is linearised in the parameters and `L` what is made of it, all
-of them are
+*Products.* Let the function be `L(f(params))`, of which `f` is linearised. Every product is
 
     A v = J^T (H_L) J v,     J the Jacobian of f, H_L the Hessian of L at f(params),
 
-matrix-free and forward-over-reverse: about the cost of three to five evaluations of the function a
-product. Everything that does not depend on v is computed once for all products.
+matrix-free and forward-over-reverse, and costs about as much as three to five evaluations of the
+function. Everything that does not depend on v is computed once for all products.
 
-*Batches.* With `batches`, the operator is the mean over slices of its leading axis. They are
-accumulated by `lax.scan`, so that the memory is that of one batch.
+*Batches.* With `batches`, the operator is the mean over slices along their leading axis. The slices
+are accumulated by `lax.scan`, so that the memory is that of one batch.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from ._probes.random import numbered, split
 
 
 def _half_square(outputs: Any, scale: float = 1.0) -> Array:
-    """Half the squared norm: its Hessian is `scale` times the identity."""
+    """Half the squared norm times `scale`, whose Hessian is `scale` times the identity."""
     squares = [jnp.sum(jnp.real(x * jnp.conj(x))) for x in jtu.tree_leaves(outputs)]
     with jax.numpy_dtype_promotion("standard"):
         return 0.5 * scale * jnp.asarray(sum(squares))
@@ -52,7 +51,7 @@ def _constant(tree: Any) -> Any:
 def hessian(
     loss: Callable[..., Inexact[Array, ""]], params: PyTree, *args: Any, batches: PyTree = None
 ) -> CurvatureOperator:
-    r"""The Hessian $\nabla^2 L$ of a loss in its parameters.
+    r"""The Hessian $\nabla^2 L$ of a loss with respect to its parameters.
 
     !!! Example
 
@@ -65,10 +64,10 @@ def hessian(
 
     - `loss`: called as `loss(params, *args)`, or `loss(params, batch, *args)` with batches;
         returns a scalar.
-    - `params`: a PyTree, real. Leaves that are no floating-point arrays are held constant.
+    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
-    - `batches`: a PyTree of arrays with the same leading axis, one slice a batch, over which the
-        Hessian is averaged. By default there is one batch, in `args`.
+    - `batches`: a PyTree of arrays with a leading axis of the same length. Each slice along it is
+        a batch, and the Hessian is averaged over the batches. By default the data are in `args`.
 
     **Returns:**
 
@@ -78,7 +77,7 @@ def hessian(
     **Raises:**
 
     - `ValueError`: for a loss that does not return a scalar, parameters without a floating-point
-        array, complex parameters, or batches of different numbers.
+        array, complex parameters, or arrays in `batches` with leading axes of different lengths.
 
     ??? cite "References"
 
@@ -109,8 +108,9 @@ def gauss_newton(
 ) -> CurvatureOperator:
     r"""The (generalised) Gauss-Newton matrix $J^\top H_L J$ of a loss of predictions.
 
-    It is the Hessian of `loss(predict(params))` with the predictions linearised in the parameters.
-    With the mean of a cross entropy or of half a squared error it is the exact Fisher matrix.
+    This is the Hessian of `loss(predict(params))` with the predictions linearised in the
+    parameters. For the mean of a cross entropy, or of half a squared error, it is the exact Fisher
+    matrix.
 
     **Arguments:**
 
@@ -118,11 +118,11 @@ def gauss_newton(
         batches; returns a PyTree of floating-point arrays.
     - `loss`: called as `loss(predictions, *args)`, or `loss(predictions, batch, *args)`; returns a
         scalar.
-    - `params`: a PyTree, real. Leaves that are no floating-point arrays are held constant.
+    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments of both functions, held constant.
     - `batches`: as for [`traceax.curvature.hessian`][].
     - `convex`: whether the loss is convex in the predictions, as cross entropy and squared error
-        are: the operator is then tagged positive semidefinite.
+        are. The operator is then tagged positive semidefinite.
 
     **Returns:**
 
@@ -159,11 +159,12 @@ def fisher(
     key: PRNGKeyArray | None = None,
     num_samples: int = 1,
 ) -> CurvatureOperator:
-    r"""The Fisher information matrix $\frac{1}{N} \sum_i g_i g_i^\top$ of N examples, $g_i$ being
-    the gradient of the log-likelihood of the i-th.
+    r"""The Fisher information matrix $\frac{1}{N} \sum_i g_i g_i^\top$ of N examples, where $g_i$
+    is the gradient of the log-likelihood of the i-th example.
 
-    *Empirical* (without `sample`): with the labels that are in the data. *Monte Carlo*: with labels
-    drawn from the model, whose expectation is the true Fisher matrix at these inputs.
+    Without `sample` it is the *empirical* matrix, with the labels in the data. With `sample` it is
+    a *Monte Carlo* estimate, with labels drawn from the model. The expectation of this estimate is
+    the true Fisher matrix at the given inputs.
 
     !!! Example
 
@@ -185,24 +186,24 @@ def fisher(
 
     - `log_likelihood`: called as `log_likelihood(params, *args)`, or `log_likelihood(params, batch,
         *args)` with batches; returns the log-likelihood of every example, an array of shape `(N,)`
-        (a scalar is one example). Its sign does not matter.
-    - `params`: a PyTree, real. Leaves that are no floating-point arrays are held constant.
+        (a scalar counts as one example). The sign does not matter.
+    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
     - `batches`: as for [`traceax.curvature.hessian`][].
-    - `sample`: called as `sample(key, params, *args)` (with the batch first among `args`); returns
-        the arguments after `params`, a tuple, with labels drawn from the model. By default the
-        labels of the data are used.
+    - `sample`: called as `sample(key, params, *args)`, or `sample(key, params, batch, *args)` with
+        batches; returns the arguments after `params` as a tuple, with labels drawn from the model.
+        By default the labels in the data are used.
     - `key`: a random key, for `sample`.
     - `num_samples`: how many times to draw the labels.
 
     **Returns:**
 
-    A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite. The
-    labels are drawn once: all products are with the same matrix.
+    A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite. All
+    products use the same labels, and hence the same matrix.
 
     **Raises:**
 
-    - `ValueError`: as [`traceax.curvature.hessian`][]; for log-likelihoods of more than one axis;
+    - `ValueError`: as [`traceax.curvature.hessian`][]; for log-likelihoods with more than one axis;
         if only one of `sample` and `key` is given, or `num_samples < 1`.
 
     ??? cite "References"
@@ -263,7 +264,7 @@ def jacobian_gram(
 
     - `fn`: called as `fn(params, *args)`, or `fn(params, batch, *args)` with batches; returns a
         PyTree of floating-point arrays.
-    - `params`: a PyTree, real. Leaves that are no floating-point arrays are held constant.
+    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
     - `batches`: as for [`traceax.curvature.hessian`][].
 

@@ -1,4 +1,4 @@
-"""Pictures of solutions. Matplotlib (extra `plot`) is imported when one is drawn, and only then."""
+"""Pictures of solutions. Matplotlib (extra `plot`) is imported only when a picture is drawn."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from jax.typing import ArrayLike
 
 from ._estimators.solution import Solution
 
-PICTURES = (".png", ".pdf", ".svg")  # kinds of files
+PICTURES = (".png", ".pdf", ".svg")  # the kinds of files that a picture can be written to
 
 
 def require_matplotlib() -> None:
-    """Raise an `ImportError` that says what to do, unless matplotlib is there."""
+    """Raise an `ImportError` that says what to do, unless matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -23,7 +23,9 @@ def require_matplotlib() -> None:
 
 
 def _axes(axes: Any, height: float = 4.0) -> Any:
-    """These axes, or those of a new figure (which no window shows, and nothing need close)."""
+    """These axes, or those of a new figure. (A `Figure` of its own, unlike one of pyplot, opens no
+    window and need not be closed.)
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -48,11 +50,13 @@ def _checked(solutions: Sequence[Solution]) -> Sequence[Solution]:
 
 
 def _ends(solutions: Sequence[Solution], level: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The values (their real parts), and how far the intervals reach below and above."""
+    """The values (their real parts), how far the intervals reach below and above them, and which
+    values are finite.
+    """
     values = np.array([np.real(solution.value) for solution in solutions])
     intervals = np.array([solution.interval(level) for solution in solutions]).T
     reach = np.abs(intervals - values)
-    # An interval that says nothing is drawn without bars.
+    # An infinite interval is drawn without bars.
     return values, np.where(np.isfinite(reach), reach, 0), np.isfinite(values)
 
 
@@ -72,7 +76,7 @@ def spectral_density(
     **Arguments:**
 
     - `grid`: the grid.
-    - `solution`: that of [`traceax.spectral_density`][] on it.
+    - `solution`: the solution of [`traceax.spectral_density`][] on this grid.
     - `exact`: the exact density on the same grid, if it is known.
     - `axes`: the matplotlib axes to draw on, linear or logarithmic; by default those of a new
         figure.
@@ -84,7 +88,7 @@ def spectral_density(
     **Raises:**
 
     - `ImportError`: without matplotlib.
-    - `ValueError`: if the solution is not one on this grid.
+    - `ValueError`: if the solution is not that of a spectral density on this grid.
     """
     axes = _axes(axes)
     grid, value = np.asarray(grid), np.asarray(solution.value)
@@ -94,7 +98,7 @@ def spectral_density(
             f"{grid.shape}, got a value of shape {value.shape}. Give the grid of that call."
         )
     std_err, quadrature_error = map(np.asarray, (solution.std_err, solution.quadrature_error))
-    # The quadrature error may exceed everything: it does not decide the scale.
+    # The quadrature error may be much larger than the density, and so does not set the scale.
     top = 1.15 * np.max(value + 2 * std_err)
     bands = {
         "two standard errors and quadrature error": (2 * std_err + quadrature_error, 0.15),
@@ -120,7 +124,7 @@ def convergence(
     label: str | None = None,
     axes: Any = None,
 ) -> Any:
-    """Draw estimates with their intervals against the products that they took.
+    """Draw estimates with their intervals against the number of products that they took.
 
     Call it again with the same axes to compare estimators.
 
@@ -135,7 +139,7 @@ def convergence(
 
     - `solutions`: solutions whose values are single numbers.
     - `truth`: the exact value, if it is known.
-    - `level`: that of the intervals: see [`traceax.Solution`][].
+    - `level`: the level of the intervals, see [`traceax.Solution`][].
     - `label`: a name for the legend.
     - `axes`: the matplotlib axes to draw on; by default those of a new figure.
 
@@ -146,7 +150,7 @@ def convergence(
     **Raises:**
 
     - `ImportError`: without matplotlib.
-    - `TypeError`, `ValueError`: for anything but such solutions.
+    - `TypeError`, `ValueError`: for anything but solutions whose values are single numbers.
     """
     solutions, axes = _checked(solutions), _axes(axes)
     products = np.array([int(solution.num_matvecs) for solution in solutions])
@@ -173,7 +177,7 @@ def interval(
     level: float = 0.95,
     axes: Any = None,
 ) -> Any:
-    """Draw estimates with their intervals below one another, by name.
+    """Draw estimates with their intervals, one below the other, with their names.
 
     !!! Example
 
@@ -185,7 +189,7 @@ def interval(
 
     - `solutions`: solutions whose values are single numbers, by their names.
     - `truth`: the exact value, if it is known.
-    - `level`: that of the intervals: see [`traceax.Solution`][].
+    - `level`: the level of the intervals, see [`traceax.Solution`][].
     - `axes`: the matplotlib axes to draw on; by default those of a new figure.
 
     **Returns:**
@@ -195,7 +199,7 @@ def interval(
     **Raises:**
 
     - `ImportError`: without matplotlib.
-    - `TypeError`, `ValueError`: for anything but such solutions.
+    - `TypeError`, `ValueError`: for anything but solutions whose values are single numbers.
     """
     found = _checked(list(solutions.values()))
     axes = _axes(axes, height=1.2 + 0.4 * len(found))
