@@ -1,6 +1,6 @@
-"""Checks for estimators of other packages: what the tests of this one run on its own.
+"""Checks for estimators of other packages, which the tests of this package run on its own ones.
 
-`import traceax.testing`. It needs nothing but the package itself.
+`import traceax.testing` needs nothing but the package itself.
 """
 
 import math
@@ -25,7 +25,7 @@ from ._estimators.solution import RESULTS
 from ._operators.block_operator import as_operator, is_tagged
 from ._trace.trace import trace
 
-#: z-tests reject beyond so many standard deviations: a right estimator with probability 6e-7.
+#: z-tests reject beyond so many standard deviations, a correct estimator with probability 6e-7.
 _Z = 5.0
 _PSD = lx.positive_semidefinite_tag
 
@@ -40,7 +40,7 @@ def check_estimator(
     contraction: bool = True,
     tolerance: bool = True,
 ) -> None:
-    """Check that an estimator does what all estimators of this package do.
+    """Check that an estimator has the properties that all estimators of this package have.
 
     !!! Example
 
@@ -51,45 +51,48 @@ def check_estimator(
         check_estimator(tr.HutchPlusPlusEstimator())
         ```
 
-    With fixed keys, hence always with the same outcome:
+    The random keys are fixed, so that the outcome is always the same. The properties are:
 
-    - *unbiased*: the mean of the values of `keys` keys is the trace (or the diagonal), and that of
-        the derivatives in a direction that has nothing to do with A is the trace of the direction,
-        by z-tests at 5 standard deviations;
+    - *unbiased*: the mean of the values over `keys` keys is the trace (or the diagonal), and the
+        mean of the derivatives in a direction unrelated to A is the trace (or the diagonal) of that
+        direction, by z-tests at 5 standard deviations;
     - *identity*: the derivative in the direction A is the value;
-    - *coverage*: 95 % intervals hold the true value for at least the share `coverage` of the keys
-        (and entries);
-    - *exact* values, with standard error 0, for `k >= n`;
-    - *products*: never more than `max(k, smallest)` in the program (where it has no `while` loop
-        that makes products), nor in `num_matvecs`, but n for estimators that are always exact;
-    - *transforms*: `jit`, `vmap`, `grad`, `jvp`, `lax.map` and second derivatives, alone and in
-        each other, agree with single calls;
-    - *dtypes*: float32, complex64 and bfloat16 operators, and float64 ones where that is enabled;
-    - *rank deficiency*: operators of low rank, and 0, have finite estimates;
-    - *NaN* in the operator ends as `RESULTS.nonfinite_operator`, with the value NaN;
-    - *tolerance*: runs to a tolerance end within it for 80 % of 20 keys, each lane of a `vmap` as
-        if by itself, and with a derivative.
+    - *coverage*: 95 % intervals contain the true value for at least the share `coverage` of the
+        keys (and entries);
+    - *exact*: for `k >= n` the value is exact, and its standard error 0;
+    - *products*: neither the program (unless it makes products in a `while` loop) nor
+        `num_matvecs` has more than `max(k, smallest)` products, or n for estimators that are always
+        exact;
+    - *transforms*: `jit`, `vmap`, `grad`, `jvp`, `lax.map` and second derivatives, alone and
+        nested, agree with single calls;
+    - *dtypes*: float32, complex64 and bfloat16 operators work, and those of double precision where
+        JAX enables it;
+    - *rank deficiency*: operators of low rank, and the operator 0, have finite estimates;
+    - *NaN*: if the operator holds NaN, the result is `RESULTS.nonfinite_operator` and the value
+        NaN;
+    - *tolerance*: for at least 80 % of 20 keys a run to a tolerance meets it; a lane of a `vmap`
+        gives the same as the call by itself; the run has a derivative.
 
-    An operator that the estimator's `check` refuses is left out. The programs take half a minute
-    or so, most of it to compile.
+    An operator that the estimator's `check` refuses is left out. All of this takes about half a
+    minute, most of it for compilation.
 
     **Arguments:**
 
     - `estimator`: the estimator of a trace or of a diagonal.
-    - `operators`: square real operators with the same dtype as the default floating one, for the
-        checks of statistics and exactness. Their matrices are materialised. By default a flat and
-        a decaying semidefinite one, and one that is not symmetric, with 40 rows.
-    - `k`: the budget, below the number of rows. By default 16, or twice `smallest`.
+    - `operators`: square real operators of the default floating dtype, for the checks of statistics
+        and exactness. Their matrices are materialised. By default three operators with 40 rows: two
+        semidefinite ones, with a flat and with a decaying spectrum, and one that is not symmetric.
+    - `k`: the budget, below the number of rows. By default the larger of 16 and twice `smallest`.
     - `keys`: the number of keys.
-    - `coverage`: the least share of intervals that hold the true value.
+    - `coverage`: the least share of intervals that contain the true value.
     - `contraction`: whether the value is the contraction of its weights with A. False for
-        estimators that are differentiated with the weights of another one.
+        estimators that are differentiated with the weights of another estimator.
     - `tolerance`: whether the estimator works to a tolerance.
 
     **Raises:**
 
     - `AssertionError`: with the name of the first property that the estimator lacks.
-    - `ValueError`: if the estimator accepts none of the operators, or k is not below their size.
+    - `ValueError`: if the estimator accepts none of the operators, or `k` is not below their sizes.
     """
     given = list(_default_operators() if operators is None else operators)
     accepted = [operator for operator in given if _accepts(estimator, operator)]
@@ -131,7 +134,7 @@ def _accepts(estimator: Any, operator: lx.AbstractLinearOperator) -> bool:
 
 
 def _by_products(matrix: Any, tags: Any = ()) -> lx.FunctionLinearOperator:
-    """A matrix that is known by its products alone: nothing of it can be read."""
+    """An operator that only multiplies with this matrix: none of its entries can be read."""
     structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
     return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
 
@@ -181,12 +184,12 @@ def _truth(estimator: Any, matrix: Any) -> np.ndarray:
 
 
 def _most(estimator: Any, k: int, n: int, exact: Any) -> int:
-    """The products that there may be: n for an estimator that is exact with any budget."""
+    """The most products that are allowed: n for an estimator that is exact with any budget."""
     return n if exact else max(k, estimator.smallest)
 
 
 def _rounding(matrix: Any) -> float:
-    """What rounding may do to a sum of entries."""
+    """A bound on the rounding error of a sum of entries."""
     eps = float(jnp.finfo(matrix.dtype).eps)
     return 2000 * eps * max(float(np.linalg.norm(np.asarray(matrix))), 1e-30)
 
@@ -195,7 +198,7 @@ def _rounding(matrix: Any) -> float:
 
 
 def _moved(operator: Any, direction: Any, steps: Any) -> Any:
-    """(1 + s_0) A + s_1 D as an operator, in the structure of A."""
+    """(1 + s_0) A + s_1 D as an operator of the structure of A, for the steps s."""
     structure = operator.in_structure()
     leaves, treedef = jtu.tree_flatten(structure)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
@@ -236,7 +239,7 @@ def _check_statistics(estimator, operator, k, count, coverage, contraction) -> N
             counts = solution.num_matvecs, solution.result == RESULTS.successful
             return _flat(solution.value), slopes[:, 0], slopes[:, 1], lower, upper, *counts
 
-        # Not vmap: batched calls into LAPACK may wait for each other on few cores.
+        # Not `vmap`: on few cores, batched calls into LAPACK may wait for each other.
         return lax.map(one, keys)
 
     outcomes = run(jr.split(jr.key(0), count))
@@ -284,7 +287,7 @@ def _check_exact(estimator, operator) -> None:
 
 
 def _products_in(jaxpr: Any, n: int) -> float:
-    """The products with an n x n matrix in a program: NaN where a `while` loop makes some."""
+    """The number of products with an n x n matrix in a program; NaN if a `while` loop has some."""
     total = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -305,7 +308,7 @@ def _products_in(jaxpr: Any, n: int) -> float:
 
 
 def _check_products(estimator, k: int) -> None:
-    n = 2 * max(k, estimator.smallest) + 11  # as no other number in the program
+    n = 2 * max(k, estimator.smallest) + 11  # differs from all other sizes in the program
     operator = _by_products(_matrix(n, np.linspace(1, 2, n), 4), _PSD)
     if not _accepts(estimator, operator):
         return
@@ -336,7 +339,9 @@ def _close(got: Any, expected: Any, estimator: Any, what: str, rtol: float) -> N
 
 
 def _check_transforms(estimator) -> None:
-    """On A(a, b) = exp(a) B + b^2 C: with fixed weights all derivatives follow from the first."""
+    """Check transforms of an estimate of A(a, b) = exp(a) B + b^2 C. As weights are held fixed,
+    all its derivatives follow from the first ones.
+    """
     n = max(12, estimator.smallest + 5)
     k = max(7, estimator.smallest)
     b_part, c_part = (_matrix(n, np.linspace(0.5, s, n), 5 + i) for i, s in enumerate((2.0, 3.0)))
@@ -394,7 +399,9 @@ def _check_transforms(estimator) -> None:
 
 
 def _check_near(estimator, operator, matrix, k: int, what: str, slack: float) -> Any:
-    """The estimate, which must be finite and within ten standard errors."""
+    """The value and its standard error, after checking that the value is finite and within ten
+    standard errors of the truth.
+    """
     solution = jax.jit(lambda key: _solve(estimator, key, operator, k))(jr.key(3))
     value, std_err = (np.asarray(_flat(x)) for x in (solution.value, solution.std_err))
     _require(np.isfinite(value).all(), estimator, f"{what}: the value is not finite")
