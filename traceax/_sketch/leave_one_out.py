@@ -11,18 +11,18 @@ that plane is spanned by the orthonormal pair (s_i, u_ij).
 
 *The error of the mean of leave-one-out samples.* Let t_i be the estimate that tests with probe i
 what was built from all the others, and t_ij the same with probe j held out as well. Given all
-probes but i, t_i and t_ij have mean tau = tr(A). Hence E[(t_ij - tau)(t_j - tau)^*] = 0 (given all
-but j, the first factor is fixed and the second has mean 0), likewise with i and j exchanged and for
-(t_ij, t_ji), so that with D_ij = t_i - t_ij
+probes but i, t_i and t_ij have mean tau = tr(A). Given all probes but j, t_ij is fixed and t_j has
+mean tau; hence E[(t_ij - tau)(t_j - tau)^*] = 0. The same holds with i and j exchanged, and for the
+pair (t_ij, t_ji), so that with D_ij = t_i - t_ij
 
     Cov(t_i, t_j) = E[D_ij conj(D_ji)].
 
 The sample variance of the t_i has mean Var(t_i) - Cov(t_i, t_j), hence
 
-    E[ s^2 / m + mean_{i != j} Re D_ij conj(D_ji) ] = Var(mean_i t_i)     exactly,
+    E[ s^2 / m + mean_{i != j} Re D_ij conj(D_ji) ] = Var(mean_i t_i)     exactly.
 
-while the customary s^2 / m leaves the covariance out: it is too small by up to 4 times (in standard
-deviation) for XNysTrace on decaying spectra, and for XTrace at the edge of a spectrum.
+The customary s^2 / m leaves the covariance out. Its root is too small by up to 4 times for
+XNysTrace on decaying spectra, and for XTrace at the edge of a spectrum.
 """
 
 import math
@@ -48,8 +48,9 @@ def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:
 def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[Array, " m"]:
     """The inner products a_i^H b_i of corresponding columns.
 
-    (XLA compiles a sum of more than 32 numbers for as long as three other operations, and products
-    of matrices not at all. Those of square ones take m^3 operations, as the factorisations do.)
+    (To compile a sum of more than 32 numbers takes XLA as long as three other operations. A product
+    of matrices takes no time to compile, and for square ones costs m^3 operations, as the
+    factorisations do.)
     """
     if a.shape[0] == a.shape[1]:
         return diagonal_of(matmul(adjoint(a), b))
@@ -57,8 +58,8 @@ def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[A
 
 
 def row_norms(x: Inexact[Array, "p m"]) -> Real[Array, " p"]:
-    """The norms of the rows of a small matrix, of any length above `sqrt(tiny)`: squares of long
-    rows may overflow. As the diagonal of X X^H, for the reason given above.
+    """The norms of the rows of a small matrix, right for all norms above `sqrt(tiny)`, even where
+    squares overflow. They come from the diagonal of X X^H, for the reason given in `column_dots`.
     """
 
     def norms(x):
@@ -79,8 +80,8 @@ def _squares(a: Inexact[Array, "n m"]) -> Real[Array, "n m"]:
 
 
 def frobenius_norm_of(sketch: Inexact[Array, "n m"]) -> Real[Array, ""]:
-    """An estimate of ||A||_F, its square unbiased, from the products with m probes (or from the
-    triangular factor R of the products): the root mean square of the columns' norms.
+    """An estimate of ||A||_F, whose square is unbiased: the root mean square of the norms of the
+    columns of a sketch, or of its triangular factor R.
     """
     return jnp.sqrt(jnp.mean(square_norms(sketch)))
 
@@ -96,23 +97,24 @@ def trace_and_mean(h: Inexact[Array, "m m"], samples: Inexact[Array, " m"]) -> I
 
 
 def resphering(dimension: float, square: Array, resphere: bool) -> Array:
-    """C = dimension / ||g||^2 for residual probes g in a space of this dimension (a float: it need
-    not fit into an int32); 1 without.
+    """The factors c = dimension / ||g||^2 for residual probes g in a space of this dimension, or 1
+    without resphering. (The dimension is a float, as it need not fit into an int32.)
     """
     return dimension / square if resphere else jnp.ones_like(square)
 
 
 def rescale_error(size: Array, std_err: Array) -> Array:
-    """`size * std_err`; of a zero sketch 0, unless nothing is known of the error (inf)."""
+    """`size * std_err`. For a sketch that is zero it is 0, or inf if the error is unknown (inf)."""
     return jnp.where(size > 0, size * std_err, jnp.where(jnp.isinf(std_err), std_err, 0))
 
 
 def without_zero_pivots(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """R, the factor of a sketch of size 1 or of probes, with no zero on its diagonal.
+    """R, the triangular factor of probes or of a sketch of size 1, with no zero on its diagonal.
 
-    Probes of few distinct values can coincide, and one that lies in the span of those before it has
-    R_jj = 0. Any tiny number in its place will do: the direction s_j that follows is that of the
-    arbitrary column q_j, which is what holding out either of two equal probes must leave out.
+    Probes of few distinct values can coincide, and a probe in the span of those before it has
+    R_jj = 0. Any tiny number in the place of this zero will do. The direction s_j is then that of
+    the arbitrary column q_j, and this is right: if one of two equal probes is held out, nothing
+    else leaves the range.
     """
     least = float(jnp.finfo(r.dtype).eps) ** 2
     zero = jnp.eye(r.shape[0], dtype=bool) & (jnp.abs(r) < least)
@@ -161,9 +163,9 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
 
     - `samples`: the m values t_i.
     - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j.
-    - `rounding`: the standard error that rounding adds to the mean. Samples that agree to within
-        `sqrt(m)` times it come from an operator that the others already capture: the D_ij, which
-        hold two probes out of the approximation, say nothing about the error then.
+    - `rounding`: the standard error that rounding adds to the mean. If the samples agree to within
+        `sqrt(m) * rounding`, then m - 1 probes already capture the operator. The D_ij, which hold
+        two probes out, then say nothing about the error, and are left out.
 
     **Returns:**
 
@@ -174,8 +176,8 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
     real = samples.real.dtype
     if m == 1:
         return jnp.full((), jnp.inf, real)
-    # One sum of three things. Differences from one of the samples are good enough: their mean
-    # square is at most m times the variance.
+    # One sum for three quantities. It is accurate enough to subtract one of the samples rather than
+    # their mean: the mean square of the differences is at most m times the variance.
     moved = samples - samples[0]
     terms = jnp.stack([moved, jnp.abs(moved) ** 2, column_dots(differences.T, differences)])
     total, square, product = jnp.sum(terms, axis=1)
@@ -186,11 +188,13 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
 
 
 class Scaled(NamedTuple):
-    """Products as a scale times numbers of size 1. One sum tells the rest."""
+    """Products as a scale times numbers of size 1. The norm, the size and the status all follow
+    from one sum.
+    """
 
     numbers: Inexact[Array, "n m"]
     scale: Real[Array, ""]
-    square: Real[Array, ""]  # of the norm of the numbers; 0 only where all of them are
+    square: Real[Array, ""]  # the squared norm of the numbers; 0 only if all of them are 0
 
     @property
     def norm(self) -> Real[Array, ""]:
@@ -199,14 +203,14 @@ class Scaled(NamedTuple):
 
     @property
     def size(self) -> Real[Array, ""]:
-        """The factor that takes results for A / scale back to A: 0 where all products vanish, so
-        that 0 is said then, and not the rounding of the shift.
+        """The factor from results for A / scale to results for A. It is 0 if all products vanish,
+        so that the result is then 0 rather than the rounding error of the shift.
         """
         return jnp.where(self.square != 0, self.scale, jnp.zeros_like(self.scale))
 
     @property
     def status(self) -> Int[Array, ""]:
-        """NONFINITE if there is NaN or inf among them."""
+        """NONFINITE if the products hold NaN or inf."""
         return status_of(self.square)
 
 
@@ -239,16 +243,17 @@ def append_sketch(
 
     **Arguments:**
 
-    - `state`: a NamedTuple that has the factors `omega`, `q`, `r` so far, the `scale` and `nu` of
-        the first probes, `size` (the scale, or 0 if all products vanish), and `status`; or None.
+    - `state`: None, or a NamedTuple with the factors `omega`, `q`, `r` so far, the `scale` and `nu`
+        of the first probes, `size` (the scale, or 0 if all products vanish), and `status`.
     - `sampler`: the distribution of the probes.
-    - `key`: their random key.
+    - `key`: the random key of the new probes.
     - `block`: the operator.
     - `m`: the number of new probes.
 
     **Returns:**
 
-    The basis so far (of no columns, for None), the new columns, and all of the above by name.
+    The basis so far (without columns if `state` is None), its new columns, and a dictionary of the
+    new values of all these fields of the state.
     """
     omega = sampler.probes(key, block.n, m, block.dtype)
     if state is None:
@@ -271,8 +276,8 @@ def append_sketch(
 
 
 def empty_state(kind: Callable[..., Any], sketch: Array, keeps: bool) -> Any:
-    """A state of Hutch++ or Diag++ without probes: four blocks of vectors, two that have rows only
-    if they are kept, the scale of the first sketch, and the status.
+    """A state of Hutch++ or Diag++ without probes: four blocks of vectors, two blocks that have
+    rows only if `keeps` is set, the scale of the first sketch, and the status.
     """
     nothing = sketch[:, :0]
     kept = nothing if keeps else nothing[:0]
@@ -280,7 +285,7 @@ def empty_state(kind: Callable[..., Any], sketch: Array, keeps: bool) -> Any:
 
 
 def products_of_sketch(state: Any) -> Array:
-    """A Omega, from such a state."""
+    """A Omega, from a state as `append_sketch` describes it."""
     return state.scale * (matmul(state.q, state.r) - state.nu * state.omega)
 
 
@@ -314,7 +319,7 @@ def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
 
 
 def range_finder_of(omega: Array, q: Array, r: Array, w: Array, resphere: bool) -> RangeFinder:
-    """The same from the factors of the sketch, and `w = Q^H Omega`."""
+    """A `RangeFinder` from the factors Q and R of the sketch, and `w = Q^H Omega`."""
     n, m = omega.shape
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
@@ -327,8 +332,8 @@ def range_finder_of(omega: Array, q: Array, r: Array, w: Array, resphere: bool) 
 def append_basis(q: Array, new: Array) -> tuple[Array, Array, Array]:
     """Append columns to an orthonormal basis: `new = q c + q_new r_new`.
 
-    Columns that nearly lie in the span of the others leave a difference that is mostly rounding,
-    whose factor is not orthogonal to q: both steps are made twice.
+    If a new column nearly lies in the span of q, what is left after projection is mostly rounding
+    errors, and not orthogonal to q. So the projection and the factorisation are made twice.
 
     **Arguments:**
 
@@ -374,10 +379,11 @@ def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
 
 
 def shift_of(norm: Array, n: int, eps: float) -> Array:
-    """Nu = eps ||Y||_F / sqrt(n), from this norm of a sketch with probes of norm sqrt(n); 1 for 0.
+    """The shift nu = eps ||Y||_F / sqrt(n), from the norm of a sketch Y of probes of norm sqrt(n).
+    It is 1 if the norm is 0.
 
-    Working on A + nu I keeps every factor non-singular and leaves unbiasedness untouched: the
-    trace of the shift, nu n, is known and subtracted.
+    With A + nu I in place of A no factor is singular, and estimates remain unbiased: the trace of
+    the shift, nu n, is known and subtracted.
     """
     shift = eps / math.sqrt(n) * norm
     return jnp.where(shift > 0, shift, jnp.ones_like(shift))

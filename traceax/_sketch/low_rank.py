@@ -1,22 +1,22 @@
 r"""Low rank plus a multiple of the identity: the factors of a preconditioner.
 
-Everything happens in the scaled operator A' = D^{-1/2} A D^{-1/2} = K' + s I. Where lineax writes
-the operator as a sum with a diagonal part D, that part is read off (`_operators.known_parts`), and
-s = 1; otherwise D is a scalar unit and s is estimated: with theta the smallest Ritz value on the
-span of the sketch and r the norm of its residual, s = theta - min(r, theta / 2). (A
-Gaussian-process kernel of low numerical rank plus s I has r = 0 to rounding, which is what makes
-the flat tail vanish from K'.)
+Everything is computed for the scaled operator A' = D^{-1/2} A D^{-1/2} = K' + s I. If the operator
+is written as a sum with a diagonal part D, that part is read off (`_operators.known_parts`), and
+s = 1. Otherwise D is a scalar unit and s is estimated: with theta the smallest Ritz value on the
+span of the sketch, and r the norm of its residual, s = theta - min(r, theta / 2). (A
+Gaussian-process kernel of low numerical rank plus s I has r = 0 to rounding, so that K' is free of
+the flat tail.)
 
-K' ~ U Lambda U^H from a Nystrom approximation or a partial Cholesky factorisation. With t the mean
-eigenvalue of what that leaves out, the preconditioner is
+A Nystrom approximation or a partial Cholesky factorisation gives K' ~ U Lambda U^H. With t the mean
+eigenvalue of the part of K' that it leaves out, the preconditioner is
 
     P = D^{1/2} (U Lambda U^H + mu I) D^{1/2},      mu = s + t / 10.
 
-With mu = s, all that was left out of K' would stand far above the noise where K' decays slowly, and
-low rank would look useless. A tenth of t is close to best on all kernels tried, on both sides of it
-(Matern-1/2, n = 2000, noise 1e-4, rank 250: the standard deviation of one probe is 147 with mu = s,
-58 with this, and 91 without a preconditioner). As U Lambda U^H <= K', no eigenvalue of P^{-1} A is
-below s / mu.
+If K' decays slowly, then with mu = s the part that is left out would be far larger than mu I, and
+the low-rank part of little use. On all kernels tried, t / 10 was close to the best choice, better
+than less and than more (Matern-1/2, n = 2000, noise 1e-4, rank 250: the standard deviation of one
+probe is 147 with mu = s, 58 with this mu, and 91 without a preconditioner). As U Lambda U^H <= K',
+no eigenvalue of P^{-1} A is below s / mu.
 """
 
 import math
@@ -49,11 +49,11 @@ from .nystrom import is_asymmetric, shifted_cholesky
 class LowRankPlusIdentity(eqx.Module):
     """`P = D^{1/2} (U Lambda U^H + mu I) D^{1/2} = R R^H`, with `U^H U = I`.
 
-    Every product costs `4 n l` operations a column, for rank l.
+    A product costs `4 n l` operations for each column, with l the rank.
 
     **Attributes:**
 
-    - `root`: the root of the diagonal D, of shape `(n,)`; ones for none.
+    - `root`: the root of the diagonal D, of shape `(n,)`; ones if there is no scaling.
     - `basis`: U, of shape `(n, l)` and the working dtype of the operator.
     - `eigenvalues`: the diagonal of Lambda, real and not negative.
     - `mu`: a positive number.
@@ -71,7 +71,7 @@ class LowRankPlusIdentity(eqx.Module):
         return low_rank + n * jnp.log(self.mu) + 2 * jnp.sum(jnp.log(self.root))
 
     def padded(self, rank: int) -> "LowRankPlusIdentity":
-        """The same with as many columns, those that are added being 0."""
+        """The same preconditioner with `rank` columns: those that are added are 0."""
         more = rank - self.basis.shape[1]
         basis = jnp.pad(self.basis, ((0, 0), (0, more)))
         return LowRankPlusIdentity(self.root, basis, jnp.pad(self.eigenvalues, (0, more)), self.mu)
@@ -110,7 +110,7 @@ class LowRankPlusIdentity(eqx.Module):
     def preconditioned(
         self, mm: Callable[[Array], Array], block: Inexact[Array, "n p"]
     ) -> Inexact[Array, "n p"]:
-        """M = R^{-1} A R^{-H} times a block, from `mm`, A times a block."""
+        """M = R^{-1} A R^{-H} times a block, where `mm` multiplies with A."""
         return self.inverse_root(mm(self.inverse_root_adjoint(block)))
 
     def outside(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
@@ -122,25 +122,27 @@ class LowRankPlusIdentity(eqx.Module):
 
 @final
 class BuiltPreconditioner(eqx.Module):
-    r"""A preconditioner that was built before: [`traceax.NystromPreconditioner`][] and
-    [`traceax.RPCholeskyPreconditioner`][] `build` one.
+    r"""A preconditioner that was built before, by the method `build` of
+    [`traceax.NystromPreconditioner`][] or [`traceax.RPCholeskyPreconditioner`][].
 
-    As the `preconditioner` of [`traceax.logdet`][] and [`traceax.gaussian_log_density`][] it is
-    held as it is, whatever becomes of the operator: the value, for a given key, is then a smooth
-    function of the operator, and its derivative exactly that of this function.
+    As the `preconditioner` of [`traceax.logdet`][] and [`traceax.gaussian_log_density`][] it stays
+    the same while the operator changes. For a given key the value is then a smooth function of the
+    operator, and the derivative is exactly that of this function.
 
-    It fits operators with as many rows and of the same working dtype, and the better, the closer
-    they are to the one that it was built for. It is a PyTree of arrays, of `n x rank` numbers:
-    it may be an argument of a jitted function, or one of a batch. No derivative flows into it.
+    It can be used for operators with as many rows and of the same working dtype. The closer they
+    are to the operator that it was built for, the better it works. It is a PyTree of arrays, with
+    `n x rank` numbers: it may be an argument of a jitted function, and `vmap` may batch it. No
+    derivative flows into it.
 
     **Attributes:**
 
-    - `factors`: the low rank and the multiple of the identity.
-    - `floor`: no eigenvalue of $P^{-1} A$ is below this, A what it was built for; NaN if that is
-        not known.
-    - `control_variate_weight`: 1 for P = A, 0 for one that leaves far more out than the smallest
+    - `factors`: the low-rank part and the multiple of the identity.
+    - `floor`: a lower bound of the eigenvalues of $P^{-1} A$, for the operator A that it was built
+        for; NaN if no bound is known.
+    - `control_variate_weight`: 1 for P = A, and 0 if P leaves out far more than the smallest
         eigenvalue.
-    - `status`: whether what it was made from fits together, as a number.
+    - `status`: a number that says whether the products that it was built from are those of a
+        definite matrix.
     """
 
     factors: LowRankPlusIdentity
@@ -149,11 +151,11 @@ class BuiltPreconditioner(eqx.Module):
     status: Int[Array, ""]
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if it does not fit this operator.
+        """Raise a `ValueError` if the preconditioner cannot be used for this operator.
 
         **Arguments:**
 
-        - `operator`: the operator, of which only the structure is looked at.
+        - `operator`: the operator. Only its structure matters.
         """
         n, dtype = self.factors.basis.shape[-2], self.factors.basis.dtype
         block = BlockOperator(operator)
@@ -171,10 +173,10 @@ BuiltPreconditioner.__init__.__doc__ = (
 
 
 class LowRank(NamedTuple):
-    """An approximation F F^H of K', and what it leaves out."""
+    """An approximation F F^H of K', and how much it leaves out."""
 
     f: Inexact[Array, "n l"]
-    nu: Real[Array, ""]  # the shift that F F^H is too large by
+    nu: Real[Array, ""]  # the shift: F F^H approximates K' + nu I
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
     left_out_by_half: Real[Array, ""]  # t of the first half of the columns; NaN if not known
@@ -188,8 +190,8 @@ class LowRank(NamedTuple):
         return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
 
     def built(self, root: Real[Array, " n"], known: Bool[Array, ""]) -> BuiltPreconditioner:
-        """The preconditioner, and the bound that goes with it."""
-        # NaN where s is not known for certain: no bound then.
+        """The preconditioner, with the lower bound of the eigenvalues."""
+        # Without a known s there is no bound.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
         status = jnp.asarray(self.status, jnp.int32)
@@ -225,14 +227,14 @@ def nystrom_of(
 ) -> LowRank:
     """The Nystrom approximation of K' = A' - s I from products with normal probes.
 
-    What it leaves out, t, is estimated without a further product, by holding out one probe after
-    the other as XNysTrace does.
+    The mean eigenvalue t of what it leaves out is estimated without a further product, by holding
+    out one probe after the other as XNysTrace does.
 
     **Arguments:**
 
     - `omega`: the probes, of norm about 1.
-    - `products`: A' times those.
-    - `known`: whether s = 1; it is estimated otherwise.
+    - `products`: A' times the probes.
+    - `known`: whether s = 1; otherwise s is estimated.
     - `eps`: the relative precision of a product.
 
     **Returns:**
@@ -247,7 +249,8 @@ def nystrom_of(
 
     shift = lax.cond(known, lambda *_: one, estimated, omega, products)
     sketch = products - shift.astype(omega.dtype) * omega
-    # shift_of is for probes of norm sqrt(n). The rounding is that of A', not of what is left of it.
+    # shift_of expects probes of norm sqrt(n). Its norm is that of A', as the products with A' were
+    # rounded, not those with K'.
     least = shift_of(math.sqrt(n) * jnp.linalg.norm(products), n, eps)
     core = matmul(adjoint(omega), sketch)
     nu, factor = shifted_cholesky(core, least)
@@ -263,12 +266,14 @@ def nystrom_of(
     status = jnp.where(indefinite, OUTSIDE_DOMAIN, SUCCESSFUL)
     norm = jnp.linalg.norm(products)
     status = jnp.where(is_asymmetric(core, norm, n, eps), NOT_SYMMETRIC, status)
-    status = jnp.where(jnp.isfinite(norm), status, SUCCESSFUL)  # NaN is another matter
+    status = jnp.where(jnp.isfinite(norm), status, SUCCESSFUL)  # NaN is reported elsewhere
     sketch = sketch + nu.astype(omega.dtype) * omega
     f, inverse = divide_two_by_upper(sketch, jnp.eye(m, dtype=omega.dtype), factor)
 
     def left_out(count):
-        """The t of the first columns: they, and their part of C^{-1}, do not know the others."""
+        """The t of the approximation from the first `count` columns alone: these columns, and their
+        part of C^{-1}, do not depend on the others.
+        """
         part = inverse[:count, :count]
         length = row_norms(part)
         tested = n * jnp.square(1 / length)
@@ -294,13 +299,13 @@ def pivoted_cholesky(
     - `key`: the random key.
     - `column`: a function from an index to a column of K'.
     - `diagonal`: the diagonal of K'.
-    - `rank`: how many columns.
+    - `rank`: the number of columns.
     - `dtype`: the dtype of the columns.
 
     **Returns:**
 
-    F, of shape `(n, rank)`; and by how much the diagonal differs from the one that the columns show
-    at the pivots, relative to its largest entry. Cost: `2 n rank^2` operations.
+    F, of shape `(n, rank)`; and the largest difference at a pivot between `diagonal` and the entry
+    of the column, relative to the largest entry of `diagonal`. Cost: `2 n rank^2` operations.
     """
     n = diagonal.shape[0]
     largest = jnp.max(jnp.abs(diagonal), initial=0.0)
@@ -313,7 +318,7 @@ def pivoted_cholesky(
         residual = column(pivot) - matmul(f, jnp.conj(f[pivot]))
         size = residual[pivot].real
         apart = jnp.maximum(apart, jnp.abs(size - left[pivot]))
-        # Nothing is left but rounding errors: such a column would only amplify them.
+        # A column is not used if only rounding errors are left of it: it would amplify them.
         used = (size > least) & (positive[pivot] > least)
         scale = jnp.sqrt(jnp.where(used, size, 1)).astype(dtype)
         new = jnp.where(used, residual / scale, 0)

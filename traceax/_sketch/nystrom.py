@@ -1,12 +1,13 @@
 """The Nystrom approximation of a semidefinite operator, and what leaving out a probe does to it.
 
-With Omega = P R, H = P^H A P = C^H C and F = A P C^{-1}, the approximation is F F^H. Without
-probe i it is F (I - q_i q_i^H) F^H with q_i = cn(C^{-H} s_i), s_i = cn(R^{-H})_i,
-d_i = ||C^{-H} s_i||^2, and A less that, applied to omega_i, is z_i rho_i / sqrt(d_i) with
-z_i = F q_i, rho_i = s_i^H r_i.
+With Omega = P R, H = P^H A P = C^H C and F = A P C^{-1}, the approximation is F F^H. Without probe
+i it is F (I - q_i q_i^H) F^H, where q_i = cn(C^{-H} s_i), s_i = cn(R^{-H})_i. The difference
+between A and that, applied to omega_i, is z_i rho_i / sqrt(d_i), where z_i = F q_i,
+d_i = ||C^{-H} s_i||^2 and rho_i = s_i^H r_i.
 
-Multiplying an orthonormal basis P of the probes rather than the probes themselves is the same in
-exact arithmetic, and better in floating point: their near-dependence (k close to n) drops out.
+A multiplies an orthonormal basis P of the probes rather than the probes themselves. In exact
+arithmetic this is the same. In floating point it is better, because it does not matter that the
+probes are nearly dependent if k is close to n.
 """
 
 import math
@@ -55,16 +56,16 @@ class Nystrom(NamedTuple):
     q: Inexact[Array, "m m"]
     inverse: Real[Array, " m"]  # 1 / d_i
     rho: Real[Array, " m"]
-    tag: Int[Array, ""]  # the status that the tag deserves: SUCCESSFUL where it may be right
+    tag: Int[Array, ""]  # SUCCESSFUL, or the status that says why the tag is wrong
 
     def rounding(self, eps: float) -> Real[Array, ""]:
-        """The standard error that rounding adds to the trace, products being good to `eps`."""
+        """The standard error that rounding adds to the trace, for products of precision `eps`."""
         # The orthonormal columns of P are shorter than probes.
         n, m = self.sketch.shape
         return rounding_of(math.sqrt(n / m) * self.products.norm, eps)
 
     def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
-        """What was estimated; with a wrong tag, what stands beside it and needs none."""
+        """The first of each pair or, if the tag is wrong, the second, which needs no tag."""
         wrong = self.tag != SUCCESSFUL
         return [jnp.where(wrong, plain, estimated) for estimated, plain in pairs]
 
@@ -72,15 +73,16 @@ class Nystrom(NamedTuple):
 def is_asymmetric(
     core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
 ) -> Bool[Array, ""]:
-    """Whether a core says that A^H != A.
+    """Whether a core shows that A^H != A.
 
-    The core of A = S + X with X^H = -X differs from its adjoint by 2 Omega^H X Omega, that of a
-    Hermitian A by rounding alone: by no more than 2 eps ||Y||_F of products Y = A Omega that are
-    rounded once, entry by entry, for Omega of norm 1. sqrt(eps) ||Y||_F leaves room for sums of
-    many terms, for products in TensorFloat-32 and for solves; and 100 sqrt(n) eps ||Y||_F, the
-    limit for negative eigenvalues as well, for half precision, where nothing can be told. What
-    stays below does little harm: the approximation errs by ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu,
-    and nu >= eps ||Y||_F.
+    Let A = S + X with a Hermitian S and X^H = -X. The core of A differs from its adjoint by
+    2 Omega^H X Omega. The core of a Hermitian A differs from its adjoint by rounding alone: by at
+    most 2 eps ||Y||_F, if the entries of Y = A Omega are rounded once and Omega has norm 1. The
+    limit is larger. sqrt(eps) ||Y||_F leaves room for sums of many terms, for products in
+    TensorFloat-32, and for solves. 100 sqrt(n) eps ||Y||_F, which is also the limit for negative
+    eigenvalues, leaves room for half precision, where nothing can be decided. An X below the limit
+    does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu, with
+    nu >= eps ||Y||_F.
 
     **Arguments:**
 
@@ -94,7 +96,8 @@ def is_asymmetric(
 
 
 def shifted_cholesky(h, nu):
-    """The upper Cholesky factor of H + nu' I with the least nu' in nu, 10 nu, ... that has one.
+    """The upper Cholesky factor of H + nu' I, with the least nu' in nu, 10 nu, ... for which there
+    is one, and that nu'.
 
     H is symmetrised. No eigenvalue is ever truncated: that would bias the estimate.
     """
@@ -103,11 +106,11 @@ def shifted_cholesky(h, nu):
     def factorise(state):
         _, _, nu, _ = state
         factor = cholesky(h + nu * eye)
-        # Beyond 1000 the shift exceeds the operator (scaled to size 1): NaN, and no way out.
+        # The operator has size 1. If a shift of 1000 is not enough, it holds NaN.
         goes_on = ~jnp.isfinite(factor[-1, -1]) & (nu < 1e3)
         return goes_on, nu, 10 * nu, factor
 
-    # One factorisation to compile: the loop makes the first as well.
+    # The loop makes the first factorisation, too, so that only one has to be compiled.
     start = jnp.array(True), jnp.zeros_like(nu), nu, h
     _, nu, _, factor = lax.while_loop(lambda state: state[0], factorise, start)
     return nu, factor
@@ -124,7 +127,7 @@ class NystromState(NamedTuple):
 def append_probes(
     state: NystromState | None, omega: Inexact[Array, "n m"], block: BlockOperator, sign: int
 ) -> NystromState:
-    """Multiply the part of new probes that is orthogonal to the others.
+    """Append new probes: orthonormalise them against the others, and multiply the result.
 
     **Arguments:**
 
@@ -135,7 +138,7 @@ def append_probes(
 
     **Returns:**
 
-    The new state. Cost: m matvecs for m new probes, and what `append_basis` takes.
+    The new state. Cost: m matvecs for m new probes, and those operations of `append_basis`.
     """
     if state is None:
         square = jnp.zeros((0, 0), omega.dtype)
@@ -156,10 +159,10 @@ def signed_estimate(
     **Arguments:**
 
     - `factors`: the factors.
-    - `sign`: 1 or -1, as they belong to `sign * A / scale`.
-    - `value`: the value of the estimate from them. With a wrong tag, that of Hutchinson's samples
-        from the products, which need none.
-    - `std_err`: its standard error.
+    - `sign`: 1 or -1: the factors are those of `sign * A / scale`.
+    - `value`: the value of the estimate from the factors. If the tag is wrong, the value from
+        Hutchinson's samples, which need no tag.
+    - `std_err`: the standard error of the value.
 
     **Returns:**
 
@@ -173,25 +176,25 @@ def signed_estimate(
 
 
 def nystrom(state: NystromState, eps: float) -> Nystrom:
-    """Approximate `sign * A` from these products: `3 n m^2` operations."""
+    """The Nystrom approximation of `sign * A` from these products, in `3 n m^2` operations."""
     p, r, products = state
     n = p.shape[0]
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     products = scaled(products)
-    # shift_of is for probes of norm sqrt(n); those of P have norm 1.
+    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
     least = shift_of(math.sqrt(n) * products.norm, n, eps)
     core = matmul(adjoint(p), products.numbers)
     nu, factor = shifted_cholesky(core, least)
-    # Eigenvalues of the core are Rayleigh quotients: one below zero by more than the rounding of
-    # the products says that the operator is not semidefinite.
+    # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
+    # than the rounding of the products, the operator is not semidefinite.
     wrong = ~(nu <= 100 * math.sqrt(n) * least)
     tag = jnp.where(wrong, NOT_SEMIDEFINITE, SUCCESSFUL)
     tag = jnp.where(is_asymmetric(core, products.norm, n, eps), NOT_SYMMETRIC, tag)
 
     sketch = products.numbers + nu * p
     f, q_h = divide_two_by_upper(sketch, adjoint(s), factor)
-    # d_i may be beyond the square of the largest float: keep it as a length until it is inverted.
+    # d_i may be larger than any float: keep its root until it is inverted.
     length = row_norms(q_h)
     q, inverse = adjoint(q_h / length[:, None]), jnp.square(1 / length)
     rho = jnp.abs(column_dots(s, r))

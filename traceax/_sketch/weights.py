@@ -1,11 +1,12 @@
 """The derivative of an estimate: its weights, held fixed.
 
-An estimate of tr(A) that is linear in A *given the probes and what was learnt from them* is
+An estimate of tr(A) that is linear in A, *given the probes and what was computed from them*, is
 
     value = <G, A> = sum_j v_j^H A u_j,      E[G] = I,
 
-so that d tr(A) = tr(dA) is estimated without bias by sum_j v_j^H dA u_j with u_j, v_j held fixed.
-That is linear in dA, needs no derivative of a factorisation, and is right at every order.
+so that sum_j v_j^H dA u_j, with u_j and v_j held fixed, is an unbiased estimate of
+d tr(A) = tr(dA). It is linear in dA, needs no derivative of a factorisation, and is right at every
+order.
 """
 
 import abc
@@ -21,9 +22,9 @@ from .._operators.block_operator import BlockOperator
 
 
 class AbstractWeights(eqx.Module):
-    """The matrix `G = sum_j u_j v_j^H` of an estimate, as something that can be contracted.
+    """The matrix `G = sum_j u_j v_j^H` of an estimate, in a form that can be contracted with A.
 
-    For diagonals the weights are those of every entry, and `contract` returns the vector of all.
+    For a diagonal every entry has its own G, and `contract` returns the vector of all entries.
     """
 
     @abc.abstractmethod
@@ -88,12 +89,12 @@ class AbstractTwoSidedWeights(AbstractWeights):
 class LowRankWeights(AbstractWeights):
     """`G = U V^H` with explicit factors, for traces.
 
-    Contracting costs as many matvecs as `U` has columns. Columns that are 0 change nothing.
+    A contraction costs as many matvecs as `U` has columns. Columns that are 0 change nothing.
 
     **Attributes:**
 
     - `u`: the vectors that A multiplies, as columns.
-    - `v`: the vectors that those products are multiplied with.
+    - `v`: the vectors of the inner products with these products, as columns.
     """
 
     u: Inexact[Array, "n p"]
