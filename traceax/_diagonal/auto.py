@@ -18,7 +18,7 @@ class AutoDiagonalEstimator(AbstractDiagonalEstimator):
     `memory_limit`, to [`traceax.XNysDiagEstimator`][] if it is tagged semidefinite, and to
     [`traceax.XDiagEstimator`][] otherwise.
 
-    Cost: at most `k` matvecs (0 where everything is known); memory as the chosen estimator.
+    Cost: at most `k` matvecs (0 if everything is known); the memory of the chosen estimator.
     """
 
     memory_limit: int = eqx.field(default=2**32, static=True)
@@ -29,7 +29,7 @@ class AutoDiagonalEstimator(AbstractDiagonalEstimator):
         """Any square operator will do."""
 
     def select(self, operator, k: int):
-        """The estimator for an operator with nothing exact in it, and this budget."""
+        """The estimator for an operator without known parts, and for this budget."""
         return choose(
             operator,
             k,

@@ -35,17 +35,18 @@ def diagonal(
     r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
     as a tolerance takes.
 
-    Where the entries are stored, the default estimator reads the diagonal: it is exact. Otherwise
-    every entry is unbiased, has a standard error of its own, and a derivative as that of
-    [`traceax.trace`][]: unbiased, in forward and reverse mode and at every order.
+    Where the entries are stored, the default estimator reads the diagonal, and it is exact.
+    Otherwise every entry is unbiased, and has a standard error of its own. It has a derivative like
+    that of [`traceax.trace`][]: unbiased, in forward and reverse mode, and at every order.
 
-    *With a tolerance* it works as [`traceax.trace`][] does, the error and the diagonal d measured
-    by their Euclidean norms: blocks of probes double until c ||std_err|| <= `atol + rtol ||d||`.
-    The factor c (2, less where many entries share the error) is measured so that 95 % of runs end
-    within the tolerance. If the budget allows n products, the last resort is the exact diagonal,
-    completed from the products made so far: never more than n in all, except for XDiag (up to
-    5 n / 4) and Diag++ (7 n / 6) of an operator that is not tagged symmetric or semidefinite, whose
-    products with the adjoint are then of no use.
+    *With a tolerance* it works as [`traceax.trace`][] does, where the error and the diagonal d are
+    measured by their Euclidean norms: the number of probes is doubled until c ||std_err|| <=
+    `atol + rtol ||d||`. The factor c (2, or less where many entries share the error) was measured
+    so that 95 % of runs end within the tolerance. If the budget allows n products, the last resort
+    is the exact diagonal, completed from the products made so far. This takes no more than n
+    products in all, with two exceptions: XDiag (up to 5 n / 4) and Diag++ (7 n / 6) of an operator
+    that is not tagged symmetric or semidefinite, because products with the adjoint do not help to
+    complete it.
 
     **Arguments:**
 
@@ -90,9 +91,9 @@ def block_traces(
     r"""Estimate the trace of every diagonal block of A: one for each leaf of its input PyTree.
 
     For the Hessian of a network these are the traces layer by layer. All come from the same
-    products, are unbiased, and have a standard error and a derivative each. They add up to an
-    estimate of tr(A). With a tolerance they work as [`traceax.diagonal`][] does, with the Euclidean
-    norm of all traces and of their errors.
+    products, and each is unbiased and has a standard error and a derivative. Their sum is an
+    estimate of tr(A). A tolerance works as for [`traceax.diagonal`][], with the Euclidean norm of
+    all traces and that of their errors.
 
     **Arguments:**
 

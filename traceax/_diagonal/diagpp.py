@@ -40,8 +40,8 @@ class _DiagPlusPlusWeights(AbstractTwoSidedWeights):
 
 
 class DiagPlusPlusState(NamedTuple):
-    """The basis and the residual probes, with their products; and the probes of the sketch (with
-    no rows, where they are not kept).
+    """The basis and the residual probes, with their products; and the probes of the sketch with the
+    sketch itself (without rows if they are not kept).
     """
 
     q: Inexact[Array, "n m"]
@@ -56,8 +56,8 @@ class DiagPlusPlusState(NamedTuple):
 
 @final
 class DiagPlusPlusExtendable(AbstractExtendable):
-    """Diag++ block by block, in equal parts for sketch, basis and residual probes. Given the basis
-    (of any size) all residual probes are independent.
+    """Diag++ block by block. Sketch, basis and residual probes each get a third of a block. Given
+    the basis, of whatever size, all residual probes are independent.
     """
 
     sampler: AbstractSampler
@@ -77,7 +77,7 @@ class DiagPlusPlusExtendable(AbstractExtendable):
         rows = n if self.keeps else 0
         if state is None:
             state = empty_state(DiagPlusPlusState, sketch, self.keeps)
-        # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
+        # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
         q, _, _ = append_basis(state.q, sketch / state.scale)
         z = block.adjoint_mm(q)
         return DiagPlusPlusState(
@@ -106,7 +106,7 @@ class DiagPlusPlusExtendable(AbstractExtendable):
         return [_DiagPlusPlusWeights(state.q, state.omega, share)], [1.0]
 
     def complete(self, state, block):
-        """See `AbstractExtendable`, and that of `XDiagExtendable`."""
+        """See `AbstractExtendable`, and `complete` of `XDiagExtendable`."""
         vectors = jnp.concatenate([state.omega, state.first], axis=1)
         products = jnp.concatenate([state.products, state.sketch], axis=1)
         q, z = state.q, state.z
@@ -124,8 +124,8 @@ class DiagPlusPlusEstimator(AbstractDiagonalEstimator):
 
     $$\mathrm{diag}(Q Q^* A) + \frac{1}{m'} \sum_i \bar\omega_i \circ (I - Q Q^*) A \omega_i.$$
 
-    Unbiased: the form that projects on both sides drops the cross terms, and is not. Given Q the
-    samples are independent, so the standard error is the plain one.
+    This is unbiased. (The form that projects on both sides drops the cross terms, and is biased.)
+    Given Q the samples are independent, so the standard error is the plain one.
 
     Cost: `k` matvecs, `floor(k/3)` of them with the adjoint; four blocks of `n x k/3` numbers.
 

@@ -24,7 +24,7 @@ from .._sketch.weights import AbstractWeights
 
 @final
 class _ProbeWeights(AbstractWeights):
-    """The diagonal of `A Omega Omega^H / k`, the probes drawn again block by block."""
+    """The diagonal of `A Omega Omega^H / k`, with the probes drawn again block by block."""
 
     key_data: Any
     key_impl: Any = eqx.field(static=True)
@@ -44,8 +44,8 @@ class _ProbeWeights(AbstractWeights):
         return as_value([total.reshape(-1) / self.k for total in totals])
 
     def over_blocks(self, carry, add, block: BlockOperator):
-        """Fold `add(carry, samples)` over blocks of the samples conj(omega_i) (A omega_i), given
-        leaf by leaf.
+        """Fold `add(carry, samples)` over blocks of the samples conj(omega_i) (A omega_i). `add` is
+        given them leaf by leaf.
         """
         key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
 
@@ -77,8 +77,8 @@ def _merge(state, samples):
 
 
 class HutchinsonDiagonalState(NamedTuple):
-    """Count, mean and spread of the samples, leaf by leaf; and probes and products (with no rows,
-    where they are not kept).
+    """Count, mean and spread of the samples, leaf by leaf; and probes and products (without rows if
+    they are not kept).
     """
 
     moments: list[tuple[Array, Array, Array]]
@@ -88,8 +88,8 @@ class HutchinsonDiagonalState(NamedTuple):
 
 @final
 class HutchinsonDiagonalExtendable(AbstractExtendable):
-    """Hutchinson's estimator block by block. Probes are only kept where the diagonal may have to be
-    completed from them.
+    """Hutchinson's estimator block by block. Probes are kept only if the exact diagonal may have to
+    be completed from them.
     """
 
     sampler: AbstractSampler
@@ -166,9 +166,10 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
 class HutchinsonDiagonalEstimator(AbstractDiagonalEstimator):
     r"""The mean of $\bar\omega_i \circ (A \omega_i)$ over `k` independent probes.
 
-    Unbiased. With Rademacher (or Steinhaus) probes no division is needed, and the variance of an
-    entry is $\sum_{j \ne i} |A_{ij}|^2 / k$ (twice that for the symmetric part's trace): best where
-    the spectrum is flat, and where memory allows no sketch.
+    This is unbiased. With Rademacher (or Steinhaus) probes no division is needed, and the variance
+    of an entry is $\sum_{j \ne i} |A_{ij}|^2 / k$. (For a real symmetric A and Rademacher probes,
+    the variance of the trace is twice the sum of these.) This estimator is best where the spectrum
+    is flat, and where memory allows no sketch.
 
     Cost: `k` matvecs; two blocks of `n x batch_size` numbers, in value and gradient.
 

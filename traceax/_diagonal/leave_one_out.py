@@ -1,20 +1,20 @@
 """The leave-one-out diagonal, shared by XDiag and XNysDiag.
 
-In both, leaving probe i out of the low-rank part takes l_i r_i^H from it, and what it leaves of
-A omega_i is e_i l_i:
+In both, leaving probe i out takes l_i r_i^H from the low-rank part. The difference between A and
+what remains of that part, applied to omega_i, is e_i l_i:
 
     d_i = diag(low rank) - l_i conj(r_i) + e_i conj(omega_i) l_i                  (entrywise)
 
-    XDiag:    low rank = Q Q^H A, l_i = Q s_i, r_i = A^H Q s_i, e_i = s_i^H R e_i
+    XDiag:    low rank = Q Q^H A, l_i = Q s_i, r_i = A^H Q s_i, e_i = (s_i^H R)_i
     XNysDiag: low rank = F F^H,   l_i = r_i = F q_i,            e_i = rho_i / sqrt(d_i)
 
 With j held out as well, the plane of (l_i, l_j) is lost. With gamma and nu of that pair (see
-`_sketch.leave_one_out`), l_ij = (l_j - l_i gamma_ij) / nu_ij, likewise r_ij, and because s_j^H R
-e_i = 0,
+`_sketch.leave_one_out`), let l_ij = (l_j - l_i gamma_ij) / nu_ij, and r_ij likewise. Because
+(s_j^H R)_i = 0,
 
-    D_ij = d_i - d_ij = l_ij conj(r_ij) + e_i conj(gamma_ij) / nu_ij conj(omega_i) l_ij
+    D_ij = d_i - d_ij = l_ij conj(r_ij) + e_i conj(gamma_ij) / nu_ij conj(omega_i) l_ij.
 
-from which the standard error of every entry follows as for traces.
+The standard error of every entry follows from these as for traces.
 """
 
 from typing import NamedTuple
@@ -30,9 +30,9 @@ from .._sketch.leave_one_out import Pairs
 class DiagonalParts(NamedTuple):
     """The pieces of a leave-one-out diagonal."""
 
-    base: Inexact[Array, " n"]
-    left: Inexact[Array, "n m"]
-    right: Inexact[Array, "n m"]
+    base: Inexact[Array, " n"]  # the diagonal of the low-rank part
+    left: Inexact[Array, "n m"]  # l_i
+    right: Inexact[Array, "n m"]  # r_i
     left_over: Inexact[Array, " m"]  # e_i
     omega: Inexact[Array, "n m"]
     pairs: Pairs
@@ -46,12 +46,12 @@ def diagonal_and_error(
     **Arguments:**
 
     - `split`: the pieces.
-    - `group`: which rows to add up.
-    - `rounding`: the standard error that rounding adds to each: see `leave_one_out_error`.
+    - `group`: adds up the rows of each group.
+    - `rounding`: the standard error that rounding adds to each estimate, see `leave_one_out_error`.
 
     **Returns:**
 
-    The estimate of every group and its standard error. Cost: 10 n m^2 operations.
+    The estimate for every group, and its standard error. Cost: 10 n m^2 operations.
     """
     base, left, right, left_over, omega, pairs = split
     m = left.shape[1]
@@ -64,7 +64,7 @@ def diagonal_and_error(
     root = jnp.sqrt(pairs.square)
 
     def held_out(l_i, r_i, omega_i, e_i, l_j, r_j, gamma, nu):
-        # D_ij for columns l_j: i fixed, j along the columns (or the other way round).
+        # D_ij with i fixed and j along the columns, or the other way round.
         l_ij = (l_j - l_i * gamma) / nu
         r_ij = (r_j - r_i * gamma) / nu
         return l_ij * jnp.conj(r_ij) + e_i * (jnp.conj(gamma) / nu) * omega_i * l_ij

@@ -1,4 +1,6 @@
-"""`traceax.frobenius_norm` and `traceax.row_norms`: roots of what is estimated of A^H A."""
+"""`traceax.frobenius_norm` and `traceax.row_norms`: roots of a trace and a diagonal of Gram
+matrices.
+"""
 
 import dataclasses
 
@@ -21,8 +23,8 @@ def frobenius_norm(
 ) -> Solution:
     r"""Estimate the Frobenius norm $\|A\|_F = \sqrt{\mathrm{tr}(A^* A)}$.
 
-    The square of the value is unbiased: XNysTrace of $A^* A$, two products with A (one of them with
-    its adjoint) a probe.
+    The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes two products, one
+    with A and one with its adjoint.
 
     **Arguments:**
 
@@ -48,8 +50,9 @@ def row_norms(
 ) -> Solution:
     r"""Estimate the Euclidean norms of the rows of A.
 
-    Their squares, the diagonal of $A A^*$, are unbiased: XNysDiag, two products with A (one of them
-    with its adjoint) a probe. An estimate of a square below 0 gives 0.
+    Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag. A probe takes two
+    products, one with A and one with its adjoint. If the estimate of a square is below 0, the norm
+    is 0.
 
     **Arguments:**
 
@@ -73,14 +76,14 @@ def row_norms(
 
 def root(square: Array) -> Array:
     """The root of an estimated square, 0 where that is negative."""
-    # sqrt has an infinite slope at 0; a norm that is 0 keeps the derivative 0.
+    # sqrt has an infinite slope at 0: a norm that is 0 gets the derivative 0 instead.
     positive = ~(square.real <= 0)  # NaN stays NaN
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, square.real, 1)), 0)
 
 
 def root_error(value: Array, std_err: Array) -> Array:
     """The standard error of a root, from the root and the standard error of the square."""
-    # d sqrt(t) = dt / (2 sqrt(t)), and never more than sqrt(dt), the size of it where t vanishes.
+    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
     value = lax.stop_gradient(value)
     slope = 1 / jnp.where(value == 0, 1, 2 * value)
     largest = jnp.sqrt(std_err)

@@ -1,30 +1,31 @@
 r"""Many answers from one pass: trace, diagonal, Frobenius norm and extreme eigenvalues.
 
-All of it comes from Y = A Omega, Z = A Q and Z' = A^H Q, where Q R = Y (see
-`_sketch.leave_one_out`; Z' = Z, and is not multiplied again, where A is Hermitian). The trace is
-XTrace's, the diagonal XDiag's.
+All of these come from Y = A Omega, Z = A Q and Z' = A^H Q, where Q R = Y (see
+`_sketch.leave_one_out`). If A is Hermitian, Z' = Z is not multiplied again. The trace is that of
+XTrace, the diagonal that of XDiag.
 
-*The Frobenius norm.* Let P_i project on Q_i, what Q spans without probe i. Three of the four blocks
-of A are then known, and the fourth is tested with probe i:
+*The Frobenius norm.* Let P_i project on the range of Q_i, a basis from all probes but i. Three of
+the four blocks of A are then known, and the fourth is tested with probe i:
 
     f_i = ||A - (I - P_i) A (I - P_i)||_F^2 + c_i ||(I - P_i) A g_i||^2
 
-(XTrace for A^H A would leave P_i A (I - P_i) to the probes too, and is not exact for an A of low
-rank that is not Hermitian.) With H = Q^H A Q, a_i = Q^H A g_i, and the complements Z_o = Z - Q H,
-Z'_o = Z' - Q H^H, y_i = A g_i - Q a_i, N = Z_o^H Z_o + Z'_o^H Z'_o, that is
+(XTrace for A^H A would test P_i A (I - P_i) with the probes, too, and would not be exact for an A
+of low rank that is not Hermitian.) With H = Q^H A Q, a_i = Q^H A g_i, the complements
+Z_o = Z - Q H, Z'_o = Z' - Q H^H, y_i = A g_i - Q a_i, and N = Z_o^H Z_o + Z'_o^H Z'_o, this is
 
     f_i = ||H||_F^2 - |s_i^H H s_i|^2 + tr N - s_i^H N s_i + c_i (||y_i||^2 + |s_i^H a_i|^2).
 
-Without j as well, the plane of (s_i, u_ij) is lost, and the residual probe gains Q u_ij beta,
-beta = u_ij^H x_i. With s = s_i, u = u_ij, the D_ij = f_i - f_ij of the error of the mean are
+With j held out as well, the plane of (s_i, u_ij) is lost, and the residual probe gains Q u_ij beta,
+beta = u_ij^H x_i. The error of the mean follows from D_ij = f_i - f_ij. With s = s_i, u = u_ij,
 
     D_ij = |u^H H u|^2 + |s^H H u|^2 + |u^H H s|^2 + u^H N u + c_i (||y_i||^2 + |s^H a_i|^2)
            - c_ij (||y_i + Z_o u beta||^2 + |s^H (a_i + H u beta)|^2 + |u^H (a_i + H u beta)|^2).
 
-*Eigenvalues.* A is known on the span of [Q, Omega]: Rayleigh and Ritz do the rest.
+*Eigenvalues.* A is known on the span of [Q, Omega], where the Rayleigh-Ritz method approximates its
+extreme eigenvalues.
 
 *The derivative.* With Q, S, x_i, c_i and Omega held fixed, trace and diagonal are linear and f_i
-is quadratic in the products. Their derivatives are unbiased for the reason that the values are.
+is quadratic in the products. Their derivatives are unbiased for the same reason as the values.
 """
 
 from typing import Any, ClassVar, NamedTuple, final
@@ -78,7 +79,7 @@ def _absolute_square(x: Array) -> Array:
 
 
 class _Blocks(NamedTuple):
-    """A in the basis of Q and its complement, and what it makes of the residual probes."""
+    """The blocks of A with respect to Q and its complement, and A times the residual probes."""
 
     h: Inexact[Array, "m m"]  # Q^H A Q
     right: Inexact[Array, "n m"]  # Z_o = (I - Q Q^H) A Q
@@ -96,7 +97,7 @@ def _blocks(q: Array, x: Array, y: Array, z: Array, z_adjoint: Array) -> _Blocks
 
 
 def _norm_samples(blocks: _Blocks, s: Array, factor: Array) -> tuple[Array, Array]:
-    """The samples f_i, and what of them is tested: ||y_i||^2 + |s_i^H a_i|^2."""
+    """The samples f_i, and the part of them that is tested: ||y_i||^2 + |s_i^H a_i|^2."""
     h, right, left, inside, outside = blocks
     tested = square_norms(outside) + _absolute_square(column_dots(s, inside))
     known = jnp.sum(square_norms(h)) + jnp.sum(square_norms(right)) + jnp.sum(square_norms(left))
@@ -134,15 +135,15 @@ def _extreme_ritz(q: Array, omega: Array, y: Array, z: Array, eps: float) -> Arr
     """The smallest and largest Ritz value on the span of [Q, Omega], and their residual norms."""
     n, m = q.shape
     omega, y = omega / jnp.sqrt(n), y / jnp.sqrt(n)
-    # Twice is enough: G = Omega - Q C is then orthogonal to Q to rounding.
+    # After two projections G = Omega - Q C is orthogonal to Q to rounding.
     coefficients = matmul(adjoint(q), omega)
     g = omega - matmul(q, coefficients)
     again = matmul(adjoint(q), g)
     g, coefficients = g - matmul(q, again), coefficients + again
 
     # A new direction G v / sigma has the product (Y - Z C) v / sigma, with an error of
-    # eps ||A|| / sigma. Directions that Q all but contains are left out: for A = I + (low rank)
-    # nearly all are. What is kept is good to eps^(3/4).
+    # eps ||A|| / sigma. Directions that Q nearly contains are left out (for A = I + (low rank)
+    # nearly all of them). The products that are kept have an error of about eps^(3/4).
     basis, r = qr(g)
     u, sigma, v_h = svd(r)
     kept = sigma > jnp.maximum(eps**0.25 * jnp.max(sigma), eps**0.5)
@@ -168,8 +169,9 @@ def _vector(
     scale: Array | float = 0.0,
     tail: Array | float = 0.0,
 ) -> Array:
-    """What goes through the primitive: trace, ||A||_F^2 / scale, scale (the square alone may over-
-    or underflow), diagonal, and of Hermitian operators two Ritz values and their residual norms.
+    """All values in one vector, for the primitive: trace, ||A||_F^2 / scale, scale (the square
+    alone may over- or underflow), diagonal, and for Hermitian operators two Ritz values and their
+    residual norms.
     """
     head = jnp.stack([jnp.asarray(x, diagonal.dtype) for x in (trace, square, scale)])
     tail = jnp.broadcast_to(jnp.asarray(tail, diagonal.dtype), 4 if is_hermitian(operator) else 0)
@@ -178,9 +180,9 @@ def _vector(
 
 @final
 class SummaryWeights(AbstractWeights):
-    """The estimates as functions of A, with the probes and all that was learnt from them fixed.
+    """The estimates as functions of A, with the probes and what was computed from them held fixed.
 
-    Eigenvalues have no derivative. Contracting costs the matvecs of the estimate.
+    Eigenvalues have no derivative. A contraction costs as many matvecs as the estimate.
     """
 
     omega: Inexact[Array, "n m"]
@@ -215,7 +217,7 @@ class SummaryWeights(AbstractWeights):
 
 @final
 class ExactSummaryWeights(AbstractWeights):
-    """The exact summary as a function of A. Contracting costs `n` matvecs."""
+    """The exact summary as a function of A. A contraction costs `n` matvecs."""
 
     scale: Real[Array, ""]
 
@@ -298,9 +300,9 @@ class SummaryEstimator(AbstractEstimator):
 
 @final
 class Summary(eqx.Module):
-    """What one set of products says about an operator.
+    """What `traceax.summary` estimates of an operator.
 
-    The values of `trace`, `diagonal` and `frobenius_norm` carry derivatives, nothing else does.
+    The values of `trace`, `diagonal` and `frobenius_norm` carry derivatives; nothing else does.
 
     **Attributes:**
 
@@ -310,9 +312,10 @@ class Summary(eqx.Module):
     - `frobenius_norm`: the Frobenius norm, a [`traceax.Solution`][]; its square is unbiased.
     - `extreme_eigenvalues`: the smallest and the largest Ritz value theta, inside the spectrum: an
         array of shape `(2,)`. None for an operator whose tags do not say that it is Hermitian.
-    - `eigenvalue_residuals`: their norms ||A u - theta u||: to rounding, an eigenvalue lies within
-        that distance. 0 if the eigenvalues are exact; None where there are none.
-    - `num_matvecs`: the number of products with the operator that were spent on all of it.
+    - `eigenvalue_residuals`: for each Ritz value the norm ||A u - theta u||. To rounding, an
+        eigenvalue lies within that distance of theta. 0 if the eigenvalues are exact; None if
+        there are no Ritz values.
+    - `num_matvecs`: the number of all products with the operator.
     - `result`: a [`traceax.RESULTS`][]: whether the numbers can be trusted.
     """
 
@@ -334,9 +337,10 @@ def summary(
     r"""Estimate trace, diagonal, Frobenius norm and extreme eigenvalues from the same products.
 
     Trace, diagonal and $\|A\|_F^2$ are unbiased, and so are their derivatives, in forward and
-    reverse mode and at every order. They share their (sphere) probes, and so are correlated.
-    Extreme eigenvalues, of operators tagged symmetric (if real) or semidefinite, are the Ritz
-    values on the span of the probes and their products, and have no derivative.
+    reverse mode and at every order. As they share their (sphere) probes, they are correlated.
+    Extreme eigenvalues are estimated for operators tagged symmetric (if real) or semidefinite: they
+    are the extreme Ritz values on the span of the probes and their products, and have no
+    derivative.
 
     !!! Example
 

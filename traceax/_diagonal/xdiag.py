@@ -32,12 +32,12 @@ from .leave_one_out import DiagonalParts, diagonal_and_error
 
 @final
 class XDiagWeights(AbstractTwoSidedWeights):
-    """XDiag as a function of A, with the probes and all that was learnt from them held fixed:
+    """XDiag as a function of A, with the probes and everything computed from them held fixed:
 
     diag(Q (I - S S^H / m) Q^H A)
     + mean_i conj(omega_i) (A omega_i - Q (I - s_i s_i^H) Q^H A omega_i)
 
-    Contracting costs 2 m matvecs, m of them with the adjoint.
+    A contraction costs 2 m matvecs, m of them with the adjoint.
     """
 
     q: Inexact[Array, "n m"]
@@ -63,7 +63,7 @@ def xdiag_weights(omega: Array, factors: RangeFinder) -> XDiagWeights:
 
 
 class XDiagState(NamedTuple):
-    """The factors for A / scale + nu I, scale and nu being those of the first block."""
+    """The factors for A / scale + nu I, where scale and nu are those of the first block."""
 
     omega: Inexact[Array, "n m"]
     q: Inexact[Array, "n m"]
@@ -77,8 +77,8 @@ class XDiagState(NamedTuple):
 
 @final
 class XDiagExtendable(AbstractExtendable):
-    """XDiag block by block: new columns are appended to the QR factorisation, and only these are
-    multiplied with the adjoint.
+    """XDiag block by block: new columns are appended to the QR factorisation, and the adjoint
+    multiplies only these.
     """
 
     sampler: AbstractSampler
@@ -123,10 +123,11 @@ class XDiagExtendable(AbstractExtendable):
         return [xdiag_weights(state.omega, factors)], [1.0]
 
     def complete(self, state, block):
-        """See `AbstractExtendable`: A is known on the span of Omega, and of Q if it is Hermitian.
+        """See `AbstractExtendable`: A is known on the span of Omega and, if A is Hermitian, on the
+        span of Q.
 
-        (Else what the products with the adjoint say is of no use: of A on the complement of Omega
-        nothing is known, and n - m more products say all.)
+        (If A is not Hermitian, products with the adjoint do not help: A on the complement of Omega
+        takes n - m more products with or without them.)
         """
         products = products_of_sketch(state)
         q, known = state.q, state.scale * (state.z - state.nu * state.q)
@@ -137,14 +138,14 @@ class XDiagExtendable(AbstractExtendable):
 
 @final
 class XDiagEstimator(AbstractDiagonalEstimator):
-    r"""XDiag: Diag++ made exchangeable, every probe serving both as sketch and as test.
+    r"""XDiag: Diag++ made exchangeable, so that every probe serves both as sketch and as test.
 
     With $m = \lfloor k/2 \rfloor$ probes and $Q_{(i)}$ an orthonormal basis of the range of
-    $A \Omega_{-i}$, the mean over i of
+    $A \Omega_{-i}$, the estimate is the mean over i of
     $\mathrm{diag}(Q_{(i)} Q_{(i)}^* A) + \bar\omega_i \circ (I - Q_{(i)} Q_{(i)}^*) A \omega_i$.
 
-    Unbiased. The standard error of every entry includes the correlation between the samples (see
-    [`traceax.XTraceEstimator`][]).
+    It is unbiased. The standard error of every entry includes the correlation between the samples
+    (see [`traceax.XTraceEstimator`][]).
 
     Cost: `2 floor(k/2)` matvecs, half of them with the adjoint (with A itself where it is tagged
     symmetric or semidefinite); five blocks of `n x k/2` numbers; `20 n m^2` operations.

@@ -20,7 +20,7 @@ from .xdiag import xdiag_weights
 
 @final
 class XNysDiagExtendable(AbstractExtendable):
-    """XNysDiag block by block, as `XNysTraceExtendable`."""
+    """XNysDiag block by block, like `XNysTraceExtendable`."""
 
     sampler: AbstractSampler
     sign: int = eqx.field(static=True)
@@ -71,13 +71,14 @@ class XNysDiagExtendable(AbstractExtendable):
 class XNysDiagEstimator(AbstractDiagonalEstimator):
     r"""XNysDiag: the leave-one-out Nystrom estimator of the diagonal of a semidefinite operator.
 
-    With `k` probes and $\hat A_{(i)}$ the Nystrom approximation from all but the i-th, the mean
-    over i of $\mathrm{diag}(\hat A_{(i)}) + \bar\omega_i \circ (A - \hat A_{(i)}) \omega_i$.
-    Unbiased, and one product a probe. The standard error of every entry includes the correlation
-    between the samples. A negative semidefinite operator is negated.
+    With `k` probes and $\hat A_{(i)}$ the Nystrom approximation from all probes but the i-th, the
+    estimate is the mean over i of
+    $\mathrm{diag}(\hat A_{(i)}) + \bar\omega_i \circ (A - \hat A_{(i)}) \omega_i$.
+    It is unbiased, and a probe takes one product. The standard error of every entry includes the
+    correlation between the samples. A negative semidefinite operator is negated.
 
-    Cost: `k` matvecs; six blocks of `n x k` numbers; `20 n k^2` operations. The derivative takes
-    `2k` tangent products: XDiag's from the same sketch.
+    Cost: `k` matvecs; six blocks of `n x k` numbers; `20 n k^2` operations. The derivative is that
+    of XDiag from the same sketch, and takes `2k` tangent products.
 
     ??? cite "References"
 
