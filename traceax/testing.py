@@ -1,4 +1,4 @@
-"""Checks for estimators of other packages, which the tests of this package run on its own ones.
+"""Checks for estimators of other packages: the ones that this package runs on its own estimators.
 
 `import traceax.testing` needs nothing but the package itself.
 """

@@ -1,21 +1,23 @@
-r"""A-Hutch++: how much to sketch, and how many probes, from running norms.
+r"""A-Hutch++: how many columns to sketch, and how many probes to draw, from running norms.
 
-With Q (m columns) from the sketch, P = Q Q^H and B = (I - P) A (I - P), the residual probes needed
-are C ||B||_F^2, C = 4 log(2 / delta) / eps^2. A Hermitian A has
+With Q (m columns) from the sketch, P = Q Q^H and B = (I - P) A (I - P), the number of residual
+probes needed is C ||B||_F^2, C = 4 log(2 / delta) / eps^2. For a Hermitian A
 
     ||B||_F^2 = ||A||_F^2 + ||Q^H A Q||_F^2 - 2 ||A Q||_F^2,
 
-so that column q_j, with x = A q_j, lowers it by d_j = 2 ||x||^2 - 2 ||Q_{<j}^H x||^2 - |q_j^H x|^2,
-and the number of products by C d_j - 2. The sketch ends when that was negative twice.
+so that column q_j, with x = A q_j, lowers this norm by
+d_j = 2 ||x||^2 - 2 ||Q_{<j}^H x||^2 - |q_j^H x|^2, and the number of products by C d_j - 2. The
+sketch ends when the latter was negative for two columns in a row.
 
-*Complex A.* A form g^H B g of complex normal g is one of real normal vectors with every eigenvalue
-of B halved, twice: half the squared norm, and norms with twice the degrees of freedom.
+*Complex A.* A form g^H B g of complex normal g equals a form of real normal vectors, with a matrix
+that has every eigenvalue of B halved, and twice. So the squared norm is half as large, and norms
+have twice the degrees of freedom.
 
-*Resphered samples* d u^H B u, with u = g / ||g|| and d = n - m, are the means of g^H B g given u:
-by Jensen's inequality every bound from moment generating functions holds for them too, and as they
-do not depend on the trace of B, with B_0 = B - (tr B / d) I in the place of B. For any fixed beta,
-||(B - beta I) g||^2 has mean ||B - beta I||_F^2 >= ||B_0||_F^2; the beta here is fitted to the
-probes, one number from k d.
+*Resphered samples* d u^H B u, with u = g / ||g|| and d = n - m, are the means of g^H B g given u.
+By Jensen's inequality every bound from moment generating functions holds for them, too. As their
+error does not depend on the trace of B, the bounds hold with B_0 = B - (tr B / d) I in place of B.
+For any fixed beta, ||(B - beta I) g||^2 has mean ||B - beta I||_F^2 >= ||B_0||_F^2. The beta used
+here is fitted to the probes: one number from k d.
 """
 
 import math
@@ -49,12 +51,12 @@ from .._probes.samplers import NormalSampler
 from .._sketch.leave_one_out import adjoint, column_dots, matmul, square_norms
 from .._sketch.weights import AbstractWeights
 
-#: Columns that are multiplied at once, at least (where the budget is not too small) and at most.
+#: The least width (unless the budget is too small for it) and the largest.
 NARROW, WIDE = 5, 8
 
 
 def _block_width(most: int) -> int:
-    """The width of blocks that leaves least of this budget."""
+    """The width of blocks for which the least of this budget is left over."""
     wide = min(WIDE, most // 3)
     return min(range(wide, min(NARROW, wide) - 1, -1), key=lambda width: most % width)
 
@@ -68,7 +70,9 @@ def _prefixes(columns: int, width: int) -> list[int]:
 
 
 def _on_prefix(fn: Any, q: Array, used: Array, width: int, x: Array) -> Array:
-    """`fn(p, x)`: p has the columns of q in use (`vmap`: in any lane), and at most as many 0."""
+    """`fn(p, x)`, where p has all columns of q that are in use (under `vmap`: in any lane), and at
+    most as many columns of zeros.
+    """
     widths = _prefixes(q.shape[1], width)
     level = jnp.zeros((), jnp.int32)
     for w in widths[:-1]:
@@ -132,22 +136,22 @@ class AdaptiveWeights(AbstractWeights):
 
 
 class _Sketch(NamedTuple):
-    """The low-rank part; all of A / scale."""
+    """The low-rank part. All numbers are those of A / scale."""
 
-    turn: Int[Array, ""]  # blocks in the lane with the most
+    turn: Int[Array, ""]  # the number of blocks in the lane with the most
     going: Bool[Array, ""]
     blocks: Int[Array, ""]
     q: Inexact[Array, "n m"]  # without the last block
     last: Inexact[Array, "n width"]
     trace: Inexact[Array, ""]  # of Q^H A Q
     square: Real[Array, ""]  # ||A Q||_F^2
-    small: Bool[Array, ""]  # whether the last column took less away than it cost
+    small: Bool[Array, ""]  # whether the last column saved fewer products than it cost
     scale: Real[Array, ""]
     status: Int[Array, ""]
 
 
 class _Probes(NamedTuple):
-    """The residual probes; all of A / scale."""
+    """The residual probes. All numbers are those of A / scale."""
 
     turn: Int[Array, ""]
     going: Bool[Array, ""]
@@ -159,7 +163,7 @@ class _Probes(NamedTuple):
 
 
 class _AdaptiveRun:
-    """One run. (Not a PyTree: it lives while it is traced.)"""
+    """One run. (It is not a PyTree, as it exists only during a trace.)"""
 
     def __init__(self, delta, key, operator, most, rtol, atol, progress):
         self.block = BlockOperator(operator).linearised()
@@ -170,7 +174,7 @@ class _AdaptiveRun:
         self.sketch_blocks = (most - width) // (2 * width)
         self.probe_blocks = (most - 2 * width) // width
         self.sketch_key, self.probe_key = split(key)
-        # Real normal numbers in one entry of a probe.
+        # The number of real normal numbers in one entry of a probe.
         self.field = 2 if jnp.issubdtype(self.block.dtype, jnp.complexfloating) else 1
         self.constant = 4 * math.log(2 / delta) / self.field  # C eps^2
         self.delta = delta
@@ -193,7 +197,7 @@ class _AdaptiveRun:
         return self._stored(end)
 
     def _stored(self, s: _Sketch) -> _Sketch:
-        """The last block in its place. (Before q is read: that updates it without a copy.)"""
+        """Put the last block into q, before q is read, so that it is updated in place."""
         place = jnp.maximum(s.turn - 1, 0) * self.width
         return s._replace(q=lax.dynamic_update_slice_in_dim(s.q, s.last, place, 1))
 
@@ -210,7 +214,7 @@ class _AdaptiveRun:
             y, new_r = qr(_complement(s.q, used, width, y))
             return y, matmul(new_r, r)
 
-        # Twice: what is mostly rounding is not orthogonal to Q at first.
+        # Twice, because columns that are mostly rounding errors are not orthogonal to Q at first.
         identity = jnp.eye(width, dtype=products.dtype)
         new, r = lax.fori_loop(0, 2, orthonormal, (products / scale, identity))
         # |r_jj|^2 has mean ||(I - P) A||_F^2 with P from the columns before the j-th.
@@ -229,8 +233,8 @@ class _AdaptiveRun:
         eps = self._eps(s.trace + jnp.mean(rest), scale)
         columns = used + 1 + jnp.arange(width)
         small = jnp.sqrt(self.constant / 2 * gain) < eps
-        # If C ||B||_F^2 is more than the budget leaves: what that leaves is to end with the least
-        # variance, ||B||_F^2 / (most - 2 m), which is the same condition with another C.
+        # If C ||B||_F^2 is more than the budget allows, m should minimise the variance
+        # ||B||_F^2 / (most - 2 m) instead. This is the same condition with another C.
         small |= (self.most - 2 * columns) * gain < 2 * jnp.square(left_over)
         small &= columns > 1
         twice = small & jnp.concatenate([s.small[None], small[:-1]])
@@ -264,10 +268,10 @@ class _AdaptiveRun:
         return mean, jnp.where(count > 1, std_err, jnp.inf)
 
     def probes(self, s: _Sketch) -> _Probes:
-        from scipy.special import gammaincinv  # imported only here: it takes time
+        from scipy.special import gammaincinv  # imported only here, because it takes time
 
-        # The mean of k squares of norms is below alpha_k times what it estimates with probability
-        # delta at most, whatever the eigenvalues.
+        # Whatever the eigenvalues: with probability at most delta, the mean of k squared norms is
+        # below alpha_k times its expectation.
         half = self.field * self.width / 2 * np.arange(1, self.probe_blocks + 1)
         roots = jnp.asarray(np.sqrt(gammaincinv(half, self.delta) / half), self.real)
         no, used = jnp.zeros((), jnp.int32), s.blocks * self.width
@@ -297,7 +301,7 @@ class _AdaptiveRun:
             eps = self._eps(s.trace + mean, s.scale)
             enough = eps * (p.blocks * self.width) * roots[p.turn - 1]
             met = math.sqrt(self.constant) * norm <= enough
-            # More probes cannot make less of rounding errors.
+            # More probes do not reduce rounding errors.
             done = met | (std_err <= self._rounding(s.square))
             spent = self._spent(s, p)
             going = p.going & ~done & (status == SUCCESSFUL) & (spent + self.width <= self.most)
@@ -318,7 +322,7 @@ class _AdaptiveRun:
         rounding = self._rounding(s.square)
         std_err = jnp.hypot(std_err, rounding)
         value = s.scale * (s.trace + mean)
-        # The guarantee is one for exact products.
+        # The guarantee holds for exact products: rounding must be small beside the tolerance.
         met = p.met & (2 * rounding <= self._eps(s.trace + mean, s.scale))
         short = (p.status == SUCCESSFUL) & ~met
         status = jnp.where(short, NOT_CONVERGED, p.status) if tolerance else p.status
@@ -326,15 +330,15 @@ class _AdaptiveRun:
         estimate = make_estimate(value, s.scale * std_err, self._spent(s, p), dof, status)
         key = self.probe_key
         counts = s.blocks, p.blocks, jr.key_impl(key), self.width, self.probe_blocks
-        # A few eigenvalues that are left may dominate the samples, as they do those of Hutch++.
+        # A few remaining eigenvalues may dominate the samples, as with Hutch++.
         estimate = CALIBRATION["hutch++"].applied(estimate)
         return estimate, AdaptiveWeights(s.q, jr.key_data(key), *counts)
 
 
 @final
 class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
-    r"""A-Hutch++: Hutch++ with a guarantee for its error, and with the split that takes the fewest
-    products.
+    r"""A-Hutch++: Hutch++ with a guarantee for its error, and with the split between sketch and
+    probes that takes the fewest products.
 
     With $Q$ an orthonormal basis of the range of $A \Omega$ (m probes) and k normal probes
     $\psi_i$, $g_i = (I - Q Q^*) \psi_i$,
@@ -353,24 +357,25 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
     $\chi^2_k / k$.
 
     *The guarantee.* The error is at most $\varepsilon$ with probability $1 - 2 \delta$:
-    $F_k / \alpha_k$ is less than $\|B - \beta I\|_F^2$ with probability $\delta$ at most, and with
+    $F_k / \alpha_k$ is less than $\|B - \beta I\|_F^2$ with probability at most $\delta$, and with
     $4 \log(2 / \delta) \varepsilon^{-2} (\|B\|_F^2 + \varepsilon \|B\|_2)$ probes the error exceeds
-    $\varepsilon$ with probability $\delta$ at most. As in the paper, that is for each k by itself
-    (k is in fact looked for), and without the term $\varepsilon \|B\|_2$; with `rtol`, the estimate
-    stands for the trace in $\varepsilon$. Both bounds are for the worst operator, which makes up
-    for that: they are conservative, with errors about $\varepsilon / 4$ as published, and as
-    measured here ($\varepsilon / 5$ to $\varepsilon / 3$).
+    $\varepsilon$ with probability at most $\delta$. As in the paper, three things are neglected:
+    the bounds hold for a given k, but the algorithm searches for one; the term
+    $\varepsilon \|B\|_2$ is left out; and with `rtol`, $\varepsilon$ is computed from the estimate
+    in place of the trace. In return, both bounds are for the worst operator, and hence
+    conservative: errors are about $\varepsilon / 4$ as published, and $\varepsilon / 5$ to
+    $\varepsilon / 3$ as measured here.
 
     The published algorithm is changed in three respects. Columns come in blocks of 5 to 8. Samples
-    are renormalised ("resphered"), which keeps the bounds, and puts the norm of B less its mean
-    eigenvalue in the place of $\|B\|_F$. With too small a budget, the split is that of the least
-    variance; so it is with a budget `k` in place of a tolerance, and the estimate is then unbiased.
-    Operators of low rank end the run at once, with standard error 0.
+    are renormalised ("resphered"), which keeps the bounds, and replaces $\|B\|_F$ by the norm of B
+    less its mean eigenvalue. If the budget is too small, the split is the one with the least
+    variance. The same split is used with a budget `k` in place of a tolerance, and the estimate is
+    then unbiased. An operator of low rank ends the run at once, with standard error 0.
 
-    Cost: `2 m + k` matvecs, three blocks of columns at least and at most the budget; one block of
-    `n x max_k/2` numbers; work in proportion to what was needed. The derivative draws the probes
-    again, and takes as many products. There is no `state` to go on from, and nothing is completed
-    to the exact trace: with `max_k >= n` a run may end as `RESULTS.not_converged` after n products.
+    Cost: `2 m + k` matvecs, at least three blocks of columns and at most the budget; one block of
+    `n x max_k/2` numbers; work in proportion to the products made. The derivative draws the probes
+    again, and takes as many products. There is no `state` to go on from, and no completion to the
+    exact trace: with `max_k >= n` a run may end as `RESULTS.not_converged` after n products.
 
     ??? cite "References"
 

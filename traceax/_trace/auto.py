@@ -13,17 +13,17 @@ from .xtrace import XTraceEstimator
 
 @final
 class AutoTraceEstimator(AbstractTraceEstimator):
-    """Chooses: what is known exactly is read off, the rest goes to the best estimator for it.
+    """Reads off what is known exactly, and chooses the best estimator for the rest.
 
-    1. Stored parts (dense, sparse, diagonal, tridiagonal) and identity and unit-diagonal ones, of
+    1. Stored parts (dense, sparse, diagonal, tridiagonal) and identity and unit-diagonal parts, of
        sums, multiples and negations, are read off exactly: `tr(K + s I)` spends its matvecs on
-       `K` alone, and none where `K` is stored, too.
+       `K` alone, and spends none if `K` is stored, too.
     2. What is left goes to [`traceax.HutchinsonEstimator`][] if a block of `n x k` numbers would
        exceed `memory_limit`,
     3. to [`traceax.XNysTraceEstimator`][] if it is tagged positive or negative semidefinite,
     4. and to [`traceax.XTraceEstimator`][] otherwise.
 
-    Cost: at most `k` matvecs (0 where everything is known); memory as the chosen estimator.
+    Cost: at most `k` matvecs (0 if everything is known); the memory of the chosen estimator.
     """
 
     memory_limit: int = eqx.field(default=2**32, static=True)
@@ -34,7 +34,7 @@ class AutoTraceEstimator(AbstractTraceEstimator):
         """Any square operator will do."""
 
     def select(self, operator, k: int):
-        """The estimator for an operator with nothing exact in it, and this budget."""
+        """The estimator for an operator without known parts, and for this budget."""
         return choose(
             operator,
             k,

@@ -1,4 +1,4 @@
-"""How many products are enough, before any is made."""
+"""Bounds for the number of products that are enough, before any is made."""
 
 import math
 
@@ -19,13 +19,13 @@ def matvecs_needed(
     r"""A number of products that is enough for an error below `eps` with probability `1 - delta`,
     from what is known of a real symmetric A beforehand.
 
-    For any A with the norms $\|B\|_F$ and $\|B\|_2$, B being A for normal probes and A without its
-    diagonal for Rademacher probes, the absolute error is below `eps` with
+    Let B be A for normal probes, and A without its diagonal for Rademacher probes. The absolute
+    error is below `eps` with
 
     $$k \ge c \, (\|B\|_F^2 + \varepsilon \|B\|_2) \, \varepsilon^{-2} \ln(2 / \delta), \qquad
     c = 4 \text{ (normal)}, \; 8 \text{ (Rademacher)}.$$
 
-    For a semidefinite A nothing else need be known: the *relative* error is below `eps` with
+    For a semidefinite A no norm need be known: the *relative* error is below `eps` with
 
     $$k \ge c \, \varepsilon^{-2} \ln(2 / \delta), \qquad
     c = 8 \text{ (normal)}, \; 6 \text{ (Rademacher)}.$$
@@ -42,11 +42,11 @@ def matvecs_needed(
     **Arguments:**
 
     - `eps`: the error: absolute, if norms are given; relative, if `semidefinite=True`.
-    - `delta`: the probability with which it may be larger.
+    - `delta`: the probability with which the error may be larger.
     - `estimator`: a [`traceax.HutchinsonEstimator`][] with [`traceax.RademacherSampler`][] or
-        [`traceax.NormalSampler`][] probes: for no other are such constants known.
-    - `frobenius_norm`: of B, or an upper bound. (That of A is one.)
-    - `spectral_norm`: of B, or an upper bound. By default the Frobenius norm.
+        [`traceax.NormalSampler`][] probes. For others no such constants are known.
+    - `frobenius_norm`: the Frobenius norm of B, or an upper bound, such as that of A.
+    - `spectral_norm`: the spectral norm of B, or an upper bound. By default the Frobenius norm.
     - `semidefinite`: whether A is positive or negative semidefinite, and `eps` relative.
 
     **Returns:**

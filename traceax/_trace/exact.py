@@ -15,8 +15,8 @@ class ExactTraceEstimator(AbstractTraceEstimator):
     Parts whose diagonal is known (stored, diagonal, tridiagonal, identity, and sums and multiples
     of them) are read off without products. The budget `k` is ignored.
 
-    Cost: `n` matvecs for what is not known beforehand; one block of unit vectors and its products,
-    of 2^27 numbers at most.
+    Cost: `n` matvecs for the parts that are not known; one block of unit vectors and its products,
+    of at most 2^27 numbers.
     """
 
     batch_size: int | None = eqx.field(default=None, static=True)

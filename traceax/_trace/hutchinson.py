@@ -20,20 +20,21 @@ from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.leave_one_out import column_dots
 from .._sketch.weights import AbstractWeights
 
-#: Numbers in one block of vectors for an operator that computes quadratic forms without products.
-#: Nothing is shared by the columns then, so that blocks beyond the cache only take memory.
+#: The most numbers in one block of vectors for an operator that computes quadratic forms without
+#: products. The columns of a block then share no work, and a block larger than the cache saves no
+#: time.
 _FORM_LIMIT = 2**18
 
 
 def _blocks(k: int, width: int) -> tuple[int, int]:
-    """`k` probes as whole blocks of `width` and a rest."""
+    """The number of whole blocks of `width` among `k` probes, and the number of probes left."""
     return k // width, k % width
 
 
 @final
 class _ProbeWeights(AbstractWeights):
     """`G = Omega Omega^H / k`, with the probes drawn again block by block from their key, so that
-    neither direction of differentiation keeps more than one block of them.
+    neither forward nor reverse mode keeps more than one block of them.
     """
 
     key_data: Any
@@ -66,7 +67,7 @@ class _ProbeWeights(AbstractWeights):
 
 
 class HutchinsonState(NamedTuple):
-    """The samples; and probes and products (with no rows, where they are not kept)."""
+    """The samples; and probes and products (without rows if they are not kept)."""
 
     samples: Inexact[Array, " m"]
     omega: Inexact[Array, "rows m"]
@@ -75,7 +76,7 @@ class HutchinsonState(NamedTuple):
 
 @final
 class HutchinsonExtendable(AbstractExtendable):
-    """Hutchinson's estimator block by block. Probes are only kept where the trace may have to be
+    """Hutchinson's estimator block by block. Probes are kept only if the exact trace may have to be
     completed from them.
     """
 
@@ -138,10 +139,10 @@ class HutchinsonExtendable(AbstractExtendable):
 class HutchinsonEstimator(AbstractTraceEstimator):
     r"""Girard-Hutchinson: the mean of $\omega_i^* A \omega_i$ over `k` independent probes.
 
-    Unbiased for every probe distribution with $E[\omega \omega^*] = I$. With Rademacher probes
-    and a symmetric A its variance is $2 (\|A\|_F^2 - \sum_i A_{ii}^2) / k$, with normal ones
-    $2 \|A\|_F^2 / k$: the error falls like $1 / \sqrt{k}$ only, which is best where the spectrum
-    is flat, and where memory allows no sketch.
+    It is unbiased for every probe distribution with $E[\omega \omega^*] = I$. For a real symmetric
+    A the variance is $2 (\|A\|_F^2 - \sum_i A_{ii}^2) / k$ with Rademacher probes, and
+    $2 \|A\|_F^2 / k$ with normal probes. The error falls only like $1 / \sqrt{k}$. This estimator
+    is best where the spectrum is flat, and where memory allows no sketch.
 
     Cost: `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient (about
     five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).

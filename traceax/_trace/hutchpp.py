@@ -27,8 +27,8 @@ from .._sketch.weights import LowRankWeights
 
 
 class HutchPlusPlusState(NamedTuple):
-    """The basis and the residual probes, with their products; and the probes of the sketch (with
-    no rows, where they are not kept).
+    """The basis and the residual probes, with their products; and the probes of the sketch with the
+    sketch itself (without rows if they are not kept).
     """
 
     q: Inexact[Array, "n m"]
@@ -43,10 +43,11 @@ class HutchPlusPlusState(NamedTuple):
 
 @final
 class HutchPlusPlusExtendable(AbstractExtendable):
-    """Hutch++ block by block, in equal parts for sketch, basis and residual probes.
+    """Hutch++ block by block. Sketch, basis and residual probes each get a third of a block.
 
-    A larger basis takes more away from the residual probes, A (I - q q^H) g = A g - (A q) q^H g:
-    none is drawn or multiplied again, and given the basis all are independent.
+    When the basis grows by q, it is projected out of the residual probes g and of their products,
+    A (I - q q^H) g = A g - (A q) q^H g. No probe is drawn or multiplied again, and given the basis
+    all of them are independent.
     """
 
     sampler: AbstractSampler
@@ -65,7 +66,7 @@ class HutchPlusPlusExtendable(AbstractExtendable):
         rows = n if self.keeps else 0
         if state is None:
             state = empty_state(HutchPlusPlusState, sketch, self.keeps)
-        # A basis of any scale of the sketch is the same; its QR factorisation must not overflow.
+        # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
         new_q, _, _ = append_basis(state.q, sketch / state.scale)
         q = jnp.concatenate([state.q, new_q], axis=1)
         probes = self.sampler.probes(probe_key, n, fresh, block.dtype)
@@ -101,7 +102,7 @@ class HutchPlusPlusExtendable(AbstractExtendable):
         samples = self._factor(state) * column_dots(state.g, state.products)
         residual, std_err = mean_and_std_err(samples)
         spent = 2 * m + fresh
-        # ||A||_F^2 is ||A Q||_F^2, and what the residual probes find of the rest.
+        # ||A||_F^2 is the sum of ||A Q||_F^2 and of the rest, which the residual probes estimate.
         rest = safe_norm(state.products.reshape(-1)) / math.sqrt(fresh)
         size = jnp.hypot(safe_norm(state.z.reshape(-1)), rest)
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
@@ -134,7 +135,7 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
     $$\mathrm{tr}(Q^* A Q) + \frac{1}{m'} \sum_i c_i \, g_i^* A g_i, \qquad
     c_i = (n - m) / \|g_i\|^2 \text{ if improved, else } 1.$$
 
-    Unbiased. Given $Q$, the samples are independent, so the standard error is the plain one.
+    This is unbiased. Given $Q$ the samples are independent, so the standard error is the plain one.
 
     Cost: `k` matvecs (`2 floor(k/3)` for the sketch and its basis, the rest for probes); about
     seven blocks of `n x k/3` numbers.

@@ -31,11 +31,11 @@ def trace(
 
     With a budget the estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its
     derivative with respect to anything that the operator depends on, in forward and reverse mode
-    and at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed. A run
-    that a tolerance ends is not quite: it ends where its error looks small, which says something
-    about the value. Where the entries are stored (dense, sparse, diagonal ones, and sums and
-    multiples of such), the default estimator reads the trace: it is exact, and so is its
-    derivative.
+    and at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed. With a
+    tolerance there is a small bias: a run ends where its error looks small, and that is not
+    independent of the value. Where the entries are stored (in dense, sparse or diagonal operators,
+    and their sums and multiples), the default estimator reads the trace, which is then exact, as is
+    its derivative.
 
     !!! Example
 
@@ -49,15 +49,16 @@ def trace(
         ```
 
     *With a tolerance* the number of probes doubles (16, 32, 64, ... in all) until about two
-    standard errors are within `atol + rtol |t|`. The constants are calibrated, with a check after
-    every block, so that 95 % of runs end within the tolerance. New columns are appended to what is
-    known: no product and no factorisation is made again. If the budget allows n products, the last
-    resort is the exact trace, completed from the products made so far: never more than n in all.
-    (An estimator of another package without an `extendable` of its own takes n products for that.)
-    Otherwise the result is `RESULTS.not_converged`, with the best estimate. NaN, a wrong tag and an
-    operator of low rank end the run with the first block. All of this works under `jit`; under
-    `vmap` every lane gets what it would get by itself, and the products go on until the slowest is
-    done. Memory: blocks for `max_k`; work: in proportion to the products made.
+    standard errors are within `atol + rtol |t|`, where t is the estimate. The constants are
+    calibrated, with a check after every block, so that 95 % of runs end within the tolerance. New
+    columns are appended to the factorisations: none of them, and no product, is made again. If the
+    budget allows n products, the last resort is the exact trace, completed from the products made
+    so far, with no more than n in all. (An estimator of another package without an `extendable` of
+    its own takes n further products for that.) Otherwise the result is `RESULTS.not_converged`,
+    with the best estimate. NaN, a wrong tag and an operator of low rank end the run with the first
+    block. All of this works under `jit`. Under `vmap` every lane gets what it would get by itself,
+    and products are made until the slowest lane is done. Memory: blocks for `max_k`; work: in
+    proportion to the products made.
 
     **Arguments:**
 
@@ -69,11 +70,13 @@ def trace(
     - `rtol`: the relative tolerance. It need not be static.
     - `atol`: the absolute tolerance. It need not be static.
     - `max_k`: the largest budget for a tolerance, a static Python int. By default n, but 1000 for
-        operators with more rows. (From n on, operators with 64 rows or fewer are exact at once.)
-    - `state`: the `state` of an earlier solution for the *same* operator, to go on from. (That it
-        is the same cannot be checked.) Its products count in `num_matvecs`.
-    - `keep_state`: whether to return such a state: probes and products for `max_k`. (None where
-        the trace was read.)
+        operators with more rows. (With `max_k >= n`, the trace of an operator with 64 rows or fewer
+        is computed exactly at once.)
+    - `state`: the `state` of an earlier solution for the *same* operator, to go on from. (It cannot
+        be checked that the operator is the same.) The products of that solution count in
+        `num_matvecs`.
+    - `keep_state`: whether to return such a state, which holds probes and products for `max_k`. (It
+        is None where the trace was read.)
     - `progress`: whether to show estimate, error and products after every block on standard error
         (with `tqdm`, if it is installed); never under `vmap`.
     - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not

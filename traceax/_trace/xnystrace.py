@@ -32,8 +32,8 @@ def _xnystrace_samples(factors: Nystrom, n: float, resphere: bool):
 
         t_i = ||F||_F^2 - ||F q_i||^2 + alpha_i / d_i,  alpha_i = n - m + 1 (resphered) or rho_i^2.
 
-    Without j as well the plane (q_i, q_j) is lost. Because s_j^H r_i = 0, all that changes in the
-    residual is a factor: with gamma' and gamma of the pairs (q_i, q_j) and (s_i, s_j)
+    With j held out as well, the plane (q_i, q_j) is lost. Because s_j^H r_i = 0, the residual
+    changes only by a factor. With gamma' of the pair (q_i, q_j) and gamma of the pair (s_i, s_j),
 
         t_ij = ||F||_F^2 - ||F q_i||^2 - ||F u'_ij||^2 + alpha_ij / (d_i (1 - |gamma'_ij|^2)),
         alpha_ij = (n - m + 2) (1 - |gamma_ij|^2) or rho_i^2.
@@ -55,8 +55,8 @@ def _xnystrace_samples(factors: Nystrom, n: float, resphere: bool):
 
 @final
 class XNysTraceExtendable(AbstractExtendable):
-    """XNysTrace block by block: new probes are appended to the basis of the others. What follows
-    from the products is computed anew, in `10 n m^2` operations for all m probes so far.
+    """XNysTrace block by block: new probes are appended to the basis of the others. Everything else
+    is computed anew from the products, in `10 n m^2` operations for all m probes so far.
     """
 
     sampler: AbstractSampler
@@ -74,7 +74,7 @@ class XNysTraceExtendable(AbstractExtendable):
         """See `AbstractExtendable`."""
         n, factors = float(block.n), nystrom(state, block.eps)
         gram, samples, differences = _xnystrace_samples(factors, n, self.resphere)
-        # With a wrong tag, the mean of Hutchinson's samples instead, which needs none.
+        # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         plain = quadratic_forms(factors.core, factors.r)
         gram, samples, differences, shift = factors.unless_wrong(
             (gram, 0), (samples, plain), (differences, 0), (n * factors.nu, 0)
@@ -102,28 +102,29 @@ class XNysTraceExtendable(AbstractExtendable):
 class XNysTraceEstimator(AbstractTraceEstimator):
     r"""XNysTrace: the leave-one-out Nystrom estimator for semidefinite operators.
 
-    With `k` probes and $\hat A_{(i)}$ the Nystrom approximation of A from all but the i-th, the
-    mean over i of
+    With `k` probes and $\hat A_{(i)}$ the Nystrom approximation of A from all probes but the i-th,
+    the estimate is the mean over i of
 
     $$\mathrm{tr}(\hat A_{(i)}) + c_i \, \omega_i^* (A - \hat A_{(i)}) \omega_i, \qquad
     c_i = (n - k + 1) / \|g_i\|^2 \text{ if improved, else } 1,$$
 
-    $g_i$ being the part of $\omega_i$ orthogonal to the other probes. Unbiased. One product a
-    probe, half of what XTrace takes: the most accurate estimator where it applies and the
-    spectrum decays. A negative semidefinite operator is negated.
+    where $g_i$ is the part of $\omega_i$ orthogonal to the other probes. It is unbiased. A probe
+    takes one product, half of what XTrace takes. This is the most accurate estimator where it
+    applies and the spectrum decays. A negative semidefinite operator is negated.
 
-    The products are with an orthonormal basis P of the probes, the same approximation in exact
-    arithmetic. In floating point it is better than the published algorithm, which forms
-    $\Omega^* A \Omega$ of the probes themselves: their near-dependence as k approaches n drops
-    out, and $c_i$ needs no Gram matrix. (On 50 eigenvalues 1 and the rest 1e-8 the published
-    algorithm, without resphering, stalls near 1e-8; this one reaches 5e-10 at k = 200.)
+    A multiplies an orthonormal basis of the probes, which gives the same approximation in exact
+    arithmetic. The published algorithm forms $\Omega^* A \Omega$ of the probes themselves. In
+    floating point the basis is better: it does not matter that the probes are nearly dependent as k
+    approaches n, and $c_i$ needs no Gram matrix. (If 50 eigenvalues are 1 and the rest 1e-8, the
+    error of the published algorithm, without resphering, stalls near 1e-8; this one reaches 5e-10
+    at k = 200.)
 
     The standard error includes the correlation between the samples (see
-    [`traceax.XTraceEstimator`][]); without it, it would be too small by 1.3 to 4 times.
+    [`traceax.XTraceEstimator`][]), without which it would be too small by 1.3 to 4 times.
 
     Cost: `k` matvecs; four blocks of `n x k` numbers; `10 n k^2` operations beside the products.
-    The derivative takes `2k` tangent products: XTrace's weights from the same sketch, because the
-    derivative of A need not be semidefinite.
+    The derivative takes `2k` tangent products. It uses XTrace's weights from the same sketch,
+    because the derivative of A need not be semidefinite.
 
     ??? cite "References"
 

@@ -71,7 +71,7 @@ def _xtrace_samples(factors: RangeFinder, h, t, n: float, resphere: bool):
 
 
 class XTraceState(NamedTuple):
-    """The factors for A / scale + nu I, scale and nu being those of the first block."""
+    """The factors for A / scale + nu I, where scale and nu are those of the first block."""
 
     omega: Inexact[Array, "n m"]
     q: Inexact[Array, "n m"]
@@ -88,8 +88,8 @@ class XTraceState(NamedTuple):
 
 @final
 class XTraceExtendable(AbstractExtendable):
-    """XTrace block by block: new columns are appended to the QR factorisation, and everything
-    that follows from it gets the new rows and columns only.
+    """XTrace block by block: new columns are appended to the QR factorisation, and only the new
+    rows and columns of the matrices that follow from it are computed.
     """
 
     sampler: AbstractSampler
@@ -110,7 +110,7 @@ class XTraceExtendable(AbstractExtendable):
             old_z, old_omega, h, w, t = state.z, state.omega, state.h, state.w, state.t
         omega = factors["omega"][:, before.shape[1] :]
         h = extend_dots(h, before, q, old_z, z)
-        # No NaN or inf in Z is lost in Q^H Z.
+        # A NaN or inf in Z shows in Q^H Z.
         factors["status"] = jnp.maximum(factors["status"], status_of(h))
         return XTraceState(
             **factors,
@@ -148,20 +148,21 @@ class XTraceExtendable(AbstractExtendable):
 
 @final
 class XTraceEstimator(AbstractTraceEstimator):
-    r"""XTrace: Hutch++ made exchangeable, every probe serving both as sketch and as test.
+    r"""XTrace: Hutch++ made exchangeable, so that every probe serves both as sketch and as test.
 
     With $m = \lfloor k/2 \rfloor$ probes, $Q_{(i)}$ an orthonormal basis of the range of
-    $A \Omega_{-i}$ and $g_i = (I - Q_{(i)} Q_{(i)}^*) \omega_i$, the mean over i of
+    $A \Omega_{-i}$ and $g_i = (I - Q_{(i)} Q_{(i)}^*) \omega_i$, the estimate is the mean over i of
 
     $$\mathrm{tr}(Q_{(i)}^* A Q_{(i)}) + c_i \, g_i^* A g_i, \qquad
     c_i = (n - m + 1) / \|g_i\|^2 \text{ if improved, else } 1.$$
 
-    Unbiased, and exact to rounding once the rank of A is less than m. The standard error includes
-    the correlation between the samples, which it estimates without bias from their leave-two-out
-    counterparts, at no further product; the customary one is too small by 1.1 to 4 times.
+    It is unbiased, and exact to rounding if the rank of A is less than m. The standard error
+    includes the correlation between the samples, which is estimated without bias from their
+    leave-two-out counterparts, without further products. The customary standard error is too small
+    by 1.1 to 4 times.
 
     Cost: `2 floor(k/2)` matvecs; four blocks of `n x k/2` numbers; `10 n m^2` operations beside
-    the products. (An odd matvec cannot be used: each probe takes two.)
+    the products. (As each probe takes two matvecs, one of an odd budget is left over.)
 
     ??? cite "References"
 
