@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from traceax._linalg import factorisations
-from traceax._linalg.sharded.matrix_product import matrix_product
+from traceax._linalg.matrix_product import matrix_product
 from traceax._sketch.leave_one_out import row_norms
 
 from ..helpers import random_unitary

@@ -1,10 +1,9 @@
 """Operators whose arrays live on several devices.
 
 XLA partitions products and reductions by itself, from the shardings of the operator's arrays: an
-inner product over the rows becomes a local one and a sum of m x m numbers over the devices. Where
-it would gather the n x m block instead, there are rules for what each device does with its rows:
-for LAPACK calls in `_linalg.sharded.tsqr`, for products with matrices in
-`_linalg.sharded.matrix_product`. They are asked when the program is compiled, by when it is known
+inner product over the rows becomes a local one and a sum of m x m numbers over the devices. For
+LAPACK calls XLA would gather the n x m block; `_linalg.sharded.tsqr` has rules for what each device
+does with its rows instead. The rules are asked when the program is compiled, by when it is known
 where the rows are: `jit` need not be told.
 """
 
