@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import traceax as tr
 from traceax._linalg import factorisations
-from traceax._linalg.sharded.matrix_product import matrix_product
+from traceax._linalg.matrix_product import matrix_product
 from traceax._linalg.sharded.tsqr import partitioned, tall_qr_rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"

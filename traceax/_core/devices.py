@@ -1,11 +1,10 @@
 """Operators whose arrays live on several devices.
 
 XLA partitions products and reductions by itself, from the shardings of the operator's arrays: an
-inner product over the rows becomes a local one and a sum of m x m numbers over the devices. Where
-XLA would gather the n x m block instead, a rule says what each device does with its rows:
-`_linalg.sharded.tsqr` has the rules for LAPACK calls, `_linalg.sharded.matrix_product` those for
-products with matrices. XLA calls the rules when it compiles the program. By then it knows where
-the rows are, so that a user need not tell `jit`.
+inner product over the rows becomes a local one and a sum of m x m numbers over the devices. For
+LAPACK calls XLA would gather the n x m block on every device: `_linalg.sharded.tsqr` has rules that
+say what each device does with its rows. XLA calls the rules when it compiles the program. By then
+it knows where the rows are, so that a user need not tell `jit`.
 """
 
 import math

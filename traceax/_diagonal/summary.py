@@ -59,7 +59,6 @@ from .._sketch.leave_one_out import (
     resphering,
     sketch_of,
     square_norms,
-    trace_and_mean,
 )
 from .._sketch.weights import AbstractWeights
 from .._trace.xtrace import _xtrace_samples
@@ -204,7 +203,7 @@ class SummaryWeights(AbstractWeights):
 
         residual_forms = column_dots(omega - matmul(q, x), y - matmul(z, x))  # g_i^H A g_i
         samples = self.factor * residual_forms - quadratic_forms(blocks.h, s)
-        trace = trace_and_mean(blocks.h, samples)
+        trace = jnp.trace(blocks.h) + jnp.mean(samples)
         # As for XDiag: diag(Q (I - S S^H / m) Q^H A) + mean conj(omega_i) (I - P_i) A omega_i.
         kept = q - matmul(matmul(q, s), adjoint(s)) / m
         inner = matmul(adjoint(q), y)
@@ -257,7 +256,7 @@ class SummaryEstimator(AbstractEstimator):
         shifted, left = z + nu * q, adjoint_products / scale + nu * q
         h, t = matmul(adjoint(q), shifted), matmul(adjoint(shifted), omega)
         samples, differences = _xtrace_samples(factors, h, t, n, True)
-        trace = size * (trace_and_mean(h, samples) - n * nu)
+        trace = size * (jnp.trace(h) + jnp.mean(samples) - n * nu)
         rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
         trace_error = leave_one_out_error(samples, differences, rounding)
         base, left_over = jnp.sum(q * jnp.conj(left), axis=1) - nu, column_dots(s, factors.r)

@@ -1,6 +1,6 @@
 """Dense numerics of tall blocks and small matrices: `factorisations` (all calls into LAPACK),
-Lanczos' recurrence with its quadrature (`lanczos`), and, in `sharded`, what devices do with rows
-of their own.
+products with stored matrices (`matrix_product`), Lanczos' recurrence with its quadrature
+(`lanczos`), and, in `sharded`, what devices do with rows of their own.
 
 Begin with `factorisations`. This room uses `_core` and `_probes`.
 """

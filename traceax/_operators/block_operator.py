@@ -22,8 +22,8 @@ from .._core.programs import (
     holds,
     is_converted,
 )
-from .._linalg.sharded.matrix_product import matrix_product
-from .width import batch_size_of, batch_width, by_columns, in_batches
+from .._linalg.matrix_product import matrix_product
+from .width import batch_width, by_columns
 
 
 def is_tagged(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
@@ -377,8 +377,8 @@ class BlockOperator:
         if is_hermitian(self.operator):
             return self.mm(block)
         # A^H x = conj(A^T conj(x))
-        transposed = in_batches(self.operator.transpose(), batch_size_of(self.operator))
-        return jnp.conj(BlockOperator(transposed).mm(jnp.conj(block)))
+        transposed = BlockOperator(self.operator.transpose())
+        return jnp.conj(transposed.mm(jnp.conj(block)))
 
     def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
         """A vector, whole or leaf by leaf, as a PyTree of the operator's input structure (in the

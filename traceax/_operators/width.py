@@ -1,6 +1,6 @@
 """How many vectors are multiplied at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -50,23 +50,33 @@ def check_batch_size(size: Any) -> None:
 
 @final
 @dataclass(frozen=True)
-class _Batches:
-    """A tag of an operator: how many vectors to multiply at once."""
+class BatchSize:
+    """A tag, of the kind that lineax lets other packages define: how many vectors to multiply with
+    an operator at once.
+    """
 
     size: int
 
 
+def _batch_size_among(tags: Iterable[object]) -> BatchSize | None:
+    return next((tag for tag in tags if isinstance(tag, BatchSize)), None)
+
+
+# The transpose of an operator has the tag as well.
+lx.transpose_tags_rules.append(_batch_size_among)
+
+
 def in_batches(operator: lx.AbstractLinearOperator, size: int | None) -> lx.AbstractLinearOperator:
     """The operator, tagged to multiply `size` vectors at once; for None, the operator as it is."""
-    return operator if size is None else lx.TaggedLinearOperator(operator, _Batches(size))
+    return operator if size is None else lx.TaggedLinearOperator(operator, BatchSize(size))
 
 
 def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
     """The size that an operator was given by `in_batches`, or None."""
     while isinstance(operator, lx.TaggedLinearOperator):
-        for tag in operator.tags:
-            if isinstance(tag, _Batches):
-                return tag.size
+        tag = _batch_size_among(operator.tags)
+        if tag is not None:
+            return tag.size
         operator = operator.operator
     return None
 

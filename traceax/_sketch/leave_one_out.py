@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import scale_of, status_of
+from .._core.estimate import safe_norm, scale_of, status_of
 from .._core.precision import matmul as matmul
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
@@ -46,28 +46,8 @@ def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:
 
 
 def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[Array, " m"]:
-    """The inner products a_i^H b_i of corresponding columns.
-
-    (To compile a sum of more than 32 numbers takes XLA as long as three other operations. A product
-    of matrices takes no time to compile, and for square ones costs m^3 operations, as the
-    factorisations do.)
-    """
-    if a.shape[0] == a.shape[1]:
-        return diagonal_of(matmul(adjoint(a), b))
+    """The inner products a_i^H b_i of corresponding columns."""
     return jnp.sum(jnp.conj(a) * b, axis=0)
-
-
-def row_norms(x: Inexact[Array, "p m"]) -> Real[Array, " p"]:
-    """The norms of the rows of a small matrix, right for all norms above `sqrt(tiny)`, even where
-    squares overflow. They come from the diagonal of X X^H, for the reason given in `column_dots`.
-    """
-
-    def norms(x):
-        return jnp.sqrt(diagonal_of(matmul(x, adjoint(x))).real)
-
-    unit = float(jnp.finfo(x.dtype).tiny) ** 0.5
-    plain = norms(x)
-    return jnp.where(jnp.isfinite(plain), plain, norms(x * unit) / unit)
 
 
 def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
@@ -89,11 +69,6 @@ def frobenius_norm_of(sketch: Inexact[Array, "n m"]) -> Real[Array, ""]:
 def quadratic_forms(h, x):
     """The numbers x_i^H H x_i."""
     return column_dots(x, matmul(h, x))
-
-
-def trace_and_mean(h: Inexact[Array, "m m"], samples: Inexact[Array, " m"]) -> Inexact[Array, ""]:
-    """The trace of H plus the mean of the samples, in one sum."""
-    return jnp.sum(diagonal_of(h) + samples / samples.shape[0])
 
 
 def resphering(dimension: float, square: Array, resphere: bool) -> Array:
@@ -124,7 +99,7 @@ def without_zero_pivots(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 def leave_one_out_directions(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """`cn(R^{-H})` for an upper triangular, non-singular R."""
     inverse = divide_by_upper(jnp.eye(r.shape[0], dtype=r.dtype), r)
-    return adjoint(inverse / row_norms(inverse)[:, None])
+    return adjoint(inverse / safe_norm(inverse)[:, None])
 
 
 class Pairs(NamedTuple):
@@ -176,13 +151,8 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
     real = samples.real.dtype
     if m == 1:
         return jnp.full((), jnp.inf, real)
-    # One sum for three quantities. It is accurate enough to subtract one of the samples rather than
-    # their mean: the mean square of the differences is at most m times the variance.
-    moved = samples - samples[0]
-    terms = jnp.stack([moved, jnp.abs(moved) ** 2, column_dots(differences.T, differences)])
-    total, square, product = jnp.sum(terms, axis=1)
-    variance = jnp.maximum(square.real - jnp.abs(total) ** 2 / m, 0) / (m - 1)
-    covariance = product.real / (m * (m - 1))
+    variance = jnp.var(samples, ddof=1)
+    covariance = jnp.sum((jnp.conj(differences.T) * differences).real) / (m * (m - 1))
     covariance = jnp.where(variance / m > rounding**2, jnp.maximum(covariance, 0), 0)
     return jnp.sqrt(variance / m + covariance + rounding**2).astype(real)
 

@@ -30,7 +30,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL
+from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm
 from .._linalg.factorisations import (
     cholesky,
     divide_by_upper,
@@ -41,7 +41,7 @@ from .._linalg.factorisations import (
 )
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
-from .leave_one_out import adjoint, matmul, row_norms, shift_of, square_norms
+from .leave_one_out import adjoint, matmul, shift_of, square_norms
 from .nystrom import is_asymmetric, shifted_cholesky
 
 
@@ -275,7 +275,7 @@ def nystrom_of(
         part of C^{-1}, do not depend on the others.
         """
         part = inverse[:count, :count]
-        length = row_norms(part)
+        length = safe_norm(part)
         tested = n * jnp.square(1 / length)
         directions = adjoint(part / length.astype(omega.dtype)[:, None])
         held_out = square_norms(matmul(f[:, :count], directions))

@@ -24,6 +24,7 @@ from .._core.estimate import (
     Estimate,
     make_estimate,
     rounding_of,
+    safe_norm,
 )
 from .._linalg.factorisations import cholesky, divide_two_by_upper
 from .._operators.block_operator import BlockOperator
@@ -36,7 +37,6 @@ from .leave_one_out import (
     leave_one_out_directions,
     matmul,
     rescale_error,
-    row_norms,
     scaled,
     shift_of,
     without_zero_pivots,
@@ -195,7 +195,7 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     sketch = products.numbers + nu * p
     f, q_h = divide_two_by_upper(sketch, adjoint(s), factor)
     # d_i may be larger than any float: keep its root until it is inverted.
-    length = row_norms(q_h)
+    length = safe_norm(q_h)
     q, inverse = adjoint(q_h / length[:, None]), jnp.square(1 / length)
     rho = jnp.abs(column_dots(s, r))
     return Nystrom(products, nu, sketch, core, r, s, f, q, inverse, rho, tag)

@@ -1,3 +1,3 @@
-"""Arrays whose rows live on several devices: the product of a matrix and a block, and QR
-factorisations of tall blocks (TSQR), with what each device does with its rows.
+"""QR factorisations of tall blocks whose rows live on several devices (`tsqr`), and what each of
+the devices does with its rows (`devices`).
 """

@@ -1,10 +1,9 @@
-"""Where the rows of an array are: the ring of the devices that have them."""
+"""Where the rows of an array are: the devices that have them."""
 
 import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int
 
@@ -25,18 +24,6 @@ def device_index(axes: tuple[str, ...]) -> Int[Array, ""]:
     for axis in axes:
         index = index * lax.axis_size(axis) + lax.axis_index(axis)
     return index
-
-
-def send_to_next(x: Array, axes: tuple[str, ...], mesh: Any) -> Array:
-    """What the device before this one has, in a ring of the devices in the order of `device_index`.
-
-    `lax.ppermute` numbers devices in the order of the mesh, whatever the order of the axes.
-    """
-    in_order = tuple(name for name in mesh.axis_names if name in axes)
-    numbers = np.arange(math.prod(mesh.shape[name] for name in axes))
-    numbers = numbers.reshape([mesh.shape[name] for name in in_order])
-    ring = np.transpose(numbers, [in_order.index(name) for name in axes]).reshape(-1).tolist()
-    return lax.ppermute(x, in_order, list(zip(ring, [*ring[1:], ring[0]], strict=True)))
 
 
 def rows_inside(axes: tuple[str, ...], n: int, local: Inexact[Array, "rows m"]) -> Array:
