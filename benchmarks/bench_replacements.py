@@ -4,8 +4,8 @@ a ratio is above 1, the replacement is worth something.
 
     python -m pytest -s --benchmark-only benchmarks/bench_replacements.py   # ten minutes
 
-Dense float32, n = 4000, k = 100; a function operator with n = 10^6, k = 32; the Hessian of a network
-with 1,002,570 parameters, k = 32.
+Dense float32, n = 4000, k = 100; a function operator with n = 10^6, k = 32; the Hessian of a
+network with 1,002,570 parameters, k = 32.
 """
 
 import statistics

@@ -130,14 +130,17 @@ def status_of(*products: Array) -> Array:
 
 
 def scale_of(products: Array, axis: int | None = None) -> Array:
-    """The largest absolute value of these products, of all or along an axis (which is kept).
-    Divided by it, their squares neither over- nor underflow.
+    """The largest absolute value of these products, of all or along an axis (which is kept), or the
+    largest number whose inverse is a normal one. Divided by it, their squares neither over- nor
+    underflow.
 
     It is 1, a safe divisor, where the products are all zero or hold NaN or inf.
     """
     size = jnp.max(jnp.abs(products), initial=0.0, axis=axis, keepdims=axis is not None)
     usable = (size > 0) & jnp.isfinite(size)
-    return jnp.where(usable, size, jnp.ones_like(size))
+    # XLA multiplies with the inverse, which must not be subnormal.
+    largest = 0.5 / float(jnp.finfo(size.dtype).tiny)
+    return jnp.where(usable, jnp.minimum(size, largest), jnp.ones_like(size))
 
 
 def safe_norm(x: Inexact[Array, "... m"]) -> Real[Array, "..."]:

@@ -5,7 +5,7 @@ from typing import ClassVar, final
 import equinox as eqx
 
 from .._estimators.estimator import AbstractDiagonalEstimator
-from .._estimators.exact import exact
+from .._estimators.exact import exact, refuse_tolerance
 
 
 @final
@@ -32,10 +32,10 @@ class ExactDiagonalEstimator(AbstractDiagonalEstimator):
 
     def to_tolerance(self, key, operator, run):
         """There is nothing to stop early: refuse."""
-        raise ValueError(
-            "ExactDiagonalEstimator cannot work to a tolerance: give it a budget k, or use "
+        refuse_tolerance(
+            "ExactDiagonalEstimator",
             "XDiagEstimator(), XNysDiagEstimator(), DiagPlusPlusEstimator() or "
-            "HutchinsonDiagonalEstimator()."
+            "HutchinsonDiagonalEstimator()",
         )
 
 

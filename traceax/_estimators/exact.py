@@ -1,6 +1,6 @@
 """The exact trace: known parts read off, the rest from products with unit vectors."""
 
-from typing import final
+from typing import NoReturn, final
 
 import equinox as eqx
 import jax
@@ -80,3 +80,14 @@ def exact(
     value, spent, status = _exact(operator, rows, linearise=True)
     estimate = make_estimate(value, jnp.zeros_like(value.real), spent, 0, status)
     return estimate, ExactWeights(rows is not None)
+
+
+def refuse_tolerance(name: str, instead: str) -> NoReturn:
+    """Raise a `ValueError`: an exact value has nothing to stop early.
+
+    **Arguments:**
+
+    - `name`: the name of the estimator.
+    - `instead`: the estimators to be used instead.
+    """
+    raise ValueError(f"{name} cannot work to a tolerance: give it a budget k, or use {instead}.")

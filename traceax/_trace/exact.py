@@ -5,7 +5,7 @@ from typing import ClassVar, final
 import equinox as eqx
 
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.exact import exact
+from .._estimators.exact import exact, refuse_tolerance
 
 
 @final
@@ -32,10 +32,10 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
     def to_tolerance(self, key, operator, run):
         """There is nothing to stop early: refuse."""
-        raise ValueError(
-            "ExactTraceEstimator cannot work to a tolerance: give it a budget k, or use "
+        refuse_tolerance(
+            "ExactTraceEstimator",
             "XTraceEstimator(), XNysTraceEstimator(), HutchPlusPlusEstimator() or "
-            "HutchinsonEstimator()."
+            "HutchinsonEstimator()",
         )
 
 
