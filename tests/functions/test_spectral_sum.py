@@ -222,7 +222,7 @@ def test_tiny_budgets(k):
     value, square = (N * np.sum(weights * np.log(theta) ** power) for power in (1, 2))
     np.testing.assert_allclose(solution.value, value, rtol=1e-12)
     c = 2 * N / (N + 2)
-    variance = c * (square - value**2 / N) / (1 - c / N)
+    variance = max(c * (square - value**2 / N) / (1 - c / N), 0)  # 0 for one node, to rounding
     np.testing.assert_allclose(solution.std_err, np.sqrt(variance), rtol=1e-9, atol=1e-6)
     assert np.isinf(solution.quadrature_error) == (k == 1)
 
