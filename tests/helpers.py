@@ -10,6 +10,7 @@ import pytest
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
+from traceax.testing import _by_products
 
 PSD = lx.positive_semidefinite_tag
 NSD = lx.negative_semidefinite_tag
@@ -52,9 +53,7 @@ def with_spectrum(rng, eigenvalues, dtype=np.float64):
 
 def by_products(matrix, tags=()):
     """A matrix that is known by its products alone, so that the default estimators estimate."""
-    matrix = jnp.asarray(matrix)
-    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+    return _by_products(jnp.asarray(matrix), tags)
 
 
 def operator_for(estimator, matrix, tags=()):

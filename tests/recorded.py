@@ -191,7 +191,7 @@ def calls():
         return tr.trace(key, _kernel(scale, form=_hidden), 10).value
 
     found["trace slope"] = lambda: _slope(trace_of_kernel, 0.2)
-    found["trace hessian"] = lambda: jax.hessian(trace_of_kernel)(0.2)
+    found["trace hessian"] = lambda: jax.jit(jax.hessian(trace_of_kernel))(0.2)
     for name in ("psd", "hermitian"):
         found[f"spectral_sum {name}"] = lambda w=name: tr.spectral_sum(key, jnp.exp, ops[w], 20)
         found[f"eigenvalue_count {name}"] = lambda w=name: tr.eigenvalue_count(
@@ -203,9 +203,11 @@ def calls():
     for method in ("auto", "recycled", "deltashift"):
         found[f"Tracker {method}"] = lambda m=method: _tracked(m)
     found["matvecs_needed"] = lambda: tr.matvecs_needed(0.1, frobenius_norm=2.0, spectral_norm=1.0)
-    found["SparseLinearOperator"] = lambda: tr.SparseLinearOperator(
-        jax.experimental.sparse.BCOO.fromdense(jnp.eye(4) + jnp.ones((4, 4)))
-    ).mv(jnp.arange(4.0))
+    places = jnp.asarray(np.argwhere(np.ones((4, 4))))
+    entries = jax.experimental.sparse.BCOO(
+        (jnp.asarray((np.eye(4) + 1).reshape(-1)), places), shape=(4, 4)
+    )
+    found["SparseLinearOperator"] = lambda: tr.SparseLinearOperator(entries).mv(jnp.arange(4.0))
     return found
 
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from ..helpers import with_spectrum
+from ..helpers import environment, slow, with_spectrum
 from .test_cli import BUS, check_usage, run, run_json
 
 LOG_DETERMINANT, TRACE_OF_INVERSE = 4240.821184502369, 488.2123076681323  # of the sample matrix
@@ -59,7 +59,7 @@ def test_exact_values_of_the_sample_matrix(capsys):
         assert (report["matvecs"], report["result"]) == (1138, "successful")
 
 
-@pytest.mark.parametrize("preconditioner", ["auto", "none"])
+@pytest.mark.parametrize("preconditioner", [slow("auto"), "none"])
 def test_log_determinant_of_the_sample_matrix(capsys, preconditioner):
     """Ill-conditioned (9e6), no shift written down: the interval is wide, and holds the truth, and
     the exit code says that the recurrences have not converged.
@@ -131,7 +131,9 @@ def test_table_of_a_spectral_sum(capsys, tmp_path):
     assert rows["result"] == "successful"
 
 
-@pytest.mark.parametrize(("dtype", "tag"), [(np.float64, ()), (np.complex128, ("--tag", "psd"))])
+@pytest.mark.parametrize(
+    ("dtype", "tag"), [slow(np.float64, ()), (np.complex128, ("--tag", "psd"))]
+)
 def test_shifted_log_determinants(capsys, tmp_path, dtype, tag):
     """A + s I, also of complex matrices, whose files show that they are Hermitian."""
     spectrum = np.where(np.arange(40) < 6, SPECTRUM, 0)
@@ -200,7 +202,7 @@ def test_nan_in_the_file_is_said(capsys, tmp_path, command):
     assert not (tmp_path / "a.png").exists()
 
 
-@pytest.mark.parametrize("k", [20, 200])
+@pytest.mark.parametrize("k", [20, slow(200)])
 def test_what_the_exact_value_shows_is_an_error(capsys, k):
     """183 of the 1138 eigenvalues are negative then, and 200 products may not have met one."""
     arguments = ("logdet", BUS, "--shift", -5, "-k", k, "--exact")
@@ -326,4 +328,4 @@ def test_matplotlib_is_imported_for_plots_only(tmp_path):
         "assert not any(name.split('.')[0] == 'matplotlib' for name in sys.modules)"
     )
     command = [sys.executable, "-c", code, save(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, cwd=BUS.parents[2])
+    subprocess.run(command, check=True, capture_output=True, cwd=BUS.parents[2], env=environment())

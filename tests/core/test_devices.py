@@ -1,6 +1,7 @@
 """Arrays on several devices: the same numbers, and no sketch on any one of them.
 
 Two runs of `on_devices.py`: one process with 8 virtual devices, and two processes of 2 devices.
+The slow tests have a third, with the axes of a mesh in every order.
 """
 
 import json
@@ -17,7 +18,7 @@ from traceax._linalg import factorisations
 
 from ..helpers import environment
 from ..linalg.test_linalg import M as COLUMNS, N as ROWS, block_of, check_factors
-from .on_devices import ESTIMATORS, K, N
+from .on_devices import ALL_ORDERS, ESTIMATORS, SOME_ORDERS, K, N
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +51,7 @@ def reports_of(runs):
 
 @pytest.fixture(scope="module")
 def report():
-    return reports_of([start(8)])[0]
+    return reports_of([start(8, "some")])[0]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -76,19 +77,47 @@ def test_matrices_cut_by_rows(report, name):
     assert report[name]["gathers"] == [[1, 8 * K // 2, K // 2]]
 
 
-def test_products_with_matrices_however_they_are_cut(report):
-    assert len(report["products"]) == 7 + 4 * 12
+def check_products(report, orders):
+    assert len(report["products"]) == 7 + 4 * len(orders)
     for name, found in report["products"].items():
         assert found["error"] < 1e-13, name
     for name in ("rows", "two axes"):
         assert report["products"][name]["gathers"] == [], name
 
 
-def test_axes_of_the_mesh_in_any_order(report):
-    """`lax.ppermute` counts devices in the order of the mesh, an array is cut in its own."""
-    assert len(report["orders"]) == 6
+def check_orders(report, orders):
+    assert set(report["orders"]) == {name for name in orders if len(name) == 3}
     for name, found in report["orders"].items():
         assert found["error"] < 1e-11, name
+
+
+def check_factorisations(report, orders):
+    assert len(report["qr"]) == 8 + len(orders)
+    for name, (defect, residual) in report["qr"].items():
+        assert defect < 20, name
+        assert residual < 20, name
+
+
+def test_products_with_matrices_however_they_are_cut(report):
+    check_products(report, SOME_ORDERS)
+
+
+def test_axes_of_the_mesh_in_any_order(report):
+    """`lax.ppermute` counts devices in the order of the mesh, an array is cut in its own."""
+    check_orders(report, SOME_ORDERS)
+
+
+def test_factorisations_of_sharded_blocks(report):
+    """Orthonormal, and the factors of the block, to a few units of rounding."""
+    check_factorisations(report, SOME_ORDERS)
+
+
+@pytest.mark.slow
+def test_axes_of_the_mesh_in_every_order():
+    (report,) = reports_of([start(8, "all")])
+    check_products(report, ALL_ORDERS)
+    check_orders(report, ALL_ORDERS)
+    check_factorisations(report, ALL_ORDERS)
 
 
 def test_leaves_cut_along_any_axis(report):
@@ -100,14 +129,6 @@ def test_leaves_cut_along_any_axis(report):
 def test_a_model_as_one_vector(report):
     """As the documentation does it: nothing but ten columns of triangular factors is gathered."""
     assert report["page"] == [[1, 80, 10]]
-
-
-def test_factorisations_of_sharded_blocks(report):
-    """Orthonormal, and the factors of the block, to a few units of rounding."""
-    assert len(report["qr"]) == 8 + 12
-    for name, (defect, residual) in report["qr"].items():
-        assert defect < 20, name
-        assert residual < 20, name
 
 
 def test_more_rows_than_an_int32_can_count(report):

@@ -46,7 +46,7 @@ def observations(n, dtype=np.float64):
 
 @pytest.mark.parametrize(
     ("k", "dtype"),
-    [(56, np.complex128), slow(56, np.float64), (N, np.complex128), (N, np.float64)],
+    [(56, np.complex128), slow(56, np.float64), (N, np.complex128), slow(N, np.float64)],
 )
 def test_value_and_derivatives(k, dtype):
     """With respect to A and to y, to second order."""
@@ -101,11 +101,13 @@ def test_what_the_solve_lacks_is_stated():
 
     @eqx.filter_jit
     def density(key, kernel, s):
-        return gaussian_log_density(key, y, shifted(kernel, s), 60)
+        chosen = NystromPreconditioner(rank=20)
+        return gaussian_log_density(key, y, shifted(kernel, s), 60, preconditioner=chosen)
 
-    for s in jnp.array([1e-2, 1e-4]):
-        truth = jax.jit(cholesky_density)(y, kernel + s * jnp.eye(400))
-        form = y @ jnp.linalg.solve(kernel + s * jnp.eye(400), y)
+    for s in (1e-2, 1e-4):
+        dense, s = np.asarray(kernel) + s * np.eye(400), jnp.asarray(s)
+        form = np.asarray(y) @ np.linalg.solve(dense, y)
+        truth = -(form + np.linalg.slogdet(dense)[1] + 400 * np.log(2 * np.pi)) / 2
         for key in keys(3):
             solution = density(key, kernel, s)
             lacking = form - solution.stats["quadratic_form"]
@@ -116,7 +118,7 @@ def test_what_the_solve_lacks_is_stated():
 
 
 def test_pytrees_vmap_and_scan():
-    """Observations of the operator's structure; many of them; the same numbers in a scan."""
+    """Observations of the operator's structure in a scan: the same numbers as of many vectors."""
     matrix, y = decaying(), observations(N)
     structure = {
         "a": jax.ShapeDtypeStruct((20,), y.dtype),
@@ -138,12 +140,10 @@ def test_pytrees_vmap_and_scan():
 
     ys = jnp.stack([y, 2 * y])
     plain = jax.jit(jax.vmap(lambda y: density(y, shifted(matrix, 0.3))))(ys)
-    trees = jax.jit(jax.vmap(lambda y: density(tree(y), operator)))(ys)
-    scanned = jax.jit(lambda ys: jax.lax.scan(lambda c, y: (c, density(tree(y), operator)), 0, ys))(
-        ys
-    )
+    trees = jax.jit(
+        lambda ys: jax.lax.scan(lambda c, y: (c, density(tree(y), operator)), 0, ys)[1]
+    )(ys)
     np.testing.assert_allclose(trees[0], plain[0], rtol=1e-9)
-    np.testing.assert_allclose(scanned[1][0], plain[0], rtol=1e-9)
     np.testing.assert_allclose(trees[1]["b"].reshape(2, -1), plain[1][:, 20:], atol=1e-7)
 
 
@@ -171,9 +171,11 @@ def test_bad_input():
 # --- the error of a derivative -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
-def test_gradient_std_err(dtype):
-    """The derivative that `logdet` has, and its scatter, for two plans and two directions."""
+@pytest.mark.parametrize(
+    ("dtype", "rank"), [slow(np.float64, 8), (np.complex128, 8), slow(np.complex128, 24)]
+)
+def test_gradient_std_err(dtype, rank):
+    """The derivative that `logdet` has, and its scatter, for two directions."""
     count, s = 60, 0.05
     matrix, other = decaying(N, dtype), decaying(N, dtype, seed=1)
 
@@ -181,10 +183,11 @@ def test_gradient_std_err(dtype):
         return shifted(matrix + first.astype(dtype) * other, second)
 
     primals = jnp.asarray(0.3), jnp.asarray(s)
-    for preconditioner in (NystromPreconditioner(rank=8), NystromPreconditioner(rank=24)):
+    options = {"preconditioner": NystromPreconditioner(rank=rank)}
 
-        def both(key, tangents, preconditioner=preconditioner):
-            options = {"preconditioner": preconditioner}
+    @jax.jit
+    def mapped(keys, tangents):
+        def both(key):
             found = logdet_directional_derivative(key, make, primals, tangents, 44, **options)
 
             def value(*primals):
@@ -192,14 +195,13 @@ def test_gradient_std_err(dtype):
 
             return found.value, found.std_err, jax.jvp(value, primals, tangents)[1]
 
-        mapped = jax.jit(
-            lambda keys, tangents, both=both: jax.lax.map(lambda key: both(key, tangents), keys)
-        )
-        for direction in ((1.0, 0.0), (0.3, 0.1)):
-            values, std_errs, slopes = mapped(keys(count), tuple(map(jnp.asarray, direction)))
-            np.testing.assert_allclose(values, slopes, rtol=1e-9)
-            ratio = np.std(values, ddof=1) / np.sqrt(np.mean(np.square(std_errs)))
-            assert 0.6 < ratio < 1.4
+        return jax.lax.map(both, keys)
+
+    for direction in ((1.0, 0.0), (0.3, 0.1)):
+        values, std_errs, slopes = mapped(keys(count), tuple(map(jnp.asarray, direction)))
+        np.testing.assert_allclose(values, slopes, rtol=1e-9)
+        ratio = np.std(values, ddof=1) / np.sqrt(np.mean(np.square(std_errs)))
+        assert 0.6 < ratio < 1.4
 
 
 def test_exact_derivative():

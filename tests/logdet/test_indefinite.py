@@ -14,6 +14,7 @@ import pytest
 import scipy.io
 
 import traceax as tr
+from traceax._logdet.budget_policy import BudgetPolicy, plans
 from traceax._operators.known_parts import is_shifted_down
 
 from ..helpers import (
@@ -36,10 +37,24 @@ def identity(like):
     return lx.IdentityLinearOperator(like.in_structure())
 
 
-def refused(operator, k, count):
-    """For how many of these keys the log-determinant is refused."""
-    solve = jax.jit(lambda key: tr.logdet(key, operator, k))
-    found = [solve(key) for key in keys(count)]
+@functools.partial(jax.jit, static_argnames="preconditioner")
+def both(key, array, shift, preconditioner="auto"):
+    """K + s I, with the shift apart and as part of the matrix."""
+    kernel = matrix(array)
+    apart = tr.logdet(key, kernel + shift * identity(kernel), 40, preconditioner=preconditioner)
+    whole = matrix(array + shift * jnp.eye(N, dtype=array.dtype))
+    return apart, tr.logdet(key, whole, 40, preconditioner=preconditioner)
+
+
+@jax.jit
+def shifted_down(key, array):
+    """A matrix from which 5 I is taken away again."""
+    lowered = matrix(array)
+    return tr.logdet(key, lowered - 5.0 * identity(lowered), 40)
+
+
+def refused(found):
+    """How many of these log-determinants are refused."""
     for solution in found:
         outside = bool(solution.result == tr.RESULTS.outside_domain)
         assert outside == bool(np.isnan(solution.value))
@@ -59,7 +74,8 @@ def test_a_shift_that_makes_it_indefinite(k):
     recurrences no key showed one of them; with a quarter of the probes all of 50 did.
     """
     network = power_network()
-    assert refused(network - 5.0 * identity(network), k, 10) == 10
+    solve = jax.jit(lambda key: tr.logdet(key, network - 5.0 * identity(network), k))
+    assert refused([solve(key) for key in keys(10)]) == 10
 
 
 def test_what_counts_as_shifted_down():
@@ -80,15 +96,24 @@ def test_what_counts_as_shifted_down():
 def test_a_definite_matrix_may_be_shifted_down():
     """Fewer probes with more steps: the value is as good as its errors say, within the budget."""
     array = with_spectrum(np.random.default_rng(1), np.linspace(8, 20, N))
-    kernel = matrix(array)
     truth = np.linalg.slogdet(array - 5 * np.eye(N))[1]
-    for k in (24, 90):
-        for key in keys(5):
-            solution = tr.logdet(key, kernel - 5.0 * identity(kernel), k)
-            assert solution.result == tr.RESULTS.successful
-            assert solution.num_matvecs <= k
-            allowed = 5 * solution.std_err + solution.quadrature_error + 1e-9
-            assert abs(solution.value - truth) <= allowed
+    for key in keys(10):
+        solution = shifted_down(key, jnp.asarray(array))
+        assert solution.result == tr.RESULTS.successful
+        assert solution.num_matvecs <= 40
+        allowed = 5 * solution.std_err + solution.quadrature_error + 1e-9
+        assert abs(solution.value - truth) <= allowed
+
+
+def test_plans_of_what_is_shifted_down_keep_to_the_budget():
+    policy, wary = BudgetPolicy(None, auto=True), BudgetPolicy(None, auto=True, wary=True)
+    for k in range(24, 1000):
+        for plan in plans(k):
+            fewer = wary._steps(plan, k)
+            assert fewer.rank + fewer.probes * fewer.steps <= k
+            assert policy._steps(plan, k) == plan
+            assert fewer.rank == plan.rank
+            assert 1 <= fewer.probes <= max(1, plan.probes // 4)
 
 
 @pytest.mark.parametrize(("share", "shifted"), [(0.05, True), (0.2, False)])
@@ -97,23 +122,25 @@ def test_negative_eigenvalues_of_the_size_of_the_others(share, shifted):
     count = int(share * N)
     eigenvalues = np.concatenate([np.linspace(1, 3, N - count), -np.linspace(0.5, 1, count)])
     array = with_spectrum(np.random.default_rng(2), eigenvalues)
-    operator = matrix(array)
     if shifted:
-        operator = matrix(array + 2 * np.eye(N)) - 2.0 * identity(operator)
-    assert refused(operator, 40, 10) == 10
+        lifted = jnp.asarray(array + 5 * np.eye(N))
+        assert refused([shifted_down(key, lifted) for key in keys(10)]) == 10
+    else:
+        # What is taken from the matrix is added as a shift.
+        given = jnp.asarray(array - 0.1 * np.eye(N), jnp.float32), jnp.float32(0.1)
+        found = [both(key, *given) for key in keys(10)]
+        assert refused([solution for pair in found for solution in pair]) == 20
 
 
 def test_the_sketch_alone_shows_large_negative_eigenvalues():
     """The core of the preconditioner, at no product: K + s I, K tagged semidefinite and not."""
     eigenvalues = np.concatenate([np.linspace(1, 3, N - 20), -np.linspace(20, 30, 20)])
     operator = matrix(with_spectrum(np.random.default_rng(3), eigenvalues))
+    operator = operator + 0.1 * identity(operator)
     preconditioner = tr.NystromPreconditioner(30)
-    built = preconditioner.build(KEY, operator + 0.1 * identity(operator))
-    status = built.status
-    assert status == 3
-    solution = tr.logdet(
-        KEY, operator + 0.1 * identity(operator), 60, preconditioner=preconditioner
-    )
+    built = jax.jit(lambda key: preconditioner.build(key, operator))(KEY)
+    assert built.status == 3
+    solution = tr.logdet(KEY, operator, 60, preconditioner=preconditioner)
     assert solution.result == tr.RESULTS.outside_domain
 
 
@@ -134,14 +161,6 @@ def test_no_definite_matrix_is_refused(dtype, preconditioner):
     or as small as the rounding of the entries allows.
     """
     chosen = tr.NystromPreconditioner() if preconditioner == "nystrom" else "auto"
-
-    @jax.jit
-    def solve(key, array, shift):
-        kernel = matrix(array)
-        apart = tr.logdet(key, kernel + shift * identity(kernel), 40, preconditioner=chosen)
-        whole = matrix(array + shift * jnp.eye(N, dtype=array.dtype))
-        return apart, tr.logdet(key, whole, 40, preconditioner=chosen)
-
     eps = np.finfo(dtype).eps
     for name, spectrum in DEFINITE.items():
         array = with_spectrum(np.random.default_rng(4), spectrum)
@@ -154,7 +173,7 @@ def test_no_definite_matrix_is_refused(dtype, preconditioner):
             # What rounding the sum, and products with it, may change.
             rounding = 4 * eps * np.linalg.norm(entries) * np.sum(1 / eigenvalues)
             for key in keys(3):
-                for solution in solve(key, entries, noise):
+                for solution in both(key, entries, noise, preconditioner=chosen):
                     converged = solution.result == tr.RESULTS.successful
                     ended = converged | (solution.result == tr.RESULTS.not_converged)
                     assert ended, (name, scale)
@@ -165,8 +184,10 @@ def test_no_definite_matrix_is_refused(dtype, preconditioner):
 
 
 def test_nan_is_not_taken_for_indefinite():
-    array = jnp.eye(N).at[2, 3].set(jnp.nan)
-    for k in (40, N):
-        for operator in (matrix(array), matrix(array) + 0.1 * identity(matrix(array))):
-            solution = tr.logdet(KEY, operator, k)
-            assert solution.result == tr.RESULTS.nonfinite_operator
+    array = np.eye(N)
+    array[2, 3] = np.nan
+    found = [*both(KEY, jnp.asarray(array, jnp.float32), jnp.float32(0.1))]
+    for operator in (matrix(array), matrix(array) + 0.1 * identity(matrix(array))):
+        found.append(tr.logdet(KEY, operator, N))
+    for solution in found:
+        assert solution.result == tr.RESULTS.nonfinite_operator

@@ -14,7 +14,6 @@ from traceax._logdet.tolerance import LogdetAim, Loop, _Sums
 from .. import reference
 from ..helpers import (
     keys,
-    slow,
     with_spectrum,
 )
 from .test_logdet import KERNELS, decaying, dense_logdet, distances, shifted
@@ -87,22 +86,25 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
 
 def test_what_is_simple_ends_with_the_first_look(matrix):
     """16 products for the sketch, 8 for one probe: for a multiple of the identity, for low rank
-    plus one, at any scale; NaN and what is not positive definite end there, too.
+    plus one, at any scale; NaN and what is not positive definite end there, too. (The progress is
+    for the sake of the program, which the test of the progress has as well.)
     """
+    options = {"progress": True}
     rank = with_spectrum(np.random.default_rng(1), np.r_[np.arange(1.0, 6), np.zeros(N - 5)])
     for scale in (1.0, 1e20, 1e-20):
         for low_rank in (np.zeros((N, N)), rank):
             given = jnp.asarray(scale * low_rank), jnp.asarray(2.0 * scale)
-            solution = solve(jr.key(0), *given, jnp.asarray(1e-6))
+            solution = solve(jr.key(0), *given, jnp.asarray(1e-6), **options)
             truth = dense_logdet(low_rank + 2 * np.eye(N)) + N * np.log(scale)
             assert solution.num_matvecs <= 16 + 8
             assert solution.result == RESULTS.successful
             np.testing.assert_allclose(solution.value, truth, atol=1e-6)
-    broken = solve(jr.key(0), matrix.at[3, 4].set(jnp.nan), jnp.asarray(0.1), jnp.asarray(0.1))
+    tenth = jnp.asarray(0.1)
+    broken = solve(jr.key(0), matrix.at[3, 4].set(jnp.nan), tenth, tenth, **options)
     assert broken.num_matvecs == 24
     assert broken.result == RESULTS.nonfinite_operator
     assert np.isnan(broken.value)
-    indefinite = solve(jr.key(0), matrix - 5 * jnp.eye(N), jnp.asarray(0.1), jnp.asarray(0.1))
+    indefinite = solve(jr.key(0), matrix - 5 * jnp.eye(N), tenth, tenth, **options)
     assert indefinite.num_matvecs <= 48
     assert indefinite.result == RESULTS.outside_domain
     assert np.isnan(indefinite.value)
@@ -124,17 +126,24 @@ def test_not_converged(capfd):
 
 
 def test_exact_as_the_last_resort():
-    """The entries are stored, and take no products; its derivative is that of A^{-1} itself."""
+    """The entries are stored, and take no products; its derivative is that of A^{-1} itself. With
+    another tolerance the same program ends before, with an estimate. (Of a complex matrix.)
+    """
     n, values = 260, np.linspace(0.01, 1, 260)
-    matrix = jnp.asarray(with_spectrum(np.random.default_rng(2), values))
+    matrix = jnp.asarray(with_spectrum(np.random.default_rng(2), values, np.complex128))
 
-    def value(s):
-        solution = solve(jr.key(0), matrix, s, jnp.asarray(1e-6), None)
+    def value(s, atol):
+        solution = solve(jr.key(0), matrix, s, atol, None)
         return solution.value, solution
 
-    (found, solution), slope = eqx.filter_jit(jax.value_and_grad(value, has_aux=True))(
-        jnp.asarray(0.1)
-    )
+    both = eqx.filter_jit(jax.value_and_grad(value, has_aux=True))
+    (found, solution), slope = both(jnp.asarray(5.0), jnp.asarray(1.0))
+    assert solution.result == RESULTS.successful
+    assert solution.value.dtype == np.float64
+    assert solution.std_err > 0
+    assert abs(found - np.sum(np.log(values + 5))) <= 1
+    np.testing.assert_allclose(slope, np.sum(1 / (values + 5)), rtol=0.01)
+    (found, solution), slope = both(jnp.asarray(0.1), jnp.asarray(1e-6))
     assert solution.result == RESULTS.successful
     assert 16 <= solution.num_matvecs <= n // 4
     assert solution.std_err == solution.quadrature_error == 0
@@ -151,15 +160,14 @@ def test_derivatives(matrix):
     slope = np.trace(np.linalg.solve(dense, other))
     second = -np.trace(np.linalg.solve(dense, other) @ np.linalg.solve(dense, other))
 
-    def value(c, atol, max_k):
-        return solve(jr.key(0), matrix + c * other, jnp.asarray(0.5), atol, max_k).value
-
     @eqx.filter_jit
     def derivatives(atol):
-        forward = lambda c: jax.jvp(lambda c: value(c, atol, MAX_K), (c,), (1.0,))[1]  # noqa: E731
-        return jax.grad(value)(0.0, atol, MAX_K), *jax.value_and_grad(forward)(0.0)
+        def value(c):
+            return solve(jr.key(0), matrix + c * other, jnp.asarray(0.5), atol).value
 
-    reverse, forward, curvature = derivatives(jnp.asarray(1.0))
+        return jax.jvp(jax.value_and_grad(value), (0.0,), (1.0,))
+
+    (_, reverse), (forward, curvature) = derivatives(jnp.asarray(1.0))
     np.testing.assert_allclose(forward, reverse, rtol=1e-10)
     np.testing.assert_allclose(forward, slope, rtol=0.03)
     np.testing.assert_allclose(curvature, second, rtol=0.1)
@@ -179,7 +187,8 @@ def test_lanes_of_a_vmap_stop_by_themselves(matrix):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [slow(np.float32), np.complex128])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_dtypes(dtype):
     matrix = decaying(N, dtype)
     truth = dense_logdet(np.asarray(matrix, np.complex128) + 0.5 * np.eye(N))

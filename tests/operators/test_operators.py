@@ -303,8 +303,6 @@ CASES = {
 def test_exact_trace_is_the_trace_of_the_matrix(name):
     operator, matrix = CASES[name].build(), CASES[name].matrix
     truth, rounding = np.trace(matrix), 1e-13 * np.linalg.norm(matrix)
-    if name not in ("own", "own-positive", "own-composed"):
-        np.testing.assert_allclose(np.asarray(operator.as_matrix()), matrix, atol=1e-12)
     for k in (N, 5 * N):
         solution = tr.trace(KEY, operator, k, tr.XTraceEstimator())
         assert abs(solution.value - truth) <= rounding
@@ -339,9 +337,12 @@ def test_estimates_lie_within_their_error(name):
 @pytest.mark.parametrize(
     ("name", "estimator"),
     [
-        *((name, "xtrace") for name in ("own", "unregistered", "function-dictionary", "sparse")),
+        ("own", "xtrace"),
         ("function-dictionary", "hutch++"),
-        ("own", "hutchinson"),
+        *(
+            (name, "hutchinson")
+            for name in ("own", "unregistered", "function-dictionary", "sparse")
+        ),
     ],
 )
 def test_other_estimators_take_unusual_operators(name, estimator):
@@ -381,7 +382,11 @@ def precision(dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*(("xtrace", dtype) for dtype in DTYPES), *((name, jnp.bfloat16) for name in CLASSES)],
+    [
+        *(("hutchinson", dtype) for dtype in (jnp.float16, jnp.complex64)),
+        *(("xtrace", dtype) for dtype in (jnp.float32, jnp.float64, jnp.complex128)),
+        *((name, jnp.bfloat16) for name in CLASSES),
+    ],
 )
 def test_dtype_of_value_follows_the_operator(name, dtype):
     expected = DTYPES[dtype]
@@ -390,7 +395,7 @@ def test_dtype_of_value_follows_the_operator(name, dtype):
     truth = np.trace(np.asarray(matrix).astype(np.complex128))
     operator = lx.MatrixLinearOperator(matrix, PSD)
     # The exact trace (k = n) does not depend on the estimator.
-    for k in (K, N) if name == "xtrace" else (K,):
+    for k in (K, N) if name in ("xtrace", "hutchinson") else (K,):
         solution = tr.trace(KEY, operator, k, CLASSES[name])
         assert solution.value.dtype == expected
         assert solution.std_err.dtype == jnp.finfo(expected).dtype
@@ -401,18 +406,20 @@ def test_dtype_of_value_follows_the_operator(name, dtype):
             assert solution.std_err == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtype_of_gradient_is_that_of_the_parameter(dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*(("hutchinson", dtype) for dtype in DTYPES), ("xtrace", jnp.complex64)]
+)
+def test_dtype_of_gradient_is_that_of_the_parameter(name, dtype):
     real = jnp.finfo(dtype).dtype
     source = HERMITIAN if jnp.issubdtype(dtype, jnp.complexfloating) else POSITIVE
     matrix = jnp.asarray(source).astype(dtype)
 
     def f(scale):
         operator = lx.MatrixLinearOperator(scale.astype(dtype) * matrix, PSD)
-        return tr.trace(KEY, operator, K, tr.XTraceEstimator()).value.real
+        return tr.trace(KEY, operator, K, CLASSES[name]).value.real
 
     scale = jnp.asarray(1.5, real)
-    value, slope = jax.value_and_grad(f)(scale)
+    value, slope = jax.jit(jax.value_and_grad(f))(scale)
     assert slope.dtype == real
     # An estimate is homogeneous: its slope in a factor is the value by the factor.
     np.testing.assert_allclose(float(slope), float(value) / 1.5, rtol=100 * precision(dtype))
@@ -457,12 +464,14 @@ def test_mixed_float32_and_float64_structure():
     with jax.numpy_dtype_promotion("standard"):  # lineax promotes to find whether it is real
         tagged = lx.TaggedLinearOperator(operator, PSD)
     truth = np.trace(POSITIVE)
-    for name in CLASSES:
-        for k in (K, N):
-            given = tagged if name == "xnystrace" else operator
-            solution = tr.trace(KEY, given, k, CLASSES[name])
-            assert solution.value.dtype == jnp.float64
-            assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
+    for name, k in (
+        *((name, K) for name in ("hutchinson", "hutch++", "xnystrace", "auto")),
+        *((name, N) for name in ("xtrace", "exact")),
+    ):
+        given = tagged if name == "xnystrace" else operator
+        solution = tr.trace(KEY, given, k, CLASSES[name])
+        assert solution.value.dtype == jnp.float64
+        assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
     identity = lx.IdentityLinearOperator(structure)
     shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
     solution = tr.trace(KEY, shifted, K)
@@ -603,22 +612,27 @@ SHIFTED = {
 
 
 @functools.cache
-def kernel_alone(tags):
-    return tr.trace(KEY, function_operator(POSITIVE, tags), K)
+def kernel_alone(tags, k):
+    return tr.trace(KEY, function_operator(POSITIVE, tags), k)
 
 
 @pytest.mark.parametrize(
-    ("form", "tags"), [*((form, ()) for form in SHIFTED), ("tagged K + s I", PSD)]
+    ("form", "tags", "k"),
+    [
+        ("K + s I", (), K),
+        *((form, (), 3) for form in SHIFTED),  # Hutchinson's method, the smallest program
+        ("tagged K + s I", PSD, K),
+    ],
 )
-def test_auto_spends_its_matvecs_on_what_is_not_known(form, tags):
+def test_auto_spends_its_matvecs_on_what_is_not_known(form, tags, k):
     """tr(c K + d s I + D) = c tr(K) + d s n + tr(D): the value, the error and the derivative."""
     build, offset, factor, slope = SHIFTED[form]
     kernel = function_operator(POSITIVE, tags)
     shift = 0.37
-    alone = kernel_alone(tags)
+    alone = kernel_alone(tags, k)
 
     def value(s):
-        solution = tr.trace(KEY, build(kernel, s), K)
+        solution = tr.trace(KEY, build(kernel, s), k)
         return solution.value, solution
 
     gradient, solution = jax.grad(value, has_aux=True)(jnp.asarray(shift))
@@ -630,8 +644,8 @@ def test_auto_spends_its_matvecs_on_what_is_not_known(form, tags):
     # The products themselves.
     COLUMNS.clear()
     operator = build(counting(POSITIVE, bool(tags)), shift)
-    jax.eval_shape(lambda key: tr.trace(key, operator, K), KEY)
-    assert sum(COLUMNS) == K
+    jax.eval_shape(lambda key: tr.trace(key, operator, k), KEY)
+    assert sum(COLUMNS) == k
 
 
 def test_exact_budget_spends_nothing_on_what_is_known():

@@ -1,5 +1,7 @@
 """Every Python block of the README runs, in order, as one program."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -7,15 +9,47 @@ from pathlib import Path
 
 import pytest
 
+import traceax as tr
+
 from ..helpers import environment
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_python_blocks_run():
+def program_of_the_blocks():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 7
-    program = "\n".join(blocks)
+    return "\n".join(blocks)
+
+
+def public(node):
+    """What an expression such as `tr.curvature.hessian` names, or None if it is not of the package:
+    an `AttributeError` if there is no such thing.
+    """
+    if isinstance(node, ast.Name):
+        return tr if node.id == "tr" else None
+    if isinstance(node, ast.Attribute) and (owner := public(node.value)) is not None:
+        return getattr(owner, node.attr)
+    return None
+
+
+def test_python_blocks_call_what_there_is():
+    """Names and keywords, without running them: every call of the package fits its signature."""
+    calls = 0
+    for node in ast.walk(ast.parse(program_of_the_blocks())):
+        called = public(node.func) if isinstance(node, ast.Call) else None
+        if called is not None:
+            keywords = {keyword.arg: None for keyword in node.keywords}
+            inspect.signature(called).bind(*node.args, **keywords)
+            calls += 1
+        else:
+            public(node)
+    assert calls == 9
+
+
+@pytest.mark.slow
+def test_python_blocks_run():
+    program = program_of_the_blocks()
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
