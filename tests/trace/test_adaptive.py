@@ -111,7 +111,7 @@ def naive(key, a, rtol, atol, most, delta):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most", "delta"), [(np.float64, 60, 0.05), (np.complex128, 57, 0.2)]
+    ("dtype", "most", "delta"), [slow(np.float64, 60, 0.05), (np.complex128, 57, 0.2)]
 )
 def test_the_naive_algorithm_does_the_same(dtype, most, delta):
     """The same split, the same end, the same numbers, on the same probes."""

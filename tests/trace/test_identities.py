@@ -12,7 +12,7 @@ import pytest
 import traceax as tr
 
 from .. import reference
-from ..helpers import PSD, keys, with_spectrum
+from ..helpers import PSD, keys, slow, with_spectrum
 
 N = 18
 KEY = jr.key(7)
@@ -60,12 +60,24 @@ MATRICES = {
 SEMIDEFINITE = {"real": semidefinite(np.float64), "complex": semidefinite(np.complex128)}
 
 
+# Resphered and not, every distribution and every field: other pairs of these are marked slow.
+QUICK = {
+    np.dtype(np.float64): ("sphere-plain", "normal", "rademacher"),
+    np.dtype(np.complex128): ("sphere", "normal-plain", "steinhaus", "real-sphere"),
+}
+
+
 def table(matrices, skip="none"):
     """Every matrix with every sampler that its field admits, except the `skip` ones. (Of what is
     true for all matrices one special case is enough.)
     """
+
+    def marks(name, kind):
+        quick = name != "hermitian" and kind in QUICK[matrices[name].dtype]
+        return [] if quick else [pytest.mark.slow]
+
     return [
-        pytest.param(matrix, sampler, improved, id=f"{name}-{kind}")
+        pytest.param(matrix, sampler, improved, id=f"{name}-{kind}", marks=marks(name, kind))
         for name, matrix in matrices.items()
         for kind, (sampler, improved) in (COMPLEX if np.iscomplexobj(matrix) else REAL).items()
         if not kind.endswith(skip) and (name != "hermitian" or kind == "sphere")
@@ -119,7 +131,7 @@ def test_hutchpp(matrix, sampler, improved):
     check_hutchpp(matrix, sampler, improved, 12)
 
 
-@pytest.mark.parametrize("k", [13, 14])  # 4 + 4 + (5 or 6 probes): no matvec is wasted
+@pytest.mark.parametrize("k", [slow(13), 14])  # 4 + 4 + (5 or 6 probes): no matvec is wasted
 def test_hutchpp_with_a_remainder(k):
     check_hutchpp(MATRICES["nonhermitian"], tr.SphereSampler(), None, k)
 
@@ -163,7 +175,7 @@ def test_xnystrace(matrix, sampler, improved):
     ],
     ids=["xtrace-2", "xtrace-most", "xnystrace-2", "xnystrace-most"],
 )
-@pytest.mark.parametrize("name", SEMIDEFINITE)
+@pytest.mark.parametrize("name", [slow("real"), "complex"])
 def test_fewest_and_most_probes(estimator, sample, m, k, name):
     """Two probes, of which holding out both leaves none; and as many as there can be (n = 18)."""
     matrix = SEMIDEFINITE[name]
@@ -204,7 +216,7 @@ def contractions(keys, matrix, unrelated, estimator, k):
     return jax.lax.map(one, keys)  # not vmap: see `reference.each`
 
 
-@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("kind", [slow("nonsymmetric"), slow("hermitian"), "nonhermitian"])
 @pytest.mark.parametrize("name", CONTRACTED)
 def test_value_is_a_contraction(name, kind):
     matrix = MATRICES[kind]
