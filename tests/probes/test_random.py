@@ -182,8 +182,8 @@ RUNS = {
 }
 
 
-# Programs with callbacks are kept by no cache. The other runs have the keys of these: the same blocks
-# of other estimators.
+# Programs with callbacks are kept by no cache. The other runs have the keys of these: the same
+# blocks, of other estimators.
 QUICK = ("hutchinson", "hutchinson leaves", "diagonal of batches", "hutch++", "adaptive", "logdet")
 
 

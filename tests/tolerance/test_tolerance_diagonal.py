@@ -166,7 +166,7 @@ def test_derivatives_are_those_of_the_final_block(name):
 
 
 def test_lanes_of_a_vmap_stop_by_themselves():
-    """And so do their derivatives, for an operator between PyTrees, whose diagonal comes in parts."""
+    """And so do their derivatives, for an operator between PyTrees: a diagonal in parts."""
     matrix = jnp.asarray(POLY)
     structure = {"a": jax.ShapeDtypeStruct((50,), float), "b": jax.ShapeDtypeStruct((70,), float)}
     one = jnp.ones(())

@@ -187,7 +187,7 @@ def test_the_smallest_sizes(name, n, k):
     assert np.all(np.asarray(solution.num_matvecs) <= k)
 
 
-# (A third of Hutch++'s probes is far from spanning the space, and all of Hutchinson's never matter.)
+# (A third of the budget, as Hutch++'s probes are, is far from spanning the space.)
 @pytest.mark.parametrize(
     ("name", "k", "spectrum"),
     [
