@@ -92,7 +92,7 @@ def test_coverage_and_products_on_the_six_spectra(name):
 
 def test_the_rule_is_that_of_the_calibration(monkeypatch):
     """The public call stops where the calibration says it does, with the same value."""
-    n = 200
+    n = 120
     monkeypatch.setattr(calibrate, "COUNT", 20)
     values, estimator = spectra(n)["exp0.9"], tr.HutchPlusPlusEstimator()
     errors, std_errs, budgets, unit = calibrate.histories(estimator, values, 7)

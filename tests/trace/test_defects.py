@@ -38,7 +38,8 @@ def matrix_operator(matrix, tags=PSD):
 
 @pytest.mark.filterwarnings("ignore:.*needs at least.*:UserWarning")
 @pytest.mark.parametrize(
-    ("name", "k"), [("hutch++", 1), ("xtrace", 1), ("xtrace", 3), ("xnystrace", 2), ("auto", 1)]
+    ("name", "k"),
+    [("hutch++", 1), ("xtrace", 1), slow("xtrace", 3), ("xnystrace", 2), slow("auto", 1)],
 )
 def test_nan_for_small_budgets(name, k):
     """1.0.2: Hutch++ gave NaN for k <= 2 and XTrace for k = 1. Here: unbiased, by a z-test."""
@@ -102,7 +103,8 @@ def test_float32_operators_with_x64(name):
     solution = tr.trace(KEY, low, 8, CLASSES[name])
     assert solution.value.dtype == jnp.float32
     assert abs(float(solution.value) - np.trace(matrix)) <= 6 * float(solution.std_err)
-    assert tr.trace(KEY, high, 8, CLASSES[name]).value.dtype == jnp.float64
+    wide = eqx.filter_eval_shape(tr.trace, KEY, high, 8, CLASSES[name])
+    assert wide.value.dtype == jnp.float64
 
 
 @pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace", slow("xnystrace")])
@@ -136,7 +138,9 @@ def test_pytree_and_two_dimensional_structures(name):
 @pytest.mark.parametrize(
     ("name", "hermitian"),
     [
-        *((name, False) for name in PROBED if name != "xnystrace"),
+        ("hutchinson", False),
+        slow("hutch++", False),
+        ("xtrace", False),
         *(slow(name, True) for name in PROBED if name != "xnystrace"),
         ("xnystrace", True),  # needs a semidefinite operator
     ],
@@ -198,18 +202,18 @@ def test_nan_on_ones(name):
         assert solution.std_err < 1e-10
 
 
-def test_nan_on_zero_one_diagonals():
+@pytest.mark.parametrize(("dtype", "rtol"), [slow(np.float64, 1e-12), (np.float32, 1e-4)])
+def test_nan_on_zero_one_diagonals(dtype, rtol):
     """XNysTrace, rank 10, k = 30: exact for every one of 50 keys."""
     diagonal = np.zeros(60)
     diagonal[:10] = 1
-    for dtype, rtol in ((np.float64, 1e-12), (np.float32, 1e-4)):
-        solution = estimates(np.diag(diagonal).astype(dtype), 30, tr.XNysTraceEstimator(), 50)
-        np.testing.assert_allclose(solution.value, 10, rtol=rtol)
-        assert np.all(solution.std_err < 10 * rtol)
-        assert np.all(solution.result == tr.RESULTS.successful)
+    solution = estimates(np.diag(diagonal).astype(dtype), 30, tr.XNysTraceEstimator(), 50)
+    np.testing.assert_allclose(solution.value, 10, rtol=rtol)
+    assert np.all(solution.std_err < 10 * rtol)
+    assert np.all(solution.result == tr.RESULTS.successful)
 
 
-@pytest.mark.parametrize("name", ["xtrace", "xnystrace", slow("hutch++"), slow("hutchinson")])
+@pytest.mark.parametrize("name", [slow(n) if n != "xtrace" else n for n in PROBED])
 def test_nan_in_gradients_of_rank_deficient_operators(name):
     """d tr / d scale = value / scale, and d tr / dA is an unbiased estimate of I."""
     rng = np.random.default_rng(5)
@@ -349,7 +353,7 @@ def test_wrong_tag_is_reported(lie):
     assert honest.result == tr.RESULTS.successful
 
 
-@pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), slow("xtrace"), "xnystrace"])
+@pytest.mark.parametrize("name", [slow(n) if n != "hutchinson" else n for n in PROBED])
 def test_sign_and_scale_of_gradients_of_multiples(name):
     """1.0.2's gradient of `-A`, `c A` and `A / c` had another sign or size than the value's."""
     matrix = jnp.asarray(_decaying())
@@ -387,8 +391,10 @@ def test_sign_and_scale_of_gradients_of_multiples(name):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, jnp.bfloat16) for name in PROBED if name != "hutchinson"),
-        slow("hutchinson", jnp.bfloat16),  # which has no factorisation
+        ("xtrace", jnp.bfloat16),
+        ("xnystrace", jnp.bfloat16),
+        slow("hutchinson", jnp.bfloat16),
+        slow("hutch++", jnp.bfloat16),
         slow("xnystrace", jnp.float16),
     ],
 )
@@ -416,7 +422,10 @@ def _lanes(name, k):
     return jax.jit(jax.vmap(one)), jax.jit(one)
 
 
-@pytest.mark.parametrize(("name", "k"), [*((name, 8) for name in CLASSES), ("xtrace", 12)])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [*((name, 8) for name in (*PROBED, "exact")), slow("auto", 8), slow("xtrace", 12)],
+)
 def test_nan_in_the_operator_is_reported(name, k):
     """Value and error are NaN and the result says why; under vmap in the lane concerned only."""
     good = with_spectrum(np.random.default_rng(12), np.linspace(1, 3, 12))
