@@ -48,7 +48,7 @@ def test_keys(key):
 
 
 # Keys of the old style hold the words of new ones, and of both "rbg" the bits are the same.
-DRAWN = [("new", shape) for shape in SHAPES]
+DRAWN = [("new", shape) for shape in SHAPES[:-1]]
 DRAWN += [("old", (3, 64)), ("rbg", (5,)), ("rbg", (3, 64))]
 OTHERS = [slow(name, shape) for name in KEYS for shape in SHAPES if (name, shape) not in DRAWN]
 
@@ -56,7 +56,7 @@ OTHERS = [slow(name, shape) for name in KEYS for shape in SHAPES if (name, shape
 @pytest.mark.parametrize(("name", "shape"), [*DRAWN, *OTHERS])
 def test_numbers(name, shape):
     key = KEYS[name]
-    for k in COUNTS:
+    for k in COUNTS if shape == (5,) else COUNTS[1:]:
         theirs = (*shape, k)
         for width in (32, 64):
             expected = vectors_first(jr.bits(key, theirs, f"uint{width}"))
@@ -175,7 +175,7 @@ RUNS = {
         key, _operator(3), estimator=tr.DiagPlusPlusEstimator(), **TIGHT
     ),
     "xdiag": lambda key: tr.diagonal(key, _operator(3), estimator=tr.XDiagEstimator(), **TIGHT),
-    "logdet": lambda key: tr.logdet(key, _definite(), atol=1e-9, max_k=120),
+    "logdet": lambda key: tr.logdet(key, _definite(), atol=1e-9, max_k=60),
     "logdet budget": lambda key: tr.logdet(key, _definite(), 60),
     "spectral_sum": lambda key: tr.spectral_sum(key, jnp.exp, _definite(), 60),
     "summary": lambda key: tr.summary(key, _operator(3), 60),
