@@ -125,7 +125,7 @@ def test_complex_hermitian(name):
     assert_complex_mean(forward, complex(np.trace(c + 2 * THETA * d)))
 
 
-@pytest.mark.parametrize("name", ["hutchinson", "hutch++", "xtrace"])
+@pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace"])
 def test_holomorphic(name):
     """A non-Hermitian A(z) of a complex z: grad(holomorphic=True), jvp with a complex tangent."""
     rng = np.random.default_rng(3)
@@ -155,7 +155,7 @@ def low_rank(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("name", PROBED)
+@pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace", "xnystrace"])
 def test_rank_deficient(name, rank):
     """Where A is singular, or zero, its factorisations have no derivative, but tr(A) has."""
 
@@ -189,9 +189,7 @@ def test_gradient_with_respect_to_the_matrix(name, kind):
     assert np.all(np.abs(samples.mean(axis=0) - np.eye(n)) < 5 * standard + 1e-12)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("hutch++", "auto") else slow(name) for name in CLASSES]
-)
+@pytest.mark.parametrize("name", [name if name == "auto" else slow(name) for name in CLASSES])
 def test_sign_and_factor(name):
     """-A, 2 A, A / 3: value and gradient are those of A, times the factor, on the same key."""
     coefficients = family()
@@ -263,7 +261,8 @@ def test_only_the_value_has_a_derivative(name):
 
 
 @pytest.mark.parametrize(
-    "name", [slow("hutchinson"), slow("hutch++"), "xtrace", slow("xnystrace"), "exact", "auto"]
+    "name",
+    [slow("hutchinson"), slow("hutch++"), "xtrace", slow("xnystrace"), "exact", slow("auto")],
 )
 def test_what_is_not_differentiated_costs_nothing(name):
     """A = B + theta C with theta differentiated: no further product with B.

@@ -121,10 +121,9 @@ def test_multiples_keep_their_tags():
     rng = np.random.default_rng(1)
     operator = matrix(with_spectrum(rng, 1 / np.arange(1.0, N + 1) ** 2), PSD)
     one = tr.trace(KEY, operator, 12, tr.XNysTraceEstimator()).value
-    for factor in (4.0, -0.25):
-        for multiple in (factor * operator, operator / (1 / factor)):
-            value = tr.trace(KEY, multiple, 12, tr.XNysTraceEstimator()).value
-            np.testing.assert_allclose(value, factor * one, rtol=1e-10)
+    for factor, multiple in ((4.0, 4.0 * operator), (-0.25, operator / -4.0)):
+        value = tr.trace(KEY, multiple, 12, tr.XNysTraceEstimator()).value
+        np.testing.assert_allclose(value, factor * one, rtol=1e-10)
     value = tr.trace(KEY, -operator, 12, tr.XNysTraceEstimator()).value
     np.testing.assert_allclose(value, -one, rtol=1e-10)
 
