@@ -114,7 +114,7 @@ def test_equals_the_naive_formulas_on_the_same_probes(name):
     np.testing.assert_allclose(norm.value**2, square, rtol=1e-12)
     np.testing.assert_allclose(norm.std_err, error / (2 * np.sqrt(square)), rtol=1e-9)
 
-    if name in ("symmetric", "complex"):  # the others compile for seconds and say the same
+    if name == "complex":  # the others compile for seconds and say the same
         operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
         trace = tr.trace(key, operator, 2 * M, tr.XTraceEstimator())
         diagonal = tr.diagonal(key, operator, 2 * M, tr.XDiagEstimator(tr.SphereSampler()))
@@ -219,7 +219,7 @@ def test_ritz_values_lie_in_the_spectrum_and_near_an_eigenvalue(name):
 # --- derivatives ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["symmetric", "complex"])
+@pytest.mark.parametrize("name", [slow("symmetric"), "complex"])
 def test_derivatives_are_those_of_frozen_weights(name):
     """First and second derivatives of the square of the norm, forward and reverse."""
     matrix, tags, cost = CASES[name]
@@ -247,7 +247,7 @@ def test_derivatives_are_those_of_frozen_weights(name):
     np.testing.assert_allclose(curvature, np.mean(second), rtol=1e-11)
 
 
-@pytest.mark.parametrize("tags", [SYM, ()])
+@pytest.mark.parametrize("tags", [SYM, slow(())])
 def test_every_nesting_of_transformations(tags):
     base = jnp.asarray(general(np.float64, 12))
     base = base + base.T
@@ -314,15 +314,19 @@ def test_low_rank_is_exact_at_any_scale(dtype, tags):
             matrix = (matrix * scale).astype(dtype)
             wide = matrix.astype(np.complex128)
             solution = summarise(jax.random.key(1), jnp.asarray(matrix), tags)
-            leaves = jax.tree.leaves(solution)
-            assert all(np.all(np.isfinite(leaf)) for leaf in leaves), (name, scale)
             assert solution.result == tr.RESULTS.successful
             tolerance = 200 * eps * np.abs(wide).max()
             parts = [(solution.frobenius_norm, np.linalg.norm(wide))]
             parts += [(solution.trace, np.trace(wide)), (solution.diagonal, np.diag(wide))]
             # Sphere probes do not see at once that A = I is diagonal; trace and norm do.
-            parts = {"identity": parts[:2], "shifted": []}.get(name, parts)
-            for part, truth in parts:
+            captured = {"identity": parts[:2], "shifted": []}.get(name, parts)
+            for part, truth in parts[len(captured) :]:
+                error = np.abs(np.asarray(part.value).astype(np.complex128) - truth)
+                std_err = np.linalg.norm(np.asarray(part.std_err, np.float64))
+                # Of 5 degrees of freedom: P(|t| > 6) = 0.2 %.
+                assert np.linalg.norm(error) <= 6 * std_err + tolerance, (name, scale)
+                assert std_err < np.linalg.norm(wide), (name, scale)
+            for part, truth in captured:
                 error = np.abs(np.asarray(part.value).astype(np.complex128) - truth)
                 assert np.max(error) <= tolerance, (name, scale)
                 assert np.max(np.asarray(part.std_err)) <= tolerance, (name, scale)
@@ -416,8 +420,14 @@ def test_a_single_probe_and_bad_arguments():
     operator = lx.MatrixLinearOperator(matrix)
     solution = tr.summary(key, operator, 5)
     assert int(solution.num_matvecs) == 3
-    for part in (solution.trace, solution.diagonal, solution.frobenius_norm):
-        assert np.all(np.isfinite(part.value))
+    (probe,) = np.asarray(tr.SphereSampler()(key, N, 1, np.float64)).T
+    product = np.asarray(matrix) @ probe
+    for part, value in (
+        (solution.trace, probe @ product),
+        (solution.diagonal, probe * product),
+        (solution.frobenius_norm, np.linalg.norm(product)),
+    ):
+        np.testing.assert_allclose(part.value, value, rtol=1e-12, atol=1e-12)
         assert np.all(np.isinf(part.std_err))
     with pytest.raises(TypeError, match=r"lineax\.MatrixLinearOperator\(matrix\)"):
         tr.summary(key, matrix, 9)  # pyright: ignore

@@ -165,6 +165,7 @@ OPERATOR = lx.FunctionLinearOperator(
 )
 
 
+@pytest.mark.slow  # the check itself runs on the estimator of the page, of one method as well
 def test_one_method_is_enough():
     check_estimator(Plain())
 
@@ -245,14 +246,12 @@ def test_a_tolerance_of_a_diagonal_by_blocks():
 
 # ------------------------------------------------------------------------ our own estimators
 
-# The others have tests of their own for all of this; the check itself is what is tested here.
-QUICK = ("HutchinsonEstimator",)
-SLOW = ("XTraceEstimator", "XNysTraceEstimator", "XDiagEstimator")
+# They have tests of their own for all of this.
+CHECKED = ("HutchinsonEstimator", "XTraceEstimator", "XNysTraceEstimator", "XDiagEstimator")
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKED)
 def test_estimators_of_this_package(name):
     estimator = getattr(tr, name)()
     # XNysTrace is differentiated with the weights of XTrace; exact values have no tolerance.

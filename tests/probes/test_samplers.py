@@ -1,5 +1,7 @@
 """Distributions of probes: their second moment, their entries, and their dtypes."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -15,14 +17,22 @@ REAL = {
     "rademacher": tr.RademacherSampler(),
 }
 COMPLEX = {**REAL, "steinhaus": tr.SteinhausSampler()}
+COUNT = 100_000
+
+
+@cache
+def draw(name, dtype):
+    """The probes of several tests: six numbers each."""
+    return np.asarray(COMPLEX[name](KEY, 6, COUNT, dtype))
+
+
 BOTH = [(name, np.float64) for name in REAL] + [(name, np.complex128) for name in COMPLEX]
 
 
 @pytest.mark.parametrize(("name", "dtype"), BOTH)
 def test_second_moment_is_the_identity(name, dtype):
-    """E[omega omega^H] = I and E[omega] = 0: a z-test for each entry, 40,000 probes."""
-    n, count = 6, 40_000
-    probes = np.asarray(COMPLEX[name](KEY, n, count, dtype))
+    """E[omega omega^H] = I and E[omega] = 0: a z-test for each entry, 100,000 probes."""
+    n, count, probes = 6, COUNT, draw(name, dtype)
     products = probes[:, None, :] * probes[None, :, :].conj()
     for samples, mean in ((products, np.eye(n)), (probes, np.zeros(n))):
         for part in (np.real, np.imag):
@@ -34,9 +44,8 @@ def test_second_moment_is_the_identity(name, dtype):
 
 @pytest.mark.parametrize(("name", "dtype"), BOTH)
 def test_columns_are_independent(name, dtype):
-    """E |omega_i^H omega_j|^2 = n for i != j, from 2000 pairs of neighbours."""
-    n = 7
-    probes = np.asarray(COMPLEX[name](KEY, n, 4000, dtype))
+    """E |omega_i^H omega_j|^2 = n for i != j, from 50,000 pairs of neighbours."""
+    n, probes = 6, draw(name, dtype)
     samples = np.abs(np.sum(probes[:, ::2].conj() * probes[:, 1::2], axis=0)) ** 2
     z = (samples.mean() - n) / (samples.std(ddof=1) / np.sqrt(samples.size))
     assert abs(z) < 4
@@ -45,15 +54,20 @@ def test_columns_are_independent(name, dtype):
 def test_circular_complex_probes():
     """E[omega omega^T] = 0: no phase is preferred."""
     for name in ("normal", "sphere", "steinhaus"):
-        probes = np.asarray(COMPLEX[name](KEY, 5, 40_000, np.complex128))
+        probes = draw(name, np.complex128)
         products = probes[:, None, :] * probes[None, :, :]
         for part in (np.real, np.imag):
-            standard = part(products).std(-1) / np.sqrt(40_000)
+            standard = part(products).std(-1) / np.sqrt(COUNT)
             assert np.all(np.abs(part(products.mean(-1))) <= 4.5 * standard)
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 100])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128, np.int32])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [
+        *((n, np.float64) for n in (1, 31, 32, 33, 100)),
+        *((33, dtype) for dtype in (np.float32, np.complex128, np.int32)),
+    ],
+)
 def test_rademacher_entries_are_signs(n, dtype):
     probes = tr.RademacherSampler()(KEY, n, 9, dtype)
     assert probes.shape == (n, 9)
@@ -151,12 +165,12 @@ def test_rotation_invariance_is_declared():
 def test_declared_rotation_invariance_holds(name, dtype):
     """Fourth moments along e_1 and along another unit vector agree only if it is so."""
     rng = np.random.default_rng(0)
-    n, count = 4, 100_000
+    n = 6
     direction = rng.standard_normal(n) + (1j * rng.standard_normal(n) if dtype != np.float64 else 0)
     direction = direction / np.linalg.norm(direction)
-    probes = np.asarray(COMPLEX[name](KEY, n, count, dtype))
+    probes = draw(name, dtype)
     along, first = np.abs(direction.conj() @ probes) ** 4, np.abs(probes[0]) ** 4
-    z = (along - first).mean() / ((along - first).std() / np.sqrt(count))
+    z = (along - first).mean() / ((along - first).std() / np.sqrt(COUNT))
     assert (abs(z) < 4.5) == COMPLEX[name].rotation_invariant
 
 

@@ -33,7 +33,6 @@ ESTIMATORS = {
     "xtrace": tr.XTraceEstimator(),
     "xnystrace": tr.XNysTraceEstimator(),
 }
-SKETCHING = [name for name in ESTIMATORS if name != "hutchinson"]
 UNITS = {"hutchinson": 1, "hutch++": 3, "xtrace": 2, "xnystrace": 1}
 N = 120
 POLY = with_spectrum(np.random.default_rng(0), spectra(N)["poly"])
@@ -93,7 +92,7 @@ def test_coverage_and_products_on_the_six_spectra(name):
 
 def test_the_rule_is_that_of_the_calibration(monkeypatch):
     """The public call stops where the calibration says it does, with the same value."""
-    n = 200
+    n = 120
     monkeypatch.setattr(calibrate, "COUNT", 20)
     values, estimator = spectra(n)["exp0.9"], tr.HutchPlusPlusEstimator()
     errors, std_errs, budgets, unit = calibrate.histories(estimator, values, 7)
@@ -139,7 +138,8 @@ def test_the_constants_are_those_of_the_script():
 # ----------------------------------------------------------------------- where a run ends
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+# Not an estimator with a probe a product: the degrees of freedom of a look are those of probes.
+@pytest.mark.parametrize("name", [slow(n) if n != "hutch++" else n for n in ESTIMATORS])
 def test_products_are_what_was_needed(name):
     """Blocks double; the first is 16 probes; never more than n products in all."""
     first = 16 * UNITS[name]
@@ -165,7 +165,9 @@ def test_products_are_what_was_needed(name):
         assert (again.num_matvecs == spent[0]) == ends
 
 
-@pytest.mark.parametrize(("name", "max_k"), [("auto", 200), slow("xtrace", 40), ("hutch++", 61)])
+@pytest.mark.parametrize(
+    ("name", "max_k"), [slow("auto", 200), slow("xtrace", 40), ("hutch++", 61)]
+)
 def test_not_converged(name, max_k):
     """The best estimate, with its error bar."""
     flat = spectra(1000)["flat"]
@@ -186,7 +188,7 @@ def test_throw():
         jax.block_until_ready(run(max_k=20))
 
 
-@pytest.mark.parametrize("name", SKETCHING)
+@pytest.mark.parametrize("name", ["hutch++", slow("xtrace"), "xnystrace"])
 def test_low_rank_and_zero_and_nan_end_with_the_first_block(name):
     first, most = 16 * UNITS[name], 20 * UNITS[name]
     basis = random_unitary(np.random.default_rng(2), N)[:, :5]
@@ -209,14 +211,14 @@ def test_low_rank_and_zero_and_nan_end_with_the_first_block(name):
 
 def test_a_wrong_tag_ends_the_run():
     matrix = jnp.asarray(POLY - np.eye(N))
-    solution = solve(keys(1)[0], matrix, tr.XNysTraceEstimator(), jnp.asarray(1e-6), 100)
+    solution = solve(keys(1)[0], matrix, tr.XNysTraceEstimator(), jnp.asarray(1e-6), 20)
     assert solution.result == tr.RESULTS.not_semidefinite
     assert solution.num_matvecs == 16
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("hutchinson", np.complex128), ("hutch++", np.float32), ("xtrace", np.complex128)],
+    [("hutchinson", np.complex128), ("hutch++", np.float32), slow("xtrace", np.complex128)],
 )
 def test_completion_of_other_dtypes(name, dtype):
     """The exact trace from the products made so far and as many as are missing: not Hermitian."""
@@ -256,13 +258,11 @@ def test_lanes_of_a_vmap_stop_by_themselves():
         s = tr.trace(key, operator, estimator=tr.HutchinsonEstimator(), rtol=0.5)
         return s.value, s.std_err, s.num_matvecs
 
-    lanes = jax.jit(jax.vmap(run))(keys(6))
+    lanes = jax.jit(jax.vmap(jax.vmap(run)))(keys(6).reshape(2, 3))
     _, alone = jax.jit(lambda ks: jax.lax.scan(lambda c, key: (c, run(key)), 0, ks))(keys(6))
-    assert len(set(np.asarray(lanes[2]).tolist())) > 1
+    assert len(set(np.asarray(lanes[2]).ravel().tolist())) > 1
     for a, b in zip(lanes, alone, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9)
-    by_axis = jax.jit(jax.vmap(jax.vmap(run)))(keys(6).reshape(2, 3))
-    np.testing.assert_array_equal(np.asarray(by_axis[2]).reshape(-1), lanes[2])
+        np.testing.assert_allclose(np.asarray(a).ravel(), b, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace", slow("xnystrace")])
@@ -335,40 +335,40 @@ class Logged(lx.AbstractLinearOperator):
 register_tags(Logged, lambda operator: True)
 
 
-@pytest.mark.parametrize("name", [slow("hutchinson"), "hutch++", slow("xtrace"), "xnystrace"])
+@pytest.mark.parametrize("name", [slow("hutchinson"), "hutch++", slow("xtrace"), slow("xnystrace")])
 def test_going_on_from_a_state(name):
     """A run in two parts is the run at once: the same value, and no product is made twice."""
     operator = Logged(jnp.asarray(POLY))
 
     @eqx.filter_jit
-    def run(rtol, state=None, keep_state=False):
+    def run(rtol, state=None):
         return tr.trace(
             keys(1)[0],
             operator,
             estimator=ESTIMATORS[name],
             rtol=rtol,
             state=state,
-            keep_state=keep_state,
+            keep_state=True,
             max_k=20 * UNITS[name],
         )
 
-    def counted(*args, **kwargs):
+    def counted(*args):
         PRODUCTS.clear()
-        solution = jax.block_until_ready(run(*args, **kwargs))
+        solution = jax.block_until_ready(run(*args))
         jax.effects_barrier()
         return solution, len(PRODUCTS)
 
     at_once, all_products = counted(jnp.asarray(1e-9))
     assert all_products == at_once.num_matvecs == 20 * UNITS[name]
-    early, first_products = counted(jnp.asarray(5.0), keep_state=True)
+    early, first_products = counted(jnp.asarray(5.0))
     assert first_products == early.num_matvecs == 16 * UNITS[name]
-    late, further = counted(jnp.asarray(1e-9), state=early.state)
+    late, further = counted(jnp.asarray(1e-9), early.state)
     assert late.num_matvecs == all_products
     assert further == all_products - first_products
     np.testing.assert_allclose(late.value, at_once.value, rtol=1e-12)
     np.testing.assert_allclose(late.std_err, at_once.std_err, rtol=1e-6)
     # Good enough already: nothing to do.
-    same, none = counted(jnp.asarray(5.0), state=early.state)
+    same, none = counted(jnp.asarray(5.0), early.state)
     assert none == 0
     np.testing.assert_allclose(same.value, early.value, rtol=1e-14)
 

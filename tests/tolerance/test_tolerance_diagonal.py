@@ -101,13 +101,16 @@ def test_the_norm_of_many_errors_is_more_certain():
         np.testing.assert_allclose(calibration.norm_factor(equal), exact, rtol=0.03)
     # No error at all counts as infinitely many.
     none = calibration.norm_factor(jnp.zeros(3))
-    assert np.isfinite(none)
     np.testing.assert_allclose(none, 1 / np.sqrt(chdtri(1, 0.05)), rtol=0.03)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "spent"),
-    [("xdiag", np.complex128, 112), ("diag++", np.float32, 105), ("hutchinson-diagonal", None, 90)],
+    [
+        ("xdiag", np.complex128, 112),
+        slow("diag++", np.float32, 105),
+        ("hutchinson-diagonal", None, 90),
+    ],
 )
 def test_completion_of_what_is_not_hermitian(name, dtype, spent):
     """Products with the adjoint are of no use then: n + 44 / 2, n + 45 / 3, and n."""
@@ -163,32 +166,34 @@ def test_derivatives_are_those_of_the_final_block(name):
 
 
 def test_lanes_of_a_vmap_stop_by_themselves():
-    """And so do their gradients, for an operator between PyTrees, whose diagonal comes in parts."""
+    """And so do their derivatives, for an operator between PyTrees: a diagonal in parts."""
     matrix = jnp.asarray(POLY)
     structure = {"a": jax.ShapeDtypeStruct((50,), float), "b": jax.ShapeDtypeStruct((70,), float)}
     one = jnp.ones(())
 
+    def value(c, key):
+        def product(x):
+            y = c * (matrix @ jnp.concatenate([x["a"], x["b"]]))
+            return {"a": y[:50], "b": y[50:]}
+
+        operator = lx.FunctionLinearOperator(product, structure, PSD)
+        solution = tr.diagonal(key, operator, estimator=tr.HutchinsonDiagonalEstimator(), rtol=1.15)
+        return solution.value["b"], solution.std_err["a"], solution.num_matvecs
+
     def run(key):
-        def value(c):
-            def product(x):
-                y = c * (matrix @ jnp.concatenate([x["a"], x["b"]]))
-                return {"a": y[:50], "b": y[50:]}
+        def first(c):
+            values, *others = value(c, key)
+            return values, others
 
-            operator = lx.FunctionLinearOperator(product, structure, PSD)
-            solution = tr.diagonal(
-                key, operator, estimator=tr.HutchinsonDiagonalEstimator(), rtol=1.15
-            )
-            return solution.value["b"], (solution.std_err["a"], solution.num_matvecs)
+        values, slope, others = jax.jvp(first, (one,), (one,), has_aux=True)
+        return (values, *others), slope
 
-        both, slope, (error, spent) = jax.jvp(value, (one,), (one,), has_aux=True)
-        return both, slope, error, spent
-
-    lanes = jax.jit(jax.vmap(run))(keys(6))
-    alone = jax.jit(lambda ks: jax.lax.map(run, ks))(keys(6))
-    assert len(set(np.asarray(lanes[3]).tolist())) > 1
-    for a, b in zip(lanes, alone, strict=True):
+    together, slope = jax.jit(jax.vmap(run))(keys(6))
+    alone = jax.jit(lambda ks: jax.lax.map(lambda key: value(one, key), ks))(keys(6))
+    assert len(set(np.asarray(together[2]).tolist())) > 1
+    for a, b in zip(together, alone, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9)
-    np.testing.assert_allclose(lanes[0], lanes[1], rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(together[0], slope, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["xdiag", slow("diag++")])

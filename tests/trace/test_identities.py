@@ -12,7 +12,7 @@ import pytest
 import traceax as tr
 
 from .. import reference
-from ..helpers import PSD, keys, with_spectrum
+from ..helpers import PSD, keys, slow, with_spectrum
 
 N = 18
 KEY = jr.key(7)
@@ -60,12 +60,24 @@ MATRICES = {
 SEMIDEFINITE = {"real": semidefinite(np.float64), "complex": semidefinite(np.complex128)}
 
 
+# Resphered and not (as told to, and as the probes demand it) in every field: the rest is slow.
+QUICK = {
+    np.dtype(np.float64): ("normal", "rademacher"),
+    np.dtype(np.complex128): ("sphere", "normal-plain", "real-sphere"),
+}
+
+
 def table(matrices, skip="none"):
     """Every matrix with every sampler that its field admits, except the `skip` ones. (Of what is
     true for all matrices one special case is enough.)
     """
+
+    def marks(name, kind):
+        quick = name != "hermitian" and kind in QUICK[matrices[name].dtype]
+        return [] if quick else [pytest.mark.slow]
+
     return [
-        pytest.param(matrix, sampler, improved, id=f"{name}-{kind}")
+        pytest.param(matrix, sampler, improved, id=f"{name}-{kind}", marks=marks(name, kind))
         for name, matrix in matrices.items()
         for kind, (sampler, improved) in (COMPLEX if np.iscomplexobj(matrix) else REAL).items()
         if not kind.endswith(skip) and (name != "hermitian" or kind == "sphere")
@@ -119,7 +131,7 @@ def test_hutchpp(matrix, sampler, improved):
     check_hutchpp(matrix, sampler, improved, 12)
 
 
-@pytest.mark.parametrize("k", [13, 14])  # 4 + 4 + (5 or 6 probes): no matvec is wasted
+@pytest.mark.parametrize("k", [slow(13), 14])  # 4 + 4 + (5 or 6 probes): no matvec is wasted
 def test_hutchpp_with_a_remainder(k):
     check_hutchpp(MATRICES["nonhermitian"], tr.SphereSampler(), None, k)
 
@@ -153,17 +165,23 @@ def test_xnystrace(matrix, sampler, improved):
     assert std_err > 1.01 * customary
 
 
+XTRACE = tr.XTraceEstimator(), reference.xtrace_sample
+XNYSTRACE = tr.XNysTraceEstimator(), reference.xnystrace_sample
+
+
 @pytest.mark.parametrize(
-    ("estimator", "sample", "m", "k"),
+    ("estimator", "sample", "m", "k", "name"),
     [
-        (tr.XTraceEstimator(), reference.xtrace_sample, 2, 4),
-        (tr.XTraceEstimator(), reference.xtrace_sample, 8, 17),
-        (tr.XNysTraceEstimator(), reference.xnystrace_sample, 2, 2),
-        (tr.XNysTraceEstimator(), reference.xnystrace_sample, 17, 17),
+        (*XTRACE, 2, 4, "real"),
+        slow(*XTRACE, 2, 4, "complex"),
+        slow(*XTRACE, 8, 17, "real"),
+        (*XTRACE, 8, 17, "complex"),
+        slow(*XNYSTRACE, 2, 2, "real"),
+        (*XNYSTRACE, 2, 2, "complex"),
+        (*XNYSTRACE, 17, 17, "real"),
+        slow(*XNYSTRACE, 17, 17, "complex"),
     ],
-    ids=["xtrace-2", "xtrace-most", "xnystrace-2", "xnystrace-most"],
 )
-@pytest.mark.parametrize("name", SEMIDEFINITE)
 def test_fewest_and_most_probes(estimator, sample, m, k, name):
     """Two probes, of which holding out both leaves none; and as many as there can be (n = 18)."""
     matrix = SEMIDEFINITE[name]
@@ -204,8 +222,16 @@ def contractions(keys, matrix, unrelated, estimator, k):
     return jax.lax.map(one, keys)  # not vmap: see `reference.each`
 
 
-@pytest.mark.parametrize("kind", MATRICES)
-@pytest.mark.parametrize("name", CONTRACTED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        if name in ("hutchinson", "hutch++", "xtrace", "xtrace-plain") and kind == "nonhermitian"
+        else slow(name, kind)
+        for name in CONTRACTED
+        for kind in MATRICES
+    ],
+)
 def test_value_is_a_contraction(name, kind):
     matrix = MATRICES[kind]
     value, contracted, _ = contractions(keys(5), jnp.asarray(matrix), matrix, *WEIGHTED[name])
