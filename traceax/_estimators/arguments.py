@@ -11,12 +11,12 @@ from jaxtyping import Array
 
 from .estimator import check_budget
 
-#: The largest budget, if none is given (n for smaller operators).
+#: The largest budget, if the user gives none (n for operators with fewer rows).
 DEFAULT_MAX_K = 1000
 
 
 class Tolerance(NamedTuple):
-    """The arguments, as the user gave them; what a function does not take has its default."""
+    """The arguments of a tolerance, as the user gave them, and defaults for the others."""
 
     rtol: Any
     atol: Any
@@ -26,12 +26,13 @@ class Tolerance(NamedTuple):
     keep_state: Any = False
 
     def wanted(self, k: Any, name: str, belonging: str) -> bool:
-        """Whether a tolerance was given, or a `TypeError` unless it is either that or a budget.
+        """Whether a tolerance was given rather than a budget. Both, neither, or a budget with
+        options that belong to a tolerance, raise a `TypeError`.
 
         **Arguments:**
 
         - `k`: the budget.
-        - `name`: that of the function that was called.
+        - `name`: the name of the function that was called.
         - `belonging`: the names of its arguments that belong to a tolerance.
         """
         if self.rtol is None and self.atol is None:
@@ -51,12 +52,12 @@ class Tolerance(NamedTuple):
         return True
 
     def arrays(self) -> tuple[Array, Array]:
-        """The tolerances, checked."""
+        """`rtol` and `atol`, checked, as arrays."""
         return tolerance_of(self.rtol, "rtol"), tolerance_of(self.atol, "atol")
 
 
 def tolerance_of(value: Any, name: str) -> Array:
-    """A tolerance as an array, which need not be known yet; 0 for None."""
+    """A tolerance as an array, which may be traced; 0 for None."""
     if value is None:
         value = 0.0
     array = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -76,17 +77,18 @@ def budgets_for(
     default_least: int = 1,
     small: int = 64,
 ) -> tuple[int, int]:
-    """The largest budget, and that for the primitive: below n it leaves it to the estimator to be
-    exact, as a last resort.
+    """The largest budget of a run, and the budget that the primitive gets. If the latter is n, the
+    primitive computes the exact value at once; below n the estimator does, as a last resort.
 
     **Arguments:**
 
-    - `max_k`: the argument of the user.
+    - `max_k`: the argument of the user, or None.
     - `n`: the size of the operator.
-    - `smallest`: the least budget of the estimator.
-    - `name`: its name.
-    - `default_least`: no default is smaller than this.
-    - `small`: operators with as few rows, or fewer, are exact at once where the budget allows it.
+    - `smallest`: the smallest budget of the estimator.
+    - `name`: the name of the estimator.
+    - `default_least`: a lower bound of the default for `max_k`.
+    - `small`: operators with at most this many rows get the exact value at once, if the budget
+        allows it.
 
     **Returns:**
 

@@ -21,9 +21,9 @@ _Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
 
 @final
 class KnownPartsWeights(AbstractWeights):
-    """The exact part's own derivative, and the weights of what was estimated."""
+    """The weights of the estimated part. The exact part is differentiated itself."""
 
-    inner: AbstractWeights | None  # None where nothing was estimated
+    inner: AbstractWeights | None  # None if nothing was estimated
     k: int = eqx.field(static=True)
     diagonal: bool = eqx.field(static=True)
 
@@ -37,7 +37,7 @@ class KnownPartsWeights(AbstractWeights):
 
 
 def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Any) -> Any:
-    """`exact + scale * estimated`, leaf by leaf where the estimate comes so."""
+    """`exact + scale * estimated`, leaf by leaf if the estimate is a list of leaves."""
 
     def add(exact, estimated):
         return exact + scale * estimated.astype(scale.dtype)
@@ -56,7 +56,7 @@ def choose(
     nystrom: _Estimator,
     sketching: _Estimator,
 ) -> _Estimator:
-    """The estimator for an operator with nothing exact in it."""
+    """The estimator for an operator without known parts."""
     block = BlockOperator(operator)
     if block.n * k * block.dtype.itemsize > memory_limit:
         return hutchinson
@@ -73,7 +73,7 @@ def compute_split(
     estimate_rest: Callable[..., tuple[Estimate, AbstractWeights]],
     rows: Rows | None = None,
 ) -> tuple[Estimate, KnownPartsWeights]:
-    """Read off what is known, and estimate the rest with `estimate_rest(key, parts, budget)`."""
+    """Read off the known parts, and estimate the rest with `estimate_rest(key, parts, budget)`."""
     parts = split_known_parts(operator, k, 1, diagonal=rows is not None)
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     if parts.rest is None:
@@ -88,7 +88,7 @@ def compute_split(
         jtu.tree_map(lambda x: jnp.abs(parts.scale) * x.astype(exact.real.dtype), inner.std_err),
         inner.num_matvecs + parts.num_matvecs,
         inner.dof,
-        # The products are finite; the known part must be so as well.
+        # `inner.status` tells of the products only: the known parts must be finite, too.
         jnp.where(known != 0, NONFINITE, inner.status),
         inner.state,
         inner.inflation,
@@ -103,7 +103,9 @@ def split_to_tolerance(
     operator: lx.AbstractLinearOperator,
     run: AbstractToleranceRun,
 ) -> tuple[Estimate, KnownPartsWeights]:
-    """The same for a run that a tolerance ends: the rest goes to `select(rest, budget)`."""
+    """As `compute_split`, for a run that a tolerance ends: `select(rest, budget)` gives the
+    estimator of the rest.
+    """
 
     def estimate(key, parts, left):
         return select(parts.rest, left).to_tolerance(key, parts.rest, run.of_rest(parts))

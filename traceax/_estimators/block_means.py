@@ -1,13 +1,13 @@
-r"""Means of independent blocks: how an algorithm works to a tolerance that knows nothing of it.
+r"""Means of independent blocks: runs to a tolerance for algorithms that know of no tolerance.
 
-Block j has k_j products and a key of its own, and gives v_j with standard error s_j and nu_j
-degrees of freedom. With the shares w_j = k_j / sum_i k_i, which are fixed in advance, the mean
-sum_j w_j v_j is unbiased, given the number of blocks; its squared standard error is V = sum_j V_j,
-V_j = w_j^2 s_j^2, and its degrees of freedom are Satterthwaite's (doi:10.2307/3002019)
+Block j has k_j products and a key of its own. It gives an estimate v_j with standard error s_j and
+nu_j degrees of freedom. The shares w_j = k_j / sum_i k_i are fixed in advance, so that for a given
+number of blocks the mean sum_j w_j v_j is unbiased. Its squared standard error is V = sum_j V_j,
+V_j = w_j^2 s_j^2, and its degrees of freedom nu are Satterthwaite's (doi:10.2307/3002019),
 
-    1 / nu = sum_j (V_j / V)^2 / nu_j,
+    1 / nu = sum_j (V_j / V)^2 / nu_j.
 
-which, as the mean itself, can be updated block by block.
+All three are updated block by block.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class BlockMeansState(NamedTuple):
-    """The mean of the blocks so far: nothing of it grows with the number of probes."""
+    """The mean of the blocks so far. No array in it grows with the number of probes."""
 
     products: Real[Array, ""]  # the sum of the k_j
     value: PyTree[Inexact[Array, "..."]]
@@ -50,8 +50,8 @@ def _fixed(tree: Any) -> Any:
 
 @final
 class BlockWeights(AbstractWeights):
-    """The weights of a block, made again from its key: at the price of the products of the block,
-    nothing has to be kept of it.
+    """The weights of a block, computed again from its key when they are needed. This costs the
+    products of the block once more, but nothing of the block has to be kept.
     """
 
     blocks: "BlockMeans"
@@ -69,20 +69,21 @@ class BlockWeights(AbstractWeights):
 
 @final
 class BlockMeans(AbstractExtendable):
-    """An estimator on independent blocks of products.
+    """The mean of an estimator over independent blocks of products.
 
-    The exact value takes n products of its own: nothing is known of those of an estimator.
+    The exact value takes n further products, as an estimator does not return the products that it
+    made.
     """
 
     estimator: "AbstractTraceEstimator | AbstractDiagonalEstimator"
-    rows: Rows | None  # of a diagonal; None for traces
+    rows: Rows | None  # the entries of a diagonal that are wanted; None for traces
     matvecs_per_probe: int = eqx.field(static=True)
     calibration: Calibration = eqx.field(static=True)
-    #: The smallest budget often has one sample only, which says nothing about its spread.
+    #: The smallest budget often gives a single sample, which says nothing about the spread.
     least_probes: ClassVar[int] = 2
 
     def prepare(self, operator):
-        """The operator as it is: the estimator knows best what to make of it."""
+        """The operator as it is: the estimator prepares it itself."""
         return BlockOperator(operator)
 
     def of_block(
@@ -90,7 +91,7 @@ class BlockMeans(AbstractExtendable):
     ) -> tuple[Estimate, AbstractWeights]:
         """The estimate from one block, and its weights.
 
-        **Arguments:** as of `compute` of an estimator.
+        **Arguments:** those of `compute` of an estimator.
         """
         estimator: Any = self.estimator
         if self.rows is None:
@@ -102,7 +103,7 @@ class BlockMeans(AbstractExtendable):
         with weights_wanted(False):
             new, _ = self.of_block(key, block.operator, k)
         real = jnp.finfo(block.dtype).dtype
-        # Where every entry has its own, the fewest are those that count.
+        # If every entry has its own degrees of freedom, the smallest number counts.
         dof = jnp.min(new.dof).astype(real)
         first = jnp.asarray(k, real), new.value, new.std_err, new.num_matvecs, dof, new.status
         if state is None:
@@ -156,9 +157,10 @@ class BlockMeans(AbstractExtendable):
 def block_means(
     estimator: "AbstractTraceEstimator | AbstractDiagonalEstimator", rows: Rows | None = None
 ) -> BlockMeans:
-    """An estimator on independent blocks, each of a multiple of its smallest budget.
+    """The mean of an estimator over independent blocks, whose budgets are multiples of its smallest
+    one.
 
-    The constants are those of Hutchinson's estimators, which are means of independent samples.
+    The calibration is that of Hutchinson's estimators, which are means of independent samples, too.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""How many standard errors an error bar is worth: measured, by `benchmarks/calibrate.py`."""
+"""How many standard errors make an error bar: constants, measured by `benchmarks/calibrate.py`."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,38 +12,38 @@ from .._core.estimate import Estimate, is_scalar, norm_of
 
 
 class Calibration(NamedTuple):
-    """What was measured of an estimator: how many standard errors its error bars are worth.
+    """The measured constants of the error bars of an estimator.
 
     **Attributes:**
 
-    - `stop`: the standard errors, times Student's quantile over the normal one, that must be below
-        a tolerance for a run to end.
+    - `stop`: the number of standard errors that must be below a tolerance for a run to end.
     - `interval`: the factor of Student's intervals; 1 for independent normal samples.
-    - `tail`: how many samples tell as much of their spread as one normal sample; 1 for normal ones.
+    - `tail`: the number of samples that tell as much of their spread as one normal sample.
     """
 
-    #: The number of standard errors (times Student's quantile over the normal one) that must be
-    #: below the tolerance for a run to end. Calibrated with a check after every block: at least
-    #: 95 % of runs then end within the tolerance, on each of six spectra. No constant is smaller
-    #: than 2, whatever was measured: other spectra exist. (Diagonals: `norm_factor` times this.)
+    #: A run ends when this number of standard errors, times Student's quantile over the normal one,
+    #: is below the tolerance. It was calibrated with a check after every block: at least 95 % of
+    #: runs end within the tolerance, on each of six spectra. As other spectra exist, it is at least
+    #: 2, whatever was measured. (Diagonals multiply it by `norm_factor`.)
     stop: float
 
-    #: The factor by which Student's intervals are too short for many samples, on the worst of the
+    #: The factor by which Student's intervals from many samples are too short, on the worst of the
     #: six spectra: leave-one-out samples are not independent.
     interval: float
 
     #: The number of samples that tell as much of their spread as one normal sample does, on the
-    #: worst of eight spectra with 8 to 60 products. Where a few eigenvalues dominate, samples have
-    #: heavy tails. The degrees of freedom of an interval are divided by this number.
+    #: worst of eight spectra with 8 to 60 products: 1 for normal samples, more if a few eigenvalues
+    #: dominate, so that samples have heavy tails. An interval has as many degrees of freedom as its
+    #: estimate, divided by this number.
     tail: float = 1.0
 
     @property
     def interval_of_run(self) -> float:
-        """The same for runs that a tolerance ended."""
+        """`interval`, for runs that a tolerance ended."""
         return max(self.interval, self.stop / 1.96)
 
     def applied(self, estimate: Estimate) -> Estimate:
-        """The estimate from a fixed budget, with what makes its intervals right."""
+        """The estimate from a fixed budget, with the constants that its intervals need."""
         return dataclasses.replace(estimate, inflation=self.interval, tail=self.tail)
 
 
@@ -52,35 +52,36 @@ CALIBRATION = {
     "hutch++": Calibration(stop=2.0, interval=1.09, tail=4.5),
     "xtrace": Calibration(stop=2.0, interval=1.15, tail=3.0),
     "xnystrace": Calibration(stop=2.0, interval=1.11, tail=3.0),
-    # Of a Gram matrix, for the Frobenius norm: eigenvalues decay twice as fast.
+    # For the Frobenius norm: the trace of a Gram matrix, whose eigenvalues decay twice as fast.
     "xnystrace, squares": Calibration(stop=2.0, interval=1.11, tail=9.0),
     "hutchinson-diagonal": Calibration(stop=2.0, interval=1.0),
     "diag++": Calibration(stop=2.0, interval=1.0),
     "xdiag": Calibration(stop=2.0, interval=1.0),
-    "xdiag, sphere": Calibration(stop=2.0, interval=1.0, tail=4.0),  # that of a `summary`
+    "xdiag, sphere": Calibration(stop=2.0, interval=1.0, tail=4.0),  # in a `summary`
     "xnysdiag": Calibration(stop=2.0, interval=1.0),
 }
 
 
 def stopping_factor(stop: float, dof: int) -> float:
-    """The number of standard errors to compare with a tolerance, from the constant and the degrees
-    of freedom.
+    """The number of standard errors to compare with a tolerance, from the constant `stop` of a
+    `Calibration` and the degrees of freedom.
     """
-    from scipy.special import stdtrit  # imported only here: it takes time
+    from scipy.special import stdtrit  # imported only here, because it takes time
 
     return stop / 1.96 * float(stdtrit(dof, 0.975)) if dof > 0 else float("inf")
 
 
 def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:
-    r"""By how much less the norm of an error may exceed that of its standard error, at 95 %, than
-    a single error its own.
+    r"""The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, divided by that of
+    |error| / std_err for a single one.
 
     For normal errors e with covariance C, ||e||^2 is to good accuracy tr(C) times chi^2 / nu with
-    nu = tr(C)^2 / tr(C^2) degrees of freedom. Of C the std_err show the diagonal only. But for
-    samples conj(omega_i) (B omega)_i with independent omega_i of modulus 1, C_ij is (real case)
-    B_ij B_ji off the diagonal and C_ii = sum_{j != i} B_ij^2, so that
-    sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2: nu is at least half of what
-    uncorrelated errors have. (For sums over groups of entries of a symmetric B likewise.)
+    nu = tr(C)^2 / tr(C^2) degrees of freedom. The std_err show only the diagonal of C. But for
+    samples conj(omega_i) (B omega)_i with independent omega_i of modulus 1, in the real case
+    C_ij = B_ij B_ji for i != j, and C_ii = sum_{j != i} B_ij^2, so that
+    sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2. Hence nu is at least half of its
+    value for uncorrelated errors. (The same holds for sums over groups of entries of a symmetric
+    B.)
 
     **Arguments:**
 
@@ -88,7 +89,7 @@ def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:
 
     **Returns:**
 
-    The factor: 1 for a number, 0.52 for infinitely many of the same size.
+    The factor: 1 for a single error, 0.52 for infinitely many of the same size.
     """
     if is_scalar(std_err):
         return 1.0
@@ -105,7 +106,7 @@ def _chi_square_root(nu: Array | float) -> Any:
 
 
 def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
-    """The t that covers `level` of Student's distribution on both sides; inf for `dof=0`.
+    """Student's quantile t, with P(|T| <= t) = `level`; inf for `dof=0`.
 
     **Arguments:**
 

@@ -37,23 +37,24 @@ from .solution import RESULTS, Solution
 
 
 class AbstractEstimator(eqx.Module):
-    """An algorithm that estimates something linear in A (to first order) from products A v.
+    """An algorithm that estimates, from products A v, a quantity that is linear in A (to first
+    order).
 
-    A final subclass implements `compute` and `exact`; it declares `smallest`, where one product is
-    too few, and overrides `check`, where not every square operator will do. The checks of the
-    arguments, the primitive, its derivative and its batching are the same for all.
+    A final subclass implements `compute` and `exact`. It declares `smallest` if one product is too
+    few, and overrides `check` if it does not take every square operator. The checks of the
+    arguments, the primitive, its derivative and its batching are the same for all estimators.
     """
 
-    #: Whether E[G] depends on A, as for functions of a matrix: the derivative of a derivative then
-    #: needs that of the weights, `weights_at`.
+    #: Whether E[G] depends on A, as for functions of a matrix. Second derivatives then need the
+    #: derivative of the weights, from `weights_at`.
     weights_depend_on_operator: ClassVar[bool] = False
 
     #: The smallest budget with which the algorithm can do anything.
     smallest: ClassVar[int] = 1
 
     #: The number of vectors to multiply at once; a subclass may have a field of this name. None
-    #: stands for as many as make a block of 2^27 numbers. (Without an annotation this is no field,
-    #: which would come first among those of a subclass.)
+    #: stands for as many as make a block of 2^27 numbers. (An annotation would make this a field,
+    #: which would precede the fields of a subclass.)
     batch_size = None
 
     def __check_init__(self):
@@ -61,16 +62,16 @@ class AbstractEstimator(eqx.Module):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The name of the estimator in messages."""
         return type(self).__name__
 
     def batched(self, operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-        """The operator as the primitive hands it to the methods: to be multiplied so."""
+        """The operator, multiplied with `batch_size` vectors at once: what the methods get."""
         return in_batches(operator, self.batch_size)
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if this estimator cannot take this (square) operator. By default
-        every square operator will do.
+        """Raise a `ValueError` if this estimator cannot take this (square) operator. By default it
+        takes every square operator.
 
         **Arguments:**
 
@@ -87,18 +88,18 @@ class AbstractEstimator(eqx.Module):
 
         - `key`: the random key.
         - `operator`: a square operator.
-        - `k`: the budget of matvecs, `smallest <= k < n` (larger budgets get the exact
-            trace without this method).
+        - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact`
+            instead.)
 
         **Returns:**
 
-        The estimate, and the weights with which it is differentiated. These are dead code unless
-        a derivative is taken; `if_wanted` makes them only then.
+        The estimate, and the weights with which it is differentiated. The weights are dead code
+        unless a derivative is taken; `if_wanted` computes them only then.
         """
 
     @abc.abstractmethod
     def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, AbstractWeights]:
-        """What is estimated, exactly, from `n` products: for budgets `k >= n`.
+        """The exact value of the quantity, from `n` products, for budgets `k >= n`.
 
         **Arguments:**
 
@@ -110,8 +111,8 @@ class AbstractEstimator(eqx.Module):
         """
 
     def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
-        """The value as a function of A, and of the arrays inside the estimator, with the weights
-        fixed: what the derivative is taken of.
+        """The value as a function of A, and of the arrays inside the estimator, with fixed weights.
+        The derivative of an estimate is that of this function.
 
         **Arguments:**
 
@@ -120,20 +121,19 @@ class AbstractEstimator(eqx.Module):
 
         **Returns:**
 
-        A value of the shape of the estimate's (of its first leaf, if only that has a derivative).
+        A value of the shape of the estimate (of its first leaf, if only that has a derivative).
         """
         return weights.contract(operator)
 
     def weights_at(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
         """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
-        `weights`; its derivative is needed for second derivatives, where
-        `weights_depend_on_operator`.
+        `weights`. Second derivatives need its derivative if `weights_depend_on_operator` is set.
 
-        **Arguments:** as of `contract`.
+        **Arguments:** those of `contract`.
 
         **Returns:**
 
-        What has the structure of `weights`.
+        The weights, with the structure of `weights`.
         """
         return weights.weights_at(operator)
 
@@ -141,7 +141,7 @@ class AbstractEstimator(eqx.Module):
 class AbstractToleranceRun(eqx.Module):
     """A run that a tolerance ends, as `to_tolerance` of an estimator sees it."""
 
-    #: The entries of a diagonal; None for traces.
+    #: The entries of a diagonal that are wanted; None for traces.
     rows: AbstractVar[Rows | None]
     rtol: AbstractVar[Real[Array, ""]]
     atol: AbstractVar[Real[Array, ""]]
@@ -155,31 +155,32 @@ class AbstractToleranceRun(eqx.Module):
         """Whether there is a state to go on from, or one to be returned."""
 
     def falls_back_to_exact(self, operator: lx.AbstractLinearOperator) -> bool:
-        """Whether the exact value may have to be completed from the products made."""
+        """Whether the exact value may have to be completed from the products that were made."""
         return self.max_k >= operator.in_size()
 
     @abc.abstractmethod
     def extended(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, extendable: AbstractExtendable
     ) -> tuple[Estimate, AbstractWeights]:
-        """The run itself, of an algorithm that can be extended by blocks of probes."""
+        """Run an algorithm that can be extended by blocks of probes."""
 
     @abc.abstractmethod
     def of_rest(self, parts: KnownParts) -> "AbstractToleranceRun":
-        """The run for what is left of an operator whose known parts are read off."""
+        """The run for the rest of an operator whose known parts have been read off."""
 
 
 class AbstractTraceEstimator(AbstractEstimator):
     """An algorithm that estimates tr(A) from products A v.
 
-    A final subclass needs one method, `compute`. It declares the class variable `smallest`, where
-    one product is too few, overrides `check`, where not every square operator will do, and has a
-    field `batch_size`, where a user may choose how many vectors are multiplied at once.
+    A final subclass needs one method, `compute`. It declares the class variable `smallest` if one
+    product is too few, overrides `check` if it does not take every square operator, and has a field
+    `batch_size` if a user may choose how many vectors are multiplied at once.
 
-    Derivatives of every order follow from the weights that `compute` returns, and `jit`, `vmap`,
-    exact values for `k >= n`, and runs to a tolerance from this class. Such runs are means of
-    estimates from independent blocks; an algorithm that makes more of earlier blocks overrides
-    `extendable`. See [`traceax.testing.check_estimator`][] for what is expected of it.
+    Derivatives of every order follow from the weights that `compute` returns. `jit`, `vmap`, exact
+    values for `k >= n`, and runs to a tolerance come from this class. By default such a run returns
+    the mean of estimates from independent blocks; an algorithm that makes more of earlier blocks
+    overrides `extendable`. [`traceax.testing.check_estimator`][] checks what is expected of a
+    subclass.
     """
 
     def exact(self, operator):
@@ -211,7 +212,7 @@ class AbstractTraceEstimator(AbstractEstimator):
 
         - `key`: the random key.
         - `operator`: a square operator.
-        - `run`: the tolerances and the largest budget, and what works with them.
+        - `run`: the tolerances, the largest budget, and the methods that work with them.
 
         **Returns:**
 
@@ -265,9 +266,9 @@ class AbstractTraceEstimator(AbstractEstimator):
 class AbstractDiagonalEstimator(AbstractEstimator):
     """An algorithm that estimates diag(A) from products A v.
 
-    A final subclass needs one method, `compute_rows`: no default can tell the standard error of a
-    sum of entries from those of the entries. All else is as for
-    [`traceax.AbstractTraceEstimator`][].
+    A final subclass needs one method, `compute_rows`. (`compute` would not be enough: the
+    standard error of a sum of entries does not follow from those of the entries.) All else is as
+    for [`traceax.AbstractTraceEstimator`][].
     """
 
     @abc.abstractmethod
@@ -276,13 +277,13 @@ class AbstractDiagonalEstimator(AbstractEstimator):
     ) -> tuple[Estimate, AbstractWeights]:
         """The algorithm itself: see `compute` of `AbstractEstimator`.
 
-        **Arguments:** as there, and
+        **Arguments:** those of `compute`, and
 
         - `rows`: the entries, or sums of entries, whose values and standard errors are wanted.
 
         **Returns:**
 
-        The estimate of those, and the weights of the *whole* diagonal.
+        The estimate of these entries or sums, and the weights of the *whole* diagonal.
         """
 
     def extendable(
@@ -308,7 +309,7 @@ class AbstractDiagonalEstimator(AbstractEstimator):
     def to_tolerance(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
     ) -> tuple[Estimate, AbstractWeights]:
-        """As that of `AbstractTraceEstimator`, for `run.rows`."""
+        """As `to_tolerance` of an `AbstractTraceEstimator`, for `run.rows`."""
         assert run.rows is not None
         extendable = self.extendable(operator, run.falls_back_to_exact(operator), run.rows)
         return run.extended(key, operator, extendable)
@@ -352,8 +353,8 @@ def check_key(key: Any) -> Array:
 
 
 def _level_of_caller() -> int:
-    """The stack level, for a warning, of the first frame outside of this package (whose methods
-    Equinox wraps).
+    """The stack level, for a warning, of the first frame outside of this package and of those that
+    wrap its methods.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
@@ -367,8 +368,8 @@ def _level_of_caller() -> int:
 def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") -> int:
     """The budget within bounds, `min(max(k, smallest), n)`, as a Python int.
 
-    All sample shapes follow from it, so it is computed with Python's `min` and `max`: `jnp.minimum`
-    would make it a tracer, and every shape with it.
+    The shapes of all samples follow from it, and shapes must be static. So it is computed with
+    Python's `min` and `max`: `jnp.minimum` would make it a tracer.
     """
     if isinstance(k, jax.core.Tracer):
         raise TypeError(
@@ -408,7 +409,7 @@ def solve(
     *,
     throw: bool = False,
 ) -> Solution:
-    """Check everything, bind the primitive, and put words to its numbers."""
+    """Check the arguments, bind the primitive, and turn its result into a `Solution`."""
     key = check_key(key)
     operator = as_operator(operator)
     estimator.check(operator)

@@ -1,4 +1,4 @@
-"""The exact trace: known parts read off, the rest from products with unit vectors."""
+"""Exact traces and diagonals: known parts read off, the rest from products with unit vectors."""
 
 from typing import NoReturn, final
 
@@ -24,9 +24,9 @@ def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], A
     width = -(-n // max(num_blocks, 1))
     rows = jnp.arange(n)[:, None]
 
-    @jax.checkpoint  # in reverse mode, make each block again rather than keep n x n numbers
+    @jax.checkpoint  # in reverse mode, compute each block again rather than keep n x n numbers
     def one_block(start):
-        unit = rows == start + jnp.arange(width)[None, :]  # no column past the n-th: all False
+        unit = rows == start + jnp.arange(width)[None, :]  # columns past the n-th are all False
         products = block.mm(unit.astype(block.dtype))
         seen = lax.stop_gradient(jnp.max(jnp.abs(products), initial=0.0))
         return jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0), seen
@@ -54,7 +54,7 @@ def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bo
 
 @final
 class ExactWeights(AbstractWeights):
-    """`G = I`: the derivative is that of the exact value. Contracting costs `n` matvecs."""
+    """`G = I`: the derivative is that of the exact value. A contraction costs `n` matvecs."""
 
     diagonal: bool = eqx.field(static=True)
 
@@ -66,7 +66,7 @@ class ExactWeights(AbstractWeights):
 def exact(
     operator: lx.AbstractLinearOperator, rows: Rows | None = None
 ) -> tuple[Estimate, ExactWeights]:
-    """The trace or the diagonal from products with all unit vectors; known parts take none.
+    """The trace or the diagonal from products with all unit vectors; known parts take no products.
 
     **Arguments:**
 
@@ -83,7 +83,7 @@ def exact(
 
 
 def refuse_tolerance(name: str, instead: str) -> NoReturn:
-    """Raise a `ValueError`: an exact value has nothing to stop early.
+    """Raise a `ValueError`: the computation of an exact value cannot end early.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Algorithms that can be extended by further blocks of probes, at no product made again."""
+"""Algorithms that can go on with further blocks of probes, without making a product again."""
 
 import abc
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from .rows import Rows
 
 
 class AbstractExtendable(eqx.Module):
-    """An algorithm that can be extended by blocks of probes: the state that is kept between blocks,
-    and the estimate from a state.
+    """An algorithm that can be extended by blocks of probes: how a block changes the state, and the
+    estimate from a state.
 
     The state is a NamedTuple of arrays. The axes with one entry for each probe are those that the
     annotations of the state call m, as in `Inexact[Array, "n m"]`. A final subclass declares the
-    variables, and implements the abstract methods.
+    abstract variables, and implements the abstract methods.
     """
 
     #: The number of matvecs that a probe takes.
@@ -35,7 +35,7 @@ class AbstractExtendable(eqx.Module):
     #: The fewest probes that a block may have.
     least_probes: ClassVar[int] = 1
 
-    #: The constants of error bars that were measured for the algorithm.
+    #: The constants of the error bars, as measured for the algorithm.
     calibration: AbstractVar[Calibration]
 
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
@@ -48,7 +48,7 @@ class AbstractExtendable(eqx.Module):
 
         **Arguments:**
 
-        - `state`: what was learnt so far; None at the start.
+        - `state`: the state so far; None at the start.
         - `key`: the random key of the new probes.
         - `block`: the operator, as `prepare` made it.
         - `k`: the number of matvecs to spend.
@@ -60,7 +60,8 @@ class AbstractExtendable(eqx.Module):
 
     @abc.abstractmethod
     def estimate(self, state: Any, block: BlockOperator) -> Estimate:
-        """The estimate from all probes so far, without a product. Rounding is part of its error.
+        """The estimate from all probes so far, without further products. Its standard error
+        includes rounding.
 
         **Arguments:**
 
@@ -91,12 +92,12 @@ class AbstractExtendable(eqx.Module):
 
         **Returns:**
 
-        The parts, and the factors with which they add up.
+        The parts, and the factor of each in their sum.
         """
 
     @abc.abstractmethod
     def complete(self, state: Any, block: BlockOperator) -> "Completed":
-        """The exact trace (or diagonal), from what is known and further products.
+        """The exact trace (or diagonal), from the state and further products.
 
         **Arguments:**
 
@@ -110,7 +111,7 @@ class AbstractExtendable(eqx.Module):
 
 
 def probe_axes(state: type) -> list[tuple[int, ...]]:
-    """For each field of a state the axes that have as many entries as there are probes."""
+    """For each field of a state, the axes that have one entry for each probe."""
     dims = [getattr(hint, "dim_str", "").split() for hint in get_type_hints(state).values()]
     return [tuple(i for i, name in enumerate(names) if name == "m") for names in dims]
 
@@ -128,14 +129,14 @@ def run_once(
 
 
 def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:
-    """Weights cut into one part for each block of probes.
+    """Cut weights into one part for each block of probes.
 
     **Arguments:**
 
-    - `weights`: the weights, each block's share of whose first `left` columns, and of the others,
-        stands side by side.
-    - `left`: see there.
-    - `widths`: the number of columns in both halves up to the end of each block.
+    - `weights`: the weights. Both in their first `left` columns and in the others, the columns are
+        in the order of the blocks.
+    - `left`: the number of columns in the first half.
+    - `widths`: the number of columns in each half, up to the end of each block.
 
     **Returns:**
 
@@ -155,10 +156,10 @@ def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[
 
 
 class Completed(NamedTuple):
-    """The exact value, from what was known and further products."""
+    """The exact value, from a state and further products."""
 
     value: PyTree[Inexact[Array, "..."]]
-    #: 0, but for products of half precision, whose rounding is far above that of the value.
+    #: 0, except for products of half precision, whose rounding is far above that of the value.
     std_err: PyTree[Real[Array, "..."]]
     num_matvecs: int | Int[Array, ""]  # the further products
 
@@ -170,20 +171,20 @@ def complete_diagonal(
     others: tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | None = None,
     rows: Rows = Rows(),
 ) -> Completed:
-    """The diagonal of A from its products with some vectors, and with what is orthogonal to them.
+    """The diagonal of A, from products with given vectors and with their orthogonal complement.
 
     **Arguments:**
 
     - `block`: the operator.
     - `q`: orthonormal columns.
     - `products`: A q.
-    - `others`: more vectors, which together with q are well-conditioned, and their products; or
-        None.
+    - `others`: more vectors, which together with q are well-conditioned, and the products of A with
+        them; or None.
     - `rows`: which rows to add up.
 
     **Returns:**
 
-    A `Completed`, with as many further products as the vectors are short of n.
+    A `Completed`: it takes n further products, less the number of given vectors.
     """
     if others is not None:
         vectors, other_products = others
@@ -205,19 +206,19 @@ def complete_diagonal(
 
 
 def complete_trace(block: BlockOperator, q: Array, products: Array, others=None) -> Completed:
-    """The trace of A from its products with some vectors, and with what is orthogonal to them.
+    """The trace of A, from products with given vectors and with their orthogonal complement.
 
     **Arguments:**
 
     - `block`: the operator.
     - `q`: orthonormal columns.
     - `products`: A q.
-    - `others`: more vectors, which together with q are well-conditioned, and their products; or
-        None.
+    - `others`: more vectors, which together with q are well-conditioned, and the products of A with
+        them; or None.
 
     **Returns:**
 
-    A `Completed`, with as many further products as the vectors are short of n.
+    A `Completed`: it takes n further products, less the number of given vectors.
     """
     done = complete_diagonal(block, q, products, others, Rows((block.n,)))
     return done._replace(value=done.value[0], std_err=done.std_err[0])

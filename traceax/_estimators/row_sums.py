@@ -10,7 +10,7 @@ from .rows import Rows
 
 @final
 class RowWeights(AbstractWeights):
-    """Sums of entries of a differentiated diagonal."""
+    """The weights of sums of entries: `contract` adds up entries of a contracted diagonal."""
 
     inner: AbstractWeights
     rows: Rows
@@ -26,28 +26,28 @@ class RowWeights(AbstractWeights):
 
 @final
 class BlockTraceEstimator(AbstractEstimator):
-    """Sums of entries of what a diagonal estimator estimates, each with its own standard error."""
+    """Sums of entries of an estimated diagonal, each sum with its own standard error."""
 
     inner: AbstractDiagonalEstimator
     rows: Rows
 
     @property
     def smallest(self):  # pyright: ignore
-        """That of the estimator."""
+        """The smallest budget of the diagonal estimator."""
         return self.inner.smallest
 
     @property
     def label(self):
-        """That of the estimator."""
+        """The name of the diagonal estimator."""
         return self.inner.label
 
     @property
     def batch_size(self):
-        """That of the estimator."""
+        """The `batch_size` of the diagonal estimator."""
         return self.inner.batch_size
 
     def check(self, operator):
-        """As the diagonal estimator."""
+        """Check the operator as the diagonal estimator does."""
         self.inner.check(operator)
 
     def compute(self, key, operator, k):

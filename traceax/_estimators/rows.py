@@ -1,4 +1,4 @@
-"""Rows of a diagonal, one by one or added up."""
+"""Entries of a diagonal, one by one or added up."""
 
 from collections.abc import Sequence
 from typing import final
@@ -12,8 +12,9 @@ from jaxtyping import Array, Inexact, Real
 class Rows(eqx.Module):
     """Which entries of a diagonal to add up: none (`sizes=None`), or consecutive groups.
 
-    With the sizes of the leaves of a PyTree the sums are the traces of its diagonal blocks. Called
-    with samples of a diagonal, one a column, it returns those of what is wanted.
+    If the sizes are those of the leaves of a PyTree, the sums are the traces of its diagonal
+    blocks. A call takes samples of a diagonal as columns, and returns samples of the entries or
+    sums.
 
     **Attributes:**
 
@@ -32,8 +33,9 @@ class Rows(eqx.Module):
         return jnp.stack(sums)
 
     def by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Inexact[Array, "... m"]]:
-        """The same for a block whose rows come leaf by leaf: the blocks themselves, or one block
-        of the sums, one row a leaf (`sizes` must be those of the leaves).
+        """Add up rows that come as one array for each leaf: return one block with a row of sums for
+        each leaf (`sizes` must be the sizes of the leaves), or the arrays themselves if `sizes` is
+        None.
         """
         if self.sizes is None:
             return list(blocks)
@@ -44,5 +46,5 @@ class Rows(eqx.Module):
         return jnp.sqrt(self.of_vector(jnp.sum(jnp.square(jnp.abs(block)), axis=1)))
 
     def of_vector(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " g"]:
-        """The same for one vector."""
+        """Add up entries of one vector."""
         return self(vector[:, None])[:, 0]

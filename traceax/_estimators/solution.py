@@ -65,18 +65,19 @@ class Solution(eqx.Module):
     - `value`: the estimate, of the operator's dtype (float32 for half precision): a scalar array,
         or for diagonals a PyTree of arrays.
     - `std_err`: the estimated standard deviation of `value` (real, of the same structure),
-        rounding included: 0 if the value is exact, inf if a single probe leaves nothing to estimate
-        it from.
+        rounding included. It is 0 if the value is exact, and inf if there was a single probe, which
+        shows no scatter.
     - `num_matvecs`: the number of products with the operator that were spent.
     - `stats`: further statistics: `"std.err"`, and `"dof"`, the degrees of freedom of `std_err`:
-        the number of averaged samples, less one. (For functions of matrices, whose standard error
-        comes from the nodes, about as many as eigenvalues that dominate it, times the probes.)
-    - `result`: a [`traceax.RESULTS`][]: whether the number can be trusted.
-    - `quadrature_error`: for functions of a matrix, an estimate (made to be too large rather than
-        too small) of the error from ending Lanczos' recurrence early, which is no part of
-        `std_err`; inf if nothing is known of it. None for estimates that have no such error.
-    - `state`: what a later call can go on from, where `keep_state=True` asked for it; else None.
-    - `inflation`, `tail`: what makes Student's intervals right: see `interval`.
+        the number of averaged samples, less one. (For functions of matrices the standard error
+        comes from the quadrature nodes, and `dof` is about the number of eigenvalues that dominate
+        it, times that of the probes.)
+    - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
+    - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
+        of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
+        if nothing is known of it. None for estimates that have no such error.
+    - `state`: what a later call can go on from, if `keep_state=True` asked for it; else None.
+    - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -90,18 +91,18 @@ class Solution(eqx.Module):
     tail: float = eqx.field(static=True, default=1.0)
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
-        r"""The interval that holds the true value (its real part) with this probability.
+        r"""The interval that holds the true value (its real part) with probability `level`.
 
-        It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t, which is
-        right for independent normal samples with c = 1 and `stats["dof"]` degrees of freedom. For
-        samples that are neither, and for runs that a tolerance ended, c (`inflation`, 1 to 1.15)
-        and the number of samples that tell as much as a normal one (`tail`, 1 to 4) are measured
-        constants (`benchmarks/calibrate.py`). For functions of matrices the quadrature error is
-        added.
+        It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t. For
+        independent normal samples this is right with c = 1 and `stats["dof"]` degrees of freedom.
+        For other samples, and for runs that a tolerance ended, two constants were measured
+        (`benchmarks/calibrate.py`): c is `inflation` (1 to 1.15), and the degrees of freedom are
+        divided by `tail` (1 to 9), the number of samples that tell as much as a normal one. For
+        functions of matrices the quadrature error is added.
 
-        From 8 products on, 95 % intervals hold the true value in 92 % of cases at least, on spectra
-        from flat to a single eigenvalue that exceeds all others. With fewer products that need not
-        be so: what a few samples have not met they cannot report.
+        With 8 products or more, 95 % intervals hold the true value in at least 92 % of cases, on
+        spectra from flat to a single eigenvalue that exceeds all others. With fewer products they
+        may not: a few samples cannot report what they have not met.
 
         **Arguments:**
 
@@ -109,8 +110,8 @@ class Solution(eqx.Module):
 
         **Returns:**
 
-        The lower and the upper ends, of the structure of `std_err`: the value itself where it is
-        exact, and -inf and inf where nothing is known of the error.
+        The lower and the upper ends, with the structure of `std_err`: both are the value itself if
+        it is exact, and -inf and inf if nothing is known of the error.
 
         **Raises:**
 
@@ -121,7 +122,7 @@ class Solution(eqx.Module):
                 f"The level must lie between 0 and 1, got {level!r}. For 95 % give 0.95."
             )
         dof, quadrature_error = self.stats["dof"], self.quadrature_error
-        # No sample says less than a single one.
+        # However heavy the tails, one degree of freedom is left.
         dof = jnp.asarray(dof, float)
         dof = jnp.where(dof > 1, jnp.maximum(dof / self.tail, 1), dof)
 

@@ -1,16 +1,16 @@
 """The LAPACK calls, all in one place.
 
-jaxlib runs a *batched* LAPACK call in parallel on XLA's own thread pool, and blocks one of the
-threads meanwhile. Two such calls that do not depend on each other then deadlock a pool of two
+jaxlib runs a *batched* LAPACK call in parallel on XLA's own thread pool, and blocks one thread of
+this pool meanwhile. Two such calls that do not depend on each other can then deadlock a pool of two
 threads (seen with jaxlib 0.10.2 on two cores: `dtrsm` beside `dorgqr`, both vmapped). Under
-`vmap` on a CPU the calls are therefore made one after the other, by a loop over the batch. Other
+`vmap` on a CPU the calls are therefore made one after the other, by a loop over the lanes. Other
 platforms batch them as usual.
 
-The threads of OpenBLAS, which is behind these calls, keep a core busy for some 25 ms after a call
-that used several: on two cores, the products with the operator that follow take 1.6 times as long
-(n = 4000). Cholesky factors of a few hundred columns never do this; triangular solves with 32
-columns or more and QR factorisations of tall blocks always do. On CPUs these are therefore written
-here in terms of matrix products and Cholesky factors, where that is as accurate.
+These calls use OpenBLAS. After a call that used several threads, its threads keep a core busy for
+some 25 ms: on two cores, the products with the operator that follow take 1.6 times as long
+(n = 4000). Cholesky factorisations of a few hundred columns never cause this; triangular solves
+with 32 columns or more and QR factorisations of tall blocks always do. On CPUs the latter two are
+therefore made of matrix products and Cholesky factors here, wherever that is as accurate.
 """
 
 import math
@@ -38,13 +38,13 @@ def _gram(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:
 
 
 def diagonal_of(h: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
-    """The diagonal, as a slice: unlike a gather, it costs no kernel of its own."""
+    """The diagonal, as a slice: unlike a gather, a slice takes no kernel of its own."""
     return h.reshape(-1)[:: h.shape[0] + 1]
 
 
 @cache
 def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` on each entry of a batch, one after the other."""
+    """`fn` on each entry of the leading axis, one after the other."""
 
     def looped(*args):
         if args[0].shape[0] > 1:
@@ -57,7 +57,7 @@ def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _one_by_one(
     fn: Callable[..., Any], elsewhere: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """`fn`, looped over a batch, on CPUs; `elsewhere` (by default `fn`) on other platforms."""
+    """On CPUs `fn` in a loop over lanes; on other platforms `elsewhere` (by default `fn`)."""
     looped = sequential_vmap(fn)
 
     @wraps(fn)
@@ -67,28 +67,29 @@ def _one_by_one(
     return dispatch
 
 
-#: From these sizes on OpenBLAS uses threads.
+#: OpenBLAS uses several threads from these sizes on.
 _MANY_COLUMNS, _LARGE_BLOCK = 32, 2**17
 
-#: From this size on 25 ms do not matter any more.
+#: From this size on, the 25 ms (see above) do not matter any more.
 _HUGE_BLOCK = 2**19
 
 
 def _substitute(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
-    """F R^{-1} by substitution, some columns at a time: with the diagonal D of R,
+    """X = F R^{-1} by substitution, a few columns X_j at a time: with the diagonal D of R,
 
         X_j = F_j D_j^{-1} - X_{<j} (R D^{-1})_{<j,j} - X_j (R_jj D_j^{-1} - I).
 
-    No inverse of a block is formed, so that the residual F - X R is that of a LAPACK solve.
+    No block of R is inverted, so that the residual F - X R is as small as for a LAPACK solve.
     """
     n, m = f.shape
-    # One at a time is compiled in two thirds of the time; four are faster where F is large.
+    # One column at a time compiles in two thirds of the time; four are faster if F is large.
     width = 4 if n * m >= _LARGE_BLOCK else 1
     padding = -m % width
     diagonal = diagonal_of(r)
     f, r = (jnp.pad(x / diagonal, ((0, 0), (0, padding))) for x in (f, r))
     r = jnp.pad(r, ((0, padding), (0, 0)))
-    # What lies above the diagonal blocks: with it, X can take the place of F, column by column.
+    # R above its diagonal blocks, and 0 elsewhere: in products with it, columns of F that X has not
+    # replaced yet do not count.
     place = jnp.arange(m + padding)
     above = jnp.where(place[:, None] < place[None, :] // width * width, r, jnp.zeros_like(r))
 
@@ -105,13 +106,13 @@ def _substitute(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[A
             solved.append(column)
         return lax.dynamic_update_slice(x, jnp.stack(solved, axis=1), (first, start))
 
-    # Unsigned: an index that may be negative is one more thing to compile.
+    # Unsigned, because code for negative indices would have to be compiled, too.
     steps = jnp.uint32(0), jnp.uint32((m + padding) // width)
     return lax.fori_loop(*steps, next_columns, f)[:, :m]
 
 
 def _divide(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[Array, "n m"]:
-    from jax.scipy.linalg import solve_triangular  # imported only here: it takes time
+    from jax.scipy.linalg import solve_triangular  # imported only here, because it takes time
 
     return solve_triangular(r, f.T, trans="T", lower=False).T
 
@@ -123,11 +124,12 @@ def _householder(block):
 
 def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     """The reduced QR factorisation of a block Y from Cholesky factors of Gram matrices, or by
-    Householder's method where Y is too ill-conditioned for that.
+    Householder's method if Y is too ill-conditioned for that.
 
-    With C^H C = Y^H Y, Q = Y C^{-1} is orthonormal up to eps cond(Y)^2. Where that is a few eps
-    (random probes), C may be inverted; the same once more takes what is below 1 to eps. An upper
-    bound of cond(Y)^2 decides: ||X||_2^2 <= ||X||_1 ||X||_inf for both C and C^{-1}.
+    With C^H C = Y^H Y, Q = Y C^{-1} is orthonormal up to eps cond(Y)^2. If that is a few eps
+    (random probes), C may be inverted. If it is more, but below 1, a second pass over Q reduces it
+    to eps. The decision is by an upper bound of cond(Y)^2: ||X||_2^2 <= ||X||_1 ||X||_inf for
+    X = C and X = C^{-1}.
     """
     n, m = block.shape
     divide = _divide if n * m >= _HUGE_BLOCK else _substitute
@@ -147,7 +149,7 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
 
     factor, inverse = factorise(block)
     square = square_bound(factor) * square_bound(inverse)
-    # Not in the first two where there is NaN.
+    # NaN makes both comparisons false, and leads to the last branch.
     low, high = square <= 100, square <= 0.1 / jnp.finfo(block.dtype).eps
     branch = jnp.where(low, 0, jnp.where(high, 1, 2))
     return lax.switch(
@@ -158,8 +160,9 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
 def _whitened_qr(
     block: Inexact[Array, "n m"], before: Inexact[Array, "m m"]
 ) -> tuple[Array, Array]:
-    """The factorisation of `block = Y before`, with a triangular `before` that leaves Y in a better
-    condition, in the same way. Both passes are checked, and nothing is assumed.
+    """The reduced QR factorisation of `block = Y before`, from Cholesky factors of Gram matrices of
+    Y. The triangular `before` is meant to leave Y well-conditioned. This is not assumed: the
+    orthogonality of the result is checked after each of the two passes.
     """
     m = block.shape[1]
     eps = jnp.finfo(block.dtype).eps
@@ -189,16 +192,18 @@ def _whitened_qr(
     )
 
 
-#: Rows of random signs that are drawn at once.
+#: The number of columns of S (see `_sketched_qr`) that are drawn at once.
 _SIGNS = 2**15
 
 
 def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
-    """The same for a block of any condition that its dtype can tell from singular.
+    """The reduced QR factorisation of any block Y that is not singular to the precision of its
+    dtype.
 
-    With S of 2 m rows of random signs and S Y = Q_0 R_0, the condition of Y R_0^{-1} is at most
-    (1 + sqrt(1/2)) / (1 - sqrt(1/2)) = 6 for Gaussian S, and about that for signs, whatever that of
-    Y is. All that touches n rows are products and triangular solves, which GPUs are made for.
+    Let S have 2 m rows of random signs, and S Y = Q_0 R_0. Whatever the condition number of Y, that
+    of Y R_0^{-1} is at most (1 + sqrt(1/2)) / (1 - sqrt(1/2)) = 5.8 for Gaussian S, and about the
+    same for signs. All operations on n rows are products and triangular solves, which GPUs are made
+    for.
 
     J. E. Garrison, I. C. F. Ipsen, *A randomized preconditioned Cholesky-QR algorithm*, 2024,
     arXiv:2406.11751.
@@ -246,47 +251,51 @@ def qr(block: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Inexact[Arr
 
 @_one_by_one
 def complement(q: Inexact[Array, "n m"]) -> Inexact[Array, "n n-m"]:
-    """An orthonormal basis of what is orthogonal to the (orthonormal) columns of q."""
+    """An orthonormal basis of the orthogonal complement of the (orthonormal) columns of q."""
     return jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
 
 
 @_one_by_one
 def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
-    """The upper factor C of a Hermitian H = C^H C; NaN where it has none."""
+    """The upper triangular factor C of H = C^H C; NaN if H is not positive definite."""
     return jnp.linalg.cholesky(h, upper=True)
 
 
 def lower_cholesky(a: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
-    """The lower factor L of the Hermitian part of a large matrix, L L^H; NaN where it has none."""
+    """The lower triangular factor L of the Hermitian part L L^H of a large matrix; NaN if that is
+    not positive definite.
+    """
     return lax.linalg.cholesky(a)
 
 
 def cholesky_solve(
     factor: Inexact[Array, "n n"], rhs: Inexact[Array, "n c"]
 ) -> Inexact[Array, "n c"]:
-    """A^{-1} times a block, from the lower factor L of A = L L^H."""
+    """A^{-1} times a block, from the lower triangular factor L of A = L L^H."""
     solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=True)
     return solve(solve(rhs), transpose_a=True, conjugate_a=True)
 
 
-#: Larger triangular matrices are inverted by blocks: as many to a side as the second number.
+#: A triangular matrix with more rows than the first number is inverted by blocks; the second is the
+#: number of blocks along a side.
 _SMALL_TRIANGLE, _NUM_BLOCKS = 1024, 5
 
 
 def cholesky_inverse(
     factor: Inexact[Array, "n n"], scale: Real[Array, ""]
 ) -> Inexact[Array, "n n"]:
-    """(scale A)^{-1}, from the lower factor L of A = L L^H.
+    """(scale A)^{-1}, from the lower triangular factor L of A = L L^H.
 
-    With X = L^{-1}, by blocks, X_ij = -X_ii sum_{j <= k < i} L_ik X_kj, and (X^H X)_ij =
-    sum_{k >= i} X_ki^H X_kj for j <= i: products that leave out the blocks of zeros, and that the
-    machine does faster than the solves with L (whose results would have to be laid out again).
+    In blocks, X = L^{-1} has X_ij = -X_ii sum_{j <= k < i} L_ik X_kj for j < i, and
+    (X^H X)_ij = sum_{k >= i} X_ki^H X_kj for j <= i. These products leave out the blocks of zeros.
+    They are faster than solves with L, whose results would also have to be copied into another
+    layout.
     """
     n, num_blocks = len(factor), _NUM_BLOCKS if len(factor) > _SMALL_TRIANGLE else 1
     ends = [n * i // num_blocks for i in range(num_blocks + 1)]
     blocks = [slice(*pair) for pair in pairwise(ends)]
 
-    rows: list[Array] = []  # block i of the rows of X, up to the diagonal
+    rows: list[Array] = []  # the i-th block of rows of X, up to the diagonal
     for i, block in enumerate(blocks):
         eye = jnp.eye(block.stop - block.start, dtype=factor.dtype)
         row = [lax.linalg.triangular_solve(factor[block, block], eye, left_side=True, lower=True)]
@@ -312,8 +321,8 @@ def cholesky_inverse(
 
 @_one_by_one
 def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """Eigenvalues and eigenvectors of a matrix that is Hermitian to the last bit; those of another
-    one where it holds NaN or inf, which never get to LAPACK.
+    """Eigenvalues and eigenvectors of a matrix that is Hermitian to the last bit. NaN and inf in it
+    are replaced by 0: they must not get to LAPACK.
     """
     finite = jnp.where(jnp.isfinite(h), h, 0)
     values, vectors = jnp.linalg.eigh(finite, symmetrize_input=False)
@@ -322,19 +331,19 @@ def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m
 
 @_one_by_one
 def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
-    """U, sigma and V^H of a square matrix; those of another one where it holds NaN or inf."""
+    """U, sigma and V^H of a square matrix, in which NaN and inf are replaced by 0."""
     u, sigma, v_h = jnp.linalg.svd(jnp.where(jnp.isfinite(a), a, 0))
     return u, sigma, v_h
 
 
 def _divide_each(*arrays: Array) -> tuple[Array, ...]:
-    """The quotients of all blocks but the last, R, by R."""
+    """X R^{-1} for every block X but the last, which is R."""
     *blocks, r = arrays
     return tuple(_divide(block, r) for block in blocks)
 
 
 def _divide_on_cpu(*arrays: Array) -> tuple[Array, ...]:
-    """The same, of small blocks all at once: it is one loop to compile."""
+    """As `_divide_each`, but with small blocks stacked, so that only one loop is compiled."""
     *blocks, r = arrays
     n, m = blocks[0].shape
     if n * m >= _HUGE_BLOCK:
@@ -375,5 +384,5 @@ def divide_by_upper(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexa
 def divide_two_by_upper(
     f: Inexact[Array, "n m"], g: Inexact[Array, "p m"], r: Inexact[Array, "m m"]
 ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "p m"]]:
-    """F R^{-1} and G R^{-1} for an upper triangular R. The rows of G are few."""
+    """F R^{-1} and G R^{-1} for an upper triangular R. G has few rows."""
     return _divide_rows_and_more(f, g, r)

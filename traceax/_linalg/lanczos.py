@@ -5,11 +5,11 @@ and T = V^H A V, tridiagonal. With T = S Theta S^T and the weights w_j = S_1j^2,
 
     z^H f(A) z  ~  ||z||^2 sum_j w_j f(theta_j),
 
-exact for polynomials of degree 2q - 1. (G. H. Golub, G. Meurant, *Matrices, moments and
+which is exact for polynomials f of degree 2q - 1. (G. H. Golub, G. Meurant, *Matrices, moments and
 quadrature*, 1994.)
 
-Every new vector is made orthogonal to all earlier ones, twice: without that, Ritz values that have
-converged come back as copies, and neither the weights nor a derivative can be trusted.
+Every new vector is made orthogonal to all earlier ones, twice. Otherwise copies of converged Ritz
+values would appear, and neither the weights nor a derivative could be trusted.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from .factorisations import eigh
 class Lanczos(NamedTuple):
     """The Krylov spaces of p probes after q steps.
 
-    Where the space of a probe is exhausted after m < q steps, `beta[m-1]` is exactly 0, and so is
-    all that follows.
+    If the space of a probe is exhausted after m < q steps, `beta[m-1]` is exactly 0, and so are
+    `basis`, `alpha` and `beta` of all later steps.
     """
 
     basis: Inexact[Array, "q n p"]  # orthonormal for each probe; zero once a space is exhausted
     alpha: Real[Array, "q p"]
     beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
-    size: Real[Array, " p"]  # the largest |alpha| and beta, before anything counts as exhausted
+    size: Real[Array, " p"]  # the largest |alpha| or beta, before any beta is set to 0
 
     @property
     def exhausted(self) -> Bool[Array, " p"]:
@@ -44,12 +44,12 @@ class Lanczos(NamedTuple):
 
     @property
     def unit(self) -> Real[Array, "p 1"]:
-        """A positive number that no |alpha| and no beta exceeds, where they are finite."""
+        """A positive number that no |alpha| and no beta exceeds, if all are finite."""
         return scale_of(self.size[:, None], axis=1)
 
     @property
     def status(self) -> Int[Array, ""]:
-        """NONFINITE if there is NaN or inf among the numbers: the largest has it then."""
+        """NONFINITE if any of the numbers is NaN or inf, as the largest is then."""
         return status_of(self.size)
 
 
@@ -59,11 +59,11 @@ def lanczos(
     num_steps: int,
     eps: float | None = None,
 ) -> Lanczos:
-    """Advance the recurrences of all probes together, one block product a step.
+    """Advance the recurrences of all probes together, one block product per step.
 
-    A space counts as exhausted when what a product adds to it is no larger than its rounding
-    errors. (To go on a little too long is harmless: the direction that rounding errors then choose
-    is orthogonal to the rest, and its Ritz values lie within the spectrum.)
+    A space counts as exhausted when the part of a product outside of it is no larger than the
+    rounding errors of the product. (A few steps too many do no harm: the directions that rounding
+    errors then choose are orthogonal to the others, and Ritz values remain within the spectrum.)
 
     Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
     `8 n p num_steps^2` operations.
@@ -71,7 +71,7 @@ def lanczos(
     **Arguments:**
 
     - `mm`: a Hermitian operator, as a function that multiplies blocks.
-    - `start`: the probes z. (Their squares are added up as they are.)
+    - `start`: the probes z. (Their norms are computed without scaling, and may overflow.)
     - `num_steps`: the number q of steps, `1 <= q <= n`.
     - `eps`: the relative precision of a product, by default that of the dtype.
 
@@ -85,14 +85,14 @@ def lanczos(
 
     norms = jnp.linalg.norm(start.T, axis=1)
     first = start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype)[:, None]
-    # Probes first, so that the products with the basis are products of a matrix and a vector.
+    # Probes come first, so that products with their bases are those of matrices and vectors.
     basis = jnp.zeros((p, num_steps, n), start.dtype)
 
     def step(carry, j):
         basis, v, size, scale = carry
         basis = lax.dynamic_update_index_in_dim(basis, v, j, axis=1)
         w = mm(v.T)
-        # The first product fixes the unit in which no square over- or underflows.
+        # The first product fixes a unit, in which no square over- or underflows.
         scale = jnp.where(j == 0, scale_of(w), scale)
         w = (w / scale).T
         alpha = jnp.zeros((p,), real)
@@ -120,8 +120,8 @@ def quadrature(
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
     """The nodes theta, the weights w and the eigenvectors S of every probe's T.
 
-    Of an exhausted space only the first m nodes count: the others repeat the first, with weights
-    and eigenvectors that are exactly 0.
+    If a space is exhausted after m steps, only the first m nodes count. The others repeat the first
+    node, with weights and eigenvectors that are exactly 0.
 
     **Arguments:**
 
@@ -129,15 +129,15 @@ def quadrature(
 
     **Returns:**
 
-    A 3-tuple of the nodes, ascending as far as they count, of shape `(p, q)`; of their weights,
-    which add up to 1; and of the eigenvectors, columns of T's eigenvectors, `(p, q, q)`. Whether
-    what went in is finite is for the caller to check.
+    A 3-tuple of the nodes, of shape `(p, q)`, ascending as far as they count; of their weights,
+    which add up to 1; and of T's eigenvectors, the columns of arrays of shape `(p, q, q)`. The
+    caller must check that the recurrences are finite.
     """
     alpha, beta = krylov.alpha.T, krylov.beta.T
     scale = krylov.unit
     # Not `beta > 0`: NaN must not look like the end of a space.
     counts = jnp.pad(beta[:, :-1] != 0, ((0, 0), (1, 0)), constant_values=True)
-    # |theta| <= 3 in this unit, so that what does not count comes last, and mixes with nothing.
+    # |theta| <= 3 in this unit. A 4 stands for what does not count: it comes last, and by itself.
     diagonal, off = jnp.where(counts, alpha / scale, 4), beta / scale
     place = jnp.arange(alpha.shape[1])
     row, column = place[:, None], place

@@ -10,7 +10,7 @@ from .._core.precision import matmul
 
 @jax.custom_jvp
 def _transposed(matrix: Array, block: Array) -> Array:
-    """(X^T A^T)^T. Without the barriers, XLA makes the usual product of it."""
+    """A X as (X^T A^T)^T. Without the barriers, XLA would turn it into the usual product."""
     product = matmul(lax.optimization_barrier(block.T), matrix.T)
     return lax.optimization_barrier(product).T
 
@@ -27,8 +27,8 @@ def matrix_product(
     """`matrix @ block` in full precision.
 
     XLA's product on CPUs is made for widths that are multiples of 32. For other widths the product
-    takes a third less time with the long side last. Of small matrices that is not worth the
-    transposes that come with it, and are to be compiled.
+    takes a third less time with the long side last. For small matrices and narrow blocks this does
+    not outweigh the transposes that it takes, and their compilation.
     """
     n, m = block.shape
     is_real = not jnp.iscomplexobj(block) and not jnp.iscomplexobj(matrix)

@@ -1,13 +1,13 @@
-r"""How the budget of a log-determinant is spent: on rank, on probes, on steps.
+r"""How the budget of a log-determinant is spent: on rank, on probes, and on steps.
 
 With a preconditioner P = R R^H (see `preconditioners`) and M = R^{-1} A R^{-H},
 
     log det A = log det P + tr log M,
 
-the first exactly, the second from p probes on the sphere and q steps of Lanczos' recurrence (see
-`_linalg.lanczos`, `log_quadrature`): the closer M is to the identity, the smaller are both the
-scatter and the number of steps. The rule that divides the budget stands in the docstring of
-`logdet`.
+The first term is exact. The second is estimated from p probes on the sphere, with q steps of
+Lanczos' recurrence for each (see `_linalg.lanczos`, `log_quadrature`). The closer M is to the
+identity, the smaller is the scatter, and the fewer steps are needed. The docstring of `logdet`
+gives the rule that divides the budget.
 """
 
 import math
@@ -35,7 +35,7 @@ from .preconditioners import AbstractPreconditioner, check_definite
 
 
 class Plan(NamedTuple):
-    """A budget spent: `rank + probes * steps <= k`."""
+    """How a budget is spent: `rank + probes * steps <= k`."""
 
     rank: int
     probes: int
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 
 def plan_with(rank: int, probes: int, k: int) -> Plan:
-    """What is left of the budget after the rank, for this many probes."""
+    """The plan with this rank and number of probes (fewer, if they had less than two steps)."""
     left = k - rank
     probes = max(1, min(probes, left // 2))
     return Plan(rank, probes, left // probes)
@@ -56,7 +56,7 @@ def plan_with(rank: int, probes: int, k: int) -> Plan:
 
 def plans(k: int) -> tuple[Plan, Plan, Plan]:
     """The three plans of "auto": see `logdet`."""
-    # Fewer columns than 16 rarely show whether a spectrum decays.
+    # Fewer than 16 columns rarely show whether a spectrum decays.
     first = plan_with(max(k // 6, min(16, k // 3)), math.isqrt(k) // 2, k)
     second = plan_with(2 * k // 3, k // 24, k)
     few = max(1, k // 60)
@@ -64,7 +64,7 @@ def plans(k: int) -> tuple[Plan, Plan, Plan]:
 
 
 class PreconditionedQuadrature(NamedTuple):
-    """Everything about a budget that has been spent."""
+    """The outcome of a budget: the preconditioner, the recurrences and their quadrature."""
 
     block: BlockOperator
     built: BuiltPreconditioner
@@ -73,20 +73,20 @@ class PreconditionedQuadrature(NamedTuple):
     bounds: LogQuadrature
     status: Array
     spent: int
-    rank: int  # of the plan with the largest
-    columns: int  # of the weights, for the plan with the most
+    rank: int  # the largest of all plans
+    columns: int  # of the weights, for the plan that has the most of them
 
     @property
     def floor(self) -> Array:
-        """A bound of the eigenvalues of M where one is known; its smallest Ritz value says about as
-        much elsewhere.
+        """A lower bound of the eigenvalues of M if one is known; else the smallest Ritz value,
+        which is good enough.
         """
         known = self.built.floor
         return jnp.where(jnp.isnan(known), self.bounds.smallest, known)
 
 
 def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
-    """The identity."""
+    """The identity in the place of a preconditioner."""
     real = jnp.finfo(block.dtype).dtype
     basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
     one = jnp.ones((), real)
@@ -100,28 +100,28 @@ Finish = Callable[[PreconditionedQuadrature], Any]
 
 @final
 class BudgetPolicy(eqx.Module):
-    """How a budget is spent: on a given preconditioner, or by the rule of `logdet`."""
+    """How budgets are spent: with a given preconditioner, or by the rule of `logdet`."""
 
     preconditioner: AbstractPreconditioner | None
     auto: bool = eqx.field(static=True)
     wary: bool = eqx.field(default=False, static=True)  # long recurrences: see `logdet`
 
     def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
-        """Raise a `ValueError` if it cannot be spent on this operator."""
+        """Raise a `ValueError` if no budget can be spent on this operator."""
         check_definite(operator, name)
         if self.preconditioner is not None:
             self.preconditioner.check(operator)
 
     def apply(self, key: PRNGKeyArray, operator, k: int, finish: Finish) -> Any:
-        """Spend it.
+        """Spend a budget.
 
         **Arguments:**
 
         - `key`: the random key.
         - `operator`: the operator.
         - `k`: the budget.
-        - `finish`: what to make of the products. What it returns must have the same shapes for
-            every plan: see `rank` and `columns` of a `PreconditionedQuadrature`.
+        - `finish`: a function of the outcome, a `PreconditionedQuadrature`. Its result must have
+            the same shapes for every plan: see `rank` and `columns` of the outcome.
 
         **Returns:**
 
@@ -134,9 +134,9 @@ class BudgetPolicy(eqx.Module):
         return self._adaptive(sketch_key, probe_key, block, operator, k, finish)
 
     def _steps(self, chosen: Plan, k: int) -> Plan:
-        """The plan; for K - s I with a quarter of its probes. (1138_bus - 5 I, 183 eigenvalues of
-        1138 negative, k = 200: none of 8 probes has a negative Ritz value after 8 steps, nearly
-        all have one after 12.)
+        """The plan, or for K - s I one with a quarter of its probes, and more steps. (1138_bus -
+        5 I, 183 of 1138 eigenvalues negative, k = 200: none of 8 probes has a negative Ritz value
+        after 8 steps, nearly all have one after 12.)
         """
         return plan_with(chosen.rank, chosen.probes // 4, k) if self.wary else chosen
 
@@ -183,12 +183,12 @@ class BudgetPolicy(eqx.Module):
                 y = jnp.concatenate([y, products(second.rank, third.rank)], axis=1)
                 return end(y, low_rank(y), third)
 
-            # t falls like a power of the rank, or faster.
+            # t (see `logdet`) falls like a power of the rank, or faster.
             ratio = middle.left_out / jnp.where(start.left_out > 0, start.left_out, 1)
             slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / first.rank)
             left_out = middle.left_out / middle.shift
             later = left_out * (third.rank / second.rank) ** slope
-            # Few steps are enough for an M that is close to the identity, and only then.
+            # Few steps are enough only for an M that is close to the identity.
             gain = (later / (1 + later)) * math.sqrt(second.probes / third.probes)
             pays = (later < 1 / 3) & (gain < left_out / (1 + left_out))
             done = lambda y: end(y, middle, second)  # noqa: E731
@@ -201,7 +201,7 @@ class BudgetPolicy(eqx.Module):
 def _quadrature(
     block: BlockOperator, built: BuiltPreconditioner, probes: Array, steps: int
 ) -> tuple[Lanczos, LogQuadrature]:
-    """Lanczos' recurrence with this preconditioner, and the logarithm on it."""
+    """Lanczos' recurrence with this preconditioner, and the quadrature of the logarithm."""
     mm = partial(built.factors.preconditioned, block.mm)
     krylov = lanczos(mm, probes, steps, block.eps)
     return krylov, log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
@@ -210,8 +210,8 @@ def _quadrature(
 def preconditioned_quadrature(
     key, block: BlockOperator, built: BuiltPreconditioner, chosen: Plan, status: Array
 ) -> PreconditionedQuadrature:
-    """Quadrature with this preconditioner."""
-    # (Plans with other numbers of probes have other probes: the key makes them all at once.)
+    """The outcome of a plan with this preconditioner."""
+    # (Plans with different numbers of probes share none: the key draws all of them at once.)
     probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
     krylov, bounds = _quadrature(block, built, probes, chosen.steps)
     status = jnp.maximum(status, krylov.status)
@@ -222,17 +222,17 @@ def preconditioned_quadrature(
 
 
 def for_derivative(run: PreconditionedQuadrature, finish: Finish) -> Any:
-    """Finish with what a derivative is to be taken from.
+    """Finish with a quadrature that is good enough for a derivative.
 
-    Where Lanczos' recurrence was ended too early, the derivative has the larger bias: a third of
-    the probes is then given three times as many steps, at the cost of up to `p (q + 1)` matvecs
-    more. (RBF in 5 dimensions, noise 1e-3, n = 1000, k = 240: the derivative with respect to the
+    If Lanczos' recurrence ended too early, the derivative has a larger bias than the value. A third
+    of the probes then takes three times as many steps, at the cost of up to `p (q + 1)` further
+    matvecs. (RBF in 5 dimensions, noise 1e-3, n = 1000, k = 240: the derivative with respect to the
     length scale had a bias of 7 %, 4 standard deviations.)
 
     **Arguments:**
 
-    - `run`: the budget spent.
-    - `finish`: as for `BudgetPolicy.spend`.
+    - `run`: the outcome of the budget.
+    - `finish`: as for `BudgetPolicy.apply`.
 
     **Returns:**
 
@@ -255,8 +255,8 @@ def for_derivative(run: PreconditionedQuadrature, finish: Finish) -> Any:
 
 
 def policy_of(preconditioner: Any, operator: Any = None) -> BudgetPolicy:
-    """The policy for the arguments of the user; a `TypeError` if it is neither "auto", a
-    preconditioner, nor None.
+    """The policy for the user's `preconditioner`. A `TypeError` is raised unless that is "auto", a
+    way to build one, or None.
     """
     auto = isinstance(preconditioner, str) and preconditioner == "auto"
     if isinstance(preconditioner, BuiltPreconditioner):

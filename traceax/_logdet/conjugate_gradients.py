@@ -1,9 +1,9 @@
 r"""Solving with a positive definite A: preconditioned conjugate gradients.
 
-With P = R R^H (see `_sketch.low_rank`) and M = R^{-1} A R^{-H}, A x = b is M (R^H x) = R^{-1} b.
-The right-hand side is scaled to entries of mean square 1, so that the tolerance is one of the
-residual's norm relative to that of R^{-1} b. A complex system is solved as a real one of twice the
-size (lineax's CG has no complex numbers).
+With P = R R^H (see `_sketch.low_rank`) and M = R^{-1} A R^{-H}, A x = b becomes
+M (R^H x) = R^{-1} b. This right-hand side is scaled to entries of mean square 1, so that the
+tolerance is for the norm of the residual relative to that of R^{-1} b. A complex system is solved
+as a real one of twice the size (lineax's CG has no complex numbers).
 """
 
 from typing import Any
@@ -48,8 +48,8 @@ def conjugate_gradients(
     - `factors`: the preconditioner.
     - `rhs`: the right-hand side.
     - `tolerance`: the residual to reach, relative to the right-hand side.
-    - `max_steps`: where to stop. By default not before the tolerance is reached: it is an error,
-        at run time, if it never is.
+    - `max_steps`: the largest number of steps. By default there is none, and an error is raised,
+        at run time, if the tolerance cannot be reached.
 
     **Returns:**
 
@@ -68,8 +68,8 @@ def conjugate_gradients(
     unit = jnp.where(unit > 0, unit, 1)
     structure = jax.ShapeDtypeStruct(target.shape, target.dtype)
     operator = lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag)
-    # The residual that is updated (not computed anew) goes to 0 whatever the rounding errors are.
-    # (Both may be arrays, which lineax' annotations do not say.)
+    # A residual that is only updated, never computed anew, goes to 0 in spite of rounding errors.
+    # (Both limits may be arrays, which lineax' annotations do not say.)
     limits: Any = {"atol": tolerance, "max_steps": max_steps}
     solver = lx.CG(0.0, norm=_root_mean_square, stabilise_every=None, **limits)
     solution = lx.linear_solve(operator, target / unit, solver, throw=max_steps is None)
@@ -90,8 +90,8 @@ def definite_solve(
 
     **Returns:**
 
-    The solutions, by conjugate gradients to a relative residual of `eps^(3/4)`: as many block
-    products as the slowest of them takes.
+    The solutions, by conjugate gradients to a relative residual of `eps^(3/4)`. They take as many
+    block products as the slowest of them takes steps.
     """
     tolerance = float(jnp.finfo(block.dtype).eps) ** 0.75
     factors = lax.stop_gradient(factors)

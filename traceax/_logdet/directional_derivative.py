@@ -1,17 +1,17 @@
 r"""A directional derivative of a log-determinant, with its standard error.
 
-The derivative is <G, dA> (see `weights`). Per probe that is a constant and z^H C z, with
+The derivative is <G, dA> (see `weights`). For each probe z this is a constant plus z^H C z, with
 
     C = L(M)[N] - beta R^{-1} dA R^{-H} + (beta / mu) (I - U U^H) dA (I - U U^H),
 
-N = R^{-1} dA R^{-H} and the last term in scaled coordinates, so that (see `_functions.funm`) its
-variance is c (||C||_F^2 - tr(C)^2 / n), with ||C||_F^2 = E ||C z||^2. The products that the
-derivative takes, dA R^{-H} V and dA w_2, are enough for C z: with M ~ V T V^H + t (I - V V^H), t =
-T_11, T = S Theta S^T and W = N V,
+where N = R^{-1} dA R^{-H}, and the last term is in scaled coordinates. Its variance (see
+`_functions.funm`) is c (||C||_F^2 - tr(C)^2 / n), with ||C||_F^2 = E ||C z||^2. The products that
+the derivative takes, dA R^{-H} V and dA w_2, are enough for C z. With
+M ~ V T V^H + t (I - V V^H), t = T_11, T = S Theta S^T and W = N V,
 
     L(M)[N] z = ||z|| (V S (D o H) s_1 + (I - V V^H) W S (d o s_1)),     H = S^T V^H W S,
 
-D the divided differences of the logarithm at Theta, d_j that of t and theta_j.
+where D are the divided differences of the logarithm at Theta, and d_j is that of t and theta_j.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from .weights import LogdetWeights, weights_of
 def _on_probes(
     run: PreconditionedQuadrature, of_lanczos: Array, outside: Array, of_outside: Array
 ) -> Inexact[Array, "n p"]:
-    """C z, from dA times Lanczos' vectors (probe by probe), w_2, and dA times that."""
+    """C z, from dA times Lanczos' vectors (probe by probe), from w_2, and from dA w_2."""
     factors, control_variate_weight, krylov = (
         run.built.factors,
         run.built.control_variate_weight,
@@ -67,7 +67,7 @@ def _on_probes(
     along = einsum("npa,pa->np", basis, inside) + einsum("npa,pa->np", images, outward)
     length = jnp.sqrt(square_norms(run.probes)).astype(dtype)
 
-    # w_2 is normalised: its form is that of the difference to its mean.
+    # As w_2 is normalised, its form contributes only the difference from its mean.
     root = factors.root.astype(dtype)[:, None]
     mean = jnp.sum(jnp.conj(outside) * of_outside, axis=0) / square_norms(root * outside)
     beyond = factors.outside(of_outside / root - mean * root * outside)
@@ -93,7 +93,7 @@ def _std_err(
 
 @final
 class _NoDerivative(AbstractWeights):
-    """A derivative of the derivative is to be had from `logdet`."""
+    """In the place of weights: only `logdet` has second derivatives."""
 
     def contract(self, operator):
         """See `AbstractWeights`."""
@@ -128,7 +128,7 @@ class DerivativeEstimator(AbstractEstimator):
         def finish(run):
             return *for_derivative(run, derivative), estimate_from(run).status
 
-        with weights_wanted(True):  # the value is made of them
+        with weights_wanted(True):  # the value is computed from them
             value, std_err, status = self.policy.apply(key, operator, k, finish)
         status = jnp.maximum(status, status_of(value))
         return make_estimate(value, std_err, k, 1, status), _NoDerivative()
@@ -153,10 +153,10 @@ def logdet_directional_derivative(
 ) -> Solution:
     r"""A directional derivative of $\log\det A(\theta)$, with its standard error.
 
-    It is the number that `jax.jvp` of [`traceax.logdet`][] gives with the same key, budget and
-    preconditioner: $\langle G, dA \rangle$, $E[\langle G, dA \rangle] = \mathrm{tr}(A^{-1} dA)$ as
-    far as the quadrature has converged. The standard error comes from the same products, and exists
-    even with one probe.
+    The value is what `jax.jvp` of [`traceax.logdet`][] gives with the same key, budget and
+    preconditioner: $\langle G, dA \rangle$, with $E[\langle G, dA \rangle] =
+    \mathrm{tr}(A^{-1} dA)$ as far as the quadrature has converged. The standard error comes from
+    the same products; a single probe is enough for it.
 
     !!! Example
 
@@ -177,7 +177,7 @@ def logdet_directional_derivative(
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `make`: a function from the parameters to the operator A, as for [`traceax.logdet`][].
     - `primals`: the parameters, a tuple with one entry for each argument of `make`.
-    - `tangents`: the direction, of the same structure.
+    - `tangents`: the direction, with the structure of `primals`.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
     - `preconditioner`: as for [`traceax.logdet`][].
 

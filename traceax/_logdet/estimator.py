@@ -31,11 +31,11 @@ from .weights import ExactLogdetWeights, weights_of
 
 
 def estimate_from(run: PreconditionedQuadrature) -> Estimate:
-    """The value and its errors."""
+    """The log-determinant and its errors, from the outcome of a budget."""
     factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
     n, eps = run.block.n, run.block.eps
-    # Products are good to eps times the largest eigenvalue, which the root of P divides by mu.
-    # Such errors are as good as random, and mostly cancel in the trace.
+    # Products with A are accurate to eps times its largest eigenvalue; in products with M this
+    # error is divided by mu. Such errors are as good as random, and mostly cancel in the trace.
     top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
     largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
     rounding = eps * largest / jnp.maximum(bounds.smallest, eps)
@@ -47,7 +47,9 @@ def estimate_from(run: PreconditionedQuadrature) -> Estimate:
 
 
 def estimate_of_budget(run: PreconditionedQuadrature) -> Estimate:
-    """The same for a budget that was given: it may have been too small for the recurrences."""
+    """As `estimate_from`, for a budget that the user gave: the status says if it was too small for
+    the recurrences.
+    """
     estimate = estimate_from(run)
     (value, error), (std_err, _) = estimate.value, estimate.std_err
     status = fixed_budget_status(value, error, std_err, estimate.status)
@@ -66,8 +68,8 @@ class ExactLogdet(NamedTuple):
         return cholesky_solve(self.factor, rhs / self.scale.astype(rhs.dtype))
 
     def weights(self) -> ExactLogdetWeights:
-        """Those of the derivative. (XLA's derivative of a Cholesky factorisation takes three times
-        as long as this inverse.)
+        """The weights of the derivative. (XLA's derivative of a Cholesky factorisation takes three
+        times as long as this inverse.)
         """
         return ExactLogdetWeights(cholesky_inverse(self.factor, self.scale))
 
@@ -77,30 +79,31 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
 
     **Arguments:**
 
-    - `operator`: the operator, whose entries are read where they are stored, and made by n products
-        elsewhere.
+    - `operator`: the operator. Its entries are read if they are stored, and else computed by n
+        products.
     """
     block = BlockOperator(operator)
     matrix, spent = matrix_of(block)
     n = block.n
     entries = jnp.diagonal(matrix).real
-    scale = scale_of(entries)  # no entry of a definite matrix is larger
+    scale = scale_of(entries)  # no entry of a definite matrix exceeds its largest diagonal entry
     factor = lower_cholesky(matrix / scale)
     diagonal = jnp.square(jnp.diagonal(factor).real)
     smallest, entries = jnp.min(diagonal), entries / scale
 
-    # Every pass over n x n numbers takes time beside the factorisation. The norm of a row of a
-    # definite matrix is at most sqrt(A_jj tr A): the norms themselves, and whether NaN is what the
-    # factor is NaN of, only matter where the smallest pivot is not far above that.
+    # Every pass over n x n numbers takes time beside the factorisation. As the norm of row j of a
+    # definite matrix is at most sqrt(A_jj tr A), the norms themselves only matter if the smallest
+    # pivot is not far above eps times this bound. So does the question whether a factor that is
+    # NaN comes from NaN in the matrix.
     bound = jnp.sqrt(jnp.max(entries) * jnp.sum(entries))
     far = (smallest > 2 * block.eps * bound) & jnp.isfinite(bound)
 
     def look():
-        # Made again where no product is: otherwise it would have to be kept for this.
+        # If it takes no products, the matrix is made again, as it would have to be kept otherwise.
         again = matrix if spent else matrix_of(block)[0]
         scaled = again / scale
         rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
-        lost = ~(smallest > 2 * rounding)  # also where the factor is NaN
+        lost = ~(smallest > 2 * rounding)  # also if the factor is NaN
         status = status_of(again)
         return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
 
@@ -113,8 +116,8 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
 
 @final
 class LogdetEstimator(AbstractEstimator):
-    """The log-determinant. Its value is the pair of the value, which alone has a derivative, and
-    the quadrature error.
+    """The log-determinant. The value of the estimate is a pair: the log-determinant, which alone
+    has a derivative, and the quadrature error.
     """
 
     policy: BudgetPolicy

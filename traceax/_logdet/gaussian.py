@@ -59,26 +59,27 @@ def gaussian_log_density(
 
     $$\log N(y; 0, A) = -\tfrac{1}{2} \left(y^\top A^{-1} y + \log\det A + n \log 2\pi\right),$$
 
-    such as the marginal likelihood of a Gaussian process, $A = K + s I$. Over the complex numbers
-    it is that of the circular normal distribution,
+    such as the marginal likelihood of a Gaussian process, $A = K + s I$. For complex $A$
+    it is the log density of the circular normal distribution,
     $-(y^* A^{-1} y + \log\det A + n \log \pi)$.
 
-    The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget;
-    the rest goes to the solve by conjugate gradients with the same preconditioner, which ends
-    early where that is good.
+    The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget
+    (from `k = 10` on). The rest goes to a solve by conjugate gradients with the same
+    preconditioner. The solve ends early if the preconditioner is good.
 
-    By default the gradient is unbiased over the keys: right for Adam and expectations. With a
+    By default the gradient is unbiased over the keys, which suits Adam and expectations. With a
     preconditioner that was built before (a [`traceax.BuiltPreconditioner`][]) the value, for a
-    fixed key, is a smooth function of the hyperparameters and of `y`, and the gradient exactly that
-    of this function: right for line searches (L-BFGS). All of the budget then goes to probes and
-    steps, four fifths to the log-determinant. Subtract a mean from `y` yourself.
+    fixed key, is a smooth function of the hyperparameters and of `y`, and the gradient is exactly
+    that of this function, which suits line searches (L-BFGS). All of the budget then goes to probes
+    and steps, four fifths of it to the log-determinant. If the mean of the distribution is not
+    zero, subtract it from `y`.
 
-    *With a tolerance* the products go on until two standard errors and the quadrature error are
-    within `atol + rtol |value|`, as for [`traceax.logdet`][]: three quarters of that are for
-    the log-determinant, whose preconditioner grows while that pays, one for the solve, which goes
-    on with every round. If the budget allows n products, the last resort is the exact value (all
-    other products then are at most n/4). Otherwise the result is `RESULTS.not_converged`, with the
-    best estimate. A derivative is that of the last probes.
+    *With a tolerance* products are made until two standard errors plus the quadrature error are
+    within `atol + rtol |value|`, as for [`traceax.logdet`][]. Three quarters of this tolerance are
+    for the log-determinant, whose preconditioner grows while that pays; one quarter is for the
+    solve, which goes on with every round. If the budget allows n products, the last resort is the
+    exact value (at most n/4 products are then made before it). Otherwise the result is
+    `RESULTS.not_converged`, with the best estimate. A derivative comes from the last probes.
 
     !!! Example
 
@@ -100,8 +101,8 @@ def gaussian_log_density(
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
-    - `y`: the observations, of the structure of the operator's input: an array of shape `(n,)`, or
-        a PyTree.
+    - `y`: the observations, with the structure of the operator's input: an array of shape `(n,)`,
+        or a PyTree.
     - `operator`: the covariance, as for [`traceax.logdet`][].
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
         a tolerance.
@@ -115,22 +116,22 @@ def gaussian_log_density(
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes what the solve may
-    lack. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$) and
-    `"solve"` ($A^{-1} y$, of the structure of `y`). The result is `outside_domain`, and the value
-    NaN, if the operator is found not to be positive definite to rounding, as far as
-    [`traceax.logdet`][] finds it; `not_symmetric` likewise. It is `not_converged`, with the best
-    estimate, if a tolerance was not reached, or if the quadrature error of a budget exceeds four
-    standard errors, 5 % of the value, and 1.
+    A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes the error of the
+    solve. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$) and
+    `"solve"` ($A^{-1} y$, with the structure of `y`). The result is `outside_domain` or
+    `not_symmetric`, and the value NaN, if the operator is found not to be positive definite to
+    rounding, or not to be Hermitian, in the same way as by [`traceax.logdet`][]. It is
+    `not_converged`, with the best estimate, if a tolerance was not reached, or if the quadrature
+    error of a budget exceeds four standard errors, 5 % of the value, and 1.
 
     **Raises:**
 
     - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
-        unless either `k` or a tolerance is given.
+        unless exactly one of `k` and a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
         observations that do not fit it, `k < 1`, a preconditioner that cannot be built for it, or
-        was built for one of another size or dtype, a negative tolerance, or `max_k` of less than 64
-        (and n).
+        was built for one of another size or dtype, a negative tolerance, or a `max_k` that is
+        less than 64 and less than n.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"

@@ -1,23 +1,23 @@
-r"""The log density of a normal distribution whose covariance is known by products: what all
-estimates of it share, and the one for a given budget.
+r"""The log density of a normal distribution whose covariance is known by its products: what all
+estimators of it share, and the estimator for a given budget.
 
     log N(y; 0, A) = -(y^H A^{-1} y + log det A + n log 2 pi) / 2
 
-(over the complex numbers, for circular ones: twice that, with pi instead of 2 pi). The solve takes
-conjugate gradients with the preconditioner P of the log-determinant (see `budget_policy`), in at
-most a fifth of the budget. With x where they end and r = y - A x,
+(for complex, circular distributions twice that, with pi instead of 2 pi). The solve is by conjugate
+gradients with the preconditioner P of the log-determinant (see `budget_policy`), and takes at most
+a fifth of the budget, or 2 products. If it ends at x, with r = y - A x,
 
-    y^H A^{-1} y = y^H x + x^H r + r^H A^{-1} r,
+    y^H A^{-1} y = y^H x + x^H r + r^H A^{-1} r.
 
-and the last term, left out, is at most ||R^{-1} r||^2 / lambda_min(M), P = R R^H and
-M = R^{-1} A R^{-H}: for K + s I a bound of the eigenvalue is known, otherwise the smallest Ritz
-value of the probes stands for it. Half of it is part of the quadrature error.
+The last term is left out. With P = R R^H and M = R^{-1} A R^{-H} it is at most
+||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of this eigenvalue is known; otherwise the
+smallest Ritz value of the probes stands for it. Half of this bound is part of the quadrature error.
 
 *Derivatives.* With x held fixed,
 
     d(y^H A^{-1} y) = 2 Re(x^H dy) - x^H dA x,
 
-the derivative of y^H x + x^H r, too; for the second derivative dx = A^{-1} (dy - dA x).
+which is the derivative of y^H x + x^H r, too. For the second derivative, dx = A^{-1} (dy - dA x).
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from .conjugate_gradients import conjugate_gradients
 from .estimator import ExactLogdet, estimate_from, exact_logdet
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
-#: What the residual of the solve is to come down to, relative to y.
+#: The residual that ends the solve, relative to its right-hand side R^{-1} y.
 TOLERANCE = 1e-6
 
 
@@ -65,13 +65,13 @@ def solution_budget(k: int) -> int:
 
 @final
 class GaussianWeights(AbstractWeights):
-    """Those of the log-determinant, and x."""
+    """The weights of the log-determinant, and x."""
 
     log_det: LogdetWeights | ExactLogdetWeights
     x: Inexact[Array, " n"]
 
     def contract(self, operator):
-        """`<G, A> - x^H A x`. Contracting costs one matvec more than for the log-determinant."""
+        """`<G, A> - x^H A x`. A contraction costs one matvec more than for `log_det`."""
         product = BlockOperator(operator).mm(self.x[:, None])[:, 0]
         return self.log_det.contract(operator) - jnp.vdot(self.x, product).real
 
@@ -84,11 +84,11 @@ class GaussianWeights(AbstractWeights):
 
 
 class AbstractGaussianEstimator(AbstractEstimator):
-    """The log density at y. Its value has five parts: the density, which alone has a derivative,
-    the quadrature error, the log-determinant, the quadratic form, and x.
+    """The log density at y. The value of the estimate has five parts: the density, which alone has
+    a derivative, the quadrature error, the log-determinant, the quadratic form, and x.
 
-    Weights are those of `log det A + y^H A^{-1} y`: they contract with A, hold what contracts with
-    y as `x`, and move with both (`moved_with`).
+    The weights are those of `log det A + y^H A^{-1} y`: `contract` is for A, their `x` for y, and
+    they are functions of both (`moved_with`).
     """
 
     y: AbstractVar[Inexact[Array, " n"]]
@@ -131,7 +131,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         return make_estimate(parts, errors, spent, log_det.dof, status)
 
     def density_of_budget(self, log_det: Estimate, form: QuadraticForm, spent: Any) -> Estimate:
-        """The same for a budget that was given: it may have been too small."""
+        """As `density`, for a budget that the user gave: the status says if it was too small."""
         estimate = self.density(log_det, form, spent)
         (value, error, *_), (std_err, *_) = estimate.value, estimate.std_err
         status = fixed_budget_status(value, error, std_err, estimate.status)

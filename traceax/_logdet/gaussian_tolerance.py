@@ -1,16 +1,17 @@
 r"""Log densities that spend what a tolerance needs.
 
-The log-determinant is that of `tolerance`: the same loop, with an aim of its own. With
-c standard errors and the quadrature error of the log-determinant, and with what the solve leaves
-out (see `gaussian_estimator`), the density is to err by no more than
+The loop is that of `tolerance`, with another aim. With c standard errors and the quadrature error
+of the log-determinant, and with what the solve leaves out (see `gaussian_estimator`), it is
 
     (c std_err + quadrature_error + left) / 2  <=  atol + rtol |density|
 
-(twice that over the complex numbers). Three quarters of it are for the log-determinant, one for the
-solve. With every round of probes the solve takes a few steps of conjugate gradients, with the
-preconditioner as it is by then, from where it stands: the residual is computed anew, no step is
-lost. So the density is known to lie between two numbers, and |density| is no less than the smaller
-of them. At the end the solve goes on until its quarter is reached, or the budget is spent.
+(without the 2 over the complex numbers). Three quarters of the tolerance are for the
+log-determinant, one quarter is for the solve. With every round of probes the solve takes a few
+steps of conjugate gradients, with the preconditioner of this round, from the x that it has reached.
+The residual is computed anew, so that no step is lost. For a given log-determinant the density then
+lies between two known numbers, and |density| is at least the smaller of their absolute values (or
+0, if their signs differ). At the end the solve goes on until its quarter is reached, or the budget
+is spent.
 """
 
 import dataclasses
@@ -38,18 +39,18 @@ from .gaussian_estimator import (
 from .preconditioners import check_definite
 from .tolerance import FACTOR, Loop, as_moving, check_most, if_any
 
-#: The steps of conjugate gradients with every round of probes, and the part of the tolerance that
-#: is for the solve.
+#: The number of steps of conjugate gradients with every round of probes, and the part of the
+#: tolerance that is for the solve.
 STEPS, SHARE = 16, 0.25
 
 
 class _Solve(NamedTuple):
-    """A solve on its way."""
+    """The state of a solve."""
 
     x: Inexact[Array, " n"]
     residual: Inexact[Array, " n"]  # y - A x
-    left: Real[Array, ""]  # what the quadratic form leaves out, at most; inf before the first step
-    floor: Real[Array, ""]  # of the eigenvalues of M
+    left: Real[Array, ""]  # a bound of what the quadratic form leaves out; inf at the start
+    floor: Real[Array, ""]  # a lower bound of the eigenvalues of M
     spent: Int[Array, ""]
 
     def form(self, y: Inexact[Array, " n"]) -> Real[Array, ""]:
@@ -58,7 +59,7 @@ class _Solve(NamedTuple):
 
 
 class _DensityAim(NamedTuple):
-    """A log density, as `LogdetAim`."""
+    """The aim of a log density, with the methods of `LogdetAim`."""
 
     block: BlockOperator
     y: Inexact[Array, " n"]
@@ -69,7 +70,7 @@ class _DensityAim(NamedTuple):
 
     @property
     def start(self) -> _Solve:
-        """Nothing is solved: x = 0."""
+        """The state before the first step: x = 0."""
         real = jnp.finfo(self.y.dtype).dtype
         unknown = jnp.full((), jnp.inf, real)
         return _Solve(
@@ -77,7 +78,7 @@ class _DensityAim(NamedTuple):
         )
 
     def _whole(self, log_det: Array, solve: _Solve) -> Real[Array, ""]:
-        """What twice the density may err by."""
+        """The error that twice the density (once, over the complex numbers) may have."""
         form, n = solve.form(self.y), self.y.shape[0]
         most = log_density(self.half, n, log_det, form)
         least = log_density(self.half, n, log_det, form + solve.left)
@@ -96,7 +97,7 @@ class _DensityAim(NamedTuple):
     def go_on(
         self, solve: _Solve, built: BuiltPreconditioner, log_det: Array, steps: Int[Array, ""]
     ) -> _Solve:
-        """Further steps with this preconditioner, until its share of the tolerance is reached."""
+        """Further steps with this preconditioner, until the share of the solve is reached."""
         factors, floor = built.factors, solve.floor
 
         def left_of(residual):
@@ -143,7 +144,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         reserved = solution_budget(most)
         block = BlockOperator(operator).linearised()
         aim = _DensityAim(block, self.y, self._factor, self.rtol, self.atol, reserved)
-        with weights_wanted(True):  # the loop has one structure
+        with weights_wanted(True):  # the state of the loop has them in any case
             loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact, self.progress)
             state = loop.run()
         value, error, std_err = state.sums.means()
@@ -170,7 +171,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         return if_any(estimate.status == NOT_CONVERGED, complete, (estimate, weights))
 
     def _judged(self, estimate: Estimate) -> Estimate:
-        """With the status that the density deserves: the loop knew less of it."""
+        """The estimate with the status of this density, which the loop did not know yet."""
         (value, error, *_), (std_err, *_) = estimate.value, estimate.std_err
         tolerance = self.rtol.astype(value.dtype) * jnp.abs(value) + self.atol.astype(value.dtype)
         met = FACTOR * std_err + error <= tolerance

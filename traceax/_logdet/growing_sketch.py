@@ -14,8 +14,8 @@ from .preconditioners import scaled_products
 
 
 class GrowingSketch:
-    """Products of the scaled operator (see `_sketch.low_rank`) with normal probes. (Not a PyTree:
-    it lives while it is traced.)
+    """Products of the scaled operator (see `_sketch.low_rank`) with normal probes. (It is not a
+    PyTree, as it exists only during a trace.)
     """
 
     def __init__(
@@ -26,13 +26,13 @@ class GrowingSketch:
         first: int,
         most: int,
     ):
-        """Make the first products, which fix the unit.
+        """Make the first products, which fix the unit of D.
 
         **Arguments:**
 
         - `key`: the random key of the probes.
         - `operator`: the operator.
-        - `block`: the same, for products.
+        - `block`: the operator, as it is multiplied.
         - `first`: the number of columns to start with.
         - `most`: the largest number of columns.
         """
@@ -44,7 +44,7 @@ class GrowingSketch:
         self._floor_known = self._known & terms_of(operator).positive
 
     def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
-        """The products with some of the probes."""
+        """The products with the probes from `start` to `end`."""
         return scaled_products(self._block, self._scaling.relative, self._omega[:, start:end])
 
     def low_rank(self, y: Inexact[Array, "n l"]) -> LowRank:
@@ -53,5 +53,5 @@ class GrowingSketch:
         return nystrom_of(omega, y / self._unit, self._known, self._block.eps)
 
     def built(self, low_rank: LowRank) -> BuiltPreconditioner:
-        """The preconditioner."""
+        """The preconditioner from this approximation."""
         return low_rank.built(jnp.sqrt(self._unit) * self._scaling.relative, self._floor_known)

@@ -1,29 +1,30 @@
 r"""Log-determinants and log densities with a preconditioner that is held as it was built: smooth
-functions of the operator, with the derivative that is their own.
+functions of the operator, with exactly their own derivatives.
 
-With P = R R^H and the probes fixed, M = R^{-1} A R^{-H}, the value
+P = R R^H and the probes z are fixed. With M = R^{-1} A R^{-H} the value
 
     log det P + mean over z of F(M, z),      F Gauss quadrature of z^H log(M) z in q steps,
 
-depends on A only through F, and `own_derivative` differentiates that exactly, whether it has
-converged or not. y^H A^{-1} y is Gauss quadrature, too, of 1/x from b = R^{-1} y: in m steps what m
-steps of conjugate gradients give, but always m of them, so that no decision breaks the smoothness.
-It leaves out at most ||R^{-1} r||^2 / lambda_min(M), r = y - A x the residual of those.
+depends on A only through F. `own_derivative` differentiates F exactly, whether it has converged or
+not. y^H A^{-1} y is Gauss quadrature, too, of 1/x from b = R^{-1} y. In m steps it gives the result
+of m steps of conjugate gradients, but the number m is fixed, so that no decision breaks the
+smoothness. It leaves out at most ||R^{-1} r||^2 / lambda_min(M), with r = y - A x the residual of
+conjugate gradients.
 
-*The probes.* A frozen P leaves a variance that no rank removes: that of z^H B z, B the derivative
-of log M, and an optimum that is off by about (number of hyperparameters) / (2 p) nats on average.
-In the directions U that P has captured, B is often nearly diagonal (a stationary kernel keeps its
-eigenvectors, roughly, when its hyperparameters change), outside nearly a multiple of the identity.
-Hence
+*The probes.* With a fixed P no rank removes the variance of z^H B z, B the derivative of log M, and
+an optimum is off by about (number of hyperparameters) / (2 p) nats on average. In the directions U
+that P has captured, B is often nearly diagonal (roughly, a stationary kernel keeps its eigenvectors
+when its hyperparameters change); outside of them it is nearly a multiple of the identity. Hence
 
     z = U e + w,    e independent signs (phases over C),   w uniform on the sphere of radius
                                                            sqrt(n - l) of the complement of U:
 
-E[z z^H] = I, and neither a diagonal U^H B U nor a multiple of the identity outside has any
-variance. (Matern-1/2, d = 2, and Matern-3/2, d = 5, one length scale a dimension, n = 500, k = 200,
-20 probes, three keys: after one rebuild 0.02 to 0.07 nats are lost, and 0.07 to 0.14; with probes
-on the sphere 0.07 to 0.12, and 0.23 to 0.36.) The standard error is that of the scatter, which
-knows of that; of fewer than 8 probes it is that of probes on the sphere, which is larger.
+E[z z^H] = I, and neither a diagonal U^H B U nor a multiple of the identity outside causes any
+variance. (Matern-1/2, d = 2, and Matern-3/2, d = 5, one length scale for each dimension, n = 500,
+k = 200, 20 probes, three keys: after one rebuild 0.02 to 0.07 and 0.07 to 0.14 nats are lost; with
+probes on the sphere 0.07 to 0.12 and 0.23 to 0.36.) The standard error comes from the scatter of
+the probes, which shows this gain. For fewer than 8 probes it is that of probes on the sphere, which
+is larger.
 """
 
 import math
@@ -50,13 +51,13 @@ from .log_quadrature import log_quadrature
 from .own_derivative import gauss, own_derivative, positive_quadrature
 from .preconditioners import check_definite
 
-#: From so many probes on, their scatter is the standard error.
+#: From this number of probes on, their scatter gives the standard error.
 SCATTER = 8
 
 
 def held_plan(k: int) -> Plan:
-    """The budget as probes and steps. Few steps are enough for an M that is close to the identity,
-    and it is the probes that the optimum depends on.
+    """A budget divided into probes and steps. Few steps are enough for an M that is close to the
+    identity, while an optimum gets better with the number of probes.
     """
     steps = min(k, max(4, math.isqrt(k) // 2))
     return Plan(0, k // steps, steps)
@@ -66,13 +67,13 @@ def held_probes(
     key: PRNGKeyArray, factors: LowRankPlusIdentity, p: int, dtype
 ) -> Inexact[Array, "n p"]:
     """The probes z = U e + w (see above), from vectors g on the sphere: e = U^H g / |U^H g|, entry
-    by entry, so that it does not matter which multiples of its columns U holds.
+    by entry, so that z does not depend on the signs (phases) of the columns of U.
     """
     n = factors.basis.shape[0]
     sphere = SphereSampler().probes(key, n, p, dtype)
     signs, outside = lax.sign(matmul(adjoint(factors.basis), sphere)), factors.outside(sphere)
     length = jnp.sqrt(square_norms(outside))
-    # Columns of U may be 0. Nothing is outside of n of them.
+    # Columns of U may be 0. If n are not, nothing is outside of U.
     wanted = jnp.sqrt(jnp.maximum(n - jnp.sum(square_norms(factors.basis)), 0))
     outside = outside * (wanted / jnp.where(length > 0, length, 1)).astype(dtype)
     return matmul(factors.basis, signs) + outside
@@ -80,7 +81,9 @@ def held_probes(
 
 @final
 class HeldWeights(AbstractWeights):
-    """`Re <G, dA>`, G = U V^H, is the derivative of one value; and x, for the observations."""
+    """G = U V^H, with `Re <G, dA>` the derivative of this one value, rather than only in the mean;
+    and x, for the observations.
+    """
 
     u: Inexact[Array, "n c"]
     v: Inexact[Array, "n c"]
@@ -105,7 +108,9 @@ class HeldWeights(AbstractWeights):
 
 
 class _Held:
-    """M for one operator and one preconditioner. (Not a PyTree: it lives while it is traced.)"""
+    """M for one operator and one preconditioner. (It is not a PyTree, as it exists only during a
+    trace.)
+    """
 
     def __init__(self, preconditioner: BuiltPreconditioner, operator: lx.AbstractLinearOperator):
         self.built = preconditioner
@@ -121,11 +126,11 @@ class _Held:
         return lanczos(self.mm, start, steps, self.block.eps)
 
     def log_det(self, key: PRNGKeyArray, k: int) -> PreconditionedQuadrature:
-        """Everything about the log-determinant, with Gauss quadrature for its value."""
+        """The outcome of a budget for the log-determinant, whose value is Gauss quadrature."""
         plan, block, factors = held_plan(k), self.block, self.factors
         probes = held_probes(key, factors, plan.probes, block.dtype)
         krylov = self.lanczos(probes, plan.steps)
-        # What P was built for is another operator: its bound of the eigenvalues is not known here.
+        # P was built for another operator: here no bound of the eigenvalues of M is known.
         unknown = jnp.full_like(self.built.floor, jnp.nan)
         with weights_wanted(False):
             bounds = log_quadrature(krylov, unknown, block.n, jnp.iscomplexobj(probes))
@@ -143,7 +148,7 @@ class _Held:
         )
 
     def weights(self, probes: Array, krylov: Lanczos, fn) -> HeldWeights:
-        """Of the mean over probes of Gauss quadrature; x belongs to the first of them."""
+        """The weights of the mean of Gauss quadrature over probes, and x of the first probe."""
         n, p = probes.shape
         found = own_derivative(self.mm, probes, krylov, fn)
         both = jnp.stack([found.basis, found.left / p])
@@ -154,7 +159,7 @@ class _Held:
 
 @final
 class HeldLogdetEstimator(AbstractEstimator):
-    """The log-determinant. Its value is a pair, as that of `LogdetEstimator`."""
+    """The log-determinant. The value of the estimate is a pair, as for `LogdetEstimator`."""
 
     preconditioner: BuiltPreconditioner
     smallest: ClassVar[int] = 2

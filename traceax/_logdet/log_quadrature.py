@@ -1,25 +1,27 @@
 r"""Gauss and Gauss-Radau quadrature of a logarithm, with bounds and a standard error.
 
-*The value.* The logarithm has derivatives of constant signs, so that Gauss quadrature of z^H log(M)
-z is never too small, and Gauss-Radau quadrature with a node at a <= lambda_min(M) is never too
-large: the truth lies in between. For K + s I, a is known (lambda_min(M) >= s / mu). Radau's rule of
-q nodes is that of T with its last entry reduced by 1 / r, r = e_q^T (T - a)^{-1} e_q. The two
-errors are of about the same size where a is close to lambda_min(M), also for 1/x, so that a mean of
-the two is far better than either (on a kernel, q = 6 to 12: 5 to 30 times). Radau has the weight
-min(0.6, a / theta_1), theta_1 the smallest Ritz value: nothing for an a that is far too small. The
-quadrature error is what the bounds leave possible on either side. Where a is a guess, they are no
-bounds, and the error that `_functions.funm` reads from shorter recurrences is added to it.
+*The value.* Every derivative of the logarithm has a constant sign. Hence Gauss quadrature of
+z^H log(M) z is never too small, and Gauss-Radau quadrature with a node at a <= lambda_min(M) is
+never too large: the truth lies in between. For K + s I, a is known (lambda_min(M) >= s / mu).
+Radau's rule of q nodes is Gauss' rule for T', which is T with its last entry reduced by 1 / r,
+r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors are of about the same
+size, also for 1/x, so that a mean of the two rules is far better than either (on a kernel, q = 6 to
+12: 5 to 30 times). Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest
+Ritz value: nearly nothing if a is far too small. The quadrature error is the largest that the two
+bounds leave possible. If a is a guess, they are no bounds, and the error that `_functions.funm`
+estimates from shorter recurrences is added.
 
-*The derivative* of Gauss quadrature is <L(T)[e_1 e_1^T], dT>, L the derivative of the logarithm
-and dT = V^H dM V (see `_functions.funm`). For Radau's rule, That instead of T, it would no longer
-be 1 in the direction dM = M; it is again if d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h),
-with the largest Ritz vector h. (In the direction of the small eigenvalues, where quadrature errs,
-that leaves Radau's rule for 1/x as it is.)
+*The derivative* of Gauss quadrature is <L(T)[e_1 e_1^T], dT>, with L the derivative of the
+logarithm and dT = V^H dM V (see `_functions.funm`). In the direction dM = M it is 1. For Radau's
+rule, with T', this would be lost; it is restored by
+d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h. (In the
+direction of the small eigenvalues, where quadrature errs, this leaves Radau's rule for 1/x as it
+is.)
 
-*The standard error.* As for spectral sums, Var(z^H f z) = c (tr f^2 - (tr f)^2 / n), f = log M,
-from the nodes and weights themselves, which also give the fourth moment of f. Where few eigenvalues
-dominate, the error of the estimated variance matters: half of its relative variance 2 / nu, with
-the degrees of freedom nu of `_functions.funm`, is added to it.
+*The standard error.* As for spectral sums, Var(z^H f z) = c (tr f^2 - (tr f)^2 / n), f = log M. It
+is estimated from the nodes and weights, which also give the fourth moment of f. If few eigenvalues
+dominate, the error of the estimated variance matters. Its relative variance is 2 / nu, with the
+degrees of freedom nu of `_functions.funm`, and half of that is added to the variance.
 """
 
 import math
@@ -35,19 +37,19 @@ from .._linalg.lanczos import Lanczos, quadrature
 
 
 class LogQuadrature(NamedTuple):
-    """Quadrature of tr log M, probe by probe, as means (so that the trace is n times that)."""
+    """Quadrature of tr log M: means over the probes, and `core` for each probe."""
 
     value: Real[Array, ""]
     error: Real[Array, ""]
     std_err: Real[Array, ""]
     dof: Real[Array, ""]  # of the standard error
     smallest: Real[Array, ""]
-    gap: Real[Array, ""]  # between the two rules: no less than the error of Gauss quadrature alone
-    core: Real[Array, "p q q"]  # the derivative with respect to V^H M V, if wanted
+    gap: Real[Array, ""]  # between the two rules: a bound of the error of Gauss quadrature
+    core: Real[Array, "p q q"]  # the derivative of z^H log(M) z / n by V^H M V, if wanted
 
 
 def _core(nodes: Array, vectors: Array) -> Array:
-    """S (D o s_1 s_1^T) S^T."""
+    """S (D o s_1 s_1^T) S^T, for every probe."""
     along = vectors * vectors[:, :1, :]
     return einsum("pai,pij,pbj->pab", along, divided_differences(jnp.log, nodes), along)
 
@@ -70,7 +72,7 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     shorter, orders = truncations(krylov)
     nodes, weights, vectors = quadrature(shorter)
     smallest = nodes[:p, 0]
-    # A Ritz value that is not positive is reported; a number in its place keeps NaN out.
+    # `smallest` reports Ritz values that are not positive; tiny numbers replace them to avoid NaN.
     eps = float(jnp.finfo(nodes.dtype).eps)
     tiny = eps**2 * krylov.unit
     nodes = jnp.maximum(nodes, jnp.tile(tiny, (orders, 1)))
@@ -78,14 +80,15 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     samples = jnp.sum(weights * logs, axis=1).reshape(orders, p)
     nodes, weights, vectors, logs = (x[:p] for x in (nodes, weights, vectors, logs))
 
-    # Where no bound is known, the residual of the Ritz pair tells how far below it may lie.
+    # Without a known bound, the residual of the smallest Ritz pair tells how far below it the
+    # smallest eigenvalue may lie.
     residual = krylov.beta[-1]
     reach = nodes[:, 0] - residual * jnp.abs(vectors[:, -1, 0])
     guess = jnp.clip(reach, nodes[:, 0] / 4, nodes[:, 0])
     a = jnp.minimum(jnp.where(jnp.isnan(floor), guess, floor), nodes[:, 0] * (1 - math.sqrt(eps)))
     a = jnp.maximum(a, tiny[:, 0] / 2)
     reduction = 1 / jnp.sum(jnp.square(vectors[:, -1, :]) / (nodes - a[:, None]), axis=1)
-    # The rule of a space that is exhausted is exact as it is.
+    # On an exhausted space Gauss' rule is exact.
     exhausted = krylov.exhausted
     reduction = jnp.where(exhausted, 0, reduction)
     changed = krylov._replace(alpha=krylov.alpha.at[-1].add(-reduction))
@@ -101,7 +104,7 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     error = jnp.where(jnp.isnan(floor), guessed, error)
 
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
-    # In this unit, as the squares of rounding errors may be 0, and 0 / 0 is NaN.
+    # In this unit, because squares of rounding errors may underflow to 0, and 0 / 0 is NaN.
     unit = scale_of(logs - jnp.mean(gauss))
     away = jnp.square((logs - jnp.mean(gauss)) / unit)
     second, fourth = jnp.sum(jnp.stack([weights * away, weights * away**2]), axis=(1, 2)) / p

@@ -36,36 +36,37 @@ def logdet(
 
     $\log\det A = \log\det P + \mathrm{tr} \log(P^{-1/2} A P^{-1/2})$ with a preconditioner P of low
     rank plus a multiple of the identity, and stochastic Lanczos quadrature for the second term,
-    which is small where P is good. A diagonal part that the operator is written with (`K + s I`,
-    `K + D`) is read off; otherwise the smallest eigenvalue is estimated.
+    which is small if P is good. If the operator is written with a diagonal part (`K + s I`,
+    `K + D`), that is read off; otherwise the smallest eigenvalue is estimated.
 
-    The budget is divided by what the products themselves reveal (also under `jit`; under `vmap`
-    all plans are computed, and the right ones picked). With t(l) the mean eigenvalue of what a
-    Nystrom approximation of rank l leaves out of K:
+    The products themselves decide how the budget is divided (also under `jit`; under `vmap` all
+    plans are computed, and each lane picks its own). Let t(l) be the mean eigenvalue of the part of
+    K that a Nystrom approximation of rank l leaves out.
 
-    1. k/6 products (at least 16, if that is less than k/3). If t has hardly fallen from half of
-        this rank to all of it (by less than 16 %), low rank does not pay, and the rest goes to
-        $\lfloor\sqrt{k} / 2\rfloor$ probes with as many steps as there are.
+    1. A sketch takes k/6 products (at least 16, or k/3 if that is less). If t has hardly fallen
+        from half of this rank to all of it (by less than 16 %), low rank does not pay, and the rest
+        goes to $\lfloor\sqrt{k} / 2\rfloor$ probes with as many steps as that allows.
     2. Otherwise the rank grows to 2k/3. If t is not yet small relative to s, the rest goes to k/24
         probes with 8 steps each.
-    3. If t(l) / s, extrapolated to the full budget, is below 1/3 and that promises the smaller
-        error, the rank grows to 11k/12, and k/60 probes (at least one) take 5 steps.
+    3. If t(l) / s, extrapolated to the full budget, is below 1/3 and promises a smaller error than
+        at 2k/3, the rank grows to 11k/12, and k/60 probes (at least one) take 5 steps.
 
     *With a preconditioner that was built before* (a [`traceax.BuiltPreconditioner`][]) all of the
     budget goes to probes with about $\sqrt{k} / 2$ steps each, and the value is Gauss quadrature
-    alone: for a fixed key a smooth function of the operator, whose first derivative is exactly its
-    own, as line searches (L-BFGS) need it. There are no second derivatives. The other modes are for
-    Adam and expectations: see below, and "Two derivatives" in the documentation.
+    alone. For a fixed key it is a smooth function of the operator, and the first derivative is
+    exactly that of this function, as line searches (L-BFGS) need it. There are no second
+    derivatives. The other modes are for Adam and expectations: see below, and "Two derivatives" in
+    the documentation.
 
-    There are two errors: `std_err`, of the random probes, and `quadrature_error`, of ending
-    Lanczos' recurrence early, which is a bound where K is tagged semidefinite and s is written
-    down.
+    There are two errors: `std_err` comes from the random probes, and `quadrature_error` from ending
+    Lanczos' recurrence early. The latter is a bound if K is tagged semidefinite and the operator is
+    written with its diagonal part.
 
     First derivatives, in forward and reverse mode, are unbiased as far as the quadrature has
-    converged (where `quadrature_error` exceeds `std_err`, theirs is likely biased as well), and
-    their variance goes to 0 with the rank of P. They cost about `k` tangent products. Second (and
+    converged (if `quadrature_error` exceeds `std_err`, they are likely biased as well), and their
+    variance goes to 0 with growing rank of P. They cost about `k` tangent products. Second (and
     higher) derivatives are as good; for every direction they take another `k` tangent products,
-    and a solve with A for each by conjugate gradients, with P as its preconditioner.
+    and for each of these a solve with A by conjugate gradients, with the preconditioner P.
 
     !!! Example
 
@@ -79,14 +80,14 @@ def logdet(
         solution.value, solution.num_matvecs, solution.result
         ```
 
-    *With a tolerance* the products go on until two standard errors and the quadrature error are
-    within `atol + rtol |t|`: the rank doubles (16, 32, 64, ...) while that pays, then more probes
-    follow, with longer recurrences (8, 24, 72, ... steps) where the quadrature errs. What the
-    rules are stands in `traceax/_logdet/tolerance.py`. If the budget allows n products, the last
-    resort is the exact value, from the stored entries or from n new products (all others then are
-    at most n/4). Otherwise the result is `RESULTS.not_converged`, with the best estimate. All of
-    this works under `jit`; under `vmap` every lane gets what it would get by itself. A derivative
-    is that of the last probes.
+    *With a tolerance* products are made until two standard errors plus the quadrature error are
+    within `atol + rtol |value|`: the rank doubles (16, 32, 64, ...) while that pays, then more
+    probes follow, with longer recurrences (8, 24, 72, ... steps) if the quadrature error is too
+    large. `traceax/_logdet/tolerance.py` has the rules. If the budget allows n products, the last
+    resort is the exact value, from the stored entries or from n new products (at most n/4 products
+    are then made before them). Otherwise the result is `RESULTS.not_converged`, with the best
+    estimate. All of this works under `jit`; under `vmap` every lane gets what it would get by
+    itself. A derivative comes from the last probes.
     Memory: blocks for `max_k`; work: in proportion to the products made.
 
     Cost with a budget: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2`
@@ -103,8 +104,8 @@ def logdet(
     - `rtol`: the relative tolerance. It need not be static.
     - `atol`: the absolute tolerance, an error of the log-determinant. It need not be static.
     - `max_k`: the largest budget for a tolerance, a static Python int of at least 64. By default n,
-        but 1000 for operators with more rows. (From n on, operators with 256 rows or fewer are
-        exact at once.)
+        but 1000 for operators with more rows. (If it is n or more, operators with at most 256 rows
+        get the exact value at once.)
     - `progress`: whether to show estimate, error and products after every step on standard error
         (with `tqdm`, if it is installed); never under `vmap`.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
@@ -118,10 +119,10 @@ def logdet(
     A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
     `outside_domain`, and the value NaN, if the operator is found not to be positive definite to
     rounding: indefinite in fact, or so nearly singular that the precision does not suffice. With
-    `k >= n` that is certain. For smaller budgets it is what the products show: a Ritz value of the
-    probes, or of the preconditioner's sketch, that is not positive. Negative eigenvalues that are
-    few, or tiny beside the largest, may stay unseen. `K - s I`, with a shift that is known to be
-    negative (not traced), has a quarter of the probes, with longer recurrences, which see more.
+    `k >= n` this is certain to be found. Smaller budgets find it by a Ritz value of the probes, or
+    of the preconditioner's sketch, that is not positive. Negative eigenvalues that are few, or tiny
+    beside the largest, may remain unseen. For `K - s I`, with a shift that is known to be negative
+    (not traced), there are a quarter of the probes, with longer recurrences, which see more.
     The result is `not_symmetric`, and the value NaN, if the sketch shows that A is not Hermitian.
     It is `not_converged`, with the best estimate, if a tolerance was not reached, or if the
     quadrature error of a budget exceeds four standard errors, 5 % of the value, and 1.
@@ -129,10 +130,11 @@ def logdet(
     **Raises:**
 
     - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
-        unless either `k` or a tolerance is given.
+        unless exactly one of `k` and a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
         `k < 1`, a preconditioner that cannot be built for this operator, or was built for one of
-        another size or dtype, a negative tolerance, or `max_k` of less than 64 (and n).
+        another size or dtype, a negative tolerance, or a `max_k` that is less than 64 and
+        less than n.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"

@@ -1,36 +1,38 @@
-r"""Gauss quadrature of z^H f(M) z as a function of M and z, with the derivative that is its own.
+r"""Gauss quadrature of z^H f(M) z as a function of M and z, with exactly its own derivative.
 
-Q steps of Lanczos' recurrence from v_1 = z / ||z|| give V, T = V^H M V and beta_q v_(q+1), the
-residual (see `_linalg.lanczos`), and the number
+In q steps, Lanczos' recurrence from v_1 = z / ||z|| gives V, T = V^H M V and the residual
+beta_q v_(q+1) (see `_linalg.lanczos`), and the number
 
     F = ||z||^2 e_1^T f(T) e_1.
 
 `_functions.funm` differentiates F with V held fixed, which is right as far as F has converged to
-z^H f(M) z. Here V moves as it does: the derivative is that of F itself, at any q. With C the
-derivative of the logarithm (or f) at T in the direction e_1 e_1^T, and V^H M = T V^H + beta_q e_q
-v_(q+1)^H,
+z^H f(M) z. Here V changes with M and z: the derivative is that of F itself, for any q. With C the
+derivative of f (for instance, the logarithm) at T in the direction e_1 e_1^T, and with
+V^H M = T V^H + beta_q e_q v_(q+1)^H,
 
     d e_1^T f(T) e_1 = <C, dT> = <C, V^H dM V> + <[T, C], V^H dV> + 2 beta_q Re v_(q+1)^H dV C e_q.
 
-As [T, C] = [f(T), e_1 e_1^T], the term in the middle is 2 Re (V f(T) e_1)^H dv_1: nothing for a
-fixed z. In the last term stands what the truncation leaves out of a fixed V. The recurrence
+As [T, C] = [f(T), e_1 e_1^T], the second term is 2 Re (V f(T) e_1)^H dv_1, which is 0 for a fixed
+z. The third term is the effect of the truncation, which a fixed V neglects. For this term the
+recurrence
 
     beta_j dv_(j+1) = dM v_j + (M - alpha_j) dv_j - beta_(j-1) dv_(j-1) + (terms in v_i, i <= j + 1)
 
-is run backwards for it, from the end: with u = beta_q v_(q+1) and gamma = C e_q,
+is run backwards, from the end: with u = beta_q v_(q+1) and gamma = C e_q,
 
     w_j = gamma_j u + (M - alpha_j) mu_j - beta_j mu_(j+1),     mu_j = w_(j+1) / beta_j,  mu_q = 0,
 
     2 Re sum_j gamma_j u^H dv_j = 2 Re sum_(j<q) mu_j^H dM v_j + 2 Re w_1^H dv_1.
 
-The terms in v_i drop out: w_j lies in the span of v_(j+1), v_(j+2), ... (a product with M goes down
-by one place only), and is kept orthogonal to v_1, ..., v_j against rounding errors. In all,
+The terms in v_i drop out, as w_j lies in the span of v_(j+1), v_(j+2), ... (a product with M lowers
+the first index by one only). In spite of rounding errors w_j is kept orthogonal to v_1, ..., v_j.
+In total,
 
     dF = Re <G, dM> + 2 Re x^H dz,      G = ||z||^2 (V C + 2 [mu_1, ..., mu_(q-1), 0]) V^H,
                                         x = ||z|| (V f(T) e_1 + w_1).
 
 (N. Kraemer, P. Moreno-Munoz, H. Roy, S. Hauberg, *Gradients of functions of large matrices*, 2024,
-arXiv:2405.17277, run the general adjoint, of which this is the part that T = V^H M V leaves.)
+arXiv:2405.17277, run the general adjoint, which T = V^H M V reduces to this.)
 """
 
 from collections.abc import Callable
@@ -55,8 +57,8 @@ class OwnDerivative(NamedTuple):
 
 
 def positive_quadrature(krylov: Lanczos) -> tuple[Array, Array, Array]:
-    """The quadrature of a positive definite operator. (A number in the place of nodes that are not
-    positive keeps NaN out: they are for the caller to report.)
+    """The quadrature of a positive definite operator. (Tiny numbers replace nodes that are not
+    positive, to avoid NaN. The caller must report such nodes.)
     """
     nodes, weights, vectors = quadrature(krylov)
     tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
@@ -68,7 +70,7 @@ def gauss(
 ) -> Real[Array, " p"]:
     """F, for every probe.
 
-    **Arguments:** as of `own_derivative`.
+    **Arguments:** those of `own_derivative`.
     """
     nodes, weights, _ = positive_quadrature(krylov)
     return square_norms(probes) * jnp.sum(weights * on_nodes(fn, nodes), axis=1)
@@ -91,7 +93,7 @@ def own_derivative(
 
     **Returns:**
 
-    An `OwnDerivative`. Cost: `q` block products, as many as the recurrences took, and twice the
+    An `OwnDerivative`. Cost: `q` block products, as many as the recurrences took, and twice their
     other operations.
     """
     basis, alpha, beta = krylov.basis, krylov.alpha, krylov.beta
@@ -102,7 +104,7 @@ def own_derivative(
     of_first = einsum("paj,pj->pa", vectors, on_nodes(fn, nodes) * vectors[:, 0, :]).astype(dtype)
 
     def outside(block, j):
-        """Without its part in v_1, ..., v_j."""
+        """The block without its part in v_1, ..., v_j."""
         before = (jnp.arange(q) < j).astype(dtype)[:, None]
         for _ in range(2):
             inside = before * einsum("qnp,np->qp", jnp.conj(basis), block)
@@ -124,7 +126,7 @@ def own_derivative(
         w = outside(w, j + 1)
         return (divided(w, before), mu), mu
 
-    # Index j stands for v_(j+1). Nothing is divided by at the start.
+    # Index j stands for v_(j+1). At the start of the recurrence there is no division.
     before = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
     end = outside(last[-1] * residual, q)
     mu, zero = divided(end, before[-1]), jnp.zeros_like(residual)

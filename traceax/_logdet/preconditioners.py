@@ -36,8 +36,8 @@ def _check_rank(rank: Any) -> None:
 
 
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
-    """Raise a `ValueError` unless the tags, or those of the parts, say positive semidefinite."""
-    # c K + s I is not tagged where c or s is traced: the products will tell if it is not positive.
+    """Raise a `ValueError` unless the operator, or its parts, are tagged positive semidefinite."""
+    # c K + s I is not tagged if c or s is traced: the products will tell if it is not positive.
     if semidefinite_sign(operator) != 1 and not _may_be_definite(operator):
         raise ValueError(
             f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
@@ -47,8 +47,8 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
 
 
 def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether all terms are diagonal or tagged, and the numbers in front of them not known to make
-    the sum negative.
+    """Whether all terms are diagonal or tagged, and their coefficients not known to make the sum
+    negative.
     """
     terms = terms_of(operator)
     positive = terms.positive
@@ -67,7 +67,7 @@ class AbstractPreconditioner(eqx.Module):
 
     @abc.abstractmethod
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if it cannot be built for this operator.
+        """Raise a `ValueError` if the preconditioner cannot be built for this operator.
 
         **Arguments:**
 
@@ -78,7 +78,7 @@ class AbstractPreconditioner(eqx.Module):
     def of_rank(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, rank: int
     ) -> BuiltPreconditioner:
-        """Build it from `rank` products; called with checked arguments.
+        """Build the preconditioner from `rank` products. The arguments are checked before.
 
         **Arguments:**
 
@@ -92,7 +92,7 @@ class AbstractPreconditioner(eqx.Module):
         """
 
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
-        """Build it, to be held while the operator changes.
+        """Build the preconditioner, to be held while the operator changes.
 
         !!! Example
 
@@ -116,7 +116,7 @@ class AbstractPreconditioner(eqx.Module):
 
         - `TypeError`: for a key or operator of the wrong type.
         - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
-            semidefinite, or if it cannot be built for this operator.
+            semidefinite, or if the preconditioner cannot be built for it.
         """
         key, operator = check_key(key), as_operator(operator)
         check_definite(operator, "A preconditioner")
@@ -128,7 +128,7 @@ class AbstractPreconditioner(eqx.Module):
             )
         rank = min(self.rank, operator.in_size())
 
-        # What is held moves with nothing: no factorisation need be differentiated.
+        # What is held is a constant: no factorisation needs to be differentiated.
         def fixed(x):
             return lax.stop_gradient(x) if eqx.is_array(x) else x
 
@@ -140,12 +140,12 @@ class AbstractPreconditioner(eqx.Module):
 def scaled_products(
     block: BlockOperator, relative: Real[Array, " n"], vectors: Inexact[Array, "n m"]
 ) -> Inexact[Array, "n m"]:
-    """D^{-1/2} A D^{-1/2} times a block, for D up to its unit.
+    """D^{-1/2} A D^{-1/2} times a block, with D relative to its unit.
 
     **Arguments:**
 
     - `block`: the operator A.
-    - `relative`: the roots of D.
+    - `relative`: the roots of the entries of D, relative to its unit.
     - `vectors`: the block.
     """
     root = relative[:, None].astype(block.dtype)
@@ -156,9 +156,9 @@ def scaled_products(
 class NystromPreconditioner(AbstractPreconditioner):
     r"""A randomised Nystrom approximation, for any positive definite operator.
 
-    $P = U \Lambda U^* + \mu I$ from `rank` products with normal test vectors. A diagonal part that
-    the operator is written with (`K + s I`) is kept exactly; otherwise the smallest eigenvalue is
-    estimated.
+    $P = U \Lambda U^* + \mu I$ from `rank` products with normal test vectors. If the operator is
+    written with a diagonal part (`K + s I`), that is kept exactly; otherwise the smallest
+    eigenvalue is estimated.
 
     Cost: `rank` matvecs, `n x rank` numbers, about `15 n rank^2` operations.
 
@@ -174,7 +174,7 @@ class NystromPreconditioner(AbstractPreconditioner):
         _check_rank(self.rank)
 
     def check(self, operator):
-        """Any operator will do."""
+        """Accept every operator."""
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
@@ -190,17 +190,18 @@ class NystromPreconditioner(AbstractPreconditioner):
 
 NystromPreconditioner.__init__.__doc__ = """**Arguments:**
 
-- `rank`: the rank, one product each. By default two thirds of the budget (`build` has none).
+- `rank`: the rank, which is also the number of products. By default two thirds of the budget.
+    (`build` has no budget: it needs the rank.)
 """
 
 
 @final
 class RPCholeskyPreconditioner(AbstractPreconditioner):
-    r"""A randomly pivoted partial Cholesky factorisation, for operators that know their diagonal.
+    r"""A randomly pivoted partial Cholesky factorisation, for operators with a known diagonal.
 
     $P = F F^* + \mu I$ with F from `rank` columns of the operator, picked with probabilities
-    proportional to what is left of the diagonal. A diagonal part that the operator is written with
-    (`K + s I`) is kept exactly.
+    proportional to what is left of the diagonal. If the operator is written with a diagonal part
+    (`K + s I`), that is kept exactly.
 
     Cost: `rank` matvecs (one column each, one after the other), `n x rank` numbers, about
     `15 n rank^2` operations.
@@ -251,7 +252,8 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
 
         diagonal = diagonal / unit - shift
         f, apart = pivoted_cholesky(key, column, diagonal, rank, block.dtype)
-        # The trace of what is left out is known here. Without s, mu is its mean eigenvalue.
+        # Here the trace of the part that is left out is known. If s is not, mu becomes the mean
+        # eigenvalue of this part.
         left_out = jnp.sum(diagonal) - jnp.sum(square_norms(f))
         left_out = jnp.maximum(left_out, 0) / max(block.n - rank, 1)
         shift = jnp.where(known, shift, 0.9 * left_out)
@@ -259,13 +261,14 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
         nan = jnp.full_like(unit, jnp.nan)
         low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out, nan)
         built = low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
-        fits = ~(apart > 64 * block.eps)  # NaN is another matter
+        fits = ~(apart > 64 * block.eps)  # NaN is reported elsewhere
         status = jnp.where(fits, built.status, WRONG_DIAGONAL)
         return dataclasses.replace(built, status=status)
 
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**
 
-- `rank`: the rank, one column each. By default two thirds of the budget (`build` has none).
-- `diagonal`: the diagonal of the operator, where it does not store it.
+- `rank`: the rank, which is also the number of columns. By default two thirds of the budget.
+    (`build` has no budget: it needs the rank.)
+- `diagonal`: the diagonal of the operator, if the operator does not store it.
 """

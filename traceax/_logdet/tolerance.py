@@ -1,22 +1,24 @@
 r"""Log-determinants that spend what a tolerance needs.
 
-One loop (`jax.lax.while_loop`) around three things, each of which is done only where the state asks
-for it: the sketch grows to twice its rank (see `growing_sketch`), a few more probes take Lanczos'
-recurrence (see `budget_policy`), and the rule decides how to go on. With c standard errors and the
-quadrature error against atol + rtol |t|:
+There is one loop (`jax.lax.while_loop`). In a round the sketch grows to twice its rank, if the
+state asks for it (see `growing_sketch`); a few more probes take Lanczos' recurrence (see
+`budget_policy`); and the rule decides how to go on, from c standard errors and the quadrature error
+on one side, and the tolerance atol + rtol |value| on the other:
 
-- done, if they are within it. With r probes that were not enough it looks again at 2 r, not before:
-  every look is a chance to stop on an error bar that happens to be too small.
-- a larger rank, while what the approximation leaves out falls with the rank, if more probes would
-  cost more than that, or if it is the quadrature that errs. The probes so far belonged to another
-  preconditioner: they are forgotten.
-- longer recurrences (8, 24, 72, ... steps), if the quadrature errs, and the rank cannot help.
+- done, if the sum of the errors is within the tolerance. If r probes were not enough, the rule
+  looks again at 2 r, and not before: every look is a chance to stop on an error bar that happens to
+  be too small.
+- a larger rank, if what the approximation leaves out still falls with the rank, and either more
+  probes would cost more or the quadrature error is too large. The probes so far belong to another
+  preconditioner, and are forgotten.
+- longer recurrences (8, 24, 72, ... steps), if the quadrature error is too large, and the rank
+  cannot help.
 - otherwise more probes.
-- the exact value, as the last resort, where the budget allows n products: from n new ones, so that
-  nothing else may spend more than n / 4.
+- the exact value, as the last resort, if the budget allows n products. It takes n new ones, so that
+  all others may be no more than n / 4.
 
-Factors have the size of the largest rank, columns that are not there yet are 0. The derivative is
-that of the last few probes, held fixed with all that was learnt (see `weights`).
+Factors have the size of the largest rank; columns that are not there yet are 0. The derivative
+comes from the last few probes, which are held fixed, as is all that was learnt (see `weights`).
 """
 
 import dataclasses
@@ -52,22 +54,23 @@ from .growing_sketch import GrowingSketch
 from .preconditioners import check_definite
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
-#: So many standard errors are to be within the tolerance. (The error of 99 % of runs then is: five
-#: kernels, three tolerances, 10 keys. Standard errors are made to be rather too large.)
+#: The number of standard errors that must be within the tolerance. (In 99 % of runs the error then
+#: is, too: five kernels, three tolerances, 10 keys. Standard errors are rather too large than too
+#: small.)
 FACTOR = 2.0
 
-#: The first rank, and the number of steps that are tried first.
+#: The first rank, and the first number of steps.
 FIRST_RANK, FIRST_STEPS = 16, 8
 
-#: Probes that advance together, at most (the first look at a preconditioner takes one).
+#: The most probes of one round (the first look at a preconditioner takes one).
 TOGETHER = 4
 
-#: The smallest budget that has room for all of this.
+#: The smallest budget that has room for a run.
 LEAST = 64
 
 
 def ranks(most: int) -> tuple[int, ...]:
-    """The ranks: each about twice the one before, the last three quarters of the budget."""
+    """The ranks: each is about twice the one before, the last is three quarters of the budget."""
     last = 3 * most // 4
     found = [FIRST_RANK]
     while 3 * found[-1] <= last:
@@ -76,8 +79,8 @@ def ranks(most: int) -> tuple[int, ...]:
 
 
 def shapes(most: int, n: int) -> tuple[tuple[int, int], ...]:
-    """Probes and steps: the first look, then one pair for each depth, with as many probes as a
-    third of the budget allows.
+    """Pairs of numbers of probes and steps: one for the first look, then one for each depth, with
+    as many probes as a third of the budget allows.
     """
     found, steps = [(1, FIRST_STEPS), (TOGETHER, FIRST_STEPS)], 3 * FIRST_STEPS
     while steps <= min(most // 2, n):
@@ -87,13 +90,13 @@ def shapes(most: int, n: int) -> tuple[tuple[int, int], ...]:
 
 
 class _Sums(NamedTuple):
-    """Of the probes with one preconditioner and one depth."""
+    """Sums over the probes with one preconditioner and one depth."""
 
     probes: Int[Array, ""]
     value: Real[Array, ""]
     error: Real[Array, ""]
     variance: Real[Array, ""]
-    doubt: Real[Array, ""]  # half of the variance of that
+    doubt: Real[Array, ""]  # half of the variance of `variance`
 
     @staticmethod
     def none(real: Any) -> "_Sums":
@@ -124,8 +127,8 @@ class _Sums(NamedTuple):
 
 
 class LogdetAim(NamedTuple):
-    """What the loop is run for: the log-determinant itself. (Log densities have an aim of their
-    own, which solves on the way: see `gaussian_tolerance`.)
+    """The aim of a run: the log-determinant itself. (Log densities have another aim, which solves a
+    system during the run: see `gaussian_tolerance`.)
     """
 
     rtol: Real[Array, ""]
@@ -141,7 +144,7 @@ class LogdetAim(NamedTuple):
         return known
 
     def tolerance(self, value: Real[Array, ""], known: Any) -> Real[Array, ""]:
-        """What the error of the log-determinant may be, where it is `value`."""
+        """The error that a log-determinant of this value may have."""
         return self.rtol * jnp.abs(value) + self.atol
 
 
@@ -149,17 +152,17 @@ class State(NamedTuple):
     y: Inexact[Array, "n rank"]  # the products so far
     built: BuiltPreconditioner
     left_out: Real[Array, ""]
-    decays: Bool[Array, ""]  # whether twice the rank is worth while
+    decays: Bool[Array, ""]  # whether twice the rank is worthwhile
     level: Int[Array, ""]
     depth: Int[Array, ""]
-    grows: Bool[Array, ""]  # what is to be done next
+    grows: Bool[Array, ""]  # whether the rank is to grow next
     sums: _Sums
-    target: Int[Array, ""]  # the number of probes to look at
+    target: Int[Array, ""]  # the number of probes at the next look
     spent: Int[Array, ""]
     rounds: Int[Array, ""]
     status: Int[Array, ""]
     weights: LogdetWeights
-    known: Any  # what the aim wants to know besides
+    known: Any  # what the aim knows besides
     done: Bool[Array, ""]
 
 
@@ -168,7 +171,7 @@ def _where(condition: Array, new: Any, old: Any) -> Any:
 
 
 class Loop:
-    """One run. (Not a PyTree: it lives while it is traced.)"""
+    """One run. (It is not a PyTree, as it exists only during a trace.)"""
 
     def __init__(
         self, aim: Any, key, operator, most: int, falls_back_to_exact: bool, progress: bool
@@ -177,12 +180,12 @@ class Loop:
 
         **Arguments:**
 
-        - `aim`: what it is run for, a `LogdetAim` or what has its methods.
+        - `aim`: the aim, a `LogdetAim` or an object with its methods.
         - `key`: the random key.
         - `operator`: the operator.
         - `most`: the largest number of products.
-        - `falls_back_to_exact`: whether the exact value may come in the place of the result.
-        - `progress`: whether to show it.
+        - `falls_back_to_exact`: whether the exact value may replace the result.
+        - `progress`: whether to show the progress.
         """
         sketch_key, self.probe_key = split(key)
         self.aim, self.most, self.progress = aim, most, progress
@@ -227,7 +230,7 @@ class Loop:
         )
 
     def _grown(self, state: State) -> State:
-        """With the next rank, where that is wanted."""
+        """The state with the next rank, if that is wanted."""
         for j in range(1, len(self.ranks)):
             wanted = state.grows & (state.level == j - 1) & ~state.done
             before, rank = self.ranks[j - 1 : j + 1]
@@ -253,7 +256,7 @@ class Loop:
         return state
 
     def _probed(self, state: State) -> State:
-        """With a few more probes."""
+        """The state with a few more probes."""
         key = numbered(self.probe_key, state.rounds)
         depth, first = state.depth, (state.depth == 0) & (state.sums.probes == 0)
         for j, (p, q) in enumerate(self.shapes):
@@ -276,7 +279,7 @@ class Loop:
         return state
 
     def _decided(self, state: State) -> State:
-        """The rule (see above)."""
+        """The state with the decision of the rule (see above)."""
         sums = state.sums
         value, error, std_err = sums.means()
         tolerance = self.aim.tolerance(value, state.known).astype(self.real)
@@ -285,7 +288,7 @@ class Loop:
         needed = jnp.square(FACTOR * std_err / jnp.where(room > 0, room, jnp.nan))
         needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
 
-        # A last rank or depth has no next one.
+        # For the last rank or depth, the whole budget stands for the cost of the next.
         costs = [b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)]
         extendable = jnp.array([*costs, self.most])[state.level]
         steps = jnp.array([q for _, q in self.shapes[1:]])[state.depth]
@@ -298,11 +301,11 @@ class Loop:
         dearer = sums.probes * steps * (needed - 1) > extendable
         grows = state.decays & (extendable + FIRST_STEPS <= left) & (errs | dearer)
         deepens = ~grows & errs & (deeper <= left)
-        # Out of reach, too, more probes are good as long as theirs is the larger error.
+        # Even if the tolerance is out of reach, more probes help while std_err is the larger error.
         useful = (room > 0) | (std_err > error)
         again = ~grows & ~deepens & (now <= left) & useful
         ends = ~(grows | deepens | again)
-        # A round that no longer fits is not waited for.
+        # If a further round no longer fits, the rule looks now.
         looks = (sums.probes >= state.target) | ends | (now > left)
         failed = state.status != SUCCESSFUL
         done = (looks & met) | ends | failed
@@ -321,7 +324,7 @@ class Loop:
         return new
 
     def run(self) -> State:
-        """Go on until it is done."""
+        """Make rounds until the state is done."""
 
         def step(state):
             return self._decided(self._probed(self._grown(state)))
@@ -330,25 +333,25 @@ class Loop:
 
 
 def _decay(low_rank, before: Array) -> Array:
-    """Whether it left much less out than a rank of one half."""
+    """Whether this rank leaves out much less than half of it did (`before`)."""
     return low_rank.left_out <= 0.84 * before
 
 
 def if_any(wanted: Array, new: Callable[[], Any], old: Any) -> Any:
-    """`new()` where it is wanted: computed only if it is wanted in any lane of a `vmap`."""
+    """`new()` if it is wanted, else `old`. It is computed only if any lane of a `vmap` wants it."""
     return lax.cond(any_lane(wanted), lambda: keep(~wanted, old, new()), lambda: old)
 
 
 def loop_budgets(
     max_k: int | None, operator: lx.AbstractLinearOperator, preconditioner: Any, name: str
 ) -> tuple[int, int]:
-    """The largest budget, and that for the primitive: see `budgets_for`.
+    """The largest budget, and the budget for the primitive: see `budgets_for`.
 
     **Arguments:**
 
-    - `max_k`: the argument of the user.
+    - `max_k`: the argument of the user, or None.
     - `operator`: the operator.
-    - `preconditioner`: the argument of the user, a `ValueError` unless it is "auto".
+    - `preconditioner`: the argument of the user. Unless it is "auto", a `ValueError` is raised.
     - `name`: the name of the estimator.
     """
     if not isinstance(preconditioner, str) or preconditioner != "auto":
@@ -360,7 +363,7 @@ def loop_budgets(
 
 
 def check_most(max_k: int, n: int, name: str) -> None:
-    """Raise a `ValueError` unless the largest budget has room for all of this."""
+    """Raise a `ValueError` unless the largest budget has room for a run."""
     if max_k < min(n, LEAST):
         raise ValueError(
             f"To a tolerance, {name} needs max_k of at least {min(n, LEAST)}, got {max_k}. With "
@@ -369,7 +372,7 @@ def check_most(max_k: int, n: int, name: str) -> None:
 
 
 def as_moving(weights: ExactLogdetWeights, state: State) -> LogdetWeights:
-    """The exact weights `I A^{-1} I`, of the size of the others."""
+    """The exact weights A^{-1} as `V C V^H` with V = I, padded to the size of the others."""
     n, columns = state.weights.vectors.shape
     pad = lambda x, rows: jnp.pad(x, ((0, rows), (0, columns - n)))  # noqa: E731
     eye = jnp.eye(n, dtype=weights.inverse.dtype)
@@ -379,7 +382,7 @@ def as_moving(weights: ExactLogdetWeights, state: State) -> LogdetWeights:
 
 @final
 class ToleranceLogdetEstimator(AbstractEstimator):
-    """The log-determinant to a tolerance. Its value is a pair, as that of `LogdetEstimator`."""
+    """The log-determinant to a tolerance. The value is a pair, as for `LogdetEstimator`."""
 
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
@@ -397,7 +400,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         n = operator.in_size()
         falls_back_to_exact = self.max_k >= n
-        with weights_wanted(True):  # the loop has one structure
+        with weights_wanted(True):  # the state of the loop has them in any case
             most, aim = (
                 n // 4 if falls_back_to_exact else self.max_k,
                 LogdetAim(self.rtol, self.atol),

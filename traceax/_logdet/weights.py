@@ -1,27 +1,29 @@
-r"""The weights of a log-determinant: G with E[G] = A^{-1}, and how it moves with A.
+r"""The weights of a log-determinant: G with E[G] = A^{-1}, and how G changes with A.
 
-*The derivative* is tr(A^{-1} dA). Of the part 𝓛 = dA - (I - U U^H) dA (I - U U^H) of dA (in scaled
-coordinates), tr(P^{-1} 𝓛) = sum_j u_j^H dA u_j / (lambda_j + mu) is known exactly, with l products.
-With w = R^{-H} z and L the derivative of the logarithm at M,
+*The derivative* is tr(A^{-1} dA). With L the derivative of the logarithm at M, this is the mean of
 
-    <L(M)[z z^H], R^{-1} dA R^{-H}>,        E = tr(A^{-1} dA),
+    <L(M)[z z^H], R^{-1} dA R^{-H}>.
 
-has beta (tr(P^{-1} 𝓛) - w^H 𝓛 w), of mean 0 for any fixed beta, as its control variate: for M close
-to the identity and beta = 1 all but the block of dA outside of U cancels, and the variance goes to
-0 with the rank. (Holding P fixed leaves a variance that no rank removes.) For too small a rank it
-would add more than it takes away: beta = s / (s + 3 t), t the mean eigenvalue of what P leaves out,
-is close to the best one on kernels throughout. (RBF in 5 dimensions, noise 1e-3, n = 400, rank 80,
-standard deviation of one probe: 327 with beta = 1, 146 with beta = 0, 144 at best.) The part
-outside, w_2 w_2^H with mean (I - U U^H) / mu, is normalised to its mean length, so that the
-derivative with respect to s is nearly free of error. All of it is <G, dA> with one matrix
+For the part 𝓛 = dA - (I - U U^H) dA (I - U U^H) of dA (in scaled coordinates),
+tr(P^{-1} 𝓛) = sum_j u_j^H dA u_j / (lambda_j + mu) is known exactly, from l products. With
+w = R^{-H} z, a control variate is beta (tr(P^{-1} 𝓛) - w^H 𝓛 w), which has mean 0 for any fixed
+beta. If M is close to the identity and beta = 1, all but the block of dA outside of U cancels, and
+the variance goes to 0 with growing rank. (With P held fixed, a variance would remain that no rank
+removes.) If the rank is too small, beta = 1 would add more variance than it removes:
+beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out, is close to the best one on
+all kernels tried. (RBF in 5 dimensions, noise 1e-3, n = 400, rank 80, standard deviation of one
+probe: 327 with beta = 1, 146 with beta = 0, 144 at best.) Let w_2 be the part of w outside of U:
+w_2 w_2^H has mean (I - U U^H) / mu. It is normalised to its mean length, so that the derivative
+with respect to s is nearly free of error. The sum of all this is <G, dA> with one matrix
 G = V C V^H, and converges with q as the value does.
 
-*The second derivative* is tr(A^{-1} d^2 A) - tr(A^{-1} dA A^{-1} dA). G moves as A^{-1} does,
+*The second derivative* is tr(A^{-1} d^2 A) - tr(A^{-1} dA A^{-1} dA). G changes as A^{-1} does,
 
     dG = -(A^{-1} dA G + G dA A^{-1}) / 2,      that is      dV = -A^{-1} dA V / 2,
 
-so that <dG, dA> has that mean (as far as G has), at every order, and is symmetric in the two
-directions. It takes a solve with A for every column of V, with P as its preconditioner.
+so that the mean of <dG, dA> is the second term (as far as E[G] = A^{-1}), likewise at every order,
+and it is symmetric in the two directions. It takes a solve with A for every column of V, with the
+preconditioner P.
 """
 
 from typing import final
@@ -41,7 +43,7 @@ from .conjugate_gradients import definite_solve
 
 @final
 class LogdetWeights(AbstractWeights):
-    """`G = V C V^H`. Contracting costs as many matvecs as `V` has columns."""
+    """`G = V C V^H`. A contraction costs as many matvecs as `V` has columns."""
 
     vectors: Inexact[Array, "n c"]
     core: Inexact[Array, "c c"]
@@ -65,7 +67,7 @@ class LogdetWeights(AbstractWeights):
 
 @final
 class ExactLogdetWeights(AbstractWeights):
-    """`G = A^{-1}`. Contracting costs `n` matvecs, or none where the entries are stored."""
+    """`G = A^{-1}`. A contraction costs `n` matvecs, or none if the entries are stored."""
 
     inverse: Inexact[Array, "n n"]
 
@@ -95,7 +97,7 @@ def vectors_of(
 
     **Arguments:**
 
-    - `run`: the budget spent.
+    - `run`: the outcome of a budget.
 
     **Returns:**
 
@@ -119,13 +121,13 @@ def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
 
     **Arguments:**
 
-    - `run`: the budget spent.
+    - `run`: the outcome of a budget.
 
     **Returns:**
 
     The weights. Cost: `4 n l p q` operations.
     """
-    from jax.scipy.linalg import block_diag  # imported only here: it takes time
+    from jax.scipy.linalg import block_diag  # imported only here, because it takes time
 
     factors, control_variate_weight = run.built.factors, run.built.control_variate_weight
     n, p = run.probes.shape

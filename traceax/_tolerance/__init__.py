@@ -2,5 +2,5 @@
 probes (`run`), and the estimator that the primitive sees (`estimator`).
 
 Begin with `run`. This room uses those below: `_core`, `_probes`, `_operators`, `_sketch` and
-`_estimators`. It knows no algorithm: an estimator says by itself how it works to a tolerance.
+`_estimators`. It knows no algorithm: every estimator defines how it works to a tolerance.
 """

@@ -1,4 +1,4 @@
-"""To a tolerance: the arguments, and the estimator under the primitive (see `run`)."""
+"""Calls with a tolerance: the arguments, and the estimator that the primitive sees (see `run`)."""
 
 import dataclasses
 from typing import Any, ClassVar, final
@@ -32,13 +32,13 @@ from .run import Rule, Run, RunState
 
 @final
 class ToleranceRun(AbstractToleranceRun):
-    """A run with a state, which may be gone on from: see `run`."""
+    """A run that can go on from a state, and return one: see `run`."""
 
     rows: Rows | None
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
     before: RunState | None
-    #: What is known of the value: that is `offset` plus `scale` times what is estimated.
+    #: From the known parts: the value is `offset` plus `scale` times what is estimated.
     offset: Array | None
     scale: Array | None
     max_k: int = eqx.field(static=True)
@@ -82,7 +82,7 @@ class ToleranceEstimator(AbstractEstimator):
 
     @property
     def batch_size(self):
-        """That of the estimator."""
+        """The `batch_size` of the estimator."""
         return self.estimator.batch_size
 
     def check(self, operator):
@@ -167,7 +167,7 @@ def solve_either(
     throw: bool,
     rows: Rows | None = None,
 ) -> Solution:
-    """A trace (`rows=None`), or a diagonal or sums of its entries; with a budget or a tolerance."""
+    """A trace (`rows=None`), a diagonal, or sums of its entries; with a budget or a tolerance."""
     check_key(key)
     primitive = trace_p if rows is None else diagonal_p
     if options.wanted(k, name, "`max_k`, `state`, `keep_state`, `progress`"):

@@ -5,18 +5,18 @@ until
 
     c_j std_err <= atol + rtol |t|
 
-(for diagonals, with the Euclidean norms of std_err and of t), or until the budget is spent. Every
-block has static shapes and a branch of its own (`jax.lax.cond`), so that the work is proportional
-to the blocks that were needed. Under `vmap` the run goes on until the slowest lane is done (see
-`_core.control_flow`); the numbers of a lane are those of a call by itself.
+with the value t (for diagonals, with the Euclidean norms of std_err and of t), or until the budget
+is spent. Every block has static shapes and a branch of its own (`jax.lax.cond`), so that the work
+is proportional to the number of products that were needed. Under `vmap` the run goes on until the
+slowest lane is done (see `_core.control_flow`); the numbers of a lane are those of a separate call.
 
-*The constants c_j* (`_estimators.calibration`) are calibrated with a check after every block. An
-error bar that happens to be too small ends the run, so that 1.96 standard errors would cover less
-than 95 %. The norm of many errors is more certain than one error: see `norm_factor`.
+*The constants c_j* (`_estimators.calibration`) are calibrated with a check after every block. As an
+error bar that happens to be too small ends the run, 1.96 standard errors would cover less than
+95 %. The norm of many errors scatters less than a single error: see `norm_factor`.
 
-*The last resort.* Where the budget allows n products, blocks grow up to n / 2. If the estimate is
-not good enough by then, the exact value is completed: with products on the orthogonal complement of
-what is known.
+*The last resort.* If the budget allows n products, blocks end at n / 2. If the estimate is not good
+enough by then, the exact value is completed: if the algorithm allows it, with products on the
+orthogonal complement of the vectors that were multiplied before, and no others.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
 from .._sketch.weights import AbstractTwoSidedWeights, AbstractWeights
 
-#: Probes in the first block. With fewer their scatter says too little.
+#: The number of probes in the first block. With fewer, their scatter says too little.
 FIRST = 16
 
 
@@ -66,11 +66,11 @@ def schedule(
     **Arguments:**
 
     - `matvecs_per_probe`: the matvecs that a probe takes.
-    - `most`: the budget. From n on blocks end at n / 2: what comes then is the exact trace.
+    - `most`: the budget. If it is n or more, blocks end at n / 2, and the exact trace is next.
     - `n`: the size of the operator.
-    - `spent`: the schedule to go on with.
-    - `least_probes`: the fewest probes that a further block may have: what the budget leaves over
-        beyond that is not spent.
+    - `spent`: the schedule of an earlier run, which this one continues.
+    - `least_probes`: the fewest probes that a further block may have. A smaller rest of the budget
+        is not spent.
 
     **Returns:**
 
@@ -84,11 +84,11 @@ def schedule(
 
 
 class Rule(NamedTuple):
-    """When to stop: the value of interest is offset + scale * (what is estimated)."""
+    """When to stop. The value of interest is offset + scale * (what is estimated)."""
 
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
-    offset: Inexact[Array, "..."] | None  # None: there is no such part
+    offset: Inexact[Array, "..."] | None  # None if there are no known parts
     scale: Inexact[Array, ""]
 
     def sizes(self, estimate: Estimate, block: BlockOperator) -> tuple[PyTree, Array]:
@@ -107,26 +107,26 @@ class Rule(NamedTuple):
 
 @final
 class RunState(eqx.Module):
-    """All that a run has learnt: arrays for the largest number of probes, the rest of them 0."""
+    """All that a run has learnt. Arrays are for the largest number of probes, padded with 0."""
 
     arrays: Any
     keys: Array  # the key of each block, as data
-    level: Int[Array, ""]  # the last block; their number, if the value was completed
-    completed: PyTree[Inexact[Array, "..."]]  # the exact value, then
+    level: Int[Array, ""]  # the last block used, or the number of blocks if the value was completed
+    completed: PyTree[Inexact[Array, "..."]]  # the value, exact if it was completed
     extendable: AbstractExtendable = eqx.field(static=True)
     budgets: tuple[int, ...] = eqx.field(static=True)
-    falls_back_to_exact: bool = eqx.field(static=True)  # whether the value is completed in the end
+    falls_back_to_exact: bool = eqx.field(static=True)  # whether it may be completed
     n: int = eqx.field(static=True)
 
 
 @final
 class RunWeights(AbstractWeights):
-    """The weights of all blocks that were used. Only these are contracted."""
+    """The weights of all blocks. Only those of blocks that were used are contracted."""
 
     parts: list[AbstractWeights]
     factors: Real[Array, " blocks"]
     level: Int[Array, ""]
-    columns: tuple[int, ...] = eqx.field(static=True)  # up to the end of each block
+    columns: tuple[int, ...] = eqx.field(static=True)  # their number up to the end of each block
     falls_back_to_exact: bool = eqx.field(static=True)
     diagonal: bool = eqx.field(static=True)
 
@@ -146,7 +146,7 @@ class RunWeights(AbstractWeights):
             return lax.cond(flag, total, lambda: zeros)
 
         def products(multiply, x):
-            """Products with the columns of the blocks that were used; 0 for the other columns."""
+            """Products with the columns of blocks that were used; 0 for the others."""
             ends = zip([0, *self.columns[:-1]], self.columns, strict=True)
             columns = [x[:, start:end] for start, end in ends]
             blocks = [lax.cond(used(j), multiply, jnp.zeros_like, c) for j, c in enumerate(columns)]
@@ -175,7 +175,7 @@ class RunOutcome(NamedTuple):
 
 
 class Run:
-    """One run of an extendable algorithm. (Not a PyTree: the run lives while it is traced.)"""
+    """One run of an extendable algorithm. (It is not a PyTree, as it exists only in a trace.)"""
 
     def __init__(self, extendable, key, operator, rule, most, before, progress):
         self.extendable, self.rule, self.before, self.progress = extendable, rule, before, progress
@@ -201,7 +201,7 @@ class Run:
     # ------------------------------------------------------------------ states of static shape
 
     def _resized(self, state, columns: int):
-        """The state's arrays cut to, or filled up with zeros for, this number of probes."""
+        """The state with its arrays cut, or padded with zeros, to this number of probes."""
 
         def resize(array, axes):
             index = [slice(columns if a in axes else None) for a in range(array.ndim)]
@@ -224,7 +224,7 @@ class Run:
         return self._resized(self.before.arrays, self._columns(j))
 
     def _advanced(self, j: int, state):
-        """The state after block j: the extended one, or that of an earlier run."""
+        """The state after block j: extended, or from an earlier run."""
         key = jr.wrap_key_data(self.keys[j], impl=self.key_impl)
         k = self.budgets[j] - (self.budgets[j - 1] if j else 0)
 
@@ -256,7 +256,7 @@ class Run:
             report(self.key, self.most, estimate.num_matvecs, value, error, last)
 
     def _after(self, j: int, state) -> RunOutcome:
-        """Check the estimate after block j, and go on from there where it is not good enough."""
+        """Check the estimate after block j, and go on if it is not good enough."""
         last = j == len(self.budgets) - 1
         estimate = self.extendable.estimate(state, self.block)
         factor = stopping_factor(self.extendable.calibration.stop, self._columns(j) - 1)
@@ -297,13 +297,13 @@ class Run:
         return outcome
 
     def outcome(self) -> RunOutcome:
-        """Run."""
+        """Make the run."""
         return self._after(0, self._advanced(0, None))
 
     # --------------------------------------------------------------------- what comes out of it
 
     def weights(self, outcome: RunOutcome) -> RunWeights:
-        """The weights: as many blocks as were used, the others 0."""
+        """The weights of the blocks that were used, and 0 for the others."""
 
         def up_to(j):
             keys = [(self.keys[i], self.key_impl) for i in range(j + 1)]

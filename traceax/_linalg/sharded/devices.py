@@ -1,4 +1,4 @@
-"""Where the rows of an array are: the devices that have them."""
+"""Which devices have which rows of an array."""
 
 import math
 from typing import Any
@@ -16,9 +16,10 @@ def axis_names(entry: Any) -> tuple[str, ...]:
 
 
 def device_index(axes: tuple[str, ...]) -> Int[Array, ""]:
-    """The number of this device, where an array is cut along these axes, the first outermost.
+    """The number of this device, for an array that is cut along these axes, the first outermost.
 
-    (`lax.axis_index` of several axes has had the order of the mesh and the order that it is given.)
+    (`lax.axis_index` takes several axes, too, but versions of JAX differ: some use the order of the
+    mesh, some that of the argument.)
     """
     index: Any = 0
     for axis in axes:
@@ -27,13 +28,13 @@ def device_index(axes: tuple[str, ...]) -> Int[Array, ""]:
 
 
 def rows_inside(axes: tuple[str, ...], n: int, local: Inexact[Array, "rows m"]) -> Array:
-    """The rows that a device has, with 0 in those beyond the n-th: where they do not come out
-    even, the last device has some, with anything in them.
+    """The rows that a device has, with 0 in those beyond the n-th. If n is not a multiple of the
+    number of devices, the last devices have such rows, with arbitrary contents.
     """
     rows, index = local.shape[0], device_index(axes)
     if rows * math.prod(lax.axis_size(axis) for axis in axes) == n:
         return local
-    # (Counted without the number of a row, which need not fit into an int32.)
+    # (Rows are counted on each device, as n need not fit into an int32.)
     whole, rest = divmod(n, rows)
     count = jnp.where(index < whole, rows, jnp.where(index == whole, rest, 0))
     return jnp.where((jnp.arange(rows) < count)[:, None], local, jnp.zeros((), local.dtype))

@@ -1,8 +1,8 @@
-"""The two calls into LAPACK (cuSOLVER, ...) on tall blocks, with rules for rows on several devices.
+"""Rules for calls into LAPACK (cuSOLVER, ...) on tall blocks whose rows live on several devices.
 
-XLA cannot partition these calls: it gathers the n x m block on every device first. The rules say
-what each device does with its rows. On one device, and inside `jax.shard_map`, the call is what it
-is without a rule.
+XLA cannot partition QR factorisations and triangular solves: it would gather the n x m block on
+every device first. The rules say what each device does with its rows instead. On one device, and
+inside `jax.shard_map`, they change nothing.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from .devices import axis_names, rows_inside
 
 
 def _sharding_rule(rule: str, whole: tuple[str, ...], mesh: Any, operands: Any, results: Any):
-    """The rule in Shardy's terms, where sizes have 31 bits: more rows are a product of two."""
+    """The rule in Shardy's terms, where sizes have 31 bits: a larger n becomes a product of two."""
     del mesh, results
     n = operands[0].shape[1]
     kinds: dict[str, Any] = {"need_replication_factors": whole}
     if n < 2**31:
         return rule, kinds
-    outer = min(n & -n, 2**20)  # a power of two: devices come in such numbers
+    outer = min(n & -n, 2**20)  # a power of two, as is the usual number of devices
     return rule.replace(" n ", " (outer inner) "), {**kinds, "outer": outer, "inner": n // outer}
 
 
@@ -43,14 +43,14 @@ def partitioned(
 
     **Arguments:**
 
-    - `name`: a name for it.
+    - `name`: a name for the call.
     - `fn`: a function of arrays with a leading batch axis, the first of shape `(b, n, m)`. It
         returns a tuple whose first array has these axes too.
-    - `over_rows`: the same on the rows that one device has, `over_rows(axes, n, *local)`: the axes
-        of the mesh along which the rows are cut, and the number of all rows.
+    - `over_rows`: what a device does with its rows, `over_rows(axes, n, *local)`, with the axes of
+        the mesh along which the rows are cut, and the number of all rows.
     - `rule`: where the axes of the results come from, in the notation of `custom_partitioning`:
         `b` and `n` are the axes that may be cut.
-    - `whole`: the other letters in it, in the order of the rule.
+    - `whole`: the other letters of the rule, in their order there.
 
     **Returns:**
 
@@ -78,11 +78,11 @@ def partitioned(
         return mesh, lowered, out, into
 
     on_devices = custom_partitioning(fn)
-    # `infer` is for GSPMD, where Shardy is switched off.
+    # `infer` is for GSPMD, if Shardy is switched off.
     on_devices.def_partition(partition, infer, sharding_rule=partial(_sharding_rule, rule, whole))
 
     def batch(call, size, batched, *arrays):
-        # Two batch axes make one.
+        # The two batch axes are merged into one.
         full = [
             x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             for x, is_batched in zip(arrays, batched, strict=True)
@@ -100,11 +100,11 @@ def partitioned(
 
 
 def tall_qr_rule(local_qr: Callable[[Array], tuple[Array, Array]]) -> Callable[..., Any]:
-    """The QR factorisation of a block by factorisations of what the devices have (TSQR).
+    """The QR factorisation of a block from factorisations of the rows of each device (TSQR).
 
     With Y_d = Q_d R_d on device d, and [R_1; R_2; ...] = [T_1; T_2; ...] R, the factorisation is
-    Y = [Q_1 T_1; Q_2 T_2; ...] R. It is as stable as that of the whole block. The factors R_d are
-    gathered along one axis of the mesh after the other: with p = p_1 p_2 ... devices, each gets
+    Y = [Q_1 T_1; Q_2 T_2; ...] R. This is as stable as factorising the whole block. The factors R_d
+    are gathered along one axis of the mesh after the other: with p = p_1 p_2 ... devices, each gets
     (p_1 + p_2 + ...) m^2 numbers, whatever n is.
 
     J. Demmel, L. Grigori, M. Hoemmen, J. Langou, *Communication-optimal parallel and sequential QR
