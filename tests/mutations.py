@@ -64,8 +64,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_operators/block_operator.py",
-        "return jnp.conj(BlockOperator(transposed).mm(jnp.conj(block)))",
-        "return BlockOperator(transposed).mm(block)",
+        "return jnp.conj(transposed.mm(jnp.conj(block)))",
+        "return transposed.mm(block)",
         "the conjugates of a product with the adjoint",
         "tests/diagonal/test_diagonal.py",
     ),
@@ -85,8 +85,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_sketch/leave_one_out.py",
-        "covariance = product.real / (m * (m - 1))",
-        "covariance = product.real / (m * m)",
+        "* differences).real) / (m * (m - 1))",
+        "* differences).real) / (m * m)",
         "m for m - 1 in the covariance of leave-one-out samples",
         IDENTITIES,
     ),
