@@ -1,7 +1,8 @@
 """Numbers of every public function for fixed keys, and the file that they are recorded in.
 
-`python -m tests.recorded` writes the file anew. The numbers are the same, to rounding, with every
-version of Python and JAX that is supported: a difference is a change that users see.
+`python -m tests.recorded` adds the calls that the file lacks; with names of calls, those are
+recorded anew. The numbers are the same, to rounding, with every version of Python and JAX that is
+supported: a difference is a change that users see.
 """
 
 import json
@@ -226,9 +227,12 @@ def numbers_of(result):
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    recorded = {name: numbers_of(call()) for name, call in calls().items()}
+    recorded = json.loads(FILE.read_text())
+    wanted = {name: call for name, call in calls().items() if name not in recorded}
+    wanted.update({name: calls()[name] for name in sys.argv[1:]})
+    recorded.update({name: numbers_of(call()) for name, call in wanted.items()})
     with FILE.open("w") as file:
         # NaN and inf are no JSON, and no number that anybody should get.
-        json.dump(recorded, file, indent=0, allow_nan=True)
+        json.dump({name: recorded[name] for name in calls()}, file, indent=0, allow_nan=True)
         file.write("\n")
-    print(len(recorded), "calls recorded with JAX", jax.__version__, file=sys.stderr)
+    print(len(wanted), "calls recorded with JAX", jax.__version__, file=sys.stderr)

@@ -9,9 +9,11 @@ from ._core.estimate import (
     Estimate as Estimate,
     make_estimate as make_estimate,
     mean_and_std_err as mean_and_std_err,
+    norm_of as norm_of,
     rounding_of as rounding_of,
     status_of as status_of,
 )
+from ._core.precision import matmul as matmul
 from ._estimators.calibration import Calibration as Calibration
 from ._estimators.estimator import (
     AbstractDiagonalEstimator as AbstractDiagonalEstimator,

@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -67,6 +68,9 @@ def check_estimator(
         nested, agree with single calls;
     - *dtypes*: float32, complex64 and bfloat16 operators work, and those of double precision where
         JAX enables it;
+    - *scale*: a float32 operator times 2^66 and 2^-66 has the same estimate, but for the factor;
+    - *precision*: products of matrices that are not the operator's are made in full precision,
+        where the default is TF32;
     - *rank deficiency*: operators of low rank, and the operator 0, have finite estimates;
     - *NaN*: if the operator holds NaN, the result is `RESULTS.nonfinite_operator` and the value
         NaN;
@@ -112,6 +116,8 @@ def check_estimator(
     _check_products(estimator, budget)
     _check_transforms(estimator)
     _check_dtypes(estimator, budget)
+    _check_scale(estimator, budget)
+    _check_precision(estimator, budget)
     _check_degenerate(estimator, budget)
     if tolerance:
         _check_tolerance(estimator, contraction)
@@ -432,6 +438,48 @@ def _check_dtypes(estimator, k: int) -> None:
         right = value.dtype == exact.dtype
         _require(right, estimator, f"{name}: the dtype of the value is wrong", str(value.dtype))
         _require(np.isrealobj(std_err), estimator, f"{name}: the standard error is complex")
+
+
+def _check_scale(estimator, k: int) -> None:
+    n = 2 * k
+    matrix = _matrix(n, np.linspace(1, 2, n), 10, np.float32)
+    if not _accepts(estimator, _by_products(matrix, _PSD)):
+        return
+    solve = jax.jit(lambda matrix: _solve(estimator, jr.key(5), _by_products(matrix, _PSD), k))
+
+    def at_scale(scale):
+        solution = solve(matrix * np.float32(scale))
+        parts = _flat(solution.value), _flat(solution.std_err)
+        return [np.asarray(part, np.float64) / scale for part in parts]
+
+    value, std_err = at_scale(1.0)
+    for exponent in (66, -66):
+        other, other_err = at_scale(2.0**exponent)
+        size = 1e-4 * np.abs(value).max()
+        same = np.allclose(other, value, rtol=0, atol=size)
+        what = f"an operator times 2^{exponent} has another value"
+        _require(same, estimator, what, f"{other} times that for {value}")
+        same = np.allclose(other_err, std_err, rtol=1e-2, atol=size)
+        what = f"an operator times 2^{exponent} has another standard error"
+        _require(same, estimator, what, f"{other_err} times that for {std_err}")
+
+
+def _check_precision(estimator, k: int) -> None:
+    structure = jax.ShapeDtypeStruct((2 * k,), np.float32)
+
+    def estimate(weights):
+        # This operator has no products of matrices: all of them are the estimator's.
+        operator = lx.FunctionLinearOperator(lambda v: weights * v, structure, _PSD)
+        return _flat(_solve(estimator, jr.key(6), operator, k).value)
+
+    if not _accepts(estimator, lx.FunctionLinearOperator(lambda v: v, structure, _PSD)):
+        return
+    with jax.default_matmul_precision("tensorfloat32"):
+        program = jax.jit(estimate).trace(structure).lower(lowering_platforms=("cuda",)).as_text()
+    products = re.findall(r"stablehlo\.dot_general.*", program)
+    lacking = [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line]
+    what = "products of matrices in less than full precision (use `traceax.extend.matmul`)"
+    _require(not lacking, estimator, what, f"{len(lacking)} of {len(products)}")
 
 
 def _check_degenerate(estimator, k: int) -> None:

@@ -124,8 +124,10 @@ class Plain(tre.AbstractTraceEstimator):
             std_err = std_err / 2
         if self.mistake == "nan":
             status = tre.status_of()
-        if self.mistake == "dtype":
-            value = value.real
+        if self.mistake == "scale":  # squares underflow
+            std_err = jnp.sqrt(jnp.mean(jnp.abs(products) ** 4)) ** 0.5 + std_err
+        if self.mistake == "precision":
+            value = jnp.mean(jnp.diagonal(probes.conj().T @ products))
         return (
             tre.make_estimate(value, std_err, k, k - 1, status),
             tre.LowRankWeights(u, probes),
@@ -185,6 +187,8 @@ def test_one_method_is_enough_for_diagonals():
         ("error", "intervals hold the true value too rarely"),
         ("nan", "does not end as nonfinite_operator"),
         ("products", "more products than the budget in the program"),
+        ("scale", r"times 2\^66 has another standard error"),
+        ("precision", "products of matrices in less than full precision"),
     ],
 )
 @pytest.mark.slow

@@ -176,7 +176,17 @@ def is_scalar(value: PyTree[Array]) -> bool:
 
 
 def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
-    """The Euclidean norm of all numbers in a value (or in its error)."""
+    """The Euclidean norm of all numbers in a value (or in its error), without over- or underflow of
+    the squares.
+
+    **Arguments:**
+
+    - `value`: an array, or a PyTree of arrays.
+
+    **Returns:**
+
+    A scalar array.
+    """
     return safe_norm(jnp.stack([safe_norm(x.reshape(-1)) for x in jtu.tree_leaves(value)]))
 
 

@@ -9,8 +9,24 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
-matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+def matmul(a: Array, b: Array) -> Array:
+    """The product of two matrices (or of stacks of them) in full precision, whatever the default of
+    the user is.
+
+    **Arguments:**
+
+    - `a`, `b`: arrays, as of `jax.numpy.matmul`.
+
+    **Returns:**
+
+    An array.
+    """
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
