@@ -72,9 +72,9 @@ def operator_for(estimator, matrix, tags=()):
     return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
 
 
-def slow(*values):
-    """Parameters whose tests are marked slow: the code that they take others take as well."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+def variant(*values):
+    """Parameters of a row whose code other rows of the table take as well: see `pyproject.toml`."""
+    return pytest.param(*values, marks=pytest.mark.variant)
 
 
 def keys(count, seed=0):

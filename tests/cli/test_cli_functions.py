@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from ..helpers import environment, slow, with_spectrum
+from ..helpers import environment, variant, with_spectrum
 from .test_cli import BUS, check_usage, run, run_json
 
 LOG_DETERMINANT, TRACE_OF_INVERSE = 4240.821184502369, 488.2123076681323  # of the sample matrix
@@ -59,7 +59,7 @@ def test_exact_values_of_the_sample_matrix(capsys):
         assert (report["matvecs"], report["result"]) == (1138, "successful")
 
 
-@pytest.mark.parametrize("preconditioner", [slow("auto"), "none"])
+@pytest.mark.parametrize("preconditioner", [variant("auto"), "none"])
 def test_log_determinant_of_the_sample_matrix(capsys, preconditioner):
     """Ill-conditioned (9e6), no shift written down: the interval is wide, and holds the truth, and
     the exit code says that the recurrences have not converged.
@@ -132,7 +132,7 @@ def test_table_of_a_spectral_sum(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tag"), [slow(np.float64, ()), (np.complex128, ("--tag", "psd"))]
+    ("dtype", "tag"), [variant(np.float64, ()), (np.complex128, ("--tag", "psd"))]
 )
 def test_shifted_log_determinants(capsys, tmp_path, dtype, tag):
     """A + s I, also of complex matrices, whose files show that they are Hermitian."""
@@ -202,7 +202,7 @@ def test_nan_in_the_file_is_said(capsys, tmp_path, command):
     assert not (tmp_path / "a.png").exists()
 
 
-@pytest.mark.parametrize("k", [20, slow(200)])
+@pytest.mark.parametrize("k", [20, variant(200)])
 def test_what_the_exact_value_shows_is_an_error(capsys, k):
     """183 of the 1138 eigenvalues are negative then, and 200 products may not have met one."""
     arguments = ("logdet", BUS, "--shift", -5, "-k", k, "--exact")

@@ -32,7 +32,7 @@ from ..helpers import (
     PSD,
     keys,
     register_tags,
-    slow,
+    variant,
     with_spectrum,
 )
 
@@ -132,7 +132,7 @@ def test_jit_equals_eager(name):
     assert jitted.value.dtype == jnp.float64
 
 
-@pytest.mark.parametrize("name", [slow("trace"), "diagonal"])
+@pytest.mark.parametrize("name", [variant("trace"), "diagonal"])
 def test_disabled_jit_equals_jit(name):
     with jax.disable_jit():
         eager = solve(name, PARAMS, KEYS[0])

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 
-from ..helpers import PSD, keys, operator_for, slow, spectra, with_spectrum
+from ..helpers import PSD, keys, operator_for, spectra, variant, with_spectrum
 
 ESTIMATORS = {
     "hutchinson": tr.HutchinsonDiagonalEstimator(),
@@ -82,7 +82,7 @@ def naive_error(naive, a, omega):
     return samples.mean(0), np.sqrt(variance / m + np.maximum(covariance, 0))
 
 
-@pytest.mark.parametrize("complex_", [slow(False), True])
+@pytest.mark.parametrize("complex_", [variant(False), True])
 @pytest.mark.parametrize("name", ["xdiag", "xnysdiag"])
 def test_leave_one_out_algebra_equals_the_naive_formula(name, complex_):
     estimator = ESTIMATORS[name]
@@ -147,7 +147,7 @@ RECOVERED = [("diag++", np.complex64), ("xdiag", np.float32), ("xnysdiag", np.co
 @pytest.mark.parametrize(
     ("name", "dtype", "scale"),
     [
-        (name, dtype, scale) if (name, dtype) in RECOVERED else slow(name, dtype, scale)
+        (name, dtype, scale) if (name, dtype) in RECOVERED else variant(name, dtype, scale)
         for dtype, scale in ((np.float32, 1e20), (np.complex64, 1e-20), (np.complex128, 1.0))
         for name in ("diag++", "xdiag", "xnysdiag")
     ],
@@ -198,7 +198,7 @@ def test_wrong_tag_is_said():
 
 # (Batches of it have a test of their own, and `auto` runs XNysDiag.)
 @pytest.mark.parametrize(
-    "name", [slow(n) if n in ("hutchinson-batched", "auto") else n for n in ESTIMATORS]
+    "name", [variant(n) if n in ("hutchinson-batched", "auto") else n for n in ESTIMATORS]
 )
 def test_derivatives(name):
     """d diag(A) is unbiased, forward equals reverse, and the Jacobian averages to the identity."""
@@ -305,7 +305,7 @@ def test_gradient_of_block_traces_selects_the_block():
 # Norms.
 
 
-@pytest.mark.parametrize("complex_", [slow(False), True])
+@pytest.mark.parametrize("complex_", [variant(False), True])
 def test_norms(complex_):
     matrix = general(complex_)
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix))

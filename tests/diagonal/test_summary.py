@@ -17,7 +17,7 @@ from ..helpers import (
     PSD,
     keys,
     random_unitary,
-    slow,
+    variant,
     with_spectrum,
 )
 from ..reference import each
@@ -175,7 +175,7 @@ def z_scores(estimates, truth):
     return np.abs(errors.mean(0)) / (errors.std(0, ddof=1) / np.sqrt(len(errors)))
 
 
-@pytest.mark.parametrize("name", ["symmetric", slow("general"), "complex"])
+@pytest.mark.parametrize("name", ["symmetric", variant("general"), "complex"])
 def test_unbiased_with_unbiased_derivatives(name):
     matrix, tangent = CASES[name][0], direction(name)
     values, tangents, _ = sample(name)
@@ -186,7 +186,7 @@ def test_unbiased_with_unbiased_derivatives(name):
         assert np.max(z_scores(estimates, truth)) < 4.2
 
 
-@pytest.mark.parametrize("name", ["symmetric", slow("general"), "complex"])
+@pytest.mark.parametrize("name", ["symmetric", variant("general"), "complex"])
 def test_standard_errors_are_calibrated(name):
     matrix = CASES[name][0]
     *_, solution = sample(name)
@@ -219,7 +219,7 @@ def test_ritz_values_lie_in_the_spectrum_and_near_an_eigenvalue(name):
 # --- derivatives ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [slow("symmetric"), "complex"])
+@pytest.mark.parametrize("name", [variant("symmetric"), "complex"])
 def test_derivatives_are_those_of_frozen_weights(name):
     """First and second derivatives of the square of the norm, forward and reverse."""
     matrix, tags, cost = CASES[name]
@@ -247,7 +247,7 @@ def test_derivatives_are_those_of_frozen_weights(name):
     np.testing.assert_allclose(curvature, np.mean(second), rtol=1e-11)
 
 
-@pytest.mark.parametrize("tags", [SYM, slow(())])
+@pytest.mark.parametrize("tags", [SYM, variant(())])
 def test_every_nesting_of_transformations(tags):
     base = jnp.asarray(general(np.float64, 12))
     base = base + base.T

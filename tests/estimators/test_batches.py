@@ -12,7 +12,7 @@ import traceax as tr
 from traceax._operators.block_operator import BlockOperator
 from traceax._operators.width import batch_size_of, in_batches
 
-from ..helpers import PSD, slow
+from ..helpers import PSD, variant
 
 N, K = 60, 24
 KEY = jr.key(0)
@@ -69,7 +69,7 @@ def _assert_same(results):
 
 # (XTrace's batches are those of the run to a tolerance below, the others' those of Diag++.)
 @pytest.mark.parametrize(
-    "name", [slow(name) if name not in ("xnystrace", "exact") else name for name in TRACES]
+    "name", [variant(name) if name not in ("xnystrace", "exact") else name for name in TRACES]
 )
 def test_batches_change_no_trace(name):
     def trace(weights, size):
@@ -79,7 +79,7 @@ def test_batches_change_no_trace(name):
 
 
 @pytest.mark.parametrize(
-    "name", [slow(name) if name in ("xdiag", "xnysdiag", "auto") else name for name in DIAGONALS]
+    "name", [variant(name) if name in ("xdiag", "xnysdiag", "auto") else name for name in DIAGONALS]
 )
 def test_batches_change_no_diagonal(name):
     tags = PSD if "nys" in name else ()
@@ -107,7 +107,7 @@ def _temporary(fn, *structures):
 WIDE = 400  # numbers that one product of the operator below holds for every entry of its vector
 
 
-@pytest.mark.parametrize("estimator", [slow(tr.XTraceEstimator), tr.XDiagEstimator])
+@pytest.mark.parametrize("estimator", [variant(tr.XTraceEstimator), tr.XDiagEstimator])
 def test_memory_of_products_is_that_of_a_batch(estimator):
     """An operator whose products hold far more than their vectors (a network's activations)."""
     n, k = 256, 48

@@ -12,7 +12,7 @@ import pytest
 import traceax as tr
 
 from .. import reference
-from ..helpers import PSD, keys, slow, spectra, with_spectrum
+from ..helpers import PSD, keys, spectra, variant, with_spectrum
 
 N, COUNT = 500, 1000
 SPECTRA = spectra(N)
@@ -124,8 +124,8 @@ ONE_SAMPLE = [
     [
         (tr.XTraceEstimator(), 3, np.complex128),
         (tr.XNysTraceEstimator(), 1, np.float32),
-        *(slow(*row, np.float32) for row in ONE_SAMPLE[:-1]),
-        *(slow(*row, np.complex128) for row in ONE_SAMPLE if row[1:] != (3,)),
+        *(variant(*row, np.float32) for row in ONE_SAMPLE[:-1]),
+        *(variant(*row, np.complex128) for row in ONE_SAMPLE if row[1:] != (3,)),
     ],
 )
 def test_one_sample_has_no_spread(estimator, k, dtype):
@@ -137,7 +137,7 @@ def test_one_sample_has_no_spread(estimator, k, dtype):
     assert 0 < solution.value.real < 8 * 8
 
 
-@pytest.mark.parametrize("k", [2, slow(3), slow(10)])
+@pytest.mark.parametrize("k", [2, variant(3), variant(10)])
 def test_unbiased_variance(k):
     """s^2 divides by k - 1, also for complex samples (real and imaginary parts add up)."""
     rng = np.random.default_rng(0)

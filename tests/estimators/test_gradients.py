@@ -22,7 +22,7 @@ from ..helpers import (
     keys,
     operator_for,
     random_unitary,
-    slow,
+    variant,
     with_spectrum,
 )
 from ..reference import each
@@ -74,9 +74,9 @@ def assert_complex_mean(samples, truth):
     ("name", "dtype"),
     [
         *((name, np.float64) for name in (*PROBED, "exact")),
-        slow("xtrace", np.float32),
+        variant("xtrace", np.float32),
         *(
-            slow(name, np.float64)
+            variant(name, np.float64)
             for name in ESTIMATORS
             if name not in (*PROBED, "exact", "xtrace-normal")
         ),
@@ -106,7 +106,7 @@ def test_first_and_second_derivative(name, dtype):
 
 
 # (The others are those of `test_holomorphic`.)
-@pytest.mark.parametrize("name", [slow(n) if n != "xnystrace" else n for n in PROBED])
+@pytest.mark.parametrize("name", [variant(n) if n != "xnystrace" else n for n in PROBED])
 def test_complex_hermitian(name):
     """A complex matrix of a real parameter: the derivative averages to the real tr(dA)."""
     coefficients = family(np.complex128)
@@ -125,7 +125,7 @@ def test_complex_hermitian(name):
     assert_complex_mean(forward, complex(np.trace(c + 2 * THETA * d)))
 
 
-@pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace"])
+@pytest.mark.parametrize("name", ["hutchinson", variant("hutch++"), "xtrace"])
 def test_holomorphic(name):
     """A non-Hermitian A(z) of a complex z: grad(holomorphic=True), jvp with a complex tangent."""
     rng = np.random.default_rng(3)
@@ -155,7 +155,7 @@ def low_rank(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace", "xnystrace"])
+@pytest.mark.parametrize("name", ["hutchinson", variant("hutch++"), "xtrace", "xnystrace"])
 def test_rank_deficient(name, rank):
     """Where A is singular, or zero, its factorisations have no derivative, but tr(A) has."""
 
@@ -189,7 +189,7 @@ def test_gradient_with_respect_to_the_matrix(name, kind):
     assert np.all(np.abs(samples.mean(axis=0) - np.eye(n)) < 5 * standard + 1e-12)
 
 
-@pytest.mark.parametrize("name", [name if name == "auto" else slow(name) for name in CLASSES])
+@pytest.mark.parametrize("name", [name if name == "auto" else variant(name) for name in CLASSES])
 def test_sign_and_factor(name):
     """-A, 2 A, A / 3: value and gradient are those of A, times the factor, on the same key."""
     coefficients = family()
@@ -262,7 +262,14 @@ def test_only_the_value_has_a_derivative(name):
 
 @pytest.mark.parametrize(
     "name",
-    [slow("hutchinson"), slow("hutch++"), "xtrace", slow("xnystrace"), "exact", slow("auto")],
+    [
+        variant("hutchinson"),
+        variant("hutch++"),
+        "xtrace",
+        variant("xnystrace"),
+        "exact",
+        variant("auto"),
+    ],
 )
 def test_what_is_not_differentiated_costs_nothing(name):
     """A = B + theta C with theta differentiated: no further product with B.

@@ -11,7 +11,7 @@ import traceax as tr
 from traceax._core import progress
 
 from ..core.test_closures import ESTIMATOR, KEY, traces_of
-from ..helpers import PSD, slow, with_spectrum
+from ..helpers import PSD, variant, with_spectrum
 
 N = 60
 KERNEL = np.exp(-0.5 * np.subtract.outer(np.linspace(0, 1, N), np.linspace(0, 1, N)) ** 2 / 0.05)
@@ -47,7 +47,7 @@ def test_random_signs_need_a_dtype_with_minus_one(dtype):
 
 @pytest.mark.parametrize(
     ("written", "noise"),
-    [("sum", 1e-1), ("function", 1e-3), slow("sum", 1e-3), slow("function", 1e-1)],
+    [("sum", 1e-1), ("function", 1e-3), variant("sum", 1e-3), variant("function", 1e-1)],
 )
 def test_a_diagonal_that_is_not_that_of_the_operator_is_found_out(noise, written):
     """The columns that are multiplied out have the entries at the pivots."""

@@ -17,7 +17,7 @@ from .. import reference
 from ..helpers import (
     PSD,
     keys,
-    slow,
+    variant,
 )
 
 # ----------------------------------------------------------------- rounding is part of the error
@@ -32,8 +32,8 @@ EVERY = [tr.HutchinsonEstimator(), tr.AdaptiveHutchPlusPlusEstimator(), *SKETCHI
     [
         (tr.HutchinsonEstimator(), False),
         (tr.XNysTraceEstimator(), True),
-        *(slow(e, False) for e in EVERY[1:]),
-        *(slow(e, True) for e in EVERY[:-1]),
+        *(variant(e, False) for e in EVERY[1:]),
+        *(variant(e, True) for e in EVERY[:-1]),
     ],
 )
 def test_half_precision_is_not_exact(estimator, completed):
@@ -58,7 +58,7 @@ def test_half_precision_is_not_exact(estimator, completed):
     assert np.all(np.abs(np.asarray(solutions.value) - truth) < 5 * std_err)
 
 
-@pytest.mark.parametrize("n", [100, slow(1000)])
+@pytest.mark.parametrize("n", [100, variant(1000)])
 @pytest.mark.parametrize("k", [16, 64])
 @pytest.mark.parametrize("estimator", SKETCHING[:2])
 def test_rounding_is_in_the_error_bar(estimator, k, n):

@@ -16,7 +16,7 @@ from traceax._functions.funm import divided_differences, plan
 from traceax._functions.spectral import eigenvalue_count, spectral_density, spectral_sum
 from traceax._linalg.lanczos import lanczos, quadrature
 
-from ..helpers import NSD, PSD, keys, random_unitary, slow, with_spectrum
+from ..helpers import NSD, PSD, keys, random_unitary, variant, with_spectrum
 from ..reference import each
 
 SYM = lx.symmetric_tag
@@ -79,7 +79,7 @@ def naive_rule(matrix, z, q):
     return theta, s[0] ** 2, v, s
 
 
-@pytest.mark.parametrize("dtype", [np.complex128, slow(np.float32)])
+@pytest.mark.parametrize("dtype", [np.complex128, variant(np.float32)])
 def test_the_recurrence_is_lanczos(dtype):
     matrix = example("hard", dtype)
     q, eps = 25, np.finfo(dtype).eps
@@ -171,7 +171,7 @@ def test_functions_are_divided_where_that_would_cancel():
 # --- the estimate on the same probes -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [slow("real"), "complex", "indefinite"])
+@pytest.mark.parametrize("name", [variant("real"), "complex", "indefinite"])
 def test_equals_the_naive_formulas_on_the_same_probes(name):
     matrix, tags, function = CASES[name]
     f, key, p, q = FUNCTIONS[function][1], jax.random.key(5), 3, 11
@@ -271,7 +271,7 @@ def test_exhausted_spaces_are_integrated_exactly(dtype):
                 assert solution.std_err < 20 * eps * N
 
 
-@pytest.mark.parametrize("dtype", [slow(np.float32), np.complex128])
+@pytest.mark.parametrize("dtype", [variant(np.float32), np.complex128])
 def test_the_zero_operator(dtype):
     """exp(0) = 1; the derivative with respect to A is the trace, z^H dA z / p here."""
     real, key = jnp.finfo(dtype).dtype, jax.random.key(2)
@@ -361,7 +361,7 @@ def test_unbiased_with_calibrated_errors_and_derivatives(name, p):
     assert 0.92 < covered < 0.98
 
 
-@pytest.mark.parametrize(("function", "q"), [("log", 6), slow("log", 24), ("inverse", 12)])
+@pytest.mark.parametrize(("function", "q"), [("log", 6), variant("log", 24), ("inverse", 12)])
 def test_the_quadrature_error_covers_the_truncation(function, q):
     """Against z^H f(A) z, for steps that are far too few to almost enough."""
     eigenvalues, traced = np.geomspace(1e-4, 1, 300), FUNCTIONS[function][0]
@@ -432,7 +432,7 @@ def naive_weights(matrix, z, q, f, slope):
     return np.vdot(z, z).real * v @ s @ (d * np.outer(s[0], s[0])) @ s.T @ v.conj().T
 
 
-@pytest.mark.parametrize("name", [slow("real"), "complex", "indefinite"])
+@pytest.mark.parametrize("name", [variant("real"), "complex", "indefinite"])
 def test_derivatives_are_those_of_the_published_weights(name):
     """Converged or not, in forward and reverse mode."""
     matrix, tags, function = CASES[name]

@@ -20,7 +20,7 @@ from traceax import (
 from ..helpers import (
     PSD,
     keys,
-    slow,
+    variant,
 )
 from .test_logdet import KERNELS, N, decaying, distances, identity, matern32, shifted
 
@@ -46,7 +46,7 @@ def observations(n, dtype=np.float64):
 
 @pytest.mark.parametrize(
     ("k", "dtype"),
-    [(56, np.complex128), slow(56, np.float64), (N, np.complex128), slow(N, np.float64)],
+    [(56, np.complex128), variant(56, np.float64), (N, np.complex128), variant(N, np.float64)],
 )
 def test_value_and_derivatives(k, dtype):
     """With respect to A and to y, to second order."""
@@ -172,7 +172,7 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rank"), [slow(np.float64, 8), (np.complex128, 8), slow(np.complex128, 24)]
+    ("dtype", "rank"), [variant(np.float64, 8), (np.complex128, 8), variant(np.complex128, 24)]
 )
 def test_gradient_std_err(dtype, rank):
     """The derivative that `logdet` has, and its scatter, for two directions."""

@@ -20,8 +20,8 @@ from traceax._operators.known_parts import is_shifted_down
 from ..helpers import (
     PSD,
     keys,
-    slow,
     spectra,
+    variant,
     with_spectrum,
 )
 
@@ -154,7 +154,7 @@ DEFINITE = {
 
 @pytest.mark.parametrize(
     ("preconditioner", "dtype"),
-    [("auto", np.float32), ("nystrom", np.float64), slow("nystrom", np.float32)],
+    [("auto", np.float32), ("nystrom", np.float64), variant("nystrom", np.float32)],
 )
 def test_no_definite_matrix_is_refused(dtype, preconditioner):
     """Well and ill conditioned ones, at three scales; the shift written down, part of the matrix,

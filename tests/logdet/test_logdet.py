@@ -18,7 +18,7 @@ from ..helpers import (
     PSD,
     keys,
     random_unitary,
-    slow,
+    variant,
     with_spectrum,
 )
 
@@ -186,7 +186,7 @@ def test_the_error_of_nothing_but_rounding():
     assert np.all((std_err >= 0) & (std_err < 400 * eps))
 
 
-@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
 def test_large_budget(dtype):
     """k >= n: a Cholesky factorisation of what is stored, in both modes of differentiation."""
     matrix = decaying(20, dtype)
@@ -306,7 +306,7 @@ def test_gradient_of_a_kernel():
 # --- derivatives and transformations -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
 def test_derivative_is_unbiased_and_the_same_in_both_modes(dtype):
     """Against the dense derivative, over keys, with a rank that leaves much to the probes."""
     matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)
@@ -337,7 +337,7 @@ def second(theta, matrix, direction):
     return first.astype(matrix.dtype) * matrix + other.astype(matrix.dtype) * direction
 
 
-@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
 def test_second_derivatives(dtype):
     """Unbiased, symmetric, and the same in every mode, against dense derivatives."""
     matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)

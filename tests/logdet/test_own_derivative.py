@@ -22,7 +22,7 @@ from ..helpers import (
     PSD,
     keys,
     random_unitary,
-    slow,
+    variant,
     with_spectrum,
 )
 from .test_gaussian import cholesky_density, observations
@@ -141,7 +141,7 @@ def family(dtype):
     return parts, theta, build(jr.key(1))
 
 
-@pytest.mark.parametrize("dtype", [slow(np.float64), np.complex128])
+@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
 def test_finite_differences_of_the_value(dtype):
     """To 1e-6, for both functions, where neither the quadrature nor the solve has converged, in
     forward and in reverse mode. (Without the moving part of the basis they differ by more than
@@ -276,7 +276,7 @@ def test_it_is_held():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [slow(np.float32), np.complex64])
+@pytest.mark.parametrize("dtype", [variant(np.float32), np.complex64])
 def test_single_precision(dtype):
     """The value within its errors, the derivative within a tenth."""
     double = {np.float32: np.float64, np.complex64: np.complex128}[dtype]

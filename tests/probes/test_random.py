@@ -10,7 +10,7 @@ import pytest
 import traceax as tr
 from traceax._probes import random, samplers
 
-from ..helpers import slow
+from ..helpers import variant
 
 KEYS = {
     "new": jr.key(3),
@@ -50,7 +50,7 @@ def test_keys(key):
 # Keys of the old style hold the words of new ones, and of both "rbg" the bits are the same.
 DRAWN = [("new", shape) for shape in SHAPES[:-1]]
 DRAWN += [("old", (3, 64)), ("rbg", (5,)), ("rbg", (3, 64))]
-OTHERS = [slow(name, shape) for name in KEYS for shape in SHAPES if (name, shape) not in DRAWN]
+OTHERS = [variant(name, shape) for name in KEYS for shape in SHAPES if (name, shape) not in DRAWN]
 
 
 @pytest.mark.parametrize(("name", "shape"), [*DRAWN, *OTHERS])
@@ -187,7 +187,7 @@ RUNS = {
 QUICK = ("hutchinson", "hutchinson leaves", "diagonal of batches", "hutch++", "adaptive", "logdet")
 
 
-@pytest.mark.parametrize("run", [run if run in QUICK else slow(run) for run in RUNS])
+@pytest.mark.parametrize("run", [run if run in QUICK else variant(run) for run in RUNS])
 def test_no_key_is_drawn_from_twice(run, monkeypatch):
     """Blocks, batches, leaves and rounds: each has a key of its own. (Complex numbers are two.)"""
     DATA.clear()

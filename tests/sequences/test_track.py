@@ -12,7 +12,7 @@ import pytest
 import traceax as tr
 from traceax import Tracker
 
-from ..helpers import keys, random_unitary, slow, with_spectrum
+from ..helpers import keys, random_unitary, variant, with_spectrum
 
 track = tr.track
 
@@ -173,7 +173,7 @@ def test_a_step_is_traced_once():
     assert counts[0] == counts[-1] > 0
 
 
-@pytest.mark.parametrize("method", [slow("recycled"), "deltashift"])
+@pytest.mark.parametrize("method", [variant("recycled"), "deltashift"])
 def test_the_derivative_is_that_of_frozen_weights(method):
     """The value is affine in A but for the factor `a`, which is held fixed."""
     b, c, d = (jnp.asarray(x) for x in drifting(3, drift=1.0))
@@ -241,7 +241,7 @@ def test_a_jacobian_operator_and_its_derivative():
 # --- hard cases ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [slow("recycled"), "deltashift", "auto"])
+@pytest.mark.parametrize("method", [variant("recycled"), "deltashift", "auto"])
 def test_nan_leaves_the_state_as_it_was(method):
     matrices, tracker = drifting(STEPS), Tracker(method)
     state, _ = run(tracker, jr.key(0), matrices)

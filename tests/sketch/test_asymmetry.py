@@ -10,7 +10,7 @@ import pytest
 
 import traceax as tr
 
-from ..helpers import NSD, PSD, by_products, keys, slow, spectra, with_spectrum
+from ..helpers import NSD, PSD, by_products, keys, spectra, variant, with_spectrum
 
 KEY = jr.key(8)
 N, K = 60, 16
@@ -60,8 +60,8 @@ REPORTED = [
     ("tolerance", np.complex128),
     ("logdet", np.float64),
     ("logdet nystrom", np.complex128),
-    slow("logdet small", np.complex128),  # another budget
-    slow("density", np.complex128),  # whose log-determinant it is
+    variant("logdet small", np.complex128),  # another budget
+    variant("density", np.complex128),  # whose log-determinant it is
 ]
 
 

@@ -22,8 +22,8 @@ from ..helpers import (
     keys,
     random_unitary,
     register_tags,
-    slow,
     spectra,
+    variant,
     with_spectrum,
 )
 
@@ -139,7 +139,7 @@ def test_the_constants_are_those_of_the_script():
 
 
 # Not an estimator with a probe a product: the degrees of freedom of a look are those of probes.
-@pytest.mark.parametrize("name", [slow(n) if n != "hutch++" else n for n in ESTIMATORS])
+@pytest.mark.parametrize("name", [variant(n) if n != "hutch++" else n for n in ESTIMATORS])
 def test_products_are_what_was_needed(name):
     """Blocks double; the first is 16 probes; never more than n products in all."""
     first = 16 * UNITS[name]
@@ -166,7 +166,7 @@ def test_products_are_what_was_needed(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "max_k"), [slow("auto", 200), slow("xtrace", 40), ("hutch++", 61)]
+    ("name", "max_k"), [variant("auto", 200), variant("xtrace", 40), ("hutch++", 61)]
 )
 def test_not_converged(name, max_k):
     """The best estimate, with its error bar."""
@@ -188,7 +188,7 @@ def test_throw():
         jax.block_until_ready(run(max_k=20))
 
 
-@pytest.mark.parametrize("name", ["hutch++", slow("xtrace"), "xnystrace"])
+@pytest.mark.parametrize("name", ["hutch++", variant("xtrace"), "xnystrace"])
 def test_low_rank_and_zero_and_nan_end_with_the_first_block(name):
     first, most = 16 * UNITS[name], 20 * UNITS[name]
     basis = random_unitary(np.random.default_rng(2), N)[:, :5]
@@ -218,7 +218,7 @@ def test_a_wrong_tag_ends_the_run():
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("hutchinson", np.complex128), ("hutch++", np.float32), slow("xtrace", np.complex128)],
+    [("hutchinson", np.complex128), ("hutch++", np.float32), variant("xtrace", np.complex128)],
 )
 def test_completion_of_other_dtypes(name, dtype):
     """The exact trace from the products made so far and as many as are missing: not Hermitian."""
@@ -265,7 +265,7 @@ def test_lanes_of_a_vmap_stop_by_themselves():
         np.testing.assert_allclose(np.asarray(a).ravel(), b, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace", slow("xnystrace")])
+@pytest.mark.parametrize("name", ["hutchinson", variant("hutch++"), "xtrace", variant("xnystrace")])
 def test_derivatives_are_those_of_the_final_block(name):
     """value = <G, A>, so that d value in the direction A is the value: for runs that end early,
     late, and with completion. In another direction it is unbiased, and fixed by the same G.
@@ -335,7 +335,9 @@ class Logged(lx.AbstractLinearOperator):
 register_tags(Logged, lambda operator: True)
 
 
-@pytest.mark.parametrize("name", [slow("hutchinson"), "hutch++", slow("xtrace"), slow("xnystrace")])
+@pytest.mark.parametrize(
+    "name", [variant("hutchinson"), "hutch++", variant("xtrace"), variant("xnystrace")]
+)
 def test_going_on_from_a_state(name):
     """A run in two parts is the run at once: the same value, and no product is made twice."""
     operator = Logged(jnp.asarray(POLY))

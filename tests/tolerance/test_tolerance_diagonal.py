@@ -18,8 +18,8 @@ from ..helpers import (
     PSD,
     keys,
     random_unitary,
-    slow,
     spectra,
+    variant,
     with_spectrum,
 )
 from .test_tolerance import PRODUCTS, Logged
@@ -45,7 +45,9 @@ def relative(values, matrix):
 # ------------------------------------------------------------------- accuracy and its price
 
 
-@pytest.mark.parametrize("name", ["hutchinson-diagonal", slow("diag++"), "xdiag", slow("xnysdiag")])
+@pytest.mark.parametrize(
+    "name", ["hutchinson-diagonal", variant("diag++"), "xdiag", variant("xnysdiag")]
+)
 def test_the_tolerance_holds_and_where_a_run_ends(name):
     """Within the tolerance in 95 % of runs (less two deviations of 40 keys, 7 %); blocks double;
     never more than n products; rank 5, zero and NaN end with the first block.
@@ -108,7 +110,7 @@ def test_the_norm_of_many_errors_is_more_certain():
     ("name", "dtype", "spent"),
     [
         ("xdiag", np.complex128, 112),
-        slow("diag++", np.float32, 105),
+        variant("diag++", np.float32, 105),
         ("hutchinson-diagonal", None, 90),
     ],
 )
@@ -129,7 +131,9 @@ def test_completion_of_what_is_not_hermitian(name, dtype, spent):
 # --------------------------------------------------------- derivatives, lanes, going on
 
 
-@pytest.mark.parametrize("name", ["hutchinson-diagonal", slow("diag++"), "xdiag", slow("xnysdiag")])
+@pytest.mark.parametrize(
+    "name", ["hutchinson-diagonal", variant("diag++"), "xdiag", variant("xnysdiag")]
+)
 def test_derivatives_are_those_of_the_final_block(name):
     """value = diag(G A), so that d value in the direction A is the value: for runs that end early,
     late, and with completion. In another direction it is unbiased, and fixed by the same G.
@@ -196,7 +200,7 @@ def test_lanes_of_a_vmap_stop_by_themselves():
     np.testing.assert_allclose(together[0], slope, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["xdiag", slow("diag++")])
+@pytest.mark.parametrize("name", ["xdiag", variant("diag++")])
 def test_going_on_from_a_state(name):
     """A run in two parts is the run at once: the same value, and no product is made twice."""
     operator = Logged(jnp.asarray(POLY))

@@ -19,7 +19,7 @@ from ..helpers import (
     PSD,
     keys,
     random_unitary,
-    slow,
+    variant,
     with_spectrum,
 )
 
@@ -111,7 +111,7 @@ def naive(key, a, rtol, atol, most, delta):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most", "delta"), [slow(np.float64, 60, 0.05), (np.complex128, 57, 0.2)]
+    ("dtype", "most", "delta"), [variant(np.float64, 60, 0.05), (np.complex128, 57, 0.2)]
 )
 def test_the_naive_algorithm_does_the_same(dtype, most, delta):
     """The same split, the same end, the same numbers, on the same probes."""
@@ -133,7 +133,9 @@ def test_the_naive_algorithm_does_the_same(dtype, most, delta):
     assert max(spent) > most - 8
 
 
-@pytest.mark.parametrize("name", [name if i == 0 else slow(name) for i, name in enumerate(SPECTRA)])
+@pytest.mark.parametrize(
+    "name", [name if i == 0 else variant(name) for i, name in enumerate(SPECTRA)]
+)
 def test_the_guarantee(name):
     """Errors beyond the tolerance in 2 delta of the runs at most; the bound is conservative, and
     the standard error right.

@@ -21,8 +21,8 @@ from ..helpers import (
     estimates,
     keys,
     operator_for,
-    slow,
     spectra,
+    variant,
     with_spectrum,
 )
 
@@ -39,7 +39,7 @@ def matrix_operator(matrix, tags=PSD):
 @pytest.mark.filterwarnings("ignore:.*needs at least.*:UserWarning")
 @pytest.mark.parametrize(
     ("name", "k"),
-    [("hutch++", 1), ("xtrace", 1), slow("xtrace", 3), ("xnystrace", 2), slow("auto", 1)],
+    [("hutch++", 1), ("xtrace", 1), variant("xtrace", 3), ("xnystrace", 2), variant("auto", 1)],
 )
 def test_nan_for_small_budgets(name, k):
     """1.0.2: Hutch++ gave NaN for k <= 2 and XTrace for k = 1. Here: unbiased, by a z-test."""
@@ -107,7 +107,7 @@ def test_float32_operators_with_x64(name):
     assert wide.value.dtype == jnp.float64
 
 
-@pytest.mark.parametrize("name", ["hutchinson", slow("hutch++"), "xtrace", slow("xnystrace")])
+@pytest.mark.parametrize("name", ["hutchinson", variant("hutch++"), "xtrace", variant("xnystrace")])
 def test_pytree_and_two_dimensional_structures(name):
     """1.0.2 took vectors only. The numbers are those of the flattened operator, where the probes
     are: Hutchinson's are drawn leaf by leaf.
@@ -139,9 +139,9 @@ def test_pytree_and_two_dimensional_structures(name):
     ("name", "hermitian"),
     [
         ("hutchinson", False),
-        slow("hutch++", False),
+        variant("hutch++", False),
         ("xtrace", False),
-        *(slow(name, True) for name in PROBED if name != "xnystrace"),
+        *(variant(name, True) for name in PROBED if name != "xnystrace"),
         ("xnystrace", True),  # needs a semidefinite operator
     ],
 )
@@ -169,8 +169,10 @@ def test_complex_operators_silently_wrong(name, hermitian):
         ("xtrace", PSD),
         ("xnystrace", PSD),
         ("xnystrace", NSD),
-        *(slow(name, PSD) for name in ("hutchinson", "exact", "auto")),  # which divide by nothing
-        slow("auto", NSD),
+        *(
+            variant(name, PSD) for name in ("hutchinson", "exact", "auto")
+        ),  # which divide by nothing
+        variant("auto", NSD),
     ],
 )
 def test_nan_on_the_zero_operator(name, tag):
@@ -202,7 +204,7 @@ def test_nan_on_ones(name):
         assert solution.std_err < 1e-10
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [slow(np.float64, 1e-12), (np.float32, 1e-4)])
+@pytest.mark.parametrize(("dtype", "rtol"), [variant(np.float64, 1e-12), (np.float32, 1e-4)])
 def test_nan_on_zero_one_diagonals(dtype, rtol):
     """XNysTrace, rank 10, k = 30: exact for every one of 50 keys."""
     diagonal = np.zeros(60)
@@ -213,7 +215,7 @@ def test_nan_on_zero_one_diagonals(dtype, rtol):
     assert np.all(solution.result == tr.RESULTS.successful)
 
 
-@pytest.mark.parametrize("name", [slow(n) if n != "xtrace" else n for n in PROBED])
+@pytest.mark.parametrize("name", [variant(n) if n != "xtrace" else n for n in PROBED])
 def test_nan_in_gradients_of_rank_deficient_operators(name):
     """d tr / d scale = value / scale, and d tr / dA is an unbiased estimate of I."""
     rng = np.random.default_rng(5)
@@ -240,7 +242,7 @@ def _decaying(n=40):
     return with_spectrum(np.random.default_rng(6), 0.8 ** np.arange(n))
 
 
-@pytest.mark.parametrize("name", [slow("hutchinson"), "hutch++", "xtrace", "xnystrace"])
+@pytest.mark.parametrize("name", [variant("hutchinson"), "hutch++", "xtrace", "xnystrace"])
 @pytest.mark.parametrize("exponent", [66, -66])
 def test_float32_scaled_by_huge_factors(name, exponent):
     """1.0.2: squares over- or underflowed. A power of two (1e20, 1e-20) changes no digit."""
@@ -252,7 +254,7 @@ def test_float32_scaled_by_huge_factors(name, exponent):
     np.testing.assert_allclose(scaled.std_err / factor, plain.std_err, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [slow("hutchinson"), "hutch++", "xtrace", "xnystrace"])
+@pytest.mark.parametrize("name", [variant("hutchinson"), "hutch++", "xtrace", "xnystrace"])
 def test_absolute_rank_cutoff(name):
     """1.0.2 and matfree cut at an absolute size: 1e-9 times an operator lost its tail."""
     matrix = _decaying()
@@ -279,7 +281,7 @@ def test_truncated_nystrom_core():
 # --- resphering ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", [tr.NormalSampler(), slow(tr.SphereSampler())])
+@pytest.mark.parametrize("sampler", [tr.NormalSampler(), variant(tr.SphereSampler())])
 @pytest.mark.parametrize("k", [3, 9])
 @pytest.mark.parametrize("estimator", [tr.XTraceEstimator, tr.XNysTraceEstimator])
 def test_resphering_of_normal_probes(estimator, k, sampler):
@@ -298,10 +300,10 @@ def test_resphering_of_normal_probes(estimator, k, sampler):
         ("xnystrace-rademacher", 3),
         ("xtrace", 3),
         ("xtrace-normal", 1),
-        slow("xnystrace", 3),
-        slow("xnystrace-rademacher", 1),
-        slow("xtrace", 1),
-        slow("xtrace-normal", 3),
+        variant("xnystrace", 3),
+        variant("xnystrace-rademacher", 1),
+        variant("xtrace", 1),
+        variant("xtrace-normal", 3),
     ],
 )
 def test_near_singular_probe_blocks(name, missing):
@@ -353,7 +355,7 @@ def test_wrong_tag_is_reported(lie):
     assert honest.result == tr.RESULTS.successful
 
 
-@pytest.mark.parametrize("name", [slow(n) if n != "hutchinson" else n for n in PROBED])
+@pytest.mark.parametrize("name", [variant(n) if n != "hutchinson" else n for n in PROBED])
 def test_sign_and_scale_of_gradients_of_multiples(name):
     """1.0.2's gradient of `-A`, `c A` and `A / c` had another sign or size than the value's."""
     matrix = jnp.asarray(_decaying())
@@ -393,9 +395,9 @@ def test_sign_and_scale_of_gradients_of_multiples(name):
     [
         ("xtrace", jnp.bfloat16),
         ("xnystrace", jnp.bfloat16),
-        slow("hutchinson", jnp.bfloat16),
-        slow("hutch++", jnp.bfloat16),
-        slow("xnystrace", jnp.float16),
+        variant("hutchinson", jnp.bfloat16),
+        variant("hutch++", jnp.bfloat16),
+        variant("xnystrace", jnp.float16),
     ],
 )
 def test_half_precision(name, dtype):
@@ -424,7 +426,7 @@ def _lanes(name, k):
 
 @pytest.mark.parametrize(
     ("name", "k"),
-    [*((name, 8) for name in (*PROBED, "exact")), slow("auto", 8), slow("xtrace", 12)],
+    [*((name, 8) for name in (*PROBED, "exact")), variant("auto", 8), variant("xtrace", 12)],
 )
 def test_nan_in_the_operator_is_reported(name, k):
     """Value and error are NaN and the result says why; under vmap in the lane concerned only."""

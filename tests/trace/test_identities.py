@@ -12,7 +12,7 @@ import pytest
 import traceax as tr
 
 from .. import reference
-from ..helpers import PSD, keys, slow, with_spectrum
+from ..helpers import PSD, keys, variant, with_spectrum
 
 N = 18
 KEY = jr.key(7)
@@ -60,7 +60,7 @@ MATRICES = {
 SEMIDEFINITE = {"real": semidefinite(np.float64), "complex": semidefinite(np.complex128)}
 
 
-# Resphered and not (as told to, and as the probes demand it) in every field: the rest is slow.
+# Resphered and not (as told to, and as the probes demand it) in every field: the rest are variants.
 QUICK = {
     np.dtype(np.float64): ("normal", "rademacher"),
     np.dtype(np.complex128): ("sphere", "normal-plain", "real-sphere"),
@@ -74,7 +74,7 @@ def table(matrices, skip="none"):
 
     def marks(name, kind):
         quick = name != "hermitian" and kind in QUICK[matrices[name].dtype]
-        return [] if quick else [pytest.mark.slow]
+        return [] if quick else [pytest.mark.variant]
 
     return [
         pytest.param(matrix, sampler, improved, id=f"{name}-{kind}", marks=marks(name, kind))
@@ -131,7 +131,7 @@ def test_hutchpp(matrix, sampler, improved):
     check_hutchpp(matrix, sampler, improved, 12)
 
 
-@pytest.mark.parametrize("k", [slow(13), 14])  # 4 + 4 + (5 or 6 probes): no matvec is wasted
+@pytest.mark.parametrize("k", [variant(13), 14])  # 4 + 4 + (5 or 6 probes): no matvec is wasted
 def test_hutchpp_with_a_remainder(k):
     check_hutchpp(MATRICES["nonhermitian"], tr.SphereSampler(), None, k)
 
@@ -173,13 +173,13 @@ XNYSTRACE = tr.XNysTraceEstimator(), reference.xnystrace_sample
     ("estimator", "sample", "m", "k", "name"),
     [
         (*XTRACE, 2, 4, "real"),
-        slow(*XTRACE, 2, 4, "complex"),
-        slow(*XTRACE, 8, 17, "real"),
+        variant(*XTRACE, 2, 4, "complex"),
+        variant(*XTRACE, 8, 17, "real"),
         (*XTRACE, 8, 17, "complex"),
-        slow(*XNYSTRACE, 2, 2, "real"),
+        variant(*XNYSTRACE, 2, 2, "real"),
         (*XNYSTRACE, 2, 2, "complex"),
         (*XNYSTRACE, 17, 17, "real"),
-        slow(*XNYSTRACE, 17, 17, "complex"),
+        variant(*XNYSTRACE, 17, 17, "complex"),
     ],
 )
 def test_fewest_and_most_probes(estimator, sample, m, k, name):
@@ -227,7 +227,7 @@ def contractions(keys, matrix, unrelated, estimator, k):
     [
         (name, kind)
         if name in ("hutchinson", "hutch++", "xtrace", "xtrace-plain") and kind == "nonhermitian"
-        else slow(name, kind)
+        else variant(name, kind)
         for name in CONTRACTED
         for kind in MATRICES
     ],
