@@ -563,6 +563,7 @@ DECIDED = {
     "custom_batching.custom_vmap",
     "custom_batching.sequential_vmap",
     "debug.callback",  # the progress bar
+    "default_matmul_precision",  # the checks of an estimator: TF32
     "dtypes.canonicalize_dtype",
     "dtypes.float0",
     "dtypes.prng_key",
