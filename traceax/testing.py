@@ -464,6 +464,19 @@ def _check_scale(estimator, k: int) -> None:
         _require(same, estimator, what, f"{other_err} times that for {std_err}")
 
 
+def _products_for_gpu(
+    function: Callable[..., Any], *structures: Any
+) -> tuple[list[str], list[str]]:
+    """The products of matrices in the program for a GPU, where the default is TF32; and those of
+    them that are in less than full precision.
+    """
+    with jax.default_matmul_precision("tensorfloat32"):
+        traced = jax.jit(function).trace(*structures)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = re.findall(r"stablehlo\.dot_general.*", program)
+    return products, [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line]
+
+
 def _check_precision(estimator, k: int) -> None:
     structure = jax.ShapeDtypeStruct((2 * k,), np.float32)
 
@@ -474,10 +487,7 @@ def _check_precision(estimator, k: int) -> None:
 
     if not _accepts(estimator, lx.FunctionLinearOperator(lambda v: v, structure, _PSD)):
         return
-    with jax.default_matmul_precision("tensorfloat32"):
-        program = jax.jit(estimate).trace(structure).lower(lowering_platforms=("cuda",)).as_text()
-    products = re.findall(r"stablehlo\.dot_general.*", program)
-    lacking = [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line]
+    products, lacking = _products_for_gpu(estimate, structure)
     what = "products of matrices in less than full precision (use `traceax.extend.matmul`)"
     _require(not lacking, estimator, what, f"{len(lacking)} of {len(products)}")
 

@@ -169,9 +169,8 @@ def test_complex_operators_silently_wrong(name, hermitian):
         ("xtrace", PSD),
         ("xnystrace", PSD),
         ("xnystrace", NSD),
-        *(
-            variant(name, PSD) for name in ("hutchinson", "exact", "auto")
-        ),  # which divide by nothing
+        # Which divide by nothing:
+        *(variant(name, PSD) for name in ("hutchinson", "exact", "auto")),
         variant("auto", NSD),
     ],
 )
