@@ -32,8 +32,7 @@ from scipy.special import stdtrit
 
 import traceax as tr
 from traceax._estimators.calibration import norm_factor
-from traceax._probes.random import numbered
-from traceax._tolerance.run import schedule
+from traceax._tolerance.run import every_stage, schedule
 
 from .common import ESTIMATORS, PSD, eight_spectra, spectra, with_eigenvalues
 
@@ -65,22 +64,18 @@ def runs(estimator, eigenvalues, seed):
     n = len(eigenvalues)
     matrix = jnp.asarray(with_eigenvalues(eigenvalues))
     extendable = estimator.extendable(lx.MatrixLinearOperator(matrix, PSD))
-    budgets = schedule(extendable.matvecs_per_probe, n, n)
+    budgets = [
+        m * extendable.matvecs_per_probe for m in schedule(extendable.matvecs_per_probe, n, n)
+    ]
 
     @jax.jit
     def run(keys, matrix):
-        block = extendable.prepare(lx.MatrixLinearOperator(matrix, PSD))
+        operator = lx.MatrixLinearOperator(matrix, PSD)
 
         def one(key):
-            state, found = None, []
-            for j, k in enumerate(budgets):
-                new = numbered(key, j) if j else key
-                state = extendable.extend(state, new, block, k - (budgets[j - 1] if j else 0))
-                estimate = extendable.estimate(state, block)
-                value, std_err = estimate.value, estimate.std_err
-                factor = jnp.asarray(norm_factor(std_err))
-                found.append((jnp.atleast_1d(value), jnp.atleast_1d(std_err), factor))
-            return tuple(jnp.stack(x) for x in zip(*found, strict=True))
+            value, std_err = every_stage(extendable, key, operator, n)
+            factor = jax.vmap(lambda error: jnp.asarray(norm_factor(error)))(std_err)
+            return value.reshape(*factor.shape, -1), std_err.reshape(*factor.shape, -1), factor
 
         return jax.lax.map(one, keys)
 

@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 import traceax as tr
 from benchmarks import calibrate
 from traceax._estimators import calibration
+from traceax._tolerance.run import panel_width
 
 from .. import reference
 from ..helpers import (
@@ -141,8 +142,8 @@ def test_the_constants_are_those_of_the_script():
 # Not an estimator with a probe a product: the degrees of freedom of a look are those of probes.
 @pytest.mark.parametrize("name", [variant(n) if n != "hutch++" else n for n in ESTIMATORS])
 def test_products_are_what_was_needed(name):
-    """Blocks double; the first is 16 probes; never more than n products in all."""
-    first = 16 * UNITS[name]
+    """Stages double; the first is a panel; never more than n products in all."""
+    first = panel_width(N // 2 // UNITS[name]) * UNITS[name]
     matrix, spent = jnp.asarray(POLY), []
     for rtol in (5.0, 3e-2, 1e-2, 1e-13):
         solution = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(rtol))
@@ -151,7 +152,7 @@ def test_products_are_what_was_needed(name):
         error = abs(solution.value - truth(POLY))
         assert error <= max(5 * solution.std_err, 1e-13)
         assert error <= 2 * rtol * truth(POLY) + 1e-13
-    assert spent[0] == min(first, N // 2)
+    assert spent[0] == first
     assert spent == sorted(spent)
     # The last resort is the exact trace.
     assert spent[-1] == N
@@ -190,7 +191,7 @@ def test_throw():
 
 @pytest.mark.parametrize("name", ["hutch++", variant("xtrace"), "xnystrace"])
 def test_low_rank_and_zero_and_nan_end_with_the_first_block(name):
-    first, most = 16 * UNITS[name], 20 * UNITS[name]
+    first, most = panel_width(20) * UNITS[name], 20 * UNITS[name]
     basis = random_unitary(np.random.default_rng(2), N)[:, :5]
     low_rank = (basis * np.arange(1.0, 6)) @ basis.T
     for scale in (1.0, 1e20, 1e-20, 0.0):
@@ -213,7 +214,7 @@ def test_a_wrong_tag_ends_the_run():
     matrix = jnp.asarray(POLY - np.eye(N))
     solution = solve(keys(1)[0], matrix, tr.XNysTraceEstimator(), jnp.asarray(1e-6), 20)
     assert solution.result == tr.RESULTS.not_semidefinite
-    assert solution.num_matvecs == 16
+    assert solution.num_matvecs == panel_width(20)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def test_going_on_from_a_state(name):
     at_once, all_products = counted(jnp.asarray(1e-9))
     assert all_products == at_once.num_matvecs == 20 * UNITS[name]
     early, first_products = counted(jnp.asarray(5.0))
-    assert first_products == early.num_matvecs == 16 * UNITS[name]
+    assert first_products == early.num_matvecs == panel_width(20) * UNITS[name]
     late, further = counted(jnp.asarray(1e-9), early.state)
     assert late.num_matvecs == all_products
     assert further == all_products - first_products
@@ -378,8 +379,9 @@ def test_going_on_from_a_state(name):
 def test_going_on_beyond_the_first_budget():
     matrix, estimator = jnp.asarray(POLY), tr.HutchPlusPlusEstimator()
     state = solve(keys(1)[0], matrix, estimator, 1e-9, 60, keep_state=True).state
-    more = solve(keys(2)[1], matrix, estimator, 1e-9, 75, state=state)
-    assert more.num_matvecs == 75
+    # Panels have 10 probes, as in the run before, and these take 30 products.
+    more = solve(keys(2)[1], matrix, estimator, 1e-9, 95, state=state)
+    assert more.num_matvecs == 90
     assert abs(more.value - truth(POLY)) < 5 * more.std_err
     with pytest.raises(ValueError, match="max_k must be at least 60"):
         solve(keys(1)[0], matrix, estimator, 1e-9, 50, state=state)
@@ -520,7 +522,7 @@ def test_progress(capfd):
     run(keys(1)[0]).block_until_ready()
     jax.effects_barrier()
     shown = capfd.readouterr().err
-    assert "16" in shown and "32" in shown and "40" in shown and "+-" in shown  # noqa: PT018
+    assert "10" in shown and "20" in shown and "40" in shown and "+-" in shown  # noqa: PT018
     jax.block_until_ready(jax.vmap(run)(keys(2)))
     jax.effects_barrier()
     assert capfd.readouterr().err == ""

@@ -13,6 +13,7 @@ from scipy.special import chdtri
 import traceax as tr
 from benchmarks import calibrate
 from traceax._estimators import calibration
+from traceax._tolerance.run import panel_width
 
 from ..helpers import (
     PSD,
@@ -49,10 +50,11 @@ def relative(values, matrix):
     "name", ["hutchinson-diagonal", variant("diag++"), "xdiag", variant("xnysdiag")]
 )
 def test_the_tolerance_holds_and_where_a_run_ends(name):
-    """Within the tolerance in 95 % of runs (less two deviations of 40 keys, 7 %); blocks double;
-    never more than n products; rank 5, zero and NaN end with the first block.
+    """Within the tolerance in 95 % of runs (less two deviations of 40 keys, 7 %); stages double;
+    never more than n products; rank 5, zero and NaN end with the first stage.
     """
-    first, run = 16 * UNITS[name], partial(solve, keys(COUNT), estimator=ESTIMATORS[name])
+    first = panel_width(N // 2 // UNITS[name]) * UNITS[name]
+    run = partial(solve, keys(COUNT), estimator=ESTIMATORS[name])
     medians = []
     for rtol in (20.0, 0.5, 2e-2, 1e-13):
         solution = run(jnp.asarray(POLY), rtol=jnp.asarray(rtol))
@@ -227,7 +229,7 @@ def test_going_on_from_a_state(name):
     assert at_once.result == tr.RESULTS.not_converged
     assert all_products == at_once.num_matvecs == 20 * UNITS[name]
     early, first_products = counted(jnp.asarray(20.0))
-    assert first_products == early.num_matvecs == 16 * UNITS[name]
+    assert first_products == early.num_matvecs == panel_width(20) * UNITS[name]
     late, further = counted(jnp.asarray(1e-9), early.state)
     assert late.num_matvecs == all_products
     assert further == all_products - first_products

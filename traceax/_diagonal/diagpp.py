@@ -4,9 +4,9 @@ from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, status_of
+from .._core.estimate import make_estimate, rounding_of, scale_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
@@ -14,8 +14,9 @@ from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator, is_hermitian
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, RademacherSampler
-from .._sketch.leave_one_out import adjoint, append_basis, empty_state, matmul
-from .._sketch.weights import AbstractTwoSidedWeights
+from .._sketch.columns import all_columns
+from .._sketch.leave_one_out import adjoint, matmul
+from .._sketch.weights import AbstractTwoSidedWeights, InUse
 
 
 def _pieces(q: Array, omega: Array, products: Array, adjoint_products: Array):
@@ -32,6 +33,7 @@ class _DiagPlusPlusWeights(AbstractTwoSidedWeights):
     q: Inexact[Array, "n m"]
     omega: Inexact[Array, "n p"]
     share: Real[Array, ""]  # 1 / p
+    in_use: InUse | None = None
 
     def combine(self, products, adjoint_products):
         """See `AbstractTwoSidedWeights`."""
@@ -41,23 +43,21 @@ class _DiagPlusPlusWeights(AbstractTwoSidedWeights):
 
 class DiagPlusPlusState(NamedTuple):
     """The basis and the residual probes, with their products; and the probes of the sketch with the
-    sketch itself (without rows if they are not kept).
+    sketch itself (without entries if they are not kept). Vectors are rows.
     """
 
-    q: Inexact[Array, "n m"]
-    z: Inexact[Array, "n m"]  # A^H Q
-    omega: Inexact[Array, "n m"]
-    products: Inexact[Array, "n m"]  # A Omega
-    first: Inexact[Array, "rows m"]  # the probes of the sketch
-    sketch: Inexact[Array, "rows m"]
-    scale: Real[Array, ""]  # of the first sketch
-    status: Int[Array, ""]
+    q: Inexact[Array, "m n"]
+    z: Inexact[Array, "m n"]  # A^H Q
+    omega: Inexact[Array, "m n"]
+    products: Inexact[Array, "m n"]  # A Omega
+    first: Inexact[Array, "m kept"]  # the probes of the sketch
+    sketch: Inexact[Array, "m kept"]
 
 
 @final
 class DiagPlusPlusExtendable(AbstractExtendable):
-    """Diag++ block by block. Sketch, basis and residual probes each get a third of a block. Given
-    the basis, of whatever size, all residual probes are independent.
+    """Diag++, a stage of which gives sketch, basis and residual probes a third of its products
+    each. Given the basis, of whatever size, all residual probes are independent.
     """
 
     sampler: AbstractSampler
@@ -66,50 +66,56 @@ class DiagPlusPlusExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 3
     calibration: ClassVar[Calibration] = CALIBRATION["diag++"]
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        n, m = block.n, k // 3
-        sketch_key, probe_key = split(key)
-        first = self.sampler.probes(sketch_key, n, m, block.dtype)
-        sketch = block.mm(first)
-        omega = self.sampler.probes(probe_key, n, k - 2 * m, block.dtype)
-        products = block.mm(omega)
-        rows = n if self.keeps else 0
-        if state is None:
-            state = empty_state(DiagPlusPlusState, sketch, self.keeps)
+        basis, kept = growth.empty(block), growth.empty(block, self.keeps)
+        probes = jnp.zeros((growth.capacity + spare, block.n), block.dtype)
+        return DiagPlusPlusState(basis, basis, probes, probes, kept, kept)
+
+    def extend(self, state, growth, block):
+        """See `AbstractExtendable`."""
+        n, fresh = block.n, state.omega.shape[0] if growth.single else growth.width
+
+        def probes(which, number):
+            return lambda key: self.sampler.probes(split(key)[which], n, number, block.dtype).T
+
+        first = growth.each(probes(0, growth.width), growth.empty(block))
+        sketch = growth.multiply(block, block.mm, first, growth.empty(block))
+        omega = growth.each(probes(1, fresh), state.omega)
+        products = growth.multiply(block, block.mm, omega, state.products)
+        scale = scale_of(sketch)
+        square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
         # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
-        q, _, _ = append_basis(state.q, sketch / state.scale)
-        z = block.adjoint_mm(q)
-        return DiagPlusPlusState(
-            jnp.concatenate([state.q, q], axis=1),
-            jnp.concatenate([state.z, z], axis=1),
-            jnp.concatenate([state.omega, omega], axis=1),
-            jnp.concatenate([state.products, products], axis=1),
-            jnp.concatenate([state.first, first[:rows]], axis=1),
-            jnp.concatenate([state.sketch, sketch[:rows]], axis=1),
-            state.scale,
-            jnp.maximum(state.status, status_of(sketch, products, z)),
-        )
+        q, _ = growth.orthonormalise(state.q, square, lambda rows: rows(sketch) / scale)
+        z = growth.multiply(block, block.adjoint_mm, q, state.z)
+        kept = state.first, state.sketch
+        if self.keeps:
+            kept = growth.added(state.first, first), growth.added(state.sketch, sketch)
+        return DiagPlusPlusState(q, z, omega, products, *kept)
 
-    def estimate(self, state, block):
+    def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        m, fresh = state.q.shape[1], state.omega.shape[1]
-        captured, samples = _pieces(state.q, state.omega, state.products, state.z)
-        residual, std_err = mean_and_std_err(self.rows(samples))
+        omega, z = state.omega.T, state.z.T
+        tested = columns if columns.inside is not None else all_columns(omega.shape[1])
+        captured, samples = _pieces(state.q.T, omega, state.products.T, z)
+        residual, std_err = tested.mean_and_std_err(self.rows(samples))
         value = self.rows.of_vector(captured) + residual
-        std_err = jnp.hypot(std_err, rounding_of(self.rows.norms(state.z), block.eps))
-        return make_estimate(value, std_err, 2 * m + fresh, fresh - 1, state.status)
+        std_err = jnp.hypot(std_err, rounding_of(self.rows.norms(z), block.eps))
+        spent = 2 * columns.count + tested.count
+        # A NaN or inf in the sketch shows in the basis, and then in its products.
+        return make_estimate(value, std_err, spent, tested.count - 1, status_of(z, value))
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        share = jnp.asarray(1 / state.omega.shape[1], jnp.finfo(block.dtype).dtype)
-        return [_DiagPlusPlusWeights(state.q, state.omega, share)], [1.0]
+        count = columns.count if columns.inside is not None else state.omega.shape[0]
+        share = jnp.asarray(1 / count, jnp.finfo(block.dtype).dtype)
+        return _DiagPlusPlusWeights(state.q.T, state.omega.T, share)
 
     def complete(self, state, block):
         """See `AbstractExtendable`, and `complete` of `XDiagExtendable`."""
-        vectors = jnp.concatenate([state.omega, state.first], axis=1)
-        products = jnp.concatenate([state.products, state.sketch], axis=1)
-        q, z = state.q, state.z
+        vectors = jnp.concatenate([state.omega, state.first]).T
+        products = jnp.concatenate([state.products, state.sketch]).T
+        q, z = state.q.T, state.z.T
         if not is_hermitian(block.operator):
             q, z = q[:, :0], z[:, :0]
         return complete_diagonal(block, q, z, (vectors, products), rows=self.rows)

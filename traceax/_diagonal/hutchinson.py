@@ -1,6 +1,5 @@
 """Hutchinson's estimator of the diagonal."""
 
-import math
 from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import as_value, make_estimate, safe_norm, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
@@ -24,13 +23,14 @@ from .._sketch.weights import AbstractWeights
 
 @final
 class _ProbeWeights(AbstractWeights):
-    """The diagonal of `A Omega Omega^H / k`, with the probes drawn again block by block."""
+    """The diagonal of `A Omega Omega^H / count`, with the probes drawn again block by block."""
 
     key_data: Any
     key_impl: Any = eqx.field(static=True)
     sampler: AbstractSampler
     k: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
+    count: float | Real[Array, ""]
 
     def contract(self, operator):
         """See `AbstractWeights`."""
@@ -40,8 +40,8 @@ class _ProbeWeights(AbstractWeights):
         def add(totals, samples):
             return [t + jnp.sum(x, axis=-1) for t, x in zip(totals, samples, strict=True)]
 
-        totals = self.over_blocks(start, add, block)
-        return as_value([total.reshape(-1) / self.k for total in totals])
+        totals, count = self.over_blocks(start, add, block), jnp.asarray(self.count, block.dtype)
+        return as_value([total.reshape(-1) / count for total in totals])
 
     def over_blocks(self, carry, add, block: BlockOperator):
         """Fold `add(carry, samples)` over blocks of the samples conj(omega_i) (A omega_i). `add` is
@@ -77,19 +77,19 @@ def _merge(state, samples):
 
 
 class HutchinsonDiagonalState(NamedTuple):
-    """Count, mean and spread of the samples, leaf by leaf; and probes and products (without rows if
-    they are not kept).
+    """Count, mean and spread of the samples, leaf by leaf; and probes and products (without entries
+    if they are not kept).
     """
 
     moments: list[tuple[Array, Array, Array]]
-    omega: Inexact[Array, "rows m"]
-    products: Inexact[Array, "rows m"]
+    omega: Inexact[Array, "m kept"]
+    products: Inexact[Array, "m kept"]
 
 
 @final
 class HutchinsonDiagonalExtendable(AbstractExtendable):
-    """Hutchinson's estimator block by block. Probes are kept only if the exact diagonal may have to
-    be completed from them.
+    """Hutchinson's estimator. Probes are kept only if the exact diagonal may have to be completed
+    from them.
     """
 
     sampler: AbstractSampler
@@ -99,62 +99,67 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["hutchinson-diagonal"]
 
-    def _block_weights(self, block: BlockOperator, key: tuple[Any, Any], k: int) -> _ProbeWeights:
+    def _panel(self, block: BlockOperator, key: Any, k: int, count: Any = 1.0) -> _ProbeWeights:
         width = min(k, self.batch_size or block_width(block.n, k))
-        return _ProbeWeights(*key, self.sampler, k, k if self.keeps else width)
+        width, data = k if self.keeps else width, (jr.key_data(key), jr.key_impl(key))
+        return _ProbeWeights(*data, self.sampler, k, width, count)
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        if state is None:
-            zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
-            parts = self.rows.by_leaf(zeros)
-            count = jnp.zeros((), block.dtype).real
-            nothing = jnp.zeros((block.n if self.keeps else 0, 0), block.dtype)
-            moments = [(count, zero[..., 0], zero[..., 0].real) for zero in parts]
-            state = HutchinsonDiagonalState(moments, nothing, nothing)
+        zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
+        count = jnp.zeros((), block.dtype).real
+        moments = [(count, x[..., 0], x[..., 0].real) for x in self.rows.by_leaf(zeros)]
+        kept = growth.empty(block, self.keeps)
+        return HutchinsonDiagonalState(moments, kept, kept)
+
+    def extend(self, state, growth, block):
+        """See `AbstractExtendable`."""
+        k = growth.width
 
         def add(moments, samples):
             pairs = zip(moments, self.rows.by_leaf(samples), strict=True)
             return [_merge(*pair) for pair in pairs]
 
-        if self.keeps:
-            by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
-            omega = block.join(by_leaf)
-            products = block.mm(omega)
-            samples = zip(block.leaves(jnp.conj(omega) * products), by_leaf, strict=True)
-            moments = add(state.moments, [x.reshape(leaf.shape) for x, leaf in samples])
-        else:
-            weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
-            moments = weights.over_blocks(state.moments, add, block)
-            omega = products = jnp.zeros((0, k), block.dtype)
-        return HutchinsonDiagonalState(
-            moments,
-            jnp.concatenate([state.omega, omega], axis=1),
-            jnp.concatenate([state.products, products], axis=1),
-        )
+        if not self.keeps:
 
-    def estimate(self, state, block):
+            def drawn(moments, key, _):
+                return self._panel(block, key, k).over_blocks(moments, add, block)
+
+            return state._replace(moments=growth.fold(drawn, state.moments))
+
+        def probes(key):
+            return block.join(self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)).T
+
+        omega = growth.each(probes, state.omega)
+        products = growth.multiply(block, block.mm, omega, state.products)
+
+        def kept(moments, _, rows):
+            leaves = block.leaves((jnp.conj(rows(omega)) * rows(products)).T)
+            shaped = [x.reshape(*s, -1) for x, s in zip(leaves, block.shapes, strict=True)]
+            return add(moments, shaped)
+
+        return HutchinsonDiagonalState(growth.fold(kept, state.moments), omega, products)
+
+    def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        k = state.omega.shape[1]
+        k = jnp.asarray(columns.count, jnp.finfo(block.dtype).dtype)
         values, spreads = ([m[i].reshape(-1) for m in state.moments] for i in (1, 2))
-        if k > 1:
-            std_errs = [spread / math.sqrt(k * (k - 1)) for spread in spreads]
-        else:
-            std_errs = [jnp.full_like(spread, jnp.inf) for spread in spreads]
+        pairs = jnp.sqrt(k * jnp.maximum(k - 1, 1))
+        std_errs = [jnp.where(k > 1, spread / pairs, jnp.inf) for spread in spreads]
         value, std_err = as_value(values), as_value(std_errs)
         # The scatter of the samples includes that of their rounding errors.
+        k = columns.count
         return make_estimate(value, std_err, k, k - 1, status_of(*values))
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
-        parts = [self._block_weights(block, *pair) for pair in zip(keys, sizes, strict=True)]
-        return parts, [k / budgets[-1] for k in sizes]
+        k, count = growth.width, columns.count
+        return growth.drawn_again(block, lambda key: self._panel(block, key, k, count))
 
     def complete(self, state, block):
         """See `AbstractExtendable`."""
-        nothing = state.omega[:, :0]
-        known = state.omega, state.products
+        nothing = state.omega.T[:, :0]
+        known = state.omega.T, state.products.T
         done = complete_diagonal(block, nothing, nothing, known, self.rows)
         if self.rows.sizes is not None:
             return done

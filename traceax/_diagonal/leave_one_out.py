@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._estimators.rows import Rows
+from .._sketch.columns import Columns
 from .._sketch.leave_one_out import Pairs
 
 
@@ -36,6 +37,7 @@ class DiagonalParts(NamedTuple):
     left_over: Inexact[Array, " m"]  # e_i
     omega: Inexact[Array, "n m"]
     pairs: Pairs
+    columns: Columns
 
 
 def diagonal_and_error(
@@ -53,11 +55,11 @@ def diagonal_and_error(
 
     The estimate for every group, and its standard error. Cost: 10 n m^2 operations.
     """
-    base, left, right, left_over, omega, pairs = split
+    base, left, right, left_over, omega, pairs, columns = split
     m = left.shape[1]
     probes = jnp.conj(omega)
     corrections = group(left_over * probes * left - left * jnp.conj(right))
-    value = group(base[:, None])[:, 0] + jnp.mean(corrections, axis=1)
+    value = group(base[:, None])[:, 0] + columns.mean(corrections)
     if m == 1:
         return value, jnp.full_like(value.real, jnp.inf)
 
@@ -69,9 +71,9 @@ def diagonal_and_error(
         r_ij = (r_j - r_i * gamma) / nu
         return l_ij * jnp.conj(r_ij) + e_i * (jnp.conj(gamma) / nu) * omega_i * l_ij
 
-    def add(total, i):
+    def add(i, total):
         def column(x):
-            return x[:, i][:, None]
+            return lax.dynamic_slice_in_dim(x, i, 1, axis=1)
 
         gamma, nu, valid = pairs.gamma[i], root[i], pairs.valid[i]
         ours = held_out(
@@ -82,12 +84,16 @@ def diagonal_and_error(
             left, right, probes, left_over, column(left), column(right), jnp.conj(gamma), nu
         )
         product = (group(ours) * jnp.conj(group(theirs))).real
-        return total + jnp.sum(jnp.where(valid, product, jnp.zeros_like(product)), axis=1), None
+        return total + jnp.sum(jnp.where(valid, product, jnp.zeros_like(product)), axis=1)
 
-    covariance, _ = lax.scan(add, jnp.zeros_like(value.real), jnp.arange(m))
-    deviation = corrections - jnp.mean(corrections, axis=1, keepdims=True)
-    variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / (m - 1)
-    known = jnp.sum(variance) / m > jnp.sum(jnp.square(rounding))
+    # No columns are in use behind the last one.
+    last = m if columns.inside is None else jnp.max(jnp.where(columns.inside, jnp.arange(m), 0)) + 1
+    covariance = lax.fori_loop(0, last, add, jnp.zeros_like(value.real))
+    count = jnp.asarray(columns.count, value.real.dtype)
+    number = count * jnp.maximum(count - 1, 1)
+    deviation = columns.only(corrections - columns.mean(corrections)[:, None])
+    variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / number  # of the mean
+    known = jnp.sum(variance) > jnp.sum(jnp.square(rounding))
     covariance = jnp.where(known, jnp.maximum(covariance, 0), 0)
-    total = variance / m + covariance / (m * (m - 1)) + jnp.square(rounding)
-    return value, jnp.sqrt(total)
+    std_err = jnp.sqrt(variance + covariance / number + jnp.square(rounding))
+    return value, jnp.where(count > 1, std_err, jnp.inf)

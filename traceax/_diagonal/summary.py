@@ -109,7 +109,7 @@ def _norm_differences(blocks: _Blocks, factors: RangeFinder, tested: Array, n: i
     """D_ij = f_i - f_ij."""
     h, right, left, inside, outside = blocks
     s, x, square, factor = factors.s, factors.x, factors.square, factors.factor
-    s_h, pairs = adjoint(s), pairs_of(factors.s)
+    s_h, pairs = adjoint(s), pairs_of(factors.s, factors.columns)
     right, left = matmul(right, s), matmul(left, s)
     right_forms = pairs.forms(matmul(adjoint(right), right)).real  # ||Z_o u||^2
     k = matmul(s_h, matmul(h, s))
@@ -246,7 +246,7 @@ class SummaryEstimator(AbstractEstimator):
         omega = SphereSampler().probes(key, n, m, block.dtype)
         sketch = sketch_of(block, omega)
         factors = range_finder(omega, sketch.shifted, True)
-        q, s, x = factors.q, factors.s, factors.x
+        q, s, x, columns = factors.q, factors.s, factors.x, factors.columns
         products = block.mm(q)
         adjoint_products = products if hermitian else block.adjoint_mm(q)
         size, scale, nu = sketch.products.size, sketch.products.scale, sketch.nu
@@ -257,10 +257,12 @@ class SummaryEstimator(AbstractEstimator):
         h, t = matmul(adjoint(q), shifted), matmul(adjoint(shifted), omega)
         samples, differences = _xtrace_samples(factors, h, t, n, True)
         trace = size * (jnp.trace(h) + jnp.mean(samples) - n * nu)
-        rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
-        trace_error = leave_one_out_error(samples, differences, rounding)
+        rounding = rounding_of(frobenius_norm_of(factors.r, columns), block.eps)
+        trace_error = leave_one_out_error(samples, differences, rounding, columns)
         base, left_over = jnp.sum(q * jnp.conj(left), axis=1) - nu, column_dots(s, factors.r)
-        split = DiagonalParts(base, matmul(q, s), matmul(left, s), left_over, omega, pairs_of(s))
+        split = DiagonalParts(
+            base, matmul(q, s), matmul(left, s), left_over, omega, pairs_of(s, columns), columns
+        )
         diagonal, diagonal_error = diagonal_and_error(
             split, Rows(), rounding_of(Rows().norms(left), block.eps)
         )
@@ -270,7 +272,9 @@ class SummaryEstimator(AbstractEstimator):
         squares, tested = _norm_samples(blocks, s, factors.factor)
         square = jnp.mean(squares)
         differences = _norm_differences(blocks, factors, tested, n)
-        square_error = leave_one_out_error(squares, differences, rounding_of(square, block.eps))
+        square_error = leave_one_out_error(
+            squares, differences, rounding_of(square, block.eps), columns
+        )
         ritz = _extreme_ritz(q, omega, y, z, block.eps) if hermitian else jnp.zeros(0)
 
         errors = (trace_error, square_error, diagonal_error)

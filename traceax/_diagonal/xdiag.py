@@ -1,10 +1,10 @@
 """XDiag."""
 
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import make_estimate, rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
@@ -16,17 +16,16 @@ from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.leave_one_out import (
     RangeFinder,
     adjoint,
-    append_sketch,
     column_dots,
+    empty_sketch,
+    extend_sketch,
     leave_one_out_directions,
     matmul,
     pairs_of,
-    products_of_sketch,
-    range_finder_of,
     rescale_error,
     without_zero_pivots,
 )
-from .._sketch.weights import AbstractTwoSidedWeights
+from .._sketch.weights import AbstractTwoSidedWeights, InUse
 from .leave_one_out import DiagonalParts, diagonal_and_error
 
 
@@ -44,6 +43,7 @@ class XDiagWeights(AbstractTwoSidedWeights):
     s: Inexact[Array, "m m"]
     omega: Inexact[Array, "n m"]
     share: Real[Array, ""]  # 1 / m
+    in_use: InUse | None = None
 
     def combine(self, products, adjoint_products):
         """See `AbstractTwoSidedWeights`."""
@@ -58,48 +58,31 @@ class XDiagWeights(AbstractTwoSidedWeights):
 
 def xdiag_weights(omega: Array, factors: RangeFinder) -> XDiagWeights:
     """The weights that belong to a sketch."""
-    share = jnp.asarray(1 / omega.shape[1], jnp.finfo(omega.dtype).dtype)
+    share = jnp.asarray(1 / factors.columns.count, jnp.finfo(omega.dtype).dtype)
     return XDiagWeights(factors.q, factors.s, omega, share)
-
-
-class XDiagState(NamedTuple):
-    """The factors for A / scale + nu I, where scale and nu are those of the first block."""
-
-    omega: Inexact[Array, "n m"]
-    q: Inexact[Array, "n m"]
-    r: Inexact[Array, "m m"]
-    z: Inexact[Array, "n m"]  # the adjoint times Q
-    scale: Real[Array, ""]
-    size: Real[Array, ""]  # the scale, or 0 if all products vanish
-    nu: Real[Array, ""]
-    status: Int[Array, ""]
 
 
 @final
 class XDiagExtendable(AbstractExtendable):
-    """XDiag block by block: new columns are appended to the QR factorisation, and the adjoint
-    multiplies only these.
-    """
+    """XDiag, whose sketch can be extended by further probes."""
 
     sampler: AbstractSampler
     rows: Rows
     matvecs_per_probe: ClassVar[int] = 2
     calibration: ClassVar[Calibration] = CALIBRATION["xdiag"]
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        before, q, factors = append_sketch(state, self.sampler, key, block, k // 2)
-        products = block.adjoint_mm(q)
-        z = products / factors["scale"] + factors["nu"] * q
-        factors["status"] = jnp.maximum(factors["status"], status_of(products))
-        return XDiagState(
-            **factors, z=jnp.concatenate([before if state is None else state.z, z], axis=1)
-        )
+        return empty_sketch(growth, block)
 
-    def estimate(self, state, block):
+    def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        q, z, m = state.q, state.z, state.r.shape[0]
-        r = without_zero_pivots(state.r)
+        return extend_sketch(state, self.sampler, growth, block, adjoint=True)
+
+    def estimate(self, state, columns, block):
+        """See `AbstractExtendable`."""
+        q, z, m = state.q.T, state.shifted(), columns.count
+        r = without_zero_pivots(columns.triangle(state.r))
         s = leave_one_out_directions(r)
         value, std_err = diagonal_and_error(
             DiagonalParts(
@@ -107,20 +90,20 @@ class XDiagExtendable(AbstractExtendable):
                 left=matmul(q, s),
                 right=matmul(z, s),
                 left_over=column_dots(s, r),
-                omega=state.omega,
-                pairs=pairs_of(s),
+                omega=state.omega.T,
+                pairs=pairs_of(s, columns),
+                columns=columns,
             ),
             self.rows,
             rounding_of(self.rows.norms(z), block.eps),
         )
         std_err = rescale_error(state.size, std_err)
-        return make_estimate(state.size * value, std_err, 2 * m, m - 1, state.status)
+        status = status_of(state.r, z)
+        return make_estimate(state.size * value, std_err, 2 * m, m - 1, status)
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        w = matmul(adjoint(state.q), state.omega)
-        factors = range_finder_of(state.omega, state.q, state.r, w, False)
-        return [xdiag_weights(state.omega, factors)], [1.0]
+        return xdiag_weights(state.omega.T, state.factors(columns, False))
 
     def complete(self, state, block):
         """See `AbstractExtendable`: A is known on the span of Omega and, if A is Hermitian, on the
@@ -129,11 +112,11 @@ class XDiagExtendable(AbstractExtendable):
         (If A is not Hermitian, products with the adjoint do not help: A on the complement of Omega
         takes n - m more products with or without them.)
         """
-        products = products_of_sketch(state)
-        q, known = state.q, state.scale * (state.z - state.nu * state.q)
+        q, known = state.q.T, state.products.T
         if not is_hermitian(block.operator):
             q, known = q[:, :0], known[:, :0]
-        return complete_diagonal(block, q, known, (state.omega, products), rows=self.rows)
+        others = state.omega.T, state.sketch()
+        return complete_diagonal(block, q, known, others, rows=self.rows)
 
 
 @final

@@ -5,22 +5,22 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._core.estimate import mean_and_std_err, rounding_of
+from .._core.estimate import rounding_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._probes.samplers import AbstractSampler, RademacherSampler
-from .._sketch.leave_one_out import matmul, pairs_of, range_finder
-from .._sketch.nystrom import append_probes, nystrom, signed_estimate
+from .._sketch.leave_one_out import matmul, pairs_of, range_finder_of
+from .._sketch.nystrom import empty_nystrom, extend_nystrom, signed_estimate
 from .leave_one_out import DiagonalParts, diagonal_and_error
 from .xdiag import xdiag_weights
 
 
 @final
 class XNysDiagExtendable(AbstractExtendable):
-    """XNysDiag block by block, like `XNysTraceExtendable`."""
+    """XNysDiag, like `XNysTraceExtendable`."""
 
     sampler: AbstractSampler
     sign: int = eqx.field(static=True)
@@ -28,15 +28,17 @@ class XNysDiagExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["xnysdiag"]
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        omega = self.sampler.probes(key, block.n, k, block.dtype)
-        return append_probes(state, omega, block, self.sign)
+        return empty_nystrom(growth, block)
 
-    def estimate(self, state, block):
+    def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        factors = nystrom(state, block.eps)
-        omega = matmul(state.p, state.r)
+        return extend_nystrom(state, self.sampler, growth, block, self.sign)
+
+    def estimate(self, state, columns, block):
+        """See `AbstractExtendable`."""
+        factors, omega = state.factors(columns, block.eps), state.omega()
         f, z = factors.f, matmul(factors.f, factors.q)
         estimated = diagonal_and_error(
             DiagonalParts(
@@ -45,26 +47,27 @@ class XNysDiagExtendable(AbstractExtendable):
                 right=z,
                 left_over=factors.rho * jnp.sqrt(factors.inverse),
                 omega=omega,
-                pairs=pairs_of(factors.q),
+                pairs=pairs_of(factors.q, columns),
+                columns=columns,
             ),
             self.rows,
             rounding_of(self.rows.norms(factors.products.numbers), block.eps),
         )
         original = matmul(factors.products.numbers, factors.r)
-        plain = mean_and_std_err(self.rows(jnp.conj(omega) * original))
+        plain = columns.mean_and_std_err(self.rows(jnp.conj(omega) * original))
         value, std_err = factors.unless_wrong(*zip(estimated, plain, strict=True))
         return signed_estimate(factors, self.sign, value, std_err)
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        factors = nystrom(state, block.eps)
-        omega = matmul(state.p, state.r)
-        shifted = matmul(factors.sketch, factors.r)
-        return [xdiag_weights(omega, range_finder(omega, shifted, False))], [1.0]
+        shifted, omega = matmul(state.factors(columns, block.eps).sketch, state.r), state.omega()
+        q, r = growth.again(shifted.T)
+        return xdiag_weights(omega, range_finder_of(omega, q, r, columns, False))
 
     def complete(self, state, block):
         """See `AbstractExtendable`."""
-        return complete_diagonal(block, state.p, self.sign * state.products, rows=self.rows)
+        products = self.sign * state.products.T
+        return complete_diagonal(block, state.p.T, products, rows=self.rows)
 
 
 @final

@@ -13,6 +13,7 @@ All three are updated block by block.
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
@@ -22,10 +23,10 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.estimate import Estimate, make_estimate, norm_of, weights_wanted
 from .._operators.block_operator import BlockOperator
-from .._sketch.weights import AbstractWeights
+from .._sketch.weights import AbstractWeights, InUse
 from .calibration import CALIBRATION, Calibration
 from .exact import exact
-from .extendable import AbstractExtendable, Completed
+from .extendable import AbstractExtendable, Completed, Growth
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -68,6 +69,62 @@ class BlockWeights(AbstractWeights):
 
 
 @final
+class BlockMeansWeights(AbstractWeights):
+    """The mean of the weights of the blocks in use."""
+
+    blocks: list[BlockWeights]
+    products: Real[Array, ""]  # of these blocks
+    in_use: InUse | None = None
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        assert self.in_use is not None
+        terms = []
+        for j, block in enumerate(self.blocks):
+
+            def term(block=block):
+                contracted = block.contract(operator)
+                share = block.k / self.products
+                return jtu.tree_map(lambda x: share.astype(x.dtype) * x, contracted)
+
+            terms.append(self.in_use.if_used(j, term))
+        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
+
+
+def _merged(state: BlockMeansState, new: Estimate, k: int) -> BlockMeansState:
+    """The mean after one more block of k products."""
+    real = state.products.dtype
+    # If every entry has its own degrees of freedom, the smallest number counts.
+    dof = jnp.min(new.dof).astype(real)
+    products = state.products + k
+    share = k / products
+
+    def mean(old, new):
+        return old + share.astype(old.dtype) * (new - old)
+
+    def hypot(old, new):
+        # At first `old` is 0, and so is what it is multiplied with, even if `new` is inf.
+        return jnp.hypot((1 - share).astype(old.dtype) * old, share.astype(old.dtype) * new)
+
+    std_err = jtu.tree_map(hypot, state.std_err, new.std_err)
+    size = norm_of(std_err)
+    usable = (size > 0) & jnp.isfinite(size)
+    safe = jnp.where(usable, size, 1)
+    parts = (1 - share) * norm_of(state.std_err) / safe, share * norm_of(new.std_err) / safe
+    inverse = sum(
+        p**4 / jnp.maximum(nu, 0.5) for p, nu in zip(parts, (state.dof, dof), strict=True)
+    )
+    return BlockMeansState(
+        products,
+        jtu.tree_map(mean, state.value, new.value),
+        std_err,
+        state.num_matvecs + new.num_matvecs,
+        jnp.where(usable, 1 / inverse, state.dof + dof),
+        jnp.maximum(state.status, new.status),
+    )
+
+
+@final
 class BlockMeans(AbstractExtendable):
     """The mean of an estimator over independent blocks of products.
 
@@ -79,8 +136,7 @@ class BlockMeans(AbstractExtendable):
     rows: Rows | None  # the entries of a diagonal that are wanted; None for traces
     matvecs_per_probe: int = eqx.field(static=True)
     calibration: Calibration = eqx.field(static=True)
-    #: The smallest budget often gives a single sample, which says nothing about the spread.
-    least_probes: ClassVar[int] = 2
+    counts_itself: ClassVar[bool] = True
 
     def prepare(self, operator):
         """The operator as it is: the estimator prepares it itself."""
@@ -98,52 +154,56 @@ class BlockMeans(AbstractExtendable):
             return estimator.compute(key, operator, k)
         return estimator.compute_rows(key, operator, k, self.rows)
 
-    def extend(self, state, key, block, k):
+    def _sizes(self, growth: Growth) -> list[int]:
+        """The budget of the block that belongs to each stage."""
+        probes = growth.probes
+        return [
+            (b - a) * self.matvecs_per_probe for a, b in zip([0, *probes], probes, strict=False)
+        ]
+
+    def _like(self, growth: Growth, block: BlockOperator) -> Any:
+        def estimate():
+            with weights_wanted(False):
+                return self.of_block(growth.keys(0), block.operator, self._sizes(growth)[0])[0]
+
+        return jax.eval_shape(estimate)
+
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        with weights_wanted(False):
-            new, _ = self.of_block(key, block.operator, k)
-        real = jnp.finfo(block.dtype).dtype
-        # If every entry has its own degrees of freedom, the smallest number counts.
-        dof = jnp.min(new.dof).astype(real)
-        first = jnp.asarray(k, real), new.value, new.std_err, new.num_matvecs, dof, new.status
-        if state is None:
-            return BlockMeansState(*first)
-        products = state.products + k
-        share = k / products
-
-        def mean(old, new):
-            return old + share.astype(old.dtype) * (new - old)
-
-        def hypot(old, new):
-            return jnp.hypot((1 - share).astype(old.dtype) * old, share.astype(old.dtype) * new)
-
-        std_err = jtu.tree_map(hypot, state.std_err, new.std_err)
-        size = norm_of(std_err)
-        usable = (size > 0) & jnp.isfinite(size)
-        safe = jnp.where(usable, size, 1)
-        parts = (1 - share) * norm_of(state.std_err) / safe, share * norm_of(new.std_err) / safe
-        inverse = sum(
-            p**4 / jnp.maximum(nu, 0.5) for p, nu in zip(parts, (state.dof, dof), strict=True)
+        like, real = self._like(growth, block), jnp.finfo(block.dtype).dtype
+        value, std_err = jtu.tree_map(
+            lambda x: jnp.zeros(x.shape, x.dtype), (like.value, like.std_err)
         )
-        return BlockMeansState(
-            products,
-            jtu.tree_map(mean, state.value, new.value),
-            std_err,
-            state.num_matvecs + new.num_matvecs,
-            jnp.where(usable, 1 / inverse, state.dof + dof),
-            jnp.maximum(state.status, new.status),
-        )
+        zero, none = jnp.zeros((), real), jnp.zeros((), jnp.int32)
+        return BlockMeansState(zero, value, std_err, none, zero, none)
 
-    def estimate(self, state, block):
+    def extend(self, state, growth, block):
+        """See `AbstractExtendable`."""
+
+        def one(j, k):
+            def merge():
+                with weights_wanted(False):
+                    new, _ = self.of_block(growth.keys(j), block.operator, k)
+                return _merged(state, new, k)
+
+            return merge
+
+        branches = [one(j, k) for j, k in enumerate(self._sizes(growth))]
+        known = growth.start == growth.stop
+        return lax.cond(known, lambda: state, lambda: lax.switch(growth.stage, branches))
+
+    def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
         counts = state.num_matvecs, state.dof, state.status
         return make_estimate(state.value, state.std_err, *counts)
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
-        parts = [BlockWeights(self, *key, k) for key, k in zip(keys, sizes, strict=True)]
-        return parts, [k / budgets[-1] for k in sizes]
+        blocks = [
+            BlockWeights(self, jr.key_data(growth.keys(j)), jr.key_impl(growth.keys(j)), k)
+            for j, k in enumerate(self._sizes(growth))
+        ]
+        return BlockMeansWeights(blocks, state.products)
 
     def complete(self, state, block):
         """See `AbstractExtendable`."""

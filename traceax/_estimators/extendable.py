@@ -1,39 +1,258 @@
-"""Algorithms that can go on with further blocks of probes, without making a product again."""
+"""Algorithms that can go on with further probes, without making a product again.
+
+Their arrays have room for the most probes that a run may draw, so that one program serves all
+sizes. Vectors are the rows of these arrays, and a panel is some rows that follow each other. Rows
+that are not in use are 0.
+"""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-import jax.random as jr
+import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
+from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.estimate import Estimate, if_wanted, rounding_of
-from .._linalg.factorisations import complement, divide_by_upper
+from .._linalg.factorisations import complement, divide_by_upper, panel_qr, qr
 from .._operators.block_operator import BlockOperator
+from .._operators.width import batch_width, calls_functions
+from .._probes.samplers import AbstractSampler
+from .._sketch.columns import Columns, all_columns
 from .._sketch.leave_one_out import append_basis, matmul
-from .._sketch.weights import AbstractWeights, LowRankWeights
+from .._sketch.weights import AbstractWeights, PanelWeights
 from .calibration import Calibration
 from .rows import Rows
 
+#: The least and the largest number of probes in a panel. With fewer, their scatter says too little.
+NARROW, PANEL = 10, 16
+
+#: The number of panels that are multiplied, or projected on, at once where there are so many.
+TOGETHER = 8
+
+
+class Growth:
+    """The panels that a stage of a run adds: those from `start` to `stop`. (It is not a PyTree, as
+    it exists only during a trace.)
+
+    A run with a fixed budget has a single panel, of all probes: nothing is then a loop, or traced.
+    """
+
+    def __init__(
+        self,
+        keys: Callable[[Any], PRNGKeyArray],
+        width: int,
+        room: int,
+        start: Any = 0,
+        stop: Any = 1,
+        stage: Any = 0,
+        probes: Sequence[int] = (),
+    ):
+        """**Arguments:**
+
+        - `keys`: the random key of a panel, by its number.
+        - `width`: the number of probes in a panel.
+        - `room`: the number of panels that the arrays have room for.
+        - `start`, `stop`: the new panels.
+        - `stage`: the number of the stage. (It has the new panels, and no others.)
+        - `probes`: the number of probes up to the end of each stage of a run.
+        """
+        self.keys, self.width, self.room = keys, width, room
+        self.start, self.stop, self.stage, self.probes = start, stop, stage, probes
+        self.single = room == 1
+        self.capacity = width * room
+
+    def empty(self, block: BlockOperator, kept: bool = True) -> Inexact[Array, "m n"]:
+        """An array with room for all vectors; without entries if they are not `kept`."""
+        return jnp.zeros((self.capacity, block.n if kept else 0), block.dtype)
+
+    def _loop(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        return lax.fori_loop(self.start, self.stop, step, carry)
+
+    def _rows(self, array: Array, panel: Any) -> Array:
+        return lax.dynamic_slice_in_dim(array, panel * self.width, self.width)
+
+    def _put(self, array: Array, rows: Array, panel: Any) -> Array:
+        return lax.dynamic_update_slice_in_dim(array, rows, panel * self.width, 0)
+
+    def fold(self, add: Callable[..., Any], carry: Any) -> Any:
+        """The carry after `add(carry, key, rows)` for every new panel.
+
+        **Arguments:**
+
+        - `add`: a function of the carry; of the key of a panel; and of a function that returns the
+            rows of this panel in an array.
+        - `carry`: what is to be changed.
+        """
+        if self.single:
+            return add(carry, self.keys(0), lambda array: array)
+
+        def step(j, carry):
+            return add(carry, self.keys(j), lambda array: self._rows(array, j))
+
+        return lax.fori_loop(self.start, self.stop, step, carry)
+
+    def each(self, one: Callable[[PRNGKeyArray], Array], array: Array) -> Array:
+        """The array with the rows `one(key)` of every new panel."""
+        if self.single:
+            return one(self.keys(0))
+        return self._loop(lambda j, array: self._put(array, one(self.keys(j)), j), array)
+
+    def drawn_again(
+        self, block: BlockOperator, panel: Callable[[PRNGKeyArray], AbstractWeights]
+    ) -> AbstractWeights:
+        """The sum of the weights `panel(key)` of all panels."""
+        if self.single:
+            return panel(self.keys(0))
+        panels = jax.vmap(lambda j: panel(self.keys(j)))(jnp.arange(self.room))
+        together = batch_width(block.operator, self.capacity) // self.width
+        return PanelWeights(panels, self.width, max(1, together))
+
+    def probes_of(
+        self, sampler: AbstractSampler, block: BlockOperator, array: Inexact[Array, "m n"]
+    ) -> Inexact[Array, "m n"]:
+        """The array of probes, with the new ones."""
+        return self.each(lambda key: sampler.probes(key, block.n, self.width, block.dtype).T, array)
+
+    def at_first(self, new: Callable[[], Any], old: Any) -> Any:
+        """`new()` in the first stage, `old` in all others."""
+        return new() if self.single else lax.cond(self.start == 0, new, lambda: old)
+
+    def multiply(
+        self,
+        block: BlockOperator,
+        mm: Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]],
+        vectors: Inexact[Array, "m n"],
+        products: Inexact[Array, "m n"],
+    ) -> Inexact[Array, "m n"]:
+        """The products, with those of the new vectors."""
+        if self.single:
+            return mm(vectors.T).T
+        # A function would be compiled for every width.
+        together = 1 if calls_functions(block.operator) else min(TOGETHER, self.room)
+
+        def by(panels):
+            def step(state):
+                j, products = state
+                at = j * self.width, panels * self.width
+                new = mm(lax.dynamic_slice_in_dim(vectors, *at).T).T
+                return j + panels, lax.dynamic_update_slice_in_dim(products, new, at[0], 0)
+
+            return lambda state: state[0] + panels <= self.stop, step
+
+        state = self.start, products
+        for panels in dict.fromkeys((together, 1)):
+            state = lax.while_loop(*by(panels), state)
+        return state[1]
+
+    def project(
+        self, q: Inexact[Array, "m n"], panel: Any, y: Inexact[Array, "b n"]
+    ) -> tuple[Inexact[Array, "b n"], Inexact[Array, "m b"]]:
+        """`y - c^T q` and `c = conj(q) y^T`, for the rows of q up to this panel: the part of y that
+        is orthogonal to them.
+        """
+        together = min(TOGETHER, self.room)
+        width = together * self.width
+
+        def step(i, state):
+            rest, c = state
+            rows = lax.dynamic_slice_in_dim(q, i * width, width)
+            new = matmul(jnp.conj(rows), y.T)
+            c = lax.dynamic_update_slice_in_dim(c, new, i * width, 0)
+            return rest - matmul(new.T, rows), c
+
+        c = jnp.zeros((self.capacity, y.shape[0]), y.dtype)
+        return lax.fori_loop(0, (panel + together - 1) // together, step, (y, c))
+
+    def orthonormalise(
+        self,
+        q: Inexact[Array, "m n"],
+        r: Inexact[Array, "m m"],
+        new: Callable[[Any], Inexact[Array, "b n"]],
+    ) -> tuple[Inexact[Array, "m n"], Inexact[Array, "m m"]]:
+        """Extend the factorisation Y = R^T Q of the vectors so far by the new ones.
+
+        If a new vector nearly lies in the span of Q, what is left after projection is mostly
+        rounding errors, and not orthogonal to Q. So the projection and the factorisation of the
+        rest are made twice.
+
+        **Arguments:**
+
+        - `q`: the basis so far.
+        - `r`: the triangular factor so far.
+        - `new`: a function that takes some rows of an array of vectors, and returns those of Y.
+            (It is given a function of arrays, `rows`, which returns the rows of one panel.)
+
+        **Returns:**
+
+        The basis and the factor.
+        """
+        if self.single:
+            basis, factor = qr(new(lambda array: array).T)
+            return basis.T, factor
+
+        def step(j, state):
+            q, r = state
+            y = new(lambda array: self._rows(array, j))
+
+            def again(_, state):
+                y, c, factor = state
+                rest, more = self.project(q, j, y)
+                y, another = panel_qr(rest)
+                return y, c + matmul(more, factor), matmul(another, factor)
+
+            c = jnp.zeros((self.capacity, self.width), y.dtype)
+            start = y, c, jnp.eye(self.width, dtype=y.dtype)
+            y, c, factor = lax.fori_loop(0, 2, again, start)
+            c = self._put(c, factor, j)
+            r = lax.dynamic_update_slice_in_dim(r, c, j * self.width, 1)
+            return self._put(q, y, j), r
+
+        return self._loop(step, (q, r))
+
+    def residuals(
+        self, q: Inexact[Array, "m n"], vectors: Inexact[Array, "m n"]
+    ) -> Inexact[Array, "m n"]:
+        """The vectors, of which the new ones are made orthogonal to the basis so far."""
+        if self.single:
+            return vectors - matmul(matmul(vectors, jnp.conj(q.T)), q)
+
+        def step(j, vectors):
+            rest, _ = self.project(q, self.stop, self._rows(vectors, j))
+            return self._put(vectors, rest, j)
+
+        return self._loop(step, vectors)
+
+    def added(self, old: Inexact[Array, "m n"], new: Inexact[Array, "m n"]) -> Array:
+        """The array with the new rows in place of its own, which are 0."""
+        return new if self.single else old + new
+
+    def again(self, y: Inexact[Array, "m n"]) -> tuple[Inexact[Array, "n m"], Array]:
+        """The QR factorisation of the transpose of these rows, all of which are new."""
+        square = jnp.zeros((self.capacity, self.capacity), y.dtype)
+        q, r = self.orthonormalise(jnp.zeros_like(y), square, lambda rows: rows(y))
+        return q.T, r
+
 
 class AbstractExtendable(eqx.Module):
-    """An algorithm that can be extended by blocks of probes: how a block changes the state, and the
+    """An algorithm that can be extended by further probes: how they change the state, and the
     estimate from a state.
 
     The state is a NamedTuple of arrays. The axes with one entry for each probe are those that the
-    annotations of the state call m, as in `Inexact[Array, "n m"]`. A final subclass declares the
+    annotations of the state call m, as in `Inexact[Array, "m n"]`. A final subclass declares the
     abstract variables, and implements the abstract methods.
     """
 
     #: The number of matvecs that a probe takes.
     matvecs_per_probe: AbstractVar[int]
 
-    #: The fewest probes that a block may have.
-    least_probes: ClassVar[int] = 1
+    #: Whether estimates of runs with several stages count products and degrees of freedom.
+    counts_itself: ClassVar[bool] = False
 
     #: The constants of the error bars, as measured for the algorithm.
     calibration: AbstractVar[Calibration]
@@ -43,15 +262,29 @@ class AbstractExtendable(eqx.Module):
         return BlockOperator(operator).linearised()
 
     @abc.abstractmethod
-    def extend(self, state: Any, key: PRNGKeyArray, block: BlockOperator, k: int) -> Any:
+    def start(self, growth: Growth, block: BlockOperator, spare: int) -> Any:
+        """The state without probes.
+
+        **Arguments:**
+
+        - `growth`: what the arrays must have room for.
+        - `block`: the operator, as `prepare` made it.
+        - `spare`: the products of a fixed budget that are too few for another probe; else 0.
+
+        **Returns:**
+
+        The state.
+        """
+
+    @abc.abstractmethod
+    def extend(self, state: Any, growth: Growth, block: BlockOperator) -> Any:
         """Spend products on new probes.
 
         **Arguments:**
 
-        - `state`: the state so far; None at the start.
-        - `key`: the random key of the new probes.
+        - `state`: the state so far.
+        - `growth`: the new probes.
         - `block`: the operator, as `prepare` made it.
-        - `k`: the number of matvecs to spend.
 
         **Returns:**
 
@@ -59,13 +292,15 @@ class AbstractExtendable(eqx.Module):
         """
 
     @abc.abstractmethod
-    def estimate(self, state: Any, block: BlockOperator) -> Estimate:
+    def estimate(self, state: Any, columns: Columns, block: BlockOperator) -> Estimate:
         """The estimate from all probes so far, without further products. Its standard error
-        includes rounding.
+        includes rounding. (Runs of several stages count products and degrees of freedom
+        themselves.)
 
         **Arguments:**
 
         - `state`: the state.
+        - `columns`: the probes that are in use.
         - `block`: the operator, as `prepare` made it.
 
         **Returns:**
@@ -75,24 +310,20 @@ class AbstractExtendable(eqx.Module):
 
     @abc.abstractmethod
     def weights(
-        self,
-        state: Any,
-        block: BlockOperator,
-        keys: Sequence[tuple[Any, Any]],
-        budgets: Sequence[int],
-    ) -> tuple[Sequence[AbstractWeights], list[float]]:
-        """The weights of the estimate, one part for each block of probes.
+        self, state: Any, columns: Columns, growth: Growth, block: BlockOperator
+    ) -> AbstractWeights:
+        """The weights of the estimate.
 
         **Arguments:**
 
         - `state`: the state.
+        - `columns`: the probes that are in use.
+        - `growth`: all panels.
         - `block`: the operator, as `prepare` made it.
-        - `keys`: for each block its random key, as data and implementation.
-        - `budgets`: the matvecs spent up to the end of each block.
 
         **Returns:**
 
-        The parts, and the factor of each in their sum.
+        The weights.
         """
 
     @abc.abstractmethod
@@ -101,13 +332,47 @@ class AbstractExtendable(eqx.Module):
 
         **Arguments:**
 
-        - `state`: the state.
+        - `state`: the state, all of whose rows are in use.
         - `block`: the operator, as `prepare` made it.
 
         **Returns:**
 
         A `Completed`.
         """
+
+
+def resized(state: Any, rows: int) -> Any:
+    """The state with so many rows (and columns, of triangular factors), cut, or padded with 0."""
+
+    def resize(array, axes):
+        for axis in axes:
+            array = lax.slice_in_dim(array, 0, min(rows, array.shape[axis]), axis=axis)
+            width = [(0, 0)] * array.ndim
+            width[axis] = (0, rows - array.shape[axis])
+            array = jnp.pad(array, width)
+        return array
+
+    return _each_array(resize, state)
+
+
+def masked(state: Any, inside: Array) -> Any:
+    """The state with 0 in the rows (and columns, of triangular factors) that are not in use."""
+
+    def mask(array, axes):
+        for axis in axes:
+            shape = [-1 if i == axis else 1 for i in range(array.ndim)]
+            array = jnp.where(inside.reshape(shape), array, jnp.zeros((), array.dtype))
+        return array
+
+    return _each_array(mask, state)
+
+
+def _each_array(fn: Callable[[Array, tuple[int, ...]], Array], state: Any) -> Any:
+    """The state with `fn(array, axes)` in place of its arrays, given their axes of probes."""
+    fields = zip(state, probe_axes(type(state)), strict=True)
+    return type(state)(
+        *[jtu.tree_map(lambda x, axes=axes: fn(x, axes), field) for field, axes in fields]
+    )
 
 
 def probe_axes(state: type) -> list[tuple[int, ...]]:
@@ -119,40 +384,15 @@ def probe_axes(state: type) -> list[tuple[int, ...]]:
 def run_once(
     extendable: AbstractExtendable, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
 ) -> tuple[Estimate, AbstractWeights]:
-    """The estimate from a single block."""
+    """The estimate from a single panel, for a fixed budget."""
     block = extendable.prepare(operator)
-    state = extendable.extend(None, key, block, k)
-    estimate = extendable.estimate(state, block)
-    keys = [(jr.key_data(key), jr.key_impl(key))]
-    weights = if_wanted(lambda: extendable.weights(state, block, keys, [k])[0][0])
+    m, spare = divmod(k, extendable.matvecs_per_probe)
+    growth = Growth(lambda _: key, m, 1)
+    state = extendable.extend(extendable.start(growth, block, spare), growth, block)
+    columns = all_columns(m)
+    estimate = extendable.estimate(state, columns, block)
+    weights = if_wanted(lambda: extendable.weights(state, columns, growth, block))
     return extendable.calibration.applied(estimate), weights
-
-
-def by_block(weights: LowRankWeights, left: int, widths: Sequence[int]) -> list[AbstractWeights]:
-    """Cut weights into one part for each block of probes.
-
-    **Arguments:**
-
-    - `weights`: the weights. Both in their first `left` columns and in the others, the columns are
-        in the order of the blocks.
-    - `left`: the number of columns in the first half.
-    - `widths`: the number of columns in each half, up to the end of each block.
-
-    **Returns:**
-
-    A list of weights.
-    """
-    if len(widths) == 1:
-        return [weights]
-
-    def part(x, start, end):
-        return jnp.concatenate([x[:, start:end], x[:, left + start : left + end]], axis=1)
-
-    starts = [0, *widths[:-1]]
-    return [
-        LowRankWeights(part(weights.u, a, b), part(weights.v, a, b))
-        for a, b in zip(starts, widths, strict=True)
-    ]
 
 
 class Completed(NamedTuple):

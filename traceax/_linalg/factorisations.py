@@ -249,6 +249,38 @@ def qr(block: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Inexact[Arr
     return _qr(block)
 
 
+def panel_qr(rows: Inexact[Array, "b n"]) -> tuple[Inexact[Array, "b n"], Inexact[Array, "b b"]]:
+    """`Y = R^T Q` for the few rows of Y, with an upper triangular R: the QR factorisation of a tall
+    block, transposed, in one loop over Cholesky factors of Gram matrices.
+
+    The Gram matrix is that of rows of unit length. While it is far from the identity, it gets a
+    shift, without which rounding errors could make it indefinite: a pass reduces the condition
+    number by sqrt(eps) at least. (T. Fukaya et al., *Shifted Cholesky QR*, 2020,
+    doi:10.1137/18M1218212.) A row that is 0 stays 0, and so does its column of R.
+    """
+    count, dtype = rows.shape[0], rows.dtype
+    eye, eps = jnp.eye(count, dtype=dtype), float(jnp.finfo(dtype).eps)
+
+    def again(state):
+        y, r, _, passes = state
+        norms = jnp.linalg.norm(y, axis=1)
+        length = jnp.where(norms > 0, norms, 1).astype(dtype)
+        y = y / length[:, None]
+        gram = matmul(jnp.conj(y), y.T)
+        defect = jnp.max(jnp.sum(jnp.abs(jnp.where(eye == 1, 0, gram)), axis=1))
+        shift = jnp.where(defect < 0.5, 0, 11 * count * eps).astype(dtype)
+        gram = jnp.where(eye == 1, 1 + shift, gram)
+        factor = cholesky(gram)
+        y = matmul(divide_by_upper(eye, factor).T, y)
+        r = matmul(factor * norms.astype(dtype), r)
+        return y, r, defect, passes + 1
+
+    # NaN ends the loop, as a comparison with it is false.
+    state = rows, eye, jnp.ones((), jnp.finfo(dtype).dtype), 0
+    y, r, _, _ = lax.while_loop(lambda s: (s[2] > 0.1) & (s[3] < 8), again, state)
+    return y, r
+
+
 @_one_by_one
 def complement(q: Inexact[Array, "n m"]) -> Inexact[Array, "n n-m"]:
     """An orthonormal basis of the orthogonal complement of the (orthonormal) columns of q."""

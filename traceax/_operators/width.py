@@ -89,12 +89,12 @@ def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
     if size is not None:
         return size
     width = block_width(operator.in_size(), wanted)
-    if _calls_functions(operator):
+    if calls_functions(operator):
         width = min(width, FUNCTION_LIMIT)
     return -(-wanted // -(-wanted // width))  # as many blocks as needed, of widths nearly the same
 
 
-def _calls_functions(operator: lx.AbstractLinearOperator) -> bool:
+def calls_functions(operator: lx.AbstractLinearOperator) -> bool:
     """Whether a product calls a function, rather than multiplying stored numbers."""
 
     def is_part(x):
@@ -102,7 +102,7 @@ def _calls_functions(operator: lx.AbstractLinearOperator) -> bool:
 
     parts = jtu.tree_leaves(operator, is_leaf=is_part)
     inner = [x for x in parts if isinstance(x, lx.AbstractLinearOperator)]
-    return any(map(_calls_functions, inner)) if inner else not isinstance(operator, STORED)
+    return any(map(calls_functions, inner)) if inner else not isinstance(operator, STORED)
 
 
 def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:

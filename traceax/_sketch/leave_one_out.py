@@ -26,17 +26,17 @@ XNysTrace on decaying spectra, and for XTrace at the edge of a spectrum.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.estimate import safe_norm, scale_of, status_of
 from .._core.precision import matmul as matmul
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler
+from .columns import Columns, all_columns
 from .weights import LowRankWeights
 
 
@@ -59,11 +59,11 @@ def _squares(a: Inexact[Array, "n m"]) -> Real[Array, "n m"]:
     return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
-def frobenius_norm_of(sketch: Inexact[Array, "n m"]) -> Real[Array, ""]:
+def frobenius_norm_of(sketch: Inexact[Array, "n m"], columns: Columns) -> Real[Array, ""]:
     """An estimate of ||A||_F, whose square is unbiased: the root mean square of the norms of the
     columns of a sketch, or of its triangular factor R.
     """
-    return jnp.sqrt(jnp.mean(square_norms(sketch)))
+    return jnp.sqrt(columns.mean(square_norms(sketch)))
 
 
 def quadratic_forms(h, x):
@@ -71,7 +71,7 @@ def quadratic_forms(h, x):
     return column_dots(x, matmul(h, x))
 
 
-def resphering(dimension: float, square: Array, resphere: bool) -> Array:
+def resphering(dimension: Any, square: Array, resphere: bool) -> Array:
     """The factors c = dimension / ||g||^2 for residual probes g in a space of this dimension, or 1
     without resphering. (The dimension is a float, as it need not fit into an int32.)
     """
@@ -122,39 +122,49 @@ class Pairs(NamedTuple):
         return (dots.T - jnp.conj(self.gamma) * own) / jnp.sqrt(self.square)
 
 
-def pairs_of(s: Inexact[Array, "m m"]) -> Pairs:
+def pairs_of(s: Inexact[Array, "m m"], columns: Columns) -> Pairs:
     """The planes spanned by pairs of the unit columns of S."""
     m = s.shape[0]
     gamma = matmul(adjoint(s), s)
     square = 1 - jnp.abs(gamma) ** 2
-    valid = (square > 64 * m * jnp.finfo(s.dtype).eps) & ~jnp.eye(m, dtype=bool)
+    least = 64 * columns.count * jnp.finfo(s.dtype).eps
+    valid = (square > least) & ~jnp.eye(m, dtype=bool)
+    if columns.inside is not None:
+        valid &= columns.inside[:, None] & columns.inside
     return Pairs(gamma, jnp.where(valid, square, jnp.ones_like(square)), valid)
 
 
-def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> Array:
+def leave_one_out_error(
+    samples: Array, differences: Array, rounding: Array, columns: Columns
+) -> Array:
     """The standard error of the mean of leave-one-out samples t_i.
 
     **Arguments:**
 
     - `samples`: the m values t_i.
-    - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j.
+    - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j, and where i or j is not
+        in use.
     - `rounding`: the standard error that rounding adds to the mean. If the samples agree to within
         `sqrt(m) * rounding`, then m - 1 probes already capture the operator. The D_ij, which hold
         two probes out, then say nothing about the error, and are left out.
+    - `columns`: which of the samples are in use.
 
     **Returns:**
 
     The root of `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2`; inf for a single
     sample.
     """
-    m = samples.shape[0]
     real = samples.real.dtype
-    if m == 1:
+    if samples.shape[0] == 1:
         return jnp.full((), jnp.inf, real)
-    variance = jnp.var(samples, ddof=1)
-    covariance = jnp.sum((jnp.conj(differences.T) * differences).real) / (m * (m - 1))
-    covariance = jnp.where(variance / m > rounding**2, jnp.maximum(covariance, 0), 0)
-    return jnp.sqrt(variance / m + covariance + rounding**2).astype(real)
+    count = jnp.asarray(columns.count, real)
+    pairs = count * jnp.maximum(count - 1, 1)
+    deviations = columns.only(samples - columns.mean(samples))
+    variance = jnp.sum(jnp.square(jnp.abs(deviations))) / pairs  # of the mean
+    covariance = jnp.sum((jnp.conj(differences.T) * differences).real) / pairs
+    covariance = jnp.where(variance > rounding**2, jnp.maximum(covariance, 0), 0)
+    std_err = jnp.sqrt(variance + covariance + rounding**2).astype(real)
+    return std_err if columns.inside is None else jnp.where(count > 1, std_err, jnp.inf)
 
 
 class Scaled(NamedTuple):
@@ -206,59 +216,6 @@ def sketch_of(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Sketch:
     return Sketch(products, nu, products.numbers + nu * omega)
 
 
-def append_sketch(
-    state: Any, sampler: AbstractSampler, key: PRNGKeyArray, block: BlockOperator, m: int
-) -> tuple[Array, Array, dict[str, Array]]:
-    """Append m probes to the QR factorisation of a sketch of A / scale + nu I.
-
-    **Arguments:**
-
-    - `state`: None, or a NamedTuple with the factors `omega`, `q`, `r` so far, the `scale` and `nu`
-        of the first probes, `size` (the scale, or 0 if all products vanish), and `status`.
-    - `sampler`: the distribution of the probes.
-    - `key`: the random key of the new probes.
-    - `block`: the operator.
-    - `m`: the number of new probes.
-
-    **Returns:**
-
-    The basis so far (without columns if `state` is None), its new columns, and a dictionary of the
-    new values of all these fields of the state.
-    """
-    omega = sampler.probes(key, block.n, m, block.dtype)
-    if state is None:
-        sketch = sketch_of(block, omega)
-        products, shifted, status = sketch.products, sketch.shifted, sketch.products.status
-        before, r = shifted[:, :0], jnp.zeros((0, 0), shifted.dtype)
-        constants = {"scale": products.scale, "nu": sketch.nu, "size": products.size}
-        probes = omega
-    else:
-        products = block.mm(omega)
-        shifted = products / state.scale + state.nu * omega
-        status = jnp.maximum(state.status, status_of(products))
-        before, r = state.q, state.r
-        constants = {"scale": state.scale, "nu": state.nu, "size": state.size}
-        probes = jnp.concatenate([state.omega, omega], axis=1)
-    q, c, r_new = append_basis(before, shifted)
-    basis = jnp.concatenate([before, q], axis=1)
-    r = extend_factor(r, c, r_new)
-    return before, q, {"omega": probes, "q": basis, "r": r, "status": status, **constants}
-
-
-def empty_state(kind: Callable[..., Any], sketch: Array, keeps: bool) -> Any:
-    """A state of Hutch++ or Diag++ without probes: four blocks of vectors, two blocks that have
-    rows only if `keeps` is set, the scale of the first sketch, and the status.
-    """
-    nothing = sketch[:, :0]
-    kept = nothing if keeps else nothing[:0]
-    return kind(nothing, nothing, nothing, nothing, kept, kept, scale_of(sketch), status_of())
-
-
-def products_of_sketch(state: Any) -> Array:
-    """A Omega, from a state as `append_sketch` describes it."""
-    return state.scale * (matmul(state.q, state.r) - state.nu * state.omega)
-
-
 class RangeFinder(NamedTuple):
     """The factors of a sketch and the residuals of its probes."""
 
@@ -269,6 +226,7 @@ class RangeFinder(NamedTuple):
     x: Inexact[Array, "m m"]  # x_i = (I - s_i s_i^H) w_i: g_i = omega_i - Q x_i
     square: Real[Array, " m"]  # ||g_i||^2
     factor: Real[Array, " m"]  # c_i: (n - m + 1) / ||g_i||^2 with resphering, 1 without
+    columns: Columns
 
 
 def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
@@ -285,18 +243,85 @@ def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
     A `RangeFinder`. Cost: one QR factorisation (4 n m^2 operations) and 2 n m^2 more.
     """
     q, r = qr(sketch)
-    return range_finder_of(omega, q, r, matmul(adjoint(q), omega), resphere)
+    return range_finder_of(omega, q, r, all_columns(omega.shape[1]), resphere)
 
 
-def range_finder_of(omega: Array, q: Array, r: Array, w: Array, resphere: bool) -> RangeFinder:
-    """A `RangeFinder` from the factors Q and R of the sketch, and `w = Q^H Omega`."""
-    n, m = omega.shape
-    r = without_zero_pivots(r)
-    s = leave_one_out_directions(r)
+def range_finder_of(
+    omega: Array, q: Array, r: Array, columns: Columns, resphere: bool
+) -> RangeFinder:
+    """A `RangeFinder` from the factors Q and R of the sketch."""
+    r = without_zero_pivots(columns.triangle(r))
+    s, w = leave_one_out_directions(r), matmul(adjoint(q), omega)
     x = w - s * column_dots(s, w)
-    norms = square_norms(omega)
+    norms = columns.only(square_norms(omega), 1)
     square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
-    return RangeFinder(q, r, s, w, x, square, resphering(float(n - m + 1), square, resphere))
+    dimension = omega.shape[0] + 1 - columns.count
+    return RangeFinder(q, r, s, w, x, square, resphering(dimension, square, resphere), columns)
+
+
+class SketchState(NamedTuple):
+    """The factors of a sketch of A / scale + nu I, with probes as rows (see `AbstractExtendable`).
+    Scale and nu are those of the first probes.
+    """
+
+    omega: Inexact[Array, "m n"]
+    q: Inexact[Array, "m n"]
+    r: Inexact[Array, "m m"]
+    products: Inexact[Array, "m n"]  # of A, or of its adjoint, with Q
+    scale: Real[Array, ""]
+    size: Real[Array, ""]  # the scale, or 0 if all products vanish
+    nu: Real[Array, ""]
+
+    def shifted(self) -> Inexact[Array, "n m"]:
+        """A Q (or A^H Q) for A / scale + nu I."""
+        return (self.products / self.scale + self.nu * self.q).T
+
+    def sketch(self) -> Inexact[Array, "n m"]:
+        """A Omega."""
+        return self.scale * (matmul(self.q.T, self.r) - self.nu * self.omega.T)
+
+    def factors(self, columns: Columns, resphere: bool) -> RangeFinder:
+        """The range finder of this sketch."""
+        return range_finder_of(self.omega.T, self.q.T, self.r, columns, resphere)
+
+
+def empty_sketch(growth: Any, block: BlockOperator) -> SketchState:
+    """The state without probes."""
+    vectors, zero = growth.empty(block), jnp.zeros((), jnp.finfo(block.dtype).dtype)
+    square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
+    return SketchState(vectors, vectors, square, vectors, zero, zero, zero)
+
+
+def extend_sketch(
+    state: SketchState, sampler: AbstractSampler, growth: Any, block: BlockOperator, adjoint: bool
+) -> SketchState:
+    """Append probes: multiply them, orthonormalise the products against the others, and multiply
+    the result (with the adjoint, if this is wanted).
+
+    **Arguments:**
+
+    - `state`: the state so far.
+    - `sampler`: the distribution of the probes.
+    - `growth`: the new probes, a `Growth`.
+    - `block`: the operator.
+    - `adjoint`: whether the adjoint multiplies the basis.
+
+    **Returns:**
+
+    The new state. Cost: 2 m matvecs for m new probes.
+    """
+    omega = growth.probes_of(sampler, block, state.omega)
+    y = growth.multiply(block, block.mm, omega, growth.empty(block))
+
+    def units():
+        products = scaled(y)
+        return products.scale, products.size, shift_of(products.norm, block.n, block.eps)
+
+    scale, size, nu = growth.at_first(units, (state.scale, state.size, state.nu))
+    q, r = growth.orthonormalise(state.q, state.r, lambda rows: rows(y) / scale + nu * rows(omega))
+    mm = block.adjoint_mm if adjoint else block.mm
+    products = growth.multiply(block, mm, q, state.products)
+    return SketchState(omega, q, r, products, scale, size, nu)
 
 
 def append_basis(q: Array, new: Array) -> tuple[Array, Array, Array]:
@@ -324,26 +349,13 @@ def append_basis(q: Array, new: Array) -> tuple[Array, Array, Array]:
     return q_new, c + matmul(again, r), matmul(second, r)
 
 
-def extend_factor(r: Array, c: Array, r_new: Array) -> Array:
-    """The triangular factor `[[r, c], [0, r_new]]`."""
-    below = jnp.zeros((r_new.shape[0], r.shape[1]), r.dtype)
-    return jnp.block([[r, c], [below, r_new]]) if r.size else r_new
-
-
-def extend_dots(dots: Array, left: Array, left_new: Array, right: Array, right_new: Array) -> Array:
-    """`[left, left_new]^H [right, right_new]` from `dots = left^H right`."""
-    if dots.size == 0:
-        return matmul(adjoint(left_new), right_new)
-    above = jnp.concatenate([dots, matmul(adjoint(left), right_new)], axis=1)
-    below = matmul(adjoint(left_new), jnp.concatenate([right, right_new], axis=1))
-    return jnp.concatenate([above, below])
-
-
 def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
     """U = [Q (I - S S^H / m), c_i g_i / m], V = [Q, g_i], with g_i = omega_i - Q x_i."""
-    m = omega.shape[1]
+    m = factors.columns.count
     residual = omega - matmul(factors.q, factors.x)
-    held_out = jnp.eye(m, dtype=omega.dtype) - matmul(factors.s, adjoint(factors.s)) / m
+    held_out = (
+        jnp.eye(omega.shape[1], dtype=omega.dtype) - matmul(factors.s, adjoint(factors.s)) / m
+    )
     u = jnp.concatenate([matmul(factors.q, held_out), residual * (factors.factor / m)], axis=1)
     return LowRankWeights(u.astype(omega.dtype), jnp.concatenate([factors.q, residual], axis=1))
 

@@ -11,7 +11,7 @@ probes are nearly dependent if k is close to n.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,12 +28,12 @@ from .._core.estimate import (
 )
 from .._linalg.factorisations import cholesky, divide_two_by_upper
 from .._operators.block_operator import BlockOperator
+from .._probes.samplers import AbstractSampler
+from .columns import Columns
 from .leave_one_out import (
     Scaled,
     adjoint,
-    append_basis,
     column_dots,
-    extend_factor,
     leave_one_out_directions,
     matmul,
     rescale_error,
@@ -56,13 +56,14 @@ class Nystrom(NamedTuple):
     q: Inexact[Array, "m m"]
     inverse: Real[Array, " m"]  # 1 / d_i
     rho: Real[Array, " m"]
+    columns: Columns
     tag: Int[Array, ""]  # SUCCESSFUL, or the status that says why the tag is wrong
 
     def rounding(self, eps: float) -> Real[Array, ""]:
         """The standard error that rounding adds to the trace, for products of precision `eps`."""
         # The orthonormal columns of P are shorter than probes.
-        n, m = self.sketch.shape
-        return rounding_of(math.sqrt(n / m) * self.products.norm, eps)
+        longer = jnp.sqrt(self.sketch.shape[0] / self.columns.count)
+        return rounding_of(longer.astype(self.nu.dtype) * self.products.norm, eps)
 
     def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
         """The first of each pair or, if the tag is wrong, the second, which needs no tag."""
@@ -117,37 +118,51 @@ def shifted_cholesky(h, nu):
 
 
 class NystromState(NamedTuple):
-    """The products with the basis of the probes Omega = P R."""
+    """The products with the basis of the probes, Omega = P R. Probes are rows, see
+    `AbstractExtendable`.
+    """
 
-    p: Inexact[Array, "n m"]
+    p: Inexact[Array, "m n"]
     r: Inexact[Array, "m m"]
-    products: Inexact[Array, "n m"]  # of +A or -A, whichever is positive
+    products: Inexact[Array, "m n"]  # of +A or -A, whichever is positive
+
+    def omega(self) -> Inexact[Array, "n m"]:
+        """The probes."""
+        return matmul(self.p.T, self.r)
+
+    def factors(self, columns: Columns, eps: float) -> Nystrom:
+        """The approximation."""
+        return nystrom(self.p.T, self.r, self.products.T, columns, eps)
 
 
-def append_probes(
-    state: NystromState | None, omega: Inexact[Array, "n m"], block: BlockOperator, sign: int
+def empty_nystrom(growth: Any, block: BlockOperator) -> NystromState:
+    """The state without probes."""
+    vectors = growth.empty(block)
+    square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
+    return NystromState(vectors, square, vectors)
+
+
+def extend_nystrom(
+    state: NystromState, sampler: AbstractSampler, growth: Any, block: BlockOperator, sign: int
 ) -> NystromState:
-    """Append new probes: orthonormalise them against the others, and multiply the result.
+    """Append probes: orthonormalise them against the others, and multiply the result.
 
     **Arguments:**
 
-    - `state`: the probes so far, or None.
-    - `omega`: the new probes.
+    - `state`: the probes so far.
+    - `sampler`: the distribution of the probes.
+    - `growth`: the new probes, a `Growth`.
     - `block`: the operator.
     - `sign`: 1 or -1, so that `sign * A` is positive semidefinite.
 
     **Returns:**
 
-    The new state. Cost: m matvecs for m new probes, and those operations of `append_basis`.
+    The new state. Cost: m matvecs for m new probes.
     """
-    if state is None:
-        square = jnp.zeros((0, 0), omega.dtype)
-        state = NystromState(omega[:, :0], square, omega[:, :0])
-    p, c, r = append_basis(state.p, omega)
+    omega = growth.probes_of(sampler, block, growth.empty(block))
+    p, r = growth.orthonormalise(state.p, state.r, lambda rows: rows(omega))
     return NystromState(
-        jnp.concatenate([state.p, p], axis=1),
-        extend_factor(state.r, c, r),
-        jnp.concatenate([state.products, sign * block.mm(p)], axis=1),
+        p, r, growth.multiply(block, lambda x: sign * block.mm(x), p, state.products)
     )
 
 
@@ -168,18 +183,31 @@ def signed_estimate(
 
     An `Estimate`.
     """
-    k, size = factors.q.shape[0], factors.products.size
+    k, size = factors.columns.count, factors.products.size
     status = factors.products.status
     status = jnp.where(status == SUCCESSFUL, factors.tag, status)
     value = sign * size * value.astype(factors.f.dtype)
     return make_estimate(value, rescale_error(size, std_err), k, k - 1, status)
 
 
-def nystrom(state: NystromState, eps: float) -> Nystrom:
-    """The Nystrom approximation of `sign * A` from these products, in `3 n m^2` operations."""
-    p, r, products = state
+def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -> Nystrom:
+    """The Nystrom approximation from products with the basis of the probes Omega = P R, in
+    `3 n m^2` operations.
+
+    **Arguments:**
+
+    - `p`: the basis.
+    - `r`: the triangular factor.
+    - `products`: those of the basis, with +A or -A, whichever is positive.
+    - `columns`: which columns are in use.
+    - `eps`: the relative precision of a product.
+
+    **Returns:**
+
+    A `Nystrom`.
+    """
     n = p.shape[0]
-    r = without_zero_pivots(r)
+    r = without_zero_pivots(columns.triangle(r))
     s = leave_one_out_directions(r)
     products = scaled(products)
     # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
@@ -198,4 +226,4 @@ def nystrom(state: NystromState, eps: float) -> Nystrom:
     length = safe_norm(q_h)
     q, inverse = adjoint(q_h / length[:, None]), jnp.square(1 / length)
     rho = jnp.abs(column_dots(s, r))
-    return Nystrom(products, nu, sketch, core, r, s, f, q, inverse, rho, tag)
+    return Nystrom(products, nu, sketch, core, r, s, f, q, inverse, rho, columns, tag)

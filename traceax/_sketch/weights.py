@@ -10,13 +10,17 @@ order.
 """
 
 import abc
+from collections.abc import Callable
 from typing import final
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
-from jaxtyping import Array, Inexact
+from jax import lax
+from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._operators.block_operator import BlockOperator
 
@@ -54,6 +58,77 @@ class AbstractWeights(eqx.Module):
         return self
 
 
+@final
+class InUse(eqx.Module):
+    """Which columns of padded weights are in use: those of the first stages of a run.
+
+    **Attributes:**
+
+    - `ends`: the number of columns up to the end of each stage.
+    - `level`: the last stage whose columns are in use.
+    """
+
+    ends: tuple[int, ...] = eqx.field(static=True)
+    level: Int[Array, ""]
+
+    def each(self, multiply: Callable[..., Array], *blocks: Inexact[Array, "n c"]) -> list[Array]:
+        """For every stage `multiply`, given the columns of this stage; 0 where they are not in use.
+        (If a block is several times as wide, columns from each part belong to a stage.)
+        """
+        starts, room = (0, *self.ends[:-1]), self.ends[-1]
+
+        def columns(block, start, end):
+            parts = range(0, block.shape[1], room)
+            return jnp.concatenate([block[:, i + start : i + end] for i in parts], axis=1)
+
+        found = []
+        for j, (start, end) in enumerate(zip(starts, self.ends, strict=True)):
+            mine = [columns(block, start, end) for block in blocks]
+            found.append(self.if_used(j, lambda mine=mine: multiply(*mine)))
+        return found
+
+    def if_used(self, stage: int, make: Callable[[], PyTree[Array]]) -> PyTree[Array]:
+        """`make()`, or zeros if this stage is not in use."""
+        zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make))
+        return lax.cond(stage <= self.level, make, lambda: zeros)
+
+
+@final
+class PanelWeights(AbstractWeights):
+    """The sum of the weights of panels, whose probes are drawn again.
+
+    **Attributes:**
+
+    - `panels`: their weights, stacked.
+    - `width`: the number of probes in a panel.
+    - `together`: the number of panels that are contracted at once.
+    - `in_use`: which of the probes are in use.
+    """
+
+    panels: AbstractWeights
+    width: int = eqx.field(static=True)
+    together: int = eqx.field(static=True)
+    in_use: InUse | None = None
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        assert self.in_use is not None
+        # Without the checkpoint, reverse mode would store the probes of all panels.
+        one = jax.checkpoint(lambda panel: panel.contract(operator), prevent_cse=False)
+        terms, start = [], 0
+        for j, rows in enumerate(self.in_use.ends):
+            stop = rows // self.width
+            panels = jtu.tree_map(lambda x, a=start, b=stop: x[a:b], self.panels)
+
+            def total(panels=panels):
+                each = lax.map(one, panels, batch_size=self.together)
+                return jtu.tree_map(lambda x: jnp.sum(x, axis=0), each)
+
+            terms.append(self.in_use.if_used(j, total))
+            start = stop
+        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
+
+
 class AbstractTwoSidedWeights(AbstractWeights):
     """A diagonal as a function of products with A and with its adjoint, linear in all of them.
 
@@ -62,6 +137,7 @@ class AbstractTwoSidedWeights(AbstractWeights):
 
     q: AbstractVar[Inexact[Array, "n m"]]
     omega: AbstractVar[Inexact[Array, "n p"]]
+    in_use: AbstractVar[InUse | None]
 
     @abc.abstractmethod
     def combine(
@@ -82,7 +158,11 @@ class AbstractTwoSidedWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         block = BlockOperator(operator)
-        return self.combine(block.mm(self.omega), block.adjoint_mm(self.q))
+        if self.in_use is None:
+            return self.combine(block.mm(self.omega), block.adjoint_mm(self.q))
+        pairs = (block.mm, self.omega), (block.adjoint_mm, self.q)
+        products = [jnp.concatenate(self.in_use.each(*pair), axis=1) for pair in pairs]
+        return self.combine(*products)
 
 
 @final
@@ -95,12 +175,20 @@ class LowRankWeights(AbstractWeights):
 
     - `u`: the vectors that A multiplies, as columns.
     - `v`: the vectors of the inner products with these products, as columns.
+    - `in_use`: which of the columns are in use; None if all are.
     """
 
     u: Inexact[Array, "n p"]
     v: Inexact[Array, "n p"]
+    in_use: InUse | None = None
 
     def contract(self, operator):
         """See `AbstractWeights`."""
         block = BlockOperator(operator)
-        return jnp.sum(block.forms(block.leaves(self.v), block.leaves(self.u)))
+
+        def forms(u, v):
+            return jnp.sum(block.forms(block.leaves(v), block.leaves(u)))
+
+        if self.in_use is None:
+            return forms(self.u, self.v)
+        return sum(self.in_use.each(forms, self.u, self.v))

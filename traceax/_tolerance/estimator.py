@@ -113,8 +113,8 @@ def _check_state(
             f"The state is that of {before.extendable} on an operator with {before.n} rows; it "
             f"cannot be continued by {extendable} on one with {n} rows."
         )
-    if most < before.budgets[-1] or (before.falls_back_to_exact and most < n):
-        least = n if before.falls_back_to_exact else before.budgets[-1]
+    if most < before.least_budget:
+        least = before.least_budget
         raise ValueError(f"To go on from this state, max_k must be at least {least}, got {most}.")
 
 
@@ -139,7 +139,7 @@ def solve_to_tolerance(
     n = operator.in_size()
     least = 1
     if state is not None:
-        least = n if state.falls_back_to_exact else state.budgets[-1]
+        least = state.least_budget
     name = type(estimator).__name__
     max_k, k = budgets_for(options.max_k, n, estimator.smallest, name, default_least=least)
     rtol, atol = options.arrays()

@@ -1,25 +1,26 @@
-r"""The loop of a run that a tolerance ends, over blocks of probes.
+r"""The loop of a run that a tolerance ends, over stages of probes.
 
-A run adds block after block (see `_estimators.extendable`), each as large as all blocks before it,
-until
+A run adds stage after stage, each with as many probes as all stages before it, until
 
     c_j std_err <= atol + rtol |t|
 
 with the value t (for diagonals, with the Euclidean norms of std_err and of t), or until the budget
-is spent. Every block has static shapes and a branch of its own (`jax.lax.cond`), so that the work
-is proportional to the number of products that were needed. Under `vmap` the run goes on until the
-slowest lane is done (see `_core.control_flow`); the numbers of a lane are those of a separate call.
+is spent. All stages are one program: arrays have room for the most probes, and a stage fills those
+panels of them that are its own (see `_estimators.extendable`), so that the work is proportional to
+the number of products that were needed. Only the algebra of an estimate is compiled for a few
+sizes. Under `vmap` the run goes on until the slowest lane is done; the numbers of a lane are those
+of a separate call.
 
-*The constants c_j* (`_estimators.calibration`) are calibrated with a check after every block. As an
+*The constants c_j* (`_estimators.calibration`) are calibrated with a check after every stage. As an
 error bar that happens to be too small ends the run, 1.96 standard errors would cover less than
 95 %. The norm of many errors scatters less than a single error: see `norm_factor`.
 
-*The last resort.* If the budget allows n products, blocks end at n / 2. If the estimate is not good
+*The last resort.* If the budget allows n products, stages end at n / 2. If the estimate is not good
 enough by then, the exact value is completed: if the algorithm allows it, with products on the
 orthogonal complement of the vectors that were multiplied before, and no others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -28,14 +29,17 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.control_flow import any_lane, keep
 from .._core.estimate import (
     NOT_CONVERGED,
     SUCCESSFUL,
     Estimate,
+    if_wanted,
     is_scalar,
     make_estimate,
     norm_of,
@@ -45,42 +49,55 @@ from .._core.progress import report
 from .._estimators.auto import add_parts
 from .._estimators.calibration import norm_factor, stopping_factor
 from .._estimators.exact import ExactWeights
-from .._estimators.extendable import AbstractExtendable, probe_axes
+from .._estimators.extendable import (
+    NARROW,
+    PANEL,
+    TOGETHER,
+    AbstractExtendable,
+    Growth,
+    masked,
+    resized,
+)
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
-from .._sketch.weights import AbstractTwoSidedWeights, AbstractWeights
+from .._sketch.columns import Columns
+from .._sketch.weights import AbstractWeights, InUse
 
-#: The number of probes in the first block. With fewer, their scatter says too little.
-FIRST = 16
+#: The algebra of an estimate is compiled for the largest number of probes, and for others: each is
+#: smaller than the next by this factor at least, and none is less than this number.
+APART, LEAST = 3, 64
+
+
+def panel_width(limit: int) -> int:
+    """The number of probes in a panel for which the fewest of so many are left over."""
+    if limit <= PANEL:
+        return limit
+    return min(range(PANEL, NARROW - 1, -1), key=lambda width: limit % width)
 
 
 def schedule(
-    matvecs_per_probe: int,
-    most: int,
-    n: int,
-    spent: Sequence[int] = (),
-    least_probes: int = 1,
+    matvecs_per_probe: int, most: int, n: int, width: int | None = None, spent: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """The matvecs up to the end of each block.
+    """The number of probes up to the end of each stage.
 
     **Arguments:**
 
     - `matvecs_per_probe`: the matvecs that a probe takes.
-    - `most`: the budget. If it is n or more, blocks end at n / 2, and the exact trace is next.
+    - `most`: the budget. If it is n or more, stages end at n / 2, and the exact value is next.
     - `n`: the size of the operator.
+    - `width`: the number of probes in a panel; None: that of `panel_width`.
     - `spent`: the schedule of an earlier run, which this one continues.
-    - `least_probes`: the fewest probes that a further block may have. A smaller rest of the budget
-        is not spent.
 
     **Returns:**
 
-    A tuple of ascending multiples of `matvecs_per_probe`.
+    A tuple of ascending multiples of the width. (A rest that is smaller is not spent.)
     """
-    limit = (n // 2 if most >= n else most) // matvecs_per_probe * matvecs_per_probe
-    budgets = list(spent) or [min(FIRST * matvecs_per_probe, max(limit, matvecs_per_probe))]
-    while limit - budgets[-1] >= least_probes * matvecs_per_probe:
-        budgets.append(min(2 * budgets[-1], limit))
-    return tuple(budgets)
+    limit = max((n // 2 if most >= n else most) // matvecs_per_probe, 1)
+    width = width or panel_width(limit)
+    probes = list(spent) or [width]
+    while probes[-1] + width <= limit:
+        probes.append(min(2 * probes[-1], limit // width * width))
+    return tuple(probes)
 
 
 class Rule(NamedTuple):
@@ -98,7 +115,7 @@ class Rule(NamedTuple):
             return estimate.value, error
         return add_parts(block, self.offset, self.scale, estimate.value), error
 
-    def met(self, estimate: Estimate, block: BlockOperator, factor: float) -> Array:
+    def met(self, estimate: Estimate, block: BlockOperator, factor: Any) -> Array:
         """Whether `factor` standard errors are within the tolerance."""
         value, error = self.sizes(estimate, block)
         error = factor * norm_factor(estimate.std_err) * error
@@ -107,65 +124,58 @@ class Rule(NamedTuple):
 
 @final
 class RunState(eqx.Module):
-    """All that a run has learnt. Arrays are for the largest number of probes, padded with 0."""
+    """All that a run has learnt."""
 
     arrays: Any
-    keys: Array  # the key of each block, as data
-    level: Int[Array, ""]  # the last block used, or the number of blocks if the value was completed
+    keys: Array  # the key of each panel, as data
+    level: Int[Array, ""]  # the last stage, or the number of stages if the value was completed
     completed: PyTree[Inexact[Array, "..."]]  # the value, exact if it was completed
     extendable: AbstractExtendable = eqx.field(static=True)
-    budgets: tuple[int, ...] = eqx.field(static=True)
+    probes: tuple[int, ...] = eqx.field(static=True)
     falls_back_to_exact: bool = eqx.field(static=True)  # whether it may be completed
     n: int = eqx.field(static=True)
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget with which a run can go on from here."""
+        return self.n if self.falls_back_to_exact else self.spent
+
+    @property
+    def spent(self) -> int:
+        """The products of all stages."""
+        return self.probes[-1] * self.extendable.matvecs_per_probe
 
 
 @final
 class RunWeights(AbstractWeights):
-    """The weights of all blocks. Only those of blocks that were used are contracted."""
+    """The weights of the probes, or those of the exact value if it was completed."""
 
-    parts: list[AbstractWeights]
-    factors: Real[Array, " blocks"]
-    level: Int[Array, ""]
-    columns: tuple[int, ...] = eqx.field(static=True)  # their number up to the end of each block
-    falls_back_to_exact: bool = eqx.field(static=True)
+    inner: AbstractWeights
+    completed: Array
     diagonal: bool = eqx.field(static=True)
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        block = BlockOperator(operator)
-        count = len(self.columns)
+        block, exact = BlockOperator(operator), ExactWeights(self.diagonal)
+        like = jax.eval_shape(lambda: self.inner.contract(operator))
 
-        def used(j):
-            return (j <= self.level) & (self.level < count)
+        def total():
+            found = exact.contract(operator)
+            found = block.leaves(found) if isinstance(like, list) else found
+            return jtu.tree_map(lambda x, y: x.astype(y.dtype).reshape(y.shape), found, like)
 
-        def if_used(flag, contract):
-            def total():
-                return jtu.tree_map(lambda x: x.astype(block.dtype), contract(operator))
+        return lax.cond(self.completed, total, lambda: self.inner.contract(operator))
 
-            zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(total))
-            return lax.cond(flag, total, lambda: zeros)
 
-        def products(multiply, x):
-            """Products with the columns of blocks that were used; 0 for the others."""
-            ends = zip([0, *self.columns[:-1]], self.columns, strict=True)
-            columns = [x[:, start:end] for start, end in ends]
-            blocks = [lax.cond(used(j), multiply, jnp.zeros_like, c) for j, c in enumerate(columns)]
-            return jnp.concatenate(blocks, axis=1)
+class _Carry(NamedTuple):
+    """What the loop over the stages changes."""
 
-        terms = []
-        if self.falls_back_to_exact:
-            terms.append(if_used(self.level == count, ExactWeights(self.diagonal).contract))
-        for j, part in enumerate(self.parts):
-            if isinstance(part, AbstractTwoSidedWeights):
-                factors = products(block.mm, part.omega), products(block.adjoint_mm, part.q)
-                terms.append(part.combine(*factors))
-            else:
-                factor = self.factors[j].astype(block.dtype)
-                term = if_used(used(j), part.contract)
-                terms.append(jtu.tree_map(lambda x, factor=factor: factor * x, term))
-        if any(isinstance(term, list) for term in terms):
-            terms = [term if isinstance(term, list) else block.leaves(term) for term in terms]
-        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
+    stage: Int[Array, ""]  # the next one
+    arrays: Any
+    estimate: Estimate
+    level: Int[Array, ""]
+    done: Array
+    met: Array
 
 
 class RunOutcome(NamedTuple):
@@ -174,80 +184,105 @@ class RunOutcome(NamedTuple):
     arrays: Any
 
 
+def _lacking(estimate: Estimate, short: Array) -> Estimate:
+    """The estimate, whose status says if it fell short of the tolerance."""
+    status = jnp.where((estimate.status == SUCCESSFUL) & short, NOT_CONVERGED, estimate.status)
+    return eqx.tree_at(lambda e: e.status, estimate, status.astype(estimate.status.dtype))
+
+
 class Run:
     """One run of an extendable algorithm. (It is not a PyTree, as it exists only in a trace.)"""
 
     def __init__(self, extendable, key, operator, rule, most, before, progress):
         self.extendable, self.rule, self.before, self.progress = extendable, rule, before, progress
-        self.key = key
+        self.key, self.most = key, most
         self.block = extendable.prepare(operator)
-        n, self.most = self.block.n, most
-        self.budgets = schedule(
-            extendable.matvecs_per_probe,
-            most,
-            n,
-            before.budgets if before else (),
-            extendable.least_probes,
-        )
+        self.real = jnp.finfo(self.block.dtype).dtype
+        n, per_probe = self.block.n, extendable.matvecs_per_probe
+        spent = (before.probes[0], before.probes) if before else ()
+        self.probes = schedule(per_probe, most, n, *spent)
         self.falls_back_to_exact = most >= n
-        keys = [numbered(key, j) if j else key for j in range(len(self.budgets))]
-        self.key_impl = jr.key_impl(key)
-        self.keys = jnp.stack([jr.key_data(key) for key in keys])
-        if before is not None:
-            old = jnp.pad(before.keys, ((0, len(keys) - len(before.keys)), (0, 0)))
-            earlier = jnp.arange(len(keys)) <= before.level
-            self.keys = jnp.where(earlier[:, None], old, self.keys)
+        self.width = self.probes[0]
+        self.panels = np.array(self.probes) // self.width
+        room = self.probes[-1] // self.width
+        self.room = room if room < TOGETHER else -(-room // TOGETHER) * TOGETHER
+        self.keys = self._keys()
 
-    # ------------------------------------------------------------------ states of static shape
+    def _keys(self) -> Array:
+        """The key of each panel, as data: an earlier run may have drawn with another key."""
+        key = self.key
+        numbers = jnp.arange(1, self.room)
+        more = jax.vmap(lambda j: jr.key_data(numbered(key, j)))(numbers)
+        keys = jnp.concatenate([jr.key_data(key)[None], more])
+        if self.before is None:
+            return keys
+        old = self.before.keys
+        old = jnp.pad(old, ((0, max(0, len(keys) - len(old))), (0, 0)))[: len(keys)]
+        level = jnp.minimum(self.before.level, len(self.before.probes) - 1)
+        earlier = jnp.arange(len(keys)) < jnp.asarray(self.panels)[level]
+        return jnp.where(earlier[:, None], old, keys)
 
-    def _resized(self, state, columns: int):
-        """The state with its arrays cut, or padded with zeros, to this number of probes."""
+    def _key(self, panel: Any) -> Array:
+        """The key of a panel."""
+        return jr.wrap_key_data(self.keys[panel], impl=jr.key_impl(self.key))
 
-        def resize(array, axes):
-            index = [slice(columns if a in axes else None) for a in range(array.ndim)]
-            array = array[tuple(index)]
-            width = [(0, columns - s if a in axes else 0) for a, s in enumerate(array.shape)]
-            return jnp.pad(array, width) if axes else array
+    def _columns(self, level: Any, rows: int) -> Columns:
+        """The columns that are in use after a stage."""
+        count = jnp.asarray(self.probes)[level]
+        return Columns(count.astype(self.real), jnp.arange(rows) < count)
 
-        fields = zip(state, probe_axes(type(state)), strict=True)
-        return type(state)(
-            *[jtu.tree_map(lambda x, axes=axes: resize(x, axes), field) for field, axes in fields]
-        )
+    def _masked(self, level: Any, arrays: Any) -> Any:
+        """The arrays without rows that are not in use after a stage (but in other lanes)."""
+        inside = self._columns(level, self.room * self.width).inside
+        assert inside is not None
+        return masked(arrays, inside)
 
-    def _columns(self, j: int) -> int:
-        return self.budgets[j] // self.extendable.matvecs_per_probe
+    def _growth(self, start: Any, stop: Any, stage: Any) -> Growth:
+        return Growth(self._key, self.width, self.room, start, stop, stage, self.probes)
 
-    def _padded(self, state):
-        return self._resized(state, self._columns(-1))
+    # ---------------------------------------------------------------------------- the stages
 
-    def _loaded(self, j: int):
-        return self._resized(self.before.arrays, self._columns(j))
+    def first(self) -> tuple[Any, Int[Array, ""]]:
+        """The arrays at the start, and the number of the first stage."""
+        empty = self.extendable.start(self._growth(0, 0, 0), self.block, 0)
+        if self.before is None:
+            return empty, jnp.zeros((), jnp.int32)
+        level = jnp.minimum(self.before.level, len(self.before.probes) - 1).astype(jnp.int32)
+        arrays = resized(self.before.arrays, self.room * self.width)
+        return self._masked(level, arrays), level
 
-    def _advanced(self, j: int, state):
-        """The state after block j: extended, or from an earlier run."""
-        key = jr.wrap_key_data(self.keys[j], impl=self.key_impl)
-        k = self.budgets[j] - (self.budgets[j - 1] if j else 0)
+    def _sized(self, level: Any, state: Any, fn: Callable[[Any, Columns], Any]) -> Any:
+        """`fn(state, columns)`, on arrays of the smallest size that there is a program for."""
+        ends = self.probes
+        sizes = [self.room * self.width]
+        for end in ends[-2::-1]:
+            if end >= LEAST and APART * end <= sizes[0]:
+                sizes.insert(0, end)
+        index = jnp.asarray(np.searchsorted(sizes, ends))[level]
 
-        def extend():
-            return self.extendable.extend(state, key, self.block, k)
+        def branch(size):
+            return lambda: fn(resized(state, size), self._columns(level, size))
 
-        if self.before is None or j >= len(self.before.budgets):
-            return extend()
-        known = j <= self.before.level
-        loaded = self._loaded(j)
-        return lax.cond(any_lane(~known), lambda: keep(known, loaded, extend()), lambda: loaded)
+        return lax.switch(index, [branch(size) for size in sizes])
 
-    # ---------------------------------------------------------------------------- the blocks
+    def _estimate(self, level: Any, state: Any) -> Estimate:
+        def estimate(state, columns):
+            found = self.extendable.estimate(state, columns, self.block)
+            return self._cast(found)
 
-    def _outcome(self, estimate: Estimate, level: Any, arrays) -> RunOutcome:
-        dtype = self.block.dtype
-        real = jnp.finfo(dtype).dtype
-        value = jtu.tree_map(lambda x: x.astype(dtype), estimate.value)
-        std_err = jtu.tree_map(lambda x: x.astype(real), estimate.std_err)
-        estimate = make_estimate(
-            value, std_err, estimate.num_matvecs, estimate.dof, estimate.status
-        )
-        return RunOutcome(estimate, jnp.asarray(level, jnp.int32), arrays)
+        found = self._sized(level, state, estimate)
+        if not self.extendable.counts_itself:
+            spent = jnp.asarray(self.probes)[level] * self.extendable.matvecs_per_probe
+            dof = jnp.asarray(self.probes)[level] - 1
+            found = make_estimate(found.value, found.std_err, spent, dof, found.status)
+        return found
+
+    def _cast(self, estimate: Estimate) -> Estimate:
+        """The estimate in the dtypes that are the same for all stages."""
+        value = jtu.tree_map(lambda x: x.astype(self.block.dtype), estimate.value)
+        std_err = jtu.tree_map(lambda x: x.astype(self.real), estimate.std_err)
+        counts = estimate.num_matvecs, estimate.dof, estimate.status
+        return make_estimate(value, std_err, *counts)
 
     def _report(self, estimate: Estimate, last):
         if self.progress:
@@ -255,83 +290,83 @@ class Run:
             value = value if is_scalar(value) else norm_of(value)
             report(self.key, self.most, estimate.num_matvecs, value, error, last)
 
-    def _after(self, j: int, state) -> RunOutcome:
-        """Check the estimate after block j, and go on if it is not good enough."""
-        last = j == len(self.budgets) - 1
-        estimate = self.extendable.estimate(state, self.block)
-        factor = stopping_factor(self.extendable.calibration.stop, self._columns(j) - 1)
-        met = self.rule.met(estimate, self.block, factor)
-        stop = met | (estimate.status != SUCCESSFUL)
+    def extended(self, arrays: Any, stage: Int[Array, ""]) -> tuple[Any, Estimate]:
+        """The arrays and the estimate after one more stage."""
+        panels = jnp.asarray([0, *self.panels], jnp.int32)
+        start, stop = panels[stage], panels[stage + 1]
         if self.before is not None:
-            stop &= j >= self.before.level
-        if last and not self.falls_back_to_exact:
-            status = jnp.where(stop, estimate.status, NOT_CONVERGED)
-            estimate = eqx.tree_at(lambda e: e.status, estimate, status)
-        here = self._outcome(estimate, j, self._padded(state))
-        end = stop | (last and not self.falls_back_to_exact)
-        self._report(estimate, end)
-        if last and not self.falls_back_to_exact:
-            return here
+            # The stages of the earlier run are not made again.
+            earlier = stage <= jnp.minimum(self.before.level, len(self.before.probes) - 1)
+            start = jnp.where(earlier, stop, start)
+        arrays = self.extendable.extend(arrays, self._growth(start, stop, stage), self.block)
+        return arrays, self._estimate(stage, arrays)
 
-        def go_on():
-            if last:
-                return keep(stop, here, self._complete(state, here))
-            return keep(stop, here, self._after(j + 1, self._advanced(j + 1, state)))
-
-        return lax.cond(any_lane(~stop), go_on, lambda: here)
-
-    def _complete(self, state, here: RunOutcome) -> RunOutcome:
-        value, std_err, more = self.extendable.complete(state, self.block)
-        spent, dof = self.budgets[-1] + more, here.estimate.dof
-        if self.before is not None:
-            done = self.before.level == len(self.before.budgets)
-            value = jtu.tree_map(partial(jnp.where, done), self.before.completed, value)
-        status = status_of(*jtu.tree_leaves(value))
-        estimate = make_estimate(value, std_err, spent, dof, status)
-        met = self.rule.met(estimate, self.block, 1.96)
-        lacking = (status == SUCCESSFUL) & ~met
-        status = jnp.where(lacking, NOT_CONVERGED, status)
-        estimate = eqx.tree_at(lambda e: e.status, estimate, status)
-        outcome = self._outcome(estimate, len(self.budgets), here.arrays)
-        self._report(outcome.estimate, jnp.array(True))
-        return outcome
+    def _stage(self, c: _Carry) -> _Carry:
+        """One more stage, and a look at the estimate."""
+        stage, last = c.stage, len(self.probes) - 1
+        arrays, estimate = self.extended(c.arrays, stage)
+        factors = [stopping_factor(self.extendable.calibration.stop, m - 1) for m in self.probes]
+        met = self.rule.met(estimate, self.block, jnp.asarray(factors, self.real)[stage])
+        met |= estimate.status != SUCCESSFUL
+        self._report(estimate, met | (stage == last) & (not self.falls_back_to_exact))
+        new = estimate, stage, met | (stage == last), met
+        return _Carry(stage + 1, arrays, *keep(c.done, (c.estimate, c.level, c.done, c.met), new))
 
     def outcome(self) -> RunOutcome:
         """Make the run."""
-        return self._after(0, self._advanced(0, None))
+        arrays, first = self.first()
+        no = jnp.array(False)
+        like = jax.eval_shape(lambda: self._estimate(first, arrays))
+        nothing = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        carry = _Carry(first, arrays, nothing, first, no, no)
+        end = lax.while_loop(lambda c: any_lane(~c.done), self._stage, carry)
+        short = ~end.met
+        if not self.falls_back_to_exact:
+            return RunOutcome(_lacking(end.estimate, short), end.level, end.arrays)
+        here = end.estimate, end.level
+
+        def complete():
+            return keep(~short, here, self._completed(end))
+
+        estimate, level = lax.cond(any_lane(short), complete, lambda: here)
+        return RunOutcome(estimate, level, end.arrays)
+
+    def _completed(self, end: _Carry) -> tuple[Estimate, Array]:
+        state = resized(end.arrays, self.probes[-1])
+        value, std_err, more = self.extendable.complete(state, self.block)
+        spent = self.probes[-1] * self.extendable.matvecs_per_probe + more
+        if self.before is not None:
+            done = self.before.level == len(self.before.probes)
+            value = jtu.tree_map(partial(jnp.where, done), self.before.completed, value)
+        status = status_of(*jtu.tree_leaves(value))
+        estimate = self._cast(make_estimate(value, std_err, spent, end.estimate.dof, status))
+        estimate = _lacking(estimate, ~self.rule.met(estimate, self.block, 1.96))
+        self._report(estimate, jnp.array(True))
+        return estimate, jnp.asarray(len(self.probes), jnp.int32)
 
     # --------------------------------------------------------------------- what comes out of it
 
-    def weights(self, outcome: RunOutcome) -> RunWeights:
-        """The weights of the blocks that were used, and 0 for the others."""
+    def weights(self, outcome: RunOutcome) -> AbstractWeights | None:
+        """The weights of the probes that were used, and 0 for the others."""
+        count = len(self.probes)
+        level = jnp.minimum(outcome.level, count - 1)
 
-        def up_to(j):
-            keys = [(self.keys[i], self.key_impl) for i in range(j + 1)]
-            state = self._resized(outcome.arrays, self._columns(j))
-            return self.extendable.weights(state, self.block, keys, self.budgets[: j + 1])
+        def make():
+            growth = self._growth(0, jnp.asarray(self.panels)[level], level)
+            columns = self._columns(level, self.room * self.width)
+            arrays = self._masked(level, outcome.arrays)
+            weights = self.extendable.weights(arrays, columns, growth, self.block)
+            ends = (*self.probes[:-1], self.room * self.width)
+            if hasattr(weights, "in_use"):
+                weights = eqx.tree_at(
+                    lambda w: w.in_use, weights, InUse(ends, level), is_leaf=lambda x: x is None
+                )
+            if not self.falls_back_to_exact:
+                return weights
+            diagonal = not is_scalar(outcome.estimate.value)
+            return RunWeights(weights, outcome.level == count, diagonal)
 
-        count = len(self.budgets)
-        like = jax.eval_shape(lambda: up_to(count - 1)[0])
-
-        def padded(x, like):
-            """The array, with zeros for the columns of blocks that were not used."""
-            width = [(0, m - s) for m, s in zip(like.shape, x.shape, strict=True)]
-            return jnp.pad(x, width) if width else x
-
-        def branch(j):
-            parts, factors = up_to(j)
-            used = len(parts)
-            unused = [jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), x) for x in like[used:]]
-            factors = jnp.array([*factors, *[0.0] * len(unused)], jnp.finfo(self.block.dtype).dtype)
-            return [*jtu.tree_map(padded, parts, like[:used]), *unused], factors
-
-        branches = [lambda j=j: branch(j) for j in range(count)]
-        parts, factors = lax.switch(jnp.minimum(outcome.level, count - 1), branches)
-        columns = tuple(self._columns(j) for j in range(count))
-        diagonal = not is_scalar(outcome.estimate.value)
-        return RunWeights(
-            parts, factors, outcome.level, columns, self.falls_back_to_exact, diagonal
-        )
+        return if_wanted(make)
 
     def state(self, outcome: RunOutcome) -> RunState:
         """What a later run can go on from."""
@@ -341,7 +376,38 @@ class Run:
             outcome.level,
             outcome.estimate.value,
             self.extendable,
-            self.budgets,
+            self.probes,
             self.falls_back_to_exact,
             self.block.n,
         )
+
+
+def every_stage(
+    extendable: AbstractExtendable,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    most: int,
+) -> tuple[Array, Array]:
+    """The values and standard errors after every stage of a run that nothing ends: what the
+    constants of `_estimators.calibration` are measured from.
+
+    **Arguments:**
+
+    - `extendable`: the algorithm.
+    - `key`: the random key.
+    - `operator`: a square operator.
+    - `most`: the budget.
+
+    **Returns:**
+
+    The values and standard errors, stacked.
+    """
+    zero = jnp.zeros((), BlockOperator(operator).dtype)
+    run = Run(extendable, key, operator, Rule(zero.real, zero.real, None, zero), most, None, False)
+    arrays, _ = run.first()
+
+    def stage(arrays, j):
+        arrays, estimate = run.extended(arrays, j)
+        return arrays, (estimate.value, estimate.std_err)
+
+    return lax.scan(stage, arrays, jnp.arange(len(run.probes)))[1]

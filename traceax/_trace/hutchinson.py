@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import make_estimate, mean_and_std_err, status_of
+from .._core.estimate import make_estimate, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
@@ -33,8 +33,8 @@ def _blocks(k: int, width: int) -> tuple[int, int]:
 
 @final
 class _ProbeWeights(AbstractWeights):
-    """`G = Omega Omega^H / k`, with the probes drawn again block by block from their key, so that
-    neither forward nor reverse mode keeps more than one block of them.
+    """`G = Omega Omega^H / count`, with the probes drawn again block by block from their key, so
+    that neither forward nor reverse mode keeps more than one block of them.
     """
 
     key_data: Any
@@ -42,10 +42,12 @@ class _ProbeWeights(AbstractWeights):
     sampler: AbstractSampler
     k: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
+    count: float | Real[Array, ""]
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        return jnp.sum(self.samples(operator)) / self.k
+        samples = self.samples(operator)
+        return jnp.sum(samples) / jnp.asarray(self.count, samples.dtype)
 
     def samples(self, operator):
         """The k numbers omega_i^H A omega_i."""
@@ -67,17 +69,17 @@ class _ProbeWeights(AbstractWeights):
 
 
 class HutchinsonState(NamedTuple):
-    """The samples; and probes and products (without rows if they are not kept)."""
+    """The samples; and probes and products (without entries if they are not kept)."""
 
     samples: Inexact[Array, " m"]
-    omega: Inexact[Array, "rows m"]
-    products: Inexact[Array, "rows m"]
+    omega: Inexact[Array, "m kept"]
+    products: Inexact[Array, "m kept"]
 
 
 @final
 class HutchinsonExtendable(AbstractExtendable):
-    """Hutchinson's estimator block by block. Probes are kept only if the exact trace may have to be
-    completed from them.
+    """Hutchinson's estimator. Probes are kept only if the exact trace may have to be completed from
+    them.
     """
 
     sampler: AbstractSampler
@@ -91,48 +93,52 @@ class HutchinsonExtendable(AbstractExtendable):
         block = BlockOperator(operator)
         return block if block.has_forms and not self.keeps else block.linearised()
 
-    def _block_weights(self, block: BlockOperator, key: tuple[Any, Any], k: int) -> _ProbeWeights:
+    def _panel(self, block: BlockOperator, key: Any, k: int, count: Any = 1.0) -> _ProbeWeights:
         width = min(k, self.batch_size or block_width(block.n, k))
         if block.has_forms:
             width = block_width(block.n, width, _FORM_LIMIT)
-        return _ProbeWeights(*key, self.sampler, k, k if self.keeps else width)
+        width = k if self.keeps else width
+        data = jr.key_data(key), jr.key_impl(key)
+        return _ProbeWeights(*data, self.sampler, k, width, count)
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        if self.keeps:
-            by_leaf = self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)
-            omega = block.join(by_leaf)
-            products = block.mm(omega)
-            new = HutchinsonState(column_dots(omega, products), omega, products)
-        else:
-            weights = self._block_weights(block, (jr.key_data(key), jr.key_impl(key)), k)
-            nothing = jnp.zeros((0, k), block.dtype)
-            new = HutchinsonState(weights.samples(block.operator), nothing, nothing)
-        if state is None:
-            return new
-        pairs = zip(state, new, strict=True)
-        return HutchinsonState(*[jnp.concatenate(pair, axis=-1) for pair in pairs])
+        kept = growth.empty(block, self.keeps)
+        return HutchinsonState(jnp.zeros(growth.capacity, block.dtype), kept, kept)
 
-    def estimate(self, state, block):
+    def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        samples = state.samples
-        k = samples.shape[0]
+        k = growth.width
+        if not self.keeps:
+
+            def samples(key):
+                return self._panel(block, key, k).samples(block.operator)
+
+            return state._replace(samples=growth.each(samples, state.samples))
+
+        def probes(key):
+            return block.join(self.sampler.probes_by_leaf(key, block.shapes, k, block.dtype)).T
+
+        omega = growth.each(probes, state.omega)
+        products = growth.multiply(block, block.mm, omega, state.products)
+        return HutchinsonState(column_dots(omega.T, products.T), omega, products)
+
+    def estimate(self, state, columns, block):
+        """See `AbstractExtendable`."""
         # The scatter of the samples includes that of their rounding errors.
-        value, std_err = mean_and_std_err(samples)
+        value, std_err = columns.mean_and_std_err(state.samples)
+        k = columns.count
         return make_estimate(value, std_err, k, k - 1, status_of(value))
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        sizes = [b - a for a, b in zip([0, *budgets[:-1]], budgets, strict=True)]
-        parts: list[AbstractWeights] = []
-        for key, k in zip(keys, sizes, strict=True):
-            parts.append(self._block_weights(block, key, k))
-        return parts, [k / budgets[-1] for k in sizes]
+        k, count = growth.width, columns.count
+        return growth.drawn_again(block, lambda key: self._panel(block, key, k, count))
 
     def complete(self, state, block):
         """See `AbstractExtendable`."""
-        nothing = state.omega[:, :0]
-        return complete_trace(block, nothing, nothing, (state.omega, state.products))
+        nothing = state.omega.T[:, :0]
+        return complete_trace(block, nothing, nothing, (state.omega.T, state.products.T))
 
 
 @final

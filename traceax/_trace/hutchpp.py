@@ -1,49 +1,40 @@
 """Hutch++."""
 
-import math
 from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Inexact
 
-from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, safe_norm, status_of
+from .._core.estimate import make_estimate, rounding_of, safe_norm, scale_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.extendable import AbstractExtendable, by_block, complete_trace, run_once
+from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, SphereSampler
-from .._sketch.leave_one_out import (
-    adjoint,
-    append_basis,
-    column_dots,
-    empty_state,
-    matmul,
-    resphering,
-    square_norms,
-)
+from .._sketch.columns import Columns, all_columns
+from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
 from .._sketch.weights import LowRankWeights
 
 
 class HutchPlusPlusState(NamedTuple):
     """The basis and the residual probes, with their products; and the probes of the sketch with the
-    sketch itself (without rows if they are not kept).
+    sketch itself (without entries if they are not kept). Vectors are rows.
     """
 
-    q: Inexact[Array, "n m"]
-    z: Inexact[Array, "n m"]  # A Q
-    g: Inexact[Array, "n m"]
-    products: Inexact[Array, "n m"]  # A G
-    omega: Inexact[Array, "rows m"]
-    sketch: Inexact[Array, "rows m"]  # A Omega
-    scale: Real[Array, ""]  # of the first sketch
-    status: Int[Array, ""]
+    q: Inexact[Array, "m n"]
+    z: Inexact[Array, "m n"]  # A Q
+    g: Inexact[Array, "m n"]  # orthogonal to the basis of their stage
+    products: Inexact[Array, "m n"]  # A G
+    omega: Inexact[Array, "m kept"]
+    sketch: Inexact[Array, "m kept"]  # A Omega
 
 
 @final
 class HutchPlusPlusExtendable(AbstractExtendable):
-    """Hutch++ block by block. Sketch, basis and residual probes each get a third of a block.
+    """Hutch++, a stage of which gives sketch, basis and residual probes a third of its products
+    each.
 
     When the basis grows by q, it is projected out of the residual probes g and of their products,
     A (I - q q^H) g = A g - (A q) q^H g. No probe is drawn or multiplied again, and given the basis
@@ -56,73 +47,71 @@ class HutchPlusPlusExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 3
     calibration: ClassVar[Calibration] = CALIBRATION["hutch++"]
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        n, m = block.n, k // 3
-        fresh = k - 2 * m
-        sketch_key, probe_key = split(key)
-        omega = self.sampler.probes(sketch_key, n, m, block.dtype)
-        sketch = block.mm(omega)
-        rows = n if self.keeps else 0
-        if state is None:
-            state = empty_state(HutchPlusPlusState, sketch, self.keeps)
+        basis, kept = growth.empty(block), growth.empty(block, self.keeps)
+        probes = jnp.zeros((growth.capacity + spare, block.n), block.dtype)
+        return HutchPlusPlusState(basis, basis, probes, probes, kept, kept)
+
+    def extend(self, state, growth, block):
+        """See `AbstractExtendable`."""
+        n, fresh = block.n, state.g.shape[0] if growth.single else growth.width
+
+        def probes(which, number):
+            return lambda key: self.sampler.probes(split(key)[which], n, number, block.dtype).T
+
+        omega = growth.each(probes(0, growth.width), growth.empty(block))
+        sketch = growth.multiply(block, block.mm, omega, growth.empty(block))
+        scale = scale_of(sketch)
+        square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
         # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
-        new_q, _, _ = append_basis(state.q, sketch / state.scale)
-        q = jnp.concatenate([state.q, new_q], axis=1)
-        probes = self.sampler.probes(probe_key, n, fresh, block.dtype)
-        new_g = probes - matmul(q, matmul(adjoint(q), probes))
-        products = block.mm(jnp.concatenate([new_q, new_g], axis=1))
-        status = jnp.maximum(state.status, status_of(sketch, products))
+        q, _ = growth.orthonormalise(state.q, square, lambda rows: rows(sketch) / scale)
+        z = growth.multiply(block, block.mm, q, state.z)
+        g = growth.residuals(q, growth.each(probes(1, fresh), state.g))
+        products = growth.multiply(block, block.mm, g, state.products)
+        kept = state.omega, state.sketch
+        if self.keeps:
+            kept = growth.added(state.omega, omega), growth.added(state.sketch, sketch)
+        return HutchPlusPlusState(q, z, g, products, *kept)
 
-        new_z, new_products = products[:, :m], products[:, m:]
-        g, old_products = state.g, state.products
-        if g.shape[1]:
-            captured = matmul(adjoint(new_q), g)
-            g = g - matmul(new_q, captured)
-            old_products = old_products - matmul(new_z, captured)
-        return HutchPlusPlusState(
-            q,
-            jnp.concatenate([state.z, new_z], axis=1),
-            jnp.concatenate([g, new_g], axis=1),
-            jnp.concatenate([old_products, new_products], axis=1),
-            jnp.concatenate([state.omega, omega[:rows]], axis=1),
-            jnp.concatenate([state.sketch, sketch[:rows]], axis=1),
-            state.scale,
-            status,
-        )
+    def _residual(self, state: HutchPlusPlusState, columns: Columns):
+        """G and A G for the whole basis, the factors of the samples, and how many are in use."""
+        q, z, g, products = state.q.T, state.z.T, state.g.T, state.products.T
+        if columns.inside is not None:
+            captured = matmul(adjoint(q), g)
+            g, products = g - matmul(q, captured), products - matmul(z, captured)
+        tested = columns if columns.inside is not None else all_columns(g.shape[1])
+        square = tested.only(square_norms(g), 1)
+        factor = resphering(g.shape[0] - columns.count, square, self.resphere)
+        return g, products, factor, tested
 
-    def _factor(self, state: HutchPlusPlusState) -> Array:
-        n, m = state.q.shape
-        return resphering(float(n - m), square_norms(state.g), self.resphere)
-
-    def estimate(self, state, block):
+    def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        m, fresh = state.q.shape[1], state.g.shape[1]
+        g, products, factor, tested = self._residual(state, columns)
         captured = jnp.sum(jnp.conj(state.q) * state.z)
-        samples = self._factor(state) * column_dots(state.g, state.products)
-        residual, std_err = mean_and_std_err(samples)
-        spent = 2 * m + fresh
+        residual, std_err = tested.mean_and_std_err(factor * column_dots(g, products))
         # ||A||_F^2 is the sum of ||A Q||_F^2 and of the rest, which the residual probes estimate.
-        rest = safe_norm(state.products.reshape(-1)) / math.sqrt(fresh)
+        count = jnp.asarray(tested.count, std_err.dtype)
+        rest = safe_norm(products.reshape(-1)) / jnp.sqrt(count)
         size = jnp.hypot(safe_norm(state.z.reshape(-1)), rest)
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        return make_estimate(captured + residual, std_err, spent, fresh - 1, state.status)
+        spent = 2 * columns.count + tested.count
+        # A NaN or inf in the sketch shows in the basis, and then in its products.
+        status = status_of(state.z, state.products)
+        return make_estimate(captured + residual, std_err, spent, tested.count - 1, status)
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        q, g, fresh = state.q, state.g, state.g.shape[1]
-        scaled = g * (self._factor(state) / fresh)
-        weights = LowRankWeights(
-            jnp.concatenate([q, scaled], axis=1), jnp.concatenate([q, g], axis=1)
-        )
-        parts = by_block(weights, q.shape[1], [k // 3 for k in budgets])
-        return parts, [1.0] * len(parts)
+        g, _, factor, tested = self._residual(state, columns)
+        q, count = state.q.T, jnp.asarray(tested.count, factor.dtype)
+        u = jnp.concatenate([q, g * (factor / count)], axis=1)
+        return LowRankWeights(u, jnp.concatenate([q, g], axis=1))
 
     def complete(self, state, block):
         """See `AbstractExtendable`."""
-        others = jnp.concatenate([state.g, state.omega], axis=1)
-        products = jnp.concatenate([state.products, state.sketch], axis=1)
-        return complete_trace(block, state.q, state.z, (others, products))
+        others = jnp.concatenate([state.g, state.omega]).T
+        products = jnp.concatenate([state.products, state.sketch]).T
+        return complete_trace(block, state.q.T, state.z.T, (others, products))
 
 
 @final

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.extendable import AbstractExtendable, by_block, complete_trace, run_once
+from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
 from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._probes.samplers import AbstractSampler, SphereSampler
 from .._sketch.leave_one_out import (
@@ -16,10 +16,10 @@ from .._sketch.leave_one_out import (
     matmul,
     pairs_of,
     quadratic_forms,
-    range_finder,
+    range_finder_of,
     xtrace_weights,
 )
-from .._sketch.nystrom import Nystrom, append_probes, nystrom, signed_estimate
+from .._sketch.nystrom import Nystrom, empty_nystrom, extend_nystrom, signed_estimate
 
 
 def _xnystrace_samples(factors: Nystrom, n: float, resphere: bool):
@@ -38,13 +38,13 @@ def _xnystrace_samples(factors: Nystrom, n: float, resphere: bool):
         alpha_ij = (n - m + 2) (1 - |gamma_ij|^2) or rho_i^2.
     """
     q, inverse, rho_square = factors.q, factors.inverse, factors.rho**2
-    m = q.shape[0]
+    m, columns = factors.columns.count, factors.columns
     alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
 
     gram = matmul(adjoint(factors.f), factors.f)
     samples = alpha * inverse - quadratic_forms(gram, q).real
 
-    held_out, probes = pairs_of(q), pairs_of(factors.s)
+    held_out, probes = pairs_of(q, columns), pairs_of(factors.s, columns)
     pair_alpha = (n - m + 2) * probes.square if resphere else rho_square[:, None]
     lost = held_out.forms(matmul(adjoint(q), matmul(gram, q))).real
     differences = lost + (alpha[:, None] - pair_alpha / held_out.square) * inverse[:, None]
@@ -54,8 +54,8 @@ def _xnystrace_samples(factors: Nystrom, n: float, resphere: bool):
 
 @final
 class XNysTraceExtendable(AbstractExtendable):
-    """XNysTrace block by block: new probes are appended to the basis of the others. Everything else
-    is computed anew from the products, in `10 n m^2` operations for all m probes so far.
+    """XNysTrace, whose basis of probes can be extended by further ones. Everything else is computed
+    anew from the products, in `10 n m^2` operations for all m probes so far.
     """
 
     sampler: AbstractSampler
@@ -64,37 +64,39 @@ class XNysTraceExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["xnystrace"]
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        omega = self.sampler.probes(key, block.n, k, block.dtype)
-        return append_probes(state, omega, block, self.sign)
+        return empty_nystrom(growth, block)
 
-    def estimate(self, state, block):
+    def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        n, factors = float(block.n), nystrom(state, block.eps)
+        return extend_nystrom(state, self.sampler, growth, block, self.sign)
+
+    def estimate(self, state, columns, block):
+        """See `AbstractExtendable`."""
+        n, factors = float(block.n), state.factors(columns, block.eps)
         gram, samples, differences = _xnystrace_samples(factors, n, self.resphere)
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         plain = quadratic_forms(factors.core, factors.r)
         gram, samples, differences, shift = factors.unless_wrong(
             (gram, 0), (samples, plain), (differences, 0), (n * factors.nu, 0)
         )
-        value = jnp.trace(gram.real) + jnp.mean(samples) - shift
-        std_err = leave_one_out_error(samples, differences, factors.rounding(block.eps))
+        value = jnp.trace(gram.real) + columns.mean(samples) - shift
+        rounding = factors.rounding(block.eps)
+        std_err = leave_one_out_error(samples, differences, rounding, columns)
         return signed_estimate(factors, self.sign, value, std_err)
 
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        factors = nystrom(state, block.eps)
+        factors = state.factors(columns, block.eps)
         # The weights belong to the sketch A Omega = (A P) R, of either sign.
-        original = matmul(factors.sketch, factors.r)
-        omega = matmul(state.p, state.r)
-        weights = xtrace_weights(omega, range_finder(omega, original, self.resphere))
-        parts = by_block(weights, state.r.shape[0], budgets)
-        return parts, [1.0] * len(parts)
+        original, omega = matmul(factors.sketch, state.r), state.omega()
+        q, r = growth.again(original.T)
+        return xtrace_weights(omega, range_finder_of(omega, q, r, columns, self.resphere))
 
     def complete(self, state, block):
         """See `AbstractExtendable`."""
-        return complete_trace(block, state.p, self.sign * state.products)
+        return complete_trace(block, state.p.T, self.sign * state.products.T)
 
 
 @final

@@ -1,30 +1,27 @@
 """XTrace."""
 
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Int, Real
 
 from .._core.estimate import make_estimate, rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
-from .._estimators.extendable import AbstractExtendable, by_block, complete_trace, run_once
+from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, SphereSampler
 from .._sketch.leave_one_out import (
     RangeFinder,
     adjoint,
-    append_sketch,
     column_dots,
-    extend_dots,
+    empty_sketch,
+    extend_sketch,
     frobenius_norm_of,
     leave_one_out_error,
     matmul,
     pairs_of,
-    products_of_sketch,
     quadratic_forms,
-    range_finder_of,
     rescale_error,
     resphering,
     xtrace_weights,
@@ -46,8 +43,8 @@ def _xtrace_samples(factors: RangeFinder, h, t, n: float, resphere: bool):
 
     with c_ij = (n - m + 2) / (||g_i||^2 + |beta|^2) if resphered, else 1.
     """
-    _, r, s, w, x, square, factor = factors
-    m = r.shape[0]
+    _, r, s, w, x, square, factor, columns = factors
+    m = columns.count
     hx = matmul(h, x)
     residual = (
         jnp.conj(column_dots(s, w)) * column_dots(s, r) - column_dots(t, x) + column_dots(x, hx)
@@ -55,7 +52,7 @@ def _xtrace_samples(factors: RangeFinder, h, t, n: float, resphere: bool):
     samples = factor * residual - quadratic_forms(h, s)
 
     s_h = adjoint(s)
-    pairs = pairs_of(s)
+    pairs = pairs_of(s, columns)
     lost = pairs.forms(matmul(s_h, matmul(h, s)))
     beta = pairs.components(matmul(s_h, x))
     towards = pairs.components(matmul(s_h, r - hx))
@@ -69,80 +66,44 @@ def _xtrace_samples(factors: RangeFinder, h, t, n: float, resphere: bool):
     return samples, jnp.where(pairs.valid, differences, jnp.zeros_like(differences))
 
 
-class XTraceState(NamedTuple):
-    """The factors for A / scale + nu I, where scale and nu are those of the first block."""
-
-    omega: Inexact[Array, "n m"]
-    q: Inexact[Array, "n m"]
-    r: Inexact[Array, "m m"]
-    z: Inexact[Array, "n m"]
-    h: Inexact[Array, "m m"]  # Q^H Z
-    w: Inexact[Array, "m m"]  # Q^H Omega
-    t: Inexact[Array, "m m"]  # Z^H Omega
-    scale: Real[Array, ""]
-    size: Real[Array, ""]  # the scale, or 0 if all products vanish
-    nu: Real[Array, ""]
-    status: Int[Array, ""]
-
-
 @final
 class XTraceExtendable(AbstractExtendable):
-    """XTrace block by block: new columns are appended to the QR factorisation, and only the new
-    rows and columns of the matrices that follow from it are computed.
-    """
+    """XTrace, whose sketch can be extended by further probes."""
 
     sampler: AbstractSampler
     resphere: bool = eqx.field(static=True)
     matvecs_per_probe: ClassVar[int] = 2
     calibration: ClassVar[Calibration] = CALIBRATION["xtrace"]
 
-    def extend(self, state, key, block, k):
+    def start(self, growth, block, spare):
         """See `AbstractExtendable`."""
-        before, q, factors = append_sketch(state, self.sampler, key, block, k // 2)
-        # From here on the operator is A / scale + nu I.
-        products = block.mm(q)
-        z = products / factors["scale"] + factors["nu"] * q
-        if state is None:
-            square, old_z, old_omega = jnp.zeros((0, 0), q.dtype), before, before
-            h = w = t = square
-        else:
-            old_z, old_omega, h, w, t = state.z, state.omega, state.h, state.w, state.t
-        omega = factors["omega"][:, before.shape[1] :]
-        h = extend_dots(h, before, q, old_z, z)
-        # A NaN or inf in Z shows in Q^H Z.
-        factors["status"] = jnp.maximum(factors["status"], status_of(h))
-        return XTraceState(
-            **factors,
-            z=jnp.concatenate([old_z, z], axis=1),
-            h=h,
-            w=extend_dots(w, before, q, old_omega, omega),
-            t=extend_dots(t, old_z, z, old_omega, omega),
-        )
+        return empty_sketch(growth, block)
 
-    def estimate(self, state, block):
+    def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        n, m = float(block.n), state.r.shape[0]
-        factors = self._factors(state)
-        samples, differences = _xtrace_samples(factors, state.h, state.t, n, self.resphere)
-        rounding = rounding_of(frobenius_norm_of(state.r), block.eps)
-        std_err = leave_one_out_error(samples, differences, rounding)
+        return extend_sketch(state, self.sampler, growth, block, adjoint=False)
+
+    def estimate(self, state, columns, block):
+        """See `AbstractExtendable`."""
+        n, m = float(block.n), columns.count
+        factors, z = state.factors(columns, self.resphere), state.shifted()
+        h, t = matmul(adjoint(factors.q), z), matmul(adjoint(z), state.omega.T)
+        samples, differences = _xtrace_samples(factors, h, t, n, self.resphere)
+        rounding = rounding_of(frobenius_norm_of(state.r, columns), block.eps)
+        std_err = leave_one_out_error(samples, differences, rounding, columns)
         std_err = rescale_error(state.size, std_err)
-        value = state.size * (jnp.trace(state.h) + jnp.mean(samples) - n * state.nu)
-        return make_estimate(value, std_err, 2 * m, m - 1, state.status)
+        value = state.size * (jnp.trace(h) + columns.mean(samples) - n * state.nu)
+        # A NaN or inf in a product shows in one of these factors.
+        return make_estimate(value, std_err, 2 * m, m - 1, status_of(state.r, h))
 
-    def _factors(self, state: XTraceState) -> RangeFinder:
-        return range_finder_of(state.omega, state.q, state.r, state.w, self.resphere)
-
-    def weights(self, state, block, keys, budgets):
+    def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        weights = xtrace_weights(state.omega, self._factors(state))
-        parts = by_block(weights, state.r.shape[0], [k // 2 for k in budgets])
-        return parts, [1.0] * len(parts)
+        return xtrace_weights(state.omega.T, state.factors(columns, self.resphere))
 
     def complete(self, state, block):
         """See `AbstractExtendable`: A is known on the span of Q and Omega."""
-        unshifted = state.scale * (state.z - state.nu * state.q)
-        return complete_trace(block, state.q, unshifted, (state.omega, products_of_sketch(state)))
+        known = state.omega.T, state.sketch()
+        return complete_trace(block, state.q.T, state.products.T, known)
 
 
 @final
