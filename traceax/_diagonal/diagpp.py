@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import make_estimate, rounding_of, scale_of, status_of
+from .._core.estimate import rounding_of, scale_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
@@ -64,17 +64,18 @@ class DiagPlusPlusExtendable(AbstractExtendable):
     rows: Rows
     keeps: bool = eqx.field(static=True)
     matvecs_per_probe: ClassVar[int] = 3
+    takes_rest: ClassVar[bool] = True
     calibration: ClassVar[Calibration] = CALIBRATION["diag++"]
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         basis, kept = growth.empty(block), growth.empty(block, self.keeps)
-        probes = jnp.zeros((growth.capacity + spare, block.n), block.dtype)
+        probes = jnp.zeros((growth.capacity + growth.rest, block.n), block.dtype)
         return DiagPlusPlusState(basis, basis, probes, probes, kept, kept)
 
     def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        n, fresh = block.n, state.omega.shape[0] if growth.single else growth.width
+        n, fresh = block.n, growth.width + growth.rest
 
         def probes(which, number):
             return lambda key: self.sampler.probes(split(key)[which], n, number, block.dtype).T
@@ -101,9 +102,8 @@ class DiagPlusPlusExtendable(AbstractExtendable):
         residual, std_err = tested.mean_and_std_err(self.rows(samples))
         value = self.rows.of_vector(captured) + residual
         std_err = jnp.hypot(std_err, rounding_of(self.rows.norms(z), block.eps))
-        spent = 2 * columns.count + tested.count
         # A NaN or inf in the sketch shows in the basis, and then in its products.
-        return make_estimate(value, std_err, spent, tested.count - 1, status_of(z, value))
+        return value, std_err, status_of(z, value)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""

@@ -9,7 +9,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import as_value, make_estimate, safe_norm, status_of
+from .._core.estimate import as_value, safe_norm, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
@@ -104,7 +104,7 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
         width, data = k if self.keeps else width, (jr.key_data(key), jr.key_impl(key))
         return _ProbeWeights(*data, self.sampler, k, width, count)
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
         count = jnp.zeros((), block.dtype).real
@@ -148,8 +148,7 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
         std_errs = [jnp.where(k > 1, spread / pairs, jnp.inf) for spread in spreads]
         value, std_err = as_value(values), as_value(std_errs)
         # The scatter of the samples includes that of their rounding errors.
-        k = columns.count
-        return make_estimate(value, std_err, k, k - 1, status_of(*values))
+        return value, std_err, status_of(*values)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import make_estimate, rounding_of, status_of
+from .._core.estimate import rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
@@ -71,7 +71,7 @@ class XDiagExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 2
     calibration: ClassVar[Calibration] = CALIBRATION["xdiag"]
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         return empty_sketch(growth, block)
 
@@ -81,7 +81,7 @@ class XDiagExtendable(AbstractExtendable):
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        q, z, m = state.q.T, state.shifted(), columns.count
+        q, z = state.q.T, state.shifted()
         r = without_zero_pivots(columns.triangle(state.r))
         s = leave_one_out_directions(r)
         value, std_err = diagonal_and_error(
@@ -98,8 +98,7 @@ class XDiagExtendable(AbstractExtendable):
             rounding_of(self.rows.norms(z), block.eps),
         )
         std_err = rescale_error(state.size, std_err)
-        status = status_of(state.r, z)
-        return make_estimate(state.size * value, std_err, 2 * m, m - 1, status)
+        return state.size * value, std_err, status_of(state.r, z)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""

@@ -28,7 +28,7 @@ class XNysDiagExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["xnysdiag"]
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         return empty_nystrom(growth, block)
 

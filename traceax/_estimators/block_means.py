@@ -10,7 +10,7 @@ V_j = w_j^2 s_j^2, and its degrees of freedom nu are Satterthwaite's (doi:10.230
 All three are updated block by block.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from .._core.estimate import Estimate, make_estimate, norm_of, weights_wanted
+from .._core.estimate import Estimate, norm_of, weights_wanted
 from .._operators.block_operator import BlockOperator
 from .._sketch.weights import AbstractWeights, InUse
 from .calibration import CALIBRATION, Calibration
@@ -136,7 +136,6 @@ class BlockMeans(AbstractExtendable):
     rows: Rows | None  # the entries of a diagonal that are wanted; None for traces
     matvecs_per_probe: int = eqx.field(static=True)
     calibration: Calibration = eqx.field(static=True)
-    counts_itself: ClassVar[bool] = True
 
     def prepare(self, operator):
         """The operator as it is: the estimator prepares it itself."""
@@ -168,7 +167,7 @@ class BlockMeans(AbstractExtendable):
 
         return jax.eval_shape(estimate)
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         like, real = self._like(growth, block), jnp.finfo(block.dtype).dtype
         value, std_err = jtu.tree_map(
@@ -194,8 +193,11 @@ class BlockMeans(AbstractExtendable):
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        counts = state.num_matvecs, state.dof, state.status
-        return make_estimate(state.value, state.std_err, *counts)
+        return state.value, state.std_err, state.status
+
+    def counts(self, state, probes):
+        """See `AbstractExtendable`."""
+        return state.num_matvecs, state.dof
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""

@@ -18,7 +18,7 @@ from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from .._core.estimate import Estimate, if_wanted, rounding_of
+from .._core.estimate import Estimate, if_wanted, make_estimate, rounding_of
 from .._linalg.factorisations import complement, divide_by_upper, panel_qr, qr
 from .._operators.block_operator import BlockOperator
 from .._operators.width import batch_width, calls_functions
@@ -52,6 +52,7 @@ class Growth:
         stop: Any = 1,
         stage: Any = 0,
         probes: Sequence[int] = (),
+        rest: int = 0,
     ):
         """**Arguments:**
 
@@ -61,11 +62,12 @@ class Growth:
         - `start`, `stop`: the new panels.
         - `stage`: the number of the stage. (It has the new panels, and no others.)
         - `probes`: the number of probes up to the end of each stage of a run.
+        - `rest`: the number of samples that a fixed budget has left besides.
         """
         self.keys, self.width, self.room = keys, width, room
         self.start, self.stop, self.stage, self.probes = start, stop, stage, probes
         self.single = room == 1
-        self.capacity = width * room
+        self.capacity, self.rest = width * room, rest
 
     def empty(self, block: BlockOperator, kept: bool = True) -> Inexact[Array, "m n"]:
         """An array with room for all vectors; without entries if they are not `kept`."""
@@ -251,8 +253,9 @@ class AbstractExtendable(eqx.Module):
     #: The number of matvecs that a probe takes.
     matvecs_per_probe: AbstractVar[int]
 
-    #: Whether estimates of runs with several stages count products and degrees of freedom.
-    counts_itself: ClassVar[bool] = False
+    #: Whether the products of a fixed budget that are too few for another probe are spent, on
+    #: further samples.
+    takes_rest: ClassVar[bool] = False
 
     #: The constants of the error bars, as measured for the algorithm.
     calibration: AbstractVar[Calibration]
@@ -262,14 +265,13 @@ class AbstractExtendable(eqx.Module):
         return BlockOperator(operator).linearised()
 
     @abc.abstractmethod
-    def start(self, growth: Growth, block: BlockOperator, spare: int) -> Any:
+    def start(self, growth: Growth, block: BlockOperator) -> Any:
         """The state without probes.
 
         **Arguments:**
 
         - `growth`: what the arrays must have room for.
         - `block`: the operator, as `prepare` made it.
-        - `spare`: the products of a fixed budget that are too few for another probe; else 0.
 
         **Returns:**
 
@@ -292,10 +294,10 @@ class AbstractExtendable(eqx.Module):
         """
 
     @abc.abstractmethod
-    def estimate(self, state: Any, columns: Columns, block: BlockOperator) -> Estimate:
-        """The estimate from all probes so far, without further products. Its standard error
-        includes rounding. (Runs of several stages count products and degrees of freedom
-        themselves.)
+    def estimate(
+        self, state: Any, columns: Columns, block: BlockOperator
+    ) -> tuple[PyTree[Array], PyTree[Array], Array]:
+        """The estimate from all probes so far, without further products.
 
         **Arguments:**
 
@@ -305,8 +307,12 @@ class AbstractExtendable(eqx.Module):
 
         **Returns:**
 
-        The estimate.
+        The value, its standard error, which includes rounding, and the status.
         """
+
+    def counts(self, state: Any, probes: Any) -> tuple[Any, Any]:
+        """The products that so many probes took, and the degrees of freedom of their estimate."""
+        return probes * self.matvecs_per_probe, probes - 1
 
     @abc.abstractmethod
     def weights(
@@ -386,11 +392,13 @@ def run_once(
 ) -> tuple[Estimate, AbstractWeights]:
     """The estimate from a single panel, for a fixed budget."""
     block = extendable.prepare(operator)
-    m, spare = divmod(k, extendable.matvecs_per_probe)
-    growth = Growth(lambda _: key, m, 1)
-    state = extendable.extend(extendable.start(growth, block, spare), growth, block)
-    columns = all_columns(m)
-    estimate = extendable.estimate(state, columns, block)
+    m, rest = divmod(k, extendable.matvecs_per_probe)
+    growth = Growth(lambda _: key, m, 1, rest=rest if extendable.takes_rest else 0)
+    state = extendable.extend(extendable.start(growth, block), growth, block)
+    columns, rest = all_columns(m), growth.rest
+    value, std_err, status = extendable.estimate(state, columns, block)
+    spent, dof = extendable.counts(state, m)
+    estimate = make_estimate(value, std_err, spent + rest, dof + rest, status)
     weights = if_wanted(lambda: extendable.weights(state, columns, growth, block))
     return extendable.calibration.applied(estimate), weights
 

@@ -14,11 +14,11 @@ class Columns(NamedTuple):
 
     **Attributes:**
 
-    - `count`: the number of columns in use: a float, or a real array if it is not static.
+    - `count`: the number of columns in use: a Python int, or a real array if it is not static.
     - `inside`: which columns are in use; None if all are.
     """
 
-    count: float | Real[Array, ""]
+    count: int | Real[Array, ""]
     inside: Bool[Array, " m"] | None = None
 
     def only(self, x: Inexact[Array, "... m"], other: float = 0) -> Inexact[Array, "... m"]:
@@ -51,4 +51,4 @@ class Columns(NamedTuple):
 
 def all_columns(m: int) -> Columns:
     """All of m columns."""
-    return Columns(float(m))
+    return Columns(m)

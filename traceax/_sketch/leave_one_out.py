@@ -255,7 +255,7 @@ def range_finder_of(
     x = w - s * column_dots(s, w)
     norms = columns.only(square_norms(omega), 1)
     square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
-    dimension = omega.shape[0] + 1 - columns.count
+    dimension = omega.shape[0] + 1.0 - columns.count
     return RangeFinder(q, r, s, w, x, square, resphering(dimension, square, resphere), columns)
 
 

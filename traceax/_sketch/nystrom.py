@@ -21,8 +21,6 @@ from .._core.estimate import (
     NOT_SEMIDEFINITE,
     NOT_SYMMETRIC,
     SUCCESSFUL,
-    Estimate,
-    make_estimate,
     rounding_of,
     safe_norm,
 )
@@ -168,7 +166,7 @@ def extend_nystrom(
 
 def signed_estimate(
     factors: Nystrom, sign: int, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
-) -> Estimate:
+) -> tuple[Array, Array, Array]:
     """The estimate for A.
 
     **Arguments:**
@@ -181,13 +179,13 @@ def signed_estimate(
 
     **Returns:**
 
-    An `Estimate`.
+    The value, its standard error, and the status.
     """
-    k, size = factors.columns.count, factors.products.size
+    size = factors.products.size
     status = factors.products.status
     status = jnp.where(status == SUCCESSFUL, factors.tag, status)
     value = sign * size * value.astype(factors.f.dtype)
-    return make_estimate(value, rescale_error(size, std_err), k, k - 1, status)
+    return value, rescale_error(size, std_err), status
 
 
 def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -> Nystrom:

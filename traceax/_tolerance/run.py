@@ -244,7 +244,7 @@ class Run:
 
     def first(self) -> tuple[Any, Int[Array, ""]]:
         """The arrays at the start, and the number of the first stage."""
-        empty = self.extendable.start(self._growth(0, 0, 0), self.block, 0)
+        empty = self.extendable.start(self._growth(0, 0, 0), self.block)
         if self.before is None:
             return empty, jnp.zeros((), jnp.int32)
         level = jnp.minimum(self.before.level, len(self.before.probes) - 1).astype(jnp.int32)
@@ -267,22 +267,17 @@ class Run:
 
     def _estimate(self, level: Any, state: Any) -> Estimate:
         def estimate(state, columns):
-            found = self.extendable.estimate(state, columns, self.block)
-            return self._cast(found)
+            value, std_err, status = self.extendable.estimate(state, columns, self.block)
+            return make_estimate(*self._cast(value, std_err), 0, 0, status)
 
-        found = self._sized(level, state, estimate)
-        if not self.extendable.counts_itself:
-            spent = jnp.asarray(self.probes)[level] * self.extendable.matvecs_per_probe
-            dof = jnp.asarray(self.probes)[level] - 1
-            found = make_estimate(found.value, found.std_err, spent, dof, found.status)
-        return found
+        e = self._sized(level, state, estimate)
+        counts = self.extendable.counts(state, jnp.asarray(self.probes)[level])
+        return make_estimate(e.value, e.std_err, *counts, e.status)
 
-    def _cast(self, estimate: Estimate) -> Estimate:
-        """The estimate in the dtypes that are the same for all stages."""
-        value = jtu.tree_map(lambda x: x.astype(self.block.dtype), estimate.value)
-        std_err = jtu.tree_map(lambda x: x.astype(self.real), estimate.std_err)
-        counts = estimate.num_matvecs, estimate.dof, estimate.status
-        return make_estimate(value, std_err, *counts)
+    def _cast(self, value: PyTree, std_err: PyTree) -> tuple[PyTree, PyTree]:
+        """Values and standard errors in the dtypes of this operator."""
+        real = jtu.tree_map(lambda x: x.astype(self.real), std_err)
+        return jtu.tree_map(lambda x: x.astype(self.block.dtype), value), real
 
     def _report(self, estimate: Estimate, last):
         if self.progress:
@@ -339,7 +334,7 @@ class Run:
             done = self.before.level == len(self.before.probes)
             value = jtu.tree_map(partial(jnp.where, done), self.before.completed, value)
         status = status_of(*jtu.tree_leaves(value))
-        estimate = self._cast(make_estimate(value, std_err, spent, end.estimate.dof, status))
+        estimate = make_estimate(*self._cast(value, std_err), spent, end.estimate.dof, status)
         estimate = _lacking(estimate, ~self.rule.met(estimate, self.block, 1.96))
         self._report(estimate, jnp.array(True))
         return estimate, jnp.asarray(len(self.probes), jnp.int32)

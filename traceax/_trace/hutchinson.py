@@ -9,7 +9,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import make_estimate, status_of
+from .._core.estimate import status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
@@ -101,7 +101,7 @@ class HutchinsonExtendable(AbstractExtendable):
         data = jr.key_data(key), jr.key_impl(key)
         return _ProbeWeights(*data, self.sampler, k, width, count)
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         kept = growth.empty(block, self.keeps)
         return HutchinsonState(jnp.zeros(growth.capacity, block.dtype), kept, kept)
@@ -127,8 +127,7 @@ class HutchinsonExtendable(AbstractExtendable):
         """See `AbstractExtendable`."""
         # The scatter of the samples includes that of their rounding errors.
         value, std_err = columns.mean_and_std_err(state.samples)
-        k = columns.count
-        return make_estimate(value, std_err, k, k - 1, status_of(value))
+        return value, std_err, status_of(value)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""

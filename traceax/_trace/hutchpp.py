@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._core.estimate import make_estimate, rounding_of, safe_norm, scale_of, status_of
+from .._core.estimate import rounding_of, safe_norm, scale_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
@@ -45,17 +45,18 @@ class HutchPlusPlusExtendable(AbstractExtendable):
     resphere: bool = eqx.field(static=True)
     keeps: bool = eqx.field(static=True)
     matvecs_per_probe: ClassVar[int] = 3
+    takes_rest: ClassVar[bool] = True
     calibration: ClassVar[Calibration] = CALIBRATION["hutch++"]
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         basis, kept = growth.empty(block), growth.empty(block, self.keeps)
-        probes = jnp.zeros((growth.capacity + spare, block.n), block.dtype)
+        probes = jnp.zeros((growth.capacity + growth.rest, block.n), block.dtype)
         return HutchPlusPlusState(basis, basis, probes, probes, kept, kept)
 
     def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        n, fresh = block.n, state.g.shape[0] if growth.single else growth.width
+        n, fresh = block.n, growth.width + growth.rest
 
         def probes(which, number):
             return lambda key: self.sampler.probes(split(key)[which], n, number, block.dtype).T
@@ -95,10 +96,8 @@ class HutchPlusPlusExtendable(AbstractExtendable):
         rest = safe_norm(products.reshape(-1)) / jnp.sqrt(count)
         size = jnp.hypot(safe_norm(state.z.reshape(-1)), rest)
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        spent = 2 * columns.count + tested.count
         # A NaN or inf in the sketch shows in the basis, and then in its products.
-        status = status_of(state.z, state.products)
-        return make_estimate(captured + residual, std_err, spent, tested.count - 1, status)
+        return captured + residual, std_err, status_of(state.z, state.products)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""

@@ -64,7 +64,7 @@ class XNysTraceExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 1
     calibration: ClassVar[Calibration] = CALIBRATION["xnystrace"]
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         return empty_nystrom(growth, block)
 

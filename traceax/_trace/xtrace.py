@@ -5,7 +5,7 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._core.estimate import make_estimate, rounding_of, status_of
+from .._core.estimate import rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
@@ -75,7 +75,7 @@ class XTraceExtendable(AbstractExtendable):
     matvecs_per_probe: ClassVar[int] = 2
     calibration: ClassVar[Calibration] = CALIBRATION["xtrace"]
 
-    def start(self, growth, block, spare):
+    def start(self, growth, block):
         """See `AbstractExtendable`."""
         return empty_sketch(growth, block)
 
@@ -85,8 +85,7 @@ class XTraceExtendable(AbstractExtendable):
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        n, m = float(block.n), columns.count
-        factors, z = state.factors(columns, self.resphere), state.shifted()
+        n, factors, z = float(block.n), state.factors(columns, self.resphere), state.shifted()
         h, t = matmul(adjoint(factors.q), z), matmul(adjoint(z), state.omega.T)
         samples, differences = _xtrace_samples(factors, h, t, n, self.resphere)
         rounding = rounding_of(frobenius_norm_of(state.r, columns), block.eps)
@@ -94,7 +93,7 @@ class XTraceExtendable(AbstractExtendable):
         std_err = rescale_error(state.size, std_err)
         value = state.size * (jnp.trace(h) + columns.mean(samples) - n * state.nu)
         # A NaN or inf in a product shows in one of these factors.
-        return make_estimate(value, std_err, 2 * m, m - 1, status_of(state.r, h))
+        return value, std_err, status_of(state.r, h)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
