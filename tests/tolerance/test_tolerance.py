@@ -526,3 +526,60 @@ def test_progress(capfd):
     jax.block_until_ready(jax.vmap(run)(keys(2)))
     jax.effects_barrier()
     assert capfd.readouterr().err == ""
+
+
+# ------------------------------------------------------------------- budgets that are not static
+
+
+@pytest.mark.parametrize("name", ["xtrace", "hutchinson", variant("hutch++"), variant("xnystrace")])
+def test_a_traced_budget(name):
+    """One program for all budgets up to `max_k`, with the error bar and derivative of each."""
+    matrix, unit = jnp.asarray(POLY), UNITS[name]
+    width, compiled = panel_width(min(40 * unit, N - 1) // unit), []
+
+    @jax.jit
+    def run(c, key, k):
+        compiled.append(1)
+
+        def value(c):
+            operator = lx.MatrixLinearOperator(c * matrix, PSD)
+            solution = tr.trace(key, operator, k, ESTIMATORS[name], max_k=40 * unit)
+            return solution.value, solution
+
+        (_, solution), slope = jax.value_and_grad(value, has_aux=True)(c)
+        return solution, slope
+
+    for k in (1, width * unit, 2 * width * unit + 5, 3 * width * unit):
+        solution, slope = run(1.0, keys(1)[0], jnp.asarray(k))
+        panels = max(k // (width * unit), 1)
+        assert solution.num_matvecs == panels * width * unit
+        assert solution.stats["dof"] == panels * width - 1
+        assert solution.result == tr.RESULTS.successful
+        assert abs(solution.value - truth(POLY)) < 5 * solution.std_err
+        # (XNysTrace is differentiated with the weights of XTrace, from the same sketch.)
+        rtol = 0.2 if name == "xnystrace" else 1e-9
+        np.testing.assert_allclose(slope, solution.value, rtol=rtol)
+    assert len(compiled) == 1
+    budgets = jnp.arange(1, 4) * width * unit
+    lanes = jax.vmap(lambda k: run(1.0, keys(1)[0], k)[0].num_matvecs)(budgets)
+    np.testing.assert_array_equal(lanes, budgets)
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    first = tr.trace(keys(1)[0], operator, width * unit, ESTIMATORS[name])
+    same, _ = run(1.0, keys(1)[0], jnp.asarray(width * unit))
+    np.testing.assert_allclose(same.value, first.value, rtol=1e-10)
+    np.testing.assert_allclose(same.std_err, first.std_err, rtol=1e-8)
+    assert same.inflation == first.inflation
+
+
+def test_bad_traced_budgets():
+    operator = lx.MatrixLinearOperator(jnp.asarray(POLY), PSD)
+    run = partial(tr.trace, keys(1)[0], operator, estimator=tr.XTraceEstimator())
+    for k in (0, 41):
+        with pytest.raises(ValueError, match=f"at most max_k = 40, got {k}"):
+            run(k, max_k=40)
+    with pytest.raises(TypeError, match="a whole number of matvecs, got 2"):
+        run(2.5, max_k=40)
+    with pytest.raises(TypeError, match="give both"):
+        jax.jit(lambda k: run(k).value)(10)
+    with pytest.raises(ValueError, match="AdaptiveHutchPlusPlusEstimator takes static budgets"):
+        tr.trace(keys(1)[0], operator, 20, tr.AdaptiveHutchPlusPlusEstimator(), max_k=40)

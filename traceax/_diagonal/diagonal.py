@@ -21,7 +21,7 @@ from .auto import AutoDiagonalEstimator
 def diagonal(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int | None = None,
+    k: int | Array | None = None,
     estimator: AbstractDiagonalEstimator = AutoDiagonalEstimator(),
     *,
     rtol: float | Array | None = None,
@@ -52,8 +52,7 @@ def diagonal(
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the diagonal is exact. None
-        with a tolerance.
+    - `k`: the budget of matvecs, as of [`traceax.trace`][]. With `k >= n` the diagonal is exact.
     - `estimator`: by default [`traceax.AutoDiagonalEstimator`][].
     - `rtol`, `atol`, `max_k`, `state`, `keep_state`, `progress`: as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
@@ -77,7 +76,7 @@ def diagonal(
 def block_traces(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int | None = None,
+    k: int | Array | None = None,
     estimator: AbstractDiagonalEstimator = AutoDiagonalEstimator(),
     *,
     rtol: float | Array | None = None,
@@ -99,8 +98,7 @@ def block_traces(
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the traces are exact. None
-        with a tolerance.
+    - `k`: the budget of matvecs, as of [`traceax.trace`][]. With `k >= n` the traces are exact.
     - `estimator`: a diagonal estimator, by default [`traceax.AutoDiagonalEstimator`][].
     - `rtol`, `atol`, `max_k`, `state`, `keep_state`, `progress`: as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.

@@ -107,9 +107,9 @@ class DiagPlusPlusExtendable(AbstractExtendable):
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        count = columns.count if columns.inside is not None else state.omega.shape[0]
+        count = columns.used if columns.inside is not None else state.omega.shape[0]
         share = jnp.asarray(1 / count, jnp.finfo(block.dtype).dtype)
-        return _DiagPlusPlusWeights(state.q.T, state.omega.T, share)
+        return _DiagPlusPlusWeights(q=state.q.T, omega=state.omega.T, share=share)
 
     def complete(self, state, block):
         """See `AbstractExtendable`, and `complete` of `XDiagExtendable`."""

@@ -142,7 +142,7 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        k = jnp.asarray(columns.count, jnp.finfo(block.dtype).dtype)
+        k = jnp.asarray(columns.used, jnp.finfo(block.dtype).dtype)
         values, spreads = ([m[i].reshape(-1) for m in state.moments] for i in (1, 2))
         pairs = jnp.sqrt(k * jnp.maximum(k - 1, 1))
         std_errs = [jnp.where(k > 1, spread / pairs, jnp.inf) for spread in spreads]
@@ -152,7 +152,7 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        k, count = growth.width, columns.count
+        k, count = growth.width, columns.used
         return growth.drawn_again(block, lambda key: self._panel(block, key, k, count))
 
     def complete(self, state, block):

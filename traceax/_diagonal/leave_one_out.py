@@ -89,7 +89,7 @@ def diagonal_and_error(
     # No columns are in use behind the last one.
     last = m if columns.inside is None else jnp.max(jnp.where(columns.inside, jnp.arange(m), 0)) + 1
     covariance = lax.fori_loop(0, last, add, jnp.zeros_like(value.real))
-    count = jnp.asarray(columns.count, value.real.dtype)
+    count = jnp.asarray(columns.used, value.real.dtype)
     number = count * jnp.maximum(count - 1, 1)
     deviation = columns.only(corrections - columns.mean(corrections)[:, None])
     variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / number  # of the mean

@@ -58,8 +58,8 @@ class XDiagWeights(AbstractTwoSidedWeights):
 
 def xdiag_weights(omega: Array, factors: RangeFinder) -> XDiagWeights:
     """The weights that belong to a sketch."""
-    share = jnp.asarray(1 / factors.columns.count, jnp.finfo(omega.dtype).dtype)
-    return XDiagWeights(factors.q, factors.s, omega, share)
+    share = jnp.asarray(1 / factors.columns.used, jnp.finfo(omega.dtype).dtype)
+    return XDiagWeights(q=factors.q, s=factors.s, omega=omega, share=share)
 
 
 @final

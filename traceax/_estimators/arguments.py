@@ -51,6 +51,21 @@ class Tolerance(NamedTuple):
             )
         return True
 
+    def budget(self, k: Any) -> Array | None:
+        """The budget as an array, if one was given together with `max_k`: it need not be static
+        then. A `TypeError` or `ValueError` is raised if it is not a whole number up to `max_k`.
+        """
+        if k is None or self.max_k is None or self[:2] != (None, None) or any(self[3:]):
+            return None
+        array = k if isinstance(k, jax.Array) else np.asarray(k)
+        if array.ndim != 0 or array.dtype.kind not in "iu":
+            raise TypeError(f"The budget k must be a whole number of matvecs, got {k!r}.")
+        if not isinstance(array, jax.core.Tracer) and not 1 <= array <= self.max_k:
+            raise ValueError(
+                f"The budget k must be at least 1 and at most max_k = {self.max_k}, got {k}."
+            )
+        return lax.stop_gradient(jnp.asarray(array, jnp.int32))
+
     def arrays(self) -> tuple[Array, Array]:
         """`rtol` and `atol`, checked, as arrays."""
         return tolerance_of(self.rtol, "rtol"), tolerance_of(self.atol, "atol")

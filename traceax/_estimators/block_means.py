@@ -10,7 +10,7 @@ V_j = w_j^2 s_j^2, and its degrees of freedom nu are Satterthwaite's (doi:10.230
 All three are updated block by block.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -79,16 +79,15 @@ class BlockMeansWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         assert self.in_use is not None
-        terms = []
-        for j, block in enumerate(self.blocks):
+        ends = self.in_use.ends
 
-            def term(block=block):
-                contracted = block.contract(operator)
-                share = block.k / self.products
-                return jtu.tree_map(lambda x: share.astype(x.dtype) * x, contracted)
+        def part(_, end):
+            block = self.blocks[ends.index(end)]
+            share = block.k / self.products
+            contracted = block.contract(operator)
+            return jtu.tree_map(lambda x: share.astype(x.dtype) * x, contracted)
 
-            terms.append(self.in_use.if_used(j, term))
-        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
+        return self.in_use.total(part)
 
 
 def _merged(state: BlockMeansState, new: Estimate, k: int) -> BlockMeansState:
@@ -136,6 +135,7 @@ class BlockMeans(AbstractExtendable):
     rows: Rows | None  # the entries of a diagonal that are wanted; None for traces
     matvecs_per_probe: int = eqx.field(static=True)
     calibration: Calibration = eqx.field(static=True)
+    takes_any_budget: ClassVar[bool] = False
 
     def prepare(self, operator):
         """The operator as it is: the estimator prepares it itself."""

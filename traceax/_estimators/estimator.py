@@ -147,6 +147,8 @@ class AbstractToleranceRun(eqx.Module):
     atol: AbstractVar[Real[Array, ""]]
     #: The largest budget.
     max_k: AbstractVar[int]
+    #: A budget that need not be static, in place of a tolerance; else None.
+    budget: AbstractVar[Array | None]
     progress: AbstractVar[bool]
 
     @property
@@ -375,7 +377,7 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
         raise TypeError(
             f"The budget {argument} must be a static Python int, got the traced value {k}: shapes "
             f"depend on it. Mark it static (`jax.jit(..., static_argnames='{argument}')`) or close "
-            "over it."
+            "over it. (Traces and diagonals take a traced k up to a static max_k: give both.)"
         )
     if isinstance(k, bool | np.bool_):
         raise TypeError(

@@ -253,6 +253,9 @@ class AbstractExtendable(eqx.Module):
     #: The number of matvecs that a probe takes.
     matvecs_per_probe: AbstractVar[int]
 
+    #: Whether a stage may have any number of panels, so that a program can decide the budget.
+    takes_any_budget: ClassVar[bool] = True
+
     #: Whether the products of a fixed budget that are too few for another probe are spent, on
     #: further samples.
     takes_rest: ClassVar[bool] = False

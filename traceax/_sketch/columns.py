@@ -14,11 +14,11 @@ class Columns(NamedTuple):
 
     **Attributes:**
 
-    - `count`: the number of columns in use: a Python int, or a real array if it is not static.
+    - `used`: the number of columns in use: a Python int, or a real array if it is not static.
     - `inside`: which columns are in use; None if all are.
     """
 
-    count: int | Real[Array, ""]
+    used: int | Real[Array, ""]
     inside: Bool[Array, " m"] | None = None
 
     def only(self, x: Inexact[Array, "... m"], other: float = 0) -> Inexact[Array, "... m"]:
@@ -36,14 +36,14 @@ class Columns(NamedTuple):
         """The mean over the columns in use."""
         if self.inside is None:
             return jnp.mean(x, axis=-1)
-        return jnp.sum(self.only(x), axis=-1) / jnp.asarray(self.count, x.dtype)
+        return jnp.sum(self.only(x), axis=-1) / jnp.asarray(self.used, x.dtype)
 
     def mean_and_std_err(self, samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
         """The mean of independent samples and its standard error, as `mean_and_std_err`."""
         if self.inside is None:
             return mean_and_std_err(samples)
         mean = self.mean(samples)
-        count = jnp.asarray(self.count, mean.real.dtype)
+        count = jnp.asarray(self.used, mean.real.dtype)
         pairs = jnp.sqrt(count * jnp.maximum(count - 1, 1))
         std_err = safe_norm(self.only(samples - mean[..., None])) / pairs
         return mean, jnp.where(count > 1, std_err, jnp.inf)

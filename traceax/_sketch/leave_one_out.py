@@ -127,7 +127,7 @@ def pairs_of(s: Inexact[Array, "m m"], columns: Columns) -> Pairs:
     m = s.shape[0]
     gamma = matmul(adjoint(s), s)
     square = 1 - jnp.abs(gamma) ** 2
-    least = 64 * columns.count * jnp.finfo(s.dtype).eps
+    least = 64 * columns.used * jnp.finfo(s.dtype).eps
     valid = (square > least) & ~jnp.eye(m, dtype=bool)
     if columns.inside is not None:
         valid &= columns.inside[:, None] & columns.inside
@@ -157,7 +157,7 @@ def leave_one_out_error(
     real = samples.real.dtype
     if samples.shape[0] == 1:
         return jnp.full((), jnp.inf, real)
-    count = jnp.asarray(columns.count, real)
+    count = jnp.asarray(columns.used, real)
     pairs = count * jnp.maximum(count - 1, 1)
     deviations = columns.only(samples - columns.mean(samples))
     variance = jnp.sum(jnp.square(jnp.abs(deviations))) / pairs  # of the mean
@@ -255,7 +255,7 @@ def range_finder_of(
     x = w - s * column_dots(s, w)
     norms = columns.only(square_norms(omega), 1)
     square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
-    dimension = omega.shape[0] + 1.0 - columns.count
+    dimension = omega.shape[0] + 1.0 - columns.used
     return RangeFinder(q, r, s, w, x, square, resphering(dimension, square, resphere), columns)
 
 
@@ -351,7 +351,7 @@ def append_basis(q: Array, new: Array) -> tuple[Array, Array, Array]:
 
 def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
     """U = [Q (I - S S^H / m), c_i g_i / m], V = [Q, g_i], with g_i = omega_i - Q x_i."""
-    m = factors.columns.count
+    m = factors.columns.used
     residual = omega - matmul(factors.q, factors.x)
     held_out = (
         jnp.eye(omega.shape[1], dtype=omega.dtype) - matmul(factors.s, adjoint(factors.s)) / m

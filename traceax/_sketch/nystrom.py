@@ -60,7 +60,7 @@ class Nystrom(NamedTuple):
     def rounding(self, eps: float) -> Real[Array, ""]:
         """The standard error that rounding adds to the trace, for products of precision `eps`."""
         # The orthonormal columns of P are shorter than probes.
-        longer = jnp.sqrt(self.sketch.shape[0] / self.columns.count)
+        longer = jnp.sqrt(self.sketch.shape[0] / self.columns.used)
         return rounding_of(longer.astype(self.nu.dtype) * self.products.norm, eps)
 
     def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
@@ -207,21 +207,21 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
     n = p.shape[0]
     r = without_zero_pivots(columns.triangle(r))
     s = leave_one_out_directions(r)
-    products = scaled(products)
+    multiplied = scaled(products)
     # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-    least = shift_of(math.sqrt(n) * products.norm, n, eps)
-    core = matmul(adjoint(p), products.numbers)
+    least = shift_of(math.sqrt(n) * multiplied.norm, n, eps)
+    core = matmul(adjoint(p), multiplied.numbers)
     nu, factor = shifted_cholesky(core, least)
     # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
     # than the rounding of the products, the operator is not semidefinite.
     wrong = ~(nu <= 100 * math.sqrt(n) * least)
     tag = jnp.where(wrong, NOT_SEMIDEFINITE, SUCCESSFUL)
-    tag = jnp.where(is_asymmetric(core, products.norm, n, eps), NOT_SYMMETRIC, tag)
+    tag = jnp.where(is_asymmetric(core, multiplied.norm, n, eps), NOT_SYMMETRIC, tag)
 
-    sketch = products.numbers + nu * p
+    sketch = multiplied.numbers + nu * p
     f, q_h = divide_two_by_upper(sketch, adjoint(s), factor)
     # d_i may be larger than any float: keep its root until it is inverted.
     length = safe_norm(q_h)
     q, inverse = adjoint(q_h / length[:, None]), jnp.square(1 / length)
     rho = jnp.abs(column_dots(s, r))
-    return Nystrom(products, nu, sketch, core, r, s, f, q, inverse, rho, columns, tag)
+    return Nystrom(multiplied, nu, sketch, core, r, s, f, q, inverse, rho, columns, tag)

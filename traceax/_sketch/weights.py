@@ -11,6 +11,7 @@ order.
 
 import abc
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import equinox as eqx
@@ -60,37 +61,44 @@ class AbstractWeights(eqx.Module):
 
 @final
 class InUse(eqx.Module):
-    """Which columns of padded weights are in use: those of the first stages of a run.
+    """Which columns of padded weights are in use: the first ones. They are contracted part by part.
 
     **Attributes:**
 
-    - `ends`: the number of columns up to the end of each stage.
-    - `level`: the last stage whose columns are in use.
+    - `ends`: the number of columns up to the end of each part.
+    - `count`: the number of columns in use.
     """
 
     ends: tuple[int, ...] = eqx.field(static=True)
-    level: Int[Array, ""]
+    count: Int[Array, ""]
 
     def each(self, multiply: Callable[..., Array], *blocks: Inexact[Array, "n c"]) -> list[Array]:
-        """For every stage `multiply`, given the columns of this stage; 0 where they are not in use.
-        (If a block is several times as wide, columns from each part belong to a stage.)
+        """`multiply` of the columns of every part; 0 where they are not in use. (If a block is
+        several times as wide, columns of each of these belong to a part.)
         """
-        starts, room = (0, *self.ends[:-1]), self.ends[-1]
+        room = self.ends[-1]
 
-        def columns(block, start, end):
-            parts = range(0, block.shape[1], room)
-            return jnp.concatenate([block[:, i + start : i + end] for i in parts], axis=1)
+        def part(start, end):
+            def columns(block):
+                each = [block[:, i + start : i + end] for i in range(0, block.shape[1], room)]
+                return jnp.concatenate(each, axis=1)
 
+            return multiply(*map(columns, blocks))
+
+        return self.parts(part)
+
+    def parts(self, make: Callable[[int, int], PyTree[Array]]) -> list[PyTree[Array]]:
+        """`make(start, end)` for every part, or zeros if its columns are not in use."""
         found = []
-        for j, (start, end) in enumerate(zip(starts, self.ends, strict=True)):
-            mine = [columns(block, start, end) for block in blocks]
-            found.append(self.if_used(j, lambda mine=mine: multiply(*mine)))
+        for start, end in zip((0, *self.ends[:-1]), self.ends, strict=True):
+            one = partial(make, start, end)
+            zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
+            found.append(lax.cond(start < self.count, one, lambda zeros=zeros: zeros))
         return found
 
-    def if_used(self, stage: int, make: Callable[[], PyTree[Array]]) -> PyTree[Array]:
-        """`make()`, or zeros if this stage is not in use."""
-        zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make))
-        return lax.cond(stage <= self.level, make, lambda: zeros)
+    def total(self, make: Callable[[int, int], PyTree[Array]]) -> PyTree[Array]:
+        """The sum of these."""
+        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *self.parts(make))
 
 
 @final
@@ -113,20 +121,23 @@ class PanelWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         assert self.in_use is not None
+        count = self.in_use.count
+
         # Without the checkpoint, reverse mode would store the probes of all panels.
-        one = jax.checkpoint(lambda panel: panel.contract(operator), prevent_cse=False)
-        terms, start = [], 0
-        for j, rows in enumerate(self.in_use.ends):
-            stop = rows // self.width
-            panels = jtu.tree_map(lambda x, a=start, b=stop: x[a:b], self.panels)
+        @partial(jax.checkpoint, prevent_cse=False)
+        def one(pair):
+            start, panel = pair
+            term = panel.contract(operator)
+            return jtu.tree_map(lambda x: jnp.where(start < count, x, jnp.zeros_like(x)), term)
 
-            def total(panels=panels):
-                each = lax.map(one, panels, batch_size=self.together)
-                return jtu.tree_map(lambda x: jnp.sum(x, axis=0), each)
+        def part(start, end):
+            starts = jnp.arange(start, end, self.width)
+            some = slice(start // self.width, end // self.width)
+            panels = jtu.tree_map(lambda x: x[some], self.panels)
+            each = lax.map(one, (starts, panels), batch_size=self.together)
+            return jtu.tree_map(lambda x: jnp.sum(x, axis=0), each)
 
-            terms.append(self.in_use.if_used(j, total))
-            start = stop
-        return jtu.tree_map(lambda *x: sum(x[1:], start=x[0]), *terms)
+        return self.in_use.total(part)
 
 
 class AbstractTwoSidedWeights(AbstractWeights):
@@ -191,4 +202,4 @@ class LowRankWeights(AbstractWeights):
 
         if self.in_use is None:
             return forms(self.u, self.v)
-        return sum(self.in_use.each(forms, self.u, self.v))
+        return jnp.sum(jnp.stack(self.in_use.each(forms, self.u, self.v)))

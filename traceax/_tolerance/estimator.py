@@ -41,6 +41,8 @@ class ToleranceRun(AbstractToleranceRun):
     #: From the known parts: the value is `offset` plus `scale` times what is estimated.
     offset: Array | None
     scale: Array | None
+    #: A budget that need not be static, in place of a tolerance.
+    budget: Array | None
     max_k: int = eqx.field(static=True)
     keep_state: bool = eqx.field(static=True)
     progress: bool = eqx.field(static=True)
@@ -53,8 +55,10 @@ class ToleranceRun(AbstractToleranceRun):
     def of_rest(self, parts):
         """See `AbstractToleranceRun`."""
         offset = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
-        most = self.max_k - parts.num_matvecs
-        return dataclasses.replace(self, offset=offset, scale=parts.scale, max_k=most)
+        spent = parts.num_matvecs
+        budget = None if self.budget is None else self.budget - spent
+        changes = {"max_k": self.max_k - spent, "budget": budget}
+        return dataclasses.replace(self, offset=offset, scale=parts.scale, **changes)
 
     def extended(self, key, operator, extendable):
         """See `AbstractToleranceRun`."""
@@ -63,12 +67,14 @@ class ToleranceRun(AbstractToleranceRun):
             _check_state(before, extendable, operator, most)
         scale = jnp.ones((), BlockOperator(operator).dtype) if self.scale is None else self.scale
         rule = Rule(self.rtol, self.atol, self.offset, scale)
-        run = Run(extendable, key, operator, rule, most, before, self.progress)
+        run = Run(extendable, key, operator, rule, most, before, self.progress, self.budget)
         outcome = run.outcome()
         state = run.state(outcome) if self.keep_state else None
         e = outcome.estimate
         counts = e.num_matvecs, e.dof, e.status
-        bars = extendable.calibration.interval_of_run, extendable.calibration.tail
+        calibration = extendable.calibration
+        interval = calibration.interval_of_run if self.budget is None else calibration.interval
+        bars = interval, calibration.tail
         return Estimate(e.value, e.std_err, *counts, state, *bars), run.weights(outcome)
 
 
@@ -126,9 +132,12 @@ def solve_to_tolerance(
     rows: Rows | None,
     options: Tolerance,
     *,
+    budget: Array | None,
     throw: bool,
 ) -> Solution:
-    """`traceax.trace` (`rows=None`), or a diagonal, with a tolerance in place of a budget."""
+    """`traceax.trace` (`rows=None`), or a diagonal, with a tolerance, or with a budget that is an
+    array.
+    """
     state = options.state
     if state is not None and not isinstance(state, RunState):
         raise TypeError(
@@ -142,6 +151,8 @@ def solve_to_tolerance(
         least = state.least_budget
     name = type(estimator).__name__
     max_k, k = budgets_for(options.max_k, n, estimator.smallest, name, default_least=least)
+    if budget is not None and n > estimator.smallest:
+        max_k = k = min(max_k, n - 1)  # no exact value
     rtol, atol = options.arrays()
     run = ToleranceRun(
         rows=rows,
@@ -150,6 +161,7 @@ def solve_to_tolerance(
         before=lax.stop_gradient(state),
         offset=None,
         scale=None,
+        budget=budget,
         max_k=max_k,
         keep_state=options.keep_state,
         progress=options.progress,
@@ -161,7 +173,7 @@ def solve_either(
     name: str,
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int | None,
+    k: int | Array | None,
     estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
     options: Tolerance,
     throw: bool,
@@ -170,8 +182,10 @@ def solve_either(
     """A trace (`rows=None`), a diagonal, or sums of its entries; with a budget or a tolerance."""
     check_key(key)
     primitive = trace_p if rows is None else diagonal_p
-    if options.wanted(k, name, "`max_k`, `state`, `keep_state`, `progress`"):
-        return solve_to_tolerance(primitive, key, operator, estimator, rows, options, throw=throw)
+    budget = options.budget(k)
+    if budget is not None or options.wanted(k, name, "`state`, `keep_state`, `progress`"):
+        given = primitive, key, operator, estimator, rows, options
+        return solve_to_tolerance(*given, budget=budget, throw=throw)
     blocks = rows is not None and rows.sizes is not None
     budgeted: Any = BlockTraceEstimator(estimator, rows) if blocks else estimator  # pyright: ignore
     return solve(primitive, key, operator, k, budgeted, throw=throw)

@@ -193,16 +193,37 @@ def _lacking(estimate: Estimate, short: Array) -> Estimate:
 class Run:
     """One run of an extendable algorithm. (It is not a PyTree, as it exists only in a trace.)"""
 
-    def __init__(self, extendable, key, operator, rule, most, before, progress):
+    def __init__(
+        self, extendable, key, operator, rule, most, before=None, progress=False, budget=None
+    ):
+        """**Arguments:**
+
+        - `extendable`: the algorithm.
+        - `key`: the random key.
+        - `operator`: the operator.
+        - `rule`: when to stop.
+        - `most`: the largest budget.
+        - `before`: the state of an earlier run, or None.
+        - `progress`: whether to show the progress.
+        - `budget`: a budget that is an array, up to `most`, for a run of a single stage. None with
+            a tolerance.
+        """
+        if budget is not None and not extendable.takes_any_budget:
+            raise ValueError(
+                f"{type(extendable.estimator).__name__} has no `extendable` of its own, and takes "
+                "static budgets only: give k without max_k."
+            )
         self.extendable, self.rule, self.before, self.progress = extendable, rule, before, progress
-        self.key, self.most = key, most
+        self.key, self.most, self.budget = key, most, budget
         self.block = extendable.prepare(operator)
         self.real = jnp.finfo(self.block.dtype).dtype
         n, per_probe = self.block.n, extendable.matvecs_per_probe
         spent = (before.probes[0], before.probes) if before else ()
-        self.probes = schedule(per_probe, most, n, *spent)
+        self.parts = self.probes = schedule(per_probe, most, n, *spent)
         self.falls_back_to_exact = most >= n
         self.width = self.probes[0]
+        if budget is not None:  # with a stage for every number of panels
+            self.probes = tuple(range(self.width, self.probes[-1] + 1, self.width))
         self.panels = np.array(self.probes) // self.width
         room = self.probes[-1] // self.width
         self.room = room if room < TOGETHER else -(-room // TOGETHER) * TOGETHER
@@ -226,9 +247,13 @@ class Run:
         """The key of a panel."""
         return jr.wrap_key_data(self.keys[panel], impl=jr.key_impl(self.key))
 
+    def _count(self, level: Any) -> Int[Array, ""]:
+        """The number of probes after a stage."""
+        return jnp.asarray(self.probes, jnp.int32)[level]
+
     def _columns(self, level: Any, rows: int) -> Columns:
         """The columns that are in use after a stage."""
-        count = jnp.asarray(self.probes)[level]
+        count = self._count(level)
         return Columns(count.astype(self.real), jnp.arange(rows) < count)
 
     def _masked(self, level: Any, arrays: Any) -> Any:
@@ -245,6 +270,10 @@ class Run:
     def first(self) -> tuple[Any, Int[Array, ""]]:
         """The arrays at the start, and the number of the first stage."""
         empty = self.extendable.start(self._growth(0, 0, 0), self.block)
+        if self.budget is not None:
+            probes = self.budget // self.extendable.matvecs_per_probe
+            level = jnp.clip(probes // self.width, 1, len(self.probes)) - 1
+            return empty, level.astype(jnp.int32)
         if self.before is None:
             return empty, jnp.zeros((), jnp.int32)
         level = jnp.minimum(self.before.level, len(self.before.probes) - 1).astype(jnp.int32)
@@ -253,12 +282,11 @@ class Run:
 
     def _sized(self, level: Any, state: Any, fn: Callable[[Any, Columns], Any]) -> Any:
         """`fn(state, columns)`, on arrays of the smallest size that there is a program for."""
-        ends = self.probes
         sizes = [self.room * self.width]
-        for end in ends[-2::-1]:
+        for end in self.parts[-2::-1]:
             if end >= LEAST and APART * end <= sizes[0]:
                 sizes.insert(0, end)
-        index = jnp.asarray(np.searchsorted(sizes, ends))[level]
+        index = jnp.asarray(np.searchsorted(sizes, self.probes))[level]
 
         def branch(size):
             return lambda: fn(resized(state, size), self._columns(level, size))
@@ -271,8 +299,8 @@ class Run:
             return make_estimate(*self._cast(value, std_err), 0, 0, status)
 
         e = self._sized(level, state, estimate)
-        counts = self.extendable.counts(state, jnp.asarray(self.probes)[level])
-        return make_estimate(e.value, e.std_err, *counts, e.status)
+        spent, dof = self.extendable.counts(state, self._count(level))
+        return make_estimate(e.value, e.std_err, spent, dof, e.status)
 
     def _cast(self, value: PyTree, std_err: PyTree) -> tuple[PyTree, PyTree]:
         """Values and standard errors in the dtypes of this operator."""
@@ -289,6 +317,8 @@ class Run:
         """The arrays and the estimate after one more stage."""
         panels = jnp.asarray([0, *self.panels], jnp.int32)
         start, stop = panels[stage], panels[stage + 1]
+        if self.budget is not None:
+            start = jnp.zeros_like(start)
         if self.before is not None:
             # The stages of the earlier run are not made again.
             earlier = stage <= jnp.minimum(self.before.level, len(self.before.probes) - 1)
@@ -300,9 +330,12 @@ class Run:
         """One more stage, and a look at the estimate."""
         stage, last = c.stage, len(self.probes) - 1
         arrays, estimate = self.extended(c.arrays, stage)
-        factors = [stopping_factor(self.extendable.calibration.stop, m - 1) for m in self.probes]
-        met = self.rule.met(estimate, self.block, jnp.asarray(factors, self.real)[stage])
-        met |= estimate.status != SUCCESSFUL
+        met = jnp.array(True)
+        if self.budget is None:
+            stop = self.extendable.calibration.stop
+            factors = [stopping_factor(stop, probes - 1) for probes in self.probes]
+            met = self.rule.met(estimate, self.block, jnp.asarray(factors, self.real)[stage])
+            met |= estimate.status != SUCCESSFUL
         self._report(estimate, met | (stage == last) & (not self.falls_back_to_exact))
         new = estimate, stage, met | (stage == last), met
         return _Carry(stage + 1, arrays, *keep(c.done, (c.estimate, c.level, c.done, c.met), new))
@@ -341,7 +374,7 @@ class Run:
 
     # --------------------------------------------------------------------- what comes out of it
 
-    def weights(self, outcome: RunOutcome) -> AbstractWeights | None:
+    def weights(self, outcome: RunOutcome) -> Any:
         """The weights of the probes that were used, and 0 for the others."""
         count = len(self.probes)
         level = jnp.minimum(outcome.level, count - 1)
@@ -351,10 +384,10 @@ class Run:
             columns = self._columns(level, self.room * self.width)
             arrays = self._masked(level, outcome.arrays)
             weights = self.extendable.weights(arrays, columns, growth, self.block)
-            ends = (*self.probes[:-1], self.room * self.width)
+            in_use = InUse((*self.parts[:-1], self.room * self.width), self._count(level))
             if hasattr(weights, "in_use"):
                 weights = eqx.tree_at(
-                    lambda w: w.in_use, weights, InUse(ends, level), is_leaf=lambda x: x is None
+                    lambda w: w.in_use, weights, in_use, is_leaf=lambda x: x is None
                 )
             if not self.falls_back_to_exact:
                 return weights
@@ -398,7 +431,7 @@ def every_stage(
     The values and standard errors, stacked.
     """
     zero = jnp.zeros((), BlockOperator(operator).dtype)
-    run = Run(extendable, key, operator, Rule(zero.real, zero.real, None, zero), most, None, False)
+    run = Run(extendable, key, operator, Rule(zero.real, zero.real, None, zero), most)
     arrays, _ = run.first()
 
     def stage(arrays, j):

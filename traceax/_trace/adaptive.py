@@ -412,6 +412,11 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
                 "AdaptiveHutchPlusPlusEstimator has no state to go on from, got a `state` or "
                 "keep_state=True. Leave both out, or use HutchPlusPlusEstimator()."
             )
+        if run.budget is not None:
+            raise ValueError(
+                "AdaptiveHutchPlusPlusEstimator takes static budgets only: give k without max_k, "
+                "or use HutchPlusPlusEstimator()."
+            )
         given = run.max_k, run.rtol, run.atol, run.progress
         return _AdaptiveRun(self.delta, key, operator, *given).outcome(tolerance=True)
 

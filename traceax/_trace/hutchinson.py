@@ -131,7 +131,7 @@ class HutchinsonExtendable(AbstractExtendable):
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        k, count = growth.width, columns.count
+        k, count = growth.width, columns.used
         return growth.drawn_again(block, lambda key: self._panel(block, key, k, count))
 
     def complete(self, state, block):

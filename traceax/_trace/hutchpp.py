@@ -83,7 +83,7 @@ class HutchPlusPlusExtendable(AbstractExtendable):
             g, products = g - matmul(q, captured), products - matmul(z, captured)
         tested = columns if columns.inside is not None else all_columns(g.shape[1])
         square = tested.only(square_norms(g), 1)
-        factor = resphering(g.shape[0] - columns.count, square, self.resphere)
+        factor = resphering(g.shape[0] - columns.used, square, self.resphere)
         return g, products, factor, tested
 
     def estimate(self, state, columns, block):
@@ -92,7 +92,7 @@ class HutchPlusPlusExtendable(AbstractExtendable):
         captured = jnp.sum(jnp.conj(state.q) * state.z)
         residual, std_err = tested.mean_and_std_err(factor * column_dots(g, products))
         # ||A||_F^2 is the sum of ||A Q||_F^2 and of the rest, which the residual probes estimate.
-        count = jnp.asarray(tested.count, std_err.dtype)
+        count = jnp.asarray(tested.used, std_err.dtype)
         rest = safe_norm(products.reshape(-1)) / jnp.sqrt(count)
         size = jnp.hypot(safe_norm(state.z.reshape(-1)), rest)
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
@@ -102,7 +102,7 @@ class HutchPlusPlusExtendable(AbstractExtendable):
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
         g, _, factor, tested = self._residual(state, columns)
-        q, count = state.q.T, jnp.asarray(tested.count, factor.dtype)
+        q, count = state.q.T, jnp.asarray(tested.used, factor.dtype)
         u = jnp.concatenate([q, g * (factor / count)], axis=1)
         return LowRankWeights(u, jnp.concatenate([q, g], axis=1))
 

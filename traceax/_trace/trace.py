@@ -15,7 +15,7 @@ from .auto import AutoTraceEstimator
 def trace(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int | None = None,
+    k: int | Array | None = None,
     estimator: AbstractTraceEstimator = AutoTraceEstimator(),
     *,
     rtol: float | Array | None = None,
@@ -48,7 +48,8 @@ def trace(
         solution.value, solution.num_matvecs, solution.result
         ```
 
-    *With a tolerance* the number of probes doubles (16, 32, 64, ... in all) until about two
+    *With a tolerance* the number of probes doubles (16, 32, 64, ... in all; a first 10 to 15 where
+    these divide the budget better) until about two
     standard errors are within `atol + rtol |t|`, where t is the estimate. The constants are
     calibrated, with a check after every block, so that 95 % of runs end within the tolerance. New
     columns are appended to the factorisations: none of them, and no product, is made again. If the
@@ -65,13 +66,15 @@ def trace(
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the trace is exact. None with
-        a tolerance.
+        a tolerance. Together with `max_k` it may be a traced integer up to `max_k`: one program for
+        all budgets. Such a budget is spent in panels of 10 to 16 probes (at least one, and as many
+        whole ones as fit), and is never exact.
     - `estimator`: by default [`traceax.AutoTraceEstimator`][].
     - `rtol`: the relative tolerance. It need not be static.
     - `atol`: the absolute tolerance. It need not be static.
-    - `max_k`: the largest budget for a tolerance, a static Python int. By default n, but 1000 for
-        operators with more rows. (With `max_k >= n`, the trace of an operator with 64 rows or fewer
-        is computed exactly at once.)
+    - `max_k`: the largest budget for a tolerance or a traced `k`, a static Python int. By default
+        n, but 1000 for operators with more rows. (To a tolerance with `max_k >= n`, the trace of an
+        operator with 64 rows or fewer is computed exactly at once.)
     - `state`: the `state` of an earlier solution for the *same* operator, to go on from. (It cannot
         be checked that the operator is the same.) The products of that solution count in
         `num_matvecs`.

@@ -38,7 +38,7 @@ def _xnystrace_samples(factors: Nystrom, n: float, resphere: bool):
         alpha_ij = (n - m + 2) (1 - |gamma_ij|^2) or rho_i^2.
     """
     q, inverse, rho_square = factors.q, factors.inverse, factors.rho**2
-    m, columns = factors.columns.count, factors.columns
+    m, columns = factors.columns.used, factors.columns
     alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
 
     gram = matmul(adjoint(factors.f), factors.f)

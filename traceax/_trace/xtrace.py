@@ -44,7 +44,7 @@ def _xtrace_samples(factors: RangeFinder, h, t, n: float, resphere: bool):
     with c_ij = (n - m + 2) / (||g_i||^2 + |beta|^2) if resphered, else 1.
     """
     _, r, s, w, x, square, factor, columns = factors
-    m = columns.count
+    m = columns.used
     hx = matmul(h, x)
     residual = (
         jnp.conj(column_dots(s, w)) * column_dots(s, r) - column_dots(t, x) + column_dots(x, hx)
