@@ -32,7 +32,7 @@ from scipy.special import stdtrit
 
 import traceax as tr
 from traceax._estimators.calibration import norm_factor
-from traceax._tolerance.run import every_stage, schedule
+from traceax._tolerance.run import every_stage
 
 from .common import ESTIMATORS, PSD, eight_spectra, spectra, with_eigenvalues
 
@@ -64,16 +64,14 @@ def runs(estimator, eigenvalues, seed):
     n = len(eigenvalues)
     matrix = jnp.asarray(with_eigenvalues(eigenvalues))
     extendable = estimator.extendable(lx.MatrixLinearOperator(matrix, PSD))
-    budgets = [
-        m * extendable.matvecs_per_probe for m in schedule(extendable.matvecs_per_probe, n, n)
-    ]
+    unit, budgets = extendable.matvecs_per_probe, []
 
     @jax.jit
     def run(keys, matrix):
         operator = lx.MatrixLinearOperator(matrix, PSD)
 
         def one(key):
-            value, std_err = every_stage(extendable, key, operator, n)
+            budgets[:], value, std_err = every_stage(extendable, key, operator, n)
             factor = jax.vmap(lambda error: jnp.asarray(norm_factor(error)))(std_err)
             return value.reshape(*factor.shape, -1), std_err.reshape(*factor.shape, -1), factor
 
@@ -83,7 +81,7 @@ def runs(estimator, eigenvalues, seed):
     value, std_err, factor = map(np.asarray, run(keys, matrix))
     diagonal = np.asarray(jnp.diagonal(matrix))
     truth = eigenvalues.sum(keepdims=True) if value.shape[-1] == 1 else diagonal
-    return value, std_err, factor, truth, [*budgets, n], extendable.matvecs_per_probe
+    return value, std_err, factor, truth, [*budgets, n], unit
 
 
 def histories_of(found):

@@ -10,6 +10,7 @@ import pytest
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
+from traceax._estimators.extendable import AbstractExtendable
 from traceax.testing import _by_products
 
 PSD = lx.positive_semidefinite_tag
@@ -75,6 +76,11 @@ def operator_for(estimator, matrix, tags=()):
 def variant(*values):
     """Parameters of a row whose code other rows of the table take as well: see `pyproject.toml`."""
     return pytest.param(*values, marks=pytest.mark.variant)
+
+
+def panel(limit):
+    """The number of probes in a panel of a run with at most so many."""
+    return AbstractExtendable.panel_width(None, limit)
 
 
 def keys(count, seed=0):

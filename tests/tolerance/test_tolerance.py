@@ -15,12 +15,12 @@ from scipy.special import stdtrit
 import traceax as tr
 from benchmarks import calibrate
 from traceax._estimators import calibration
-from traceax._tolerance.run import panel_width
 
 from .. import reference
 from ..helpers import (
     PSD,
     keys,
+    panel,
     random_unitary,
     register_tags,
     spectra,
@@ -143,7 +143,7 @@ def test_the_constants_are_those_of_the_script():
 @pytest.mark.parametrize("name", [variant(n) if n != "hutch++" else n for n in ESTIMATORS])
 def test_products_are_what_was_needed(name):
     """Stages double; the first is a panel; never more than n products in all."""
-    first = panel_width(N // 2 // UNITS[name]) * UNITS[name]
+    first = panel(N // 2 // UNITS[name]) * UNITS[name]
     matrix, spent = jnp.asarray(POLY), []
     for rtol in (5.0, 3e-2, 1e-2, 1e-13):
         solution = solve(keys(1)[0], matrix, ESTIMATORS[name], jnp.asarray(rtol))
@@ -191,7 +191,7 @@ def test_throw():
 
 @pytest.mark.parametrize("name", ["hutch++", variant("xtrace"), "xnystrace"])
 def test_low_rank_and_zero_and_nan_end_with_the_first_block(name):
-    first, most = panel_width(20) * UNITS[name], 20 * UNITS[name]
+    first, most = panel(20) * UNITS[name], 20 * UNITS[name]
     basis = random_unitary(np.random.default_rng(2), N)[:, :5]
     low_rank = (basis * np.arange(1.0, 6)) @ basis.T
     for scale in (1.0, 1e20, 1e-20, 0.0):
@@ -214,7 +214,7 @@ def test_a_wrong_tag_ends_the_run():
     matrix = jnp.asarray(POLY - np.eye(N))
     solution = solve(keys(1)[0], matrix, tr.XNysTraceEstimator(), jnp.asarray(1e-6), 20)
     assert solution.result == tr.RESULTS.not_semidefinite
-    assert solution.num_matvecs == panel_width(20)
+    assert solution.num_matvecs == panel(20)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_going_on_from_a_state(name):
     at_once, all_products = counted(jnp.asarray(1e-9))
     assert all_products == at_once.num_matvecs == 20 * UNITS[name]
     early, first_products = counted(jnp.asarray(5.0))
-    assert first_products == early.num_matvecs == panel_width(20) * UNITS[name]
+    assert first_products == early.num_matvecs == panel(20) * UNITS[name]
     late, further = counted(jnp.asarray(1e-9), early.state)
     assert late.num_matvecs == all_products
     assert further == all_products - first_products
@@ -399,7 +399,7 @@ def test_going_on_beyond_the_first_budget():
     [
         ({}, TypeError, "give a tolerance instead"),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
-        ({"k": 10, "max_k": 20}, TypeError, "to which alone belong `max_k`"),
+        ({"k": 10, "max_k": 20, "progress": True}, TypeError, "to which alone belong `state`"),
         ({"rtol": -1.0}, ValueError, "rtol must be finite and not negative"),
         ({"rtol": "small"}, TypeError, "rtol must be a real number"),
         ({"atol": jnp.ones(2)}, TypeError, "atol must be a real number"),
@@ -535,7 +535,7 @@ def test_progress(capfd):
 def test_a_traced_budget(name):
     """One program for all budgets up to `max_k`, with the error bar and derivative of each."""
     matrix, unit = jnp.asarray(POLY), UNITS[name]
-    width, compiled = panel_width(min(40 * unit, N - 1) // unit), []
+    width, compiled = panel(min(40 * unit, N - 1) // unit), []
 
     @jax.jit
     def run(c, key, k):

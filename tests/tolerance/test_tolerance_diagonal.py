@@ -13,11 +13,11 @@ from scipy.special import chdtri
 import traceax as tr
 from benchmarks import calibrate
 from traceax._estimators import calibration
-from traceax._tolerance.run import panel_width
 
 from ..helpers import (
     PSD,
     keys,
+    panel,
     random_unitary,
     spectra,
     variant,
@@ -53,7 +53,7 @@ def test_the_tolerance_holds_and_where_a_run_ends(name):
     """Within the tolerance in 95 % of runs (less two deviations of 40 keys, 7 %); stages double;
     never more than n products; rank 5, zero and NaN end with the first stage.
     """
-    first = panel_width(N // 2 // UNITS[name]) * UNITS[name]
+    first = panel(N // 2 // UNITS[name]) * UNITS[name]
     run = partial(solve, keys(COUNT), estimator=ESTIMATORS[name])
     medians = []
     for rtol in (20.0, 0.5, 2e-2, 1e-13):
@@ -229,7 +229,7 @@ def test_going_on_from_a_state(name):
     assert at_once.result == tr.RESULTS.not_converged
     assert all_products == at_once.num_matvecs == 20 * UNITS[name]
     early, first_products = counted(jnp.asarray(20.0))
-    assert first_products == early.num_matvecs == panel_width(20) * UNITS[name]
+    assert first_products == early.num_matvecs == panel(20) * UNITS[name]
     late, further = counted(jnp.asarray(1e-9), early.state)
     assert late.num_matvecs == all_products
     assert further == all_products - first_products
@@ -277,7 +277,7 @@ def test_what_is_known_exactly_counts():
     [
         ({}, TypeError, r"give a tolerance instead, `diagonal\(key, operator"),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
-        ({"k": 10, "state": 3}, TypeError, "to which alone belong `max_k`"),
+        ({"k": 10, "state": 3}, TypeError, "to which alone belong `state`"),
         ({"atol": -1.0}, ValueError, "atol must be finite and not negative"),
         ({"rtol": 0.1, "state": 3}, TypeError, "`state` of a Solution"),
         (

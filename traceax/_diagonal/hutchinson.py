@@ -152,7 +152,7 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        k, count = growth.width, columns.used
+        k, count = growth.width, jnp.asarray(columns.used, jnp.finfo(block.dtype).dtype)
         return growth.drawn_again(block, lambda key: self._panel(block, key, k, count))
 
     def complete(self, state, block):

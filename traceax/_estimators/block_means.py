@@ -137,6 +137,10 @@ class BlockMeans(AbstractExtendable):
     calibration: Calibration = eqx.field(static=True)
     takes_any_budget: ClassVar[bool] = False
 
+    def panel_width(self, limit):
+        """See `AbstractExtendable`: a block may have any size."""
+        return 1
+
     def prepare(self, operator):
         """The operator as it is: the estimator prepares it itself."""
         return BlockOperator(operator)

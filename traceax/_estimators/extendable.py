@@ -222,7 +222,8 @@ class Growth:
     ) -> Inexact[Array, "m n"]:
         """The vectors, of which the new ones are made orthogonal to the basis so far."""
         if self.single:
-            return vectors - matmul(matmul(vectors, jnp.conj(q.T)), q)
+            basis, block = q.T, vectors.T
+            return (block - matmul(basis, matmul(jnp.conj(q), block))).T
 
         def step(j, vectors):
             rest, _ = self.project(q, self.stop, self._rows(vectors, j))
@@ -262,6 +263,14 @@ class AbstractExtendable(eqx.Module):
 
     #: The constants of the error bars, as measured for the algorithm.
     calibration: AbstractVar[Calibration]
+
+    def panel_width(self, limit: int) -> int:
+        """The number of probes in a panel of a run with at most so many: that for which the fewest
+        are left over.
+        """
+        if limit <= PANEL:
+            return limit
+        return min(range(PANEL, NARROW - 1, -1), key=lambda width: limit % width)
 
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
         """The operator in the form that `extend` multiplies."""

@@ -131,7 +131,7 @@ class PanelWeights(AbstractWeights):
             return jtu.tree_map(lambda x: jnp.where(start < count, x, jnp.zeros_like(x)), term)
 
         def part(start, end):
-            starts = jnp.arange(start, end, self.width)
+            starts = jnp.arange(start, end, self.width, dtype=count.dtype)
             some = slice(start // self.width, end // self.width)
             panels = jtu.tree_map(lambda x: x[some], self.panels)
             each = lax.map(one, (starts, panels), batch_size=self.together)

@@ -50,7 +50,6 @@ from .._estimators.auto import add_parts
 from .._estimators.calibration import norm_factor, stopping_factor
 from .._estimators.exact import ExactWeights
 from .._estimators.extendable import (
-    NARROW,
     PANEL,
     TOGETHER,
     AbstractExtendable,
@@ -68,33 +67,20 @@ from .._sketch.weights import AbstractWeights, InUse
 APART, LEAST = 3, 64
 
 
-def panel_width(limit: int) -> int:
-    """The number of probes in a panel for which the fewest of so many are left over."""
-    if limit <= PANEL:
-        return limit
-    return min(range(PANEL, NARROW - 1, -1), key=lambda width: limit % width)
-
-
-def schedule(
-    matvecs_per_probe: int, most: int, n: int, width: int | None = None, spent: Sequence[int] = ()
-) -> tuple[int, ...]:
+def schedule(limit: int, width: int, spent: Sequence[int] = ()) -> tuple[int, ...]:
     """The number of probes up to the end of each stage.
 
     **Arguments:**
 
-    - `matvecs_per_probe`: the matvecs that a probe takes.
-    - `most`: the budget. If it is n or more, stages end at n / 2, and the exact value is next.
-    - `n`: the size of the operator.
-    - `width`: the number of probes in a panel; None: that of `panel_width`.
+    - `limit`: the largest number of probes.
+    - `width`: a number of probes of which every stage has a multiple. (A rest is not spent.)
     - `spent`: the schedule of an earlier run, which this one continues.
 
     **Returns:**
 
-    A tuple of ascending multiples of the width. (A rest that is smaller is not spent.)
+    A tuple of ascending numbers.
     """
-    limit = max((n // 2 if most >= n else most) // matvecs_per_probe, 1)
-    width = width or panel_width(limit)
-    probes = list(spent) or [width]
+    probes = list(spent) or [min(max(PANEL // width, 1) * width, limit)]
     while probes[-1] + width <= limit:
         probes.append(min(2 * probes[-1], limit // width * width))
     return tuple(probes)
@@ -131,7 +117,8 @@ class RunState(eqx.Module):
     level: Int[Array, ""]  # the last stage, or the number of stages if the value was completed
     completed: PyTree[Inexact[Array, "..."]]  # the value, exact if it was completed
     extendable: AbstractExtendable = eqx.field(static=True)
-    probes: tuple[int, ...] = eqx.field(static=True)
+    probes: tuple[int, ...] = eqx.field(static=True)  # up to the end of each stage
+    width: int = eqx.field(static=True)  # of a panel
     falls_back_to_exact: bool = eqx.field(static=True)  # whether it may be completed
     n: int = eqx.field(static=True)
 
@@ -217,13 +204,15 @@ class Run:
         self.key, self.most, self.budget = key, most, budget
         self.block = extendable.prepare(operator)
         self.real = jnp.finfo(self.block.dtype).dtype
-        n, per_probe = self.block.n, extendable.matvecs_per_probe
-        spent = (before.probes[0], before.probes) if before else ()
-        self.parts = self.probes = schedule(per_probe, most, n, *spent)
+        n = self.block.n
         self.falls_back_to_exact = most >= n
-        self.width = self.probes[0]
+        # The exact value comes after n / 2 products.
+        limit = max((n // 2 if most >= n else most) // extendable.matvecs_per_probe, 1)
+        self.width = before.width if before else extendable.panel_width(limit)
+        self.parts = schedule(limit, self.width, before.probes if before else ())
+        self.probes = self.parts
         if budget is not None:  # with a stage for every number of panels
-            self.probes = tuple(range(self.width, self.probes[-1] + 1, self.width))
+            self.probes = tuple(range(self.width, self.parts[-1] + 1, self.width))
         self.panels = np.array(self.probes) // self.width
         room = self.probes[-1] // self.width
         self.room = room if room < TOGETHER else -(-room // TOGETHER) * TOGETHER
@@ -254,7 +243,7 @@ class Run:
     def _columns(self, level: Any, rows: int) -> Columns:
         """The columns that are in use after a stage."""
         count = self._count(level)
-        return Columns(count.astype(self.real), jnp.arange(rows) < count)
+        return Columns(count.astype(self.real), jnp.arange(rows, dtype=jnp.int32) < count)
 
     def _masked(self, level: Any, arrays: Any) -> Any:
         """The arrays without rows that are not in use after a stage (but in other lanes)."""
@@ -405,6 +394,7 @@ class Run:
             outcome.estimate.value,
             self.extendable,
             self.probes,
+            self.width,
             self.falls_back_to_exact,
             self.block.n,
         )
@@ -415,9 +405,9 @@ def every_stage(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
     most: int,
-) -> tuple[Array, Array]:
-    """The values and standard errors after every stage of a run that nothing ends: what the
-    constants of `_estimators.calibration` are measured from.
+) -> tuple[tuple[int, ...], Array, Array]:
+    """The products up to the end of every stage of a run that nothing ends, and the values and
+    standard errors after it: what the constants of `_estimators.calibration` are measured from.
 
     **Arguments:**
 
@@ -428,7 +418,7 @@ def every_stage(
 
     **Returns:**
 
-    The values and standard errors, stacked.
+    A tuple of ints, and the values and the standard errors, stacked.
     """
     zero = jnp.zeros((), BlockOperator(operator).dtype)
     run = Run(extendable, key, operator, Rule(zero.real, zero.real, None, zero), most)
@@ -438,4 +428,6 @@ def every_stage(
         arrays, estimate = run.extended(arrays, j)
         return arrays, (estimate.value, estimate.std_err)
 
-    return lax.scan(stage, arrays, jnp.arange(len(run.probes)))[1]
+    stages = jnp.arange(len(run.probes), dtype=jnp.int32)
+    products = tuple(probes * extendable.matvecs_per_probe for probes in run.probes)
+    return products, *lax.scan(stage, arrays, stages)[1]

@@ -94,7 +94,7 @@ class HutchPlusPlusExtendable(AbstractExtendable):
         # ||A||_F^2 is the sum of ||A Q||_F^2 and of the rest, which the residual probes estimate.
         count = jnp.asarray(tested.used, std_err.dtype)
         rest = safe_norm(products.reshape(-1)) / jnp.sqrt(count)
-        size = jnp.hypot(safe_norm(state.z.reshape(-1)), rest)
+        size = jnp.hypot(safe_norm(state.z.T.reshape(-1)), rest)
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         # A NaN or inf in the sketch shows in the basis, and then in its products.
         return captured + residual, std_err, status_of(state.z, state.products)
