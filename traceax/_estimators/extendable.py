@@ -19,18 +19,21 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.estimate import Estimate, if_wanted, make_estimate, rounding_of
-from .._linalg.factorisations import complement, divide_by_upper, panel_qr, qr
+from .._linalg.factorisations import complete_qr, divide_by_upper, panel_qr, qr
 from .._operators.block_operator import BlockOperator
 from .._operators.width import batch_width, calls_functions
 from .._probes.samplers import AbstractSampler
 from .._sketch.columns import Columns, all_columns
-from .._sketch.leave_one_out import append_basis, matmul
+from .._sketch.leave_one_out import matmul
 from .._sketch.weights import AbstractWeights, PanelWeights
 from .calibration import Calibration
 from .rows import Rows
 
 #: The least and the largest number of probes in a panel. With fewer, their scatter says too little.
 NARROW, PANEL = 10, 16
+
+#: Panels may leave over this part of the probes that a budget allows.
+SPARE = 16
 
 #: The number of panels that are multiplied, or projected on, at once where there are so many.
 TOGETHER = 8
@@ -265,12 +268,14 @@ class AbstractExtendable(eqx.Module):
     calibration: AbstractVar[Calibration]
 
     def panel_width(self, limit: int) -> int:
-        """The number of probes in a panel of a run with at most so many: that for which the fewest
-        are left over.
+        """The number of probes in a panel of a run with at most so many: the largest for which few
+        are left over, if there is one.
         """
         if limit <= PANEL:
             return limit
-        return min(range(PANEL, NARROW - 1, -1), key=lambda width: limit % width)
+        widths = range(PANEL, NARROW - 1, -1)
+        few = [width for width in widths if SPARE * (limit % width) <= limit]
+        return few[0] if few else min(widths, key=lambda width: limit % width)
 
     def prepare(self, operator: lx.AbstractLinearOperator) -> BlockOperator:
         """The operator in the form that `extend` multiplies."""
@@ -447,14 +452,11 @@ def complete_diagonal(
     A `Completed`: it takes n further products, less the number of given vectors.
     """
     if others is not None:
-        vectors, other_products = others
-        basis, c, r = append_basis(q, vectors)
-        # vectors = q c + basis r, hence A basis = (A vectors - A q c) r^{-1}.
-        rest = divide_by_upper(other_products - matmul(products, c), r)
-        q, products = jnp.concatenate([q, basis], axis=1), jnp.concatenate([products, rest], axis=1)
-    orthogonal = complement(q)
-    missing = block.mm(orthogonal)
-    diagonal = jnp.sum(jnp.conj(q) * products, axis=1)
+        pairs = zip((q, products), others, strict=True)
+        q, products = (jnp.concatenate(pair, axis=1) for pair in pairs)
+    basis, r, orthogonal = complete_qr(q)
+    products, missing = divide_by_upper(products, r), block.mm(orthogonal)
+    diagonal = jnp.sum(jnp.conj(basis) * products, axis=1)
     diagonal = diagonal + jnp.sum(jnp.conj(orthogonal) * missing, axis=1)
 
     value = rows.of_vector(diagonal)

@@ -282,9 +282,13 @@ def panel_qr(rows: Inexact[Array, "b n"]) -> tuple[Inexact[Array, "b n"], Inexac
 
 
 @_one_by_one
-def complement(q: Inexact[Array, "n m"]) -> Inexact[Array, "n n-m"]:
-    """An orthonormal basis of the orthogonal complement of the (orthonormal) columns of q."""
-    return jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
+def complete_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array, Array]:
+    """The reduced QR factorisation of a block by Householder's method, and an orthonormal basis of
+    the orthogonal complement of its columns.
+    """
+    m = block.shape[1]
+    q, r = jnp.linalg.qr(block, mode="complete")
+    return q[:, :m], r[:m], q[:, m:]
 
 
 @_one_by_one

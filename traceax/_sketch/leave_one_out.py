@@ -324,31 +324,6 @@ def extend_sketch(
     return SketchState(omega, q, r, products, scale, size, nu)
 
 
-def append_basis(q: Array, new: Array) -> tuple[Array, Array, Array]:
-    """Append columns to an orthonormal basis: `new = q c + q_new r_new`.
-
-    If a new column nearly lies in the span of q, what is left after projection is mostly rounding
-    errors, and not orthogonal to q. So the projection and the factorisation are made twice.
-
-    **Arguments:**
-
-    - `q`: the basis, of any number of columns.
-    - `new`: the columns to append.
-
-    **Returns:**
-
-    `(q_new, c, r_new)`. Cost: two QR factorisations and four products with `q`.
-    """
-    if q.shape[1] == 0:
-        q_new, r_new = qr(new)
-        return q_new, jnp.zeros((0, new.shape[1]), new.dtype), r_new
-    c = matmul(adjoint(q), new)
-    first, r = qr(new - matmul(q, c))
-    again = matmul(adjoint(q), first)
-    q_new, second = qr(first - matmul(q, again))
-    return q_new, c + matmul(again, r), matmul(second, r)
-
-
 def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
     """U = [Q (I - S S^H / m), c_i g_i / m], V = [Q, g_i], with g_i = omega_i - Q x_i."""
     m = factors.columns.used

@@ -48,18 +48,18 @@ def trace(
         solution.value, solution.num_matvecs, solution.result
         ```
 
-    *With a tolerance* the number of probes doubles (16, 32, 64, ... in all; a first 10 to 15 where
-    these divide the budget better) until about two
+    *With a tolerance* the number of probes doubles (16, 32, 64, ... in all) until about two
     standard errors are within `atol + rtol |t|`, where t is the estimate. The constants are
-    calibrated, with a check after every block, so that 95 % of runs end within the tolerance. New
+    calibrated, with a check after every stage, so that 95 % of runs end within the tolerance. New
     columns are appended to the factorisations: none of them, and no product, is made again. If the
     budget allows n products, the last resort is the exact trace, completed from the products made
     so far, with no more than n in all. (An estimator of another package without an `extendable` of
     its own takes n further products for that.) Otherwise the result is `RESULTS.not_converged`,
     with the best estimate. NaN, a wrong tag and an operator of low rank end the run with the first
-    block. All of this works under `jit`. Under `vmap` every lane gets what it would get by itself,
-    and products are made until the slowest lane is done. Memory: blocks for `max_k`; work: in
-    proportion to the products made.
+    stage. All of this works under `jit`. Under `vmap` every lane gets what it would get by itself,
+    and products are made until the slowest lane is done. Probes come in panels of one width (16,
+    or 10 to 15 if much less of the budget is then left over), and a rest that is smaller is not
+    spent. Memory: blocks for `max_k`; work: in proportion to the products made.
 
     **Arguments:**
 
