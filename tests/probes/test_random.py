@@ -81,12 +81,29 @@ def test_few_bits_are_rounded_normal_numbers(key):
 
 
 def test_bits_of_words(key):
-    """Both ways of unpacking, on either side of the number from which words are kept."""
-    for size in (100, 32 * 40, random.UNPACKED // 2, random.UNPACKED):
+    """Of leaves that fill their last word, and of others."""
+    for size in (100, 32 * 40, 2**16 + 1):
         k, words = 2, -(-size // 32)
         drawn = np.asarray(jr.bits(key, (words, k), "uint32"))
         expected = np.unpackbits(drawn.T.copy().view(np.uint8), axis=1, bitorder="little")
         np.testing.assert_array_equal(random.ones(key, (size,), k), expected[:, :size].T)
+
+
+@pytest.mark.parametrize("sampler", [tr.SphereSampler(), tr.RademacherSampler()])
+def test_the_hash_is_compiled_once(sampler, key):
+    """However many expressions read the probes."""
+
+    def several(key):
+        z = sampler.probes(key, 40, 8, np.dtype("float32"))
+        y = jnp.cumsum(z, axis=0)
+        return y, jnp.sum(z * y, axis=0), jnp.sum(jnp.abs(z), axis=1), z[:, :3]
+
+    def count(fn):
+        return jax.jit(fn).lower(key).compile().as_text().count(" shift-right-logical(")
+
+    once = count(lambda key: random.bits(key, (40,), 8))
+    # Besides the shifts of the hash: to a mantissa, or to a bit.
+    assert count(several) <= once + 5
 
 
 def test_under_vmap():
