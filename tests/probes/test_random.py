@@ -81,14 +81,15 @@ def test_few_bits_are_rounded_normal_numbers(key):
 
 
 def test_bits_of_words(key):
-    """Of leaves that fill their last word, and of others."""
-    for size in (100, 32 * 40, 2**16 + 1):
+    """Both ways of unpacking, on either side of the number from which words are kept."""
+    for size in (100, 32 * 40, random.UNPACKED // 2, random.UNPACKED):
         k, words = 2, -(-size // 32)
         drawn = np.asarray(jr.bits(key, (words, k), "uint32"))
         expected = np.unpackbits(drawn.T.copy().view(np.uint8), axis=1, bitorder="little")
         np.testing.assert_array_equal(random.ones(key, (size,), k), expected[:, :size].T)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers before it fuses")
 @pytest.mark.parametrize("sampler", [tr.SphereSampler(), tr.RademacherSampler()])
 def test_the_hash_is_compiled_once(sampler, key):
     """However many expressions read the probes."""

@@ -8,7 +8,8 @@ XLA does not vectorise over a short last axis.
 
 XLA would also copy the hash into every expression that reads the numbers, to save a pass over
 memory. It takes more time to compute than to read, and each copy a quarter of a second to compile.
-Barriers therefore hold what follows apart from the numbers.
+Barriers therefore hold what follows apart from the numbers. (XLA respects them here from JAX 0.12
+on. With JAX 0.10 they change nothing.)
 """
 
 import math
@@ -24,6 +25,10 @@ from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, UInt
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 _WORDS = 2**32
+
+#: Up to this many bits are unpacked from words in one fused expression, which may compute a word
+#: again for each of its bits. For more bits JAX's loop is used, which computes each word once.
+UNPACKED = 2**17
 
 
 def _is_threefry(key: PRNGKeyArray) -> bool:
@@ -135,7 +140,9 @@ def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... 
     # devices stays on them. Other leaves are unpacked as one long row.
     *outer, last = shape if shape and shape[-1] % 32 == 0 else (size,)
     rows = (*outer, -(-last // 32))
-    words = jnp.moveaxis(lax.optimization_barrier(bits(key, rows, k)), 0, -1)
+    few = size * k <= UNPACKED
+    words = jnp.moveaxis(bits(key, rows, k), 0, -1) if few else jr.bits(key, (*rows, k), np.uint32)
+    words = lax.optimization_barrier(words)
     shifts = jnp.arange(32, dtype=np.uint32)[:, None]
     unpacked = (words[..., None, :] >> shifts) & np.uint32(1)
     return unpacked.reshape(*outer, rows[-1] * 32, k)[..., :last, :].reshape(*shape, k)
