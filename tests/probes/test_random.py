@@ -89,6 +89,24 @@ def test_bits_of_words(key):
         np.testing.assert_array_equal(random.ones(key, (size,), k), expected[:, :size].T)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers before it fuses")
+@pytest.mark.parametrize("sampler", [tr.SphereSampler(), tr.RademacherSampler()])
+def test_the_hash_is_compiled_once(sampler, key):
+    """However many expressions read the probes."""
+
+    def several(key):
+        z = sampler.probes(key, 40, 8, np.dtype("float32"))
+        y = jnp.cumsum(z, axis=0)
+        return y, jnp.sum(z * y, axis=0), jnp.sum(jnp.abs(z), axis=1), z[:, :3]
+
+    def count(fn):
+        return jax.jit(fn).lower(key).compile().as_text().count(" shift-right-logical(")
+
+    once = count(lambda key: random.bits(key, (40,), 8))
+    # Besides the shifts of the hash: to a mantissa, or to a bit.
+    assert count(several) <= once + 5
+
+
 def test_under_vmap():
     keys = jr.split(jr.key(0), 3)
 

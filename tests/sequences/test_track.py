@@ -173,6 +173,27 @@ def test_a_step_is_traced_once():
     assert counts[0] == counts[-1] > 0
 
 
+def equations(program):
+    """The number of equations, with those of all inner programs."""
+    program = getattr(program, "jaxpr", program)
+    inner = jtu.tree_leaves([list(eqn.params.values()) for eqn in program.eqns])
+    programs = [x for x in inner if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+    return len(program.eqns) + sum(map(equations, programs))
+
+
+def test_the_plans_share_one_program():
+    """They differ in their products alone: another program for each would multiply the time that
+    the first call takes.
+    """
+    operator, counts = matrix_operator(drifting(1)[0]), {}
+    for method in METHODS:
+        step = eqx.Partial(Tracker(method).update, Tracker(method).init(operator, K))
+        jaxpr = jax.make_jaxpr(lambda key, step=step: step(key, operator, K)[1].value)(jr.key(0))
+        counts[method] = equations(jaxpr)
+    assert counts["auto"] <= 2 * counts["recycled"], counts
+    assert counts["deltashift"] <= 2 * counts["recycled"], counts
+
+
 @pytest.mark.parametrize("method", [variant("recycled"), "deltashift"])
 def test_the_derivative_is_that_of_frozen_weights(method):
     """The value is affine in A but for the factor `a`, which is held fixed."""

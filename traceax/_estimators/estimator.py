@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from equinox import AbstractVar
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import (
     NONFINITE,
@@ -402,6 +402,24 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
     return min(max(budget, smallest), n)
 
 
+_FAILURES: dict[int, Any] = {
+    NONFINITE: RESULTS.nonfinite_operator,
+    NOT_SEMIDEFINITE: RESULTS.not_semidefinite,
+    OUTSIDE_DOMAIN: RESULTS.outside_domain,
+    NOT_CONVERGED: RESULTS.not_converged,
+    WRONG_DIAGONAL: RESULTS.wrong_diagonal,
+    NOT_SYMMETRIC: RESULTS.not_symmetric,
+}
+
+
+@jax.jit  # a dozen operations of their own would take half a millisecond of every call
+def _result_of(status: Int[Array, ""]) -> Any:
+    result: Any = RESULTS.successful
+    for failure, outcome in _FAILURES.items():
+        result = RESULTS.where(status == failure, outcome, result)
+    return result
+
+
 def solve(
     primitive: Primitive,
     key: PRNGKeyArray,
@@ -417,20 +435,10 @@ def solve(
     estimator.check(operator)
     budget = check_budget(k, estimator.smallest, operator.in_size(), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
-    result: Any = RESULTS.successful
-    failures = {
-        NONFINITE: RESULTS.nonfinite_operator,
-        NOT_SEMIDEFINITE: RESULTS.not_semidefinite,
-        OUTSIDE_DOMAIN: RESULTS.outside_domain,
-        NOT_CONVERGED: RESULTS.not_converged,
-        WRONG_DIAGONAL: RESULTS.wrong_diagonal,
-        NOT_SYMMETRIC: RESULTS.not_symmetric,
-    }
-    for status, outcome in failures.items():
-        result = RESULTS.where(estimate.status == status, outcome, result)
+    result = _result_of(estimate.status)
     value = estimate.value
     if throw:
-        for outcome in failures.values():
+        for outcome in _FAILURES.values():
             value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
     counts = estimate.num_matvecs, stats, result

@@ -2,9 +2,14 @@
 
 For CPUs JAX writes the threefry hash (J. K. Salmon et al., *Parallel random numbers: as easy as 1,
 2, 3*, 2011, doi:10.1145/2063384.2063405) as a loop over its rounds, each of which reads and writes
-the whole block. Unrolled, the hash is one elementwise expression of a counter: XLA fuses it with
-what is computed from the numbers, and cuts it over devices like any other. The number of the vector
-is the first axis, because XLA does not vectorise over a short last axis.
+the whole block. Unrolled, the hash is one elementwise expression of a counter, which XLA fuses into
+one pass, and cuts over devices like any other. The number of the vector is the first axis, because
+XLA does not vectorise over a short last axis.
+
+XLA would also copy the hash into every expression that reads the numbers, to save a pass over
+memory. It takes more time to compute than to read, and each copy a quarter of a second to compile.
+Barriers therefore hold what follows apart from the numbers. (XLA respects them here from JAX 0.12
+on. With JAX 0.10 they change nothing.)
 """
 
 import math
@@ -21,8 +26,8 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 _WORDS = 2**32
 
-#: Up to this many bits are unpacked from words in one fused expression, which computes a word again
-#: for each of its bits. For more bits JAX's loop is faster, which computes each word once.
+#: Up to this many bits are unpacked from words in one fused expression, which may compute a word
+#: again for each of its bits. For more bits JAX's loop is used, which computes each word once.
 UNPACKED = 2**17
 
 
@@ -137,6 +142,7 @@ def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... 
     rows = (*outer, -(-last // 32))
     few = size * k <= UNPACKED
     words = jnp.moveaxis(bits(key, rows, k), 0, -1) if few else jr.bits(key, (*rows, k), np.uint32)
+    words = lax.optimization_barrier(words)
     shifts = jnp.arange(32, dtype=np.uint32)[:, None]
     unpacked = (words[..., None, :] >> shifts) & np.uint32(1)
     return unpacked.reshape(*outer, rows[-1] * 32, k)[..., :last, :].reshape(*shape, k)
@@ -190,4 +196,4 @@ def normal(
     real = wide.type
     lowest = np.nextafter(real(-1), real(0))
     numbers = real(np.sqrt(2)) * lax.erf_inv(uniform(key, shape, k, wide, float(lowest)))
-    return numbers.astype(dtype)
+    return lax.optimization_barrier(numbers.astype(dtype))

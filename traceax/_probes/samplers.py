@@ -326,7 +326,8 @@ class SteinhausSampler(_ShapedSampler):
         self._check_own(dtype)
         real = jnp.finfo(dtype).dtype
         angle = uniform(key, shape, k, real, highest=2 * np.pi)
-        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
+        phases = jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
+        return jax.lax.optimization_barrier(phases)  # see `random`
 
 
 SteinhausSampler.__init__.__doc__ = """**Arguments:**

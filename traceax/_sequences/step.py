@@ -27,9 +27,16 @@ and the a of one half comes from the norms that the other half sees, now and in 
 then unbiased. The variance of their mean is that of one recursion with all the probes, up to the
 square of the correlation above: the true error is up to 10 % larger than reported with k = 8, and
 5 % with k = 20.
+
+*One program.* A step may be one of several plans. Their numbers of columns are traced, and all
+arrays have room for the most columns that any plan has. The columns that a plan does not have are
+zeros in the products, and whatever is summed over columns needs no other mask. Conditions leave out
+what a plan does not need; only the products are compiled for each plan.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
@@ -95,22 +102,34 @@ TrackState.__init__.__doc__ = "**Arguments:**" + (TrackState.__doc__ or "").part
 
 
 class StepPlan(NamedTuple):
-    """How one step spends its products."""
+    """How one step spends its products. The numbers may be traced."""
 
-    basis: int  # the number of products A_j Q
-    probes: int  # of products A_j g
-    shared: int  # of products A_{j-1} z, with the first of the same probes
-    method: int  # the method that the value is computed by
+    basis: Any  # the number of products A_j Q
+    probes: Any  # of products A_j g
+    shared: Any  # of products A_{j-1} z, with the first of the same probes
+    method: Any  # the method that the value is computed by
 
     @property
-    def cost(self) -> int:
+    def shifts(self) -> Any:
+        """Whether the value is that of DeltaShift."""
+        return (self.method == DELTASHIFT) & (self.shared > 0)
+
+    @property
+    def cost(self) -> Any:
         """The number of all products."""
         return self.basis + self.probes + self.shared
 
     @property
-    def dof(self) -> int:
+    def dof(self) -> Array:
         """The number of probes behind the value."""
-        return self.shared if self.method == DELTASHIFT and self.shared else self.probes
+        return jnp.where(self.shifts, self.shared, self.probes)
+
+
+def plan_of(plans: list[StepPlan], index: Array) -> StepPlan:
+    """The plan of this index. What is the same in all plans remains a Python number."""
+    chosen = jnp.asarray(plans, jnp.int32)[index]
+    columns = enumerate(zip(*plans, strict=True))
+    return StepPlan(*(x[0] if len(set(x)) == 1 else chosen[i] for i, x in columns))
 
 
 class StepOutcome(NamedTuple):
@@ -152,17 +171,38 @@ def divide(a: Array, b: Array) -> Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, jnp.ones_like(b)), jnp.zeros_like(a))
 
 
-def _half_means(samples: Array) -> Array:
-    """The means over the first and the second half of the samples, or one sample twice."""
-    h = samples.shape[0] // 2
-    halves = (samples[:h], samples[h:]) if h > 0 else (samples, samples)
-    return jnp.stack([jnp.mean(half) for half in halves])
+def _either(condition: Any, fn: Callable[[], Any], otherwise: Callable[[], Any] | None = None):
+    """`fn()` if the condition holds; if not, `otherwise()`, or zeros."""
+
+    def zeros():
+        return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn))
+
+    if isinstance(condition, bool):
+        return (fn if condition else otherwise or zeros)()
+    return lax.cond(condition, fn, otherwise or zeros)
 
 
-def _mean(values: Array, count: int) -> Array:
-    """The mean over `count` samples, from the means over their halves."""
-    first = (count // 2) / count
-    return first * values[0] + (1 - first) * values[1]
+class _Halves(NamedTuple):
+    """The two halves of the first `count` of so many columns. One column alone is in both."""
+
+    weights: Real[Array, "columns 2"]  # of their means
+    counts: Real[Array, " 2"]
+
+    @classmethod
+    def of(cls, count: Any, columns: int, dtype: Any) -> "_Halves":
+        i, middle = jnp.arange(columns)[:, None], count // 2
+        members = i < jnp.maximum(middle, 1), (i >= middle) & (i < count)
+        members = jnp.concatenate(members, axis=1).astype(dtype)
+        counts = jnp.maximum(jnp.sum(members, axis=0), 1)
+        return cls(members / counts, counts)
+
+    def means(self, samples: Array) -> Array:
+        """The mean of each half, over the last axis."""
+        return matmul(samples, self.weights)
+
+    def total(self, means: Array) -> Array:
+        """The mean of all, from the means of the halves."""
+        return jnp.sum(means * self.counts, axis=-1) / jnp.sum(self.counts)
 
 
 def _smooth(old: Array, new: Array) -> Array:
@@ -176,17 +216,9 @@ def beta_of(sampler: AbstractSampler, dtype: Any) -> int:
     return 1 if is_complex and sampler.respheres(None, dtype) else 2
 
 
-def _basis(state: TrackState, key: Array, n: int, eps: float) -> Array:
-    """`Q_j = orth(A_{j-1} Q_{j-1})`."""
-    # Noise of the size of rounding errors completes the basis where the sketch spans fewer than l
-    # dimensions: at the first step, and after a zero operator, it spans none.
-    sketch = scaled(state.sketch)
-    noise = NormalSampler().probes(key, n, state.sketch.shape[1], jnp.dtype(state.sketch.dtype))
-    return qr(sketch.numbers + shift_of(sketch.norm, n, eps) * noise)[0]
-
-
 def follow(
-    plan: StepPlan,
+    plans: list[StepPlan],
+    index: Array,
     sampler: AbstractSampler,
     state: TrackState,
     key: Array,
@@ -199,7 +231,8 @@ def follow(
 
     **Arguments:**
 
-    - `plan`: how to spend the products.
+    - `plans`: the ways to spend the products.
+    - `index`: which of them to follow.
     - `sampler`: the distribution of the probes.
     - `state`: the state after the previous step, without derivatives.
     - `key`: the random key.
@@ -210,72 +243,109 @@ def follow(
     A `StepOutcome`.
     """
     block = BlockOperator(operator).linearised()
-    n, (q, f, b, _) = block.n, plan
+    n, real, plan = block.n, jnp.finfo(block.dtype).dtype, plan_of(plans, index)
+    columns, most, shared, _ = (max(each) for each in zip(*plans, strict=True))
     spherical, beta = sampler.respheres(None, block.dtype), beta_of(sampler, block.dtype)
     probe_key, noise_key = split(key)
-    z = sampler.probes(probe_key, n, f, block.dtype)
+    z = sampler.probes(probe_key, n, most, block.dtype)
     if sampler.rotation_invariant:  # scale normal probes to the sphere, for less variance
         z = z * (math.sqrt(n) / jnp.sqrt(square_norms(z)))
-    basis = _basis(state, noise_key, n, block.eps) if q else jnp.zeros((n, 0), block.dtype)
-    w = matmul(adjoint(basis), z)
-    g = z - matmul(basis, w)
-    dimension = n - q if spherical else n
-    factor = resphering(dimension, square_norms(g), spherical)
 
-    products = block.mm(jnp.concatenate([basis, g], axis=1))
+    def on_and_off_basis():
+        """[Q, g] and W = Q^H z, with Q_j = orth(A_{j-1} Q_{j-1})."""
+        # Noise of the size of rounding errors completes the basis where the sketch spans fewer than
+        # l dimensions: at the first step, and after a zero operator, it spans none.
+        sketch = scaled(state.sketch)
+        noise = NormalSampler().probes(noise_key, n, columns, block.dtype)
+        basis = qr(sketch.numbers + shift_of(sketch.norm, n, block.eps) * noise)[0]
+        w = matmul(adjoint(basis), z)
+        return jnp.concatenate([basis, z - matmul(basis, w)], axis=1), w
+
+    def no_basis():
+        return jnp.pad(z, ((0, 0), (columns, 0))), jnp.zeros((columns, most), z.dtype)
+
+    directions, w = _either(plan.basis > 0, on_and_off_basis, no_basis)
+    basis, g = directions[:, :columns], directions[:, columns:]
+
+    def multiply(plan):
+        start, stop = columns - plan.basis, columns + plan.probes
+        products = block.mm(directions[:, start:stop])
+        old = jnp.zeros((n, 0), block.dtype)
+        if plan.shared:
+            previous = BlockOperator(_with_arrays(operator, state.previous)).linearised()
+            old = previous.mm(z[:, : plan.shared])
+        return (
+            jnp.pad(products, ((0, 0), (start, columns + most - stop))),
+            jnp.pad(old, ((0, 0), (0, shared - plan.shared))),
+        )
+
+    branches = [partial(multiply, plan) for plan in plans]
+    products, old = lax.switch(index, branches) if len(branches) > 1 else branches[0]()
     known = lax.stop_gradient(products)
-    old = known[:, :0]
-    if b:
-        previous = BlockOperator(_with_arrays(operator, state.previous)).linearised()
-        old = previous.mm(z[:, :b])
     # Numbers are divided by this unit before they are squared, so that no square overflows.
     sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in (known, old, state.std_errs, state.design)]
     unit = scale_of(jnp.stack(sizes))
-    residual, size, drift = state.levels
 
-    samples = factor * column_dots(g, products[:, q:])
-    h = known[:, q:] / unit
-    h = h - matmul(basis, matmul(adjoint(basis), h))
-    forms = jnp.abs(lax.stop_gradient(samples)) / unit
-    spread = jnp.maximum(factor * square_norms(h) - jnp.square(forms) / dimension, 0)
-    values = jnp.sum(jnp.conj(basis) * products[:, :q]) + _half_means(samples)
-    value = _mean(values, f)
-    design = unit * jnp.sqrt(beta / f * _half_means(spread)[::-1])
-    std_err = unit * jnp.sqrt(beta / f * jnp.mean(spread))
-    counts = jnp.asarray([max(f // 2, 1), f - f // 2], design.dtype)
-    std_errs = unit * jnp.sqrt(beta * _half_means(spread) / counts)
-    if q:
-        residual = _smooth(residual, unit * jnp.sqrt(jnp.mean(spread)))
+    def residual():
+        """The trace on the subspace, and the samples off it with their variances."""
+        dimension = jnp.asarray(float(n) - plan.basis if spherical else float(n), real)
+        factor = resphering(dimension, square_norms(g), spherical)
+        samples = factor * column_dots(g, products[:, columns:])
+        h = known[:, columns:] / unit
+        h = h - matmul(basis, matmul(adjoint(basis), h))
+        forms = jnp.abs(lax.stop_gradient(samples)) / unit
+        spread = jnp.maximum(factor * square_norms(h) - jnp.square(forms) / dimension, 0)
+        return jnp.sum(jnp.conj(basis) * products[:, :columns]), samples, spread
 
-    if b:
+    def shift():
+        """Forms with both operators, and the norms N, M and of the difference."""
         # A_j z = A_j g + (A_j Q) (Q^H z), without further products.
-        z, new = z[:, :b], products[:, q : q + b] + matmul(products[:, :q], w[:, :b])
-        new_forms, old_forms = column_dots(z, new), column_dots(z, old)
-        across = (lax.stop_gradient(new) - z * (lax.stop_gradient(new_forms) / n)) / unit
-        before = (old - z * (old_forms / n)) / unit
-        norms = [square_norms(x) for x in (across, before, across - before)]
-        means = [jnp.mean(x) for x in norms]
-        size = _smooth(size, unit * jnp.sqrt((means[0] + means[1]) / 2))
-        drift = _smooth(drift, unit * jnp.sqrt(means[2]))
-        if plan.method == DELTASHIFT:
-            a, design, std_errs = _shift(state, norms, unit, beta)
-            share = jnp.asarray([(b // 2) / b, 1 - (b // 2) / b], design.dtype)
-            std_err = safe_norm(share * std_errs)
-            values = _half_means(new_forms) + a * (state.values - _half_means(old_forms))
-            value = _mean(values, b)
-    levels = jnp.stack([residual, size, drift])
-    sketch = known[:, :q] if q else state.sketch
+        carried = _either(plan.basis > 0, lambda: matmul(products[:, :columns], w[:, :shared]))
+        first, new = z[:, :shared], products[:, columns : columns + shared] + carried
+        new_forms, old_forms = column_dots(first, new), column_dots(first, old)
+        across = (lax.stop_gradient(new) - first * (lax.stop_gradient(new_forms) / n)) / unit
+        before = (old - first * (old_forms / n)) / unit
+        norms = jnp.stack([square_norms(x) for x in (across, before, across - before)])
+        return new_forms, old_forms, norms
+
+    on_basis, samples, spread = _either((plan.basis > 0) | (plan.shared == 0), residual)
+    new_forms, old_forms, norms = _either(plan.shared > 0, shift)
+    halves = _Halves.of(plan.probes, most, real)
+    pairs = _Halves.of(plan.shared, shared, real)
+
+    spreads, means = beta * halves.means(spread), pairs.means(norms)
+    a, *shifted = _shift(state, means, unit, pairs, beta)
+    recycled = (
+        jnp.sqrt(spreads[::-1] / plan.probes),
+        jnp.sqrt(spreads / halves.counts),
+        jnp.sqrt(halves.total(spreads) / plan.probes),
+    )
+    errors = [unit * jnp.where(plan.shifts, *each) for each in zip(shifted, recycled, strict=True)]
+    design, std_errs, std_err = (x.astype(real) for x in errors)
+
+    values = on_basis + halves.means(samples)
+    changed = pairs.means(new_forms) + a * (state.values - pairs.means(old_forms))
+    value = jnp.where(plan.shifts, pairs.total(changed), halves.total(values))
+    values = jnp.where(plan.shifts, changed, values)
+
+    m, nn, d = pairs.total(means)
+    sizes = unit * jnp.sqrt(jnp.stack([halves.total(spreads) / beta, (m + nn) / 2, d]))
+    seen = jnp.asarray([plan.basis > 0, plan.shared > 0, plan.shared > 0])
+    levels = jnp.where(seen, _smooth(state.levels, sizes), state.levels)
+    sketch = jnp.where(plan.basis > 0, known[:, :columns], state.sketch)
     return StepOutcome(
         value, values, design, std_err, std_errs, levels, sketch, status_of(known, old, value)
     )
 
 
 def _shift(
-    state: TrackState, norms: list[Array], unit: Array, beta: int
-) -> tuple[Array, Array, Array]:
-    """The factors a of the two halves, and the standard errors after the step."""
-    b = norms[0].shape[0]
-    m, nn, d = (_half_means(x)[::-1] for x in norms)  # each half takes the norms of the other
+    state: TrackState, means: Array, unit: Array, pairs: _Halves, beta: int
+) -> tuple[Array, Array, Array, Array]:
+    """The factors a of the two halves, and the errors after the step, in this unit: by design, of
+    each half, and of the mean.
+    """
+    b = jnp.sum(pairs.counts)
+    m, nn, d = means[:, ::-1]  # each half takes the norms of the other
     design, variances = jnp.square(state.design / unit), jnp.square(state.std_errs / unit)
     # 2 C = M + N - ||A_j - A_{j-1}||^2, and M + a^2 N - 2 a C in a form without cancellation.
     a = jnp.clip(divide((m + nn - d) / 2, b / beta * design + nn), 0, 1)
@@ -285,6 +355,5 @@ def _shift(
 
     design = a**2 * design + added(m, nn, d) / b
     # A half's own norms are independent of its a, so that their mean is exactly the variance.
-    counts = jnp.asarray([b // 2, b - b // 2], design.dtype)
-    variances = a**2 * variances + added(*(_half_means(x) for x in norms)) / counts
-    return a, unit * jnp.sqrt(design), unit * jnp.sqrt(variances)
+    std_errs = jnp.sqrt(a**2 * variances + added(*means) / pairs.counts)
+    return a, jnp.sqrt(design), std_errs, safe_norm(pairs.counts / b * std_errs)

@@ -1,6 +1,5 @@
 """Traces of an operator that changes slowly, step by step."""
 
-from functools import partial
 from typing import Any, Literal, final
 
 import equinox as eqx
@@ -28,6 +27,7 @@ from .step import (
     beta_of,
     divide,
     follow,
+    plan_of,
 )
 
 _SMALLEST = {"auto": 8, "recycled": 2, "deltashift": 4}
@@ -274,17 +274,12 @@ def _advance(
             outcome = StepOutcome(estimate.value, values, state.design, zeros[0], zeros, *kept)
             spent, dof, method = estimate.num_matvecs, estimate.dof, state.method
         else:
-            plans = tracker._plans(k)
-            index = tracker._select(state)
-            steps = [partial(follow, plan, tracker.sampler, state, key, operator) for plan in plans]
-            outcome = lax.switch(index, steps) if len(steps) > 1 else steps[0]()
-
-            def of_plan(numbers):
-                return jnp.asarray(numbers, jnp.int32)[index]
-
-            spent = of_plan([plan.cost for plan in plans])
-            dof = of_plan([plan.dof for plan in plans])
-            method = of_plan([plan.method for plan in plans])
+            plans, index = tracker._plans(k), tracker._select(state)
+            plan = plan_of(plans, index)
+            outcome = follow(plans, index, tracker.sampler, state, key, operator)
+            spent, dof, method = (
+                jnp.asarray(x, jnp.int32) for x in (plan.cost, plan.dof, plan.method)
+            )
 
         failed = outcome.status == NONFINITE
         value = jnp.where(failed, jnp.nan, outcome.value).astype(block.dtype)

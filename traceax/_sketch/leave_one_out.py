@@ -71,7 +71,7 @@ def quadratic_forms(h, x):
     return column_dots(x, matmul(h, x))
 
 
-def resphering(dimension: Any, square: Array, resphere: bool) -> Array:
+def resphering(dimension: float | Array, square: Array, resphere: bool) -> Array:
     """The factors c = dimension / ||g||^2 for residual probes g in a space of this dimension, or 1
     without resphering. (The dimension is a float, as it need not fit into an int32.)
     """
