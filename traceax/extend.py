@@ -22,6 +22,7 @@ from ._estimators.estimator import (
 from ._estimators.extendable import (
     AbstractExtendable as AbstractExtendable,
     Completed as Completed,
+    Growth as Growth,
     complete_diagonal as complete_diagonal,
     complete_trace as complete_trace,
 )
@@ -30,6 +31,7 @@ from ._logdet.preconditioners import AbstractPreconditioner as AbstractPrecondit
 from ._operators.block_operator import BlockOperator as BlockOperator, is_hermitian as is_hermitian
 from ._probes.random import numbered as numbered, split as split
 from ._probes.samplers import AbstractSampler as AbstractSampler
+from ._sketch.columns import Columns as Columns
 from ._sketch.low_rank import (
     BuiltPreconditioner as BuiltPreconditioner,
     LowRankPlusIdentity as LowRankPlusIdentity,

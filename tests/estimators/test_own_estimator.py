@@ -6,7 +6,7 @@ Nothing but public names: `traceax`, `traceax.extend` and `traceax.testing`.
 import inspect
 import re
 from pathlib import Path
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
+from jaxtyping import Array, Inexact
 
 import traceax as tr
 import traceax.extend as tre
@@ -233,6 +234,64 @@ def test_a_tolerance_goes_on_from_a_state_and_ends_exactly():
     np.testing.assert_allclose(exact.value, 304.0, rtol=1e-12)
     assert float(exact.std_err) == 0
     assert int(exact.num_matvecs) == 300  # those of the blocks, and n
+
+
+class Forms(NamedTuple):
+    """The samples of an algorithm that keeps them."""
+
+    samples: Inexact[Array, " m"]
+
+
+class PlainForms(tre.AbstractExtendable):
+    """Hutchinson's estimator with the methods that runs to a tolerance call."""
+
+    matvecs_per_probe: ClassVar[int] = 1
+    calibration: ClassVar[tre.Calibration] = tre.Calibration(stop=2.15, interval=1.02)
+
+    def start(self, growth, block):
+        return Forms(jnp.zeros(growth.capacity, block.dtype))
+
+    def _probes(self, growth, block):
+        return lambda key: tr.RademacherSampler().probes(key, block.n, growth.width, block.dtype)
+
+    def extend(self, state, growth, block):
+        draw = self._probes(growth, block)
+        return Forms(growth.each(lambda key: block.quadratic_forms([draw(key)]), state.samples))
+
+    def estimate(self, state, columns, block):
+        value, std_err = columns.mean_and_std_err(state.samples)
+        return value, std_err, tre.status_of(state.samples)
+
+    def weights(self, state, columns, growth, block):
+        omega = growth.probes_of(tr.RademacherSampler(), block, growth.empty(block)).T
+        return tre.LowRankWeights(omega / jnp.asarray(columns.used, omega.dtype), omega)
+
+    def complete(self, state, block):
+        nothing = jnp.zeros((block.n, 0), block.dtype)
+        return tre.complete_trace(block, nothing, nothing)
+
+
+class Extended(Plain):
+    def extendable(self, operator, falls_back_to_exact=False):
+        return PlainForms()
+
+
+def test_a_tolerance_with_an_extendable_of_its_own():
+    """One program, its own weights, budgets that are traced, and the exact value as last resort."""
+    key, n = jax.random.key(0), OPERATOR.in_size()
+
+    def value(c, **options):
+        solution = tr.trace(key, c * OPERATOR, estimator=Extended(), **options)
+        return solution.value, solution
+
+    for options in ({"rtol": 0.1}, {"rtol": 1e-9, "max_k": 64}, {"k": 40, "max_k": 64}):
+        slope, solution = jax.grad(value, has_aux=True)(1.0, **options)
+        np.testing.assert_allclose(slope, solution.value, rtol=1e-10)
+        assert abs(solution.value - 304.0) < 5 * solution.std_err
+        assert solution.num_matvecs <= options.get("k", options.get("max_k", n))
+    _, exact = value(1.0, rtol=1e-9)
+    np.testing.assert_allclose(exact.value, 304.0, rtol=1e-12)
+    assert exact.num_matvecs == n // 2 // 16 * 16 + n
 
 
 def test_a_tolerance_of_a_diagonal_by_blocks():
