@@ -277,7 +277,7 @@ def weighted(weights: Real[Array, "p q"], values: Real[Array, "p q ..."]) -> Rea
     return jnp.sum(shaped * values, axis=1)
 
 
-def degrees_of_freedom(second: Array, fourth: Array, samples: int) -> Array:
+def degrees_of_freedom(second: Array, fourth: Array, samples: Array | int) -> Array:
     """The number nu of above, from the moments m_2 and m_4 and `samples = n p`."""
     known = fourth > 0
     nu = samples * jnp.square(second) / jnp.where(known, fourth, 1)

@@ -192,7 +192,8 @@ def padded_lanczos(
     own, step_of = (place % count) == jnp.arange(most, dtype=jnp.uint32)[:, None], place // count
 
     def put(basis, v, j):
-        return lax.dynamic_update_slice(basis, v, (j * count, jnp.zeros_like(j)))
+        first = j * count
+        return lax.dynamic_update_slice(basis, v, (first, jnp.zeros_like(first)))
 
     def outside(basis, w, j):
         def cut(size):

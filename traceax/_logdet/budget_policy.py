@@ -197,7 +197,7 @@ class BudgetPolicy(eqx.Module):
         low_rank = nothing_like(sketch.low_rank, sketch.first, level)
         start = _Growth(sketch.first, low_rank, level, jnp.array(True))
         y, low_rank, level, _ = lax.while_loop(lambda state: state.goes_on, step, start)
-        built = sketch.built(low_rank)
+        built = sketch.built(low_rank, level)
         status = jnp.maximum(status_of(y), built.status)
         chosen = tuple(self._steps(each, k) for each in three)
         return preconditioned_quadrature(probe_key, block, built, chosen, level, status)

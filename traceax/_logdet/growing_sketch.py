@@ -80,12 +80,13 @@ class GrowingSketch:
 
         return of_size(self._sizes, rank, cut)
 
-    def built(self, low_rank: LowRank) -> BuiltPreconditioner:
-        """The preconditioner from this approximation."""
+    def built(self, low_rank: LowRank, level: Int[Array, ""]) -> BuiltPreconditioner:
+        """The preconditioner from the approximation of this level."""
+        rank = jnp.array(self._ranks, jnp.int32)[level]
         root, most = jnp.sqrt(self._unit) * self._scaling.relative, low_rank.f.shape[1]
 
         def cut(size):
             found = low_rank._replace(f=low_rank.f[:, :size]).built(root, self._floor_known)
             return dataclasses.replace(found, factors=found.factors.padded(most))
 
-        return of_size(self._sizes, low_rank.count, cut)
+        return of_size(self._sizes, rank, cut)

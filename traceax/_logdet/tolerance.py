@@ -203,7 +203,7 @@ class Loop:
 
     def start(self) -> State:
         y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
-        built = nothing_like(lambda: self.sketch.built(self.sketch.low_rank(y, zero)))
+        built = nothing_like(lambda: self.sketch.built(self.sketch.low_rank(y, zero), zero))
         return State(
             y=y,
             built=built,
@@ -242,7 +242,7 @@ class Loop:
             level = state.level + 1
             y = self.sketch.grown(state.y, level)
             low_rank = self.sketch.low_rank(y, level)
-            built = self.sketch.built(low_rank)
+            built = self.sketch.built(low_rank, level)
             # Whether this rank leaves out much less than half of it did.
             before = jnp.where(level == 0, low_rank.left_out_by_half, state.left_out)
             seen = jnp.maximum(built.status, jnp.asarray(status_of(y), jnp.int32))

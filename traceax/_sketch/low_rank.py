@@ -181,18 +181,18 @@ class LowRank(NamedTuple):
     left_out: Real[Array, ""]  # t
     left_out_by_half: Real[Array, ""]  # t of the first half of the columns; NaN if not known
     status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
-    count: Int[Array, ""] | None = None  # of the columns in use; the others, if any, are 0
+    in_use: Int[Array, ""] | int | None = None  # so many columns, or all; the others are 0
 
     def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
         """The factors of P. Cost: a QR factorisation, and l^3 operations."""
-        if self.count is None:
+        if self.in_use is None:
             q, r = qr(self.f)
         else:
             # Unit vectors in the place of columns that are 0, as long as the last of the others:
             # neither Q nor R of those others depends on them.
             n, m = self.f.shape
-            used = jnp.arange(m) < self.count
-            last = lax.dynamic_index_in_dim(self.f, self.count - 1, 1, keepdims=False)
+            used = jnp.arange(m) < self.in_use
+            last = lax.dynamic_index_in_dim(self.f, self.in_use - 1, 1, keepdims=False)
             others = safe_norm(last).astype(self.f.dtype) * jnp.eye(n, m, dtype=self.f.dtype)
             q, r = qr(jnp.where(used, self.f, others))
             q, r = jnp.where(used, q, 0), jnp.where(used & used[:, None], r, 0)
