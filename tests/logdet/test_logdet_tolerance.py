@@ -72,6 +72,8 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
         estimate = with_quadrature_error(*jnp.array([1.0, 0.5, 0.1]), 0, 1, 0)
         state = loop.start()._replace(
             decays=jnp.array(True),
+            level=jnp.array(0),
+            grows=jnp.array(False),
             sums=_Sums.none(float).plus(9, estimate),
             target=jnp.array(10),
             spent=spent,

@@ -277,7 +277,7 @@ def weighted(weights: Real[Array, "p q"], values: Real[Array, "p q ..."]) -> Rea
     return jnp.sum(shaped * values, axis=1)
 
 
-def degrees_of_freedom(second: Array, fourth: Array, samples: int) -> Array:
+def degrees_of_freedom(second: Array, fourth: Array, samples: Array | int) -> Array:
     """The number nu of above, from the moments m_2 and m_4 and `samples = n p`."""
     known = fourth > 0
     nu = samples * jnp.square(second) / jnp.where(known, fourth, 1)
@@ -315,14 +315,16 @@ def mean_and_error(
 
 def truncations(krylov: Lanczos) -> tuple[Lanczos, int]:
     """The recurrences after q, q - d and q - 2d steps, side by side, and their number: those with
-    less than one step are left out.
+    less than one step are left out. (A traced q must be at least 3.)
     """
-    q = krylov.alpha.shape[0]
-    d = -(-q // 4)
-    orders = [m for m in (q, q - d, q - 2 * d) if m >= 1]
-    ended = [jnp.where(jnp.arange(q)[:, None] < m - 1, krylov.beta, 0) for m in orders]
+    most = krylov.alpha.shape[0]
+    q = most if krylov.steps is None else krylov.steps
+    d = (q + 3) // 4
+    orders = [m for m in (q, q - d, q - 2 * d) if not isinstance(m, int) or m >= 1]
+    ended = [jnp.where(jnp.arange(most)[:, None] < m - 1, krylov.beta, 0) for m in orders]
     alpha, size = jnp.tile(krylov.alpha, (1, len(orders))), jnp.tile(krylov.size, len(orders))
-    return Lanczos(krylov.basis, alpha, jnp.concatenate(ended, axis=1), size), len(orders)
+    beta = jnp.concatenate(ended, axis=1)
+    return krylov._replace(alpha=alpha, beta=beta, size=size), len(orders)
 
 
 def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:

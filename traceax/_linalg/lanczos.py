@@ -12,7 +12,7 @@ Every new vector is made orthogonal to all earlier ones, twice. Otherwise copies
 values would appear, and neither the weights nor a derivative could be trusted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
+from .._core.control_flow import of_size
 from .._core.estimate import scale_of, status_of
-from .._core.precision import einsum
+from .._core.precision import einsum, matmul
 from .factorisations import eigh
 
 
@@ -36,11 +37,22 @@ class Lanczos(NamedTuple):
     alpha: Real[Array, "q p"]
     beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
     size: Real[Array, " p"]  # the largest |alpha| or beta, before any beta is set to 0
+    steps: Int[Array, ""] | None = None  # if fewer than q were made: see `padded_lanczos`
+
+    @property
+    def residual(self) -> Real[Array, " p"]:
+        """The norm of the residual: the beta of the last step."""
+        return self.at_last(self.beta, 0)
+
+    def at_last(self, x: Array, axis: int) -> Array:
+        """The entry of the last step that was made, along an axis with an entry for every step."""
+        last = x.shape[axis] - 1 if self.steps is None else self.steps - 1
+        return lax.dynamic_index_in_dim(x, last, axis, keepdims=False)
 
     @property
     def exhausted(self) -> Bool[Array, " p"]:
         """Which of the spaces are exhausted."""
-        return self.beta[-1] == 0
+        return self.residual == 0
 
     @property
     def unit(self) -> Real[Array, "p 1"]:
@@ -51,6 +63,52 @@ class Lanczos(NamedTuple):
     def status(self) -> Int[Array, ""]:
         """NONFINITE if any of the numbers is NaN or inf, as the largest is then."""
         return status_of(self.size)
+
+
+def _recurrences(
+    mm: Callable[[Array], Array],
+    start: Inexact[Array, "n p"],
+    basis: Array,
+    most: int,
+    steps: int | Int[Array, ""],
+    eps: float | None,
+    put: Callable[[Array, Array, Array], Array],
+    outside: Callable[[Array, Array, Array], tuple[Array, Array]],
+) -> Lanczos:
+    """What both forms of `lanczos` share. They differ in the layout of the basis: `put` writes a
+    vector of every probe into it, and `outside` makes vectors orthogonal to it, twice, and returns
+    the coefficients of those that were written last, too.
+    """
+    p = start.shape[1]
+    real = jnp.finfo(start.dtype).dtype
+    tolerance = 16 * (float(jnp.finfo(real).eps) if eps is None else eps)
+
+    norms = jnp.linalg.norm(start.T, axis=1)
+    first = start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype)[:, None]
+
+    def step(j, carry):
+        basis, v, size, scale, alpha, beta = carry
+        basis = put(basis, v, j)
+        w = mm(v.T)
+        # The first product fixes a unit, in which no square over- or underflows.
+        scale = jnp.where(j == 0, scale_of(w), scale)
+        w, along = outside(basis, (w / scale).T, j)
+        norm = jnp.linalg.norm(w, axis=1)
+        size = jnp.maximum(size, jnp.maximum(jnp.abs(along), norm))
+        exhausted = norm <= tolerance * size
+        norm = jnp.where(exhausted, 0, norm)
+        unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
+        v = jnp.where(exhausted[:, None], 0, w / unit)
+        alpha = lax.dynamic_update_index_in_dim(alpha, along, j, 0)
+        beta = lax.dynamic_update_index_in_dim(beta, norm, j, 0)
+        return basis, v, size, scale, alpha, beta
+
+    none = jnp.zeros((most, p), real)
+    carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real), none, none)
+    # Unsigned: an index that may be negative is one more thing to compile.
+    ends = jnp.uint32(0), jnp.asarray(steps, jnp.uint32)
+    basis, _, size, scale, alpha, beta = lax.fori_loop(*ends, step, carry)
+    return Lanczos(basis, alpha * scale, beta * scale, size * scale)
 
 
 def lanczos(
@@ -80,43 +138,84 @@ def lanczos(
     A `Lanczos`.
     """
     n, p = start.shape
-    real = jnp.finfo(start.dtype).dtype
-    tolerance = 16 * (float(jnp.finfo(real).eps) if eps is None else eps)
 
-    norms = jnp.linalg.norm(start.T, axis=1)
-    first = start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype)[:, None]
-    # Probes come first, so that products with their bases are those of matrices and vectors.
-    basis = jnp.zeros((p, num_steps, n), start.dtype)
+    def put(basis, v, j):
+        return lax.dynamic_update_index_in_dim(basis, v, j, axis=1)
 
-    def step(carry, j):
-        basis, v, size, scale = carry
-        basis = lax.dynamic_update_index_in_dim(basis, v, j, axis=1)
-        w = mm(v.T)
-        # The first product fixes a unit, in which no square over- or underflows.
-        scale = jnp.where(j == 0, scale_of(w), scale)
-        w = (w / scale).T
-        alpha = jnp.zeros((p,), real)
+    def outside(basis, w, j):
+        along = jnp.zeros((p,), w.real.dtype)
         for _ in range(2):
             coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
             w = w - einsum("pjn,pj->pn", basis, coefficients)
-            alpha = alpha + coefficients[:, j].real
-        beta = jnp.linalg.norm(w, axis=1)
-        size = jnp.maximum(size, jnp.maximum(jnp.abs(alpha), beta))
-        exhausted = beta <= tolerance * size
-        beta = jnp.where(exhausted, 0, beta)
-        unit = jnp.where(exhausted, 1, beta).astype(w.dtype)[:, None]
-        v = jnp.where(exhausted[:, None], 0, w / unit)
-        return (basis, v, size, scale), (alpha, beta)
+            along = along + coefficients[:, j].real
+        return w, along
 
-    carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real))
-    # Unsigned: an index that may be negative is one more thing to compile.
-    steps = jnp.arange(num_steps, dtype=jnp.uint32)
-    (basis, _, size, scale), (alpha, beta) = lax.scan(step, carry, steps)
-    return Lanczos(jnp.transpose(basis, (1, 2, 0)), alpha * scale, beta * scale, size * scale)
+    # Probes come first, so that products with their bases are those of matrices and vectors.
+    basis = jnp.zeros((p, num_steps, n), start.dtype)
+    krylov = _recurrences(mm, start, basis, num_steps, num_steps, eps, put, outside)
+    return krylov._replace(basis=jnp.transpose(krylov.basis, (1, 2, 0)))
+
+
+def padded_lanczos(
+    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    start: Inexact[Array, "n p"],
+    shapes: Sequence[tuple[int, int]],
+    probes: int | Int[Array, ""],
+    steps: int | Int[Array, ""],
+    eps: float,
+) -> Lanczos:
+    """As `lanczos`, one program for several numbers of probes and steps, which may be traced.
+
+    The basis has the shape `(rows, n)` here: the vectors of the first step of all probes in use,
+    then those of the second step, and so on. `rows` is the largest number of vectors, and a few
+    more that are 0. Products with it are those of matrices: a row that belongs to another probe is
+    left out afterwards. (For a few probes this is as fast as products of a matrix and a vector for
+    each, which take as long as it takes to read the basis.)
+
+    **Arguments:**
+
+    - `mm`, `eps`: as for `lanczos`.
+    - `start`: the probes. Those that are not in use are 0.
+    - `shapes`: all pairs of numbers of probes and steps that there may be.
+    - `probes`, `steps`: the pair for this run.
+
+    **Returns:**
+
+    A `Lanczos` with another basis (see above), and with arrays for the largest number of steps.
+    """
+    n, most = start.shape
+    rows = [(q - 1) * p + most for p, q in shapes]
+    # Few rows are worth a kernel of their own only if a product with all of them takes long.
+    sizes = [r for r in rows if n * max(rows) > 2**20 and 3 * r <= max(rows)] + [max(rows)]
+    place = jnp.arange(max(rows), dtype=jnp.uint32)
+    count = jnp.asarray(probes, jnp.uint32)
+    own, step_of = (place % count) == jnp.arange(most, dtype=jnp.uint32)[:, None], place // count
+
+    def put(basis, v, j):
+        first = j * count
+        return lax.dynamic_update_slice(basis, v, (first, jnp.zeros_like(first)))
+
+    def outside(basis, w, j):
+        def cut(size):
+            part, mine = basis[:size], own[:, :size]
+            newest = step_of[:size] == j
+            rest, along = w, jnp.zeros((most,), w.real.dtype)
+            for _ in range(2):
+                coefficients = einsum("pn,rn->pr", rest, jnp.conj(part))
+                coefficients = jnp.where(mine, coefficients, 0)
+                rest = rest - matmul(coefficients, part)
+                along = along + jnp.sum(jnp.where(newest, coefficients.real, 0), axis=1)
+            return rest, along
+
+        return of_size(sizes, (j + 1) * count, cut)
+
+    basis = jnp.zeros((max(rows), n), start.dtype)
+    krylov = _recurrences(mm, start, basis, max(q for _, q in shapes), steps, eps, put, outside)
+    return krylov._replace(steps=None if isinstance(steps, int) else steps)
 
 
 def quadrature(
-    krylov: Lanczos,
+    krylov: Lanczos, sizes: Sequence[int] = ()
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
     """The nodes theta, the weights w and the eigenvectors S of every probe's T.
 
@@ -126,6 +225,7 @@ def quadrature(
     **Arguments:**
 
     - `krylov`: the recurrences.
+    - `sizes`: if the number of steps is traced, those that it may have.
 
     **Returns:**
 
@@ -137,15 +237,27 @@ def quadrature(
     scale = krylov.unit
     # Not `beta > 0`: NaN must not look like the end of a space.
     counts = jnp.pad(beta[:, :-1] != 0, ((0, 0), (1, 0)), constant_values=True)
+    if krylov.steps is not None:
+        counts &= jnp.arange(alpha.shape[1]) < krylov.steps
     # |theta| <= 3 in this unit. A 4 stands for what does not count: it comes last, and by itself.
-    diagonal, off = jnp.where(counts, alpha / scale, 4), beta / scale
-    place = jnp.arange(alpha.shape[1])
+    diagonal = jnp.where(counts, alpha / scale, 4)
+    off = jnp.where(jnp.roll(counts, -1, axis=1), beta / scale, 0)
+    q = alpha.shape[1]
+    place = jnp.arange(q)
     row, column = place[:, None], place
     t = jnp.where(row == column, diagonal[:, :, None], 0)
     t = jnp.where(row + 1 == column, off[:, :, None], t)
     t = jnp.where(row == column + 1, off[:, None, :], t)
-    nodes, vectors = jax.vmap(eigh)(t)
 
+    def eigenvectors(size):
+        nodes, vectors = jax.vmap(eigh)(t[:, :size, :size])
+        more = (0, q - size)
+        nodes = jnp.pad(nodes, ((0, 0), more), constant_values=4)
+        return nodes, jnp.pad(vectors, ((0, 0), more, more))
+
+    steps = q if krylov.steps is None else krylov.steps
+    sizes = [size for size in sizes if q > 32 and 2 * size <= q] + [q]
+    nodes, vectors = of_size(sizes, steps, eigenvectors)
     inside = nodes < 3.5
     vectors = jnp.where(inside[:, None, :], vectors, 0)
     nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale

@@ -11,7 +11,7 @@ gives the rule that divides the budget.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -19,16 +19,17 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray
 
+from .._core.control_flow import nothing_like, of_size
 from .._core.estimate import status_of
 from .._functions.funm import plan
-from .._linalg.lanczos import Lanczos, lanczos
+from .._linalg.lanczos import Lanczos, padded_lanczos
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import is_shifted_down
 from .._probes.random import split
 from .._probes.samplers import SphereSampler
-from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity
+from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
 from .growing_sketch import GrowingSketch
 from .log_quadrature import LogQuadrature, log_quadrature
 from .preconditioners import AbstractPreconditioner, check_definite
@@ -63,18 +64,39 @@ def plans(k: int) -> tuple[Plan, Plan, Plan]:
     return first, second, plan_with(k - 5 * few, few, k)
 
 
+def numbers(plans: Sequence[Plan], which: int | Int[Array, ""]) -> Plan:
+    """One of these plans: its numbers are traced, unless there is no other."""
+    if len(plans) == 1:
+        return plans[0]
+    return Plan(*jnp.array(plans, jnp.int32)[which])
+
+
 class PreconditionedQuadrature(NamedTuple):
-    """The outcome of a budget: the preconditioner, the recurrences and their quadrature."""
+    """The outcome of a budget: the preconditioner, the recurrences and their quadrature.
+
+    Arrays are large enough for all plans; what goes beyond the plan that was chosen is 0.
+    """
 
     block: BlockOperator
     built: BuiltPreconditioner
     probes: Inexact[Array, "n p"]
-    krylov: Lanczos
+    krylov: Lanczos  # see `padded_lanczos`
     bounds: LogQuadrature
     status: Array
-    spent: int
-    rank: int  # the largest of all plans
+    spent: int | Int[Array, ""]
+    plans: tuple[Plan, ...]
+    which: int | Int[Array, ""]  # of the plans was chosen
     columns: int  # of the weights, for the plan that has the most of them
+
+    @property
+    def numbers(self) -> Plan:
+        """The plan that was chosen."""
+        return numbers(self.plans, self.which)
+
+    @property
+    def in_use(self) -> Bool[Array, " p"]:
+        """Which of the probes are in use."""
+        return jnp.arange(self.probes.shape[1]) < self.numbers.probes
 
     @property
     def floor(self) -> Array:
@@ -95,9 +117,6 @@ def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
     return BuiltPreconditioner(factors, *none)
 
 
-Finish = Callable[[PreconditionedQuadrature], Any]
-
-
 @final
 class BudgetPolicy(eqx.Module):
     """How budgets are spent: with a given preconditioner, or by the rule of `logdet`."""
@@ -112,7 +131,7 @@ class BudgetPolicy(eqx.Module):
         if self.preconditioner is not None:
             self.preconditioner.check(operator)
 
-    def apply(self, key: PRNGKeyArray, operator, k: int, finish: Finish) -> Any:
+    def apply(self, key: PRNGKeyArray, operator, k: int) -> PreconditionedQuadrature:
         """Spend a budget.
 
         **Arguments:**
@@ -120,18 +139,15 @@ class BudgetPolicy(eqx.Module):
         - `key`: the random key.
         - `operator`: the operator.
         - `k`: the budget.
-        - `finish`: a function of the outcome, a `PreconditionedQuadrature`. Its result must have
-            the same shapes for every plan: see `rank` and `columns` of the outcome.
 
         **Returns:**
 
-        What `finish` returns.
+        The outcome.
         """
         sketch_key, probe_key = split(key)
         block = BlockOperator(operator).linearised()
-        if not self.auto or k < 24:
-            return finish(self._fixed(sketch_key, probe_key, block, operator, k))
-        return self._adaptive(sketch_key, probe_key, block, operator, k, finish)
+        rule = self._adaptive if self.auto and k >= 24 else self._fixed
+        return rule(sketch_key, probe_key, block, operator, k)
 
     def _steps(self, chosen: Plan, k: int) -> Plan:
         """The plan, or for K - s I one with a quarter of its probes, and more steps. (1138_bus -
@@ -147,81 +163,106 @@ class BudgetPolicy(eqx.Module):
             rank = max(0, min(self.preconditioner.rank or 2 * k // 3, k - 2))
         if rank == 0:
             p, q = plan(k, None)
-            return preconditioned_quadrature(
-                probe_key, block, no_preconditioner(block), Plan(0, p, q), status_of()
-            )
+            built, chosen = no_preconditioner(block), Plan(0, p, q)
+            return preconditioned_quadrature(probe_key, block, built, (chosen,), 0, status_of())
         built = self.preconditioner.of_rank(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
         chosen = self._steps(plan_with(rank, max(1, (k - rank) // 10), k), k)
         status = status_of(built.factors.mu, built.factors.eigenvalues)
-        return preconditioned_quadrature(
-            probe_key, block, built, chosen, jnp.maximum(status, built.status)
-        )
+        status = jnp.maximum(status, built.status)
+        return preconditioned_quadrature(probe_key, block, built, (chosen,), 0, status)
 
-    def _adaptive(self, sketch_key, probe_key, block, operator, k, finish):
+    def _adaptive(self, sketch_key, probe_key, block, operator, k):
         """The rule of `logdet`."""
-        first, second, third = plans(k)
-        columns = max(each.columns for each in (first, second, third))
-        sketch = GrowingSketch(sketch_key, operator, block, first.rank, third.rank)
-        low_rank, products = sketch.low_rank, sketch.products
+        _, second, third = three = plans(k)
+        sketch = GrowingSketch(sketch_key, operator, block, tuple(each.rank for each in three))
 
-        def end(y, low_rank, chosen):
-            built = sketch.built(low_rank)
-            status = jnp.maximum(status_of(y), built.status)
-            done = preconditioned_quadrature(
-                probe_key, block, built, self._steps(chosen, k), status
-            )
-            return finish(done._replace(rank=third.rank, columns=columns))
-
-        y = sketch.first
-        start = low_rank(y)
-
-        def go_on(y):
-            y = jnp.concatenate([y, products(first.rank, second.rank)], axis=1)
-            middle = low_rank(y)
-
-            def to_the_end(y):
-                y = jnp.concatenate([y, products(second.rank, third.rank)], axis=1)
-                return end(y, low_rank(y), third)
-
+        def step(state: _Growth) -> _Growth:
+            level = state.level + 1
+            y = sketch.grown(state.y, level)
+            low_rank = sketch.low_rank(y, level)
+            left_out, first = low_rank.left_out, state.low_rank.left_out
+            decays = left_out <= 0.84 * low_rank.left_out_by_half
             # t (see `logdet`) falls like a power of the rank, or faster.
-            ratio = middle.left_out / jnp.where(start.left_out > 0, start.left_out, 1)
-            slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / first.rank)
-            left_out = middle.left_out / middle.shift
-            later = left_out * (third.rank / second.rank) ** slope
+            ratio = left_out / jnp.where(first > 0, first, 1)
+            slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / three[0].rank)
+            relative = left_out / low_rank.shift
+            later = relative * (third.rank / second.rank) ** slope
             # Few steps are enough only for an M that is close to the identity.
             gain = (later / (1 + later)) * math.sqrt(second.probes / third.probes)
-            pays = (later < 1 / 3) & (gain < left_out / (1 + left_out))
-            done = lambda y: end(y, middle, second)  # noqa: E731
-            return lax.cond(pays | ~(left_out > 0), to_the_end, done, y)
+            pays = (later < 1 / 3) & (gain < relative / (1 + relative))
+            goes_on = jnp.stack([decays, pays | ~(left_out > 0), jnp.array(False)])[level]
+            return _Growth(y, low_rank, level, goes_on)
 
-        decays = start.left_out <= 0.84 * start.left_out_by_half
-        return lax.cond(decays, go_on, lambda y: end(y, start, first), y)
+        level = jnp.full((), -1, jnp.int32)
+        low_rank = nothing_like(sketch.low_rank, sketch.first, level)
+        start = _Growth(sketch.first, low_rank, level, jnp.array(True))
+        y, low_rank, level, _ = lax.while_loop(lambda state: state.goes_on, step, start)
+        built = sketch.built(low_rank, level)
+        status = jnp.maximum(status_of(y), built.status)
+        chosen = tuple(self._steps(each, k) for each in three)
+        return preconditioned_quadrature(probe_key, block, built, chosen, level, status)
 
 
-def _quadrature(
-    block: BlockOperator, built: BuiltPreconditioner, probes: Array, steps: int
-) -> tuple[Lanczos, LogQuadrature]:
-    """Lanczos' recurrence with this preconditioner, and the quadrature of the logarithm."""
-    mm = partial(built.factors.preconditioned, block.mm)
-    krylov = lanczos(mm, probes, steps, block.eps)
-    return krylov, log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes))
+class _Growth(NamedTuple):
+    """The state of the rule of `logdet`."""
+
+    y: Inexact[Array, "n r"]
+    low_rank: LowRank
+    level: Int[Array, ""]
+    goes_on: Bool[Array, ""]
 
 
 def preconditioned_quadrature(
-    key, block: BlockOperator, built: BuiltPreconditioner, chosen: Plan, status: Array
+    key: PRNGKeyArray,
+    block: BlockOperator,
+    built: BuiltPreconditioner,
+    plans: tuple[Plan, ...],
+    which: int | Int[Array, ""],
+    status: Array,
 ) -> PreconditionedQuadrature:
-    """The outcome of a plan with this preconditioner."""
-    # (Plans with different numbers of probes share none: the key draws all of them at once.)
-    probes = SphereSampler().probes(key, block.n, chosen.probes, block.dtype)
-    krylov, bounds = _quadrature(block, built, probes, chosen.steps)
+    """The outcome of one of these plans with this preconditioner."""
+    most = max(each.probes for each in plans)
+    probes = SphereSampler().probes(key, block.n, most, block.dtype)
+    probes = jnp.where(jnp.arange(most) < numbers(plans, which).probes, probes, 0)
+    krylov, bounds = _quadrature(block, built, probes, plans, which)
     status = jnp.maximum(status, krylov.status)
-    spent = chosen.rank + chosen.probes * krylov.alpha.shape[0]
+    rank, p, q = numbers(plans, which)
+    columns = max(each.columns for each in plans)
     return PreconditionedQuadrature(
-        block, built, probes, krylov, bounds, status, spent, chosen.rank, chosen.columns
+        block, built, probes, krylov, bounds, status, rank + p * q, plans, which, columns
     )
 
 
-def for_derivative(run: PreconditionedQuadrature, finish: Finish) -> Any:
+def _quadrature(block, built, probes, plans, which) -> tuple[Lanczos, LogQuadrature]:
+    """Lanczos' recurrence with this preconditioner, and the quadrature of the logarithm."""
+    _, p, q = numbers(plans, which)
+    most = probes.shape[1]
+
+    def product(vectors):
+        """A times a block. Probes that are not in use take no products."""
+
+        def cut(size):
+            return jnp.pad(block.mm(vectors[:, :size]), ((0, 0), (0, most - size)))
+
+        return of_size([each.probes for each in plans], p, cut)
+
+    mm = partial(built.factors.preconditioned, product)
+    krylov = padded_lanczos(mm, probes, [each[1:] for each in plans], p, q, block.eps)
+    sizes = [each.steps for each in plans]
+    is_complex = jnp.iscomplexobj(probes)
+    return krylov, log_quadrature(krylov, built.floor, block.n, is_complex, p, sizes)
+
+
+def longer(plan: Plan, n: int) -> Plan:
+    """A third of the probes, with three times as many steps."""
+    rank, p, q = plan
+    fewer = max(1, p // 3)
+    return plan if fewer == p else Plan(rank, fewer, min(p * (q + 1) // fewer - 1, n))
+
+
+def for_derivative(
+    run: PreconditionedQuadrature, finish: Callable[[PreconditionedQuadrature], Any]
+) -> Any:
     """Finish with a quadrature that is good enough for a derivative.
 
     If Lanczos' recurrence ended too early, the derivative has a larger bias than the value. A third
@@ -232,26 +273,26 @@ def for_derivative(run: PreconditionedQuadrature, finish: Finish) -> Any:
     **Arguments:**
 
     - `run`: the outcome of the budget.
-    - `finish`: as for `BudgetPolicy.apply`.
+    - `finish`: a function of such an outcome.
 
     **Returns:**
 
     What `finish` returns.
     """
-    q, p = run.krylov.alpha.shape
-    fewer = max(1, p // 3)
-    steps = min(p * (q + 1) // fewer - 1, run.block.n)
-    if fewer == p:
+    plans = tuple(longer(each, run.block.n) for each in run.plans)
+    if plans == run.plans:
         return finish(run)
+    fewer = numbers(plans, run.which).probes
 
-    def longer(run):
-        probes = run.probes[:, :fewer]
-        krylov, bounds = _quadrature(run.block, run.built, probes, steps)
-        return finish(run._replace(probes=probes, krylov=krylov, bounds=bounds))
+    def again():
+        most = max(each.probes for each in plans)
+        probes = jnp.where(jnp.arange(most) < fewer, run.probes[:, :most], 0)
+        krylov, bounds = _quadrature(run.block, run.built, probes, plans, run.which)
+        return finish(run._replace(probes=probes, krylov=krylov, bounds=bounds, plans=plans))
 
     # NaN, too, takes the short way.
-    early = run.bounds.error > run.bounds.std_err / 4
-    return lax.cond(early, lambda: longer(run), lambda: finish(run))
+    early = (run.bounds.error > run.bounds.std_err / 4) & (fewer < run.numbers.probes)
+    return lax.cond(early, again, lambda: finish(run))
 
 
 def policy_of(preconditioner: Any, operator: Any = None) -> BudgetPolicy:

@@ -38,25 +38,37 @@ from .preconditioners import AbstractPreconditioner
 from .weights import LogdetWeights, weights_of
 
 
+def _taken(x: Array, places: Array, used: Array, axis: int) -> Array:
+    """Entries along an axis; 0 for those that are not used."""
+    places = jnp.where(used, places, x.shape[axis])
+    return jnp.take(x, places, axis=axis, mode="fill", fill_value=0)
+
+
 def _on_probes(
-    run: PreconditionedQuadrature, of_lanczos: Array, outside: Array, of_outside: Array
+    run: PreconditionedQuadrature, vectors: Inexact[Array, "n c"], images: Inexact[Array, "n c"]
 ) -> Inexact[Array, "n p"]:
-    """C z, from dA times Lanczos' vectors (probe by probe), from w_2, and from dA w_2."""
+    """C z, from the vectors of the weights, and from dA times them."""
     factors, control_variate_weight, krylov = (
         run.built.factors,
         run.built.control_variate_weight,
         run.krylov,
     )
-    n, p = run.probes.shape
-    q, dtype = krylov.alpha.shape[0], run.probes.dtype
+    n, dtype = vectors.shape[0], vectors.dtype
+    q, most = krylov.alpha.shape
+    rank, probes, steps = run.numbers
     nodes, _, s = quadrature(krylov)
     tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
     nodes = jnp.maximum(jnp.concatenate([nodes, krylov.alpha[:1].T], axis=1), tiny)
     differences = divided_differences(jnp.log, nodes)
 
-    basis = krylov.basis.transpose(1, 2, 0)
-    images = factors.inverse_root(of_lanczos).reshape(n, p, q)
-    inner = einsum("npa,npb->pab", jnp.conj(basis), images)
+    probe, step = jnp.arange(most), jnp.arange(q)
+    places, used = step * probes + probe[:, None], (step < steps) & run.in_use[:, None]
+    basis = jnp.moveaxis(_taken(krylov.basis, places, used, 0), 2, 0)
+    of_lanczos = _taken(images, rank + places, used, 1).reshape(n, most * q)
+    images_of_basis = factors.inverse_root(of_lanczos).reshape(n, most, q)
+    first = rank + probes * steps
+    outside, of_outside = (_taken(x, first + probe, run.in_use, 1) for x in (vectors, images))
+    inner = einsum("npa,npb->pab", jnp.conj(basis), images_of_basis)
     s = s.astype(dtype)
     h = einsum("pai,pab,pbj->pij", s, inner, s)
     first = s[:, 0, :]
@@ -64,12 +76,13 @@ def _on_probes(
     outward = einsum("paj,pj->pa", s, differences[:, q, :q].astype(dtype) * first)
     inside = inside - einsum("pab,pb->pa", inner, outward)
     outward = outward.at[:, 0].add(-control_variate_weight.astype(dtype))
-    along = einsum("npa,pa->np", basis, inside) + einsum("npa,pa->np", images, outward)
+    along = einsum("npa,pa->np", basis, inside) + einsum("npa,pa->np", images_of_basis, outward)
     length = jnp.sqrt(square_norms(run.probes)).astype(dtype)
 
     # As w_2 is normalised, its form contributes only the difference from its mean.
     root = factors.root.astype(dtype)[:, None]
-    mean = jnp.sum(jnp.conj(outside) * of_outside, axis=0) / square_norms(root * outside)
+    size = jnp.where(run.in_use, square_norms(root * outside), 1)
+    mean = jnp.sum(jnp.conj(outside) * of_outside, axis=0) / size
     beyond = factors.outside(of_outside / root - mean * root * outside)
     return along * length + (control_variate_weight / jnp.sqrt(factors.mu)).astype(dtype) * beyond
 
@@ -78,17 +91,15 @@ def _std_err(
     run: PreconditionedQuadrature, weights: LogdetWeights, images: Inexact[Array, "n c"]
 ) -> Array:
     """The standard error, from dA times all vectors of the weights."""
-    n, p = run.probes.shape
-    rank, q = run.built.factors.basis.shape[1], run.krylov.alpha.shape[0]
-    lanczos = slice(rank, rank + p * q)
-    outside = slice(rank + p * q, rank + p * (q + 1))
-    cz = _on_probes(run, images[:, lanczos], weights.vectors[:, outside], images[:, outside])
+    n, p = run.probes.shape[0], run.numbers.probes
+    cz = _on_probes(run, weights.vectors, images)
     unit = scale_of(cz)
     cz = cz / unit.astype(cz.dtype)
-    mean = jnp.mean(jnp.sum(jnp.conj(run.probes) * cz, axis=0).real)
-    spread = jnp.mean(square_norms(cz - (mean / n).astype(cz.dtype) * run.probes))
+    count = jnp.asarray(p, unit.dtype)
+    mean = jnp.sum(jnp.conj(run.probes) * cz).real / count
+    spread = jnp.sum(square_norms(cz - (mean / n).astype(cz.dtype) * run.probes)) / count
     c = n / (n + 1) if jnp.iscomplexobj(cz) else 2 * n / (n + 2)
-    return unit * jnp.sqrt(c * spread / p / (1 - c / (n * p)))
+    return unit * jnp.sqrt(c * spread / count / (1 - c / (n * count)))
 
 
 @final
@@ -125,12 +136,10 @@ class DerivativeEstimator(AbstractEstimator):
             value = jnp.sum(jnp.conj(weights.core) * inner).real
             return value, _std_err(run, weights, images)
 
-        def finish(run):
-            return *for_derivative(run, derivative), estimate_from(run).status
-
         with weights_wanted(True):  # the value is computed from them
-            value, std_err, status = self.policy.apply(key, operator, k, finish)
-        status = jnp.maximum(status, status_of(value))
+            run = self.policy.apply(key, operator, k)
+            value, std_err = for_derivative(run, derivative)
+        status = jnp.maximum(estimate_from(run).status, status_of(value))
         return make_estimate(value, std_err, k, 1, status), _NoDerivative()
 
     def exact(self, operator):

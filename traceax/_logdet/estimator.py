@@ -130,11 +130,8 @@ class LogdetEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-
-        def finish(run):
-            return estimate_of_budget(run), if_wanted(lambda: for_derivative(run, weights_of))
-
-        return self.policy.apply(key, operator, k, finish)
+        run = self.policy.apply(key, operator, k)
+        return estimate_of_budget(run), if_wanted(lambda: for_derivative(run, weights_of))
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

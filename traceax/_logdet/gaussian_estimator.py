@@ -162,18 +162,13 @@ class GaussianEstimator(AbstractGaussianEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         reserved = solution_budget(k)
-
-        def finish(run):
-            weights = if_wanted(lambda: for_derivative(run, weights_of))
-            return estimate_from(run), weights, run.floor, run.built.factors.padded(run.rank)
-
-        log_det, weights, floor, factors = self.policy.apply(key, operator, k - reserved, finish)
-        block = BlockOperator(operator).linearised()
+        run = self.policy.apply(key, operator, k - reserved)
+        log_det, factors, block = estimate_from(run), run.built.factors, run.block
         tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
         x, steps = conjugate_gradients(block, factors, self.y, tolerance, reserved - 1)
         residual = self.y - block.mm(x[:, None])[:, 0]
         form = jnp.vdot(self.y, x).real + jnp.vdot(x, residual).real
-        left = square_norms(factors.inverse_root(residual[:, None]))[0] / floor
+        left = square_norms(factors.inverse_root(residual[:, None]))[0] / run.floor
         spent = log_det.num_matvecs + steps + 1
         estimate = self.density_of_budget(log_det, QuadraticForm(form, left, x), spent)
-        return estimate, if_wanted(lambda: GaussianWeights(weights, x))
+        return estimate, if_wanted(lambda: GaussianWeights(for_derivative(run, weights_of), x))

@@ -21,7 +21,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._core.estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, weights_wanted
+from .._core.control_flow import if_any
+from .._core.estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, if_wanted
 from .._functions.quadrature_error import with_quadrature_error
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
@@ -37,7 +38,7 @@ from .gaussian_estimator import (
     solution_budget,
 )
 from .preconditioners import check_definite
-from .tolerance import FACTOR, Loop, as_moving, check_most, if_any
+from .tolerance import FACTOR, Loop, as_moving, check_most
 
 #: The number of steps of conjugate gradients with every round of probes, and the part of the
 #: tolerance that is for the solve.
@@ -144,9 +145,8 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         reserved = solution_budget(most)
         block = BlockOperator(operator).linearised()
         aim = _DensityAim(block, self.y, self._factor, self.rtol, self.atol, reserved)
-        with weights_wanted(True):  # the state of the loop has them in any case
-            loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact, self.progress)
-            state = loop.run()
+        loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact, self.progress)
+        state = loop.run()
         value, error, std_err = state.sums.means()
         left = most - state.spent - state.known.spent - 1
         solve = aim.go_on(state.known, state.built, value, left)
@@ -157,7 +157,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
             log_det, QuadraticForm(solve.form(self.y), solve.left, solve.x), spent
         )
         estimate = self._judged(estimate)
-        weights = GaussianWeights(state.weights, solve.x)
+        weights = if_wanted(lambda: GaussianWeights(loop.weights(state), solve.x))
         if not falls_back_to_exact:
             return estimate, weights
 
@@ -166,7 +166,11 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
             log_det = found.estimate
             form = self.exact_form(found)
             exact = self.density(log_det, form, spent + log_det.num_matvecs)
-            return exact, GaussianWeights(as_moving(found.weights(), state), form.x)
+
+            def moving():
+                return GaussianWeights(as_moving(found.weights(), weights.log_det), form.x)
+
+            return exact, if_wanted(moving)
 
         return if_any(estimate.status == NOT_CONVERGED, complete, (estimate, weights))
 

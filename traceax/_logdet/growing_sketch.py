@@ -1,21 +1,29 @@
 """A sketch of a positive definite operator that grows, and the preconditioner from its columns."""
 
+import dataclasses
 import math
+from itertools import pairwise
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray
 
+from .._core.control_flow import if_any, of_size
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import scaling_of, terms_of
 from .._probes.samplers import NormalSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
 from .preconditioners import scaled_products
 
+#: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
+#: whose padding would add more, the decomposition is compiled once more.)
+PADDING = 3.5e7
+
 
 class GrowingSketch:
-    """Products of the scaled operator (see `_sketch.low_rank`) with normal probes. (It is not a
-    PyTree, as it exists only during a trace.)
+    """Products of the scaled operator (see `_sketch.low_rank`) with normal probes, for a number of
+    ranks of which one is in use. Arrays have the size of the largest rank; columns that are not
+    there yet are 0. (It is not a PyTree, as it exists only during a trace.)
     """
 
     def __init__(
@@ -23,8 +31,7 @@ class GrowingSketch:
         key: PRNGKeyArray,
         operator: lx.AbstractLinearOperator,
         block: BlockOperator,
-        first: int,
-        most: int,
+        ranks: tuple[int, ...],
     ):
         """Make the first products, which fix the unit of D.
 
@@ -33,25 +40,53 @@ class GrowingSketch:
         - `key`: the random key of the probes.
         - `operator`: the operator.
         - `block`: the operator, as it is multiplied.
-        - `first`: the number of columns to start with.
-        - `most`: the largest number of columns.
+        - `ranks`: the ranks, in ascending order.
         """
-        self._block, self._scaling = block, scaling_of(operator)
-        probes = NormalSampler().probes(key, block.n, most, block.dtype)
-        self._omega = probes / math.sqrt(block.n)
-        self.first = self.products(0, first)
-        self._unit, self._known = self._scaling.fixed(self.first, block.eps)
+        self._block, self._scaling, self._ranks = block, scaling_of(operator), ranks
+        n, most = block.n, ranks[-1]
+        probes = NormalSampler().probes(key, n, most, block.dtype)
+        self._omega = probes / math.sqrt(n)
+        first = self._products(0, ranks[0])
+        self._unit, self._known = self._scaling.fixed(first, block.eps)
         self._floor_known = self._known & terms_of(operator).positive
+        self.first = jnp.pad(first, ((0, 0), (0, most - ranks[0])))
+        # Sizes to which arrays are cut: one for every rank whose padding would take long.
+        self._sizes = [most]
+        for rank in reversed(ranks):
+            if n * (self._sizes[-1] ** 2 - rank**2) > PADDING:
+                self._sizes.append(rank)
 
-    def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
-        """The products with the probes from `start` to `end`."""
+    def _products(self, start: int, end: int) -> Inexact[Array, "n m"]:
         return scaled_products(self._block, self._scaling.relative, self._omega[:, start:end])
 
-    def low_rank(self, y: Inexact[Array, "n l"]) -> LowRank:
-        """The approximation from the first l products."""
-        omega = self._omega[:, : y.shape[1]]
-        return nystrom_of(omega, y / self._unit, self._known, self._block.eps)
+    def grown(self, y: Inexact[Array, "n r"], level: Int[Array, ""]) -> Inexact[Array, "n r"]:
+        """The products so far, and those that the rank of this level takes in addition."""
+        for j, (before, rank) in enumerate(pairwise(self._ranks), 1):
 
-    def built(self, low_rank: LowRank) -> BuiltPreconditioner:
-        """The preconditioner from this approximation."""
-        return low_rank.built(jnp.sqrt(self._unit) * self._scaling.relative, self._floor_known)
+            def extended(y=y, before=before, rank=rank):
+                return y.at[:, before:rank].set(self._products(before, rank))
+
+            y = if_any(level == j, extended, y)
+        return y
+
+    def low_rank(self, y: Inexact[Array, "n r"], level: Int[Array, ""]) -> LowRank:
+        """The approximation from the first products, as many as the rank of this level."""
+        rank = jnp.array(self._ranks, jnp.int32)[level]
+
+        def cut(size):
+            omega, products = self._omega[:, :size], y[:, :size] / self._unit
+            found = nystrom_of(omega, products, self._known, self._block.eps, rank)
+            return found._replace(f=jnp.pad(found.f, ((0, 0), (0, y.shape[1] - size))))
+
+        return of_size(self._sizes, rank, cut)
+
+    def built(self, low_rank: LowRank, level: Int[Array, ""]) -> BuiltPreconditioner:
+        """The preconditioner from the approximation of this level."""
+        rank = jnp.array(self._ranks, jnp.int32)[level]
+        root, most = jnp.sqrt(self._unit) * self._scaling.relative, low_rank.f.shape[1]
+
+        def cut(size):
+            found = low_rank._replace(f=low_rank.f[:, :size]).built(root, self._floor_known)
+            return dataclasses.replace(found, factors=found.factors.padded(most))
+
+        return of_size(self._sizes, rank, cut)

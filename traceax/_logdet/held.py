@@ -133,7 +133,8 @@ class _Held:
         # P was built for another operator: here no bound of the eigenvalues of M is known.
         unknown = jnp.full_like(self.built.floor, jnp.nan)
         with weights_wanted(False):
-            bounds = log_quadrature(krylov, unknown, block.n, jnp.iscomplexobj(probes))
+            is_complex = jnp.iscomplexobj(probes)
+            bounds = log_quadrature(krylov, unknown, block.n, is_complex, plan.probes)
         samples = gauss(probes, krylov, jnp.log)
         value, scatter = mean_and_std_err(samples)
         bounds = bounds._replace(value=value, error=bounds.gap)
@@ -144,7 +145,7 @@ class _Held:
         status = jnp.maximum(jnp.maximum(status, self.built.status), krylov.status)
         spent = plan.probes * plan.steps
         return PreconditionedQuadrature(
-            block, self.built, probes, krylov, bounds, status, spent, 0, plan.columns
+            block, self.built, probes, krylov, bounds, status, spent, (plan,), 0, plan.columns
         )
 
     def weights(self, probes: Array, krylov: Lanczos, fn) -> HeldWeights:

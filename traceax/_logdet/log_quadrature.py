@@ -25,10 +25,11 @@ degrees of freedom nu of `_functions.funm`, and half of that is added to the var
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Real
+from jaxtyping import Array, Int, Real
 
 from .._core.estimate import if_wanted, scale_of
 from .._core.precision import einsum
@@ -54,7 +55,14 @@ def _core(nodes: Array, vectors: Array) -> Array:
     return einsum("pai,pij,pbj->pab", along, divided_differences(jnp.log, nodes), along)
 
 
-def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> LogQuadrature:
+def log_quadrature(
+    krylov: Lanczos,
+    floor: Array,
+    n: int,
+    is_complex: bool,
+    probes: int | Int[Array, ""],
+    sizes: Sequence[int] = (),
+) -> LogQuadrature:
     """Both quadratures, their combination, its errors, and what the derivative needs.
 
     **Arguments:**
@@ -63,15 +71,24 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
     - `floor`: a lower bound of the eigenvalues of M; NaN if none is known.
     - `n`: the size of M.
     - `is_complex`: whether the probes are complex.
+    - `probes`: the number of probes in use. The others, which come last, do not count.
+    - `sizes`: see `quadrature`.
 
     **Returns:**
 
     A `LogQuadrature`.
     """
     p = krylov.alpha.shape[1]
+    used = jnp.arange(p) < probes
+    if not isinstance(probes, int):
+        probes = probes.astype(krylov.alpha.dtype)  # products with n might overflow
+
+    def mean(x):
+        return jnp.sum(jnp.where(used, x, 0)) / probes
+
     shorter, orders = truncations(krylov)
-    nodes, weights, vectors = quadrature(shorter)
-    smallest = nodes[:p, 0]
+    nodes, weights, vectors = quadrature(shorter, sizes)
+    smallest = jnp.min(jnp.where(used, nodes[:p, 0], jnp.inf))
     # `smallest` reports Ritz values that are not positive; tiny numbers replace them to avoid NaN.
     eps = float(jnp.finfo(nodes.dtype).eps)
     tiny = eps**2 * krylov.unit
@@ -82,43 +99,48 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
 
     # Without a known bound, the residual of the smallest Ritz pair tells how far below it the
     # smallest eigenvalue may lie.
-    residual = krylov.beta[-1]
-    reach = nodes[:, 0] - residual * jnp.abs(vectors[:, -1, 0])
+    last = krylov.at_last(vectors, 1)
+    reach = nodes[:, 0] - krylov.residual * jnp.abs(last[:, 0])
     guess = jnp.clip(reach, nodes[:, 0] / 4, nodes[:, 0])
     a = jnp.minimum(jnp.where(jnp.isnan(floor), guess, floor), nodes[:, 0] * (1 - math.sqrt(eps)))
     a = jnp.maximum(a, tiny[:, 0] / 2)
-    reduction = 1 / jnp.sum(jnp.square(vectors[:, -1, :]) / (nodes - a[:, None]), axis=1)
+    reduction = 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
     # On an exhausted space Gauss' rule is exact.
     exhausted = krylov.exhausted
     reduction = jnp.where(exhausted, 0, reduction)
-    changed = krylov._replace(alpha=krylov.alpha.at[-1].add(-reduction))
-    radau_nodes, radau_weights, radau_vectors = quadrature(changed)
+    q = krylov.alpha.shape[0]
+    ends = jnp.arange(q) == (q if krylov.steps is None else krylov.steps) - 1
+    changed = krylov._replace(alpha=krylov.alpha - jnp.where(ends[:, None], reduction, 0))
+    radau_nodes, radau_weights, radau_vectors = quadrature(changed, sizes)
     radau_nodes = jnp.maximum(radau_nodes, tiny)
     rules = jnp.stack([weights * logs, radau_weights * jnp.log(radau_nodes)])
     gauss, radau = jnp.sum(rules, axis=2)
     gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
     share = jnp.minimum(0.6, a / nodes[:, 0])
-    value = jnp.mean(gauss - share * gap)
-    error = jnp.mean(jnp.maximum(share, 1 - share) * gap)
-    guessed = error + truncation_error(samples, exhausted)
+    value = mean(gauss - share * gap)
+    error = mean(jnp.maximum(share, 1 - share) * gap)
+    guessed = error + truncation_error(samples, exhausted | ~used) * (p / probes)
     error = jnp.where(jnp.isnan(floor), guessed, error)
 
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
+    away = jnp.where(used[:, None], logs - mean(gauss), 0)
     # In this unit, because squares of rounding errors may underflow to 0, and 0 / 0 is NaN.
-    unit = scale_of(logs - jnp.mean(gauss))
-    away = jnp.square((logs - jnp.mean(gauss)) / unit)
-    second, fourth = jnp.sum(jnp.stack([weights * away, weights * away**2]), axis=(1, 2)) / p
-    dof = degrees_of_freedom(second, fourth, n * p)
-    variance = n * c * second / p / (1 - c / (n * p)) * (1 + 1 / dof)
+    unit = scale_of(away)
+    away = jnp.square(away / unit)
+    moments = jnp.sum(jnp.stack([weights * away, weights * away**2]), axis=(1, 2))
+    second, fourth = moments / probes
+    dof = degrees_of_freedom(second, fourth, n * probes)
+    variance = n * c * second / probes / (1 - c / (n * probes)) * (1 + 1 / dof)
 
     def derivative():
         core = _core(nodes, vectors)
         changed = _core(radau_nodes, radau_vectors)
-        largest = vectors[:, :, -1]
-        last = (changed[:, -1, -1] * reduction / nodes[:, -1])[:, None, None]
+        largest = krylov.at_last(vectors, 2)
+        corner = krylov.at_last(krylov.at_last(changed, 1), 1)
+        last = (corner * reduction / krylov.at_last(nodes, 1))[:, None, None]
         changed = changed - last * largest[:, :, None] * largest[:, None, :]
         return core + share[:, None, None] * (changed - core)
 
     errors = n * error, unit * jnp.sqrt(variance)
-    others = dof, jnp.min(smallest), n * jnp.mean(gap)
+    others = dof, smallest, n * mean(gap)
     return LogQuadrature(n * value, *errors, *others, if_wanted(derivative))

@@ -22,7 +22,7 @@ comes from the last few probes, which are held fixed, as is all that was learnt 
 """
 
 import dataclasses
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -32,14 +32,13 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.control_flow import any_lane, keep
+from .._core.control_flow import if_any, nothing_like
 from .._core.estimate import (
     NOT_CONVERGED,
     SUCCESSFUL,
     Estimate,
     if_wanted,
     status_of,
-    weights_wanted,
 )
 from .._core.progress import report
 from .._estimators.arguments import budgets_for
@@ -161,7 +160,7 @@ class State(NamedTuple):
     spent: Int[Array, ""]
     rounds: Int[Array, ""]
     status: Int[Array, ""]
-    weights: LogdetWeights
+    last: Any  # the probes, recurrences, quadrature and shape of the last round, if wanted
     known: Any  # what the aim knows besides
     done: Bool[Array, ""]
 
@@ -193,90 +192,89 @@ class Loop:
         self.ranks, self.shapes = ranks(most), shapes(most, self.block.n)
         columns = self.ranks[-1] + max(p * (q + 1) for p, q in self.shapes)
         self.columns = max(columns, self.block.n) if falls_back_to_exact else columns
-        first, last = self.ranks[0], self.ranks[-1]
-        self.sketch = GrowingSketch(sketch_key, operator, self.block, first, last)
+        self.plans = tuple(Plan(self.ranks[-1], p, q) for p, q in self.shapes)
+        self.sketch = GrowingSketch(sketch_key, operator, self.block, self.ranks)
         self.real = jnp.finfo(self.block.dtype).dtype
 
-    def _built(self, low_rank) -> BuiltPreconditioner:
-        """The preconditioner, padded to the largest rank."""
-        built = self.sketch.built(low_rank)
-        return dataclasses.replace(built, factors=built.factors.padded(self.ranks[-1]))
+    @property
+    def _costs(self) -> list[int]:
+        """The number of products that every rank takes in addition to those of the one before."""
+        return [after - before for before, after in pairwise((0, *self.ranks))]
 
     def start(self) -> State:
         y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
-        low_rank = self.sketch.low_rank(y)
-        built = self._built(low_rank)
-        no_weights = LogdetWeights(
-            jnp.zeros((self.block.n, self.columns), y.dtype),
-            jnp.zeros((self.columns, self.columns), y.dtype),
-            built.factors,
-        )
+        built = nothing_like(lambda: self.sketch.built(self.sketch.low_rank(y, zero), zero))
         return State(
-            y=jnp.pad(y, ((0, 0), (0, self.ranks[-1] - y.shape[1]))),
+            y=y,
             built=built,
-            left_out=low_rank.left_out,
-            decays=_decay(low_rank, low_rank.left_out_by_half),
-            level=zero,
+            left_out=jnp.zeros((), self.real),
+            decays=jnp.array(False),
+            level=zero - 1,
             depth=zero,
-            grows=jnp.array(False),
+            grows=jnp.array(True),
             sums=_Sums.none(self.real),
             target=zero,
-            spent=zero + self.ranks[0],
+            spent=zero,
             rounds=zero,
-            status=jnp.maximum(built.status, jnp.asarray(status_of(y), jnp.int32)),
-            weights=no_weights,
+            status=zero,
+            last=nothing_like(lambda: self._last(self._round(self.probe_key, built, zero, zero))),
             known=self.aim.start,
             done=jnp.array(False),
         )
 
+    def _round(self, key, built, which, status) -> PreconditionedQuadrature:
+        return preconditioned_quadrature(key, self.block, built, self.plans, which, status)
+
+    def _last(self, run: PreconditionedQuadrature) -> Any:
+        """What the weights need of a round."""
+        return if_wanted(lambda: (run.probes, run.krylov, run.bounds, run.which))
+
+    def weights(self, state: State) -> LogdetWeights:
+        """The weights from the last round."""
+        probes, krylov, bounds, which = state.last
+        outcome = self.block, state.built, probes, krylov, bounds, state.status, state.spent
+        return weights_of(PreconditionedQuadrature(*outcome, self.plans, which, self.columns))
+
     def _grown(self, state: State) -> State:
         """The state with the next rank, if that is wanted."""
-        for j in range(1, len(self.ranks)):
-            wanted = state.grows & (state.level == j - 1) & ~state.done
-            before, rank = self.ranks[j - 1 : j + 1]
 
-            def extend(state=state, j=j, before=before, rank=rank):
-                new = self.sketch.products(before, rank)
-                y = jnp.concatenate([state.y[:, :before], new], axis=1)
-                low_rank = self.sketch.low_rank(y)
-                built = self._built(low_rank)
-                seen = jnp.maximum(built.status, jnp.asarray(status_of(new), jnp.int32))
-                return state._replace(
-                    y=state.y.at[:, before:rank].set(new),
-                    built=built,
-                    left_out=low_rank.left_out,
-                    decays=_decay(low_rank, state.left_out),
-                    level=jnp.full_like(state.level, j),
-                    grows=jnp.zeros_like(state.grows),
-                    spent=state.spent + (rank - before),
-                    status=jnp.maximum(state.status, seen),
-                )
+        def extended():
+            level = state.level + 1
+            y = self.sketch.grown(state.y, level)
+            low_rank = self.sketch.low_rank(y, level)
+            built = self.sketch.built(low_rank, level)
+            # Whether this rank leaves out much less than half of it did.
+            before = jnp.where(level == 0, low_rank.left_out_by_half, state.left_out)
+            seen = jnp.maximum(built.status, jnp.asarray(status_of(y), jnp.int32))
+            return state._replace(
+                y=y,
+                built=built,
+                left_out=low_rank.left_out,
+                decays=low_rank.left_out <= 0.84 * before,
+                level=level,
+                grows=jnp.zeros_like(state.grows),
+                spent=state.spent + jnp.array(self._costs, jnp.int32)[level],
+                status=jnp.maximum(state.status, seen),
+            )
 
-            state = if_any(wanted, extend, state)
-        return state
+        return if_any(state.grows & ~state.done, extended, state)
 
     def _probed(self, state: State) -> State:
         """The state with a few more probes."""
+        first = (state.depth == 0) & (state.sums.probes == 0)
+        which = jnp.where(first, 0, state.depth + 1)
         key = numbered(self.probe_key, state.rounds)
-        depth, first = state.depth, (state.depth == 0) & (state.sums.probes == 0)
-        for j, (p, q) in enumerate(self.shapes):
-            wanted = first if j == 0 else ~first & (depth == j - 1)
-
-            def probe(state=state, p=p, q=q):
-                plan = Plan(self.ranks[-1], p, q)
-                done = preconditioned_quadrature(key, self.block, state.built, plan, state.status)
-                estimate = estimate_from(done)
-                return state._replace(
-                    sums=state.sums.plus(p, estimate),
-                    spent=state.spent + p * q,
-                    rounds=state.rounds + 1,
-                    status=jnp.asarray(estimate.status, jnp.int32),
-                    weights=weights_of(done._replace(columns=self.columns)),
-                    known=self.aim.advanced(state.known, done, estimate),
-                )
-
-            state = if_any(wanted & ~state.done, probe, state)
-        return state
+        run = self._round(key, state.built, which, state.status)
+        estimate = estimate_from(run)
+        _, p, q = run.numbers
+        return state._replace(
+            sums=state.sums.plus(p, estimate),
+            spent=state.spent + p * q,
+            rounds=state.rounds + 1,
+            status=jnp.asarray(estimate.status, jnp.int32),
+            last=self._last(run),
+            known=self.aim.advanced(state.known, run, estimate),
+        )
 
     def _decided(self, state: State) -> State:
         """The state with the decision of the rule (see above)."""
@@ -289,8 +287,7 @@ class Loop:
         needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
 
         # For the last rank or depth, the whole budget stands for the cost of the next.
-        costs = [b - a for a, b in zip(self.ranks, self.ranks[1:], strict=False)]
-        extendable = jnp.array([*costs, self.most])[state.level]
+        extendable = jnp.array([*self._costs[1:], self.most])[state.level]
         steps = jnp.array([q for _, q in self.shapes[1:]])[state.depth]
         rounds = [p * q for p, q in self.shapes[1:]]
         now = jnp.array(rounds)[state.depth]
@@ -332,16 +329,6 @@ class Loop:
         return lax.while_loop(lambda state: ~state.done, step, self.start())
 
 
-def _decay(low_rank, before: Array) -> Array:
-    """Whether this rank leaves out much less than half of it did (`before`)."""
-    return low_rank.left_out <= 0.84 * before
-
-
-def if_any(wanted: Array, new: Callable[[], Any], old: Any) -> Any:
-    """`new()` if it is wanted, else `old`. It is computed only if any lane of a `vmap` wants it."""
-    return lax.cond(any_lane(wanted), lambda: keep(~wanted, old, new()), lambda: old)
-
-
 def loop_budgets(
     max_k: int | None, operator: lx.AbstractLinearOperator, preconditioner: Any, name: str
 ) -> tuple[int, int]:
@@ -371,13 +358,13 @@ def check_most(max_k: int, n: int, name: str) -> None:
         )
 
 
-def as_moving(weights: ExactLogdetWeights, state: State) -> LogdetWeights:
+def as_moving(weights: ExactLogdetWeights, others: LogdetWeights) -> LogdetWeights:
     """The exact weights A^{-1} as `V C V^H` with V = I, padded to the size of the others."""
-    n, columns = state.weights.vectors.shape
+    n, columns = others.vectors.shape
     pad = lambda x, rows: jnp.pad(x, ((0, rows), (0, columns - n)))  # noqa: E731
     eye = jnp.eye(n, dtype=weights.inverse.dtype)
     core = pad(weights.inverse, columns - n)
-    return LogdetWeights(pad(eye, 0), core, state.built.factors)
+    return LogdetWeights(pad(eye, 0), core, others.factors)
 
 
 @final
@@ -400,25 +387,24 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         n = operator.in_size()
         falls_back_to_exact = self.max_k >= n
-        with weights_wanted(True):  # the state of the loop has them in any case
-            most, aim = (
-                n // 4 if falls_back_to_exact else self.max_k,
-                LogdetAim(self.rtol, self.atol),
-            )
-            state = Loop(aim, key, operator, most, falls_back_to_exact, self.progress).run()
+        most = n // 4 if falls_back_to_exact else self.max_k
+        aim = LogdetAim(self.rtol, self.atol)
+        loop = Loop(aim, key, operator, most, falls_back_to_exact, self.progress)
+        state = loop.run()
         value, error, std_err = state.sums.means()
         counts = state.spent, state.sums.dof, state.status
         estimate = with_quadrature_error(value, error, std_err, *counts)
+        weights = if_wanted(lambda: loop.weights(state))
         if not falls_back_to_exact:
-            return estimate, state.weights
+            return estimate, weights
 
         def complete():
             found = exact_logdet(operator)
             spent = found.estimate.num_matvecs + state.spent
             exact = dataclasses.replace(found.estimate, num_matvecs=spent)
-            return exact, as_moving(found.weights(), state)
+            return exact, if_wanted(lambda: as_moving(found.weights(), weights))
 
-        return if_any(state.status == NOT_CONVERGED, complete, (estimate, state.weights))
+        return if_any(state.status == NOT_CONVERGED, complete, (estimate, weights))
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._core.control_flow import of_size
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
@@ -91,9 +92,10 @@ class ExactLogdetWeights(AbstractWeights):
 
 def vectors_of(
     run: PreconditionedQuadrature,
-) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n p*q"], Array]:
-    """The columns of V: the vectors U that P has captured, Lanczos' vectors (probe by probe, in
-    the coordinates of A), and the part of the probes outside of U.
+) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n r"], Inexact[Array, "n p"]]:
+    """The columns of V: the vectors U that P has captured, Lanczos' vectors (step by step, in the
+    coordinates of A), and the part of the probes outside of U. In each of the three blocks, columns
+    that are not in use come last, and are 0.
 
     **Arguments:**
 
@@ -103,17 +105,22 @@ def vectors_of(
 
     The three blocks.
     """
-    factors, probes = run.built.factors, run.probes
-    n, p = probes.shape
-    q = run.krylov.alpha.shape[0]
+    factors, probes, basis = run.built.factors, run.probes, run.krylov.basis
+    n = probes.shape[0]
     rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
     root = factors.root.astype(probes.dtype)[:, None]
-    basis = run.krylov.basis.transpose(1, 2, 0).reshape(n, p * q)
+    _, p, q = run.numbers
+    rows = [each.probes * each.steps for each in run.plans]
+
+    def cut(size):
+        vectors = factors.inverse_root_adjoint(basis[:size].T)
+        return jnp.pad(vectors, ((0, 0), (0, max(rows) - size)))
+
     residual = factors.outside(probes)
     length = jnp.sqrt(square_norms(residual))
     wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
     residual = residual * (wanted / jnp.where(length > 0, length, 1)).astype(probes.dtype) / root
-    return factors.basis / root, factors.inverse_root_adjoint(basis), residual
+    return factors.basis / root, of_size(rows, p * q, cut), residual
 
 
 def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
@@ -127,19 +134,31 @@ def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
 
     The weights. Cost: `4 n l p q` operations.
     """
-    from jax.scipy.linalg import block_diag  # imported only here, because it takes time
+    factors, beta = run.built.factors, run.built.control_variate_weight
+    rank, p, q = run.numbers
+    captured, krylov, outside = vectors_of(run)
+    n = outside.shape[0]
+    # The block of the core for Lanczos' vectors: entries of two probes are 0.
+    place = jnp.arange(krylov.shape[1])
+    probe, step = place % p, place // p
+    count = jnp.asarray(p, beta.dtype)
+    of_probe = run.bounds.core.at[:, 0, 0].add(-beta) * (n / count)
+    inner = of_probe[probe[:, None], step[:, None], step]
+    inner = jnp.where((probe[:, None] == probe) & (place < p * q), inner, 0)
+    of_captured = jnp.diag(beta / (factors.eigenvalues + factors.mu))
+    of_outside = jnp.diag(jnp.where(run.in_use, beta / count, 0))
 
-    factors, control_variate_weight = run.built.factors, run.built.control_variate_weight
-    n, p = run.probes.shape
-    vectors = jnp.concatenate(vectors_of(run), axis=1)
-    count = vectors.shape[1]
-
-    of_probe = run.bounds.core.at[:, 0, 0].add(-control_variate_weight) * (n / p)
-    captured = control_variate_weight / (factors.eigenvalues + factors.mu)
-    outside = jnp.full(p, control_variate_weight / p)
-    core = block_diag(jnp.diag(captured), *of_probe, jnp.diag(outside))
-
-    more = run.columns - count
-    vectors = jnp.pad(vectors, ((0, 0), (0, more)))
-    core = jnp.pad(core, ((0, more), (0, more))).astype(vectors.dtype)
-    return LogdetWeights(vectors, core, factors.padded(run.rank))
+    # Every block begins where what is in use of the one before ends, and hides its zeros.
+    starts = [
+        (0, captured, of_captured),
+        (rank, krylov, inner),
+        (rank + p * q, outside, of_outside),
+    ]
+    size = run.columns + krylov.shape[1]
+    vectors, core = jnp.zeros((n, size), captured.dtype), jnp.zeros((size, size), inner.dtype)
+    for start, columns, block in starts:
+        start = jnp.asarray(start, jnp.int32)
+        vectors = lax.dynamic_update_slice(vectors, columns, (jnp.zeros_like(start), start))
+        core = lax.dynamic_update_slice(core, block.astype(core.dtype), (start, start))
+    vectors, core = vectors[:, : run.columns], core[: run.columns, : run.columns]
+    return LogdetWeights(vectors, core.astype(vectors.dtype), factors)

@@ -181,10 +181,21 @@ class LowRank(NamedTuple):
     left_out: Real[Array, ""]  # t
     left_out_by_half: Real[Array, ""]  # t of the first half of the columns; NaN if not known
     status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
+    in_use: Int[Array, ""] | int | None = None  # so many columns, or all; the others are 0
 
     def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
         """The factors of P. Cost: a QR factorisation, and l^3 operations."""
-        q, r = qr(self.f)
+        if self.in_use is None:
+            q, r = qr(self.f)
+        else:
+            # Unit vectors in the place of columns that are 0, as long as the last of the others:
+            # neither Q nor R of those others depends on them.
+            n, m = self.f.shape
+            used = jnp.arange(m) < self.in_use
+            last = lax.dynamic_index_in_dim(self.f, self.in_use - 1, 1, keepdims=False)
+            others = safe_norm(last).astype(self.f.dtype) * jnp.eye(n, m, dtype=self.f.dtype)
+            q, r = qr(jnp.where(used, self.f, others))
+            q, r = jnp.where(used, q, 0), jnp.where(used & used[:, None], r, 0)
         u, sigma, _ = svd(r)
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
         return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
@@ -205,13 +216,14 @@ class LowRank(NamedTuple):
         return jnp.maximum(self.shift + self.left_out / 10, least)
 
 
-def _smallest(omega: Array, products: Array, eps: float) -> Array:
-    """An estimate of the smallest eigenvalue (see above)."""
-    factor = cholesky(matmul(adjoint(omega), omega))
+def _smallest(omega: Array, products: Array, eps: float, beyond: Array | float) -> Array:
+    """An estimate of the smallest eigenvalue (see above). For `beyond` see `nystrom_of`."""
+    factor = cholesky(matmul(adjoint(omega), omega) + beyond)
     # Omega C^{-1} is orthonormal. C is well-conditioned: its inverse is as good as solving with it.
     inverse = divide_by_upper(jnp.eye(factor.shape[0], dtype=factor.dtype), factor)
     core = matmul(adjoint(inverse), matmul(matmul(adjoint(omega), products), inverse))
-    values, vectors = eigh((core + adjoint(core)) / 2)
+    # A Rayleigh quotient is neither the smallest nor the largest eigenvalue.
+    values, vectors = eigh((core + adjoint(core)) / 2 + core[0, 0].real * beyond)
     vector = matmul(inverse, vectors[:, :1])
     residual = matmul(products, vector) - values[0] * matmul(omega, vector)
     size = jnp.sqrt(square_norms(residual))[0]
@@ -224,6 +236,7 @@ def nystrom_of(
     products: Inexact[Array, "n l"],
     known: Bool[Array, ""],
     eps: float,
+    count: Int[Array, ""] | None = None,
 ) -> LowRank:
     """The Nystrom approximation of K' = A' - s I from products with normal probes.
 
@@ -233,9 +246,11 @@ def nystrom_of(
     **Arguments:**
 
     - `omega`: the probes, of norm about 1.
-    - `products`: A' times the probes.
+    - `products`: A' times the probes; 0 for those that are not in use.
     - `known`: whether s = 1; otherwise s is estimated.
     - `eps`: the relative precision of a product.
+    - `count`: the number of columns in use, or None for all of them. The others, which come last,
+        do not count, and are 0 in the result.
 
     **Returns:**
 
@@ -243,9 +258,13 @@ def nystrom_of(
     """
     n, m = omega.shape
     one = jnp.ones((), jnp.finfo(omega.dtype).dtype)
+    # With columns that are 0, the cores are singular. A unit matrix `beyond` them makes up for it.
+    used = jnp.arange(m) < (m if count is None else count)
+    omega = jnp.where(used, omega, 0)
+    beyond = jnp.diag(jnp.where(used, 0, one))
 
     def estimated(omega, products):
-        return _smallest(omega, products, eps)
+        return _smallest(omega, products, eps, beyond)
 
     shift = lax.cond(known, lambda *_: one, estimated, omega, products)
     sketch = products - shift.astype(omega.dtype) * omega
@@ -253,13 +272,14 @@ def nystrom_of(
     # rounded, not those with K'.
     least = shift_of(math.sqrt(n) * jnp.linalg.norm(products), n, eps)
     core = matmul(adjoint(omega), sketch)
-    nu, factor = shifted_cholesky(core, least)
+    nu, factor = shifted_cholesky(core + beyond, least)
     limit = 100 * math.sqrt(n) * least
 
     def negative():
         """Whether Omega^H A' Omega, too, has an eigenvalue below 0 by more than rounding."""
         core = matmul(adjoint(omega), products)
-        return ~jnp.isfinite(cholesky(core + limit * jnp.eye(m, dtype=core.dtype))[-1, -1])
+        shifted = core + beyond + limit * jnp.eye(m, dtype=core.dtype)
+        return ~jnp.isfinite(cholesky(shifted)[-1, -1])
 
     # Where K' looks semidefinite on the sketch, A' = K' + s I is definite there.
     indefinite = lax.cond(nu <= limit, lambda: jnp.array(False), negative)
@@ -270,19 +290,23 @@ def nystrom_of(
     sketch = sketch + nu.astype(omega.dtype) * omega
     f, inverse = divide_two_by_upper(sketch, jnp.eye(m, dtype=omega.dtype), factor)
 
-    def left_out(count):
-        """The t of the approximation from the first `count` columns alone: these columns, and their
-        part of C^{-1}, do not depend on the others.
-        """
-        part = inverse[:count, :count]
-        length = safe_norm(part)
-        tested = n * jnp.square(1 / length)
-        directions = adjoint(part / length.astype(omega.dtype)[:, None])
-        held_out = square_norms(matmul(f[:, :count], directions))
-        mean = jnp.mean(tested - held_out) / max(n - count, 1) - nu
+    # t of all columns, and of the first half alone: these columns, and their part of C^{-1}, do not
+    # depend on the others.
+    half = max(m // 2, 1)
+    whole, part = (m, half) if count is None else (count, jnp.maximum(count // 2, 1))
+    columns = jnp.arange(m)
+    rows = jnp.concatenate([inverse, jnp.where(columns < part, inverse[:half], 0)])
+    length = jnp.where(jnp.concatenate([used, columns[:half] < part]), safe_norm(rows), 1)
+    directions = adjoint(rows / length.astype(omega.dtype)[:, None])
+    held_out = n * jnp.square(1 / length) - square_norms(matmul(f, directions))
+
+    def left_out(held_out, count):
+        total = jnp.sum(jnp.where(jnp.arange(held_out.size) < count, held_out, 0))
+        mean = total / count / jnp.maximum(n - count, 1) - nu
         return jnp.where(jnp.isfinite(mean), jnp.maximum(mean, 0), jnp.nan)
 
-    return LowRank(f, nu, shift, left_out(m), left_out(max(m // 2, 1)), status)
+    left = left_out(held_out[:m], whole), left_out(held_out[m:], part)
+    return LowRank(f, nu, shift, *left, status, count)
 
 
 def pivoted_cholesky(
