@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-SUITE = ("trace", "compile", "hessian", "kernel", "exact", "memory", "errors", "gpu")
+SUITE = ("trace", "compile", "first_call", "hessian", "kernel", "exact", "memory", "errors", "gpu")
 
 
 def measure(names):

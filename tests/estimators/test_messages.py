@@ -45,6 +45,13 @@ SPARSE = tr.SparseLinearOperator(ss.eye_array(N).tocsr(), lx.symmetric_tag)
 NEVER = tr.AdaptiveHutchPlusPlusEstimator()
 
 
+class Own(tr.AbstractTraceEstimator):
+    """An estimator from one method."""
+
+    def compute(self, key, operator, k):
+        return tr.HutchinsonEstimator().compute(key, operator, k)
+
+
 def solution(value):
     return tr.Solution(value, jnp.abs(value), jnp.asarray(1), {}, tr.RESULTS.successful)
 
@@ -265,7 +272,21 @@ MESSAGES = [
         lambda _: run_state(estimator=NEVER),
     ),
     (ValueError, "80 rows", "with 70 rows", lambda _: going_on(SMALLER, 40)),
-    (ValueError, "got 20", "at least 40", lambda _: going_on(HIDDEN, 20)),
+    (ValueError, "got 20", "at least 39", lambda _: going_on(HIDDEN, 20)),
+    (TypeError, "got 2.5", "give an int", lambda _: tr.trace(KEY, PLAIN, 2.5, max_k=4)),
+    (ValueError, "got 5", "at most max_k = 4", lambda _: tr.trace(KEY, PLAIN, 5, max_k=4)),
+    (
+        ValueError,
+        "AdaptiveHutchPlusPlusEstimator",
+        "give k without max_k",
+        lambda _: tr.trace(KEY, HIDDEN, 20, NEVER, max_k=40),
+    ),
+    (
+        ValueError,
+        "Own has no `extendable`",
+        "give k without max_k",
+        lambda _: tr.trace(KEY, HIDDEN, 20, Own(), max_k=40),
+    ),
     (ValueError, "got 0.0", "positive", lambda _: tr.matvecs_needed(0.0, semidefinite=True)),
     (ValueError, "got 2", "between 0 and 1", lambda _: tr.matvecs_needed(0.1, 2)),
     (TypeError, "semidefinite=False", "Say either", lambda _: tr.matvecs_needed(0.1)),

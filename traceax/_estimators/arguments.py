@@ -59,7 +59,10 @@ class Tolerance(NamedTuple):
             return None
         array = k if isinstance(k, jax.Array) else np.asarray(k)
         if array.ndim != 0 or array.dtype.kind not in "iu":
-            raise TypeError(f"The budget k must be a whole number of matvecs, got {k!r}.")
+            raise TypeError(
+                f"The budget k must be a whole number of matvecs, got {k!r}: give an int, or a "
+                "scalar array of integers."
+            )
         if not isinstance(array, jax.core.Tracer) and not 1 <= array <= self.max_k:
             raise ValueError(
                 f"The budget k must be at least 1 and at most max_k = {self.max_k}, got {k}."

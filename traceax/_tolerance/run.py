@@ -64,7 +64,7 @@ from .._sketch.weights import AbstractWeights, InUse
 
 #: The algebra of an estimate is compiled for the largest number of probes, and for others: each is
 #: smaller than the next by this factor at least, and none is less than this number.
-APART, LEAST = 3, 64
+APART, LEAST = 3, 128
 
 
 def schedule(limit: int, width: int, spent: Sequence[int] = ()) -> tuple[int, ...]:
