@@ -294,3 +294,44 @@ def test_arguments(options, error, message):
         tr.diagonal(keys(1)[0], operator, **options)
     with pytest.raises(error, match=message.replace("`diagonal", "`block_traces")):
         tr.block_traces(keys(1)[0], operator, **options)
+
+
+@pytest.mark.parametrize(
+    "estimator", [tr.HutchinsonDiagonalEstimator(), variant(tr.XDiagEstimator())]
+)
+def test_going_on_in_every_lane_from_where_it_ended(estimator):
+    """A lane that ended early has learnt nothing from the stages of the others."""
+    matrix = jnp.asarray(POLY)
+
+    def run(scale, key, rtol, state=None):
+        operator = lx.MatrixLinearOperator(scale * matrix, PSD)
+        options = {"estimator": estimator, "rtol": rtol, "max_k": 64}
+        return tr.diagonal(key, operator, state=state, keep_state=True, **options)
+
+    one, both = jnp.ones(2), keys(2)
+    early, late = jnp.array([20.0, 1e-9]), jnp.full(2, 1e-9)
+    first = jax.jit(jax.vmap(run))(one, both, early)
+    assert first.num_matvecs[0] < first.num_matvecs[1]
+    again = jax.jit(jax.vmap(run))(one, both, late, first.state)
+    at_once = jax.jit(jax.vmap(run))(one, both, late)
+    np.testing.assert_array_equal(again.num_matvecs, at_once.num_matvecs)
+    np.testing.assert_allclose(again.value, at_once.value, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(again.std_err, at_once.std_err, rtol=1e-8)
+
+
+def test_going_on_after_a_single_panel():
+    """What was good enough takes no further product, however few probes there were."""
+    operator, estimator = Logged(jnp.asarray(POLY)), tr.XDiagEstimator()
+
+    def counted(**options):
+        PRODUCTS.clear()
+        given = {"estimator": estimator, "rtol": 20.0, "max_k": 20, "keep_state": True}
+        solution = jax.block_until_ready(tr.diagonal(keys(1)[0], operator, **given, **options))
+        jax.effects_barrier()
+        return solution, len(PRODUCTS)
+
+    first, spent = counted()
+    assert spent == first.num_matvecs == 20
+    again, none = counted(state=first.state)
+    assert none == 0
+    np.testing.assert_allclose(again.value, first.value, rtol=1e-12)

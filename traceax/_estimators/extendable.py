@@ -18,6 +18,7 @@ from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
+from .._core.control_flow import keep
 from .._core.estimate import Estimate, if_wanted, make_estimate, rounding_of
 from .._linalg.factorisations import complete_qr, divide_by_upper, panel_qr, qr
 from .._operators.block_operator import BlockOperator
@@ -43,7 +44,8 @@ class Growth:
     """The panels that a stage of a run adds: those from `start` to `stop`. (It is not a PyTree, as
     it exists only during a trace.)
 
-    A run with a fixed budget has a single panel, of all probes: nothing is then a loop, or traced.
+    A fixed budget (without `probes`) has a single panel, of all probes: nothing is then a loop, or
+    traced.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Growth:
         """
         self.keys, self.width, self.room = keys, width, room
         self.start, self.stop, self.stage, self.probes = start, stop, stage, probes
-        self.single = room == 1
+        self.single = not probes
         self.capacity, self.rest = width * room, rest
 
     def empty(self, block: BlockOperator, kept: bool = True) -> Inexact[Array, "m n"]:
@@ -100,7 +102,7 @@ class Growth:
         def step(j, carry):
             return add(carry, self.keys(j), lambda array: self._rows(array, j))
 
-        return lax.fori_loop(self.start, self.stop, step, carry)
+        return self._loop(step, carry)
 
     def each(self, one: Callable[[PRNGKeyArray], Array], array: Array) -> Array:
         """The array with the rows `one(key)` of every new panel."""
@@ -388,6 +390,14 @@ def masked(state: Any, inside: Array) -> Any:
         return array
 
     return _each_array(mask, state)
+
+
+def kept(done: Array, old: Any, new: Any) -> Any:
+    """The new state, without what lanes that are done have added up in the meantime. (Rows that
+    such a lane has got are not in use: see `masked`.)
+    """
+    fields = zip(old, new, probe_axes(type(new)), strict=True)
+    return type(new)(*[now if axes else keep(done, was, now) for was, now, axes in fields])
 
 
 def _each_array(fn: Callable[[Array, tuple[int, ...]], Array], state: Any) -> Any:

@@ -54,6 +54,7 @@ from .._estimators.extendable import (
     TOGETHER,
     AbstractExtendable,
     Growth,
+    kept,
     masked,
     resized,
 )
@@ -326,6 +327,7 @@ class Run:
             met = self.rule.met(estimate, self.block, jnp.asarray(factors, self.real)[stage])
             met |= estimate.status != SUCCESSFUL
         self._report(estimate, met | (stage == last) & (not self.falls_back_to_exact))
+        arrays = kept(c.done, c.arrays, arrays)
         new = estimate, stage, met | (stage == last), met
         return _Carry(stage + 1, arrays, *keep(c.done, (c.estimate, c.level, c.done, c.met), new))
 
