@@ -23,6 +23,7 @@ from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PyTree
 
+from .._core.control_flow import nothing_like
 from .._operators.block_operator import BlockOperator
 
 
@@ -92,8 +93,7 @@ class InUse(eqx.Module):
         found = []
         for start, end in zip((0, *self.ends[:-1]), self.ends, strict=True):
             one = partial(make, start, end)
-            zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
-            found.append(lax.cond(start < self.count, one, lambda zeros=zeros: zeros))
+            found.append(lax.cond(start < self.count, one, partial(nothing_like, one)))
         return found
 
     def total(self, make: Callable[[int, int], PyTree[Array]]) -> PyTree[Array]:

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from .._core.control_flow import any_lane, keep
+from .._core.control_flow import any_lane, if_any, keep, nothing_like, of_size
 from .._core.estimate import (
     NOT_CONVERGED,
     SUCCESSFUL,
@@ -276,12 +276,11 @@ class Run:
         for end in self.parts[-2::-1]:
             if end >= LEAST and APART * end <= sizes[0]:
                 sizes.insert(0, end)
-        index = jnp.asarray(np.searchsorted(sizes, self.probes))[level]
 
-        def branch(size):
-            return lambda: fn(resized(state, size), self._columns(level, size))
+        def cut(size):
+            return fn(resized(state, size), self._columns(level, size))
 
-        return lax.switch(index, [branch(size) for size in sizes])
+        return of_size(sizes, self._count(level), cut)
 
     def _estimate(self, level: Any, state: Any) -> Estimate:
         def estimate(state, columns):
@@ -335,19 +334,15 @@ class Run:
         """Make the run."""
         arrays, first = self.first()
         no = jnp.array(False)
-        like = jax.eval_shape(lambda: self._estimate(first, arrays))
-        nothing = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        nothing = nothing_like(self._estimate, first, arrays)
         carry = _Carry(first, arrays, nothing, first, no, no)
         end = lax.while_loop(lambda c: any_lane(~c.done), self._stage, carry)
         short = ~end.met
         if not self.falls_back_to_exact:
             return RunOutcome(_lacking(end.estimate, short), end.level, end.arrays)
         here = end.estimate, end.level
-
-        def complete():
-            return keep(~short, here, self._completed(end))
-
-        estimate, level = lax.cond(any_lane(short), complete, lambda: here)
+        completed = if_any(short, lambda: self._completed(end), here)
+        estimate, level = completed
         return RunOutcome(estimate, level, end.arrays)
 
     def _completed(self, end: _Carry) -> tuple[Estimate, Array]:
