@@ -22,7 +22,7 @@ class Calibration(NamedTuple):
     """
 
     #: A run ends when this number of standard errors, times Student's quantile over the normal one,
-    #: is below the tolerance. It was calibrated with a check after every block: at least 95 % of
+    #: is below the tolerance. It was calibrated with a check after every stage: at least 95 % of
     #: runs end within the tolerance, on each of six spectra. As other spectra exist, it is at least
     #: 2, whatever was measured. (Diagonals multiply it by `norm_factor`.)
     stop: float

@@ -80,7 +80,7 @@ def trace(
         `num_matvecs`.
     - `keep_state`: whether to return such a state, which holds probes and products for `max_k`. (It
         is None where the trace was read.)
-    - `progress`: whether to show estimate, error and products after every block on standard error
+    - `progress`: whether to show estimate, error and products after every stage on standard error
         (with `tqdm`, if it is installed); never under `vmap`.
     - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not
         `RESULTS.successful`.
