@@ -223,6 +223,13 @@ def test_a_tolerance_is_the_mean_of_its_blocks():
     assert solution.result == tr.RESULTS.not_converged
 
 
+def test_no_block_of_a_tolerance_has_a_single_sample():
+    """Its standard error, and that of the mean, would be infinite."""
+    solution = tr.trace(jax.random.key(0), OPERATOR, estimator=Plain(), rtol=0.0, max_k=33)
+    assert solution.num_matvecs == 32
+    assert abs(solution.value - 304.0) < 5 * solution.std_err < 50
+
+
 def test_a_tolerance_goes_on_from_a_state_and_ends_exactly():
     options = {"estimator": Plain(), "rtol": 1e-9, "keep_state": True}
     first = tr.trace(jax.random.key(0), OPERATOR, max_k=64, **options)

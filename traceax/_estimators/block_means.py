@@ -10,10 +10,10 @@ V_j = w_j^2 s_j^2, and its degrees of freedom nu are Satterthwaite's (doi:10.230
 All three are updated block by block.
 """
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
@@ -21,6 +21,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
+from .._core.control_flow import nothing_like
 from .._core.estimate import Estimate, norm_of, weights_wanted
 from .._operators.block_operator import BlockOperator
 from .._sketch.weights import AbstractWeights, InUse
@@ -138,8 +139,10 @@ class BlockMeans(AbstractExtendable):
     takes_any_budget: ClassVar[bool] = False
 
     def panel_width(self, limit):
-        """See `AbstractExtendable`: a block may have any size."""
-        return 1
+        """See `AbstractExtendable`. One probe often gives a single sample, which says nothing about
+        the spread.
+        """
+        return min(2, limit)
 
     def prepare(self, operator):
         """The operator as it is: the estimator prepares it itself."""
@@ -159,39 +162,30 @@ class BlockMeans(AbstractExtendable):
 
     def _sizes(self, growth: Growth) -> list[int]:
         """The budget of the block that belongs to each stage."""
-        probes = growth.probes
-        return [
-            (b - a) * self.matvecs_per_probe for a, b in zip([0, *probes], probes, strict=False)
-        ]
+        ends = [probes * self.matvecs_per_probe for probes in growth.probes]
+        return [end - start for start, end in pairwise((0, *ends))]
 
-    def _like(self, growth: Growth, block: BlockOperator) -> Any:
-        def estimate():
-            with weights_wanted(False):
-                return self.of_block(growth.keys(0), block.operator, self._sizes(growth)[0])[0]
-
-        return jax.eval_shape(estimate)
+    def _value(self, growth: Growth, block: BlockOperator, stage: int) -> Estimate:
+        """The estimate from the block of a stage."""
+        with weights_wanted(False):
+            k = self._sizes(growth)[stage]
+            return self.of_block(growth.keys(stage), block.operator, k)[0]
 
     def start(self, growth, block):
         """See `AbstractExtendable`."""
-        like, real = self._like(growth, block), jnp.finfo(block.dtype).dtype
-        value, std_err = jtu.tree_map(
-            lambda x: jnp.zeros(x.shape, x.dtype), (like.value, like.std_err)
+        like, real = (
+            nothing_like(lambda: self._value(growth, block, 0)),
+            jnp.finfo(block.dtype).dtype,
         )
         zero, none = jnp.zeros((), real), jnp.zeros((), jnp.int32)
-        return BlockMeansState(zero, value, std_err, none, zero, none)
+        return BlockMeansState(zero, like.value, like.std_err, none, zero, none)
 
     def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-
-        def one(j, k):
-            def merge():
-                with weights_wanted(False):
-                    new, _ = self.of_block(growth.keys(j), block.operator, k)
-                return _merged(state, new, k)
-
-            return merge
-
-        branches = [one(j, k) for j, k in enumerate(self._sizes(growth))]
+        branches = [
+            lambda j=j, k=k: _merged(state, self._value(growth, block, j), k)
+            for j, k in enumerate(self._sizes(growth))
+        ]
         known = growth.start == growth.stop
         return lax.cond(known, lambda: state, lambda: lax.switch(growth.stage, branches))
 
