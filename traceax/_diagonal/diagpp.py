@@ -1,21 +1,20 @@
 """Diag++, the unbiased form."""
 
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import rounding_of, scale_of, status_of
+from .._core.estimate import rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator, is_hermitian
-from .._probes.random import split
 from .._probes.samplers import AbstractSampler, RademacherSampler
-from .._sketch.columns import all_columns
 from .._sketch.leave_one_out import adjoint, matmul
+from .._sketch.split_sketch import empty_split, extend_split
 from .._sketch.weights import AbstractTwoSidedWeights, InUse
 
 
@@ -41,19 +40,6 @@ class _DiagPlusPlusWeights(AbstractTwoSidedWeights):
         return captured + jnp.sum(samples, axis=1) * self.share
 
 
-class DiagPlusPlusState(NamedTuple):
-    """The basis and the residual probes, with their products; and the probes of the sketch with the
-    sketch itself (without entries if they are not kept). Vectors are rows.
-    """
-
-    q: Inexact[Array, "m n"]
-    z: Inexact[Array, "m n"]  # A^H Q
-    omega: Inexact[Array, "m n"]
-    products: Inexact[Array, "m n"]  # A Omega
-    first: Inexact[Array, "m kept"]  # the probes of the sketch
-    sketch: Inexact[Array, "m kept"]
-
-
 @final
 class DiagPlusPlusExtendable(AbstractExtendable):
     """Diag++, a stage of which gives sketch, basis and residual probes a third of its products
@@ -69,37 +55,20 @@ class DiagPlusPlusExtendable(AbstractExtendable):
 
     def start(self, growth, block):
         """See `AbstractExtendable`."""
-        basis, kept = growth.empty(block), growth.empty(block, self.keeps)
-        probes = jnp.zeros((growth.capacity + growth.rest, block.n), block.dtype)
-        return DiagPlusPlusState(basis, basis, probes, probes, kept, kept)
+        return empty_split(growth, block, self.keeps)
 
     def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        n, fresh = block.n, growth.width + growth.rest
-
-        def probes(which, number):
-            return lambda key: self.sampler.probes(split(key)[which], n, number, block.dtype).T
-
-        first = growth.each(probes(0, growth.width), growth.empty(block))
-        sketch = growth.multiply(block, block.mm, first, growth.empty(block))
-        omega = growth.each(probes(1, fresh), state.omega)
-        products = growth.multiply(block, block.mm, omega, state.products)
-        scale = scale_of(sketch)
-        square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
-        # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
-        q, _ = growth.orthonormalise(state.q, square, lambda rows: rows(sketch) / scale)
-        z = growth.multiply(block, block.adjoint_mm, q, state.z)
-        kept = state.first, state.sketch
-        if self.keeps:
-            kept = growth.added(state.first, first), growth.added(state.sketch, sketch)
-        return DiagPlusPlusState(q, z, omega, products, *kept)
+        state = extend_split(state, self.sampler, growth, block, self.keeps)
+        products = growth.multiply(block, block.mm, state.g, state.products)
+        z = growth.multiply(block, block.adjoint_mm, state.q, state.z)
+        return state._replace(z=z, products=products)
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        omega, z = state.omega.T, state.z.T
-        tested = columns if columns.inside is not None else all_columns(omega.shape[1])
-        captured, samples = _pieces(state.q.T, omega, state.products.T, z)
-        residual, std_err = tested.mean_and_std_err(self.rows(samples))
+        z = state.z.T
+        captured, samples = _pieces(state.q.T, state.g.T, state.products.T, z)
+        residual, std_err = state.tested(columns).mean_and_std_err(self.rows(samples))
         value = self.rows.of_vector(captured) + residual
         std_err = jnp.hypot(std_err, rounding_of(self.rows.norms(z), block.eps))
         # A NaN or inf in the sketch shows in the basis, and then in its products.
@@ -107,18 +76,15 @@ class DiagPlusPlusExtendable(AbstractExtendable):
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
-        count = columns.used if columns.inside is not None else state.omega.shape[0]
-        share = jnp.asarray(1 / count, jnp.finfo(block.dtype).dtype)
-        return _DiagPlusPlusWeights(q=state.q.T, omega=state.omega.T, share=share)
+        share = jnp.asarray(1 / state.tested(columns).used, jnp.finfo(block.dtype).dtype)
+        return _DiagPlusPlusWeights(q=state.q.T, omega=state.g.T, share=share)
 
     def complete(self, state, block):
         """See `AbstractExtendable`, and `complete` of `XDiagExtendable`."""
-        vectors = jnp.concatenate([state.omega, state.first]).T
-        products = jnp.concatenate([state.products, state.sketch]).T
         q, z = state.q.T, state.z.T
         if not is_hermitian(block.operator):
             q, z = q[:, :0], z[:, :0]
-        return complete_diagonal(block, q, z, (vectors, products), rows=self.rows)
+        return complete_diagonal(block, q, z, state.others(), rows=self.rows)
 
 
 @final

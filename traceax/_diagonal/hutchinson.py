@@ -142,10 +142,9 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        k = jnp.asarray(columns.used, jnp.finfo(block.dtype).dtype)
         values, spreads = ([m[i].reshape(-1) for m in state.moments] for i in (1, 2))
-        pairs = jnp.sqrt(k * jnp.maximum(k - 1, 1))
-        std_errs = [jnp.where(k > 1, spread / pairs, jnp.inf) for spread in spreads]
+        pairs = jnp.sqrt(columns.pairs(jnp.finfo(block.dtype).dtype))
+        std_errs = [jnp.where(columns.used > 1, spread / pairs, jnp.inf) for spread in spreads]
         value, std_err = as_value(values), as_value(std_errs)
         # The scatter of the samples includes that of their rounding errors.
         return value, std_err, status_of(*values)

@@ -89,11 +89,10 @@ def diagonal_and_error(
     # No columns are in use behind the last one.
     last = m if columns.inside is None else jnp.max(jnp.where(columns.inside, jnp.arange(m), 0)) + 1
     covariance = lax.fori_loop(0, last, add, jnp.zeros_like(value.real))
-    count = jnp.asarray(columns.used, value.real.dtype)
-    number = count * jnp.maximum(count - 1, 1)
+    number = columns.pairs(value.real.dtype)
     deviation = columns.only(corrections - columns.mean(corrections)[:, None])
     variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / number  # of the mean
     known = jnp.sum(variance) > jnp.sum(jnp.square(rounding))
     covariance = jnp.where(known, jnp.maximum(covariance, 0), 0)
     std_err = jnp.sqrt(variance + covariance / number + jnp.square(rounding))
-    return value, jnp.where(count > 1, std_err, jnp.inf)
+    return value, jnp.where(columns.used > 1, std_err, jnp.inf)

@@ -61,7 +61,7 @@ class XNysDiagExtendable(AbstractExtendable):
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
         shifted, omega = matmul(state.factors(columns, block.eps).sketch, state.r), state.omega()
-        q, r = growth.again(shifted.T)
+        q, r = growth.again(block, shifted.T)
         return xdiag_weights(omega, range_finder_of(omega, q, r, columns, False))
 
     def complete(self, state, block):

@@ -78,6 +78,10 @@ class Growth:
         """An array with room for all vectors; without entries if they are not `kept`."""
         return jnp.zeros((self.capacity, block.n if kept else 0), block.dtype)
 
+    def empty_factor(self, block: BlockOperator) -> Inexact[Array, "m m"]:
+        """A triangular factor with room for all vectors."""
+        return jnp.zeros((self.capacity, self.capacity), block.dtype)
+
     def _loop(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
         return lax.fori_loop(self.start, self.stop, step, carry)
 
@@ -236,14 +240,12 @@ class Growth:
 
         return self._loop(step, vectors)
 
-    def added(self, old: Inexact[Array, "m n"], new: Inexact[Array, "m n"]) -> Array:
-        """The array with the new rows in place of its own, which are 0."""
-        return new if self.single else old + new
-
-    def again(self, y: Inexact[Array, "m n"]) -> tuple[Inexact[Array, "n m"], Array]:
+    def again(
+        self, block: BlockOperator, y: Inexact[Array, "m n"]
+    ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "m m"]]:
         """The QR factorisation of the transpose of these rows, all of which are new."""
-        square = jnp.zeros((self.capacity, self.capacity), y.dtype)
-        q, r = self.orthonormalise(jnp.zeros_like(y), square, lambda rows: rows(y))
+        start = self.empty(block), self.empty_factor(block)
+        q, r = self.orthonormalise(*start, lambda rows: rows(y))
         return q.T, r
 
 

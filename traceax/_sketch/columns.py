@@ -1,6 +1,6 @@
 """Which columns of padded arrays are in use."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
@@ -32,6 +32,13 @@ class Columns(NamedTuple):
         used = self.inside[:, None] & self.inside
         return jnp.where(used, r, jnp.eye(r.shape[0], dtype=r.dtype))
 
+    def pairs(self, dtype: Any) -> Real[Array, ""]:
+        """M (m - 1) for the m columns in use: what a sum of squared deviations is divided by, for
+        the variance of their mean; 1 for a single one.
+        """
+        count = jnp.asarray(self.used, dtype)
+        return count * jnp.maximum(count - 1, 1)
+
     def mean(self, x: Inexact[Array, "... m"]) -> Inexact[Array, "..."]:
         """The mean over the columns in use."""
         if self.inside is None:
@@ -43,10 +50,9 @@ class Columns(NamedTuple):
         if self.inside is None:
             return mean_and_std_err(samples)
         mean = self.mean(samples)
-        count = jnp.asarray(self.used, mean.real.dtype)
-        pairs = jnp.sqrt(count * jnp.maximum(count - 1, 1))
+        pairs = jnp.sqrt(self.pairs(mean.real.dtype))
         std_err = safe_norm(self.only(samples - mean[..., None])) / pairs
-        return mean, jnp.where(count > 1, std_err, jnp.inf)
+        return mean, jnp.where(self.used > 1, std_err, jnp.inf)
 
 
 def all_columns(m: int) -> Columns:

@@ -157,14 +157,13 @@ def leave_one_out_error(
     real = samples.real.dtype
     if samples.shape[0] == 1:
         return jnp.full((), jnp.inf, real)
-    count = jnp.asarray(columns.used, real)
-    pairs = count * jnp.maximum(count - 1, 1)
+    pairs = columns.pairs(real)
     deviations = columns.only(samples - columns.mean(samples))
     variance = jnp.sum(jnp.square(jnp.abs(deviations))) / pairs  # of the mean
     covariance = jnp.sum((jnp.conj(differences.T) * differences).real) / pairs
     covariance = jnp.where(variance > rounding**2, jnp.maximum(covariance, 0), 0)
     std_err = jnp.sqrt(variance + covariance + rounding**2).astype(real)
-    return std_err if columns.inside is None else jnp.where(count > 1, std_err, jnp.inf)
+    return std_err if columns.inside is None else jnp.where(columns.used > 1, std_err, jnp.inf)
 
 
 class Scaled(NamedTuple):
@@ -288,8 +287,7 @@ class SketchState(NamedTuple):
 def empty_sketch(growth: Any, block: BlockOperator) -> SketchState:
     """The state without probes."""
     vectors, zero = growth.empty(block), jnp.zeros((), jnp.finfo(block.dtype).dtype)
-    square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
-    return SketchState(vectors, vectors, square, vectors, zero, zero, zero)
+    return SketchState(vectors, vectors, growth.empty_factor(block), vectors, zero, zero, zero)
 
 
 def extend_sketch(

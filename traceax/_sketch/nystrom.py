@@ -136,8 +136,7 @@ class NystromState(NamedTuple):
 def empty_nystrom(growth: Any, block: BlockOperator) -> NystromState:
     """The state without probes."""
     vectors = growth.empty(block)
-    square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
-    return NystromState(vectors, square, vectors)
+    return NystromState(vectors, growth.empty_factor(block), vectors)
 
 
 def extend_nystrom(

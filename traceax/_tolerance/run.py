@@ -20,6 +20,7 @@ enough by then, the exact value is completed: if the algorithm allows it, with p
 orthogonal complement of the vectors that were multiplied before, and no others.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -122,6 +123,11 @@ class RunState(eqx.Module):
     width: int = eqx.field(static=True)  # of a panel
     falls_back_to_exact: bool = eqx.field(static=True)  # whether it may be completed
     n: int = eqx.field(static=True)
+
+    @property
+    def last_stage(self) -> Int[Array, ""]:
+        """The last stage that the run made."""
+        return jnp.minimum(self.level, len(self.probes) - 1).astype(jnp.int32)
 
     @property
     def least_budget(self) -> int:
@@ -229,8 +235,7 @@ class Run:
             return keys
         old = self.before.keys
         old = jnp.pad(old, ((0, max(0, len(keys) - len(old))), (0, 0)))[: len(keys)]
-        level = jnp.minimum(self.before.level, len(self.before.probes) - 1)
-        earlier = jnp.arange(len(keys)) < jnp.asarray(self.panels)[level]
+        earlier = jnp.arange(len(keys)) < jnp.asarray(self.panels)[self.before.last_stage]
         return jnp.where(earlier[:, None], old, keys)
 
     def _key(self, panel: Any) -> Array:
@@ -266,7 +271,7 @@ class Run:
             return empty, level.astype(jnp.int32)
         if self.before is None:
             return empty, jnp.zeros((), jnp.int32)
-        level = jnp.minimum(self.before.level, len(self.before.probes) - 1).astype(jnp.int32)
+        level = self.before.last_stage
         arrays = resized(self.before.arrays, self.room * self.width)
         return self._masked(level, arrays), level
 
@@ -310,8 +315,7 @@ class Run:
             start = jnp.zeros_like(start)
         if self.before is not None:
             # The stages of the earlier run are not made again.
-            earlier = stage <= jnp.minimum(self.before.level, len(self.before.probes) - 1)
-            start = jnp.where(earlier, stop, start)
+            start = jnp.where(stage <= self.before.last_stage, stop, start)
         arrays = self.extendable.extend(arrays, self._growth(start, stop, stage), self.block)
         return arrays, self._estimate(stage, arrays)
 
@@ -372,9 +376,7 @@ class Run:
             weights = self.extendable.weights(arrays, columns, growth, self.block)
             in_use = InUse((*self.parts[:-1], self.room * self.width), self._count(level))
             if hasattr(weights, "in_use"):
-                weights = eqx.tree_at(
-                    lambda w: w.in_use, weights, in_use, is_leaf=lambda x: x is None
-                )
+                weights = dataclasses.replace(weights, in_use=in_use)
             if not self.falls_back_to_exact:
                 return weights
             diagonal = not is_scalar(outcome.estimate.value)

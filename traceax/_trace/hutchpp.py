@@ -1,34 +1,20 @@
 """Hutch++."""
 
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
 
-from .._core.estimate import rounding_of, safe_norm, scale_of, status_of
+from .._core.estimate import rounding_of, safe_norm, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
 from .._operators.block_operator import BlockOperator
-from .._probes.random import split
 from .._probes.samplers import AbstractSampler, SphereSampler
-from .._sketch.columns import Columns, all_columns
+from .._sketch.columns import Columns
 from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
+from .._sketch.split_sketch import SplitSketch, empty_split, extend_split
 from .._sketch.weights import LowRankWeights
-
-
-class HutchPlusPlusState(NamedTuple):
-    """The basis and the residual probes, with their products; and the probes of the sketch with the
-    sketch itself (without entries if they are not kept). Vectors are rows.
-    """
-
-    q: Inexact[Array, "m n"]
-    z: Inexact[Array, "m n"]  # A Q
-    g: Inexact[Array, "m n"]  # orthogonal to the basis of their stage
-    products: Inexact[Array, "m n"]  # A G
-    omega: Inexact[Array, "m kept"]
-    sketch: Inexact[Array, "m kept"]  # A Omega
 
 
 @final
@@ -50,38 +36,23 @@ class HutchPlusPlusExtendable(AbstractExtendable):
 
     def start(self, growth, block):
         """See `AbstractExtendable`."""
-        basis, kept = growth.empty(block), growth.empty(block, self.keeps)
-        probes = jnp.zeros((growth.capacity + growth.rest, block.n), block.dtype)
-        return HutchPlusPlusState(basis, basis, probes, probes, kept, kept)
+        return empty_split(growth, block, self.keeps)
 
     def extend(self, state, growth, block):
         """See `AbstractExtendable`."""
-        n, fresh = block.n, growth.width + growth.rest
-
-        def probes(which, number):
-            return lambda key: self.sampler.probes(split(key)[which], n, number, block.dtype).T
-
-        omega = growth.each(probes(0, growth.width), growth.empty(block))
-        sketch = growth.multiply(block, block.mm, omega, growth.empty(block))
-        scale = scale_of(sketch)
-        square = jnp.zeros((growth.capacity, growth.capacity), block.dtype)
-        # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
-        q, _ = growth.orthonormalise(state.q, square, lambda rows: rows(sketch) / scale)
-        z = growth.multiply(block, block.mm, q, state.z)
-        g = growth.residuals(q, growth.each(probes(1, fresh), state.g))
+        state = extend_split(state, self.sampler, growth, block, self.keeps)
+        z = growth.multiply(block, block.mm, state.q, state.z)
+        g = growth.residuals(state.q, state.g)
         products = growth.multiply(block, block.mm, g, state.products)
-        kept = state.omega, state.sketch
-        if self.keeps:
-            kept = growth.added(state.omega, omega), growth.added(state.sketch, sketch)
-        return HutchPlusPlusState(q, z, g, products, *kept)
+        return state._replace(z=z, g=g, products=products)
 
-    def _residual(self, state: HutchPlusPlusState, columns: Columns):
+    def _residual(self, state: SplitSketch, columns: Columns):
         """G and A G for the whole basis, the factors of the samples, and how many are in use."""
         q, z, g, products = state.q.T, state.z.T, state.g.T, state.products.T
         if columns.inside is not None:
             captured = matmul(adjoint(q), g)
             g, products = g - matmul(q, captured), products - matmul(z, captured)
-        tested = columns if columns.inside is not None else all_columns(g.shape[1])
+        tested = state.tested(columns)
         square = tested.only(square_norms(g), 1)
         factor = resphering(g.shape[0] - columns.used, square, self.resphere)
         return g, products, factor, tested
@@ -108,9 +79,7 @@ class HutchPlusPlusExtendable(AbstractExtendable):
 
     def complete(self, state, block):
         """See `AbstractExtendable`."""
-        others = jnp.concatenate([state.g, state.omega]).T
-        products = jnp.concatenate([state.products, state.sketch]).T
-        return complete_trace(block, state.q.T, state.z.T, (others, products))
+        return complete_trace(block, state.q.T, state.z.T, state.others())
 
 
 @final

@@ -91,7 +91,7 @@ class XNysTraceExtendable(AbstractExtendable):
         factors = state.factors(columns, block.eps)
         # The weights belong to the sketch A Omega = (A P) R, of either sign.
         original, omega = matmul(factors.sketch, state.r), state.omega()
-        q, r = growth.again(original.T)
+        q, r = growth.again(block, original.T)
         return xtrace_weights(omega, range_finder_of(omega, q, r, columns, self.resphere))
 
     def complete(self, state, block):
