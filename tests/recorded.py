@@ -195,6 +195,8 @@ def calls():
     found["trace hessian"] = lambda: jax.jit(jax.hessian(trace_of_kernel))(0.2)
     for name in ("psd", "hermitian"):
         found[f"spectral_sum {name}"] = lambda w=name: tr.spectral_sum(key, jnp.exp, ops[w], 20)
+        found[f"eigenpairs {name}"] = lambda w=name: tr.eigenpairs(key, ops[w], 12, 2, "BE").values
+        found[f"Eigenpairs {name}"] = lambda w=name: tr.eigenpairs(key, ops[w], 12, 2).bounds
         found[f"eigenvalue_count {name}"] = lambda w=name: tr.eigenvalue_count(
             key, ops[w], 0.1, 2.0, 20
         )
@@ -208,6 +210,9 @@ def calls():
     entries = jax.experimental.sparse.BCOO(
         (jnp.asarray((np.eye(4) + 1).reshape(-1)), places), shape=(4, 4)
     )
+    found["KernelLinearOperator"] = lambda: tr.KernelLinearOperator(
+        lambda x, y: jnp.exp(-jnp.square(x - y)), jnp.linspace(0.0, 1.0, 4)
+    ).mv(jnp.arange(4.0))
     found["SparseLinearOperator"] = lambda: tr.SparseLinearOperator(entries).mv(jnp.arange(4.0))
     return found
 

@@ -17,6 +17,7 @@ from ._estimators.estimator import (
     AbstractTraceEstimator as AbstractTraceEstimator,
 )
 from ._estimators.solution import RESULTS as RESULTS, Solution as Solution
+from ._functions.eigenpairs import Eigenpairs as Eigenpairs, eigenpairs as eigenpairs
 from ._functions.spectral import (
     eigenvalue_count as eigenvalue_count,
     spectral_density as spectral_density,
@@ -31,6 +32,7 @@ from ._logdet.preconditioners import (
     NystromPreconditioner as NystromPreconditioner,
     RPCholeskyPreconditioner as RPCholeskyPreconditioner,
 )
+from ._operators.kernel import KernelLinearOperator as KernelLinearOperator
 from ._operators.sparse import SparseLinearOperator as SparseLinearOperator
 from ._probes.samplers import (
     AbstractSampler as AbstractSampler,

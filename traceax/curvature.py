@@ -16,20 +16,28 @@ function. Everything that does not depend on v is computed once for all products
 are accumulated by `lax.scan`, so that the memory is that of one batch.
 """
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal, final
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
+from ._core.programs import TRACERS, holds
 from ._operators.curvature import (
     CurvatureOperator as CurvatureOperator,
+    Groups,
     check_arrays,
+    check_batches,
+    check_mode,
     check_scalar,
     make_curvature,
     split_params,
@@ -49,7 +57,12 @@ def _constant(tree: Any) -> Any:
 
 
 def hessian(
-    loss: Callable[..., Inexact[Array, ""]], params: PyTree, *args: Any, batches: PyTree = None
+    loss: Callable[..., Inexact[Array, ""]],
+    params: PyTree,
+    *args: Any,
+    batches: PyTree = None,
+    weights: ArrayLike | None = None,
+    mode: Literal["forward", "reverse", "finite-difference"] = "forward",
 ) -> CurvatureOperator:
     r"""The Hessian $\nabla^2 L$ of a loss with respect to its parameters.
 
@@ -68,6 +81,14 @@ def hessian(
     - `args`: further arguments, held constant.
     - `batches`: a PyTree of arrays with a leading axis of the same length. Each slice along it is
         a batch, and the Hessian is averaged over the batches. By default the data are in `args`.
+    - `weights`: one number for each batch, such as its number of examples where the last batch is
+        padded; a batch of weight 0 does not count. By default all weigh the same.
+    - `mode`: how the gradient is differentiated: `"forward"`, in forward mode; `"reverse"`, in
+        reverse mode, for models whose gradients have no forward mode, in two to three times the
+        memory; `"finite-difference"`, by a central difference of two gradients, for models whose
+        gradients have no derivative at all (a `custom_vjp` with an opaque backward pass, a kernel).
+        The products are then good to eps^(2/3), 2e-5 in float32, which is a part of standard
+        errors; and estimates have no derivative. (Used at 10^11 parameters in arXiv:2602.00816.)
 
     **Returns:**
 
@@ -77,7 +98,8 @@ def hessian(
     **Raises:**
 
     - `ValueError`: for a loss that does not return a scalar, parameters without a floating-point
-        array, complex parameters, or arrays in `batches` with leading axes of different lengths.
+        array, complex parameters, arrays in `batches` with leading axes of different lengths,
+        `weights` that are not one for each batch, or an unknown `mode`.
 
     ??? cite "References"
 
@@ -85,17 +107,11 @@ def hessian(
         doi:10.1162/neco.1994.6.1.147.
     """
 
-    def outer(params, constant, data):
-        return check_scalar("The loss", loss(eqx.combine(params, constant), *data))
+    def outer(moving, constant, *data):
+        return check_scalar("The loss", loss(eqx.combine(moving, constant), *data))
 
-    # J is the identity: the parameters themselves are the outputs.
-    def inner(index, params, *data):
-        return eqx.filter(params, eqx.is_inexact_array)
-
-    _, constant = split_params(params)
-    return make_curvature(
-        inner, lambda out, *data: outer(out, constant, data), params, args, batches
-    )
+    check_mode(mode)
+    return make_curvature(None, outer, params, args, batches, weights=weights, mode=mode)
 
 
 def gauss_newton(
@@ -104,6 +120,7 @@ def gauss_newton(
     params: PyTree,
     *args: Any,
     batches: PyTree = None,
+    weights: ArrayLike | None = None,
     convex: bool = True,
 ) -> CurvatureOperator:
     r"""The (generalised) Gauss-Newton matrix $J^\top H_L J$ of a loss of predictions.
@@ -120,7 +137,7 @@ def gauss_newton(
         scalar.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments of both functions, held constant.
-    - `batches`: as for [`traceax.curvature.hessian`][].
+    - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
     - `convex`: whether the loss is convex in the predictions, as cross entropy and squared error
         are. The operator is then tagged positive semidefinite.
 
@@ -143,11 +160,11 @@ def gauss_newton(
     def inner(index, params, *data):
         return check_arrays("predict", predict(params, *data))
 
-    def outer(out, *data):
+    def outer(out, constant, *data):
         return check_scalar("The loss", loss(out, *data))
 
     tags = (lx.positive_semidefinite_tag,) if convex else ()
-    return make_curvature(inner, outer, params, args, batches, *tags)
+    return make_curvature(inner, outer, params, args, batches, *tags, weights=weights)
 
 
 def fisher(
@@ -155,6 +172,7 @@ def fisher(
     params: PyTree,
     *args: Any,
     batches: PyTree = None,
+    weights: ArrayLike | None = None,
     sample: Callable[..., tuple[Any, ...]] | None = None,
     key: PRNGKeyArray | None = None,
     num_samples: int = 1,
@@ -189,7 +207,7 @@ def fisher(
         (a scalar counts as one example). The sign does not matter.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
-    - `batches`: as for [`traceax.curvature.hessian`][].
+    - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
     - `sample`: called as `sample(key, params, *args)`, or `sample(key, params, batch, *args)` with
         batches; returns the arguments after `params` as a tuple, with labels drawn from the model.
         By default the labels in the data are used.
@@ -247,14 +265,19 @@ def fisher(
 
         return jax.vmap(drawn)(split(numbered(key, index), num_samples))
 
-    def outer(out, *data):
+    def outer(out, constant, *data):
         return _half_square(out, 1 / out.size)
 
-    return make_curvature(inner, outer, params, args, batches, lx.positive_semidefinite_tag)
+    tag = lx.positive_semidefinite_tag
+    return make_curvature(inner, outer, params, args, batches, tag, weights=weights)
 
 
 def jacobian_gram(
-    fn: Callable[..., PyTree], params: PyTree, *args: Any, batches: PyTree = None
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    *args: Any,
+    batches: PyTree = None,
+    weights: ArrayLike | None = None,
 ) -> CurvatureOperator:
     r"""The Gram matrix $J^\top J$ of the Jacobian of a function of the parameters.
 
@@ -266,7 +289,7 @@ def jacobian_gram(
         PyTree of floating-point arrays.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
-    - `batches`: as for [`traceax.curvature.hessian`][].
+    - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
 
     **Returns:**
 
@@ -281,7 +304,391 @@ def jacobian_gram(
     def inner(index, params, *data):
         return check_arrays("fn", fn(params, *data))
 
-    def outer(out, *data):
+    def outer(out, constant, *data):
         return _half_square(out)
 
-    return make_curvature(inner, outer, params, args, batches, lx.positive_semidefinite_tag)
+    tag = lx.positive_semidefinite_tag
+    return make_curvature(inner, outer, params, args, batches, tag, weights=weights)
+
+
+@final
+class Curvature:
+    """What `traceax.curvature.of` returns: with parameters and data it makes an operator."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        predict: Callable[..., PyTree] | None,
+        wrt: Callable[[str, Array], bool] | None,
+        groups: Callable[[str, Array], str | list[str]] | None,
+        weights: Callable[..., Any] | None,
+        has_aux: bool,
+        convex: bool,
+        mode: str,
+    ):
+        """Made by `traceax.curvature.of`."""
+        self._loss, self._predict, self._wrt, self._groups = loss, predict, wrt, groups
+        self._weights, self._has_aux, self._mode = weights, has_aux, mode
+        semidefinite = predict is not None and convex
+        self._tags = (lx.positive_semidefinite_tag,) if semidefinite else ()
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, params: PyTree, *args: Any, batches: PyTree = None) -> CurvatureOperator:
+        """The curvature at these parameters.
+
+        **Arguments:**
+
+        - `params`: the parameters.
+        - `args`: the other arguments of the loss. With `predict`: two tuples, the other arguments
+            of the model, and those of the loss.
+        - `batches`: as for [`traceax.curvature.hessian`][].
+
+        **Returns:**
+
+        A [`traceax.curvature.CurvatureOperator`][].
+        """
+        split, join = split_params(params, self._wrt), _combine
+        if self._groups is not None:
+            grouping = Groups.of(split.moving, self._groups)
+            split = split._replace(moving=grouping.pack(split.moving))
+            join = partial(_combine, unpack=grouping.unpack)
+        args, batches = jtu.tree_map(
+            lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, batches)
+        )
+        first = () if batches is None else (jtu.tree_map(lambda x: x[0], batches),)
+        if self._predict is None:
+            inner, rest = None, args
+            outer = partial(_loss_of_parameters, self._scalar, join)
+        else:
+            if len(args) != 2 or not all(isinstance(x, tuple) for x in args):
+                raise TypeError(
+                    "The curvature of a model and a loss is called as `curvature(params, "
+                    "model_args, loss_args)` with two tuples, got "
+                    f"{[type(x).__name__ for x in args]}. An empty tuple stands for no arguments."
+                )
+            _check_fit("predict", "model_args", self._predict, (params, *first, *args[0]))
+            _check_fit("loss", "loss_args", self._loss, (None, *first, *args[1]))
+            rest = (*args[0], *args[1])
+            ends = len(first), len(first) + len(args[0])
+            inner = partial(_predictions, self._predict, ends[1])
+            outer = partial(_loss_of_predictions, self._scalar, *ends)
+        weights = None
+        if self._weights is not None:
+            if batches is None:
+                raise ValueError(
+                    "weights weigh the `batches`, but got batches=None. Give the data as "
+                    "`batches`, or weigh the examples of the only batch in the loss."
+                )
+            weigh = self._weights
+            weights = jax.vmap(lambda batch: weigh(batch, *rest))(batches)
+        # Functions that hold traced arrays differ from call to call.
+        traced = TRACERS in (holds(self._loss), holds(self._predict))
+        programs = None if traced else self._programs
+        return make_curvature(
+            inner, outer, split, rest, batches, *self._tags, weights=weights, mode=self._mode,
+            join=join, programs=programs,
+        )  # fmt: skip
+
+    def _scalar(self, *args: Any) -> Array:
+        value = self._loss(*args)
+        if self._has_aux:
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise ValueError(
+                    "With has_aux=True the loss must return a pair (loss, aux), got a "
+                    f"{type(value).__name__}. Leave has_aux out."
+                )
+            value = value[0]
+        return check_scalar("The loss", value)
+
+    def ungroup(self, params: PyTree, vector: dict[str, Array]) -> PyTree:
+        """A vector by groups, such as one of `Eigenpairs.vectors`, in the structure of the
+        parameters.
+
+        **Arguments:**
+
+        - `params`: the parameters.
+        - `vector`: the vector: a dictionary of arrays, by names of groups.
+
+        **Returns:**
+
+        A PyTree like those of the parameters that are differentiated.
+        """
+        if self._groups is None:
+            raise ValueError(
+                "There are no groups, `of` got groups=None: vectors have the structure of the "
+                "parameters already."
+            )
+        return Groups.of(split_params(params, self._wrt).moving, self._groups).unpack(vector)
+
+
+def _combine(moving: Any, constant: Any, unpack: Callable[[Any], Any] = lambda x: x) -> Any:
+    return eqx.combine(unpack(moving), constant)
+
+
+def _loss_of_parameters(loss, join, moving, constant, *data):
+    return loss(join(moving, constant), *data)
+
+
+def _predictions(predict, end, index, params, *data):
+    return check_arrays("predict", predict(params, *data[:end]))
+
+
+def _loss_of_predictions(loss, batch, end, out, constant, *data):
+    return loss(out, *data[:batch], *data[end:])
+
+
+def _check_fit(name: str, argument: str, function: Callable[..., Any], args: tuple) -> None:
+    """Raise a `TypeError` if a function does not take so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}{signature} does not take {len(args)} arguments ({error}): what it takes after "
+            f"the first (and a batch, with `batches`) belongs into the tuple {argument}."
+        ) from None
+
+
+def of(
+    loss: Callable[..., Any],
+    *,
+    predict: Callable[..., PyTree] | None = None,
+    wrt: Callable[[str, Array], bool] | None = None,
+    groups: Callable[[str, Array], str | list[str]] | None = None,
+    weights: Callable[..., Any] | None = None,
+    has_aux: bool = False,
+    convex: bool = True,
+    mode: Literal["forward", "reverse", "finite-difference"] = "forward",
+) -> Curvature:
+    """A factory of curvature operators: the Hessian of a loss, or with `predict` its Gauss-Newton
+    matrix, wherever the parameters are.
+
+    The loss is traced once for all calls with arguments of the same structure, shapes and dtypes,
+    so that an eager loop over training steps takes milliseconds a step. So make it once, and (as
+    for `jax.jit`) let the loss take everything that changes as an argument: Python numbers among
+    the arguments, too, are a part of the program.
+
+    !!! Example
+
+        ```python
+        curvature = tr.curvature.of(
+            loss,
+            wrt=lambda path, leaf: path.startswith("params/"),  # not the batch statistics
+            groups=lambda path, leaf: path.split("/")[1],  # by layer
+        )
+        for key, (params, batch) in steps:
+            layers = tr.block_traces(key, curvature(params, batch), k=20)
+            layers.value["Dense_0"], layers.std_err["Dense_0"]
+        ```
+
+        The Gauss-Newton matrix of a model and a loss with arguments of their own:
+
+        ```python
+        curvature = tr.curvature.of(cross_entropy, predict=model)
+        operator = curvature(params, (inputs,), (labels,))  # model(params, inputs)
+        ```
+
+    **Arguments:**
+
+    - `loss`: called as `loss(params, *args)`, or `loss(params, batch, *args)` with batches; with
+        `predict` as `loss(predictions, *loss_args)`, or `loss(predictions, batch, *loss_args)`.
+    - `predict`: the model, called as `predict(params, *model_args)`, or `predict(params, batch,
+        *model_args)`. By default the operator is the Hessian.
+    - `wrt`: called as `wrt(path, leaf)` for each floating-point array, with a path like
+        `"params/Dense_0/kernel"`: whether it is a parameter. Batch statistics, frozen layers and
+        buffers are not. By default all are.
+    - `groups`: called as `groups(path, leaf)`: the name of the group that it belongs to, or a list
+        of names, one for each entry along its leading axis (layers that are stacked for a scan).
+        The operator is then one over a dictionary of groups, with one array of shape `(size,)` for
+        each, which is what `traceax.block_traces` and `traceax.eigenpairs` report by.
+    - `weights`: called as `weights(batch, *args)` for each of the `batches`: its weight, such as
+        the number of examples that are not padding.
+    - `has_aux`: whether the loss returns a pair `(loss, aux)`.
+    - `convex`: with `predict`, whether the loss is convex in the predictions.
+    - `mode`: as for [`traceax.curvature.hessian`][].
+
+    **Returns:**
+
+    A function `curvature(params, *args, batches=None)`; with `predict`, `curvature(params,
+    model_args, loss_args, batches=None)` with two tuples. It returns a
+    [`traceax.curvature.CurvatureOperator`][].
+
+    **Raises:**
+
+    - `TypeError`: for anything but a function as `loss`.
+    - `ValueError`: for an unknown `mode`, or any other than `"forward"` with `predict`. Its calls
+        raise what [`traceax.curvature.hessian`][] does.
+    """
+    if not callable(loss):
+        raise TypeError(
+            f"The loss must be a function, got a {type(loss).__name__}: parameters and data are "
+            "given to what `of(loss)` returns."
+        )
+    check_mode(mode)
+    if predict is not None and mode != "forward":
+        raise ValueError(
+            f"A Gauss-Newton matrix needs the forward mode of the model, got mode={mode!r}. Leave "
+            "out `predict` for the Hessian."
+        )
+    return Curvature(loss, predict, wrt, groups, weights, has_aux, convex, mode)
+
+
+@final
+class NoiseScale(eqx.Module):
+    """What `traceax.curvature.noise_scale` estimates. Every field has its standard error.
+
+    **Attributes:**
+
+    - `trace`: tr(Sigma), the trace of the covariance of the gradients of single examples.
+    - `square`: |G|^2, the squared norm of the expected gradient; unbiased, so that it may be
+        negative where noise is all there is.
+    - `scale`: the simple noise scale tr(Sigma) / |G|^2: about the batch size beyond which larger
+        batches help little. Inf where `square` is not positive.
+    - `trace_std_err`, `square_std_err`, `scale_std_err`: their standard errors, by the jackknife
+        over examples. Inf for fewer than three examples, and that of an infinite scale.
+    - `norms`: |g_i|^2 for every example: the traces of the terms of the empirical Fisher matrix.
+    """
+
+    trace: Array
+    square: Array
+    scale: Array
+    trace_std_err: Array
+    square_std_err: Array
+    scale_std_err: Array
+    norms: Inexact[Array, " examples"]
+
+
+NoiseScale.__init__.__doc__ = (NoiseScale.__doc__ or "").replace(
+    "**Attributes:**", "**Arguments:**"
+)
+
+
+def _noise_of(mean: Array, square: Array, count: Array | int) -> tuple[Array, Array, Array]:
+    """tr(Sigma), |G|^2 and their ratio, from the mean of |g_i|^2 and |mean of g_i|^2."""
+    trace = count / (count - 1) * (mean - square)
+    expected = square - trace / count
+    positive = expected > 0
+    return trace, expected, jnp.where(positive, trace / jnp.where(positive, expected, 1), jnp.inf)
+
+
+def noise_scale(
+    loss: Callable[..., Inexact[Array, ""]],
+    params: PyTree,
+    examples: PyTree,
+    *args: Any,
+    batch_size: int = 32,
+) -> NoiseScale:
+    r"""The noise of the gradients: the trace of their covariance, and the simple noise scale
+    $\mathrm{tr}(\Sigma) / |G|^2$.
+
+    With the gradients $g_i$ of N examples and their mean $\bar g$, the unbiased estimates are
+    $\mathrm{tr}(\Sigma) = \frac{1}{N - 1} \sum_i |g_i - \bar g|^2$ and
+    $|G|^2 = |\bar g|^2 - \mathrm{tr}(\Sigma) / N$. No random probes are drawn: the errors are those
+    of the examples, by the jackknife.
+
+    !!! Example
+
+        ```python
+        def loss(params, example):  # of a single example
+            image, label = example
+            return -jax.nn.log_softmax(predict(params, image))[label]
+
+        noise = tr.curvature.noise_scale(loss, params, (images, labels))
+        noise.scale, noise.scale_std_err
+        ```
+
+    Cost: the gradients of all examples, `batch_size` of them in memory at a time, and a forward
+    pass each.
+
+    **Arguments:**
+
+    - `loss`: called as `loss(params, example, *args)`; returns the loss of one example, a scalar.
+    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
+    - `examples`: a PyTree of arrays with a leading axis of the same length N, at least two.
+    - `args`: further arguments, held constant.
+    - `batch_size`: how many gradients to hold at a time.
+
+    **Returns:**
+
+    A [`traceax.curvature.NoiseScale`][].
+
+    **Raises:**
+
+    - `ValueError`: as [`traceax.curvature.hessian`][], and for fewer than two examples.
+
+    ??? cite "References"
+
+        S. McCandlish, J. Kaplan, D. Amodei, *An empirical model of large-batch training*, 2018,
+        arXiv:1812.06162.
+    """
+    moving, constant = split_params(params)
+    examples = check_batches(examples, "examples")
+    count = jtu.tree_leaves(examples)[0].shape[0]
+    if count < 2:
+        raise ValueError(
+            f"A covariance needs at least two examples, got {count}. Give each example as one "
+            "entry along the leading axis of `examples`."
+        )
+
+    def of_example(moving, example):
+        return check_scalar("The loss", loss(eqx.combine(moving, constant), example, *args))
+
+    def dot(a, b):
+        pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)
+        return jnp.asarray(sum(jnp.sum(x * y) for x, y in pairs))
+
+    def with_norm(example):
+        gradient = jax.grad(of_example)(moving, example)
+        return gradient, dot(gradient, gradient)
+
+    with jax.numpy_dtype_promotion("standard"):
+        zero = jtu.tree_map(jnp.zeros_like, moving)
+        width = min(batch_size, count)
+        whole = count // width
+
+        def block(total, each):
+            gradients, norms = jax.vmap(with_norm)(each)
+            return jtu.tree_map(lambda t, g: t + jnp.sum(g, axis=0), total, gradients), norms
+
+        cut = jtu.tree_map(
+            lambda x: x[: whole * width].reshape(whole, width, *x.shape[1:]), examples
+        )
+        total, norms = lax.scan(block, zero, cut)
+        norms = norms.reshape(-1)
+        if whole * width < count:
+            total, more = block(total, jtu.tree_map(lambda x: x[whole * width :], examples))
+            norms = jnp.concatenate([norms, more])
+        mean = jtu.tree_map(lambda x: x / count, total)
+        # <g_i, mean of g> by a forward pass.
+        along = lax.map(
+            lambda e: jax.jvp(lambda p: of_example(p, e), (moving,), (mean,))[1],
+            examples,
+            batch_size=width,
+        )
+        first, second, square = jnp.mean(norms), dot(mean, mean), count**2
+        found = _noise_of(first, second, count)
+        # Without example i:
+        others = (count * first - norms) / (count - 1)
+        squares = (square * second - 2 * count * along + norms) / (count - 1) ** 2
+
+        def jackknife(values):
+            spread = jnp.sum(jnp.square(values - jnp.mean(values)))
+            error = jnp.sqrt((count - 1) / count * spread)
+            return jnp.where(jnp.isfinite(error), error, jnp.inf)
+
+        if count < 3:
+            errors = [jnp.full((), jnp.inf, first.dtype)] * 3
+        else:
+            errors = [jackknife(x) for x in _noise_of(others, squares, count - 1)]
+    return NoiseScale(
+        trace=found[0],
+        square=found[1],
+        scale=found[2],
+        trace_std_err=errors[0],
+        square_std_err=errors[1],
+        scale_std_err=errors[2],
+        norms=norms,
+    )

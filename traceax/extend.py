@@ -29,6 +29,7 @@ from ._estimators.extendable import (
 from ._estimators.rows import Rows as Rows
 from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
 from ._operators.block_operator import BlockOperator as BlockOperator, is_hermitian as is_hermitian
+from ._operators.known_parts import columns as columns
 from ._probes.random import numbered as numbered, split as split
 from ._probes.samplers import AbstractSampler as AbstractSampler
 from ._sketch.columns import Columns as Columns

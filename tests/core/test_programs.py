@@ -510,6 +510,7 @@ def attention_loss(params, tokens):
     return -jnp.mean(jnp.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], -1))
 
 
+@pytest.mark.slow
 def test_wide_products_of_a_scanned_transformer():
     """Each vector of a block has the product that it has by itself: 100 vectors, 6400 tokens."""
     d, words = 8, 11

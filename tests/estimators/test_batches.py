@@ -107,6 +107,7 @@ def _temporary(fn, *structures):
 WIDE = 400  # numbers that one product of the operator below holds for every entry of its vector
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [variant(tr.XTraceEstimator), tr.XDiagEstimator])
 def test_memory_of_products_is_that_of_a_batch(estimator):
     """An operator whose products hold far more than their vectors (a network's activations)."""

@@ -42,6 +42,7 @@ COMPLEX = lx.MatrixLinearOperator(EYE.astype(complex))
 FUNCTION = lx.FunctionLinearOperator(lambda v: v, jax.ShapeDtypeStruct((N,), float), PSD)
 MIXED = lx.FunctionLinearOperator(lambda v: v.astype(complex), jax.ShapeDtypeStruct((N,), float))
 SPARSE = tr.SparseLinearOperator(ss.eye_array(N).tocsr(), lx.symmetric_tag)
+KERNEL = tr.KernelLinearOperator
 NEVER = tr.AdaptiveHutchPlusPlusEstimator()
 
 
@@ -122,6 +123,10 @@ def tracking(k=8, operator=LARGE, state=None):
 
 def twice(fn):
     return jax.eval_shape(jax.grad(jax.grad(fn)), 1.0)
+
+
+def of(loss=lambda p, *args: jnp.sum(p), has_aux=False, **options):
+    return curvature.of(loss, has_aux=has_aux, **options)
 
 
 def fisher(value=lambda p, x: p["w"] * x, **options):
@@ -310,6 +315,60 @@ MESSAGES = [
         "lineax.symmetric_tag",
         lambda _: tr.spectral_sum(KEY, jnp.log, PLAIN, 4),
     ),
+    (ValueError, "got 'jvp'", "must be one of", lambda _: of(mode="jvp")),
+    (ValueError, "got mode='reverse'", "Leave out", lambda _: of(predict=jnp.sum, mode="reverse")),
+    (TypeError, "got a int", "what `of(loss)` returns", lambda _: curvature.of(3)),
+    (ValueError, "got a float", "Leave has_aux out", lambda _: of(lambda p: 1.0, True)(ONES)),
+    (ValueError, "got batches=None", "Give the data", lambda _: of(weights=len)(ONES)),
+    (
+        ValueError,
+        "got shape (2,)",
+        "in the loss",
+        lambda _: curvature.hessian(lambda p, x: p @ x, ONES, batches=jnp.eye(N), weights=[1, 2]),
+    ),
+    (TypeError, "got ['ArrayImpl']", "two tuples", lambda _: of(predict=jnp.sin)(ONES, np.ones(3))),
+    (
+        TypeError,
+        "does not take 2 arguments",
+        "model_args",
+        lambda _: of(predict=lambda p: p)(ONES, (ONES,), ()),
+    ),
+    (ValueError, "got 3", "a name", lambda _: of(groups=lambda path, x: 3)({"a": ONES})),
+    (
+        ValueError,
+        "['float32', 'float64']",
+        "each dtype",
+        lambda _: of(groups=lambda path, x: "all")([ONES, ONES.astype(jnp.float32)]),
+    ),
+    (
+        ValueError,
+        "got 1",
+        "leading axis of `examples`",
+        lambda _: curvature.noise_scale(lambda p, x: jnp.sum(p * x), ONES, ONES[:1]),
+    ),
+    (ValueError, "groups=None", "already", lambda _: of().ungroup(ONES, {})),
+    (
+        ValueError,
+        "got 'max'",
+        "'LA', 'SA'",
+        lambda _: tr.eigenpairs(KEY, SYMMETRIC, 4, which="max"),
+    ),
+    (ValueError, "num=7", "num <= 6", lambda _: tr.eigenpairs(KEY, SYMMETRIC, 4, 7)),
+    (ValueError, "got 2", "at least 3", lambda _: tr.eigenpairs(KEY, LARGE, 4, basis_size=2)),
+    (
+        ValueError,
+        "got shapes [(3,)]",
+        "Leave it out",
+        lambda _: tr.eigenpairs(KEY, SYMMETRIC, 4, start=jnp.ones(3)),
+    ),
+    (
+        NotImplementedError,
+        "first derivative only",
+        "finite differences",
+        lambda _: twice(
+            lambda x: tr.eigenpairs(KEY, lx.MatrixLinearOperator(x * jnp.eye(9), PSD), 4).values[0]
+        ),
+    ),
     (
         TypeError,
         "got 2.0",
@@ -357,6 +416,12 @@ MESSAGES = [
         "MatrixLinearOperator",
         "lineax.positive_semidefinite_tag",
         lambda _: tr.logdet(KEY, PLAIN, 4),
+    ),
+    (
+        ValueError,
+        "got 'cholesky'",
+        "must be 'exact'",
+        lambda _: tr.logdet(KEY, POSITIVE, 4, fallback="cholesky"),
     ),
     (
         TypeError,
@@ -512,6 +577,16 @@ MESSAGES = [
         lambda _: tr.SparseLinearOperator(
             jsparse.BCOO((jnp.ones(1), jnp.array([[-1, 0]])), shape=(2, 2))
         ),
+    ),
+    # Kernels.
+    (TypeError, "got a ArrayImpl", "`lineax.MatrixLinearOperator(", lambda _: KERNEL(EYE, ONES)),
+    (ValueError, "shapes [(6,), (3,)]", "shape (n,)", lambda _: KERNEL(min, (ONES, ONES[:3]))),
+    (ValueError, "got 0", "or None", lambda _: KERNEL(lambda x, y: x * y, ONES, block_size=0)),
+    (
+        ValueError,
+        "got (6,)",
+        "`batched=True`",
+        lambda _: KERNEL(lambda x, y: x * y, jnp.ones((3, N))),
     ),
     # Pictures.
     (

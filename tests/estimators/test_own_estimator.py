@@ -47,6 +47,7 @@ def test_the_page_imports_public_names_only():
     assert not re.search(r"\b(?:tr|tre)(?:\.\w+)*\._", "\n".join(BLOCKS))
 
 
+@pytest.mark.slow
 def test_the_estimator_of_the_page():
     check_estimator(of_page("NAHutchPlusPlusEstimator")())
 
@@ -70,6 +71,7 @@ def test_the_operator_of_the_page():
     np.testing.assert_allclose(slope, np.where(np.arange(60) == 0, 60.0, 0.0), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_preconditioner_of_the_page():
     n = 120
     grid = jnp.arange(1.0, n + 1)
@@ -283,6 +285,7 @@ class Extended(Plain):
         return PlainForms()
 
 
+@pytest.mark.slow
 def test_a_tolerance_with_an_extendable_of_its_own():
     """One program, its own weights, budgets that are traced, and the exact value as last resort."""
     key, n = jax.random.key(0), OPERATOR.in_size()
@@ -301,6 +304,7 @@ def test_a_tolerance_with_an_extendable_of_its_own():
     assert exact.num_matvecs == n // 2 // 16 * 16 + n
 
 
+@pytest.mark.slow
 def test_a_tolerance_of_a_diagonal_by_blocks():
     structure = {
         "a": jax.ShapeDtypeStruct((50,), jnp.float64),

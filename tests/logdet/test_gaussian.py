@@ -172,7 +172,7 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rank"), [variant(np.float64, 8), (np.complex128, 8), variant(np.complex128, 24)]
+    ("dtype", "rank"), [(np.float64, 8), variant(np.complex128, 8), variant(np.complex128, 24)]
 )
 def test_gradient_std_err(dtype, rank):
     """The derivative that `logdet` has, and its scatter, for two directions."""

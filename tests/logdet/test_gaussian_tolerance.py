@@ -19,6 +19,7 @@ N = 200
 # --- a fixed budget that is too small -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_recurrences_that_have_not_converged():
     """A spectrum over seven decades, and a few steps: the value is kept, with its quadrature error.
     With a shift that leaves less than a decade the same budget is enough.
@@ -65,6 +66,7 @@ def truth_of(y, matrix, s):
     return cholesky_density(y, matrix + jnp.asarray(s, matrix.dtype) * jnp.eye(len(matrix)))
 
 
+@pytest.mark.slow
 def test_values_are_within_the_tolerance():
     """A kernel, three tolerances, and a relative one: at most those, and the products grow."""
     n, s = 400, 0.05

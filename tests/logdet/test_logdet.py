@@ -16,6 +16,7 @@ from traceax._sketch.low_rank import LowRankPlusIdentity, nystrom_of
 
 from ..helpers import (
     PSD,
+    by_products,
     keys,
     random_unitary,
     variant,
@@ -33,6 +34,11 @@ def identity(n, dtype=jnp.float64):
 def shifted(matrix, s):
     """K + s I as lineax writes it."""
     return lx.MatrixLinearOperator(matrix, PSD) + s * identity(len(matrix), matrix.dtype)
+
+
+def hidden(matrix, s):
+    """The same, where K is known by its products alone."""
+    return by_products(matrix, PSD) + s * identity(len(matrix), matrix.dtype)
 
 
 def decaying(n=N, dtype=np.float64, seed=0):
@@ -233,7 +239,7 @@ KERNELS = {
 
 @eqx.filter_jit
 def _solve(key, matrix, s, k, preconditioner="auto"):
-    solution = logdet(key, shifted(matrix, s), k, preconditioner=preconditioner)
+    solution = logdet(key, hidden(matrix, s), k, preconditioner=preconditioner)
     allowed = 2 * solution.std_err + solution.quadrature_error
     return solution.value, allowed, solution.result == RESULTS.successful, solution.num_matvecs
 
@@ -288,7 +294,7 @@ def test_gradient_of_a_kernel():
     @jax.jit
     def gradient(key, theta, r):
         def value(theta):
-            return logdet(key, shifted(theta[2] * rbf(r, theta[0]), theta[1]), 120).value
+            return logdet(key, hidden(theta[2] * rbf(r, theta[0]), theta[1]), 120).value
 
         return jax.grad(value)(theta)
 
@@ -337,7 +343,7 @@ def second(theta, matrix, direction):
     return first.astype(matrix.dtype) * matrix + other.astype(matrix.dtype) * direction
 
 
-@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
+@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
 def test_second_derivatives(dtype):
     """Unbiased, symmetric, and the same in every mode, against dense derivatives."""
     matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)
@@ -397,7 +403,7 @@ def test_lanes_of_a_vmap_choose_by_themselves():
     matrix = decaying()
 
     def value(key, s):
-        solution = logdet(key, shifted(s * matrix, s), 30)
+        solution = logdet(key, hidden(s * matrix, s), 30)
         return solution.value, solution.std_err, solution.quadrature_error, solution.num_matvecs
 
     shapes = eqx.filter_eval_shape(value, jr.key(0), jnp.asarray(0.05))

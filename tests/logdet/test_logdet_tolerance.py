@@ -86,6 +86,7 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
         assert decided(matrix, jnp.array(88)) == (True, 0, False)
 
 
+@pytest.mark.slow
 def test_what_is_simple_ends_with_the_first_look(matrix):
     """16 products for the sketch, 8 for one probe: for a multiple of the identity, for low rank
     plus one, at any scale; NaN and what is not positive definite end there, too. (The progress is
@@ -127,6 +128,7 @@ def test_not_converged(capfd):
     assert "+-" in shown
 
 
+@pytest.mark.slow
 def test_exact_as_the_last_resort():
     """The entries are stored, and take no products; its derivative is that of A^{-1} itself. With
     another tolerance the same program ends before, with an estimate. (Of a complex matrix.)

@@ -671,3 +671,292 @@ def test_bad_input():
 def test_not_square():
     jacobian = lx.JacobianLinearOperator(lambda x, _: jnp.concatenate([x, x]), jnp.ones(3))
     assert "6 x 3" in message(lambda: tr.trace(jr.key(0), jacobian, 2))
+
+
+# ------------------------------------------------------------------------------ factory and modes
+
+
+def flat_matrix(operator):
+    return eqx.filter_jit(lambda operator: operator.as_matrix())(operator)
+
+
+def test_factory_is_the_hessian_and_traces_once():
+    calls = []
+
+    def counted(params, inputs, labels):
+        calls.append(1)
+        return loss(params, inputs, labels), {"aux": inputs}
+
+    make_it = curvature.of(counted, has_aux=True)
+    with pytest.raises(ValueError, match="leave out auxiliary"):
+        curvature.of(counted)({**WEIGHTS, **REST}, INPUTS, LABELS)
+    calls.clear()
+    seen = []
+    for scale in (1.0, 0.5, 2.0):
+        weights = jax.tree.map(lambda x, s=scale: s * x, WEIGHTS)
+        operator = make_it({**weights, **REST}, np.asarray(INPUTS), LABELS)
+        seen.append(len(calls))
+        flat = ravel_pytree(weights)[0]
+        truth = jax.jit(jax.hessian(of_flat(loss)))(flat)
+        np.testing.assert_allclose(flat_matrix(operator), truth, atol=1e-12)
+        same = tr.trace(jr.key(0), make("hessian", {**weights, **REST}, INPUTS, LABELS), 6)
+        ours = tr.trace(jr.key(0), operator, 6)
+        np.testing.assert_allclose(ours.value, same.value, rtol=1e-12)
+    assert seen[0] > 0
+    # Never again, neither for the operator nor in the estimates of the other parameters.
+    assert len(calls) == seen[0]
+    # Other shapes, dtypes, or Python values are other programs.
+    make_it({**WEIGHTS, **REST}, INPUTS[:4], LABELS[:4])
+    assert len(calls) > seen[0]
+    before = len(calls)
+    make_it({**WEIGHTS, **REST, "power": 3}, INPUTS, LABELS)
+    assert len(calls) > before
+
+
+def test_factory_under_transformations():
+    """Inside `jit`, with derivatives, and with a loss that closes over what is traced."""
+    make_it = curvature.of(loss)
+
+    def value(flat, scale):
+        operator = make_it({**unravel(flat), **REST}, INPUTS * scale, LABELS)
+        return tr.trace(jr.key(0), operator, N).value
+
+    one = jnp.asarray(1.0)
+    gradient = jax.jit(jax.grad(value))(FLAT, one)
+    np.testing.assert_allclose(gradient, exact_gradient(FLAT), rtol=1e-9, atol=1e-12)
+    # The arguments are differentiated as well.
+    step = 1e-5
+    slope = jax.jit(jax.grad(value, 1))(FLAT, one)
+    difference = (value(FLAT, one + step) - value(FLAT, one - step)) / (2 * step)
+    np.testing.assert_allclose(slope, difference, rtol=1e-6)
+    np.testing.assert_allclose(value(FLAT, one), exact_penalty(FLAT), rtol=1e-10)
+
+    @jax.jit
+    def closing_over(scale):
+        operator = curvature.of(lambda p, x, y: scale * loss(p, x, y))(
+            {**WEIGHTS, **REST}, INPUTS, LABELS
+        )
+        return operator.as_matrix()
+
+    for scale in (1.0, 3.0):
+        truth = scale * dense("hessian")
+        np.testing.assert_allclose(closing_over(jnp.asarray(scale)), truth, atol=1e-12)
+
+
+def test_selection_and_groups():
+    """Statistics are no parameters; layers that are stacked have a name each."""
+    params = {
+        "params": {"stack": jr.normal(jr.key(0), (3, 2, 2)), "out": jnp.ones((2,))},
+        "batch_stats": jnp.ones(2),
+    }
+
+    def stacked(params, x):
+        for i in range(3):
+            x = jnp.tanh(params["params"]["stack"][i] @ x + params["batch_stats"])
+        return jnp.sum((params["params"]["out"] * x) ** 2)
+
+    def groups(path, leaf):
+        return [f"layer {i}" for i in range(3)] if "stack" in path else path.split("/")[-1]
+
+    make_it = curvature.of(stacked, wrt=lambda p, x: p.startswith("params/"), groups=groups)
+    operator = make_it(params, jnp.arange(2.0))
+    assert operator.in_size() == 14
+    flat, unflatten = ravel_pytree(params["params"])
+    matrix = jax.hessian(lambda v: stacked({**params, "params": unflatten(v)}, jnp.arange(2.0)))(
+        flat
+    )
+    blocks = tr.block_traces(jr.key(0), operator, 14).value
+    # `out` comes first in the flat parameters.
+    expected = {"out": np.trace(matrix[:2, :2])}
+    for i in range(3):
+        part = slice(2 + 4 * i, 6 + 4 * i)
+        expected[f"layer {i}"] = np.trace(matrix[part, part])
+    assert set(blocks) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(blocks[name], value, rtol=1e-10)
+
+    pairs = tr.eigenpairs(jr.key(0), operator, 14)
+    vector = make_it.ungroup(params, jax.tree.map(lambda x: x[0], pairs.vectors))
+    found = ravel_pytree(vector["params"])[0]
+    np.testing.assert_allclose(matrix @ found, pairs.values[0] * found, atol=1e-10)
+    assert vector["batch_stats"] is None
+
+
+def test_weights_of_ragged_batches():
+    """12 examples in batches of 5, the last of which is padded: the Hessian of all."""
+    padded = jax.tree.map(
+        lambda x: jnp.concatenate([x, jnp.zeros((3, *x.shape[1:]), x.dtype)]), (INPUTS, LABELS)
+    )
+    mask = (jnp.arange(15) < EXAMPLES).reshape(3, 5)
+    batches = (padded[0].reshape(3, 5, 3), padded[1].reshape(3, 5), mask)
+
+    def masked(params, batch):
+        inputs, labels, mask = batch
+        logs = log_likelihood_of(predict(params, inputs, labels), labels)
+        return -jnp.sum(jnp.where(mask, logs, 0)) / jnp.maximum(jnp.sum(mask), 1).astype(float)
+
+    make_it = curvature.of(masked, weights=lambda batch: jnp.sum(batch[2]))
+    truth = dense("hessian")
+    params = {**WEIGHTS, **REST}
+    np.testing.assert_allclose(flat_matrix(make_it(params, batches=batches)), truth, atol=1e-12)
+    operator = curvature.hessian(masked, params, batches=batches, weights=[5, 5, 2])
+    np.testing.assert_allclose(flat_matrix(operator), truth, atol=1e-12)
+    # A whole batch of padding does not count, whatever it holds.
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[:1]), batches)
+    nothing = (nothing[0] * jnp.nan, *nothing[1:])
+    more = jax.tree.map(lambda *x: jnp.concatenate(x), batches, nothing)
+    np.testing.assert_allclose(flat_matrix(make_it(params, batches=more)), truth, atol=1e-12)
+    equal = curvature.hessian(masked, params, batches=batches)
+    assert np.max(np.abs(flat_matrix(equal) - truth)) > 1e-3
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_model_and_loss_with_arguments_of_their_own(batched):
+    def model(params, inputs):
+        return predict(params, inputs, None)
+
+    def criterion(outputs, labels):
+        return -jnp.mean(log_likelihood_of(outputs, labels)), None
+
+    params = {**WEIGHTS, **REST}
+    if batched:
+        make_it = curvature.of(
+            lambda out, batch, _: criterion(out, batch[1]),
+            predict=lambda p, batch: model(p, batch[0]),
+            has_aux=True,
+        )
+        operator = make_it(params, (), (LABELS,), batches=BATCHES)
+    else:
+        make_it = curvature.of(criterion, predict=model, has_aux=True)
+        operator = make_it(params, (INPUTS,), (LABELS,))
+    np.testing.assert_allclose(flat_matrix(operator), dense("gauss_newton"), atol=1e-12)
+    assert lx.is_positive_semidefinite(operator)
+    if not batched:
+        # The quadratic form has no second derivative of the model either.
+        vector = {**unravel(jr.normal(jr.key(3), (N,))), **dict.fromkeys(REST)}
+        flat = ravel_pytree(vector)[0]
+        form = flat @ dense("gauss_newton") @ flat
+        np.testing.assert_allclose(operator.quadratic_form(vector), form, rtol=1e-10)
+
+
+@jax.custom_vjp
+def opaque(x):
+    return jnp.sum(jnp.tanh(x) * x)
+
+
+def _opaque_bwd(x, g):
+    def host(x):
+        return np.asarray(np.tanh(x) + x / np.cosh(x) ** 2, x.dtype)
+
+    return (g * jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x,
+                                  vmap_method="sequential"),)  # fmt: skip
+
+
+opaque.defvjp(lambda x: (opaque(x), x), _opaque_bwd)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_gradients_without_a_derivative(dtype):
+    """Differences of gradients are good to eps^(2/3), and say so."""
+    x = jnp.linspace(-1, 2, 12).astype(dtype)
+
+    def total(x):
+        return opaque(x) + jnp.sum(x) ** 2
+
+    operator = curvature.hessian(total, x, mode="finite-difference")
+    slopes = jax.vmap(jax.grad(jax.grad(lambda x: jnp.tanh(x) * x)))(x)
+    truth = np.asarray(jnp.diag(slopes) + 2)
+    error = np.finfo(dtype).eps ** (2 / 3) * np.linalg.norm(truth)
+    found = np.asarray(operator.as_matrix())
+    assert found.dtype == dtype
+    assert np.max(np.abs(found - truth)) < 2 * error
+    # The matrix is not exact: a test with no error at all would test something else.
+    assert np.max(np.abs(found - truth)) > 0
+    huge = operator.mv(1e30 * jnp.ones_like(x))
+    np.testing.assert_allclose(huge / 1e30, truth.sum(1), atol=20 * error)
+    np.testing.assert_array_equal(operator.mv(jnp.zeros_like(x)), 0)
+    solution = tr.trace(jr.key(0), operator, 6)
+    assert solution.std_err > error / 4
+    assert abs(float(solution.value) - np.trace(truth)) < 5 * float(solution.std_err)
+    pairs = tr.eigenpairs(jr.key(0), operator, 8)
+    assert np.linalg.eigvalsh(truth)[-1] - float(pairs.values[0]) + error > 0
+    assert abs(float(pairs.values[0]) - np.linalg.eigvalsh(truth)[-1]) <= float(pairs.errors[0])
+
+
+def test_reverse_mode():
+    """The same matrix, also through a `custom_vjp`; with batches too."""
+
+    @jax.custom_vjp
+    def cube(x):
+        return x**3
+
+    cube.defvjp(lambda x: (x**3, x), lambda x, g: (3 * x**2 * g,))
+    x = jnp.arange(1.0, 5.0)
+    operator = curvature.hessian(lambda x: jnp.sum(cube(x)), x, mode="reverse")
+    np.testing.assert_allclose(operator.as_matrix(), np.diag(6 * x))
+    operator = make("hessian", {**WEIGHTS, **REST}, batches=BATCHES, mode="reverse")
+    np.testing.assert_allclose(flat_matrix(operator), dense("hessian"), atol=1e-12)
+
+
+# ------------------------------------------------------------------------------ noise of gradients
+
+
+def one_loss(params, example):
+    return loss(params, *jax.tree.map(lambda x: x[None], example))
+
+
+@pytest.mark.parametrize("batch_size", [5, 100])
+def test_noise_scale_is_that_of_the_dense_covariance(batch_size):
+    jacobian = np.asarray(jax.jacobian(of_flat(log_likelihood))(FLAT))
+    truth = np.trace(np.cov(jacobian.T))
+    params = {**WEIGHTS, **REST}
+    noise = curvature.noise_scale(one_loss, params, (INPUTS, LABELS), batch_size=batch_size)
+    square = np.sum(jacobian.mean(0) ** 2) - truth / EXAMPLES
+    np.testing.assert_allclose(noise.trace, truth, rtol=1e-10)
+    np.testing.assert_allclose(noise.square, square, rtol=1e-10)
+    np.testing.assert_allclose(noise.scale, truth / square, rtol=1e-10)
+    np.testing.assert_allclose(noise.norms, np.sum(jacobian**2, axis=1), rtol=1e-10)
+    # The jackknife, by leaving out one example after the other.
+    kept = [np.delete(jacobian, i, axis=0) for i in range(EXAMPLES)]
+    traces = np.array([np.trace(np.cov(each.T)) for each in kept])
+    squares = np.array([np.sum(x.mean(0) ** 2) for x in kept]) - traces / (EXAMPLES - 1)
+    spread = np.sqrt(EXAMPLES - 1)
+    for values, error in (
+        (traces, noise.trace_std_err),
+        (squares, noise.square_std_err),
+        (traces / squares, noise.scale_std_err),
+    ):
+        np.testing.assert_allclose(error, spread * values.std(), rtol=1e-8)
+
+
+def test_noise_scale_is_unbiased_and_its_errors_are_right():
+    """Normal gradients: z-tests of tr(Sigma) = 20 and |G|^2 = 1, and their errors."""
+
+    @jax.jit
+    def run(keys):
+        def one(key):
+            examples = jr.normal(key, (40, 5)) * 2 + jnp.sqrt(0.2)
+            return curvature.noise_scale(lambda p, x: jnp.sum(p * x), jnp.ones(5), examples)
+
+        return jax.lax.map(one, keys)
+
+    noise = jax.tree.map(np.asarray, run(keys(2000)))
+    for value, error, truth in (
+        (noise.trace, noise.trace_std_err, 20.0),
+        (noise.square, noise.square_std_err, 1.0),
+    ):
+        deviation = value.std(ddof=1)
+        assert abs(value.mean() - truth) < 4 * deviation / np.sqrt(2000)
+        # (The standard deviation of 2000 deviations is known to 1/sqrt(4000), 1.6 %.)
+        assert 0.9 < np.sqrt(np.mean(error**2)) / deviation < 1.15
+
+
+def test_noise_without_a_mean():
+    """Where |G|^2 is not positive, the scale is infinite, and never NaN."""
+    examples = jnp.asarray([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    noise = curvature.noise_scale(lambda p, x: jnp.sum(p * x), jnp.ones(2), examples)
+    assert noise.square < 0
+    assert np.isinf(noise.scale)
+    assert np.isinf(noise.scale_std_err)
+    same = curvature.noise_scale(lambda p, x: jnp.sum(p * x), jnp.ones(2), jnp.ones((2, 2)))
+    np.testing.assert_allclose([same.trace, same.scale], 0, atol=1e-12)

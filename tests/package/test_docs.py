@@ -50,7 +50,10 @@ def test_programs_run():
 def test_public_names_have_a_reference(name):
     text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     of_module = {
-        "curvature": ("hessian", "gauss_newton", "fisher", "jacobian_gram", "CurvatureOperator"),
+        "curvature": (
+            *("hessian", "gauss_newton", "fisher", "jacobian_gram", "of"),
+            *("Curvature", "CurvatureOperator", "noise_scale", "NoiseScale"),
+        ),
         "plot": ("spectral_density", "convergence", "interval"),
         # Not imported with the package; where tests/estimators/test_own_estimator.py imports them.
         "extend": ("BlockOperator",),

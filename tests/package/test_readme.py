@@ -44,7 +44,7 @@ def test_python_blocks_call_what_there_is():
             calls += 1
         else:
             public(node)
-    assert calls == 9
+    assert calls == 10
 
 
 @pytest.mark.slow

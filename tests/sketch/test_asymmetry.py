@@ -47,6 +47,9 @@ ESTIMATES = {
     "logdet nystrom": lambda key, op: tr.logdet(
         key, op, 30, preconditioner=tr.NystromPreconditioner()
     ),
+    "logdet columns": lambda key, op: tr.logdet(
+        key, op + 0.1 * lx.IdentityLinearOperator(op.in_structure()), 30, fallback=None
+    ),
     "logdet small": lambda key, op: tr.logdet(key, op, 24),
     "density": lambda key, op: tr.gaussian_log_density(key, jnp.ones(N, op.matrix.dtype), op, 40),
 }
@@ -59,6 +62,7 @@ REPORTED = [
     ("xnysdiag", np.complex128),
     ("tolerance", np.complex128),
     ("logdet", np.float64),
+    ("logdet columns", np.float64),
     ("logdet nystrom", np.complex128),
     variant("logdet small", np.complex128),  # another budget
     variant("density", np.complex128),  # whose log-determinant it is

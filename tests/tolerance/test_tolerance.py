@@ -91,6 +91,7 @@ def test_coverage_and_products_on_the_six_spectra(name):
         assert np.median(products) <= 128, spectrum
 
 
+@pytest.mark.slow
 def test_the_rule_is_that_of_the_calibration(monkeypatch):
     """The public call stops where the calibration says it does, with the same value."""
     n = 120
@@ -377,6 +378,7 @@ def test_going_on_from_a_state(name):
     np.testing.assert_allclose(same.value, early.value, rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_going_on_beyond_the_first_budget():
     matrix, estimator = jnp.asarray(POLY), tr.HutchPlusPlusEstimator()
     state = solve(keys(1)[0], matrix, estimator, 1e-9, 60, keep_state=True).state
@@ -438,6 +440,7 @@ def test_student_quantiles():
         np.testing.assert_allclose(t, stdtrit(dof, (1 + level) / 2), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_intervals():
     matrix = jnp.asarray(POLY)
     solution = reference.solutions(keys(300), matrix, 40, tr.XNysTraceEstimator(), PSD)
@@ -532,7 +535,9 @@ def test_progress(capfd):
 # ------------------------------------------------------------------- budgets that are not static
 
 
-@pytest.mark.parametrize("name", ["xtrace", "hutchinson", variant("hutch++"), variant("xnystrace")])
+@pytest.mark.parametrize(
+    "name", ["xtrace", variant("hutchinson"), variant("hutch++"), variant("xnystrace")]
+)
 def test_a_traced_budget(name):
     """One program for all budgets up to `max_k`, with the error bar and derivative of each."""
     matrix, unit = jnp.asarray(POLY), UNITS[name]

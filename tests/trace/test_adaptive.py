@@ -133,6 +133,7 @@ def test_the_naive_algorithm_does_the_same(dtype, most, delta):
     assert max(spent) > most - 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if i == 0 else variant(name) for i, name in enumerate(SPECTRA)]
 )
@@ -154,6 +155,7 @@ def test_the_guarantee(name):
             assert np.sqrt(np.mean(error**2)) < rtol * truth / 2
 
 
+@pytest.mark.slow
 def test_a_budget_is_spent_with_the_split_of_least_variance():
     """Unbiased, with the right error; all of it, but for less than a block."""
     assert [_block_width(k) for k in (3, 5, 6, 24, 30, 61, 296, 399)] == [1, 1, 2, 8, 6, 6, 8, 7]
@@ -241,6 +243,7 @@ def test_products_that_are_made():
 # --------------------------------------------------------------------------- transformations
 
 
+@pytest.mark.slow
 def test_lanes_of_a_vmap_stop_by_themselves():
     """Each lane gets what it gets by itself, in the lanes of keys, tolerances and operators."""
     rtol = jnp.array([0.3, 0.03, 0.02, 1e-3])

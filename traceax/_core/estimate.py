@@ -55,6 +55,7 @@ class Estimate(eqx.Module):
     - `state`: what a later call can go on from, or None.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
         independent nor normal, see `Calibration`; 1 for samples that are both.
+    - `columns`: the number of columns that were read without a product; None where none can be.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -65,6 +66,7 @@ class Estimate(eqx.Module):
     state: Any = None
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
+    columns: Int[Array, ""] | None = None
 
 
 def make_estimate(

@@ -173,11 +173,8 @@ class BlockMeans(AbstractExtendable):
 
     def start(self, growth, block):
         """See `AbstractExtendable`."""
-        like, real = (
-            nothing_like(lambda: self._value(growth, block, 0)),
-            jnp.finfo(block.dtype).dtype,
-        )
-        zero, none = jnp.zeros((), real), jnp.zeros((), jnp.int32)
+        like = nothing_like(lambda: self._value(growth, block, 0))
+        zero, none = jnp.zeros((), jnp.finfo(block.dtype).dtype), jnp.zeros((), jnp.int32)
         return BlockMeansState(zero, like.value, like.std_err, none, zero, none)
 
     def extend(self, state, growth, block):

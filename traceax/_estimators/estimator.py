@@ -441,6 +441,8 @@ def solve(
         for outcome in _FAILURES.values():
             value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
+    if estimate.columns is not None:
+        stats["columns"] = estimate.columns
     counts = estimate.num_matvecs, stats, result
     bars = estimate.inflation, estimate.tail
     return Solution(value, estimate.std_err, *counts, None, estimate.state, *bars)

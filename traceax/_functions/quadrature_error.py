@@ -2,6 +2,7 @@
 early.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ from .._estimators.solution import Solution
 
 
 def with_quadrature_error(
-    value, error, std_err, num_matvecs: Array | int, dof: Array | int, status
+    value, error, std_err, num_matvecs: Array | int, dof: Array | int, status, columns: Any = None
 ) -> Estimate:
     """An estimate whose value is a pair: the value proper, and its quadrature error. Both are NaN
     if f is not finite where it is needed, or the operator is not Hermitian. The degrees of freedom
-    are an array like the standard error.
+    are an array like the standard error. `columns` are those that were read, see `Estimate`.
     """
     failed = has_no_logarithm(status)
 
@@ -28,7 +29,9 @@ def with_quadrature_error(
     parts = (masked(value), masked(error))
     errors = (masked(std_err), jnp.zeros_like(error))
     dof = jnp.broadcast_to(jnp.asarray(dof, std_err.dtype), std_err.shape)
-    return make_estimate(parts, errors, num_matvecs, dof, status)
+    estimate = make_estimate(parts, errors, num_matvecs, dof, status)
+    columns = None if columns is None else jnp.asarray(columns, jnp.int32)
+    return dataclasses.replace(estimate, columns=columns)
 
 
 def fixed_budget_status(value: Array, error: Array, std_err: Array, status: Array) -> Array:

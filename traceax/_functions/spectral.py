@@ -164,7 +164,9 @@ def spectral_density(
 
     A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the shape of the
     grid. At a point to which only one or two eigenvalues contribute, all probes may have missed
-    these eigenvalues. The error is then larger than stated, but not on average over the grid.
+    these eigenvalues, above all at the ends of the spectrum, of which Lanczos' recurrence sees the
+    inside ([`traceax.eigenpairs`][] has bounds). The error is then larger than stated, but not on
+    average over the grid.
 
     **Raises:**
 

@@ -34,6 +34,7 @@ from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative, policy_of
 from .estimator import estimate_from, exact_logdet
+from .fallback import budget_or_all
 from .preconditioners import AbstractPreconditioner
 from .weights import LogdetWeights, weights_of
 
@@ -159,6 +160,7 @@ def logdet_directional_derivative(
     k: int,
     *,
     preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
+    fallback: Literal["exact"] | None = "exact",
 ) -> Solution:
     r"""A directional derivative of $\log\det A(\theta)$, with its standard error.
 
@@ -189,6 +191,7 @@ def logdet_directional_derivative(
     - `tangents`: the direction, with the structure of `primals`.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
     - `preconditioner`: as for [`traceax.logdet`][].
+    - `fallback`: as for [`traceax.logdet`][].
 
     **Returns:**
 
@@ -207,5 +210,7 @@ def logdet_directional_derivative(
 
     operator, direction = eqx.filter_jvp(hoisted, tuple(primals), tuple(tangents))
     direction = lx.TangentLinearOperator(operator, direction)
-    estimator = DerivativeEstimator(direction, policy_of(preconditioner))
+    policy = policy_of(preconditioner)
+    k = budget_or_all(operator, k, fallback if policy.auto else None)
+    estimator = DerivativeEstimator(direction, policy)
     return solve(logdet_derivative_p, key, operator, k, estimator)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import (
     NONFINITE,
+    NOT_SYMMETRIC,
     OUTSIDE_DOMAIN,
     SUCCESSFUL,
     Estimate,
@@ -20,12 +21,14 @@ from .._core.estimate import (
     scale_of,
     status_of,
 )
+from .._core.precision import matmul
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import fixed_budget_status, with_quadrature_error
 from .._linalg.factorisations import cholesky_inverse, cholesky_solve, lower_cholesky
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import matrix_of
-from .._sketch.leave_one_out import square_norms
+from .._operators.known_parts import has_entries, matrix_of
+from .._sketch.leave_one_out import adjoint, square_norms
+from .._sketch.nystrom import asymmetry_limit
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative
 from .weights import ExactLogdetWeights, weights_of
 
@@ -40,10 +43,16 @@ def estimate_from(run: PreconditionedQuadrature) -> Estimate:
     largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
     rounding = eps * largest / jnp.maximum(bounds.smallest, eps)
     lost = ~((bounds.smallest > 0) & (rounding < 0.5))
+    # The terms of the sums in a product with a random vector have random signs: the largest row of
+    # A, rather than its norm, says how large their rounding errors are.
+    rows = matmul(jnp.square(jnp.abs(factors.basis)), jnp.square(factors.eigenvalues / factors.mu))
+    row = jnp.maximum(2 * jnp.sqrt(jnp.max(rows)), jnp.max(krylov.alpha + krylov.beta))
+    rounding = jnp.minimum(rounding, eps * row / jnp.maximum(bounds.smallest, eps))
     status = jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
     value = factors.log_det() + bounds.value
     error = bounds.error + math.sqrt(n) * rounding
-    return with_quadrature_error(value, error, bounds.std_err, run.spent, bounds.dof, status)
+    counts = run.spent, bounds.dof, status, run.read
+    return with_quadrature_error(value, error, bounds.std_err, *counts)
 
 
 def estimate_of_budget(run: PreconditionedQuadrature) -> Estimate:
@@ -98,6 +107,13 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     bound = jnp.sqrt(jnp.max(entries) * jnp.sum(entries))
     far = (smallest > 2 * block.eps * bound) & jnp.isfinite(bound)
 
+    # Nothing of a factor shows that A^H != A. With a fixed vector z, whose entries look random, A z
+    # and A^H z do: apart from rounding they agree, or differ by 2 X z, X the part with X^H = -X.
+    z = jnp.cos(jnp.square(jnp.arange(n, dtype=scale.dtype)))[:, None].astype(matrix.dtype)
+    forward, backward = matmul(matrix, z) / scale, matmul(adjoint(matrix), z) / scale
+    size = jnp.maximum(jnp.linalg.norm(forward), jnp.mean(entries) * jnp.linalg.norm(z))
+    asymmetric = jnp.linalg.norm(forward - backward) > asymmetry_limit(n, block.eps) * size
+
     def look():
         # If it takes no products, the matrix is made again, as it would have to be kept otherwise.
         again = matrix if spent else matrix_of(block)[0]
@@ -108,9 +124,11 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
         return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
 
     status = lax.cond(far, status_of, look)
+    status = jnp.where(asymmetric & (status != NONFINITE), NOT_SYMMETRIC, status)
     value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
     zero = jnp.zeros_like(value)
-    estimate = with_quadrature_error(value, zero, zero, spent, 0, status)
+    columns = n if has_entries(operator) else None
+    estimate = with_quadrature_error(value, zero, zero, spent, 0, status, columns)
     return ExactLogdet(estimate, factor, scale)
 
 

@@ -15,6 +15,7 @@ from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
+from .fallback import budget_or_all, check_fallback
 from .gaussian_estimator import GaussianEstimator
 from .gaussian_tolerance import ToleranceGaussianEstimator
 from .held import HeldGaussianEstimator
@@ -53,6 +54,7 @@ def gaussian_log_density(
     max_k: int | None = None,
     progress: bool = False,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
+    fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
 ) -> Solution:
     r"""Estimate the log density of the normal distribution $N(0, A)$ at $y$,
@@ -112,6 +114,7 @@ def gaussian_log_density(
     - `progress`: whether to show the log-determinant, its error and the products of the loop on
         standard error, as [`traceax.logdet`][] does.
     - `preconditioner`: as for [`traceax.logdet`][].
+    - `fallback`: as for [`traceax.logdet`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -130,8 +133,8 @@ def gaussian_log_density(
         unless exactly one of `k` and a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
         observations that do not fit it, `k < 1`, a preconditioner that cannot be built for it, or
-        was built for one of another size or dtype, a negative tolerance, or a `max_k` that is
-        less than 64 and less than n.
+        was built for one of another size or dtype, another `fallback`, a negative tolerance, or a
+        `max_k` that is less than 64 and less than n.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
@@ -139,17 +142,20 @@ def gaussian_log_density(
         J. Wenger et al., *Preconditioning for scalable Gaussian process hyperparameter
         optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
     """
+    check_fallback(fallback)
     operator = as_operator(operator)
     observed = _flat(y, operator)
     options = Tolerance(rtol, atol, max_k, progress)
     if options.wanted(k, "gaussian_log_density", "`max_k`, `progress`"):
         name = ToleranceGaussianEstimator.__name__
-        max_k, k = loop_budgets(max_k, operator, preconditioner, name)
+        max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
         estimator = ToleranceGaussianEstimator(observed, *options.arrays(), max_k, progress)
     elif isinstance(preconditioner, BuiltPreconditioner):
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:
-        estimator = GaussianEstimator(observed, policy_of(preconditioner, operator))
+        policy = policy_of(preconditioner, operator)
+        k = budget_or_all(operator, k, fallback if policy.auto else None)
+        estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     value, error, log_det, form, x = solution.value
     std_err = solution.std_err[0]

@@ -128,7 +128,8 @@ class AbstractGaussianEstimator(AbstractEstimator):
         parts = (density, half * (form.left + error), value, form.value, form.x)
         parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)
         errors = (half * std_err, *(jnp.zeros_like(part.real) for part in parts[1:]))
-        return make_estimate(parts, errors, spent, log_det.dof, status)
+        estimate = make_estimate(parts, errors, spent, log_det.dof, status)
+        return dataclasses.replace(estimate, columns=log_det.columns)
 
     def density_of_budget(self, log_det: Estimate, form: QuadraticForm, spent: Any) -> Estimate:
         """As `density`, for a budget that the user gave: the status says if it was too small."""

@@ -38,7 +38,7 @@ from .gaussian_estimator import (
     solution_budget,
 )
 from .preconditioners import check_definite
-from .tolerance import FACTOR, Loop, as_moving, check_most
+from .tolerance import FACTOR, Loop, as_moving, check_most, no_columns
 
 #: The number of steps of conjugate gradients with every round of probes, and the part of the
 #: tolerance that is for the solve.
@@ -151,7 +151,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         left = most - state.spent - state.known.spent - 1
         solve = aim.go_on(state.known, state.built, value, left)
         spent = state.spent + solve.spent
-        counts = spent, state.sums.dof, state.status
+        counts = spent, state.sums.dof, state.status, no_columns(operator)
         log_det = with_quadrature_error(value, error, std_err, *counts)
         estimate = self.density(
             log_det, QuadraticForm(solve.form(self.y), solve.left, solve.x), spent

@@ -13,11 +13,7 @@ from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import scaling_of, terms_of
 from .._probes.samplers import NormalSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
-from .preconditioners import scaled_products
-
-#: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
-#: whose padding would add more, the decomposition is compiled once more.)
-PADDING = 3.5e7
+from .preconditioners import PADDING, scaled_products
 
 
 class GrowingSketch:

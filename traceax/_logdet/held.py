@@ -35,7 +35,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import if_wanted, mean_and_std_err, scale_of, status_of, weights_wanted
+from .._core.estimate import if_wanted, mean_and_std_err, scale_of, weights_wanted
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.lanczos import Lanczos, lanczos, quadrature
@@ -141,8 +141,7 @@ class _Held:
         if plan.probes >= SCATTER:
             dof = jnp.full_like(bounds.dof, plan.probes - 1)
             bounds = bounds._replace(std_err=scatter, dof=dof)
-        status = status_of(factors.mu, factors.eigenvalues)
-        status = jnp.maximum(jnp.maximum(status, self.built.status), krylov.status)
+        status = jnp.maximum(self.built.status_with_factors(), krylov.status)
         spent = plan.probes * plan.steps
         return PreconditionedQuadrature(
             block, self.built, probes, krylov, bounds, status, spent, (plan,), 0, plan.columns

@@ -15,6 +15,7 @@ from .._operators.block_operator import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
 from .estimator import LogdetEstimator
+from .fallback import budget_or_all, check_fallback
 from .held import HeldLogdetEstimator
 from .preconditioners import AbstractPreconditioner
 from .tolerance import ToleranceLogdetEstimator, loop_budgets
@@ -30,6 +31,7 @@ def logdet(
     max_k: int | None = None,
     progress: bool = False,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
+    fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
 ) -> Solution:
     r"""Estimate $\log\det A$ of a positive definite operator, such as $K + s I$.
@@ -50,6 +52,13 @@ def logdet(
         probes with 8 steps each.
     3. If t(l) / s, extrapolated to the full budget, is below 1/3 and promises a smaller error than
         at 2k/3, the rank grows to 11k/12, and k/60 probes (at least one) take 5 steps.
+
+    *Where columns cost no product* (dense matrices and kernels, see [`traceax.extend.columns`][])
+    and the operator is written with its diagonal part, P comes from columns, by randomly pivoted
+    Cholesky factorisation, until the mean of what is left of the diagonal is below s/100, or the
+    rank is $\sqrt{n k / 5}$ (it then takes about as long as the products; from 128 to 768). All
+    products are left for probes, with 3 to 30 steps each, as the condition number of
+    $P^{-1} A$ asks for. `stats["columns"]` is the number of columns that were read.
 
     *With a preconditioner that was built before* (a [`traceax.BuiltPreconditioner`][]) all of the
     budget goes to probes with about $\sqrt{k} / 2$ steps each, and the value is Gauss quadrature
@@ -112,6 +121,11 @@ def logdet(
         [`traceax.RPCholeskyPreconditioner`][] (whose remaining budget goes to probes with 10 steps
         each), a [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
         With a tolerance, `"auto"` only.
+    - `fallback`: `"exact"` (the default) or None. With `preconditioner="auto"` and a budget of at
+        least n/6, the exact value takes no more operations than the products, if the operator
+        knows its entries (a dense matrix, or a kernel of at most 16,384 points): it is then
+        returned, with a standard error of 0 and without products. With a tolerance, None means
+        that the exact value is not the last resort.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -133,8 +147,8 @@ def logdet(
         unless exactly one of `k` and a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
         `k < 1`, a preconditioner that cannot be built for this operator, or was built for one of
-        another size or dtype, a negative tolerance, or a `max_k` that is less than 64 and
-        less than n.
+        another size or dtype, another `fallback`, a negative tolerance, or a `max_k` that is less
+        than 64 and less than n.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
@@ -145,17 +159,18 @@ def logdet(
         derivative of the logarithm: arXiv:2605.12801. `traceax/_logdet/weights.py` derives the
         rest.
     """
+    check_fallback(fallback)
     options = Tolerance(rtol, atol, max_k, progress)
     wanted = options.wanted(k, "logdet", "`max_k`, `progress`")
     if not wanted and isinstance(preconditioner, BuiltPreconditioner):
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
         return solve_pair(logdet_p, key, operator, k, held, throw)
     if not wanted:
-        return solve_pair(
-            logdet_p, key, operator, k, LogdetEstimator(policy_of(preconditioner, operator)), throw
-        )
+        policy = policy_of(preconditioner, operator)
+        k = budget_or_all(operator, k, fallback if policy.auto else None)
+        return solve_pair(logdet_p, key, operator, k, LogdetEstimator(policy), throw)
     check_key(key)
     operator, name = as_operator(operator), ToleranceLogdetEstimator.__name__
-    max_k, k = loop_budgets(max_k, operator, preconditioner, name)
+    max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
     estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
     return solve_pair(logdet_p, key, operator, k, estimator, throw)

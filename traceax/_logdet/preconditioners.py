@@ -5,7 +5,7 @@
 import abc
 import dataclasses
 import math
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -15,16 +15,29 @@ import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import WRONG_DIAGONAL
+from .._core.control_flow import of_size
+from .._core.estimate import NOT_SYMMETRIC, WRONG_DIAGONAL
 from .._core.precision import any_promotion
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
-from .._operators.known_parts import scaling_of, stored_diagonal, terms_of
+from .._operators.known_parts import (
+    columns,
+    has_entries,
+    scaling_of,
+    stored_diagonal,
+    terms_of,
+)
 from .._probes.samplers import NormalSampler
 from .._sketch.leave_one_out import square_norms
-from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of, pivoted_cholesky
+from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
+from .._sketch.nystrom import asymmetry_limit
+from .._sketch.pivoted_cholesky import pivoted_cholesky
+
+#: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
+#: whose padding would add more, the decomposition is compiled once more.)
+PADDING = 3.5e7
 
 
 def _check_rank(rank: Any) -> None:
@@ -199,18 +212,23 @@ NystromPreconditioner.__init__.__doc__ = """**Arguments:**
 class RPCholeskyPreconditioner(AbstractPreconditioner):
     r"""A randomly pivoted partial Cholesky factorisation, for operators with a known diagonal.
 
-    $P = F F^* + \mu I$ with F from `rank` columns of the operator, picked with probabilities
-    proportional to what is left of the diagonal. If the operator is written with a diagonal part
-    (`K + s I`), that is kept exactly.
+    $P = F F^* + \mu I$ with F from at most `rank` columns of the operator, picked with
+    probabilities proportional to what is left of the diagonal. Picking ends early when rounding
+    errors are all that is left. If the operator is written with a diagonal part (`K + s I`), that
+    is kept exactly.
 
-    Cost: `rank` matvecs (one column each, one after the other), `n x rank` numbers, about
+    Cost: where the operator knows its entries (see [`traceax.extend.columns`][]) no product;
+    columns are read in blocks, up to an eighth of the rank at once, some of them in vain.
+    Otherwise `rank` matvecs, one column each, one after the other. `n x rank` numbers, about
     `15 n rank^2` operations.
 
     ??? cite "References"
 
         Y. Chen, E. N. Epperly, J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky: practical
         approximation of a kernel matrix with few entry evaluations*, 2024, arXiv:2207.06503,
-        doi:10.1002/cpa.22234.
+        doi:10.1002/cpa.22234; in blocks: E. N. Epperly, J. A. Tropp, R. J. Webber, *Embrace
+        rejection: kernel matrix approximation by accelerated randomly pivoted Cholesky*, 2024,
+        arXiv:2410.03969.
     """
 
     rank: int | None = eqx.field(default=None, static=True)
@@ -238,37 +256,87 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        block = BlockOperator(operator)
-        scaling = scaling_of(operator)
-        diagonal = stored_diagonal(operator) if self.diagonal is None else self.diagonal
-        diagonal = jnp.asarray(diagonal).real / jnp.square(scaling.relative)
-        unit, known = scaling.fixed(diagonal, block.eps)
-        shift = jnp.where(known, 1, jnp.zeros_like(unit))
+        return from_columns(key, operator, rank, self.diagonal).built
 
-        def column(pivot):
-            unit_vector = (jnp.arange(block.n) == pivot).astype(block.dtype)[:, None]
-            product = scaled_products(block, scaling.relative, unit_vector) / unit
-            return (product - shift.astype(block.dtype) * unit_vector)[:, 0]
 
-        diagonal = diagonal / unit - shift
-        f, apart = pivoted_cholesky(key, column, diagonal, rank, block.dtype)
-        # Here the trace of the part that is left out is known. If s is not, mu becomes the mean
-        # eigenvalue of this part.
-        left_out = jnp.sum(diagonal) - jnp.sum(square_norms(f))
-        left_out = jnp.maximum(left_out, 0) / max(block.n - rank, 1)
-        shift = jnp.where(known, shift, 0.9 * left_out)
-        known &= terms_of(operator).positive
-        nan = jnp.full_like(unit, jnp.nan)
-        low_rank = LowRank(f, jnp.zeros_like(unit), shift, left_out, nan)
-        built = low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
-        fits = ~(apart > 64 * block.eps)  # NaN is reported elsewhere
-        status = jnp.where(fits, built.status, WRONG_DIAGONAL)
-        return dataclasses.replace(built, status=status)
+class FromColumns(NamedTuple):
+    """A preconditioner from columns of the operator."""
+
+    built: BuiltPreconditioner  # whose factors have columns that are 0 behind those in use
+    left_out: Real[Array, ""]  # t, in units of s
+    rank: Int[Array, ""]  # the number of columns in use
+    columns: Int[Array, ""]  # that were read
+
+
+def from_columns(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    rank: int,
+    diagonal: Real[Array, " n"] | None = None,
+    enough: float = 0.0,
+) -> FromColumns:
+    """A preconditioner by randomly pivoted Cholesky factorisation.
+
+    **Arguments:**
+
+    - `key`: the random key.
+    - `operator`: the operator.
+    - `rank`: the largest number of columns to use.
+    - `diagonal`: the diagonal of the operator, or None if it is known.
+    - `enough`: pivoting ends when the mean eigenvalue of what is left is this small beside the
+        noise s.
+    """
+    block, scaling = BlockOperator(operator), scaling_of(operator)
+    n, dtype = block.n, block.dtype
+    diagonal = stored_diagonal(operator) if diagonal is None else diagonal
+    diagonal = jnp.asarray(diagonal).real / jnp.square(scaling.relative)
+    unit, known = scaling.fixed(diagonal, block.eps)
+    shift = jnp.where(known, 1, jnp.zeros_like(unit))
+
+    def read(pivots):
+        """Columns of K'."""
+        root = scaling.relative.astype(dtype)
+        found = columns(operator, pivots) / (root[:, None] * root[pivots] * unit.astype(dtype))
+        at = pivots, jnp.arange(pivots.shape[0])
+        return found.at[at].add(-shift.astype(dtype))
+
+    diagonal = diagonal / unit - shift
+    # Blocks of proposals cost nothing where columns are read.
+    together = min(128, max(1, rank // 8)) if has_entries(operator) else 1
+    pivoted = pivoted_cholesky(
+        key, read, diagonal, rank, dtype, block=together, enough=enough * n * shift
+    )
+    # Here the trace of the part that is left out is known. If s is not, mu becomes the mean
+    # eigenvalue of this part.
+    left = jnp.sum(diagonal) - jnp.sum(square_norms(pivoted.f))
+    left_out = jnp.maximum(left, 0) / jnp.maximum(n - pivoted.rank, 1)
+    shift = jnp.where(known, shift, 0.9 * left_out)
+    known &= terms_of(operator).positive
+    root = jnp.sqrt(unit) * scaling.relative
+
+    def cut(size):
+        low_rank = LowRank(
+            pivoted.f[:, :size],
+            jnp.zeros_like(unit),
+            shift,
+            left_out,
+            jnp.full_like(unit, jnp.nan),
+        )
+        built = low_rank.built(root, known, graded=True)
+        return dataclasses.replace(built, factors=built.factors.padded(rank))
+
+    sizes = [rank] if n * rank**2 < PADDING else [rank, 2 * rank // 3, 4 * rank // 9, rank // 4]
+    built = of_size(sizes, pivoted.rank, cut)
+    fits = ~(pivoted.apart > 64 * block.eps)  # NaN is reported elsewhere
+    status = jnp.where(fits, built.status, WRONG_DIAGONAL)
+    symmetric = ~(pivoted.skew > asymmetry_limit(n, block.eps))
+    built = dataclasses.replace(built, status=jnp.where(symmetric, status, NOT_SYMMETRIC))
+    return FromColumns(built, left_out / shift, pivoted.rank, pivoted.columns)
 
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**
 
-- `rank`: the rank, which is also the number of columns. By default two thirds of the budget.
-    (`build` has no budget: it needs the rank.)
-- `diagonal`: the diagonal of the operator, if the operator does not store it.
+- `rank`: the largest rank. By default two thirds of the budget. (`build` has no budget: it needs
+    the rank.)
+- `diagonal`: the diagonal of the operator, if the operator does not know it.
 """

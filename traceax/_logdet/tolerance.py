@@ -45,6 +45,7 @@ from .._estimators.arguments import budgets_for
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import with_quadrature_error
 from .._operators.block_operator import BlockOperator
+from .._operators.known_parts import has_entries
 from .._probes.random import numbered, split
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import Plan, PreconditionedQuadrature, preconditioned_quadrature
@@ -330,7 +331,11 @@ class Loop:
 
 
 def loop_budgets(
-    max_k: int | None, operator: lx.AbstractLinearOperator, preconditioner: Any, name: str
+    max_k: int | None,
+    operator: lx.AbstractLinearOperator,
+    preconditioner: Any,
+    fallback: Any,
+    name: str,
 ) -> tuple[int, int]:
     """The largest budget, and the budget for the primitive: see `budgets_for`.
 
@@ -339,6 +344,7 @@ def loop_budgets(
     - `max_k`: the argument of the user, or None.
     - `operator`: the operator.
     - `preconditioner`: the argument of the user. Unless it is "auto", a `ValueError` is raised.
+    - `fallback`: the argument of the user. If it is None, the largest budget is less than n.
     - `name`: the name of the estimator.
     """
     if not isinstance(preconditioner, str) or preconditioner != "auto":
@@ -346,7 +352,9 @@ def loop_budgets(
             f"To a tolerance, the preconditioner must be 'auto', got {preconditioner!r}: the rank "
             "is part of what the tolerance decides."
         )
-    return budgets_for(max_k, operator.in_size(), 1, name, small=4 * LEAST)
+    n = operator.in_size()
+    max_k, k = budgets_for(max_k, n, 1, name, small=4 * LEAST)
+    return (max_k, k) if fallback else (min(max_k, n - 1), min(k, n - 1))
 
 
 def check_most(max_k: int, n: int, name: str) -> None:
@@ -356,6 +364,11 @@ def check_most(max_k: int, n: int, name: str) -> None:
             f"To a tolerance, {name} needs max_k of at least {min(n, LEAST)}, got {max_k}. With "
             "fewer products, give them as k instead of a tolerance."
         )
+
+
+def no_columns(operator: lx.AbstractLinearOperator) -> int | None:
+    """The number of columns that a run reads before the exact value: see `Estimate`."""
+    return 0 if has_entries(operator) else None
 
 
 def as_moving(weights: ExactLogdetWeights, others: LogdetWeights) -> LogdetWeights:
@@ -392,7 +405,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         loop = Loop(aim, key, operator, most, falls_back_to_exact, self.progress)
         state = loop.run()
         value, error, std_err = state.sums.means()
-        counts = state.spent, state.sums.dof, state.status
+        counts = state.spent, state.sums.dof, state.status, no_columns(operator)
         estimate = with_quadrature_error(value, error, std_err, *counts)
         weights = if_wanted(lambda: loop.weights(state))
         if not falls_back_to_exact:

@@ -240,6 +240,8 @@ class BlockOperator:
             widest = jnp.result_type(*dtypes)
             self.dtype = np.dtype(jnp.promote_types(widest, jnp.float32))
         self.eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+        # A product by a difference of gradients, say, is less precise.
+        self.eps = max(self.eps, getattr(self._untagged(), "precision", None) or 0.0)
 
     def linearised(self) -> "BlockOperator":
         """The same operator, with the work that all products share done once: for a Jacobian, the

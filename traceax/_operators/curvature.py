@@ -14,17 +14,27 @@ A quadratic form needs no product and no reverse pass. With u = J v it is
 forward-over-forward, in about half the time, and in the memory of v and of the activations.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
+
+from .._core.programs import Static, closed_function
+from .unstructured import register_unstructured
+
+
+def _structure(tree: Any) -> Any:
+    """The shapes and dtypes of arrays. (`jax.eval_shape` would trace a function for them.)"""
+    return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 @final
@@ -36,6 +46,8 @@ class CurvatureOperator(lx.AbstractLinearOperator):
     params: PyTree[Inexact[Array, "..."]]
     batches: PyTree[Array]  # None: the data are inside `product`
     tags: frozenset[object] = eqx.field(static=True)
+    weights: Array | None = None  # of the batches; None: all the same
+    precision: float | None = eqx.field(default=None, static=True)  # of a product, if not exact
 
     def mv(self, vector: PyTree[Inexact[Array, "..."]]) -> PyTree[Inexact[Array, "..."]]:
         """The product with a vector.
@@ -78,14 +90,24 @@ class CurvatureOperator(lx.AbstractLinearOperator):
         def one_batch(indexed):
             return fn(self.params, indexed, vector)
 
-        def add(total, indexed):
-            return jtu.tree_map(jnp.add, total, one_batch(indexed)), None
+        def add(total, each):
+            indexed, weight = each
+
+            def added(total, x):
+                # A batch of weight 0 may be padding, of which even NaN does not count.
+                if self.weights is not None:
+                    x = jnp.where(weight == 0, 0, weight.astype(x.dtype) * x)
+                return total + x
+
+            return jtu.tree_map(added, total, one_batch(indexed)), None
 
         indexed = (jnp.arange(count), self.batches)
         first = jtu.tree_map(lambda x: x[0], indexed)
         zero = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one_batch, first))
-        total, _ = lax.scan(add, zero, indexed)
-        return jtu.tree_map(lambda x: x / count, total)
+        weights = jnp.ones(count) if self.weights is None else self.weights
+        total, _ = lax.scan(add, zero, (indexed, weights))
+        whole = count if self.weights is None else jnp.sum(weights)
+        return jtu.tree_map(lambda x: x / jnp.asarray(whole, x.dtype), total)
 
     def _function(self) -> lx.FunctionLinearOperator:
         return lx.FunctionLinearOperator(self.mv, self.in_structure(), self.tags)
@@ -100,7 +122,7 @@ class CurvatureOperator(lx.AbstractLinearOperator):
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The structure of the parameters that are differentiated."""
-        return jax.eval_shape(lambda: self.params)
+        return _structure(self.params)
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The structure of a product: that of the parameters."""
@@ -109,8 +131,10 @@ class CurvatureOperator(lx.AbstractLinearOperator):
 
 @lx.linearise.register(CurvatureOperator)
 def _(operator):
-    if operator.batches is not None:
-        return operator  # a linearisation would hold the activations of all batches
+    if operator.batches is not None or operator.precision is not None:
+        # A linearisation would hold the activations of all batches; of a difference of gradients
+        # it would be the second derivative that does not exist.
+        return operator
     structure = operator.in_structure()
     origin = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structure)
     _, linear = jax.linearize(operator.mv, origin)
@@ -142,48 +166,59 @@ def _(operator):
     return lx.positive_semidefinite_tag in operator.tags
 
 
-for _check in (
-    lx.has_unit_diagonal,
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.is_lower_triangular,
-    lx.is_upper_triangular,
-    lx.is_negative_semidefinite,
-):
-
-    @_check.register(CurvatureOperator)
-    def _(operator):
-        return False
+register_unstructured(CurvatureOperator)
 
 
-def split_params(params: Any) -> tuple[Any, Any]:
+class Split(NamedTuple):
     """The parameters to differentiate, and the others: two PyTrees, each with None elsewhere."""
+
+    moving: Any
+    constant: Any
+
+
+def split_params(params: Any, wrt: Callable[[str, Any], bool] | None = None) -> Split:
+    """The parameters to differentiate, and the others.
+
+    **Arguments:**
+
+    - `params`: the parameters.
+    - `wrt`: called as `wrt(path, leaf)` for each floating-point array: whether to differentiate it.
+    """
     params = jtu.tree_map(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, params
     )
-    moving, constant = eqx.partition(params, eqx.is_inexact_array)
+    chosen = jtu.tree_map_with_path(
+        lambda path, x: bool(eqx.is_inexact_array(x) and (wrt is None or wrt(path_name(path), x))),
+        params,
+    )
+    moving, constant = eqx.partition(params, chosen)
     leaves = jtu.tree_leaves(moving)
     if not leaves:
         raise ValueError(
             "The parameters hold no floating-point array to differentiate, got leaves of types "
             f"{sorted({type(leaf).__name__ for leaf in jtu.tree_leaves(params)})}. Pass arrays, "
-            "such as `jnp.asarray(1.0)` rather than `1.0`."
+            "such as `jnp.asarray(1.0)` rather than `1.0`, and let `wrt` choose one of them."
         )
     if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in leaves):
         raise ValueError(
             f"Curvature needs real parameters, got dtypes {sorted({str(x.dtype) for x in leaves})}."
             " Split complex parameters into their real and imaginary parts."
         )
-    return moving, constant
+    return Split(moving, constant)
 
 
-def _check_batches(batches: Any) -> Any:
-    """The batches as JAX arrays with the same leading axis."""
+def path_name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf as `"layers/0/weight"`."""
+    return jtu.keystr(path, simple=True, separator="/")
+
+
+def check_batches(batches: Any, name: str = "batches") -> Any:
+    """The batches, or examples, as JAX arrays with the same leading axis."""
     if batches is None:
         return None
     if any(not eqx.is_array_like(leaf) for leaf in jtu.tree_leaves(batches)):
         raise TypeError(
-            "`batches` must be a PyTree of arrays, got leaves of types "
+            f"`{name}` must be a PyTree of arrays, got leaves of types "
             f"{sorted({type(leaf).__name__ for leaf in jtu.tree_leaves(batches)})}. Let the "
             "function close over everything else."
         )
@@ -191,7 +226,7 @@ def _check_batches(batches: Any) -> Any:
     shapes = [leaf.shape for leaf in jtu.tree_leaves(batches)]
     if not shapes or any(len(s) == 0 or s[0] == 0 or s[0] != shapes[0][0] for s in shapes):
         raise ValueError(
-            "Every array of `batches` needs the same leading axis, one slice a batch, got shapes "
+            f"Every array of `{name}` needs the same leading axis, one entry for each, got shapes "
             f"{shapes}. Reshape data of shape (N, ...) to (number of batches, N / number, ...)."
         )
     return batches
@@ -222,39 +257,94 @@ def check_arrays(what: str, outputs: Any) -> Any:
     return outputs
 
 
-def make_curvature(
-    inner: Callable[..., Any],
-    outer: Callable[..., Any],
-    params: Any,
-    args: tuple[Any, ...],
-    batches: Any,
-    *tags: object,
-) -> CurvatureOperator:
-    """The operator v -> J^T H_L J v, where J is the Jacobian of `inner(index, params, *data)` with
-    respect to the parameters, and H_L the Hessian of `outer(outputs, *data)` with respect to the
-    outputs.
-    """
-    moving, constant = split_params(params)
-    batches = _check_batches(batches)
+@final
+class _Bound(eqx.Module):
+    """A program with its last argument: the arrays that do not move."""
 
-    def functions(moving, indexed):
+    program: Callable[..., Any]
+    arrays: Any
+
+    def __call__(self, params: Any, indexed: Any, vector: Any) -> Any:
+        return self.program(params, indexed, vector, self.arrays)
+
+
+#: How second derivatives are taken. See `traceax.curvature.hessian`.
+MODES = ("forward", "reverse", "finite-difference")
+
+
+def check_mode(mode: Any) -> None:
+    """Raise a `ValueError` for an unknown mode."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {list(MODES)}, got {mode!r}.")
+
+
+def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: Any) -> Any:
+    """The derivative of the gradient along a vector, by a central difference.
+
+    A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
+    gradients, which are about the same for h = eps^(1/3). The step has that size relative to the
+    parameters, or to 1 if they are smaller.
+    """
+
+    def norm(tree):
+        leaves = [jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)) for x in tree]
+        return jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in leaves)) * unit
+
+    leaves, vectors = jtu.tree_leaves(params), jtu.tree_leaves(vector)
+    with jax.numpy_dtype_promotion("standard"):
+        unit = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in (*leaves, *vectors)]))
+        unit = jnp.where(unit > 0, unit, 1)
+        length, size = norm(vectors), jnp.maximum(norm(leaves), 1)
+        length = jnp.where(length > 0, length, 1)
+        step = _precision(leaves) ** 0.5 * size
+
+        def moved(sign):
+            return jtu.tree_map(
+                lambda x, v: x + (sign * step * (v / length)).astype(x.dtype), params, vector
+            )
+
+        ahead, behind = gradient(moved(1)), gradient(moved(-1))
+        return jtu.tree_map(
+            lambda a, b: ((a - b) * (length / (2 * step))).astype(a.dtype), ahead, behind
+        )
+
+
+def _precision(leaves: list[Array]) -> float:
+    """The relative error eps^(2/3) of a product by a difference of gradients."""
+    return max(float(jnp.finfo(x.dtype).eps) for x in leaves) ** (2 / 3)
+
+
+def _functions(
+    inner: Callable[..., Any] | None, outer: Callable[..., Any], join: Any, mode: str, static: Any
+):
+    """The product and the quadratic form, as functions of all arrays: `(params, (index, batch),
+    vector, (constant, args))`.
+    """
+
+    def parts(moving, indexed, arrays):
         index, batch = indexed
-        data = args if batches is None else (batch, *args)
+        constant, args = eqx.combine(arrays, static)
+        data = args if batch is None else (batch, *args)
 
         def outputs(moving):
-            return inner(index, eqx.combine(moving, constant), *data)
+            return moving if inner is None else inner(index, join(moving, constant), *data)
 
-        return outputs, lambda out: outer(out, *data)
+        return outputs, lambda out: outer(out, constant, *data)
 
-    def product(moving, indexed, vector):
-        outputs, scalar = functions(moving, indexed)
+    def product(moving, indexed, vector, arrays):
+        outputs, scalar = parts(moving, indexed, arrays)
+        if mode != "forward":
+            gradient = jax.grad(lambda moving: scalar(outputs(moving)))
+            if mode == "finite-difference":
+                return _gradient_difference(gradient, moving, vector)
+            return jax.vjp(gradient, moving)[1](vector)[0]
         out, push = jax.linearize(outputs, moving)
         _, curved = jax.jvp(jax.grad(scalar), (out,), (push(vector),))
         (pulled,) = jax.linear_transpose(push, moving)(curved)
         return pulled
 
-    def form(moving, indexed, vector):
-        outputs, scalar = functions(moving, indexed)
+    def form(moving, indexed, vector, arrays):
+        outputs, scalar = parts(moving, indexed, arrays)
         out, direction = jax.jvp(outputs, (moving,), (vector,))
 
         def slope(out):
@@ -262,16 +352,161 @@ def make_curvature(
 
         return jax.jvp(slope, (out,), (direction,))[1]
 
-    def structure(tree):
-        return jax.eval_shape(lambda: tree)
+    return product, form
 
-    vector = structure(moving)
-    batch = structure(jtu.tree_map(lambda x: x[0], batches))
-    example = (vector, (structure(jnp.asarray(0)), batch), vector)
-    product = eqx.filter_closure_convert(product, *example)
-    try:
-        number = eqx.filter_closure_convert(form, *example)
-    except (TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
-        number = None
-    all_tags = frozenset((lx.symmetric_tag, *tags))
-    return CurvatureOperator(product, number, moving, batches, all_tags)
+
+def make_curvature(
+    inner: Callable[..., Any] | None,
+    outer: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...],
+    batches: Any,
+    *tags: object,
+    weights: Any = None,
+    mode: str = "forward",
+    join: Callable[[Any, Any], Any] = eqx.combine,
+    programs: dict[Any, Any] | None = None,
+) -> CurvatureOperator:
+    """The operator v -> J^T H_L J v, where J is the Jacobian of `inner(index, params, *data)` with
+    respect to the parameters, and H_L the Hessian of `outer(outputs, constant, *data)` with respect
+    to the outputs. `constant` are the parameters that do not move.
+
+    **Arguments:**
+
+    - `inner`, `outer`: the functions. Without `inner` the outputs are the parameters that move.
+    - `params`, `args`: the parameters and the other arguments. If `params` is a pair of PyTrees
+        from `split_params`, the first of them moves.
+    - `batches`: batches along a leading axis, or None.
+    - `tags`: further tags of the operator.
+    - `weights`: a weight for each batch, or None.
+    - `mode`: see `traceax.curvature.hessian`.
+    - `join`: makes parameters of those that move and the others.
+    - `programs`: traced programs of the same functions, by the structure of all arguments. Without
+        them the functions are traced.
+
+    **Returns:**
+
+    A `CurvatureOperator`.
+    """
+    moving, constant = params if isinstance(params, Split) else split_params(params)
+    batches = check_batches(batches)
+    weights = _check_weights(weights, batches)
+    arrays, static = eqx.partition((constant, args), eqx.is_array)
+
+    vector = _structure(moving)
+    batch = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+    index = _structure(jnp.asarray(0))
+    example = (vector, (index, batch), vector, _structure(arrays))
+    leaves, treedef = jtu.tree_flatten((example, static))
+    identity = (Static(treedef), *(Static(leaf) for leaf in leaves))
+    found = None if programs is None else programs.get(identity)
+    if found is None:
+        functions = _functions(inner, outer, join, mode, static)
+        convert = eqx.filter_closure_convert if programs is None else closed_function
+        product, number = convert(functions[0], *example), None
+        if mode == "forward":
+            try:
+                number = convert(functions[1], *example)
+            except (TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
+                number = None
+        found = product, number
+        traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(found))
+        if programs is not None and not traced:
+            programs[identity] = found
+    product, number = found
+    return CurvatureOperator(
+        _Bound(product, arrays),
+        None if number is None else _Bound(number, arrays),
+        moving,
+        batches,
+        frozenset((lx.symmetric_tag, *tags)),
+        weights,
+        _precision(jtu.tree_leaves(moving)) if mode == "finite-difference" else None,
+    )
+
+
+def _check_weights(weights: Any, batches: Any) -> Array | None:
+    """The weights as an array, one for each batch."""
+    if weights is None:
+        return None
+    count = None if batches is None else jtu.tree_leaves(batches)[0].shape[0]
+    weights = jnp.asarray(weights)
+    if count is None or weights.shape != (count,):
+        raise ValueError(
+            f"`weights` must be one number for each of the {count or 'missing'} `batches`, got "
+            f"shape {weights.shape}. Weigh the examples of a batch in the loss."
+        )
+    inexact = jnp.issubdtype(weights.dtype, jnp.inexact)
+    return weights if inexact else weights.astype(jax.dtypes.canonicalize_dtype(float))
+
+
+class Groups(NamedTuple):
+    """Parameters in groups: of each name the leaves, or the entries along the leading axis of a
+    leaf. The grouped parameters are a dictionary with one array of shape `(size,)` for each name.
+    """
+
+    members: dict[str, list[tuple[int, int | None]]]  # of each name the leaves, or their entries
+    structure: Any
+
+    @classmethod
+    def of(cls, moving: Any, groups: Callable[[str, Any], Any]) -> "Groups":
+        """The groups of these parameters.
+
+        **Arguments:**
+
+        - `moving`: the parameters that are differentiated.
+        - `groups`: called as `groups(path, leaf)` for each; returns a name, or a list of names, one
+            for each entry along the leading axis of the leaf.
+        """
+        members: dict[str, list[tuple[int, int | None]]] = {}
+        for i, (path, leaf) in enumerate(jtu.tree_leaves_with_path(moving)):
+            names = groups(path_name(path), leaf)
+            several = isinstance(names, tuple | list)
+            axis = leaf.shape[:1] if several else (1,)
+            each = list(names) if several else [names]
+            if axis != (len(each),) or not all(isinstance(name, str) for name in each):
+                raise ValueError(
+                    "groups must return a name (a str), or a list of names, one for each entry "
+                    f"along the leading axis, got {names!r} for {path_name(path)!r} of shape "
+                    f"{leaf.shape}. Return the path for a group of its own."
+                )
+            for j, name in enumerate(each):
+                members.setdefault(name, []).append((i, j if several else None))
+        leaves = jtu.tree_leaves(moving)
+        for name, parts in members.items():
+            dtypes = sorted({str(leaves[i].dtype) for i, _ in parts})
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"The parameters of a group need one dtype, got {dtypes} in {name!r}. Make a "
+                    "group of each dtype."
+                )
+        return cls(members, _structure(moving))
+
+    def pack(self, moving: Any) -> dict[str, Array]:
+        """The grouped parameters."""
+        leaves = jtu.tree_leaves(moving)
+
+        def flat(i, j):
+            return (leaves[i] if j is None else leaves[i][j]).reshape(-1)
+
+        return {
+            name: jnp.concatenate([flat(i, j) for i, j in parts])
+            for name, parts in self.members.items()
+        }
+
+    def unpack(self, grouped: dict[str, Array]) -> Any:
+        """The parameters (or another vector of their structure) from grouped ones."""
+        structs, treedef = jtu.tree_flatten(self.structure)
+        pieces: list[dict[int | None, Array]] = [{} for _ in structs]
+        for name, parts in self.members.items():
+            start = 0
+            for i, j in parts:
+                shape = structs[i].shape if j is None else structs[i].shape[1:]
+                size = math.prod(shape)
+                pieces[i][j] = grouped[name][start : start + size].reshape(shape)
+                start += size
+        leaves = [
+            piece[None] if None in piece else jnp.stack([piece[j] for j in range(len(piece))])
+            for piece in pieces
+        ]
+        return jtu.tree_unflatten(treedef, leaves)

@@ -1,5 +1,5 @@
-"""What is known of an operator without a product, from the way it is written: stored entries, the
-diagonal part of a sum such as K + s I, and the scaling by that part.
+"""What is known of an operator without a product, from the way it is written: entries (columns, the
+diagonal, the matrix), the diagonal part of a sum such as K + s I, and the scaling by that part.
 
 All functions here take sums, multiples and tags apart by `_fold`. They differ in what they compute
 from the parts.
@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import scale_of, status_of
+from .._core.precision import any_promotion
 from .block_operator import BlockOperator, is_tagged, semidefinite_sign
+from .sparse import SparseLinearOperator
 from .width import STORED, batch_size_of, in_batches
 
 _T = TypeVar("_T")
@@ -31,6 +33,11 @@ _STORED_WHOLE = (
     lx.TridiagonalLinearOperator,
     lx.IdentityLinearOperator,
 )
+
+
+def _has_columns(operator: Any) -> bool:
+    """Whether an operator without parts has a method `columns`, as kernels have."""
+    return callable(getattr(operator, "columns", None))
 
 
 def _fold(
@@ -179,10 +186,66 @@ def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]
             if first is None or second is None:
                 return None
             return first.astype(dtype) * second.astype(dtype)
-        return lx.diagonal(operator).astype(dtype) if isinstance(operator, STORED) else None
+        known = isinstance(operator, STORED) or _has_columns(operator)
+        return lx.diagonal(operator).astype(dtype) if known else None
 
     if is_tagged(lx.has_unit_diagonal, operator):
         return read(operator)
+    return _stored(operator, read)
+
+
+def _on_diagonals(
+    operator: lx.AbstractLinearOperator, indices: Int[Array, " m"]
+) -> Inexact[Array, "n m"]:
+    """Columns of a diagonal or tridiagonal operator."""
+    n, m = operator.in_size(), indices.shape[0]
+    if is_tagged(lx.is_diagonal, operator):
+        bands = {0: lx.diagonal(operator)}
+    else:
+        main, lower, upper = lx.tridiagonal(operator)
+        bands = {0: main, 1: jnp.pad(lower, (0, 1)), -1: jnp.pad(upper, (1, 0))}
+    found = jnp.zeros((n, m), BlockOperator(operator).dtype)
+    for offset, band in bands.items():
+        rows = indices + offset
+        rows = jnp.where(rows < 0, n, rows)  # outside of the matrix, as n is
+        found = found.at[rows, jnp.arange(m)].set(band[indices].astype(found.dtype), mode="drop")
+    return found
+
+
+def _entries(
+    operator: lx.AbstractLinearOperator, indices: Int[Array, " m"] | None
+) -> Inexact[Array, "n m"] | None:
+    """Columns of an operator, or the whole matrix (for None), where they can be read without a
+    product; None where they cannot.
+    """
+
+    def read(operator):
+        dtype = BlockOperator(operator).dtype
+        if isinstance(operator, lx.ComposedLinearOperator):
+            return scaled(operator.operator1, operator.operator2, dtype)
+        if indices is None:
+            whole = isinstance(operator, _STORED_WHOLE) or _has_columns(operator)
+            return operator.as_matrix().astype(dtype) if whole else None
+        if isinstance(operator, lx.MatrixLinearOperator):
+            return operator.matrix[:, indices].astype(dtype)
+        if _has_columns(operator):
+            return operator.columns(indices).astype(dtype)
+        return _on_diagonals(operator, indices) if isinstance(operator, _STORED_WHOLE) else None
+
+    def scaled(first, second, dtype):
+        """D A, or A D, with a diagonal D."""
+        by_rows = is_tagged(lx.is_diagonal, first)
+        if not by_rows and not is_tagged(lx.is_diagonal, second):
+            return None
+        factors = stored_diagonal(first if by_rows else second)
+        found = _entries(second if by_rows else first, indices)
+        if factors is None or found is None:
+            return None
+        factors = factors.astype(dtype)
+        if by_rows:
+            return factors[:, None] * found.astype(dtype)
+        return found.astype(dtype) * (factors if indices is None else factors[indices])
+
     return _stored(operator, read)
 
 
@@ -193,13 +256,80 @@ def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] 
 
     - `operator`: the operator.
     """
+    return _entries(operator, None)
 
-    def read(operator):
-        if not isinstance(operator, _STORED_WHOLE):
-            return None
-        return operator.as_matrix().astype(BlockOperator(operator).dtype)
 
-    return _stored(operator, read)
+def has_entries(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a column costs far less than a product: dense matrices and kernels (and operators of
+    other packages with a method `columns`), their sums with each other and with diagonal operators,
+    multiples and diagonal scalings. (Columns of sparse matrices are cheap, too, but so are their
+    products.)
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+
+    def leaf(operator):
+        if isinstance(operator, lx.ComposedLinearOperator):
+            factors = operator.operator1, operator.operator2
+            return any(
+                is_tagged(lx.is_diagonal, one) and isinstance(one, STORED) and has_entries(other)
+                for one, other in (factors, factors[::-1])
+            )
+        if isinstance(operator, lx.MatrixLinearOperator):
+            return True
+        return _has_columns(operator) and not isinstance(operator, SparseLinearOperator)
+
+    def diagonal(operator):
+        return isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator)
+
+    def of(operator):
+        # Whether entries are known, and whether there are any beside those of a diagonal.
+        return leaf(operator) or diagonal(operator), leaf(operator)
+
+    known, dense = _fold(
+        operator,
+        of,
+        add=lambda _, first, second: (first[0] and second[0], first[1] or second[1]),
+        times=lambda _, factor, inner: inner,
+        tagged=lambda _, inner: inner,
+    )
+    return known and dense
+
+
+def columns(
+    operator: lx.AbstractLinearOperator, indices: Int[ArrayLike, " m"]
+) -> Inexact[Array, "n m"]:
+    """Columns of an operator, `A[:, indices]`.
+
+    Entries are read where the operator knows them: dense matrices are sliced, sparse ones looked
+    up, kernels evaluated (an operator with a method `columns(indices)` is asked). Sums, multiples
+    and quotients, tagged operators, and products with a diagonal operator pass the request on.
+    Everything else multiplies unit vectors.
+
+    Cost: no product where the entries are known: n evaluations of a kernel for each column.
+    Otherwise one matvec for each column.
+
+    **Arguments:**
+
+    - `operator`: a lineax operator with n rows and columns. If its vectors are PyTrees, rows and
+        columns are those of all leaves, one after the other.
+    - `indices`: the numbers of the columns, integers from 0 to n - 1; they may be traced, and equal
+        to one another.
+
+    **Returns:**
+
+    An array of shape `(n, m)`, of the operator's dtype (at least float32).
+    """
+    indices = jnp.asarray(indices)
+    block = BlockOperator(operator)
+    with any_promotion():
+        found = _entries(operator, indices)
+        if found is not None:
+            return found.astype(block.dtype)
+        unit = (jnp.arange(block.n)[:, None] == indices).astype(block.dtype)
+        return block.mm(unit)
 
 
 def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Int
 
 from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
 
@@ -240,6 +240,25 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         """The dense matrix."""
         zeros = jnp.zeros(self.pattern.shape, self.data.dtype)
         return zeros.at[self.pattern.rows, self.pattern.columns].add(self.data, mode="drop")
+
+    def columns(self, indices: Int[Array, " c"]) -> Inexact[Array, "m c"]:
+        """Columns of the matrix: one comparison for each entry.
+
+        **Arguments:**
+
+        - `indices`: their numbers.
+
+        **Returns:**
+
+        An array of shape `(m, c)`.
+        """
+        (m, n), count = self.pattern.shape, indices.shape[0]
+        # Where the columns stand in the result. Several equal indices share one place.
+        place = jnp.full(n, count).at[indices].set(jnp.arange(count))
+        found = jnp.zeros((m, count), self.data.dtype)
+        at = place.at[self.pattern.columns].get(mode="fill", fill_value=count)
+        found = found.at[self.pattern.rows, at].add(self.data, mode="drop")
+        return found[:, place[indices]]
 
     def transpose(self) -> "SparseLinearOperator":
         """The transpose, as fast as the operator itself. A symmetric operator is its own."""

@@ -12,6 +12,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array
 
+from .kernel import KernelLinearOperator
 from .sparse import SparseLinearOperator
 
 #: The most numbers in one block of vectors (512 MiB in float32), where an algorithm is free to work
@@ -102,7 +103,10 @@ def calls_functions(operator: lx.AbstractLinearOperator) -> bool:
 
     parts = jtu.tree_leaves(operator, is_leaf=is_part)
     inner = [x for x in parts if isinstance(x, lx.AbstractLinearOperator)]
-    return any(map(calls_functions, inner)) if inner else not isinstance(operator, STORED)
+    if inner:
+        return any(map(calls_functions, inner))
+    # A kernel is evaluated once for all vectors.
+    return not isinstance(operator, (*STORED, KernelLinearOperator))
 
 
 def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:

@@ -21,26 +21,25 @@ no eigenvalue of P^{-1} A is below s / mu.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.random as jr
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm
+from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm, status_of
 from .._linalg.factorisations import (
     cholesky,
     divide_by_upper,
     divide_two_by_upper,
     eigh,
+    panel_qr,
     qr,
     svd,
 )
 from .._operators.block_operator import BlockOperator
-from .._probes.random import numbered
 from .leave_one_out import adjoint, matmul, shift_of, square_norms
 from .nystrom import is_asymmetric, shifted_cholesky
 
@@ -150,6 +149,11 @@ class BuiltPreconditioner(eqx.Module):
     control_variate_weight: Real[Array, ""]
     status: Int[Array, ""]
 
+    def status_with_factors(self) -> Int[Array, ""]:
+        """The status, or that of factors that are not finite."""
+        found = status_of(self.factors.mu, self.factors.eigenvalues)
+        return jnp.maximum(found, self.status)
+
     def check(self, operator: lx.AbstractLinearOperator) -> None:
         """Raise a `ValueError` if the preconditioner cannot be used for this operator.
 
@@ -183,9 +187,15 @@ class LowRank(NamedTuple):
     status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
     in_use: Int[Array, ""] | int | None = None  # so many columns, or all; the others are 0
 
-    def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
-        """The factors of P. Cost: a QR factorisation, and l^3 operations."""
-        if self.in_use is None:
+    def preconditioner(self, root: Real[Array, " n"], graded: bool = False) -> LowRankPlusIdentity:
+        """The factors of P. Cost: a QR factorisation, and l^3 operations. With `graded`, F is a
+        factor of a Cholesky factorisation, whose columns are of many sizes.
+        """
+        if graded:
+            # With columns of norm 1, F is far better conditioned than by itself.
+            rows, r = panel_qr(self.f.T)
+            q = rows.T
+        elif self.in_use is None:
             q, r = qr(self.f)
         else:
             # Unit vectors in the place of columns that are 0, as long as the last of the others:
@@ -200,14 +210,17 @@ class LowRank(NamedTuple):
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
         return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
 
-    def built(self, root: Real[Array, " n"], known: Bool[Array, ""]) -> BuiltPreconditioner:
-        """The preconditioner, with the lower bound of the eigenvalues."""
+    def built(
+        self, root: Real[Array, " n"], known: Bool[Array, ""], graded: bool = False
+    ) -> BuiltPreconditioner:
+        """The preconditioner, with the lower bound of the eigenvalues. For `graded` see above."""
         # Without a known s there is no bound.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
         status = jnp.asarray(self.status, jnp.int32)
         control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
-        return BuiltPreconditioner(self.preconditioner(root), floor, control_variate_weight, status)
+        factors = self.preconditioner(root, graded)
+        return BuiltPreconditioner(factors, floor, control_variate_weight, status)
 
     @property
     def mu(self) -> Real[Array, ""]:
@@ -307,48 +320,3 @@ def nystrom_of(
 
     left = left_out(held_out[:m], whole), left_out(held_out[m:], part)
     return LowRank(f, nu, shift, *left, status, count)
-
-
-def pivoted_cholesky(
-    key: PRNGKeyArray,
-    column: Callable[[Array], Inexact[Array, " n"]],
-    diagonal: Real[Array, " n"],
-    rank: int,
-    dtype: Any,
-) -> tuple[Inexact[Array, "n rank"], Real[Array, ""]]:
-    """Randomly pivoted partial Cholesky: F with F F^H ~ K', from `rank` columns.
-
-    **Arguments:**
-
-    - `key`: the random key.
-    - `column`: a function from an index to a column of K'.
-    - `diagonal`: the diagonal of K'.
-    - `rank`: the number of columns.
-    - `dtype`: the dtype of the columns.
-
-    **Returns:**
-
-    F, of shape `(n, rank)`; and the largest difference at a pivot between `diagonal` and the entry
-    of the column, relative to the largest entry of `diagonal`. Cost: `2 n rank^2` operations.
-    """
-    n = diagonal.shape[0]
-    largest = jnp.max(jnp.abs(diagonal), initial=0.0)
-    least = 16 * float(jnp.finfo(diagonal.dtype).eps) * largest
-
-    def step(j, carry):
-        f, left, apart = carry
-        positive = jnp.maximum(left, 0)
-        pivot = jr.categorical(numbered(key, j), jnp.log(positive))
-        residual = column(pivot) - matmul(f, jnp.conj(f[pivot]))
-        size = residual[pivot].real
-        apart = jnp.maximum(apart, jnp.abs(size - left[pivot]))
-        # A column is not used if only rounding errors are left of it: it would amplify them.
-        used = (size > least) & (positive[pivot] > least)
-        scale = jnp.sqrt(jnp.where(used, size, 1)).astype(dtype)
-        new = jnp.where(used, residual / scale, 0)
-        left = (left - jnp.square(jnp.abs(new))).at[pivot].set(0)
-        return f.at[:, j].set(new), left, apart
-
-    start = jnp.zeros((n, rank), dtype), diagonal, jnp.zeros_like(largest)
-    f, _, apart = lax.fori_loop(0, rank, step, start)
-    return f, apart / jnp.where(largest > 0, largest, 1)

@@ -91,7 +91,14 @@ def is_asymmetric(
     - `eps`: the relative precision of a product.
     """
     apart = jnp.linalg.norm(core - adjoint(core))
-    return apart > max(math.sqrt(eps), 100 * math.sqrt(n) * eps) * norm
+    return apart > asymmetry_limit(n, eps) * norm
+
+
+def asymmetry_limit(n: int, eps: float) -> float:
+    """How far, relative to their norm, what should be equal if A^H = A may be apart: see
+    `is_asymmetric`.
+    """
+    return max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
 
 
 def shifted_cholesky(h, nu):

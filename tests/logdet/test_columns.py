@@ -1,0 +1,158 @@
+"""Log-determinants of operators whose columns are cheap: preconditioners from columns, exact values
+where they are cheaper, and derivatives that never form the matrix.
+"""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tr
+from traceax._logdet.fallback import budget_or_all, exact_is_cheaper
+
+from ..helpers import PSD, by_products, keys
+
+N, K = 250, 30
+X = jnp.asarray(np.random.default_rng(0).uniform(size=(N, 2)))
+Y = jnp.sin(9 * X[:, 0])
+
+
+def kernel(length, x=X):
+    def k(a, b):
+        r = jnp.sqrt(jnp.maximum(5 * jnp.sum((a - b) ** 2) / length**2, 1e-30))
+        return (1 + r + r**2 / 3) * jnp.exp(-r)
+
+    return tr.KernelLinearOperator(k, x, block_size=100)
+
+
+def covariance(theta, x=X):
+    length, amplitude, noise = theta
+    K = kernel(length, x)
+    return amplitude * K + noise * lx.IdentityLinearOperator(K.in_structure())
+
+
+THETA = (jnp.asarray(0.4), jnp.asarray(1.5), jnp.asarray(0.1))
+
+
+def dense(theta, x=X):
+    return covariance(theta, x).as_matrix()
+
+
+def exact(theta, x=X):
+    return jnp.linalg.slogdet(dense(theta, x))[1]
+
+
+def estimate(theta, x=X, key=0):
+    return tr.logdet(jr.key(key), covariance(theta, x), K)
+
+
+def test_all_products_are_left_for_probes():
+    solution = jax.jit(estimate)(THETA)
+    assert abs(solution.value - exact(THETA)) < 5 * solution.std_err
+    assert 0 < solution.std_err < 0.2
+    assert solution.num_matvecs <= K
+    assert 0 < solution.stats["columns"] < N
+    assert solution.result == tr.RESULTS.successful
+
+
+def test_bars_cover():
+    """40 keys, two standard errors: fewer than 32 hits have a probability below 1e-3 if 95 % are
+    expected.
+    """
+    found = jax.jit(jax.vmap(lambda key: tr.logdet(key, covariance(THETA), K)))(keys(40))
+    errors = jnp.abs(found.value - exact(THETA))
+    assert jnp.sum(errors <= 2 * found.std_err + found.quadrature_error) >= 32
+    # The mean has no bias that its own scatter does not explain.
+    mean = jnp.mean(found.value - exact(THETA))
+    assert jnp.abs(mean) < 4 * jnp.std(found.value) / np.sqrt(40)
+
+
+def test_derivatives_against_dense_ones():
+    """Hyperparameters, noise and inputs, over 20 keys: within four standard errors of the mean."""
+
+    def slopes(key):
+        return jax.grad(lambda theta, x: tr.logdet(key, covariance(theta, x), K).value, (0, 1))(
+            THETA, X
+        )
+
+    found = jax.jit(jax.vmap(slopes))(keys(20))
+    expected = jax.grad(exact, (0, 1))(THETA, X)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scatter = jnp.std(ours, axis=0) / np.sqrt(20)
+        apart = jnp.mean(ours, axis=0) - theirs
+        # (The quadrature of a few steps, too, leaves a small bias.)
+        allowed = 4 * jnp.linalg.norm(scatter) + 1e-3 * jnp.linalg.norm(theirs)
+        assert jnp.linalg.norm(apart) < allowed
+        assert allowed < 0.3 * jnp.linalg.norm(theirs)  # half of a derivative would not pass
+
+
+@pytest.mark.slow
+def test_nestings():
+    value = jax.jit(lambda length: estimate((length, *THETA[1:])).value)
+    lengths = jnp.array([0.3, 0.5])
+    together = jax.vmap(value)(lengths)
+    np.testing.assert_allclose(together, [value(each) for each in lengths], rtol=1e-9)
+    forward, reverse = jax.jacfwd(value)(0.4), jax.grad(value)(0.4)
+    np.testing.assert_allclose(forward, reverse, rtol=1e-9)
+    second = jax.hessian(value)(0.4)
+    expected = jax.hessian(lambda length: exact((length, *THETA[1:])))(0.4)
+    np.testing.assert_allclose(second, expected, rtol=0.1)
+
+
+def test_densities_and_their_derivatives():
+    def density(theta, y):
+        return tr.gaussian_log_density(jr.key(0), y, covariance(theta), K)
+
+    def reference(theta, y):
+        mean = jnp.zeros(N)
+        return jax.scipy.stats.multivariate_normal.logpdf(y, mean, dense(theta))
+
+    solution = density(THETA, Y)
+    bound = 5 * solution.std_err + solution.quadrature_error
+    assert abs(solution.value - reference(THETA, Y)) < bound
+    slope = jax.grad(lambda y: density(THETA, y).value)(Y)
+    np.testing.assert_allclose(slope, jax.grad(reference, 1)(THETA, Y), rtol=1e-3, atol=2e-3)
+
+
+# --- exact values --------------------------------------------------------------------------------
+
+
+def stored(matrix):
+    return lx.MatrixLinearOperator(matrix, PSD) + 0.1 * lx.IdentityLinearOperator(
+        jax.ShapeDtypeStruct((len(matrix),), matrix.dtype)
+    )
+
+
+def test_the_exact_value_where_it_is_cheaper():
+    operator = covariance(THETA)
+    least = -(-N // 6)
+    solution = tr.logdet(jr.key(0), operator, least)
+    np.testing.assert_allclose(solution.value, exact(THETA), rtol=1e-10)
+    assert solution.std_err == 0
+    assert solution.num_matvecs == 0
+    assert solution.stats["columns"] == N
+    for options in ({"fallback": None}, {"preconditioner": tr.NystromPreconditioner(10)}):
+        assert tr.logdet(jr.key(0), operator, least, **options).std_err > 0
+    assert not exact_is_cheaper(operator, least - 1)
+    assert not exact_is_cheaper(by_products(dense(THETA), PSD), N)
+    assert budget_or_all(operator, least, "exact") == N
+    assert budget_or_all(operator, 10, "exact") == 10
+
+
+def test_exact_derivatives_without_products():
+    def value(theta):
+        return tr.logdet(jr.key(0), covariance(theta), N // 2).value
+
+    for ours, theirs in zip(jax.grad(value)(THETA), jax.grad(exact)(THETA), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+
+
+def test_no_exact_value_at_the_end_of_a_run():
+    """With `fallback=None` a tolerance that is out of reach says so."""
+    matrix = jnp.asarray(np.random.default_rng(0).standard_normal((300, 300)))
+    operator = stored(matrix @ matrix.T)
+    for fallback, result in ((None, "not_converged"), ("exact", "successful")):
+        solution = tr.logdet(jr.key(0), operator, atol=1e-6, fallback=fallback)
+        assert solution.result == getattr(tr.RESULTS, result)

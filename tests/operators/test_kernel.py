@@ -1,0 +1,188 @@
+"""Kernels that are never formed, and the entries of operators, against dense matrices."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tr
+from traceax._operators.known_parts import has_entries, stored_diagonal, stored_matrix
+from traceax.extend import columns
+
+from ..helpers import PSD, by_products
+from .test_stored import STORED
+
+N = 23
+X = np.random.default_rng(0).standard_normal((N, 2))
+V = np.random.default_rng(1).standard_normal((N, 3))
+PHASES = np.random.default_rng(2).standard_normal(N)
+
+
+class RBF(eqx.Module):
+    length: jax.Array
+    batched: bool = False
+
+    def __call__(self, x, y):
+        difference = x[:, None] - y[None] if self.batched else x - y
+        return jnp.exp(-0.5 * jnp.sum((difference / self.length) ** 2, axis=-1))
+
+
+def dense(length, x=X):
+    return jnp.exp(-0.5 * jnp.sum(((x[:, None] - x[None]) / length) ** 2, axis=-1))
+
+
+def kernel(length, x=X, block_size=None, batched=False):
+    return tr.KernelLinearOperator(
+        RBF(jnp.asarray(length), batched), x, block_size=block_size, batched=batched
+    )
+
+
+def closing(length, x=X, batched=False):
+    """A function that closes over the length scale."""
+    length = jnp.asarray(length)
+    return tr.KernelLinearOperator(
+        lambda x, y: RBF(length, batched)(x, y), x, block_size=4, batched=batched
+    )
+
+
+def multiplied(operator, block):
+    return jax.vmap(operator.mv, -1, -1)(block)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("block_size", [None, 1, 7, N])
+def test_products_and_entries(batched, block_size):
+    """Also for blocks that do not divide n."""
+    operator, expected = kernel(0.7, X, block_size, batched), dense(0.7)
+    np.testing.assert_allclose(multiplied(operator, V), expected @ V, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(operator.as_matrix(), expected, rtol=1e-12)
+    np.testing.assert_allclose(lx.materialise(operator).matrix, expected, rtol=1e-12)
+    np.testing.assert_allclose(lx.diagonal(operator), np.diag(expected), rtol=1e-12)
+    indices = jnp.array([5, 0, 5])
+    np.testing.assert_allclose(columns(operator, indices), expected[:, indices], rtol=1e-12)
+    assert operator.T is operator
+    assert lx.is_positive_semidefinite(operator)
+    assert lx.is_symmetric(operator)
+
+
+@pytest.mark.parametrize("make", [kernel, closing], ids=["module", "closure"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_derivatives(make, batched):
+    """With respect to parameters and points; forward, reverse, and both."""
+
+    def of(operator):
+        return jnp.sum(jnp.sin(multiplied(operator, V)))
+
+    for argument in (0, 1):
+        ours = jax.grad(lambda length, x: of(make(length, x, batched=batched)), argument)
+        theirs = jax.grad(lambda *args: jnp.sum(jnp.sin(dense(*args) @ V)), argument)
+        np.testing.assert_allclose(ours(0.7, X), theirs(0.7, X), rtol=1e-9, atol=1e-9)
+    second = jax.jit(jax.jacfwd(jax.grad(lambda length: of(make(length, batched=batched)))))
+    expected = jax.hessian(lambda length: jnp.sum(jnp.sin(dense(length) @ V)))(0.7)
+    np.testing.assert_allclose(second(0.7), expected, rtol=1e-9)
+    lengths = jnp.array([0.5, 1.0])
+    both = jax.vmap(lambda length: multiplied(make(length, batched=batched), V))(lengths)
+    np.testing.assert_allclose(both[1], dense(1.0) @ V, rtol=1e-12, atol=1e-12)
+
+
+def test_complex_kernels_and_trees_of_points():
+    points = {"x": X, "phase": PHASES}
+
+    def k(a, b):
+        near = jnp.exp(-0.5 * jnp.sum((a["x"] - b["x"]) ** 2))
+        turn = a["phase"] - b["phase"]
+        return jax.lax.complex(near * jnp.cos(turn), near * jnp.sin(turn))
+
+    operator = tr.KernelLinearOperator(k, points, block_size=6)
+    expected = np.asarray(dense(1.0)) * np.exp(1j * (PHASES[:, None] - PHASES))
+    np.testing.assert_allclose(operator.as_matrix(), expected, rtol=1e-12)
+    block = V + 1j * V[::-1]
+    np.testing.assert_allclose(multiplied(operator, block), expected @ block, atol=1e-12)
+    np.testing.assert_allclose(multiplied(operator.T, block), expected.T @ block, atol=1e-12)
+    np.testing.assert_allclose(lx.conj(operator).as_matrix(), expected.conj(), rtol=1e-12)
+    assert not lx.is_symmetric(operator)
+    shifted = operator + 0.5 * lx.IdentityLinearOperator(operator.in_structure())
+    value = tr.logdet(jr.key(0), shifted, N).value
+    np.testing.assert_allclose(value, np.linalg.slogdet(expected + 0.5 * np.eye(N))[1], rtol=1e-10)
+
+
+def composite(length, noise, x=X):
+    """A sum of all that is read as what it is."""
+    K, D = kernel(length, x), lx.DiagonalLinearOperator(jnp.linspace(1.0, 2.0, N))
+    other = lx.MatrixLinearOperator(dense(0.3, x), PSD)
+    identity = lx.IdentityLinearOperator(K.in_structure())
+    tagged = lx.TaggedLinearOperator(D @ (K @ D), PSD)
+    return jnp.asarray(2.0) * K + tagged / 3.0 + other + D + noise * identity
+
+
+def test_sums_and_scalings_are_read():
+    operator = composite(0.7, 0.1)
+    expected = operator.as_matrix()
+    assert has_entries(operator)
+    np.testing.assert_allclose(stored_matrix(operator), expected, rtol=1e-12)
+    np.testing.assert_allclose(stored_diagonal(operator), jnp.diag(expected), rtol=1e-12)
+    np.testing.assert_allclose(
+        eqx.filter_jit(columns)(operator, jnp.array([3, 3, 22])), expected[:, jnp.array([3, 3, 22])]
+    )
+    solution = tr.trace(jr.key(0), operator, 2)
+    np.testing.assert_allclose(solution.value, jnp.trace(expected), rtol=1e-12)
+    assert solution.num_matvecs == 0
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_columns_of_every_stored_operator(name):
+    make, expected = STORED[name]
+    indices = jnp.array([4, 0, 4, 8])
+    found = columns(make(), indices)
+    np.testing.assert_allclose(found, np.asarray(expected)[:, indices], rtol=1e-6, atol=1e-12)
+
+
+def test_columns_by_products():
+    operator = by_products(dense(0.7), PSD)
+    assert not has_entries(operator)
+    assert not has_entries(kernel(0.7) + operator)
+    found = columns(operator, [2, 1])
+    np.testing.assert_allclose(found, dense(0.7)[:, [2, 1]], rtol=1e-12)
+
+
+def test_no_product_for_what_is_not_dense():
+    """Low rank pays for dense operators alone."""
+    for name in ("sparse", "diagonal", "tridiagonal", "identity"):
+        assert not has_entries(STORED[name][0]())
+    assert has_entries(STORED["scaled"][0]())
+
+
+def test_a_loop_over_new_kernels_compiles_once():
+    traces = []
+
+    def estimate(length):
+        def k(x, y):
+            traces.append(None)
+            return jnp.exp(-jnp.sum((x - y) ** 2) / length)
+
+        K = tr.KernelLinearOperator(k, X)
+        noise = lx.IdentityLinearOperator(K.in_structure())
+        solution = tr.logdet(jr.key(0), K + 0.1 * noise, 8, preconditioner=None)
+        return solution.value
+
+    values = {float(estimate(jnp.asarray(length))) for length in (0.5, 1.0)}
+    first = len(traces)
+    estimate(jnp.asarray(2.0))
+    assert len(values) == 2
+    assert len(traces) - first <= 2  # the shape of its values, and the conversion
+
+
+def test_memory_is_that_of_blocks():
+    """Neither value nor derivative has an array of n^2 numbers."""
+    n = 1500
+    x = np.random.default_rng(0).standard_normal((n, 2))
+    v = np.ones((n, 4))
+
+    def of(length, x):
+        return jnp.sum(multiplied(kernel(length, x, 16), v) ** 2)
+
+    compiled = jax.jit(jax.value_and_grad(of, (0, 1))).lower(0.7, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < n * n * 8 / 4

@@ -1,0 +1,102 @@
+"""Pivoted Cholesky factorisation in blocks, against the definition of its steps."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from traceax._core.precision import any_promotion
+from traceax._sketch.pivoted_cholesky import pivoted_cholesky
+
+from ..helpers import keys, with_spectrum
+
+N = 40
+
+
+def positive(dtype, decay=0.6):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(with_spectrum(rng, decay ** np.arange(N), dtype))
+
+
+def factorise(matrix, rank, key=0, **options):
+    with any_promotion():
+        return pivoted_cholesky(
+            jr.key(key),
+            lambda pivots: matrix[:, pivots],
+            jnp.diagonal(matrix).real,
+            rank,
+            matrix.dtype,
+            **options,
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+@pytest.mark.parametrize("block", [1, 8])
+def test_an_interpolation_at_the_pivots(dtype, block):
+    """F F^H is the Nystrom approximation from the columns of the pivots, which it reproduces."""
+    matrix = positive(dtype)
+    found = factorise(matrix, 10, block=block)
+    assert found.rank == 10
+    dense, f = np.asarray(matrix, np.complex128), np.asarray(found.f, np.complex128)
+    tolerance = 2e-5 if dtype == np.float32 else 1e-12
+    residual = dense - f @ f.conj().T
+    np.testing.assert_allclose(residual.diagonal().real, found.left, atol=tolerance)
+    pivots = np.flatnonzero(np.asarray(found.left) == 0)
+    assert len(pivots) == 10
+    core = dense[np.ix_(pivots, pivots)]
+    expected = dense[:, pivots] @ np.linalg.solve(core, dense[pivots])
+    np.testing.assert_allclose(f @ f.conj().T, expected, atol=1e3 * tolerance)
+
+
+def test_pivots_have_the_distribution_of_those_drawn_one_by_one():
+    """The second of two pivots, whose distribution rejection must correct: a chi-squared test."""
+    matrix, count = positive(np.float64, 0.3)[:5, :5], 4000
+
+    def pivots(key):
+        first = factorise_with(key, matrix, 2)
+        return jnp.sum(jnp.where(first.left == 0, 2 ** jnp.arange(5), 0))
+
+    def factorise_with(key, matrix, rank):
+        with any_promotion():
+            columns = lambda pivots: matrix[:, pivots]  # noqa: E731
+            diagonal = jnp.diagonal(matrix)
+            return pivoted_cholesky(key, columns, diagonal, rank, matrix.dtype, block=4)
+
+    drawn = np.bincount(np.asarray(jax.jit(jax.vmap(pivots))(keys(count))), minlength=32)
+    dense, expected = np.asarray(matrix), np.zeros(32)
+    for i in range(5):
+        left = dense - np.outer(dense[i], dense[i]) / dense[i, i]
+        weights = np.maximum(np.diag(left), 0)
+        weights[i] = 0
+        for j in set(range(5)) - {i}:
+            chance = dense[i, i] / np.trace(dense) * weights[j] / weights.sum()
+            expected[2**i + 2**j] += count * chance
+    used = expected > 0
+    assert not np.any(drawn[~used])
+    chi2 = np.sum((drawn[used] - expected[used]) ** 2 / expected[used])
+    assert chi2 < 27.9  # 10 pairs, 9 degrees of freedom: exceeded with probability 1e-3
+
+
+def test_it_ends_when_enough_is_captured():
+    matrix = positive(np.float64)
+    found = factorise(matrix, 30, block=5, enough=1e-3)
+    assert found.rank < 30
+    assert jnp.sum(found.left) <= 1e-3
+    assert not np.any(found.f[:, int(found.rank) :])
+    assert found.columns >= found.rank
+    # Rounding errors are no pivots.
+    low_rank = positive(np.float32, 1e-2)
+    assert factorise(low_rank, 30, block=4).rank <= 6
+    none = factorise(jnp.zeros((N, N)), 5, block=2)
+    assert none.rank == 0
+    assert not np.any(none.f)
+
+
+def test_a_wrong_diagonal_is_seen():
+    matrix = positive(np.float64)
+    with any_promotion():
+        found = pivoted_cholesky(
+            jr.key(0), lambda p: matrix[:, p], 2 * jnp.diagonal(matrix), 5, matrix.dtype, block=2
+        )
+    assert found.apart > 0.1

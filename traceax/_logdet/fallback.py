@@ -1,0 +1,54 @@
+"""The exact value, where it costs less than what a budget asks for.
+
+A Cholesky factorisation takes n^3 / 3 operations, k products with a stored matrix take 2 n^2 k:
+from k = n / 6 on the exact value is cheaper. The entries must be known (see `known_parts`): to
+compute them by products would take n of them.
+"""
+
+from typing import Any
+
+import lineax as lx
+
+from .._operators.known_parts import has_entries
+
+#: The most rows of a kernel whose matrix is formed for the sake of an exact value, unless the user
+#: asks for it (k >= n): 1 GiB in float32.
+MOST_ROWS = 2**14
+
+
+def check_fallback(fallback: Any) -> None:
+    """Raise a `ValueError` unless this is "exact" or None."""
+    if fallback not in ("exact", None):
+        raise ValueError(
+            f"fallback must be 'exact' (the exact value where it is cheaper) or None, got "
+            f"{fallback!r}."
+        )
+
+
+def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int) -> bool:
+    """Whether a factorisation takes fewer operations than k products.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `k`: the number of products.
+    """
+    n = operator.in_size()
+    return 6 * k >= n and n <= MOST_ROWS and has_entries(operator)
+
+
+def budget_or_all(operator: lx.AbstractLinearOperator, k: Any, fallback: Any) -> Any:
+    """The budget k, or n, for which the value is exact, where that is cheaper and wanted. (What is
+    wrong with operator or budget is found later.)
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `k`: the budget.
+    - `fallback`: the argument of the user.
+    """
+    check_fallback(fallback)
+    known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
+    if fallback is None or not known or operator.in_size() != operator.out_size():
+        return k
+    return max(k, operator.in_size()) if exact_is_cheaper(operator, k) else k

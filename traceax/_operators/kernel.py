@@ -1,0 +1,300 @@
+r"""A kernel matrix, K_ij = k(x_i, x_j), which is never formed.
+
+Entries are what a kernel knows: a column costs n evaluations, a product n^2. Products go over K in
+blocks of b rows, which are evaluated, multiplied and forgotten. Reverse mode evaluates a block
+again, and with it its derivative, so that products and derivatives both take memory for b x n
+numbers, not for n x n. All vectors that are multiplied at once share the evaluations.
+
+With c blocks, the j-th one has the rows j, j + c, j + 2 c, ...: where the rows of x are cut over
+devices, each device has the same number of rows of every block.
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Inexact, Int, PyTree
+
+from .._core.precision import matmul
+from .._core.programs import NOTHING, holds
+from .unstructured import register_unstructured
+
+#: The most numbers in one block of rows (16 MiB in float32).
+_BLOCK = 2**22
+
+
+@final
+class _Swapped(eqx.Module):
+    """k(y, x) as a function of x and y: the transpose of a complex kernel."""
+
+    kernel: Any
+    batched: bool = eqx.field(static=True)
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        swapped = self.kernel(y, x)
+        return swapped.T if self.batched else swapped
+
+
+def _of_pairs(kernel: Any, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
+    """A kernel of single points, for all pairs of two blocks of points.
+
+    The axes of the pairs are the last ones, in both arguments: `vmap` leaves them there. On CPUs a
+    sum over coordinates that came last would take six times as long.
+    """
+    b, m = (jtu.tree_leaves(each)[0].shape[0] for each in (x, y))
+
+    def spread(leaf, axis):
+        last = jnp.expand_dims(jnp.moveaxis(leaf, 0, -1), axis)
+        return jnp.broadcast_to(last, (*leaf.shape[1:], b, m))
+
+    pairs = (
+        jtu.tree_map(lambda leaf: spread(leaf, -1), x),
+        jtu.tree_map(lambda leaf: spread(leaf, -2), y),
+    )
+    return jax.vmap(jax.vmap(kernel, -1, -1), -2, -2)(*pairs)
+
+
+def _point(x: PyTree[Array], rows: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
+    return jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(rows + leaf.shape[1:], leaf.dtype), x)
+
+
+def _inputs(x: PyTree[Any]) -> PyTree[Array]:
+    """The inputs as arrays, or an error that says what is wrong with them."""
+    leaves, treedef = jtu.tree_flatten(x)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    if len(rows) != 1 or None in rows:
+        raise ValueError(
+            "The inputs x of a kernel must be an array with one row for each point, or a PyTree of "
+            f"such arrays with equally many rows, got shapes {[x.shape for x in leaves]}. Give an "
+            "array of shape (n,) or (n, d)."
+        )
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+@final
+class KernelLinearOperator(lx.AbstractLinearOperator):
+    r"""The matrix $K_{ij} = k(x_i, x_j)$ of a kernel at n points, positive semidefinite, without
+    ever forming it.
+
+    It is differentiable with respect to the points and to whatever arrays the kernel depends on:
+    the fields of a module, or what a function closes over. `amplitude * K + noise * I` with any
+    (traced) scalars, `K + D`, `K1 + K2` and `D @ K @ D` with diagonal operators `D` are read as
+    what they are: see [`traceax.extend.columns`][].
+
+    Cost: `n^2` evaluations of the kernel for a product with any number of vectors at once, and
+    again for its derivative; `block_size` x n numbers of memory for both. `n` evaluations for a
+    column, and for the diagonal. If the rows of `x` are cut over several devices, so is the work.
+
+    !!! Example
+
+        ```python
+        def kernel(x, y):
+            return amplitude * jnp.exp(-jnp.sum((x - y) ** 2) / (2 * length**2))
+
+        K = tr.KernelLinearOperator(kernel, x)
+        covariance = K + noise * lx.IdentityLinearOperator(K.in_structure())
+        tr.gaussian_log_density(key, y, covariance, k=300)
+        ```
+
+    **Attributes:**
+
+    - `kernel`: the kernel, closure-converted.
+    - `x`: the points.
+    - `block_size`: the number of rows that are evaluated at once, or None.
+    - `batched`: whether the kernel takes blocks of points.
+    """
+
+    kernel: Any
+    x: PyTree[Array]
+    block_size: int | None = eqx.field(static=True)
+    batched: bool = eqx.field(static=True)
+    _dtype: np.dtype = eqx.field(static=True)
+
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        x: PyTree[Any],
+        *,
+        block_size: int | None = None,
+        batched: bool = False,
+    ):
+        """**Arguments:**
+
+        - `kernel`: the kernel: `kernel(x_i, x_j)` is a number, for any two points. It may be a
+            function or a module, and must be positive semidefinite (which is not checked).
+        - `x`: the points, an array of shape `(n,)` or `(n, d)`, or a PyTree of arrays with n rows.
+        - `block_size`: the number of rows of K that are evaluated at once. By default as many as
+            make 2^22 numbers.
+        - `batched`: whether `kernel(X, Y)` takes two blocks of points, of b and m rows, and returns
+            an array of shape `(b, m)`, as the kernels of tinygp do.
+
+        **Raises:**
+
+        - `TypeError`: if `kernel` is not callable.
+        - `ValueError`: if the arrays of `x` do not have one row for each point, the values of the
+            kernel do not have the right shape, or `block_size` is not a positive int.
+        """
+        if not callable(kernel):
+            raise TypeError(
+                "A kernel must be a function of two points that returns a number, got a "
+                f"{type(kernel).__name__}. Wrap a matrix in `lineax.MatrixLinearOperator(matrix)`."
+            )
+        if block_size is not None and (
+            isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1
+        ):
+            raise ValueError(
+                "block_size must be a positive Python int (rows evaluated at once) or None, got "
+                f"{block_size!r}."
+            )
+        self.x, self.block_size = _inputs(x), block_size
+        rows = (1,) if batched else ()
+        pair = _point(self.x, rows), _point(self.x, rows)
+        value = jax.eval_shape(kernel, *pair)
+        if not hasattr(value, "shape") or value.shape != 2 * rows:
+            wanted = (
+                "an array of shape (b, m) for blocks of b and m" if batched else "a number for two"
+            )
+            raise ValueError(
+                f"The kernel must return {wanted} points, got "
+                f"{jtu.tree_map(lambda leaf: leaf.shape, value)} for points of shape "
+                f"{jtu.tree_map(lambda leaf: leaf.shape, pair[0])}. With `batched=True` it gets "
+                "blocks of points, otherwise single ones."
+            )
+        inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+        self._dtype = np.dtype(value.dtype if inexact else jax.dtypes.canonicalize_dtype(float))
+        functions = [leaf for leaf in jtu.tree_leaves(kernel) if callable(leaf)]
+        if batched and all(holds(each) == NOTHING for each in functions):
+            self.kernel, self.batched = kernel, True
+            return
+        # Every array that the kernel closes over becomes a leaf, for points of this shape. A kernel
+        # of blocks is traced for blocks of a single point, as blocks of all sizes are needed.
+        point = _point(self.x, ())
+
+        def of_points(x, y):
+            if not batched:
+                return kernel(x, y)
+            return kernel(*jtu.tree_map(lambda leaf: leaf[None], (x, y)))[0, 0]
+
+        self.kernel, self.batched = eqx.filter_closure_convert(of_points, point, point), False
+
+    def block(self, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
+        """The kernel of all pairs of two blocks of points.
+
+        **Arguments:**
+
+        - `x`: b points.
+        - `y`: m points.
+
+        **Returns:**
+
+        An array of shape `(b, m)`.
+        """
+        values = self.kernel(x, y) if self.batched else _of_pairs(self.kernel, x, y)
+        return values.astype(self._dtype)
+
+    def _by_rows(self, fn: Callable[[PyTree[Array]], Array]) -> Array:
+        """`fn` of all points, a block of rows at a time."""
+        n = self.in_size()
+        most = self.block_size or max(1, _BLOCK // n)
+        count = -(-n // most)
+        if count == 1:
+            return jax.checkpoint(fn)(self.x)
+        size = -(-n // count)
+
+        def cut(leaf):
+            # The rows that are added are those of a point: nothing is evaluated elsewhere.
+            more = jnp.broadcast_to(leaf[:1], (size * count - n, *leaf.shape[1:]))
+            padded = jnp.concatenate([leaf, more]) if size * count > n else leaf
+            return jnp.moveaxis(padded.reshape(size, count, *leaf.shape[1:]), 1, 0)
+
+        results = lax.map(jax.checkpoint(fn, prevent_cse=False), jtu.tree_map(cut, self.x))
+        return jnp.moveaxis(results, 0, 1).reshape(size * count, *results.shape[2:])[:n]
+
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        """The product with a vector: `n^2` evaluations.
+
+        **Arguments:**
+
+        - `vector`: a vector of the kernel's dtype.
+
+        **Returns:**
+
+        The product. Under `jax.vmap` all vectors share the evaluations.
+        """
+        return self._by_rows(lambda rows: matmul(self.block(rows, self.x), vector))
+
+    def columns(self, indices: Int[Array, " m"]) -> Inexact[Array, "n m"]:
+        """Columns of the matrix: n evaluations for each.
+
+        **Arguments:**
+
+        - `indices`: their numbers.
+
+        **Returns:**
+
+        An array of shape `(n, m)`.
+        """
+        chosen = jtu.tree_map(lambda leaf: leaf[indices], self.x)
+        return self.block(self.x, chosen)
+
+    def as_matrix(self) -> Inexact[Array, "n n"]:
+        """The dense matrix: `n^2` evaluations. Its derivative evaluates them again."""
+        return jax.checkpoint(lambda x: self.block(x, x))(self.x)
+
+    def transpose(self) -> "KernelLinearOperator":
+        """The transpose: the operator itself, unless the kernel is complex."""
+        if not jnp.issubdtype(self._dtype, jnp.complexfloating):
+            return self
+        swapped = _Swapped(self.kernel, self.batched)
+        return eqx.tree_at(lambda operator: operator.kernel, self, swapped)
+
+    def in_structure(self) -> jax.ShapeDtypeStruct:
+        """The structure of the vectors that the operator multiplies."""
+        return jax.ShapeDtypeStruct((jtu.tree_leaves(self.x)[0].shape[0],), self._dtype)
+
+    def out_structure(self) -> jax.ShapeDtypeStruct:
+        """The structure of the products."""
+        return self.in_structure()
+
+
+@lx.linearise.register(KernelLinearOperator)
+def _(operator):
+    return operator
+
+
+@lx.materialise.register(KernelLinearOperator)
+def _(operator):
+    return lx.MatrixLinearOperator(operator.as_matrix(), lx.positive_semidefinite_tag)
+
+
+@lx.diagonal.register(KernelLinearOperator)
+def _(operator):
+    def entry(point):
+        return operator.block(*2 * (jtu.tree_map(lambda leaf: leaf[None], point),))[0, 0]
+
+    return jax.checkpoint(jax.vmap(entry))(operator.x)
+
+
+@lx.conj.register(KernelLinearOperator)
+def _(operator):
+    return operator.transpose()  # the matrix is Hermitian
+
+
+@lx.is_symmetric.register(KernelLinearOperator)
+def _(operator):
+    return not jnp.issubdtype(operator._dtype, jnp.complexfloating)
+
+
+@lx.is_positive_semidefinite.register(KernelLinearOperator)
+def _(operator):
+    return True
+
+
+register_unstructured(KernelLinearOperator)

@@ -1,0 +1,160 @@
+r"""Randomly pivoted partial Cholesky factorisation, F F^H ~ K, from columns of K alone.
+
+Pivots are drawn with probabilities proportional to the diagonal d of what is left, K - F F^H. A
+column of its own for each pivot makes products of a matrix and a vector; so b pivots are proposed
+at once, from the d at the start of a round. Rejection sampling corrects for that: one after the
+other, the proposal i is accepted with the probability h / d_i, with h what the pivots accepted
+before have left of its diagonal entry. The accepted pivots have the distribution of those that are
+drawn one by one. With H the b x b block of K - F F^H at the proposals, this takes the steps of a
+Cholesky factorisation of H, which also gives the L with H = L L^H on the accepted ones: the new
+columns of F are those of (K - F F^H) L^{-H}.
+
+E. N. Epperly, J. A. Tropp, R. J. Webber, *Embrace rejection: kernel matrix approximation by
+accelerated randomly pivoted Cholesky*, 2024, arXiv:2410.03969.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import jax.random as jr
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
+
+from .._linalg.factorisations import divide_by_upper
+from .._probes.random import numbered, split
+from .leave_one_out import adjoint, matmul
+
+
+class PivotedCholesky(NamedTuple):
+    """A partial factorisation F F^H of K."""
+
+    f: Inexact[Array, "n rank"]  # columns that are not in use come last, and are 0
+    left: Real[Array, " n"]  # the diagonal of K - F F^H
+    rank: Int[Array, ""]  # the number of columns in use
+    columns: Int[Array, ""]  # of K that were evaluated
+    apart: Real[Array, ""]  # see `pivoted_cholesky`
+    skew: Real[Array, ""]  # the same of entries on both sides of the diagonal of K
+
+
+class _Accepted(NamedTuple):
+    """What rejection sampling makes of the proposals of a round."""
+
+    block: Inexact[Array, "b b"]  # what is left of H
+    factor: Inexact[Array, "b b"]  # L, with unit vectors for proposals that are rejected
+    which: Bool[Array, " b"]
+    number: Int[Array, ""]
+
+
+def _accept(
+    key: PRNGKeyArray, block: Inexact[Array, "b b"], least: Array, room: Int[Array, ""]
+) -> _Accepted:
+    """Accept or reject proposals (see above), at most as many as there is room for.
+
+    **Arguments:**
+
+    - `key`: the random key.
+    - `block`: H.
+    - `least`: pivots up to this size are rounding errors, and rejected.
+    - `room`: the number of columns that may still be added.
+    """
+    b = block.shape[0]
+    proposed = jnp.diagonal(block).real
+    threshold = jr.uniform(key, (b,), proposed.dtype) * proposed
+    place = jnp.arange(b)
+
+    def step(i, state):
+        size = state.block[i, i].real
+        taken = (size > jnp.maximum(threshold[i], least)) & (state.number < room)
+        column = state.block[:, i] / jnp.sqrt(jnp.where(taken, size, 1)).astype(block.dtype)
+        column = jnp.where(taken & (place >= i), column, 0)
+        unit = (place == i).astype(block.dtype)
+        return _Accepted(
+            state.block - column[:, None] * jnp.conj(column),
+            state.factor.at[:, i].set(jnp.where(taken, column, unit)),
+            state.which.at[i].set(taken),
+            state.number + taken,
+        )
+
+    none = jnp.zeros(b, bool), jnp.zeros((), jnp.int32)
+    done = lax.fori_loop(0, b, step, _Accepted(block, jnp.zeros_like(block), *none))
+    both = done.which[:, None] & done.which | jnp.eye(b, dtype=bool)
+    return done._replace(factor=jnp.where(both, done.factor, 0))
+
+
+def pivoted_cholesky(
+    key: PRNGKeyArray,
+    columns: Callable[[Int[Array, " b"]], Inexact[Array, "n b"]],
+    diagonal: Real[Array, " n"],
+    rank: int,
+    dtype: Any,
+    *,
+    block: int = 1,
+    enough: float | Real[Array, ""] = 0.0,
+) -> PivotedCholesky:
+    """Randomly pivoted partial Cholesky factorisation.
+
+    **Arguments:**
+
+    - `key`: the random key.
+    - `columns`: a function from indices, some of which may be equal, to columns of K.
+    - `diagonal`: the diagonal of K.
+    - `rank`: the largest number of columns of F.
+    - `dtype`: the dtype of the columns.
+    - `block`: the number b of proposals in a round. With 1, as many columns are evaluated as are
+        used.
+    - `enough`: the trace of K - F F^H that ends the factorisation.
+
+    **Returns:**
+
+    A `PivotedCholesky`. Its `apart` is the largest difference at a pivot between `diagonal` and the
+    entry of the column, relative to the largest entry of `diagonal`; its `skew` that between
+    entries of columns of the same round that should be equal. Cost: `2 n rank^2` operations.
+    """
+    n = diagonal.shape[0]
+    largest = jnp.max(jnp.abs(diagonal), initial=0.0)
+    # What is left is rounding errors: they would be amplified by a column that is made of them.
+    least = 16 * float(jnp.finfo(diagonal.dtype).eps) * largest
+
+    class State(NamedTuple):
+        rows: Inexact[Array, "r n"]  # F^T
+        left: Real[Array, " n"]
+        rank: Int[Array, ""]
+        rounds: Int[Array, ""]
+        apart: Real[Array, ""]
+        skew: Real[Array, ""]
+
+    def step(state: State) -> State:
+        draw, accept = split(numbered(key, state.rounds))
+        below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
+        places = jr.uniform(draw, (block,), below.dtype) * below[-1]
+        pivots = jnp.minimum(jnp.searchsorted(below, places, side="right"), n - 1)
+        known = matmul(adjoint(state.rows[:, pivots]), state.rows).T
+        residual = columns(pivots).astype(dtype) - known
+        h = residual[pivots]
+        sizes = jnp.diagonal(h).real
+        apart = jnp.maximum(state.apart, jnp.max(jnp.abs(sizes - state.left[pivots])))
+        skew = jnp.maximum(state.skew, jnp.max(jnp.abs(h - adjoint(h))))
+        found = _accept(accept, h, least, rank - state.rank)
+        new = divide_by_upper(jnp.where(found.which, residual, 0), adjoint(found.factor))
+        left = jnp.maximum(state.left - jnp.sum(jnp.square(jnp.abs(new)), axis=1), 0)
+        # Nothing is left at a pivot, nor at a proposal of which rounding errors are left.
+        spent = found.which | (jnp.diagonal(found.block).real <= least)
+        left = left.at[pivots].min(jnp.where(spent, 0, jnp.inf).astype(left.dtype))
+        # Accepted columns first: the others, which are 0, are overwritten in the next round.
+        new = new[:, jnp.argsort(~found.which, stable=True)]
+        place = state.rank, jnp.zeros_like(state.rank)
+        rows = lax.dynamic_update_slice(state.rows, new.T, place)
+        return State(rows, left, state.rank + found.number, state.rounds + 1, apart, skew)
+
+    def goes_on(state: State) -> Array:
+        some = (jnp.sum(state.left) > enough) & (jnp.max(state.left, initial=0.0) > least)
+        return some & (state.rank < rank) & (state.rounds < rank)
+
+    zero = jnp.zeros((), jnp.int32)
+    none = jnp.zeros_like(largest)
+    start = jnp.zeros((rank + block, n), dtype), diagonal, zero, zero, none, none
+    end = lax.while_loop(goes_on, step, State(*start))
+    unit = jnp.where(largest > 0, largest, 1)
+    counts = end.rank, block * end.rounds
+    return PivotedCholesky(end.rows[:rank].T, end.left, *counts, end.apart / unit, end.skew / unit)
