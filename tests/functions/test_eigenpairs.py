@@ -176,8 +176,10 @@ def bound_cases():
     + [variant(name, warm) for name in ("outlier", "complex") for warm in (False, True)],
 )
 def test_bounds_hold(name, warm):
-    """Over 300 keys fewer than 1 % miss an end, also from a start that is an exact eigenvector in
-    the middle of the spectrum, which hides all the others.
+    """No more than 1 % miss an end, nor half of 1 % one of them, also from a start that is an exact
+    eigenvector in the middle of the spectrum, which hides all the others. The shares of 3000 keys
+    are known to 0.2 and 0.13 %: three times that is allowed. (Where an eigenvalue stands alone the
+    bounds are sharp, and nearly as many miss.)
     """
     matrix = bound_cases()[name]
     values, vectors = np.linalg.eigh(matrix)
@@ -185,12 +187,12 @@ def test_bounds_hold(name, warm):
     shifted = matrix + 2 * np.eye(60) if np.iscomplexobj(matrix) else matrix
     values = values + 2 if np.iscomplexobj(matrix) else values
     start = jnp.asarray(vectors[:, 30]) if warm else None
-    found = jax.jit(jax.vmap(lambda key: solve(key, shifted, 8, 1, "LA", start, tags)))(keys(300))
+    found = jax.jit(jax.vmap(lambda key: solve(key, shifted, 8, 1, "LA", start, tags)))(keys(3000))
     low, high = np.asarray(found.bounds).T
     missed = np.mean((low > values[0]) | (high < values[-1]))
-    assert missed <= 0.01
+    assert missed <= 0.01 + 0.006
     error = values[-1] - np.asarray(found.values[:, 0])
-    assert np.mean(error > np.asarray(found.errors[:, 0])) <= 0.005
+    assert np.mean(error > np.asarray(found.errors[:, 0])) <= 0.005 + 0.004
     assert np.all(error > -1e-12)
     # They say something: an operator with this extent, and twice as much for the noise.
     extent = values[-1] - values[0]
