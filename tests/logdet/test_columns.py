@@ -69,6 +69,7 @@ def test_bars_cover():
     assert jnp.abs(mean) < 4 * jnp.std(found.value) / np.sqrt(40)
 
 
+@pytest.mark.slow
 def test_derivatives_against_dense_ones():
     """Hyperparameters, noise and inputs, over 20 keys: within four standard errors of the mean."""
 
@@ -101,6 +102,7 @@ def test_nestings():
     np.testing.assert_allclose(second, expected, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_densities_and_their_derivatives():
     def density(theta, y):
         return tr.gaussian_log_density(jr.key(0), y, covariance(theta), K)
@@ -149,6 +151,7 @@ def test_exact_derivatives_without_products():
         np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_no_exact_value_at_the_end_of_a_run():
     """With `fallback=None` a tolerance that is out of reach says so."""
     matrix = jnp.asarray(np.random.default_rng(0).standard_normal((300, 300)))

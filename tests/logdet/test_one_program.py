@@ -2,6 +2,8 @@
 the right size give.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -45,15 +47,21 @@ def test_recurrences_and_their_quadrature(matrix, known):
     z = z.at[:, 0].set(matrix[:, :3].sum(1) if known else jnp.eye(N)[:, 0])
 
     @jax.jit
-    def padded(start, p, q):
+    def padded(matrix, floor, start, p, q):
         krylov = padded_lanczos(lambda v: matrix @ v, start, SHAPES, p, q, 1e-16)
         found = log_quadrature(krylov, floor, N, is_complex, p, [q for _, q in SHAPES])
         return krylov, found, quadrature(krylov), krylov.residual
 
+    @partial(jax.jit, static_argnames="q")
+    def by_itself(matrix, floor, start, q):
+        krylov = lanczos(lambda v: matrix @ v, start, q, 1e-16)
+        found = log_quadrature(krylov, floor, N, is_complex, start.shape[1])
+        return krylov, found, quadrature(krylov)
+
     for p, q in SHAPES:
         start = jnp.where(jnp.arange(5) < p, z, 0)
-        krylov, found, (nodes, weights, _), residual = padded(start, p, q)
-        plain = lanczos(lambda v: matrix @ v, z[:, :p], q, 1e-16)
+        krylov, found, (nodes, weights, _), residual = padded(matrix, floor, start, p, q)
+        plain, alone, expected = by_itself(matrix, floor, z[:, :p], q)
         basis = krylov.basis[: p * q].reshape(q, p, N).transpose(0, 2, 1)
         np.testing.assert_allclose(basis, plain.basis, atol=1e-10)
         np.testing.assert_allclose(krylov.alpha[:q, :p], plain.alpha, atol=1e-10)
@@ -61,11 +69,9 @@ def test_recurrences_and_their_quadrature(matrix, known):
         assert not np.any(krylov.basis[p * q :])
         assert not np.any(krylov.alpha[q:])
         np.testing.assert_allclose(residual[:p], plain.beta[-1], atol=1e-10)
-        expected = quadrature(plain)
         np.testing.assert_allclose(nodes[:p, :q], expected[0], rtol=1e-10)
         np.testing.assert_allclose(weights[:p, :q], expected[1], atol=1e-10)
         assert not np.any(weights[:p, q:])
-        alone = log_quadrature(plain, floor, N, is_complex, p)
         for name in ("value", "error", "std_err", "dof", "smallest", "gap"):
             np.testing.assert_allclose(
                 getattr(found, name), getattr(alone, name), rtol=1e-6, atol=1e-9, err_msg=name
@@ -92,14 +98,13 @@ def test_low_rank(matrix, known):
     products, flag = matrix @ omega, jnp.array(known)
 
     @jax.jit
-    def padded(products, count):
+    def of(omega, products, flag, count):
         low_rank = nystrom_of(omega, products, flag, 1e-16, count)
         return low_rank, low_rank.built(jnp.ones(N), flag)
 
     for count in (1, 2, 7, 12):
-        low_rank, built = padded(jnp.where(jnp.arange(12) < count, products, 0), count)
-        alone = nystrom_of(omega[:, :count], products[:, :count], flag, 1e-16)
-        expected = alone.built(jnp.ones(N), flag)
+        low_rank, built = of(omega, jnp.where(jnp.arange(12) < count, products, 0), flag, count)
+        alone, expected = of(omega[:, :count], products[:, :count], flag, None)
         np.testing.assert_allclose(low_rank.f[:, :count], alone.f, atol=1e-9)
         assert not np.any(low_rank.f[:, count:])
         for name in ("nu", "shift", "left_out", "left_out_by_half", "status"):
@@ -111,7 +116,7 @@ def test_low_rank(matrix, known):
         identity = jnp.eye(N, dtype=matrix.dtype)
         roots = (each.factors.inverse_root(identity) for each in (built, expected))
         np.testing.assert_allclose(*roots, atol=1e-9)
-    assert padded._cache_size() == 1
+    assert of._cache_size() == 1 + 4  # one for all counts, and those of the right size
 
 
 def test_sizes_under_vmap():

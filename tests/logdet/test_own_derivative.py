@@ -141,6 +141,7 @@ def family(dtype):
     return parts, theta, build(jr.key(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
 def test_finite_differences_of_the_value(dtype):
     """To 1e-6, for both functions, where neither the quadrature nor the solve has converged, in
