@@ -52,11 +52,10 @@ def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[A
 
 def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
     """The squared norms of the columns."""
-    return jnp.sum(square_of(a), axis=0)
+    return jnp.sum(_squares(a), axis=0)
 
 
-def square_of(a: Inexact[Array, "..."]) -> Real[Array, "..."]:
-    """The squared absolute values."""
+def _squares(a: Inexact[Array, "n m"]) -> Real[Array, "n m"]:
     return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
@@ -125,14 +124,11 @@ class Pairs(NamedTuple):
 
 def pairs_of(s: Inexact[Array, "m m"], columns: Columns) -> Pairs:
     """The planes spanned by pairs of the unit columns of S."""
-    return pairs_of_gram(matmul(adjoint(s), s), columns)
-
-
-def pairs_of_gram(gamma: Inexact[Array, "m m"], columns: Columns) -> Pairs:
-    """The planes spanned by pairs of the unit columns of S, from their Gram matrix S^H S."""
+    m = s.shape[0]
+    gamma = matmul(adjoint(s), s)
     square = 1 - jnp.abs(gamma) ** 2
-    least = 64 * columns.used * jnp.finfo(gamma.dtype).eps
-    valid = (square > least) & ~jnp.eye(gamma.shape[0], dtype=bool)
+    least = 64 * columns.used * jnp.finfo(s.dtype).eps
+    valid = (square > least) & ~jnp.eye(m, dtype=bool)
     if columns.inside is not None:
         valid &= columns.inside[:, None] & columns.inside
     return Pairs(gamma, jnp.where(valid, square, jnp.ones_like(square)), valid)
@@ -201,7 +197,7 @@ def scaled(products: Inexact[Array, "n m"]) -> Scaled:
     """These products, scaled."""
     scale = scale_of(products)
     numbers = products / scale
-    return Scaled(numbers, scale, jnp.sum(square_of(numbers)))
+    return Scaled(numbers, scale, jnp.sum(_squares(numbers)))
 
 
 class Sketch(NamedTuple):
