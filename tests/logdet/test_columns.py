@@ -143,6 +143,21 @@ def test_the_exact_value_where_it_is_cheaper():
     assert budget_or_all(operator, 10, "exact") == 10
 
 
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+def test_an_unknown_fallback_is_refused_by_every_preconditioner(preconditioner):
+    options = {"preconditioner": preconditioner, "fallback": "cholesky"}
+    calls = (
+        lambda: tr.logdet(jr.key(0), covariance(THETA), K, **options),
+        lambda: tr.gaussian_log_density(jr.key(0), Y, covariance(THETA), K, **options),
+        lambda: tr.logdet_directional_derivative(
+            jr.key(0), covariance, (THETA,), (THETA,), K, **options
+        ),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="fallback must be 'exact'"):
+            call()
+
+
 def test_exact_derivatives_without_products():
     def value(theta):
         return tr.logdet(jr.key(0), covariance(theta), N // 2).value

@@ -26,7 +26,7 @@ from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
 from .funm import check_hermitian, spectrum, within_tag
-from .thick_restart import Which, chance, order_of, thick_restart
+from .thick_restart import Which, chance, order_of, ritz_pairs, run_cycles
 
 # The probability that the extreme eigenvalue of one end is missed, half of 1 %.
 _PROBABILITY = 0.005
@@ -101,10 +101,9 @@ class EigenpairsEstimator(AbstractEstimator):
         start, noise = start / jnp.linalg.norm(start), None
         if self.start is not None:
             start, noise = self.start.astype(block.dtype) + _NOISE * start, _NOISE
-        pairs = thick_restart(
-            block.mm, start, key, k, self.num, self.which, self.basis_size, block.eps,
-            chance(n, _PROBABILITY, noise),
-        )  # fmt: skip
+        run = run_cycles(block.mm, start, key, k, self.num, self.which, self.basis_size, block.eps)
+        log_chance = chance(n, _PROBABILITY, noise)
+        pairs = ritz_pairs(run, self.num, self.which, block.eps, log_chance)
         values = within_tag(operator, pairs.values, block.eps)
         size = jnp.max(jnp.abs(pairs.ends))
         return self._estimate(

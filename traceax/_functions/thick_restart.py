@@ -55,7 +55,7 @@ Which = Literal["LA", "SA", "LM", "BE"]
 
 
 class RitzPairs(NamedTuple):
-    """What `thick_restart` returns."""
+    """What `ritz_pairs` returns."""
 
     values: Real[Array, " num"]
     vectors: Inexact[Array, "num n"]
@@ -145,7 +145,25 @@ def run_cycles(
     basis_size: int,
     eps: float,
 ) -> Run:
-    """Make the `k` products. The arguments are those of `thick_restart`."""
+    """Make exactly `k` products of a Hermitian operator.
+
+    Cost: `basis_size + 1` vectors, and some `8 n basis_size` operations a product.
+
+    **Arguments:**
+
+    - `mm`: the operator, as a function that multiplies a block.
+    - `start`: the start vector, which is not 0.
+    - `key`: a random key, for the vectors that go on in an invariant space.
+    - `k`: the number of products, less than n.
+    - `num`: how many pairs are wanted, at most `k`.
+    - `which`: the end of the spectrum.
+    - `basis_size`: the number m of vectors of a cycle: `k` or less, and then at least `num + 2`.
+    - `eps`: the relative precision of a product.
+
+    **Returns:**
+
+    A `Run`.
+    """
     n, m = start.size, min(basis_size, k)
     real = jnp.finfo(start.dtype).dtype
     p = 0 if m == k else num + (m - num) // 2
@@ -272,38 +290,20 @@ def _projected(carry: _Carry, first: Array | int, used: int) -> tuple[Array, Arr
     return values * unit, vectors
 
 
-def thick_restart(
-    mm: Callable[[Inexact[Array, "n 1"]], Inexact[Array, "n 1"]],
-    start: Inexact[Array, " n"],
-    key: PRNGKeyArray,
-    k: int,
-    num: int,
-    which: Which,
-    basis_size: int,
-    eps: float,
-    log_chance: float,
-) -> RitzPairs:
-    """Extreme Ritz pairs of a Hermitian operator from exactly `k` products.
-
-    Cost: `basis_size + 1` vectors, and some `8 n basis_size` operations a product.
+def ritz_pairs(run: Run, num: int, which: Which, eps: float, log_chance: float) -> RitzPairs:
+    """The extreme Ritz pairs of a run.
 
     **Arguments:**
 
-    - `mm`: the operator, as a function that multiplies a block.
-    - `start`: the start vector, which is not 0.
-    - `key`: a random key, for the vectors that go on in an invariant space.
-    - `k`: the number of products, less than n.
-    - `num`: how many pairs are wanted, at most `k`.
-    - `which`: the end of the spectrum.
-    - `basis_size`: the number m of vectors of a cycle: `k` or less, and then at least `num + 2`.
-    - `eps`: the relative precision of a product.
+    - `run`: the run.
+    - `num`, `which`, `eps`: those of `run_cycles`.
     - `log_chance`: the number log(1 / c^2) of above.
 
     **Returns:**
 
     A `RitzPairs`.
     """
-    carry, first, used = run_cycles(mm, start, key, k, num, which, basis_size, eps)
+    carry, first, used = run
     values, vectors = _projected(carry, first, used)
     wanted = order_of(which, values, used, num)
     s = vectors[:, wanted]
@@ -313,7 +313,7 @@ def thick_restart(
     low = -_outside(_mirrored(carry.history), -hull[0], smallest, carry.size, log_chance)
     return RitzPairs(
         values=carry.scale * values[wanted],
-        vectors=matmul(s.T.astype(start.dtype), carry.rows[:-1]),
+        vectors=matmul(s.T.astype(carry.rows.dtype), carry.rows[:-1]),
         residuals=carry.scale * carry.beta[used - 1] * jnp.abs(s[used - 1]),
         ends=carry.scale * hull,
         bounds=carry.scale * jnp.stack([low, high]),

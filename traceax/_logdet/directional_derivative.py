@@ -34,7 +34,7 @@ from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative, policy_of
 from .estimator import estimate_from, exact_logdet
-from .fallback import budget_or_all
+from .fallback import budget_or_all, check_fallback
 from .preconditioners import AbstractPreconditioner
 from .weights import LogdetWeights, weights_of
 
@@ -201,9 +201,10 @@ def logdet_directional_derivative(
 
     - `TypeError`: for a key, operator, `k` or preconditioner of the wrong type.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
-        `k < 1`, or a preconditioner that cannot be built for it.
+        `k < 1`, another `fallback`, or a preconditioner that cannot be built for it.
     - `NotImplementedError`: for a derivative of the derivative.
     """
+    check_fallback(fallback)
 
     def hoisted(*primals: Any):
         return as_operator(make(*primals))

@@ -45,9 +45,8 @@ def budget_or_all(operator: lx.AbstractLinearOperator, k: Any, fallback: Any) ->
 
     - `operator`: the operator.
     - `k`: the budget.
-    - `fallback`: the argument of the user.
+    - `fallback`: the argument of the user, as `check_fallback` accepts it.
     """
-    check_fallback(fallback)
     known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
     if fallback is None or not known or operator.in_size() != operator.out_size():
         return k
