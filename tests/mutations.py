@@ -106,8 +106,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_sketch/nystrom.py",
-        "jnp.square(1 / length)",
-        "1 / length",
+        "samples = alpha * inverse - diagonal_of(lengths).real",
+        "samples = alpha * root - diagonal_of(lengths).real",
         "the tested part of XNysTrace",
         IDENTITIES,
     ),

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import traceax as tr
+from traceax._sketch.nystrom import FLAT, SHIFTS, WORTH
 
 from .helpers import operator_for
 
@@ -103,6 +104,28 @@ def leave_one_out(sample, matrix, omega, resphere):
     pairs = [(d[i, j] * np.conj(d[j, i])).real for i in range(m) for j in range(m) if i != j]
     customary = samples.std(ddof=1) / np.sqrt(m)
     return samples.mean(), np.sqrt(customary**2 + max(0, np.mean(pairs))), customary
+
+
+def shift_of_best_error(matrix, omega, resphere):
+    """The multiple of the identity that is taken off first, with the estimate of the trace.
+
+    Shares of the smallest eigenvalue of P^H A P, P an orthonormal basis of the probes, are tried
+    for as long as the standard error of the trace falls considerably, if a quarter of the
+    eigenvalues are alike.
+    """
+    (n, m), p = omega.shape, np.linalg.qr(omega)[0]
+    eigenvalues = np.linalg.eigvalsh(p.conj().T @ matrix @ p)
+    theta = max(0, eigenvalues[0])
+    best = None
+    for share in SHIFTS if eigenvalues[m // 4] <= FLAT * theta else SHIFTS[:1]:
+        shift = share * theta
+        value, std_err, customary = leave_one_out(
+            xnystrace_sample, matrix - shift * np.eye(n), omega, resphere
+        )
+        if best is not None and std_err >= WORTH * best[2]:
+            break
+        best = shift, value + n * shift, std_err, customary
+    return best
 
 
 def published_xtrace(matrix, omega):

@@ -52,10 +52,11 @@ def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[A
 
 def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
     """The squared norms of the columns."""
-    return jnp.sum(_squares(a), axis=0)
+    return jnp.sum(square_of(a), axis=0)
 
 
-def _squares(a: Inexact[Array, "n m"]) -> Real[Array, "n m"]:
+def square_of(a: Inexact[Array, "..."]) -> Real[Array, "..."]:
+    """The squared absolute values."""
     return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
@@ -124,11 +125,14 @@ class Pairs(NamedTuple):
 
 def pairs_of(s: Inexact[Array, "m m"], columns: Columns) -> Pairs:
     """The planes spanned by pairs of the unit columns of S."""
-    m = s.shape[0]
-    gamma = matmul(adjoint(s), s)
+    return pairs_of_gram(matmul(adjoint(s), s), columns)
+
+
+def pairs_of_gram(gamma: Inexact[Array, "m m"], columns: Columns) -> Pairs:
+    """The planes spanned by pairs of the unit columns of S, from their Gram matrix S^H S."""
     square = 1 - jnp.abs(gamma) ** 2
-    least = 64 * columns.used * jnp.finfo(s.dtype).eps
-    valid = (square > least) & ~jnp.eye(m, dtype=bool)
+    least = 64 * columns.used * jnp.finfo(gamma.dtype).eps
+    valid = (square > least) & ~jnp.eye(gamma.shape[0], dtype=bool)
     if columns.inside is not None:
         valid &= columns.inside[:, None] & columns.inside
     return Pairs(gamma, jnp.where(valid, square, jnp.ones_like(square)), valid)
@@ -197,7 +201,7 @@ def scaled(products: Inexact[Array, "n m"]) -> Scaled:
     """These products, scaled."""
     scale = scale_of(products)
     numbers = products / scale
-    return Scaled(numbers, scale, jnp.sum(_squares(numbers)))
+    return Scaled(numbers, scale, jnp.sum(square_of(numbers)))
 
 
 class Sketch(NamedTuple):
