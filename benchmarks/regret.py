@@ -120,6 +120,21 @@ def cell(eigenvalues, k, count):
     return {**figures, "by": best, "ratio": ratio, "z": float(z)}
 
 
+def table(found):
+    """The root mean squares and their ratios to the best, for a page of the documents."""
+
+    def entry(row):
+        if row["rms"] < ROUNDING:
+            return "rounding"
+        ratio = "1" if row["ratio"] < 1.05 else f"{row['ratio']:.1f}, {row['by']}"
+        return f"{row['rms']:.1e} ({ratio})".replace("e-0", "e-")
+
+    yield "| spectrum | " + " | ".join(f"k = {k}" for k in BUDGETS) + " |"
+    yield "| --- " * (1 + len(BUDGETS)) + "|"
+    for name, rows in found.items():
+        yield f"| {name} | " + " | ".join(map(entry, rows.values())) + " |"
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -139,6 +154,7 @@ def main():
             )
     if not quick:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(*table(found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -70,8 +70,9 @@ class XNysTraceEstimator(AbstractTraceEstimator):
 
     A multiple of the identity, delta I, is taken off A first, and its trace is added afterwards.
     This takes no products. Of several delta, 0 among them, that with the smallest standard error is
-    taken. Where a few large eigenvalues stand above a flat tail, the error is smaller by up to
-    1,000 times than without; where they decay, the estimate is that without (`docs/shifts.md`).
+    taken. Where a few large eigenvalues stand above a flat tail, the error is up to 1,000 times
+    smaller than without; where they decay, delta is 0. As delta depends on the probes, there is a
+    bias where it is not 0, of at most some tenth of the standard error (`docs/shifts.md`).
 
     A multiplies an orthonormal basis of the probes, which gives the same approximation in exact
     arithmetic. The published algorithm forms $\Omega^* A \Omega$ of the probes themselves. In
