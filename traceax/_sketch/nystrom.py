@@ -143,7 +143,7 @@ class Nystrom(NamedTuple):
 
 def rounding_of_nystrom(size: Array, eps: float) -> Array:
     """As `rounding_of`, with the rounding errors of the eigenvalues of the core, which are as large
-    as the least shift: for operators of a rank below k they were measured as up to 40 units.
+    as the least shift: for operators of a rank below k they were measured as up to 50 units.
     """
     return rounding_of(size, eps) + 32 * float(jnp.finfo(size.dtype).eps) * size
 
