@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import traceax as tr
-from traceax._sketch.nystrom import FLAT, SHIFTS, WORTH
+from traceax._sketch.nystrom import FEWEST, FLAT, SHIFTS, WORTH
 
 from .helpers import operator_for
 
@@ -111,13 +111,14 @@ def shift_of_best_error(matrix, omega, resphere):
 
     Shares of the smallest eigenvalue of P^H A P, P an orthonormal basis of the probes, are tried
     for as long as the standard error of the trace falls considerably, if a quarter of the
-    eigenvalues are alike.
+    eigenvalues are alike, and the probes are not too few.
     """
     (n, m), p = omega.shape, np.linalg.qr(omega)[0]
     eigenvalues = np.linalg.eigvalsh(p.conj().T @ matrix @ p)
     theta = max(0, eigenvalues[0])
     best = None
-    for share in SHIFTS if eigenvalues[m // 4] <= FLAT * theta else SHIFTS[:1]:
+    flat = m >= FEWEST and eigenvalues[m // 4] <= FLAT * theta
+    for share in SHIFTS if flat else SHIFTS[:1]:
         shift = share * theta
         value, std_err, customary = leave_one_out(
             xnystrace_sample, matrix - shift * np.eye(n), omega, resphere

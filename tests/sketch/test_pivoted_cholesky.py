@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from traceax._core.precision import any_promotion
-from traceax._sketch.pivoted_cholesky import pivoted_cholesky
+from traceax._sketch.pivoted_cholesky import no_pivots, pivoted_cholesky
 
 from ..helpers import keys, with_spectrum
 
@@ -19,16 +19,22 @@ def positive(dtype, decay=0.6):
     return jnp.asarray(with_spectrum(rng, decay ** np.arange(N), dtype))
 
 
-def factorise(matrix, rank, key=0, **options):
+def factorise(matrix, rank, key=0, block=1, diagonal=None, ranks=(), **options):
+    """The factors of a rank, by way of those of other ranks."""
+    key = jr.key(key) if isinstance(key, int) else key
+    diagonal = jnp.diagonal(matrix).real if diagonal is None else diagonal
     with any_promotion():
-        return pivoted_cholesky(
-            jr.key(key),
-            lambda pivots: matrix[:, pivots],
-            jnp.diagonal(matrix).real,
-            rank,
-            matrix.dtype,
-            **options,
-        )
+        found = no_pivots(diagonal, rank, block, matrix.dtype)
+        for end in (*ranks, rank):
+            found = pivoted_cholesky(
+                key, lambda pivots: matrix[:, pivots], found, end, block=block, **options
+            )
+    return found
+
+
+def factor(found, rank):
+    """F."""
+    return np.asarray(found.rows[:rank]).T
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
@@ -38,7 +44,7 @@ def test_an_interpolation_at_the_pivots(dtype, block):
     matrix = positive(dtype)
     found = factorise(matrix, 10, block=block)
     assert found.rank == 10
-    dense, f = np.asarray(matrix, np.complex128), np.asarray(found.f, np.complex128)
+    dense, f = np.asarray(matrix, np.complex128), factor(found, 10).astype(np.complex128)
     tolerance = 2e-5 if dtype == np.float32 else 1e-12
     residual = dense - f @ f.conj().T
     np.testing.assert_allclose(residual.diagonal().real, found.left, atol=tolerance)
@@ -54,14 +60,8 @@ def test_pivots_have_the_distribution_of_those_drawn_one_by_one():
     matrix, count = positive(np.float64, 0.3)[:5, :5], 4000
 
     def pivots(key):
-        first = factorise_with(key, matrix, 2)
-        return jnp.sum(jnp.where(first.left == 0, 2 ** jnp.arange(5), 0))
-
-    def factorise_with(key, matrix, rank):
-        with any_promotion():
-            columns = lambda pivots: matrix[:, pivots]  # noqa: E731
-            diagonal = jnp.diagonal(matrix)
-            return pivoted_cholesky(key, columns, diagonal, rank, matrix.dtype, block=4)
+        found = factorise(matrix, 2, key, block=4)
+        return jnp.sum(jnp.where(found.left == 0, 2 ** jnp.arange(5), 0))
 
     drawn = np.bincount(np.asarray(jax.jit(jax.vmap(pivots))(keys(count))), minlength=32)
     dense, expected = np.asarray(matrix), np.zeros(32)
@@ -83,20 +83,30 @@ def test_it_ends_when_enough_is_captured():
     found = factorise(matrix, 30, block=5, enough=1e-3)
     assert found.rank < 30
     assert jnp.sum(found.left) <= 1e-3
-    assert not np.any(found.f[:, int(found.rank) :])
+    assert not np.any(factor(found, 30)[:, int(found.rank) :])
     assert found.columns >= found.rank
     # Rounding errors are no pivots.
     low_rank = positive(np.float32, 1e-2)
     assert factorise(low_rank, 30, block=4).rank <= 6
     none = factorise(jnp.zeros((N, N)), 5, block=2)
     assert none.rank == 0
-    assert not np.any(none.f)
+    assert not np.any(factor(none, 5))
+
+
+def test_further_pivots_go_on_from_those_before():
+    """One by one they are the same as without a stop; in blocks the rank ends a round early."""
+    matrix = positive(np.float64)
+    at_once, later = factorise(matrix, 12), factorise(matrix, 12, ranks=(3, 8))
+    for one, other in zip(at_once, later, strict=True):
+        np.testing.assert_array_equal(one, other)
+    blocks = factorise(matrix, 12, block=5, ranks=(3, 8))
+    residual = matrix - factor(blocks, 12) @ factor(blocks, 12).T
+    assert blocks.rank == 12
+    np.testing.assert_allclose(np.diagonal(residual), blocks.left, atol=1e-12)
+    assert np.sum(np.asarray(blocks.left) == 0) == 12
 
 
 def test_a_wrong_diagonal_is_seen():
     matrix = positive(np.float64)
-    with any_promotion():
-        found = pivoted_cholesky(
-            jr.key(0), lambda p: matrix[:, p], 2 * jnp.diagonal(matrix), 5, matrix.dtype, block=2
-        )
+    found = factorise(matrix, 5, block=2, diagonal=2 * jnp.diagonal(matrix))
     assert found.apart > 0.1

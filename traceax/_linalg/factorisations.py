@@ -298,10 +298,11 @@ def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 
 
 def lower_cholesky(a: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
-    """The lower triangular factor L of the Hermitian part L L^H of a large matrix; NaN if that is
-    not positive definite.
+    """The lower triangular factor L of a large Hermitian matrix L L^H; NaN if that is not positive
+    definite. Only one of its triangles is read.
     """
-    return lax.linalg.cholesky(a)
+    # LAPACK stores matrices by columns: it gets A^H, which is A stored by rows.
+    return lax.linalg.cholesky(jnp.conj(a).T, symmetrize_input=False)
 
 
 def cholesky_solve(

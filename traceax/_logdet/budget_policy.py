@@ -30,9 +30,10 @@ from .._operators.known_parts import has_entries, is_shifted_down, terms_of
 from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
+from .growing_columns import GrowingColumns
 from .growing_sketch import GrowingSketch
 from .log_quadrature import LogQuadrature, log_quadrature
-from .preconditioners import AbstractPreconditioner, check_definite, from_columns
+from .preconditioners import AbstractPreconditioner, check_definite
 
 
 class Plan(NamedTuple):
@@ -72,14 +73,17 @@ STEPS_FOR = ((0.5, 3), (25, 6), (100, 12), (math.inf, 30))
 
 #: Columns are enough when the mean eigenvalue of what is left out is this small beside the noise:
 #: more of them take more time than they save probes.
-ENOUGH = 0.01
+ENOUGH = 1e-4
+
+#: The largest rank of a preconditioner from columns.
+MOST_COLUMNS = 768
 
 
 def rank_from_columns(n: int, k: int) -> int:
     """The largest rank where columns cost no product. Its time, about 10 n rank^2 operations, is
     then about that of the k products, 2 n^2 k operations; or it is 128, which takes no time.
     """
-    return max(1, min(n // 2, max(128, math.isqrt(n * k // 5)), 768))
+    return max(1, min(n // 2, max(128, math.isqrt(n * k // 5)), MOST_COLUMNS))
 
 
 def numbers(plans: Sequence[Plan], which: int | Int[Array, ""]) -> Plan:
@@ -198,17 +202,20 @@ class BudgetPolicy(eqx.Module):
         many eigenvalues as were captured.
         """
         rank = rank_from_columns(block.n, k)
-        found = from_columns(sketch_key, operator, rank, enough=ENOUGH)
+        growing = GrowingColumns(sketch_key, operator, (rank,), enough=ENOUGH)
+        pivoted = growing.grown(growing.first, 0)
+        low_rank = growing.low_rank(pivoted, 0)
+        built = growing.built(low_rank)
         chosen = tuple(
             Plan(rank, max(1, k // steps), min(k, steps, block.n)) for _, steps in STEPS_FOR
         )
-        spread = block.n * found.left_out / jnp.maximum(found.rank, 1)
+        spread = block.n * (low_rank.left_out / low_rank.shift) / jnp.maximum(pivoted.rank, 1)
         limits = jnp.array([limit for limit, _ in STEPS_FOR[:-1]], spread.dtype)
         which = jnp.sum(~(spread <= limits), dtype=jnp.int32)
-        status = found.built.status_with_factors()
-        outcome = preconditioned_quadrature(probe_key, block, found.built, chosen, which, status)
+        status = built.status_with_factors()
+        outcome = preconditioned_quadrature(probe_key, block, built, chosen, which, status)
         _, p, q = outcome.numbers
-        return outcome._replace(spent=p * q, read=found.columns)
+        return outcome._replace(spent=p * q, read=growing.read(pivoted))
 
     def _adaptive(self, sketch_key, probe_key, block, operator, k):
         """The rule of `logdet`."""
@@ -236,7 +243,7 @@ class BudgetPolicy(eqx.Module):
         low_rank = nothing_like(sketch.low_rank, sketch.first, level)
         start = _Growth(sketch.first, low_rank, level, jnp.array(True))
         y, low_rank, level, _ = lax.while_loop(lambda state: state.goes_on, step, start)
-        built = sketch.built(low_rank, level)
+        built = sketch.built(low_rank)
         status = jnp.maximum(status_of(y), built.status)
         chosen = tuple(self._steps(each, k) for each in three)
         return preconditioned_quadrature(probe_key, block, built, chosen, level, status)

@@ -26,7 +26,7 @@ from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import fixed_budget_status, with_quadrature_error
 from .._linalg.factorisations import cholesky_inverse, cholesky_solve, lower_cholesky
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries, matrix_of
+from .._operators.known_parts import has_entries, matrix_of, stored_diagonal
 from .._sketch.leave_one_out import adjoint, square_norms
 from .._sketch.nystrom import asymmetry_limit
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative
@@ -94,11 +94,15 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     block = BlockOperator(operator)
     matrix, spent = matrix_of(block)
     n = block.n
-    entries = jnp.diagonal(matrix).real
+    known = stored_diagonal(operator)
+    entries = (jnp.diagonal(matrix) if known is None else known).real
     scale = scale_of(entries)  # no entry of a definite matrix exceeds its largest diagonal entry
-    factor = lower_cholesky(matrix / scale)
+    # Memory that is touched for the first time takes as long as the arithmetic: nothing but the
+    # scaled matrix, which XLA makes in one pass from the parts of the operator, is used below.
+    matrix, entries = matrix / scale, entries / scale
+    factor = lower_cholesky(matrix)
     diagonal = jnp.square(jnp.diagonal(factor).real)
-    smallest, entries = jnp.min(diagonal), entries / scale
+    smallest = jnp.min(diagonal)
 
     # Every pass over n x n numbers takes time beside the factorisation. As the norm of row j of a
     # definite matrix is at most sqrt(A_jj tr A), the norms themselves only matter if the smallest
@@ -110,15 +114,14 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     # Nothing of a factor shows that A^H != A. With a fixed vector z, whose entries look random, A z
     # and A^H z do: apart from rounding they agree, or differ by 2 X z, X the part with X^H = -X.
     z = jnp.cos(jnp.square(jnp.arange(n, dtype=scale.dtype)))[:, None].astype(matrix.dtype)
-    forward, backward = matmul(matrix, z) / scale, matmul(adjoint(matrix), z) / scale
+    forward, backward = matmul(matrix, z), adjoint(matmul(adjoint(z), matrix))
     size = jnp.maximum(jnp.linalg.norm(forward), jnp.mean(entries) * jnp.linalg.norm(z))
     asymmetric = jnp.linalg.norm(forward - backward) > asymmetry_limit(n, block.eps) * size
 
     def look():
         # If it takes no products, the matrix is made again, as it would have to be kept otherwise.
-        again = matrix if spent else matrix_of(block)[0]
-        scaled = again / scale
-        rounding = block.eps * jnp.sqrt(jnp.max(square_norms(scaled)))
+        again = matrix if spent else matrix_of(block)[0] / scale
+        rounding = block.eps * jnp.sqrt(jnp.max(square_norms(again)))
         lost = ~(smallest > 2 * rounding)  # also if the factor is NaN
         status = status_of(again)
         return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)

@@ -79,8 +79,7 @@ def gaussian_log_density(
     *With a tolerance* products are made until two standard errors plus the quadrature error are
     within `atol + rtol |value|`, as for [`traceax.logdet`][]. Three quarters of this tolerance are
     for the log-determinant, whose preconditioner grows while that pays; one quarter is for the
-    solve, which goes on with every round. If the budget allows n products, the last resort is the
-    exact value (at most n/4 products are then made before it). Otherwise the result is
+    solve. The last resort is the exact value, as for [`traceax.logdet`][]. Otherwise the result is
     `RESULTS.not_converged`, with the best estimate. A derivative comes from the last probes.
 
     !!! Example

@@ -6,12 +6,14 @@ of the log-determinant, and with what the solve leaves out (see `gaussian_estima
     (c std_err + quadrature_error + left) / 2  <=  atol + rtol |density|
 
 (without the 2 over the complex numbers). Three quarters of the tolerance are for the
-log-determinant, one quarter is for the solve. With every round of probes the solve takes a few
-steps of conjugate gradients, with the preconditioner of this round, from the x that it has reached.
-The residual is computed anew, so that no step is lost. For a given log-determinant the density then
-lies between two known numbers, and |density| is at least the smaller of their absolute values (or
-0, if their signs differ). At the end the solve goes on until its quarter is reached, or the budget
-is spent.
+log-determinant, one quarter is for the solve. At the end the solve goes on until its quarter is
+reached, or the budget is spent.
+
+For a relative tolerance, |density| has to be known before. The solve then takes a few steps of
+conjugate gradients with every round of probes, with the preconditioner of this round, from the x
+that it has reached. The residual is computed anew, so that no step is lost. For a given
+log-determinant the density lies between two known numbers, and |density| is at least the smaller
+of their absolute values (or 0, if their signs differ).
 """
 
 import dataclasses
@@ -38,7 +40,7 @@ from .gaussian_estimator import (
     solution_budget,
 )
 from .preconditioners import check_definite
-from .tolerance import FACTOR, Loop, as_moving, check_most, no_columns
+from .tolerance import FACTOR, Loop, as_moving, check_most, completed, most_products
 
 #: The number of steps of conjugate gradients with every round of probes, and the part of the
 #: tolerance that is for the solve.
@@ -92,7 +94,8 @@ class _DensityAim(NamedTuple):
 
     def advanced(self, known: _Solve, run: PreconditionedQuadrature, estimate: Estimate) -> _Solve:
         """See `LogdetAim`."""
-        steps = jnp.minimum(STEPS, self.reserved - known.spent - 1)
+        # An absolute tolerance can do without |density|: then the solve comes at the end alone.
+        steps = jnp.where(self.rtol > 0, jnp.minimum(STEPS, self.reserved - known.spent - 1), 0)
         return self.go_on(known._replace(floor=run.floor), run.built, estimate.value[0], steps)
 
     def go_on(
@@ -139,19 +142,19 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        n = operator.in_size()
-        falls_back_to_exact = self.max_k >= n
-        most = n // 4 if falls_back_to_exact else self.max_k
+        most, falls_back_to_exact = most_products(operator, self.max_k)
         reserved = solution_budget(most)
         block = BlockOperator(operator).linearised()
         aim = _DensityAim(block, self.y, self._factor, self.rtol, self.atol, reserved)
         loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact, self.progress)
         state = loop.run()
         value, error, std_err = state.sums.means()
-        left = most - state.spent - state.known.spent - 1
+        left = most - state.work - state.known.spent - 1
+        if falls_back_to_exact:  # and will, without a log-determinant
+            left = jnp.where(state.status == SUCCESSFUL, left, 0)
         solve = aim.go_on(state.known, state.built, value, left)
         spent = state.spent + solve.spent
-        counts = spent, state.sums.dof, state.status, no_columns(operator)
+        counts = spent, state.sums.dof, state.status, loop.sketch.read(state.y)
         log_det = with_quadrature_error(value, error, std_err, *counts)
         estimate = self.density(
             log_det, QuadraticForm(solve.form(self.y), solve.left, solve.x), spent
@@ -163,9 +166,9 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
 
         def complete():
             found = exact_logdet(operator)
-            log_det = found.estimate
             form = self.exact_form(found)
-            exact = self.density(log_det, form, spent + log_det.num_matvecs)
+            exact = self.density(found.estimate, form, found.estimate.num_matvecs)
+            exact = completed(estimate, exact)
 
             def moving():
                 return GaussianWeights(as_moving(found.weights(), weights.log_det), form.x)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray
 
 from .._core.control_flow import if_any, of_size
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import scaling_of, terms_of
+from .._operators.known_parts import has_entries, scaling_of, terms_of
 from .._probes.samplers import NormalSampler
-from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
-from .preconditioners import PADDING, scaled_products
+from .._sketch.low_rank import PADDING, BuiltPreconditioner, LowRank, nystrom_of
+from .preconditioners import scaled_products
 
 
 class GrowingSketch:
@@ -39,6 +39,7 @@ class GrowingSketch:
         - `ranks`: the ranks, in ascending order.
         """
         self._block, self._scaling, self._ranks = block, scaling_of(operator), ranks
+        self._columns = 0 if has_entries(operator) else None
         n, most = block.n, ranks[-1]
         probes = NormalSampler().probes(key, n, most, block.dtype)
         self._omega = probes / math.sqrt(n)
@@ -76,13 +77,18 @@ class GrowingSketch:
 
         return of_size(self._sizes, rank, cut)
 
-    def built(self, low_rank: LowRank, level: Int[Array, ""]) -> BuiltPreconditioner:
-        """The preconditioner from the approximation of this level."""
-        rank = jnp.array(self._ranks, jnp.int32)[level]
+    def built(self, low_rank: LowRank) -> BuiltPreconditioner:
+        """The preconditioner from an approximation."""
         root, most = jnp.sqrt(self._unit) * self._scaling.relative, low_rank.f.shape[1]
 
         def cut(size):
             found = low_rank._replace(f=low_rank.f[:, :size]).built(root, self._floor_known)
             return dataclasses.replace(found, factors=found.factors.padded(most))
 
-        return of_size(self._sizes, rank, cut)
+        assert low_rank.in_use is not None
+        return of_size(self._sizes, low_rank.in_use, cut)
+
+    def read(self, y: Inexact[Array, "n r"]) -> int | None:
+        """The number of columns that were read without a product: 0, or None if there are none."""
+        del y
+        return self._columns

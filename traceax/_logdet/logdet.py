@@ -55,7 +55,7 @@ def logdet(
 
     *Where columns cost no product* (dense matrices and kernels, see [`traceax.extend.columns`][])
     and the operator is written with its diagonal part, P comes from columns, by randomly pivoted
-    Cholesky factorisation, until the mean of what is left of the diagonal is below s/100, or the
+    Cholesky factorisation, until the mean of what is left of the diagonal is below 1e-4 s, or the
     rank is $\sqrt{n k / 5}$ (it then takes about as long as the products; from 128 to 768). All
     products are left for probes, with 3 to 30 steps each, as the condition number of
     $P^{-1} A$ asks for. `stats["columns"]` is the number of columns that were read.
@@ -93,10 +93,12 @@ def logdet(
     within `atol + rtol |value|`: the rank doubles (16, 32, 64, ...) while that pays, then more
     probes follow, with longer recurrences (8, 24, 72, ... steps) if the quadrature error is too
     large. `traceax/_logdet/tolerance.py` has the rules. If the budget allows n products, the last
-    resort is the exact value, from the stored entries or from n new products (at most n/4 products
-    are then made before them). Otherwise the result is `RESULTS.not_converged`, with the best
-    estimate. All of this works under `jit`; under `vmap` every lane gets what it would get by
-    itself. A derivative comes from the last probes.
+    resort is the exact value from n new products, as soon as more than n/4 would be needed without
+    it. Otherwise the result is `RESULTS.not_converged`, with the best estimate. All of this works
+    under `jit`; under `vmap` every lane gets what it would get by itself. A derivative comes from
+    the last probes. Where columns cost no product, the preconditioner comes from 64, 128, 256, ...
+    of them, up to 1000 rows have the exact value at once, and it is the last resort of larger
+    operators (up to 16,384 rows) when more than half of its operations would be needed without it.
     Memory: blocks for `max_k`; work: in proportion to the products made.
 
     Cost with a budget: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2`
@@ -113,8 +115,8 @@ def logdet(
     - `rtol`: the relative tolerance. It need not be static.
     - `atol`: the absolute tolerance, an error of the log-determinant. It need not be static.
     - `max_k`: the largest budget for a tolerance, a static Python int of at least 64. By default n,
-        but 1000 for operators with more rows. (If it is n or more, operators with at most 256 rows
-        get the exact value at once.)
+        but 1000 for operators with more rows whose exact value takes products. (If it is n or more,
+        operators with at most 256 rows get the exact value at once.)
     - `progress`: whether to show estimate, error and products after every step on standard error
         (with `tqdm`, if it is installed); never under `vmap`.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a

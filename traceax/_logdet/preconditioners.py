@@ -3,9 +3,8 @@
 """
 
 import abc
-import dataclasses
 import math
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -15,29 +14,15 @@ import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.control_flow import of_size
-from .._core.estimate import NOT_SYMMETRIC, WRONG_DIAGONAL
 from .._core.precision import any_promotion
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
-from .._operators.known_parts import (
-    columns,
-    has_entries,
-    scaling_of,
-    stored_diagonal,
-    terms_of,
-)
+from .._operators.known_parts import scaling_of, stored_diagonal, terms_of
 from .._probes.samplers import NormalSampler
-from .._sketch.leave_one_out import square_norms
-from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
-from .._sketch.nystrom import asymmetry_limit
-from .._sketch.pivoted_cholesky import pivoted_cholesky
-
-#: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
-#: whose padding would add more, the decomposition is compiled once more.)
-PADDING = 3.5e7
+from .._sketch.low_rank import BuiltPreconditioner, nystrom_of
+from .growing_columns import GrowingColumns
 
 
 def _check_rank(rank: Any) -> None:
@@ -256,82 +241,8 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        return from_columns(key, operator, rank, self.diagonal).built
-
-
-class FromColumns(NamedTuple):
-    """A preconditioner from columns of the operator."""
-
-    built: BuiltPreconditioner  # whose factors have columns that are 0 behind those in use
-    left_out: Real[Array, ""]  # t, in units of s
-    rank: Int[Array, ""]  # the number of columns in use
-    columns: Int[Array, ""]  # that were read
-
-
-def from_columns(
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    rank: int,
-    diagonal: Real[Array, " n"] | None = None,
-    enough: float = 0.0,
-) -> FromColumns:
-    """A preconditioner by randomly pivoted Cholesky factorisation.
-
-    **Arguments:**
-
-    - `key`: the random key.
-    - `operator`: the operator.
-    - `rank`: the largest number of columns to use.
-    - `diagonal`: the diagonal of the operator, or None if it is known.
-    - `enough`: pivoting ends when the mean eigenvalue of what is left is this small beside the
-        noise s.
-    """
-    block, scaling = BlockOperator(operator), scaling_of(operator)
-    n, dtype = block.n, block.dtype
-    diagonal = stored_diagonal(operator) if diagonal is None else diagonal
-    diagonal = jnp.asarray(diagonal).real / jnp.square(scaling.relative)
-    unit, known = scaling.fixed(diagonal, block.eps)
-    shift = jnp.where(known, 1, jnp.zeros_like(unit))
-
-    def read(pivots):
-        """Columns of K'."""
-        root = scaling.relative.astype(dtype)
-        found = columns(operator, pivots) / (root[:, None] * root[pivots] * unit.astype(dtype))
-        at = pivots, jnp.arange(pivots.shape[0])
-        return found.at[at].add(-shift.astype(dtype))
-
-    diagonal = diagonal / unit - shift
-    # Blocks of proposals cost nothing where columns are read.
-    together = min(128, max(1, rank // 8)) if has_entries(operator) else 1
-    pivoted = pivoted_cholesky(
-        key, read, diagonal, rank, dtype, block=together, enough=enough * n * shift
-    )
-    # Here the trace of the part that is left out is known. If s is not, mu becomes the mean
-    # eigenvalue of this part.
-    left = jnp.sum(diagonal) - jnp.sum(square_norms(pivoted.f))
-    left_out = jnp.maximum(left, 0) / jnp.maximum(n - pivoted.rank, 1)
-    shift = jnp.where(known, shift, 0.9 * left_out)
-    known &= terms_of(operator).positive
-    root = jnp.sqrt(unit) * scaling.relative
-
-    def cut(size):
-        low_rank = LowRank(
-            pivoted.f[:, :size],
-            jnp.zeros_like(unit),
-            shift,
-            left_out,
-            jnp.full_like(unit, jnp.nan),
-        )
-        built = low_rank.built(root, known, graded=True)
-        return dataclasses.replace(built, factors=built.factors.padded(rank))
-
-    sizes = [rank] if n * rank**2 < PADDING else [rank, 2 * rank // 3, 4 * rank // 9, rank // 4]
-    built = of_size(sizes, pivoted.rank, cut)
-    fits = ~(pivoted.apart > 64 * block.eps)  # NaN is reported elsewhere
-    status = jnp.where(fits, built.status, WRONG_DIAGONAL)
-    symmetric = ~(pivoted.skew > asymmetry_limit(n, block.eps))
-    built = dataclasses.replace(built, status=jnp.where(symmetric, status, NOT_SYMMETRIC))
-    return FromColumns(built, left_out / shift, pivoted.rank, pivoted.columns)
+        growing = GrowingColumns(key, operator, (rank,), self.diagonal)
+        return growing.built(growing.low_rank(growing.grown(growing.first, 0), 0))
 
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**

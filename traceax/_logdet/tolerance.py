@@ -1,9 +1,10 @@
 r"""Log-determinants that spend what a tolerance needs.
 
 There is one loop (`jax.lax.while_loop`). In a round the sketch grows to twice its rank, if the
-state asks for it (see `growing_sketch`); a few more probes take Lanczos' recurrence (see
-`budget_policy`); and the rule decides how to go on, from c standard errors and the quadrature error
-on one side, and the tolerance atol + rtol |value| on the other:
+state asks for it (by products, see `growing_sketch`, or, where these cost no product, by columns,
+see `growing_columns`); a few more probes take Lanczos' recurrence (see `budget_policy`); and the
+rule decides how to go on, from c standard errors and the quadrature error on one side, and the
+tolerance atol + rtol |value| on the other:
 
 - done, if the sum of the errors is within the tolerance. If r probes were not enough, the rule
   looks again at 2 r, and not before: every look is a chance to stop on an error bar that happens to
@@ -15,13 +16,16 @@ on one side, and the tolerance atol + rtol |value| on the other:
   cannot help.
 - otherwise more probes.
 - the exact value, as the last resort, if the budget allows n products. It takes n new ones, so that
-  all others may be no more than n / 4.
+  all others may be no more than n / 4. If the entries are known, it takes no products but as many
+  operations as n / 6 of them; columns and products may then take no more than half of these. What
+  the standard error says of the probes that are still needed ends the run before.
 
 Factors have the size of the largest rank; columns that are not there yet are 0. The derivative
 comes from the last few probes, which are held fixed, as is all that was learnt (see `weights`).
 """
 
 import dataclasses
+import math
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -30,7 +34,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Int, Real
 
 from .._core.control_flow import if_any, nothing_like
 from .._core.estimate import (
@@ -45,11 +49,21 @@ from .._estimators.arguments import budgets_for
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import with_quadrature_error
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries
+from .._operators.known_parts import is_shifted_down
 from .._probes.random import numbered, split
 from .._sketch.low_rank import BuiltPreconditioner
-from .budget_policy import Plan, PreconditionedQuadrature, preconditioned_quadrature
+from .budget_policy import (
+    ENOUGH,
+    MOST_COLUMNS,
+    Plan,
+    PreconditionedQuadrature,
+    preconditioned_quadrature,
+    rank_from_columns,
+    reads_columns,
+)
 from .estimator import estimate_from, exact_logdet
+from .fallback import MOST_ROWS
+from .growing_columns import GrowingColumns
 from .growing_sketch import GrowingSketch
 from .preconditioners import check_definite
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -59,34 +73,60 @@ from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 #: small.)
 FACTOR = 2.0
 
-#: The first rank, and the first number of steps.
-FIRST_RANK, FIRST_STEPS = 16, 8
-
-#: The most probes of one round (the first look at a preconditioner takes one).
-TOGETHER = 4
-
 #: The smallest budget that has room for a run.
 LEAST = 64
 
+#: Up to this size the exact value takes less time than a run with columns.
+SMALL = 1000
 
-def ranks(most: int) -> tuple[int, ...]:
-    """The ranks: each is about twice the one before, the last is three quarters of the budget."""
-    last = 3 * most // 4
-    found = [FIRST_RANK]
+
+class Schedule(NamedTuple):
+    """The numbers that a run chooses from. Costs are in products."""
+
+    ranks: tuple[int, ...]
+    costs: tuple[int, ...]  # of every rank, in addition to the one before
+    first: int  # probes of the first look at a preconditioner
+    together: int  # probes of any other round, at most
+    steps: int  # of the first recurrences
+
+    def shapes(self, most: int, n: int) -> tuple[tuple[int, int], ...]:
+        """Pairs of numbers of probes and steps: one for the first look, then one for each depth,
+        with as many probes as a third of the budget allows.
+        """
+        found, steps = [(self.first, self.steps), (self.together, self.steps)], 3 * self.steps
+        while steps <= min(most // 2, n):
+            found.append((min(self.together, max(1, most // 3 // steps)), steps))
+            steps *= 3
+        return tuple(found)
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    """The ranks: each is about twice the one before."""
+    found = [first]
     while 3 * found[-1] <= last:
         found.append(2 * found[-1])
-    return (*found, last)
+    return (*found, last) if last > found[-1] else (last,)
 
 
-def shapes(most: int, n: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of numbers of probes and steps: one for the first look, then one for each depth, with
-    as many probes as a third of the budget allows.
+def of_products(most: int) -> Schedule:
+    """The schedule with a preconditioner from products, which takes up to three quarters of the
+    budget.
     """
-    found, steps = [(1, FIRST_STEPS), (TOGETHER, FIRST_STEPS)], 3 * FIRST_STEPS
-    while steps <= min(most // 2, n):
-        found.append((min(TOGETHER, max(1, most // 3 // steps)), steps))
-        steps *= 3
-    return tuple(found)
+    ranks = _doubling(16, 3 * most // 4)
+    costs = tuple(after - before for before, after in pairwise((0, *ranks)))
+    return Schedule(ranks, costs, first=1, together=4, steps=8)
+
+
+def of_columns(most: int, n: int, budget_is_time: bool) -> Schedule:
+    """The schedule with a preconditioner from columns. Its time, about 10 n rank^2 operations, is
+    that of 5 rank^2 / n products; up to three quarters of the budget, if the budget stands for
+    time. A pass with many probes takes little longer than one with a few, and few steps are enough.
+    """
+    last = min(n // 2, math.isqrt(3 * n * most // 20), MOST_COLUMNS)
+    ranks = _doubling(64, max(1, last if budget_is_time else rank_from_columns(n, most)))
+    costs = [-(-5 * rank**2 // n) for rank in (0, *ranks)]
+    costs = tuple(after - before for before, after in pairwise(costs))
+    return Schedule(ranks, costs, first=4, together=8, steps=4)
 
 
 class _Sums(NamedTuple):
@@ -126,6 +166,11 @@ class _Sums(NamedTuple):
         return jnp.where(known, self.variance**2 / jnp.where(known, self.doubt, 1), self.probes)
 
 
+def _times(error: Array, room: Array) -> Array:
+    """How many times the probes so far would bring a standard error down to `room`."""
+    return jnp.where(room > 0, jnp.square(error / jnp.where(room > 0, room, 1)), jnp.inf)
+
+
 class LogdetAim(NamedTuple):
     """The aim of a run: the log-determinant itself. (Log densities have another aim, which solves a
     system during the run: see `gaussian_tolerance`.)
@@ -149,16 +194,18 @@ class LogdetAim(NamedTuple):
 
 
 class State(NamedTuple):
-    y: Inexact[Array, "n rank"]  # the products so far
+    y: Any  # the products, or the columns, so far
     built: BuiltPreconditioner
     left_out: Real[Array, ""]
     decays: Bool[Array, ""]  # whether twice the rank is worthwhile
+    gain: Real[Array, ""]  # by what factor the last doubling of the rank lowered `left_out`
     level: Int[Array, ""]
     depth: Int[Array, ""]
     grows: Bool[Array, ""]  # whether the rank is to grow next
     sums: _Sums
     target: Int[Array, ""]  # the number of probes at the next look
-    spent: Int[Array, ""]
+    spent: Int[Array, ""]  # products
+    work: Int[Array, ""]  # what of the budget is used up
     rounds: Int[Array, ""]
     status: Int[Array, ""]
     last: Any  # the probes, recurrences, quadrature and shape of the last round, if wanted
@@ -189,33 +236,43 @@ class Loop:
         """
         sketch_key, self.probe_key = split(key)
         self.aim, self.most, self.progress = aim, most, progress
+        self.falls_back_to_exact = falls_back_to_exact
         self.block = BlockOperator(operator).linearised()
-        self.ranks, self.shapes = ranks(most), shapes(most, self.block.n)
-        columns = self.ranks[-1] + max(p * (q + 1) for p, q in self.shapes)
-        self.columns = max(columns, self.block.n) if falls_back_to_exact else columns
-        self.plans = tuple(Plan(self.ranks[-1], p, q) for p, q in self.shapes)
-        self.sketch = GrowingSketch(sketch_key, operator, self.block, self.ranks)
+        n = self.block.n
+        if picks_columns(operator):
+            self.schedule = of_columns(most, n, falls_back_to_exact)
+            ranks = self.schedule.ranks
+            self.sketch: Any = GrowingColumns(sketch_key, operator, ranks, enough=ENOUGH)
+            nothing = (0,) * len(ranks)
+            self.products = nothing
+            self.charged = self.schedule.costs if falls_back_to_exact else nothing
+        else:
+            self.schedule = of_products(most)
+            ranks = self.schedule.ranks
+            self.sketch = GrowingSketch(sketch_key, operator, self.block, ranks)
+            self.products = self.charged = self.schedule.costs
+        self.shapes = self.schedule.shapes(most, n)
+        self.plans = tuple(Plan(ranks[-1], p, q) for p, q in self.shapes)
+        columns = max(each.columns for each in self.plans)
+        self.columns = max(columns, n) if falls_back_to_exact else columns
         self.real = jnp.finfo(self.block.dtype).dtype
-
-    @property
-    def _costs(self) -> list[int]:
-        """The number of products that every rank takes in addition to those of the one before."""
-        return [after - before for before, after in pairwise((0, *self.ranks))]
 
     def start(self) -> State:
         y, zero = self.sketch.first, jnp.zeros((), jnp.int32)
-        built = nothing_like(lambda: self.sketch.built(self.sketch.low_rank(y, zero), zero))
+        built = nothing_like(lambda: self.sketch.built(self.sketch.low_rank(y, zero)))
         return State(
             y=y,
             built=built,
             left_out=jnp.zeros((), self.real),
             decays=jnp.array(False),
+            gain=jnp.ones((), self.real),
             level=zero - 1,
             depth=zero,
             grows=jnp.array(True),
             sums=_Sums.none(self.real),
             target=zero,
             spent=zero,
+            work=zero,
             rounds=zero,
             status=zero,
             last=nothing_like(lambda: self._last(self._round(self.probe_key, built, zero, zero))),
@@ -243,18 +300,21 @@ class Loop:
             level = state.level + 1
             y = self.sketch.grown(state.y, level)
             low_rank = self.sketch.low_rank(y, level)
-            built = self.sketch.built(low_rank, level)
+            built = self.sketch.built(low_rank)
             # Whether this rank leaves out much less than half of it did.
             before = jnp.where(level == 0, low_rank.left_out_by_half, state.left_out)
-            seen = jnp.maximum(built.status, jnp.asarray(status_of(y), jnp.int32))
+            found = jnp.asarray(status_of(*jtu.tree_leaves(y)), jnp.int32)
+            seen = jnp.maximum(built.status, found)
             return state._replace(
                 y=y,
                 built=built,
                 left_out=low_rank.left_out,
                 decays=low_rank.left_out <= 0.84 * before,
+                gain=before / jnp.where(low_rank.left_out > 0, low_rank.left_out, before),
                 level=level,
                 grows=jnp.zeros_like(state.grows),
-                spent=state.spent + jnp.array(self._costs, jnp.int32)[level],
+                spent=state.spent + jnp.array(self.products, jnp.int32)[level],
+                work=state.work + jnp.array(self.charged, jnp.int32)[level],
                 status=jnp.maximum(state.status, seen),
             )
 
@@ -271,6 +331,7 @@ class Loop:
         return state._replace(
             sums=state.sums.plus(p, estimate),
             spent=state.spent + p * q,
+            work=state.work + p * q,
             rounds=state.rounds + 1,
             status=jnp.asarray(estimate.status, jnp.int32),
             last=self._last(run),
@@ -284,23 +345,32 @@ class Loop:
         tolerance = self.aim.tolerance(value, state.known).astype(self.real)
         met = FACTOR * std_err + error <= tolerance
         room = jnp.maximum(tolerance - error, 0)
-        needed = jnp.square(FACTOR * std_err / jnp.where(room > 0, room, jnp.nan))
-        needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
+        needed = _times(FACTOR * std_err, room)
 
         # For the last rank or depth, the whole budget stands for the cost of the next.
-        extendable = jnp.array([*self._costs[1:], self.most])[state.level]
+        extendable = jnp.array([*self.schedule.costs[1:], self.most])[state.level]
+        charged = jnp.array([*self.charged[1:], self.most])[state.level]
         steps = jnp.array([q for _, q in self.shapes[1:]])[state.depth]
         rounds = [p * q for p, q in self.shapes[1:]]
         now = jnp.array(rounds)[state.depth]
         deeper = jnp.array([*rounds[1:], self.most])[state.depth]
 
-        left = self.most - state.spent
+        left = self.most - state.work
         errs = error > tolerance / 2
         dearer = sums.probes * steps * (needed - 1) > extendable
-        grows = state.decays & (extendable + FIRST_STEPS <= left) & (errs | dearer)
-        deepens = ~grows & errs & (deeper <= left)
+        first_look = self.shapes[0][0] * self.shapes[0][1]
+        grows = state.decays & (charged + first_look <= left) & (errs | dearer)
+        deepens = errs & (deeper <= left)
         # Even if the tolerance is out of reach, more probes help while std_err is the larger error.
         useful = (room > 0) | (std_err > error)
+        if self.falls_back_to_exact:
+            # The exact value is better, and no dearer than what remains to be done.
+            least = sums.probes * steps * _times(FACTOR * std_err, tolerance)
+            # (The Frobenius norm of what is left out falls a little faster than its trace.)
+            grows &= least / state.gain**3 <= left
+            deepens &= least <= left
+            useful = sums.probes * steps * (needed - 1) <= left
+        deepens &= ~grows
         again = ~grows & ~deepens & (now <= left) & useful
         ends = ~(grows | deepens | again)
         # If a further round no longer fits, the rule looks now.
@@ -352,9 +422,41 @@ def loop_budgets(
             f"To a tolerance, the preconditioner must be 'auto', got {preconditioner!r}: the rank "
             "is part of what the tolerance decides."
         )
-    n = operator.in_size()
-    max_k, k = budgets_for(max_k, n, 1, name, small=4 * LEAST)
+    n, small = operator.in_size(), 4 * LEAST
+    if picks_columns(operator):
+        small = SMALL
+        if max_k is None and n <= MOST_ROWS:
+            max_k = n  # the last resort takes no products
+    max_k, k = budgets_for(max_k, n, 1, name, small=small)
     return (max_k, k) if fallback else (min(max_k, n - 1), min(k, n - 1))
+
+
+def most_products(operator: lx.AbstractLinearOperator, max_k: int) -> tuple[int, bool]:
+    """The budget of a run, and whether it falls back to the exact value. Where that takes no
+    products, the run may take half as many operations.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `max_k`: the largest budget.
+    """
+    n = operator.in_size()
+    if max_k < n:
+        return max_k, False
+    return n // 12 if picks_columns(operator) else n // 4, True
+
+
+def picks_columns(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the preconditioner of a run is made from columns."""
+    return reads_columns(operator) and not is_shifted_down(operator)
+
+
+def completed(estimate: Estimate, exact: Estimate) -> Estimate:
+    """The exact estimate, with what was spent before."""
+    spent, read = estimate.num_matvecs + exact.num_matvecs, exact.columns
+    if read is not None and estimate.columns is not None:
+        read = read + estimate.columns
+    return dataclasses.replace(exact, num_matvecs=spent, columns=read)
 
 
 def check_most(max_k: int, n: int, name: str) -> None:
@@ -364,11 +466,6 @@ def check_most(max_k: int, n: int, name: str) -> None:
             f"To a tolerance, {name} needs max_k of at least {min(n, LEAST)}, got {max_k}. With "
             "fewer products, give them as k instead of a tolerance."
         )
-
-
-def no_columns(operator: lx.AbstractLinearOperator) -> int | None:
-    """The number of columns that a run reads before the exact value: see `Estimate`."""
-    return 0 if has_entries(operator) else None
 
 
 def as_moving(weights: ExactLogdetWeights, others: LogdetWeights) -> LogdetWeights:
@@ -398,14 +495,12 @@ class ToleranceLogdetEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        n = operator.in_size()
-        falls_back_to_exact = self.max_k >= n
-        most = n // 4 if falls_back_to_exact else self.max_k
+        most, falls_back_to_exact = most_products(operator, self.max_k)
         aim = LogdetAim(self.rtol, self.atol)
         loop = Loop(aim, key, operator, most, falls_back_to_exact, self.progress)
         state = loop.run()
         value, error, std_err = state.sums.means()
-        counts = state.spent, state.sums.dof, state.status, no_columns(operator)
+        counts = state.spent, state.sums.dof, state.status, loop.sketch.read(state.y)
         estimate = with_quadrature_error(value, error, std_err, *counts)
         weights = if_wanted(lambda: loop.weights(state))
         if not falls_back_to_exact:
@@ -413,8 +508,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
 
         def complete():
             found = exact_logdet(operator)
-            spent = found.estimate.num_matvecs + state.spent
-            exact = dataclasses.replace(found.estimate, num_matvecs=spent)
+            exact = completed(estimate, found.estimate)
             return exact, if_wanted(lambda: as_moving(found.weights(), weights))
 
         return if_any(state.status == NOT_CONVERGED, complete, (estimate, weights))

@@ -43,6 +43,10 @@ from .._operators.block_operator import BlockOperator
 from .leave_one_out import adjoint, matmul, shift_of, square_norms
 from .nystrom import is_asymmetric, shifted_cholesky
 
+#: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
+#: whose padding would add more, the decomposition is compiled once more.)
+PADDING = 3.5e7
+
 
 @final
 class LowRankPlusIdentity(eqx.Module):
@@ -183,7 +187,7 @@ class LowRank(NamedTuple):
     nu: Real[Array, ""]  # the shift: F F^H approximates K' + nu I
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
-    left_out_by_half: Real[Array, ""]  # t of the first half of the columns; NaN if not known
+    left_out_by_half: Real[Array, ""]  # t of the first half of the columns
     status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
     in_use: Int[Array, ""] | int | None = None  # so many columns, or all; the others are 0
 

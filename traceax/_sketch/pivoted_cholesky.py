@@ -27,14 +27,33 @@ from .leave_one_out import adjoint, matmul
 
 
 class PivotedCholesky(NamedTuple):
-    """A partial factorisation F F^H of K."""
+    """A partial factorisation F F^H of K, to which further pivots may be added."""
 
-    f: Inexact[Array, "n rank"]  # columns that are not in use come last, and are 0
+    rows: Inexact[Array, "r n"]  # F^T; rows that are not in use come last, and are 0
     left: Real[Array, " n"]  # the diagonal of K - F F^H
-    rank: Int[Array, ""]  # the number of columns in use
+    largest: Real[Array, ""]  # the largest entry of the diagonal of K
+    rank: Int[Array, ""]  # the number of rows in use
     columns: Int[Array, ""]  # of K that were evaluated
     apart: Real[Array, ""]  # see `pivoted_cholesky`
     skew: Real[Array, ""]  # the same of entries on both sides of the diagonal of K
+
+
+def no_pivots(diagonal: Real[Array, " n"], rank: int, block: int, dtype: Any) -> PivotedCholesky:
+    """The factorisation F = 0.
+
+    **Arguments:**
+
+    - `diagonal`: the diagonal of K.
+    - `rank`: the largest number of pivots that will be added.
+    - `block`: the number of proposals in a round.
+    - `dtype`: the dtype of the columns of K.
+    """
+    n = diagonal.shape[0]
+    largest = jnp.max(jnp.abs(diagonal), initial=0.0)
+    none, zero = jnp.zeros_like(largest), jnp.zeros((), jnp.int32)
+    # A round writes as many rows as there are proposals.
+    rows = jnp.zeros((rank + block, n), dtype)
+    return PivotedCholesky(rows, diagonal, largest, zero, zero, none, none)
 
 
 class _Accepted(NamedTuple):
@@ -85,47 +104,36 @@ def _accept(
 def pivoted_cholesky(
     key: PRNGKeyArray,
     columns: Callable[[Int[Array, " b"]], Inexact[Array, "n b"]],
-    diagonal: Real[Array, " n"],
-    rank: int,
-    dtype: Any,
+    before: PivotedCholesky,
+    rank: int | Int[Array, ""],
     *,
     block: int = 1,
     enough: float | Real[Array, ""] = 0.0,
 ) -> PivotedCholesky:
-    """Randomly pivoted partial Cholesky factorisation.
+    """Randomly pivoted partial Cholesky factorisation: add pivots to those before.
 
     **Arguments:**
 
-    - `key`: the random key.
+    - `key`: the random key, the same for all pivots of a factorisation.
     - `columns`: a function from indices, some of which may be equal, to columns of K.
-    - `diagonal`: the diagonal of K.
-    - `rank`: the largest number of columns of F.
-    - `dtype`: the dtype of the columns.
+    - `before`: the factorisation so far: `no_pivots`, or what this function returned.
+    - `rank`: the number of pivots that ends the factorisation, with those before.
     - `block`: the number b of proposals in a round. With 1, as many columns are evaluated as are
         used.
     - `enough`: the trace of K - F F^H that ends the factorisation.
 
     **Returns:**
 
-    A `PivotedCholesky`. Its `apart` is the largest difference at a pivot between `diagonal` and the
-    entry of the column, relative to the largest entry of `diagonal`; its `skew` that between
-    entries of columns of the same round that should be equal. Cost: `2 n rank^2` operations.
+    A `PivotedCholesky`. Its `apart` is the largest difference at a pivot between the diagonal that
+    was given and the entry of the column; its `skew` that between entries of columns of the same
+    round that should be equal. Cost: `2 n rank^2` operations.
     """
-    n = diagonal.shape[0]
-    largest = jnp.max(jnp.abs(diagonal), initial=0.0)
+    n, dtype = before.left.shape[0], before.rows.dtype
     # What is left is rounding errors: they would be amplified by a column that is made of them.
-    least = 16 * float(jnp.finfo(diagonal.dtype).eps) * largest
+    least = 16 * float(jnp.finfo(before.left.dtype).eps) * before.largest
 
-    class State(NamedTuple):
-        rows: Inexact[Array, "r n"]  # F^T
-        left: Real[Array, " n"]
-        rank: Int[Array, ""]
-        rounds: Int[Array, ""]
-        apart: Real[Array, ""]
-        skew: Real[Array, ""]
-
-    def step(state: State) -> State:
-        draw, accept = split(numbered(key, state.rounds))
+    def step(state: PivotedCholesky) -> PivotedCholesky:
+        draw, accept = split(numbered(key, state.columns // block))
         below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
         places = jr.uniform(draw, (block,), below.dtype) * below[-1]
         pivots = jnp.minimum(jnp.searchsorted(below, places, side="right"), n - 1)
@@ -144,17 +152,18 @@ def pivoted_cholesky(
         # Accepted columns first: the others, which are 0, are overwritten in the next round.
         new = new[:, jnp.argsort(~found.which, stable=True)]
         place = state.rank, jnp.zeros_like(state.rank)
-        rows = lax.dynamic_update_slice(state.rows, new.T, place)
-        return State(rows, left, state.rank + found.number, state.rounds + 1, apart, skew)
+        return PivotedCholesky(
+            lax.dynamic_update_slice(state.rows, new.T, place),
+            left,
+            state.largest,
+            state.rank + found.number,
+            state.columns + block,
+            apart,
+            skew,
+        )
 
-    def goes_on(state: State) -> Array:
+    def goes_on(state: PivotedCholesky) -> Array:
         some = (jnp.sum(state.left) > enough) & (jnp.max(state.left, initial=0.0) > least)
-        return some & (state.rank < rank) & (state.rounds < rank)
+        return some & (state.rank < rank) & (state.columns < block * rank)
 
-    zero = jnp.zeros((), jnp.int32)
-    none = jnp.zeros_like(largest)
-    start = jnp.zeros((rank + block, n), dtype), diagonal, zero, zero, none, none
-    end = lax.while_loop(goes_on, step, State(*start))
-    unit = jnp.where(largest > 0, largest, 1)
-    counts = end.rank, block * end.rounds
-    return PivotedCholesky(end.rows[:rank].T, end.left, *counts, end.apart / unit, end.skew / unit)
+    return lax.while_loop(goes_on, step, before)
