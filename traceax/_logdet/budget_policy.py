@@ -71,10 +71,6 @@ def plans(k: int) -> tuple[Plan, Plan, Plan]:
 STEPS_FOR = ((0.5, 3), (25, 6), (100, 12), (math.inf, 30))
 
 
-#: Columns are enough when the mean eigenvalue of what is left out is this small beside the noise:
-#: more of them take more time than they save probes.
-ENOUGH = 1e-4
-
 #: The largest rank of a preconditioner from columns.
 MOST_COLUMNS = 768
 
@@ -202,7 +198,8 @@ class BudgetPolicy(eqx.Module):
         many eigenvalues as were captured.
         """
         rank = rank_from_columns(block.n, k)
-        growing = GrowingColumns(sketch_key, operator, (rank,), enough=ENOUGH)
+        enough = math.sqrt(block.eps)  # the next column would not matter for any estimate
+        growing = GrowingColumns(sketch_key, operator, (rank,), enough=enough)
         pivoted = growing.grown(growing.first, 0)
         low_rank = growing.low_rank(pivoted, 0)
         built = growing.built(low_rank)

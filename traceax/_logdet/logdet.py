@@ -55,10 +55,11 @@ def logdet(
 
     *Where columns cost no product* (dense matrices and kernels, see [`traceax.extend.columns`][])
     and the operator is written with its diagonal part, P comes from columns, by randomly pivoted
-    Cholesky factorisation, until the mean of what is left of the diagonal is below 1e-4 s, or the
-    rank is $\sqrt{n k / 5}$ (it then takes about as long as the products; from 128 to 768). All
-    products are left for probes, with 3 to 30 steps each, as the condition number of
-    $P^{-1} A$ asks for. `stats["columns"]` is the number of columns that were read.
+    Cholesky factorisation, until the mean of what is left of the diagonal is rounding beside s
+    (below $\sqrt{\epsilon}\, s$), or the rank is $\sqrt{n k / 5}$ (from 128 to 768: it then takes
+    about as long as the products). All products are left for probes, with 3 to 30 steps each, as
+    the condition number of $P^{-1} A$ asks for. `stats["columns"]` is the number of columns that
+    were read.
 
     *With a preconditioner that was built before* (a [`traceax.BuiltPreconditioner`][]) all of the
     budget goes to probes with about $\sqrt{k} / 2$ steps each, and the value is Gauss quadrature

@@ -53,7 +53,6 @@ from .._operators.known_parts import is_shifted_down
 from .._probes.random import numbered, split
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import (
-    ENOUGH,
     MOST_COLUMNS,
     Plan,
     PreconditionedQuadrature,
@@ -75,6 +74,10 @@ FACTOR = 2.0
 
 #: The smallest budget that has room for a run.
 LEAST = 64
+
+#: Columns are enough when the mean eigenvalue of what is left out is this small beside the noise:
+#: one look at the probes then meets all but very small tolerances.
+ENOUGH = 1e-4
 
 #: Up to this size the exact value takes less time than a run with columns.
 SMALL = 1000
