@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
+from traceax._logdet.tolerance import loop_budgets
 
 from ..helpers import keys
 from .test_gaussian import cholesky_density
@@ -85,6 +86,12 @@ def test_without_the_exact_value(rough):
     bar = 4 * solution.std_err + solution.quadrature_error
     assert bar > ATOL
     assert abs(solution.value - truth) < bar
+
+
+def test_without_the_exact_value_the_default_budget_is_1000():
+    operator = shifted(jnp.eye(N), S)
+    for fallback, expected in (("exact", (N, N - 1)), (None, (1000, 1000))):
+        assert loop_budgets(None, operator, "auto", fallback, "A run") == expected
 
 
 @pytest.mark.slow

@@ -428,7 +428,7 @@ def loop_budgets(
     n, small = operator.in_size(), 4 * LEAST
     if picks_columns(operator):
         small = SMALL
-        if max_k is None and n <= MOST_ROWS:
+        if fallback and max_k is None and n <= MOST_ROWS:
             max_k = n  # the last resort takes no products
     max_k, k = budgets_for(max_k, n, 1, name, small=small)
     return (max_k, k) if fallback else (min(max_k, n - 1), min(k, n - 1))
