@@ -10,7 +10,7 @@ seconds beside those of a density by `jnp.linalg.cholesky` (medians, after a fir
 """
 
 import argparse
-import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 
 import traceax as tr
 
-from .common import PSD
+from .common import PSD, medians
 
 ATOL, ROUNDS = 0.5, 5
 KERNELS = {
@@ -43,17 +43,6 @@ def exact(y, matrix, s):
     z = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
     log_det = 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
     return -(z @ z + log_det + y.size * jnp.log(2 * jnp.pi)) / 2
-
-
-def seconds(fn, *args):
-    """The median time of a call, after a first one."""
-    jax.block_until_ready(fn(*args))
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(fn(*args))
-        times.append(time.perf_counter() - start)
-    return np.median(times)
 
 
 def problems(n):
@@ -84,7 +73,8 @@ def main():
         products = np.median([int(each.num_matvecs) for each in solutions])
         columns = np.median([int(each.stats["columns"]) for each in solutions])
         taken = np.mean([float(each.std_err) == 0 for each in solutions])
-        mine, theirs = seconds(ours, jax.random.key(0), *problem), seconds(exact, *problem)
+        calls = partial(ours, jax.random.key(0), *problem), partial(exact, *problem)
+        mine, theirs = medians(calls, ROUNDS)
         numbers = f"{within:.2f}, {products:.0f}, {columns:.0f}, {taken:.2f}"
         times = f"{1e3 * mine:.0f}, {1e3 * theirs:.0f}, {mine / theirs:.2f}"
         print(f"{name}, {numbers}, {times}", flush=True)

@@ -2,13 +2,10 @@
 preconditioner from its columns.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.control_flow import of_size
 from .._core.estimate import NOT_SYMMETRIC, SUCCESSFUL, WRONG_DIAGONAL
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import columns, has_entries, scaling_of, stored_diagonal, terms_of
@@ -98,15 +95,8 @@ class GrowingColumns:
 
     def built(self, low_rank: LowRank) -> BuiltPreconditioner:
         """The preconditioner from an approximation."""
-        root, most = jnp.sqrt(self._unit) * self._scaling.relative, self._ranks[-1]
-
-        def cut(size):
-            found = low_rank._replace(f=low_rank.f[:, :size])
-            found = found.built(root, self._floor_known, graded=True)
-            return dataclasses.replace(found, factors=found.factors.padded(most))
-
-        assert low_rank.in_use is not None
-        return of_size(self._sizes, low_rank.in_use, cut)
+        root = jnp.sqrt(self._unit) * self._scaling.relative
+        return low_rank.built_of_size(self._sizes, root, self._floor_known, graded=True)
 
     def read(self, pivoted: PivotedCholesky) -> Int[Array, ""] | None:
         """The number of columns that were read, or None if they were computed by products."""

@@ -1,6 +1,5 @@
 """A sketch of a positive definite operator that grows, and the preconditioner from its columns."""
 
-import dataclasses
 import math
 from itertools import pairwise
 
@@ -79,14 +78,8 @@ class GrowingSketch:
 
     def built(self, low_rank: LowRank) -> BuiltPreconditioner:
         """The preconditioner from an approximation."""
-        root, most = jnp.sqrt(self._unit) * self._scaling.relative, low_rank.f.shape[1]
-
-        def cut(size):
-            found = low_rank._replace(f=low_rank.f[:, :size]).built(root, self._floor_known)
-            return dataclasses.replace(found, factors=found.factors.padded(most))
-
-        assert low_rank.in_use is not None
-        return of_size(self._sizes, low_rank.in_use, cut)
+        root = jnp.sqrt(self._unit) * self._scaling.relative
+        return low_rank.built_of_size(self._sizes, root, self._floor_known)
 
     def read(self, y: Inexact[Array, "n r"]) -> int | None:
         """The number of columns that were read without a product: 0, or None if there are none."""

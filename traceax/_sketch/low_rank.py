@@ -19,8 +19,9 @@ probe is 147 with mu = s, 58 with this mu, and 91 without a preconditioner). As 
 no eigenvalue of P^{-1} A is below s / mu.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
@@ -31,6 +32,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
+from .._core.control_flow import of_size
 from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm, status_of
 from .._linalg.factorisations import (
     cholesky,
@@ -265,6 +267,24 @@ class LowRank(NamedTuple):
         control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
         factors = self.preconditioner(root, graded)
         return BuiltPreconditioner(factors, floor, control_variate_weight, status)
+
+    def built_of_size(
+        self,
+        sizes: Sequence[int],
+        root: Real[Array, " n"],
+        known: Bool[Array, ""],
+        graded: bool = False,
+    ) -> BuiltPreconditioner:
+        """As `built`, from the columns in use: F is cut to the smallest of these sizes that holds
+        them, and the factors are padded to its own.
+        """
+        most = self.f.shape[1]
+
+        def cut(size):
+            found = self._replace(f=self.f[:, :size]).built(root, known, graded)
+            return dataclasses.replace(found, factors=found.factors.padded(most))
+
+        return of_size(sizes, most if self.in_use is None else self.in_use, cut)
 
     @property
     def mu(self) -> Real[Array, ""]:
