@@ -37,3 +37,11 @@ def logdet(like: Any, k: int, steps: int, with_error: bool = False) -> Callable[
     suffix = "_mean_and_sem" if with_error else ""
     estimator = getattr(stochtrace, f"estimator_monte_carlo{suffix}")
     return estimator(integrand, stochtrace.sampler_signs(like, num=k // steps))
+
+
+def function(fn: Callable[..., Any], like: Any, k: int, steps: int) -> Callable[..., Any]:
+    """Stochastic Lanczos quadrature of tr f(A), with so many steps for each probe."""
+    dense = funm.dense_funm_sym_eigh(fn)
+    integrand = funm.monte_carlo_funm_sym(dense, decomp.tridiag_sym(steps))
+    probes = stochtrace.sampler_signs(like, num=k // steps)
+    return stochtrace.estimator_monte_carlo(integrand, probes)

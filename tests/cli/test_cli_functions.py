@@ -55,7 +55,10 @@ def test_exact_values_of_the_sample_matrix(capsys):
         command, *options = arguments
         report = run_json(capsys, command, BUS, *options, "-k", 2000)
         assert report["estimate"] == pytest.approx(truth, rel=1e-9)
-        assert (report["std_err"], report["quadrature_error"]) == (0, 0)
+        assert report["std_err"] == 0
+        # That of a Cholesky factorisation is its rounding.
+        assert (report["quadrature_error"] == 0) == (command == "trace")
+        assert report["quadrature_error"] < 1e-10
         assert (report["matvecs"], report["result"]) == (products, "successful")
 
 
@@ -76,8 +79,9 @@ def test_log_determinant_of_the_sample_matrix(capsys, preconditioner):
     assert report["preconditioner"] == preconditioner
 
 
-def test_trace_of_the_inverse_of_the_sample_matrix(capsys):
-    report = run_json(capsys, "trace", BUS, "--function", "inv", "-k", 400, "--exact")
+@pytest.mark.parametrize("budget", [("-k", 200), ("-k", 400, "--steps", 66)])
+def test_trace_of_the_inverse_of_the_sample_matrix(capsys, budget):
+    report = run_json(capsys, "trace", BUS, "--function", "inv", *budget, "--exact")
     assert report["exact"] == pytest.approx(TRACE_OF_INVERSE, rel=1e-9)
     check_interval(report, TRACE_OF_INVERSE)
     # Hopeless with this budget, and said so: the error exceeds the value.

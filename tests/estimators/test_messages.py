@@ -400,6 +400,12 @@ MESSAGES = [
         lambda _: tr.spectral_sum(KEY, lambda x: jnp.stack([x, x]), SYMMETRIC, 4),
     ),
     (
+        TypeError,
+        "got an array of complex",
+        "take the real part",
+        lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, shifts=1j),
+    ),
+    (
         NotImplementedError,
         "a first derivative only",
         "Use `logdet`",

@@ -393,8 +393,13 @@ def test_log_determinant_of_low_rank_plus_diagonal():
     )
     solution = spectral_sum(jax.random.key(0), jnp.log, operator, 240)
     assert abs(solution.value - truth) < 3 * solution.std_err + solution.quadrature_error
-    assert solution.quadrature_error < 1e-3
-    assert solution.std_err < 25
+    assert solution.quadrature_error < 5e-3
+    # A small quadrature error buys more probes: quadrature alone has a standard error of 15 here.
+    assert solution.std_err < 5
+    alone = spectral_sum(jax.random.key(0), jnp.log, operator, 240, num_steps=48)
+    assert abs(alone.value - truth) < 3 * alone.std_err + alone.quadrature_error
+    assert alone.quadrature_error < 1e-3
+    assert alone.std_err < 25
 
 
 @pytest.mark.slow
@@ -408,14 +413,16 @@ def test_an_ill_conditioned_power_network():
     operator = lx.MatrixLinearOperator(jnp.asarray(dense), PSD)
     key = jax.random.key(0)
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def solve(fn, k):
-        return spectral_sum(key, fn, operator, k)
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+    def solve(fn, k, num_steps=None):
+        return spectral_sum(key, fn, operator, k, num_steps=num_steps)
 
-    determinant = solve(jnp.log, 240)
-    bound = 3 * determinant.std_err + determinant.quadrature_error
-    assert abs(determinant.value - 4240.821184502369) < bound
-    assert bound < 1000
+    # Where no recurrence converges, all products are better spent on quadrature alone.
+    for num_steps, most in ((48, 1000), (None, 1500)):
+        determinant = solve(jnp.log, 240, num_steps)
+        bound = 3 * determinant.std_err + determinant.quadrature_error
+        assert abs(determinant.value - 4240.821184502369) < bound
+        assert bound < most
     inverse = solve(lambda x: 1 / x, 600)
     error = abs(inverse.value - 488.2123076681323)
     assert error < 3 * inverse.std_err + inverse.quadrature_error
@@ -500,14 +507,15 @@ def test_what_the_function_closes_over_has_a_derivative(k):
 
     def value(shift, t):
         operator = lx.MatrixLinearOperator(base + t * tangent, PSD)
-        return spectral_sum(key, lambda x: jnp.log(x + shift), operator, k).value
+        fn = lambda x: jnp.log(x + shift)  # noqa: E731
+        return spectral_sum(key, fn, operator, k, num_steps=k).value
 
     @jax.jit
     def slopes(s):
         return *jax.grad(value, (0, 1))(s, jnp.zeros(())), jax.grad(lambda s: value(s, s - s))(s)
 
-    z = sphere(key, plan(k, None)[0])
-    g = z @ z.T / z.shape[1] if k < N else np.eye(N)
+    z = sphere(key, 1)
+    g = z @ z.T if k < N else np.eye(N)
     inverse = np.linalg.inv(matrix + 0.3 * np.eye(N))
     by_shift, by_operator, together = slopes(jnp.asarray(0.3))
     rtol = 1e-5 if k < N else 1e-11

@@ -143,6 +143,35 @@ def test_the_exact_value_where_it_is_cheaper():
     assert budget_or_all(operator, 10, "exact") == 10
 
 
+@pytest.mark.parametrize("length", [0.4, 0.05])
+@pytest.mark.parametrize("noise", [1e-1, 1e-2, 1e-3, 1e-4])
+def test_exact_values_state_their_rounding(length, noise):
+    """In float32 the error of a factorisation is not small beside half a nat."""
+    x = X.astype(jnp.float32)
+    theta = tuple(jnp.asarray(each, jnp.float32) for each in (length, 1.0, noise))
+    solution = tr.logdet(jr.key(0), covariance(theta, x), N)
+    truth = np.linalg.slogdet(np.asarray(dense(theta, x), np.float64))[1]
+    error, stated = abs(float(solution.value) - truth), float(solution.quadrature_error)
+    assert solution.std_err == 0
+    # The sum of the logarithms is rounded, too.
+    assert error <= stated + 1e-6 * abs(truth)
+    assert stated <= 1
+    assert solution.result == tr.RESULTS.successful
+
+
+def test_an_exact_value_out_of_reach_is_said_to_be():
+    x = X.astype(jnp.float32)
+    operator = covariance(tuple(each.astype(jnp.float32) for each in THETA), x)
+    y = Y.astype(jnp.float32)
+    for atol, result in ((1e-5, "not_converged"), (1.0, "successful")):
+        for solution in (
+            tr.logdet(jr.key(0), operator, atol=atol, throw=False),
+            tr.gaussian_log_density(jr.key(0), y, operator, atol=atol, throw=False),
+        ):
+            assert solution.result == getattr(tr.RESULTS, result)
+            assert (solution.quadrature_error > atol) == (result == "not_converged")
+
+
 @pytest.mark.parametrize("preconditioner", ["auto", None])
 def test_an_unknown_fallback_is_refused_by_every_preconditioner(preconditioner):
     options = {"preconditioner": preconditioner, "fallback": "cholesky"}

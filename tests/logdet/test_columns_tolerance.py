@@ -63,7 +63,7 @@ def test_rough_kernels_are_exact_after_one_look(rough):
     solution = density(jr.key(0), rough)
     np.testing.assert_allclose(solution.value, truth_of(rough), rtol=1e-10)
     assert solution.result == tr.RESULTS.successful
-    assert solution.std_err == solution.quadrature_error == 0
+    assert solution.std_err == 0 < solution.quadrature_error < 1e-9
     assert solution.num_matvecs <= 16
     assert N + 64 <= solution.stats["columns"] <= N + 128
 
@@ -101,12 +101,12 @@ def test_a_relative_tolerance(smooth):
         return tr.gaussian_log_density(key, Y, shifted(smooth, S), rtol=rtol)
 
     truth = truth_of(smooth)
-    for rtol, exact in ((1e-2, False), (1e-5, False), (1e-12, True)):
+    for rtol, exact in ((1e-2, False), (1e-5, False), (1e-11, True)):
         solution = relative(jr.key(0), rtol)
         assert abs(solution.value - truth) <= max(rtol, 1e-11) * abs(truth)
         bar = 2 * solution.std_err + solution.quadrature_error
         assert bar <= rtol * abs(solution.value)
-        assert (bar == 0) == exact
+        assert (solution.std_err == 0) == exact
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_exact_as_the_last_resort():
     )
     assert solution.result == RESULTS.successful
     assert n + 16 <= solution.num_matvecs <= n + n // 4
-    assert solution.std_err == solution.quadrature_error == 0
+    assert solution.std_err == 0 < solution.quadrature_error < 1e-9
     np.testing.assert_allclose(found, truth, rtol=1e-11)
     np.testing.assert_allclose(slopes[0], exact_slopes[0], rtol=1e-9)
     np.testing.assert_allclose(slopes[1], exact_slopes[1], rtol=1e-7, atol=1e-9)
@@ -173,5 +173,5 @@ def test_small_operators_are_exact_at_once():
     y = observations(N)
     solution = density(jr.key(0), y, matrix, jnp.asarray(0.1), jnp.asarray(10.0), None, None)
     assert solution.num_matvecs == N
-    assert solution.std_err == solution.quadrature_error == 0
+    assert solution.std_err == 0 < solution.quadrature_error < 1e-9
     np.testing.assert_allclose(solution.value, truth_of(y, matrix, 0.1), rtol=1e-11)

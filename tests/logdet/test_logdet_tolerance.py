@@ -150,7 +150,7 @@ def test_exact_as_the_last_resort():
     (found, solution), slope = both(jnp.asarray(0.1), jnp.asarray(1e-6))
     assert solution.result == RESULTS.successful
     assert n + 16 <= solution.num_matvecs <= n + n // 4
-    assert solution.std_err == solution.quadrature_error == 0
+    assert solution.std_err == 0 < solution.quadrature_error < 1e-9
     np.testing.assert_allclose(found, np.sum(np.log(values + 0.1)), rtol=1e-12)
     np.testing.assert_allclose(slope, np.sum(1 / (values + 0.1)), rtol=1e-10)
 

@@ -311,7 +311,7 @@ def test_large_budgets_are_exact():
     y, operator = parts(theta)
     solution = gaussian_log_density(jr.key(0), y, operator, N, preconditioner=held)
     np.testing.assert_allclose(solution.value, cholesky_density(y, operator.as_matrix()))
-    assert solution.std_err == solution.quadrature_error == 0
+    assert solution.std_err == 0 < solution.quadrature_error < 1e-9
 
 
 def test_second_derivatives_are_refused():

@@ -63,11 +63,12 @@ def solve_function(
 def function_rows(choices: Rows, report: Report) -> tuple[Rows, Rows]:
     """The rows of the table for the estimate of `solve_function`, after the rows `choices`."""
     low, high = map(number, report["interval"])
+    cause = "too few Lanczos steps" if report["std_err"] else "rounding"
     results = [
         *choices,
         ("estimate", number(report["estimate"])),
         ("standard error", f"{report['std_err']:.3g} (of the random probes)"),
-        ("quadrature error", f"{report['quadrature_error']:.3g} (of too few Lanczos steps)"),
+        ("quadrature error", f"{report['quadrature_error']:.3g} (of {cause})"),
         ("interval", f"[{low}, {high}] (two standard errors, and the quadrature error)"),
     ]
     if "exact" not in report:

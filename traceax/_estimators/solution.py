@@ -38,7 +38,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "there is, and its standard error says how good. Raise `max_k`, loosen `rtol` or `atol`, "
         "or go on from `state`, which `keep_state=True` returns. With a fixed budget `k`: the "
         "quadrature error exceeds four standard errors, 5 % of the value, and 1. Raise `k`, or "
-        "give a tolerance instead."
+        "give a tolerance instead. If the value is exact (its standard error is 0), the quadrature "
+        "error is rounding: compute in float64."
     )
     wrong_diagonal = (
         "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "
@@ -75,7 +76,8 @@ class Solution(eqx.Module):
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
         of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
-        if nothing is known of it. None for estimates that have no such error.
+        if nothing is known of it. Of exact log-determinants it is the error of rounding. None for
+        estimates that have no such error.
     - `state`: what a later call can go on from, if `keep_state=True` asked for it; else None.
     - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """

@@ -49,7 +49,7 @@ and is refused. What f itself depends on is differentiated through sum_j w_j f(t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
 
 import equinox as eqx
@@ -57,6 +57,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+from equinox import AbstractVar
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import NONFINITE, OUTSIDE_DOMAIN, if_wanted, rounding_of, scale_of, status_of
@@ -231,6 +232,14 @@ def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, 
     return jnp.where((gap == 0) | close, mean, (first - second) / divisor)
 
 
+def derivative_core(
+    fn: Function, nodes: Real[Array, "p q"], vectors: Real[Array, "p q q"]
+) -> Real[Array, "p q q ..."]:
+    """S (D o s_1 s_1^T) S^T, for every probe: see above."""
+    along = vectors * vectors[:, :1, :]  # S o s_1^T, row by row
+    return einsum("pai,pij...,pbj->pab...", along, divided_differences(fn, nodes), along)
+
+
 @final
 class SpectralWeights(AbstractWeights):
     """G of every probe as `V C V^H`. A contraction costs `q p` matvecs, in one block."""
@@ -285,31 +294,42 @@ def degrees_of_freedom(second: Array, fourth: Array, samples: Array | int) -> Ar
 
 
 def mean_and_error(
-    weights: Array, values: Array, block: BlockOperator, is_complex: bool
+    weights: Real[Array, "p q"],
+    values: Real[Array, "p q ..."],
+    n: int | Real[Array, ""],
+    eps: float,
+    is_complex: bool,
+    probes: Real[Array, ""] | None = None,
 ) -> tuple[Array, Array, Array]:
     """The mean over probes of n sum_j w_j f_j, and its standard error, from the nodes.
 
     **Arguments:**
 
-    - `weights`, `values`: the weights w_j, of shape `(p, q)`, and the values of f.
-    - `block`: the operator.
+    - `weights`, `values`: the weights w_j and the values of f.
+    - `n`: the dimension of the space of the probes.
+    - `eps`: the relative precision of a product.
     - `is_complex`: whether the probes are complex.
+    - `probes`: the number of probes, if some are not in use: their weights must be 0.
 
     **Returns:**
 
     A 3-tuple of the value, its standard error, and the degrees of freedom of the standard error.
     """
-    p, n = weights.shape[0], block.n
+    p = jnp.asarray(weights.shape[0] if probes is None else probes, weights.dtype)
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
+
+    def mean_of(x):
+        return jnp.sum(weighted(weights, x), axis=0) / p
+
     unit = scale_of(_counted(weights, values)[1])
-    mean = jnp.mean(weighted(weights, values / unit), axis=0)
+    mean = mean_of(values / unit)
     squares = jnp.square(values / unit - mean)
-    spread = jnp.mean(weighted(weights, squares), axis=0)
-    dof = degrees_of_freedom(spread, jnp.mean(weighted(weights, squares**2), axis=0), n * p)
+    spread = mean_of(squares)
+    dof = degrees_of_freedom(spread, mean_of(squares**2), n * p)
     # The a of above is n times this mean, and X is n times this spread.
     std_err = jnp.sqrt(n * c * spread / p / (1 - c / (n * p)))
-    size = n * jnp.mean(weighted(weights, jnp.abs(values / unit)), axis=0)
-    std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
+    size = n * mean_of(jnp.abs(values / unit))
+    std_err = jnp.hypot(std_err, rounding_of(size, eps))
     return n * unit * mean, unit * std_err, dof
 
 
@@ -317,14 +337,19 @@ def truncations(krylov: Lanczos) -> tuple[Lanczos, int]:
     """The recurrences after q, q - d and q - 2d steps, side by side, and their number: those with
     less than one step are left out. (A traced q must be at least 3.)
     """
-    most = krylov.alpha.shape[0]
-    q = most if krylov.steps is None else krylov.steps
+    q = krylov.alpha.shape[0] if krylov.steps is None else krylov.steps
     d = (q + 3) // 4
     orders = [m for m in (q, q - d, q - 2 * d) if not isinstance(m, int) or m >= 1]
+    return ended_after(krylov, orders), len(orders)
+
+
+def ended_after(krylov: Lanczos, orders: Sequence[int | Array]) -> Lanczos:
+    """The recurrences after these numbers of steps, side by side."""
+    most = krylov.alpha.shape[0]
     ended = [jnp.where(jnp.arange(most)[:, None] < m - 1, krylov.beta, 0) for m in orders]
     alpha, size = jnp.tile(krylov.alpha, (1, len(orders))), jnp.tile(krylov.size, len(orders))
     beta = jnp.concatenate(ended, axis=1)
-    return krylov._replace(alpha=alpha, beta=beta, size=size), len(orders)
+    return krylov._replace(alpha=alpha, beta=beta, size=size)
 
 
 def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
@@ -353,49 +378,14 @@ def status_with_domain(finite: Array, weights: Array, values: Array) -> Array:
     return jnp.where(finite == NONFINITE, NONFINITE, jnp.where(outside, OUTSIDE_DOMAIN, finite))
 
 
-@final
-class QuadratureEstimator(AbstractEstimator):
-    """Stochastic Lanczos quadrature of tr f(A). The value of its estimate is a pair: the value
-    proper, which alone has a derivative, and the quadrature error.
+class AbstractSpectralEstimator(AbstractEstimator):
+    """An estimator of tr f(A). The value of its estimate is a pair: the value proper, which alone
+    has a derivative, and the quadrature error. Its weights have the fields `nodes` and `weights` of
+    the quadrature.
     """
 
-    fn: Function
-    num_steps: int | None = eqx.field(static=True)
-    name: str = eqx.field(static=True)
-    smallest: ClassVar[int] = 1
+    fn: AbstractVar[Function]
     weights_depend_on_operator: ClassVar[bool] = True
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, self.name)
-
-    def compute(self, key, operator, k):
-        """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        n, (p, q) = block.n, plan(k, self.num_steps)
-        probes = SphereSampler().probes(key, n, p, block.dtype)
-        krylov = lanczos(block.mm, probes, q, block.eps)
-        shorter, orders = truncations(krylov)
-        nodes, weights, vectors = quadrature(shorter)
-        nodes = within_tag(operator, nodes, block.eps)
-        values = on_nodes(self.fn, nodes)
-        samples = n * weighted(weights, values)
-        samples = samples.reshape(orders, p, *samples.shape[1:])
-        exhausted = krylov.exhausted
-        error = truncation_error(samples, exhausted)
-
-        nodes, weights, values, s = nodes[:p], weights[:p], values[:p], vectors[:p]
-        value, std_err, dof = mean_and_error(weights, values, block, jnp.iscomplexobj(probes))
-        status = status_with_domain(krylov.status, weights, values)
-
-        def fixed():
-            along = s * s[:, :1, :]  # S o s_1^T, row by row
-            differences = divided_differences(self.fn, nodes)
-            core = einsum("pai,pij...,pbj->pab...", along, differences, along)
-            return SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))
-
-        estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
-        return estimate, if_wanted(fixed)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -424,3 +414,44 @@ class QuadratureEstimator(AbstractEstimator):
             "`lax.stop_gradient` on whatever need not be differentiated twice, or finite "
             "differences of the gradient with the same key."
         )
+
+
+@final
+class QuadratureEstimator(AbstractSpectralEstimator):
+    """Stochastic Lanczos quadrature of tr f(A)."""
+
+    fn: Function
+    num_steps: int | None = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        check_hermitian(operator, self.name)
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        n, (p, q) = block.n, plan(k, self.num_steps)
+        probes = SphereSampler().probes(key, n, p, block.dtype)
+        krylov = lanczos(block.mm, probes, q, block.eps)
+        shorter, orders = truncations(krylov)
+        nodes, weights, vectors = quadrature(shorter)
+        nodes = within_tag(operator, nodes, block.eps)
+        values = on_nodes(self.fn, nodes)
+        samples = n * weighted(weights, values)
+        samples = samples.reshape(orders, p, *samples.shape[1:])
+        exhausted = krylov.exhausted
+        error = truncation_error(samples, exhausted)
+
+        is_complex = jnp.iscomplexobj(probes)
+        nodes, weights, values, s = nodes[:p], weights[:p], values[:p], vectors[:p]
+        value, std_err, dof = mean_and_error(weights, values, n, block.eps, is_complex)
+        status = status_with_domain(krylov.status, weights, values)
+
+        def fixed():
+            core = derivative_core(self.fn, nodes, s)
+            return SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))
+
+        estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
+        return estimate, if_wanted(fixed)

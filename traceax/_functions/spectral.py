@@ -20,16 +20,19 @@ from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
 from .funm import (
+    Function,
     QuadratureEstimator,
     check_function,
     check_hermitian,
     check_num_steps,
     hoist_function,
     mean_and_error,
+    on_nodes,
     plan,
     spectrum,
     within_tag,
 )
+from .krylov_aware import LEAST, KrylovAwareEstimator
 from .quadrature_error import solve_pair, with_quadrature_error
 
 
@@ -43,28 +46,33 @@ def spectral_sum(
     operator: lx.AbstractLinearOperator,
     k: int,
     *,
+    shifts: ArrayLike | None = None,
     num_steps: int | None = None,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate $\mathrm{tr}\, f(A) = \sum_i f(\lambda_i)$ of a Hermitian operator.
+    r"""Estimate $\mathrm{tr}\, f(A) = \sum_i f(\lambda_i)$ of a Hermitian operator, or
+    $\mathrm{tr}\, f(A + s I)$ for many shifts s at once.
 
-    This is stochastic Lanczos quadrature with probes from the sphere. The value has two errors:
+    This is Krylov-aware stochastic Lanczos quadrature. Half of the budget goes to a block Krylov
+    space, on which f(A) is known; the other half to probes outside of as much of it as has
+    converged. How many probes there are, and how many steps each of them takes, follows from what
+    the Krylov space shows. The value has two errors:
 
     - that of the random probes, with the standard error `std_err`, which is known even from a
         single probe.
-    - the bias of ending Lanczos' recurrence after `num_steps` steps. The field `quadrature_error`
-        is an estimate of it, usually several times too large. The number of steps that are needed
-        grows with the condition number: for functions that are singular at 0 it is about
-        $\sqrt{\kappa} / 4 \, \ln(1/\varepsilon)$. Where this error is the larger one, use more
-        steps, or shift or precondition the operator.
+    - the bias of ending Lanczos' recurrence. The field `quadrature_error` is an estimate of it,
+        usually several times too large. The number of steps that are needed grows with the
+        condition number: for functions that are singular at 0 it is about
+        $\sqrt{\kappa} / 4 \, \ln(1/\varepsilon)$. Where this error is the larger one, raise `k`,
+        or shift or precondition the operator.
 
-    By default $p = \lfloor\sqrt{k} / 3\rfloor$ probes (at least one) take $\lfloor k/p \rfloor$
-    steps each. For a well-conditioned operator fewer steps (and so more probes) are better.
+    With `num_steps`, and below `k = 24`, it is stochastic Lanczos quadrature alone, by default with
+    $\lfloor\sqrt{k} / 3\rfloor$ probes (at least one).
 
     First derivatives, in forward and reverse mode, are taken with the probes held fixed, and
     converge as the value does. With respect to what the operator depends on they cost
-    `p num_steps` tangent products in one block; they are also taken with respect to the arrays
-    that `fn` closes over. Second derivatives are refused.
+    `k` tangent products in one block; they are also taken with respect to the arrays
+    that `fn` closes over, and to `shifts`. Second derivatives are refused.
 
     !!! Example
 
@@ -72,11 +80,15 @@ def spectral_sum(
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
         solution = tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120)  # log det
         solution.value, solution.std_err, solution.quadrature_error
+
+        noise = jnp.logspace(-3, 0, 20)  # log det(A + s I) for 20 values of s, by the same products
+        tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120, shifts=noise).value
         ```
 
-    Cost: at most `k` matvecs, in blocks of `p`; `k n` numbers for the Krylov bases; about
-    `8 n p num_steps^2` operations. With `k >= n`, n matvecs and an eigendecomposition: `n x n`
-    numbers and some `10 n^3` operations.
+    Cost: at most `k` matvecs, in blocks; `k n` numbers for the Krylov bases; about `5 n k^2`
+    operations, and `8 n k num_steps` with `num_steps`. Every shift costs some `k^3` operations
+    more, and no product. With `k >= n`, n matvecs and an eigendecomposition: `n x n` numbers and
+    some `10 n^3` operations.
 
     **Arguments:**
 
@@ -86,18 +98,22 @@ def spectral_sum(
     - `operator`: a Hermitian lineax operator with `n` rows, between any PyTrees: tagged symmetric
         (if real) or positive or negative semidefinite.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `shifts`: numbers s, a real array of any shape: the value is then tr f(A + s I) for each of
+        them. They need not be static.
     - `num_steps`: the number of steps for each probe, a static Python int, at most `k`. The number
         of probes is then `k // num_steps`.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. If f is not finite at
-    a Ritz value, the result is `outside_domain` and the value NaN.
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error`, which have the shape
+    of `shifts`. If f is not finite at a Ritz value (for any of the shifts), the result is
+    `outside_domain` and the value NaN.
 
     **Raises:**
 
-    - `TypeError`: for a key, function, operator, `k` or `num_steps` of the wrong type.
+    - `TypeError`: for complex shifts, and for a key, function, operator, `k` or `num_steps` of the
+        wrong type.
     - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, a
         `num_steps` that is not between 1 and `k`, or a function that does not return a scalar.
     - `NotImplementedError`: for a second derivative.
@@ -105,16 +121,35 @@ def spectral_sum(
     ??? cite "References"
 
         S. Ubaru, J. Chen, Y. Saad, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*,
-        2017, doi:10.1137/16M1104974. The derivative: arXiv:2605.12801. `traceax/_functions/funm.py`
-        derives both errors.
+        2017, doi:10.1137/16M1104974. T. Chen, E. Hallman, *Krylov-aware stochastic trace
+        estimation*, 2023, arXiv:2205.01736. The derivative:
+        arXiv:2605.12801. `traceax/_functions/funm.py` derives both errors,
+        `traceax/_functions/krylov_aware.py` the choices.
     """
     check_function(fn)
     operator = as_operator(operator)
-    function = hoist_function(fn, _real_dtype(operator), scalar=True)
+    dtype = _real_dtype(operator)
+    function = hoist_function(fn, dtype, scalar=True)
+    if shifts is not None:
+        function = _shifted(function, shifts, dtype)
     budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
     check_num_steps(num_steps, int(k))
-    estimator = QuadratureEstimator(function, num_steps, "A spectral sum")
+    estimator: AbstractEstimator = KrylovAwareEstimator(function)
+    if num_steps is not None or budget < LEAST:
+        estimator = QuadratureEstimator(function, num_steps, "A spectral sum")
     return solve_pair(spectral_sum_p, key, operator, budget, estimator, throw)
+
+
+def _shifted(fn: Function, shifts: ArrayLike, dtype: Any) -> Function:
+    """The function x -> f(x + s) for all shifts s."""
+    shifts = jnp.asarray(shifts)
+    if jnp.issubdtype(shifts.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"shifts must be real numbers, got an array of {shifts.dtype}. If the imaginary parts "
+            "are 0, take the real part."
+        )
+    shifts = shifts.astype(dtype)
+    return hoist_function(lambda x: on_nodes(fn, x + shifts), dtype, scalar=False)
 
 
 def _resolved_width(extent: Array, budget: int, num_steps: int | None) -> Array:
@@ -320,7 +355,7 @@ class CountEstimator(AbstractEstimator):
         nodes, weights, _ = quadrature(krylov)
         nodes = within_tag(operator, nodes, block.eps)
         inside, is_complex = self._inside(nodes), jnp.iscomplexobj(probes)
-        value, std_err, dof = mean_and_error(weights, inside, block, is_complex)
+        value, std_err, dof = mean_and_error(weights, inside, n, block.eps, is_complex)
         errors = _edge_error(weights, nodes < self.lower)
         errors = errors + _edge_error(weights, nodes <= self.upper)
         # In an invariant Krylov space the quadrature is exact.

@@ -156,6 +156,31 @@ def lanczos(
     return krylov._replace(basis=jnp.transpose(krylov.basis, (1, 2, 0)))
 
 
+def narrowed(
+    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    sizes: Sequence[int],
+    count: int | Int[Array, ""],
+) -> Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]]:
+    """`mm` for blocks of which the first `count` columns are in use: the others take no products.
+
+    **Arguments:**
+
+    - `mm`: an operator, as a function that multiplies blocks.
+    - `sizes`: the numbers that `count` may be.
+    - `count`: how many columns are in use.
+    """
+
+    def product(vectors):
+        most = vectors.shape[1]
+
+        def cut(size):
+            return jnp.pad(mm(vectors[:, :size]), ((0, 0), (0, most - size)))
+
+        return of_size(sizes, count, cut)
+
+    return product
+
+
 def padded_lanczos(
     mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
     start: Inexact[Array, "n p"],

@@ -21,10 +21,10 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray
 
-from .._core.control_flow import nothing_like, of_size
+from .._core.control_flow import nothing_like
 from .._core.estimate import status_of
 from .._functions.funm import plan
-from .._linalg.lanczos import Lanczos, padded_lanczos
+from .._linalg.lanczos import Lanczos, narrowed, padded_lanczos
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, is_shifted_down, terms_of
 from .._probes.random import split
@@ -286,16 +286,7 @@ def preconditioned_quadrature(
 def _quadrature(block, built, probes, plans, which) -> tuple[Lanczos, LogQuadrature]:
     """Lanczos' recurrence with this preconditioner, and the quadrature of the logarithm."""
     _, p, q = numbers(plans, which)
-    most = probes.shape[1]
-
-    def product(vectors):
-        """A times a block. Probes that are not in use take no products."""
-
-        def cut(size):
-            return jnp.pad(block.mm(vectors[:, :size]), ((0, 0), (0, most - size)))
-
-        return of_size([each.probes for each in plans], p, cut)
-
+    product = narrowed(block.mm, [each.probes for each in plans], p)
     mm = partial(built.factors.preconditioned, product)
     krylov = padded_lanczos(mm, probes, [each[1:] for each in plans], p, q, block.eps)
     sizes = [each.steps for each in plans]

@@ -32,6 +32,11 @@ from .._sketch.nystrom import asymmetry_limit
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative
 from .weights import ExactLogdetWeights, weights_of
 
+#: The rounding error of a Cholesky factorisation A = L L^H: log det A is off by at most this many
+#: times eps sum_i A_ii / L_ii^2. (The i-th pivot L_ii^2 = A_ii - sum_j |L_ij|^2 is accurate to some
+#: eps A_ii. Measured with kernels of 500 to 2000 points and noise down to 1e-4: -0.3 to 3.7 times.)
+ROUNDING = 4.0
+
 
 def estimate_from(run: PreconditionedQuadrature) -> Estimate:
     """The log-determinant and its errors, from the outcome of a budget."""
@@ -71,6 +76,7 @@ class ExactLogdet(NamedTuple):
     estimate: Estimate
     factor: Inexact[Array, "n n"]
     scale: Real[Array, ""]
+    rounding: Real[Array, " n"]  # the error of every squared pivot, times the scale
 
     def solve(self, rhs: Inexact[Array, "n c"]) -> Inexact[Array, "n c"]:
         """A^{-1} times a block."""
@@ -129,10 +135,13 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     status = lax.cond(far, status_of, look)
     status = jnp.where(asymmetric & (status != NONFINITE), NOT_SYMMETRIC, status)
     value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
-    zero = jnp.zeros_like(value)
+    # Entries that were computed by products are only as accurate as these.
+    eps = block.eps if spent else float(jnp.finfo(scale.dtype).eps)
+    rounding = ROUNDING * eps * entries
+    error = jnp.sum(rounding / diagonal)
     columns = n if has_entries(operator) else None
-    estimate = with_quadrature_error(value, zero, zero, spent, 0, status, columns)
-    return ExactLogdet(estimate, factor, scale)
+    estimate = with_quadrature_error(value, error, jnp.zeros_like(value), spent, 0, status, columns)
+    return ExactLogdet(estimate, factor, scale, rounding * scale)
 
 
 @final

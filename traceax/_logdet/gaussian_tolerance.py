@@ -168,7 +168,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
             found = exact_logdet(operator)
             form = self.exact_form(found)
             exact = self.density(found.estimate, form, found.estimate.num_matvecs)
-            exact = completed(estimate, exact)
+            exact = self._judged(completed(estimate, exact))
 
             def moving():
                 return GaussianWeights(as_moving(found.weights(), weights.log_det), form.x)
@@ -176,6 +176,11 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
             return exact, if_wanted(moving)
 
         return if_any(estimate.status == NOT_CONVERGED, complete, (estimate, weights))
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        estimate, weights = super().exact(operator)
+        return self._judged(estimate), weights
 
     def _judged(self, estimate: Estimate) -> Estimate:
         """The estimate with the status of this density, which the loop did not know yet."""

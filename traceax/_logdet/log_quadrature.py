@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Real
 
 from .._core.estimate import if_wanted, scale_of
-from .._core.precision import einsum
-from .._functions.funm import degrees_of_freedom, divided_differences, truncation_error, truncations
+from .._functions.funm import degrees_of_freedom, derivative_core, truncation_error, truncations
 from .._linalg.lanczos import Lanczos, quadrature
 
 
@@ -47,12 +46,6 @@ class LogQuadrature(NamedTuple):
     smallest: Real[Array, ""]
     gap: Real[Array, ""]  # between the two rules: a bound of the error of Gauss quadrature
     core: Real[Array, "p q q"]  # the derivative of z^H log(M) z / n by V^H M V, if wanted
-
-
-def _core(nodes: Array, vectors: Array) -> Array:
-    """S (D o s_1 s_1^T) S^T, for every probe."""
-    along = vectors * vectors[:, :1, :]
-    return einsum("pai,pij,pbj->pab", along, divided_differences(jnp.log, nodes), along)
 
 
 def log_quadrature(
@@ -133,8 +126,8 @@ def log_quadrature(
     variance = n * c * second / probes / (1 - c / (n * probes)) * (1 + 1 / dof)
 
     def derivative():
-        core = _core(nodes, vectors)
-        changed = _core(radau_nodes, radau_vectors)
+        core = derivative_core(jnp.log, nodes, vectors)
+        changed = derivative_core(jnp.log, radau_nodes, radau_vectors)
         largest = krylov.at_last(vectors, 2)
         corner = krylov.at_last(krylov.at_last(changed, 1), 1)
         last = (corner * reduction / krylov.at_last(nodes, 1))[:, None, None]

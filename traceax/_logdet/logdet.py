@@ -70,7 +70,9 @@ def logdet(
 
     There are two errors: `std_err` comes from the random probes, and `quadrature_error` from ending
     Lanczos' recurrence early. The latter is a bound if K is tagged semidefinite and the operator is
-    written with its diagonal part.
+    written with its diagonal part. The quadrature error of an exact value is that of rounding,
+    $4 \epsilon \sum_i A_{ii} / L_{ii}^2$ with the Cholesky factor L: in float32 with little noise
+    it is about a nat for n = 1000.
 
     First derivatives, in forward and reverse mode, are unbiased as far as the quadrature has
     converged (if `quadrature_error` exceeds `std_err`, they are likely biased as well), and their

@@ -511,7 +511,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
 
         def complete():
             found = exact_logdet(operator)
-            exact = completed(estimate, found.estimate)
+            exact = self._judged(completed(estimate, found.estimate))
             return exact, if_wanted(lambda: as_moving(found.weights(), weights))
 
         return if_any(state.status == NOT_CONVERGED, complete, (estimate, weights))
@@ -519,4 +519,11 @@ class ToleranceLogdetEstimator(AbstractEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
-        return exact.estimate, if_wanted(exact.weights)
+        return self._judged(exact.estimate), if_wanted(exact.weights)
+
+    def _judged(self, exact: Estimate) -> Estimate:
+        """The exact estimate, whose status says if its rounding error exceeds the tolerance."""
+        value, error = exact.value
+        tolerance = LogdetAim(self.rtol, self.atol).tolerance(value, ()).astype(error.dtype)
+        missed = (exact.status == SUCCESSFUL) & (error > tolerance)
+        return dataclasses.replace(exact, status=jnp.where(missed, NOT_CONVERGED, exact.status))

@@ -1,0 +1,300 @@
+"""Krylov-aware spectral sums: the identity on the same vectors, no bias, derivatives, shifts."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tr
+from traceax._functions import krylov_aware
+from traceax._functions.funm import hoist_function, within_tag
+from traceax._functions.krylov_aware import LEAST, KrylovAwareEstimator, sizes_of
+from traceax._linalg.block_lanczos import block_lanczos
+from traceax._operators.block_operator import BlockOperator
+from traceax._probes.random import split
+from traceax._probes.samplers import NormalSampler, SphereSampler
+
+from ..helpers import PSD, by_products, keys, variant, with_spectrum
+
+N, K = 80, 32
+
+
+def matrix_of(eigenvalues, dtype=np.float64):
+    return jnp.asarray(with_spectrum(np.random.default_rng(0), eigenvalues, dtype))
+
+
+DECAYING = 1 / np.arange(1.0, N + 1) ** 2 + 0.01
+
+
+def operator_of(matrix):
+    tag = PSD if jnp.iscomplexobj(matrix) else lx.symmetric_tag
+    return by_products(matrix, tag)
+
+
+@jax.numpy_dtype_promotion("standard")  # as inside of the primitive
+def parts(key, operator, fn, k):
+    """What the estimator chooses, and the vectors that it uses."""
+    block = BlockOperator(operator)
+    n, sizes = block.n, sizes_of(k, block.n)
+    start_key, probe_key = split(key)
+    start = SphereSampler().probes(start_key, n, sizes.block, block.dtype)
+    krylov = block_lanczos(block.mm, start, sizes.steps, block.eps)
+    function = hoist_function(fn, jnp.finfo(block.dtype).dtype)
+    tagged = lambda nodes: within_tag(operator, nodes, block.eps)  # noqa: E731
+    space = krylov_aware._space_of(krylov, sizes, function, tagged)
+    expected = krylov_aware._expected(space, start, function, tagged, block.eps)
+    j, which = expected.best(sizes.plans)
+    p, q = sizes.plans[int(which)]
+    basis = np.asarray(krylov.rows).T
+    q_basis = basis[:, : sizes.block * int(j)]
+    q_basis = q_basis[:, np.any(q_basis != 0, axis=0)]
+    most = max(each for each, _ in sizes.plans)
+    g = np.asarray(NormalSampler().probes(probe_key, n, most, block.dtype))[:, :p]
+    g = g - q_basis @ (q_basis.conj().T @ g)
+    g = g * (np.sqrt(n - q_basis.shape[1]) / np.linalg.norm(g, axis=0))
+    return basis, q_basis, g, q
+
+
+def function_of(matrix, fn):
+    matrix = np.asarray(matrix)
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * fn(values)) @ vectors.conj().T
+
+
+def quadrature_of(matrix, g, q, fn):
+    """`||g||^2 e_1^T f(T) e_1`, from the QR factorisation of an explicit Krylov matrix."""
+    columns = [g / np.linalg.norm(g)]
+    for _ in range(q - 1):
+        w = matrix @ columns[-1]
+        for _ in range(2):
+            w = w - np.stack(columns, 1) @ (np.stack(columns, 1).conj().T @ w)
+        columns.append(w / np.linalg.norm(w))
+    v = np.stack(columns, axis=1)
+    return np.vdot(g, g).real * function_of(v.conj().T @ matrix @ v, fn)[0, 0].real
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_the_identity_on_the_same_vectors(dtype):
+    matrix = np.asarray(matrix_of(DECAYING, dtype))
+    operator = operator_of(jnp.asarray(matrix))
+    for seed in range(3):
+        key = jr.key(seed)
+        solution = tr.spectral_sum(key, jnp.sqrt, operator, K)
+        basis, q_basis, g, q = parts(key, operator, jnp.sqrt, K)
+        projected = function_of(basis.conj().T @ matrix @ basis, np.sqrt)
+        first = np.trace(projected[: q_basis.shape[1], : q_basis.shape[1]]).real
+        rest = np.mean([quadrature_of(matrix, z, q, np.sqrt) for z in g.T])
+        np.testing.assert_allclose(solution.value, first + rest, rtol=1e-11)
+        assert solution.num_matvecs == basis.shape[1] + g.shape[1] * q <= K
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_the_derivative_with_these_vectors_held_fixed(dtype):
+    """f(x) = x^2, for which two steps are exact: d tr(W A^2) = 2 Re tr(W A dA)."""
+    matrix = matrix_of(DECAYING, dtype)
+    tangent = matrix_of(np.cos(np.arange(N)), dtype)
+
+    def value(t, key):
+        return tr.spectral_sum(key, jnp.square, operator_of(matrix + t * tangent), K).value
+
+    for seed in range(3):
+        key = jr.key(seed)
+        _, q_basis, g, _ = parts(key, operator_of(matrix), jnp.square, K)
+        w = q_basis @ q_basis.conj().T + g @ g.conj().T / g.shape[1]
+        expected = 2 * np.trace(w @ np.asarray(matrix) @ np.asarray(tangent)).real
+        for slope in (jax.grad(value)(0.0, key), jax.jvp(value, (0.0, key), (1.0, _none(key)))[1]):
+            np.testing.assert_allclose(slope, expected, rtol=1e-9)
+
+
+def _none(key):
+    return np.zeros(key.shape, jax.dtypes.float0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+@pytest.mark.parametrize("name", ["decaying", "flat", "low rank", "clustered", "indefinite"])
+def test_no_bias_and_bars_that_cover(name, dtype):
+    """400 keys: the mean of the value is within 4 standard errors, and 92 % of the bars cover; so
+    does the mean of the derivative.
+    """
+    eigenvalues = {
+        "decaying": DECAYING,
+        "flat": np.linspace(1, 2, N),
+        "low rank": np.where(np.arange(N) < 5, 1.0, 0.0),
+        "clustered": np.where(np.arange(N) < 20, 1.0, 0.01),
+        "indefinite": np.cos(np.arange(N)),
+    }[name]
+    matrix = matrix_of(eigenvalues, dtype)
+    tangent = matrix_of(np.sin(np.arange(N)), dtype)
+    fn = lambda x: jnp.log1p(5 * jnp.square(x))  # noqa: E731
+
+    def value(t, key):
+        operator = operator_of(matrix + t.astype(matrix.dtype) * tangent)
+        solution = tr.spectral_sum(key, fn, operator, 40)
+        return solution.value, solution
+
+    t = jnp.zeros((), matrix.real.dtype)
+    slopes, found = jax.jit(jax.vmap(jax.grad(value, has_aux=True), in_axes=(None, 0)))(
+        t, keys(400)
+    )
+    truth = np.sum(np.log1p(5 * eigenvalues**2))
+    rounding = 100 * float(jnp.finfo(dtype).eps) * N
+    errors = np.asarray(found.value, np.float64) - truth
+    bars = np.asarray(2 * found.std_err + found.quadrature_error, np.float64)
+    left = float(jnp.mean(found.quadrature_error))  # what the recurrences leave out is no noise
+    assert abs(np.mean(errors)) < 4 * np.std(errors) / 20 + left + rounding
+    assert np.mean(np.abs(errors) <= bars + rounding) > 0.92
+    slope = function_of(np.asarray(matrix).astype(np.complex128), lambda x: 10 * x / (1 + 5 * x**2))
+    expected = np.trace(slope @ np.asarray(tangent)).real
+    slopes = np.asarray(slopes, np.float64)
+    assert abs(np.mean(slopes) - expected) < 4 * np.std(slopes) / 20 + 20 * left + 100 * rounding
+
+
+@pytest.mark.slow
+def test_at_least_as_accurate_as_quadrature_alone():
+    """Five functions, 120 products, n = 1000, 40 keys: the rms error is at most 0.9 times that of
+    quadrature alone, and half or a quarter of it where f(A) is nearly of low rank.
+    """
+    i, n = np.arange(1.0, 1001), 1000
+    random = np.random.default_rng(0).standard_normal((n, n))
+    semicircle = np.linalg.eigvalsh((random + random.T) / np.sqrt(8 * n))
+    path = 2 - 2 * np.cos(np.pi * np.arange(n) / n)
+    cases = (
+        (i**-2, lambda x: jnp.sqrt(jnp.abs(x)), 0.25),
+        (i**-2, lambda x: jnp.log1p(1e4 * jnp.abs(x)), 0.5),
+        (i**-2, lambda x: 1 / (jnp.abs(x) + 1e-3), 0.5),
+        (semicircle, lambda x: jnp.exp(20 * x), 0.9),
+        (path, lambda x: jnp.exp(-10 * x), 0.9),
+    )
+    for eigenvalues, fn, ratio in cases:
+        values = jnp.asarray(eigenvalues)
+        structure = jax.ShapeDtypeStruct(values.shape, values.dtype)
+        operator = lx.FunctionLinearOperator(lambda v, x=values: x * v, structure, lx.symmetric_tag)
+        truth = jnp.sum(fn(values))
+
+        def rms(num_steps, operator=operator, fn=fn, truth=truth):
+            solve = lambda key: tr.spectral_sum(key, fn, operator, 120, num_steps=num_steps)  # noqa: E731
+            found = jax.jit(jax.vmap(solve))(keys(40)).value
+            return float(jnp.sqrt(jnp.mean(jnp.square(found - truth))))
+
+        assert rms(None) < ratio * rms(40)
+
+
+# --- shifts --------------------------------------------------------------------------------------
+
+SHIFTS = np.array([0.01, 0.1, 1.0, 10.0])
+
+
+def log_dets(matrix):
+    return np.array([np.linalg.slogdet(matrix + s * np.eye(N))[1] for s in SHIFTS])
+
+
+@pytest.mark.parametrize("k", [12, K, N])
+def test_shifts_share_the_products(k):
+    matrix = matrix_of(DECAYING - 0.01)
+    operator = by_products(matrix, PSD)
+    solution = tr.spectral_sum(jr.key(0), jnp.log, operator, k, shifts=SHIFTS)
+    assert solution.value.shape == solution.std_err.shape == solution.quadrature_error.shape == (4,)
+    assert solution.num_matvecs <= k
+    errors = np.abs(solution.value - log_dets(np.asarray(matrix)))
+    assert np.all(errors <= 4 * solution.std_err + solution.quadrature_error + 1e-10)
+    assert np.all(np.diff(solution.value) > 0)
+
+
+def test_one_shift_is_the_shifted_function():
+    operator = by_products(matrix_of(DECAYING), PSD)
+    one = tr.spectral_sum(jr.key(0), jnp.log, operator, K, shifts=0.5)
+    other = tr.spectral_sum(jr.key(0), lambda x: jnp.log(x + 0.5), operator, K)
+    assert one.value.shape == ()
+    np.testing.assert_allclose(one.value, other.value, rtol=1e-12)
+    np.testing.assert_allclose(one.std_err, other.std_err, rtol=1e-8)
+
+
+@pytest.mark.parametrize("k", [K, N])
+def test_derivatives_by_shifts_and_operator(k):
+    """By the shifts the derivative is that of the returned value."""
+    matrix = matrix_of(DECAYING)
+
+    def values(shifts, t):
+        operator = by_products((1 + t) * matrix, PSD)
+        return tr.spectral_sum(jr.key(1), jnp.log, operator, k, shifts=shifts).value
+
+    shifts, zero, h = jnp.asarray(SHIFTS), jnp.zeros(()), 1e-5
+    by_shifts = jax.jit(jax.jacrev(values))(shifts, zero)
+    differences = (values(shifts * (1 + h), zero) - values(shifts * (1 - h), zero)) / (2 * h)
+    np.testing.assert_allclose(jnp.diag(by_shifts), differences / shifts, rtol=1e-6)
+    np.testing.assert_allclose(by_shifts - jnp.diag(jnp.diag(by_shifts)), 0, atol=1e-12)
+    np.testing.assert_allclose(jax.jacfwd(values)(shifts, zero), by_shifts, rtol=1e-10)
+    # d/dt log det((1 + t) A + s I) = tr A (A + s I)^{-1} = n - s d/ds.
+    by_t = jax.jacrev(values, 1)(shifts, zero)
+    np.testing.assert_allclose(by_t, N - shifts * jnp.diag(by_shifts), rtol=0.1)
+
+
+def test_complex_shifts_are_refused():
+    operator = by_products(matrix_of(DECAYING), PSD)
+    with pytest.raises(TypeError, match="shifts must be real numbers"):
+        tr.spectral_sum(jr.key(0), jnp.log, operator, K, shifts=1j)
+
+
+# --- corners -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [LEAST, variant(37), variant(60), variant(N - 1)])
+@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), np.complex128])
+def test_exact_where_the_space_is_invariant(k, dtype):
+    """Zero, a multiple of the identity, a matrix of rank 3."""
+    for eigenvalues in (
+        np.zeros(N),
+        np.full(N, 2.0),
+        np.where(np.arange(N) < 3, 1.0 + np.arange(N), 0),
+    ):
+        operator = operator_of(matrix_of(eigenvalues, dtype))
+        solution = tr.spectral_sum(jr.key(0), lambda x: x * jnp.cos(x), operator, k)
+        truth = np.sum(eigenvalues * np.cos(eigenvalues))
+        eps = float(jnp.finfo(dtype).eps)
+        assert abs(float(solution.value) - truth) <= 2e3 * eps
+        assert solution.std_err <= 2e3 * eps
+        assert solution.quadrature_error <= 2e3 * eps
+        assert solution.num_matvecs <= k
+        assert solution.result == tr.RESULTS.successful
+
+
+def test_what_is_not_finite_is_said():
+    bad = by_products(jnp.full((N, N), jnp.nan), lx.symmetric_tag)
+    solution = tr.spectral_sum(jr.key(0), jnp.exp, bad, K)
+    assert solution.result == tr.RESULTS.nonfinite_operator
+    assert jnp.isnan(solution.value)
+    indefinite = by_products(matrix_of(np.cos(np.arange(N))), lx.symmetric_tag)
+    solution = tr.spectral_sum(jr.key(0), jnp.log, indefinite, K)
+    assert solution.result == tr.RESULTS.outside_domain
+    assert jnp.isnan(solution.value)
+
+
+def test_every_transformation():
+    matrix = matrix_of(DECAYING)
+
+    def value(key, scale):
+        return tr.spectral_sum(key, jnp.sqrt, by_products(scale * matrix, PSD), K).value
+
+    scales = jnp.asarray([1.0, 2.0])
+    both = jax.jit(jax.vmap(value))(keys(2), scales)
+    slopes = jax.vmap(jax.grad(value, 1))(keys(2), scales)
+    for key, scale, each, slope in zip(keys(2), scales, both, slopes, strict=True):
+        np.testing.assert_allclose(jax.jit(value)(key, scale), each, rtol=1e-10)
+        # sqrt is homogeneous.
+        np.testing.assert_allclose(slope, each / (2 * scale), rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(jax.grad(value, 1))(key, scale), slope, rtol=1e-9)
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        jax.grad(jax.grad(value, 1), 1)(jr.key(0), 1.0)
+
+
+@pytest.mark.parametrize("k", [24, 25, 31, 64, 120, 500, 1500, 4000, 40000])
+def test_budgets_are_kept(k):
+    sizes = sizes_of(k, k + 1)
+    for probes, steps in sizes.plans:
+        assert sizes.block * sizes.steps + probes * steps <= k
+        assert steps >= 3
+    assert sizes.steps > 2 * sizes.behind
+    assert KrylovAwareEstimator.smallest <= 24

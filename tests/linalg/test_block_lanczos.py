@@ -1,0 +1,91 @@
+"""Block Lanczos: an orthonormal basis of the Krylov space, and the matrix in it."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from traceax._linalg.block_lanczos import block_lanczos, ritz_values
+
+N, B, S = 40, 3, 5
+
+
+def hermitian(eigenvalues, dtype):
+    rng = np.random.default_rng(0)
+    square = rng.standard_normal((N, N))
+    if np.issubdtype(dtype, np.complexfloating):
+        square = square + 1j * rng.standard_normal((N, N))
+    q = np.linalg.qr(square)[0]
+    return jnp.asarray((q * eigenvalues) @ q.conj().T, dtype)
+
+
+def run(matrix, b=B, s=S):
+    start = jr.normal(jr.key(0), (N, b), matrix.dtype)
+    eps = float(jnp.finfo(matrix.dtype).eps)
+    return start, block_lanczos(lambda x: matrix @ x, start, s, eps)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
+def test_the_space_and_the_matrix_in_it(dtype, scale):
+    matrix = hermitian(scale / np.arange(1, N + 1) ** 1.5, dtype)
+    start, krylov = run(matrix)
+    v, eps = np.asarray(krylov.rows).T, float(np.finfo(dtype).eps)
+    np.testing.assert_allclose(v.conj().T @ v, np.eye(B * S), atol=50 * eps)
+    t = v.conj().T @ np.asarray(matrix) @ v
+    np.testing.assert_allclose(krylov.t, t, atol=50 * eps * scale)
+    assert np.all(krylov.in_use)
+    assert not krylov.exhausted
+    # Every block A^i Z lies in the space of the first i + 1 blocks.
+    power = np.asarray(start)
+    for i in range(S):
+        power = power / np.linalg.norm(power, axis=0)
+        so_far = v[:, : (i + 1) * B]
+        rest = power - so_far @ (so_far.conj().T @ power)
+        assert np.linalg.norm(rest) < 100 * eps
+        power = np.asarray(matrix) @ (power / scale)
+
+
+@pytest.mark.parametrize(("distinct", "size"), [(1, 3), (2, 6), (4, 12)])
+def test_an_invariant_space(distinct, size):
+    """A matrix with few different eigenvalues: there are no more vectors than b times as many."""
+    matrix = hermitian(1 + np.arange(N) % distinct, np.float64)
+    _, krylov = run(matrix)
+    assert np.sum(krylov.in_use) == size
+    assert krylov.exhausted
+    values, vectors = ritz_values(krylov.t, krylov.in_use)
+    counts = np.sum(np.abs(vectors), axis=0) > 0
+    assert np.sum(counts) == size
+    np.testing.assert_allclose(
+        np.sort(values[counts]), np.repeat(np.arange(1, distinct + 1), B), rtol=1e-12
+    )
+
+
+def test_start_vectors_that_depend_on_each_other():
+    matrix = hermitian(1 / np.arange(1, N + 1), np.float64)
+    one = jr.normal(jr.key(0), (N, 1))
+    start = jnp.concatenate([one, 2 * one, one], axis=1)
+    krylov = block_lanczos(lambda x: matrix @ x, start, S, 1e-16)
+    assert np.sum(krylov.in_use) == S
+    values, vectors = ritz_values(krylov.t, krylov.in_use)
+    counts = np.sum(np.abs(vectors), axis=0) > 0
+    alone = block_lanczos(lambda x: matrix @ x, one, S, 1e-16)
+    expected = np.linalg.eigvalsh(alone.t)
+    np.testing.assert_allclose(np.sort(values[counts]), expected, rtol=1e-10)
+
+
+def test_zero_and_nan():
+    _, krylov = run(jnp.zeros((N, N)))
+    assert krylov.exhausted
+    assert krylov.status == 0
+    assert np.sum(krylov.in_use) == B
+    _, krylov = run(jnp.full((N, N), jnp.nan))
+    assert krylov.status != 0
+
+
+def test_vmap_and_jit():
+    matrices = jnp.stack([hermitian(1 / np.arange(1, N + 1) ** p, np.float64) for p in (1, 2)])
+    together = jax.jit(jax.vmap(lambda matrix: run(matrix)[1].t))(matrices)
+    for matrix, t in zip(matrices, together, strict=True):
+        np.testing.assert_allclose(run(matrix)[1].t, t, atol=1e-12)

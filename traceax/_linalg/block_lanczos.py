@@ -1,0 +1,122 @@
+r"""Lanczos' recurrence for a block of vectors, which share one Krylov space.
+
+s steps from b vectors Z give an orthonormal basis V of the span of Z, A Z, ..., A^{s-1} Z, and
+T = V^H A V, which is block tridiagonal. (G. H. Golub, R. Underwood, *The block Lanczos method for
+computing eigenvalues*, 1977.) Every new block is made orthogonal to all earlier ones, twice, and T
+is read off the coefficients.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Int, Real
+
+from .._core.estimate import scale_of, status_of
+from .._core.precision import matmul
+from .factorisations import eigh
+
+
+class BlockLanczos(NamedTuple):
+    """A block Krylov space after s steps. A vector that has no part outside of the earlier ones is
+    not in use: it is 0, and so are its row and column of T.
+    """
+
+    rows: Inexact[Array, "s*b n"]  # the vectors v_i, one in each row
+    t: Inexact[Array, "s*b s*b"]
+    in_use: Bool[Array, " s*b"]
+    exhausted: Bool[Array, ""]  # whether the space is invariant
+    status: Int[Array, ""]
+
+
+def _orthonormal(block: Array, least: Array | float) -> Array:
+    """The rows of a block by the method of Gram and Schmidt, twice for each. What remains of a row
+    is 0 if its norm is not above `least`.
+    """
+
+    def one(i, found):
+        v = lax.dynamic_index_in_dim(block, i, keepdims=False)
+        for _ in range(2):
+            v = v - matmul(matmul(jnp.conj(found), v), found)
+        norm = jnp.linalg.norm(v)
+        gone = norm <= least
+        v = jnp.where(gone, 0, v / jnp.where(gone, 1, norm).astype(v.dtype))
+        return lax.dynamic_update_index_in_dim(found, v, i, 0)
+
+    return lax.fori_loop(0, block.shape[0], one, jnp.zeros_like(block))
+
+
+def block_lanczos(
+    mm: Callable[[Inexact[Array, "n b"]], Inexact[Array, "n b"]],
+    start: Inexact[Array, "n b"],
+    num_steps: int,
+    eps: float,
+) -> BlockLanczos:
+    """Advance the recurrence by `num_steps` products with a block of b vectors.
+
+    Cost: `n b num_steps` numbers, and `12 n (b num_steps)^2` operations.
+
+    **Arguments:**
+
+    - `mm`: a Hermitian operator, as a function that multiplies blocks.
+    - `start`: the vectors Z, of any length that is neither tiny nor huge.
+    - `num_steps`: the number s of steps, `1 <= b s <= n`.
+    - `eps`: the relative precision of a product.
+
+    **Returns:**
+
+    A `BlockLanczos`.
+    """
+    n, b = start.shape
+    m, real = b * num_steps, jnp.finfo(start.dtype).dtype
+
+    def outside(rows, block):
+        along = matmul(jnp.conj(rows), block.T)
+        return block - matmul(along.T, rows), along
+
+    def step(j, carry):
+        rows, block, columns, size, scale = carry
+        zero, place = jnp.zeros_like(j), j * b
+        rows = lax.dynamic_update_slice(rows, block, (place, zero))
+        images = mm(block.T)
+        # The first product fixes a unit, in which no square over- or underflows.
+        scale = jnp.where(j == 0, scale_of(images), scale)
+        images = (images / scale.astype(images.dtype)).T
+        size = jnp.maximum(size, jnp.max(jnp.linalg.norm(images, axis=1)))
+        rest, along = outside(rows, images)
+        rest, more = outside(rows, rest)
+        columns = lax.dynamic_update_slice(columns, along + more, (zero, place))
+        # A row that is small beside the images has lost its orthogonality to what was there before.
+        block, _ = outside(rows, _orthonormal(rest, 16 * eps * size))
+        return rows, _orthonormal(block, 0.5), columns, size, scale
+
+    square = jnp.zeros((m, m), start.dtype)
+    norms = jnp.linalg.norm(start.T, axis=1)[:, None]
+    first = _orthonormal(start.T / norms.astype(start.dtype), 16 * eps)
+    carry = (jnp.zeros((m, n), start.dtype), first, square, jnp.zeros((), real), jnp.ones((), real))
+    # Unsigned: an index that may be negative is one more thing to compile.
+    ends = jnp.uint32(0), jnp.uint32(num_steps)
+    rows, block, columns, size, scale = lax.fori_loop(*ends, step, carry)
+    of_step = jnp.arange(m) // b
+    above = jnp.where(of_step[:, None] < of_step, columns, 0)
+    within = jnp.where(of_step[:, None] == of_step, columns, 0)
+    t = above + jnp.conj(above.T) + (within + jnp.conj(within.T)) / 2
+    in_use, exhausted = jnp.any(rows != 0, axis=1), ~jnp.any(block != 0)
+    return BlockLanczos(rows, t * scale.astype(t.dtype), in_use, exhausted, status_of(size))
+
+
+def ritz_values(
+    t: Inexact[Array, "m m"], in_use: Bool[Array, " m"]
+) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
+    """The eigenvalues and eigenvectors of the rows and columns of T that are in use.
+
+    The others give eigenvectors that are 0, and eigenvalues that repeat the first one.
+    """
+    unit = scale_of(jnp.sum(jnp.abs(t), axis=1))
+    inside = in_use[:, None] & in_use
+    # No eigenvalue exceeds 1 in this unit. A 4 stands for what is not in use: it comes last.
+    four = jnp.diag(jnp.where(in_use, jnp.zeros_like(unit), 4)).astype(t.dtype)
+    values, vectors = eigh(jnp.where(inside, t / unit.astype(t.dtype), 0) + four)
+    counts = values < 2
+    return jnp.where(counts, values, values[0]) * unit, jnp.where(counts, vectors, 0)
