@@ -261,6 +261,19 @@ def test_exact_where_the_space_is_invariant(k, dtype):
         assert solution.result == tr.RESULTS.successful
 
 
+@pytest.mark.parametrize("unit", [2.0**-80, 2.0**80])
+def test_the_size_of_f_does_not_matter(unit):
+    """Squares of such values under- and overflow in float32: the choice is the same without them.
+    (A unit that is a power of two changes no digit.)
+    """
+    operator = operator_of(matrix_of(DECAYING, np.float32))
+    solve = lambda fn: tr.spectral_sum(jr.key(0), fn, operator, K)  # noqa: E731
+    one, other = solve(jnp.sqrt), solve(lambda x: jnp.float32(unit) * jnp.sqrt(x))
+    assert other.num_matvecs == one.num_matvecs
+    for name in ("value", "std_err", "quadrature_error"):
+        np.testing.assert_allclose(getattr(other, name) / unit, getattr(one, name), rtol=1e-5)
+
+
 def test_what_is_not_finite_is_said():
     bad = by_products(jnp.full((N, N), jnp.nan), lx.symmetric_tag)
     solution = tr.spectral_sum(jr.key(0), jnp.exp, bad, K)

@@ -55,7 +55,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import if_wanted, rounding_of
+from .._core.estimate import if_wanted, rounding_of, scale_of
 from .._core.precision import einsum, matmul
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos, ritz_values
 from .._linalg.lanczos import lanczos, narrowed, padded_lanczos, quadrature
@@ -178,20 +178,22 @@ def _space_of(krylov: BlockLanczos, sizes: Sizes, fn: Function, tagged: Any) -> 
 
 
 class _Expected(NamedTuple):
-    """What T expects of a choice, for each function."""
+    """What T expects of a choice, for each function, in units of the largest |f| at a Ritz value
+    (squares of f itself would over- or underflow).
+    """
 
     left: Real[Array, "j f"]  # R_j of above
     truncation: Real[Array, "j f"]
     quadrature: Real[Array, "plans f"]
-    size: Real[Array, " f"]  # ||f(A)||_F
+    square: Real[Array, " f"]  # ||f(A)||_F^2
 
     def best(self, plans: tuple[tuple[int, int], ...]) -> tuple[Array, Array]:
         """The number j, and the index of the plan."""
         probes = jnp.asarray([p for p, _ in plans], self.left.dtype)
-        unit = jnp.where(self.size > 0, self.size, 1)
-        left = jnp.sum(self.left / unit**2, axis=1)
-        truncated = jnp.sum(jnp.square(self.truncation / unit), axis=1)[:, None]
-        missed = jnp.sum(jnp.square(self.quadrature / unit), axis=1)
+        unit = jnp.where(self.square > 0, self.square, 1)
+        left = jnp.sum(self.left / unit, axis=1)
+        truncated = jnp.sum(jnp.square(self.truncation) / unit, axis=1)[:, None]
+        missed = jnp.sum(jnp.square(self.quadrature) / unit, axis=1)
         cost = 2 * left[:, None] / probes + truncated + missed
         cost = jnp.where(jnp.isnan(cost), jnp.inf, cost)
         best = jnp.argmin(cost.reshape(-1))
@@ -204,7 +206,8 @@ def _expected(
     """What T expects, see above."""
     (b, s, plans), krylov = space.sizes, space.krylov
     n = start.shape[0]
-    vectors, values = space.vectors[0], space.values[0]
+    vectors, unit = space.vectors[0], scale_of(space.values[0], axis=0)
+    values = space.values[0] / unit
     coordinates = matmul(jnp.conj(krylov.rows), start)
     along = jnp.square(jnp.abs(matmul(jnp.conj(vectors.T), coordinates))).T
     whole = matmul(along, values)  # of each start vector
@@ -241,7 +244,7 @@ def _expected(
     orders = sorted({min(q, s) for _, q in plans} | {s, s - d, s - 2 * d})
     nodes, weights, _ = quadrature(ended_after(single, orders))
     nodes = tagged(nodes)
-    samples = n * weighted(weights, on_nodes(fn, nodes).reshape(*nodes.shape, -1))
+    samples = n * weighted(weights, on_nodes(fn, nodes).reshape(*nodes.shape, -1) / unit)
     after = dict(zip(orders, samples.reshape(len(orders), b, -1), strict=True))
 
     def apart(x, y):
@@ -255,7 +258,7 @@ def _expected(
         return apart(after[q], whole) + beyond if q <= s else beyond * rate ** ((q - s) / d)
 
     at_plans = jnp.stack([at(q) for _, q in plans])
-    return _Expected(left, space.truncation(), at_plans, jnp.sqrt(square))
+    return _Expected(left, space.truncation() / unit, at_plans, square)
 
 
 def _joined(of_probe: Array, p: Array, q: Array, size: int) -> Array:
@@ -353,7 +356,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         size = matmul(captured, jnp.abs(own))
         value = space.traces[0, j] + rest
         std_err = jnp.hypot(std_err, rounding_of(size, eps))
-        error = error + expected.truncation[j]
+        error = error + space.truncation()[j]
         status = jnp.maximum(krylov.status, inner.status)
         counts = (jnp.sum(jnp.abs(space.vectors[0]), axis=0) > 0).astype(nodes.dtype)
         status = status_with_domain(status, counts[None], own[None])
