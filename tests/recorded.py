@@ -168,6 +168,10 @@ def calls():
         found[f"gaussian_log_density {name}"] = lambda o=options: tr.gaussian_log_density(
             key, y, kernel, 20, **o
         )
+        for fn in (tr.inverse_trace, tr.inverse_diagonal):
+            found[f"{fn.__name__} {name}"] = lambda o=options, fn=fn: fn(
+                key, kernel, 20, **o, fallback=None
+            )
         if preconditioner is not None and preconditioner != "auto":
             found[f"{type(preconditioner).__name__} {name}"] = found[f"logdet {name}"]
     held = tr.NystromPreconditioner(12).build(key, kernel)

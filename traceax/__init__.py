@@ -27,6 +27,10 @@ from ._logdet.directional_derivative import (
     logdet_directional_derivative as logdet_directional_derivative,
 )
 from ._logdet.gaussian import gaussian_log_density as gaussian_log_density
+from ._logdet.inverse import (
+    inverse_diagonal as inverse_diagonal,
+    inverse_trace as inverse_trace,
+)
 from ._logdet.logdet import logdet as logdet
 from ._logdet.preconditioners import (
     NystromPreconditioner as NystromPreconditioner,

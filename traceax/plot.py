@@ -60,6 +60,24 @@ def _ends(solutions: Sequence[Solution], level: float) -> tuple[np.ndarray, np.n
     return values, np.where(np.isfinite(reach), reach, 0), np.isfinite(values)
 
 
+def _bands(axes: Any, x: Any, value: Any, std_err: Any, quadrature_error: Any, ends: Any) -> None:
+    """Both errors of a curve as bands around it, cut off at these ends."""
+    bands = {
+        "two standard errors and quadrature error": (2 * std_err + quadrature_error, 0.15),
+        "two standard errors": (2 * std_err, 0.3),
+    }
+    for label, (error, opacity) in bands.items():
+        low, high = np.clip([value - error, value + error], *ends)
+        axes.fill_between(x, low, high, color="C0", alpha=opacity, linewidth=0, label=label)
+
+
+def _curve(axes: Any, x: Any, value: Any, exact: ArrayLike | None) -> None:
+    """A curve, and the exact one beside it."""
+    axes.plot(x, value, color="C0", label="estimate")
+    if exact is not None:
+        axes.plot(x, exact, color="black", linestyle="--", linewidth=1, label="exact")
+
+
 def spectral_density(
     grid: ArrayLike, solution: Solution, *, exact: ArrayLike | None = None, axes: Any = None
 ) -> Any:
@@ -100,18 +118,64 @@ def spectral_density(
     std_err, quadrature_error = map(np.asarray, (solution.std_err, solution.quadrature_error))
     # The quadrature error may be much larger than the density, and so does not set the scale.
     top = 1.15 * np.max(value + 2 * std_err)
-    bands = {
-        "two standard errors and quadrature error": (2 * std_err + quadrature_error, 0.15),
-        "two standard errors": (2 * std_err, 0.3),
-    }
-    for label, (error, opacity) in bands.items():
-        low, high = np.clip([value - error, value + error], 0, 2 * top)
-        axes.fill_between(grid, low, high, color="C0", alpha=opacity, linewidth=0, label=label)
-    axes.plot(grid, value, color="C0", label="estimate")
-    if exact is not None:
-        axes.plot(grid, exact, color="black", linestyle="--", linewidth=1, label="exact")
+    _bands(axes, grid, value, std_err, quadrature_error, (0, 2 * top))
+    _curve(axes, grid, value, exact)
     bottom = None if axes.get_yscale() == "log" else 0
     axes.set(xlim=(grid[0], grid[-1]), ylim=(bottom, top), xlabel="eigenvalue", ylabel="density")
+    axes.legend(frameon=False)
+    return axes
+
+
+def shifts(
+    shifts: ArrayLike, solution: Solution, *, exact: ArrayLike | None = None, axes: Any = None
+) -> Any:
+    """Draw a function of the shift, such as log det(A + s I), with its errors.
+
+    !!! Example
+
+        ```python
+        noise = jnp.logspace(-3, 0, 20)
+        solution = tr.logdet(key, operator, k=100, shifts=noise)
+        axes = tr.plot.shifts(noise, solution)
+        axes.figure.savefig("log-determinants.png")
+        ```
+
+    **Arguments:**
+
+    - `shifts`: the shifts, one-dimensional. Their axis is logarithmic if all are positive.
+    - `solution`: the solution of [`traceax.logdet`][] or [`traceax.spectral_sum`][] for them.
+    - `exact`: the exact values, if they are known.
+    - `axes`: the matplotlib axes to draw on; by default those of a new figure.
+
+    **Returns:**
+
+    The axes; their figure is `axes.figure`.
+
+    **Raises:**
+
+    - `ImportError`: without matplotlib.
+    - `ValueError`: if the solution is not one for these shifts.
+    """
+    axes = _axes(axes)
+    values = np.asarray(solution.value)
+    order = np.argsort(np.asarray(shifts), axis=None)
+    if np.ndim(shifts) != 1 or values.shape != np.shape(shifts):
+        raise ValueError(
+            f"Expected a solution for these shifts of shape {np.shape(shifts)}, got a value of "
+            f"shape {values.shape}. Give the `shifts` of that call, a one-dimensional array."
+        )
+    x, value, std_err, quadrature_error = (
+        np.asarray(each)[order]
+        for each in (shifts, values, solution.std_err, solution.quadrature_error)
+    )
+    # An error without bounds is drawn as far as the curve reaches.
+    extent = np.max(value + 2 * std_err) - np.min(value - 2 * std_err)
+    ends = np.min(value) - extent, np.max(value) + extent
+    _bands(axes, x, value, std_err, quadrature_error, ends)
+    _curve(axes, x, value, None if exact is None else np.asarray(exact)[order])
+    if x[0] > 0:
+        axes.set_xscale("log")
+    axes.set(xlabel="shift", ylabel="estimate")
     axes.legend(frameon=False)
     return axes
 

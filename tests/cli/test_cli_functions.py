@@ -165,6 +165,41 @@ def test_seed_and_dtype(capsys, tmp_path):
     assert 0 < gap < 3 * spread + reports[0]["quadrature_error"]
 
 
+def test_log_determinants_of_many_shifts(capsys, tmp_path):
+    """From the same products, with both errors, a file and a picture of the curve."""
+    path, shifts = save(tmp_path), [2.0, 0.1, -0.25]
+    picture, columns = tmp_path / "a.svg", tmp_path / "a.csv"
+    arguments = ("logdet", path, "--shifts=2,0.1,-0.25", "-k", 32, "--plot", picture)
+    report = run_json(capsys, *arguments, "--output", columns, "--exact")
+    truth = [np.log(SPECTRUM + s).sum() for s in shifts]
+    assert report["shift"] == shifts
+    assert report["exact"] == pytest.approx(truth, rel=1e-10)
+    for i, exact in enumerate(truth):
+        half = 2 * report["std_err"][i] + report["quadrature_error"][i]
+        assert abs(report["estimate"][i] - exact) <= half < 10
+    assert report["matvecs"] <= 32
+    table = np.loadtxt(columns, delimiter=",", skiprows=1)
+    np.testing.assert_array_equal(table[:, 0], shifts)
+    np.testing.assert_array_equal(table[:, 4], report["exact"])
+    assert b"<svg" in picture.read_bytes()
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert ["shift", "estimate", "standard", "error", "quadrature", "error"] in rows
+    assert [row[0] for row in rows if row and row[0] in ("2", "0.1", "-0.25")] == [
+        "2",
+        "0.1",
+        "-0.25",
+    ]
+
+
+def test_shifts_that_leave_the_matrix_indefinite_are_an_error(capsys, tmp_path):
+    code, out, err = run(capsys, "logdet", save(tmp_path), "--shifts=1,-1", "-k", 40)
+    assert code == 1
+    assert "outside_domain" in out
+    assert "not positive definite" in " ".join(err.split())
+
+
 # --- what cannot be done -------------------------------------------------------------------------
 
 
@@ -230,6 +265,7 @@ def test_indefinite_complex_matrices_have_no_tag(capsys, tmp_path):
     [["trace", BUS, "--function", "cos"],
      ["trace", BUS, "--function", "log", "--steps", "0"],
      ["logdet", BUS, "--shift", "inf"], ["logdet", BUS, "--tag", "nsd"],
+     ["logdet", BUS, "--shifts", "1,x"],
      ["logdet", BUS, "--preconditioner", "best"], ["logdet", BUS, "--estimator", "auto"],
      ["density", BUS, "--range", "1"], ["density", BUS, "--points", "0"]],
 )  # fmt: skip
@@ -252,6 +288,15 @@ def test_bad_choices_are_said_before_computing(capsys, tmp_path, monkeypatch):
     }
     for words, arguments in cases.items():
         assert words in failing(capsys, "density", path, *arguments)
+    logdet = {
+        "exclude each other": ("--shifts", "1,2", "--shift", 1),
+        "for a curve": ("--output", tmp_path / "a.csv"),
+        "'.gif'; use one of .png": ("--shifts", "1,2", "--plot", tmp_path / "a.gif"),
+        "leave `preconditioner` out": ("--shifts", "1,2", "--preconditioner", "none"),
+        "give `k`": ("--shifts", "1,2", "--atol", 1),
+    }
+    for words, arguments in logdet.items():
+        assert words in failing(capsys, "logdet", path, *arguments)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     err = failing(capsys, "density", path, "--plot", tmp_path / "a.png")
     assert "pip install matplotlib" in err

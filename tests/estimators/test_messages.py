@@ -425,6 +425,24 @@ MESSAGES = [
     ),
     (
         ValueError,
+        "got a tolerance",
+        "give `k`",
+        lambda _: tr.logdet(KEY, POSITIVE, atol=0.1, shifts=1.0),
+    ),
+    (
+        ValueError,
+        "got NoneType",
+        "leave `preconditioner` out",
+        lambda _: tr.logdet(KEY, POSITIVE, 4, shifts=1.0, preconditioner=None),
+    ),
+    (
+        ValueError,
+        "shape (2,)",
+        "Give the `shifts`",
+        lambda _: plot.shifts(ONES[:2], solution(ONES)),
+    ),
+    (
+        ValueError,
         "got 'cholesky'",
         "must be 'exact'",
         lambda _: tr.logdet(KEY, POSITIVE, 4, fallback="cholesky"),
@@ -650,6 +668,18 @@ MESSAGES = [
         "got '-1'",
         "not negative",
         command("logdet", "a", "--rtol=-1"),
+    ),
+    (
+        ValueError,
+        "--shift 2",
+        "add 2 to every number",
+        command("logdet", "{}/a.npy", "--shift", "2", "--shifts", "1,2", a=EYE),
+    ),
+    (
+        ValueError,
+        "--plot a.png",
+        "add --shifts",
+        command("logdet", "{}/a.npy", "--plot", "a.png", a=EYE),
     ),
     (ValueError, "got 9", "give --rtol", command("logdet", "a", "--max-k", "9")),
     (ValueError, "-k 9", "--max-k 9", command("logdet", "a", "-k", "9", "--rtol", "1")),

@@ -212,6 +212,18 @@ def test_one_shift_is_the_shifted_function():
     np.testing.assert_allclose(one.std_err, other.std_err, rtol=1e-8)
 
 
+@pytest.mark.parametrize("k", [12, K, N])
+def test_log_determinants_with_shifts_are_this_sum(k):
+    operator = by_products(matrix_of(DECAYING - 0.01), PSD)
+    shifts = jnp.asarray(SHIFTS)
+    expected = tr.spectral_sum(jr.key(0), jnp.log, operator, k, shifts=shifts)
+    found = tr.logdet(jr.key(0), operator, k, shifts=shifts)
+    for name in ("value", "std_err", "quadrature_error", "num_matvecs"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    # Below its smallest eigenvalue no shift leaves the operator positive definite.
+    assert tr.logdet(jr.key(0), operator, k, shifts=-0.5).result == tr.RESULTS.outside_domain
+
+
 @pytest.mark.parametrize("k", [K, N])
 def test_derivatives_by_shifts_and_operator(k):
     """By the shifts the derivative is that of the returned value."""

@@ -62,6 +62,26 @@ def test_a_density_on_a_logarithmic_axis():
     axes.figure.canvas.draw()
 
 
+def test_a_curve_over_shifts():
+    """In the order of the shifts, with both errors, on a logarithmic axis if that can be."""
+    shifts = np.array([1.0, 0.01, 0.1])
+    value, std_err = np.array([9.0, 2, 5]), np.array([0.1, 0.5, 0.2])
+    solution = solution_of(value, std_err, np.array([0.0, 0.3, np.inf]))
+    axes = tr.plot.shifts(shifts, solution, exact=value + 1)
+    assert (axes.get_xlabel(), axes.get_xscale()) == ("shift", "log")
+    estimate, exact = axes.get_lines()
+    order = np.argsort(shifts)
+    np.testing.assert_array_equal(estimate.get_xydata(), np.stack([shifts, value], axis=1)[order])
+    np.testing.assert_array_equal(exact.get_ydata(), (value + 1)[order])
+    inner = {tuple(corner) for corner in np.round(axes.collections[1].get_paths()[0].vertices, 9)}
+    for x, y, e in zip(shifts, value, 2 * std_err, strict=True):
+        assert {(x, round(y + e, 9)), (x, round(y - e, 9))} <= inner
+    assert np.all(np.isfinite(axes.get_ylim()))
+    axes.figure.canvas.draw()
+    axes = tr.plot.shifts(shifts - 0.5, solution)
+    assert axes.get_xscale() == "linear"
+
+
 def test_convergence():
     """Of real solutions, two estimators on the same axes, at a level."""
     operator = by_products(MATRIX, PSD)

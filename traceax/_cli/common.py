@@ -17,6 +17,7 @@ import numpy as np
 
 import traceax as tr
 
+from ..plot import PICTURES, require_matplotlib
 from .files import read_matrix
 
 Report = dict[str, Any]
@@ -196,6 +197,16 @@ def add_output(command: argparse.ArgumentParser, columns: str) -> None:
     )
 
 
+def add_plot(command: argparse.ArgumentParser) -> None:
+    """Add `--plot`, a picture of a curve."""
+    command.add_argument(
+        "--plot",
+        type=Path,
+        metavar="OUT",
+        help=f"draw it ({', '.join(PICTURES)}); needs matplotlib",
+    )
+
+
 # --- the estimate --------------------------------------------------------------------------------
 
 
@@ -358,6 +369,17 @@ def check_output(path: Path | None, suffixes: tuple[str, ...] = _COLUMN_FILES) -
         raise ValueError(f"{path}: cannot be written (no permission); choose another path.")
 
 
+def check_plot(path: Path | None) -> None:
+    """Refuse a picture that cannot be drawn or written, before anything is computed."""
+    if path is None:
+        return
+    check_output(path, PICTURES)
+    try:
+        require_matplotlib()
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+
+
 def write(path: Path, save: Callable[[Any], None]) -> None:
     """Write a file.
 
@@ -371,6 +393,12 @@ def write(path: Path, save: Callable[[Any], None]) -> None:
             save(file)
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error}); choose another path.") from error
+
+
+def write_plot(path: Path, axes: Any) -> None:
+    """Write the picture that these matplotlib axes belong to."""
+    kind = path.suffix.lower().removeprefix(".")
+    write(path, lambda file: axes.figure.savefig(file, format=kind, dpi=150))
 
 
 def _save_text(file: Any, columns: dict[str, Any], is_csv: bool) -> None:

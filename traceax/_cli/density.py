@@ -9,23 +9,25 @@ import numpy as np
 import traceax as tr
 
 from .._functions.spectral import density_on_interval
-from ..plot import PICTURES, require_matplotlib, spectral_density
+from ..plot import spectral_density
 from .common import (
     Command,
     Report,
     Rows,
     add_output,
+    add_plot,
     add_steps,
     add_tag,
     aligned,
     begin_report,
     check_output,
+    check_plot,
     number,
     positive,
     real,
     timed,
-    write,
     write_columns,
+    write_plot,
 )
 from .functions import read_hermitian
 
@@ -55,12 +57,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
         "Lanczos steps resolve)",
     )
     add_output(command, "grid, density, standard and quadrature errors")
-    command.add_argument(
-        "--plot",
-        type=Path,
-        metavar="OUT",
-        help=f"draw it ({', '.join(PICTURES)}); needs matplotlib",
-    )
+    add_plot(command)
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
@@ -74,12 +71,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--points must be at least 2 (a grid has two ends), got {arguments.points}."
         )
-    if arguments.plot is not None:
-        check_output(arguments.plot, PICTURES)
-        try:
-            require_matplotlib()
-        except ImportError as error:
-            raise ValueError(str(error)) from error
+    check_plot(arguments.plot)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
@@ -120,8 +112,7 @@ def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
             title=Path(arguments.file).name,
             ylabel=f"density (Gaussians of width {report['width']:.3g})",
         )
-        kind = arguments.plot.suffix.lower().removeprefix(".")
-        write(arguments.plot, lambda file: axes.figure.savefig(file, format=kind, dpi=150))
+        write_plot(arguments.plot, axes)
     return report, message
 
 

@@ -262,6 +262,8 @@ eigenvalue_count_p = _define("eigenvalue_count")
 eigenpairs_p = _define("eigenpairs")
 logdet_p = _define("logdet")
 logdet_derivative_p = _define("logdet_directional_derivative")
+inverse_trace_p = _define("inverse_trace")
+inverse_diagonal_p = _define("inverse_diagonal")
 gaussian_log_density_p = _define("gaussian_log_density")
 
 

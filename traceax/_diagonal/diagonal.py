@@ -1,8 +1,6 @@
 """`traceax.diagonal` and `traceax.block_traces`."""
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.tree_util as jtu
@@ -12,7 +10,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._estimators.arguments import Tolerance
 from .._estimators.estimator import AbstractDiagonalEstimator, check_estimator
 from .._estimators.rows import Rows
-from .._estimators.solution import Solution
+from .._estimators.solution import Solution, restructure
 from .._operators.block_operator import as_operator, unflatten
 from .._tolerance.estimator import solve_either
 from .auto import AutoDiagonalEstimator
@@ -119,10 +117,3 @@ def block_traces(
     solution = solve_either("block_traces", key, operator, k, estimator, options, throw, rows)
     treedef = jtu.tree_structure(structure)
     return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
-
-
-def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
-    """The solution with `fn` applied to its value and its standard error."""
-    value, std_err = fn(solution.value), fn(solution.std_err)
-    stats = {**solution.stats, "std.err": std_err}
-    return dataclasses.replace(solution, value=value, std_err=std_err, stats=stats)

@@ -1,5 +1,7 @@
 """What an estimate returns."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, final
 
 import equinox as eqx
@@ -87,7 +89,7 @@ class Solution(eqx.Module):
     num_matvecs: Int[Array, ""]
     stats: dict[str, PyTree[Array]]
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
-    quadrature_error: Real[Array, "..."] | None = None
+    quadrature_error: PyTree[Real[Array, "..."]] | None = None
     state: Any = None
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
@@ -128,12 +130,24 @@ class Solution(eqx.Module):
         dof = jnp.asarray(dof, float)
         dof = jnp.where(dof > 1, jnp.maximum(dof / self.tail, 1), dof)
 
-        def radius(std_err):
+        def radius(std_err, *quadrature_error):
             factor = self.inflation * student_quantile(level, dof, std_err)
             factor = factor.reshape(factor.shape + (1,) * (std_err.ndim - factor.ndim))
             known = jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
-            return known if quadrature_error is None else known + quadrature_error
+            return sum(quadrature_error, known)
 
-        radii = jtu.tree_map(radius, self.std_err)
+        others = () if quadrature_error is None else (quadrature_error,)
+        radii = jtu.tree_map(radius, self.std_err, *others)
         lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)
         return lower, jtu.tree_map(lambda value, r: value.real + r, self.value, radii)
+
+
+def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
+    """The solution with `fn` applied to its value and its errors."""
+    value, std_err = fn(solution.value), fn(solution.std_err)
+    error = solution.quadrature_error
+    error = None if error is None else fn(error)
+    stats = {**solution.stats, "std.err": std_err}
+    return dataclasses.replace(
+        solution, value=value, std_err=std_err, quadrature_error=error, stats=stats
+    )

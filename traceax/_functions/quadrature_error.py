@@ -19,7 +19,8 @@ def with_quadrature_error(
 ) -> Estimate:
     """An estimate whose value is a pair: the value proper, and its quadrature error. Both are NaN
     if f is not finite where it is needed, or the operator is not Hermitian. The degrees of freedom
-    are an array like the standard error. `columns` are those that were read, see `Estimate`.
+    are those of all entries of the standard error, or of each. `columns` are those that were read,
+    see `Estimate`.
     """
     failed = has_no_logarithm(status)
 
@@ -28,7 +29,7 @@ def with_quadrature_error(
 
     parts = (masked(value), masked(error))
     errors = (masked(std_err), jnp.zeros_like(error))
-    dof = jnp.broadcast_to(jnp.asarray(dof, std_err.dtype), std_err.shape)
+    dof = jnp.asarray(dof, std_err.dtype)
     estimate = make_estimate(parts, errors, num_matvecs, dof, status)
     columns = None if columns is None else jnp.asarray(columns, jnp.int32)
     return dataclasses.replace(estimate, columns=columns)

@@ -19,7 +19,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import nothing_like
 from .._core.estimate import status_of
@@ -28,7 +28,7 @@ from .._linalg.lanczos import Lanczos, narrowed, padded_lanczos
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, is_shifted_down, terms_of
 from .._probes.random import split
-from .._probes.samplers import SphereSampler
+from .._probes.samplers import RademacherSampler, SphereSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
 from .growing_columns import GrowingColumns
 from .growing_sketch import GrowingSketch
@@ -56,13 +56,13 @@ def plan_with(rank: int, probes: int, k: int) -> Plan:
     return Plan(rank, probes, left // probes)
 
 
-def plans(k: int) -> tuple[Plan, Plan, Plan]:
-    """The three plans of "auto": see `logdet`."""
+def plans(k: int, fewest: int = 1) -> tuple[Plan, Plan, Plan]:
+    """The three plans of "auto", with at least `fewest` probes: see `logdet`."""
     # Fewer than 16 columns rarely show whether a spectrum decays.
     first = plan_with(max(k // 6, min(16, k // 3)), math.isqrt(k) // 2, k)
-    second = plan_with(2 * k // 3, k // 24, k)
-    few = max(1, k // 60)
-    return first, second, plan_with(k - 5 * few, few, k)
+    second = plan_with(2 * k // 3, max(fewest, k // 24), k)
+    few = max(fewest, k // 60)
+    return first, second, plan_with(max(k - 5 * few, second.rank + 1), few, k)
 
 
 #: Plans for a preconditioner from columns: up to a condition number of 1 + the first number, there
@@ -106,6 +106,7 @@ class PreconditionedQuadrature(NamedTuple):
     which: int | Int[Array, ""]  # of the plans was chosen
     columns: int  # of the weights, for the plan that has the most of them
     read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
+    signs: Real[Array, "n p"] | None = None  # omega, if the probes are R^{-1} omega
 
     @property
     def numbers(self) -> Plan:
@@ -143,6 +144,13 @@ class BudgetPolicy(eqx.Module):
     preconditioner: AbstractPreconditioner | None
     auto: bool = eqx.field(static=True)
     wary: bool = eqx.field(default=False, static=True)  # long recurrences: see `logdet`
+    for_inverse: bool = eqx.field(default=False, static=True)  # probes R^{-1} omega: see `inverse`
+
+    def _fewest(self, k: int) -> int:
+        """The smallest number of probes. For the inverse only their scatter tells the errors; the
+        recurrences keep three steps at least.
+        """
+        return max(2, min(4, k // 12)) if self.for_inverse and k >= 6 else 1
 
     def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
         """Raise a `ValueError` if no budget can be spent on this operator."""
@@ -183,13 +191,13 @@ class BudgetPolicy(eqx.Module):
         if self.preconditioner is not None:
             rank = max(0, min(self.preconditioner.rank or 2 * k // 3, k - 2))
         if rank == 0:
-            p, q = plan(k, None)
-            built, chosen = no_preconditioner(block), Plan(0, p, q)
-            return preconditioned_quadrature(probe_key, block, built, (chosen,), 0, status_of())
+            p = min(k, max(self._fewest(k), plan(k, None)[0]))
+            built, chosen = no_preconditioner(block), Plan(0, p, k // p)
+            return self._outcome(probe_key, block, built, (chosen,), 0, status_of())
         built = self.preconditioner.of_rank(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
-        chosen = self._steps(plan_with(rank, max(1, (k - rank) // 10), k), k)
+        chosen = self._steps(plan_with(rank, max(self._fewest(k), (k - rank) // 10), k), k)
         status = built.status_with_factors()
-        return preconditioned_quadrature(probe_key, block, built, (chosen,), 0, status)
+        return self._outcome(probe_key, block, built, (chosen,), 0, status)
 
     def _from_columns(self, sketch_key, probe_key, block, operator, k):
         """A preconditioner that takes no products: all of them are left for probes. A pass with
@@ -203,20 +211,22 @@ class BudgetPolicy(eqx.Module):
         pivoted = growing.grown(growing.first, 0)
         low_rank = growing.low_rank(pivoted, 0)
         built = growing.built(low_rank)
+        probes = [min(k, max(self._fewest(k), k // steps)) for _, steps in STEPS_FOR]
         chosen = tuple(
-            Plan(rank, max(1, k // steps), min(k, steps, block.n)) for _, steps in STEPS_FOR
+            Plan(rank, p, min(k // p, steps, block.n))
+            for p, (_, steps) in zip(probes, STEPS_FOR, strict=True)
         )
         spread = block.n * (low_rank.left_out / low_rank.shift) / jnp.maximum(pivoted.rank, 1)
         limits = jnp.array([limit for limit, _ in STEPS_FOR[:-1]], spread.dtype)
         which = jnp.sum(~(spread <= limits), dtype=jnp.int32)
         status = built.status_with_factors()
-        outcome = preconditioned_quadrature(probe_key, block, built, chosen, which, status)
+        outcome = self._outcome(probe_key, block, built, chosen, which, status)
         _, p, q = outcome.numbers
         return outcome._replace(spent=p * q, read=growing.read(pivoted))
 
     def _adaptive(self, sketch_key, probe_key, block, operator, k):
         """The rule of `logdet`."""
-        _, second, third = three = plans(k)
+        _, second, third = three = plans(k, self._fewest(k))
         sketch = GrowingSketch(sketch_key, operator, block, tuple(each.rank for each in three))
 
         def step(state: _Growth) -> _Growth:
@@ -243,7 +253,12 @@ class BudgetPolicy(eqx.Module):
         built = sketch.built(low_rank)
         status = jnp.maximum(status_of(y), built.status)
         chosen = tuple(self._steps(each, k) for each in three)
-        return preconditioned_quadrature(probe_key, block, built, chosen, level, status)
+        return self._outcome(probe_key, block, built, chosen, level, status)
+
+    def _outcome(self, key, block, built, plans, which, status) -> PreconditionedQuadrature:
+        return preconditioned_quadrature(
+            key, block, built, plans, which, status, for_inverse=self.for_inverse
+        )
 
 
 def reads_columns(operator: lx.AbstractLinearOperator) -> bool:
@@ -269,18 +284,27 @@ def preconditioned_quadrature(
     plans: tuple[Plan, ...],
     which: int | Int[Array, ""],
     status: Array,
+    *,
+    for_inverse: bool = False,
 ) -> PreconditionedQuadrature:
-    """The outcome of one of these plans with this preconditioner."""
+    """The outcome of one of these plans with this preconditioner. The probes are on the sphere of
+    radius sqrt(n), or R^{-1} omega with vectors omega of random signs.
+    """
     most = max(each.probes for each in plans)
-    probes = SphereSampler().probes(key, block.n, most, block.dtype)
-    probes = jnp.where(jnp.arange(most) < numbers(plans, which).probes, probes, 0)
+    in_use = jnp.arange(most) < numbers(plans, which).probes
+    sampler = RademacherSampler() if for_inverse else SphereSampler()
+    probes = jnp.where(in_use, sampler.probes(key, block.n, most, block.dtype), 0)
+    signs = None
+    if for_inverse:
+        signs, probes = probes.real, built.factors.inverse_root(probes)
     krylov, bounds = _quadrature(block, built, probes, plans, which)
     status = jnp.maximum(status, krylov.status)
     rank, p, q = numbers(plans, which)
     columns = max(each.columns for each in plans)
-    return PreconditionedQuadrature(
+    run = PreconditionedQuadrature(
         block, built, probes, krylov, bounds, status, rank + p * q, plans, which, columns
     )
+    return run._replace(signs=signs)
 
 
 def _quadrature(block, built, probes, plans, which) -> tuple[Lanczos, LogQuadrature]:

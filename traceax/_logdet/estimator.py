@@ -38,10 +38,12 @@ from .weights import ExactLogdetWeights, weights_of
 ROUNDING = 4.0
 
 
-def estimate_from(run: PreconditionedQuadrature) -> Estimate:
-    """The log-determinant and its errors, from the outcome of a budget."""
+def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Array]:
+    """The rounding error of a function of an eigenvalue, relative to what it is of P; and the
+    status, OUTSIDE_DOMAIN if rounding hides whether the operator is positive definite.
+    """
     factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
-    n, eps = run.block.n, run.block.eps
+    eps = run.block.eps
     # Products with A are accurate to eps times its largest eigenvalue; in products with M this
     # error is divided by mu. Such errors are as good as random, and mostly cancel in the trace.
     top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
@@ -53,9 +55,15 @@ def estimate_from(run: PreconditionedQuadrature) -> Estimate:
     rows = matmul(jnp.square(jnp.abs(factors.basis)), jnp.square(factors.eigenvalues / factors.mu))
     row = jnp.maximum(2 * jnp.sqrt(jnp.max(rows)), jnp.max(krylov.alpha + krylov.beta))
     rounding = jnp.minimum(rounding, eps * row / jnp.maximum(bounds.smallest, eps))
-    status = jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
-    value = factors.log_det() + bounds.value
-    error = bounds.error + math.sqrt(n) * rounding
+    return rounding, jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
+
+
+def estimate_from(run: PreconditionedQuadrature) -> Estimate:
+    """The log-determinant and its errors, from the outcome of a budget."""
+    bounds = run.bounds
+    rounding, status = rounding_of_budget(run)
+    value = run.built.factors.log_det() + bounds.value
+    error = bounds.error + math.sqrt(run.block.n) * rounding
     counts = run.spent, bounds.dof, status, run.read
     return with_quadrature_error(value, error, bounds.std_err, *counts)
 

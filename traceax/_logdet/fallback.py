@@ -25,19 +25,22 @@ def check_fallback(fallback: Any) -> None:
         )
 
 
-def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int) -> bool:
+def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int, *, sparse: bool = False) -> bool:
     """Whether a factorisation takes fewer operations than k products.
 
     **Arguments:**
 
     - `operator`: the operator.
     - `k`: the number of products.
+    - `sparse`: whether to treat a sparse matrix as a dense one.
     """
     n = operator.in_size()
-    return 6 * k >= n and n <= MOST_ROWS and has_entries(operator)
+    return 6 * k >= n and n <= MOST_ROWS and has_entries(operator, sparse=sparse)
 
 
-def budget_or_all(operator: lx.AbstractLinearOperator, k: Any, fallback: Any) -> Any:
+def budget_or_all(
+    operator: lx.AbstractLinearOperator, k: Any, fallback: Any, *, sparse: bool = False
+) -> Any:
     """The budget k, or n, for which the value is exact, where that is cheaper and wanted. (What is
     wrong with operator or budget is found later.)
 
@@ -46,8 +49,9 @@ def budget_or_all(operator: lx.AbstractLinearOperator, k: Any, fallback: Any) ->
     - `operator`: the operator.
     - `k`: the budget.
     - `fallback`: the argument of the user, as `check_fallback` accepts it.
+    - `sparse`: as for `exact_is_cheaper`.
     """
     known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
     if fallback is None or not known or operator.in_size() != operator.out_size():
         return k
-    return max(k, operator.in_size()) if exact_is_cheaper(operator, k) else k
+    return max(k, operator.in_size()) if exact_is_cheaper(operator, k, sparse=sparse) else k

@@ -1,9 +1,11 @@
 """The log-determinant of a positive definite operator: the function that users call."""
 
-from typing import Literal
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import lineax as lx
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray
 
 from .._core.primitive import logdet_p
@@ -11,6 +13,7 @@ from .._estimators.arguments import Tolerance
 from .._estimators.estimator import check_key
 from .._estimators.solution import Solution
 from .._functions.quadrature_error import solve_pair
+from .._functions.spectral import spectral_sum
 from .._operators.block_operator import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
@@ -30,6 +33,7 @@ def logdet(
     atol: float | Array | None = None,
     max_k: int | None = None,
     progress: bool = False,
+    shifts: ArrayLike | None = None,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
@@ -104,6 +108,21 @@ def logdet(
     operators (up to 16,384 rows) when more than half of its operations would be needed without it.
     Memory: blocks for `max_k`; work: in proportion to the products made.
 
+    *With shifts* the values are log det(A + s I) for all of them, from one set of products, by
+    Krylov-aware quadrature without a preconditioner ([`traceax.spectral_sum`][] with `jnp.log`,
+    whose errors and first derivatives, also by the shifts, these are): for the noise of a Gaussian
+    process, or the prior precision of a Laplace approximation, as a curve. A single value, and its
+    second derivatives, are better without. The operator need only be Hermitian, and A + s I
+    positive definite.
+
+    !!! Example
+
+        ```python
+        noise = jnp.logspace(-3, 0, 20)
+        curve = tr.logdet(jax.random.key(0), kernel, k=120, shifts=noise)
+        curve.value, curve.std_err, curve.quadrature_error  # arrays of the shape of the shifts
+        ```
+
     Cost with a budget: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2`
     operations. With `k >= n`, n matvecs (none if the entries are stored) and a Cholesky
     factorisation: the value is exact.
@@ -122,10 +141,12 @@ def logdet(
         operators with at most 256 rows get the exact value at once.)
     - `progress`: whether to show estimate, error and products after every step on standard error
         (with `tqdm`, if it is installed); never under `vmap`.
+    - `shifts`: numbers s, a real array of any shape: the value is then log det(A + s I) for each of
+        them. They need not be static. With a budget and without a preconditioner only.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
         [`traceax.RPCholeskyPreconditioner`][] (whose remaining budget goes to probes with 10 steps
         each), a [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
-        With a tolerance, `"auto"` only.
+        With a tolerance or shifts, `"auto"` only.
     - `fallback`: `"exact"` (the default) or None. With `preconditioner="auto"` and a budget of at
         least n/6, the exact value takes no more operations than the products, if the operator
         knows its entries (a dense matrix, or a kernel of at most 16,384 points): it is then
@@ -135,16 +156,17 @@ def logdet(
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
-    `outside_domain`, and the value NaN, if the operator is found not to be positive definite to
-    rounding: indefinite in fact, or so nearly singular that the precision does not suffice. With
-    `k >= n` this is certain to be found. Smaller budgets find it by a Ritz value of the probes, or
-    of the preconditioner's sketch, that is not positive. Negative eigenvalues that are few, or tiny
-    beside the largest, may remain unseen. For `K - s I`, with a shift that is known to be negative
-    (not traced), there are a quarter of the probes, with longer recurrences, which see more.
-    The result is `not_symmetric`, and the value NaN, if the sketch shows that A is not Hermitian.
-    It is `not_converged`, with the best estimate, if a tolerance was not reached, or if the
-    quadrature error of a budget exceeds four standard errors, 5 % of the value, and 1.
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error` (of the shape of the
+    shifts, if there are any). Its result is `outside_domain`, and the value NaN, if the operator is
+    found not to be positive definite to rounding: indefinite in fact, or so nearly singular that
+    the precision does not suffice. With `k >= n` this is certain to be found. Smaller budgets find
+    it by a Ritz value of the probes, or of the preconditioner's sketch, that is not positive.
+    Negative eigenvalues that are few, or tiny beside the largest, may remain unseen. For `K - s I`,
+    with a shift that is known to be negative (not traced), there are a quarter of the probes, with
+    longer recurrences, which see more. The result is `not_symmetric`, and the value NaN, if the
+    sketch shows that A is not Hermitian. It is `not_converged`, with the best estimate, if a
+    tolerance was not reached, or if the quadrature error of a budget exceeds four standard errors,
+    5 % of the value, and 1.
 
     **Raises:**
 
@@ -152,8 +174,8 @@ def logdet(
         unless exactly one of `k` and a tolerance is given.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
         `k < 1`, a preconditioner that cannot be built for this operator, or was built for one of
-        another size or dtype, another `fallback`, a negative tolerance, or a `max_k` that is less
-        than 64 and less than n.
+        another size or dtype, another `fallback`, a negative tolerance, a `max_k` that is less
+        than 64 and less than n, or shifts with a tolerance or a preconditioner.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
@@ -167,6 +189,9 @@ def logdet(
     check_fallback(fallback)
     options = Tolerance(rtol, atol, max_k, progress)
     wanted = options.wanted(k, "logdet", "`max_k`, `progress`")
+    if shifts is not None:
+        _check_shifts(k, preconditioner)
+        return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
     if not wanted and isinstance(preconditioner, BuiltPreconditioner):
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
         return solve_pair(logdet_p, key, operator, k, held, throw)
@@ -179,3 +204,18 @@ def logdet(
     max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
     estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
     return solve_pair(logdet_p, key, operator, k, estimator, throw)
+
+
+def _check_shifts(k: Any, preconditioner: Any) -> None:
+    """Raise a `ValueError` if shifts cannot share their products."""
+    if k is None:
+        raise ValueError(
+            "Log-determinants for several shifts take a budget, got a tolerance: give `k`, or make "
+            "one call with a tolerance for each shift."
+        )
+    if not isinstance(preconditioner, str) or preconditioner != "auto":
+        raise ValueError(
+            "Log-determinants for several shifts share a Krylov space of A, which a preconditioner "
+            f"would change, got {type(preconditioner).__name__}: leave `preconditioner` out, or "
+            "make one call for each shift."
+        )

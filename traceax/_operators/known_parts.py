@@ -259,7 +259,7 @@ def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] 
     return _entries(operator, None)
 
 
-def has_entries(operator: lx.AbstractLinearOperator) -> bool:
+def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
     """Whether a column costs far less than a product: dense matrices and kernels (and operators of
     other packages with a method `columns`), their sums with each other and with diagonal operators,
     multiples and diagonal scalings. (Columns of sparse matrices are cheap, too, but so are their
@@ -268,18 +268,21 @@ def has_entries(operator: lx.AbstractLinearOperator) -> bool:
     **Arguments:**
 
     - `operator`: the operator.
+    - `sparse`: whether sparse matrices count as well.
     """
 
     def leaf(operator):
         if isinstance(operator, lx.ComposedLinearOperator):
             factors = operator.operator1, operator.operator2
             return any(
-                is_tagged(lx.is_diagonal, one) and isinstance(one, STORED) and has_entries(other)
+                is_tagged(lx.is_diagonal, one)
+                and isinstance(one, STORED)
+                and has_entries(other, sparse=sparse)
                 for one, other in (factors, factors[::-1])
             )
         if isinstance(operator, lx.MatrixLinearOperator):
             return True
-        return _has_columns(operator) and not isinstance(operator, SparseLinearOperator)
+        return _has_columns(operator) and (sparse or not isinstance(operator, SparseLinearOperator))
 
     def diagonal(operator):
         return isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator)

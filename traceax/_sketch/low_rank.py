@@ -77,6 +77,12 @@ class LowRankPlusIdentity(eqx.Module):
         low_rank = jnp.sum(jnp.log1p(self.eigenvalues / self.mu))
         return low_rank + n * jnp.log(self.mu) + 2 * jnp.sum(jnp.log(self.root))
 
+    def inverse_diagonal(self) -> Real[Array, " n"]:
+        """The diagonal of P^{-1}."""
+        inside = self.eigenvalues / (self.mu * (self.eigenvalues + self.mu))
+        captured = jnp.sum(jnp.square(jnp.abs(self.basis)) * inside, axis=1)
+        return (1 / self.mu - captured) / jnp.square(self.root)
+
     def padded(self, rank: int) -> "LowRankPlusIdentity":
         """The same preconditioner with `rank` columns: those that are added are 0."""
         more = rank - self.basis.shape[1]

@@ -1,0 +1,334 @@
+"""Trace and diagonal of the inverse: the identity on the same vectors, no bias, errors, derivatives
+of two orders, what is exact.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse
+
+import traceax as tr
+from traceax._logdet.budget_policy import BudgetPolicy
+from traceax._logdet.inverse import _solutions
+
+from ..helpers import PSD, by_products, keys, variant, with_spectrum
+
+BUS = Path(tr.__file__).parent / "data/1138_bus.mtx"
+N, K = 60, 30
+NOISE = 0.05
+DTYPES = [np.float32, variant(np.float64), np.complex128]
+
+
+def matrix_of(eigenvalues, dtype=np.float64, seed=0):
+    return jnp.asarray(with_spectrum(np.random.default_rng(seed), eigenvalues, dtype))
+
+
+def decaying(dtype=np.float64, n=N):
+    return matrix_of(10 * 0.7 ** np.arange(n), dtype)
+
+
+def shifted(matrix, s=NOISE, *, hidden=True):
+    """K + s I, where K is known by its products alone or by its entries."""
+    structure = jax.ShapeDtypeStruct((len(matrix),), matrix.dtype)
+    kernel = by_products(matrix, PSD) if hidden else lx.MatrixLinearOperator(matrix, PSD)
+    return kernel + s * lx.IdentityLinearOperator(structure)
+
+
+def dense(matrix, s=NOISE):
+    matrix = np.asarray(matrix)
+    return matrix.astype(np.result_type(matrix.dtype, np.float64)) + s * np.eye(len(matrix))
+
+
+# --- the identity, on the same vectors -----------------------------------------------------------
+
+
+def _run(key, operator, k, preconditioner=None):
+    with jax.numpy_dtype_promotion("standard"):  # as inside of the primitive
+        policy = BudgetPolicy(preconditioner, preconditioner is None, for_inverse=True)
+        return policy.apply(key, operator, k)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize("hidden", [True, variant(False)])
+def test_the_identity_on_the_same_vectors(dtype, hidden):
+    """diag P^{-1} and the mean of omega o (x - P^{-1} omega), with x from an explicit basis of the
+    Krylov space.
+    """
+    matrix = matrix_of(np.linspace(0.1, 3, N), dtype)  # P is poor, and x is not that of a solve
+    operator, a = shifted(matrix, hidden=hidden), dense(matrix)
+    key = jr.key(3)
+    run = _run(key, operator, K)
+    _, p, q = (int(x) for x in run.numbers)
+    factors, omega = run.built.factors, np.asarray(run.signs)[:, :p]
+    root = np.asarray(factors.root_mm(jnp.eye(N, dtype=dtype)))
+    inverse_root = np.linalg.inv(root)
+    m = inverse_root @ a @ inverse_root.conj().T
+    assert set(np.unique(omega)) == {-1.0, 1.0}
+    solved = []
+    for z in (inverse_root @ omega).T:
+        basis = [z]
+        for _ in range(q - 1):
+            basis.append(m @ basis[-1])
+            basis[-1] /= np.linalg.norm(basis[-1])
+        v = np.linalg.qr(np.stack(basis, axis=1))[0]
+        y = v @ np.linalg.solve(v.conj().T @ m @ v, v.conj().T @ z)
+        solved.append(inverse_root.conj().T @ y)
+    x = np.stack(solved, axis=1)
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_allclose(_solutions(run)[0][:, :p], x, atol=1e-8 * np.abs(x).max())
+    p_inverse = inverse_root.conj().T @ inverse_root
+    samples = omega * (x - p_inverse @ omega).real
+    expected = np.diag(p_inverse).real + samples.mean(axis=1)
+    found = tr.inverse_diagonal(key, operator, K, fallback=None)
+    np.testing.assert_allclose(found.value, expected, rtol=1e-7)
+    assert found.num_matvecs <= K
+    total = tr.inverse_trace(key, operator, K, fallback=None)
+    np.testing.assert_allclose(total.value, expected.sum(), rtol=1e-8)
+    assert int(total.num_matvecs) == int(found.num_matvecs)
+
+
+# --- exact values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [True, False])
+def test_exact_with_n_products_or_with_entries(dtype, hidden):
+    """With n products, and from n/6 of them on where the entries are known."""
+    matrix = decaying(dtype)
+    operator, inverse = shifted(matrix, hidden=hidden), np.linalg.inv(dense(matrix))
+    k = N if hidden else N // 6
+    diagonal = tr.inverse_diagonal(jr.key(0), operator, k)
+    trace = tr.inverse_trace(jr.key(0), operator, k)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(diagonal.value, np.diag(inverse).real, rtol=2e3 * eps)
+    np.testing.assert_allclose(trace.value, np.trace(inverse).real, rtol=2e3 * eps)
+    for solution, truth in ((diagonal, np.diag(inverse).real), (trace, np.trace(inverse).real)):
+        assert np.all(np.asarray(solution.std_err) == 0)
+        errors = np.abs(np.asarray(solution.value, np.float64) - truth)
+        stated = np.asarray(solution.quadrature_error, np.float64)
+        assert np.all(errors <= stated + 4 * eps * truth)
+        assert np.all(stated <= 2e3 * eps * truth)
+        assert solution.value.dtype == jnp.finfo(dtype).dtype
+        assert int(solution.num_matvecs) == (N if hidden else 0)
+
+
+def test_the_power_network_within_one_percent_from_200_products():
+    """diag A^-1 of a sparse matrix whose small eigenvalues no Krylov space of 200 dimensions has
+    met: the entries are known, and the exact value takes no more operations.
+    """
+    matrix = scipy.sparse.csr_array(scipy.io.mmread(BUS, spmatrix=False))
+    operator = tr.SparseLinearOperator(matrix, PSD)
+    truth = np.diag(np.linalg.inv(matrix.toarray()))
+    found = tr.inverse_diagonal(jr.key(0), operator, 200)
+    assert np.linalg.norm(found.value - truth) <= 1e-2 * np.linalg.norm(truth)
+    assert int(found.num_matvecs) == 0
+    few = tr.inverse_diagonal(jr.key(0), operator, 100)
+    assert few.result == tr.RESULTS.not_converged  # and the quadrature error says by how much
+    error = np.linalg.norm(few.value - truth)
+    assert error <= np.linalg.norm(2 * few.std_err + few.quadrature_error)
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+SPECTRA = {
+    "decaying": 10 * 0.7 ** np.arange(N),
+    "slow": 10 / np.arange(1.0, N + 1) ** 2,
+    "flat": np.linspace(1.0, 2.0, N),
+    "low rank": np.where(np.arange(N) < 5, 3.0, 0.0),
+    "zero": np.zeros(N),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [(np.float32, True), (np.float64, False), (np.complex128, True)]
+)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_no_bias_and_bars_that_cover(name, dtype, hidden):
+    """400 keys: every mean is within 4.5 standard errors (61 means a case), and 92 % of the bars
+    cover, of the trace and on average of the entries.
+    """
+    matrix = matrix_of(SPECTRA[name], dtype)
+    operator, inverse = shifted(matrix, hidden=hidden), np.linalg.inv(dense(matrix))
+
+    def both(key):
+        arguments = key, operator, K
+        return (
+            tr.inverse_trace(*arguments, fallback=None),
+            tr.inverse_diagonal(*arguments, fallback=None),
+        )
+
+    eps = float(jnp.finfo(dtype).eps)
+    truths = np.trace(inverse).real, np.diag(inverse).real
+    for found, truth in zip(jax.jit(jax.vmap(both))(keys(400)), truths, strict=True):
+        errors = np.asarray(found.value, np.float64) - truth
+        left = np.asarray(found.quadrature_error, np.float64)
+        rounding = 100 * eps * np.max(truth)
+        scatter = errors.std(axis=0) / 20
+        assert np.all(np.abs(errors.mean(axis=0)) <= 4.5 * scatter + left.mean(axis=0) + rounding)
+        ends = jax.vmap(lambda s: s.interval())(found)
+        low, high = (np.asarray(end, np.float64) for end in ends)
+        inside = (low - rounding <= truth) & (truth <= high + rounding)
+        assert np.mean(inside) > 0.92
+        # And bars are not larger than they need to be.
+        bars = np.sqrt(np.mean(np.square(np.asarray(found.std_err, np.float64))))
+        assert bars <= 2 * np.sqrt(np.mean(errors**2)) + 1e3 * rounding
+
+
+@pytest.mark.slow
+def test_far_better_than_quadrature_where_low_rank_pays():
+    """RBF kernel, d = 2, noise 1e-3, n = 1000, k = 120: at least 20 times the accuracy."""
+    x = np.random.default_rng(0).uniform(size=(1000, 2))
+    squares = np.sum((x[:, None] - x) ** 2, axis=-1)
+    matrix = jnp.asarray(np.exp(-squares / (2 * 0.3**2)))
+    operator = lx.TaggedLinearOperator(shifted(matrix, 1e-3), PSD)
+    truth = np.trace(np.linalg.inv(dense(matrix, 1e-3)))
+
+    def rms(solve):
+        values = jax.jit(jax.vmap(solve))(keys(20)).value
+        return float(jnp.sqrt(jnp.mean(jnp.square(values - truth))))
+
+    ours = rms(lambda key: tr.inverse_trace(key, operator, 120))
+    plain = rms(lambda key: tr.spectral_sum(key, jnp.reciprocal, operator, 120, num_steps=24))
+    krylov = rms(lambda key: tr.spectral_sum(key, jnp.reciprocal, operator, 120))
+    print(f"\nrelative: {ours / truth:.2g}, quadrature {plain / truth:.2g}, {krylov / truth:.2g}")
+    assert ours < plain / 1000
+    assert ours < krylov / 20
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+
+def _value(name, key, matrix, tangent, t, k, *, fallback=None):
+    fn = {"trace": tr.inverse_trace, "diagonal": tr.inverse_diagonal}[name]
+    operator = shifted(matrix + t.astype(matrix.dtype) * tangent)
+    return fn(key, operator, k, fallback=fallback).value
+
+
+@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
+@pytest.mark.parametrize("name", ["trace", "diagonal"])
+@pytest.mark.parametrize("k", [N, K])
+def test_two_derivatives(name, dtype, k):
+    """Exact: those of a dense inverse. From probes: omega and P are fixed, and x is a solution.
+    (K is low rank to rounding, so that x has converged.)
+    """
+    matrix = matrix_of(np.where(np.arange(N) < 5, 3.0, 0.0), dtype)
+    tangent = matrix_of(np.where(np.arange(N) < 8, np.cos(np.arange(N)), 0.0), dtype, seed=1)
+    key, a, c = jr.key(5), dense(matrix), np.asarray(tangent)
+    inverse = np.linalg.inv(a)
+    first, second = inverse @ c @ inverse, inverse @ c @ inverse @ c @ inverse
+    if k == N:
+        slope, curvature = -np.diag(first).real, 2 * np.diag(second).real
+    else:
+        run = _run(key, shifted(matrix), k)
+        p = int(run.numbers.probes)
+        omega = np.asarray(run.signs)[:, :p]
+        slope = -np.mean(omega * (first @ omega).real, axis=1)
+        curvature = 2 * np.mean(omega * (second @ omega).real, axis=1)
+    if name == "trace":
+        slope, curvature = slope.sum(), curvature.sum()
+    fn = lambda t: _value(name, key, matrix, tangent, t, k)  # noqa: E731
+    zero = jnp.zeros(())
+    size = np.max(np.abs(slope)), np.max(np.abs(curvature))
+    for derivative in (jax.jacfwd, jax.jacrev):
+        np.testing.assert_allclose(derivative(fn)(zero), slope, atol=1e-6 * size[0])
+    found = jax.jit(jax.jacfwd(jax.jacrev(fn)))(zero)
+    np.testing.assert_allclose(found, curvature, atol=1e-6 * size[1])
+
+
+@pytest.mark.slow
+def test_derivatives_have_no_bias():
+    """400 keys, of a decaying kernel: within 4.5 standard errors."""
+    matrix = decaying()
+    tangent = matrix_of(np.cos(np.arange(N)))
+    inverse = np.linalg.inv(dense(matrix))
+    expected = -np.diag(inverse @ np.asarray(tangent) @ inverse)
+
+    def slope(key):
+        fn = lambda t: _value("diagonal", key, matrix, tangent, t, K)  # noqa: E731
+        return jax.jvp(fn, (jnp.zeros(()),), (jnp.ones(()),))[1]
+
+    errors = np.asarray(jax.jit(jax.vmap(slope))(keys(400))) - expected
+    assert np.all(np.abs(errors.mean(axis=0)) <= 4.5 * errors.std(axis=0) / 20 + 1e-9)
+
+
+# --- transformations, structures, what is wrong --------------------------------------------------
+
+
+def test_every_transformation():
+    matrix, tangent = decaying(), matrix_of(np.cos(np.arange(N)))
+
+    def value(key, t):
+        return _value("trace", key, matrix, tangent, t, K)
+
+    scales = jnp.asarray([0.0, 0.01])
+    both = jax.jit(jax.vmap(value))(keys(2), scales)
+    slopes = jax.vmap(jax.grad(value, 1))(keys(2), scales)
+    for key, scale, each, slope in zip(keys(2), scales, both, slopes, strict=True):
+        np.testing.assert_allclose(value(key, scale), each, rtol=1e-9)
+        np.testing.assert_allclose(jax.jit(jax.grad(value, 1))(key, scale), slope, rtol=1e-6)
+    _, mapped = jax.lax.scan(lambda c, x: (c, value(*x)), 0, (keys(2), scales))
+    np.testing.assert_allclose(mapped, both, rtol=1e-9)
+
+
+@pytest.mark.parametrize("k", [24, N])
+def test_pytrees_and_intervals(k):
+    """Value, both errors and the interval have the structure of the input."""
+    matrix = decaying()
+    structure = {
+        "a": jax.ShapeDtypeStruct((20, 2), matrix.dtype),
+        "b": jax.ShapeDtypeStruct((20,), matrix.dtype),
+    }
+
+    def product(tree):
+        y = (matrix + NOISE * jnp.eye(N)) @ jnp.concatenate([tree["a"].ravel(), tree["b"]])
+        return {"a": y[:40].reshape(20, 2), "b": y[40:]}
+
+    operator = lx.FunctionLinearOperator(product, structure, PSD)
+    found = tr.inverse_diagonal(jr.key(0), operator, k)
+    low, high = found.interval()
+    for tree in (found.value, found.std_err, found.quadrature_error, low, high):
+        assert jax.tree.map(lambda x: x.shape, tree) == {"a": (20, 2), "b": (20,)}
+    truth = np.diag(np.linalg.inv(dense(matrix)))
+    flat = lambda tree: np.concatenate([np.ravel(tree["a"]), tree["b"]])  # noqa: E731
+    assert np.mean((flat(low) - 1e-9 <= truth) & (truth <= flat(high) + 1e-9)) > 0.9
+
+
+@pytest.mark.parametrize("k", [24, N])
+@pytest.mark.parametrize("fn", [tr.inverse_trace, tr.inverse_diagonal])
+def test_no_silent_nan(fn, k):
+    indefinite = matrix_of(np.linspace(-1, 2, N))
+    solution = fn(jr.key(0), shifted(indefinite, 0.0), k)
+    assert solution.result == tr.RESULTS.outside_domain
+    assert np.all(np.isnan(solution.value))
+    solution = fn(jr.key(0), shifted(jnp.full((N, N), jnp.nan)), k)
+    assert solution.result == tr.RESULTS.nonfinite_operator
+    assert np.all(np.isnan(solution.value))
+    with pytest.raises(ValueError, match="positive definite operator"):
+        fn(jr.key(0), by_products(decaying()), k)
+
+
+@pytest.mark.parametrize("unit", [2.0**-100, 2.0**100])
+@pytest.mark.parametrize("fn", [tr.inverse_trace, tr.inverse_diagonal])
+def test_extreme_scales(fn, unit):
+    """In float32, where squares over- and underflow. (A unit that is a power of two changes no
+    digit.)
+    """
+    matrix = decaying(np.float32)
+
+    def solve(unit, k):
+        scale = np.float32(unit)
+        return fn(jr.key(0), shifted(scale * matrix, scale * np.float32(NOISE)), k, fallback=None)
+
+    for k in (K, N):
+        one, other = solve(1.0, k), solve(unit, k)
+        for name in ("value", "std_err", "quadrature_error"):
+            expected = np.asarray(getattr(one, name))
+            found = np.asarray(getattr(other, name), np.float64) * unit
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * expected.max())

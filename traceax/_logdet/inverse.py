@@ -1,0 +1,316 @@
+r"""Trace and diagonal of the inverse of a positive definite operator.
+
+With the preconditioner P = R R^H of a log-determinant (see `budget_policy`), M = R^{-1} A R^{-H}
+and vectors omega of random signs,
+
+    A^{-1} = P^{-1} + E[B omega omega^T],      B = A^{-1} - P^{-1} = R^{-H} (M^{-1} - I) R^{-1}.
+
+The diagonal of P^{-1} is known, and B goes to 0 as M goes to I. From z = R^{-1} omega, q steps of
+Lanczos' recurrence for M give M^{-1} z ~ ||z|| V T^{-1} e_1, as conjugate gradients would, and so
+x = A^{-1} omega. Sums of all entries of omega o x are Gauss quadrature, and converge twice as fast
+as the entries.
+
+*Standard errors.* Entry i of a sample, y_i = omega_i (B omega)_i, has the mean B_ii and the
+variance sum_{j != i} B_ij^2 = E y_i^2 - B_ii^2 (over the complex numbers with the real part of B);
+the sum of the entries has twice the sum of these variances. The scatter of the probes gives both;
+there are two to four of them at least, if the budget allows. (For log-determinants, where probes
+are rotation invariant, one is enough. Here the diagonal of B would then add to the error.)
+
+*Quadrature errors.* The samples after q, q - d and q - 2d steps are compared, entry by entry, as
+in `_functions.funm`. Those of an exact inverse are its rounding errors: a change e_j of every
+squared pivot (see `estimator`) changes (A^{-1})_ii by sum_j e_j |(A^{-1})_ij|^2.
+
+*The derivative* is that of x, dx = -A^{-1} dA x, with omega and P held fixed: unbiased, since
+E[x omega^T] = A^{-1}, and so at every order. It takes a solve with A for every probe.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from .._core.estimate import (
+    NOT_CONVERGED,
+    SUCCESSFUL,
+    if_wanted,
+    safe_norm,
+    scale_of,
+)
+from .._core.precision import einsum
+from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
+from .._estimators.estimator import AbstractEstimator
+from .._estimators.solution import Solution, restructure
+from .._functions.funm import truncation_error, truncations
+from .._functions.quadrature_error import solve_pair, with_quadrature_error
+from .._linalg.lanczos import quadrature
+from .._operators.block_operator import BlockOperator, as_operator, unflatten
+from .._sketch.leave_one_out import matmul
+from .._sketch.low_rank import LowRankPlusIdentity
+from .._sketch.weights import AbstractWeights
+from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
+from .conjugate_gradients import definite_solve
+from .estimator import exact_logdet, rounding_of_budget
+from .fallback import budget_or_all, check_fallback
+from .preconditioners import AbstractPreconditioner
+from .weights import ExactLogdetWeights
+
+
+def _solutions(run: PreconditionedQuadrature) -> Inexact[Array, "o n p"]:
+    """The x after q, q - d and q - 2d steps; 0 for probes that are not in use."""
+    krylov, probes = run.krylov, run.probes
+    n, most = probes.shape
+    shorter, orders = truncations(krylov)
+    nodes, _, s = quadrature(shorter, [each.steps for each in run.plans])
+    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
+    nodes = jnp.maximum(nodes, jnp.tile(tiny, (orders, 1)))
+    along = einsum("paj,pj->ap", s, s[:, 0, :] / nodes).reshape(-1, orders, most)
+    # The basis has the vectors of all probes, step by step: see `padded_lanczos`.
+    count = run.numbers.probes
+    place = jnp.arange(krylov.basis.shape[0])
+    probe, step = place % count, place // count
+    own = (probe[:, None] == jnp.arange(most)) & (step < run.numbers.steps)[:, None]
+    of_step = jnp.take(along * safe_norm(probes.T), step, axis=0, mode="fill", fill_value=0)
+    coefficients = jnp.where(own[:, None, :], of_step, 0).astype(probes.dtype)
+    inside = matmul(krylov.basis.T, coefficients.reshape(len(place), -1))
+    x = run.built.factors.inverse_root_adjoint(inside)
+    return jnp.moveaxis(x.reshape(n, orders, most), 1, 0)
+
+
+def _std_errs(
+    samples: Real[Array, "p n"], count: Real[Array, ""]
+) -> tuple[Real[Array, " n"], Real[Array, ""]]:
+    """The standard errors of the entries of the mean, and of their sum, from y of above."""
+    unit = scale_of(samples)
+    samples = samples / unit
+    mean = jnp.sum(samples, axis=0) / count
+    in_use = (jnp.arange(len(samples)) < count)[:, None]
+    away = jnp.where(in_use, jnp.square(samples - mean), 0)
+    pairs = count * (count - 1)
+    variance = jnp.where(pairs > 0, jnp.sum(away, axis=0) / jnp.maximum(pairs, 1), jnp.inf)
+    return unit * jnp.sqrt(variance), unit * jnp.sqrt(2 * jnp.sum(variance))
+
+
+@final
+class InverseWeights(AbstractWeights):
+    """The samples as functions of A. A contraction costs a matvec and a solve for every probe."""
+
+    x: Inexact[Array, "n p"]
+    omega: Real[Array, "n p"]  # divided by the number of probes
+    factors: LowRankPlusIdentity
+    of_trace: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`. It depends on A as x does."""
+        forms = self.omega * self.weights_at(operator).x.real
+        return jnp.sum(forms) if self.of_trace else jnp.sum(forms, axis=1)
+
+    def weights_at(self, operator):
+        """See above."""
+        block = BlockOperator(operator)
+        images = block.mm(self.x)
+        change = definite_solve(block, self.factors, images - lax.stop_gradient(images))
+        return dataclasses.replace(self, x=self.x - change)
+
+
+@final
+class ExactInverseWeights(AbstractWeights):
+    """The same for the exact inverse."""
+
+    inverse: ExactLogdetWeights
+    of_trace: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        diagonal = jnp.diagonal(self.weights_at(operator).inverse.inverse).real
+        return jnp.sum(diagonal) if self.of_trace else diagonal
+
+    def weights_at(self, operator):
+        """See above."""
+        return dataclasses.replace(self, inverse=self.inverse.weights_at(operator))
+
+
+@final
+class InverseEstimator(AbstractEstimator):
+    """The diagonal of the inverse, or its sum. The value of the estimate is a pair: the value
+    proper, which alone has a derivative, and the quadrature error.
+    """
+
+    policy: BudgetPolicy
+    of_trace: bool = eqx.field(static=True)
+    smallest: ClassVar[int] = 2
+    weights_depend_on_operator: ClassVar[bool] = True
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        self.policy.check(operator, "The inverse")
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        run = self.policy.apply(key, operator, k)
+        factors, omega, x = run.built.factors, run.signs, _solutions(run)
+        assert omega is not None  # the policy is one for the inverse
+        known = factors.inverse_diagonal()
+        count = jnp.asarray(run.numbers.probes, known.dtype)
+        away = x - factors.inverse_root_adjoint(run.probes)
+        samples = jnp.moveaxis(omega * away.real, 2, 1)
+        std_err, of_sum = _std_errs(samples[0], count)
+        dof = jnp.maximum(count - 1, 1)
+        rounding, status = rounding_of_budget(run)
+        std_err = jnp.hypot(std_err, rounding * known)
+        if self.of_trace:
+            std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
+            samples, known, dof = jnp.sum(samples, axis=2), jnp.sum(known), run.bounds.dof
+        value = known + jnp.sum(samples[0], axis=0) / count
+        exhausted = run.krylov.exhausted | ~run.in_use
+        error = truncation_error(samples, exhausted) * (samples.shape[1] / count)
+        error_size, size = (safe_norm(jnp.atleast_1d(each)) for each in (error, value))
+        early = (error_size > 4 * safe_norm(jnp.atleast_1d(std_err))) & (error_size > size / 20)
+        status = jnp.where((status == SUCCESSFUL) & early, NOT_CONVERGED, status)
+
+        def weights():
+            return InverseWeights(x[0], omega / count, factors, self.of_trace)
+
+        estimate = with_quadrature_error(value, error, std_err, run.spent, dof, status, run.read)
+        return estimate, if_wanted(weights)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        exact = exact_logdet(operator)
+        weights = exact.weights()
+        inverse = weights.inverse
+        value, unit = jnp.diagonal(inverse).real, scale_of(inverse)
+        error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
+        if self.of_trace:
+            value, error = jnp.sum(value), jnp.sum(error)
+        status = exact.estimate.status
+        spent, read = exact.estimate.num_matvecs, exact.estimate.columns
+        estimate = with_quadrature_error(
+            value, error, jnp.zeros_like(value), spent, 0, status, read
+        )
+        return estimate, if_wanted(lambda: ExactInverseWeights(weights, self.of_trace))
+
+
+def inverse_trace(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    *,
+    preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
+    fallback: Literal["exact"] | None = "exact",
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate $\mathrm{tr}\, A^{-1}$ of a positive definite operator, such as $K + s I$.
+
+    $\mathrm{tr}\, A^{-1} = \mathrm{tr}\, P^{-1} + E[\omega^T (A^{-1} - P^{-1}) \omega]$ with the
+    preconditioner P of [`traceax.logdet`][], which is built and paid for as there, and with solves
+    for as many probes and as many steps. The first term is exact, and the second is small if P is
+    good: for a smooth kernel the error is thousands of times less than that of
+    [`traceax.spectral_sum`][] with `jnp.reciprocal`.
+
+    There are two errors: `std_err` comes from the random probes, and `quadrature_error` from ending
+    the recurrence of the solves early. The quadrature error of an exact value is that of rounding.
+
+    Derivatives, at every order, are unbiased as far as the solves have converged. They take a
+    product and a solve for every probe.
+
+    !!! Example
+
+        ```python
+        kernel = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        identity = lx.IdentityLinearOperator(kernel.in_structure())
+        solution = tr.inverse_trace(jax.random.key(0), kernel + noise * identity, k=120)
+        effective_dimension = n - noise * solution.value  # tr K (K + noise I)^-1
+        ```
+
+    Cost: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2` operations.
+    With `k >= n`, n matvecs (none if the entries are stored), and a Cholesky factorisation with the
+    inverse of its factor: the value is exact.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
+        positive semidefinite; or a sum of such an operator and diagonal ones.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `preconditioner`: as for [`traceax.logdet`][], but not one that was built before.
+    - `fallback`: as for [`traceax.logdet`][]. Sparse matrices count as operators that know their
+        entries here: no preconditioner of low rank captures the small eigenvalues, which decide.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
+    `outside_domain` or `not_symmetric`, and the value NaN, as for [`traceax.logdet`][]. It is
+    `not_converged`, with the best estimate, if the quadrature error exceeds four standard errors
+    and 5 % of the value.
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k` or preconditioner of the wrong type.
+    - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
+        `k < 1`, another `fallback`, or a preconditioner that cannot be built for this operator.
+
+    ??? cite "References"
+
+        The estimator of the logarithm is carried over to the inverse:
+        `traceax/_logdet/inverse.py` derives it. For the preconditioner see [`traceax.logdet`][].
+    """
+    arguments = preconditioner, fallback, throw
+    return _inverse(inverse_trace_p, key, operator, k, *arguments)
+
+
+def inverse_diagonal(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    *,
+    preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
+    fallback: Literal["exact"] | None = "exact",
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the diagonal of $A^{-1}$ of a positive definite operator: the marginal variances,
+    if A is a precision matrix.
+
+    Every entry is that of $P^{-1}$ and the mean of $\omega \circ (A^{-1} - P^{-1}) \omega$ over the
+    probes of [`traceax.inverse_trace`][], and has errors of its own.
+
+    !!! Example
+
+        ```python
+        precision = lx.TaggedLinearOperator(matrix, lx.positive_semidefinite_tag)
+        variances = tr.inverse_diagonal(jax.random.key(0), precision, k=200)
+        variances.value, variances.std_err, variances.quadrature_error
+        ```
+
+    Cost: that of [`traceax.inverse_trace`][].
+
+    **Arguments:**
+
+    - `key`, `operator`, `k`, `preconditioner`, `fallback`, `throw`: as of
+        [`traceax.inverse_trace`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the structure of
+    the operator's input PyTree, real.
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.inverse_trace`][].
+    """
+    arguments = preconditioner, fallback, throw
+    solution = _inverse(inverse_diagonal_p, key, operator, k, *arguments)
+    structure = as_operator(operator).in_structure()
+    return restructure(solution, lambda vector: unflatten(structure, vector))
+
+
+def _inverse(primitive: Primitive, key, operator, k, preconditioner, fallback, throw) -> Solution:
+    check_fallback(fallback)
+    policy = dataclasses.replace(policy_of(preconditioner, operator), for_inverse=True)
+    k = budget_or_all(operator, k, fallback if policy.auto else None, sparse=True)
+    estimator = InverseEstimator(policy, primitive is inverse_trace_p)
+    return solve_pair(primitive, key, operator, k, estimator, throw)
