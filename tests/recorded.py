@@ -197,6 +197,8 @@ def calls():
 
     found["trace slope"] = lambda: _slope(trace_of_kernel, 0.2)
     found["trace hessian"] = lambda: jax.jit(jax.hessian(trace_of_kernel))(0.2)
+    for name in ("psd", "general", "hermitian"):
+        found[f"schatten_norm {name}"] = lambda w=name: tr.schatten_norm(key, ops[w], 30)
     for name in ("psd", "hermitian"):
         found[f"spectral_sum {name}"] = lambda w=name: tr.spectral_sum(key, jnp.exp, ops[w], 20)
         found[f"eigenpairs {name}"] = lambda w=name: tr.eigenpairs(key, ops[w], 12, 2, "BE").values

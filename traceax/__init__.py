@@ -18,6 +18,7 @@ from ._estimators.estimator import (
 )
 from ._estimators.solution import RESULTS as RESULTS, Solution as Solution
 from ._functions.eigenpairs import Eigenpairs as Eigenpairs, eigenpairs as eigenpairs
+from ._functions.schatten import schatten_norm as schatten_norm
 from ._functions.spectral import (
     eigenvalue_count as eigenvalue_count,
     spectral_density as spectral_density,

@@ -5,6 +5,7 @@ A `raise` or a warning in the package that no row of the table reaches fails the
 
 import argparse
 import ast
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -404,6 +405,18 @@ MESSAGES = [
         "got an array of complex",
         "take the real part",
         lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, shifts=1j),
+    ),
+    (
+        TypeError,
+        "got str",
+        "Give 1 for",
+        lambda _: tr.schatten_norm(KEY, PLAIN, 4, "nuc"),  # pyright: ignore[reportArgumentType]
+    ),
+    (
+        ValueError,
+        "got inf",
+        "`traceax.eigenpairs`",
+        lambda _: tr.schatten_norm(KEY, PLAIN, 4, math.inf),
     ),
     (
         NotImplementedError,

@@ -13,7 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._estimators.calibration import CALIBRATION
 from .._estimators.estimator import check_budget
 from .._estimators.solution import Solution
-from .._operators.block_operator import as_operator, is_complex
+from .._operators.block_operator import as_operator, gram
 from .._trace.trace import trace
 from .diagonal import diagonal
 
@@ -93,12 +93,7 @@ def root_error(value: Array, std_err: Array) -> Array:
 def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
     operator = as_operator(operator)
     budget = check_budget(k, 2, 2 * operator.in_size(), "A Gram operator") // 2
-    transpose = operator.T
-    if is_complex(operator):
-        transpose = lx.conj(transpose)
-    gram = operator @ transpose if rows else transpose @ operator
-    gram = lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
-    solution = estimate(key, gram, budget, throw=throw)
+    solution = estimate(key, gram(operator, rows=rows), budget, throw=throw)
 
     value = jtu.tree_map(root, solution.value)
     std_err = jtu.tree_map(root_error, value, solution.std_err)

@@ -1,5 +1,6 @@
 """Functions of a matrix by Lanczos' recurrence (`funm`): spectral sums, densities and counts of
-eigenvalues (`spectral`), with the error of ending a recurrence early (`quadrature_error`). Extreme
+eigenvalues (`spectral`), norms (`schatten`), with the error of ending a recurrence early
+(`quadrature_error`), and with what a Krylov space knows taken out (`krylov_aware`). Extreme
 eigenvalues and their vectors (`eigenpairs`), by a recurrence with restarts (`thick_restart`).
 
 Begin with `funm`. This room uses `_estimators` and all below it.

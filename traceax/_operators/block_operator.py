@@ -57,6 +57,13 @@ def is_complex(operator: lx.AbstractLinearOperator) -> bool:
     return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in _leaf_dtypes(operator))
 
 
+def gram(operator: lx.AbstractLinearOperator, *, rows: bool = False) -> lx.AbstractLinearOperator:
+    """The Gram operator A^H A (of the columns), or A A^H (of the rows), tagged semidefinite."""
+    adjoint = lx.conj(operator.T) if is_complex(operator) else operator.T
+    product = operator @ adjoint if rows else adjoint @ operator
+    return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
+
+
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite.
 

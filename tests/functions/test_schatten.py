@@ -1,0 +1,120 @@
+"""Schatten norms: exact, estimated, differentiated, refused."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tr
+
+from ..helpers import PSD, by_products, keys, variant, with_spectrum
+
+N = 40
+INDEFINITE = 0.8 ** np.arange(N) * np.where(np.arange(N) % 2, -1, 1)
+
+
+def general(dtype=np.float64, seed=0, singular=0.8 ** np.arange(N)):
+    rng = np.random.default_rng(seed)
+    parts = [rng.standard_normal((2, N, N)) for _ in range(2)]
+    if not np.issubdtype(dtype, np.complexfloating):
+        parts = [part.real * [[[1]], [[0]]] for part in parts]
+    u, v = (np.linalg.qr(part[0] + 1j * part[1])[0] for part in parts)
+    matrix = (u * singular) @ v.conj().T
+    complex_wanted = np.issubdtype(dtype, np.complexfloating)
+    return jnp.asarray((matrix if complex_wanted else matrix.real).astype(dtype))
+
+
+def norm_of(matrix, p):
+    return np.sum(np.linalg.svd(np.asarray(matrix), compute_uv=False) ** p) ** (1 / p)
+
+
+def solve(key, matrix, k, p, tags=()):
+    return tr.schatten_norm(key, by_products(matrix, tags), k, p)
+
+
+@pytest.mark.parametrize("p", [1, variant(0.5), variant(2), 3.5])
+@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), np.complex128])
+def test_exact(dtype, p):
+    eps = float(jnp.finfo(dtype).eps)
+    matrix = general(dtype)
+    found = solve(jr.key(0), matrix, 2 * N, p)
+    # Squares lose half of the digits of small singular values.
+    small = 10 * N * np.sqrt(eps) ** min(p, 1)
+    np.testing.assert_allclose(found.value, norm_of(matrix, p), rtol=100 * eps + small * eps**0.5)
+    assert int(found.num_matvecs) == 2 * N
+    hermitian = jnp.asarray(with_spectrum(np.random.default_rng(0), INDEFINITE, np.float64))
+    found = solve(jr.key(0), hermitian, N, p, lx.symmetric_tag)
+    np.testing.assert_allclose(found.value, norm_of(hermitian, p), rtol=1e-10)
+    assert int(found.num_matvecs) == N
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0.5, 1, 2, 4])
+@pytest.mark.parametrize("hermitian", [True, False])
+def test_bars_cover(hermitian, p):
+    """200 keys: 92 % of the bars cover."""
+    matrix, tags, k = general(), (), 60
+    if hermitian:
+        spectrum = np.random.default_rng(0), INDEFINITE, np.float64
+        matrix, tags, k = jnp.asarray(with_spectrum(*spectrum)), lx.symmetric_tag, 30
+    found = jax.jit(jax.vmap(lambda key: solve(key, matrix, k, p, tags)))(keys(200))
+    errors = np.abs(found.value - norm_of(matrix, p))
+    assert np.mean(errors <= 2 * found.std_err + found.quadrature_error + 1e-10) > 0.92
+    assert np.all(found.num_matvecs <= k)
+    print(f"\nrelative error {np.sqrt(np.mean(errors**2)) / norm_of(matrix, p):.2g}")
+
+
+@pytest.mark.parametrize("hermitian", [True, False])
+def test_the_derivative_of_the_nuclear_norm(hermitian):
+    """That is <U V^H, dA>, exactly with enough products, and in forward and reverse mode."""
+    singular = np.linspace(0.5, 2, N)
+    if hermitian:
+        spectrum = np.random.default_rng(0), singular * np.sign(INDEFINITE), np.float64
+        matrix, tags, k = jnp.asarray(with_spectrum(*spectrum)), lx.symmetric_tag, N
+        tangent = matrix @ matrix + jnp.eye(N)
+    else:
+        matrix, tags, k = general(singular=singular), (), 2 * N
+        tangent = general(seed=1)
+    u, _, v = np.linalg.svd(np.asarray(matrix))
+    fn = lambda t: solve(jr.key(0), matrix + t * tangent, k, 1, tags).value  # noqa: E731
+    for derivative in (jax.grad, jax.jacfwd):
+        np.testing.assert_allclose(derivative(fn)(0.0), np.sum((u @ v) * tangent), rtol=1e-7)
+
+
+@pytest.mark.parametrize("k", [24, variant(8), 2 * N])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_singular_operators(rank, k):
+    """Neither the value nor the derivative is NaN, and both are small for 0."""
+    matrix = general(singular=np.where(np.arange(N) < rank, 2.0, 0.0))
+    fn = lambda t: solve(jr.key(0), t * matrix, k, 1).value  # noqa: E731
+    value, slope = jax.value_and_grad(fn)(1.0)
+    assert np.isfinite(value)
+    assert np.isfinite(slope)
+    if rank == 0 or k == 2 * N:
+        np.testing.assert_allclose(value, 2 * rank, atol=1e-5)
+
+
+def test_transformations():
+    matrix = general()
+    fn = lambda key, t: solve(key, t * matrix, 48, 1).value  # noqa: E731
+    scales = jnp.asarray([1.0, 2.0])
+    both = jax.jit(jax.vmap(fn))(keys(2), scales)
+    slopes = jax.vmap(jax.grad(fn, 1))(keys(2), scales)
+    for key, scale, each, slope in zip(keys(2), scales, both, slopes, strict=True):
+        np.testing.assert_allclose(fn(key, scale), each, rtol=1e-9)
+        np.testing.assert_allclose(slope, each / scale, rtol=1e-5)  # a norm is homogeneous
+
+
+def test_what_is_refused():
+    operator = by_products(general(), PSD)
+    for p in (0, -1, np.inf, np.nan):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            tr.schatten_norm(jr.key(0), operator, 10, p)
+    with pytest.raises(TypeError, match="must be a Python number"):
+        tr.schatten_norm(jr.key(0), operator, 10, jnp.ones(()))
+    bad = by_products(jnp.full((N, N), jnp.nan))
+    found = tr.schatten_norm(jr.key(0), bad, 60)
+    assert found.result == tr.RESULTS.nonfinite_operator
+    assert np.isnan(found.value)
