@@ -96,6 +96,7 @@ def test_singular_operators(rank, k):
         np.testing.assert_allclose(value, 2 * rank, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_transformations():
     matrix = general()
     fn = lambda key, t: solve(key, t * matrix, 48, 1).value  # noqa: E731
