@@ -80,17 +80,22 @@ def matfree_error(basis, eigenvalues, fn, k, keys):
     return min(found)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Spectral sums from equal numbers of products")
+def budgets_and_keys(description):
+    """The budgets and the random keys that the command line asks for, in double precision."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("k", type=int, nargs="*", default=[120])
     parser.add_argument("--keys", type=int, default=40)
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
-    keys = jax.random.split(jax.random.key(0), options.keys)
+    return options.k, jax.random.split(jax.random.key(0), options.keys)
+
+
+def main():
+    budgets, keys = budgets_and_keys("Spectral sums from equal numbers of products")
     square = np.random.default_rng(2).standard_normal((N, N))
     basis = jnp.asarray(np.linalg.qr(square)[0])
     print("case, k, error, covers, quadrature alone, matfree, derivative, quadrature alone")
-    for k in options.k:
+    for k in budgets:
         _, steps = plan(k, None)
         for name, eigenvalues, fn in cases():
             ours, slope, covers = errors(basis, eigenvalues, fn, k, keys)

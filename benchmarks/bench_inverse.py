@@ -9,8 +9,6 @@ mean square errors over the keys, relative to the trace (for diagonals: to the n
 diagonal), and how many 95 % intervals cover.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -20,6 +18,7 @@ import traceax as tr
 from traceax._functions.funm import plan
 
 from . import matfree_peer
+from .bench_functions import budgets_and_keys
 from .regret import rms
 
 N = 1000
@@ -54,15 +53,10 @@ def covered(found, truth):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Inverses from equal numbers of products")
-    parser.add_argument("k", type=int, nargs="*", default=[120])
-    parser.add_argument("--keys", type=int, default=40)
-    options = parser.parse_args()
-    jax.config.update("jax_enable_x64", True)
-    keys = jax.random.split(jax.random.key(0), options.keys)
+    budgets, keys = budgets_and_keys("Inverses from equal numbers of products")
     print("case, noise, form, k, inverse_trace, covers, spectral_sum, quadrature alone, matfree, "
           "inverse_diagonal, covers")  # fmt: skip
-    for k in options.k:
+    for k in budgets:
         steps = plan(k, None)[1]
         for name, dimension, length, noise in CASES:
             matrix = kernel(dimension, length)

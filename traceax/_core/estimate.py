@@ -151,6 +151,15 @@ def safe_norm(x: Inexact[Array, "... m"]) -> Real[Array, "..."]:
     return scale[..., 0] * jnp.linalg.norm(x / scale, axis=-1)
 
 
+def power_of(x: Real[Array, "..."], exponent: float) -> Real[Array, "..."]:
+    """A power of what is not negative but for its error: 0, with the slope 0, where x is not
+    positive. (Powers below 1 have an infinite slope at 0.)
+    """
+    positive = ~(x <= 0)  # NaN stays NaN
+    x = jnp.where(positive, x, 1)
+    return jnp.where(positive, jnp.sqrt(x) if exponent == 0.5 else x**exponent, 0)
+
+
 def rounding_of(size: Array, eps: float) -> Array:
     r"""The standard error that rounding adds to an estimate of an operator of this size.
 

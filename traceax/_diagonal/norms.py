@@ -10,6 +10,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
+from .._core.estimate import power_of
 from .._estimators.calibration import CALIBRATION
 from .._estimators.estimator import check_budget
 from .._estimators.solution import Solution
@@ -76,9 +77,7 @@ def row_norms(
 
 def root(square: Array) -> Array:
     """The root of an estimated square, 0 where that is negative."""
-    # sqrt has an infinite slope at 0: a norm that is 0 gets the derivative 0 instead.
-    positive = ~(square.real <= 0)  # NaN stays NaN
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square.real, 1)), 0)
+    return power_of(square.real, 0.5)
 
 
 def root_error(value: Array, std_err: Array) -> Array:

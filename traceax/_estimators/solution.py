@@ -78,8 +78,8 @@ class Solution(eqx.Module):
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
         of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
-        if nothing is known of it. Of exact log-determinants it is the error of rounding. None for
-        estimates that have no such error.
+        if nothing is known of it. Of exact log-determinants and inverses it is the error of
+        rounding. None for estimates that have no such error.
     - `state`: what a later call can go on from, if `keep_state=True` asked for it; else None.
     - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """

@@ -58,7 +58,7 @@ from jaxtyping import Array, Bool, Inexact, Real
 from .._core.estimate import if_wanted, rounding_of, scale_of
 from .._core.precision import einsum, matmul
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos, ritz_values
-from .._linalg.lanczos import lanczos, narrowed, padded_lanczos, quadrature
+from .._linalg.lanczos import joined, lanczos, narrowed, padded_lanczos, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
 from .._probes.samplers import NormalSampler, SphereSampler
@@ -131,6 +131,8 @@ class _Space(NamedTuple):
     vectors: Inexact[Array, "3 m m"]
     values: Real[Array, "3 m f"]
     captured: Real[Array, "3 j m"]  # the squared norms of the eigenvectors in the first j blocks
+    traces: Real[Array, "3 j f"]  # tr(Q^H f(A) Q) for all j
+    truncation: Real[Array, "j f"]  # the errors of these traces
     sizes: Sizes
 
     @property
@@ -139,18 +141,6 @@ class _Space(NamedTuple):
         used = self.krylov.in_use.reshape(self.sizes.steps, -1)
         found = jnp.cumsum(jnp.sum(used, axis=1)).astype(self.nodes.dtype)
         return jnp.pad(found, (1, 0))[: self.captured.shape[1]]
-
-    @property
-    def traces(self) -> Real[Array, "3 j f"]:
-        """tr(Q^H f(A) Q) for all j."""
-        return einsum("ojm,omf->ojf", self.captured, self.values)
-
-    def truncation(self) -> Real[Array, "j f"]:
-        """The errors of these traces."""
-        exhausted = self.krylov.exhausted[None]
-        error = jax.vmap(lambda x: truncation_error(x[:, None], exhausted), 1)(self.traces)
-        error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-        return error.at[0].set(0)  # nothing is taken out
 
     def core(self, taken: Bool[Array, "m 1"], fn: Function) -> Inexact[Array, "m m ..."]:
         """S (D o (S^H W S)) S^H of above, with W = 1 for the indices that are taken."""
@@ -174,7 +164,12 @@ def _space_of(krylov: BlockLanczos, sizes: Sizes, fn: Function, tagged: Any) -> 
     values = jnp.where(counts[:, :, None], values, 0)
     captured = jnp.cumsum(jnp.sum(squares.reshape(3, s, b, b * s), axis=2), axis=1)
     captured = jnp.pad(captured, ((0, 0), (1, 0), (0, 0)))[:, : s - 2 * d + 1]
-    return _Space(krylov, nodes, vectors, values, captured, sizes)
+    traces = einsum("ojm,omf->ojf", captured, values)
+    exhausted = krylov.exhausted[None]
+    error = jax.vmap(lambda x: truncation_error(x[:, None], exhausted), 1)(traces)
+    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
+    error = error.at[0].set(0)  # nothing is taken out
+    return _Space(krylov, nodes, vectors, values, captured, traces, error, sizes)
 
 
 class _Expected(NamedTuple):
@@ -258,17 +253,7 @@ def _expected(
         return apart(after[q], whole) + beyond if q <= s else beyond * rate ** ((q - s) / d)
 
     at_plans = jnp.stack([at(q) for _, q in plans])
-    return _Expected(left, space.truncation() / unit, at_plans, square)
-
-
-def _joined(of_probe: Array, p: Array, q: Array, size: int) -> Array:
-    """The block diagonal matrix of one matrix per probe, in the layout of `padded_lanczos`."""
-    place = jnp.arange(size)
-    probe, step = place % p, place // p
-    entries = of_probe[probe[:, None], step[:, None], step]
-    used = place < p * q
-    same = (probe[:, None] == probe) & used[:, None] & used
-    return jnp.where(same.reshape(*same.shape, *[1] * (entries.ndim - 2)), entries, 0)
+    return _Expected(left, space.truncation / unit, at_plans, square)
 
 
 @final
@@ -356,7 +341,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         size = matmul(captured, jnp.abs(own))
         value = space.traces[0, j] + rest
         std_err = jnp.hypot(std_err, rounding_of(size, eps))
-        error = error + space.truncation()[j]
+        error = error + space.truncation[j]
         status = jnp.maximum(krylov.status, inner.status)
         counts = (jnp.sum(jnp.abs(space.vectors[0]), axis=0) > 0).astype(nodes.dtype)
         status = status_with_domain(status, counts[None], own[None])
@@ -367,7 +352,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             core = space.core(taken, self.fn)
             of_probe = share * derivative_core(self.fn, nodes, vectors)
             size = max(p * q for p, q in sizes.plans)
-            probe_core = _joined(of_probe, p, q, size).astype(core.dtype)
+            probe_core = joined(of_probe, p, q, size).astype(core.dtype)
             both = [x.reshape(1, -1) for x in (space.nodes[0], nodes)]
             their = [x.reshape(1, -1) for x in (captured, weights * share)]
             return KrylovWeights(

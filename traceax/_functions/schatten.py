@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
+from .._core.estimate import power_of
 from .._estimators.estimator import check_budget
 from .._estimators.solution import Solution
 from .._operators.block_operator import as_operator, gram, is_hermitian
@@ -70,12 +72,10 @@ def schatten_norm(
     budget = check_budget(k, products, products * operator.in_size(), "A Schatten norm")
 
     def fn(x):
-        # A power below 1 has an infinite slope at 0.
-        size = jnp.abs(x)
-        return jnp.where(size > 0, jnp.where(size > 0, size, 1) ** power, 0)
+        return power_of(jnp.abs(x), power)
 
     found = spectral_sum(key, fn, of, budget // products, num_steps=num_steps, throw=throw)
-    value, errors = _root(found.value, p), (found.std_err, found.quadrature_error)
+    value, errors = power_of(found.value, 1 / p), (found.std_err, found.quadrature_error)
     std_err, quadrature_error = jtu.tree_map(lambda x: _root_error(found.value, x, p), errors)
     return dataclasses.replace(
         found,
@@ -101,14 +101,8 @@ def _exponent(p: Any) -> float:
     return float(p)
 
 
-def _root(power: Array, p: float) -> Array:
-    """The p-th root of an estimated power, and 0, with the slope 0, where that is not positive."""
-    positive = ~(power <= 0)  # NaN stays NaN
-    return jnp.where(positive, jnp.where(positive, power, 1) ** (1 / p), 0)
-
-
 def _root_error(power: Array, error: Array, p: float) -> Array:
     """How far the root is from that of a power that is larger or smaller by an error."""
-    value = _root(power, p)
-    larger, smaller = _root(power + error, p), _root(power - error, p)
+    power = lax.stop_gradient(power)  # only the value of a solution has a derivative
+    value, larger, smaller = (power_of(x, 1 / p) for x in (power, power + error, power - error))
     return jnp.maximum(larger - value, value - smaller)

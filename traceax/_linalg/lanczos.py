@@ -239,6 +239,28 @@ def padded_lanczos(
     return krylov._replace(steps=None if isinstance(steps, int) else steps)
 
 
+def joined(
+    of_probe: Real[Array, "p q q ..."],
+    probes: int | Int[Array, ""],
+    steps: int | Int[Array, ""],
+    size: int,
+) -> Real[Array, "s s ..."]:
+    """The block diagonal matrix of one matrix for each probe, in the layout of `padded_lanczos`.
+
+    **Arguments:**
+
+    - `of_probe`: the matrices.
+    - `probes`, `steps`: as for `padded_lanczos`. What is not in use is 0.
+    - `size`: the number of rows and columns.
+    """
+    place = jnp.arange(size)
+    probe, step = place % probes, place // probes
+    entries = of_probe[probe[:, None], step[:, None], step]
+    used = place < probes * steps
+    same = (probe[:, None] == probe) & used[:, None] & used
+    return jnp.where(same.reshape(*same.shape, *[1] * (entries.ndim - 2)), entries, 0)
+
+
 def quadrature(
     krylov: Lanczos, sizes: Sequence[int] = ()
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:

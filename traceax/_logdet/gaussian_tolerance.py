@@ -16,7 +16,6 @@ log-determinant the density lies between two known numbers, and |density| is at 
 of their absolute values (or 0, if their signs differ).
 """
 
-import dataclasses
 from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -40,7 +39,7 @@ from .gaussian_estimator import (
     solution_budget,
 )
 from .preconditioners import check_definite
-from .tolerance import FACTOR, Loop, as_moving, check_most, completed, most_products
+from .tolerance import Loop, as_moving, check_most, completed, judged, most_products
 
 #: The number of steps of conjugate gradients with every round of probes, and the part of the
 #: tolerance that is for the solve.
@@ -159,7 +158,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         estimate = self.density(
             log_det, QuadraticForm(solve.form(self.y), solve.left, solve.x), spent
         )
-        estimate = self._judged(estimate)
+        estimate = judged(estimate, self.rtol, self.atol)
         weights = if_wanted(lambda: GaussianWeights(loop.weights(state), solve.x))
         if not falls_back_to_exact:
             return estimate, weights
@@ -168,7 +167,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
             found = exact_logdet(operator)
             form = self.exact_form(found)
             exact = self.density(found.estimate, form, found.estimate.num_matvecs)
-            exact = self._judged(completed(estimate, exact))
+            exact = judged(completed(estimate, exact), self.rtol, self.atol)
 
             def moving():
                 return GaussianWeights(as_moving(found.weights(), weights.log_det), form.x)
@@ -180,13 +179,4 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         estimate, weights = super().exact(operator)
-        return self._judged(estimate), weights
-
-    def _judged(self, estimate: Estimate) -> Estimate:
-        """The estimate with the status of this density, which the loop did not know yet."""
-        (value, error, *_), (std_err, *_) = estimate.value, estimate.std_err
-        tolerance = self.rtol.astype(value.dtype) * jnp.abs(value) + self.atol.astype(value.dtype)
-        met = FACTOR * std_err + error <= tolerance
-        ended = (estimate.status == SUCCESSFUL) | (estimate.status == NOT_CONVERGED)
-        status = jnp.where(met, SUCCESSFUL, NOT_CONVERGED)
-        return dataclasses.replace(estimate, status=jnp.where(ended, status, estimate.status))
+        return judged(estimate, self.rtol, self.atol), weights

@@ -47,7 +47,7 @@ from .._estimators.solution import Solution, restructure
 from .._functions.funm import truncation_error, truncations
 from .._functions.quadrature_error import solve_pair, with_quadrature_error
 from .._linalg.lanczos import quadrature
-from .._operators.block_operator import BlockOperator, as_operator, unflatten
+from .._operators.block_operator import BlockOperator, unflatten
 from .._sketch.leave_one_out import matmul
 from .._sketch.low_rank import LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
@@ -304,7 +304,7 @@ def inverse_diagonal(
     """
     arguments = preconditioner, fallback, throw
     solution = _inverse(inverse_diagonal_p, key, operator, k, *arguments)
-    structure = as_operator(operator).in_structure()
+    structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))
 
 

@@ -462,6 +462,18 @@ def completed(estimate: Estimate, exact: Estimate) -> Estimate:
     return dataclasses.replace(exact, num_matvecs=spent, columns=read)
 
 
+def judged(estimate: Estimate, rtol: Real[Array, ""], atol: Real[Array, ""]) -> Estimate:
+    """The estimate of a run that has ended, with the status that its errors and the tolerance give
+    it: rounding may exceed a tolerance that all else meets.
+    """
+    (value, error, *_), (std_err, *_) = estimate.value, estimate.std_err
+    tolerance = rtol.astype(value.dtype) * jnp.abs(value) + atol.astype(value.dtype)
+    met = FACTOR * std_err + error <= tolerance
+    ended = (estimate.status == SUCCESSFUL) | (estimate.status == NOT_CONVERGED)
+    status = jnp.where(met, SUCCESSFUL, NOT_CONVERGED)
+    return dataclasses.replace(estimate, status=jnp.where(ended, status, estimate.status))
+
+
 def check_most(max_k: int, n: int, name: str) -> None:
     """Raise a `ValueError` unless the largest budget has room for a run."""
     if max_k < min(n, LEAST):
@@ -511,7 +523,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
 
         def complete():
             found = exact_logdet(operator)
-            exact = self._judged(completed(estimate, found.estimate))
+            exact = judged(completed(estimate, found.estimate), self.rtol, self.atol)
             return exact, if_wanted(lambda: as_moving(found.weights(), weights))
 
         return if_any(state.status == NOT_CONVERGED, complete, (estimate, weights))
@@ -519,11 +531,4 @@ class ToleranceLogdetEstimator(AbstractEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
-        return self._judged(exact.estimate), if_wanted(exact.weights)
-
-    def _judged(self, exact: Estimate) -> Estimate:
-        """The exact estimate, whose status says if its rounding error exceeds the tolerance."""
-        value, error = exact.value
-        tolerance = LogdetAim(self.rtol, self.atol).tolerance(value, ()).astype(error.dtype)
-        missed = (exact.status == SUCCESSFUL) & (error > tolerance)
-        return dataclasses.replace(exact, status=jnp.where(missed, NOT_CONVERGED, exact.status))
+        return judged(exact.estimate, self.rtol, self.atol), if_wanted(exact.weights)

@@ -33,6 +33,7 @@ from jax import lax
 from jaxtyping import Array, Inexact
 
 from .._core.control_flow import of_size
+from .._linalg.lanczos import joined
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
@@ -138,13 +139,9 @@ def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
     rank, p, q = run.numbers
     captured, krylov, outside = vectors_of(run)
     n = outside.shape[0]
-    # The block of the core for Lanczos' vectors: entries of two probes are 0.
-    place = jnp.arange(krylov.shape[1])
-    probe, step = place % p, place // p
     count = jnp.asarray(p, beta.dtype)
     of_probe = run.bounds.core.at[:, 0, 0].add(-beta) * (n / count)
-    inner = of_probe[probe[:, None], step[:, None], step]
-    inner = jnp.where((probe[:, None] == probe) & (place < p * q), inner, 0)
+    inner = joined(of_probe, p, q, krylov.shape[1])
     of_captured = jnp.diag(beta / (factors.eigenvalues + factors.mu))
     of_outside = jnp.diag(jnp.where(run.in_use, beta / count, 0))
 
