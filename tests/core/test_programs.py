@@ -21,7 +21,7 @@ from traceax._core import primitive, programs
 from traceax._operators.block_operator import BlockOperator
 from traceax._operators.width import batch_width, in_batches
 
-from ..helpers import register_tags
+from ..helpers import register_tags, variant
 from .test_closures import ESTIMATOR, KEY, traces_of
 
 N = 6
@@ -296,7 +296,7 @@ CALLS = {
     ("holder", "call"),
     [
         *((holder, "trace") for holder in ("closure", "jit in a scan", "as it is", "global")),
-        *(("jit", call) for call in CALLS),
+        *(("jit", call) if call == "gradient" else variant("jit", call) for call in CALLS),
         ("as it is", "gradient"),
         ("global", "tolerance"),
     ],

@@ -191,7 +191,7 @@ def log_dets(matrix):
     return np.array([np.linalg.slogdet(matrix + s * np.eye(N))[1] for s in SHIFTS])
 
 
-@pytest.mark.parametrize("k", [12, K, N])
+@pytest.mark.parametrize("k", [variant(12), K, variant(N)])
 def test_shifts_share_the_products(k):
     matrix = matrix_of(DECAYING - 0.01)
     operator = by_products(matrix, PSD)
@@ -203,6 +203,7 @@ def test_shifts_share_the_products(k):
     assert np.all(np.diff(solution.value) > 0)
 
 
+@pytest.mark.slow
 def test_one_shift_is_the_shifted_function():
     operator = by_products(matrix_of(DECAYING), PSD)
     one = tr.spectral_sum(jr.key(0), jnp.log, operator, K, shifts=0.5)
@@ -224,7 +225,7 @@ def test_log_determinants_with_shifts_are_this_sum(k):
     assert tr.logdet(jr.key(0), operator, k, shifts=-0.5).result == tr.RESULTS.outside_domain
 
 
-@pytest.mark.parametrize("k", [K, N])
+@pytest.mark.parametrize("k", [pytest.param(K, marks=pytest.mark.slow), N])
 def test_derivatives_by_shifts_and_operator(k):
     """By the shifts the derivative is that of the returned value."""
     matrix = matrix_of(DECAYING)
@@ -254,7 +255,7 @@ def test_complex_shifts_are_refused():
 
 
 @pytest.mark.parametrize("k", [LEAST, variant(37), variant(60), variant(N - 1)])
-@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), np.complex128])
+@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), variant(np.complex128)])
 def test_exact_where_the_space_is_invariant(k, dtype):
     """Zero, a multiple of the identity, a matrix of rank 3."""
     for eigenvalues in (
@@ -273,7 +274,7 @@ def test_exact_where_the_space_is_invariant(k, dtype):
         assert solution.result == tr.RESULTS.successful
 
 
-@pytest.mark.parametrize("unit", [2.0**-80, 2.0**80])
+@pytest.mark.parametrize("unit", [2.0**-80, variant(2.0**80)])
 def test_the_size_of_f_does_not_matter(unit):
     """Squares of such values under- and overflow in float32: the choice is the same without them.
     (A unit that is a power of two changes no digit.)

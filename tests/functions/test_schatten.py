@@ -109,6 +109,7 @@ def test_transformations():
         np.testing.assert_allclose(slope, each / scale, rtol=1e-5)  # a norm is homogeneous
 
 
+@pytest.mark.slow
 def test_only_the_value_has_a_derivative():
     def errors(t):
         found = solve(jr.key(0), t * general(), 48, 3)

@@ -57,6 +57,7 @@ def test_all_products_are_left_for_probes():
     assert solution.result == tr.RESULTS.successful
 
 
+@pytest.mark.slow
 def test_bars_cover():
     """40 keys, two standard errors: fewer than 32 hits have a probability below 1e-3 if 95 % are
     expected.
@@ -127,6 +128,7 @@ def stored(matrix):
     )
 
 
+@pytest.mark.slow
 def test_the_exact_value_where_it_is_cheaper():
     operator = covariance(THETA)
     least = -(-N // 6)

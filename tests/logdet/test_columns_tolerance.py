@@ -77,6 +77,7 @@ def test_up_to_1000_rows_are_exact_at_once(smooth):
     assert solution.std_err == 0
 
 
+@pytest.mark.slow
 def test_without_the_exact_value(rough):
     """The best estimate, with a bar that covers."""
     solution = tr.logdet(jr.key(0), shifted(rough, S), atol=ATOL, max_k=200, fallback=None)

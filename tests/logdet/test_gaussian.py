@@ -171,6 +171,7 @@ def test_bad_input():
 # --- the error of a derivative -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rank"), [(np.float64, 8), variant(np.complex128, 8), variant(np.complex128, 24)]
 )

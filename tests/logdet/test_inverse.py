@@ -97,7 +97,7 @@ def test_the_identity_on_the_same_vectors(dtype, hidden):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("hidden", [True, variant(False)])
 def test_exact_with_n_products_or_with_entries(dtype, hidden):
     """With n products, and from n/6 of them on where the entries are known."""
     matrix = decaying(dtype)
@@ -118,6 +118,7 @@ def test_exact_with_n_products_or_with_entries(dtype, hidden):
         assert int(solution.num_matvecs) == (N if hidden else 0)
 
 
+@pytest.mark.slow
 def test_the_power_network_within_one_percent_from_200_products():
     """diag A^-1 of a sparse matrix whose small eigenvalues no Krylov space of 200 dimensions has
     met: the entries are known, and the exact value takes no more operations.
@@ -213,7 +214,7 @@ def _value(name, key, matrix, tangent, t, k, *, fallback=None):
 
 @pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
 @pytest.mark.parametrize("name", [variant("trace"), "diagonal"])
-@pytest.mark.parametrize("k", [N, K])
+@pytest.mark.parametrize("k", [N, pytest.param(K, marks=pytest.mark.slow)])
 def test_two_derivatives(name, dtype, k):
     """Exact: those of a dense inverse. From probes: omega and P are fixed, and x is a solution.
     (K is low rank to rounding, so that x has converged.)
@@ -302,7 +303,7 @@ def test_pytrees_and_intervals(k):
 
 
 @pytest.mark.parametrize("k", [24, N])
-@pytest.mark.parametrize("fn", [tr.inverse_trace, tr.inverse_diagonal])
+@pytest.mark.parametrize("fn", [tr.inverse_trace, variant(tr.inverse_diagonal)])
 def test_no_silent_nan(fn, k):
     indefinite = matrix_of(np.linspace(-1, 2, N))
     solution = fn(jr.key(0), shifted(indefinite, 0.0), k)
@@ -316,7 +317,7 @@ def test_no_silent_nan(fn, k):
 
 
 @pytest.mark.parametrize("unit", [2.0**-100, 2.0**100])
-@pytest.mark.parametrize("fn", [tr.inverse_trace, tr.inverse_diagonal])
+@pytest.mark.parametrize("fn", [variant(tr.inverse_trace), tr.inverse_diagonal])
 def test_extreme_scales(fn, unit):
     """In float32, where squares over- and underflow. (A unit that is a power of two changes no
     digit.)

@@ -198,7 +198,7 @@ EXACT = {  # the matrix for theta = 2, and its derivative
 }
 
 
-@pytest.mark.parametrize("make", EXACT)
+@pytest.mark.parametrize("make", [rank_five_and_diagonal, variant(multiple), variant(rank_one)])
 def test_exact(make):
     """Also its derivative, except that of the last: a diagonal has no low rank."""
 
@@ -386,6 +386,7 @@ def second(theta, matrix, direction):
     return first.astype(matrix.dtype) * matrix + other.astype(matrix.dtype) * direction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
 def test_second_derivatives(dtype):
     """Unbiased, symmetric, and the same in every mode, against dense derivatives."""
@@ -512,7 +513,7 @@ def test_pytrees_functions_and_closures():
 
 @pytest.mark.parametrize(
     ("preconditioner", "budgets"),
-    [(None, (40,)), (NystromPreconditioner(), (3, 40)), (RPCholeskyPreconditioner(), (40,))],
+    [(None, (40,)), (NystromPreconditioner(), (3, 40)), variant(RPCholeskyPreconditioner(), (40,))],
 )
 def test_every_preconditioner(preconditioner, budgets):
     """Dense matrices, where s is to be found out; tiny budgets."""

@@ -155,6 +155,7 @@ def test_exact_as_the_last_resort():
     np.testing.assert_allclose(slope, np.sum(1 / (values + 0.1)), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_derivatives(matrix):
     """In forward and reverse mode, to second order, by a rule that holds for early and late ends:
     the weights of a value are G, E[G] = A^{-1}, and with the exact value they are A^{-1}.

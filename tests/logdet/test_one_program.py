@@ -17,7 +17,7 @@ from traceax._linalg.lanczos import lanczos, padded_lanczos, quadrature
 from traceax._logdet.log_quadrature import log_quadrature
 from traceax._sketch.low_rank import nystrom_of
 
-from ..helpers import with_spectrum
+from ..helpers import variant, with_spectrum
 
 N, SHAPES = 30, ((5, 4), (3, 7), (1, 11))
 
@@ -33,7 +33,7 @@ def _promotion():
         yield
 
 
-@pytest.fixture(params=[np.float64, np.complex128])
+@pytest.fixture(params=[variant(np.float64), np.complex128])
 def matrix(request):
     return definite(request.param)
 

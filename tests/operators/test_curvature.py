@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 import traceax as tr
 from traceax import curvature
 
-from ..helpers import keys
+from ..helpers import keys, variant
 
 # A classifier with everything that parameters may hold: floats of several shapes, integers, a
 # function, None.
@@ -564,6 +564,7 @@ def test_training_run():
     assert np.max(truths) > 1.5 * np.min(truths)
 
 
+@pytest.mark.slow
 def test_memory_of_ten_million_parameters():
     """Hutchinson with 200 probes: no more than 12 vectors above what the gradient takes."""
     sizes = (1000, 2000, 2000, 1600, 1000)
@@ -855,7 +856,7 @@ def _opaque_bwd(x, g):
 opaque.defvjp(lambda x: (opaque(x), x), _opaque_bwd)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("dtype", [np.float64, variant(np.float32)])
 def test_gradients_without_a_derivative(dtype):
     """Differences of gradients are good to eps^(2/3), and say so."""
     x = jnp.linspace(-1, 2, 12).astype(dtype)

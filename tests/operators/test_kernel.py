@@ -12,7 +12,7 @@ import traceax as tr
 from traceax._operators.known_parts import has_entries, stored_diagonal, stored_matrix
 from traceax.extend import columns
 
-from ..helpers import PSD, by_products
+from ..helpers import PSD, by_products, variant
 from .test_stored import STORED
 
 N = 23
@@ -69,7 +69,7 @@ def test_products_and_entries(batched, block_size):
 
 
 @pytest.mark.parametrize("make", [kernel, closing], ids=["module", "closure"])
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [variant(False), True])
 def test_derivatives(make, batched):
     """With respect to parameters and points; forward, reverse, and both."""
 

@@ -103,6 +103,7 @@ class Page(HTMLParser):
 LINK = ("link", "href")
 
 
+@pytest.mark.slow
 @needs_site
 def test_site_has_no_tex_and_needs_no_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -202,7 +202,7 @@ RUNS = {
 
 # Programs with callbacks are kept by no cache. The other runs have the keys of these: the same
 # blocks, of other estimators.
-QUICK = ("hutchinson", "hutchinson leaves", "diagonal of batches", "hutch++", "adaptive", "logdet")
+QUICK = ("hutchinson", "hutchinson leaves", "diagonal of batches", "hutch++", "adaptive")
 
 
 @pytest.mark.parametrize("run", [run if run in QUICK else variant(run) for run in RUNS])

@@ -58,12 +58,12 @@ ESTIMATES = {
 # Real where a complex program would take seconds more to compile: the sketch is that of the others.
 REPORTED = [
     ("xnystrace", np.complex128),
-    ("auto", np.complex128),
+    variant("auto", np.complex128),  # which is XNysTrace
     ("xnysdiag", np.complex128),
     ("tolerance", np.complex128),
     ("logdet", np.float64),
     ("logdet columns", np.float64),
-    ("logdet nystrom", np.complex128),
+    variant("logdet nystrom", np.complex128),  # the sketch of "auto"
     variant("logdet small", np.complex128),  # another budget
     variant("density", np.complex128),  # whose log-determinant it is
 ]

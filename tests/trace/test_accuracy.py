@@ -201,10 +201,10 @@ def test_the_smallest_sizes(name, n, k):
         variant("hutchinson", 49, "flat"),
         variant("xtrace", 48, "poly"),
         ("xtrace", 49, "flat"),
-        ("xtrace-plain", 48, "poly"),
+        variant("xtrace-plain", 48, "poly"),
         variant("xtrace-plain", 49, "flat"),
         ("xnystrace", 48, "poly"),
-        ("xnystrace", 49, "flat"),
+        variant("xnystrace", 49, "flat"),
     ],
 )
 def test_budget_just_below_n(name, k, spectrum):

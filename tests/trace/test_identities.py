@@ -63,7 +63,7 @@ SEMIDEFINITE = {"real": semidefinite(np.float64), "complex": semidefinite(np.com
 # Resphered and not (as told to, and as the probes demand it) in every field: the rest are variants.
 QUICK = {
     np.dtype(np.float64): ("normal", "rademacher"),
-    np.dtype(np.complex128): ("sphere", "normal-plain", "real-sphere"),
+    np.dtype(np.complex128): ("sphere", "normal-plain"),
 }
 
 
@@ -170,7 +170,7 @@ XNYSTRACE = (
 
 
 @pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("rank", [1, variant(4)])
 def test_a_shift_of_xnystrace(rank, dtype):
     """A few large eigenvalues over a flat tail: a part of the tail is taken off, of -A as well."""
     tail = 0.1 + 0.01 * np.linspace(0, 1, N) ** 2
@@ -187,12 +187,12 @@ def test_a_shift_of_xnystrace(rank, dtype):
 @pytest.mark.parametrize(
     ("estimator", "sample", "m", "k", "name"),
     [
-        (*XTRACE, 2, 4, "real"),
+        variant(*XTRACE, 2, 4, "real"),
         variant(*XTRACE, 2, 4, "complex"),
         variant(*XTRACE, 8, 17, "real"),
         (*XTRACE, 8, 17, "complex"),
         variant(*XNYSTRACE, 2, 2, "real"),
-        (*XNYSTRACE, 2, 2, "complex"),
+        variant(*XNYSTRACE, 2, 2, "complex"),
         (*XNYSTRACE, 17, 17, "real"),
         variant(*XNYSTRACE, 17, 17, "complex"),
     ],
