@@ -596,7 +596,7 @@ def test_raw_and_typed_keys_give_the_same_numbers(name):
 
 
 @pytest.mark.parametrize(
-    ("impl", "name"), [("rbg", "hutchinson-batched"), ("unsafe_rbg", "xtrace")]
+    ("impl", "name"), [("rbg", "hutchinson-batched"), variant("unsafe_rbg", "xtrace")]
 )
 def test_other_key_implementations(impl, name):
     truth = float(jnp.trace(dense(PARAMS)))

@@ -31,7 +31,7 @@ EVERY = [tr.HutchinsonEstimator(), tr.AdaptiveHutchPlusPlusEstimator(), *SKETCHI
     ("estimator", "completed"),
     [
         (tr.HutchinsonEstimator(), False),
-        (tr.XNysTraceEstimator(), True),
+        variant(tr.XNysTraceEstimator(), True),
         *(variant(e, False) for e in EVERY[1:]),
         *(variant(e, True) for e in EVERY[:-1]),
     ],

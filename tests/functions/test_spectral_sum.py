@@ -109,7 +109,7 @@ def test_the_recurrence_is_lanczos(dtype):
         np.testing.assert_allclose(weights[i].sum(), 1, rtol=30 * eps)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64)])
 def test_an_exhausted_space_ends_the_recurrence(dtype):
     rng = np.random.default_rng(0)
     u = random_unitary(rng, N)[:, :3]
@@ -240,7 +240,7 @@ def test_exact_with_as_many_products_as_rows(name):
     assert int(solution.num_matvecs) == N
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+@pytest.mark.parametrize("dtype", [variant(np.float32), np.complex128])
 def test_exhausted_spaces_are_integrated_exactly(dtype):
     """log det(2 I) to rounding; for I plus rank one the form of every probe to rounding."""
     u = random_unitary(np.random.default_rng(0), N, dtype)[:, :1]
@@ -381,6 +381,7 @@ def test_the_quadrature_error_covers_the_truncation(function, q):
         assert np.median(errors) > 0.3 * np.median(solutions.std_err)
 
 
+@pytest.mark.slow
 def test_log_determinant_of_low_rank_plus_diagonal():
     rng = np.random.default_rng(0)
     n, rank = 300, 8
@@ -602,6 +603,7 @@ def test_a_second_call_is_not_compiled_again():
     assert second.value > first.value
 
 
+@pytest.mark.slow
 def test_half_precision_and_leaves():
     """Products in bfloat16, everything else in float32; a PyTree of leaves is one vector."""
     diagonal = {"a": jnp.linspace(0.5, 1, 10), "b": jnp.linspace(1, 2, 20).reshape(4, 5)}

@@ -140,6 +140,7 @@ def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
     np.testing.assert_allclose(floor, 1, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_floor_is_a_lower_bound():
     """No eigenvalue of P^{-1} A is below it."""
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), np.arange(1.0, N + 1) ** -1))
@@ -513,7 +514,11 @@ def test_pytrees_functions_and_closures():
 
 @pytest.mark.parametrize(
     ("preconditioner", "budgets"),
-    [(None, (40,)), (NystromPreconditioner(), (3, 40)), variant(RPCholeskyPreconditioner(), (40,))],
+    [
+        (None, (40,)),
+        variant(NystromPreconditioner(), (3, 40)),
+        variant(RPCholeskyPreconditioner(), (40,)),
+    ],
 )
 def test_every_preconditioner(preconditioner, budgets):
     """Dense matrices, where s is to be found out; tiny budgets."""
@@ -572,6 +577,7 @@ def test_indefinite_and_nonfinite(k):
     assert solve(matrix.at[0, 0].set(jnp.nan)).result == RESULTS.nonfinite_operator
 
 
+@pytest.mark.slow
 def test_single_precision():
     """Within the stated error, or a result that says that the precision does not suffice."""
     kernel = np.asarray(rbf(distances(200, 2), 0.2))

@@ -546,7 +546,7 @@ def test_auto_reads_off_stored_structure(name, k):
 @pytest.mark.parametrize(
     ("matrix", "tag", "cost"),
     [
-        (np.diag(_diagonal), lx.diagonal_tag, 1),
+        variant(np.diag(_diagonal), lx.diagonal_tag, 1),
         (BANDED, lx.tridiagonal_tag, 3),
         (np.diag(_diagonal) * (1 + 2j), lx.diagonal_tag, 1),
     ],

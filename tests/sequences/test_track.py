@@ -237,6 +237,7 @@ def test_only_the_value_and_only_the_present_carry_derivatives():
     np.testing.assert_allclose(jnp.sum(gradients[0][0] * matrices[0]), value, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_jacobian_operator_and_its_derivative():
     """The linearised operator loses no derivative: d/dtheta of the trace of a Hessian."""
     matrix = drifting(1)[0]
@@ -365,6 +366,7 @@ def test_pytrees_and_other_samplers():
             assert abs(solution.value - jnp.trace(matrix)) < 5 * solution.std_err
 
 
+@pytest.mark.slow
 def test_random_keys_weak_scalars_and_files(tmp_path):
     """Every leaf of the state is an array of numbers, whatever the leaves of the operator are."""
     matrix = drifting(1, np.float32)[0]

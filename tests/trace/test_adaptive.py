@@ -177,7 +177,7 @@ def test_a_budget_is_spent_with_the_split_of_least_variance():
 # ------------------------------------------------------------------------ where a run ends
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [variant(np.float32), np.float64])
 def test_low_rank_and_zero_and_nan_end_at_once(dtype):
     basis = random_unitary(np.random.default_rng(2), N)[:, :5]
     low_rank = ((basis * np.arange(1.0, 6)) @ basis.T).astype(dtype)
