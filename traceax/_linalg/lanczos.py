@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 from .._core.control_flow import of_size
 from .._core.estimate import scale_of, status_of
 from .._core.precision import einsum, matmul
-from .factorisations import eigh
+from .factorisations import eigh, one_by_one
 
 
 class Lanczos(NamedTuple):
@@ -224,13 +224,15 @@ def padded_lanczos(
         def cut(size):
             part, mine = basis[:size], own[:, :size]
             newest = step_of[:size] == j
-            rest, along = w, jnp.zeros((most,), w.real.dtype)
-            for _ in range(2):
+
+            def again(_, state):
+                rest, along = state
                 coefficients = einsum("pn,rn->pr", rest, jnp.conj(part))
                 coefficients = jnp.where(mine, coefficients, 0)
-                rest = rest - matmul(coefficients, part)
-                along = along + jnp.sum(jnp.where(newest, coefficients.real, 0), axis=1)
-            return rest, along
+                more = jnp.sum(jnp.where(newest, coefficients.real, 0), axis=1)
+                return rest - matmul(coefficients, part), along + more
+
+            return lax.fori_loop(0, 2, again, (w, jnp.zeros((most,), w.real.dtype)))
 
         return of_size(sizes, (j + 1) * count, cut)
 
@@ -296,15 +298,18 @@ def quadrature(
     t = jnp.where(row + 1 == column, off[:, :, None], t)
     t = jnp.where(row == column + 1, off[:, None, :], t)
 
-    def eigenvectors(size):
-        nodes, vectors = jax.vmap(eigh)(t[:, :size, :size])
-        more = (0, q - size)
-        nodes = jnp.pad(nodes, ((0, 0), more), constant_values=4)
-        return nodes, jnp.pad(vectors, ((0, 0), more, more))
+    @one_by_one
+    def eigenvectors(t, steps):
+        def cut(size):
+            nodes, vectors = eigh(t[:size, :size])
+            more = (0, q - size)
+            return jnp.pad(nodes, more, constant_values=4), jnp.pad(vectors, (more, more))
 
-    steps = q if krylov.steps is None else krylov.steps
+        return of_size(sizes, steps, cut)
+
     sizes = [size for size in sizes if q > 32 and 2 * size <= q] + [q]
-    nodes, vectors = of_size(sizes, steps, eigenvectors)
+    steps = jnp.asarray(q if krylov.steps is None else krylov.steps)
+    nodes, vectors = jax.vmap(eigenvectors, (0, None))(t, steps)
     inside = nodes < 3.5
     vectors = jnp.where(inside[:, None, :], vectors, 0)
     nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale
