@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.control_flow import of_size
+from .._core.control_flow import apart, of_size
 from .._core.estimate import scale_of, status_of
 from .._core.precision import einsum, matmul
 from .factorisations import eigh, one_by_one
@@ -224,15 +224,13 @@ def padded_lanczos(
         def cut(size):
             part, mine = basis[:size], own[:, :size]
             newest = step_of[:size] == j
-
-            def again(_, state):
-                rest, along = state
+            rest, along = w, jnp.zeros((most,), w.real.dtype)
+            for _ in range(2):
                 coefficients = einsum("pn,rn->pr", rest, jnp.conj(part))
                 coefficients = jnp.where(mine, coefficients, 0)
-                more = jnp.sum(jnp.where(newest, coefficients.real, 0), axis=1)
-                return rest - matmul(coefficients, part), along + more
-
-            return lax.fori_loop(0, 2, again, (w, jnp.zeros((most,), w.real.dtype)))
+                rest = rest - matmul(coefficients, part)
+                along = along + jnp.sum(jnp.where(newest, coefficients.real, 0), axis=1)
+            return rest, along
 
         return of_size(sizes, (j + 1) * count, cut)
 
@@ -307,7 +305,7 @@ def quadrature(
 
         return of_size(sizes, steps, cut)
 
-    sizes = [size for size in sizes if q > 32 and 2 * size <= q] + [q]
+    sizes = apart([*sizes, q]) if q > 32 else [q]
     steps = jnp.asarray(q if krylov.steps is None else krylov.steps)
     nodes, vectors = jax.vmap(eigenvectors, (0, None))(t, steps)
     inside = nodes < 3.5
