@@ -323,9 +323,10 @@ def preconditioned_quadrature(
     fewer = tuple(longer(each, block.n) for each in plans) if twice else plans
     if fewer == plans:
         return outcome(*_quadrature(block, built, probes, plans, which))
-    first, second, last = _for_both(block, built, probes, plans + fewer, which)
+    first, (krylov, bounds), last = _for_both(block, built, probes, plans + fewer, which)
     used = jnp.arange(most) < numbers(plans + fewer, last).probes
-    of_derivative = outcome(*second, jnp.where(used, probes, 0), plans + fewer, last)
+    probes = jnp.where(used, probes, 0)
+    of_derivative = outcome(krylov, bounds, probes, plans + fewer, last)
     return outcome(*first)._replace(of_derivative=of_derivative)
 
 
