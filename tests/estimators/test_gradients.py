@@ -378,7 +378,7 @@ def test_weights_are_traced_only_for_a_derivative(monkeypatch):
         monkeypatch.setattr(module, name, lambda *args: made.append(name) or original(*args))
 
     watched(xtrace, "xtrace_weights")
-    watched(estimator, "for_derivative")
+    watched(estimator, "weights_of")
     watched(log_quadrature, "derivative_core")
     watched(funm, "divided_differences")
     b, c, _ = family()
@@ -395,7 +395,7 @@ def test_weights_are_traced_only_for_a_derivative(monkeypatch):
         return tr.spectral_sum(jr.key(0), jnp.exp, operator, K).value
 
     of_function_of_matrix = {"divided_differences"}
-    of_logarithm = {"derivative_core", "for_derivative", *of_function_of_matrix}
+    of_logarithm = {"derivative_core", "weights_of", *of_function_of_matrix}
     names = ({"xtrace_weights"}, of_logarithm, of_function_of_matrix)
     for fn, expected in zip((of_trace, of_logdet, of_function), names, strict=True):
         jax.jit(fn).lower(THETA)

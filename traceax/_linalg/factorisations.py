@@ -54,7 +54,7 @@ def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
     return looped
 
 
-def _one_by_one(
+def one_by_one(
     fn: Callable[..., Any], elsewhere: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """On CPUs `fn` in a loop over lanes; on other platforms `elsewhere` (by default `fn`)."""
@@ -281,7 +281,7 @@ def panel_qr(rows: Inexact[Array, "b n"]) -> tuple[Inexact[Array, "b n"], Inexac
     return y, r
 
 
-@_one_by_one
+@one_by_one
 def complete_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array, Array]:
     """The reduced QR factorisation of a block by Householder's method, and an orthonormal basis of
     the orthogonal complement of its columns.
@@ -291,7 +291,7 @@ def complete_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array, Array]:
     return q[:, :m], r[:m], q[:, m:]
 
 
-@_one_by_one
+@one_by_one
 def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """The upper triangular factor C of H = C^H C; NaN if H is not positive definite."""
     return jnp.linalg.cholesky(h, upper=True)
@@ -356,7 +356,7 @@ def cholesky_inverse(
     return jnp.concatenate(full)
 
 
-@_one_by_one
+@one_by_one
 def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
     """Eigenvalues and eigenvectors of a matrix that is Hermitian to the last bit. NaN and inf in it
     are replaced by 0: they must not get to LAPACK.
@@ -366,7 +366,7 @@ def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m
     return values, vectors
 
 
-@_one_by_one
+@one_by_one
 def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
     """U, sigma and V^H of a square matrix, in which NaN and inf are replaced by 0."""
     u, sigma, v_h = jnp.linalg.svd(jnp.where(jnp.isfinite(a), a, 0))

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.control_flow import of_size
+from .._core.control_flow import apart, of_size
 from .._core.estimate import scale_of, status_of
 from .._core.precision import einsum, matmul
-from .factorisations import eigh
+from .factorisations import eigh, one_by_one
 
 
 class Lanczos(NamedTuple):
@@ -296,15 +296,18 @@ def quadrature(
     t = jnp.where(row + 1 == column, off[:, :, None], t)
     t = jnp.where(row == column + 1, off[:, None, :], t)
 
-    def eigenvectors(size):
-        nodes, vectors = jax.vmap(eigh)(t[:, :size, :size])
-        more = (0, q - size)
-        nodes = jnp.pad(nodes, ((0, 0), more), constant_values=4)
-        return nodes, jnp.pad(vectors, ((0, 0), more, more))
+    @one_by_one
+    def eigenvectors(t, steps):
+        def cut(size):
+            nodes, vectors = eigh(t[:size, :size])
+            more = (0, q - size)
+            return jnp.pad(nodes, more, constant_values=4), jnp.pad(vectors, (more, more))
 
-    steps = q if krylov.steps is None else krylov.steps
-    sizes = [size for size in sizes if q > 32 and 2 * size <= q] + [q]
-    nodes, vectors = of_size(sizes, steps, eigenvectors)
+        return of_size(sizes, steps, cut)
+
+    sizes = apart([*sizes, q]) if q > 32 else [q]
+    steps = jnp.asarray(q if krylov.steps is None else krylov.steps)
+    nodes, vectors = jax.vmap(eigenvectors, (0, None))(t, steps)
     inside = nodes < 3.5
     vectors = jnp.where(inside[:, None, :], vectors, 0)
     nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale

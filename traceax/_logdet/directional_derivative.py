@@ -32,7 +32,7 @@ from .._linalg.lanczos import quadrature
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
-from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative, policy_of
+from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
 from .estimator import estimate_from, exact_logdet
 from .fallback import budget_or_all, check_fallback
 from .preconditioners import AbstractPreconditioner
@@ -129,17 +129,13 @@ class DerivativeEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-
-        def derivative(run):
-            weights = weights_of(run)
-            images = BlockOperator(self.direction).mm(weights.vectors)
-            inner = matmul(adjoint(weights.vectors), images)
-            value = jnp.sum(jnp.conj(weights.core) * inner).real
-            return value, _std_err(run, weights, images)
-
         with weights_wanted(True):  # the value is computed from them
             run = self.policy.apply(key, operator, k)
-            value, std_err = for_derivative(run, derivative)
+        weights = weights_of(run.for_derivative)
+        images = BlockOperator(self.direction).mm(weights.vectors)
+        inner = matmul(adjoint(weights.vectors), images)
+        value = jnp.sum(jnp.conj(weights.core) * inner).real
+        std_err = _std_err(run.for_derivative, weights, images)
         status = jnp.maximum(estimate_from(run).status, status_of(value))
         return make_estimate(value, std_err, k, 1, status), _NoDerivative()
 

@@ -29,7 +29,7 @@ from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, stored_diagonal
 from .._sketch.leave_one_out import adjoint, square_norms
 from .._sketch.nystrom import asymmetry_limit
-from .budget_policy import BudgetPolicy, PreconditionedQuadrature, for_derivative
+from .budget_policy import BudgetPolicy, PreconditionedQuadrature
 from .weights import ExactLogdetWeights, weights_of
 
 #: The rounding error of a Cholesky factorisation A = L L^H: log det A is off by at most this many
@@ -169,7 +169,7 @@ class LogdetEstimator(AbstractEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         run = self.policy.apply(key, operator, k)
-        return estimate_of_budget(run), if_wanted(lambda: for_derivative(run, weights_of))
+        return estimate_of_budget(run), if_wanted(lambda: weights_of(run.for_derivative))
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

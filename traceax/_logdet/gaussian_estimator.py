@@ -36,7 +36,7 @@ from .._functions.quadrature_error import fixed_budget_status
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.weights import AbstractWeights
-from .budget_policy import BudgetPolicy, for_derivative
+from .budget_policy import BudgetPolicy
 from .conjugate_gradients import conjugate_gradients
 from .estimator import ExactLogdet, estimate_from, exact_logdet
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -175,4 +175,4 @@ class GaussianEstimator(AbstractGaussianEstimator):
         left = square_norms(factors.inverse_root(residual[:, None]))[0] / run.floor
         spent = log_det.num_matvecs + steps + 1
         estimate = self.density_of_budget(log_det, QuadraticForm(form, left, x), spent)
-        return estimate, if_wanted(lambda: GaussianWeights(for_derivative(run, weights_of), x))
+        return estimate, if_wanted(lambda: GaussianWeights(weights_of(run.for_derivative), x))

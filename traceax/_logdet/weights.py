@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._core.control_flow import of_size
+from .._core.control_flow import apart, of_size
 from .._linalg.lanczos import joined
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
@@ -121,7 +121,7 @@ def vectors_of(
     length = jnp.sqrt(square_norms(residual))
     wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
     residual = residual * (wanted / jnp.where(length > 0, length, 1)).astype(probes.dtype) / root
-    return factors.basis / root, of_size(rows, p * q, cut), residual
+    return factors.basis / root, of_size(apart(rows), p * q, cut), residual
 
 
 def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:

@@ -35,7 +35,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from .._core.control_flow import any_lane, if_any, keep, nothing_like, of_size
+from .._core.control_flow import any_lane, apart, if_any, keep, nothing_like, of_size
 from .._core.estimate import (
     NOT_CONVERGED,
     SUCCESSFUL,
@@ -64,9 +64,9 @@ from .._probes.random import numbered
 from .._sketch.columns import Columns
 from .._sketch.weights import AbstractWeights, InUse
 
-#: The algebra of an estimate is compiled for the largest number of probes, and for others: each is
-#: smaller than the next by this factor at least, and none is less than this number.
-APART, LEAST = 3, 128
+#: The algebra of an estimate is compiled for the largest number of probes, and for others (see
+#: `apart`), none of which is less than this number.
+LEAST = 128
 
 
 def schedule(limit: int, width: int, spent: Sequence[int] = ()) -> tuple[int, ...]:
@@ -277,10 +277,7 @@ class Run:
 
     def _sized(self, level: Any, state: Any, fn: Callable[[Any, Columns], Any]) -> Any:
         """`fn(state, columns)`, on arrays of the smallest size that there is a program for."""
-        sizes = [self.room * self.width]
-        for end in self.parts[-2::-1]:
-            if end >= LEAST and APART * end <= sizes[0]:
-                sizes.insert(0, end)
+        sizes = apart([*self.parts[:-1], self.room * self.width], LEAST)
 
         def cut(size):
             return fn(resized(state, size), self._columns(level, size))
