@@ -75,9 +75,9 @@ class Tracker(eqx.Module):
     new batch: a last batch of another size is no new state, and the noise of the batches does not
     drown the drift. The value is then an average over the batches of recent steps, for the mean
     over batches that are drawn independently, and the standard error is that of the probes, with
-    these batches. (How fast older estimates are forgotten depends on the batch, too, which is a bias:
-    measured as 0.1 of the error with batches of 50 examples whose traces scatter by 8 %, and as 0.3
-    with 10.) What changes slowly beside the batch belongs into the parameters, where `wrt` may
+    these batches. (How fast older estimates are forgotten depends on the batch, too, which is a
+    bias: measured as 0.1 of the error with batches of 50 examples whose traces scatter by 8 %, and
+    as 0.3 with 10.) What changes slowly beside the batch belongs into the parameters, where `wrt` may
     leave it out. Of all other operators the state holds all arrays by default.
 
     The standard error comes from the norms of the products of this step, so that a jump of the
@@ -279,8 +279,8 @@ def _check_state(state: Any, k: int, empty: Callable[[int], TrackState]) -> None
             "The state does not fit this step. Between `init` and `update` neither the method nor "
             "the structure of the operator (its kind, and the shapes, dtypes and Python numbers "
             "inside it) may change: make a new state with `tracker.init(operator, k)`. What "
-            "changes its shape because it is data, such as a last batch, need not be kept: see `keep` "
-            "of traceax.Tracker, or make the operators by `traceax.curvature.of`."
+            "changes its shape because it is data, such as a last batch, need not be kept: see "
+            "`keep` of traceax.Tracker, or make the operators by `traceax.curvature.of`."
         )
 
 
