@@ -77,8 +77,8 @@ class Tracker(eqx.Module):
     over batches that are drawn independently, and the standard error is that of the probes, with
     these batches. (How fast older estimates are forgotten depends on the batch, too, which is a
     bias: measured as 0.1 of the error with batches of 50 examples whose traces scatter by 8 %, and
-    as 0.3 with 10.) What changes slowly beside the batch belongs into the parameters, where `wrt` may
-    leave it out. Of all other operators the state holds all arrays by default.
+    as 0.3 with 10.) What changes slowly beside the batch belongs into the parameters, where `wrt`
+    may leave it out. Of all other operators the state holds all arrays by default.
 
     The standard error comes from the norms of the products of this step, so that a jump of the
     operator shows in it. With sphere probes it is right for Hermitian operators (measured: the true
