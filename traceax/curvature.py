@@ -386,7 +386,7 @@ class Curvature:
         programs = None if traced else self._programs
         return make_curvature(
             inner, outer, split, rest, batches, *self._tags, weights=weights, mode=self._mode,
-            join=join, programs=programs,
+            join=join, programs=programs, sampled=True,
         )  # fmt: skip
 
     def _scalar(self, *args: Any) -> Array:

@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.tree_util as jtu
 import numpy as np
 from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from ._estimators.solution import Solution
+from ._functions.eigenpairs import Eigenpairs
 
 PICTURES = (".png", ".pdf", ".svg")  # the kinds of files that a picture can be written to
 
@@ -56,8 +59,7 @@ def _ends(solutions: Sequence[Solution], level: float) -> tuple[np.ndarray, np.n
     values = np.array([np.real(solution.value) for solution in solutions])
     intervals = np.array([solution.interval(level) for solution in solutions]).T
     reach = np.abs(intervals - values)
-    # An infinite interval is drawn without bars.
-    return values, np.where(np.isfinite(reach), reach, 0), np.isfinite(values)
+    return values, _finite(reach), np.isfinite(values)
 
 
 def _bands(axes: Any, x: Any, value: Any, std_err: Any, quadrature_error: Any, ends: Any) -> None:
@@ -78,8 +80,42 @@ def _curve(axes: Any, x: Any, value: Any, exact: ArrayLike | None) -> None:
         axes.plot(x, exact, color="black", linestyle="--", linewidth=1, label="exact")
 
 
+def _finite(error: Any) -> np.ndarray:
+    """The error, or 0 where it is infinite: it is then drawn without a bar."""
+    return np.where(np.isfinite(error), error, 0)
+
+
+def _mark(axes: Any, ends: tuple[Any, Any], pairs: Eigenpairs) -> tuple[Any, Any]:
+    """Mark eigenvalues on the axis, with their errors. Returns the ends of the axis with them."""
+    values, errors = (np.asarray(x) for x in (_checked_pairs([pairs])[0].values, pairs.errors))
+    reach = _finite(errors)
+    axes.errorbar(
+        values, np.full(values.shape, 0.04), xerr=reach, fmt="|", ms=16, mew=1.5, lw=1.5,
+        capsize=3, color="C3", label="eigenvalues with errors",
+        transform=axes.get_xaxis_transform(),
+    )  # fmt: skip
+    margin = 0.02 * (ends[1] - ends[0])
+    low, high = np.min(values - reach) - margin, np.max(values + reach) + margin
+    return min(ends[0], low), max(ends[1], high)
+
+
+def _checked_pairs(pairs: Sequence[Eigenpairs]) -> Sequence[Eigenpairs]:
+    for each in pairs:
+        if not isinstance(each, Eigenpairs):
+            raise TypeError(
+                f"Expected a `traceax.Eigenpairs`, got {each!r}. Give what `traceax.eigenpairs` "
+                "returns."
+            )
+    return pairs
+
+
 def spectral_density(
-    grid: ArrayLike, solution: Solution, *, exact: ArrayLike | None = None, axes: Any = None
+    grid: ArrayLike,
+    solution: Solution,
+    *,
+    eigenpairs: Eigenpairs | None = None,
+    exact: ArrayLike | None = None,
+    axes: Any = None,
 ) -> Any:
     """Draw a spectral density with its errors.
 
@@ -95,6 +131,8 @@ def spectral_density(
 
     - `grid`: the grid.
     - `solution`: the solution of [`traceax.spectral_density`][] on this grid.
+    - `eigenpairs`: what [`traceax.eigenpairs`][] found for this operator. The eigenvalues are
+        marked at the bottom, with bars as wide as their errors.
     - `exact`: the exact density on the same grid, if it is known.
     - `axes`: the matplotlib axes to draw on, linear or logarithmic; by default those of a new
         figure.
@@ -106,6 +144,7 @@ def spectral_density(
     **Raises:**
 
     - `ImportError`: without matplotlib.
+    - `TypeError`: if `eigenpairs` are none.
     - `ValueError`: if the solution is not that of a spectral density on this grid.
     """
     axes = _axes(axes)
@@ -121,7 +160,10 @@ def spectral_density(
     _bands(axes, grid, value, std_err, quadrature_error, (0, 2 * top))
     _curve(axes, grid, value, exact)
     bottom = None if axes.get_yscale() == "log" else 0
-    axes.set(xlim=(grid[0], grid[-1]), ylim=(bottom, top), xlabel="eigenvalue", ylabel="density")
+    ends = grid[0], grid[-1]
+    if eigenpairs is not None:
+        ends = _mark(axes, ends, eigenpairs)
+    axes.set(xlim=ends, ylim=(bottom, top), xlabel="eigenvalue", ylabel="density")
     axes.legend(frameon=False)
     return axes
 
@@ -176,6 +218,151 @@ def shifts(
     if x[0] > 0:
         axes.set_xscale("log")
     axes.set(xlabel="shift", ylabel="estimate")
+    axes.legend(frameon=False)
+    return axes
+
+
+def _over_steps(steps: ArrayLike, found: list[Any], *fields: str) -> tuple[np.ndarray, list[Any]]:
+    """The steps, and these fields with an axis for them in front: of a single object that has it
+    (from a scan), or of one object for each step.
+    """
+    x = np.asarray(steps)
+    trees = [[getattr(each, name) for name in fields] for each in found]
+    stacked = trees[0] if len(trees) == 1 else jtu.tree_map(lambda *each: np.stack(each), *trees)
+    stacked = jtu.tree_map(np.asarray, stacked)
+    shapes = [leaf.shape for leaf in jtu.tree_leaves(stacked)]
+    if x.ndim != 1 or any(shape[:1] != x.shape for shape in shapes):
+        raise ValueError(
+            f"Expected one entry for each of these steps of shape {x.shape}, got {len(found)} "
+            f"solution(s) with arrays of shapes {shapes}. Give a list with a solution for each "
+            "step, or a single solution with an axis for them in front, as `jax.lax.scan` makes it."
+        )
+    return x, stacked
+
+
+def traces(
+    steps: ArrayLike,
+    solutions: Solution | Sequence[Solution],
+    *,
+    exact: PyTree | None = None,
+    axes: Any = None,
+) -> Any:
+    """Draw traces through training, one curve for each layer, with bands of two standard errors.
+
+    !!! Example
+
+        ```python
+        found = [tr.block_traces(key, curvature(params, batch), k=20) for key, params in looks]
+        axes = tr.plot.traces(steps, found)
+        axes.figure.savefig("layers.png")
+        ```
+
+    **Arguments:**
+
+    - `steps`: the steps of training, one-dimensional.
+    - `solutions`: what [`traceax.block_traces`][] or [`traceax.trace`][] returned at each of these
+        steps, or a single solution with an axis for the steps in front, as `jax.lax.scan` makes it.
+    - `exact`: the exact traces, if they are known: a PyTree like the value of the single solution.
+    - `axes`: the matplotlib axes to draw on, linear or logarithmic; by default those of a new
+        figure.
+
+    **Returns:**
+
+    The axes; their figure is `axes.figure`.
+
+    **Raises:**
+
+    - `ImportError`: without matplotlib.
+    - `TypeError`, `ValueError`: for anything but solutions with one number a layer at each step.
+    """
+    found = [solutions] if isinstance(solutions, Solution) else list(solutions)
+    if not found or not all(isinstance(each, Solution) for each in found):
+        raise TypeError(
+            f"Expected solutions of `traceax.block_traces` or `traceax.trace`, got {solutions!r}."
+        )
+    axes = _axes(axes)
+    x, (values, std_errs) = _over_steps(steps, found, "value", "std_err")
+    curves = jtu.tree_leaves_with_path(values)
+    if any(value.ndim != 1 for _, value in curves):
+        raise ValueError(
+            f"Expected one number a layer at each step, got shapes {[v.shape for _, v in curves]}. "
+            "Give solutions of `traceax.block_traces`, or of `traceax.trace`."
+        )
+    truths = [None] * len(curves) if exact is None else jtu.tree_leaves(exact)
+    errors = jtu.tree_leaves(std_errs)
+    for i, ((path, value), error) in enumerate(zip(curves, errors, strict=True)):
+        name, color = jtu.keystr(path, simple=True, separator="/") or "trace", f"C{i % 10}"
+        value, reach = np.real(value), 2 * _finite(error)
+        axes.fill_between(
+            x, value - reach, value + reach, color=color, alpha=0.25, linewidth=0
+        )  # fmt: skip
+        axes.plot(x, value, color=color, label=name)
+        if truths[i] is not None:
+            label = "exact" if i == 0 else None
+            axes.plot(x, truths[i], color="black", linestyle="--", linewidth=1, label=label)
+    axes.set(xlabel="step", ylabel="trace, with two standard errors", xlim=(x[0], x[-1]))
+    axes.legend(frameon=False, ncols=1 + len(curves) // 6)
+    return axes
+
+
+def sharpness(
+    steps: ArrayLike,
+    pairs: Eigenpairs | Sequence[Eigenpairs],
+    learning_rate: ArrayLike,
+    *,
+    exact: ArrayLike | None = None,
+    axes: Any = None,
+) -> Any:
+    """Draw the largest eigenvalue of the Hessian through training against 2 / learning rate, above
+    which gradient descent is not stable.
+
+    !!! Example
+
+        ```python
+        pairs = [tr.eigenpairs(key, curvature(params, batch), k=20) for key, params in looks]
+        axes = tr.plot.sharpness(steps, pairs, learning_rate=0.1)
+        axes.figure.savefig("sharpness.png")
+        ```
+
+    The value is the largest Ritz value; the eigenvalue lies in the band above, which is as high as
+    the error (but for a probability of 1 %).
+
+    **Arguments:**
+
+    - `steps`: the steps of training, one-dimensional.
+    - `pairs`: what [`traceax.eigenpairs`][] returned at each of these steps, or a single one with
+        an axis for the steps in front, as `jax.lax.scan` makes it.
+    - `learning_rate`: a number, or one for each step. The threshold is drawn where it is positive.
+    - `exact`: the exact eigenvalues, if they are known.
+    - `axes`: the matplotlib axes to draw on, linear or logarithmic; by default those of a new
+        figure.
+
+    **Returns:**
+
+    The axes; their figure is `axes.figure`.
+
+    **Raises:**
+
+    - `ImportError`: without matplotlib.
+    - `TypeError`, `ValueError`: for anything but eigenpairs at each step.
+    """
+    found = _checked_pairs([pairs] if isinstance(pairs, Eigenpairs) else list(pairs))
+    if not found:
+        raise ValueError(f"There is nothing to draw in {pairs!r}: give one for each step.")
+    axes = _axes(axes)
+    x, (values, errors) = _over_steps(steps, list(found), "values", "errors")
+    largest = np.argmax(values, axis=-1)[..., None]
+    value, error = (np.take_along_axis(v, largest, axis=-1)[..., 0] for v in (values, errors))
+    rate = np.broadcast_to(np.asarray(learning_rate, float), x.shape)
+    threshold = np.where(rate > 0, 2 / np.where(rate > 0, rate, 1), np.nan)
+    axes.fill_between(
+        x, value, value + _finite(error), color="C0", alpha=0.3, linewidth=0, label="its error"
+    )
+    axes.plot(x, value, "o-", ms=3, lw=1.5, color="C0", label="sharpness")
+    if exact is not None:
+        axes.plot(x, exact, color="black", linestyle="--", linewidth=1, label="exact")
+    axes.plot(x, threshold, color="C3", linestyle="--", linewidth=1.5, label="2 / learning rate")
+    axes.set(xlabel="step", ylabel="largest eigenvalue", xlim=(x[0], x[-1]))
     axes.legend(frameon=False)
     return axes
 

@@ -7,6 +7,7 @@ devices of one of 2 processes. (How many there are is for the environment to say
 import contextlib
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -114,6 +115,18 @@ def gathers(text):
     return [[int(x) for x in shape.split(",") if x] for shape in shapes]
 
 
+def sent(text):
+    """The names of the collectives of a program, and how many numbers all of them return."""
+    names = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    found = re.findall(rf"= (.*?) {names}(?:-start)?\(", text)
+    sizes = [
+        math.prod(int(x) for x in shape.split(",") if x)
+        for shapes, _ in found
+        for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)
+    ]
+    return {"names": sorted({name for _, name in found}), "numbers": sum(sizes)}
+
+
 def estimate(make, name, gradient=False):
     def value(arrays):
         solution = tr.trace(jax.random.key(0), make(arrays), K, ESTIMATORS[name])
@@ -164,6 +177,43 @@ def product_error(matrix, block, mesh, spec):
     return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
 
 
+def data_parallel(mesh):
+    """Curvature of a batch that is cut by examples, with the same parameters on all devices: its
+    estimates beside its products and quadratic forms alone.
+    """
+    rng = np.random.default_rng(3)
+    params = {"w": rng.standard_normal((6, 5)) / 2, "v": rng.standard_normal((5, 3)) / 2}
+    batch = rng.standard_normal((64, 6)), rng.standard_normal((64, 3))
+    vectors = jax.tree.map(lambda x: rng.standard_normal((K, *x.shape)), params)
+
+    def put(tree, spec):
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch[0] @ params["w"]) @ params["v"] - batch[1]) ** 2)
+
+    def of(name):
+        def solve(params, batch, vectors):
+            operator = tr.curvature.hessian(loss, params, batch)
+            if name in ESTIMATORS:
+                solution = tr.trace(jax.random.key(0), operator, K, ESTIMATORS[name])
+                return solution.value, solution.std_err
+            return jax.vmap(getattr(operator, name))(vectors)
+
+        return jax.jit(solve)
+
+    report = {}
+    for name in ("mv", "quadratic_form", "hutchinson", "hutch++", "xtrace"):
+        program = of(name).lower(put(params, P()), put(batch, P("d")), put(vectors, P())).compile()
+        found = program(put(params, P()), put(batch, P("d")), put(vectors, P()))
+        pairs = zip(
+            jax.tree.leaves(found), jax.tree.leaves(of(name)(params, batch, vectors)), strict=True
+        )
+        errors = [float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs]
+        report[name] = {"error": max(errors), **sent(program.as_text())}
+    return report
+
+
 def virtual():
     auto, explicit = AxisType.Auto, AxisType.Explicit
     mesh = jax.make_mesh((8,), ("d",), axis_types=(auto,))
@@ -178,6 +228,7 @@ def virtual():
     report["ring"] = compare(ring(mesh), DENSE, P("d", None), mesh, "xtrace", other=dense)
     report["tree"] = compare(coupled_leaves, TREE, TREE_SPECS, mesh, "hutchinson", gradient=True)
     report["tree-xtrace"] = compare(coupled_leaves, TREE, TREE_SPECS, mesh, "xtrace")
+    report["data"] = data_parallel(mesh)
 
     rng = np.random.default_rng(1)
     tall = rng.standard_normal((300, 9))

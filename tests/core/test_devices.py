@@ -105,6 +105,21 @@ def test_leaves_cut_along_any_axis(report):
 
 
 @pytest.mark.slow
+def test_batches_cut_by_examples(report):
+    """One number, and nothing is sent but what the products (Hutchinson: the quadratic forms) send
+    themselves: their sums over the devices.
+    """
+    found = report["data"]
+    for name, alone in (("hutchinson", "quadratic_form"), ("hutch++", "mv"), ("xtrace", "mv")):
+        assert found[name]["error"] < 1e-11
+        assert found[name]["names"] == found[alone]["names"] == ["all-reduce"]
+        assert found[name]["numbers"] == found[alone]["numbers"], name
+    # Both summands of the second leaf are summed over the devices for themselves.
+    assert found["mv"]["numbers"] == K * (6 * 5 + 2 * 5 * 3)
+    assert found["quadratic_form"]["numbers"] == K
+
+
+@pytest.mark.slow
 def test_a_model_as_one_vector(report):
     """As the documentation does it: nothing but ten columns of triangular factors is gathered."""
     assert report["page"] == [[1, 80, 10]]

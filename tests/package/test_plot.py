@@ -1,7 +1,10 @@
 """Pictures: what is drawn where."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -82,6 +85,79 @@ def test_a_curve_over_shifts():
     assert axes.get_xscale() == "linear"
 
 
+def pairs_of(values, errors):
+    values = jnp.asarray(values)
+    vectors, count = jnp.zeros((*values.shape, 3)), jnp.asarray(5)
+    bounds = jnp.zeros((*values.shape[:-1], 2))
+    return tr.Eigenpairs(
+        values, jnp.asarray(errors), values, bounds, vectors, count, tr.RESULTS.successful
+    )
+
+
+def test_a_density_with_extreme_eigenvalues():
+    """Also one that lies off the grid, and one of which nothing is known."""
+    grid = np.linspace(0, 1, 5)
+    solution = solution_of(np.ones(5), 0.1 * np.ones(5), np.zeros(5))
+    pairs = pairs_of([-0.5, 0.9, 0.2], [0.25, 0.01, np.inf])
+    axes = tr.plot.spectral_density(grid, solution, eigenpairs=pairs)
+    marks, _, (bars,) = axes.containers[0]
+    np.testing.assert_allclose(marks.get_xdata(), [-0.5, 0.9, 0.2])
+    ends = [segment[:, 0] for segment in bars.get_segments()]
+    np.testing.assert_allclose(ends, [[-0.75, -0.25], [0.89, 0.91], [0.2, 0.2]], rtol=1e-6)
+    assert axes.get_xlim() == pytest.approx((-0.77, 1))
+    assert axes.get_ylim() == pytest.approx((0, 1.15 * 1.2))  # as without them
+    assert "eigenvalues with errors" in words(axes)
+    axes.figure.canvas.draw()
+
+
+def test_traces_by_layer():
+    """A list of solutions, and one with an axis for the steps in front, are the same."""
+    steps = np.array([0, 10, 20])
+    values = {"a": np.array([1.0, 2, 3]), "b": {"w": np.array([5.0, 4, 6])}}
+    errors = {"a": np.array([0.1, 0.2, np.inf]), "b": {"w": np.array([0.3, 0.2, 0.1])}}
+    each = [
+        dataclasses.replace(solution_of(0.0, 0.0), value=value, std_err=error)
+        for value, error in (
+            jtu.tree_map(lambda x, i=i: jnp.asarray(x[i]), (values, errors)) for i in range(3)
+        )
+    ]
+    single = dataclasses.replace(solution_of(0.0, 0.0), value=values, std_err=errors)
+    for found in (each, single):
+        axes = tr.plot.traces(steps, found, exact=jtu.tree_map(lambda x: x + 1, values))
+        a, exact_a, b, exact_b = (line.get_ydata() for line in axes.get_lines())
+        np.testing.assert_allclose(a, values["a"], rtol=1e-6)
+        np.testing.assert_allclose(b, values["b"]["w"], rtol=1e-6)
+        np.testing.assert_allclose((exact_a, exact_b), (a + 1, b + 1), rtol=1e-6)
+        assert words(axes) == ["a", "exact", "b/w"]
+        corners = [
+            {tuple(corner) for corner in np.round(band.get_paths()[0].vertices, 5)}
+            for band in axes.collections
+        ]
+        assert {(0, 0.8), (0, 1.2), (10, 1.6), (10, 2.4), (20, 3)} <= corners[0]
+        assert {(0, 4.4), (0, 5.6), (20, 5.8), (20, 6.2)} <= corners[1]
+    whole = tr.plot.traces(steps, solution_of(np.ones(3), np.ones(3)))
+    assert words(whole) == ["trace"]
+
+
+def test_sharpness():
+    """The largest eigenvalue, wherever it stands, its error, and the threshold of each step."""
+    steps, rate = np.array([0, 1, 2]), np.array([0.0, 0.5, 0.1])
+    values = np.array([[-1.0, 3], [-2, 5], [-3, 4]])
+    errors = np.array([[9.0, 0.5], [9, 0.25], [9, np.inf]])
+    each = [pairs_of(*pair) for pair in zip(values, errors, strict=True)]
+    for pairs in (each, pairs_of(values, errors)):
+        axes = tr.plot.sharpness(steps, pairs, rate, exact=values[:, 1] + 1)
+        found, exact, threshold = (line.get_ydata() for line in axes.get_lines())
+        np.testing.assert_allclose(found, [3, 5, 4])
+        np.testing.assert_allclose(exact, [4, 6, 5])
+        np.testing.assert_allclose(threshold, [np.nan, 4, 20])
+        corners = {tuple(x) for x in np.round(axes.collections[0].get_paths()[0].vertices, 5)}
+        assert {(0, 3.5), (1, 5.25), (2, 4), (0, 3), (1, 5)} <= corners
+    assert words(axes) == ["its error", "sharpness", "exact", "2 / learning rate"]
+    line = tr.plot.sharpness(steps, each, 0.2).get_lines()[-1]
+    np.testing.assert_allclose(line.get_ydata(), 10)
+
+
 def test_convergence():
     """Of real solutions, two estimators on the same axes, at a level."""
     operator = by_products(MATRIX, PSD)
@@ -132,3 +208,16 @@ def test_what_cannot_be_drawn():
         tr.plot.convergence([vector])
     with pytest.raises(ValueError, match=r"the solution of `traceax\.spectral_density`"):
         tr.plot.spectral_density(np.ones(3), vector)
+    density = solution_of(np.ones(3), np.ones(3), np.ones(3))
+    with pytest.raises(TypeError, match=r"Expected a `traceax\.Eigenpairs`"):
+        tr.plot.spectral_density(np.arange(3), density, eigenpairs=vector)
+    with pytest.raises(TypeError, match=r"solutions of `traceax\.block_traces`"):
+        tr.plot.traces(np.ones(1), [3])
+    with pytest.raises(ValueError, match=r"one entry for each of these steps of shape \(2,\)"):
+        tr.plot.traces(np.arange(2), [solution_of(1.0, 1.0)] * 3)
+    with pytest.raises(ValueError, match=r"one number a layer at each step"):
+        tr.plot.traces(np.arange(2), [vector, vector])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        tr.plot.sharpness(np.arange(2), [], 0.1)
+    with pytest.raises(TypeError, match=r"Expected a `traceax\.Eigenpairs`"):
+        tr.plot.sharpness(np.arange(2), [vector, vector], 0.1)

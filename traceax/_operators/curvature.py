@@ -41,13 +41,18 @@ def _structure(tree: Any) -> Any:
 class CurvatureOperator(lx.AbstractLinearOperator):
     """A curvature matrix, averaged over batches. The functions of `traceax.curvature` make it."""
 
-    product: Callable[..., Any]  # (params, (index, batch), vector) -> A vector, closure-converted
+    # (params, (index, batch), vector, (constant, args)) -> A vector, closure-converted
+    product: Callable[..., Any]
     form: Callable[..., Any] | None  # the same for the number v^T A v; None: `product` gives it
     params: PyTree[Inexact[Array, "..."]]
-    batches: PyTree[Array]  # None: the data are inside `product`
+    constant: PyTree[Array]  # the arrays among the parameters that do not move
+    args: PyTree[Array]
+    batches: PyTree[Array]  # None: the data are in `args`, or inside `product`
     tags: frozenset[object] = eqx.field(static=True)
     weights: Array | None = None  # of the batches; None: all the same
     precision: float | None = eqx.field(default=None, static=True)  # of a product, if not exact
+    # Whether `args` and `batches` are a sample, in whose place another one would do.
+    sampled: bool = eqx.field(default=False, static=True)
 
     def mv(self, vector: PyTree[Inexact[Array, "..."]]) -> PyTree[Inexact[Array, "..."]]:
         """The product with a vector.
@@ -80,15 +85,16 @@ class CurvatureOperator(lx.AbstractLinearOperator):
             return jnp.asarray(sum(jtu.tree_leaves(dots)))
 
     def _mean(self, fn: Callable[..., Any], vector: Any) -> Any:
-        """The mean over batches of `fn(params, (index, batch), vector)`."""
+        """The mean over batches of `fn(params, (index, batch), vector, (constant, args))`."""
+        arrays = (self.constant, self.args)
         if self.batches is None:
-            return fn(self.params, (jnp.asarray(0), None), vector)
+            return fn(self.params, (jnp.asarray(0), None), vector, arrays)
         count = jtu.tree_leaves(self.batches)[0].shape[0]
 
         # Reverse mode evaluates a batch again, rather than keeping the activations of all batches.
         @jax.checkpoint
         def one_batch(indexed):
-            return fn(self.params, indexed, vector)
+            return fn(self.params, indexed, vector, arrays)
 
         def add(total, each):
             indexed, weight = each
@@ -257,17 +263,6 @@ def check_arrays(what: str, outputs: Any) -> Any:
     return outputs
 
 
-@final
-class _Bound(eqx.Module):
-    """A program with its last argument: the arrays that do not move."""
-
-    program: Callable[..., Any]
-    arrays: Any
-
-    def __call__(self, params: Any, indexed: Any, vector: Any) -> Any:
-        return self.program(params, indexed, vector, self.arrays)
-
-
 #: How second derivatives are taken. See `traceax.curvature.hessian`.
 MODES = ("forward", "reverse", "finite-difference")
 
@@ -366,6 +361,7 @@ def make_curvature(
     mode: str = "forward",
     join: Callable[[Any, Any], Any] = eqx.combine,
     programs: dict[Any, Any] | None = None,
+    sampled: bool = False,
 ) -> CurvatureOperator:
     """The operator v -> J^T H_L J v, where J is the Jacobian of `inner(index, params, *data)` with
     respect to the parameters, and H_L the Hessian of `outer(outputs, constant, *data)` with respect
@@ -381,6 +377,7 @@ def make_curvature(
     - `weights`: a weight for each batch, or None.
     - `mode`: see `traceax.curvature.hessian`.
     - `join`: makes parameters of those that move and the others.
+    - `sampled`: whether `args` and `batches` are a sample, in whose place another one would do.
     - `programs`: traced programs of the same functions, by the structure of all arguments. Without
         them the functions are traced.
 
@@ -415,13 +412,16 @@ def make_curvature(
             programs[identity] = found
     product, number = found
     return CurvatureOperator(
-        _Bound(product, arrays),
-        None if number is None else _Bound(number, arrays),
+        product,
+        number,
         moving,
+        arrays[0],
+        arrays[1],
         batches,
         frozenset((lx.symmetric_tag, *tags)),
         weights,
         _precision(jtu.tree_leaves(moving)) if mode == "finite-difference" else None,
+        sampled,
     )
 
 

@@ -42,7 +42,6 @@ from typing import Any, NamedTuple, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
@@ -75,15 +74,16 @@ class TrackState(eqx.Module):
 
     - `step`: the number of steps so far whose products were finite.
     - `method`: the method of the next step: 0 for the recycled subspace, 1 for DeltaShift.
-    - `sketch`: the sketch $A_{j-1} Q_{j-1}$.
-    - `previous`: the arrays inside the previous operator (random keys as raw data).
+    - `sketch`: the sketch $A_{j-1} Q_{j-1}$. After a step with a smaller budget its last columns
+        are those of an earlier step.
+    - `previous`: the arrays that are kept of the previous operator (random keys as raw data).
     - `values`: the estimate from each half of the probes.
     - `design`: the standard error of the mean of the two, for each half as computed from the
         probes of the other half.
     - `std_errs`: the standard error of each half, as computed from its own probes.
     - `levels`: smoothed sizes: of the operator off the subspace, of the operator, and of its drift.
-    - `k`: the budget of a step (static).
-    - `numbers`: the Python numbers inside the operator (static).
+    - `k`: the largest budget of a step (static).
+    - `numbers`: the Python numbers that are kept of the operator (static).
     """
 
     step: Int[Array, ""]
@@ -145,27 +145,6 @@ class StepOutcome(NamedTuple):
     status: Array
 
 
-def _is_key(leaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def arrays_of(operator: lx.AbstractLinearOperator) -> tuple[Array, ...]:
-    """The arrays inside an operator, with random keys as raw data."""
-    leaves = [x for x in jtu.tree_leaves(operator) if isinstance(x, jax.Array)]
-    return tuple(jr.key_data(x) if _is_key(x) else x for x in leaves)
-
-
-def _with_arrays(operator: lx.AbstractLinearOperator, arrays: tuple[Array, ...]):
-    """The operator with these arrays in place of its own; everything else stays."""
-    leaves, treedef = jtu.tree_flatten(operator)
-    remaining = iter(arrays)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array):
-            new = next(remaining)
-            leaves[i] = jr.wrap_key_data(new, impl=jr.key_impl(leaf)) if _is_key(leaf) else new
-    return jtu.tree_unflatten(treedef, leaves)
-
-
 def divide(a: Array, b: Array) -> Array:
     """`a / b`, or 0 where b is not positive."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, jnp.ones_like(b)), jnp.zeros_like(a))
@@ -223,6 +202,7 @@ def follow(
     state: TrackState,
     key: Array,
     operator: lx.AbstractLinearOperator,
+    previous: lx.AbstractLinearOperator,
 ) -> StepOutcome:
     """Take one step.
 
@@ -237,6 +217,7 @@ def follow(
     - `state`: the state after the previous step, without derivatives.
     - `key`: the random key.
     - `operator`: the operator of this step.
+    - `previous`: the operator of the previous step.
 
     **Returns:**
 
@@ -255,7 +236,7 @@ def follow(
         """[Q, g] and W = Q^H z, with Q_j = orth(A_{j-1} Q_{j-1})."""
         # Noise of the size of rounding errors completes the basis where the sketch spans fewer than
         # l dimensions: at the first step, and after a zero operator, it spans none.
-        sketch = scaled(state.sketch)
+        sketch = scaled(state.sketch[:, :columns])
         noise = NormalSampler().probes(noise_key, n, columns, block.dtype)
         basis = qr(sketch.numbers + shift_of(sketch.norm, n, block.eps) * noise)[0]
         w = matmul(adjoint(basis), z)
@@ -272,8 +253,7 @@ def follow(
         products = block.mm(directions[:, start:stop])
         old = jnp.zeros((n, 0), block.dtype)
         if plan.shared:
-            previous = BlockOperator(_with_arrays(operator, state.previous)).linearised()
-            old = previous.mm(z[:, : plan.shared])
+            old = BlockOperator(previous).linearised().mm(z[:, : plan.shared])
         return (
             jnp.pad(products, ((0, 0), (start, columns + most - stop))),
             jnp.pad(old, ((0, 0), (0, shared - plan.shared))),
@@ -332,7 +312,10 @@ def follow(
     sizes = unit * jnp.sqrt(jnp.stack([halves.total(spreads) / beta, (m + nn) / 2, d]))
     seen = jnp.asarray([plan.basis > 0, plan.shared > 0, plan.shared > 0])
     levels = jnp.where(seen, _smooth(state.levels, sizes), state.levels)
-    sketch = jnp.where(plan.basis > 0, known[:, :columns], state.sketch)
+    # A step with a smaller budget takes, and renews, the first columns: those of the subspace
+    # iteration that converge to the largest eigenvalues.
+    renewed = state.sketch.at[:, :columns].set(known[:, :columns])
+    sketch = jnp.where(plan.basis > 0, renewed, state.sketch)
     return StepOutcome(
         value, values, design, std_err, std_errs, levels, sketch, status_of(known, old, value)
     )
