@@ -35,14 +35,15 @@ def program(n, k, gradient):
     return jax.jit(fn).lower(structure).compile()
 
 
-def resident_bytes():
-    """The largest resident memory of this process so far.
+def resident_bytes(now=False):
+    """The largest resident memory of this process so far, or (on Linux) what it is `now`.
 
     On Linux not `ru_maxrss`: there a child starts from what its parent had when it started it.
     """
     status = Path("/proc/self/status")
     if status.exists():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+        name = "VmRSS" if now else "VmHWM"
+        return int(re.search(rf"{name}:\s+(\d+) kB", status.read_text())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
 
 

@@ -525,7 +525,7 @@ MESSAGES = [
     (
         ValueError,
         "shape is (3,)",
-        "use `jax.vmap`",
+        "pass `y.T`",
         lambda _: tr.gaussian_log_density(KEY, ONES[:3], POSITIVE, 4),
     ),
     (

@@ -22,7 +22,7 @@ from ..helpers import (
     keys,
     variant,
 )
-from .test_logdet import KERNELS, N, decaying, distances, identity, matern32, shifted
+from .test_logdet import KERNELS, N, decaying, distances, hidden, identity, matern32, shifted
 
 FIXED = NystromPreconditioner(rank=38)
 
@@ -117,6 +117,98 @@ def test_what_the_solve_lacks_is_stated():
             assert abs(solution.value - truth) < allowed
 
 
+SEVERAL = {
+    "budget": {"k": 56, "preconditioner": FIXED},
+    "held": {"k": 56},
+    "exact": {"k": N},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("budget", np.float64),
+        ("held", np.float64),
+        ("exact", np.float64),
+        variant("budget", np.complex128),
+        variant("held", np.complex128),
+        variant("exact", np.complex128),
+    ],
+)
+def test_several_vectors(mode, dtype):
+    """The sum of the log densities of three vectors of very different sizes, one of them 0, and
+    its derivatives; two operators by `vmap` as each by itself.
+    """
+    matrix, options = decaying(N, dtype), dict(SEVERAL[mode])
+    y = jnp.stack([observations(N, dtype), 20 * observations(N, dtype)[::-1]], axis=1)
+    y = jnp.concatenate([y, jnp.zeros((N, 1), dtype)], axis=1)
+    if mode == "held":
+        options["preconditioner"] = FIXED.build(jr.key(1), shifted(matrix, 0.5))
+
+    def value(s, y):
+        solution = gaussian_log_density(jr.key(0), y, shifted(matrix, s), **options)
+        return solution.value, solution
+
+    def exact(s, y):
+        dense = matrix + s.astype(dtype) * jnp.eye(N, dtype=dtype)
+        return sum(cholesky_density(column, dense) for column in y.T)
+
+    both = jax.value_and_grad(value, (0, 1), has_aux=True)
+    shifts = jnp.array([0.5, 0.4])
+    alone = [jax.jit(both)(s, y) for s in shifts]
+    for s, ((found, solution), slopes) in zip(shifts, alone, strict=True):
+        truth, exact_slopes = jax.value_and_grad(exact, (0, 1))(s, y)
+        allowed = 3 * solution.std_err + solution.quadrature_error
+        assert abs(found - truth) < allowed < 1e-3 * abs(found)
+        for slope, expected in zip(slopes, exact_slopes, strict=True):
+            np.testing.assert_allclose(
+                slope, expected, rtol=1e-4, atol=1e-7 * np.abs(expected).max()
+            )
+        x = np.linalg.solve(np.asarray(matrix) + np.asarray(s) * np.eye(N), y)
+        np.testing.assert_allclose(solution.stats["solve"], x, atol=1e-6 * np.abs(x).max())
+        forms = np.sum(np.conj(y) * x, axis=0).real
+        np.testing.assert_allclose(solution.stats["quadratic_form"], forms, rtol=1e-8)
+        assert solution.num_matvecs <= options["k"]
+    lanes = jax.jit(jax.vmap(both, (0, None)))(shifts, y)
+    for i, each in enumerate(alone):
+        np.testing.assert_allclose(lanes[0][0][i], each[0][0], rtol=1e-10)
+        np.testing.assert_allclose(lanes[1][0][i], each[1][0], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relative", [False, variant(True)])
+def test_several_vectors_to_a_tolerance(relative):
+    """Within the tolerance, as well as the products allow, in two ways; too few products are said
+    to be.
+    """
+    n, s = 400, jnp.asarray(0.05)
+    matrix = jnp.asarray(matern32(distances(n, 2), 0.3))
+    dense = np.asarray(matrix) + 0.05 * np.eye(n)
+    draws = np.random.default_rng(3).standard_normal((n, 4))
+    y = jnp.asarray(np.linalg.cholesky(dense) @ draws)
+    truth = sum(cholesky_density(column, jnp.asarray(dense)) for column in y.T)
+
+    @eqx.filter_jit
+    def density(key, y, tolerance, max_k):
+        kind = {"rtol" if relative else "atol": tolerance}
+        return gaussian_log_density(key, y, hidden(matrix, s), max_k=max_k, **kind)
+
+    tolerance = jnp.asarray(0.05 if relative else 12.0)
+    for key in keys(5):
+        solution = density(key, y, tolerance, n - 1)
+        allowed = tolerance * abs(solution.value) if relative else tolerance
+        assert solution.result == RESULTS.successful
+        assert 0 < 2 * solution.std_err + solution.quadrature_error <= allowed
+        assert abs(solution.value - truth) <= allowed
+        assert solution.num_matvecs <= n - 1
+    # More right-hand sides than products: the error says that nothing is known of the solve.
+    many = jnp.tile(y, (1, 30))
+    solution = density(jr.key(0), many, tolerance, 100)
+    assert solution.result == RESULTS.not_converged
+    assert solution.num_matvecs <= 100
+    assert abs(solution.value - 30 * truth) <= 3 * solution.std_err + solution.quadrature_error
+
+
 def test_pytrees_vmap_and_scan():
     """Observations of the operator's structure in a scan: the same numbers as of many vectors."""
     matrix, y = decaying(), observations(N)
@@ -146,6 +238,15 @@ def test_pytrees_vmap_and_scan():
     np.testing.assert_allclose(trees[0], plain[0], rtol=1e-9)
     np.testing.assert_allclose(trees[1]["b"].reshape(2, -1), plain[1][:, 20:], atol=1e-7)
 
+    # Several vectors, with an axis of their own behind those of the leaves.
+    together = {"a": ys[:, :20].T, "b": ys[:, 20:].T.reshape(8, 5, 2)}
+    value, solve = jax.jit(lambda y: density(y, operator))(together)
+    dense = matrix + 0.3 * jnp.eye(N)
+    truth = sum(cholesky_density(y, dense) for y in ys)
+    np.testing.assert_allclose(value, truth, rtol=1e-4)
+    assert jax.tree_util.tree_map(jnp.shape, solve) == {"a": (20, 2), "b": (8, 5, 2)}
+    np.testing.assert_allclose(solve["b"][..., 1], 2 * solve["b"][..., 0], atol=1e-7)
+
 
 def test_bad_input():
     matrix, y = decaying(), observations(N)
@@ -153,6 +254,8 @@ def test_bad_input():
         gaussian_log_density(jr.key(0), y[1:], shifted(matrix, 0.1), 30)
     with pytest.raises(ValueError, match="must look like the operator's input"):
         gaussian_log_density(jr.key(0), {"y": y}, shifted(matrix, 0.1), 30)
+    with pytest.raises(ValueError, match=r"pass `y\.T`"):
+        gaussian_log_density(jr.key(0), jnp.zeros((2, N)), shifted(matrix, 0.1), 30)
     with pytest.raises(ValueError, match="the operator is real"):
         gaussian_log_density(jr.key(0), observations(N, np.complex128), shifted(matrix, 0.1), 30)
     with pytest.raises(ValueError, match="Gaussian log density needs a positive definite"):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._operators.known_parts import has_entries, stored_diagonal, stored_matrix
+from traceax._core.precision import any_promotion
+from traceax._operators.known_parts import contracted, has_entries, stored_diagonal, stored_matrix
 from traceax.extend import columns
 
 from ..helpers import PSD, by_products, variant
@@ -132,6 +133,39 @@ def test_sums_and_scalings_are_read():
     assert solution.num_matvecs == 0
 
 
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_contractions(block_size):
+    """One tile of two, and weights of both: against the entries, with derivatives in everything."""
+    points = {"x": X, "phase": PHASES}
+    rng = np.random.default_rng(3)
+    vectors, core = (rng.standard_normal((m, 3)) + 1j * rng.standard_normal((m, 3)) for m in (N, 3))
+    core = core + core.conj().T
+
+    def of(length, s, points, vectors):
+        def k(a, b):
+            near = jnp.exp(-0.5 * jnp.sum((a["x"] - b["x"]) ** 2) / length**2)
+            return near * jnp.exp(1j * (a["phase"] - b["phase"]))
+
+        K = tr.KernelLinearOperator(k, points, block_size=block_size)
+        other = lx.MatrixLinearOperator(dense(s, points["x"]) + 0j, PSD)
+        return s * K + other / 3.0 + s * lx.IdentityLinearOperator(K.in_structure())
+
+    def ours(*args):
+        return contracted(of(*args), args[-1], jnp.asarray(core))
+
+    def theirs(*args):
+        weights = args[-1] @ core @ args[-1].conj().T
+        return jnp.sum(weights.conj() * of(*args).as_matrix()).real
+
+    args = jnp.asarray(0.7), jnp.asarray(0.4), points, jnp.asarray(vectors)
+    with any_promotion():
+        found, expected = (
+            jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (ours, theirs)
+        )
+    for a, b in zip(*map(jax.tree_util.tree_leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10 * np.abs(b).max())
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_columns_of_every_stored_operator(name):
     make, expected = STORED[name]
@@ -181,8 +215,12 @@ def test_memory_is_that_of_blocks():
     x = np.random.default_rng(0).standard_normal((n, 2))
     v = np.ones((n, 4))
 
-    def of(length, x):
+    def product(length, x):
         return jnp.sum(multiplied(kernel(length, x, 16), v) ** 2)
 
-    compiled = jax.jit(jax.value_and_grad(of, (0, 1))).lower(0.7, x).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < n * n * 8 / 4
+    def contraction(length, x):
+        return contracted(kernel(length, x, 16), v, jnp.eye(4))
+
+    for of in (product, contraction):
+        compiled = jax.jit(jax.value_and_grad(of, (0, 1))).lower(0.7, x).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < n * n * 8 / 4

@@ -77,6 +77,36 @@ def conjugate_gradients(
     return factors.inverse_root_adjoint(x[:, None])[:, 0], solution.stats["num_steps"]
 
 
+def columns_by_conjugate_gradients(
+    block: BlockOperator,
+    factors: LowRankPlusIdentity,
+    rhs: Inexact[Array, "n t"],
+    tolerance: float | Real[Array, ""] | Real[Array, " t"],
+    max_steps: int | Int[Array, ""] | None = None,
+) -> tuple[Inexact[Array, "n t"], Int[Array, ""]]:
+    """`conjugate_gradients` for every column of a block. The columns share the products of a step,
+    and each of them ends by itself.
+
+    **Arguments:** those of `conjugate_gradients`; the tolerance may have one entry for each column.
+
+    **Returns:**
+
+    The solutions, and the number of matvecs for all of them.
+    """
+    if rhs.shape[1] == 1:  # a loop of one lane would take longer to compile
+        x, steps = conjugate_gradients(
+            block, factors, rhs[:, 0], jnp.reshape(tolerance, ()), max_steps
+        )
+        return x[:, None], steps
+
+    def one(column, tolerance):
+        return conjugate_gradients(block, factors, column, tolerance, max_steps)
+
+    tolerances = jnp.broadcast_to(tolerance, rhs.shape[1:])
+    x, steps = jax.vmap(one, (1, 0), (1, 0))(rhs, tolerances)
+    return x, jnp.sum(steps)
+
+
 def definite_solve(
     block: BlockOperator, factors: LowRankPlusIdentity, rhs: Inexact[Array, "n m"]
 ) -> Inexact[Array, "n m"]:
@@ -100,11 +130,8 @@ def definite_solve(
         return _to_real(block.mm(_from_real(x, block.dtype)))
 
     def solve(_, rhs):
-        def one(column):
-            column = _from_real(column, block.dtype)
-            return _to_real(conjugate_gradients(block, factors, column, tolerance)[0])
-
-        return jax.vmap(one, -1, -1)(rhs)
+        rhs = _from_real(rhs, block.dtype)
+        return _to_real(columns_by_conjugate_gradients(block, factors, rhs, tolerance)[0])
 
     solution = lax.custom_linear_solve(product, _to_real(rhs), solve, symmetric=True)
     return _from_real(solution, block.dtype)

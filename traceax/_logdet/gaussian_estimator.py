@@ -3,9 +3,14 @@ estimators of it share, and the estimator for a given budget.
 
     log N(y; 0, A) = -(y^H A^{-1} y + log det A + n log 2 pi) / 2
 
-(for complex, circular distributions twice that, with pi instead of 2 pi). The solve is by conjugate
-gradients with the preconditioner P of the log-determinant (see `budget_policy`), and takes at most
-a fifth of the budget, or 2 products. If it ends at x, with r = y - A x,
+(for complex, circular distributions twice that, with pi instead of 2 pi). For t vectors y, the
+columns of Y, it is the sum of their log densities,
+
+    -(sum_j y_j^H A^{-1} y_j + t (log det A + n log 2 pi)) / 2.
+
+The solve is by conjugate gradients with the preconditioner P of the log-determinant (see
+`budget_policy`). It takes at most the t-th part of t + 4 parts of the budget (a fifth for a single
+y), or 2 products for each y. If it ends at x, with r = y - A x,
 
     y^H A^{-1} y = y^H x + x^H r + r^H A^{-1} r.
 
@@ -37,7 +42,7 @@ from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy
-from .conjugate_gradients import conjugate_gradients
+from .conjugate_gradients import columns_by_conjugate_gradients
 from .estimator import ExactLogdet, estimate_from, exact_logdet
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
@@ -46,21 +51,26 @@ TOLERANCE = 1e-6
 
 
 class QuadraticForm(NamedTuple):
-    """`y^H A^{-1} y`, from a solve."""
+    """`y^H A^{-1} y` for every y, from a solve."""
 
-    value: Real[Array, ""]
-    left: Real[Array, ""]  # a bound of what the value leaves out
-    x: Inexact[Array, " n"]
+    value: Real[Array, " t"]
+    left: Real[Array, " t"]  # a bound of what the value leaves out
+    x: Inexact[Array, "n t"]
 
 
-def log_density(half: float, n: int, log_det: Array, form: Array) -> Real[Array, ""]:
+def inner(x: Inexact[Array, "n t"], y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
+    """The real parts of the numbers `x_j^H y_j`."""
+    return jnp.sum((jnp.conj(x) * y).real, axis=0)
+
+
+def log_density(half: float, n: int, log_det: Array, form: Real[Array, " t"]) -> Real[Array, ""]:
     """The density from its two parts; `half` is 1 over the complex numbers."""
-    return -half * (form + log_det + n * math.log(math.pi / half))
+    return -half * (jnp.sum(form) + form.size * (log_det + n * math.log(math.pi / half)))
 
 
-def solution_budget(k: int) -> int:
-    """The part of a budget for the solve."""
-    return max(2, k // 5)
+def steps_of_solve(k: int, t: int) -> int:
+    """The products for each of t right-hand sides: all take t parts of t + 4 of a budget."""
+    return max(2, k // (t + 4))
 
 
 @final
@@ -68,30 +78,29 @@ class GaussianWeights(AbstractWeights):
     """The weights of the log-determinant, and x."""
 
     log_det: LogdetWeights | ExactLogdetWeights
-    x: Inexact[Array, " n"]
+    x: Inexact[Array, "n t"]
 
     def contract(self, operator):
-        """`<G, A> - x^H A x`. A contraction costs one matvec more than for `log_det`."""
-        product = BlockOperator(operator).mm(self.x[:, None])[:, 0]
-        return self.log_det.contract(operator) - jnp.vdot(self.x, product).real
+        """`t <G, A> - sum_j x_j^H A x_j`. A contraction costs t matvecs more than for `log_det`."""
+        return self.log_det.times_less(self.x.shape[1], self.x).contract(operator)
 
     def moved_with(self, operator, y):
         """The weights as a function of A and y: see above."""
-        residual = y - BlockOperator(operator).mm(self.x[:, None])[:, 0]
-        change = (residual - lax.stop_gradient(residual))[:, None]
-        x = self.x + self.log_det.solve(operator, change)[:, 0]
+        residual = y - BlockOperator(operator).mm(self.x)
+        x = self.x + self.log_det.solve(operator, residual - lax.stop_gradient(residual))
         return GaussianWeights(self.log_det.weights_at(operator), x)
 
 
 class AbstractGaussianEstimator(AbstractEstimator):
-    """The log density at y. The value of the estimate has five parts: the density, which alone has
-    a derivative, the quadrature error, the log-determinant, the quadratic form, and x.
+    """The sum of the log densities at the columns of y. The value of the estimate has five parts:
+    the density, which alone has a derivative, the quadrature error, the log-determinant, the
+    quadratic forms, and x.
 
-    The weights are those of `log det A + y^H A^{-1} y`: `contract` is for A, their `x` for y, and
-    they are functions of both (`moved_with`).
+    The weights are those of `t log det A + sum_j y_j^H A^{-1} y_j`: `contract` is for A, their `x`
+    for y, and they are functions of both (`moved_with`).
     """
 
-    y: AbstractVar[Inexact[Array, " n"]]
+    y: AbstractVar[Inexact[Array, "n t"]]
     weights_depend_on_operator: ClassVar[bool] = True
 
     @property
@@ -106,13 +115,12 @@ class AbstractGaussianEstimator(AbstractEstimator):
         return estimate, if_wanted(lambda: GaussianWeights(exact.weights(), form.x))
 
     def exact_form(self, exact: ExactLogdet) -> QuadraticForm:
-        """The quadratic form from a Cholesky factorisation."""
-        x = exact.solve(self.y[:, None])[:, 0]
-        value = jnp.vdot(self.y, x).real
+        """The quadratic forms from a Cholesky factorisation."""
+        x = exact.solve(self.y)
         # A backward error of the matrix that changes no pivot by more than the rounding changes
-        # the quadratic form by at most this.
-        left = jnp.sum(exact.rounding * jnp.square(jnp.abs(x)))
-        return QuadraticForm(value, left, x)
+        # a quadratic form by at most this.
+        left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
+        return QuadraticForm(inner(self.y, x), left, x)
 
     def density(self, log_det: Estimate, form: QuadraticForm, spent: Any) -> Estimate:
         """The density from its two parts.
@@ -120,17 +128,18 @@ class AbstractGaussianEstimator(AbstractEstimator):
         **Arguments:**
 
         - `log_det`: the log-determinant.
-        - `form`: the quadratic form.
+        - `form`: the quadratic forms.
         - `spent`: the number of matvecs for both.
         """
-        half, n = self._factor, self.y.shape[0]
+        half, (n, t) = self._factor, self.y.shape
         (value, error), (std_err, _) = log_det.value, log_det.std_err
         status = jnp.maximum(log_det.status, status_of(self.y))
         failed = has_no_logarithm(status)
         density = log_density(half, n, value, form.value)
-        parts = (density, half * (form.left + error), value, form.value, form.x)
+        error = half * (jnp.sum(form.left) + t * error)
+        parts = (density, error, value, form.value, form.x)
         parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)
-        errors = (half * std_err, *(jnp.zeros_like(part.real) for part in parts[1:]))
+        errors = (half * t * std_err, *(jnp.zeros_like(part.real) for part in parts[1:]))
         estimate = make_estimate(parts, errors, spent, log_det.dof, status)
         return dataclasses.replace(estimate, columns=log_det.columns)
 
@@ -143,7 +152,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""
-        along = jnp.vdot(weights.x, self.y).real
+        along = jnp.sum(inner(weights.x, self.y))
         return -self._factor * (weights.contract(operator) + 2 * along)
 
     def weights_at(self, weights, operator):
@@ -155,9 +164,13 @@ class AbstractGaussianEstimator(AbstractEstimator):
 class GaussianEstimator(AbstractGaussianEstimator):
     """The log density for a given budget."""
 
-    y: Inexact[Array, " n"]
+    y: Inexact[Array, "n t"]
     policy: BudgetPolicy
-    smallest: ClassVar[int] = 4
+
+    @property
+    def smallest(self):  # pyright: ignore
+        """Two products for the log-determinant, and for each right-hand side."""
+        return 2 * self.y.shape[1] + 2
 
     def check(self, operator):
         """See `AbstractEstimator`."""
@@ -165,14 +178,15 @@ class GaussianEstimator(AbstractGaussianEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        reserved = solution_budget(k)
-        run = self.policy.apply(key, operator, k - reserved)
+        t = self.y.shape[1]
+        most = steps_of_solve(k, t)
+        run = self.policy.apply(key, operator, k - t * most)
         log_det, factors, block = estimate_from(run), run.built.factors, run.block
         tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
-        x, steps = conjugate_gradients(block, factors, self.y, tolerance, reserved - 1)
-        residual = self.y - block.mm(x[:, None])[:, 0]
-        form = jnp.vdot(self.y, x).real + jnp.vdot(x, residual).real
-        left = square_norms(factors.inverse_root(residual[:, None]))[0] / run.floor
-        spent = log_det.num_matvecs + steps + 1
+        x, products = columns_by_conjugate_gradients(block, factors, self.y, tolerance, most - 1)
+        residual = self.y - block.mm(x)
+        form = inner(self.y, x) + inner(x, residual)
+        left = square_norms(factors.inverse_root(residual)) / run.floor
+        spent = log_det.num_matvecs + products + t
         estimate = self.density_of_budget(log_det, QuadraticForm(form, left, x), spent)
         return estimate, if_wanted(lambda: GaussianWeights(weights_of(run.for_derivative), x))

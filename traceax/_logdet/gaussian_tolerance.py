@@ -3,10 +3,10 @@ r"""Log densities that spend what a tolerance needs.
 The loop is that of `tolerance`, with another aim. With c standard errors and the quadrature error
 of the log-determinant, and with what the solve leaves out (see `gaussian_estimator`), it is
 
-    (c std_err + quadrature_error + left) / 2  <=  atol + rtol |density|
+    (t (c std_err + quadrature_error) + left) / 2  <=  atol + rtol |density|
 
-(without the 2 over the complex numbers). Three quarters of the tolerance are for the
-log-determinant, one quarter is for the solve. At the end the solve goes on until its quarter is
+for t vectors y (without the 2 over the complex numbers). Three quarters of the tolerance are for
+the log-determinant, one quarter is for the solve. At the end the solve goes on until its quarter is
 reached, or the budget is spent.
 
 For a relative tolerance, |density| has to be known before. The solve then takes a few steps of
@@ -29,14 +29,15 @@ from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import PreconditionedQuadrature
-from .conjugate_gradients import conjugate_gradients
+from .conjugate_gradients import columns_by_conjugate_gradients
 from .estimator import exact_logdet
 from .gaussian_estimator import (
     AbstractGaussianEstimator,
     GaussianWeights,
     QuadraticForm,
+    inner,
     log_density,
-    solution_budget,
+    steps_of_solve,
 )
 from .preconditioners import check_definite
 from .tolerance import Loop, as_moving, check_most, completed, judged, most_products
@@ -49,22 +50,22 @@ STEPS, SHARE = 16, 0.25
 class _Solve(NamedTuple):
     """The state of a solve."""
 
-    x: Inexact[Array, " n"]
-    residual: Inexact[Array, " n"]  # y - A x
-    left: Real[Array, ""]  # a bound of what the quadratic form leaves out; inf at the start
+    x: Inexact[Array, "n t"]
+    residual: Inexact[Array, "n t"]  # y - A x
+    left: Real[Array, " t"]  # a bound of what the quadratic forms leave out; inf at the start
     floor: Real[Array, ""]  # a lower bound of the eigenvalues of M
     spent: Int[Array, ""]
 
-    def form(self, y: Inexact[Array, " n"]) -> Real[Array, ""]:
-        """The quadratic form."""
-        return (jnp.vdot(y, self.x) + jnp.vdot(self.x, self.residual)).real
+    def form(self, y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
+        """The quadratic forms."""
+        return inner(y, self.x) + inner(self.x, self.residual)
 
 
 class _DensityAim(NamedTuple):
     """The aim of a log density, with the methods of `LogdetAim`."""
 
     block: BlockOperator
-    y: Inexact[Array, " n"]
+    y: Inexact[Array, "n t"]
     half: float
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
@@ -74,7 +75,7 @@ class _DensityAim(NamedTuple):
     def start(self) -> _Solve:
         """The state before the first step: x = 0."""
         real = jnp.finfo(self.y.dtype).dtype
-        unknown = jnp.full((), jnp.inf, real)
+        unknown = jnp.full(self.y.shape[1], jnp.inf, real)
         return _Solve(
             jnp.zeros_like(self.y), self.y, unknown, jnp.ones((), real), jnp.zeros((), jnp.int32)
         )
@@ -89,45 +90,49 @@ class _DensityAim(NamedTuple):
 
     def tolerance(self, value: Array, known: _Solve) -> Real[Array, ""]:
         """See `LogdetAim`."""
-        return (1 - SHARE) * self._whole(value, known)
+        return (1 - SHARE) * self._whole(value, known) / self.y.shape[1]
 
     def advanced(self, known: _Solve, run: PreconditionedQuadrature, estimate: Estimate) -> _Solve:
         """See `LogdetAim`."""
         # An absolute tolerance can do without |density|: then the solve comes at the end alone.
-        steps = jnp.where(self.rtol > 0, jnp.minimum(STEPS, self.reserved - known.spent - 1), 0)
-        return self.go_on(known._replace(floor=run.floor), run.built, estimate.value[0], steps)
+        left = jnp.minimum((STEPS + 1) * self.y.shape[1], self.reserved - known.spent)
+        left = jnp.where(self.rtol > 0, left, 0)
+        return self.go_on(known._replace(floor=run.floor), run.built, estimate.value[0], left)
 
     def go_on(
-        self, solve: _Solve, built: BuiltPreconditioner, log_det: Array, steps: Int[Array, ""]
+        self, solve: _Solve, built: BuiltPreconditioner, log_det: Array, products: Int[Array, ""]
     ) -> _Solve:
-        """Further steps with this preconditioner, until the share of the solve is reached."""
-        factors, floor = built.factors, solve.floor
+        """Further steps with this preconditioner, until the share of the solve is reached, with no
+        more than so many products.
+        """
+        factors, floor, t = built.factors, solve.floor, self.y.shape[1]
+        steps = products // t - 1  # one product of each right-hand side is for its residual
 
         def left_of(residual):
-            return square_norms(factors.inverse_root(residual[:, None]))[0] / floor
+            return square_norms(factors.inverse_root(residual)) / floor
 
         solve = solve._replace(left=left_of(solve.residual))
         goal = SHARE * self._whole(log_det, solve)
         eps = float(jnp.finfo(goal.dtype).eps)
-        ratio = jnp.sqrt(goal / jnp.where(solve.left > 0, solve.left, 1))
+        ratio = jnp.sqrt(goal / t / jnp.where(solve.left > 0, solve.left, 1))
         ratio = jnp.clip(ratio, eps, 1)
 
         def further():
             rhs = solve.residual
-            change, taken = conjugate_gradients(self.block, factors, rhs, ratio, steps)
+            change, taken = columns_by_conjugate_gradients(self.block, factors, rhs, ratio, steps)
             x = solve.x + change
-            residual = self.y - self.block.mm(x[:, None])[:, 0]
-            spent = (solve.spent + taken + 1).astype(jnp.int32)
+            residual = self.y - self.block.mm(x)
+            spent = (solve.spent + taken + t).astype(jnp.int32)
             return _Solve(x, residual, left_of(residual), floor, spent)
 
-        return if_any((solve.left > goal) & (steps > 0), further, solve)
+        return if_any((jnp.sum(solve.left) > goal) & (steps > 0), further, solve)
 
 
 @final
 class ToleranceGaussianEstimator(AbstractGaussianEstimator):
     """The log density to a tolerance."""
 
-    y: Inexact[Array, " n"]
+    y: Inexact[Array, "n t"]
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
     max_k: int = eqx.field(static=True)
@@ -142,13 +147,14 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         most, falls_back_to_exact = most_products(operator, self.max_k)
-        reserved = solution_budget(most)
+        t = self.y.shape[1]
+        reserved = min(t * steps_of_solve(most, t), 4 * most // 5)
         block = BlockOperator(operator).linearised()
         aim = _DensityAim(block, self.y, self._factor, self.rtol, self.atol, reserved)
         loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact, self.progress)
         state = loop.run()
         value, error, std_err = state.sums.means()
-        left = most - state.work - state.known.spent - 1
+        left = most - state.work - state.known.spent
         if falls_back_to_exact:  # and will, without a log-determinant
             left = jnp.where(state.status == SUCCESSFUL, left, 0)
         solve = aim.go_on(state.known, state.built, value, left)

@@ -46,7 +46,7 @@ from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
 from .budget_policy import Plan, PreconditionedQuadrature
 from .estimator import estimate_from, estimate_of_budget, exact_logdet
-from .gaussian_estimator import AbstractGaussianEstimator, QuadraticForm, solution_budget
+from .gaussian_estimator import AbstractGaussianEstimator, QuadraticForm, steps_of_solve
 from .log_quadrature import log_quadrature
 from .own_derivative import gauss, own_derivative, positive_quadrature
 from .preconditioners import check_definite
@@ -87,7 +87,7 @@ class HeldWeights(AbstractWeights):
 
     u: Inexact[Array, "n c"]
     v: Inexact[Array, "n c"]
-    x: Inexact[Array, " n"]
+    x: Inexact[Array, "n t"]
 
     def contract(self, operator):
         """See `AbstractWeights`."""
@@ -147,14 +147,22 @@ class _Held:
             block, self.built, probes, krylov, bounds, status, spent, (plan,), 0, plan.columns
         )
 
-    def weights(self, probes: Array, krylov: Lanczos, fn) -> HeldWeights:
-        """The weights of the mean of Gauss quadrature over probes, and x of the first probe."""
-        n, p = probes.shape
+    def weights(self, probes: Array, krylov: Lanczos, fn, coefficients: Array) -> HeldWeights:
+        """The weights of a sum of Gauss quadratures over probes with real coefficients, and x of
+        every probe.
+        """
+        n = probes.shape[0]
         found = own_derivative(self.mm, probes, krylov, fn)
-        both = jnp.stack([found.basis, found.left / p])
+        both = jnp.stack([found.basis, found.left * coefficients.astype(probes.dtype)])
         both = self.factors.inverse_root_adjoint(both.transpose(2, 0, 1, 3).reshape(n, -1))
         u, v = jnp.split(both, 2, axis=1)
-        return HeldWeights(u, v, self.factors.inverse_root_adjoint(found.start[:, :1])[:, 0])
+        return HeldWeights(u, v, self.factors.inverse_root_adjoint(found.start))
+
+    def log_det_weights(self, run: PreconditionedQuadrature, times: int = 1) -> HeldWeights:
+        """The weights of the log-determinant, so many times."""
+        p = run.probes.shape[1]
+        coefficients = jnp.full(p, times / p, jnp.finfo(run.probes.dtype).dtype)
+        return self.weights(run.probes, run.krylov, jnp.log, coefficients)
 
 
 @final
@@ -174,7 +182,7 @@ class HeldLogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         held = _Held(self.preconditioner, operator)
         run = held.log_det(key, k)
-        weights = if_wanted(lambda: held.weights(run.probes, run.krylov, jnp.log))
+        weights = if_wanted(lambda: held.log_det_weights(run))
         return estimate_of_budget(run), weights
 
     def exact(self, operator):
@@ -187,9 +195,13 @@ class HeldLogdetEstimator(AbstractEstimator):
 class HeldGaussianEstimator(AbstractGaussianEstimator):
     """The log density."""
 
-    y: Inexact[Array, " n"]
+    y: Inexact[Array, "n t"]
     preconditioner: BuiltPreconditioner
-    smallest: ClassVar[int] = 4
+
+    @property
+    def smallest(self):  # pyright: ignore
+        """Two products for the log-determinant, and for each right-hand side."""
+        return 2 * self.y.shape[1] + 2
 
     def check(self, operator):
         """See `AbstractEstimator`."""
@@ -198,40 +210,43 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        held, steps = _Held(self.preconditioner, operator), solution_budget(k)
-        run = held.log_det(key, k - steps)
-        target = held.factors.inverse_root(self.y[:, None])
-        unit = scale_of(target)
+        held, t = _Held(self.preconditioner, operator), self.y.shape[1]
+        steps = steps_of_solve(k, t)
+        run = held.log_det(key, k - t * steps)
+        target = held.factors.inverse_root(self.y)
+        unit = scale_of(target, axis=0)[0]
         target = target / unit.astype(target.dtype)
         krylov = held.lanczos(target, steps)
-        smallest = jnp.minimum(run.bounds.smallest, jnp.min(quadrature(krylov)[0]))
+        # Nodes from a right-hand side that is 0 are no Ritz values.
+        nodes = jnp.where(square_norms(target)[:, None] > 0, quadrature(krylov)[0], jnp.inf)
+        smallest = jnp.minimum(run.bounds.smallest, jnp.min(nodes))
         run = run._replace(bounds=run.bounds._replace(smallest=smallest))
         form = _quadratic_form(held.factors, target, krylov, smallest)
         scaled = unit.astype(target.dtype)
         form = QuadraticForm(unit**2 * form.value, unit**2 * form.left, scaled * form.x)
 
         def weights():
-            log_det = held.weights(run.probes, run.krylov, jnp.log)
-            along = held.weights(target, krylov, jnp.reciprocal)
+            log_det = held.log_det_weights(run, t)
+            along = held.weights(target, krylov, jnp.reciprocal, unit**2)
             u = jnp.concatenate([log_det.u, along.u], axis=1)
-            v = jnp.concatenate([log_det.v, scaled**2 * along.v], axis=1)
+            v = jnp.concatenate([log_det.v, along.v], axis=1)
             return HeldWeights(u, v, scaled * along.x)
 
-        estimate = self.density_of_budget(estimate_from(run), form, run.spent + steps)
+        estimate = self.density_of_budget(estimate_from(run), form, run.spent + t * steps)
         return estimate, if_wanted(weights)
 
 
 def _quadratic_form(
     factors: LowRankPlusIdentity,
-    target: Inexact[Array, "n 1"],
+    target: Inexact[Array, "n t"],
     krylov: Lanczos,
     smallest: Real[Array, ""],
 ) -> QuadraticForm:
-    """b^H M^{-1} b, where `smallest` stands for the smallest eigenvalue of M."""
+    """b^H M^{-1} b for every b, where `smallest` stands for the smallest eigenvalue of M."""
     nodes, _, vectors = positive_quadrature(krylov)
-    length = jnp.sqrt(square_norms(target))[0]
+    length = jnp.sqrt(square_norms(target))[:, None]
     solved = length * einsum("paj,pj->pa", vectors, vectors[:, 0, :] / nodes)
     solution = einsum("qnp,pq->np", krylov.basis, solved.astype(target.dtype))
-    left = jnp.square(krylov.beta[-1] * solved[:, -1])[0] / smallest
-    value = gauss(target, krylov, jnp.reciprocal)[0]
-    return QuadraticForm(value, left, factors.inverse_root_adjoint(solution)[:, 0])
+    left = jnp.square(krylov.beta[-1] * solved[:, -1]) / smallest
+    value = gauss(target, krylov, jnp.reciprocal)
+    return QuadraticForm(value, left, factors.inverse_root_adjoint(solution))

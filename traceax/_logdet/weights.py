@@ -35,7 +35,7 @@ from jaxtyping import Array, Inexact
 from .._core.control_flow import apart, of_size
 from .._linalg.lanczos import joined
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import matrix_of
+from .._operators.known_parts import contracted, matrix_of
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.low_rank import LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
@@ -45,7 +45,9 @@ from .conjugate_gradients import definite_solve
 
 @final
 class LogdetWeights(AbstractWeights):
-    """`G = V C V^H`. A contraction costs as many matvecs as `V` has columns."""
+    """`G = V C V^H` with Hermitian C. A contraction costs as many matvecs as `V` has columns, or
+    one pass over the entries of a kernel.
+    """
 
     vectors: Inexact[Array, "n c"]
     core: Inexact[Array, "c c"]
@@ -53,8 +55,15 @@ class LogdetWeights(AbstractWeights):
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        images = BlockOperator(operator).mm(self.vectors)
-        return jnp.sum(jnp.conj(self.core) * matmul(adjoint(self.vectors), images)).real
+        return contracted(operator, self.vectors, self.core)
+
+    def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "LogdetWeights":
+        """The weights `t G - X X^H`."""
+        vectors = jnp.concatenate([self.vectors, x], axis=1)
+        more = (0, x.shape[1]), (0, x.shape[1])
+        beyond = jnp.arange(vectors.shape[1]) >= self.vectors.shape[1]
+        core = jnp.pad(t * self.core, more) - jnp.diag(beyond.astype(self.core.dtype))
+        return LogdetWeights(vectors, core, self.factors)
 
     def solve(self, operator, rhs):
         """`A^{-1} rhs`."""
@@ -79,6 +88,10 @@ class ExactLogdetWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         return jnp.sum(jnp.conj(self.inverse) * self._matrix(operator)).real
+
+    def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "ExactLogdetWeights":
+        """The weights `t G - X X^H`."""
+        return ExactLogdetWeights(t * self.inverse - matmul(x, adjoint(x)))
 
     def solve(self, _, rhs):
         """`A^{-1} rhs`."""

@@ -9,7 +9,9 @@ With c blocks, the j-th one has the rows j, j + c, j + 2 c, ...: where the rows 
 devices, each device has the same number of rows of every block.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import equinox as eqx
@@ -19,7 +21,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PyTree
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._core.precision import matmul
 from .._core.programs import NOTHING, holds
@@ -62,6 +64,19 @@ def _of_pairs(kernel: Any, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array,
 
 def _point(x: PyTree[Array], rows: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
     return jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(rows + leaf.shape[1:], leaf.dtype), x)
+
+
+def _cut(rows: PyTree[Array], count: int) -> PyTree[Array]:
+    """So many blocks of rows, see above. The rows that are added to the last ones are the first
+    one: nothing is evaluated at other points.
+    """
+
+    def cut(leaf):
+        more = jnp.broadcast_to(leaf[:1], (-leaf.shape[0] % count, *leaf.shape[1:]))
+        padded = jnp.concatenate([leaf, more]) if more.shape[0] else leaf
+        return jnp.moveaxis(padded.reshape(-1, count, *leaf.shape[1:]), 1, 0)
+
+    return jtu.tree_map(cut, rows)
 
 
 def _inputs(x: PyTree[Any]) -> PyTree[Array]:
@@ -206,16 +221,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         count = -(-n // most)
         if count == 1:
             return jax.checkpoint(fn)(self.x)
-        size = -(-n // count)
-
-        def cut(leaf):
-            # The rows that are added are those of a point: nothing is evaluated elsewhere.
-            more = jnp.broadcast_to(leaf[:1], (size * count - n, *leaf.shape[1:]))
-            padded = jnp.concatenate([leaf, more]) if size * count > n else leaf
-            return jnp.moveaxis(padded.reshape(size, count, *leaf.shape[1:]), 1, 0)
-
-        results = lax.map(jax.checkpoint(fn, prevent_cse=False), jtu.tree_map(cut, self.x))
-        return jnp.moveaxis(results, 0, 1).reshape(size * count, *results.shape[2:])[:n]
+        results = lax.map(jax.checkpoint(fn, prevent_cse=False), _cut(self.x, count))
+        return jnp.moveaxis(results, 0, 1).reshape(-1, *results.shape[2:])[:n]
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         """The product with a vector: `n^2` evaluations.
@@ -243,6 +250,48 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         """
         chosen = jtu.tree_map(lambda leaf: leaf[indices], self.x)
         return self.block(self.x, chosen)
+
+    def contracted(
+        self, vectors: Inexact[Array, "n c"], core: Inexact[Array, "c c"]
+    ) -> Real[Array, ""]:
+        """The number `Re <V C V^H, K>` for a Hermitian C, the sum of the products of entries.
+
+        As both matrices are Hermitian, one of two tiles on either side of the diagonal is enough:
+        half of the evaluations, and half of the other operations, n^2 c in all. Memory for a tile
+        of each matrix, in the derivative as well, and for a second block like V.
+
+        **Arguments:**
+
+        - `vectors`: V.
+        - `core`: C.
+
+        **Returns:**
+
+        A real number.
+        """
+        n = self.in_size()
+        most = math.isqrt((self.block_size or max(1, _BLOCK // n)) * n)
+        count = -(-n // most)
+        both = matmul(vectors, core), vectors
+        if count > 1:
+            # Rows that are 0 do not count, whichever point stands beside them.
+            both = jtu.tree_map(lambda leaf: jnp.pad(leaf, ((0, -n % count), (0, 0))), both)
+        x, left, right = _cut(self.x, count), *_cut(both, count)
+        rows, others = np.triu_indices(count)
+
+        def tile(x, left, y, right):
+            weights = jnp.conj(matmul(left, jnp.conj(right).T))
+            return jnp.sum((weights * self.block(x, y).astype(weights.dtype)).real)
+
+        @partial(jax.checkpoint, prevent_cse=False)
+        def pair(numbers):
+            i, j = numbers
+            x_i, left_i = jtu.tree_map(lambda leaf: leaf[i], (x, left))
+            y_j, right_j = jtu.tree_map(lambda leaf: leaf[j], (x, right))
+            once = tile(x_i, left_i, y_j, right_j)
+            return jnp.where(i == j, once, 2 * once)
+
+        return jnp.sum(lax.map(pair, (jnp.asarray(rows), jnp.asarray(others))))
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
         """The dense matrix: `n^2` evaluations. Its derivative evaluates them again."""

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import scale_of, status_of
-from .._core.precision import any_promotion
+from .._core.precision import any_promotion, matmul
 from .block_operator import BlockOperator, is_tagged, semidefinite_sign
 from .sparse import SparseLinearOperator
 from .width import STORED, batch_size_of, in_batches
@@ -347,6 +347,38 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
     if stored is not None:
         return stored.astype(block.dtype), 0
     return block.mm(jnp.eye(block.n, dtype=block.dtype)), block.n
+
+
+def contracted(
+    operator: lx.AbstractLinearOperator,
+    vectors: Inexact[Array, "n c"],
+    core: Inexact[Array, "c c"],
+) -> Real[Array, ""]:
+    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything: c matvecs, or
+    what the method `contracted` of a part takes, as kernels have it. Parts are contracted one by
+    one.
+
+    **Arguments:**
+
+    - `operator`: the operator A.
+    - `vectors`: V.
+    - `core`: C.
+    """
+
+    def leaf(operator):
+        block = BlockOperator(operator)
+        if callable(getattr(operator, "contracted", None)):
+            return operator.contracted(vectors, core).astype(block.dtype)
+        left = block.leaves(matmul(vectors, core))
+        return jnp.sum(block.forms(left, block.leaves(vectors)))
+
+    return _fold(
+        operator,
+        leaf,
+        add=lambda _, first, second: first + second,
+        times=lambda _, factor, inner: factor * inner,
+        tagged=lambda _, inner: inner,
+    ).real
 
 
 class Scaling(NamedTuple):
