@@ -37,11 +37,13 @@ W, which lies in the first s - 2m steps, as in `funm`.
 block of probes; s - 2m takes out as much as can be. The errors barely depend on t_i itself: the
 bias that this choice causes is below a tenth of the standard error (z < 3 in 300 keys).
 
-*The choice of b and s = k / b.* Two vectors go ahead until 1, 2, ... of their kind could still join
-(`Strands`). Their quadrature after three numbers of steps says at which rate it converges; and
-their nodes, what the variance R = ||f(A)||_F^2 - tr(f(A))^2 / n of a single probe would be. The b
-with the smallest 2 R / b + (what s steps leave out)^2 wins: many probes where quadrature converges,
-and depth where it does not.
+*The choice of b and s.* A probe goes ahead, and takes a twelfth to an eighth of the budget. (It is
+independent of all others, so that this choice causes no bias.) Its quadrature after three numbers of
+steps says at which rate it converges; and its nodes, what the variance 2 R, R = ||f(A)||_F^2 -
+tr(f(A))^2 / n, of a single probe would be. Of three numbers b, with s steps each as the budget
+allows, that with the smallest 2 R / b + (what s steps leave out)^2 wins: many vectors where
+quadrature converges, and depth where it does not. (A vector that joins the space of others late
+spoils it: what is left of it outside of their space is no start of a Krylov space.)
 
 *Measured.* See `docs/functions.md`: at k = 120 the error is a half to a fifth of that of a Krylov
 space and separate probes, with half of the budget for each.
@@ -64,7 +66,8 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.estimate import if_wanted, rounding_of, scale_of
 from .._core.precision import einsum, matmul
-from .._linalg.block_lanczos import BlockLanczos, Strands, advance, ritz_values
+from .._linalg.block_lanczos import BlockLanczos, block_lanczos, ritz_values
+from .._linalg.lanczos import lanczos, narrowed, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import square_of
@@ -74,19 +77,18 @@ from .funm import (
     Function,
     check_hermitian,
     divided_differences,
+    ended_after,
     mean_and_error,
     on_nodes,
     status_with_domain,
     truncation_error,
+    weighted,
     within_tag,
 )
 from .quadrature_error import with_quadrature_error
 
 #: The smallest budget that is worth a block.
 LEAST = 24
-
-#: The number of vectors that go ahead.
-FIRST = 2
 
 #: The largest number of groups of vectors that are left out in turn.
 LANES = 12
@@ -96,27 +98,29 @@ DEPTHS = 4
 
 
 class Sizes(NamedTuple):
-    """How a budget may be divided: `FIRST` times 1, 2, ... vectors, and their steps."""
+    """How a budget may be divided."""
 
+    pilot: int  # the number of steps of the probe that goes ahead
+    vectors: tuple[int, ...]  # ascending
     steps: tuple[int, ...]
-    first: int  # the number of steps that the first vectors make before the choice
 
     @property
-    def most(self) -> int:
-        """The largest number of vectors."""
-        return FIRST * len(self.steps)
+    def rows(self) -> int:
+        """The largest dimension of the Krylov space."""
+        return max(b * s for b, s in zip(self.vectors, self.steps, strict=True))
 
 
 def _apart(steps: Any) -> Any:
     """The number m of steps by which recurrences that are compared differ."""
-    return jnp.maximum(1, steps // 8) if isinstance(steps, jax.Array) else max(1, steps // 8)
+    return jnp.maximum(1, steps // 8)
 
 
 def sizes_of(k: int) -> Sizes:
     """How a budget of k products may be divided."""
-    strands = max(1, round(0.45 * math.sqrt(k)))
-    steps = tuple(k // (FIRST * w) for w in range(1, strands + 1))
-    return Sizes(steps, min(s - 2 * _apart(s) for s in steps))
+    most = max(4, round(0.9 * math.sqrt(k)))
+    pilot = max(3, round(0.9 * k / most))
+    vectors = tuple(sorted({most, -(-most // 2), max(2, -(-most // 4))}))
+    return Sizes(pilot, vectors, tuple((k - pilot) // b for b in vectors))
 
 
 class _Nodes(NamedTuple):
@@ -135,76 +139,54 @@ def _nodes_of(krylov: BlockLanczos, kept: Bool[Array, " m"], fn: Function, tagge
     return _Nodes(nodes, vectors, jnp.where(counts[:, None], values, 0))
 
 
-def _strands_of(
-    krylov: BlockLanczos, start: Inexact[Array, "n b"], sizes: Sizes, fn: Function, tagged: Any
-) -> Int[Array, ""]:
-    """How many strands there should be, from the first steps of the first one (see above)."""
-    m, apart = FIRST * sizes.first, max(1, sizes.first // 4)
-    rows, step = krylov.rows[:m], jnp.arange(m) // FIRST
-    part = krylov._replace(rows=rows, t=krylov.t[:m, :m], in_use=krylov.in_use[:m])
-    coordinates = matmul(jnp.conj(rows), start)
-
-    def after(steps):
-        found = _nodes_of(part, step < steps, fn, tagged)
-        unit = scale_of(found.values, axis=0)
-        along = jnp.mean(square_of(matmul(jnp.conj(found.vectors.T), coordinates)), axis=1)
-        values = found.values / unit
-        return unit * matmul(along, values), unit, matmul(along, jnp.square(values))
-
-    traces, units, squares = lax.map(after, sizes.first - apart * jnp.arange(3))
-    traces, square = traces / units[0], squares[0]
-    left = jnp.maximum(square - jnp.square(traces[0]) / start.shape[0], 0)
+def _division(
+    mm: Any, probe: Inexact[Array, "n 1"], sizes: Sizes, fn: Function, tagged: Any, eps: float
+) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+    """The numbers of vectors and of steps, from a probe that goes ahead, and its status."""
+    n, most, apart = len(probe), sizes.pilot, max(1, sizes.pilot // 4)
+    krylov = lanczos(mm, probe, most, eps)
+    nodes, weights, _ = quadrature(ended_after(krylov, [most, most - apart, most - 2 * apart]))
+    values = on_nodes(fn, tagged(nodes)).reshape(*nodes.shape, -1)
+    values = jnp.where(weights[..., None] > 0, values, 0)
+    values = values / scale_of(values.reshape(-1, values.shape[-1]), axis=0)
+    traces = weighted(weights, values)
+    square = weighted(weights, jnp.square(values))[0]
+    left = jnp.maximum(square - jnp.square(traces[0]), 0)
     last, before = jnp.abs(traces[0] - traces[1]), jnp.abs(traces[1] - traces[2])
     rate = jnp.clip(last / jnp.where(before > 0, before, 1), 0, 0.95)
-    steps = jnp.asarray(sizes.steps, rate.dtype)[:, None]
-    strands = jnp.arange(1, len(sizes.steps) + 1, dtype=rate.dtype)[:, None]
-    missed = last * rate / (1 - rate) * rate ** ((steps - sizes.first) / apart)
-    square = jnp.where(square > 0, square, 1)
-    cost = jnp.sum((2 * left / (FIRST * strands) + jnp.square(missed)) / square, axis=1)
-    return jnp.argmin(jnp.where(jnp.isnan(cost), jnp.inf, cost)) + 1
+    vectors, steps = (jnp.asarray(x, rate.dtype)[:, None] for x in (sizes.vectors, sizes.steps))
+    missed = last * rate / (1 - rate) * rate ** ((steps - most) / apart)
+    cost = 2 * left / (n * vectors) + jnp.square(missed)
+    cost = jnp.sum(cost / jnp.where(square > 0, square, 1), axis=1)
+    best = jnp.argmin(jnp.where(jnp.isnan(cost), jnp.inf, cost))
+    return jnp.asarray(sizes.vectors)[best], jnp.asarray(sizes.steps)[best], krylov.status
 
 
 class _Space(NamedTuple):
-    """The Krylov space of all vectors, which were in use."""
+    """The Krylov space of all vectors in use."""
 
     krylov: BlockLanczos
     coordinates: Inexact[Array, "m b"]  # of the vectors
-    depth: Int[Array, " m"]  # the step of each row
     steps: Int[Array, ""]  # s
     vectors: Int[Array, ""]  # b
+    status: Int[Array, ""]
+
+    @property
+    def depth(self) -> Int[Array, " m"]:
+        """The step of each row."""
+        return jnp.arange(len(self.krylov.rows)) // self.vectors
 
 
 def _space_of(
-    mm: Any, start: Inexact[Array, "n b"], sizes: Sizes, fn: Function, tagged: Any, eps: float
+    mm: Any, probes: Inexact[Array, "n b+1"], sizes: Sizes, fn: Function, tagged: Any, eps: float
 ) -> _Space:
-    n, most = start.shape
-    rows, first = FIRST * max(w * s for w, s in enumerate(sizes.steps, 1)), sizes.first
-    blocks = jnp.moveaxis(start.reshape(n, most // FIRST, FIRST), 1, 0)
-    recurrence = Strands(mm, eps, FIRST)
-
-    def stage(i, state):
-        """The first steps of the first strand, then those of all."""
-        carry, w, end = state
-        count = w.astype(jnp.uint32)
-
-        def strand(j):
-            return jnp.where(j < first * count, j // first, (j - first * count) % count)
-
-        carry = advance(recurrence, carry, (jnp.where(i == 0, 0, first), end), strand)
-        so_far = recurrence.found(carry, jnp.ones((most // FIRST,), bool))
-        w = jnp.where(i == 0, _strands_of(so_far, start[:, :FIRST], sizes, fn, tagged), w)
-        return carry, w, w * jnp.asarray(sizes.steps)[w - 1]
-
-    state = recurrence.start(blocks, rows), jnp.asarray(1), jnp.asarray(first)
-    carry, w, _ = lax.fori_loop(0, 2, stage, state)
-    krylov = recurrence.found(carry, jnp.arange(most // FIRST) < w)
-    block = jnp.arange(rows) // FIRST
-    joined = first * w
-    depth = jnp.where(block < joined, block % first, first + (block - joined) // w)
-    vectors = FIRST * w
-    coordinates = matmul(jnp.conj(krylov.rows), start)
-    coordinates = jnp.where(jnp.arange(most) < vectors, coordinates, 0)
-    return _Space(krylov, coordinates, depth, jnp.asarray(sizes.steps)[w - 1], vectors)
+    vectors, steps, status = _division(mm, probes[:, :1], sizes, fn, tagged, eps)
+    start = probes[:, 1:]
+    start = jnp.where(jnp.arange(start.shape[1]) < vectors, start, 0)
+    product = narrowed(mm, sizes.vectors, vectors)
+    krylov = block_lanczos(product, start, steps, eps, vectors, sizes.rows)
+    status = jnp.maximum(status, krylov.status)
+    return _Space(krylov, matmul(jnp.conj(krylov.rows), start), steps, vectors, status)
 
 
 class _LeftOut(NamedTuple):
@@ -228,16 +210,13 @@ def _leave_out(space: _Space, eps: float) -> _LeftOut:
     index = jnp.arange(b)
     last = space.steps - 2 * _apart(space.steps)
     depths = jnp.arange(DEPTHS + 1) * last // DEPTHS
-    recurrence = Strands(lambda x: matmul(t, x), eps, space.vectors)
 
     def basis(lane):
         others = jnp.where(index % lanes != lane, space.coordinates, 0)
-        carry = recurrence.start(others[None], m + b)
-        return advance(recurrence, carry, (0, last), jnp.zeros_like).rows
+        return block_lanczos(lambda x: matmul(t, x), others, last, eps, space.vectors, m).rows
 
     rows = jax.vmap(basis)(jnp.arange(lanes))
-    step = jnp.arange(m + b) // space.vectors
-    within = step < depths[:, None]
+    within = space.depth < depths[:, None]
     per_lane = -(-b // lanes)
     place = jnp.arange(lanes)[:, None] + lanes * jnp.arange(per_lane)
     used = place < space.vectors
@@ -312,8 +291,8 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         def tagged(nodes):
             return within_tag(operator, nodes, eps)
 
-        start = SphereSampler().probes(key, n, sizes.most, block.dtype)
-        space = _space_of(block.mm, start, sizes, self.fn, tagged, eps)
+        probes = SphereSampler().probes(key, n, sizes.vectors[-1] + 1, block.dtype)
+        space = _space_of(block.mm, probes, sizes, self.fn, tagged, eps)
         krylov, count = space.krylov, space.vectors.astype(real)
         out = _leave_out(space, eps)
         room = n - jnp.repeat(out.dimensions, out.used.shape[1], axis=1)
@@ -332,7 +311,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         found, measures = jax.tree.map(lambda x: x[0], (found, measures))
 
         mean_room = jnp.sum(room, axis=1) / count
-        is_complex = jnp.iscomplexobj(start)
+        is_complex = jnp.iscomplexobj(probes)
 
         def errors(pair):
             """The standard error of a depth, as if its samples were independent."""
@@ -355,7 +334,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         captured, probes = measures.captured[j], measures.probes[j]
         weights = captured + einsum("p,pm->m", room[j] / count, probes)
         counts = (jnp.sum(square_of(found.vectors), axis=0) > 0).astype(real)
-        status = status_with_domain(krylov.status, counts[None], found.values[None])
+        status = status_with_domain(space.status, counts[None], found.values[None])
         size = matmul(weights, jnp.abs(found.values))
         std_err = jnp.hypot(std_errs[j], rounding_of(size, eps))
 
@@ -371,7 +350,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
 
         pair = measures.traces[j], missed[j], std_err, dof[j]
         value, error, std_err, dof = (x.reshape(shape) for x in pair)
-        spent = space.vectors * space.steps
+        spent = sizes.pilot + space.vectors * space.steps
         estimate = with_quadrature_error(value, error, std_err, spent, dof, status)
         return estimate, if_wanted(fixed)
 

@@ -3,7 +3,7 @@ r"""Lanczos' recurrence for a block of vectors, which share one Krylov space.
 s steps from b vectors Z give an orthonormal basis V of the span of Z, A Z, ..., A^{s-1} Z, and
 T = V^H A V, which is block tridiagonal. (G. H. Golub, R. Underwood, *The block Lanczos method for
 computing eigenvalues*, 1977.) Every new block is made orthogonal to all earlier ones, twice, and T
-is read off the coefficients. `Strands` is the same for vectors of which some join late.
+is read off the coefficients.
 """
 
 from collections.abc import Callable
@@ -47,121 +47,77 @@ def _orthonormal(block: Array, least: Array | float) -> Array:
     return lax.fori_loop(0, block.shape[0], one, jnp.zeros_like(block))
 
 
-class _Carry(NamedTuple):
-    """What a step of `Strands` hands on to the next."""
-
-    rows: Inexact[Array, "m n"]
-    columns: Inexact[Array, "m m"]  # T, of which the entries above the diagonal count
-    pending: Inexact[Array, "w b n"]  # what each strand goes on with
-    least: Real[Array, " w"]  # the norm below which a row of it is rounding
-    scale: Real[Array, ""]
-    size: Real[Array, ""]
-
-
-class Strands(NamedTuple):
-    """Block Lanczos for several blocks of start vectors, the strands, in any order.
-
-    A step advances one strand: what is left of its last product, made orthogonal to all vectors so
-    far, is the next block. After q steps of each strand the vectors span the Krylov space of all
-    start vectors together, of depth q, whatever the order was. So vectors may join late. A block
-    takes up `stride` rows (fewer than its width if its last vectors are 0).
-    """
-
-    mm: Callable[[Array], Array]
-    eps: float
-    stride: int | Int[Array, ""]
-
-    def start(self, starts: Inexact[Array, "w n b"], rows: int) -> _Carry:
-        """The state before the first step, for at most this number of vectors."""
-        w, n, b = starts.shape
-        dtype = starts.dtype
-        real = jnp.finfo(dtype).dtype
-        vectors = jnp.swapaxes(starts, 1, 2)
-        norms = jnp.linalg.norm(vectors, axis=2, keepdims=True)
-        pending = vectors / jnp.where(norms > 0, norms, 1).astype(dtype)
-        least = jnp.full((w,), 16 * self.eps, real)
-        zero, one = jnp.zeros((), real), jnp.ones((), real)
-        basis, columns = jnp.zeros((rows, n), dtype), jnp.zeros((rows, rows), dtype)
-        return _Carry(basis, columns, pending, least, one, zero)
-
-    def step(self, j: Array, strand: Array, carry: _Carry) -> _Carry:
-        """Step j, which is that of this strand."""
-        rows, columns, pending, least, scale, size = carry
-        zero, place = jnp.zeros_like(j), j * jnp.asarray(self.stride, j.dtype)
-
-        def outside(block):
-            along = matmul(jnp.conj(rows), block.T)
-            return block - matmul(along.T, rows), along
-
-        block = lax.dynamic_index_in_dim(pending, strand, keepdims=False)
-        block, _ = outside(block)
-        # A row that is small beside the images has lost its orthogonality to what was there before.
-        block, _ = outside(_orthonormal(block, least[strand]))
-        block = _orthonormal(block, 0.5)
-        rows = lax.dynamic_update_slice(rows, block, (place, zero))
-        images = self.mm(block.T)
-        # The first product fixes a unit, in which no square over- or underflows.
-        scale = jnp.where(j == 0, scale_of(images), scale)
-        images = (images / scale.astype(images.dtype)).T
-        size = jnp.maximum(size, jnp.max(jnp.linalg.norm(images, axis=1)))
-        rest, along = outside(images)
-        rest, more = outside(rest)
-        columns = lax.dynamic_update_slice(columns, along + more, (zero, place))
-        pending = lax.dynamic_update_index_in_dim(pending, rest, strand, 0)
-        return _Carry(rows, columns, pending, least.at[strand].set(16 * self.eps * size), scale, size)
-
-    def found(self, carry: _Carry, used: Bool[Array, " w"]) -> BlockLanczos:
-        """What is known after some steps, all of which were those of the strands in use."""
-        of_step = jnp.arange(len(carry.rows)) // self.stride
-        columns = carry.columns
-        above = jnp.where(of_step[:, None] < of_step, columns, 0)
-        within = jnp.where(of_step[:, None] == of_step, columns, 0)
-        t = above + jnp.conj(above.T) + (within + jnp.conj(within.T)) / 2
-        norms = jnp.linalg.norm(carry.pending, axis=2)
-        exhausted = ~jnp.any((norms > carry.least[:, None]) & used[:, None])
-        in_use = jnp.any(carry.rows != 0, axis=1)
-        t = t * carry.scale.astype(t.dtype)
-        return BlockLanczos(carry.rows, t, in_use, exhausted, status_of(carry.size))
-
-
-def advance(
-    strands: Strands,
-    carry: _Carry,
-    ends: tuple[int | Array, int | Array],
-    strand: Callable[[Array], Array],
-) -> _Carry:
-    """Make the steps from `ends[0]` to `ends[1]`, step j with the strand `strand(j)`."""
-    # Unsigned: an index that may be negative is one more thing to compile.
-    lower, upper = (jnp.asarray(x, jnp.uint32) for x in ends)
-    return lax.fori_loop(lower, upper, lambda j, c: strands.step(j, strand(j), c), carry)
-
-
 def block_lanczos(
     mm: Callable[[Inexact[Array, "n b"]], Inexact[Array, "n b"]],
     start: Inexact[Array, "n b"],
-    num_steps: int,
+    num_steps: int | Int[Array, ""],
     eps: float,
+    count: Int[Array, ""] | None = None,
+    rows: int | None = None,
 ) -> BlockLanczos:
     """Advance the recurrence by `num_steps` products with a block of b vectors.
 
-    Cost: `n b num_steps` numbers, and `16 n (b num_steps)^2` operations.
+    Cost: `n b num_steps` numbers, and `12 n (b num_steps)^2` operations.
 
     **Arguments:**
 
     - `mm`: a Hermitian operator, as a function that multiplies blocks.
-    - `start`: the vectors Z.
+    - `start`: the vectors Z, of any length that is neither tiny nor huge.
     - `num_steps`: the number s of steps, `1 <= b s <= n`.
     - `eps`: the relative precision of a product.
+    - `count`: how many of the vectors, the first ones, are in use, if not all are. The others must
+        be 0.
+    - `rows`: the largest number of vectors of the space, which must be given if the number of steps
+        or of vectors is traced.
 
     **Returns:**
 
-    A `BlockLanczos`.
+    A `BlockLanczos`. Step j has the rows from `count j` to `count (j + 1)`.
     """
-    b = start.shape[1]
-    strands = Strands(mm, eps, b)
-    carry = strands.start(start[None], b * num_steps)
-    carry = advance(strands, carry, (0, num_steps), jnp.zeros_like)
-    return strands.found(carry, jnp.ones((1,), bool))
+    n, b = start.shape
+    m, real = rows, jnp.finfo(start.dtype).dtype
+    if m is None:
+        assert isinstance(num_steps, int)
+        m = b * num_steps
+    stride = b if count is None else count
+    room = m if count is None else m + b  # a block is written with its vectors that are 0
+
+    def outside(rows, block):
+        along = matmul(jnp.conj(rows), block.T)
+        return block - matmul(along.T, rows), along
+
+    def step(j, carry):
+        basis, block, columns, size, scale = carry
+        zero, place = jnp.zeros_like(j), j * jnp.asarray(stride, j.dtype)
+        basis = lax.dynamic_update_slice(basis, block, (place, zero))
+        images = mm(block.T)
+        # The first product fixes a unit, in which no square over- or underflows.
+        scale = jnp.where(j == 0, scale_of(images), scale)
+        images = (images / scale.astype(images.dtype)).T
+        size = jnp.maximum(size, jnp.max(jnp.linalg.norm(images, axis=1)))
+        rest, along = outside(basis, images)
+        rest, more = outside(basis, rest)
+        columns = lax.dynamic_update_slice(columns, along + more, (zero, place))
+        # A row that is small beside the images has lost its orthogonality to what was there before.
+        block, _ = outside(basis, _orthonormal(rest, 16 * eps * size))
+        return basis, _orthonormal(block, 0.5), columns, size, scale
+
+    square = jnp.zeros((room, room), start.dtype)
+    norms = jnp.linalg.norm(start.T, axis=1)[:, None]
+    norms = jnp.where(norms > 0, norms, 1).astype(start.dtype)
+    first = _orthonormal(start.T / norms, 16 * eps)
+    basis = jnp.zeros((room, n), start.dtype)
+    carry = (basis, first, square, jnp.zeros((), real), jnp.ones((), real))
+    # Unsigned: an index that may be negative is one more thing to compile.
+    ends = jnp.uint32(0), jnp.asarray(num_steps, jnp.uint32)
+    basis, block, columns, size, scale = lax.fori_loop(*ends, step, carry)
+    basis, columns = basis[:m], columns[:m, :m]
+    of_step = jnp.arange(m) // stride
+    above = jnp.where(of_step[:, None] < of_step, columns, 0)
+    within = jnp.where(of_step[:, None] == of_step, columns, 0)
+    t = above + jnp.conj(above.T) + (within + jnp.conj(within.T)) / 2
+    in_use, exhausted = jnp.any(basis != 0, axis=1), ~jnp.any(block != 0)
+    return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, status_of(size))
 
 
 def ritz_values(
