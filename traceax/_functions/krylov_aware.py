@@ -1,4 +1,4 @@
-r"""Spectral sums by leaving out: every vector of a Krylov space is a probe for what the others know.
+r"""Spectral sums by leaving out: each vector of a Krylov space is a probe of what the others leave.
 
 *The value.* b vectors omega_i on the sphere of radius sqrt(n) and s steps of block Lanczos give an
 orthonormal basis V, and T = V^H A V (see `_linalg.block_lanczos`). Let P_i project on the Krylov
@@ -21,9 +21,9 @@ functions*, arXiv:2502.01888. We know of no paper on the combination.) Of more t
 several share a P_i: what is left out is a group.
 
 *The standard error* of one t_i is that of a quadratic form of a probe on a sphere (see `funm`):
-c X with X = (n - d) / ||g||^2 * ||(f(A) - a) g||^2, where a is the mean of g_i^H f(A) g_i / ||g_i||^2,
-c = 2(n - d) / (n - d + 2), from the quadrature of all g_i. (It stands for ||f(A) (I - P)||_F^2, which
-is at least ||(I - P) f(A) (I - P)||_F^2.) Errors of different t_i are correlated, because each of
+c X with X = (n - d) / ||g||^2 * ||(f(A) - a) g||^2, where a is the mean of the numbers
+g_i^H f(A) g_i / ||g_i||^2, and c = 2(n - d) / (n - d + 2), from the quadrature of all g_i. (X
+stands for ||f(A) (I - P)||_F^2, which is at least ||(I - P) f(A) (I - P)||_F^2.) Errors of different t_i are correlated, because each of
 omega_i and omega_l is in the space of the other. By the identity of `_sketch.leave_one_out`,
 Cov(t_i, t_l) = E[D_il D_li], where D_il is what t_i changes by when omega_l is held out, too. Its
 variance is that of t_i from b - 2 vectors less that from b - 1; where X falls like d^-alpha, this
@@ -34,19 +34,16 @@ bound is taken: 1 + alpha / 2, with alpha from the X of two depths.
 W, which lies in the first s - 2m steps, as in `funm`.
 
 *The choice of j* is the smallest sum of the squares of both errors. j = 0 is quadrature with a
-block of probes; s - 2m takes out as much as can be. The errors barely depend on t_i itself: the
-bias that this choice causes is below a tenth of the standard error (z < 3 in 300 keys).
+block of probes; s - 2m takes out as much as can be. The errors depend on the
+same vectors as the value, to higher order only: the tests look for a bias in 400 keys.
 
 *The choice of b and s.* A probe goes ahead, and takes a twelfth to an eighth of the budget. (It is
-independent of all others, so that this choice causes no bias.) Its quadrature after three numbers of
-steps says at which rate it converges; and its nodes, what the variance 2 R, R = ||f(A)||_F^2 -
+independent of all others, so that this choice causes no bias.) Its quadrature after three numbers
+of steps says at which rate it converges; and its nodes, what the variance 2 R, R = ||f(A)||_F^2 -
 tr(f(A))^2 / n, of a single probe would be. Of two numbers b, with as many steps s as the budget
 allows, the one with the smallest 2 R / b + (what s steps leave out)^2 wins: many vectors where
 quadrature converges, and depth where it does not. (A vector that joins the space of others late
 spoils it: what is left of it outside of their space is no start of a Krylov space.)
-
-*Measured.* See `docs/functions.md`: at k = 120 the error is 0.5 to 0.8 times that of a
-Krylov space and separate probes with half of the budget for each, where f(A) is nearly of low rank.
 
 *The derivative.* With W held fixed,
 
