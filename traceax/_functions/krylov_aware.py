@@ -23,7 +23,8 @@ several share a P_i: what is left out is a group.
 *The standard error* of one t_i is that of a quadratic form of a probe on a sphere (see `funm`):
 c X with X = (n - d) / ||g||^2 * ||(f(A) - a) g||^2, where a is the mean of the numbers
 g_i^H f(A) g_i / ||g_i||^2, and c = 2(n - d) / (n - d + 2), from the quadrature of all g_i. (X
-stands for ||f(A) (I - P)||_F^2, which is at least ||(I - P) f(A) (I - P)||_F^2.) Errors of different t_i are correlated, because each of
+stands for ||f(A) (I - P)||_F^2, which is at least ||(I - P) f(A) (I - P)||_F^2.) Errors of
+different t_i are correlated, because each of
 omega_i and omega_l is in the space of the other. By the identity of `_sketch.leave_one_out`,
 Cov(t_i, t_l) = E[D_il D_li], where D_il is what t_i changes by when omega_l is held out, too. Its
 variance is that of t_i from b - 2 vectors less that from b - 1; where X falls like d^-alpha, this
@@ -40,7 +41,7 @@ same vectors as the value, to higher order only: the tests look for a bias in 40
 *The choice of b and s.* A probe goes ahead, and takes a twelfth to an eighth of the budget. (It is
 independent of all others, so that this choice causes no bias.) Its quadrature after three numbers
 of steps says at which rate it converges; and its nodes, what the variance 2 R, R = ||f(A)||_F^2 -
-tr(f(A))^2 / n, of a single probe would be. Of two numbers b, with as many steps s as the budget
+tr(f(A))^2 / n, of a single probe would be. Of three numbers b, with as many steps s as the budget
 allows, the one with the smallest 2 R / b + (what s steps leave out)^2 wins: many vectors where
 quadrature converges, and depth where it does not. (A vector that joins the space of others late
 spoils it: what is left of it outside of their space is no start of a Krylov space.)
@@ -116,7 +117,7 @@ def sizes_of(k: int) -> Sizes:
     """How a budget of k products may be divided."""
     most = max(4, round(0.9 * math.sqrt(k)))
     pilot = max(3, round(0.9 * k / most))
-    vectors = (-(-most // 2), most)
+    vectors = tuple(sorted({-(-most // 2), -(-3 * most // 4), most}))
     return Sizes(pilot, vectors, tuple((k - pilot) // b for b in vectors))
 
 

@@ -55,7 +55,8 @@ def spectral_sum(
 
     A block of random vectors builds a Krylov space, on which f(A) is known. Each vector in turn is
     left out, and tests what the space of the others leaves of f(A), by no further product. How many
-    vectors there are, and how many steps, follows from a probe that goes ahead. The value has two errors:
+    vectors there are, and how many steps, follows from a probe that goes ahead. The value has two
+    errors:
 
     - that of the random probes, with the standard error `std_err`, which is known even from a
         single probe.
