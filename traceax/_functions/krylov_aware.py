@@ -1,50 +1,57 @@
-r"""Spectral sums with a Krylov space that is taken out of the matrix before probes are drawn.
+r"""Spectral sums by leaving out: each vector of a Krylov space is a probe of what the others leave.
 
-*The value.* b random vectors and s steps of block Lanczos give an orthonormal basis V, and
-T = V^H A V (see `_linalg.block_lanczos`). With the d vectors Q of the first j steps, and probes g
-from the sphere of radius sqrt(n - d) in the complement of Q,
+*The value.* b vectors omega_i on the sphere of radius sqrt(n) and s steps of block Lanczos give an
+orthonormal basis V, and T = V^H A V (see `_linalg.block_lanczos`). Let P_i project on the Krylov
+space of depth j < s of all vectors but omega_i, of dimension d. This space is independent of
+omega_i, and the direction of g_i = (I - P_i) omega_i is uniform in its complement; hence each of
 
-    tr f(A) = tr(Q^H f(A) Q) + E[g^H f(A) g],
+    t_i = tr(P_i f(A)) + (n - d) g_i^H f(A) g_i / ||g_i||^2
 
-whatever Q is. The first term is the trace of the first b j rows and columns of f(T), for which
-s - j further steps have been made. The second is estimated by stochastic Lanczos quadrature (see
-`funm`). Half of the budget is for V. Where f(A) is nearly of low rank beside a multiple of the
-identity, little is left for the probes. (T. Chen, E. Hallman, *Krylov-aware stochastic trace
-estimation*, arXiv:2205.01736; D. Persson, T. Chen, C. Musco, *Randomized block-Krylov subspace
-methods for low-rank approximation of matrix functions*, arXiv:2502.01888. The choices below are
-ours.)
+has the mean tr f(A), and so has their mean, which is the value. All of P_i and g_i lies within V:
+no further product is made. In the coordinates of V, with T for A, P_i is the basis of b further
+Krylov spaces, of small matrices, and
 
-*The choice of j, and of p probes with q steps.* T says what these would be off by. The smallest of
+    value = tr(W f(T)),   W = mean_i [P_i + (n - d) g_i g_i^H / ||g_i||^2],   E[W] = I,
 
-    2 R_j / p + (truncation of the first term)^2 + (truncation of the quadrature)^2
+which is exact for polynomials f of degree 2 (s - j) + 1. (XTrace's exchange, E. N. Epperly, J. A.
+Tropp, R. J. Webber, doi:10.1137/23M1548323, on the Krylov spaces of T. Chen, E. Hallman,
+*Krylov-aware stochastic trace estimation*, arXiv:2205.01736, who draw further probes; D. Persson,
+T. Chen, C. Musco, *Randomized block-Krylov subspace methods for low-rank approximation of matrix
+functions*, arXiv:2502.01888. We know of no paper on the combination.) Of more than `LANES` vectors,
+several share a P_i: what is left out is a group.
 
-wins. R_j is the squared Frobenius norm of what is left, without its multiple of the identity:
+*The standard error* of one t_i is that of a quadratic form of a probe on a sphere (see `funm`):
+c X with X = (n - d) / ||g||^2 * ||(f(A) - a) g||^2, where a is the mean of the numbers
+g_i^H f(A) g_i / ||g_i||^2, and c = 2(n - d) / (n - d + 2), from the quadrature of all g_i. (X
+stands for ||f(A) (I - P)||_F^2, which is at least ||(I - P) f(A) (I - P)||_F^2.) Errors of
+different t_i are correlated, because each of
+omega_i and omega_l is in the space of the other. By the identity of `_sketch.leave_one_out`,
+Cov(t_i, t_l) = E[D_il D_li], where D_il is what t_i changes by when omega_l is held out, too. Its
+variance is that of t_i from b - 2 vectors less that from b - 1; where X falls like d^-alpha, this
+is alpha X / (b - 1), and the variance of the mean is at most 1 + alpha times X / b. Half of this
+bound is taken: 1 + alpha / 2, with alpha from the X of two depths.
 
-    R_j = ||f(A)||_F^2 - 2 ||f(A) Q||_F^2 + ||Q^H f(A) Q||_F^2
-          - (tr f(A) - tr Q^H f(A) Q)^2 / (n - d),
+*The quadrature error* compares f(T) after s, s - m and s - 2m steps, with m = s / 8, for the same
+W, which lies in the first s - 2m steps, as in `funm`.
 
-where quadrature from the b start vectors stands for ||f(A)||_F^2 and tr f(A). As these are random,
-R_j may come out too small; what is left within V is a lower bound of it. The truncation of the
-first term is estimated from shorter recurrences, as in `funm`, with a step of s / 8. For the
-second, Lanczos' recurrence for T of each start vector, whose first s steps are those for A, is
-compared with f(T) itself, and goes on beyond s at the rate of its last steps. Probes are drawn
-after the choice, so that it causes no bias.
+*The choice of j* is the smallest sum of the squares of both errors. j = 0 is quadrature with a
+block of probes; s - 2m takes out as much as can be. The errors depend on the
+same vectors as the value, to higher order only: the tests look for a bias in 400 keys.
 
-*Measured.* n = 1000, k = 120, 40 keys, rms relative error, beside stochastic Lanczos quadrature
-alone: sqrt(A) with eigenvalues i^-2 0.017 (0.13); log(1 + 10^4 x) 0.029 (0.073); 1/(x + 1e-3)
-0.0012 (0.0041); exp(20 x) of a random symmetric matrix with spectrum [-1, 1] 0.076 (0.14);
-exp(-10 x) of the Laplacian of a path 0.042 (0.067); log x for 1 + 10 / i 0.010 (0.067). Where no
-recurrence has converged, half of the budget is lost: the logarithm of a power network (1138_bus,
-condition number 9e6) has an error of 280 (166) at k = 60, 118 (85) at 200, and 51 (58) at 400. The
-bars say so: for 1/x and log of this matrix they covered 90 to 100 % of 60 keys at k = 120 to 400.
+*The choice of b and s.* A probe goes ahead, and takes a twelfth to an eighth of the budget. (It is
+independent of all others, so that this choice causes no bias.) Its quadrature after three numbers
+of steps says at which rate it converges; and its nodes, what the variance 2 R, R = ||f(A)||_F^2 -
+tr(f(A))^2 / n, of a single probe would be. Of three numbers b, with as many steps s as the budget
+allows, the one with the smallest 2 R / b + (what s steps leave out)^2 wins: many vectors where
+quadrature converges, and depth where it does not. (A vector that joins the space of others late
+spoils it: what is left of it outside of their space is no start of a Krylov space.)
 
-*The derivative.* With Q and the probes held fixed,
+*The derivative.* With W held fixed,
 
     d tr(W f(T)) = <S (D o (S^H W S)) S^H, V^H dA V>,      T = S Theta S^H,
 
-with W = I for the first b j indices and 0 otherwise, and the divided differences D of f. As the
-value is unbiased for any Q, this has the mean tr(f'(A) dA), as far as the recurrences have
-converged.
+with the divided differences D of f. As E[W] = I whatever A is, this has the mean tr(f'(A) dA), as
+far as the recurrences have converged.
 """
 
 import math
@@ -53,231 +60,212 @@ from typing import Any, ClassVar, NamedTuple, final
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.estimate import if_wanted, rounding_of, scale_of
 from .._core.precision import einsum, matmul
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos, ritz_values
-from .._linalg.lanczos import joined, lanczos, narrowed, padded_lanczos, quadrature
+from .._linalg.lanczos import lanczos, narrowed, quadrature
 from .._operators.block_operator import BlockOperator
-from .._probes.random import split
-from .._probes.samplers import NormalSampler, SphereSampler
+from .._probes.samplers import SphereSampler
+from .._sketch.leave_one_out import square_of
 from .._sketch.weights import AbstractWeights
 from .funm import (
     AbstractSpectralEstimator,
     Function,
     check_hermitian,
-    derivative_core,
     divided_differences,
     ended_after,
     mean_and_error,
     on_nodes,
     status_with_domain,
     truncation_error,
-    truncations,
     weighted,
     within_tag,
 )
 from .quadrature_error import with_quadrature_error
 
-#: The smallest budget that is worth dividing.
+#: The smallest budget that is worth a block.
 LEAST = 24
 
-#: The largest budget that is left for the probes of which a single probe may take all.
-FEW = 64
+#: The largest number of groups of vectors that are left out in turn.
+LANES = 12
 
-#: The largest number of vectors in the Krylov space.
-MOST_VECTORS = 512
+#: The number of depths j to choose from, beside 0.
+DEPTHS = 4
 
 
 class Sizes(NamedTuple):
-    """How a budget is divided."""
+    """How a budget may be divided."""
 
-    block: int
-    steps: int  # of the block
-    plans: tuple[tuple[int, int], ...]  # numbers of probes and their steps, one of which is chosen
+    pilot: int  # the number of steps of the probe that goes ahead
+    vectors: tuple[int, ...]  # ascending
+    steps: tuple[int, ...]
 
     @property
-    def behind(self) -> int:
-        """The number of steps by which recurrences that are compared differ."""
-        return max(1, self.steps // 8)
+    def rows(self) -> int:
+        """The largest dimension of the Krylov space."""
+        return max(b * s for b, s in zip(self.vectors, self.steps, strict=True))
 
 
-def sizes_of(k: int, n: int) -> Sizes:
-    """How a budget of k products is divided."""
-    half = min(k // 2, MOST_VECTORS)
-    block = min(max(2, round(math.sqrt(k) / 2.75)), half // 4)
-    steps = half // block
-    left = k - block * steps
-    # Bars from a single probe cover too little where Lanczos' recurrence has yet to meet an
-    # eigenvalue that dominates; below this budget there is no room for two. Arrays have the size of
-    # the most probes times the square of the most steps: large budgets have a narrower choice.
-    root = math.isqrt(left)
-    probes, most = max(1 if left <= FEW else 2, min(root // 5, 32)), min(2 * root, 64)
-    found = []
-    while probes <= most and left // probes >= 3:
-        found.append((probes, min(left // probes, n)))
-        probes = max(probes + 1, 3 * probes // 2)
-    return Sizes(block, steps, tuple(found))
+def _apart(steps: Any) -> Any:
+    """The number m of steps by which recurrences that are compared differ."""
+    return jnp.maximum(1, steps // 8)
+
+
+def sizes_of(k: int) -> Sizes:
+    """How a budget of k products may be divided."""
+    most = max(4, round(0.9 * math.sqrt(k)))
+    pilot = max(3, round(0.9 * k / most))
+    vectors = tuple(sorted({-(-most // 2), -(-3 * most // 4), most}))
+    return Sizes(pilot, vectors, tuple((k - pilot) // b for b in vectors))
+
+
+class _Nodes(NamedTuple):
+    """Functions of T, restricted to the first steps."""
+
+    nodes: Real[Array, " m"]
+    vectors: Inexact[Array, "m m"]
+    values: Real[Array, "m f"]  # 0 where a node does not count
+
+
+def _nodes_of(krylov: BlockLanczos, kept: Bool[Array, " m"], fn: Function, tagged: Any) -> _Nodes:
+    nodes, vectors = ritz_values(krylov.t, krylov.in_use & kept)
+    nodes = tagged(nodes)
+    values = on_nodes(fn, nodes).reshape(nodes.size, -1)
+    counts = jnp.sum(square_of(vectors), axis=0) > 0
+    return _Nodes(nodes, vectors, jnp.where(counts[:, None], values, 0))
+
+
+def _division(
+    mm: Any, probe: Inexact[Array, "n 1"], sizes: Sizes, fn: Function, tagged: Any, eps: float
+) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+    """The numbers of vectors and of steps, from a probe that goes ahead, and its status."""
+    n, most, apart = len(probe), sizes.pilot, max(1, sizes.pilot // 4)
+    krylov = lanczos(mm, probe, most, eps)
+    nodes, weights, _ = quadrature(ended_after(krylov, [most, most - apart, most - 2 * apart]))
+    values = on_nodes(fn, tagged(nodes)).reshape(*nodes.shape, -1)
+    values = jnp.where(weights[..., None] > 0, values, 0)
+    values = values / scale_of(values.reshape(-1, values.shape[-1]), axis=0)
+    traces = weighted(weights, values)
+    square = weighted(weights, jnp.square(values))[0]
+    left = jnp.maximum(square - jnp.square(traces[0]), 0)
+    last, before = jnp.abs(traces[0] - traces[1]), jnp.abs(traces[1] - traces[2])
+    rate = jnp.clip(last / jnp.where(before > 0, before, 1), 0, 0.95)
+    vectors, steps = (jnp.asarray(x, rate.dtype)[:, None] for x in (sizes.vectors, sizes.steps))
+    missed = last * rate / (1 - rate) * jnp.where(rate > 0, rate, 1) ** ((steps - most) / apart)
+    cost = 2 * left / (n * vectors) + jnp.square(missed)
+    cost = jnp.sum(cost / jnp.where(square > 0, square, 1), axis=1)
+    best = jnp.argmin(jnp.where(jnp.isnan(cost), jnp.inf, cost))
+    return jnp.asarray(sizes.vectors)[best], jnp.asarray(sizes.steps)[best], krylov.status
 
 
 class _Space(NamedTuple):
-    """Functions of T, after s, s - d and s - 2d steps, of which the last two are compared with the
-    first. The last axis of `values` is that of several functions.
-    """
+    """The Krylov space of all vectors in use."""
 
     krylov: BlockLanczos
-    nodes: Real[Array, "3 m"]
-    vectors: Inexact[Array, "3 m m"]
-    values: Real[Array, "3 m f"]
-    captured: Real[Array, "3 j m"]  # the squared norms of the eigenvectors in the first j blocks
-    traces: Real[Array, "3 j f"]  # tr(Q^H f(A) Q) for all j
-    truncation: Real[Array, "j f"]  # the errors of these traces
-    sizes: Sizes
+    coordinates: Inexact[Array, "m b"]  # of the vectors
+    steps: Int[Array, ""]  # s
+    vectors: Int[Array, ""]  # b
+    status: Int[Array, ""]
 
     @property
-    def dimensions(self) -> Real[Array, " j"]:
-        """The number of vectors of the first j blocks."""
-        used = self.krylov.in_use.reshape(self.sizes.steps, -1)
-        found = jnp.cumsum(jnp.sum(used, axis=1)).astype(self.nodes.dtype)
-        return jnp.pad(found, (1, 0))[: self.captured.shape[1]]
-
-    def core(self, taken: Bool[Array, "m 1"], fn: Function) -> Inexact[Array, "m m ..."]:
-        """S (D o (S^H W S)) S^H of above, with W = 1 for the indices that are taken."""
-        s = self.vectors[0]
-        first = jnp.where(taken, s, 0)
-        overlap = matmul(jnp.conj(first.T), first)
-        differences = divided_differences(fn, self.nodes[:1])[0].astype(s.dtype)
-        return einsum("ai,ij,ij...,bj->ab...", s, overlap, differences, jnp.conj(s))
+    def depth(self) -> Int[Array, " m"]:
+        """The step of each row."""
+        return jnp.arange(len(self.krylov.rows)) // self.vectors
 
 
-def _space_of(krylov: BlockLanczos, sizes: Sizes, fn: Function, tagged: Any) -> _Space:
-    b, s, d = sizes.block, sizes.steps, sizes.behind
-    step = jnp.arange(b * s) // b
-    in_use = jnp.stack([krylov.in_use & (step < s - i * d) for i in range(3)])
-    nodes, vectors = jax.vmap(lambda used: ritz_values(krylov.t, used))(in_use)
-    nodes = tagged(nodes)
-    values = on_nodes(fn, nodes)
-    values = values.reshape(*nodes.shape, -1)
-    squares = jnp.square(jnp.abs(vectors))
-    counts = jnp.sum(squares, axis=1) > 0
-    values = jnp.where(counts[:, :, None], values, 0)
-    captured = jnp.cumsum(jnp.sum(squares.reshape(3, s, b, b * s), axis=2), axis=1)
-    captured = jnp.pad(captured, ((0, 0), (1, 0), (0, 0)))[:, : s - 2 * d + 1]
-    traces = einsum("ojm,omf->ojf", captured, values)
-    exhausted = krylov.exhausted[None]
-    error = jax.vmap(lambda x: truncation_error(x[:, None], exhausted), 1)(traces)
-    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    error = error.at[0].set(0)  # nothing is taken out
-    return _Space(krylov, nodes, vectors, values, captured, traces, error, sizes)
+def _space_of(
+    mm: Any, probes: Inexact[Array, "n b+1"], sizes: Sizes, fn: Function, tagged: Any, eps: float
+) -> _Space:
+    vectors, steps, status = _division(mm, probes[:, :1], sizes, fn, tagged, eps)
+    start = probes[:, 1:]
+    start = jnp.where(jnp.arange(start.shape[1]) < vectors, start, 0)
+    product = narrowed(mm, sizes.vectors, vectors)
+    krylov = block_lanczos(product, start, steps, eps, vectors, sizes.rows)
+    status = jnp.maximum(status, krylov.status)
+    return _Space(krylov, matmul(jnp.conj(krylov.rows), start), steps, vectors, status)
 
 
-class _Expected(NamedTuple):
-    """What T expects of a choice, for each function, in units of the largest |f| at a Ritz value
-    (squares of f itself would over- or underflow).
+class _LeftOut(NamedTuple):
+    """The spaces that leave out each group of vectors, the lanes l, in the coordinates of V. The
+    last vectors g of a lane do not count if its group is small. The depths j are the first axis.
     """
 
-    left: Real[Array, "j f"]  # R_j of above
-    truncation: Real[Array, "j f"]
-    quadrature: Real[Array, "plans f"]
-    square: Real[Array, " f"]  # ||f(A)||_F^2
-
-    def best(self, plans: tuple[tuple[int, int], ...]) -> tuple[Array, Array]:
-        """The number j, and the index of the plan."""
-        probes = jnp.asarray([p for p, _ in plans], self.left.dtype)
-        unit = jnp.where(self.square > 0, self.square, 1)
-        left = jnp.sum(self.left / unit, axis=1)
-        truncated = jnp.sum(jnp.square(self.truncation) / unit, axis=1)[:, None]
-        missed = jnp.sum(jnp.square(self.quadrature) / unit, axis=1)
-        cost = 2 * left[:, None] / probes + truncated + missed
-        cost = jnp.where(jnp.isnan(cost), jnp.inf, cost)
-        best = jnp.argmin(cost.reshape(-1))
-        return best // len(plans), best % len(plans)
+    rows: Inexact[Array, "l r m"]  # bases, step after step
+    within: Bool[Array, "j r"]  # which rows the depth takes
+    shares: Real[Array, " l"]  # the part of all vectors that is in the group
+    dimensions: Real[Array, "j l"]
+    probes: Inexact[Array, "j l g m"]  # g_i, of length 1
+    used: Bool[Array, "l g"]
 
 
-def _expected(
-    space: _Space, start: Inexact[Array, "n b"], fn: Function, tagged: Any, eps: float
-) -> _Expected:
-    """What T expects, see above."""
-    (b, s, plans), krylov = space.sizes, space.krylov
-    n = start.shape[0]
-    vectors, unit = space.vectors[0], scale_of(space.values[0], axis=0)
-    values = space.values[0] / unit
-    coordinates = matmul(jnp.conj(krylov.rows), start)
-    along = jnp.square(jnp.abs(matmul(jnp.conj(vectors.T), coordinates))).T
-    whole = matmul(along, values)  # of each start vector
-    trace = jnp.mean(whole, axis=0)
-    square = jnp.mean(matmul(along, jnp.square(values)), axis=0)
-    room = n - space.dimensions
-    in_use = jnp.sum(krylov.in_use).astype(values.dtype)
+def _leave_out(space: _Space, eps: float) -> _LeftOut:
+    krylov, (m, b) = space.krylov, space.coordinates.shape
+    lanes = min(b, LANES)
+    real = jnp.finfo(krylov.t.dtype).dtype
+    t = krylov.t / scale_of(jnp.abs(krylov.t)).astype(krylov.t.dtype)
+    index = jnp.arange(b)
+    last = space.steps - 2 * _apart(space.steps)
+    depths = jnp.arange(DEPTHS + 1) * last // DEPTHS
 
-    def left_of(pair):
-        """R_j of one function."""
-        value, trace, square = pair
-        entries = jnp.square(
-            jnp.abs(matmul(vectors * value.astype(vectors.dtype), jnp.conj(vectors.T)))
-        )
-        blocks = jnp.sum(entries.reshape(s, b, s, b), axis=(1, 3))
-        counts = space.captured.shape[1]
-        corner = jnp.diagonal(jnp.cumsum(jnp.cumsum(blocks, axis=0), axis=1))
-        corner = jnp.pad(corner, (1, 0))[:counts]
-        columns = jnp.pad(jnp.cumsum(jnp.sum(blocks, axis=0)), (1, 0))[:counts]
-        taken = 2 * columns - corner
-        first = matmul(space.captured[0], value)
-        mean = (trace - first) / room
-        left = square - taken - mean**2 * room
-        # ||f(A) - mean I||_F^2 of the part within V.
-        inside = jnp.sum(blocks) - taken - 2 * mean * (jnp.sum(value) - first)
-        inside = inside + mean**2 * (in_use - space.dimensions)
-        return jnp.maximum(jnp.maximum(left, inside), 0)
+    def basis(lane):
+        others = jnp.where(index % lanes != lane, space.coordinates, 0)
+        return block_lanczos(lambda x: matmul(t, x), others, last, eps, space.vectors, m).rows
 
-    # Eigenvectors that do not count are 0, and so are the values that belong to them.
-    left = lax.map(left_of, (values.T, trace, square)).T
+    rows = jax.vmap(basis)(jnp.arange(lanes))
+    within = space.depth < depths[:, None]
+    per_lane = -(-b // lanes)
+    place = jnp.arange(lanes)[:, None] + lanes * jnp.arange(per_lane)
+    used = place < space.vectors
+    own = jnp.where(used[..., None], space.coordinates.T[jnp.minimum(place, b - 1)], 0)
+    probes = jnp.broadcast_to(own, (DEPTHS + 1, *own.shape))
+    for _ in range(2):
+        along = einsum("lrm,jlgm->jlgr", jnp.conj(rows), probes)
+        along = jnp.where(within[:, None, None], along, 0)
+        probes = probes - einsum("jlgr,lrm->jlgm", along, rows)
+    norms = jnp.linalg.norm(probes, axis=-1, keepdims=True)
+    probes = probes / jnp.where(norms > 0, norms, 1).astype(probes.dtype)
+    there = jnp.any(rows != 0, axis=2)
+    dimensions = jnp.sum(there & within[:, None], axis=2).astype(real)
+    shares = jnp.sum(used, axis=1) / space.vectors.astype(real)
+    return _LeftOut(rows, within, shares, dimensions, probes, used)
 
-    single = lanczos(lambda x: matmul(krylov.t, x), coordinates, s, eps)
-    d = s // 4
-    orders = sorted({min(q, s) for _, q in plans} | {s, s - d, s - 2 * d})
-    nodes, weights, _ = quadrature(ended_after(single, orders))
-    nodes = tagged(nodes)
-    samples = n * weighted(weights, on_nodes(fn, nodes).reshape(*nodes.shape, -1) / unit)
-    after = dict(zip(orders, samples.reshape(len(orders), b, -1), strict=True))
 
-    def apart(x, y):
-        return jnp.mean(jnp.abs(x - y), axis=0)
+class _Measures(NamedTuple):
+    """What W and the probes weigh the nodes of f(T) with, for every depth."""
 
-    last, before = apart(after[s], after[s - d]), apart(after[s - d], after[s - 2 * d])
-    rate = jnp.clip(last / jnp.where(before > 0, before, 1), 0, 0.95)
-    beyond = jnp.maximum(last * rate / (1 - rate), apart(after[s], whole))
+    captured: Real[Array, "j m"]  # tr(P_i f(T)), in the mean over i
+    probes: Real[Array, "j p m"]  # g_i^H f(T) g_i
+    traces: Real[Array, "j f"]  # tr(W f(T))
 
-    def at(q):
-        return apart(after[q], whole) + beyond if q <= s else beyond * rate ** ((q - s) / d)
 
-    at_plans = jnp.stack([at(q) for _, q in plans])
-    return _Expected(left, space.truncation / unit, at_plans, square)
+def _measures(out: _LeftOut, room: Real[Array, "j p"], count: Array, found: _Nodes) -> _Measures:
+    vectors = jnp.conj(found.vectors)
+    along = einsum("lrm,l->rm", square_of(matmul(out.rows, vectors)), out.shares)
+    captured = einsum("jr,rm->jm", out.within.astype(along.dtype), along)
+    probes = square_of(matmul(out.probes, vectors))
+    probes = probes.reshape(probes.shape[0], -1, probes.shape[-1])
+    unit = scale_of(found.values, axis=0)
+    values = found.values / unit
+    rest = einsum("jp,jpm,mf->jf", room / count, probes, values)
+    return _Measures(captured, probes, unit * (matmul(captured, values) + rest))
 
 
 @final
 class KrylovWeights(AbstractWeights):
-    """`G = V C V^H` of the Krylov space, and of the probes. A contraction costs as many matvecs as
-    both V have columns.
-    """
+    """`G = V C V^H`. A contraction costs as many matvecs as V has columns."""
 
-    rows: tuple[Inexact[Array, "c n"], Inexact[Array, "d n"]]  # the columns of V
-    cores: tuple[Inexact[Array, "c c ..."], Inexact[Array, "d d ..."]]
-    nodes: Real[Array, "1 q"]
-    weights: Real[Array, "1 q"]
+    rows: Inexact[Array, "m n"]  # the columns of V
+    core: Inexact[Array, "m m ..."]
+    nodes: Real[Array, "1 m"]
+    weights: Real[Array, "1 m"]
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        images = BlockOperator(operator).mm(jnp.concatenate(self.rows).T).T
-
-        def term(rows, core, image):
-            inner = matmul(jnp.conj(rows), image.T)
-            return einsum("ab...,ab->...", jnp.conj(core), inner).real
-
-        (first, second), (core, other) = self.rows, self.cores
-        images = jnp.split(images, [len(first)])
-        return term(first, core, images[0]) + term(second, other, images[1])
+        images = BlockOperator(operator).mm(self.rows.T)
+        inner = matmul(jnp.conj(self.rows), images)
+        return einsum("ab...,ab->...", jnp.conj(self.core), inner).real
 
 
 @final
@@ -294,75 +282,78 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, eps, sizes = block.n, block.eps, sizes_of(k, block.n)
-        shape = jax.eval_shape(
-            self.fn, jax.ShapeDtypeStruct((), jnp.finfo(block.dtype).dtype)
-        ).shape
-        start_key, probe_key = split(key)
+        n, eps, sizes = block.n, block.eps, sizes_of(k)
+        real = jnp.finfo(block.dtype).dtype
+        shape = jax.eval_shape(self.fn, jax.ShapeDtypeStruct((), real)).shape
 
         def tagged(nodes):
             return within_tag(operator, nodes, eps)
 
-        start = SphereSampler().probes(start_key, n, sizes.block, block.dtype)
-        krylov = block_lanczos(block.mm, start, sizes.steps, eps)
-        space = _space_of(krylov, sizes, self.fn, tagged)
-        expected = _expected(space, start, self.fn, tagged, eps)
-        j, which = expected.best(sizes.plans)
-        p, q = (jnp.asarray(x, jnp.int32)[which] for x in zip(*sizes.plans, strict=True))
-        most = max(each for each, _ in sizes.plans)
+        probes = SphereSampler().probes(key, n, sizes.vectors[-1] + 1, block.dtype)
+        space = _space_of(block.mm, probes, sizes, self.fn, tagged, eps)
+        krylov, count = space.krylov, space.vectors.astype(real)
+        out = _leave_out(space, eps)
+        room = n - jnp.repeat(out.dimensions, out.used.shape[1], axis=1)
+        room = jnp.where(out.used.reshape(-1), room, 0)  # (n - d) of each probe
 
-        taken = (jnp.arange(len(krylov.rows)) < sizes.block * j)[:, None]
-        rows = jnp.where(taken, krylov.rows, 0)
-        dimension = n - space.dimensions[j]
-        probes = NormalSampler().probes(probe_key, n, most, block.dtype)
-        for _ in range(2):
-            probes = probes - matmul(rows.T, matmul(jnp.conj(rows), probes))
-        norms = jnp.linalg.norm(probes.T, axis=1)
-        probes = probes * (jnp.sqrt(dimension) / norms).astype(probes.dtype)
-        used = jnp.arange(most) < p
-        probes = jnp.where(used, probes, 0)
-        # (Every further size is one more copy of the code to compile.)
-        most_steps = sizes.plans[0][1]
-        mm = narrowed(block.mm, [sizes.plans[0][0], most], p)
-        inner = padded_lanczos(mm, probes, sizes.plans, p, q, eps)
-        shorter, orders = truncations(inner)
-        nodes, weights, vectors = quadrature(shorter, [most_steps // 4, most_steps // 2])
-        nodes = tagged(nodes)
-        values = on_nodes(self.fn, nodes).reshape(*nodes.shape, -1)
-        weights = jnp.where(jnp.tile(used, orders)[:, None], weights, 0)
-        samples = (dimension * weighted(weights, values)).reshape(orders, most, -1)
-        count = p.astype(nodes.dtype)
-        error = truncation_error(samples, inner.exhausted | ~used) * (most / count)
+        def after(steps):
+            found = _nodes_of(krylov, space.depth < steps, self.fn, tagged)
+            return found, _measures(out, room, count, found)
 
-        nodes, weights, values, vectors = (x[:most] for x in (nodes, weights, values, vectors))
+        apart = _apart(space.steps)
+        found, measures = lax.map(after, space.steps - apart * jnp.arange(3))
+        missed = jax.vmap(lambda x: truncation_error(x[:, None], krylov.exhausted[None]), 1)(
+            measures.traces
+        )
+        missed = jnp.where(jnp.isfinite(missed), missed, jnp.inf)
+        found, measures = jax.tree.map(lambda x: x[0], (found, measures))
+
+        mean_room = jnp.sum(room, axis=1) / count
         is_complex = jnp.iscomplexobj(probes)
-        rest, std_err, dof = mean_and_error(weights, values, dimension, eps, is_complex, count)
-        captured, own = space.captured[0, j], space.values[0]
-        size = matmul(captured, jnp.abs(own))
-        value = space.traces[0, j] + rest
-        std_err = jnp.hypot(std_err, rounding_of(size, eps))
-        error = error + space.truncation[j]
-        status = jnp.maximum(krylov.status, inner.status)
-        counts = (jnp.sum(jnp.abs(space.vectors[0]), axis=0) > 0).astype(nodes.dtype)
-        status = status_with_domain(status, counts[None], own[None])
-        status = status_with_domain(status, weights, values)
+
+        def errors(pair):
+            """The standard error of a depth, as if its samples were independent."""
+            weights, dimension = pair
+            values = jnp.broadcast_to(found.values, (len(weights), *found.values.shape))
+            return mean_and_error(weights, values, dimension, eps, is_complex, count)[1:]
+
+        std_errs, dof = lax.map(errors, (measures.probes, mean_room))
+        # 1 + alpha / 2 of above.
+        ratio = std_errs[:-1] / jnp.where(std_errs[1:] > 0, std_errs[1:], 1)
+        taken = jnp.maximum(n - mean_room, 1)
+        decay = jnp.log(jnp.maximum(taken[1:] / taken[:-1], 1 + eps))[:, None]
+        alpha = 2 * jnp.log(jnp.maximum(ratio, 1)) / decay
+        alpha = jnp.pad(alpha[1:], ((2, 0), (0, 0)))
+        std_errs = std_errs * jnp.sqrt(1 + jnp.minimum(alpha, 4) / 2)
+
+        unit = scale_of(std_errs + jnp.where(jnp.isfinite(missed), missed, 0), axis=0)
+        cost = jnp.sum(jnp.square(std_errs / unit) + jnp.square(missed / unit), axis=1)
+        j = jnp.argmin(jnp.where(jnp.isnan(cost), jnp.inf, cost))
+        captured, probes = measures.captured[j], measures.probes[j]
+        weights = captured + einsum("p,pm->m", room[j] / count, probes)
+        counts = (jnp.sum(square_of(found.vectors), axis=0) > 0).astype(real)
+        status = status_with_domain(space.status, counts[None], found.values[None])
+        size = matmul(weights, jnp.abs(found.values))
+        std_err = jnp.hypot(std_errs[j], rounding_of(size, eps))
 
         def fixed():
-            share = dimension / count
-            core = space.core(taken, self.fn)
-            of_probe = share * derivative_core(self.fn, nodes, vectors)
-            size = max(p * q for p, q in sizes.plans)
-            probe_core = joined(of_probe, p, q, size).astype(core.dtype)
-            both = [x.reshape(1, -1) for x in (space.nodes[0], nodes)]
-            their = [x.reshape(1, -1) for x in (captured, weights * share)]
-            return KrylovWeights(
-                (krylov.rows, inner.basis[:size]),
-                (core, probe_core),
-                jnp.concatenate(both, axis=1),
-                jnp.concatenate(their, axis=1),
-            )
+            w = einsum("lra,lrb,l->ab", *_kept(out, j))
+            g = out.probes[j].reshape(-1, w.shape[0])
+            w = w + matmul(g.T * (room[j] / count).astype(g.dtype), jnp.conj(g))
+            s = found.vectors
+            overlap = matmul(jnp.conj(s.T), matmul(w, s))
+            differences = divided_differences(self.fn, found.nodes[None])[0].astype(s.dtype)
+            core = einsum("ai,ij,ij...,bj->ab...", s, overlap, differences, jnp.conj(s))
+            return KrylovWeights(krylov.rows, core, found.nodes[None], weights[None])
 
-        value, error, std_err, dof = (x.reshape(shape) for x in (value, error, std_err, dof))
-        spent = sizes.block * sizes.steps + p * q
+        pair = measures.traces[j], missed[j], std_err, dof[j]
+        value, error, std_err, dof = (x.reshape(shape) for x in pair)
+        spent = sizes.pilot + space.vectors * space.steps
         estimate = with_quadrature_error(value, error, std_err, spent, dof, status)
         return estimate, if_wanted(fixed)
+
+
+def _kept(out: _LeftOut, j: Array) -> tuple[Array, Array, Array]:
+    """What the mean of the projections P_i is made of: `sum_l shares_l rows_l^T conj(rows_l)`."""
+    rows = jnp.where(out.within[j][:, None], out.rows, 0)
+    return rows, jnp.conj(rows), out.shares.astype(rows.dtype)

@@ -53,10 +53,10 @@ def spectral_sum(
     r"""Estimate $\mathrm{tr}\, f(A) = \sum_i f(\lambda_i)$ of a Hermitian operator, or
     $\mathrm{tr}\, f(A + s I)$ for many shifts s at once.
 
-    This is Krylov-aware stochastic Lanczos quadrature. Half of the budget goes to a block Krylov
-    space, on which f(A) is known; the other half to probes outside of as much of it as has
-    converged. How many probes there are, and how many steps each of them takes, follows from what
-    the Krylov space shows. The value has two errors:
+    A block of random vectors builds a Krylov space, on which f(A) is known. Each vector in turn is
+    left out, and tests what the space of the others leaves of f(A), by no further product. How many
+    vectors there are, and how many steps, follows from a probe that goes ahead. The value has two
+    errors:
 
     - that of the random probes, with the standard error `std_err`, which is known even from a
         single probe.

@@ -50,8 +50,10 @@ def _orthonormal(block: Array, least: Array | float) -> Array:
 def block_lanczos(
     mm: Callable[[Inexact[Array, "n b"]], Inexact[Array, "n b"]],
     start: Inexact[Array, "n b"],
-    num_steps: int,
+    num_steps: int | Int[Array, ""],
     eps: float,
+    count: Int[Array, ""] | None = None,
+    rows: int | None = None,
 ) -> BlockLanczos:
     """Advance the recurrence by `num_steps` products with a block of b vectors.
 
@@ -63,47 +65,59 @@ def block_lanczos(
     - `start`: the vectors Z, of any length that is neither tiny nor huge.
     - `num_steps`: the number s of steps, `1 <= b s <= n`.
     - `eps`: the relative precision of a product.
+    - `count`: how many of the vectors, the first ones, are in use, if not all are. The others must
+        be 0.
+    - `rows`: the largest number of vectors of the space, which must be given if the number of steps
+        or of vectors is traced.
 
     **Returns:**
 
-    A `BlockLanczos`.
+    A `BlockLanczos`. Step j has the rows from `count j` to `count (j + 1)`.
     """
     n, b = start.shape
-    m, real = b * num_steps, jnp.finfo(start.dtype).dtype
+    m, real = rows, jnp.finfo(start.dtype).dtype
+    if m is None:
+        assert isinstance(num_steps, int)
+        m = b * num_steps
+    stride = b if count is None else count
+    room = m if count is None else m + b  # a block is written with its vectors that are 0
 
     def outside(rows, block):
         along = matmul(jnp.conj(rows), block.T)
         return block - matmul(along.T, rows), along
 
     def step(j, carry):
-        rows, block, columns, size, scale = carry
-        zero, place = jnp.zeros_like(j), j * b
-        rows = lax.dynamic_update_slice(rows, block, (place, zero))
+        basis, block, columns, size, scale = carry
+        zero, place = jnp.zeros_like(j), j * jnp.asarray(stride, j.dtype)
+        basis = lax.dynamic_update_slice(basis, block, (place, zero))
         images = mm(block.T)
         # The first product fixes a unit, in which no square over- or underflows.
         scale = jnp.where(j == 0, scale_of(images), scale)
         images = (images / scale.astype(images.dtype)).T
         size = jnp.maximum(size, jnp.max(jnp.linalg.norm(images, axis=1)))
-        rest, along = outside(rows, images)
-        rest, more = outside(rows, rest)
+        rest, along = outside(basis, images)
+        rest, more = outside(basis, rest)
         columns = lax.dynamic_update_slice(columns, along + more, (zero, place))
         # A row that is small beside the images has lost its orthogonality to what was there before.
-        block, _ = outside(rows, _orthonormal(rest, 16 * eps * size))
-        return rows, _orthonormal(block, 0.5), columns, size, scale
+        block, _ = outside(basis, _orthonormal(rest, 16 * eps * size))
+        return basis, _orthonormal(block, 0.5), columns, size, scale
 
-    square = jnp.zeros((m, m), start.dtype)
+    square = jnp.zeros((room, room), start.dtype)
     norms = jnp.linalg.norm(start.T, axis=1)[:, None]
-    first = _orthonormal(start.T / norms.astype(start.dtype), 16 * eps)
-    carry = (jnp.zeros((m, n), start.dtype), first, square, jnp.zeros((), real), jnp.ones((), real))
+    norms = jnp.where(norms > 0, norms, 1).astype(start.dtype)
+    first = _orthonormal(start.T / norms, 16 * eps)
+    basis = jnp.zeros((room, n), start.dtype)
+    carry = (basis, first, square, jnp.zeros((), real), jnp.ones((), real))
     # Unsigned: an index that may be negative is one more thing to compile.
-    ends = jnp.uint32(0), jnp.uint32(num_steps)
-    rows, block, columns, size, scale = lax.fori_loop(*ends, step, carry)
-    of_step = jnp.arange(m) // b
+    ends = jnp.uint32(0), jnp.asarray(num_steps, jnp.uint32)
+    basis, block, columns, size, scale = lax.fori_loop(*ends, step, carry)
+    basis, columns = basis[:m], columns[:m, :m]
+    of_step = jnp.arange(m) // stride
     above = jnp.where(of_step[:, None] < of_step, columns, 0)
     within = jnp.where(of_step[:, None] == of_step, columns, 0)
     t = above + jnp.conj(above.T) + (within + jnp.conj(within.T)) / 2
-    in_use, exhausted = jnp.any(rows != 0, axis=1), ~jnp.any(block != 0)
-    return BlockLanczos(rows, t * scale.astype(t.dtype), in_use, exhausted, status_of(size))
+    in_use, exhausted = jnp.any(basis != 0, axis=1), ~jnp.any(block != 0)
+    return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, status_of(size))
 
 
 def ritz_values(
