@@ -47,6 +47,7 @@ value is unbiased for any Q, this has the mean tr(f'(A) dA), as far as the recur
 converged.
 """
 
+import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -63,6 +64,7 @@ from .._operators.block_operator import BlockOperator
 from .._probes.random import split
 from .._probes.samplers import NormalSampler, SphereSampler
 from .._sketch.weights import AbstractWeights
+from .frechet import Bend
 from .funm import (
     AbstractSpectralEstimator,
     Function,
@@ -149,6 +151,22 @@ class _Space(NamedTuple):
         overlap = matmul(jnp.conj(first.T), first)
         differences = divided_differences(fn, self.nodes[:1])[0].astype(s.dtype)
         return einsum("ai,ij,ij...,bj->ab...", s, overlap, differences, jnp.conj(s))
+
+    def bend(self, taken, nodes, vectors, share, sizes, n: int) -> Bend:
+        """What the second derivative needs, of this space and of the probes, whose Ritz vectors are
+        in the layout of `joined` with these sizes.
+        """
+        p, q, size = sizes
+        s = self.vectors[0]
+        first = jnp.where(taken, s, 0)
+        along = vectors[:, 0]
+        masses = share * along[:, :, None] * along[:, None, :]
+        of_probes = (joined(x, p, q, size).astype(s.dtype) for x in (vectors, masses))
+        of_space = s, matmul(jnp.conj(first.T), first)
+        both = map(jax.scipy.linalg.block_diag, of_space, of_probes)
+        place = jnp.arange(size)
+        theirs = jnp.where(place < p * q, nodes[place % p, place // p], nodes[0, 0])
+        return Bend.of(jnp.concatenate([self.nodes[0], theirs]), *both, n)
 
 
 def _space_of(krylov: BlockLanczos, sizes: Sizes, fn: Function, tagged: Any) -> _Space:
@@ -266,10 +284,18 @@ class KrylovWeights(AbstractWeights):
     cores: tuple[Inexact[Array, "c c ..."], Inexact[Array, "d d ..."]]
     nodes: Real[Array, "1 q"]
     weights: Real[Array, "1 q"]
+    bend: Bend | None  # for a function with scalar values
+
+    def bent_at(self, bend, fn, operator):
+        """See `AbstractSpectralEstimator.weights_at`."""
+        bend, core = bend.at(fn, operator, jnp.concatenate(self.rows).T)
+        c = len(self.rows[0])
+        return dataclasses.replace(self, cores=(core[:c, :c], core[c:, c:]), bend=bend)
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        images = BlockOperator(operator).mm(jnp.concatenate(self.rows).T).T
+        whole = BlockOperator(operator).mm(jnp.concatenate(self.rows).T)
+        images = whole.T
 
         def term(rows, core, image):
             inner = matmul(jnp.conj(rows), image.T)
@@ -277,7 +303,8 @@ class KrylovWeights(AbstractWeights):
 
         (first, second), (core, other) = self.rows, self.cores
         images = jnp.split(images, [len(first)])
-        return term(first, core, images[0]) + term(second, other, images[1])
+        value = term(first, core, images[0]) + term(second, other, images[1])
+        return value if self.bend is None else value + self.bend.contract(whole)
 
 
 @final
@@ -353,6 +380,9 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             of_probe = share * derivative_core(self.fn, nodes, vectors)
             size = max(p * q for p, q in sizes.plans)
             probe_core = joined(of_probe, p, q, size).astype(core.dtype)
+            bend = None
+            if not shape:
+                bend = space.bend(taken, nodes, vectors, share, (p, q, size), n)
             both = [x.reshape(1, -1) for x in (space.nodes[0], nodes)]
             their = [x.reshape(1, -1) for x in (captured, weights * share)]
             return KrylovWeights(
@@ -360,6 +390,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
                 (core, probe_core),
                 jnp.concatenate(both, axis=1),
                 jnp.concatenate(their, axis=1),
+                bend,
             )
 
         value, error, std_err, dof = (x.reshape(shape) for x in (value, error, std_err, dof))
