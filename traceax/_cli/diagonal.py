@@ -1,5 +1,5 @@
-"""`traceax diagonal`: the diagonal of a matrix, read from its file, or the diagonal of a function of
-it, estimated: from products, and that of the inverse from solves.
+"""`traceax diagonal`: the diagonal of a matrix, read from its file, or the diagonal of a function
+of it, estimated: from products, and that of the inverse from solves.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--function",
         choices=tuple(FUNCTIONS),
-        help="estimate the diagonal of this function of a symmetric matrix, from its products. That "
-        "of inv, for a positive definite matrix (the marginal variances, if it is a precision "
+        help="estimate the diagonal of this function of a symmetric matrix, from its products. "
+        "That of inv, for a positive definite matrix (the marginal variances, if it is a precision "
         "matrix), comes from solves with the factors of a sparse factorisation, and a matvec is "
         "then such a solve. Without --function the diagonal of the matrix itself is read from the "
         "file, exactly, and the options of an estimate are refused",
@@ -237,14 +237,13 @@ def _rows(report: Report) -> tuple[Rows, Rows]:
     if "relative_error" in report:
         within = 100 * report["within_two_std_errs"]
         more = ", and the quadrature error" if "rms_quadrature_error" in report else ""
+        within = f"{within:.1f} % of the entries (two standard errors{more})"
         rows.append(("relative error", f"{report['relative_error']:.3g} (in the l2 norm)"))
-        rows.append(
-            ("within 2 errors", f"{within:.1f} % of the entries (two standard errors{more})")
-        )
+        rows.append(("within 2 errors", within))
     labels = {
         "index": "index (from 0)",
         "std_err": "standard error",
-        "quadrature_error": "quadrature",
+        "quadrature_error": "quadrature error",
     }
     texts = {"index": str, "std_err": "{:.3g}".format, "quadrature_error": "{:.3g}".format}
     columns = [

@@ -13,8 +13,8 @@ from .._operators.block_operator import semidefinite_sign
 Function = Callable[[Array], Array]
 
 #: Points of a triangle and their weights, for polynomials up to degree 4: each stands for three,
-#: with the barycentric coordinates (1 - 2a, a, a). (D. A. Dunavant, *High degree efficient symmetrical Gaussian
-#: quadrature rules for the triangle*, 1985, doi:10.1002/nme.1620210612.)
+#: with the barycentric coordinates (1 - 2a, a, a). (D. A. Dunavant, *High degree efficient
+#: symmetrical Gaussian quadrature rules for the triangle*, 1985, doi:10.1002/nme.1620210612.)
 _TRIANGLE = (
     (0.445948490915965, 0.223381589678011),
     (0.091576213509771, 0.109951743655322),
