@@ -48,18 +48,16 @@ def check_interval(report, truth):
 
 
 def test_exact_values_of_the_sample_matrix(capsys):
-    for arguments, truth, products in (
-        (("logdet",), LOG_DETERMINANT, 0),  # from the entries
-        (("trace", "--function", "inv"), TRACE_OF_INVERSE, 1138),
+    for arguments, truth, rounding in (  # from the entries, by a Cholesky factorisation
+        (("logdet",), LOG_DETERMINANT, 1e-10),
+        (("trace", "--function", "inv"), TRACE_OF_INVERSE, 1e-9 * TRACE_OF_INVERSE),
     ):
         command, *options = arguments
         report = run_json(capsys, command, BUS, *options, "-k", 2000)
         assert report["estimate"] == pytest.approx(truth, rel=1e-9)
         assert report["std_err"] == 0
-        # That of a Cholesky factorisation is its rounding.
-        assert (report["quadrature_error"] == 0) == (command == "trace")
-        assert report["quadrature_error"] < 1e-10
-        assert (report["matvecs"], report["result"]) == (products, "successful")
+        assert 0 < report["quadrature_error"] < rounding
+        assert (report["matvecs"], report["result"]) == (0, "successful")
 
 
 @pytest.mark.parametrize("preconditioner", [variant("auto"), "none"])
