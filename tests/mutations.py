@@ -141,8 +141,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_functions/funm.py",
-        "return SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))",
-        "return SpectralWeights(krylov.basis, core * n, nodes, weights * (n / p))",
+        "core = derivative_core(self.fn, nodes, s) * (n / p)",
+        "core = derivative_core(self.fn, nodes, s) * n",
         "the weights of the derivative of a spectral sum",
         "tests/functions/test_spectral_sum.py",
     ),

@@ -201,6 +201,9 @@ def calls():
         found[f"schatten_norm {name}"] = lambda w=name: tr.schatten_norm(key, ops[w], 30)
     for name in ("psd", "hermitian"):
         found[f"spectral_sum {name}"] = lambda w=name: tr.spectral_sum(key, jnp.exp, ops[w], 20)
+        found[f"spectral_diagonal {name}"] = lambda w=name: tr.spectral_diagonal(
+            key, jnp.exp, ops[w], 30
+        )
         found[f"eigenpairs {name}"] = lambda w=name: tr.eigenpairs(key, ops[w], 12, 2, "BE").values
         found[f"Eigenpairs {name}"] = lambda w=name: tr.eigenpairs(key, ops[w], 12, 2).bounds
         found[f"eigenvalue_count {name}"] = lambda w=name: tr.eigenvalue_count(

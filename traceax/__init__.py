@@ -17,6 +17,7 @@ from ._estimators.estimator import (
     AbstractTraceEstimator as AbstractTraceEstimator,
 )
 from ._estimators.solution import RESULTS as RESULTS, Solution as Solution
+from ._functions.diagonal import spectral_diagonal as spectral_diagonal
 from ._functions.eigenpairs import Eigenpairs as Eigenpairs, eigenpairs as eigenpairs
 from ._functions.schatten import schatten_norm as schatten_norm
 from ._functions.spectral import (

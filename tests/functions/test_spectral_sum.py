@@ -525,31 +525,71 @@ def test_what_the_function_closes_over_has_a_derivative(k):
     assert abs(by_operator) > 1e-3
 
 
-def test_second_derivatives_are_refused():
-    base, key = jnp.asarray(example("mild")), jax.random.key(0)
+def two_directions(dtype=np.float64):
+    rng = np.random.default_rng(8)
+    return [with_spectrum(rng, np.linspace(-0.1, 0.1, N), dtype) for _ in range(2)]
 
-    def value(t, k):
-        operator = lx.MatrixLinearOperator(t * base, PSD)
+
+@pytest.mark.parametrize(
+    ("dtype", "k"), [(np.complex128, N), (np.complex128, 28), variant(np.float64, 28)]
+)
+def test_second_derivatives_with_the_probe_held_fixed(dtype, k):
+    """Of z^H f(A) z with the probe z, or of the trace, by two directions and a number in f: forward
+    over reverse, and in reverse twice.
+    """
+    base, key = jnp.asarray(example("mild", dtype)), jax.random.key(4)
+    one, other = map(jnp.asarray, two_directions(dtype))
+    z = sphere(key, 1, base.dtype)
+
+    def value(x):
+        operator = lx.MatrixLinearOperator(base + x[0] * one + x[1] * other, PSD)
+        return spectral_sum(key, lambda t: jnp.exp(-x[2] * t), operator, k, num_steps=k).value
+
+    def dense(x):
+        matrix = jax.scipy.linalg.expm(-x[2] * (base + x[0] * one + x[1] * other))
+        return (jnp.trace(matrix) if k == N else jnp.vdot(z, matrix @ z)).real
+
+    with jax.numpy_dtype_promotion("standard"):
+        at = jnp.asarray([0.0, 0.0, 0.3])
+        expected = jax.jit(jax.hessian(dense))(at)
+        size = float(jnp.max(jnp.abs(expected)))
+        for hessian in (jax.jacfwd(jax.grad(value)), jax.jacrev(jax.grad(value))):
+            np.testing.assert_allclose(jax.jit(hessian)(at), expected, atol=1e-6 * size)
+
+
+def test_second_derivatives_of_the_identity_are_exact():
+    """A Krylov space of one dimension, which knows nothing of f'' by itself."""
+    one, other = map(jnp.asarray, two_directions())
+    key = jax.random.key(1)
+    z = sphere(key, 1)
+
+    def value(x, k):
+        matrix = 2 * jnp.eye(N) + x[0] * one + x[1] * other
+        operator = lx.MatrixLinearOperator(matrix, PSD)
         return spectral_sum(key, jnp.log, operator, k).value
 
+    product = np.asarray(one @ other + other @ one)
+    for k, expected in ((6, z.T @ product @ z), (N, np.trace(product))):
+        found = jax.jit(jax.hessian(lambda x, k=k: value(x, k)))(jnp.zeros(2))
+        np.testing.assert_allclose(found[0, 1], -np.sum(expected) / 8, rtol=1e-9)
+
+
+def test_what_has_no_derivative_is_refused():
+    base, key = jnp.asarray(example("mild")), jax.random.key(0)
+
+    def value(t, k, shifts=None):
+        operator = lx.MatrixLinearOperator(t * base, PSD)
+        return jnp.sum(spectral_sum(key, jnp.log, operator, k, shifts=shifts).value)
+
     one = jnp.ones(())
-
-    def refuses(twice, t, k):
+    for k in (6, N):
         with pytest.raises(NotImplementedError, match="first derivative only"):
-            jax.eval_shape(functools.partial(twice, k=k), t)
-
-    refuses(jax.hessian(value), one, 6)
-    refuses(jax.grad(jax.grad(value)), one, N)
-    refuses(jax.jacfwd(jax.jacfwd(value)), one, 6)
-    refuses(lambda t, k: jax.vmap(jax.hessian(lambda t: value(t, k)))(t), jnp.ones(2), 6)
-
-    def of_the_function(shift, k):  # could be right, but is not told from what would be wrong
-        operator = lx.MatrixLinearOperator(base, PSD)
-        return spectral_sum(key, lambda x: jnp.log(x + shift), operator, k).value
-
-    refuses(jax.grad(jax.grad(of_the_function)), one, 6)
-    # A factor that has second derivatives does no harm.
-    assert jax.hessian(lambda t: t**2 * of_the_function(jnp.zeros(()), 6))(one).shape == ()
+            jax.eval_shape(jax.hessian(lambda t, k=k: value(t, k, jnp.ones(3))), one)
+        with pytest.raises(NotImplementedError, match="two derivatives"):
+            jax.eval_shape(jax.grad(jax.hessian(lambda t, k=k: value(t, k))), one)
+        third = jax.jacfwd(jax.jacfwd(jax.jacfwd(lambda t, k=k: value(t, k))))
+        with pytest.raises(NotImplementedError, match="two derivatives"):
+            jax.eval_shape(third, one)
 
 
 # --- transformations -----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""`traceax diagonal`: the diagonal of a matrix, read from its file, or the diagonal of its inverse,
-estimated from solves.
+"""`traceax diagonal`: the diagonal of a matrix, read from its file, or the diagonal of a function
+of it, estimated: from products, and that of the inverse from solves.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from .common import (
     Report,
     Rows,
     add_output,
+    add_tag,
     add_tolerance,
     aligned,
     check_output,
@@ -32,19 +33,21 @@ from .common import (
     write_columns,
 )
 from .files import read_matrix
+from .functions import FUNCTIONS, read_hermitian
 
 
 def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--function",
-        choices=("inv",),
-        help="estimate the diagonal of the inverse of a symmetric positive definite matrix (the "
-        "marginal variances, if it is a precision matrix); a matvec is then a solve with the "
-        "factors of a sparse factorisation, and only for inv is there such a product. Without "
-        "--function the diagonal of the matrix itself is read from the file, exactly, and the "
-        "options of an estimate are refused",
+        choices=tuple(FUNCTIONS),
+        help="estimate the diagonal of this function of a symmetric matrix, from its products. "
+        "That of inv, for a positive definite matrix (the marginal variances, if it is a precision "
+        "matrix), comes from solves with the factors of a sparse factorisation, and a matvec is "
+        "then such a solve. Without --function the diagonal of the matrix itself is read from the "
+        "file, exactly, and the options of an estimate are refused",
     )
-    add_tolerance(command, "the diagonal, in the l2 norm")
+    add_tag(command)
+    add_tolerance(command, "the diagonal of the inverse, in the l2 norm")
     command.add_argument(
         "--top",
         type=positive,
@@ -143,9 +146,39 @@ def _estimate(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report, st
     return columns, report, message
 
 
+def _estimate_function(arguments: argparse.Namespace) -> tuple[dict[str, Any], Report, str]:
+    name = arguments.function
+    if arguments.k is None:
+        raise ValueError(
+            f"--rtol and --atol are for the diagonal of the inverse: for {name} give a budget, -k."
+        )
+    operator = read_hermitian(arguments)
+
+    def estimate(key, k):
+        return tr.spectral_diagonal(key, FUNCTIONS[name], operator, k)
+
+    solution, report, message = solve(arguments, operator, estimate, function=name)
+    columns = {
+        "estimate": solution.value,
+        "std_err": solution.std_err,
+        "quadrature_error": solution.quadrature_error,
+    }
+    if arguments.exact:
+        exact = estimate(jax.random.key(0), operator.in_size())
+        columns["exact"] = exact.value
+        # The exact value shows what k products may miss, such as a few negative eigenvalues.
+        message = tr.RESULTS[exact.result] or message
+    return columns, report, message
+
+
 def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     check_output(arguments.output)
-    columns, report, message = (_read if reads(arguments) else _estimate)(arguments)
+    if reads(arguments):
+        columns, report, message = _read(arguments)
+    elif arguments.function == "inv":
+        columns, report, message = _estimate(arguments)
+    else:
+        columns, report, message = _estimate_function(arguments)
     # Sums over many entries are made in double precision, whatever the dtype of the entries.
     columns = {
         name: column.astype(np.promote_types(column.dtype, np.float64))
@@ -164,13 +197,16 @@ def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     report["largest"] = entry(order.argmax())
     report["top"] = [entry(index) for index in jnp.argsort(-sizes)[: arguments.top]]
     if "std_err" in columns:
-        report["rms_std_err"] = safe_norm(columns["std_err"]).item() / math.sqrt(values.size)
+        for error in ("std_err", "quadrature_error"):
+            if error in columns:
+                rms = safe_norm(columns[error]).item() / math.sqrt(values.size)
+                report[f"rms_{error}"] = rms
         if "exact" in columns:
             exact = columns["exact"]
             errors = jnp.abs(values - exact)
             size = safe_norm(jnp.abs(exact)).item()
             report["relative_error"] = ratio(safe_norm(errors).item(), size)
-            within = errors <= 2 * columns["std_err"]
+            within = errors <= 2 * columns["std_err"] + columns.get("quadrature_error", 0)
             report["within_two_std_errs"] = within.mean().item()
     return report, message
 
@@ -195,12 +231,21 @@ def _rows(report: Report) -> tuple[Rows, Rows]:
     if "rms_std_err" in report:
         mean = f"{report['rms_std_err']:.3g} (root mean square)"
         results.append(("standard error", mean))
+    if "rms_quadrature_error" in report:
+        mean = f"{report['rms_quadrature_error']:.3g} (root mean square)"
+        results.append(("quadrature error", mean))
     if "relative_error" in report:
         within = 100 * report["within_two_std_errs"]
+        more = ", and the quadrature error" if "rms_quadrature_error" in report else ""
+        within = f"{within:.1f} % of the entries (two standard errors{more})"
         rows.append(("relative error", f"{report['relative_error']:.3g} (in the l2 norm)"))
-        rows.append(("within 2 errors", f"{within:.1f} % of the entries (two standard errors)"))
-    labels = {"index": "index (from 0)", "std_err": "standard error"}
-    texts = {"index": str, "std_err": "{:.3g}".format}
+        rows.append(("within 2 errors", within))
+    labels = {
+        "index": "index (from 0)",
+        "std_err": "standard error",
+        "quadrature_error": "quadrature error",
+    }
+    texts = {"index": str, "std_err": "{:.3g}".format, "quadrature_error": "{:.3g}".format}
     columns = [
         [labels.get(name, name), *(texts.get(name, number)(entry[name]) for entry in top)]
         for name in names
@@ -210,7 +255,7 @@ def _rows(report: Report) -> tuple[Rows, Rows]:
 
 DIAGONAL = Command(
     "diagonal",
-    "the exact diagonal of a matrix, or an estimate of that of its inverse",
+    "the exact diagonal of a matrix, or an estimate of that of a function of it",
     _add_arguments,
     _run,
     _rows,

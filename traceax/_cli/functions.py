@@ -12,6 +12,16 @@ import traceax as tr
 
 from .common import Report, Rows, number, ratio, read_operator, solve
 
+FUNCTIONS = {
+    # Near a pole inside of the spectrum, Ritz values can give 1/x any value. It is NaN for x <= 0,
+    # so that such a matrix is reported.
+    "inv": lambda x: jnp.where(x > 0, jnp.reciprocal(x), jnp.nan),
+    "sqrt": jnp.sqrt,
+    "exp": jnp.exp,
+    "log": jnp.log,
+    "log1p": jnp.log1p,
+}
+
 
 def read_hermitian(arguments: argparse.Namespace) -> lx.AbstractLinearOperator:
     """A Hermitian matrix, of which functions can be taken. (Complex ones must be semidefinite:

@@ -4,28 +4,18 @@ estimated.
 
 import argparse
 
-import jax.numpy as jnp
+import lineax as lx
 
 import traceax as tr
 
 from .common import Command, Report, Rows, add_steps, add_tag, read_operator, reads, solve
-from .functions import function_rows, read_hermitian, solve_function
-
-_FUNCTIONS = {
-    # Near a pole inside of the spectrum, Ritz values can give 1/x any value. It is NaN for x <= 0,
-    # so that such a matrix is reported.
-    "inv": lambda x: jnp.where(x > 0, jnp.reciprocal(x), jnp.nan),
-    "sqrt": jnp.sqrt,
-    "exp": jnp.exp,
-    "log": jnp.log,
-    "log1p": jnp.log1p,
-}
+from .functions import FUNCTIONS, function_rows, read_hermitian, solve_function
 
 
 def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--function",
-        choices=tuple(_FUNCTIONS),
+        choices=tuple(FUNCTIONS),
         help="estimate the trace of this function of a symmetric matrix, from its products (inv "
         "and log need a positive definite one); without --function the trace of the matrix itself "
         "is read from the file, exactly, and the options of an estimate are refused",
@@ -45,8 +35,13 @@ def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     operator = read_hermitian(arguments)
 
     def estimate(key, k):
+        # Only a positive definite matrix has an `inverse_trace`, which says so if it is not. Steps
+        # are those of a quadrature alone.
+        if name == "inv" and arguments.steps is None and arguments.tag != "nsd":
+            definite = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
+            return tr.inverse_trace(key, definite, k)
         steps = arguments.steps if k < operator.in_size() else None
-        return tr.spectral_sum(key, _FUNCTIONS[name], operator, k, num_steps=steps)
+        return tr.spectral_sum(key, FUNCTIONS[name], operator, k, num_steps=steps)
 
     return solve_function(arguments, operator, estimate, function=name)
 

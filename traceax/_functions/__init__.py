@@ -1,7 +1,9 @@
 """Functions of a matrix by Lanczos' recurrence (`funm`): spectral sums, densities and counts of
-eigenvalues (`spectral`), norms (`schatten`), with the error of ending a recurrence early
-(`quadrature_error`), and with what a Krylov space knows taken out (`krylov_aware`). Extreme
-eigenvalues and their vectors (`eigenpairs`), by a recurrence with restarts (`thick_restart`).
+eigenvalues (`spectral`), diagonals (`diagonal`), norms (`schatten`), with the error of ending a
+recurrence early (`quadrature_error`), and with what a Krylov space knows taken out
+(`krylov_aware`). Functions at Ritz values and their divided differences (`nodes`), and derivatives
+by them (`frechet`). Extreme eigenvalues and their vectors (`eigenpairs`), by a recurrence with
+restarts (`thick_restart`).
 
 Begin with `funm`. This room uses `_estimators` and all below it.
 """

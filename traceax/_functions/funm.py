@@ -44,12 +44,13 @@ to 6.7 times, that of the best split in hindsight. With q = 20 it was at worst 2
     d (z^H f(A) z) ~ <G, dA>,   G = ||z||^2 V S (D o s_1 s_1^T) S^T V^T,   s_1 = S^T e_1,
 
 with the divided differences D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j), D_ii =
-f'(theta_i). As G depends on A to first order, a second derivative with G held fixed would be wrong,
-and is refused. What f itself depends on is differentiated through sum_j w_j f(theta_j).
+f'(theta_i). As G depends on A to first order, a second derivative takes that of G (see `frechet`,
+`Bend`). What f itself depends on is differentiated through sum_j w_j f(theta_j).
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import equinox as eqx
@@ -64,15 +65,20 @@ from .._core.estimate import NONFINITE, OUTSIDE_DOMAIN, if_wanted, rounding_of, 
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
-from .._linalg.lanczos import Lanczos, lanczos, quadrature
-from .._operators.block_operator import BlockOperator, is_hermitian, semidefinite_sign
+from .._linalg.lanczos import Lanczos, joined, lanczos, quadrature
+from .._operators.block_operator import BlockOperator, is_hermitian
 from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
+from .frechet import Bend
+from .nodes import (
+    Function as Function,
+    divided_differences as divided_differences,
+    on_nodes as on_nodes,
+    within_tag as within_tag,
+)
 from .quadrature_error import with_quadrature_error
-
-Function = Callable[[Array], Array]
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -166,23 +172,6 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, converted)
 
 
-def on_nodes(fn: Function, nodes: Array) -> Array:
-    """The values of `fn` at an array of nodes, with the axes of a single value last."""
-    flat = jax.vmap(fn)(nodes.reshape(-1))
-    return flat.reshape(*nodes.shape, *flat.shape[1:])
-
-
-def within_tag(operator: lx.AbstractLinearOperator, nodes: Array, eps: float) -> Array:
-    """The Ritz values `nodes`. If the operator is tagged semidefinite, those that are on the wrong
-    side of 0 by no more than rounding errors are set to 0.
-    """
-    sign = semidefinite_sign(operator)
-    if sign == 0:
-        return nodes
-    rounding = 16 * eps * math.sqrt(operator.in_size()) * jnp.max(jnp.abs(nodes))
-    return jnp.where((sign * nodes < 0) & (jnp.abs(nodes) <= rounding), 0, nodes)
-
-
 def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
     """All eigenvalues, eigenvectors, and the status, from n products with unit vectors."""
     block = BlockOperator(operator).linearised()
@@ -191,45 +180,6 @@ def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
     scaled = matrix / scale
     values, vectors = eigh((scaled + adjoint(scaled)) / 2)
     return within_tag(operator, values * scale, block.eps), vectors, status_of(matrix)
-
-
-def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:
-    """D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j).
-
-    Where this difference would cancel, D_ij is the mean of f' between the two nodes, by Gauss
-    quadrature with two points. The error of that mean is estimated from its distance to f' at the
-    middle, relative to f' and squared, because it is of higher order. So no length scale of f need
-    be known.
-
-    **Arguments:**
-
-    - `fn`: the function.
-    - `nodes`: the nodes, for each probe.
-
-    **Returns:**
-
-    The differences, with the axes of a single value of `fn` last.
-    """
-    eps = float(jnp.finfo(nodes.dtype).eps)
-
-    def slope(x):
-        one = jnp.ones((), x.dtype)
-        return on_nodes(lambda x: jax.jvp(fn, (x,), (one,))[1], x)
-
-    left, right = nodes[:, :, None], nodes[:, None, :]
-    middle, half = left + (right - left) / 2, (left - right) / (2 * math.sqrt(3))
-    centre = slope(middle)
-    mean = (slope(middle - half) + slope(middle + half)) / 2
-
-    values = on_nodes(fn, nodes)
-    first, second = values[:, :, None], values[:, None, :]
-    gap = jnp.broadcast_to(left - right, middle.shape)
-    gap = gap.reshape(*gap.shape, *[1] * (values.ndim - 2))
-    divisor = jnp.where(gap == 0, 1, gap)
-    rounding = eps * (jnp.abs(first) + jnp.abs(second)) / jnp.abs(divisor)
-    # Two roots, because the product would over- or underflow for operators of extreme scale.
-    close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
-    return jnp.where((gap == 0) | close, mean, (first - second) / divisor)
 
 
 def derivative_core(
@@ -248,14 +198,27 @@ class SpectralWeights(AbstractWeights):
     core: Real[Array, "p q q ..."]  # n / p S (D o s_1 s_1^T) S^T
     nodes: Real[Array, "p q"]
     weights: Real[Array, "p q"]  # n / p S_1j^2
+    bend: Bend | None  # for a function with scalar values
+
+    def _vectors(self) -> Inexact[Array, "n q*p"]:
+        q, n, p = self.basis.shape
+        return jnp.moveaxis(self.basis, 1, 0).reshape(n, q * p)
 
     def contract(self, operator):
         """See `AbstractWeights`."""
         q, n, p = self.basis.shape
-        vectors = jnp.moveaxis(self.basis, 1, 0).reshape(n, q * p)
-        images = BlockOperator(operator).mm(vectors).reshape(n, q, p)
+        both = BlockOperator(operator).mm(self._vectors())
+        images = both.reshape(n, q, p)
         inner = einsum("anp,nbp->pab", jnp.conj(self.basis), images).real
-        return einsum("pab...,pab->...", self.core, inner)
+        value = einsum("pab...,pab->...", self.core, inner)
+        return value if self.bend is None else value + self.bend.contract(both)
+
+    def bent_at(self, bend, fn, operator):
+        """See `AbstractSpectralEstimator.weights_at`."""
+        q, _, p = self.basis.shape
+        bend, core = bend.at(fn, operator, self._vectors())
+        core = jnp.einsum("apbp->pab", core.real.reshape(q, p, q, p))
+        return dataclasses.replace(self, core=core, bend=bend)
 
 
 @final
@@ -266,12 +229,19 @@ class ExactSpectralWeights(AbstractWeights):
     slopes: Real[Array, "n ..."]
     nodes: Real[Array, "1 n"]
     weights: Real[Array, "1 n"]
+    bend: Bend | None
 
     def contract(self, operator):
         """See `AbstractWeights`."""
         images = BlockOperator(operator).mm(self.basis)
         forms = jnp.sum(jnp.conj(self.basis) * images, axis=0).real
-        return einsum("j...,j->...", self.slopes, forms)
+        value = einsum("j...,j->...", self.slopes, forms)
+        return value if self.bend is None else value + self.bend.contract(images)
+
+    def bent_at(self, bend, fn, operator):
+        """See `AbstractSpectralEstimator.weights_at`."""
+        bend, core = bend.at(fn, operator, self.basis)
+        return dataclasses.replace(self, slopes=jnp.diagonal(core).real, bend=bend)
 
 
 def _counted(weights: Array, values: Array) -> tuple[Array, Array]:
@@ -396,7 +366,9 @@ class AbstractSpectralEstimator(AbstractEstimator):
         zero = jnp.zeros_like(value)
         status = status_with_domain(status, ones, values)
         slopes = divided_differences(self.fn, nodes.T)[:, 0, 0]
-        fixed = ExactSpectralWeights(basis, slopes, nodes, ones)
+        one = jnp.eye(n, dtype=basis.dtype)
+        bend = Bend.of(nodes[0], one, one, n) if value.ndim == 0 else None
+        fixed = ExactSpectralWeights(basis, slopes, nodes, ones, bend)
         return with_quadrature_error(value, zero, zero, n, 0, status), fixed
 
     def contract(self, weights, operator):
@@ -404,16 +376,19 @@ class AbstractSpectralEstimator(AbstractEstimator):
         `fn`, too.
         """
         own = jnp.sum(weighted(weights.weights, on_nodes(self.fn, weights.nodes)), axis=0)
+        if weights.bend is not None:
+            own = own + weights.bend.own(self.fn)
         return weights.contract(operator) + own
 
     def weights_at(self, weights, operator):
-        """See `AbstractEstimator`: the derivative of E[G] is not known."""
-        raise NotImplementedError(
-            "Spectral sums have a first derivative only: theirs is taken with weights held fixed, "
-            "which to second order would give wrong numbers. Use `logdet` for log-determinants, "
-            "`lax.stop_gradient` on whatever need not be differentiated twice, or finite "
-            "differences of the gradient with the same key."
-        )
+        """See `AbstractEstimator`, and `Bend`: they are right to first order."""
+        if weights.bend is None:
+            raise NotImplementedError(
+                "Spectral sums of several functions at once (many shifts, densities) have a first "
+                "derivative only. Make one call for each function, with the same key, or use "
+                "`lax.stop_gradient` on whatever need not be differentiated twice."
+            )
+        return weights.bent_at(weights.bend, self.fn, operator)
 
 
 @final
@@ -450,8 +425,16 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         status = status_with_domain(krylov.status, weights, values)
 
         def fixed():
-            core = derivative_core(self.fn, nodes, s)
-            return SpectralWeights(krylov.basis, core * (n / p), nodes, weights * (n / p))
+            core = derivative_core(self.fn, nodes, s) * (n / p)
+            first = jnp.sqrt(n / p) * s[:, 0]
+            bend = None
+            if value.ndim == 0:
+                rotation, masses = (
+                    joined(x, p, q, p * q).astype(krylov.basis.dtype)
+                    for x in (s, first[:, :, None] * first[:, None, :])
+                )
+                bend = Bend.of(nodes.T.reshape(-1), rotation, masses, n)
+            return SpectralWeights(krylov.basis, core, nodes, weights * (n / p), bend)
 
         estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
         return estimate, if_wanted(fixed)

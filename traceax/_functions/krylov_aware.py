@@ -54,6 +54,7 @@ with the divided differences D of f. As E[W] = I whatever A is, this has the mea
 far as the recurrences have converged.
 """
 
+import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -70,6 +71,7 @@ from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import square_of
 from .._sketch.weights import AbstractWeights
+from .frechet import Bend
 from .funm import (
     AbstractSpectralEstimator,
     Function,
@@ -260,12 +262,19 @@ class KrylovWeights(AbstractWeights):
     core: Inexact[Array, "m m ..."]
     nodes: Real[Array, "1 m"]
     weights: Real[Array, "1 m"]
+    bend: Bend | None  # for a function with scalar values
 
     def contract(self, operator):
         """See `AbstractWeights`."""
         images = BlockOperator(operator).mm(self.rows.T)
         inner = matmul(jnp.conj(self.rows), images)
-        return einsum("ab...,ab->...", jnp.conj(self.core), inner).real
+        value = einsum("ab...,ab->...", jnp.conj(self.core), inner).real
+        return value if self.bend is None else value + self.bend.contract(images)
+
+    def bent_at(self, bend, fn, operator):
+        """See `AbstractSpectralEstimator.weights_at`."""
+        bend, core = bend.at(fn, operator, self.rows.T)
+        return dataclasses.replace(self, core=core, bend=bend)
 
 
 @final
@@ -344,7 +353,8 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             overlap = matmul(jnp.conj(s.T), matmul(w, s))
             differences = divided_differences(self.fn, found.nodes[None])[0].astype(s.dtype)
             core = einsum("ai,ij,ij...,bj->ab...", s, overlap, differences, jnp.conj(s))
-            return KrylovWeights(krylov.rows, core, found.nodes[None], weights[None])
+            bend = None if shape else Bend.of(found.nodes, s, overlap, n)
+            return KrylovWeights(krylov.rows, core, found.nodes[None], weights[None], bend)
 
         pair = measures.traces[j], missed[j], std_err, dof[j]
         value, error, std_err, dof = (x.reshape(shape) for x in pair)

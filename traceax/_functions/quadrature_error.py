@@ -6,9 +6,17 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Real
 
-from .._core.estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, has_no_logarithm, make_estimate
+from .._core.estimate import (
+    NOT_CONVERGED,
+    SUCCESSFUL,
+    Estimate,
+    has_no_logarithm,
+    make_estimate,
+    safe_norm,
+    scale_of,
+)
 from .._core.primitive import Primitive
 from .._estimators.estimator import AbstractEstimator, solve
 from .._estimators.solution import Solution
@@ -49,6 +57,46 @@ def fixed_budget_status(value: Array, error: Array, std_err: Array, status: Arra
     """
     dwarfs = (error > 4 * std_err) & (error > jnp.abs(value) / 20) & (error > 1)
     return jnp.where((status == SUCCESSFUL) & dwarfs, NOT_CONVERGED, status)
+
+
+def entries_status(value: Array, error: Array, std_err: Array, status: Array) -> Array:
+    """NOT_CONVERGED where the quadrature errors of all entries together exceed four standard errors
+    and a twentieth of the value.
+
+    **Arguments:**
+
+    - `value`, `error`, `std_err`: of all entries, or of one number.
+    - `status`: the status so far, which is returned unless it is SUCCESSFUL.
+    """
+    of_value, of_error, of_std_err = (
+        safe_norm(jnp.atleast_1d(each)) for each in (value, error, std_err)
+    )
+    early = (of_error > 4 * of_std_err) & (of_error > of_value / 20)
+    return jnp.where((status == SUCCESSFUL) & early, NOT_CONVERGED, status)
+
+
+def entries_std_err(
+    samples: Real[Array, "p n"], count: Real[Array, ""]
+) -> tuple[Real[Array, " n"], Real[Array, ""]]:
+    """The standard errors of the entries of a mean, and of their sum.
+
+    Entry i of a sample is y_i = omega_i (B omega)_i, with omega of random signs: it has the mean
+    B_ii and the variance sum_{j != i} B_ij^2 = E y_i^2 - B_ii^2 (over the complex numbers with the
+    real part of B). The sum of the entries has twice the sum of these variances.
+
+    **Arguments:**
+
+    - `samples`: the samples; 0 for those that are not in use.
+    - `count`: the number of samples in use. From a single one nothing is known.
+    """
+    unit = scale_of(samples)
+    samples = samples / unit
+    mean = jnp.sum(samples, axis=0) / count
+    in_use = (jnp.arange(len(samples)) < count)[:, None]
+    away = jnp.where(in_use, jnp.square(samples - mean), 0)
+    pairs = count * (count - 1)
+    variance = jnp.where(pairs > 0, jnp.sum(away, axis=0) / jnp.maximum(pairs, 1), jnp.inf)
+    return unit * jnp.sqrt(variance), unit * jnp.sqrt(2 * jnp.sum(variance))
 
 
 def solve_pair(

@@ -31,7 +31,7 @@ def schatten_norm(
 
     The p-th power is the spectral sum of $|x|^p$ if A is tagged Hermitian, and otherwise that of
     $x^{p/2}$ for $A^* A$, which takes two products for one; see [`traceax.spectral_sum`][] for
-    errors, first derivatives and cost. (For p = 2, [`traceax.frobenius_norm`][] is closer. The
+    errors, derivatives and cost. (For p = 2, [`traceax.frobenius_norm`][] is closer. The
     largest singular value, for p = inf, comes from [`traceax.eigenpairs`][].)
 
     !!! Example
@@ -63,7 +63,7 @@ def schatten_norm(
     - `TypeError`: for a key, operator, `k`, `p` or `num_steps` of the wrong type.
     - `ValueError`: for an operator that is not square, `k < 1`, a `p` that is not positive and
         finite, or a `num_steps` that is too large.
-    - `NotImplementedError`: for a second derivative.
+    - `NotImplementedError`: for a third derivative.
     """
     p = _exponent(p)
     operator = as_operator(operator)

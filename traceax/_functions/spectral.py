@@ -72,7 +72,8 @@ def spectral_sum(
     First derivatives, in forward and reverse mode, are taken with the probes held fixed, and
     converge as the value does. With respect to what the operator depends on they cost
     `k` tangent products in one block; they are also taken with respect to the arrays
-    that `fn` closes over, and to `shifts`. Second derivatives are refused.
+    that `fn` closes over, and to `shifts`. Second derivatives, for one function or shift, make a
+    Krylov space for every Ritz vector, with about `k^2 / 4` products. Third ones are refused.
 
     !!! Example
 
@@ -116,7 +117,7 @@ def spectral_sum(
         wrong type.
     - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, a
         `num_steps` that is not between 1 and `k`, or a function that does not return a scalar.
-    - `NotImplementedError`: for a second derivative.
+    - `NotImplementedError`: for a third derivative, and for a second one with several shifts.
 
     ??? cite "References"
 

@@ -33,19 +33,18 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import (
-    NOT_CONVERGED,
-    SUCCESSFUL,
-    if_wanted,
-    safe_norm,
-    scale_of,
-)
+from .._core.estimate import if_wanted, safe_norm, scale_of
 from .._core.precision import einsum
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
 from .._estimators.estimator import AbstractEstimator
 from .._estimators.solution import Solution, restructure
 from .._functions.funm import truncation_error, truncations
-from .._functions.quadrature_error import solve_pair, with_quadrature_error
+from .._functions.quadrature_error import (
+    entries_status,
+    entries_std_err,
+    solve_pair,
+    with_quadrature_error,
+)
 from .._linalg.lanczos import quadrature
 from .._operators.block_operator import BlockOperator, unflatten
 from .._sketch.leave_one_out import matmul
@@ -78,20 +77,6 @@ def _solutions(run: PreconditionedQuadrature) -> Inexact[Array, "o n p"]:
     inside = matmul(krylov.basis.T, coefficients.reshape(len(place), -1))
     x = run.built.factors.inverse_root_adjoint(inside)
     return jnp.moveaxis(x.reshape(n, orders, most), 1, 0)
-
-
-def _std_errs(
-    samples: Real[Array, "p n"], count: Real[Array, ""]
-) -> tuple[Real[Array, " n"], Real[Array, ""]]:
-    """The standard errors of the entries of the mean, and of their sum, from y of above."""
-    unit = scale_of(samples)
-    samples = samples / unit
-    mean = jnp.sum(samples, axis=0) / count
-    in_use = (jnp.arange(len(samples)) < count)[:, None]
-    away = jnp.where(in_use, jnp.square(samples - mean), 0)
-    pairs = count * (count - 1)
-    variance = jnp.where(pairs > 0, jnp.sum(away, axis=0) / jnp.maximum(pairs, 1), jnp.inf)
-    return unit * jnp.sqrt(variance), unit * jnp.sqrt(2 * jnp.sum(variance))
 
 
 @final
@@ -157,7 +142,7 @@ class InverseEstimator(AbstractEstimator):
         count = jnp.asarray(run.numbers.probes, known.dtype)
         away = x - factors.inverse_root_adjoint(run.probes)
         samples = jnp.moveaxis(omega * away.real, 2, 1)
-        std_err, of_sum = _std_errs(samples[0], count)
+        std_err, of_sum = entries_std_err(samples[0], count)
         dof = jnp.maximum(count - 1, 1)
         rounding, status = rounding_of_budget(run)
         std_err = jnp.hypot(std_err, rounding * known)
@@ -167,9 +152,7 @@ class InverseEstimator(AbstractEstimator):
         value = known + jnp.sum(samples[0], axis=0) / count
         exhausted = run.krylov.exhausted | ~run.in_use
         error = truncation_error(samples, exhausted) * (samples.shape[1] / count)
-        error_size, size = (safe_norm(jnp.atleast_1d(each)) for each in (error, value))
-        early = (error_size > 4 * safe_norm(jnp.atleast_1d(std_err))) & (error_size > size / 20)
-        status = jnp.where((status == SUCCESSFUL) & early, NOT_CONVERGED, status)
+        status = entries_status(value, error, std_err, status)
 
         def weights():
             return InverseWeights(x[0], omega / count, factors, self.of_trace)

@@ -1,0 +1,355 @@
+"""Diagonals of functions: the identity and the derivative on the same vectors, no bias, errors that
+cover, what is exact.
+"""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tr
+from traceax._functions.diagonal import _space_of, sizes_of
+from traceax._linalg.block_lanczos import block_lanczos
+
+from ..helpers import PSD, by_products, keys, variant, with_spectrum
+
+N, K = 60, 48
+SYMMETRIC = lx.symmetric_tag
+DECAYING = np.arange(1.0, N + 1) ** -2
+SPECTRUM = np.r_[3.0, 2.5, np.linspace(-1, 1, N - 2)]  # two eigenvalues apart, and a bulk
+
+
+def matrix_of(eigenvalues=SPECTRUM, dtype=np.float64, seed=0):
+    return jnp.asarray(with_spectrum(np.random.default_rng(seed), eigenvalues, dtype))
+
+
+def operator_of(matrix):
+    """Complex matrices are positive definite here: lineax has no tag for the others."""
+    return by_products(matrix, PSD if jnp.iscomplexobj(matrix) else SYMMETRIC)
+
+
+def function_of(matrix, fn):
+    values, basis = np.linalg.eigh(np.asarray(matrix))
+    return (basis * np.asarray(fn(values))) @ basis.conj().T
+
+
+def diagonal_of(matrix, fn=np.exp):
+    wide = np.asarray(matrix)
+    return np.diag(function_of(wide.astype(np.promote_types(wide.dtype, np.float64)), fn)).real
+
+
+def frechet(matrix, direction, fn, slope):
+    """The derivative of f(A) by the theorem of Daleckii and Krein."""
+    values, basis = np.linalg.eigh(np.asarray(matrix))
+    gap = values[:, None] - values
+    same = np.abs(gap) < 1e-9
+    quotient = (fn(values)[:, None] - fn(values)) / np.where(same, 1, gap)
+    core = np.where(same, slope(values)[:, None], quotient)
+    return basis @ (core * (basis.conj().T @ np.asarray(direction) @ basis)) @ basis.conj().T
+
+
+def definite(dtype):
+    """The spectrum of the tests: complex operators have it shifted above 0."""
+    return SPECTRUM + (1.1 if np.issubdtype(dtype, np.complexfloating) else 0)
+
+
+@jax.numpy_dtype_promotion("standard")  # as inside of the primitive
+def parts(key, matrix, k, fn=jnp.exp):
+    """What the estimator draws and finds for this key: V, T, which of the columns of V are taken,
+    omega, and the number of steps.
+    """
+    sizes = sizes_of(k)
+    start_key, probe_key = jr.split(key)
+    n, real = len(matrix), jnp.finfo(matrix.dtype).dtype
+    start = tr.SphereSampler()(start_key, n, sizes.block, matrix.dtype)
+    eps = float(jnp.finfo(real).eps)
+    krylov = block_lanczos(lambda x: matrix @ x, start, sizes.steps, eps)
+    space = _space_of(krylov, start, sizes, fn, lambda x: x, eps)
+    omega = tr.RademacherSampler()(probe_key, n, sizes.probes, real)
+    v = np.asarray(krylov.rows).T
+    return v, np.asarray(krylov.t), np.asarray(space.taken), np.asarray(omega), sizes.probe_steps
+
+
+def after_steps(matrix, vectors, q, fn):
+    """f(A) z for each of the vectors, within an explicit basis of the Krylov space of q steps."""
+    a, found = np.asarray(matrix), []
+    for z in vectors.T:
+        basis = [z / np.linalg.norm(z)]
+        for _ in range(q - 1):
+            w = a @ basis[-1]
+            for _ in range(2):
+                w = w - np.stack(basis, 1) @ (np.stack(basis, 1).conj().T @ w)
+            basis.append(w / np.linalg.norm(w))
+        w = np.stack(basis, axis=1)
+        found.append(w @ (function_of(w.conj().T @ a @ w, fn) @ (w.conj().T @ z)))
+    return np.stack(found, axis=1)
+
+
+# --- the identity, on the same vectors -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
+def test_the_identity_on_the_same_vectors(dtype):
+    """diag V f(T) V^H and the mean of omega o (f(A) z - V f(T) V^H z), less what c stands for, with
+    f(A) z from an explicit basis of its Krylov space.
+    """
+    matrix, key = matrix_of(DECAYING, dtype), jr.key(3)
+    v, t, taken, omega, q = parts(key, matrix, K, jnp.sqrt)
+    assert 0 < taken.sum() < len(taken)
+    assert set(np.unique(omega)) == {-1.0, 1.0}
+    p = omega.shape[1]
+    known, outside = v @ function_of(t, np.sqrt) @ v.conj().T, np.eye(N) - v @ v.conj().T
+    z = omega - v[:, taken] @ (v[:, taken].conj().T @ omega)
+    y, rest = after_steps(matrix, z, q, np.sqrt) - known @ z, outside @ z
+    samples = []
+    for i in range(p):
+        others = [m for m in range(p) if m != i]
+        c = np.sum(rest[:, others].conj() * y[:, others]).real
+        c /= np.sum(np.abs(rest[:, others]) ** 2)
+        sample = omega[:, i] * (y[:, i] - c * rest[:, i]) + c * np.diag(outside)
+        samples.append(sample.real)
+    expected = np.diag(known).real + np.mean(samples, axis=0)
+    found = tr.spectral_diagonal(key, jnp.sqrt, by_products(matrix, PSD), K)
+    np.testing.assert_allclose(found.value, expected, rtol=1e-9)
+    scatter = np.std(samples, axis=0, ddof=1) / np.sqrt(p)
+    np.testing.assert_allclose(found.std_err, scatter, rtol=1e-7, atol=1e-13)
+    assert int(found.num_matvecs) <= K
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+
+def direction_of(dtype, seed=7):
+    return matrix_of(np.linspace(-1, 2, N), dtype, seed)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
+def test_the_derivative_with_these_vectors_held_fixed(dtype):
+    """That of diag V f(T) V^H + omega o (f(A) - V f(T) V^H) omega, forward and in reverse."""
+    matrix, change, key = matrix_of(definite(dtype), dtype), direction_of(dtype), jr.key(3)
+    v, t, _, omega, _ = parts(key, matrix, K)
+    of_t = frechet(t, v.conj().T @ np.asarray(change) @ v, np.exp, np.exp)
+    of_v = v @ of_t @ v.conj().T
+    rest = frechet(matrix, change, np.exp, np.exp) - of_v
+    expected = np.diag(of_v).real + np.mean(omega * (rest @ omega).real, axis=1)
+
+    def value(t):
+        return tr.spectral_diagonal(key, jnp.exp, operator_of(matrix + t * change), K).value
+
+    forward = jax.jit(jax.jacfwd(value))(0.0)
+    reverse = jax.jit(jax.jacrev(value))(0.0)  # by other Krylov spaces
+    size = np.abs(expected).max()
+    np.testing.assert_allclose(forward, expected, atol=1e-6 * size)
+    np.testing.assert_allclose(reverse, expected, atol=1e-6 * size)
+
+
+def test_the_derivative_by_what_the_function_closes_over():
+    """f(x) = exp(c x): the same formula as that of the value, for x exp(c x)."""
+    matrix, key = matrix_of(), jr.key(3)
+    v, t, taken, omega, q = parts(key, matrix, K)
+
+    def slope(x):
+        return x * np.exp(x)
+
+    z = omega - v[:, taken] @ (v[:, taken].T @ omega)
+    known = v @ function_of(t, slope) @ v.T
+    rest = after_steps(matrix, z, q, slope) - known @ z
+    expected = np.diag(known) + np.mean(omega * rest, axis=1)
+
+    def value(c):
+        return tr.spectral_diagonal(key, lambda x: jnp.exp(c * x), operator_of(matrix), K).value
+
+    found = jax.jit(jax.jacfwd(value))(1.0)
+    np.testing.assert_allclose(found, expected, atol=1e-9 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [variant(np.float32), np.complex128])
+def test_exact_with_n_products(dtype):
+    matrix, change = matrix_of(definite(dtype), dtype), direction_of(dtype)
+
+    def solve(t, key=jr.key(0)):
+        return tr.spectral_diagonal(key, jnp.exp, operator_of(matrix + t * change), N)
+
+    found, eps = solve(0.0), float(jnp.finfo(dtype).eps)
+    truth = diagonal_of(matrix)
+    np.testing.assert_allclose(found.value, truth, rtol=1e3 * eps)
+    assert np.all(np.asarray(found.std_err) == 0)
+    assert np.all(np.asarray(found.quadrature_error) == 0)
+    slope = jax.jacrev(lambda t: solve(t).value)(0.0)
+    expected = np.diag(frechet(matrix, change, np.exp, np.exp)).real
+    np.testing.assert_allclose(slope, expected, atol=1e4 * eps * np.abs(expected).max())
+
+
+def test_second_derivatives_are_refused():
+    matrix = matrix_of()
+
+    def value(t, k):
+        return jnp.sum(tr.spectral_diagonal(jr.key(0), jnp.exp, operator_of(t * matrix), k).value)
+
+    for k in (K, N):
+        with pytest.raises(NotImplementedError, match="first derivative only"):
+            jax.eval_shape(jax.hessian(lambda t, k=k: value(t, k)), 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_derivatives_without_bias(dtype):
+    """Of sums with random coefficients: entries share their probes."""
+    matrix, change = matrix_of(definite(dtype), dtype), direction_of(dtype)
+    along = np.random.default_rng(5).standard_normal((4, N))
+    truth = along @ np.diag(frechet(matrix, change, np.exp, np.exp)).real
+
+    def sums(t, key):
+        operator = operator_of(matrix + t * change)
+        return along @ tr.spectral_diagonal(key, jnp.exp, operator, K).value
+
+    found = jax.jit(jax.vmap(jax.jacrev(sums), (None, 0)))(0.0, keys(300))
+    scatter = np.std(found, axis=0, ddof=1) / np.sqrt(len(found))
+    assert np.all(np.abs(np.mean(found, axis=0) - truth) <= 4 * scatter)
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+
+@jax.jit
+def estimate(key, matrix):
+    return tr.spectral_diagonal(key, jnp.exp, by_products(matrix, SYMMETRIC), K)
+
+
+@pytest.mark.parametrize("name", ["low rank", "zero", "identity", "negative", "tiny"])
+def test_exact_where_the_space_is_invariant(name):
+    spectrum = {
+        "low rank": np.r_[np.linspace(1, 2, 5), np.zeros(N - 5)],
+        "zero": np.zeros(N),
+        "identity": np.ones(N),
+        "negative": np.r_[np.linspace(-2, -1, 5), np.zeros(N - 5)],
+        "tiny": np.r_[1e-20, np.zeros(N - 1)],
+    }[name]
+    matrix = matrix_of(spectrum)
+    found = estimate(jr.key(1), matrix)
+    truth = diagonal_of(matrix)
+    np.testing.assert_allclose(found.value, truth, rtol=1e-12)
+    low, high = found.interval(0.999)
+    room = 1e-13 * np.abs(truth).max()
+    assert np.all((np.asarray(low) - room <= truth) & (truth <= np.asarray(high) + room))
+    assert found.result == tr.RESULTS.successful
+
+
+def test_failures_are_told():
+    """f that is not finite at a Ritz value, NaN in the operator, recurrences that are too short."""
+    key = jr.key(0)
+
+    @jax.jit
+    def log(matrix):
+        return tr.spectral_diagonal(key, jnp.log, by_products(matrix, SYMMETRIC), K)
+
+    outside = log(matrix_of())
+    assert outside.result == tr.RESULTS.outside_domain
+    assert np.all(np.isnan(outside.value))
+    assert np.all(np.isnan(outside.std_err))
+    wrong = log(matrix_of().at[3, 4].set(np.nan))
+    assert wrong.result == tr.RESULTS.nonfinite_operator
+    assert np.all(np.isnan(wrong.value))
+    early = log(matrix_of(np.logspace(-9, 0, N)))
+    assert early.result == tr.RESULTS.not_converged
+    truth = diagonal_of(matrix_of(np.logspace(-9, 0, N)), np.log)
+    error = np.linalg.norm(early.value - truth)
+    assert error <= np.linalg.norm(2 * early.std_err + early.quadrature_error)
+    with pytest.raises(Exception, match="not finite"):
+        jax.block_until_ready(
+            tr.spectral_diagonal(key, jnp.log, operator_of(matrix_of()), N, throw=True)
+        )
+    with pytest.raises(ValueError, match="Hermitian"):
+        tr.spectral_diagonal(key, jnp.exp, by_products(matrix_of()), K)
+    with pytest.raises(TypeError, match="fn must be"):
+        tr.spectral_diagonal(key, operator_of(matrix_of()), jnp.exp, K)
+
+
+def test_leaves_lanes_and_precision():
+    """The structure of the operator's PyTree; several operators at once; float32."""
+    matrix = matrix_of(dtype=np.float32)
+    scales = jnp.asarray([0.5, 1.0], np.float32)
+    structure = {"a": jax.ShapeDtypeStruct((4, 5), np.float32), "b": matrix[:40, 0]}
+
+    def solve(scale, split):
+        def product(x):
+            vector = jnp.concatenate([x["a"].reshape(-1), x["b"]]) if split else x
+            image = scale * (matrix @ vector)
+            return {"a": image[:20].reshape(4, 5), "b": image[20:]} if split else image
+
+        shape = structure if split else jax.ShapeDtypeStruct((N,), np.float32)
+        operator = lx.FunctionLinearOperator(product, jax.eval_shape(lambda: shape), SYMMETRIC)
+        return tr.spectral_diagonal(jr.key(3), jnp.exp, operator, K)
+
+    lanes = jax.jit(jax.vmap(lambda scale: solve(scale, False)))(scales)
+    for found, scale in zip(lanes.value, scales, strict=True):
+        alone = jax.jit(lambda s: solve(s, True))(scale)
+        assert alone.value["a"].shape == alone.std_err["a"].shape == (4, 5)
+        assert alone.quadrature_error["b"].shape == (40,)
+        whole = np.concatenate([alone.value["a"].reshape(-1), alone.value["b"]])
+        np.testing.assert_allclose(found, whole, rtol=1e-5)
+        truth = diagonal_of(np.asarray(matrix, np.float64) * float(scale))
+        size = np.linalg.norm(alone.std_err["a"]) + np.linalg.norm(alone.std_err["b"])
+        assert np.linalg.norm(np.asarray(found) - truth) <= 3 * size
+        # Three probes alone, of all of f(A), would have this error.
+        whole = function_of(np.asarray(matrix, np.float64) * float(scale), np.exp)
+        assert size <= np.sqrt(2) * np.linalg.norm(whole - np.diag(truth)) / np.sqrt(3)
+    assert lanes.value.dtype == np.float32
+
+
+SPECTRA = {
+    "decaying": (DECAYING, jnp.sqrt),
+    "flat": (np.linspace(1, 3, N), jnp.log),
+    "outlier": (np.r_[5.0, np.linspace(0, 0.1, N - 1)], jnp.exp),
+    "clustered": (np.repeat([0.5, 1.0, 4.0], N // 3), jnp.reciprocal),
+    "ill-conditioned": (np.logspace(-4, 0, N), lambda x: x / (x + 1e-2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+@pytest.mark.parametrize("name", list(SPECTRA))
+def test_no_bias_and_bars_that_cover(name, dtype):
+    spectrum, fn = SPECTRA[name]
+    matrix, real = matrix_of(spectrum, dtype, 4), jnp.finfo(dtype).dtype
+    operator = by_products(matrix, PSD)
+    truth = diagonal_of(matrix, lambda x: np.asarray(fn(jnp.maximum(x, 0))))
+    for k in (24, K):
+        solve = lambda key, k=k: tr.spectral_diagonal(key, fn, operator, k)  # noqa: E731
+        found = jax.jit(jax.vmap(solve))(keys(300))
+        low, high = jax.vmap(lambda solution: solution.interval())(found)
+        room = 20 * float(jnp.finfo(real).eps) * np.abs(truth).max()
+        inside = (np.asarray(low) <= truth + room) & (truth - room <= np.asarray(high))
+        assert np.mean(inside) >= 0.92
+        value = np.asarray(found.value, np.float64)
+        scatter = np.std(value, axis=0, ddof=1) / np.sqrt(len(value))
+        bias = np.abs(np.mean(value, axis=0) - truth)
+        # The largest of 120 means is within 4.5 standard errors; truncation is stated.
+        stated = np.mean(found.quadrature_error, axis=0)
+        assert np.all(bias <= 4.5 * scatter + stated + room)
+        errors = np.linalg.norm(value - truth, axis=1)
+        bars = np.linalg.norm(found.std_err, axis=1)
+        if np.linalg.norm(stated) < np.mean(errors) / 10 and np.mean(errors) > 100 * room:
+            assert 0.8 <= np.mean(bars) / np.mean(errors) <= 1.25
+
+
+# --- a use: subgraph centralities -----------------------------------------------------------------
+
+
+def test_the_order_of_a_network_by_its_subgraph_centralities():
+    """What the documentation does with a network: hubs come first."""
+    rng = np.random.default_rng(0)
+    adjacency = np.zeros((120, 120))
+    for i in range(1, 120):
+        chances = adjacency[:i].sum(axis=1) + 1
+        for j in rng.choice(i, size=min(i, 2), replace=False, p=chances / chances.sum()):
+            adjacency[i, j] = adjacency[j, i] = 1
+    operator = by_products(adjacency, SYMMETRIC)
+    found = tr.spectral_diagonal(jr.key(0), jnp.exp, operator, k=80)
+    truth = diagonal_of(adjacency)
+    low, high = found.interval()
+    assert np.mean((np.asarray(low) <= truth) & (truth <= np.asarray(high))) >= 0.92
+    best = np.argsort(-truth)[:3]
+    np.testing.assert_array_equal(np.argsort(-np.asarray(found.value))[:3], best)

@@ -1,0 +1,123 @@
+"""Functions at nodes, the Ritz values of Krylov spaces, and their divided differences."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Real
+
+from .._operators.block_operator import semidefinite_sign
+
+Function = Callable[[Array], Array]
+
+#: Points of a triangle and their weights, for polynomials up to degree 4: each stands for three,
+#: with the barycentric coordinates (1 - 2a, a, a). (D. A. Dunavant, *High degree efficient
+#: symmetrical Gaussian quadrature rules for the triangle*, 1985, doi:10.1002/nme.1620210612.)
+_TRIANGLE = (
+    (0.445948490915965, 0.223381589678011),
+    (0.091576213509771, 0.109951743655322),
+)
+
+
+def on_nodes(fn: Function, nodes: Array) -> Array:
+    """The values of `fn` at an array of nodes, with the axes of a single value last."""
+    flat = jax.vmap(fn)(nodes.reshape(-1))
+    return flat.reshape(*nodes.shape, *flat.shape[1:])
+
+
+def within_tag(operator: lx.AbstractLinearOperator, nodes: Array, eps: float) -> Array:
+    """The Ritz values `nodes`. If the operator is tagged semidefinite, those that are on the wrong
+    side of 0 by no more than rounding errors are set to 0.
+    """
+    sign = semidefinite_sign(operator)
+    if sign == 0:
+        return nodes
+    rounding = 16 * eps * math.sqrt(operator.in_size()) * jnp.max(jnp.abs(nodes))
+    return jnp.where((sign * nodes < 0) & (jnp.abs(nodes) <= rounding), 0, nodes)
+
+
+def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:
+    """D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j), see `differences_between`."""
+    return differences_between(fn, nodes, nodes)
+
+
+def differences_between(
+    fn: Function, first: Real[Array, "p a"], second: Real[Array, "p b"]
+) -> Real[Array, "p a b ..."]:
+    """D_ij = (f(theta_i) - f(eta_j)) / (theta_i - eta_j).
+
+    Where this difference would cancel, D_ij is the mean of f' between the two nodes, by Gauss
+    quadrature with two points. The error of that mean is estimated from its distance to f' at the
+    middle, relative to f' and squared, because it is of higher order. So no length scale of f need
+    be known.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `first`, `second`: the nodes theta and eta, for each probe.
+
+    **Returns:**
+
+    The differences, with the axes of a single value of `fn` last.
+    """
+    of_first = on_nodes(fn, first)
+    of_second = of_first if second is first else on_nodes(fn, second)
+    pairs = (first[:, :, None], second[:, None, :]), (of_first[:, :, None], of_second[:, None, :])
+    return _quotient(fn, *pairs)
+
+
+def slope_of(fn: Function) -> Function:
+    """The derivative of a function of one number."""
+    return lambda x: jax.jvp(fn, (x,), (jnp.ones((), x.dtype),))[1]
+
+
+def _quotient(fn: Function, nodes: tuple[Array, Array], values: tuple[Array, Array]) -> Array:
+    """Of all pairs of nodes, whose shapes are broadcast. See `differences_between`."""
+    (left, right), (of_left, of_right) = nodes, values
+    eps = float(jnp.finfo(left.dtype).eps)
+
+    def slope(x):
+        return on_nodes(slope_of(fn), x)
+
+    middle, half = left + (right - left) / 2, (left - right) / (2 * math.sqrt(3))
+    centre = slope(middle)
+    mean = (slope(middle - half) + slope(middle + half)) / 2
+
+    gap = left - right
+    gap = gap.reshape(*gap.shape, *[1] * (of_left.ndim - gap.ndim))
+    divisor = jnp.where(gap == 0, 1, gap)
+    rounding = eps * (jnp.abs(of_left) + jnp.abs(of_right)) / jnp.abs(divisor)
+    # Two roots, because the product would over- or underflow for operators of extreme scale.
+    close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
+    return jnp.where((gap == 0) | close, mean, (of_left - of_right) / divisor)
+
+
+def second_differences(fn: Function, a: Array, b: Array, c: Array) -> Array:
+    """f[a, b, c] = (f[a, b] - f[b, c]) / (a - c) for all triples of nodes, broadcast, of a function
+    whose values are scalars. In the formula a and c are those that are furthest from each other.
+
+    Where this would cancel, it is half the mean of f'' over the triangle of the nodes (Hermite and
+    Genocchi), by a rule that is exact for polynomials of degree 4. As in `differences_between`, the
+    error of that mean is estimated from its distance to f'' at the centre.
+    """
+    eps = float(jnp.finfo(a.dtype).eps)
+    low, middle, high = jnp.sort(jnp.stack(jnp.broadcast_arrays(a, b, c)), axis=0)
+    of_low, of_middle, of_high = (on_nodes(fn, x) for x in (low, middle, high))
+    first = _quotient(fn, (low, middle), (of_low, of_middle))
+    second = _quotient(fn, (middle, high), (of_middle, of_high))
+
+    def bend(x):
+        return on_nodes(slope_of(slope_of(fn)), x)
+
+    centre = bend(middle + ((low - middle) + (high - middle)) / 3)
+    mean = jnp.zeros_like(centre)
+    for share, weight in _TRIANGLE:
+        for x, y, z in ((low, middle, high), (middle, high, low), (high, low, middle)):
+            mean = mean + weight * bend(x + share * ((y - x) + (z - x)))
+    gap = high - low
+    divisor = jnp.where(gap == 0, 1, gap)
+    rounding = eps * (jnp.abs(first) + jnp.abs(second)) / divisor
+    close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
+    return jnp.where((gap == 0) | close, mean / 2, (second - first) / divisor)
