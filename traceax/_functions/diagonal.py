@@ -82,7 +82,6 @@ from .quadrature_error import (
     with_quadrature_error,
 )
 
-
 #: The largest number of vectors in the Krylov space.
 MOST_VECTORS = 512
 
