@@ -163,10 +163,11 @@ class _Space(NamedTuple):
         masses = share * along[:, :, None] * along[:, None, :]
         of_probes = (joined(x, p, q, size).astype(s.dtype) for x in (vectors, masses))
         of_space = s, matmul(jnp.conj(first.T), first)
-        both = map(jax.scipy.linalg.block_diag, of_space, of_probes)
+        pairs = zip(of_space, of_probes, strict=True)
+        rotation, all_masses = (jax.scipy.linalg.block_diag(*pair) for pair in pairs)
         place = jnp.arange(size)
         theirs = jnp.where(place < p * q, nodes[place % p, place // p], nodes[0, 0])
-        return Bend.of(jnp.concatenate([self.nodes[0], theirs]), *both, n)
+        return Bend.of(jnp.concatenate([self.nodes[0], theirs]), rotation, all_masses, n)
 
 
 def _space_of(krylov: BlockLanczos, sizes: Sizes, fn: Function, tagged: Any) -> _Space:
