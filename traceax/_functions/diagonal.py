@@ -42,7 +42,7 @@ of z for the first term, and of V for the second.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -364,7 +364,7 @@ class SpectralDiagonalEstimator(AbstractEstimator):
         status = status_with_domain(status, jnp.ones_like(nodes)[None], values[None])
         zero = jnp.zeros(nodes.shape, values.dtype)
         differences = divided_differences(self.fn, nodes[None])[0]
-        fixed = ExactDiagonalWeights(basis, nodes, differences)
+        fixed: Any = ExactDiagonalWeights(basis, nodes, differences)
         value = self._exact_value(fixed)
         return with_quadrature_error(value, zero, zero, nodes.size, 0, status), fixed
 
