@@ -674,6 +674,7 @@ MESSAGES = [
         "`traceax.block_traces`",
         lambda _: plot.traces(ONES[:2], solution(jnp.ones((2, 3)))),
     ),
+    (TypeError, "got 3", "`traceax.eigenpairs`", lambda _: plot.sharpness(ONES[:1], [3], 0.1)),
     (ValueError, "in []", "one for each step", lambda _: plot.sharpness(ONES[:2], [], 0.1)),
     # Files.
     (MatrixFileError, "a.csv", "use one of .mtx", reading("a.csv", b"1")),
