@@ -167,7 +167,7 @@ def test_no_bias_and_bars_that_cover(name, dtype):
 @pytest.mark.slow
 def test_at_least_as_accurate_as_quadrature_alone():
     """Five functions, 120 products, n = 1000, 40 keys: the rms error is at most 0.9 times that of
-    quadrature alone, and a quarter or a tenth of it where f(A) is nearly of low rank.
+    quadrature alone, and 0.3 to 0.1 of it where f(A) is nearly of low rank.
     """
     i, n = np.arange(1.0, 1001), 1000
     random = np.random.default_rng(0).standard_normal((n, n))
@@ -175,7 +175,7 @@ def test_at_least_as_accurate_as_quadrature_alone():
     path = 2 - 2 * np.cos(np.pi * np.arange(n) / n)
     cases = (
         (i**-2, lambda x: jnp.sqrt(jnp.abs(x)), 0.1),
-        (i**-2, lambda x: jnp.log1p(1e4 * jnp.abs(x)), 0.25),
+        (i**-2, lambda x: jnp.log1p(1e4 * jnp.abs(x)), 0.3),
         (i**-2, lambda x: 1 / (jnp.abs(x) + 1e-3), 0.25),
         (semicircle, lambda x: jnp.exp(20 * x), 0.9),
         (path, lambda x: jnp.exp(-10 * x), 0.9),
@@ -326,8 +326,10 @@ def test_every_transformation():
         # sqrt is homogeneous.
         np.testing.assert_allclose(slope, each / (2 * scale), rtol=1e-6)
         np.testing.assert_allclose(jax.jit(jax.grad(value, 1))(key, scale), slope, rtol=1e-9)
-    with pytest.raises(NotImplementedError, match="first derivative only"):
-        jax.grad(jax.grad(value, 1), 1)(jr.key(0), 1.0)
+    curvature = jax.grad(jax.grad(value, 1), 1)
+    np.testing.assert_allclose(curvature(keys(2)[0], 1.0), -both[0] / 4, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="the third is not known"):
+        jax.grad(curvature, 1)(jr.key(0), 1.0)
 
 
 @pytest.mark.parametrize("k", [24, 25, 31, 64, 120, 500, 1500, 4000, 40000])

@@ -327,10 +327,13 @@ def test_no_bias_and_bars_that_cover(name, dtype):
         scatter = np.std(value, axis=0, ddof=1) / np.sqrt(len(value))
         bias = np.abs(np.mean(value, axis=0) - truth)
         # The largest of 120 means is within 4.5 standard errors; truncation is stated.
-        stated = np.mean(found.quadrature_error, axis=0)
+        stated, std_errs = (
+            np.asarray(each, np.float64) for each in (found.quadrature_error, found.std_err)
+        )
+        stated = np.mean(stated, axis=0)
         assert np.all(bias <= 4.5 * scatter + stated + room)
         errors = np.linalg.norm(value - truth, axis=1)
-        bars = np.linalg.norm(found.std_err, axis=1)
+        bars = np.linalg.norm(std_errs, axis=1)
         if np.linalg.norm(stated) < np.mean(errors) / 10 and np.mean(errors) > 100 * room:
             assert 0.8 <= np.mean(bars) / np.mean(errors) <= 1.25
 

@@ -28,8 +28,8 @@ different t_i are correlated, because each of
 omega_i and omega_l is in the space of the other. By the identity of `_sketch.leave_one_out`,
 Cov(t_i, t_l) = E[D_il D_li], where D_il is what t_i changes by when omega_l is held out, too. Its
 variance is that of t_i from b - 2 vectors less that from b - 1; where X falls like d^-alpha, this
-is alpha X / (b - 1), and the variance of the mean is at most 1 + alpha times X / b. Half of this
-bound is taken: 1 + alpha / 2, with alpha from the X of two depths.
+is alpha X / (b - 1), and the variance of the mean is at most 1 + alpha times X / b, with alpha from
+the X of two depths. This bound is stated; the choice of j expects half of alpha.
 
 *The quadrature error* compares f(T) after s, s - m and s - 2m steps, with m = s / 8, for the same
 W, which lies in the first s - 2m steps, as in `funm`.
@@ -327,16 +327,20 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             return mean_and_error(weights, values, dimension, eps, is_complex, count)[1:]
 
         std_errs, dof = lax.map(errors, (measures.probes, mean_room))
-        # 1 + alpha / 2 of above.
+        # The bound 1 + alpha of above is stated, and half of alpha is expected.
         ratio = std_errs[:-1] / jnp.where(std_errs[1:] > 0, std_errs[1:], 1)
         taken = jnp.maximum(n - mean_room, 1)
         decay = jnp.log(jnp.maximum(taken[1:] / taken[:-1], 1 + eps))[:, None]
         alpha = 2 * jnp.log(jnp.maximum(ratio, 1)) / decay
-        alpha = jnp.pad(alpha[1:], ((2, 0), (0, 0)))
-        std_errs = std_errs * jnp.sqrt(1 + jnp.minimum(alpha, 4) / 2)
+        # The first depth beside 0 has that of the next; one where the space has not grown, because
+        # it is exhausted, that of the one before. (Samples of j = 0 are independent.)
+        grown = jnp.where(taken[1:] > taken[:-1], jnp.arange(DEPTHS), 0)
+        alpha = jnp.pad(alpha[jnp.maximum(lax.cummax(grown), 1)], ((1, 0), (0, 0)))
+        alpha = jnp.minimum(alpha, 4)
+        expected, std_errs = (std_errs * jnp.sqrt(1 + share * alpha) for share in (0.5, 1))
 
-        unit = scale_of(std_errs + jnp.where(jnp.isfinite(missed), missed, 0), axis=0)
-        cost = jnp.sum(jnp.square(std_errs / unit) + jnp.square(missed / unit), axis=1)
+        unit = scale_of(expected + jnp.where(jnp.isfinite(missed), missed, 0), axis=0)
+        cost = jnp.sum(jnp.square(expected / unit) + jnp.square(missed / unit), axis=1)
         j = jnp.argmin(jnp.where(jnp.isnan(cost), jnp.inf, cost))
         captured, probes = measures.captured[j], measures.probes[j]
         weights = captured + einsum("p,pm->m", room[j] / count, probes)
