@@ -531,7 +531,12 @@ def two_directions(dtype=np.float64):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "k"), [(np.complex128, N), (np.complex128, 28), variant(np.float64, 28)]
+    ("dtype", "k"),
+    [
+        (np.complex128, N),
+        pytest.param(np.complex128, 28, marks=pytest.mark.slow),
+        variant(np.float64, 28),
+    ],
 )
 def test_second_derivatives_with_the_probe_held_fixed(dtype, k):
     """Of z^H f(A) z with the probe z, or of the trace, by two directions and a number in f: forward

@@ -128,7 +128,7 @@ SEVERAL = {
     ("mode", "dtype"),
     [
         ("budget", np.float64),
-        ("held", np.float64),
+        pytest.param("held", np.float64, marks=pytest.mark.slow),
         ("exact", np.float64),
         variant("budget", np.complex128),
         variant("held", np.complex128),
