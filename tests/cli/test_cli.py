@@ -81,7 +81,7 @@ def test_a_tolerance(capsys, tmp_path):
     assert err.startswith("traceax: The budget was spent before the tolerance was reached.")
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_tolerance_of_a_diagonal(capsys, tmp_path):
     path, _ = save_precision(tmp_path)
     report = run_json(capsys, "diagonal", path, *INVERSE, "--rtol", 0.3, "--exact")

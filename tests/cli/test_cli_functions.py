@@ -101,7 +101,7 @@ def test_spectral_sums(capsys, tmp_path, function):
     assert (report["matvecs"], report["function"]) == (matvecs, function)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_diagonal_of_a_function(capsys, tmp_path):
     """From products, with both errors, beside the exact one."""
     path, out = save(tmp_path), tmp_path / "diagonal.csv"
@@ -157,7 +157,7 @@ def test_table_of_a_spectral_sum(capsys, tmp_path):
     assert rows["result"] == "successful"
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize(
     ("dtype", "tag"), [variant(np.float64, ()), (np.complex128, ("--tag", "psd"))]
 )
@@ -188,7 +188,7 @@ def test_seed_and_dtype(capsys, tmp_path):
     assert 0 < gap < 3 * spread + reports[0]["quadrature_error"]
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_log_determinants_of_many_shifts(capsys, tmp_path):
     """From the same products, with both errors, a file and a picture of the curve."""
     path, shifts = save(tmp_path), [2.0, 0.1, -0.25]

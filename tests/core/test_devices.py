@@ -68,7 +68,7 @@ def test_no_device_holds_the_sketch(report, name):
     assert max(found["rows"]) < N // 2
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("name", ["explicit", "dense", "ring"])
 def test_matrices_cut_by_rows(report, name):
     """In meshes with automatic and with explicit axes, and where the operator itself is written
@@ -81,14 +81,14 @@ def test_matrices_cut_by_rows(report, name):
         assert report[name]["gathers"] == [factors]
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_products_with_matrices_however_they_are_cut(report):
     assert len(report["products"]) == 8
     for name, error in report["products"].items():
         assert error < 1e-13, name
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_factorisations_of_sharded_blocks(report):
     """Orthonormal, and the factors of the block, to a few units of rounding."""
     assert len(report["qr"]) == 10
@@ -97,14 +97,14 @@ def test_factorisations_of_sharded_blocks(report):
         assert residual < 20, name
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_leaves_cut_along_any_axis(report):
     assert report["tree"]["error"] < 1e-11
     assert report["tree"]["gathers"] == []
     assert report["tree-xtrace"]["error"] < 1e-11
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_batches_cut_by_examples(report):
     """One number, and nothing is sent but what the products (Hutchinson: the quadratic forms) send
     themselves: their sums over the devices.
@@ -119,7 +119,7 @@ def test_batches_cut_by_examples(report):
     assert found["quadratic_form"]["numbers"] == K
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_model_as_one_vector(report):
     """As the documentation does it: nothing but ten columns of triangular factors is gathered."""
     assert report["page"] == [[1, 80, 10]]
@@ -130,7 +130,7 @@ def test_more_rows_than_an_int32_can_count(report):
     assert report["many"] == [[1, 32, 4]]
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_batches_of_operators(report):
     """Inside `shard_map`, over all axes of a mesh or one of two, and under a `vmap` over an axis
     that is cut: every device its own.
@@ -147,7 +147,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_two_processes(report):
     port = free_port()
     for found in reports_of([start(2, process, port) for process in range(2)]):

@@ -410,7 +410,7 @@ def test_diagonal_has_the_structure_of_the_input():
     assert shapes.extreme_eigenvalues.shape == (2,)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_single_probe_and_bad_arguments():
     key, matrix = jax.random.key(0), jnp.asarray(CASES["symmetric"][0])
     for tags, smallest in ((SYM, 2), ((), 3)):

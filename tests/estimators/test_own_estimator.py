@@ -47,7 +47,7 @@ def test_the_page_imports_public_names_only():
     assert not re.search(r"\b(?:tr|tre)(?:\.\w+)*\._", "\n".join(BLOCKS))
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_the_estimator_of_the_page():
     check_estimator(of_page("NAHutchPlusPlusEstimator")())
 
@@ -71,7 +71,7 @@ def test_the_operator_of_the_page():
     np.testing.assert_allclose(slope, np.where(np.arange(60) == 0, 60.0, 0.0), atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_the_preconditioner_of_the_page():
     n = 120
     grid = jnp.arange(1.0, n + 1)
@@ -170,12 +170,12 @@ OPERATOR = lx.FunctionLinearOperator(
 )
 
 
-@pytest.mark.slow  # the check itself runs on the estimator of the page, of one method as well
+@pytest.mark.variant  # the check itself runs on the estimator of the page, of one method as well
 def test_one_method_is_enough():
     check_estimator(Plain())
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_one_method_is_enough_for_diagonals():
     check_estimator(PlainDiagonal())
     check_estimator(PlainDiagonal(batch_size=3))
@@ -194,7 +194,7 @@ def test_one_method_is_enough_for_diagonals():
         ("precision", "products of matrices in less than full precision"),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.variant
 def test_mistakes_are_found(mistake, message):
     with pytest.raises(AssertionError, match=message):
         check_estimator(Plain(mistake), keys=1000)
@@ -285,7 +285,7 @@ class Extended(Plain):
         return PlainForms()
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_tolerance_with_an_extendable_of_its_own():
     """One program, its own weights, budgets that are traced, and the exact value as last resort."""
     key, n = jax.random.key(0), OPERATOR.in_size()
@@ -304,7 +304,7 @@ def test_a_tolerance_with_an_extendable_of_its_own():
     assert exact.num_matvecs == n // 2 // 16 * 16 + n
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_tolerance_of_a_diagonal_by_blocks():
     structure = {
         "a": jax.ShapeDtypeStruct((50,), jnp.float64),
@@ -324,7 +324,7 @@ def test_a_tolerance_of_a_diagonal_by_blocks():
 CHECKED = ("HutchinsonEstimator", "XTraceEstimator", "XNysTraceEstimator", "XDiagEstimator")
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("name", CHECKED)
 def test_estimators_of_this_package(name):
     estimator = getattr(tr, name)()

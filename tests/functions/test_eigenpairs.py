@@ -336,7 +336,7 @@ def test_derivatives_and_batches(dtype):
         jax.eval_shape(jax.grad(jax.grad(lambda t: ours(t, key)[0])), t)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_in_a_scan():
     matrix = with_spectrum(np.random.default_rng(0), np.linspace(-1, 2, N))
 

@@ -10,7 +10,7 @@ import pytest
 import traceax as tr
 from traceax._functions import krylov_aware
 from traceax._functions.funm import hoist_function
-from traceax._functions.krylov_aware import LANES, LEAST, KrylovAwareEstimator, sizes_of
+from traceax._functions.krylov_aware import LEAST, KrylovAwareEstimator, sizes_of
 from traceax._operators.block_operator import BlockOperator
 from traceax._probes.samplers import SphereSampler
 
@@ -55,12 +55,13 @@ def krylov_basis(matrix, start, steps):
     return basis
 
 
-def weights_of(matrix, start, depth):
+def weights_of(matrix, start, depth, k=K):
     """W of the estimator, an n x n matrix, from the definition."""
     n, b = start.shape
+    groups = sizes_of(k).groups
     total = np.zeros((n, n), start.dtype)
     for i in range(b):
-        others = np.delete(start, [m for m in range(b) if m % LANES == i % LANES], axis=1)
+        others = np.delete(start, [m for m in range(b) if m % groups == i % groups], axis=1)
         q = krylov_basis(matrix, others, depth)
         g = start[:, i] - q @ (q.conj().T @ start[:, i])
         share = (n - q.shape[1]) / np.vdot(g, g).real
@@ -215,7 +216,7 @@ def test_shifts_share_the_products(k):
     assert np.all(np.diff(solution.value) > 0)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_one_shift_is_the_shifted_function():
     operator = by_products(matrix_of(DECAYING), PSD)
     one = tr.spectral_sum(jr.key(0), jnp.log, operator, K, shifts=0.5)
@@ -237,7 +238,7 @@ def test_log_determinants_with_shifts_are_this_sum(k):
     assert tr.logdet(jr.key(0), operator, k, shifts=-0.5).result == tr.RESULTS.outside_domain
 
 
-@pytest.mark.parametrize("k", [pytest.param(K, marks=pytest.mark.slow), N])
+@pytest.mark.parametrize("k", [pytest.param(K, marks=pytest.mark.variant), N])
 def test_derivatives_by_shifts_and_operator(k):
     """By the shifts the derivative is that of the returned value."""
     matrix = matrix_of(DECAYING)
@@ -286,7 +287,7 @@ def test_exact_where_the_space_is_invariant(k, dtype):
         assert solution.result == tr.RESULTS.successful
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("unit", [2.0**-80, 2.0**80])
 def test_the_size_of_f_does_not_matter(unit):
     """Squares of such values under- and overflow in float32: the choice is the same without them.
@@ -311,7 +312,7 @@ def test_what_is_not_finite_is_said():
     assert jnp.isnan(solution.value)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_every_transformation():
     matrix = matrix_of(DECAYING)
 

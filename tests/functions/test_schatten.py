@@ -97,7 +97,7 @@ def test_singular_operators(rank, k):
         np.testing.assert_allclose(value, 2 * rank, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_transformations():
     matrix = general()
     fn = lambda key, t: solve(key, t * matrix, 48, 1).value  # noqa: E731
@@ -109,7 +109,7 @@ def test_transformations():
         np.testing.assert_allclose(slope, each / scale, rtol=1e-5)  # a norm is homogeneous
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_only_the_value_has_a_derivative():
     def errors(t):
         found = solve(jr.key(0), t * general(), 48, 3)

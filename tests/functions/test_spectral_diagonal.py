@@ -267,7 +267,7 @@ def test_failures_are_told():
         tr.spectral_diagonal(key, operator_of(matrix_of()), jnp.exp, K)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_leaves_lanes_and_precision():
     """The structure of the operator's PyTree; several operators at once; float32."""
     matrix = matrix_of(dtype=np.float32)

@@ -381,7 +381,7 @@ def test_the_quadrature_error_covers_the_truncation(function, q):
         assert np.median(errors) > 0.3 * np.median(solutions.std_err)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_log_determinant_of_low_rank_plus_diagonal():
     rng = np.random.default_rng(0)
     n, rank = 300, 8
@@ -403,7 +403,7 @@ def test_log_determinant_of_low_rank_plus_diagonal():
     assert alone.std_err < 25
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_an_ill_conditioned_power_network():
     """1138_bus, with a condition number of 9e6: the errors own up to it."""
     path = Path(tr.__file__).parent / "data" / "1138_bus.mtx"
@@ -534,7 +534,7 @@ def two_directions(dtype=np.float64):
     ("dtype", "k"),
     [
         (np.complex128, N),
-        pytest.param(np.complex128, 28, marks=pytest.mark.slow),
+        pytest.param(np.complex128, 28, marks=pytest.mark.variant),
         variant(np.float64, 28),
     ],
 )
@@ -600,7 +600,7 @@ def test_what_has_no_derivative_is_refused():
 # --- transformations -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_every_nesting_of_transformations():
     """Of the rules, which are those of all primitives: see `core/test_transforms.py`."""
     base, shift = jnp.asarray(example("mild")), jnp.diag(jnp.linspace(0, 1, N))
@@ -648,7 +648,7 @@ def test_a_second_call_is_not_compiled_again():
     assert second.value > first.value
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_half_precision_and_leaves():
     """Products in bfloat16, everything else in float32; a PyTree of leaves is one vector."""
     diagonal = {"a": jnp.linspace(0.5, 1, 10), "b": jnp.linspace(1, 2, 20).reshape(4, 5)}

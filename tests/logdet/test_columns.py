@@ -70,7 +70,7 @@ def test_bars_cover():
     assert jnp.abs(mean) < 4 * jnp.std(found.value) / np.sqrt(40)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_derivatives_against_dense_ones():
     """Hyperparameters, noise and inputs, over 20 keys: within four standard errors of the mean."""
 
@@ -90,7 +90,7 @@ def test_derivatives_against_dense_ones():
         assert allowed < 0.3 * jnp.linalg.norm(theirs)  # half of a derivative would not pass
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_nestings():
     value = jax.jit(lambda length: estimate((length, *THETA[1:])).value)
     lengths = jnp.array([0.3, 0.5])
@@ -103,7 +103,7 @@ def test_nestings():
     np.testing.assert_allclose(second, expected, rtol=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_densities_and_their_derivatives():
     def density(theta, y):
         return tr.gaussian_log_density(jr.key(0), y, covariance(theta), K)
@@ -128,7 +128,7 @@ def stored(matrix):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_the_exact_value_where_it_is_cheaper():
     operator = covariance(THETA)
     least = -(-N // 6)
@@ -197,7 +197,7 @@ def test_exact_derivatives_without_products():
         np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_no_exact_value_at_the_end_of_a_run():
     """With `fallback=None` a tolerance that is out of reach says so."""
     matrix = jnp.asarray(np.random.default_rng(0).standard_normal((300, 300)))

@@ -77,7 +77,7 @@ def test_up_to_1000_rows_are_exact_at_once(smooth):
     assert solution.std_err == 0
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_without_the_exact_value(rough):
     """The best estimate, with a bar that covers."""
     solution = tr.logdet(jr.key(0), shifted(rough, S), atol=ATOL, max_k=200, fallback=None)
@@ -95,7 +95,7 @@ def test_without_the_exact_value_the_default_budget_is_1000():
         assert loop_budgets(None, operator, "auto", fallback, "A run") == expected
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_relative_tolerance(smooth):
     @jax.jit
     def relative(key, rtol):
@@ -110,7 +110,7 @@ def test_a_relative_tolerance(smooth):
         assert (solution.std_err == 0) == exact
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_derivatives_of_either_end(smooth):
     """By one program: noise that leaves an estimate, and noise for which the value is exact."""
 
@@ -126,7 +126,7 @@ def test_derivatives_of_either_end(smooth):
         np.testing.assert_allclose(found[1], reference[1], rtol=1e-6 if exact else 0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_lanes_of_a_vmap_stop_by_themselves(smooth):
     def run(s):
         solution = density(jr.key(3), smooth, s)
@@ -142,7 +142,7 @@ def test_lanes_of_a_vmap_stop_by_themselves(smooth):
     assert len(set(lanes[3].tolist())) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_kernels_and_dtypes(dtype):
     """A kernel by its entries, in float32; a stored complex matrix."""

@@ -128,7 +128,7 @@ SEVERAL = {
     ("mode", "dtype"),
     [
         ("budget", np.float64),
-        pytest.param("held", np.float64, marks=pytest.mark.slow),
+        pytest.param("held", np.float64, marks=pytest.mark.variant),
         ("exact", np.float64),
         variant("budget", np.complex128),
         variant("held", np.complex128),
@@ -175,7 +175,7 @@ def test_several_vectors(mode, dtype):
         np.testing.assert_allclose(lanes[1][0][i], each[1][0], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("relative", [False, variant(True)])
 def test_several_vectors_to_a_tolerance(relative):
     """Within the tolerance, as well as the products allow, in two ways; too few products are said

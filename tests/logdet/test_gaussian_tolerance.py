@@ -19,7 +19,7 @@ N = 200
 # --- a fixed budget that is too small -------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_recurrences_that_have_not_converged():
     """A spectrum over seven decades, and a few steps: the value is kept, with its quadrature error.
     With a shift that leaves less than a decade the same budget is enough.
@@ -97,7 +97,7 @@ def test_values_are_within_the_tolerance():
     assert spent[0] < spent[1]
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_exact_as_the_last_resort():
     """With the derivatives of the exact density, in the covariance and in y."""
     n, values = 260, np.linspace(0.01, 1, 260)
@@ -121,7 +121,7 @@ def test_exact_as_the_last_resort():
     np.testing.assert_allclose(slopes[1], exact_slopes[1], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_not_converged_and_derivatives():
     """The best estimate, with its errors; the derivative of one that has converged; and a batch of
     both, of which each gets what it gets alone.

@@ -72,7 +72,7 @@ def power_network():
     return tr.SparseLinearOperator(stored, PSD)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("k", [100, 200])
 def test_a_shift_that_makes_it_indefinite(k):
     """1138_bus - 5 I has 183 negative eigenvalues of 1138, all tiny beside the largest. With short

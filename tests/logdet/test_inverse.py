@@ -118,7 +118,7 @@ def test_exact_with_n_products_or_with_entries(dtype, hidden):
         assert int(solution.num_matvecs) == (N if hidden else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_the_power_network_within_one_percent_from_200_products():
     """diag A^-1 of a sparse matrix whose small eigenvalues no Krylov space of 200 dimensions has
     met: the entries are known, and the exact value takes no more operations.
@@ -214,7 +214,7 @@ def _value(name, key, matrix, tangent, t, k, *, fallback=None):
 
 @pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
 @pytest.mark.parametrize("name", [variant("trace"), "diagonal"])
-@pytest.mark.parametrize("k", [N, pytest.param(K, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [N, pytest.param(K, marks=pytest.mark.variant)])
 def test_two_derivatives(name, dtype, k):
     """Exact: those of a dense inverse. From probes: omega and P are fixed, and x is a solution.
     (K is low rank to rounding, so that x has converged.)
@@ -262,7 +262,7 @@ def test_derivatives_have_no_bias():
 # --- transformations, structures, what is wrong --------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_every_transformation():
     matrix, tangent = decaying(), matrix_of(np.cos(np.arange(N)))
 
@@ -316,7 +316,7 @@ def test_no_silent_nan(fn, k):
         fn(jr.key(0), by_products(decaying()), k)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("unit", [2.0**-100, 2.0**100])
 @pytest.mark.parametrize("fn", [tr.inverse_trace, tr.inverse_diagonal])
 def test_extreme_scales(fn, unit):

@@ -56,7 +56,7 @@ def built(kind, operator, rank):
 # --- the preconditioner --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("kind", [NystromPreconditioner, RPCholeskyPreconditioner])
 def test_the_inverse_is_a_preconditioner_of_lineax(kind):
     """In a third of the steps, for vectors and for PyTrees, and without a derivative of its own."""
@@ -387,7 +387,7 @@ def second(theta, matrix, direction):
     return first.astype(matrix.dtype) * matrix + other.astype(matrix.dtype) * direction
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
 def test_second_derivatives(dtype):
     """Unbiased, symmetric, and the same in every mode, against dense derivatives."""
@@ -467,7 +467,7 @@ def test_lanes_of_a_vmap_choose_by_themselves():
         assert 20 <= spent <= 30
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_gradients_of_vmap_and_scan():
     """Of the rules, which are those of all primitives: see `core/test_transforms.py`."""
     matrix, shifts = decaying(), jnp.array([0.05, 0.2])
@@ -577,7 +577,7 @@ def test_indefinite_and_nonfinite(k):
     assert solve(matrix.at[0, 0].set(jnp.nan)).result == RESULTS.nonfinite_operator
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_single_precision():
     """Within the stated error, or a result that says that the precision does not suffice."""
     kernel = np.asarray(rbf(distances(200, 2), 0.2))

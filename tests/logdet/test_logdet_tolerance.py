@@ -86,7 +86,7 @@ def test_a_round_that_does_not_fit_is_not_waited_for(matrix):
         assert decided(matrix, jnp.array(88)) == (True, 0, False)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_what_is_simple_ends_with_the_first_look(matrix):
     """16 products for the sketch, 8 for one probe: for a multiple of the identity, for low rank
     plus one, at any scale; NaN and what is not positive definite end there, too. (The progress is
@@ -128,7 +128,7 @@ def test_not_converged(capfd):
     assert "+-" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_exact_as_the_last_resort():
     """From n products more; its derivative is that of A^{-1} itself. With another tolerance the
     same program ends before, with an estimate. (Of a complex matrix.)
@@ -155,7 +155,7 @@ def test_exact_as_the_last_resort():
     np.testing.assert_allclose(slope, np.sum(1 / (values + 0.1)), rtol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_derivatives(matrix):
     """In forward and reverse mode, to second order, by a rule that holds for early and late ends:
     the weights of a value are G, E[G] = A^{-1}, and with the exact value they are A^{-1}.
@@ -178,7 +178,7 @@ def test_derivatives(matrix):
     np.testing.assert_allclose(curvature, second, rtol=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_lanes_of_a_vmap_stop_by_themselves(matrix):
     def run(s):
         solution = logdet(jr.key(3), hidden(matrix, s), atol=0.3, max_k=MAX_K)
@@ -192,7 +192,7 @@ def test_lanes_of_a_vmap_stop_by_themselves(matrix):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_dtypes(dtype):
     matrix = decaying(N, dtype)

@@ -141,7 +141,7 @@ def family(dtype):
     return parts, theta, build(jr.key(1))
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
 def test_finite_differences_of_the_value(dtype):
     """To 1e-6, for both functions, where neither the quadrature nor the solve has converged, in
@@ -245,7 +245,7 @@ def test_standard_errors():
 # --- what it must do besides ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_it_is_held():
     """No derivative flows into it; it may be traced, and one of a batch, as the operator may."""
     parts, theta, _ = family(np.float64)
@@ -276,7 +276,7 @@ def test_it_is_held():
     np.testing.assert_allclose(slopes[0], slope, rtol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("dtype", [variant(np.float32), np.complex64])
 def test_single_precision(dtype):
     """The value within its errors, the derivative within a tenth."""

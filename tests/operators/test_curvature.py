@@ -259,7 +259,7 @@ def test_mixed_precision_parameters():
         np.testing.assert_allclose(value, 252.0, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_random_keys_in_the_arguments():
     """Dropout: the key is held constant, so that all products are with the same matrix."""
 

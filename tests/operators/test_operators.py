@@ -312,7 +312,7 @@ def test_exact_trace_is_the_trace_of_the_matrix(name):
     assert abs(tr.trace(KEY, operator, 3, tr.ExactTraceEstimator()).value - truth) <= rounding
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("name", CASES)
 def test_estimates_lie_within_their_error(name):
     """The mean over 64 keys, against the standard error that those 64 calls report."""

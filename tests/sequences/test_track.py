@@ -239,7 +239,7 @@ def test_only_the_value_and_only_the_present_carry_derivatives():
     np.testing.assert_allclose(jnp.sum(gradients[0][0] * matrices[0]), value, rtol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_jacobian_operator_and_its_derivative():
     """The linearised operator loses no derivative: d/dtheta of the trace of a Hessian."""
     matrix = drifting(1)[0]
@@ -348,7 +348,7 @@ def test_the_state_of_curvature_does_not_hold_the_batch():
         everything.update(everything.init(whole, K), jr.key(0), last, K)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_the_previous_parameters_meet_the_new_batch():
     """As in a step from a state that holds the operator of these two."""
     inputs, _ = sample_batches(2, 6)
@@ -514,7 +514,7 @@ def test_pytrees_and_other_samplers():
             assert abs(solution.value - jnp.trace(matrix)) < 5 * solution.std_err
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_random_keys_weak_scalars_and_files(tmp_path):
     """Every leaf of the state is an array of numbers, whatever the leaves of the operator are."""
     matrix = drifting(1, np.float32)[0]

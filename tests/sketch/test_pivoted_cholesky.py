@@ -93,7 +93,7 @@ def test_it_ends_when_enough_is_captured():
     assert not np.any(factor(none, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_further_pivots_go_on_from_those_before():
     """One by one they are the same as without a stop; in blocks the rank ends a round early."""
     matrix = positive(np.float64)

@@ -384,7 +384,7 @@ def test_going_on_from_a_state(name):
     np.testing.assert_allclose(same.value, early.value, rtol=1e-14)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_going_on_beyond_the_first_budget():
     matrix, estimator = jnp.asarray(POLY), tr.HutchPlusPlusEstimator()
     state = solve(keys(1)[0], matrix, estimator, 1e-9, 60, keep_state=True).state
@@ -446,7 +446,7 @@ def test_student_quantiles():
         np.testing.assert_allclose(t, stdtrit(dof, (1 + level) / 2), rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_intervals():
     matrix = jnp.asarray(POLY)
     solution = reference.solutions(keys(300), matrix, 40, tr.XNysTraceEstimator(), PSD)

@@ -171,7 +171,7 @@ def test_derivatives_are_those_of_the_final_block(name):
         assert np.linalg.norm(across - np.diag(other)) <= tolerance * np.sqrt(N)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_lanes_of_a_vmap_stop_by_themselves():
     """And so do their derivatives, for an operator between PyTrees: a diagonal in parts."""
     matrix = jnp.asarray(POLY)
@@ -203,7 +203,7 @@ def test_lanes_of_a_vmap_stop_by_themselves():
     np.testing.assert_allclose(together[0], slope, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize("name", ["xdiag", variant("diag++")])
 def test_going_on_from_a_state(name):
     """A run in two parts is the run at once: the same value, and no product is made twice."""
@@ -242,7 +242,7 @@ def test_going_on_from_a_state(name):
 # ------------------------------------------------- what is known, groups of entries, arguments
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_what_is_known_exactly_counts():
     """The tolerance is relative to the whole diagonal, and `K + s I` spends nothing on s I; for
     block traces, to the norm of all of them.
@@ -322,7 +322,7 @@ def test_going_on_in_every_lane_from_where_it_ended(estimator):
     np.testing.assert_allclose(again.std_err, at_once.std_err, rtol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_going_on_after_a_single_panel():
     """What was good enough takes no further product, however few probes there were."""
     operator, estimator = Logged(jnp.asarray(POLY)), tr.XDiagEstimator()

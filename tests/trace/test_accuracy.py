@@ -175,7 +175,7 @@ def smallest_sizes():
                 yield name, n, k
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 @pytest.mark.parametrize(("name", "n", "k"), list(smallest_sizes()))
 def test_the_smallest_sizes(name, n, k):
     """Unbiased with one probe, of two dimensions: a z-test over 1000 keys (|z| < 4: 6e-5)."""

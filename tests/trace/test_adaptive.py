@@ -243,7 +243,7 @@ def test_products_that_are_made():
 # --------------------------------------------------------------------------- transformations
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_lanes_of_a_vmap_stop_by_themselves():
     """Each lane gets what it gets by itself, in the lanes of keys, tolerances and operators."""
     rtol = jnp.array([0.3, 0.03, 0.02, 1e-3])
