@@ -90,10 +90,10 @@ from .quadrature_error import with_quadrature_error
 #: The smallest budget that is worth a block.
 LEAST = 24
 
-#: The fewest groups of vectors that are left out in turn, if there are as many vectors; and what the
-#: number of groups times the largest dimension of the space may be, beyond these. (The spaces of
-#: all groups cost as much as that of all vectors if n is twice this dimension. On five functions 12
-#: groups were not more accurate than 4 for k = 240, and by 5 % at most for k = 120.)
+#: The fewest groups of vectors that are left out in turn, if there are as many vectors; and, where
+#: this allows for more, the largest product of their number and the dimension of the space. (The
+#: spaces of four groups cost as much as that of all vectors if n is twice the dimension. On five
+#: functions 12 groups were no more accurate than 4 for k = 240, by 5 % at most for k = 120.)
 FEWEST_GROUPS, ROWS_OF_GROUPS = 4, 1200
 
 #: The number of depths j to choose from, beside 0.
