@@ -308,6 +308,27 @@ def test_gradient_std_err(dtype, rank):
         assert 0.6 < ratio < 1.4
 
 
+@pytest.mark.variant
+def test_errors_of_all_parameters_at_once():
+    """A `vmap` over directions gives the gradient of `logdet`."""
+    matrix, other, theta = decaying(), decaying(seed=1), jnp.asarray((0.3, 0.05))
+
+    def make(theta):
+        return shifted(matrix + theta[0] * other, theta[1])
+
+    def along(direction):
+        return logdet_directional_derivative(jr.key(0), make, (theta,), (direction,), 44)
+
+    @jax.jit
+    def compute(theta):
+        slopes = jax.grad(lambda theta: logdet(jr.key(0), make(theta), 44).value)(theta)
+        return jax.vmap(along)(jnp.eye(2)), along(jnp.asarray((0.0, 1.0))), slopes
+
+    found, one, slopes = compute(theta)
+    np.testing.assert_allclose(found.value, slopes, rtol=1e-9)
+    np.testing.assert_allclose(found.std_err[1], one.std_err, rtol=1e-9)
+
+
 def test_exact_derivative():
     matrix = decaying()
     theta = (jnp.asarray(0.3),)
