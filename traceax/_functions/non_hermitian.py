@@ -27,6 +27,10 @@ first. Both are the same for normal matrices, and the second is larger where B i
 
 *The quadrature error* compares q, q - d and q - 2d steps, see `funm`.
 
+*Probes and steps.* Of entire functions a recurrence soon converges, so that there are about sqrt(k)
+probes, three times as many as for Hermitian operators (for exp, k = 120 and three matrices with 1000
+rows the errors of 10 probes were 0.48 to 0.55 times those of 3, see `benchmarks.bench_functions`).
+
 *The derivative.* d tr f(A) = tr(f'(A) dA) = E[z^H dA f'(A) z], and f'(A) z ~ sqrt(n) V f'(H) e_1.
 What f itself depends on is differentiated through sum_j w_j f(theta_j).
 
@@ -115,7 +119,7 @@ class ArnoldiEstimator(AbstractEstimator):
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, (p, q) = block.n, plan(k, self.num_steps)
+        n, (p, q) = block.n, plan(k, self.num_steps or k // math.isqrt(k))
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = arnoldi(block.mm, probes, q, block.eps)
         d = (q + 3) // 4

@@ -73,8 +73,8 @@ def spectral_sum(
     With `num_steps`, and below `k = 24`, it is stochastic Lanczos quadrature alone, by default with
     $\lfloor\sqrt{k} / 3\rfloor$ probes (at least one).
 
-    For all other operators it is the mean over as many probes z of $z^H f(A) z$ by Arnoldi's
-    recurrence, with the same two errors. f must then be holomorphic, on the field of values of A
+    For all other operators it is the mean over $\lfloor\sqrt{k}\rfloor$ probes z (unless
+    `num_steps` is given) of $z^H f(A) z$ by Arnoldi's recurrence, with the same two errors. f must then be holomorphic, on the field of values of A
     and a little beyond: exponentials, polynomials and other entire functions always are, and
     converge at a rate that only the norm of A decides. Its Hessenberg matrices may be defective:
     functions of them are exact to some 1e-10 (5e-5 in single precision). A function that is
