@@ -28,8 +28,9 @@ first. Both are the same for normal matrices, and the second is larger where B i
 *The quadrature error* compares q, q - d and q - 2d steps, see `funm`.
 
 *Probes and steps.* Of entire functions a recurrence soon converges, so that there are about sqrt(k)
-probes, three times as many as for Hermitian operators (for exp, k = 120 and three matrices with 1000
-rows the errors of 10 probes were 0.48 to 0.55 times those of 3, see `benchmarks.bench_functions`).
+probes, three times as many as for Hermitian operators. (For exp, k = 120 and three matrices with
+1000 rows, those of `benchmarks.bench_functions`, the errors of 10 probes were 0.48 to 0.55 times
+those of 3.)
 
 *The derivative.* d tr f(A) = tr(f'(A) dA) = E[z^H dA f'(A) z], and f'(A) z ~ sqrt(n) V f'(H) e_1.
 What f itself depends on is differentiated through sum_j w_j f(theta_j).

@@ -74,11 +74,12 @@ def spectral_sum(
     $\lfloor\sqrt{k} / 3\rfloor$ probes (at least one).
 
     For all other operators it is the mean over $\lfloor\sqrt{k}\rfloor$ probes z (unless
-    `num_steps` is given) of $z^H f(A) z$ by Arnoldi's recurrence, with the same two errors. f must then be holomorphic, on the field of values of A
-    and a little beyond: exponentials, polynomials and other entire functions always are, and
-    converge at a rate that only the norm of A decides. Its Hessenberg matrices may be defective:
-    functions of them are exact to some 1e-10 (5e-5 in single precision). A function that is
-    holomorphic only in parts of the plane, as `jnp.maximum(x, 0)` is, is not noticed.
+    `num_steps` is given) of $z^H f(A) z$ by Arnoldi's recurrence, with the same two errors. f must
+    then be holomorphic, on the field of values of A and a little beyond: exponentials, polynomials
+    and other entire functions always are, and converge at a rate that only the norm of A decides.
+    The Hessenberg matrices may be defective: functions of them are exact to some 1e-10 (5e-5 in
+    single precision). A function that is holomorphic only in parts of the plane, as
+    `jnp.maximum(x, 0)` is, is not noticed.
 
     First derivatives, in forward and reverse mode, are taken with the probes held fixed, and
     converge as the value does. With respect to what the operator depends on they cost
