@@ -6,7 +6,8 @@
 n = 1000, float64, eigenvectors at random. For each function: root mean square errors over the keys,
 relative to the value, how many of our bars (two standard errors and the quadrature error) cover,
 and the same errors for the derivative in a direction that changes each eigenvalue by its own
-factor. Matfree takes 10 steps a probe, or 40, whichever is better.
+factor. Matfree takes 10 steps a probe, or 40, whichever is better. Then tr exp(A) of matrices that
+are not symmetric, by Arnoldi's recurrence.
 """
 
 import argparse
@@ -20,36 +21,33 @@ import traceax as tr
 from traceax._functions.funm import plan
 
 from . import matfree_peer
-from .regret import rms
+from .spectra import N, basis, eigenvalues, not_symmetric, rms
 
-N = 1000
-INDEX = np.arange(1.0, N + 1)
+#: The functions of the cases, by their names.
+FUNCTIONS = {
+    "sqrt x": lambda x: jnp.sqrt(jnp.abs(x)),
+    "log(1 + 1e4 x)": lambda x: jnp.log1p(1e4 * jnp.abs(x)),
+    "1 / (x + 1e-3)": lambda x: 1 / (jnp.abs(x) + 1e-3),
+    "exp(20 x)": lambda x: jnp.exp(20 * x),
+    "exp(-10 x)": lambda x: jnp.exp(-10 * x),
+    "log x": jnp.log,
+}
 
 
 def cases():
     """The name of each case, the eigenvalues, and the function."""
-    random = np.random.default_rng(0).standard_normal((N, N))
-    semicircle = np.linalg.eigvalsh((random + random.T) / np.sqrt(8 * N))
-    path = 2 - 2 * np.cos(np.pi * np.arange(N) / N)
-    return (
-        ("sqrt x, i^-2", INDEX**-2, lambda x: jnp.sqrt(jnp.abs(x))),
-        ("log(1 + 1e4 x), i^-2", INDEX**-2, lambda x: jnp.log1p(1e4 * jnp.abs(x))),
-        ("1 / (x + 1e-3), i^-2", INDEX**-2, lambda x: 1 / (jnp.abs(x) + 1e-3)),
-        ("exp(20 x), random on [-1, 1]", semicircle, lambda x: jnp.exp(20 * x)),
-        ("exp(-10 x), path", path, lambda x: jnp.exp(-10 * x)),
-        ("log x, 1 + 10 / i", 1 + 10 / INDEX, jnp.log),
-        ("sqrt x, 0.9^i", 0.9**INDEX, lambda x: jnp.sqrt(jnp.abs(x))),
-    )
+    for name, spectrum, values in eigenvalues():
+        yield f"{name}, {spectrum}", values, FUNCTIONS[name]
 
 
-def product(basis, eigenvalues):
+def product(vectors, values):
     """The product of a vector with the matrix of these eigenvectors and eigenvalues."""
-    return lambda v: basis @ (eigenvalues * (basis.T @ v))
+    return lambda v: vectors @ (values * (vectors.T @ v))
 
 
-def errors(basis, eigenvalues, fn, k, keys, num_steps=None):
+def errors(vectors, spectrum, fn, k, keys, num_steps=None):
     """The errors of values and derivatives, relative, and how many bars cover."""
-    values = jnp.asarray(eigenvalues)
+    values = jnp.asarray(spectrum)
     factors = jnp.asarray(np.random.default_rng(1).uniform(0, 2, N))
     truth, slope = jax.jvp(
         lambda t: jnp.sum(fn(values * (1 + t * factors))), (jnp.zeros(()),), (jnp.ones(()),)
@@ -58,7 +56,7 @@ def errors(basis, eigenvalues, fn, k, keys, num_steps=None):
     def value(t, key):
         moved = values * (1 + t * factors)
         structure = jax.ShapeDtypeStruct(moved.shape, moved.dtype)
-        operator = lx.FunctionLinearOperator(product(basis, moved), structure, lx.symmetric_tag)
+        operator = lx.FunctionLinearOperator(product(vectors, moved), structure, lx.symmetric_tag)
         solution = tr.spectral_sum(key, fn, operator, k, num_steps=num_steps)
         return solution.value, solution
 
@@ -69,15 +67,43 @@ def errors(basis, eigenvalues, fn, k, keys, num_steps=None):
     return rms(off / truth), rms((slopes - slope) / slope), float(covers)
 
 
-def matfree_error(basis, eigenvalues, fn, k, keys):
+def matfree_error(vectors, spectrum, fn, k, keys):
     """The smaller error of two numbers of steps."""
-    values = jnp.asarray(eigenvalues)
-    mv, truth, found = product(basis, values), jnp.sum(fn(values)), []
+    values = jnp.asarray(spectrum)
+    mv, truth = product(vectors, values), jnp.sum(fn(values))
+    return best(lambda steps: matfree_peer.function(fn, values, k, steps), mv, truth, k, keys)
+
+
+def best(estimate_with, mv, truth, k, keys):
+    """The smaller error of matfree's estimates with two numbers of steps."""
+    found = []
     for steps in (10, 40):
-        estimate = matfree_peer.function(fn, values, k, min(steps, k))
+        estimate = estimate_with(min(steps, k))
         several = jax.jit(jax.vmap(lambda key, e=estimate: e(mv, key)))
         found.append(rms((several(keys) - truth) / truth))
     return min(found)
+
+
+def not_symmetric_errors(matrix, k, keys, num_steps=None):
+    """Of tr exp(A): the error relative to the value, how many bars cover, and matfree's error."""
+    matrix, truth = jnp.asarray(matrix), np.sum(np.exp(np.linalg.eigvals(matrix))).real
+
+    def one(key):
+        operator = lx.MatrixLinearOperator(matrix)
+        return tr.spectral_sum(key, jnp.exp, operator, k, num_steps=num_steps)
+
+    found = jax.jit(jax.vmap(one))(keys)
+    off = found.value - truth
+    covers = jnp.mean(jnp.abs(off) <= 2 * found.std_err + found.quadrature_error)
+
+    def estimate_with(steps):
+        return matfree_peer.exponential(matrix[0], k, steps)
+
+    return (
+        rms(off / truth),
+        float(covers),
+        best(estimate_with, lambda v: matrix @ v, truth, k, keys),
+    )
 
 
 def budgets_and_keys(description):
@@ -92,17 +118,21 @@ def budgets_and_keys(description):
 
 def main():
     budgets, keys = budgets_and_keys("Spectral sums from equal numbers of products")
-    square = np.random.default_rng(2).standard_normal((N, N))
-    basis = jnp.asarray(np.linalg.qr(square)[0])
+    vectors = jnp.asarray(basis())
     print("case, k, error, covers, quadrature alone, matfree, derivative, quadrature alone")
     for k in budgets:
         _, steps = plan(k, None)
-        for name, eigenvalues, fn in cases():
-            ours, slope, covers = errors(basis, eigenvalues, fn, k, keys)
-            alone, slope_alone, _ = errors(basis, eigenvalues, fn, k, keys, steps)
-            matfree = matfree_error(basis, eigenvalues, fn, k, keys)
+        for name, spectrum, fn in cases():
+            ours, slope, covers = errors(vectors, spectrum, fn, k, keys)
+            alone, slope_alone, _ = errors(vectors, spectrum, fn, k, keys, steps)
+            matfree = matfree_error(vectors, spectrum, fn, k, keys)
             numbers = f"{ours:.2g}, {covers:.2f}, {alone:.2g}, {matfree:.2g}"
             print(f"{name}, {k}, {numbers}, {slope:.2g}, {slope_alone:.2g}", flush=True)
+    print("exp x of, k, error, covers, matfree")
+    for k in budgets:
+        for name, matrix in not_symmetric():
+            ours, covers, matfree = not_symmetric_errors(matrix, k, keys)
+            print(f"{name}, {k}, {ours:.2g}, {covers:.2f}, {matfree:.2g}", flush=True)
 
 
 if __name__ == "__main__":

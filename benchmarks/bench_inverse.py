@@ -19,7 +19,7 @@ from traceax._functions.funm import plan
 
 from . import matfree_peer
 from .bench_functions import budgets_and_keys
-from .regret import rms
+from .spectra import rms
 
 N = 1000
 CASES = (("RBF, d = 2", 2, 0.3, 1e-3), ("RBF, d = 2", 2, 0.3, 0.1), ("RBF, d = 5", 5, 0.5, 1e-2))

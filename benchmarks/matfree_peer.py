@@ -45,3 +45,14 @@ def function(fn: Callable[..., Any], like: Any, k: int, steps: int) -> Callable[
     integrand = funm.monte_carlo_funm_sym(dense, decomp.tridiag_sym(steps))
     probes = stochtrace.sampler_signs(like, num=k // steps)
     return stochtrace.estimator_monte_carlo(integrand, probes)
+
+
+def exponential(like: Any, k: int, steps: int) -> Callable[..., Any]:
+    """The trace of exp(A), A not symmetric, by so many steps of Arnoldi's recurrence a probe."""
+    arnoldi = decomp.hessenberg(steps, reortho="full")
+    product = funm.funm_arnoldi(funm.dense_funm_pade_exp(), arnoldi)
+    integrand = stochtrace.monte_carlo_trace()
+    estimate = stochtrace.estimator_monte_carlo(
+        integrand, stochtrace.sampler_signs(like, num=k // steps)
+    )
+    return lambda mv, key: estimate(lambda v: product(mv, v), key)

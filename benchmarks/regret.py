@@ -27,6 +27,7 @@ import traceax as tr
 
 from . import network
 from .common import ESTIMATORS, PSD, with_eigenvalues
+from .spectra import rms
 
 RESULTS = Path(__file__).parent / "results" / "regret.json"
 N, COUNT, BUDGETS, LONGER = 400, 200, (24, 48, 96, 192, 384), (24, 48)
@@ -97,10 +98,6 @@ def solutions(eigenvalues, k, estimator, count):
     run = program(k, estimator, eigenvalues.min() >= 0)
     value, lower, upper = map(np.asarray, run(jax.random.split(jax.random.key(0), count), matrix))
     return (value - truth) / abs(truth), (lower <= truth) & (truth <= upper)
-
-
-def rms(errors):
-    return float(np.sqrt(np.mean(errors**2)))
 
 
 def cell(eigenvalues, k, count):

@@ -199,6 +199,7 @@ def calls():
     found["trace hessian"] = lambda: jax.jit(jax.hessian(trace_of_kernel))(0.2)
     for name in ("psd", "general", "hermitian"):
         found[f"schatten_norm {name}"] = lambda w=name: tr.schatten_norm(key, ops[w], 30)
+    found["spectral_sum general"] = lambda: tr.spectral_sum(key, jnp.exp, ops["general"], 20)
     for name in ("psd", "hermitian"):
         found[f"spectral_sum {name}"] = lambda w=name: tr.spectral_sum(key, jnp.exp, ops[w], 20)
         found[f"spectral_diagonal {name}"] = lambda w=name: tr.spectral_diagonal(

@@ -743,7 +743,7 @@ def test_errors():
     key, matrix = jax.random.key(0), jnp.asarray(example("mild"))
     operator = lx.MatrixLinearOperator(matrix, PSD)
     with pytest.raises(ValueError, match="symmetric_tag"):
-        spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix), 10)
+        spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix), 10, shifts=1.0)
     with pytest.raises(ValueError, match="semidefinite_tag"):
         eigenvalue_count(key, lx.MatrixLinearOperator(matrix), 0, 1, 10)
     with pytest.raises(TypeError, match=r"spectral_sum\(key, fn, operator, k\)"):

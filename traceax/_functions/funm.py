@@ -62,7 +62,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import NONFINITE, OUTSIDE_DOMAIN, if_wanted, rounding_of, scale_of, status_of
-from .._core.precision import einsum
+from .._core.precision import any_promotion, einsum
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, joined, lanczos, quadrature
@@ -130,18 +130,19 @@ def check_function(fn: Any) -> None:
     """Raise a `TypeError` unless this can be a function of one number."""
     if isinstance(fn, lx.AbstractLinearOperator) or not callable(fn):
         raise TypeError(
-            "fn must be a JAX function of one real number, such as `jax.numpy.log`, got a "
+            "fn must be a JAX function of one number, such as `jax.numpy.log`, got a "
             f"{type(fn).__name__}. The order is `spectral_sum(key, fn, operator, k)`."
         )
 
 
 def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
-    """A function of one real number as a PyTree, with every array that it depends on as a leaf.
+    """A function of one number as a PyTree, with every array that it depends on as a leaf.
 
     **Arguments:**
 
     - `fn`: the function of the user.
-    - `dtype`: the real dtype of the argument and of the values of `fn`.
+    - `dtype`: the dtype of the argument and of the values of `fn`: real, or complex for
+        holomorphic functions.
     - `scalar`: whether the values of `fn` must be scalars.
 
     **Returns:**
@@ -150,26 +151,47 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
 
     **Raises:**
 
-    - `TypeError`: if the values of `fn` are complex.
+    - `TypeError`: if the values of `fn` are complex though the dtype is real, or real though it is
+        complex, or if `fn` cannot take a complex number.
     - `ValueError`: if they are not scalars, but must be.
     """
+    holomorphic = jnp.issubdtype(dtype, jnp.complexfloating)
 
-    def real(x):
-        value = jnp.asarray(fn(x))
-        if jnp.issubdtype(value.dtype, jnp.complexfloating):
+    def value_of(x):
+        if not holomorphic:
+            return jnp.asarray(fn(x))
+        try:
+            with any_promotion():  # of the complex number with real parameters
+                return jnp.asarray(fn(x))
+        except TypeError as error:
+            raise TypeError(f"{_HOLOMORPHIC} With one, it fails: {error}") from error
+
+    def checked(x):
+        value = value_of(x)
+        if holomorphic != jnp.issubdtype(value.dtype, jnp.complexfloating):
+            got = f"got {value.dtype}"
             raise TypeError(
-                f"fn must have real values, got {value.dtype}. Take its real and its imaginary "
-                "part one at a time."
+                f"{_HOLOMORPHIC} Its values for complex numbers must be complex, {got}."
+                if holomorphic
+                else f"fn must have real values, {got}. Take its real and its imaginary part one "
+                "at a time."
             )
         if scalar and value.shape != ():
             raise ValueError(
-                f"fn is given one real number and must return one, got shape {value.shape}. For "
+                f"fn is given one number and must return one, got shape {value.shape}. For "
                 "several functions, make one call for each, with the same key."
             )
         return value.astype(dtype)
 
-    converted = eqx.filter_closure_convert(real, jax.ShapeDtypeStruct((), dtype))
+    converted = eqx.filter_closure_convert(checked, jax.ShapeDtypeStruct((), dtype))
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, converted)
+
+
+_HOLOMORPHIC = (
+    "For an operator that is not Hermitian (or not tagged so, by `lineax.symmetric_tag` or a "
+    "semidefinite tag), fn must be a holomorphic function that takes complex numbers, as the "
+    "eigenvalues may be."
+)
 
 
 def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:

@@ -300,7 +300,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
 
     def check(self, operator):
         """See `AbstractEstimator`."""
-        check_hermitian(operator, "A spectral sum")
+        check_hermitian(operator, "A spectral sum with `shifts`")
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""

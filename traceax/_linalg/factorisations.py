@@ -367,6 +367,20 @@ def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m
 
 
 @one_by_one
+def eigenvalues(a: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
+    """The complex eigenvalues of any square matrix, in which NaN and inf are replaced by 0."""
+    return jnp.linalg.eigvals(jnp.where(jnp.isfinite(a), a, 0))
+
+
+def eigenpairs(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
+    """Eigenvalues and eigenvectors of norm 1 of any square matrix, and the inverse of the latter:
+    inf or NaN if there is none. (To be called within `one_by_one`.)
+    """
+    values, vectors = jnp.linalg.eig(a)
+    return values, vectors, jnp.linalg.inv(vectors)
+
+
+@one_by_one
 def svd(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
     """U, sigma and V^H of a square matrix, in which NaN and inf are replaced by 0."""
     u, sigma, v_h = jnp.linalg.svd(jnp.where(jnp.isfinite(a), a, 0))

@@ -65,7 +65,7 @@ class Lanczos(NamedTuple):
         return status_of(self.size)
 
 
-def _recurrences(
+def recurrences(
     mm: Callable[[Array], Array],
     start: Inexact[Array, "n p"],
     basis: Array,
@@ -75,9 +75,10 @@ def _recurrences(
     put: Callable[[Array, Array, Array], Array],
     outside: Callable[[Array, Array, Array], tuple[Array, Array]],
 ) -> Lanczos:
-    """What both forms of `lanczos` share. They differ in the layout of the basis: `put` writes a
-    vector of every probe into it, and `outside` makes vectors orthogonal to it, twice, and returns
-    the coefficients of those that were written last, too.
+    """What both forms of `lanczos`, and `arnoldi`, share. They differ in the layout of the basis:
+    `put` writes a vector of every probe into it, and `outside` makes vectors orthogonal to it,
+    twice, and returns coefficients, too: in Lanczos' recurrence of those that were written last,
+    in Arnoldi's of all. They are the alpha of the result.
     """
     p = start.shape[1]
     real = jnp.finfo(start.dtype).dtype
@@ -94,7 +95,8 @@ def _recurrences(
         scale = jnp.where(j == 0, scale_of(w), scale)
         w, along = outside(basis, (w / scale).T, j)
         norm = jnp.linalg.norm(w, axis=1)
-        size = jnp.maximum(size, jnp.maximum(jnp.abs(along), norm))
+        largest = jnp.max(jnp.abs(along).reshape(p, -1), axis=1)
+        size = jnp.maximum(size, jnp.maximum(largest, norm))
         exhausted = norm <= tolerance * size
         norm = jnp.where(exhausted, 0, norm)
         unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
@@ -103,8 +105,9 @@ def _recurrences(
         beta = lax.dynamic_update_index_in_dim(beta, norm, j, 0)
         return basis, v, size, scale, alpha, beta
 
-    none = jnp.zeros((most, p), real)
-    carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real), none, none)
+    along = jax.eval_shape(lambda: outside(basis, first, jnp.uint32(0))[1])
+    alpha, beta = jnp.zeros((most, *along.shape), along.dtype), jnp.zeros((most, p), real)
+    carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real), alpha, beta)
     # Unsigned: an index that may be negative is one more thing to compile.
     ends = jnp.uint32(0), jnp.asarray(steps, jnp.uint32)
     basis, _, size, scale, alpha, beta = lax.fori_loop(*ends, step, carry)
@@ -152,7 +155,7 @@ def lanczos(
 
     # Probes come first, so that products with their bases are those of matrices and vectors.
     basis = jnp.zeros((p, num_steps, n), start.dtype)
-    krylov = _recurrences(mm, start, basis, num_steps, num_steps, eps, put, outside)
+    krylov = recurrences(mm, start, basis, num_steps, num_steps, eps, put, outside)
     return krylov._replace(basis=jnp.transpose(krylov.basis, (1, 2, 0)))
 
 
@@ -235,7 +238,7 @@ def padded_lanczos(
         return of_size(sizes, (j + 1) * count, cut)
 
     basis = jnp.zeros((max(rows), n), start.dtype)
-    krylov = _recurrences(mm, start, basis, max(q for _, q in shapes), steps, eps, put, outside)
+    krylov = recurrences(mm, start, basis, max(q for _, q in shapes), steps, eps, put, outside)
     return krylov._replace(steps=None if isinstance(steps, int) else steps)
 
 

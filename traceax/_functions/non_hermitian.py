@@ -1,0 +1,222 @@
+r"""Spectral sums of operators that are not Hermitian, by Arnoldi's recurrence.
+
+A probe z on the sphere of radius sqrt(n) and q steps of the recurrence (see `_linalg.arnoldi`) give
+a Hessenberg matrix H = X diag(theta) X^{-1} (see `_linalg.diagonalisation`). With the weights
+w_j = X_1j (X^{-1})_j1, which are complex, the estimate is the mean over p probes of
+
+    a = n e_1^T f(H) e_1 = n sum_j w_j f(theta_j)  ~  z^H f(A) z.
+
+The nodes theta_j lie in the field of values of A, or close by, and f must be holomorphic there.
+
+*The standard error.* Let B = f(A) - tr(f(A)) / n. Over the complex numbers Var(z^H B z) is
+n/(n+1) ||B||_F^2. Over the reals it is that of the symmetric part S = (B + B^T) / 2, so that it is
+2n/(n+2) ||S||_F^2. With ||B||_F^2 = E ||B z||^2 and, over the reals,
+
+    ||S||_F^2 = (||B||_F^2 + tr(B conj(B))) / 2 = E t,   t = (||B z||^2 + Re z^T B conj(B) z) / 2,
+
+all of this comes from the same spaces: B z ~ sqrt(n) V u with u = (f(H) - a/n) e_1, and
+B conj(B) is a function of A, too. So even a single probe gives a standard error, and one that is
+that of the symmetric part: for a skew-symmetric f(A), which every z^T f(A) z is blind to, it is 0.
+As single t may be negative, X = mean |t| is taken, which is not smaller on average. Then, as for
+Hermitian operators (see `funm`),
+
+    std_err^2 = (c X / p) / (1 - c / (n p)),      nu = p X^2 / max(||B^2||_F^2, ||B^H B||_F^2)
+
+with E ||B^2 z||^2 and, for two probes, E |z^H B^H B z'|^2 for the norms. (One probe knows only the
+first. Both are the same for normal matrices, and the second is larger where B is nearly nilpotent.)
+
+*The quadrature error* compares q, q - d and q - 2d steps, see `funm`.
+
+*Probes and steps.* Of entire functions a recurrence soon converges, so that there are about sqrt(k)
+probes, three times as many as for Hermitian operators. (For exp, k = 120 and three matrices with
+1000 rows, those of `benchmarks.bench_functions`, the errors of 10 probes were 0.48 to 0.55 times
+those of 3.)
+
+*The derivative.* d tr f(A) = tr(f'(A) dA) = E[z^H dA f'(A) z], and f'(A) z ~ sqrt(n) V f'(H) e_1.
+What f itself depends on is differentiated through sum_j w_j f(theta_j).
+
+*Real values.* Of a real operator nodes and weights come in conjugate pairs. If f is real on the
+real line, the value is therefore real. It is not where f has a cut along the real line, as the
+logarithm has: an imaginary part that rounding does not explain is reported, not dropped.
+"""
+
+import math
+from typing import ClassVar, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Complex, Inexact
+
+from .._core.estimate import (
+    NONFINITE,
+    OUTSIDE_DOMAIN,
+    if_wanted,
+    rounding_of,
+    scale_of,
+    status_of,
+)
+from .._core.precision import einsum, matmul
+from .._estimators.estimator import AbstractEstimator
+from .._linalg.arnoldi import arnoldi
+from .._linalg.diagonalisation import diagonalised, function_of
+from .._linalg.factorisations import eigenvalues
+from .._operators.block_operator import BlockOperator
+from .._operators.known_parts import matrix_of
+from .._probes.samplers import SphereSampler
+from .._sketch.weights import AbstractWeights
+from .funm import degrees_of_freedom, plan, status_with_domain, truncation_error
+from .nodes import Function, on_nodes, slope_of
+from .quadrature_error import with_quadrature_error
+
+
+@final
+class NonHermitianWeights(AbstractWeights):
+    """`G = U V^H`, and the quadrature. A contraction costs a product for each column of U (two for
+    complex columns and a real operator).
+    """
+
+    u: Inexact[Array, "n c"]
+    v: Inexact[Array, "n c"]
+    nodes: Complex[Array, " m"]
+    weights: Complex[Array, " m"]
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        block = BlockOperator(operator)
+        if jnp.iscomplexobj(self.u) and not jnp.issubdtype(block.dtype, jnp.complexfloating):
+            images = block.mm(self.u.real) + 1j * block.mm(self.u.imag)
+        else:
+            images = block.mm(self.u)
+        return jnp.sum(jnp.conj(self.v) * images)
+
+
+def _quadrature(
+    fn: Function, nodes: Complex[Array, "..."], weights: Complex[Array, "..."], is_real: bool
+) -> tuple[Array, Array]:
+    """The sum of w f(theta) along the last axis, and whether it has no imaginary part though it
+    should be real. A node of weight 0 does not count, even where f is NaN.
+    """
+    terms = weights * jnp.where(weights != 0, on_nodes(fn, nodes), 0)
+    total = jnp.sum(terms, axis=-1)
+    if not is_real:
+        return total, jnp.array(True)
+    rounding = math.sqrt(jnp.finfo(terms.dtype).eps) * jnp.sum(jnp.abs(terms), axis=-1)
+    # NaN and inf are found elsewhere.
+    return total.real, ~jnp.any(jnp.abs(total.imag) > rounding)
+
+
+@final
+class ArnoldiEstimator(AbstractEstimator):
+    """The estimator of above. The value of the estimate is a pair: the value proper, which alone
+    has a derivative, and the quadrature error.
+    """
+
+    fn: Function
+    num_steps: int | None = eqx.field(static=True)
+    is_real: bool = eqx.field(static=True)  # whether the values are: see above
+    weights_depend_on_operator: ClassVar[bool] = True
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        n, (p, q) = block.n, plan(k, self.num_steps or k // math.isqrt(k))
+        probes = SphereSampler().probes(key, n, p, block.dtype)
+        krylov = arnoldi(block.mm, probes, q, block.eps)
+        d = (q + 3) // 4
+        orders = [m for m in (q, q - d, q - 2 * d) if m >= 1]
+        ended = jnp.concatenate([krylov.ended_after(m) for m in orders])
+        found = jax.vmap(diagonalised)(ended)
+        nodes = found.nodes * jnp.tile(krylov.unit[:, 0], (len(orders), 1))
+        weights = found.left[:, 0] * found.right[:, :, 0]
+        forms, real_enough = _quadrature(self.fn, nodes, weights, self.is_real)
+        error = truncation_error(n * forms.reshape(-1, p), krylov.exhausted)
+        value = n * jnp.mean(forms[:p])
+
+        theta, w, left, first = nodes[:p], weights[:p], found.left[:p], found.right[:p, :, 0]
+        values = jnp.where(w != 0, on_nodes(self.fn, theta), 0)
+        std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
+        size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
+        std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
+        status = self._status(krylov.status, real_enough, w, values)
+
+        def fixed():
+            slopes = jnp.where(w != 0, on_nodes(slope_of(self.fn), theta), 0)
+            along = einsum("pij,pj->pi", left, slopes * first)
+            if self.is_real:
+                along = along.real
+            u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
+            return NonHermitianWeights(u, probes, theta.reshape(-1), w.reshape(-1) * (n / p))
+
+        estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
+        return estimate, if_wanted(fixed)
+
+    def _error(self, values, nodes, weights, left, first, basis, probes) -> tuple[Array, Array]:
+        """The standard error, and its degrees of freedom: see above."""
+        n, p = probes.shape
+        is_complex = jnp.iscomplexobj(probes)
+        c = n / (n + 1) if is_complex else 2 * n / (n + 2)
+        unit = scale_of(values)
+        mean = jnp.mean(jnp.sum(weights * values, axis=1)) / unit
+        away = values / unit - mean
+
+        def applied(values):  # g(H) e_1
+            return einsum("pij,pj->pi", left, values * first)
+
+        images = einsum("pin,pi->pn", basis, applied(away))  # B z / sqrt(n)
+        gram = jnp.square(jnp.abs(matmul(jnp.conj(images), images.T)))
+        t = jnp.sqrt(jnp.diagonal(gram))
+        if not is_complex:
+            # conj(f)(theta) = conj(f(conj(theta)))
+            conjugate = values if self.is_real else jnp.conj(on_nodes(self.fn, jnp.conj(nodes)))
+            product = away * (jnp.where(weights != 0, conjugate, 0) / unit - jnp.conj(mean))
+            t = jnp.abs(t + jnp.sum(weights * product, axis=1).real) / 2
+        spread = jnp.mean(t)
+        std_err = unit * jnp.sqrt(n * c * spread / p / (1 - c / (n * p)))
+        fourth = jnp.mean(jnp.sum(jnp.square(jnp.abs(applied(away**2))), axis=1))
+        pairs = jnp.sum(gram * (1 - jnp.eye(p))) / max(p * (p - 1), 1)
+        return std_err, degrees_of_freedom(spread, jnp.maximum(fourth, n * pairs), n * p)
+
+    def _status(self, finite, real_enough, weights, values) -> Array:
+        """NONFINITE, or OUTSIDE_DOMAIN, or SUCCESSFUL."""
+        status = status_with_domain(finite, jnp.abs(weights), values)
+        return jnp.where((status == NONFINITE) | real_enough, status, OUTSIDE_DOMAIN)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        matrix, _ = matrix_of(block)
+        unit = scale_of(matrix)
+        scaled = matrix / unit
+        # A perturbation of A by rounding changes tr f(A) by no more than tr(f'(A) dA), however
+        # sensitive single eigenvalues are.
+        nodes = eigenvalues(scaled) * unit
+        ones = jnp.ones_like(nodes)
+        value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
+        status = self._status(status_of(matrix), real_enough, ones.real, on_nodes(self.fn, nodes))
+
+        def fixed():
+            found = diagonalised(scaled)
+            slope = function_of(found, on_nodes(slope_of(self.fn), found.nodes * unit))
+            one = jnp.eye(block.n, dtype=block.dtype)
+            return NonHermitianWeights(slope.real if self.is_real else slope, one, nodes, ones)
+
+        zero = jnp.zeros((), matrix.real.dtype)
+        estimate = with_quadrature_error(value, zero, zero, block.n, 0, status)
+        return estimate, if_wanted(fixed)
+
+    def contract(self, weights, operator):
+        """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
+        `fn`, too.
+        """
+        own, _ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)
+        return weights.contract(operator) + own
+
+    def weights_at(self, weights, operator):
+        """See `AbstractEstimator`: the derivative of the weights is not known."""
+        raise NotImplementedError(
+            "Spectral sums of operators that are not Hermitian have a first derivative only. If "
+            "the operator is Hermitian, tag it so; otherwise use `lax.stop_gradient` on whatever "
+            "need not be differentiated twice, or finite differences of the gradient with the same "
+            "key."
+        )

@@ -1,0 +1,73 @@
+r"""Functions of small matrices that are not Hermitian, by eigenvectors.
+
+*The perturbation.* With H = X diag(theta) X^{-1}, f(H) = X diag(f(theta)) X^{-1}, whose rounding
+errors are eps times the condition number of X: infinite for a Jordan block. But matrices nearby
+have better eigenvectors (E. B. Davies, *Approximate diagonalization*, 2007): those of H + delta E
+have a condition number of about 1 / delta. One such matrix would leave an error of delta; the mean
+
+    f(H) ~ (f(H + delta E) + f(H - delta E)) / 2
+
+is right to first order, and leaves delta^2. Together with eps / delta from rounding this is least
+for delta = eps^(1/3), and eps^(2/3) then (4e-11 and 2e-5). H itself is taken where its eigenvectors
+are better than that, that is where their condition number is at most eps^(-1/3).
+
+Measured: for exp of Jordan blocks, triangular, Grcar and Gaussian matrices with 8 to 40 rows the
+error was 1e-14 to 1e-10, and 2e-7 to 5e-5 in single precision.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import jax.random as jr
+from jax import lax
+from jaxtyping import Array, Complex, Inexact
+
+from .._core.precision import matmul
+from .factorisations import eigenpairs, one_by_one
+
+
+class Diagonalised(NamedTuple):
+    """A square matrix H as `left diag(nodes) right`, by which functions of it are computed: the
+    eigenpairs of both neighbours of H, or twice those of H itself.
+    """
+
+    nodes: Complex[Array, "... 2q"]
+    left: Complex[Array, "... q 2q"]
+    right: Complex[Array, "... 2q q"]
+
+
+@one_by_one
+def _diagonalised(h: Inexact[Array, "q q"]) -> tuple[Array, Array, Array]:
+    h = jnp.where(jnp.isfinite(h), h, 0)
+    q, third = len(h), float(jnp.finfo(h.dtype).eps) ** (1 / 3)
+    own = eigenpairs(h)
+
+    def twice():
+        return own, own
+
+    def neighbours():
+        e = jr.normal(jr.key(0), (q, q), jnp.finfo(h.dtype).dtype)
+        e = e * (third * jnp.linalg.norm(h) / jnp.linalg.norm(e))
+        return eigenpairs(h + e), eigenpairs(h - e)
+
+    condition = math.sqrt(q) * jnp.linalg.norm(own[2])  # NaN or inf if there is no inverse
+    first, second = lax.cond(condition * third <= 1, twice, neighbours)
+    nodes, left, right = (jnp.concatenate([first[i], second[i]], (0, 1, 0)[i]) for i in range(3))
+    return nodes, left, right / 2
+
+
+def diagonalised(h: Inexact[Array, "q q"]) -> Diagonalised:
+    """The eigenpairs by which f(H) is computed: see above. The largest number in H should be about
+    1; NaN and inf are replaced by 0.
+
+    Cost: up to three eigendecompositions.
+    """
+    return Diagonalised(*_diagonalised(h))
+
+
+def function_of(
+    decomposition: Diagonalised, values: Complex[Array, " 2q"]
+) -> Complex[Array, "q q"]:
+    """f(H) from the values of f at the nodes."""
+    return matmul(decomposition.left, values[:, None] * decomposition.right)
