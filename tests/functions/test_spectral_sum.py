@@ -12,7 +12,8 @@ import pytest
 
 import traceax as tr
 from traceax._core.primitive import _forever, _implementation
-from traceax._functions.funm import divided_differences, plan
+from traceax._functions.funm import plan
+from traceax._functions.nodes import divided_differences
 from traceax._functions.spectral import eigenvalue_count, spectral_density, spectral_sum
 from traceax._linalg.lanczos import lanczos, quadrature
 

@@ -63,18 +63,14 @@ from .._probes.random import split
 from .._probes.samplers import RademacherSampler, SphereSampler
 from .frechet import combined, held, linear_map, steps_of
 from .funm import (
-    Function,
     check_function,
     check_hermitian,
-    divided_differences,
     hoist_function,
-    on_nodes,
     spectrum,
     status_with_domain,
     truncations,
-    within_tag,
 )
-from .nodes import differences_between
+from .nodes import Function, differences_between, divided_differences, on_nodes, within_tag
 from .quadrature_error import (
     entries_status,
     entries_std_err,

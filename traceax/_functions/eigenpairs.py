@@ -25,7 +25,8 @@ from .._operators.width import BLOCK_LIMIT
 from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
-from .funm import check_hermitian, spectrum, within_tag
+from .funm import check_hermitian, spectrum
+from .nodes import within_tag
 from .thick_restart import Which, chance, order_of, ritz_pairs, run_cycles
 
 # The probability that the extreme eigenvalue of one end is missed, half of 1 %.

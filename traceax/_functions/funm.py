@@ -73,10 +73,10 @@ from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .frechet import Bend
 from .nodes import (
-    Function as Function,
-    divided_differences as divided_differences,
-    on_nodes as on_nodes,
-    within_tag as within_tag,
+    Function,
+    divided_differences,
+    on_nodes,
+    within_tag,
 )
 from .quadrature_error import with_quadrature_error
 

@@ -74,17 +74,14 @@ from .._sketch.weights import AbstractWeights
 from .frechet import Bend
 from .funm import (
     AbstractSpectralEstimator,
-    Function,
     check_hermitian,
-    divided_differences,
     ended_after,
     mean_and_error,
-    on_nodes,
     status_with_domain,
     truncation_error,
     weighted,
-    within_tag,
 )
+from .nodes import Function, divided_differences, on_nodes, within_tag
 from .quadrature_error import with_quadrature_error
 
 #: The smallest budget that is worth a block.

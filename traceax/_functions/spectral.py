@@ -23,19 +23,17 @@ from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
 from .funm import (
-    Function,
     QuadratureEstimator,
     check_function,
     check_hermitian,
     check_num_steps,
     hoist_function,
     mean_and_error,
-    on_nodes,
     plan,
     spectrum,
-    within_tag,
 )
 from .krylov_aware import LEAST, KrylovAwareEstimator
+from .nodes import Function, on_nodes, within_tag
 from .non_hermitian import ArnoldiEstimator
 from .quadrature_error import solve_pair, with_quadrature_error
 

@@ -27,7 +27,7 @@ from .._core.precision import einsum
 from .._core.primitive import logdet_derivative_p
 from .._estimators.estimator import AbstractEstimator, solve
 from .._estimators.solution import Solution
-from .._functions.funm import divided_differences
+from .._functions.nodes import divided_differences
 from .._linalg.lanczos import quadrature
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.leave_one_out import adjoint, matmul, square_norms

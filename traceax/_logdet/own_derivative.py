@@ -43,7 +43,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._core.precision import einsum
-from .._functions.funm import divided_differences, on_nodes
+from .._functions.nodes import divided_differences, on_nodes
 from .._linalg.lanczos import Lanczos, quadrature
 from .._sketch.leave_one_out import square_norms
 
