@@ -10,6 +10,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+import scipy.stats
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
@@ -966,3 +967,84 @@ def test_noise_without_a_mean():
     assert np.isinf(noise.scale_std_err)
     same = curvature.noise_scale(lambda p, x: jnp.sum(p * x), jnp.ones(2), jnp.ones((2, 2)))
     np.testing.assert_allclose([same.trace, same.scale], 0, atol=1e-12)
+
+
+# ------------------------------------------------- traces of single examples, and of the square
+
+
+def example_loss(params, example):
+    """Third derivatives make the Hessians of single examples differ."""
+    inputs, target = example
+    hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
+    return jnp.mean((hidden @ params["w2"] - target) ** 2)
+
+
+def example_problem():
+    """A network of 61 parameters, and eight examples."""
+    k1, k2, k3, k4 = jr.split(jr.key(1), 4)
+    params = {"w1": jr.normal(k1, (4, 10)), "b1": jnp.zeros(10), "w2": jr.normal(k2, (10, 1))}
+    return params, (jr.normal(k3, (8, 4)), jr.normal(k4, (8, 1)))
+
+
+def dense_hessian(loss, params, data):
+    flat, unflatten = ravel_pytree(params)
+    return np.asarray(jax.hessian(lambda flat: loss(unflatten(flat), data))(flat))
+
+
+def assert_unbiased_and_covered(missed, errors, dof):
+    """Over the keys of the first axis: the mean, and how often two errors contain the truth, which
+    is a matter of Student's distribution.
+    """
+    count = len(missed)
+    z = np.mean(missed, axis=0) / (np.std(missed, axis=0, ddof=1) / np.sqrt(count))
+    assert np.all(np.abs(z) < 4.5), z
+    expected = 1 - 2 * scipy.stats.t.sf(2, dof)
+    within = np.mean(np.abs(missed) <= 2 * errors, axis=0)
+    deviations = (within - expected) / np.sqrt(expected * (1 - expected) / count)
+    assert np.all(np.abs(deviations) < 4.5), within
+    print("z", z, "within two errors", within, "expected", expected)
+
+
+@pytest.mark.slow
+def test_traces_of_single_examples_are_unbiased_and_calibrated():
+    """As on the page of curvature: `vmap` over the examples."""
+    params, examples = example_problem()
+    truth = [
+        np.trace(dense_hessian(example_loss, params, (x, y)))
+        for x, y in zip(*examples, strict=True)
+    ]
+
+    @jax.jit
+    def traces(key):
+        def one(key, example):
+            operator = curvature.hessian(example_loss, params, example)
+            solution = tr.trace(key, operator, 20)
+            return solution.value, solution.std_err
+
+        return jax.vmap(one)(jr.split(key, 8), examples)
+
+    values, errors = map(np.asarray, jax.lax.map(traces, jr.split(jr.key(2), 1000)))
+    # XTrace with ten probes
+    assert_unbiased_and_covered(values - np.asarray(truth), errors, 9)
+
+
+@pytest.mark.slow
+def test_the_trace_of_the_square_is_unbiased_and_calibrated():
+    """As on the page of curvature: the square of the Frobenius norm, and twice the norm times its
+    error.
+    """
+    params, examples = example_problem()
+
+    def loss(params, batch):
+        return jnp.mean(jax.vmap(lambda example: example_loss(params, example))(batch))
+
+    truth = np.sum(dense_hessian(loss, params, examples) ** 2)
+
+    @jax.jit
+    def square(key):
+        norm = tr.frobenius_norm(key, curvature.hessian(loss, params, examples), 40)
+        return norm.value**2, 2 * norm.value * norm.std_err
+
+    values, errors = map(np.asarray, jax.lax.map(square, jr.split(jr.key(3), 1000)))
+    # XNysTrace of the square with twenty probes
+    assert_unbiased_and_covered(values - truth, errors, 19)

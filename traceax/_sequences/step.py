@@ -20,13 +20,28 @@ exactly
 So N, M and C are computed from these parts. A multiple of I, which adds no variance, then adds
 nothing to them.
 
-*Two halves.* If `a` is computed from the same probes that it multiplies, now or at an earlier step,
-it correlates with their error. That is a bias (0.6 standard deviations after 16 steps, measured
-with k = 8 on rotating positive definite matrices). So each half of the probes has a t of its own,
-and the a of one half comes from the norms that the other half sees, now and in the past. Both t are
-then unbiased. The variance of their mean is that of one recursion with all the probes, up to the
-square of the correlation above: the true error is up to 10 % larger than reported with k = 8, and
-5 % with k = 20.
+*What `a` may look at.* It multiplies the error of the past, e = t_{j-1} - tr(A_{j-1}), and that of
+the products with A_{j-1} at this step: what correlates with either is a bias, E[a e].
+
+- The same probes, now or at an earlier step (0.6 standard deviations after 16 steps, measured with
+  k = 8 on rotating positive definite matrices). So each half of the probes has a t of its own, and
+  the a of one half comes from the norms that the other half sees. Both t are then unbiased. The
+  variance of their mean is that of one recursion with all the probes, up to the square of the
+  correlation above: the true error is up to 10 % larger than reported with k = 8, and 5 % with 20.
+- The batch of this step, which is a part of A_j and of the products with A_{j-1}. So the a of a
+  step comes from the norms of the steps before it.
+- The batches of the past, which are a part of e. A batch of large curvature has large norms, of
+  both operators. So a comes from ratios of norms of the same step. Per half, the state holds
+
+      delta = ||A_j - A_{j-1}||_F^2 / (M + N) = 1 - 2 C / (M + N),   w = M / (M + v_j / beta),
+
+  delta smoothed over the steps; then, with N = M of the last step, C = (1 - delta) N, and v brought
+  to the scale of N at this step,
+
+      a = (1 - delta) w / (w + l (1 - w)),
+      a^2 v_{j-1} / beta = N a (1 - delta) (1 - w) / (w + l (1 - w)).
+
+  (w, and not its inverse, which has no value at an operator that has become zero.)
 
 *One program.* A step may be one of several plans. Their numbers of columns are traced, and all
 arrays have room for the most columns that any plan has. The columns that a plan does not have are
@@ -78,10 +93,12 @@ class TrackState(eqx.Module):
         are those of an earlier step.
     - `previous`: the arrays that are kept of the previous operator (random keys as raw data).
     - `values`: the estimate from each half of the probes.
-    - `design`: the standard error of the mean of the two, for each half as computed from the
-        probes of the other half.
+    - `trust`: what the next step weighs the value by: the squared norm of the operator in its sum
+        with the variance of the value, for each half as computed from the probes of the other half.
     - `std_errs`: the standard error of each half, as computed from its own probes.
-    - `levels`: smoothed sizes: of the operator off the subspace, of the operator, and of its drift.
+    - `levels`: smoothed sizes, of the operator off the subspace and of the operator, as the other
+        half sees them.
+    - `drift`: the smoothed square of the relative change in a step, as the other half sees it.
     - `k`: the largest budget of a step (static).
     - `numbers`: the Python numbers that are kept of the operator (static).
     """
@@ -91,9 +108,10 @@ class TrackState(eqx.Module):
     sketch: Inexact[Array, "n l"]
     previous: tuple[Array, ...]
     values: Inexact[Array, " 2"]
-    design: Real[Array, " 2"]
+    trust: Real[Array, " 2"]
     std_errs: Real[Array, " 2"]
-    levels: Real[Array, " 3"]
+    levels: Real[Array, "2 2"]
+    drift: Real[Array, " 2"]
     k: int = eqx.field(static=True)
     numbers: tuple[Any, ...] = eqx.field(static=True)
 
@@ -137,10 +155,11 @@ class StepOutcome(NamedTuple):
 
     value: Array
     values: Array
-    design: Array
+    trust: Array
     std_err: Array
     std_errs: Array
     levels: Array
+    drift: Array
     sketch: Array
     status: Array
 
@@ -263,7 +282,7 @@ def follow(
     products, old = lax.switch(index, branches) if len(branches) > 1 else branches[0]()
     known = lax.stop_gradient(products)
     # Numbers are divided by this unit before they are squared, so that no square overflows.
-    sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in (known, old, state.std_errs, state.design)]
+    sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in (known, old, state.std_errs)]
     unit = scale_of(jnp.stack(sizes))
 
     def residual():
@@ -293,50 +312,62 @@ def follow(
     halves = _Halves.of(plan.probes, most, real)
     pairs = _Halves.of(plan.shared, shared, real)
 
-    spreads, means = beta * halves.means(spread), pairs.means(norms)
-    a, *shifted = _shift(state, means, unit, pairs, beta)
+    spreads, means = halves.means(spread), pairs.means(norms)  # in units of beta
+    theirs, (m, nn, d) = spreads[::-1], means[:, ::-1]  # each half takes the norms of the other
+    # Without a subspace the first samples are those of the operator itself.
+    size = jnp.where(plan.shared > 0, (m + nn) / 2, theirs)
+    sizes = unit * jnp.sqrt(jnp.stack([theirs, size]))
+    seen = jnp.asarray([plan.basis > 0, (plan.shared > 0) | (plan.basis == 0)])[:, None]
+    levels = jnp.where(seen, _smooth(state.levels, sizes), state.levels)
+    drift = jnp.where(plan.shared > 0, _smooth(state.drift, divide(d, m + nn)), state.drift)
+
+    a, trust, *shifted = _shift(state, means, unit, pairs, beta)
+    afresh = _trust(jnp.square(levels[1] / unit), theirs / plan.probes)
+    trust = jnp.where(plan.shifts, trust, afresh).astype(real)
     recycled = (
-        jnp.sqrt(spreads[::-1] / plan.probes),
-        jnp.sqrt(spreads / halves.counts),
-        jnp.sqrt(halves.total(spreads) / plan.probes),
+        jnp.sqrt(beta * spreads / halves.counts),
+        jnp.sqrt(beta * halves.total(spreads) / plan.probes),
     )
     errors = [unit * jnp.where(plan.shifts, *each) for each in zip(shifted, recycled, strict=True)]
-    design, std_errs, std_err = (x.astype(real) for x in errors)
+    std_errs, std_err = (x.astype(real) for x in errors)
 
     values = on_basis + halves.means(samples)
     changed = pairs.means(new_forms) + a * (state.values - pairs.means(old_forms))
     value = jnp.where(plan.shifts, pairs.total(changed), halves.total(values))
     values = jnp.where(plan.shifts, changed, values)
 
-    m, nn, d = pairs.total(means)
-    sizes = unit * jnp.sqrt(jnp.stack([halves.total(spreads) / beta, (m + nn) / 2, d]))
-    seen = jnp.asarray([plan.basis > 0, plan.shared > 0, plan.shared > 0])
-    levels = jnp.where(seen, _smooth(state.levels, sizes), state.levels)
     # A step with a smaller budget takes, and renews, the first columns: those of the subspace
     # iteration that converge to the largest eigenvalues.
     renewed = state.sketch.at[:, :columns].set(known[:, :columns])
     sketch = jnp.where(plan.basis > 0, renewed, state.sketch)
-    return StepOutcome(
-        value, values, design, std_err, std_errs, levels, sketch, status_of(known, old, value)
-    )
+    status = status_of(known, old, value)
+    return StepOutcome(value, values, trust, std_err, std_errs, levels, drift, sketch, status)
+
+
+def _trust(square_norm: Array, variance: Array) -> Array:
+    """The weight w; 1 of a value without an error."""
+    total = square_norm + variance
+    return jnp.where(variance > 0, divide(square_norm, total), jnp.ones_like(total))
 
 
 def _shift(
     state: TrackState, means: Array, unit: Array, pairs: _Halves, beta: int
 ) -> tuple[Array, Array, Array, Array]:
-    """The factors a of the two halves, and the errors after the step, in this unit: by design, of
-    each half, and of the mean.
+    """The factors a of the two halves; and after the step, w for each half, and the errors of each
+    half and of the mean, in this unit.
     """
     b = jnp.sum(pairs.counts)
     m, nn, d = means[:, ::-1]  # each half takes the norms of the other
-    design, variances = jnp.square(state.design / unit), jnp.square(state.std_errs / unit)
-    # 2 C = M + N - ||A_j - A_{j-1}||^2, and M + a^2 N - 2 a C in a form without cancellation.
-    a = jnp.clip(divide((m + nn - d) / 2, b / beta * design + nn), 0, 1)
+    w = state.trust
+    similarity, share = jnp.maximum(1 - state.drift, 0), w + b * (1 - w)
+    a = similarity * w / share
 
     def added(m, nn, d):
-        return jnp.maximum((1 - a) * (m - a * nn) + a * d, 0) * beta
+        # M + a^2 N - 2 a C, with 2 C = M + N - ||A_j - A_{j-1}||^2, in a form without cancellation.
+        return jnp.maximum((1 - a) * (m - a * nn) + a * d, 0)
 
-    design = a**2 * design + added(m, nn, d) / b
+    trust = _trust(m, nn * a * similarity * (1 - w) / share + added(m, nn, d) / b)
     # A half's own norms are independent of its a, so that their mean is exactly the variance.
-    std_errs = jnp.sqrt(a**2 * variances + added(*means) / pairs.counts)
-    return a, jnp.sqrt(design), std_errs, safe_norm(pairs.counts / b * std_errs)
+    variances = jnp.square(state.std_errs / unit)
+    std_errs = jnp.sqrt(a**2 * variances + beta * added(*means) / pairs.counts)
+    return a, trust, std_errs, safe_norm(pairs.counts / b * std_errs)
