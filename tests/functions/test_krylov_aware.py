@@ -341,3 +341,22 @@ def test_budgets_are_kept(k):
         assert b >= 2
         assert steps > 2 * max(1, steps // 8)
     assert KrylovAwareEstimator.smallest <= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_shifts_at_the_size_of_rounding_errors(dtype):
+    """Log-determinants of rank 30, with shifts down to 1e-8 times the largest eigenvalue."""
+    n, count, shifts = 300, 40, np.array([1e-4, 1e-3, 1e-2, 0.1, 1])
+    for top in (1e2, 1e4):
+        eigenvalues = top * np.append(np.arange(1.0, 31) ** -2, np.zeros(n - 30))
+        matrix = with_spectrum(np.random.default_rng(0), eigenvalues).astype(dtype)
+        operator = lx.MatrixLinearOperator(jnp.asarray((matrix + matrix.T) / 2), PSD)
+
+        def solve(key, operator=operator):
+            return tr.logdet(key, operator, 60, shifts=jnp.asarray(shifts, dtype))
+
+        found = jax.jit(jax.vmap(solve))(keys(count))
+        off = np.abs(found.value - np.sum(np.log(eigenvalues[:, None] + shifts), axis=0))
+        covers = np.mean(off <= 2 * found.std_err + found.quadrature_error, axis=0)
+        assert np.all(covers > 0.95 - 3 * np.sqrt(0.05 * 0.95 / count)), covers

@@ -34,6 +34,8 @@ the X of two depths. This bound is stated; the choice of j expects half of alpha
 *The quadrature error* compares f(T) after s, s - m and s - 2m steps, with m = s / 8, for the same
 W, which lies in the first s - 2m steps, as in `funm`.
 
+*Rounding.* A bound on what rounding errors of products do to f is part of the standard error.
+
 *The choice of j* is the smallest sum of the squares of both errors. j = 0 is quadrature with a
 block of probes; s - 2m takes out as much as can be. The errors depend on the
 same vectors as the value, to higher order only: the tests look for a bias in 400 keys.
@@ -140,6 +142,7 @@ class _Nodes(NamedTuple):
     nodes: Real[Array, " m"]
     vectors: Inexact[Array, "m m"]
     values: Real[Array, "m f"]  # 0 where a node does not count
+    counts: Bool[Array, " m"]
 
 
 def _nodes_of(krylov: BlockLanczos, kept: Bool[Array, " m"], fn: Function, tagged: Any) -> _Nodes:
@@ -147,7 +150,7 @@ def _nodes_of(krylov: BlockLanczos, kept: Bool[Array, " m"], fn: Function, tagge
     nodes = tagged(nodes)
     values = on_nodes(fn, nodes).reshape(nodes.size, -1)
     counts = jnp.sum(square_of(vectors), axis=0) > 0
-    return _Nodes(nodes, vectors, jnp.where(counts[:, None], values, 0))
+    return _Nodes(nodes, vectors, jnp.where(counts[:, None], values, 0), counts)
 
 
 def _division(
@@ -222,9 +225,14 @@ def _leave_out(space: _Space, sizes: Sizes, eps: float) -> _LeftOut:
     last = space.steps - 2 * _apart(space.steps)
     depths = jnp.arange(DEPTHS + 1) * last // DEPTHS
 
+    # Rounding errors of T lie within V. A vector that is made of them knows the group: it would
+    # tilt the space towards g_i. So a new vector must be much longer than they are.
+    precise = math.sqrt(eps) / 16
+
     def basis(lane):
         others = jnp.where(index % lanes != lane, space.coordinates, 0)
-        return block_lanczos(lambda x: matmul(t, x), others, last, eps, space.vectors, most).rows
+        krylov = block_lanczos(lambda x: matmul(t, x), others, last, precise, space.vectors, most)
+        return krylov.rows
 
     rows = jax.vmap(basis)(jnp.arange(lanes))
     within = space.depth[:most] < depths[:, None]
@@ -299,6 +307,17 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, "A spectral sum with `shifts`")
 
+    def _rounding(self, found: _Nodes, tagged: Any, eps: float) -> Real[Array, "m f"]:
+        """How far f changes if a node moves by the rounding errors of the products, which are those
+        of the largest eigenvalue: far, for log(x + s) with a small s.
+        """
+        off = eps * jnp.max(jnp.abs(found.nodes))
+        moved = [on_nodes(self.fn, tagged(found.nodes + x)) for x in (off, -off)]
+        changes = [jnp.abs(x.reshape(found.values.shape) - found.values) for x in moved]
+        # Where f ends, there is a change on the other side alone.
+        changes = [jnp.where(jnp.isfinite(x), x, 0) for x in changes]
+        return jnp.where(found.counts[:, None], jnp.maximum(*changes), 0)
+
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
@@ -355,10 +374,11 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         j = jnp.argmin(jnp.where(jnp.isnan(cost), jnp.inf, cost))
         captured, probes = measures.captured[j], measures.probes[j]
         weights = captured + einsum("p,pm->m", room[j] / count, probes)
-        counts = (jnp.sum(square_of(found.vectors), axis=0) > 0).astype(real)
+        counts = found.counts.astype(real)
         status = status_with_domain(space.status, counts[None], found.values[None])
         size = matmul(weights, jnp.abs(found.values))
-        std_err = jnp.hypot(std_errs[j], rounding_of(size, eps))
+        rounding = rounding_of(size, eps) + matmul(weights, self._rounding(found, tagged, eps))
+        std_err = jnp.hypot(std_errs[j], rounding)
 
         def fixed():
             w = einsum("lra,lrb,l->ab", *_kept(out, j))
