@@ -357,6 +357,9 @@ def test_shifts_at_the_size_of_rounding_errors(dtype):
             return tr.logdet(key, operator, 60, shifts=jnp.asarray(shifts, dtype))
 
         found = jax.jit(jax.vmap(solve))(keys(count))
-        off = np.abs(found.value - np.sum(np.log(eigenvalues[:, None] + shifts), axis=0))
-        covers = np.mean(off <= 2 * found.std_err + found.quadrature_error, axis=0)
+        value, std_err, quadrature_error = (
+            np.asarray(x, np.float64) for x in (found.value, found.std_err, found.quadrature_error)
+        )
+        off = np.abs(value - np.sum(np.log(eigenvalues[:, None] + shifts), axis=0))
+        covers = np.mean(off <= 2 * std_err + quadrature_error, axis=0)
         assert np.all(covers > 0.95 - 3 * np.sqrt(0.05 * 0.95 / count)), covers
