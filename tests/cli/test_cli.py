@@ -64,6 +64,7 @@ def test_the_trace_of_the_sample_matrix_as_a_program():
     assert result.stderr == ""
 
 
+@pytest.mark.variant
 def test_a_tolerance(capsys, tmp_path):
     """It takes what it needs; what cannot be reached is said; progress is for terminals only."""
     path, matrix = tmp_path / "matrix.npy", np.diag(np.linspace(1.0, 2.0, 300))
@@ -90,6 +91,7 @@ def test_a_tolerance_of_a_diagonal(capsys, tmp_path):
     assert report["matvecs"] < 120
 
 
+@pytest.mark.variant
 def test_progress_on_a_terminal(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     path, _ = save_precision(tmp_path)

@@ -77,6 +77,7 @@ def test_log_determinant_of_the_sample_matrix(capsys, preconditioner):
     assert report["preconditioner"] == preconditioner
 
 
+@pytest.mark.variant
 def test_trace_of_the_inverse_of_the_sample_matrix(capsys):
     """Exact from n/6 products on, as the entries are known; with steps, a quadrature alone."""
     arguments = "trace", BUS, "--function", "inv", "--exact"
@@ -394,6 +395,7 @@ def test_pictures(capsys, tmp_path):
         assert out.read_bytes().startswith(start)
 
 
+@pytest.mark.variant
 def test_matplotlib_is_imported_for_plots_only(tmp_path):
     code = (
         "import sys\nfrom traceax._cli import main\n"

@@ -132,6 +132,7 @@ def test_jit_equals_eager(name):
     assert jitted.value.dtype == jnp.float64
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("name", [variant("trace"), "diagonal"])
 def test_disabled_jit_equals_jit(name):
     with jax.disable_jit():
@@ -612,6 +613,7 @@ def test_other_key_implementations(impl, name):
         close(solve(name, PARAMS, raw).value, solution.value)
 
 
+@pytest.mark.variant
 def test_batched_products_do_not_depend_on_jit():
     """Hutchinson in batches (5 + 2 probes): the same numbers eagerly, jitted, and unbatched."""
     f = value_of("hutchinson-batched")

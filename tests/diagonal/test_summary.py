@@ -249,6 +249,7 @@ def test_derivatives_are_those_of_frozen_weights(name):
     np.testing.assert_allclose(curvature, np.mean(second), rtol=1e-11)
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("tags", [SYM, variant(())])
 def test_every_nesting_of_transformations(tags):
     base = jnp.asarray(general(np.float64, 12))

@@ -91,6 +91,7 @@ def test_batches_change_no_diagonal(name):
     _assert_same(_both(first))
 
 
+@pytest.mark.variant
 def test_batches_change_no_estimate_to_a_tolerance():
     def trace(weights, size):
         estimator = tr.XTraceEstimator(batch_size=size)

@@ -88,6 +88,7 @@ def of_amplitude(amplitude):
     return solution, slope
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("compiled", [variant(False), True])
 def test_an_amplitude_in_front_of_a_kernel(compiled):
     """A number known now keeps the tag; a traced one is checked by the products."""

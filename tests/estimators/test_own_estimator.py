@@ -232,6 +232,7 @@ def test_no_block_of_a_tolerance_has_a_single_sample():
     assert abs(solution.value - 304.0) < 5 * solution.std_err < 50
 
 
+@pytest.mark.variant
 def test_a_tolerance_goes_on_from_a_state_and_ends_exactly():
     options = {"estimator": Plain(), "rtol": 1e-9, "keep_state": True}
     first = tr.trace(jax.random.key(0), OPERATOR, max_k=64, **options)

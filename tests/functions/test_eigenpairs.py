@@ -264,6 +264,7 @@ def test_products_are_counted_honestly():
         assert len(counted) == int(pairs.num_matvecs) == k
 
 
+@pytest.mark.variant
 def test_pytrees_one_program_and_warm_starts():
     """Following a drifting operator with four products a look."""
     rng = np.random.default_rng(0)
@@ -304,6 +305,7 @@ def test_pytrees_one_program_and_warm_starts():
 # --- derivatives and batching --------------------------------------------------------------------
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
 def test_derivatives_and_batches(dtype):
     rng = np.random.default_rng(0)

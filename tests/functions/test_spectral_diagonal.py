@@ -342,6 +342,7 @@ def test_no_bias_and_bars_that_cover(name, dtype):
 # --- a use: subgraph centralities -----------------------------------------------------------------
 
 
+@pytest.mark.variant
 def test_the_order_of_a_network_by_its_subgraph_centralities():
     """What the documentation does with a network: hubs come first."""
     rng = np.random.default_rng(0)

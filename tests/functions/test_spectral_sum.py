@@ -531,6 +531,7 @@ def two_directions(dtype=np.float64):
     return [with_spectrum(rng, np.linspace(-0.1, 0.1, N), dtype) for _ in range(2)]
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize(
     ("dtype", "k"),
     [

@@ -48,6 +48,7 @@ def estimate(theta, x=X, key=0):
     return tr.logdet(jr.key(key), covariance(theta, x), K)
 
 
+@pytest.mark.variant
 def test_all_products_are_left_for_probes():
     solution = jax.jit(estimate)(THETA)
     assert abs(solution.value - exact(THETA)) < 5 * solution.std_err

@@ -43,6 +43,7 @@ def truth_of(matrix, s=S):
     return cholesky_density(Y, matrix + s * jnp.eye(N))
 
 
+@pytest.mark.variant
 def test_smooth_kernels_take_columns_and_few_products(smooth):
     """Each of 20 keys; more than one would miss with a probability of 26 % if 95 % hit, more than
     three of 20 with 1.6 %.

@@ -127,8 +127,8 @@ SEVERAL = {
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        ("budget", np.float64),
-        pytest.param("held", np.float64, marks=pytest.mark.variant),
+        variant("budget", np.float64),
+        variant("held", np.float64),
         ("exact", np.float64),
         variant("budget", np.complex128),
         variant("held", np.complex128),
@@ -209,6 +209,7 @@ def test_several_vectors_to_a_tolerance(relative):
     assert abs(solution.value - 30 * truth) <= 3 * solution.std_err + solution.quadrature_error
 
 
+@pytest.mark.variant
 def test_pytrees_vmap_and_scan():
     """Observations of the operator's structure in a scan: the same numbers as of many vectors."""
     matrix, y = decaying(), observations(N)

@@ -80,6 +80,7 @@ def test_recurrences_and_their_quadrature(matrix, known):
     assert padded._cache_size() == 1
 
 
+@pytest.mark.variant
 def test_shorter_recurrences_of_a_traced_number_of_steps(matrix):
     z = jr.normal(jr.key(1), (N, 1), matrix.dtype)
     for q in range(3, 12):
@@ -91,6 +92,7 @@ def test_shorter_recurrences_of_a_traced_number_of_steps(matrix):
         assert not np.any(padded.beta[q:])
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("known", [True, False])
 def test_low_rank(matrix, known):
     """Columns that are 0 change neither the approximation nor the preconditioner."""

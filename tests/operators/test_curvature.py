@@ -862,6 +862,7 @@ def _opaque_bwd(x, g):
 opaque.defvjp(lambda x: (opaque(x), x), _opaque_bwd)
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("dtype", [np.float64, variant(np.float32)])
 def test_gradients_without_a_derivative(dtype):
     """Differences of gradients are good to eps^(2/3), and say so."""

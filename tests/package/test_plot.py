@@ -159,6 +159,7 @@ def test_sharpness():
     np.testing.assert_allclose(line.get_ydata(), 10)
 
 
+@pytest.mark.variant
 def test_convergence():
     """Of real solutions, two estimators on the same axes, at a level."""
     operator = by_products(MATRIX, PSD)

@@ -183,6 +183,7 @@ def test_a_jump_shows_in_the_error_bar(method):
 # --- transformations -----------------------------------------------------------------------------
 
 
+@pytest.mark.variant
 def test_scan_vmap_and_a_loop_agree():
     matrices, tracker = drifting(STEPS), Tracker()
     last, solution = run(tracker, jr.key(3), matrices)
