@@ -21,17 +21,9 @@ import traceax as tr
 from traceax._functions.funm import plan
 
 from . import matfree_peer
-from .spectra import N, basis, eigenvalues, not_symmetric, rms
+from .spectra import N, basis, eigenvalues, functions, not_symmetric, rms
 
-#: The functions of the cases, by their names.
-FUNCTIONS = {
-    "sqrt x": lambda x: jnp.sqrt(jnp.abs(x)),
-    "log(1 + 1e4 x)": lambda x: jnp.log1p(1e4 * jnp.abs(x)),
-    "1 / (x + 1e-3)": lambda x: 1 / (jnp.abs(x) + 1e-3),
-    "exp(20 x)": lambda x: jnp.exp(20 * x),
-    "exp(-10 x)": lambda x: jnp.exp(-10 * x),
-    "log x": jnp.log,
-}
+FUNCTIONS = functions(jnp)
 
 
 def cases():

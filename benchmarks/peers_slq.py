@@ -25,19 +25,12 @@ import numpy as np
 from primate.operators import MatrixFunction
 from primate.trace import hutch, xtrace
 
-from .spectra import N, basis, eigenvalues, rms
+from .spectra import N, basis, eigenvalues, functions, rms
 
 K, SEEDS, STEPS = 120, 40, (10, 40)
 RESULTS = Path(__file__).parent / "results/peers_slq.json"
 
-FUNCTIONS = {
-    "sqrt x": lambda x: np.sqrt(np.abs(x)),
-    "log(1 + 1e4 x)": lambda x: np.log1p(1e4 * np.abs(x)),
-    "1 / (x + 1e-3)": lambda x: 1 / (np.abs(x) + 1e-3),
-    "exp(20 x)": lambda x: np.exp(20 * x),
-    "exp(-10 x)": lambda x: np.exp(-10 * x),
-    "log x": np.log,
-}
+FUNCTIONS = functions(np)
 
 
 def by_imate(name, matrix, steps, seed):

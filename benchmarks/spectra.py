@@ -6,6 +6,18 @@ N = 1000
 INDEX = np.arange(1.0, N + 1)
 
 
+def functions(xp):
+    """The functions of the cases by their names, for arrays of NumPy or of `jax.numpy`."""
+    return {
+        "sqrt x": lambda x: xp.sqrt(xp.abs(x)),
+        "log(1 + 1e4 x)": lambda x: xp.log1p(1e4 * xp.abs(x)),
+        "1 / (x + 1e-3)": lambda x: 1 / (xp.abs(x) + 1e-3),
+        "exp(20 x)": lambda x: xp.exp(20 * x),
+        "exp(-10 x)": lambda x: xp.exp(-10 * x),
+        "log x": xp.log,
+    }
+
+
 def eigenvalues():
     """The eigenvalues of each case, and the name of its function of them."""
     random = np.random.default_rng(0).standard_normal((N, N))

@@ -55,10 +55,10 @@ def krylov_basis(matrix, start, steps):
     return basis
 
 
-def weights_of(matrix, start, depth, k=K):
+def weights_of(matrix, start, depth):
     """W of the estimator, an n x n matrix, from the definition."""
     n, b = start.shape
-    groups = sizes_of(k).groups
+    groups = sizes_of(K).groups
     total = np.zeros((n, n), start.dtype)
     for i in range(b):
         others = np.delete(start, [m for m in range(b) if m % groups == i % groups], axis=1)

@@ -72,12 +72,7 @@ from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .frechet import Bend
-from .nodes import (
-    Function,
-    divided_differences,
-    on_nodes,
-    within_tag,
-)
+from .nodes import Function, divided_differences, on_nodes, within_tag
 from .quadrature_error import with_quadrature_error
 
 
