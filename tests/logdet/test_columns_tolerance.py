@@ -59,6 +59,7 @@ def test_smooth_kernels_take_columns_and_few_products(smooth):
     assert np.std([float(solution.value) for solution in found]) > 0
 
 
+@pytest.mark.variant
 def test_rough_kernels_are_exact_after_one_look(rough):
     """The first look says that the tolerance is out of reach: 64 columns and 4 probes."""
     solution = density(jr.key(0), rough)

@@ -138,6 +138,7 @@ def test_negative_eigenvalues_of_the_size_of_the_others(share, shifted):
         assert refused([solution for pair in found for solution in pair]) == 20
 
 
+@pytest.mark.variant
 def test_the_sketch_alone_shows_large_negative_eigenvalues():
     """The core of the preconditioner, at no product: K + s I, K tagged semidefinite and not."""
     eigenvalues = np.concatenate([np.linspace(1, 3, N - 20), -np.linspace(20, 30, 20)])

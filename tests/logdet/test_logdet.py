@@ -441,6 +441,7 @@ def test_derivatives_of_exact_log_determinants():
     )
 
 
+@pytest.mark.variant
 def test_lanes_of_a_vmap_choose_by_themselves():
     """What a lane of a batch has is what it has in a batch of its own kind, which is as accurate as
     it says; eval_shape gives the shapes.

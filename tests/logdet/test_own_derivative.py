@@ -306,6 +306,7 @@ def test_single_precision(dtype):
     np.testing.assert_allclose(slope, exact_slope, rtol=0.1)
 
 
+@pytest.mark.variant
 def test_large_budgets_are_exact():
     parts, theta, held = family(np.float64)
     y, operator = parts(theta)

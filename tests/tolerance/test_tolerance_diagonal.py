@@ -299,9 +299,8 @@ def test_arguments(options, error, message):
         tr.block_traces(keys(1)[0], operator, **options)
 
 
-@pytest.mark.parametrize(
-    "estimator", [tr.HutchinsonDiagonalEstimator(), variant(tr.XDiagEstimator())]
-)
+@pytest.mark.variant
+@pytest.mark.parametrize("estimator", [tr.HutchinsonDiagonalEstimator(), tr.XDiagEstimator()])
 def test_going_on_in_every_lane_from_where_it_ended(estimator):
     """A lane that ended early has learnt nothing from the stages of the others."""
     matrix = jnp.asarray(POLY)

@@ -205,6 +205,7 @@ def test_low_rank_and_zero_and_nan_end_at_once(dtype):
     assert np.isnan(broken.value[0])
 
 
+@pytest.mark.variant
 def test_not_converged():
     """The best estimate for the budget, with its error bar."""
     solution = solve(keys(100), MATRICES["flat"], rtol=1e-6)
