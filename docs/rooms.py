@@ -26,7 +26,7 @@ OF_A_TRACE = (
     "_probes",
 )
 
-WIDTH, HEIGHT, GAP, LEFT = 760, 52, 12, 40
+WIDTH, HEIGHT, GAP, LEFT = 760, 62, 10, 40
 # Boxes are opaque, and everything else is grey: right on a light page and on a dark one.
 BEGIN = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" \
