@@ -158,7 +158,7 @@ MUTATIONS = [
         "return LogdetWeights(self.vectors - change / 2, self.core, self.factors)",
         "return LogdetWeights(self.vectors - change, self.core, self.factors)",
         "the second derivative of a log-determinant",
-        "tests/logdet/test_logdet.py",
+        "tests/logdet/test_gaussian.py",
     ),
     Mutation(
         "traceax/_tolerance/run.py",

@@ -227,11 +227,13 @@ def _leave_out(space: _Space, sizes: Sizes, eps: float) -> _LeftOut:
 
     # Rounding errors of T lie within V. A vector that is made of them knows the group: it would
     # tilt the space towards g_i. So a new vector must be much longer than they are.
-    precise = math.sqrt(eps) / 16
+    negligible = math.sqrt(eps)
 
     def basis(lane):
         others = jnp.where(index % lanes != lane, space.coordinates, 0)
-        krylov = block_lanczos(lambda x: matmul(t, x), others, last, precise, space.vectors, most)
+        krylov = block_lanczos(
+            lambda x: matmul(t, x), others, last, eps, space.vectors, most, negligible
+        )
         return krylov.rows
 
     rows = jax.vmap(basis)(jnp.arange(lanes))

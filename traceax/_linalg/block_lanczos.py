@@ -54,6 +54,7 @@ def block_lanczos(
     eps: float,
     count: Int[Array, ""] | None = None,
     rows: int | None = None,
+    negligible: float | None = None,
 ) -> BlockLanczos:
     """Advance the recurrence by `num_steps` products with a block of b vectors.
 
@@ -69,6 +70,8 @@ def block_lanczos(
         be 0.
     - `rows`: the largest number of vectors of the space, which must be given if the number of steps
         or of vectors is traced.
+    - `negligible`: the length, relative to the longest image, up to which a new vector is taken to
+        be 0. By default `16 eps`, as such a vector is made of rounding errors.
 
     **Returns:**
 
@@ -79,6 +82,8 @@ def block_lanczos(
     if m is None:
         assert isinstance(num_steps, int)
         m = b * num_steps
+    if negligible is None:
+        negligible = 16 * eps
     stride = b if count is None else count
     room = m if count is None else m + b  # a block is written with its vectors that are 0
 
@@ -99,13 +104,13 @@ def block_lanczos(
         rest, more = outside(basis, rest)
         columns = lax.dynamic_update_slice(columns, along + more, (zero, place))
         # A row that is small beside the images has lost its orthogonality to what was there before.
-        block, _ = outside(basis, _orthonormal(rest, 16 * eps * size))
+        block, _ = outside(basis, _orthonormal(rest, negligible * size))
         return basis, _orthonormal(block, 0.5), columns, size, scale
 
     square = jnp.zeros((room, room), start.dtype)
     norms = jnp.linalg.norm(start.T, axis=1)[:, None]
     norms = jnp.where(norms > 0, norms, 1).astype(start.dtype)
-    first = _orthonormal(start.T / norms, 16 * eps)
+    first = _orthonormal(start.T / norms, negligible)
     basis = jnp.zeros((room, n), start.dtype)
     carry = (basis, first, square, jnp.zeros((), real), jnp.ones((), real))
     # Unsigned: an index that may be negative is one more thing to compile.
