@@ -1,0 +1,151 @@
+"""Log densities of Gaussian processes: seconds and nats, beside Cholesky, matfree and GPyTorch.
+
+    python -m benchmarks.gaussian_processes --sizes 1000 2000 5000     # adds these cells
+    torch-env/bin/python benchmarks/gaussian_processes_torch.py --sizes 1000 2000 5000
+    python -m benchmarks.gaussian_processes                            # the tables and the picture
+
+Five kernels on points that are uniform on the unit square (or cube), noise variance 0.01, float32;
+the derivative is that with respect to length scale, amplitude and noise. Seconds are medians over
+keys, in turns, after compilation and a first call (up to n = 10,000); one call above. Nats are root
+mean square errors over these keys of the log density, against Cholesky in float64, or of half the
+log-determinant for matfree. Cells add up in `benchmarks/results/gaussian_processes.json`; the
+picture is `docs/images/gaussian_processes.png`.
+"""
+
+import resource
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+
+import traceax as tr
+
+from . import matfree_peer
+from .gaussian_process_cases import (
+    AMPLITUDE, ATOL, CASES, NOISE, arguments, kernels, load, problem, rms, rounds, save,
+    true_values,
+)  # fmt: skip
+
+K, STEPS, PRODUCTS = 100, 60, 600
+PICTURE = Path(__file__).parent.parent / "docs/images/gaussian_processes.png"
+
+
+def kernel_operator(name, theta, x):
+    kernel = kernels(jnp)[name]
+    return tr.KernelLinearOperator(lambda a, b: kernel(jnp.sum((a - b) ** 2) / theta[0] ** 2), x)
+
+
+def estimated(name, **accuracy):
+    def value(theta, key, x, y):
+        operator = kernel_operator(name, theta, x)
+        noise = theta[2] * lx.IdentityLinearOperator(operator.in_structure())
+        solution = tr.gaussian_log_density(key, y, theta[1] * operator + noise, **accuracy)
+        numbers = solution.std_err, solution.quadrature_error, solution.num_matvecs
+        return solution.value, (*numbers, solution.result == tr.RESULTS.successful)
+
+    return value
+
+
+def cholesky(name):
+    def value(theta, key, x, y):
+        matrix = theta[1] * kernel_operator(name, theta, x).as_matrix()
+        factor = jnp.linalg.cholesky(matrix + theta[2] * jnp.eye(len(y), dtype=y.dtype))
+        z = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+        half_log_det = jnp.sum(jnp.log(jnp.diagonal(factor)))
+        return -(z @ z + len(y) * jnp.log(2 * jnp.pi)) / 2 - half_log_det, ()
+
+    return value
+
+
+def quadrature(name):
+    def value(theta, key, x, y):
+        def product(v, theta, x):
+            return theta[1] * kernel_operator(name, theta, x).mv(v) + theta[2] * v
+
+        return matfree_peer.logdet(y, PRODUCTS, STEPS)(product, key, theta, x) / 2, ()
+
+    return value
+
+
+def with_gradient(make):
+    return lambda name: jax.value_and_grad(make(name), has_aux=True)
+
+
+def to_budget(name):
+    return estimated(name, k=K)
+
+
+def to_tolerance(name):
+    return estimated(name, atol=ATOL)
+
+
+METHODS = {
+    "cholesky": cholesky,
+    "traceax, k = 100": to_budget,
+    "traceax, atol = 0.5": to_tolerance,
+    "matfree": quadrature,
+    "cholesky, gradient": with_gradient(cholesky),
+    "traceax, k = 100, gradient": with_gradient(to_budget),
+    "traceax, atol = 0.5, gradient": with_gradient(to_tolerance),
+}
+
+
+def measure(name, n, methods):
+    """One cell of the table: these methods, in turns."""
+    truth = true_values(name, n)
+    x, y = map(jnp.asarray, problem(name, n))
+    theta = jnp.array([CASES[name][1], AMPLITUDE, NOISE], jnp.float32)
+    keys = jax.random.split(jax.random.key(0), rounds(n))
+    programs, compiled = {}, {}
+    for method in methods:
+        start = time.perf_counter()
+        programs[method] = jax.jit(METHODS[method](name)).lower(theta, keys[0], x, y).compile()
+        compiled[method] = time.perf_counter() - start
+        if n <= 5000:
+            jax.block_until_ready(programs[method](theta, keys[0], x, y))
+    times = {method: [] for method in methods}
+    found = {method: [] for method in methods}
+    peaks = {}
+    for key in keys:
+        for method, program in programs.items():
+            time.sleep(0.05)  # threads of OpenBLAS
+            start, cpu = time.perf_counter(), time.process_time()
+            found[method].append(jax.block_until_ready(program(theta, key, x, y)))
+            times[method].append((time.perf_counter() - start, time.process_time() - cpu))
+            peaks[method] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    cell = {}
+    for method in methods:
+        gradient = method.endswith("gradient")
+        results = jax.device_get([each[0] if gradient else each for each in found[method]])
+        row = cell[method] = {
+            "seconds": statistics.median(wall for wall, _ in times[method]),
+            "CPU seconds": statistics.median(cpu for _, cpu in times[method]),
+            "compile": compiled[method],
+            "value": [float(value) for value, _ in results],
+            # Of the process so far.
+            "peak GiB": peaks[method],
+        }
+        if truth is not None:
+            target = truth[1] / 2 if method == "matfree" else truth[0]
+            row["nats"] = rms(row["value"], target)
+        if results[0][1]:
+            stated = np.array([aux for _, aux in results], float)
+            names = "std_err", "quadrature error", "products", "converged"
+            row |= dict(zip(names, stated.mean(axis=0).tolist(), strict=True))
+        print(name, n, method, row, flush=True)
+    save(name, n, cell)
+
+
+def main():
+    options = arguments(__doc__, METHODS)
+    for n in options.sizes:
+        for name in options.kernels:
+            measure(name, n, options.methods)
+
+
+if __name__ == "__main__":
+    main()
