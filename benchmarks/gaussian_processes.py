@@ -24,18 +24,22 @@ import numpy as np
 
 import traceax as tr
 
-from . import matfree_peer
-from .gaussian_process_cases import (
-    AMPLITUDE, ATOL, CASES, NOISE, arguments, kernels, load, problem, rms, rounds, save,
-    true_values,
-)  # fmt: skip
+from . import gaussian_process_cases as cases, matfree_peer
 
 K, STEPS, PRODUCTS = 100, 60, 600
 PICTURE = Path(__file__).parent.parent / "docs/images/gaussian_processes.png"
 
 
+#: The lines of the tables and of the picture.
+LINES = (
+    "cholesky", "traceax, k = 100", "traceax, atol = 0.5", "matfree", "gpytorch", "gpytorch, tuned"
+)  # fmt: skip
+#: What is compared: other programs that take the machine's cores do not count.
+TIME = "CPU seconds"
+
+
 def kernel_operator(name, theta, x):
-    kernel = kernels(jnp)[name]
+    kernel = cases.kernels(jnp)[name]
     return tr.KernelLinearOperator(lambda a, b: kernel(jnp.sum((a - b) ** 2) / theta[0] ** 2), x)
 
 
@@ -80,7 +84,7 @@ def to_budget(name):
 
 
 def to_tolerance(name):
-    return estimated(name, atol=ATOL)
+    return estimated(name, atol=cases.ATOL)
 
 
 METHODS = {
@@ -96,10 +100,10 @@ METHODS = {
 
 def measure(name, n, methods):
     """One cell of the table: these methods, in turns."""
-    truth = true_values(name, n)
-    x, y = map(jnp.asarray, problem(name, n))
-    theta = jnp.array([CASES[name][1], AMPLITUDE, NOISE], jnp.float32)
-    keys = jax.random.split(jax.random.key(0), rounds(n))
+    truth = cases.true_values(name, n)
+    x, y = map(jnp.asarray, cases.problem(name, n))
+    theta = jnp.array([cases.CASES[name][1], cases.AMPLITUDE, cases.NOISE], jnp.float32)
+    keys = jax.random.split(jax.random.key(0), cases.rounds(n))
     programs, compiled = {}, {}
     for method in methods:
         start = time.perf_counter()
@@ -131,20 +135,93 @@ def measure(name, n, methods):
         }
         if truth is not None:
             target = truth[1] / 2 if method == "matfree" else truth[0]
-            row["nats"] = rms(row["value"], target)
+            row["nats"] = cases.rms(row["value"], target)
         if results[0][1]:
             stated = np.array([aux for _, aux in results], float)
             names = "std_err", "quadrature error", "products", "converged"
             row |= dict(zip(names, stated.mean(axis=0).tolist(), strict=True))
         print(name, n, method, row, flush=True)
-    save(name, n, cell)
+    cases.save(name, n, cell)
+
+
+def shown(number):
+    return "" if number is None else f"{number:.2g}" if number < 100 else f"{number:.0f}"
+
+
+def table(found, what, methods):
+    """Markdown: a row for each kernel and number of points; an empty cell was not measured."""
+    lines = ["| kernel, n | " + " | ".join(methods) + " |", "| --- " * (len(methods) + 1) + "|"]
+    for name in cases.CASES:
+        for n, cell in sorted(found.get(name, {}).items(), key=lambda item: int(item[0])):
+            rows = [shown(cell.get(method, {}).get(what)) for method in methods]
+            if any(rows):
+                lines.append(f"| {name}, {int(n):,} | " + " | ".join(rows) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def crossing(cells, mine, theirs):
+    """From which n on the first method takes less time than the second: between the last two
+    sizes where that changes both times follow powers of n. None if it is never measured so.
+    """
+    sizes = [n for n in sorted(map(int, cells)) if {mine, theirs} <= set(cells[str(n)])]
+    logs = [np.log(cells[str(n)][mine][TIME] / cells[str(n)][theirs][TIME]) for n in sizes]
+    if not logs or logs[-1] > 0:
+        return None
+    slower = [i for i, each in enumerate(logs) if each > 0]
+    if not slower:
+        return f"below {sizes[0]:,}"
+    i = slower[-1]
+    share = logs[i] / (logs[i] - logs[i + 1])
+    return f"{np.exp(np.log(sizes[i]) + share * np.log(sizes[i + 1] / sizes[i])):,.0f}"
+
+
+def crossings(found):
+    pairs = [("traceax, k = 100", "cholesky"), ("traceax, atol = 0.5", "cholesky")]
+    pairs.append(("traceax, k = 100, gradient", "cholesky, gradient"))
+    lines = ["| kernel | " + " | ".join(mine for mine, _ in pairs) + " |"]
+    lines.append("| --- " * (len(pairs) + 1) + "|")
+    for name in cases.CASES:
+        found_here = [crossing(found.get(name, {}), *pair) or "" for pair in pairs]
+        lines.append(f"| {name} | " + " | ".join(found_here) + " |")
+    return "\n".join(lines)
+
+
+def draw(found, name="Matern-5/2"):
+    """Seconds over n for one kernel: values, and with gradients."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    sizes = sorted(found[name], key=int)
+    for axis, gradient in zip(axes, ("", ", gradient"), strict=True):
+        for i, method in enumerate(LINES):
+            cells = {int(n): found[name][n].get(method + gradient) for n in sizes}
+            points = [(n, cell["seconds"]) for n, cell in cells.items() if cell]
+            if points:
+                axis.loglog(*zip(*points, strict=True), "os^dvP"[i] + "-", ms=4, label=method)
+        axis.set(xlabel="n", title="value" + gradient.replace(",", " and"))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("seconds")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(PICTURE, dpi=100)
 
 
 def main():
-    options = arguments(__doc__, METHODS)
+    options = cases.arguments(__doc__, METHODS)
     for n in options.sizes:
         for name in options.kernels:
             measure(name, n, options.methods)
+    if options.sizes:
+        return
+    found = cases.load()
+    for ending in ("", ", gradient"):
+        lines = [line + ending for line in LINES]
+        for what in ("seconds", "CPU seconds", "nats"):
+            print(f"{what}{ending}\n{table(found, what, lines)}")
+    print(crossings(found))
+    draw(found)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ import contextlib
 import statistics
 import time
 
+import gaussian_process_cases as cases
 import gpytorch
 import torch
-from gaussian_process_cases import (
-    AMPLITUDE, CASES, NOISE, arguments, problem, rms, rounds, save, true_values,
-)  # fmt: skip
 from gpytorch import settings
 
 
@@ -43,6 +41,8 @@ METHODS = {
 
 
 class Process(gpytorch.models.ExactGP):
+    """A Gaussian process with the hyperparameters of a case."""
+
     def __init__(self, name, x, y, likelihood):
         super().__init__(x, y, likelihood)
         self.mean_module = gpytorch.means.ZeroMean()
@@ -50,23 +50,24 @@ class Process(gpytorch.models.ExactGP):
             kernel = gpytorch.kernels.RBFKernel()
         else:
             kernel = gpytorch.kernels.MaternKernel(nu=int(name[-3]) / 2)
-        kernel.lengthscale = CASES[name][1]
+        kernel.lengthscale = cases.CASES[name][1]
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel)
-        self.covar_module.outputscale = AMPLITUDE
+        self.covar_module.outputscale = cases.AMPLITUDE
 
     def forward(self, x):
+        """The prior at these points."""
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
 def measure(name, n, methods):
-    truth = true_values(name, n)
-    x, y = map(torch.tensor, problem(name, n))
+    truth = cases.true_values(name, n)
+    x, y = map(torch.tensor, cases.problem(name, n))
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    likelihood.noise = NOISE
+    likelihood.noise = cases.NOISE
     model = Process(name, x, y, likelihood).train()
     density = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
     times, values = ({method: [] for method in methods} for _ in range(2))
-    for seed in range(-1 if n <= 5000 else 0, rounds(n)):  # a first call is not counted
+    for seed in range(-1 if n <= 5000 else 0, cases.rounds(n)):  # a first call is not counted
         for method in methods:
             context, gradient = METHODS[method]
             torch.manual_seed(abs(seed))
@@ -87,13 +88,13 @@ def measure(name, n, methods):
             "value": values[method],
         }
         if truth is not None:
-            row["nats"] = rms(values[method], truth[0])
+            row["nats"] = cases.rms(values[method], truth[0])
         print(name, n, method, row, flush=True)
-    save(name, n, cell)
+    cases.save(name, n, cell)
 
 
 def main():
-    options = arguments(__doc__, METHODS)
+    options = cases.arguments(__doc__, METHODS)
     for n in options.sizes:
         for name in options.kernels:
             measure(name, n, options.methods)

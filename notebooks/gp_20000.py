@@ -172,7 +172,7 @@ plt.show()
 # ## What was claimed
 
 # %%
-# The error bar is a few nats of thousands at most, and nothing of the size of the matrix is ever in memory.
+# The error bar is a few nats of thousands at most. Nothing in memory has the size of the matrix.
 assert std_err < 5
 assert temporary < 0.8
 # The noise to some of its standard deviations, sqrt(2 / n) relative; the rest to a factor of two.
