@@ -148,12 +148,17 @@ def shown(number):
     return "" if number is None else f"{number:.2g}" if number < 100 else f"{number:.0f}"
 
 
-def table(found, what, methods):
-    """Markdown: a row for each kernel and number of points; an empty cell was not measured."""
+def table(found, methods):
+    """Markdown: CPU seconds and, in brackets, nats. An empty cell was not measured."""
     lines = ["| kernel, n | " + " | ".join(methods) + " |", "| --- " * (len(methods) + 1) + "|"]
+
+    def text(row):
+        nats = f" ({shown(row['nats'])})" if "nats" in row else ""
+        return shown(row[TIME]) + nats if TIME in row else ""
+
     for name in cases.CASES:
         for n, cell in sorted(found.get(name, {}).items(), key=lambda item: int(item[0])):
-            rows = [shown(cell.get(method, {}).get(what)) for method in methods]
+            rows = [text(cell.get(method, {})) for method in methods]
             if any(rows):
                 lines.append(f"| {name}, {int(n):,} | " + " | ".join(rows) + " |")
     return "\n".join(lines) + "\n"
@@ -163,8 +168,11 @@ def crossing(cells, mine, theirs):
     """From which n on the first method takes less time than the second: between the last two
     sizes where that changes both times follow powers of n. None if it is never measured so.
     """
-    sizes = [n for n in sorted(map(int, cells)) if {mine, theirs} <= set(cells[str(n)])]
-    logs = [np.log(cells[str(n)][mine][TIME] / cells[str(n)][theirs][TIME]) for n in sizes]
+    timed = {
+        n: {m: row[TIME] for m, row in cell.items() if TIME in row} for n, cell in cells.items()
+    }
+    sizes = [n for n in sorted(map(int, cells)) if {mine, theirs} <= set(timed[str(n)])]
+    logs = [np.log(timed[str(n)][mine] / timed[str(n)][theirs]) for n in sizes]
     if not logs or logs[-1] > 0:
         return None
     slower = [i for i, each in enumerate(logs) if each > 0]
@@ -198,12 +206,12 @@ def draw(found, name="Matern-5/2"):
     for axis, gradient in zip(axes, ("", ", gradient"), strict=True):
         for i, method in enumerate(LINES):
             cells = {int(n): found[name][n].get(method + gradient) for n in sizes}
-            points = [(n, cell["seconds"]) for n, cell in cells.items() if cell]
+            points = [(n, cell[TIME]) for n, cell in cells.items() if cell and TIME in cell]
             if points:
                 axis.loglog(*zip(*points, strict=True), "os^dvP"[i] + "-", ms=4, label=method)
         axis.set(xlabel="n", title="value" + gradient.replace(",", " and"))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("seconds")
+    axes[0].set_ylabel(TIME)
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(PICTURE, dpi=100)
 
@@ -217,9 +225,7 @@ def main():
         return
     found = cases.load()
     for ending in ("", ", gradient"):
-        lines = [line + ending for line in LINES]
-        for what in ("seconds", "CPU seconds", "nats"):
-            print(f"{what}{ending}\n{table(found, what, lines)}")
+        print(table(found, [line + ending for line in LINES]))
     print(crossings(found))
     draw(found)
 
