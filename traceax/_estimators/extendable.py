@@ -25,7 +25,7 @@ from .._operators.block_operator import BlockOperator
 from .._operators.width import batch_width, calls_functions
 from .._probes.samplers import AbstractSampler
 from .._sketch.columns import Columns, all_columns
-from .._sketch.leave_one_out import matmul
+from .._sketch.leave_one_out import adjoint, matmul
 from .._sketch.weights import AbstractWeights, PanelWeights
 from .calibration import Calibration
 from .rows import Rows
@@ -231,8 +231,7 @@ class Growth:
     ) -> Inexact[Array, "m n"]:
         """The vectors, of which the new ones are made orthogonal to the basis so far."""
         if self.single:
-            basis, block = q.T, vectors.T
-            return (block - matmul(basis, matmul(jnp.conj(q), block))).T
+            return vectors - matmul(matmul(vectors, adjoint(q)), q)
 
         def step(j, vectors):
             rest, _ = self.project(q, self.stop, self._rows(vectors, j))

@@ -255,7 +255,9 @@ class SphereSampler(_ShapedSampler):
         norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(1, vectors.ndim)), keepdims=True))
         # A factor for each vector, rather than a division of the block: XLA then fuses one pass.
         scale = math.sqrt(math.prod(shape)) / norm
-        return vectors * scale.astype(dtype)
+        # Without a barrier XLA would keep the numbers before scaling as well, and scale them anew
+        # for each of their uses.
+        return jax.lax.optimization_barrier(vectors * scale.astype(dtype))
 
 
 SphereSampler.__init__.__doc__ = NormalSampler.__init__.__doc__

@@ -47,12 +47,13 @@ def adjoint(a: Inexact[Array, "a b"]) -> Inexact[Array, "b a"]:
 
 def column_dots(a: Inexact[Array, "n m"], b: Inexact[Array, "n m"]) -> Inexact[Array, " m"]:
     """The inner products a_i^H b_i of corresponding columns."""
-    return jnp.sum(jnp.conj(a) * b, axis=0)
+    # Over the rows of the transpose: long vectors are stored as rows, and XLA would transpose them.
+    return jnp.sum(jnp.conj(a.T) * b.T, axis=1)
 
 
 def square_norms(a: Inexact[Array, "n m"]) -> Real[Array, " m"]:
     """The squared norms of the columns."""
-    return jnp.sum(square_of(a), axis=0)
+    return jnp.sum(square_of(a.T), axis=1)  # see `column_dots`
 
 
 def square_of(a: Inexact[Array, "..."]) -> Real[Array, "..."]:
@@ -278,6 +279,17 @@ class SketchState(NamedTuple):
     def shifted(self) -> Inexact[Array, "n m"]:
         """A Q (or A^H Q) for A / scale + nu I."""
         return (self.products / self.scale + self.nu * self.q).T
+
+    def inner_products(
+        self, factors: RangeFinder
+    ) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
+        """Q^H A Q and (A Q)^H Omega for A / scale + nu I, from the factors of this sketch. The
+        shift is added to the small matrices, so that no further block of n rows is made.
+        """
+        z = (self.products / self.scale).T
+        eye = factors.columns.only(jnp.eye(self.r.shape[0], dtype=self.r.dtype))
+        h = matmul(adjoint(self.q.T), z) + self.nu * eye
+        return h, matmul(adjoint(z), self.omega.T) + self.nu * factors.w
 
     def sketch(self) -> Inexact[Array, "n m"]:
         """A Omega."""

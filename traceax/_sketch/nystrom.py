@@ -418,7 +418,9 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
     tag = jnp.where(wrong, NOT_SEMIDEFINITE, SUCCESSFUL)
     tag = jnp.where(is_asymmetric(core, multiplied.norm, n, eps), NOT_SYMMETRIC, tag)
 
-    beyond = matmul(multiplied.numbers - matmul(p, core), vectors)
+    # Transposed: the long vectors are stored as rows.
+    rest = multiplied.numbers.T - matmul(core.T, p.T)
+    beyond = matmul(vectors.T, rest)
     rho = jnp.abs(column_dots(s, r))
     return Nystrom(
         products=multiplied,
@@ -428,7 +430,7 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
         core=core,
         eigenvalues=eigenvalues + nu,
         vectors=vectors,
-        beyond=matmul(adjoint(beyond), beyond),
+        beyond=matmul(jnp.conj(beyond), beyond.T),
         directions=matmul(adjoint(vectors), s),
         probes=pairs_of_gram(matmul(adjoint(s), s), columns),
         rho=rho,

@@ -85,8 +85,8 @@ class XTraceExtendable(AbstractExtendable):
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        n, factors, z = float(block.n), state.factors(columns, self.resphere), state.shifted()
-        h, t = matmul(adjoint(factors.q), z), matmul(adjoint(z), state.omega.T)
+        n, factors = float(block.n), state.factors(columns, self.resphere)
+        h, t = state.inner_products(factors)
         samples, differences = _xtrace_samples(factors, h, t, n, self.resphere)
         rounding = rounding_of(frobenius_norm_of(state.r, columns), block.eps)
         std_err = leave_one_out_error(samples, differences, rounding, columns)
