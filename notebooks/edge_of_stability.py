@@ -275,6 +275,7 @@ for axes, (name, run) in zip(panels, runs.items(), strict=True):
         f"{name}: eigenvalues from {low:.2f} to {high:.2f}, 2 / learning rate {2 / rates[name]:.2f}"
     )
 panels[0].get_legend().remove()
+panels[1].legend(frameon=False, fontsize=6)
 plt.show()
 
 # %% [markdown]

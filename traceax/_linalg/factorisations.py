@@ -130,44 +130,31 @@ def _cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     (random probes), C may be inverted. If it is more, but below 1, a second pass over Q reduces it
     to eps. The decision is by an upper bound of cond(Y)^2: ||X||_2^2 <= ||X||_1 ||X||_inf for
     X = C and X = C^{-1}.
-
-    The vectors are the rows of all arrays here: products C^{-T} Y^T of a small matrix and few long
-    rows take a quarter of the time of Y C^{-1}, and the products of operators come as rows.
     """
     n, m = block.shape
-    rows = block.T
+    divide = _divide if n * m >= _HUGE_BLOCK else _substitute
 
     def factorise(y):
-        factor = jnp.linalg.cholesky(matmul(jnp.conj(y), y.T), upper=True)
+        factor = jnp.linalg.cholesky(_gram(y), upper=True)
         return factor, divide(jnp.eye(m, dtype=y.dtype), factor)
-
-    def divide(f, r):
-        if n * m < _HUGE_BLOCK:
-            return _substitute(f, r)
-        # BLAS stores matrices by columns: these are the rows here.
-        return lax.linalg.triangular_solve(r, f, left_side=False)
 
     def square_bound(x):
         size = jnp.abs(x)
         return jnp.max(jnp.sum(size, axis=0)) * jnp.max(jnp.sum(size, axis=1))
 
     def twice():
-        q = divide(rows.T, factor).T
+        q = divide(block, factor)
         second, inverse_second = factorise(q)
-        return matmul(inverse_second.T, q), matmul(second, factor)
+        return matmul(q, inverse_second), matmul(second, factor)
 
-    def householder():
-        q, r = _householder(rows.T)
-        return q.T, r
-
-    factor, inverse = factorise(rows)
+    factor, inverse = factorise(block)
     square = square_bound(factor) * square_bound(inverse)
     # NaN makes both comparisons false, and leads to the last branch.
     low, high = square <= 100, square <= 0.1 / jnp.finfo(block.dtype).eps
     branch = jnp.where(low, 0, jnp.where(high, 1, 2))
-    once = lambda: (matmul(inverse.T, rows), factor)  # noqa: E731
-    q, r = lax.switch(branch, [once, twice, householder])
-    return q.T, r
+    return lax.switch(
+        branch, [lambda: (matmul(block, inverse), factor), twice, lambda: _householder(block)]
+    )
 
 
 def _whitened_qr(
