@@ -132,8 +132,6 @@ SEVERAL = {
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        variant("budget", np.float64),
-        variant("held", np.float64),
         ("exact", np.float64),
         variant("budget", np.complex128),
         variant("held", np.complex128),
