@@ -15,6 +15,7 @@ over devices, each device has the same number of rows of every block.
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, final
 
 import equinox as eqx
@@ -241,8 +242,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
 
         @partial(jax.checkpoint, prevent_cse=False)
         def products(i, j):
-            x_i, x_j = (jtu.tree_map(lambda leaf: leaf[number], x) for number in (i, j))
-            tile = self.block(x_i, x_j)
+            tile = self.block(*(jtu.tree_map(itemgetter(number), x) for number in (i, j)))
             return matmul(tile, v[j]), jnp.where(i == j, 0, matmul(v[i], jnp.conj(tile)))
 
         def add(total, pair):

@@ -52,8 +52,8 @@ def _threefry(key: PRNGKeyArray, counter: UInt[Array, "..."]) -> tuple[Array, Ar
 
 
 def _keys(key: PRNGKeyArray, counter: UInt[Array, "*shape"]) -> PRNGKeyArray:
-    """Keys from the hash of a counter, typed or raw as `key` is. (Without a barrier every use of one
-    of them would compile a hash of its own: a tenth of a second each.)
+    """Keys from the hash of a counter, typed or raw as `key` is. (Without a barrier each use of a key
+    would compile a hash of its own: a tenth of a second.)
     """
     data = lax.optimization_barrier(jnp.stack(_threefry(key, counter), axis=-1))
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
