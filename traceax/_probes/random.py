@@ -52,7 +52,7 @@ def _threefry(key: PRNGKeyArray, counter: UInt[Array, "..."]) -> tuple[Array, Ar
 
 
 def _keys(key: PRNGKeyArray, counter: UInt[Array, "*shape"]) -> PRNGKeyArray:
-    """Keys from the hash of a counter, typed or raw as `key` is. (Without a barrier each use of a key
+    """Keys from the hash of a counter, typed or raw as `key` is. (Without a barrier each use of one
     would compile a hash of its own: a tenth of a second.)
     """
     data = lax.optimization_barrier(jnp.stack(_threefry(key, counter), axis=-1))
