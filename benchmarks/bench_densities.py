@@ -20,14 +20,9 @@ import numpy as np
 import traceax as tr
 
 from .common import PSD, medians
+from .gaussian_process_cases import kernels
 
 ATOL, ROUNDS = 0.5, 5
-KERNELS = {
-    "RBF": lambda r: np.exp(-(r**2) / 2),
-    "Matern-5/2": lambda r: (1 + np.sqrt(5) * r + 5 * r**2 / 3) * np.exp(-np.sqrt(5) * r),
-    "Matern-3/2": lambda r: (1 + np.sqrt(3) * r) * np.exp(-np.sqrt(3) * r),
-    "Matern-1/2": lambda r: np.exp(-r),
-}
 
 
 @jax.jit
@@ -49,10 +44,10 @@ def problems(n):
     """The name of each case, and y, K and s."""
     for dim in (1, 2, 5, 10):
         x = np.random.default_rng(dim).uniform(size=(n, dim))
-        r = np.sqrt(np.square(x[:, None] - x).sum(-1)) / (0.3 * np.sqrt(dim))
-        for name, kernel in KERNELS.items():
+        u = np.square(x[:, None] - x).sum(-1) / (0.09 * dim)
+        for name, kernel in kernels(np).items():
             for s in (0.1, 1e-3):
-                matrix = kernel(r)
+                matrix = kernel(u)
                 factor = np.linalg.cholesky(matrix + s * np.eye(n))
                 y = factor @ np.random.default_rng(7).standard_normal(n)
                 yield f"{name} d={dim} noise {s:g}", tuple(map(jnp.asarray, (y, matrix, s)))

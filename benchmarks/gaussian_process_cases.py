@@ -20,9 +20,7 @@ CASES = {
 
 
 def kernels(xp):
-    """The kernels of the cases as functions of u = |x - y|^2 / length^2, for arrays of NumPy or of
-    `jax.numpy`.
-    """
+    """Kernels as functions of u = |x - y|^2 / length^2, for arrays of NumPy or of `jax.numpy`."""
 
     def root(u):  # its derivative is finite at 0
         return xp.sqrt(xp.maximum(u, 1e-12))
@@ -37,11 +35,15 @@ def kernels(xp):
 
     return {
         "RBF": lambda u: xp.exp(-u / 2),
-        "RBF, d = 5": lambda u: xp.exp(-u / 2),
         "Matern-5/2": matern52,
         "Matern-3/2": matern32,
         "Matern-1/2": lambda u: xp.exp(-root(u)),
     }
+
+
+def kernel_of(xp, name):
+    """The kernel of a case."""
+    return kernels(xp)[name.partition(",")[0]]
 
 
 def problem(name, n):
@@ -59,7 +61,7 @@ def exact(name, n):
     matrix = x @ x.T
     for row, square in zip(matrix, squares, strict=True):  # the memory of one matrix
         u = np.maximum(square + squares - 2 * row, 0) / CASES[name][1] ** 2
-        row[:] = AMPLITUDE * kernels(np)[name](u)
+        row[:] = AMPLITUDE * kernel_of(np, name)(u)
     matrix[np.diag_indices(n)] = AMPLITUDE + NOISE
     factor = scipy.linalg.cholesky(matrix.T, lower=True, overwrite_a=True, check_finite=False)
     z = scipy.linalg.solve_triangular(factor, y, lower=True, check_finite=False)

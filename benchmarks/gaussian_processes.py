@@ -39,7 +39,7 @@ TIME = "CPU seconds"
 
 
 def kernel_operator(name, theta, x):
-    kernel = cases.kernels(jnp)[name]
+    kernel = cases.kernel_of(jnp, name)
     return tr.KernelLinearOperator(lambda a, b: kernel(jnp.sum((a - b) ** 2) / theta[0] ** 2), x)
 
 
