@@ -129,6 +129,25 @@ def test_derivatives_of_either_end(smooth):
 
 
 @pytest.mark.variant
+def test_two_derivatives_of_lanes_that_end_differently(smooth):
+    """Lanes of an estimate and of an exact value: each contracts its own weights."""
+
+    def value(s):
+        return density(jr.key(0), smooth, s, atol=0.02).value
+
+    def derivatives(fn):
+        return lambda s: jnp.stack([jax.grad(fn)(s), jax.jacfwd(jax.grad(fn))(s)])
+
+    noises = jnp.array([0.05, 1e-7])
+    lanes = jax.jit(jax.vmap(derivatives(value)))(noises)
+    alone = [jax.jit(derivatives(value))(s) for s in noises]
+    expected = jax.jit(jax.vmap(derivatives(lambda s: truth_of(smooth, s))))(noises)
+    for lane, one, truth, rtol in zip(lanes, alone, expected, (0.02, 1e-5), strict=True):
+        np.testing.assert_allclose(lane, one, rtol=1e-6)
+        np.testing.assert_allclose(lane, truth, rtol=rtol)
+
+
+@pytest.mark.variant
 def test_lanes_of_a_vmap_stop_by_themselves(smooth):
     def run(s):
         solution = density(jr.key(3), smooth, s)

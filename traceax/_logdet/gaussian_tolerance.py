@@ -40,7 +40,7 @@ from .gaussian_estimator import (
     steps_of_solve,
 )
 from .preconditioners import check_definite
-from .tolerance import Loop, as_moving, check_most, completed, judged, most_products
+from .tolerance import Loop, check_most, completed, judged, most_products
 
 #: The number of steps of conjugate gradients with every round of probes, and the part of the
 #: tolerance that is for the solve.
@@ -176,7 +176,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
             exact = judged(completed(estimate, exact), self.rtol, self.atol)
 
             def moving():
-                return GaussianWeights(as_moving(found.weights(), weights.log_det), form.x)
+                return GaussianWeights(weights.log_det.replaced_by(found.weights()), form.x)
 
             return exact, if_wanted(moving)
 

@@ -65,7 +65,7 @@ from .fallback import MOST_ROWS
 from .growing_columns import GrowingColumns
 from .growing_sketch import GrowingSketch
 from .preconditioners import check_definite
-from .weights import ExactLogdetWeights, LogdetWeights, weights_of
+from .weights import EitherWeights, LogdetWeights, weights_of
 
 #: The number of standard errors that must be within the tolerance. (In 99 % of runs the error then
 #: is, too: five kernels, three tolerances, 10 keys. Standard errors are rather too large than too
@@ -256,8 +256,7 @@ class Loop:
             self.products = self.charged = self.schedule.costs
         self.shapes = self.schedule.shapes(most, n)
         self.plans = tuple(Plan(ranks[-1], p, q) for p, q in self.shapes)
-        columns = max(each.columns for each in self.plans)
-        self.columns = max(columns, n) if falls_back_to_exact else columns
+        self.columns = max(each.columns for each in self.plans)
         self.real = jnp.finfo(self.block.dtype).dtype
 
     def start(self) -> State:
@@ -290,11 +289,12 @@ class Loop:
         """What the weights need of a round."""
         return if_wanted(lambda: (run.probes, run.krylov, run.bounds, run.which))
 
-    def weights(self, state: State) -> LogdetWeights:
+    def weights(self, state: State) -> LogdetWeights | EitherWeights:
         """The weights from the last round."""
         probes, krylov, bounds, which = state.last
         outcome = self.block, state.built, probes, krylov, bounds, state.status, state.spent
-        return weights_of(PreconditionedQuadrature(*outcome, self.plans, which, self.columns))
+        found = weights_of(PreconditionedQuadrature(*outcome, self.plans, which, self.columns))
+        return EitherWeights.of_run(found) if self.falls_back_to_exact else found
 
     def _grown(self, state: State) -> State:
         """The state with the next rank, if that is wanted."""
@@ -483,15 +483,6 @@ def check_most(max_k: int, n: int, name: str) -> None:
         )
 
 
-def as_moving(weights: ExactLogdetWeights, others: LogdetWeights) -> LogdetWeights:
-    """The exact weights A^{-1} as `V C V^H` with V = I, padded to the size of the others."""
-    n, columns = others.vectors.shape
-    pad = lambda x, rows: jnp.pad(x, ((0, rows), (0, columns - n)))  # noqa: E731
-    eye = jnp.eye(n, dtype=weights.inverse.dtype)
-    core = pad(weights.inverse, columns - n)
-    return LogdetWeights(pad(eye, 0), core, others.factors)
-
-
 @final
 class ToleranceLogdetEstimator(AbstractEstimator):
     """The log-determinant to a tolerance. The value is a pair, as for `LogdetEstimator`."""
@@ -524,7 +515,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         def complete():
             found = exact_logdet(operator)
             exact = judged(completed(estimate, found.estimate), self.rtol, self.atol)
-            return exact, if_wanted(lambda: as_moving(found.weights(), weights))
+            return exact, if_wanted(lambda: weights.replaced_by(found.weights()))
 
         return if_any(state.status == NOT_CONVERGED, complete, (estimate, weights))
 
