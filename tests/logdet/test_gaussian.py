@@ -129,6 +129,29 @@ SEVERAL = {
 }
 
 
+@pytest.mark.parametrize("n, scale", [(60_000, 0.5), (300, 1e-6), (300, 1e-20), (300, 1e12)])
+def test_solves_of_every_size_and_scale(n, scale):
+    # An absolute limit of breakdowns that grows with n once made NaN of many rows and small scales.
+    spectrum = np.linspace(1, 2, n)
+    y = np.sqrt(spectrum * scale) * np.random.default_rng(0).standard_normal(n)
+    diagonal, y = jnp.asarray(scale * spectrum, jnp.float32), jnp.asarray(y, jnp.float32)
+
+    def scaled(factor):
+        product = lx.DiagonalLinearOperator(factor * diagonal).mv
+        return lx.FunctionLinearOperator(product, jax.ShapeDtypeStruct((n,), y.dtype), PSD)
+
+    operator = scaled(jnp.float32(1))
+    found = gaussian_log_density(jr.key(0), y, operator, k=40, preconditioner=None)
+    form = np.sum(np.square(y, dtype=np.float64) / np.asarray(diagonal, np.float64))
+    np.testing.assert_allclose(found.stats["quadratic_form"], form, rtol=1e-5)
+
+    def log_det(factor):
+        return logdet(jr.key(0), scaled(factor), k=8, preconditioner=None).value
+
+    second = jax.grad(jax.grad(log_det))(jnp.float32(1))
+    np.testing.assert_allclose(second, -n, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [

@@ -42,7 +42,7 @@ from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy
-from .conjugate_gradients import columns_by_conjugate_gradients
+from .conjugate_gradients import conjugate_gradients
 from .estimator import ExactLogdet, estimate_from, exact_logdet
 from .weights import EitherWeights, ExactLogdetWeights, LogdetWeights, weights_of
 
@@ -133,7 +133,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         """
         half, (n, t) = self._factor, self.y.shape
         (value, error), (std_err, _) = log_det.value, log_det.std_err
-        status = jnp.maximum(log_det.status, status_of(self.y))
+        status = jnp.maximum(log_det.status, status_of(self.y, form.value))
         failed = has_no_logarithm(status)
         density = log_density(half, n, value, form.value)
         error = half * (jnp.sum(form.left) + t * error)
@@ -183,7 +183,7 @@ class GaussianEstimator(AbstractGaussianEstimator):
         run = self.policy.apply(key, operator, k - t * most)
         log_det, factors, block = estimate_from(run), run.built.factors, run.block
         tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
-        x, products = columns_by_conjugate_gradients(block, factors, self.y, tolerance, most - 1)
+        x, products = conjugate_gradients(block, factors, self.y, tolerance, most - 1)
         residual = self.y - block.mm(x)
         form = inner(self.y, x) + inner(x, residual)
         left = square_norms(factors.inverse_root(residual)) / run.floor

@@ -29,7 +29,7 @@ from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import PreconditionedQuadrature
-from .conjugate_gradients import columns_by_conjugate_gradients
+from .conjugate_gradients import conjugate_gradients
 from .estimator import exact_logdet
 from .gaussian_estimator import (
     AbstractGaussianEstimator,
@@ -119,7 +119,7 @@ class _DensityAim(NamedTuple):
 
         def further():
             rhs = solve.residual
-            change, taken = columns_by_conjugate_gradients(self.block, factors, rhs, ratio, steps)
+            change, taken = conjugate_gradients(self.block, factors, rhs, ratio, steps)
             x = solve.x + change
             residual = self.y - self.block.mm(x)
             spent = (solve.spent + taken + t).astype(jnp.int32)
