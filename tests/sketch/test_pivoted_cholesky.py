@@ -111,3 +111,28 @@ def test_a_wrong_diagonal_is_seen():
     matrix = positive(np.float64)
     found = factorise(matrix, 5, block=2, diagonal=2 * jnp.diagonal(matrix))
     assert found.apart > 0.1
+
+
+@pytest.mark.slow
+def test_rounding_errors_are_no_pivots():
+    """float32, 50,000 rows, rank 768: what is left of the diagonal is of the size of the rounding
+    errors of products with F. (One of these keys once picked among them: the diagonal of F F^T was
+    24 too large, a quarter of K's.)
+    """
+    n, rank, block = 50_000, 768, 96
+    x = jnp.asarray(np.random.default_rng(0).uniform(size=(n, 2)), jnp.float32)
+
+    def columns(pivots):  # Matern-5/2, over a noise of 0.01
+        squares = jnp.sum(jnp.square(x[:, None] - x[pivots]), axis=-1)
+        r = jnp.sqrt(5 * jnp.maximum(squares, 1e-12)) / 0.3
+        return 100 * (1 + r + r**2 / 3) * jnp.exp(-r)
+
+    @jax.jit
+    def diagonal(key):
+        start = no_pivots(jnp.full(n, 100, jnp.float32), rank, block, jnp.float32)
+        with any_promotion():
+            found = pivoted_cholesky(key, columns, start, rank, block=block)
+        return jnp.sum(jnp.square(found.rows[:rank]), axis=0)
+
+    for key in keys(8):
+        assert np.max(diagonal(key)) < 100.02

@@ -129,10 +129,17 @@ def pivoted_cholesky(
     round that should be equal. Cost: `2 n rank^2` operations.
     """
     n, dtype = before.left.shape[0], before.rows.dtype
-    # What is left is rounding errors: they would be amplified by a column that is made of them.
-    least = 16 * float(jnp.finfo(before.left.dtype).eps) * before.largest
+    floor = 16 * float(jnp.finfo(before.left.dtype).eps) * before.largest
+
+    def least_of(state: PivotedCholesky) -> Array:
+        """A pivot that is no larger than this is rounding errors, for the most part. The column
+        that is made of them would amplify them, from pivot to pivot. (They grow with the rank and
+        with n: a kernel of 50,000 rows in float32, rank 768, has a tenth of what `floor` is.)
+        """
+        return jnp.maximum(floor, 8 * state.apart)
 
     def step(state: PivotedCholesky) -> PivotedCholesky:
+        least = least_of(state)
         draw, accept = split(numbered(key, state.columns // block))
         below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
         places = jr.uniform(draw, (block,), below.dtype) * below[-1]
@@ -163,7 +170,7 @@ def pivoted_cholesky(
         )
 
     def goes_on(state: PivotedCholesky) -> Array:
-        some = (jnp.sum(state.left) > enough) & (jnp.max(state.left, initial=0.0) > least)
+        some = (jnp.sum(state.left) > enough) & (jnp.max(state.left, initial=0.0) > least_of(state))
         return some & (state.rank < rank) & (state.columns < block * rank)
 
     return lax.while_loop(goes_on, step, before)
