@@ -35,9 +35,8 @@ def test_it_finishes(name, tmp_path):
     committed = nbformat.read(HERE / f"{name}.ipynb", as_version=4)
     assert cells(committed) == cells(source(name)), f"run `python notebooks/execute.py {name}`"
     command = [sys.executable, HERE / "execute.py", name, "--output", tmp_path]
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment(quick=False)
-    )
+    env = environment(quick=False) | {"TRACEAX_NOTEBOOK_POINTS": "2000"}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     found = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
     for new, old in zip(code(found), code(committed), strict=True):
