@@ -16,9 +16,14 @@ from traceax import (
     logdet,
     logdet_directional_derivative,
 )
+from traceax._core.precision import any_promotion
+from traceax._logdet.budget_policy import no_preconditioner
+from traceax._logdet.conjugate_gradients import definite_solve
+from traceax._operators.block_operator import BlockOperator
 
 from ..helpers import (
     PSD,
+    by_products,
     keys,
     variant,
 )
@@ -150,6 +155,14 @@ def test_solves_of_every_size_and_scale(n, scale):
 
     second = jax.grad(jax.grad(log_det))(jnp.float32(1))
     np.testing.assert_allclose(second, -n, rtol=1e-4)
+
+
+def test_a_solve_of_a_derivative_that_fails_says_so():
+    diagonal = jnp.array([1.0, 2.0, -1.0])
+    block = BlockOperator(by_products(jnp.diag(diagonal), PSD))
+    factors = no_preconditioner(block).factors
+    with pytest.raises(eqx.EquinoxRuntimeError, match="not positive definite"), any_promotion():
+        eqx.filter_jit(definite_solve)(block, factors, jnp.array([[1.0], [1.0], [2.0]]))
 
 
 @pytest.mark.parametrize(
