@@ -78,8 +78,7 @@ def conjugate_gradients(
     unit = safe_norm(target.T)
     unit = jnp.where(unit > 0, unit, 1).astype(target.dtype)
     most = 10 * n if max_steps is None else max_steps
-    real = target.real.dtype
-    goal = jnp.square(jnp.asarray(tolerance, real))
+    goal = jnp.square(jnp.asarray(tolerance, target.real.dtype))
 
     def goes_on(state):
         return (state.square > goal) & (state.steps < most) & ~state.broken

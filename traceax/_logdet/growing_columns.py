@@ -51,9 +51,9 @@ class GrowingColumns:
         # Blocks of proposals cost nothing where columns are read.
         self._together = min(128, max(1, most // 8)) if has_entries(operator) else 1
         self.first = no_pivots(self._diagonal, most, self._together, self._block.dtype)
-        # One rank may not be reached; of several, some are passed.
-        steps = [most, 2 * most // 3, 4 * most // 9, most // 4] if len(ranks) == 1 else ranks[::-1]
-        self._sizes = [most] if n * most**2 < PADDING else steps
+        # A single rank may not be reached. Of several ranks, a run may end with any.
+        sizes = [most, 2 * most // 3, 4 * most // 9, most // 4] if len(ranks) == 1 else ranks[::-1]
+        self._sizes = [most] if n * most**2 < PADDING else sizes
 
     def _read(self, pivots: Int[Array, " b"]) -> Inexact[Array, "n b"]:
         """Columns of K'."""
