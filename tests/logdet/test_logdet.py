@@ -578,6 +578,17 @@ def test_indefinite_and_nonfinite(k):
     assert solve(matrix.at[0, 0].set(jnp.nan)).result == RESULTS.nonfinite_operator
 
 
+def test_a_singular_operator_is_found_at_any_scale():
+    """Ritz values that are rounding errors of a large one, whatever the unit of the operator."""
+    matrix = with_spectrum(np.random.default_rng(0), np.where(np.arange(N) < 5, 1.0, 0.0))
+    solve = eqx.filter_jit(
+        lambda m: logdet(jr.key(0), lx.MatrixLinearOperator(m, PSD), 30, preconditioner=None)
+    )
+    for exponent in (0, -10, -30, 30):
+        solution = solve(jnp.asarray(matrix * 2.0**exponent, jnp.float32))
+        assert solution.result == RESULTS.outside_domain, exponent
+
+
 @pytest.mark.variant
 def test_single_precision():
     """Within the stated error, or a result that says that the precision does not suffice."""

@@ -48,7 +48,7 @@ def schatten_norm(
     - `k`: the budget of matvecs, a static Python int. With `k >= n` (`2 n` for an operator that is
         not tagged Hermitian) the norm is exact.
     - `p`: the exponent, a positive Python number. Below 1 it is a quasi-norm. Powers of singular
-        values must not overflow.
+        values must not overflow (the result is then not successful); those that underflow are 0.
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 

@@ -48,13 +48,14 @@ def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Array]:
     # error is divided by mu. Such errors are as good as random, and mostly cancel in the trace.
     top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
     largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
-    rounding = eps * largest / jnp.maximum(bounds.smallest, eps)
+    smallest = jnp.where(bounds.smallest > 0, bounds.smallest, 1)
+    rounding = eps * largest / smallest
     lost = ~((bounds.smallest > 0) & (rounding < 0.5))
     # The terms of the sums in a product with a random vector have random signs: the largest row of
     # A, rather than its norm, says how large their rounding errors are.
     rows = matmul(jnp.square(jnp.abs(factors.basis)), jnp.square(factors.eigenvalues / factors.mu))
     row = jnp.maximum(2 * jnp.sqrt(jnp.max(rows)), jnp.max(krylov.alpha + krylov.beta))
-    rounding = jnp.minimum(rounding, eps * row / jnp.maximum(bounds.smallest, eps))
+    rounding = jnp.minimum(rounding, eps * row / smallest)
     return rounding, jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
 
 
