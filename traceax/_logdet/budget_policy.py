@@ -27,7 +27,7 @@ from .._core.estimate import if_wanted, status_of
 from .._functions.funm import plan
 from .._linalg.lanczos import Lanczos, narrowed, padded_lanczos
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries, is_shifted_down, terms_of
+from .._operators.known_parts import has_entries, is_shifted_down
 from .._probes.random import split
 from .._probes.samplers import RademacherSampler, SphereSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
@@ -229,6 +229,7 @@ class BudgetPolicy(eqx.Module):
             for p, (_, steps) in zip(probes, STEPS_FOR, strict=True)
         )
         spread = block.n * (low_rank.left_out / low_rank.shift) / jnp.maximum(pivoted.rank, 1)
+        spread = jnp.where(growing.certain, spread, jnp.inf)
         limits = jnp.array([limit for limit, _ in STEPS_FOR[:-1]], spread.dtype)
         which = jnp.sum(~(spread <= limits), dtype=jnp.int32)
         status = built.status_with_factors()
@@ -275,10 +276,8 @@ class BudgetPolicy(eqx.Module):
 
 
 def reads_columns(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether "auto" builds the preconditioner from columns: they are cheap, and the operator is
-    written with its diagonal part.
-    """
-    return has_entries(operator) and terms_of(operator).shift is not None
+    """Whether "auto" builds the preconditioner from columns: they are cheap."""
+    return has_entries(operator)
 
 
 class _Growth(NamedTuple):

@@ -57,11 +57,12 @@ def logdet(
     3. If t(l) / s, extrapolated to the full budget, is below 1/3 and promises a smaller error than
         at 2k/3, the rank grows to 11k/12, and k/60 probes (at least one) take 5 steps.
 
-    *Where columns cost no product* (dense matrices and kernels, see [`traceax.extend.columns`][])
-    and the operator is written with its diagonal part, P comes from columns, by randomly pivoted
-    Cholesky factorisation, until the mean of what is left of the diagonal is rounding beside s
-    (below $\sqrt{\epsilon}\, s$), or the rank is $\sqrt{n k / 5}$ (from 128 to 768: it then takes
-    about as long as the products). All products are left for probes, with 3 to 30 steps each, as
+    *Where columns cost no product* (dense matrices and kernels, see [`traceax.extend.columns`][]) P
+    comes from columns, by randomly pivoted Cholesky factorisation, until the mean of what is left
+    of the diagonal is rounding beside s (below $\sqrt{\epsilon}\, s$), or the rank is
+    $\sqrt{n k / 5}$ (from 128 to 768: it then takes about as long as the products). If the matrix
+    itself contains the noise, s is estimated from up to 128 columns of it; written as `K + s I` it
+    is known, and the error smaller. All products are left for probes, with 3 to 30 steps each, as
     the condition number of $P^{-1} A$ asks for. `stats["columns"]` is the number of columns that
     were read.
 
@@ -74,9 +75,9 @@ def logdet(
 
     There are two errors: `std_err` comes from the random probes, and `quadrature_error` from ending
     Lanczos' recurrence early. The latter is a bound if K is tagged semidefinite and the operator is
-    written with its diagonal part. The quadrature error of an exact value is that of rounding,
-    $4 \epsilon \sum_i A_{ii} / L_{ii}^2$ with the Cholesky factor L: in float32 with little noise
-    it is about a nat for n = 1000.
+    written with its diagonal part (unless K itself contains far more noise). The quadrature error
+    of an exact value is that of rounding, $4 \epsilon \sum_i A_{ii} / L_{ii}^2$ with the Cholesky
+    factor L: in float32 with little noise it is about a nat for n = 1000.
 
     First derivatives, in forward and reverse mode, are unbiased as far as the quadrature has
     converged (if `quadrature_error` exceeds `std_err`, they are likely biased as well), and their

@@ -200,7 +200,7 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
     $P = F F^* + \mu I$ with F from at most `rank` columns of the operator, picked with
     probabilities proportional to what is left of the diagonal. Picking ends early when rounding
     errors are all that is left. If the operator is written with a diagonal part (`K + s I`), that
-    is kept exactly.
+    is kept exactly; otherwise s is estimated from up to 128 columns, where these take no product.
 
     Cost: where the operator knows its entries (see [`traceax.extend.columns`][]) no product;
     columns are read in blocks, up to an eighth of the rank at once, some of them in vain.
