@@ -224,6 +224,8 @@ def virtual():
         report[name] = compare(low_rank_plus_diagonal, FUNCTION, cut, mesh, name, gradient=True)
     other = jax.make_mesh((8,), ("d",), axis_types=(explicit,))
     report["explicit"] = compare(dense, DENSE, P("d", None), other, "xtrace")
+    with jax.set_mesh(other):
+        report["set mesh"] = compare(dense, DENSE, P("d", None), other, "xtrace")
     report["dense"] = compare(dense, DENSE, P("d", None), mesh, "xtrace")
     report["ring"] = compare(ring(mesh), DENSE, P("d", None), mesh, "xtrace", other=dense)
     report["tree"] = compare(coupled_leaves, TREE, TREE_SPECS, mesh, "hutchinson", gradient=True)

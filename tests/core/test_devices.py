@@ -69,10 +69,11 @@ def test_no_device_holds_the_sketch(report, name):
 
 
 @pytest.mark.variant
-@pytest.mark.parametrize("name", ["explicit", "dense", "ring"])
+@pytest.mark.parametrize("name", ["explicit", "set mesh", "dense", "ring"])
 def test_matrices_cut_by_rows(report, name):
-    """In meshes with automatic and with explicit axes, and where the operator itself is written
-    with `shard_map`: then nothing but the triangular factors is gathered.
+    """In meshes with automatic and with explicit axes (also under `jax.set_mesh`), and where the
+    operator itself is written with `shard_map`: then nothing but the triangular factors is
+    gathered.
     """
     assert report[name]["error"] < 1e-11
     factors = [1, 8 * K // 2, K // 2]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jaxtyping import Array
 
 from ..._core.precision import matmul
@@ -73,7 +73,9 @@ def partitioned(
         axes = axis_names(out[0].spec[1])
 
         def lowered(*local):
-            return over_rows(axes, n, *local) if axes else fn(*local)
+            # The axes of `jax.set_mesh` are not those of one device's rows.
+            with use_abstract_mesh(AbstractMesh((), ())):
+                return over_rows(axes, n, *local) if axes else fn(*local)
 
         return mesh, lowered, out, into
 
