@@ -241,22 +241,40 @@ def built_from_columns(key, operator, rank):
 
 
 def test_a_larger_known_noise_is_the_only_one():
-    """Next to it the noise inside does not matter: the bound of the eigenvalues stays."""
+    """Next to it the noise inside does not matter: the bound of the eigenvalues is kept."""
     K = alone(noisy(noise=0.01))
     for known in (0.1, 1e-7):
         operator = K + known * lx.IdentityLinearOperator(K.in_structure())
-        assert jnp.isfinite(built_from_columns(jr.key(0), operator, 40).floor) == (known == 0.1)
+        built = built_from_columns(jr.key(0), operator, 40)
+        assert jnp.isfinite(built.floor) == (known == 0.1)
+        if known == 0.1:
+            root = built.factors.inverse_root(operator.as_matrix())
+            smallest = jnp.linalg.eigvalsh(built.factors.inverse_root(root.T))[0]
+            assert 0.5 * smallest < built.floor <= smallest * (1 + 1e-9)
 
 
-def test_columns_of_a_matrix_without_a_flat_part_stay_small():
-    """What is subtracted may exceed the smallest eigenvalue. No column may become large by that."""
-    matrix = 2.01 * jnp.eye(N) - jnp.eye(N, k=1) - jnp.eye(N, k=-1)
+@pytest.mark.parametrize("kind", ["tridiagonal", "smooth"])
+def test_columns_stay_small_where_no_flat_part_is_seen(kind):
+    """What is subtracted may exceed the smallest eigenvalue. No column may become large by that.
+    (The smooth kernel: 1200 times too large with half of a Ritz value that is not close.)
+    """
+    if kind == "tridiagonal":
+        matrix = 2.01 * jnp.eye(N) - jnp.eye(N, k=1) - jnp.eye(N, k=-1)
+        operator, rank = alone(matrix), 60
+    else:
+        x = np.random.default_rng(0).uniform(size=(400, 5))
+        square = np.sum((x[:, None] - x) ** 2, axis=-1)
+        matrix = jnp.asarray(np.exp(-2 * square) + 1e-3 * np.eye(400))
+        identity = lx.IdentityLinearOperator(alone(matrix).in_structure())
+        operator, rank = alone(matrix) + 1e-10 * identity, 128
 
+    @jax.jit
     def largest(key):
-        factors = built_from_columns(key, alone(matrix), 60).factors
+        factors = built_from_columns(key, operator, rank).factors
         return jnp.max(factors.eigenvalues) * jnp.max(factors.root) ** 2
 
-    assert np.all(jax.jit(jax.vmap(largest))(keys(20)) <= 2 * 4.01)
+    limit = 2 * jnp.linalg.norm(matrix, 2)
+    assert all(largest(key) <= limit for key in keys(20))
 
 
 @pytest.mark.slow
