@@ -17,7 +17,6 @@ then an indefinite matrix may have large columns.)
 """
 
 import jax.numpy as jnp
-import jax.random as jr
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
@@ -26,11 +25,11 @@ from .._core.precision import matmul
 from .._linalg.factorisations import eigh
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import columns, has_entries, scaling_of, stored_diagonal, terms_of
-from .._probes.random import numbered
+from .._probes.random import numbered, uniform
 from .._sketch.leave_one_out import adjoint, square_norms
 from .._sketch.low_rank import PADDING, BuiltPreconditioner, LowRank
 from .._sketch.nystrom import asymmetry_limit
-from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky
+from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky, rows_of
 
 #: So many columns, at least and at most, are read to estimate theta: as many as there may be if
 #: nothing is known of s. Otherwise n / 24 in between, which take little time beside a product.
@@ -94,14 +93,15 @@ class GrowingColumns:
         m = self._tried = max(1, min(n // 4, max(least, min(wanted, most))))
         ends = jnp.arange(m + 1) * n // m
         # There are fewer rounds of pivots than rows, so that no other key has this number.
-        places = jr.uniform(numbered(self._key, n), (m,))
+        places = uniform(numbered(self._key, n), (m,), 1, jnp.result_type(float))[0]
         steps = (places * (ends[1:] - ends[:-1]).astype(places.dtype)).astype(ends.dtype)
         chosen = jnp.minimum(ends[:-1] + steps, ends[1:] - 1)
         found = self._read(chosen)
         core = found[chosen]
         values, vectors = eigh((core + adjoint(core)) / 2)
         smallest, vector = values[0], vectors[:, :1]
-        residual = matmul(found, vector).at[chosen].add(-smallest.astype(core.dtype) * vector)
+        inside = jnp.where(rows_of(chosen, n), smallest.astype(core.dtype) * vector[:, 0], 0)
+        residual = matmul(found, vector) - jnp.sum(inside, axis=1, keepdims=True)
         size = jnp.sqrt(square_norms(residual))[0]
         rounding = 16 * eps * jnp.maximum(values[-1], 0)
         outside = smallest + self._shift < -rounding
@@ -114,7 +114,7 @@ class GrowingColumns:
         root = self._scaling.relative.astype(self._block.dtype)
         unit, shift = self._unit.astype(root.dtype), self._shift.astype(root.dtype)
         found = columns(self._operator, pivots) / (root[:, None] * root[pivots] * unit)
-        return found.at[pivots, jnp.arange(pivots.shape[0])].add(-shift)
+        return found - jnp.where(rows_of(pivots, self._block.n), shift, 0)
 
     def grown(self, pivoted: PivotedCholesky, level: Int[Array, ""] | int) -> PivotedCholesky:
         """The factorisation so far, and the pivots that the rank of this level takes in addition.

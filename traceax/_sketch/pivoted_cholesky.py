@@ -16,13 +16,13 @@ accelerated randomly pivoted Cholesky*, 2024, arXiv:2410.03969.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._linalg.factorisations import divide_by_upper
-from .._probes.random import numbered, split
+from .._probes.random import numbered, split, uniform
 from .leave_one_out import adjoint, matmul
 
 
@@ -56,6 +56,13 @@ def no_pivots(diagonal: Real[Array, " n"], rank: int, block: int, dtype: Any) ->
     return PivotedCholesky(rows, diagonal, largest, zero, zero, none, none)
 
 
+def rows_of(indices: Int[Array, " b"], n: int) -> Bool[Array, "n b"]:
+    """Where the unit vectors of these indices are 1. (A `where` compiles in a fraction of the time
+    of a scatter, and is fused with what follows.)
+    """
+    return jnp.arange(n, dtype=indices.dtype)[:, None] == indices
+
+
 class _Accepted(NamedTuple):
     """What rejection sampling makes of the proposals of a round."""
 
@@ -66,20 +73,19 @@ class _Accepted(NamedTuple):
 
 
 def _accept(
-    key: PRNGKeyArray, block: Inexact[Array, "b b"], least: Array, room: Int[Array, ""]
+    uniforms: Real[Array, " b"], block: Inexact[Array, "b b"], least: Array, room: Int[Array, ""]
 ) -> _Accepted:
     """Accept or reject proposals (see above), at most as many as there is room for.
 
     **Arguments:**
 
-    - `key`: the random key.
+    - `uniforms`: independent uniform numbers between 0 and 1.
     - `block`: H.
     - `least`: pivots up to this size are rounding errors, and rejected.
     - `room`: the number of columns that may still be added.
     """
     b = block.shape[0]
-    proposed = jnp.diagonal(block).real
-    threshold = jr.uniform(key, (b,), proposed.dtype) * proposed
+    threshold = uniforms * jnp.diagonal(block).real
     place = jnp.arange(b)
 
     def step(i, state):
@@ -128,8 +134,8 @@ def pivoted_cholesky(
     was given and the entry of the column; its `skew` that between entries of columns of the same
     round that should be equal. Cost: `2 n rank^2` operations.
     """
-    n, dtype = before.left.shape[0], before.rows.dtype
-    floor = 16 * float(jnp.finfo(before.left.dtype).eps) * before.largest
+    n, dtype, real = before.left.shape[0], before.rows.dtype, before.left.dtype
+    floor = 16 * float(jnp.finfo(real).eps) * before.largest
 
     def least_of(state: PivotedCholesky) -> Array:
         """A pivot that is no larger than this consists of rounding errors to a large part. The
@@ -138,32 +144,37 @@ def pivoted_cholesky(
         """
         return jnp.maximum(floor, 8 * state.apart)
 
+    def uniforms(key: PRNGKeyArray) -> Array:
+        return uniform(key, (block,), 1, real)[0]
+
     def step(state: PivotedCholesky) -> PivotedCholesky:
         least = least_of(state)
-        draw, accept = split(numbered(key, state.columns // block))
+        keys = split(numbered(key, state.columns // block))
+        to_draw, to_accept = jax.vmap(uniforms)(keys)
         below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
-        places = jr.uniform(draw, (block,), below.dtype) * below[-1]
-        pivots = jnp.minimum(jnp.searchsorted(below, places, side="right"), n - 1)
+        # Comparisons with all compile in a tenth of the time of a bisection.
+        found = jnp.searchsorted(below, to_draw * below[-1], side="right", method="compare_all")
+        pivots = jnp.minimum(found, n - 1)
         known = matmul(adjoint(state.rows[:, pivots]), state.rows).T
         residual = columns(pivots).astype(dtype) - known
         h = residual[pivots]
         sizes = jnp.diagonal(h).real
         apart = jnp.maximum(state.apart, jnp.max(jnp.abs(sizes - state.left[pivots])))
         skew = jnp.maximum(state.skew, jnp.max(jnp.abs(h - adjoint(h))))
-        found = _accept(accept, h, least, rank - state.rank)
-        new = divide_by_upper(jnp.where(found.which, residual, 0), adjoint(found.factor))
+        accepted = _accept(to_accept, h, least, rank - state.rank)
+        new = divide_by_upper(jnp.where(accepted.which, residual, 0), adjoint(accepted.factor))
         left = jnp.maximum(state.left - jnp.sum(jnp.square(jnp.abs(new)), axis=1), 0)
         # Nothing is left at a pivot, nor at a proposal of which rounding errors are left.
-        spent = found.which | (jnp.diagonal(found.block).real <= least)
-        left = left.at[pivots].min(jnp.where(spent, 0, jnp.inf).astype(left.dtype))
+        spent = accepted.which | (jnp.diagonal(accepted.block).real <= least)
+        left = jnp.where(jnp.any(rows_of(pivots, n) & spent, axis=1), 0, left)
         # Accepted columns first: the others, which are 0, are overwritten in the next round.
-        new = new[:, jnp.argsort(~found.which, stable=True)]
+        new = new[:, jnp.argsort(~accepted.which, stable=True)]
         place = state.rank, jnp.zeros_like(state.rank)
         return PivotedCholesky(
             lax.dynamic_update_slice(state.rows, new.T, place),
             left,
             state.largest,
-            state.rank + found.number,
+            state.rank + accepted.number,
             state.columns + block,
             apart,
             skew,
