@@ -31,6 +31,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
+from ._core.precision import at_least_single
 from ._core.programs import TRACERS, holds
 from ._operators.curvature import (
     CurvatureOperator as CurvatureOperator,
@@ -636,16 +637,19 @@ def noise_scale(
     def of_example(moving, example):
         return check_scalar("The loss", loss(eqx.combine(moving, constant), example, *args))
 
+    def wide(tree):  # sums of many terms in half precision cease to grow, and squares overflow
+        return jtu.tree_map(lambda x: x.astype(at_least_single(x.dtype)), tree)
+
     def dot(a, b):
         pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)
         return jnp.asarray(sum(jnp.sum(x * y) for x, y in pairs))
 
     def with_norm(example):
-        gradient = jax.grad(of_example)(moving, example)
+        gradient = wide(jax.grad(of_example)(moving, example))
         return gradient, dot(gradient, gradient)
 
     with jax.numpy_dtype_promotion("standard"):
-        zero = jtu.tree_map(jnp.zeros_like, moving)
+        zero = jtu.tree_map(jnp.zeros_like, wide(moving))
         width = min(batch_size, count)
         whole = count // width
 
@@ -662,17 +666,19 @@ def noise_scale(
             total, more = block(total, jtu.tree_map(lambda x: x[whole * width :], examples))
             norms = jnp.concatenate([norms, more])
         mean = jtu.tree_map(lambda x: x / count, total)
-        # <g_i, mean of g> by a forward pass.
-        along = lax.map(
-            lambda e: jax.jvp(lambda p: of_example(p, e), (moving,), (mean,))[1],
+        first, second = jnp.mean(norms), dot(mean, mean)
+        # <g_i, mean of g> by a forward pass, along a direction of length 1.
+        length = jnp.where(second > 0, jnp.sqrt(second), 1)
+        direction = jtu.tree_map(lambda x, like: (x / length).astype(like.dtype), mean, moving)
+        along = length * lax.map(
+            lambda e: wide(jax.jvp(lambda p: of_example(p, e), (moving,), (direction,))[1]),
             examples,
             batch_size=width,
         )
-        first, second, square = jnp.mean(norms), dot(mean, mean), count**2
         found = _noise_of(first, second, count)
         # Without example i:
         others = (count * first - norms) / (count - 1)
-        squares = (square * second - 2 * count * along + norms) / (count - 1) ** 2
+        squares = (second - 2 * along / count + norms / count / count) * (count / (count - 1)) ** 2
 
         def jackknife(values):
             spread = jnp.sum(jnp.square(values - jnp.mean(values)))

@@ -817,6 +817,56 @@ def test_weights_of_ragged_batches():
     assert np.max(np.abs(flat_matrix(equal) - truth)) > 1e-3
 
 
+def test_derivative_beside_padding_that_holds_nan():
+    """NaN of a batch of weight 0 reaches neither the value nor its derivatives."""
+
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(params) * batch) ** 2)
+
+    batches = jnp.linspace(1, 2, 12).reshape(3, 4)
+
+    def value(params, batches, **weights):
+        operator = curvature.hessian(loss, params, batches=batches, **weights)
+        return tr.trace(jr.key(0), operator, 4).value
+
+    params = jnp.linspace(-0.5, 0.5, 4)
+    expected, slope = jax.value_and_grad(value)(params, batches[:2])
+    # (First, too: what stands in for the padding is not the first batch.)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        padded = batches.at[2].set(jnp.nan)[jnp.array(order)]
+        weights = jnp.array([1.0, 1.0, 0.0])[jnp.array(order)]
+        found, gradient = jax.value_and_grad(value)(params, padded, weights=weights)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        np.testing.assert_allclose(gradient, slope, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_means_of_many_batches_in_half_precision(dtype):
+    """A sum of 3000 terms in half precision ceases to grow at 256, or 2048; large weights overflow
+    in float16.
+    """
+
+    def loss(params, batch):
+        return 0.5 * jnp.sum(params * params * batch)
+
+    def model(params, batch):
+        return params * jnp.sqrt(batch)
+
+    params, batches = jnp.ones(4, dtype), jnp.ones((3000, 4), dtype)
+    half = 0.5 * jnp.ones((), dtype)
+    for operator in (
+        curvature.hessian(loss, params, batches=batches),
+        curvature.hessian(loss, params, batches=batches[:10], weights=jnp.full(10, 1e5)),
+        curvature.hessian(loss, params, batches=batches[:10], weights=jnp.full(10, 1e38)),
+        curvature.gauss_newton(model, lambda y, _: half * jnp.sum(y * y), params, batches=batches),
+        curvature.jacobian_gram(model, params, batches=batches),
+    ):
+        np.testing.assert_array_equal(tr.trace(jr.key(0), operator, 4).value, 4)
+        form = operator.quadratic_form(params)
+        assert form.dtype == dtype
+        np.testing.assert_array_equal(form, 4)
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_model_and_loss_with_arguments_of_their_own(batched):
     def model(params, inputs):
@@ -957,6 +1007,33 @@ def test_noise_scale_is_unbiased_and_its_errors_are_right():
         assert abs(value.mean() - truth) < 4 * deviation / np.sqrt(2000)
         # (The standard deviation of 2000 deviations is known to 1/sqrt(4000), 1.6 %.)
         assert 0.9 < np.sqrt(np.mean(error**2)) / deviation < 1.15
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_noise_scale_in_half_precision(dtype):
+    """Sums over 5000 examples, and squares of gradients of 300, in float32: as with gradients that
+    are float32 to begin with.
+    """
+    examples = (300 + 300 * jr.normal(jr.key(0), (5000, 2))).astype(dtype)
+    found, expected = (
+        curvature.noise_scale(lambda p, x: jnp.sum(p * x), jnp.ones(2, kind), examples.astype(kind))
+        for kind in (dtype, jnp.float32)
+    )
+    for name in ("trace", "square", "scale", "trace_std_err", "square_std_err", "scale_std_err"):
+        assert getattr(found, name).dtype == jnp.float32
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0.02)
+
+
+def test_noise_scale_of_many_examples():
+    """The square of their number is no 32-bit integer."""
+    with jax.enable_x64(False):
+        examples = 1 + jr.normal(jr.key(0), (50_000, 1))
+        noise = curvature.noise_scale(
+            lambda p, x: jnp.sum(p * x), jnp.ones(1), examples, batch_size=5000
+        )
+    np.testing.assert_allclose(noise.trace, np.var(np.asarray(examples), ddof=1), rtol=1e-4)
+    # |G|^2 = (mean)^2, whose standard error is 2 sigma |G| / sqrt(N).
+    np.testing.assert_allclose(noise.square_std_err, 2 / np.sqrt(50_000), rtol=0.05)
 
 
 def test_noise_without_a_mean():

@@ -5,9 +5,11 @@ GPU, no TF32), and promotion of dtypes and ranks.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -28,6 +30,16 @@ def matmul(a: Array, b: Array) -> Array:
 
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def at_least_single(dtype: Any) -> np.dtype:
+    """The dtype, or float32 in place of half precision, in which sums of many terms cease to grow.
+
+    **Arguments:**
+
+    - `dtype`: a floating or complex dtype.
+    """
+    return np.dtype(dtype if jnp.finfo(dtype).bits >= 32 else np.float32)
 
 
 @contextmanager

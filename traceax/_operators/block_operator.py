@@ -13,7 +13,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
-from .._core.precision import any_promotion
+from .._core.precision import any_promotion, at_least_single
 from .._core.programs import (
     NOTHING,
     TRACERS,
@@ -244,8 +244,7 @@ class BlockOperator:
         self.n = operator.in_size()
         dtypes = _leaf_dtypes(operator) or [jax.dtypes.canonicalize_dtype(float)]
         with any_promotion():
-            widest = jnp.result_type(*dtypes)
-            self.dtype = np.dtype(jnp.promote_types(widest, jnp.float32))
+            self.dtype = at_least_single(jnp.result_type(*dtypes))
         self.eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         # A product by a difference of gradients, say, is less precise.
         self.eps = max(self.eps, getattr(self._untagged(), "precision", None) or 0.0)

@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
+from .._core.precision import at_least_single
 from .._core.programs import Static, closed_function
 from .unstructured import register_unstructured
 
@@ -90,6 +91,15 @@ class CurvatureOperator(lx.AbstractLinearOperator):
         if self.batches is None:
             return fn(self.params, (jnp.asarray(0), None), vector, arrays)
         count = jtu.tree_leaves(self.batches)[0].shape[0]
+        indexed = (jnp.arange(count), self.batches)
+        first = jtu.tree_map(lambda x: x[0], indexed)
+        if self.weights is None:
+            shares, counted = jnp.ones(count), first
+        else:
+            # Divided first by the largest, because the sum may overflow.
+            shares = self.weights / lax.stop_gradient(jnp.max(jnp.abs(self.weights)))
+            shares = count * shares / jnp.sum(shares)
+            counted = jtu.tree_map(lambda x: x[jnp.argmax(self.weights != 0)], indexed)
 
         # Reverse mode evaluates a batch again, rather than keeping the activations of all batches.
         @jax.checkpoint
@@ -97,23 +107,23 @@ class CurvatureOperator(lx.AbstractLinearOperator):
             return fn(self.params, indexed, vector, arrays)
 
         def add(total, each):
-            indexed, weight = each
+            indexed, share = each
+            if self.weights is not None:
+                # A batch of weight 0 may be padding, of which even NaN does not count. It is not
+                # even evaluated, since the derivative there would be NaN times 0.
+                indexed = jtu.tree_map(lambda x, y: jnp.where(share == 0, y, x), indexed, counted)
 
             def added(total, x):
-                # A batch of weight 0 may be padding, of which even NaN does not count.
-                if self.weights is not None:
-                    x = jnp.where(weight == 0, 0, weight.astype(x.dtype) * x)
-                return total + x
+                x = x.astype(total.dtype)
+                return total + (x if self.weights is None else share.astype(x.dtype) * x)
 
             return jtu.tree_map(added, total, one_batch(indexed)), None
 
-        indexed = (jnp.arange(count), self.batches)
-        first = jtu.tree_map(lambda x: x[0], indexed)
-        zero = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one_batch, first))
-        weights = jnp.ones(count) if self.weights is None else self.weights
-        total, _ = lax.scan(add, zero, (indexed, weights))
-        whole = count if self.weights is None else jnp.sum(weights)
-        return jtu.tree_map(lambda x: x / jnp.asarray(whole, x.dtype), total)
+        # A sum of many terms in half precision ceases to grow.
+        structure = jax.eval_shape(one_batch, first)
+        zero = jtu.tree_map(lambda x: jnp.zeros(x.shape, at_least_single(x.dtype)), structure)
+        total, _ = lax.scan(add, zero, (indexed, shares))
+        return jtu.tree_map(lambda x, like: (x / count).astype(like.dtype), total, structure)
 
     def _function(self) -> lx.FunctionLinearOperator:
         return lx.FunctionLinearOperator(self.mv, self.in_structure(), self.tags)
@@ -282,7 +292,7 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
     """
 
     def norm(tree):
-        leaves = [jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)) for x in tree]
+        leaves = [x.astype(at_least_single(x.dtype)) for x in tree]
         return jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in leaves)) * unit
 
     leaves, vectors = jtu.tree_leaves(params), jtu.tree_leaves(vector)

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact, Int32
 
+from .._core.precision import at_least_single
+
 # The longest unrolled loop. A longer one takes more time to compile, and hardly less for a product.
 _MAX_WIDTH = 48
 # The cost of adding the sum of a chunk to its row, in multiplications (measured on two cores).
@@ -183,7 +185,7 @@ def row_product(
     The product, in the dtype of `data`. Half precision is accumulated in float32.
     """
     dtype = data.dtype
-    accumulate = jnp.dtype("float32") if jnp.finfo(dtype).bits < 32 else dtype
+    accumulate = at_least_single(dtype)
     vector = vector.astype(accumulate)
     values = (
         data.astype(accumulate)
