@@ -866,6 +866,18 @@ def test_means_of_many_batches_in_half_precision(dtype):
         assert form.dtype == dtype
         np.testing.assert_array_equal(form, 4)
 
+    # The derivative is a sum over the batches, too.
+    def value(params, batches):
+        operator = curvature.hessian(
+            lambda params, batch: jnp.sum(jnp.sin(params) * batch), params, batches=batches
+        )
+        return tr.trace(jr.key(0), operator, 4).value
+
+    gradient = jax.grad(value)(params, batches)
+    assert gradient.dtype == dtype
+    # -cos(1), to the rounding of the function itself.
+    np.testing.assert_allclose(gradient.astype(float), -np.cos(1), rtol=0.02)
+
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_model_and_loss_with_arguments_of_their_own(batched):

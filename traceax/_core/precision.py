@@ -2,13 +2,14 @@
 GPU, no TF32), and promotion of dtypes and ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jaxtyping import Array
@@ -40,6 +41,29 @@ def at_least_single(dtype: Any) -> np.dtype:
     - `dtype`: a floating or complex dtype.
     """
     return np.dtype(dtype if jnp.finfo(dtype).bits >= 32 else np.float32)
+
+
+def widened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A tree with float32 in place of half precision, and a function that undoes this.
+
+    What a loop reads of a tree that is widened outside of the loop, and narrowed inside, is the
+    same; but in reverse mode the cotangents of its steps are added in float32. (In half precision a
+    sum of many terms ceases to grow.)
+
+    **Arguments:**
+
+    - `tree`: a PyTree.
+    """
+
+    def is_narrow(x):
+        floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return floating and at_least_single(x.dtype) != x.dtype
+
+    def narrow(wide):
+        return jtu.tree_map(lambda x, like: x if like is False else x.astype(like), wide, dtypes)
+
+    dtypes = jtu.tree_map(lambda x: x.dtype if is_narrow(x) else False, tree)
+    return jtu.tree_map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, tree), narrow
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._core.precision import at_least_single
+from .._core.precision import at_least_single, widened
 from .._core.programs import Static, closed_function
 from .unstructured import register_unstructured
 
@@ -101,10 +101,13 @@ class CurvatureOperator(lx.AbstractLinearOperator):
             shares = count * shares / jnp.sum(shares)
             counted = jtu.tree_map(lambda x: x[jnp.argmax(self.weights != 0)], indexed)
 
+        wide, narrow = widened((self.params, vector, arrays))
+
         # Reverse mode evaluates a batch again, rather than keeping the activations of all batches.
         @jax.checkpoint
         def one_batch(indexed):
-            return fn(self.params, indexed, vector, arrays)
+            params, vector, arrays = narrow(wide)
+            return fn(params, indexed, vector, arrays)
 
         def add(total, each):
             indexed, share = each
