@@ -31,6 +31,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
+from ._core.counts import checked_count
 from ._core.precision import at_least_single
 from ._core.programs import TRACERS, holds
 from ._operators.curvature import (
@@ -235,11 +236,7 @@ def fisher(
             "A Monte Carlo Fisher matrix needs both `sample` and `key`, the empirical one neither; "
             f"got a sample of type {type(sample).__name__} and a key of type {type(key).__name__}."
         )
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-        raise ValueError(
-            f"num_samples (draws for each example) must be a positive Python int, got "
-            f"{num_samples!r}."
-        )
+    num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
     def values(params, *data):
         out = check_arrays("log_likelihood", log_likelihood(params, *data))

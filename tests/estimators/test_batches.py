@@ -188,5 +188,5 @@ def test_every_estimator_has_a_batch_size(estimator):
     assert estimator().batch_size is None
     assert estimator(batch_size=3).batch_size == 3
     for size in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="batch_size must be a positive Python int"):
+        with pytest.raises(ValueError, match="must be an int of at least 1, or None"):
             estimator(batch_size=size)

@@ -15,6 +15,7 @@ import numpy as np
 from equinox import AbstractVar
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
+from .._core.counts import checked_count
 from .._core.estimate import (
     NONFINITE,
     NOT_CONVERGED,
@@ -27,7 +28,7 @@ from .._core.estimate import (
 from .._core.primitive import Primitive, bind, trace_p
 from .._operators.block_operator import as_operator
 from .._operators.known_parts import KnownParts
-from .._operators.width import check_batch_size, in_batches
+from .._operators.width import in_batches
 from .._sketch.weights import AbstractWeights
 from .block_means import block_means
 from .exact import exact
@@ -58,7 +59,8 @@ class AbstractEstimator(eqx.Module):
     batch_size = None
 
     def __check_init__(self):
-        check_batch_size(self.batch_size)
+        name = "batch_size (vectors multiplied at once)"
+        checked_count(self.batch_size, name, none="as many as fit into a block")
 
     @property
     def label(self) -> str:

@@ -16,6 +16,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
+from .._core.counts import checked_count
 from .._core.estimate import Estimate, make_estimate
 from .._core.precision import any_promotion
 from .._core.primitive import eigenpairs_p
@@ -204,12 +205,6 @@ def _start_vector(start: Any, block: BlockOperator) -> Array:
         return vector / jnp.where(usable, jnp.linalg.norm(vector), 1)
 
 
-def _check_count(name: str, value: Any, least: int, why: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a Python int of at least {least} ({why}), got {value!r}.")
-    return value
-
-
 def eigenpairs(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
@@ -290,16 +285,16 @@ def eigenpairs(
         raise ValueError(f"which must be one of 'LA', 'SA', 'LM' and 'BE', got {which!r}.")
     block = BlockOperator(operator)
     n = block.n
-    num = _check_count("num", num, 1, "how many pairs")
+    num = checked_count(num, "num (of pairs)")
     if num > n:
         raise ValueError(
             f"num={num} pairs of an operator with {n} rows are too many: give num <= {n}."
         )
     if basis_size is None:
         basis_size = max(2 * num + 16, min(_LARGEST_BASIS, BLOCK_LIMIT // n))
-    basis_size = _check_count("basis_size", basis_size, num + 2, "num + 2 vectors")
+    size = checked_count(basis_size, "basis_size (vectors, two more than pairs)", num + 2)
     vector = None if start is None else _start_vector(start, block)
-    estimator = EigenpairsEstimator(vector, num, which, basis_size)
+    estimator = EigenpairsEstimator(vector, num, which, size)
     k = check_budget(k, num, n, "`eigenpairs`")
     solution = solve(eigenpairs_p, key, operator, k, estimator, throw=throw)
     vectors, residuals, bounds = lax.stop_gradient(solution.state)

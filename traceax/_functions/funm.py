@@ -61,6 +61,7 @@ import numpy as np
 from equinox import AbstractVar
 from jaxtyping import Array, Inexact, Real
 
+from .._core.counts import checked_count
 from .._core.estimate import NONFINITE, OUTSIDE_DOMAIN, if_wanted, rounding_of, scale_of, status_of
 from .._core.precision import any_promotion, einsum
 from .._estimators.estimator import AbstractEstimator
@@ -87,20 +88,15 @@ def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
         )
 
 
-def check_num_steps(num_steps: Any, k: int) -> None:
-    """Raise unless this is None or a Python int with `1 <= num_steps <= k`."""
-    if num_steps is None:
-        return
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int):
-        raise TypeError(
-            "num_steps must be a Python int, or None to have it chosen from the budget, got "
-            f"{num_steps!r}."
-        )
-    if not 1 <= num_steps <= k:
+def checked_num_steps(num_steps: Any, k: int) -> int | None:
+    """None, or a Python int with `1 <= num_steps <= k`; anything else raises a `ValueError`."""
+    steps = checked_count(num_steps, "num_steps", none="it is chosen from the budget")
+    if steps is not None and steps > k:
         raise ValueError(
-            f"num_steps must be at least 1 and at most the budget k={k} (one probe takes that many "
-            f"matvecs), got {num_steps}."
+            f"num_steps must be at most the budget k={k} (one probe takes that many matvecs), got "
+            f"{steps}."
         )
+    return steps
 
 
 def plan(k: int, num_steps: int | None) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
@@ -88,7 +89,7 @@ def schatten_norm(
 
 
 def _exponent(p: Any) -> float:
-    if isinstance(p, bool) or not isinstance(p, int | float):
+    if isinstance(p, bool | np.bool_) or not isinstance(p, int | float | np.integer | np.floating):
         raise TypeError(
             f"The exponent p of a Schatten norm must be a Python number, got {type(p).__name__}. "
             "Give 1 for the nuclear norm."

@@ -26,7 +26,7 @@ from .funm import (
     QuadratureEstimator,
     check_function,
     check_hermitian,
-    check_num_steps,
+    checked_num_steps,
     hoist_function,
     mean_and_error,
     plan,
@@ -131,9 +131,9 @@ def spectral_sum(
     **Raises:**
 
     - `TypeError`: for complex shifts, for a function that cannot take the complex numbers that an
-        operator asks for, and for a key, function, operator, `k` or `num_steps` of the wrong type.
+        operator asks for, and for a key, function, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square, or with `shifts` not tagged Hermitian,
-        `k < 1`, a `num_steps` that is not between 1 and `k`, or a function that does not return a
+        `k < 1`, a `num_steps` that is no int from 1 to `k`, or a function that does not return a
         scalar.
     - `NotImplementedError`: for a third derivative, for a second one with several shifts, and for a
         second one if the operator is not Hermitian.
@@ -151,7 +151,7 @@ def spectral_sum(
     operator = as_operator(operator)
     dtype = _real_dtype(operator)
     budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
-    check_num_steps(num_steps, int(k))
+    num_steps = checked_num_steps(num_steps, int(k))
     estimator: AbstractEstimator
     if shifts is None and not is_hermitian(operator):
         function = hoist_function(fn, np.result_type(dtype, np.complex64))
@@ -240,7 +240,7 @@ def spectral_density(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or `num_steps` of the wrong type.
+    - `TypeError`: for a key, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, a
         `num_steps` that is not between 1 and `k`, or no `width` for a grid of a single point.
     - `NotImplementedError`: for a second derivative.
@@ -253,7 +253,7 @@ def spectral_density(
     operator = as_operator(operator)
     dtype, n = _real_dtype(operator), operator.in_size()
     budget = check_budget(k, 1, n, "A spectral density")
-    check_num_steps(num_steps, int(k))
+    num_steps = checked_num_steps(num_steps, int(k))
     points = jnp.asarray(grid).astype(dtype)
     if width is None:
         if points.size < 2:
@@ -440,7 +440,7 @@ def eigenvalue_count(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or `num_steps` of the wrong type.
+    - `TypeError`: for a key, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, or a
         `num_steps` that is not between 1 and `k`.
 
@@ -452,7 +452,7 @@ def eigenvalue_count(
     operator = as_operator(operator)
     dtype = _real_dtype(operator)
     budget = check_budget(k, 1, operator.in_size(), "An eigenvalue count")
-    check_num_steps(num_steps, int(k))
+    num_steps = checked_num_steps(num_steps, int(k))
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
     return solve_pair(
         eigenvalue_count_p, key, operator, budget, CountEstimator(lower, upper, num_steps), throw

@@ -4,7 +4,7 @@
 
 import abc
 import math
-from typing import Any, final
+from typing import final
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
+from .._core.counts import checked_count
 from .._core.precision import any_promotion
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
@@ -25,12 +26,8 @@ from .._sketch.low_rank import BuiltPreconditioner, nystrom_of
 from .growing_columns import GrowingColumns
 
 
-def _check_rank(rank: Any) -> None:
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise ValueError(
-            "rank must be a positive Python int, or None to have it chosen from the budget, got "
-            f"{rank!r}."
-        )
+def _checked_rank(rank: int | None) -> int | None:
+    return checked_count(rank, "rank", none="it is chosen from the budget")
 
 
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -166,10 +163,7 @@ class NystromPreconditioner(AbstractPreconditioner):
         arXiv:2110.02820, doi:10.1137/21M1466244.
     """
 
-    rank: int | None = eqx.field(default=None, static=True)
-
-    def __check_init__(self):
-        _check_rank(self.rank)
+    rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)
 
     def check(self, operator):
         """Accept every operator."""
@@ -216,11 +210,8 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
         arXiv:2410.03969.
     """
 
-    rank: int | None = eqx.field(default=None, static=True)
+    rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)
     diagonal: Real[Array, " n"] | None = None
-
-    def __check_init__(self):
-        _check_rank(self.rank)
 
     def check(self, operator):
         """See `AbstractPreconditioner`."""

@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
+from .._core.counts import checked_count
 from .._core.precision import matmul
 from .._core.programs import NOTHING, holds
 from .unstructured import register_unstructured
@@ -166,14 +167,10 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
                 "A kernel must be a function of two points that returns a number, got a "
                 f"{type(kernel).__name__}. Wrap a matrix in `lineax.MatrixLinearOperator(matrix)`."
             )
-        if block_size is not None and (
-            isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1
-        ):
-            raise ValueError(
-                "block_size must be a positive Python int (rows evaluated at once) or None, got "
-                f"{block_size!r}."
-            )
-        self.x, self.block_size = _inputs(x), block_size
+        self.x = _inputs(x)
+        self.block_size = checked_count(
+            block_size, "block_size (rows evaluated at once)", none="it is chosen from n"
+        )
         rows = (1,) if batched else ()
         pair = _point(self.x, rows), _point(self.x, rows)
         value = jax.eval_shape(kernel, *pair)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +38,6 @@ STORED = (
 def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
     """How many vectors of size `n` to multiply at once: `wanted`, or what the limit allows."""
     return max(1, min(wanted, limit // max(n, 1)))
-
-
-def check_batch_size(size: Any) -> None:
-    """Refuse a number of vectors to multiply at once that is not a positive Python int or None."""
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(
-            f"batch_size must be a positive Python int (vectors multiplied at once) or None, "
-            f"got {size!r}."
-        )
 
 
 @final

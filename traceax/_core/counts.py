@@ -1,0 +1,33 @@
+"""Numbers of things that a user gives, other than budgets."""
+
+import operator as op
+from typing import Any, cast
+
+import numpy as np
+
+
+def checked_count(value: Any, name: str, least: int = 1, none: str | None = None) -> Any:
+    """A number of things as a Python int, or None where that is allowed; any integer is one but for
+    a bool.
+
+    **Arguments:**
+
+    - `value`: what the user gave.
+    - `name`: the name of the argument, and what it counts.
+    - `least`: the smallest number that makes sense.
+    - `none`: what None stands for, if None is allowed.
+
+    **Raises:**
+
+    - `ValueError`: for anything else.
+    """
+    if value is None and none is not None:
+        return None
+    try:
+        count = None if isinstance(value, bool | np.bool_) else op.index(cast(Any, value))
+    except TypeError:  # no integer
+        count = None
+    if count is None or count < least:
+        alternative = "" if none is None else f", or None ({none})"
+        raise ValueError(f"{name} must be an int of at least {least}{alternative}, got {value!r}.")
+    return count
