@@ -57,8 +57,8 @@ def no_pivots(diagonal: Real[Array, " n"], rank: int, block: int, dtype: Any) ->
 
 
 def rows_of(indices: Int[Array, " b"], n: int) -> Bool[Array, "n b"]:
-    """Where the unit vectors of these indices are 1. (A `where` compiles in a fraction of the time
-    of a scatter, and is fused with what follows.)
+    """Where the unit vectors of these indices are 1. (A `where` is fused with what follows, and
+    compiles with it; a scatter is not.)
     """
     return jnp.arange(n, dtype=indices.dtype)[:, None] == indices
 
@@ -152,7 +152,7 @@ def pivoted_cholesky(
         keys = split(numbered(key, state.columns // block))
         to_draw, to_accept = jax.vmap(uniforms)(keys)
         below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
-        # Comparisons with all compile in a tenth of the time of a bisection.
+        # Comparisons with all of them compile in less time than a bisection.
         found = jnp.searchsorted(below, to_draw * below[-1], side="right", method="compare_all")
         pivots = jnp.minimum(found, n - 1)
         known = matmul(adjoint(state.rows[:, pivots]), state.rows).T
