@@ -395,13 +395,14 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
         ) from None
     if budget < 1:
         raise ValueError(f"The budget {argument} must be at least 1 matvec, got {budget}.")
-    if budget < min(smallest, n):
+    least = min(smallest, n)
+    if budget < least:
         warnings.warn(
-            f"{name} needs at least {smallest} matvecs, got {argument}={budget}: {argument} was "
-            f"raised to {min(smallest, n)}.",
+            f"{name} needs at least {least} matvecs, got {argument}={budget}: {argument} was "
+            f"raised to {least}.",
             stacklevel=_level_of_caller(),
         )
-    return min(max(budget, smallest), n)
+    return min(max(budget, least), n)
 
 
 _FAILURES: dict[int, Any] = {

@@ -74,7 +74,7 @@ from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .frechet import Bend
 from .nodes import Function, divided_differences, on_nodes, within_tag
-from .quadrature_error import with_quadrature_error
+from .quadrature_error import entries_status, with_quadrature_error
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -436,6 +436,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         nodes, weights, values, s = nodes[:p], weights[:p], values[:p], vectors[:p]
         value, std_err, dof = mean_and_error(weights, values, n, block.eps, is_complex)
         status = status_with_domain(krylov.status, weights, values)
+        status = entries_status(value, error, std_err, status)
 
         def fixed():
             core = derivative_core(self.fn, nodes, s) * (n / p)

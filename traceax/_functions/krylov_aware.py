@@ -84,7 +84,7 @@ from .funm import (
     weighted,
 )
 from .nodes import Function, divided_differences, on_nodes, within_tag
-from .quadrature_error import with_quadrature_error
+from .quadrature_error import entries_status, with_quadrature_error
 
 #: The smallest budget that is worth a block.
 LEAST = 24
@@ -395,6 +395,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
 
         pair = measures.traces[j], missed[j], std_err, dof[j]
         value, error, std_err, dof = (x.reshape(shape) for x in pair)
+        status = entries_status(value, error, std_err, status)
         spent = sizes.pilot + space.vectors * space.steps
         estimate = with_quadrature_error(value, error, std_err, spent, dof, status)
         return estimate, if_wanted(fixed)

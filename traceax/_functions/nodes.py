@@ -34,8 +34,15 @@ def within_tag(operator: lx.AbstractLinearOperator, nodes: Array, eps: float) ->
     sign = semidefinite_sign(operator)
     if sign == 0:
         return nodes
-    rounding = 16 * eps * math.sqrt(operator.in_size()) * jnp.max(jnp.abs(nodes))
+    rounding = rounding_of_nodes(operator, nodes, eps)
     return jnp.where((sign * nodes < 0) & (jnp.abs(nodes) <= rounding), 0, nodes)
+
+
+def rounding_of_nodes(
+    operator: lx.AbstractLinearOperator, nodes: Array, eps: float
+) -> Real[Array, ""]:
+    """How far rounding errors may move eigenvalues or Ritz values."""
+    return 16 * eps * math.sqrt(operator.in_size()) * jnp.max(jnp.abs(nodes))
 
 
 def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:

@@ -67,7 +67,7 @@ from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
 from .funm import degrees_of_freedom, plan, status_with_domain, truncation_error
 from .nodes import Function, on_nodes, slope_of
-from .quadrature_error import with_quadrature_error
+from .quadrature_error import entries_status, with_quadrature_error
 
 
 @final
@@ -148,6 +148,7 @@ class ArnoldiEstimator(AbstractEstimator):
             u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
             return NonHermitianWeights(u, probes, theta.reshape(-1), w.reshape(-1) * (n / p))
 
+        status = entries_status(jnp.abs(value), error, std_err, status)
         estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
         return estimate, if_wanted(fixed)
 

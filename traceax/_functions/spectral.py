@@ -33,7 +33,7 @@ from .funm import (
     spectrum,
 )
 from .krylov_aware import LEAST, KrylovAwareEstimator
-from .nodes import Function, on_nodes, within_tag
+from .nodes import Function, on_nodes, rounding_of_nodes, within_tag
 from .non_hermitian import ArnoldiEstimator
 from .quadrature_error import solve_pair, with_quadrature_error
 
@@ -127,6 +127,8 @@ def spectral_sum(
     is not Hermitian and `fn` has complex values for real numbers. If f is not finite at a Ritz
     value (for any of the shifts), or if a value that should be real is not, as for the logarithm
     of a real matrix with negative eigenvalues, the result is `outside_domain` and the value NaN.
+    It is `not_converged`, with the best estimate, if the quadrature error exceeds four standard
+    errors and 5 % of the value (for all shifts together).
 
     **Raises:**
 
@@ -378,8 +380,13 @@ class CountEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, "An eigenvalue count")
 
-    def _inside(self, nodes: Array) -> Array:
-        return ((nodes >= self.lower) & (nodes <= self.upper)).astype(nodes.dtype)
+    def _ends(self, operator, nodes: Array, eps: float) -> tuple[Array, Array, Array]:
+        """The ends of the interval, which is longer by what rounding may have done to the nodes,
+        and which nodes are that close to an end: the closed interval may hold them or not.
+        """
+        rounding = rounding_of_nodes(operator, nodes, eps)
+        near = [jnp.abs(nodes - end) <= rounding for end in (self.lower, self.upper)]
+        return self.lower - rounding, self.upper + rounding, near[0] | near[1]
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
@@ -389,12 +396,15 @@ class CountEstimator(AbstractEstimator):
         krylov = lanczos(block.mm, probes, q, block.eps)
         nodes, weights, _ = quadrature(krylov)
         nodes = within_tag(operator, nodes, block.eps)
-        inside, is_complex = self._inside(nodes), jnp.iscomplexobj(probes)
+        lower, upper, near = self._ends(operator, nodes, block.eps)
+        inside = ((nodes >= lower) & (nodes <= upper)).astype(nodes.dtype)
+        is_complex = jnp.iscomplexobj(probes)
         value, std_err, dof = mean_and_error(weights, inside, n, block.eps, is_complex)
-        errors = _edge_error(weights, nodes < self.lower)
-        errors = errors + _edge_error(weights, nodes <= self.upper)
+        errors = _edge_error(weights, nodes < lower)
+        errors = errors + _edge_error(weights, nodes <= upper)
         # In an invariant Krylov space the quadrature is exact.
         errors = jnp.where(krylov.exhausted, 0, errors)
+        errors = errors + jnp.sum(jnp.where(near, weights, 0), axis=1)
         status = krylov.status
         error = n * jnp.mean(errors)
         return with_quadrature_error(value, error, std_err, p * q, dof, status), _NoWeights()
@@ -402,9 +412,12 @@ class CountEstimator(AbstractEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         nodes, _, status = spectrum(operator)
-        value = jnp.sum(self._inside(nodes))
-        zero = jnp.zeros_like(value)
-        return with_quadrature_error(value, zero, zero, nodes.size, 0, status), _NoWeights()
+        lower, upper, near = self._ends(operator, nodes, BlockOperator(operator).eps)
+        value, error = (
+            jnp.sum(x.astype(nodes.dtype)) for x in ((nodes >= lower) & (nodes <= upper), near)
+        )
+        none = jnp.zeros_like(value)
+        return with_quadrature_error(value, error, none, nodes.size, 0, status), _NoWeights()
 
 
 def eigenvalue_count(
@@ -422,7 +435,9 @@ def eigenvalue_count(
     This is the spectral sum of a function that is 1 in the interval and 0 elsewhere; see
     [`traceax.spectral_sum`][] for the errors and the cost. The `quadrature_error` is a bound, by
     the inequalities of Chebyshev, Markov and Stieltjes, and falls only like `n / num_steps`: a
-    count is accurate where few eigenvalues lie near `a` and `b`. The derivative of a count is 0.
+    count is accurate where few eigenvalues lie near `a` and `b`. Eigenvalues that are as close to
+    `a` or `b` as rounding errors are counted, and the `quadrature_error` contains their number. The
+    derivative of a count is 0.
 
     **Arguments:**
 

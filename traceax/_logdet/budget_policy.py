@@ -381,7 +381,7 @@ def _for_both(block, built, probes, plans, which) -> tuple[Any, Any, Int[Array, 
     return first, last, which
 
 
-def policy_of(preconditioner: Any, operator: Any = None) -> BudgetPolicy:
+def policy_of(preconditioner: Any, operator: lx.AbstractLinearOperator) -> BudgetPolicy:
     """The policy for the user's `preconditioner`. A `TypeError` is raised unless that is "auto", a
     way to build one, or None.
     """

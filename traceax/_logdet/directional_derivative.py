@@ -207,7 +207,7 @@ def logdet_directional_derivative(
 
     operator, direction = eqx.filter_jvp(hoisted, tuple(primals), tuple(tangents))
     direction = lx.TangentLinearOperator(operator, direction)
-    policy = policy_of(preconditioner)
+    policy = policy_of(preconditioner, operator)
     k = budget_or_all(operator, k, fallback if policy.auto else None)
     estimator = DerivativeEstimator(direction, policy)
     return solve(logdet_derivative_p, key, operator, k, estimator)
