@@ -277,7 +277,7 @@ def test_integer_probes_of_continuous_distributions(sampler):
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.5, "8"])
 def test_batch_size_that_is_no_positive_integer(size):
-    with pytest.raises(ValueError, match=says("batch_size", "positive Python int", repr(size))):
+    with pytest.raises(ValueError, match=says("batch_size", "int of at least 1", repr(size))):
         tr.HutchinsonEstimator(batch_size=size)
 
 
