@@ -32,7 +32,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
-from ._core.precision import at_least_single
+from ._core.precision import widened
 from ._core.programs import TRACERS, holds
 from ._operators.curvature import (
     CurvatureOperator as CurvatureOperator,
@@ -635,7 +635,7 @@ def noise_scale(
         return check_scalar("The loss", loss(eqx.combine(moving, constant), example, *args))
 
     def wide(tree):  # sums of many terms in half precision cease to grow, and squares overflow
-        return jtu.tree_map(lambda x: x.astype(at_least_single(x.dtype)), tree)
+        return widened(tree)[0]
 
     def dot(a, b):
         pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)

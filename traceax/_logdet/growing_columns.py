@@ -18,6 +18,7 @@ then an indefinite matrix may have large columns.)
 
 import jax.numpy as jnp
 import lineax as lx
+from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL, WRONG_DIAGONAL
@@ -94,6 +95,7 @@ class GrowingColumns:
         ends = jnp.arange(m + 1) * n // m
         # There are fewer rounds of pivots than rows, so that no other key has this number.
         places = uniform(numbered(self._key, n), (m,), 1, jnp.result_type(float))[0]
+        places = lax.optimization_barrier(places)  # see `_probes.random`
         steps = (places * (ends[1:] - ends[:-1]).astype(places.dtype)).astype(ends.dtype)
         chosen = jnp.minimum(ends[:-1] + steps, ends[1:] - 1)
         found = self._read(chosen)

@@ -150,24 +150,6 @@ def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... 
     return unpacked.reshape(*outer, rows[-1] * 32, k)[..., :last, :].reshape(*shape, k)
 
 
-def _uniform(
-    key: PRNGKeyArray,
-    shape: tuple[int, ...],
-    k: int,
-    dtype: np.dtype,
-    lowest: float = 0.0,
-    highest: float = 1.0,
-) -> Float[Array, "k ..."]:
-    """As `uniform`, to be fused with what follows."""
-    info, real = jnp.finfo(dtype), dtype.type
-    words = bits(key, shape, k, info.bits)
-    # Random bits for the mantissa, with the exponent of 1: uniform in [1, 2).
-    mantissas = words >> words.dtype.type(info.bits - info.nmant)
-    from_1 = lax.bitcast_convert_type(mantissas | real(1).view(words.dtype), dtype)
-    lowest, highest = real(lowest), real(highest)
-    return jnp.maximum(lowest, (from_1 - real(1)) * (highest - lowest) + lowest)
-
-
 def uniform(
     key: PRNGKeyArray,
     shape: tuple[int, ...],
@@ -187,7 +169,13 @@ def uniform(
 
     An array of shape `(k, *shape)`.
     """
-    return lax.optimization_barrier(_uniform(key, shape, k, dtype, lowest, highest))
+    info, real = jnp.finfo(dtype), dtype.type
+    words = bits(key, shape, k, info.bits)
+    # Random bits for the mantissa, with the exponent of 1: uniform in [1, 2).
+    mantissas = words >> words.dtype.type(info.bits - info.nmant)
+    from_1 = lax.bitcast_convert_type(mantissas | real(1).view(words.dtype), dtype)
+    lowest, highest = real(lowest), real(highest)
+    return jnp.maximum(lowest, (from_1 - real(1)) * (highest - lowest) + lowest)
 
 
 def normal(
@@ -209,5 +197,5 @@ def normal(
     wide = dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
     real = wide.type
     lowest = np.nextafter(real(-1), real(0))
-    numbers = real(np.sqrt(2)) * lax.erf_inv(_uniform(key, shape, k, wide, float(lowest)))
+    numbers = real(np.sqrt(2)) * lax.erf_inv(uniform(key, shape, k, wide, float(lowest)))
     return lax.optimization_barrier(numbers.astype(dtype))

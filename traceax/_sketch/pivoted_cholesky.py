@@ -150,7 +150,8 @@ def pivoted_cholesky(
     def step(state: PivotedCholesky) -> PivotedCholesky:
         least = least_of(state)
         keys = split(numbered(key, state.columns // block))
-        to_draw, to_accept = jax.vmap(uniforms)(keys)
+        # Without a barrier each use would compute them anew, see `_probes.random`.
+        to_draw, to_accept = lax.optimization_barrier(jax.vmap(uniforms)(keys))
         below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
         # Comparisons with all of them compile in less time than a bisection.
         found = jnp.searchsorted(below, to_draw * below[-1], side="right", method="compare_all")
