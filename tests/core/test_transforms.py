@@ -30,6 +30,7 @@ import traceax as tr
 
 from ..helpers import (
     PSD,
+    by_products,
     keys,
     register_tags,
     variant,
@@ -139,6 +140,19 @@ def test_disabled_jit_equals_jit(name):
         eager = solve(name, PARAMS, KEYS[0])
     close(eager.value, solve(name, PARAMS, KEYS[0]).value)
     close(eager.std_err, solve(name, PARAMS, KEYS[0]).std_err, rtol=1e-8)
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("fn", [tr.spectral_sum, tr.spectral_diagonal])
+def test_disabled_jit_equals_jit_with_recurrences(fn):
+    operator = by_products(dense(PARAMS) + dense(PARAMS).T, lx.symmetric_tag)
+
+    def solve(key):
+        return fn(key, jnp.tanh, operator, 24).value
+
+    with jax.disable_jit():
+        eager = solve(KEYS[0])
+    close(eager, solve(KEYS[0]), rtol=1e-8)
 
 
 @each_estimator

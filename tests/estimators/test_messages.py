@@ -37,6 +37,9 @@ SYMMETRIC = lx.MatrixLinearOperator(EYE, lx.symmetric_tag)
 POSITIVE = lx.MatrixLinearOperator(EYE, PSD)
 LARGE = lx.MatrixLinearOperator(jnp.eye(80), PSD)
 HIDDEN = by_products(jnp.eye(80), PSD)  # what the default estimators cannot read
+HIDDEN_COMPLEX = by_products(jnp.eye(80, dtype=jnp.complex64), PSD)
+OTHER_KEY = jax.random.key(0, impl="rbg")
+PLAIN_ONE = tr.HutchinsonEstimator()
 SMALLER = by_products(jnp.eye(70), PSD)
 PLAIN = lx.MatrixLinearOperator(EYE)
 COMPLEX = lx.MatrixLinearOperator(EYE.astype(complex))
@@ -108,9 +111,10 @@ def run_state(**options):
     )
 
 
-def going_on(operator, max_k):
+def going_on(operator, max_k, key=KEY, **options):
     return eqx.filter_eval_shape(
-        lambda state: tr.trace(KEY, operator, rtol=0.1, max_k=max_k, state=state), run_state()
+        lambda state: tr.trace(key, operator, rtol=0.1, max_k=max_k, state=state, **options),
+        run_state(**options),
     )
 
 
@@ -279,6 +283,9 @@ MESSAGES = [
     ),
     (ValueError, "80 rows", "with 70 rows", lambda _: going_on(SMALLER, 40)),
     (ValueError, "got 20", "at least 39", lambda _: going_on(HIDDEN, 20)),
+    (ValueError, "rows of float", "rows of complex64", lambda _: going_on(HIDDEN_COMPLEX, 40)),
+    (ValueError, "below n=80", "give a max_k", lambda _: going_on(HIDDEN, 80, estimator=PLAIN_ONE)),
+    (ValueError, "of rbg", "impl='threefry2x32'", lambda _: going_on(HIDDEN, 40, key=OTHER_KEY)),
     (TypeError, "got 2.5", "give an int", lambda _: tr.trace(KEY, PLAIN, 2.5, max_k=4)),
     (ValueError, "got 5", "at most max_k = 4", lambda _: tr.trace(KEY, PLAIN, 5, max_k=4)),
     (

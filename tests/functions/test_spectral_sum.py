@@ -239,8 +239,48 @@ def test_exact_with_as_many_products_as_rows(name):
     solution = estimate(jax.random.key(0), jnp.asarray(matrix), function, N, None, tags)
     truth = np.sum(FUNCTIONS[function][1](np.linalg.eigvalsh(matrix)))
     np.testing.assert_allclose(solution.value, truth, rtol=1e-11)
-    assert solution.std_err == solution.quadrature_error == 0
+    assert solution.std_err == 0
+    assert abs(solution.value - truth) <= solution.quadrature_error < 1e-9 * abs(truth)  # rounding
     assert int(solution.num_matvecs) == N
+
+
+@pytest.mark.parametrize("fn", [jnp.reciprocal, variant(jnp.log), variant(jnp.sqrt)])
+@pytest.mark.parametrize("noise", [1e-4, variant(1e-2)])
+def test_exact_values_state_their_rounding(fn, noise):
+    """In single precision 1 / x of a smooth kernel is off by some 1e-3, and an entry of the
+    diagonal by a tenth.
+    """
+    x = np.linspace(0, 1, 150)
+    matrix = np.exp(-np.square(x[:, None] - x) / 0.08) + noise * np.eye(150)
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix, jnp.float32), lx.symmetric_tag)
+    values, basis = np.linalg.eigh(np.asarray(matrix, np.float32).astype(np.float64))
+    of_values = np.asarray(fn(values))
+    total = spectral_sum(jax.random.key(0), fn, operator, 150)
+    diagonal = tr.spectral_diagonal(jax.random.key(0), fn, operator, 150)
+    for found, truth in ((total, of_values.sum()), (diagonal, np.square(basis) @ of_values)):
+        error = np.abs(np.asarray(found.value, np.float64) - truth)
+        stated = np.asarray(found.quadrature_error, np.float64)
+        assert np.all(error <= stated)
+        assert np.all(stated <= np.abs(truth))
+        assert np.all(np.asarray(found.std_err) == 0)
+        assert found.result == tr.RESULTS.successful
+    assert noise > 1e-3 or np.max(error) > 1e-4 * np.max(np.abs(truth))  # worth stating
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("k", [16, 40])
+@pytest.mark.parametrize("fn", [spectral_sum, tr.spectral_diagonal])
+def test_rounding_of_the_products_is_part_of_the_bars(fn, k):
+    """Half of the eigenvalues are 1e-6, beside others of 1, in single precision."""
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(with_spectrum(rng, np.r_[np.full(100, 1e-6), np.ones(100)]), jnp.float32)
+    values, basis = np.linalg.eigh(np.asarray(matrix, np.float64))
+    diagonal = np.square(basis) @ (1 / values)
+    truth = diagonal if fn is tr.spectral_diagonal else diagonal.sum()
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    found = jax.jit(jax.vmap(lambda key: fn(key, jnp.reciprocal, operator, k)))(keys(50))
+    low, high = (np.asarray(end, np.float64) for end in jax.vmap(lambda s: s.interval())(found))
+    assert np.mean((low <= truth) & (truth <= high)) > 0.92
 
 
 @pytest.mark.parametrize("dtype", [variant(np.float32), np.complex128])

@@ -73,7 +73,13 @@ from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .frechet import Bend
-from .nodes import Function, divided_differences, on_nodes, within_tag
+from .nodes import (
+    Function,
+    changes_by_rounding,
+    divided_differences,
+    on_nodes,
+    within_tag,
+)
 from .quadrature_error import entries_status, with_quadrature_error
 
 
@@ -378,11 +384,13 @@ class AbstractSpectralEstimator(AbstractEstimator):
         value = jnp.sum(values[0], axis=0)
         zero = jnp.zeros_like(value)
         status = status_with_domain(status, ones, values)
+        changes = changes_by_rounding(self.fn, operator, nodes, values, BlockOperator(operator).eps)
+        error = jnp.sum(changes[0], axis=0)
         slopes = divided_differences(self.fn, nodes.T)[:, 0, 0]
         one = jnp.eye(n, dtype=basis.dtype)
         bend = Bend.of(nodes[0], one, one, n) if value.ndim == 0 else None
         fixed = ExactSpectralWeights(basis, slopes, nodes, ones, bend)
-        return with_quadrature_error(value, zero, zero, n, 0, status), fixed
+        return with_quadrature_error(value, error, zero, n, 0, status), fixed
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
@@ -435,6 +443,8 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         is_complex = jnp.iscomplexobj(probes)
         nodes, weights, values, s = nodes[:p], weights[:p], values[:p], vectors[:p]
         value, std_err, dof = mean_and_error(weights, values, n, block.eps, is_complex)
+        changes = changes_by_rounding(self.fn, operator, nodes, values, block.eps)
+        std_err = jnp.hypot(std_err, n * jnp.mean(weighted(weights, changes), axis=0))
         status = status_with_domain(krylov.status, weights, values)
         status = entries_status(value, error, std_err, status)
 

@@ -83,7 +83,13 @@ from .funm import (
     truncation_error,
     weighted,
 )
-from .nodes import Function, divided_differences, on_nodes, within_tag
+from .nodes import (
+    Function,
+    changes_by_rounding,
+    divided_differences,
+    on_nodes,
+    within_tag,
+)
 from .quadrature_error import entries_status, with_quadrature_error
 
 #: The smallest budget that is worth a block.
@@ -309,17 +315,6 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, "A spectral sum with `shifts`")
 
-    def _rounding(self, found: _Nodes, tagged: Any, eps: float) -> Real[Array, "m f"]:
-        """How far f changes if a node moves by the rounding errors of the products, which are those
-        of the largest eigenvalue: far, for log(x + s) with a small s.
-        """
-        off = eps * jnp.max(jnp.abs(found.nodes))
-        moved = [on_nodes(self.fn, tagged(found.nodes + x)) for x in (off, -off)]
-        changes = [jnp.abs(x.reshape(found.values.shape) - found.values) for x in moved]
-        # Where f ends, there is a change on the other side alone.
-        changes = [jnp.where(jnp.isfinite(x), x, 0) for x in changes]
-        return jnp.where(found.counts[:, None], jnp.maximum(*changes), 0)
-
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
@@ -379,7 +374,9 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         counts = found.counts.astype(real)
         status = status_with_domain(space.status, counts[None], found.values[None])
         size = matmul(weights, jnp.abs(found.values))
-        rounding = rounding_of(size, eps) + matmul(weights, self._rounding(found, tagged, eps))
+        changes = changes_by_rounding(self.fn, operator, found.nodes, found.values, eps)
+        changes = jnp.where(found.counts[:, None], changes, 0)
+        rounding = rounding_of(size, eps) + matmul(weights, changes)
         std_err = jnp.hypot(std_errs[j], rounding)
 
         def fixed():

@@ -53,6 +53,7 @@ from .._core.estimate import (
     OUTSIDE_DOMAIN,
     if_wanted,
     rounding_of,
+    safe_norm,
     scale_of,
     status_of,
 )
@@ -202,8 +203,12 @@ class ArnoldiEstimator(AbstractEstimator):
             one = jnp.eye(block.n, dtype=block.dtype)
             return NonHermitianWeights(slope.real if self.is_real else slope, one, nodes, ones)
 
-        zero = jnp.zeros((), matrix.real.dtype)
-        estimate = with_quadrature_error(value, zero, zero, block.n, 0, status)
+        # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; for normal matrices the first norm is known.
+        slopes = jnp.abs(on_nodes(slope_of(self.fn), nodes))
+        slopes = jnp.where(jnp.isfinite(slopes), slopes, 0)
+        error = 2 * block.eps * (unit * safe_norm(scaled.reshape(-1))) * safe_norm(slopes)
+        zero = jnp.zeros_like(error)
+        estimate = with_quadrature_error(value, error, zero, block.n, 0, status)
         return estimate, if_wanted(fixed)
 
     def contract(self, weights, operator):

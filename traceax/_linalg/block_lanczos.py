@@ -93,6 +93,7 @@ def block_lanczos(
 
     def step(j, carry):
         basis, block, columns, size, scale = carry
+        j = jnp.asarray(j, jnp.uint32)  # an int where nothing is compiled
         zero, place = jnp.zeros_like(j), j * jnp.asarray(stride, j.dtype)
         basis = lax.dynamic_update_slice(basis, block, (place, zero))
         images = mm(block.T)

@@ -27,7 +27,7 @@ from .._estimators.rows import Rows
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.weights import AbstractWeights
-from .run import Rule, Run, RunState
+from .run import Rule, Run, RunState, generator_of
 
 
 @final
@@ -64,7 +64,7 @@ class ToleranceRun(AbstractToleranceRun):
         """See `AbstractToleranceRun`."""
         before, most = self.before, self.max_k
         if before is not None:
-            _check_state(before, extendable, operator, most)
+            _check_state(before, extendable, key, operator, most)
         scale = jnp.ones((), BlockOperator(operator).dtype) if self.scale is None else self.scale
         rule = Rule(self.rtol, self.atol, self.offset, scale)
         run = Run(extendable, key, operator, rule, most, before, self.progress, self.budget)
@@ -111,17 +111,30 @@ class ToleranceEstimator(AbstractEstimator):
 
 
 def _check_state(
-    before: RunState, extendable: AbstractExtendable, operator: Any, most: int
+    before: RunState, extendable: AbstractExtendable, key: Any, operator: Any, most: int
 ) -> None:
-    n = operator.in_size()
-    if before.n != n or before.extendable != extendable:
-        raise ValueError(
-            f"The state is that of {before.extendable} on an operator with {before.n} rows; it "
-            f"cannot be continued by {extendable} on one with {n} rows."
-        )
+    n, dtype, other = operator.in_size(), BlockOperator(operator).dtype, before.extendable
     if most < before.least_budget:
         least = before.least_budget
         raise ValueError(f"To go on from this state, max_k must be at least {least}, got {most}.")
+    same = type(other) is type(extendable) and before.n == n
+    if same and other != extendable and most >= n and not before.falls_back_to_exact:
+        raise ValueError(
+            f"The state is that of a run with max_k below n={n}, in which {type(other).__name__} "
+            "keeps no products to complete the exact value from. To go on from it, give a max_k "
+            f"below {n}, too; or make the first run without max_k."
+        )
+    if (other, before.n, before.dtype) != (extendable, n, dtype):
+        raise ValueError(
+            f"The state is that of {other} on an operator with {before.n} rows of {before.dtype}; "
+            f"it cannot be continued by {extendable} on one with {n} rows of {dtype}."
+        )
+    generator = generator_of(key)
+    if generator != before.generator:
+        raise ValueError(
+            f"The state is that of a run with keys of the generator {before.generator}, and this "
+            f"key is of {generator}. Make it by `jax.random.key(0, impl='{before.generator}')`."
+        )
 
 
 def solve_to_tolerance(

@@ -110,6 +110,11 @@ class Rule(NamedTuple):
         return error <= self.atol + self.rtol * norm_of(value)
 
 
+def generator_of(key: PRNGKeyArray) -> str:
+    """The name of the generator of a random key."""
+    return str(jr.key_impl(key))
+
+
 @final
 class RunState(eqx.Module):
     """All that a run has learnt."""
@@ -123,6 +128,8 @@ class RunState(eqx.Module):
     width: int = eqx.field(static=True)  # of a panel
     falls_back_to_exact: bool = eqx.field(static=True)  # whether it may be completed
     n: int = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+    generator: str = eqx.field(static=True)  # of the keys
 
     @property
     def last_stage(self) -> Int[Array, ""]:
@@ -393,6 +400,8 @@ class Run:
             self.width,
             self.falls_back_to_exact,
             self.block.n,
+            self.block.dtype,
+            generator_of(self.key),
         )
 
 
