@@ -335,6 +335,61 @@ def test_norms(complex_):
         assert 0.7 < np.mean(errors**2) / np.mean(np.asarray(solution.std_err) ** 2) < 1.4
 
 
+@pytest.mark.parametrize("k", [10, variant(2 * N)])
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [
+        (np.float32, [1e-30, 1e-25, 1e-19, 1e19, 1e30]),
+        variant(np.complex128, [1e-240, 1e-200, 1e-150, 1e160, 1e240]),
+    ],
+)
+@pytest.mark.parametrize("fn", [tr.frobenius_norm, variant(tr.row_norms)])
+def test_norms_whose_squares_under_or_overflow(fn, dtype, scales, k):
+    """They are those of a matrix of usual scale, times the scale: values, errors, derivatives."""
+    matrix = jnp.asarray(general(np.issubdtype(dtype, np.complexfloating)).astype(dtype))
+    real = jnp.finfo(dtype).dtype
+
+    @jax.jit
+    def solve(scale):
+        def norm(c):
+            operator = lx.MatrixLinearOperator((c * scale).astype(dtype) * matrix)
+            solution = fn(jax.random.key(0), operator, k)
+            return jnp.sum(solution.value), solution
+
+        (_, solution), slope = jax.value_and_grad(norm, has_aux=True)(jnp.ones((), real))
+        return solution, slope
+
+    usual, slope = solve(np.asarray(1, real))
+    eps = float(jnp.finfo(real).eps)
+    for scale in scales:
+        found, found_slope = solve(np.asarray(scale, real))
+        assert found.result == tr.RESULTS.successful
+        for x, expected in (
+            (found.value, usual.value),
+            (found.std_err, usual.std_err),
+            (found_slope, slope),
+        ):
+            expected = np.asarray(expected, np.float64)
+            wide = np.asarray(x, np.float64) / scale
+            np.testing.assert_allclose(wide, expected, rtol=1e4 * eps, atol=1e3 * eps)
+
+
+@pytest.mark.variant
+@pytest.mark.parametrize("fn", [tr.frobenius_norm, tr.schatten_norm])
+@pytest.mark.parametrize("scale", [3e-5, 1.0, 100.0])
+def test_norms_in_half_precision(fn, scale):
+    """The images are within the range of float16, and their squares are not."""
+    matrix = jnp.asarray(general(False) * scale, jnp.float16)
+    structure = jax.ShapeDtypeStruct((N,), jnp.float16)
+    operator = lx.FunctionLinearOperator(lambda x: matrix @ x, structure)
+    order = "nuc" if fn is tr.schatten_norm else None
+    truth = np.linalg.norm(np.asarray(matrix, np.float64), order)
+    exact = fn(jax.random.key(0), operator, 2 * N)
+    np.testing.assert_allclose(exact.value, truth, rtol=2e-2)
+    found = fn(jax.random.key(0), operator, 30)
+    assert abs(float(found.value) - truth) <= 5 * float(found.std_err)
+
+
 def test_norm_of_nan_is_nan():
     operator = lx.MatrixLinearOperator(jnp.full((N, N), jnp.nan))
     for solution in (

@@ -3,20 +3,26 @@ matrices.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
 
+import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, Real
 
-from .._core.estimate import power_of
+from .._core.control_flow import nothing_like
+from .._core.estimate import Estimate, power_of
+from .._core.primitive import Primitive, diagonal_p, trace_p
 from .._estimators.calibration import CALIBRATION
-from .._estimators.estimator import check_budget
-from .._estimators.solution import Solution
-from .._operators.block_operator import as_operator, gram
-from .._trace.trace import trace
-from .diagonal import diagonal
+from .._estimators.estimator import AbstractEstimator, check_budget, solve
+from .._estimators.solution import Solution, restructure
+from .._operators.block_operator import BlockOperator, as_operator, gram, unflatten
+from .._sketch.weights import AbstractWeights
+from .._trace.auto import AutoTraceEstimator
+from .auto import AutoDiagonalEstimator
 
 
 def frobenius_norm(
@@ -25,7 +31,9 @@ def frobenius_norm(
     r"""Estimate the Frobenius norm $\|A\|_F = \sqrt{\mathrm{tr}(A^* A)}$.
 
     The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes two products, one
-    with A and one with its adjoint.
+    with A and one with its adjoint. If squares overflow, or if all are so small that some underflow
+    (in single precision, if the norm is below some 1e-15), the estimate is made again in another
+    unit, once or twice, which takes `k` further products each time.
 
     **Arguments:**
 
@@ -43,7 +51,7 @@ def frobenius_norm(
     - `TypeError`: for a key, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square, or `k < 1`.
     """
-    return _root_of_gram(trace, key, operator, k, throw, rows=False)
+    return _root_of_gram(trace_p, AutoTraceEstimator(), key, operator, k, throw)
 
 
 def row_norms(
@@ -53,7 +61,7 @@ def row_norms(
 
     Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag. A probe takes two
     products, one with A and one with its adjoint. If the estimate of a square is below 0, the norm
-    is 0.
+    is 0. Squares that over- or underflow are treated as for [`traceax.frobenius_norm`][].
 
     **Arguments:**
 
@@ -72,7 +80,7 @@ def row_norms(
     - `TypeError`: for a key, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square, or `k < 1`.
     """
-    return _root_of_gram(diagonal, key, operator, k, throw, rows=True)
+    return _root_of_gram(diagonal_p, AutoDiagonalEstimator(), key, operator, k, throw)
 
 
 def root(square: Array) -> Array:
@@ -89,16 +97,97 @@ def root_error(value: Array, std_err: Array) -> Array:
     return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
 
 
-def _root_of_gram(estimate, key, operator, k, throw, rows: bool) -> Solution:
-    operator = as_operator(operator)
-    budget = check_budget(k, 2, 2 * operator.in_size(), "A Gram operator") // 2
-    solution = estimate(key, gram(operator, rows=rows), budget, throw=throw)
+class _Gram(NamedTuple):
+    """A Gram operator's estimate, in a unit: the state of the loop."""
 
+    unit: Real[Array, ""]
+    rounds: Int[Array, ""]
+    again: Bool[Array, ""]
+    spent: Int[Array, ""]
+    estimate: Estimate
+    weights: AbstractWeights
+
+
+@final
+class GramEstimator(AbstractEstimator):
+    """The trace or diagonal of the Gram operator of A, divided by a unit, which is the state of the
+    estimate.
+
+    The unit is 1, unless the squares overflow, or are so small that some underflow. The estimate is
+    then made again: with the fourth root of the largest or smallest number of the dtype as the
+    unit, and if that is not enough, with its square root.
+    """
+
+    inner: AutoTraceEstimator | AutoDiagonalEstimator
+    rows: bool = eqx.field(static=True)
+
+    def _gram(self, operator, unit):
+        return gram(operator, rows=self.rows, unit=unit)
+
+    def _estimate(self, operator, estimate: Callable[..., Any]):
+        limits = jnp.finfo(BlockOperator(operator).dtype)
+        smallest = operator.in_size() * float(limits.tiny) / float(limits.eps)
+        root = 2.0 ** (limits.minexp // 4)  # a power of 4, of which the root is exact, too
+
+        def step(state: _Gram) -> _Gram:
+            found, weights = estimate(self._gram(operator, state.unit))
+            sizes = [jnp.max(jnp.abs(x)) for x in jtu.tree_leaves(found.value)]
+            largest = jnp.max(jnp.stack(sizes))
+            # Before it is divided by the root of the unit (see `gram`), no product may underflow.
+            over, under = ~jnp.isfinite(largest), largest * jnp.sqrt(state.unit) < smallest
+            again = (over | under) & (state.rounds < 2)
+            factor = jnp.where(over, 1 / root, root).astype(state.unit.dtype)
+            unit = jnp.where(again, state.unit * factor, state.unit)
+            spent = state.spent + found.num_matvecs
+            return _Gram(unit, state.rounds + 1, again, spent, found, weights)
+
+        unit, none = jnp.ones((), limits.dtype), jnp.zeros((), jnp.int32)
+        nothing = nothing_like(lambda: estimate(self._gram(operator, unit)))
+        start = _Gram(unit, none, jnp.array(True), none, *nothing)
+        state = lax.while_loop(lambda state: state.again, step, start)
+        found = dataclasses.replace(state.estimate, num_matvecs=state.spent, state=state.unit)
+        return found, GramWeights(state.weights, state.unit, self.rows)
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        return self._estimate(operator, lambda of: self.inner.compute(key, of, k))
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return self._estimate(operator, self.inner.exact)
+
+
+@final
+class GramWeights(AbstractWeights):
+    """The weights of the Gram operator."""
+
+    inner: AbstractWeights
+    unit: Real[Array, ""]
+    rows: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        return self.inner.contract(gram(operator, rows=self.rows, unit=self.unit))
+
+
+def _root_of_gram(primitive: Primitive, inner: Any, key, operator, k, throw) -> Solution:
+    operator = as_operator(operator)
+    rows = primitive is diagonal_p
+    budget = check_budget(k, 2, 2 * operator.in_size(), "A Gram operator") // 2
+    solution = solve(primitive, key, operator, budget, GramEstimator(inner, rows), throw=throw)
+    if rows:
+        structure = operator.in_structure()
+        solution = restructure(solution, lambda vector: unflatten(structure, vector))
+
+    unit = lax.stop_gradient(solution.state)
     value = jtu.tree_map(root, solution.value)
-    std_err = jtu.tree_map(root_error, value, solution.std_err)
-    stats = {**solution.stats, "std.err": std_err}
-    spent = 2 * solution.num_matvecs
-    tail = solution.tail if rows else CALIBRATION["xnystrace, squares"].tail
+    std_err = jtu.tree_map(lambda *pair: root_error(*pair) * unit, value, solution.std_err)
     return dataclasses.replace(
-        solution, value=value, std_err=std_err, num_matvecs=spent, stats=stats, tail=tail
+        solution,
+        value=jtu.tree_map(lambda x: x * unit, value),
+        std_err=std_err,
+        num_matvecs=2 * solution.num_matvecs,
+        stats={**solution.stats, "std.err": std_err},
+        tail=solution.tail if rows else CALIBRATION["xnystrace, squares"].tail,
+        state=None,
     )

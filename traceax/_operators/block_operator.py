@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import any_promotion, at_least_single
@@ -57,11 +58,63 @@ def is_complex(operator: lx.AbstractLinearOperator) -> bool:
     return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in _leaf_dtypes(operator))
 
 
-def gram(operator: lx.AbstractLinearOperator, *, rows: bool = False) -> lx.AbstractLinearOperator:
-    """The Gram operator A^H A (of the columns), or A A^H (of the rows), tagged semidefinite."""
+def gram(
+    operator: lx.AbstractLinearOperator, *, rows: bool = False, unit: Array | float | None = None
+) -> lx.AbstractLinearOperator:
+    """The Gram operator A^H A (of the columns), or A A^H (of the rows), tagged semidefinite: of A
+    divided by a unit, if one is given.
+
+    For an operator in half precision it is one in single precision, with images that are scaled to
+    1 before the second product: squares have twice as many orders of magnitude.
+    """
     adjoint = lx.conj(operator.T) if is_complex(operator) else operator.T
-    product = operator @ adjoint if rows else adjoint @ operator
-    return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
+    second, first = (operator, adjoint) if rows else (adjoint, operator)
+    wide = jtu.tree_map(lambda x: _at_least_single(x), operator.in_structure())
+    if wide != operator.in_structure():
+        unit = jnp.ones((), jnp.float32) if unit is None else unit
+        product = _NarrowGram(first, second, jnp.asarray(unit, jnp.float32))
+        return _operator_of(product, wide, frozenset({lx.positive_semidefinite_tag}))
+    if unit is not None:
+        # Most of the square of the unit goes between both products, so that the image of an extreme
+        # operator is not extreme, and some of it to the end, where reverse mode begins.
+        root = jnp.sqrt(unit)
+        first, second = first / (unit * root), second / root
+    return lx.TaggedLinearOperator(second @ first, lx.positive_semidefinite_tag)
+
+
+def _at_least_single(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jax.ShapeDtypeStruct(leaf.shape, at_least_single(leaf.dtype) if inexact else leaf.dtype)
+
+
+@final
+class _NarrowGram(eqx.Module):
+    """The product with a Gram operator of half precision, for vectors of single precision."""
+
+    first: lx.AbstractLinearOperator
+    second: lx.AbstractLinearOperator
+    unit: Array
+
+    @property
+    def precision(self) -> float:
+        """The relative precision of a product."""
+        return max(float(jnp.finfo(dtype).eps) for dtype in _leaf_dtypes(self.first))
+
+    def __call__(self, vector):
+        """See above."""
+
+        def cast(tree, structure):
+            return jtu.tree_map(lambda x, like: x.astype(like.dtype), tree, structure)
+
+        image = self.first.mv(cast(vector, self.first.in_structure()))
+        image = jtu.tree_map(lambda x: x.astype(at_least_single(x.dtype)), image)
+        sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(image)]
+        size = lax.stop_gradient(jnp.max(jnp.stack([x.astype(jnp.float32) for x in sizes])))
+        size = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
+        image = jtu.tree_map(lambda x: x / size, image)
+        product = self.second.mv(cast(image, self.second.in_structure()))
+        factor = size / self.unit / self.unit
+        return jtu.tree_map(lambda x, like: x.astype(like.dtype) * factor, product, vector)
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
@@ -247,7 +300,9 @@ class BlockOperator:
             self.dtype = at_least_single(jnp.result_type(*dtypes))
         self.eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         # A product by a difference of gradients, say, is less precise.
-        self.eps = max(self.eps, getattr(self._untagged(), "precision", None) or 0.0)
+        untagged = self._untagged()
+        for product in (untagged, getattr(untagged, "fn", None)):
+            self.eps = max(self.eps, getattr(product, "precision", None) or 0.0)
 
     def linearised(self) -> "BlockOperator":
         """The same operator, with the work that all products share done once: for a Jacobian, the
