@@ -85,7 +85,9 @@ def spectral_sum(
     that `fn` closes over, and to `shifts`. Second derivatives, for one function or shift, make a
     Krylov space for every Ritz vector, with about `k^2 / 4` products. Third ones are refused. For
     operators that are not Hermitian the first derivative is unbiased and costs one tangent product
-    for each probe; the second is refused.
+    for each probe; the second is refused. f must be differentiable at the eigenvalues: derivatives
+    of the root of a singular operator are NaN. Take $\sqrt{x + \varepsilon}$, or
+    [`traceax.schatten_norm`][], which has subgradients.
 
     !!! Example
 
