@@ -32,8 +32,8 @@ def frobenius_norm(
 
     The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes two products, one
     with A and one with its adjoint. If squares overflow, or if all are so small that some underflow
-    (in single precision, if the norm is below some 1e-15), the estimate is made again in another
-    unit, once or twice, which takes `k` further products each time.
+    (in single precision, below a norm of some $3 \cdot 10^{-16} \sqrt n$), the estimate is made
+    again in another unit, once or twice, which takes `k` further products each time.
 
     **Arguments:**
 

@@ -69,7 +69,7 @@ def gram(
     """
     adjoint = lx.conj(operator.T) if is_complex(operator) else operator.T
     second, first = (operator, adjoint) if rows else (adjoint, operator)
-    wide = jtu.tree_map(lambda x: _at_least_single(x), operator.in_structure())
+    wide = jtu.tree_map(_at_least_single, operator.in_structure())
     if wide != operator.in_structure():
         unit = jnp.ones((), jnp.float32) if unit is None else unit
         product = _NarrowGram(first, second, jnp.asarray(unit, jnp.float32))
