@@ -21,9 +21,10 @@ in `_functions.funm`. They may agree while small eigenvalues are only beginning 
 eigenvalues of 1e-5 to 1e-3 below others of 1 to 3, n = 400, q = 13: all samples are about 15 % of
 the truth.) But the error of the sum of the entries is known to be r^H M^{-1} r, with the residual r
 of the solve with M. What is stated is therefore at least |r|^2 / theta, theta the smallest Ritz
-value, which is 1 to 10 times r^H M^{-1} r once theta is accurate. Entries have shares of it in proportion
-to those of P^{-1}. The quadrature errors of an exact inverse are its rounding errors: a change e_j
-of every squared pivot (see `estimator`) changes (A^{-1})_ii by sum_j e_j |(A^{-1})_ij|^2.
+value, which is 1 to 10 times r^H M^{-1} r once theta is accurate. Entries have shares of it in
+proportion to those of P^{-1}. The quadrature errors of an exact inverse are its rounding errors: a
+change e_j of every squared pivot (see `estimator`) changes (A^{-1})_ii by
+sum_j e_j |(A^{-1})_ij|^2.
 
 *The derivative* is that of x, dx = -A^{-1} dA x, with omega and P held fixed: unbiased, since
 E[x omega^T] = A^{-1}, and so at every order. It takes a solve with A for every probe.
