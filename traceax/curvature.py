@@ -623,6 +623,7 @@ def noise_scale(
         arXiv:1812.06162.
     """
     moving, constant = split_params(params)
+    batch_size = checked_count(batch_size, "batch_size (examples at once)")
     examples = check_batches(examples, "examples")
     count = jtu.tree_leaves(examples)[0].shape[0]
     if count < 2:

@@ -228,8 +228,9 @@ def _over_steps(steps: ArrayLike, found: list[Any], *fields: str) -> tuple[np.nd
     """
     x = np.asarray(steps)
     trees = [[getattr(each, name) for name in fields] for each in found]
-    stacked = trees[0] if len(trees) == 1 else jtu.tree_map(lambda *each: np.stack(each), *trees)
-    stacked = jtu.tree_map(np.asarray, stacked)
+    stacked = jtu.tree_map(np.asarray, trees[0])
+    if len(trees) > 1 or any(leaf.shape[:1] != x.shape for leaf in jtu.tree_leaves(stacked)):
+        stacked = jtu.tree_map(lambda *each: np.stack(each), *trees)
     shapes = [leaf.shape for leaf in jtu.tree_leaves(stacked)]
     if x.ndim != 1 or any(shape[:1] != x.shape for shape in shapes):
         raise ValueError(
@@ -300,7 +301,8 @@ def traces(
         if truths[i] is not None:
             label = "exact" if i == 0 else None
             axes.plot(x, truths[i], color="black", linestyle="--", linewidth=1, label=label)
-    axes.set(xlabel="step", ylabel="trace, with two standard errors", xlim=(x[0], x[-1]))
+    axes.set(xlabel="step", ylabel="trace, with two standard errors")
+    axes.margins(x=0)
     axes.legend(frameon=False, ncols=1 + len(curves) // 6)
     return axes
 
@@ -362,7 +364,8 @@ def sharpness(
     if exact is not None:
         axes.plot(x, exact, color="black", linestyle="--", linewidth=1, label="exact")
     axes.plot(x, threshold, color="C3", linestyle="--", linewidth=1.5, label="2 / learning rate")
-    axes.set(xlabel="step", ylabel="largest eigenvalue", xlim=(x[0], x[-1]))
+    axes.set(xlabel="step", ylabel="largest eigenvalue")
+    axes.margins(x=0)
     axes.legend(frameon=False)
     return axes
 

@@ -372,6 +372,12 @@ MESSAGES = [
         "leading axis of `examples`",
         lambda _: curvature.noise_scale(lambda p, x: jnp.sum(p * x), ONES, ONES[:1]),
     ),
+    (
+        ValueError,
+        "got 0",
+        "batch_size (examples at once) must be",
+        lambda _: curvature.noise_scale(lambda p, x: jnp.sum(p * x), ONES, ONES, batch_size=0),
+    ),
     (ValueError, "groups=None", "already", lambda _: of().ungroup(ONES, {})),
     (
         ValueError,

@@ -50,6 +50,43 @@ def observations(n, dtype=np.float64):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"k": 30},
+        variant({"atol": 0.1, "fallback": None}),
+        variant({"k": 60, "preconditioner": NystromPreconditioner(rank=40)}),
+        {"k": 60, "preconditioner": "held"},
+    ],
+)
+@pytest.mark.parametrize("noise", [1e-3, variant(1e-2), variant(1e-4)])
+def test_rounding_of_the_quadratic_form_is_stated(options, noise):
+    """In float32 the form of a smooth kernel with noise 1e-3 is off by some 1e-4, or one unit of
+    the density.
+    """
+    n, options = 200, dict(options)
+    x = np.linspace(0, 1, n)
+    kernel = jnp.asarray(np.exp(-np.square(x[:, None] - x) / 0.02), jnp.float32)
+    y = np.sin(9 * x) + 0.3 * np.random.default_rng(0).standard_normal(n)
+    y, s = jnp.asarray(y, jnp.float32), np.float32(noise)
+    truth = cholesky_density(
+        jnp.asarray(y, jnp.float64), jnp.asarray(kernel, jnp.float64) + float(s) * jnp.eye(n)
+    )
+    operator = lx.MatrixLinearOperator(kernel, PSD)
+    operator = operator + s * lx.IdentityLinearOperator(operator.in_structure())
+    if options.get("preconditioner") == "held":
+        options["preconditioner"] = NystromPreconditioner(rank=60).build(jr.key(9), operator)
+    found = jax.jit(jax.vmap(lambda key: gaussian_log_density(key, y, operator, **options)))(
+        keys(40)
+    )
+    low, high = (np.asarray(end, np.float64) for end in jax.vmap(lambda s: s.interval())(found))
+    assert np.mean((low <= float(truth)) & (float(truth) <= high)) > 0.9
+    errors = np.abs(np.asarray(found.value, np.float64) - float(truth))
+    assert np.median(found.quadrature_error) < 20 * np.max(errors)
+    if "atol" in options and noise < 1e-2:
+        assert np.all(found.result == RESULTS.not_converged)
+
+
+@pytest.mark.parametrize(
     ("k", "dtype"),
     [
         (56, np.float64),

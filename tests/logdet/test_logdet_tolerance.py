@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 import numpy as np
 import pytest
 
@@ -13,7 +14,10 @@ from traceax._logdet.tolerance import LogdetAim, Loop, _Sums
 
 from .. import reference
 from ..helpers import (
+    PSD,
+    by_products,
     keys,
+    variant,
     with_spectrum,
 )
 from .test_logdet import KERNELS, decaying, dense_logdet, distances, hidden, shifted
@@ -230,3 +234,15 @@ def test_small_operators_are_exact_at_once(matrix):
         assert solution.std_err == 0
         truth = dense_logdet(matrix + 0.1 * np.eye(N))
         np.testing.assert_allclose(solution.value, truth, rtol=1e-10)
+
+
+@pytest.mark.parametrize("n", [variant(1), 2, variant(64), variant(65)])
+@pytest.mark.parametrize("by_entries", [True, variant(False)])
+def test_few_rows_without_a_last_resort(n, by_entries):
+    """Up to 64 rows the exact value takes no more products than a run needs at least."""
+    matrix = jnp.eye(n) + 0.5 / n
+    operator = lx.MatrixLinearOperator(matrix, PSD) if by_entries else by_products(matrix, PSD)
+    solution = logdet(jr.key(0), operator, atol=0.1, fallback=None)
+    assert solution.result == RESULTS.successful
+    np.testing.assert_allclose(solution.value, np.log(1.5), atol=0.1)
+    assert (solution.std_err == 0) == (n <= 64) or not by_entries

@@ -111,6 +111,11 @@ def test_a_density_with_extreme_eigenvalues():
     axes.figure.canvas.draw()
 
 
+def test_traces_of_a_single_step():
+    axes = tr.plot.traces([0], [solution_of(2.0, 0.1)])
+    np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), [2.0])
+
+
 def test_traces_by_layer():
     """A list of solutions, and one with an axis for the steps in front, are the same."""
     steps = np.array([0, 10, 20])

@@ -65,6 +65,11 @@ class Lanczos(NamedTuple):
         return status_of(self.size)
 
 
+def largest_ritz_value(krylov: Lanczos) -> Real[Array, ""]:
+    """The largest Ritz value to within a factor of two, without the eigenvalues of T."""
+    return jnp.max(krylov.alpha + krylov.beta)
+
+
 def recurrences(
     mm: Callable[[Array], Array],
     start: Inexact[Array, "n p"],

@@ -25,6 +25,7 @@ from .._core.precision import matmul
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import fixed_budget_status, with_quadrature_error
 from .._linalg.factorisations import cholesky_inverse, cholesky_solve, lower_cholesky
+from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, stored_diagonal
 from .._sketch.leave_one_out import adjoint, square_norms
@@ -47,14 +48,15 @@ def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Array]:
     # Products with A are accurate to eps times its largest eigenvalue; in products with M this
     # error is divided by mu. Such errors are as good as random, and mostly cancel in the trace.
     top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
-    largest = jnp.maximum(top, jnp.max(krylov.alpha + krylov.beta))
+    ritz = largest_ritz_value(krylov)
+    largest = jnp.maximum(top, ritz)
     smallest = jnp.where(bounds.smallest > 0, bounds.smallest, 1)
     rounding = eps * largest / smallest
     lost = ~((bounds.smallest > 0) & (rounding < 0.5))
     # The terms of the sums in a product with a random vector have random signs: the largest row of
     # A, rather than its norm, says how large their rounding errors are.
     rows = matmul(jnp.square(jnp.abs(factors.basis)), jnp.square(factors.eigenvalues / factors.mu))
-    row = jnp.maximum(2 * jnp.sqrt(jnp.max(rows)), jnp.max(krylov.alpha + krylov.beta))
+    row = jnp.maximum(2 * jnp.sqrt(jnp.max(rows)), ritz)
     rounding = jnp.minimum(rounding, eps * row / smallest)
     return rounding, jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
 

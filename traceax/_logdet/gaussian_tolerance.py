@@ -25,6 +25,7 @@ from jaxtyping import Array, Inexact, Int, Real
 from .._core.control_flow import if_any
 from .._core.estimate import NOT_CONVERGED, SUCCESSFUL, Estimate, if_wanted
 from .._functions.quadrature_error import with_quadrature_error
+from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.low_rank import BuiltPreconditioner
@@ -37,6 +38,7 @@ from .gaussian_estimator import (
     QuadraticForm,
     inner,
     log_density,
+    rounding_of_form,
     steps_of_solve,
 )
 from .preconditioners import check_definite
@@ -54,6 +56,7 @@ class _Solve(NamedTuple):
     residual: Inexact[Array, "n t"]  # y - A x
     left: Real[Array, " t"]  # a bound of what the quadratic forms leave out; inf at the start
     floor: Real[Array, ""]  # a lower bound of the eigenvalues of M
+    largest: Real[Array, ""]  # the largest Ritz value of M
     spent: Int[Array, ""]
 
     def form(self, y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
@@ -75,10 +78,8 @@ class _DensityAim(NamedTuple):
     def start(self) -> _Solve:
         """The state before the first step: x = 0."""
         real = jnp.finfo(self.y.dtype).dtype
-        unknown = jnp.full(self.y.shape[1], jnp.inf, real)
-        return _Solve(
-            jnp.zeros_like(self.y), self.y, unknown, jnp.ones((), real), jnp.zeros((), jnp.int32)
-        )
+        unknown, one = jnp.full(self.y.shape[1], jnp.inf, real), jnp.ones((), real)
+        return _Solve(jnp.zeros_like(self.y), self.y, unknown, one, one, jnp.zeros((), jnp.int32))
 
     def _whole(self, log_det: Array, solve: _Solve) -> Real[Array, ""]:
         """The error that twice the density (once, over the complex numbers) may have."""
@@ -97,7 +98,8 @@ class _DensityAim(NamedTuple):
         # An absolute tolerance can do without |density|: then the solve comes at the end alone.
         left = jnp.minimum((STEPS + 1) * self.y.shape[1], self.reserved - known.spent)
         left = jnp.where(self.rtol > 0, left, 0)
-        return self.go_on(known._replace(floor=run.floor), run.built, estimate.value[0], left)
+        known = known._replace(floor=run.floor, largest=largest_ritz_value(run.krylov))
+        return self.go_on(known, run.built, estimate.value[0], left)
 
     def go_on(
         self, solve: _Solve, built: BuiltPreconditioner, log_det: Array, products: Int[Array, ""]
@@ -105,7 +107,7 @@ class _DensityAim(NamedTuple):
         """Further steps with this preconditioner, until the share of the solve is reached, with no
         more than so many products.
         """
-        factors, floor, t = built.factors, solve.floor, self.y.shape[1]
+        factors, floor, largest, t = built.factors, solve.floor, solve.largest, self.y.shape[1]
         steps = products // t - 1  # one product of each right-hand side is for its residual
 
         def left_of(residual):
@@ -123,7 +125,7 @@ class _DensityAim(NamedTuple):
             x = solve.x + change
             residual = self.y - self.block.mm(x)
             spent = (solve.spent + taken + t).astype(jnp.int32)
-            return _Solve(x, residual, left_of(residual), floor, spent)
+            return _Solve(x, residual, left_of(residual), floor, largest, spent)
 
         return if_any((jnp.sum(solve.left) > goal) & (steps > 0), further, solve)
 
@@ -161,9 +163,9 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         spent = state.spent + solve.spent
         counts = spent, state.sums.dof, state.status, loop.sketch.read(state.y)
         log_det = with_quadrature_error(value, error, std_err, *counts)
-        estimate = self.density(
-            log_det, QuadraticForm(solve.form(self.y), solve.left, solve.x), spent
-        )
+        rounding = rounding_of_form(state.built.factors, solve.largest, solve.x, block.eps)
+        form = QuadraticForm(solve.form(self.y), solve.left + rounding, solve.x)
+        estimate = self.density(log_det, form, spent)
         estimate = judged(estimate, self.rtol, self.atol)
         weights = if_wanted(lambda: GaussianWeights(loop.weights(state), solve.x))
         if not falls_back_to_exact:

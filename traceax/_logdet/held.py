@@ -38,7 +38,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 from .._core.estimate import if_wanted, mean_and_std_err, scale_of, weights_wanted
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
-from .._linalg.lanczos import Lanczos, lanczos, quadrature
+from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
@@ -46,7 +46,12 @@ from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
 from .budget_policy import Plan, PreconditionedQuadrature
 from .estimator import estimate_from, estimate_of_budget, exact_logdet
-from .gaussian_estimator import AbstractGaussianEstimator, QuadraticForm, steps_of_solve
+from .gaussian_estimator import (
+    AbstractGaussianEstimator,
+    QuadraticForm,
+    rounding_of_form,
+    steps_of_solve,
+)
 from .log_quadrature import log_quadrature
 from .own_derivative import gauss, own_derivative, positive_quadrature
 from .preconditioners import check_definite
@@ -223,7 +228,9 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
         run = run._replace(bounds=run.bounds._replace(smallest=smallest))
         form = _quadratic_form(held.factors, target, krylov, smallest)
         scaled = unit.astype(target.dtype)
-        form = QuadraticForm(unit**2 * form.value, unit**2 * form.left, scaled * form.x)
+        x, largest = scaled * form.x, largest_ritz_value(krylov)
+        rounding = rounding_of_form(held.factors, largest, x, BlockOperator(operator).eps)
+        form = QuadraticForm(unit**2 * form.value, unit**2 * form.left + rounding, x)
 
         def weights():
             log_det = held.log_det_weights(run, t)

@@ -152,7 +152,7 @@ def logdet(
         least n/6, the exact value takes no more operations than the products, if the operator
         knows its entries (a dense matrix, or a kernel of at most 16,384 points): it is then
         returned, with a standard error of 0 and without products. With a tolerance, None means
-        that the exact value is not the last resort.
+        that the exact value is not the last resort, unless there are at most 64 rows.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**

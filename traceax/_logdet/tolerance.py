@@ -431,7 +431,9 @@ def loop_budgets(
         if fallback and max_k is None and n <= MOST_ROWS:
             max_k = n  # the last resort takes no products
     max_k, k = budgets_for(max_k, n, 1, name, small=small)
-    return (max_k, k) if fallback else (min(max_k, n - 1), min(k, n - 1))
+    if fallback or n <= LEAST:  # a run would take as many products as the exact value
+        return max_k, k
+    return min(max_k, n - 1), min(k, n - 1)
 
 
 def most_products(operator: lx.AbstractLinearOperator, max_k: int) -> tuple[int, bool]:

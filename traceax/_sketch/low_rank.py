@@ -83,6 +83,11 @@ class LowRankPlusIdentity(eqx.Module):
         captured = jnp.sum(jnp.square(jnp.abs(self.basis)) * inside, axis=1)
         return (1 / self.mu - captured) / jnp.square(self.root)
 
+    def largest_row(self) -> Real[Array, ""]:
+        """A bound of the Euclidean norms of the rows of P."""
+        captured = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues))
+        return jnp.max(self.root * (jnp.sqrt(captured) + self.mu)) * jnp.max(self.root)
+
     def padded(self, rank: int) -> "LowRankPlusIdentity":
         """The same preconditioner with `rank` columns: those that are added are 0."""
         more = rank - self.basis.shape[1]
