@@ -7,7 +7,8 @@ of the log-determinant, and with what the solve leaves out (see `gaussian_estima
 
 for t vectors y (without the 2 over the complex numbers). Three quarters of the tolerance are for
 the log-determinant, one quarter is for the solve. At the end the solve goes on until its quarter is
-reached, or the budget is spent.
+reached, or the budget is spent. What rounding does to the quadratic form is taken off the tolerance
+before (as far as half of it), with P^{-1} y in the place of the solution.
 
 For a relative tolerance, |density| has to be known before. The solve then takes a few steps of
 conjugate gradients with every round of probes, with the preconditioner of this round, from the x
@@ -57,6 +58,7 @@ class _Solve(NamedTuple):
     left: Real[Array, " t"]  # a bound of what the quadratic forms leave out; inf at the start
     floor: Real[Array, ""]  # a lower bound of the eigenvalues of M
     largest: Real[Array, ""]  # the largest Ritz value of M
+    rounding: Real[Array, ""]  # of all quadratic forms, before they are known
     spent: Int[Array, ""]
 
     def form(self, y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
@@ -79,7 +81,8 @@ class _DensityAim(NamedTuple):
         """The state before the first step: x = 0."""
         real = jnp.finfo(self.y.dtype).dtype
         unknown, one = jnp.full(self.y.shape[1], jnp.inf, real), jnp.ones((), real)
-        return _Solve(jnp.zeros_like(self.y), self.y, unknown, one, one, jnp.zeros((), jnp.int32))
+        nothing = jnp.zeros((), jnp.int32)
+        return _Solve(jnp.zeros_like(self.y), self.y, unknown, one, one, 0 * one, nothing)
 
     def _whole(self, log_det: Array, solve: _Solve) -> Real[Array, ""]:
         """The error that twice the density (once, over the complex numbers) may have."""
@@ -87,7 +90,8 @@ class _DensityAim(NamedTuple):
         most = log_density(self.half, n, log_det, form)
         least = log_density(self.half, n, log_det, form + solve.left)
         size = jnp.where((most > 0) & (least < 0), 0, jnp.minimum(jnp.abs(most), jnp.abs(least)))
-        return (self.rtol.astype(size.dtype) * size + self.atol.astype(size.dtype)) / self.half
+        whole = (self.rtol.astype(size.dtype) * size + self.atol.astype(size.dtype)) / self.half
+        return jnp.maximum(whole - solve.rounding, whole / 2)
 
     def tolerance(self, value: Array, known: _Solve) -> Real[Array, ""]:
         """See `LogdetAim`."""
@@ -98,7 +102,10 @@ class _DensityAim(NamedTuple):
         # An absolute tolerance can do without |density|: then the solve comes at the end alone.
         left = jnp.minimum((STEPS + 1) * self.y.shape[1], self.reserved - known.spent)
         left = jnp.where(self.rtol > 0, left, 0)
-        known = known._replace(floor=run.floor, largest=largest_ritz_value(run.krylov))
+        factors, largest = run.built.factors, largest_ritz_value(run.krylov)
+        solved = factors.solve(self.y)
+        rounding = jnp.sum(rounding_of_form(factors, largest, solved, self.block.eps))
+        known = known._replace(floor=run.floor, largest=largest, rounding=rounding)
         return self.go_on(known, run.built, estimate.value[0], left)
 
     def go_on(
@@ -107,7 +114,7 @@ class _DensityAim(NamedTuple):
         """Further steps with this preconditioner, until the share of the solve is reached, with no
         more than so many products.
         """
-        factors, floor, largest, t = built.factors, solve.floor, solve.largest, self.y.shape[1]
+        factors, floor, t = built.factors, solve.floor, self.y.shape[1]
         steps = products // t - 1  # one product of each right-hand side is for its residual
 
         def left_of(residual):
@@ -125,7 +132,8 @@ class _DensityAim(NamedTuple):
             x = solve.x + change
             residual = self.y - self.block.mm(x)
             spent = (solve.spent + taken + t).astype(jnp.int32)
-            return _Solve(x, residual, left_of(residual), floor, largest, spent)
+            left = left_of(residual)
+            return solve._replace(x=x, residual=residual, left=left, spent=spent)
 
         return if_any((jnp.sum(solve.left) > goal) & (steps > 0), further, solve)
 
