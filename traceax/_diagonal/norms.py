@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import nothing_like
 from .._core.estimate import Estimate, power_of
-from .._core.primitive import Primitive, diagonal_p, trace_p
+from .._core.primitive import diagonal_p, trace_p
 from .._estimators.calibration import CALIBRATION
 from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.solution import Solution, restructure
@@ -51,7 +51,7 @@ def frobenius_norm(
     - `TypeError`: for a key, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square, or `k < 1`.
     """
-    return _root_of_gram(trace_p, AutoTraceEstimator(), key, operator, k, throw)
+    return _root_of_gram(key, operator, k, throw, rows=False)
 
 
 def row_norms(
@@ -80,7 +80,7 @@ def row_norms(
     - `TypeError`: for a key, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square, or `k < 1`.
     """
-    return _root_of_gram(diagonal_p, AutoDiagonalEstimator(), key, operator, k, throw)
+    return _root_of_gram(key, operator, k, throw, rows=True)
 
 
 def root(square: Array) -> Array:
@@ -170,9 +170,11 @@ class GramWeights(AbstractWeights):
         return self.inner.contract(gram(operator, rows=self.rows, unit=self.unit))
 
 
-def _root_of_gram(primitive: Primitive, inner: Any, key, operator, k, throw) -> Solution:
+def _root_of_gram(key, operator, k, throw, *, rows: bool) -> Solution:
     operator = as_operator(operator)
-    rows = primitive is diagonal_p
+    primitive, inner = trace_p, AutoTraceEstimator()
+    if rows:
+        primitive, inner = diagonal_p, AutoDiagonalEstimator()
     budget = check_budget(k, 2, 2 * operator.in_size(), "A Gram operator") // 2
     solution = solve(primitive, key, operator, budget, GramEstimator(inner, rows), throw=throw)
     if rows:

@@ -73,13 +73,7 @@ from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .frechet import Bend
-from .nodes import (
-    Function,
-    changes_by_rounding,
-    divided_differences,
-    on_nodes,
-    within_tag,
-)
+from .nodes import Function, changes_by_rounding, divided_differences, on_nodes, within_tag
 from .quadrature_error import entries_status, with_quadrature_error
 
 

@@ -83,13 +83,7 @@ from .funm import (
     truncation_error,
     weighted,
 )
-from .nodes import (
-    Function,
-    changes_by_rounding,
-    divided_differences,
-    on_nodes,
-    within_tag,
-)
+from .nodes import Function, changes_by_rounding, divided_differences, on_nodes, within_tag
 from .quadrature_error import entries_status, with_quadrature_error
 
 #: The smallest budget that is worth a block.

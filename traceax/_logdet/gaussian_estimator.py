@@ -41,7 +41,14 @@ from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, has_no_logarithm, if_wanted, make_estimate, status_of
+from .._core.estimate import (
+    Estimate,
+    has_no_logarithm,
+    if_wanted,
+    make_estimate,
+    safe_norm,
+    status_of,
+)
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import fixed_budget_status
 from .._linalg.lanczos import largest_ritz_value
@@ -83,7 +90,8 @@ def rounding_of_form(
     """
     row = jnp.maximum(largest, 1) * factors.largest_row()
     share = min(1 / 6, 6 / math.sqrt(len(x)))
-    return share * eps * row * square_norms(x)
+    # Not the square of the norm, which overflows for operators of tiny scale.
+    return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(x.T))
 
 
 def inner(x: Inexact[Array, "n t"], y: Inexact[Array, "n t"]) -> Real[Array, " t"]:

@@ -229,7 +229,7 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
         form = _quadratic_form(held.factors, target, krylov, smallest)
         scaled = unit.astype(target.dtype)
         x, largest = scaled * form.x, largest_ritz_value(krylov)
-        rounding = rounding_of_form(held.factors, largest, x, BlockOperator(operator).eps)
+        rounding = rounding_of_form(held.factors, largest, x, held.block.eps)
         form = QuadraticForm(unit**2 * form.value, unit**2 * form.left + rounding, x)
 
         def weights():

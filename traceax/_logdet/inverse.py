@@ -82,8 +82,7 @@ def _solutions(run: PreconditionedQuadrature) -> _Solutions:
     along = einsum("paj,pj->ap", s, s[:, 0, :] / nodes).reshape(-1, orders, most)
     along = along * safe_norm(probes.T)
     residual = krylov.residual * jnp.abs(krylov.at_last(along[:, 0], 0))
-    smallest = jnp.min(jnp.where(run.in_use, nodes[:most, 0], jnp.inf))
-    missed = jnp.where(run.in_use, residual * (residual / smallest), 0)
+    missed = jnp.where(run.in_use, residual * (residual / run.bounds.smallest), 0)
     # The basis has the vectors of all probes, step by step: see `padded_lanczos`.
     count = run.numbers.probes
     place = jnp.arange(krylov.basis.shape[0])
@@ -163,15 +162,13 @@ class InverseEstimator(AbstractEstimator):
         dof = jnp.maximum(count - 1, 1)
         rounding, status = rounding_of_budget(run)
         std_err = jnp.hypot(std_err, rounding * known)
-        missed = jnp.sum(missed) / count * (known / jnp.sum(known))
         if self.of_trace:
             std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
             samples, known, dof = jnp.sum(samples, axis=2), jnp.sum(known), run.bounds.dof
-            missed = jnp.sum(missed)
         value = known + jnp.sum(samples[0], axis=0) / count
         exhausted = run.krylov.exhausted | ~run.in_use
         error = truncation_error(samples, exhausted) * (samples.shape[1] / count)
-        error = jnp.maximum(error, missed)
+        error = jnp.maximum(error, jnp.sum(missed) / count * (known / jnp.sum(known)))
         status = entries_status(value, error, std_err, status)
 
         def weights():

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._core.precision import any_promotion, at_least_single
+from .._core.estimate import scale_of
+from .._core.precision import any_promotion, at_least_single, widened
 from .._core.programs import (
     NOTHING,
     TRACERS,
@@ -106,13 +107,10 @@ class _NarrowGram(eqx.Module):
         def cast(tree, structure):
             return jtu.tree_map(lambda x, like: x.astype(like.dtype), tree, structure)
 
-        image = self.first.mv(cast(vector, self.first.in_structure()))
-        image = jtu.tree_map(lambda x: x.astype(at_least_single(x.dtype)), image)
+        image, narrow = widened(self.first.mv(cast(vector, self.first.in_structure())))
         sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(image)]
-        size = lax.stop_gradient(jnp.max(jnp.stack([x.astype(jnp.float32) for x in sizes])))
-        size = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
-        image = jtu.tree_map(lambda x: x / size, image)
-        product = self.second.mv(cast(image, self.second.in_structure()))
+        size = lax.stop_gradient(scale_of(jnp.stack([x.astype(jnp.float32) for x in sizes])))
+        product = self.second.mv(narrow(jtu.tree_map(lambda x: x / size, image)))
         factor = size / self.unit / self.unit
         return jtu.tree_map(lambda x, like: x.astype(like.dtype) * factor, product, vector)
 
