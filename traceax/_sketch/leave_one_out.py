@@ -61,6 +61,13 @@ def square_of(a: Inexact[Array, "..."]) -> Real[Array, "..."]:
     return jnp.square(a.real) + jnp.square(a.imag) if jnp.iscomplexobj(a) else jnp.square(a)
 
 
+def reciprocal(x: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+    """1 / x, for numbers whose squares are representable. (A complex division guards against others
+    by scaling, which takes five times as long to compile.)
+    """
+    return jnp.conj(x) / square_of(x) if jnp.iscomplexobj(x) else 1 / x
+
+
 def frobenius_norm_of(sketch: Inexact[Array, "n m"], columns: Columns) -> Real[Array, ""]:
     """An estimate of ||A||_F, whose square is unbiased: the root mean square of the norms of the
     columns of a sketch, or of its triangular factor R.
@@ -105,18 +112,22 @@ def leave_one_out_directions(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 
 
 class Pairs(NamedTuple):
-    """The geometry of the planes (s_i, s_j), as m x m arrays over (i, j)."""
+    """The geometry of the planes (s_i, s_j), as m x m arrays over (i, j).
+
+    The Gram matrix is Hermitian, and nu_ij^2 real, unless a complex shift has been taken off
+    (`_sketch.nystrom`).
+    """
 
     gamma: Inexact[Array, "m m"]
-    square: Real[Array, "m m"]  # nu_ij^2, or 1 where there is no plane
+    square: Inexact[Array, "m m"]  # nu_ij^2, or 1 where there is no plane
     valid: Bool[Array, "m m"]  # i != j, and s_i, s_j not parallel to rounding
 
     def forms(self, k: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         """u_ij^H H u_ij from K = S^H H S."""
         gamma, diagonal = self.gamma, diagonal_of(k)
-        cross = gamma * k.T + jnp.conj(gamma) * k
-        expanded = diagonal[None, :] - cross + jnp.abs(gamma) ** 2 * diagonal[:, None]
-        return expanded / self.square
+        cross = gamma * k.T + gamma.T * k
+        expanded = diagonal[None, :] - cross + gamma * gamma.T * diagonal[:, None]
+        return expanded * reciprocal(self.square)
 
     def components(self, dots: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         """u_ij^H y_i from the inner products `dots[j, i] = s_j^H y_i`."""
@@ -129,11 +140,13 @@ def pairs_of(s: Inexact[Array, "m m"], columns: Columns) -> Pairs:
     return pairs_of_gram(matmul(adjoint(s), s), columns)
 
 
-def pairs_of_gram(gamma: Inexact[Array, "m m"], columns: Columns) -> Pairs:
-    """The planes spanned by pairs of the unit columns of S, from their Gram matrix S^H S."""
-    square = 1 - jnp.abs(gamma) ** 2
+def pairs_of_gram(gamma: Inexact[Array, "m m"], columns: Columns, hermitian: bool = True) -> Pairs:
+    """The planes spanned by pairs of the unit columns of S, from their Gram matrix S^H S, or from
+    one whose columns are scaled so that its diagonal is 1 (which then is not Hermitian).
+    """
+    square = 1 - (square_of(gamma) if hermitian else gamma * gamma.T)
     least = 64 * columns.used * jnp.finfo(gamma.dtype).eps
-    valid = (square > least) & ~jnp.eye(gamma.shape[0], dtype=bool)
+    valid = (square_of(square) > least**2) & ~jnp.eye(gamma.shape[0], dtype=bool)
     if columns.inside is not None:
         valid &= columns.inside[:, None] & columns.inside
     return Pairs(gamma, jnp.where(valid, square, jnp.ones_like(square)), valid)

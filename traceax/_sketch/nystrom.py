@@ -10,35 +10,55 @@ A multiplies an orthonormal basis P of the probes rather than the probes themsel
 arithmetic this is the same. In floating point it is better, because it does not matter that the
 probes are nearly dependent if k is close to n.
 
-*Shifts.* A Nystrom approximation has rank m: where A has a few large eigenvalues over a flat tail,
-t I plus something small, the approximation misses (n - m) t of the trace, and the probes have to
-estimate that. The approximation of A - delta I misses little for delta ~ t, and the trace of
+*Real shifts.* A Nystrom approximation has rank m: where A has a few large eigenvalues over a flat
+tail, t I plus something small, the approximation misses (n - m) t of the trace, and the probes have
+to estimate that. The approximation of A - delta I misses little for delta ~ t, and the trace of
 delta I is known. Nothing above needs A to be definite: for any delta below the smallest eigenvalue
 theta of H, H - delta I and all its principal submatrices are positive definite, and for a delta
 that does not depend on the probes every leave-one-out sample remains unbiased. The products are
 those of A: (A - delta I) P = A P - delta P.
 
-For spectra that decay, or are spread, delta = theta is bad: where H - delta I is nearly singular,
-F F^H is a large matrix that is not close to A. So several delta = c theta are tried if the smallest
-eigenvalues of H are alike, for as long as the leave-one-out standard error falls considerably
-(`best_shift`). Then delta depends on the probes, and the samples are no longer exactly unbiased.
-The bias is small where the shift is worth it: theta is nearly the same for all probes where the
-tail is flat. `benchmarks/regret.py` measures it. In simulations of nine spectra it was at most 0.11
-standard errors with 8 probes, 0.06 with 12 to 36, and most often 0 to within 0.03, which is what
-1000 keys tell. (With 2 probes of 3 dimensions it was 0.3. Fewer than 8 probes take no shift.)
+*Complex shifts.* Where the tail is not quite flat, delta should lie in the middle of it; but there
+H - delta I is nearly singular. So let z = delta - i eta, with eta about as large as the tail is
+wide, and approximate A - delta I by
 
-*All shifts for one decomposition.* With H = V E V^H and the part of the products that is orthogonal
-to the probes, X = (I - P P^H) A P V, all that follows depends on delta by a diagonal matrix alone,
+    B = Re F (H - z I)^{-1} F^H,      F = (A - delta I) P,      Re X = (X + X^H) / 2.
 
-    (A - delta I) P V = P V (E - delta) + X,      F V = (P V (E - delta) + X) (E - delta)^{-1/2},
+With x an eigenvalue of H - delta I, 1 / x becomes x / (x^2 + eta^2): nearly the same for large x,
+and never more than 1 / (2 eta). B does not reproduce the products. So what it leaves of the space
+that the probes other than i span (a projector Pi_i) is added exactly, and probe i tests the rest:
 
-so that with S' = V^H S, B = (E - delta)^{-1} S' and M = X^H X, in m x m matrices,
+    t_i = n delta + tr B_i + tr Pi_i (A - delta I - B_i) + c_i g_i^H (A - delta I - B_i) g_i,
 
-    d_i = s'_i^H b_i,                             q_i^H q_j = s'_i^H b_j / sqrt(d_i d_j),
-    z_i^H z_j = (s_i^H s_j + b_i^H M b_j) / sqrt(d_i d_j),
-    tr F F^H = tr(H - delta I) + sum_j M_jj / (E_j - delta).
+g_i = (I - Pi_i) omega_i = rho_i P s_i. For a z that does not depend on the probes this is unbiased.
 
-Nothing cancels: M is a Gram matrix, and the diagonals are sums of positive numbers.
+*All shifts for one decomposition.* Let H = V E V^H, D = E - delta, G = E - z, S' = V^H S, and X =
+(I - P P^H) A P V, the part of the products that is orthogonal to the probes. Then F V = P V D + X.
+Without probe i the inverse core is W_i = G^{-1} - b_i a_i^H / d_i, with b_i = G^{-1} s'_i,
+a_i^H = s'_i^H G^{-1}, d_i = s'_i^H G^{-1} s'_i, so that with M = X^H X
+
+    tr B_i + tr P^H (A - delta I - B_i) P = tr D + Re tr W_i M,
+
+as tr W_i D^2 cancels, and because of D = G + (delta - z) I, s'_i^H D b_i = 1 + (delta - z) d_i,
+
+    s'_i^H (D - Re D W_i D) s'_i = Re 1 / d_i,
+
+the same as without eta. All that depends on z are a diagonal matrix and numbers made with it, in
+m x m matrices. For real z B_i is F F^H - z_i z_i^H, with
+
+    q_i^H q_j = s'_i^H b_j / sqrt(d_i d_j),
+    z_i^H z_j = (s_i^H s_j + a_i^H M b_j) / sqrt(d_i d_j),
+
+and the traces below are written with these numbers for complex z as well. Nothing cancels: M is a
+Gram matrix, and for real z the diagonals are sums of positive numbers.
+
+*Which shift.* For spectra that decay, a shift is bad: where H - delta I is nearly singular, B is a
+large matrix that is not close to A - delta I, and a large eta leaves much of A out. So several
+shifts are tried if the smallest eigenvalues of H are alike, for as long as the leave-one-out
+standard error falls (`best_shift`). Then the shift depends on the probes, and the samples are no
+longer exactly unbiased. The bias is small where the shift is worth it: theta, and the quantiles of
+E that the complex shifts are made of, are nearly the same for all probes where the tail is flat.
+`benchmarks/regret.py` measures it.
 """
 
 import math
@@ -46,7 +66,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Complex, Inexact, Int, Real
 
 from .._core.estimate import (
     NOT_SEMIDEFINITE,
@@ -67,27 +87,36 @@ from .leave_one_out import (
     leave_one_out_error,
     matmul,
     pairs_of_gram,
+    reciprocal,
     rescale_error,
     scaled,
     shift_of,
     without_zero_pivots,
 )
 
-#: The shifts c that are tried, as multiples of theta (see above). If one part of the error is
+#: The real shifts that are tried, as multiples of theta (see above). If one part of the error is
 #: proportional to 1 - c and the other to its inverse, the best of them is within 1.75 times the
 #: best of all.
-SHIFTS = (0.0, 0.7, 0.9, 0.99, 0.999)
+MULTIPLES = (0.0, 0.7, 0.9, 0.99, 0.999)
+
+#: The complex shifts that are tried: for each q the eigenvalue delta of the core that exceeds a
+#: q-th part of them (and two at least), and eta a multiple of its distance from the smallest. With
+#: the multiple 1, or if it exceeds only one, the bias is twice as large.
+PARTS, LEAST_PART, DAMPING = (8, 4, 2), 2, 2.0
+
+#: The multiple of theta that is tried before them.
+UNDAMPED = 0.9
 
 #: Shifts are tried if a quarter of the eigenvalues of the core lie within this multiple of theta.
 #: If the spectrum decays fast, samples have heavy tails, and a gain would be an accident of a few.
 FLAT = 3.0
 
 #: Fewer probes than these have no say: the bias that comes with the choice falls fast with their
-#: number (it is 0.11 standard errors with 8).
+#: number.
 FEWEST = 8
 
-#: A shift is taken if its standard error is below this share of that of the shift before: smaller
-#: gains are not worth the bias that comes with the choice.
+#: A shift is taken if its standard error is below this share of that without a shift: smaller gains
+#: are not worth the bias that comes with the choice.
 WORTH = 0.8
 
 
@@ -132,17 +161,32 @@ class Nystrom(NamedTuple):
         wrong = self.tag != SUCCESSFUL
         return [jnp.where(wrong, plain, estimated) for estimated, plain in pairs]
 
-    def shifted(self, share: Real[Array, ""]) -> "ShiftedNystrom":
-        """The approximation with delta = share * theta, for a share below 1."""
-        shift = share * self.theta
-        eigenvalues = self.eigenvalues - shift
-        b = self.directions / eigenvalues[:, None]
+    def real_shifts(self) -> Real[Array, " c"]:
+        """The real shifts that are tried, the first of which is 0."""
+        return jnp.asarray(MULTIPLES, self.nu.dtype) * self.theta
+
+    def complex_shifts(self) -> Complex[Array, " c"]:
+        """The shifts that are tried where complex ones may be: 0, a multiple of theta, and those
+        that damp a part of the eigenvalues.
+        """
+        parts = [jnp.asarray(self.columns.used // part, jnp.int32) for part in PARTS]
+        delta = self.eigenvalues[jnp.maximum(jnp.stack(parts), LEAST_PART)]
+        eta = jnp.maximum(DAMPING * (delta - self.eigenvalues[0]), self.nu)
+        undamped = jnp.stack([jnp.zeros_like(self.nu), UNDAMPED * self.theta])
+        eta = jnp.concatenate([jnp.zeros_like(undamped), eta])
+        return lax.complex(jnp.concatenate([undamped, delta]), -eta)
+
+    def shifted(self, z: Inexact[Array, ""]) -> "ShiftedNystrom":
+        """The approximation with the shift z: a real number below the smallest eigenvalue, or a
+        complex one.
+        """
+        hermitian = not jnp.iscomplexobj(z)
+        eigenvalues = self.eigenvalues - z
+        b = self.directions * reciprocal(eigenvalues)[:, None]
         gram = matmul(adjoint(self.directions), b)
         # d_i may be large: only its inverse is used.
-        inverse = 1 / diagonal_of(gram).real
-        root = jnp.sqrt(inverse)
-        pairs = pairs_of_gram(gram * root[:, None] * root, self.columns)
-        return ShiftedNystrom(shift - self.nu, eigenvalues, b * root, inverse, pairs)
+        inverse = reciprocal(diagonal_of(gram).real if hermitian else diagonal_of(gram))
+        return ShiftedNystrom(z.real - self.nu, eigenvalues, b, gram, inverse)
 
 
 def rounding_of_nystrom(size: Array, eps: float) -> Array:
@@ -153,13 +197,13 @@ def rounding_of_nystrom(size: Array, eps: float) -> Array:
 
 
 class ShiftedNystrom(NamedTuple):
-    """The approximation of A / scale - shift I."""
+    """The approximation of A / scale - shift I. Its numbers are complex if the shift was."""
 
     shift: Real[Array, ""]  # delta - nu
-    eigenvalues: Real[Array, " m"]  # E - delta
-    held_out: Inexact[Array, "m m"]  # b_i / sqrt(d_i): z_i is (A / scale - shift I) P V times that
-    inverse: Real[Array, " m"]  # 1 / d_i
-    pairs: Pairs  # of Q
+    eigenvalues: Inexact[Array, " m"]  # E - z
+    b: Inexact[Array, "m m"]
+    gram: Inexact[Array, "m m"]  # s_i^H b_j
+    inverse: Inexact[Array, " m"]  # 1 / d_i
 
 
 def trace_and_error(
@@ -178,6 +222,11 @@ def trace_and_error(
         t_ij = ||F||_F^2 - ||F q_i||^2 - ||F u'_ij||^2 + alpha_ij / (d_i (1 - |gamma'_ij|^2)),
         alpha_ij = (n - m + 2) (1 - |gamma_ij|^2) or rho_i^2.
 
+    With a complex shift, the real parts of the same expressions, |gamma'_ij|^2 being gamma'_ij
+    gamma'_ji: what is lost is Re tr K^{-1} (L + Gamma), for the 2 x 2 matrices K = S_ij^H G^{-1}
+    S_ij, L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair, and what is left on
+    the plane is Re Gamma K^{-1} Gamma.
+
     **Arguments:**
 
     - `factors`: the pieces.
@@ -194,65 +243,73 @@ def trace_and_error(
     rho_square = factors.rho**2
     alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
 
-    b, root = shifted.held_out, jnp.sqrt(inverse)
-    lengths = probes.gamma * root[:, None] * root + matmul(adjoint(b), matmul(factors.beyond, b))
-    samples = alpha * inverse - diagonal_of(lengths).real
+    # Column j is divided by d_j, in place of the roots of d_i and d_j.
+    inverse_core = reciprocal(shifted.eigenvalues)
+    beyond = inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
+    lengths = probes.gamma * inverse + matmul(adjoint(factors.directions), beyond)
+    samples = (alpha * inverse - diagonal_of(lengths)).real
 
     pair_alpha = (n - m + 2) * probes.square if resphere else rho_square[:, None]
-    pairs = shifted.pairs
-    lost = pairs.forms(lengths).real
-    differences = lost + (alpha[:, None] - pair_alpha / pairs.square) * inverse[:, None]
+    pairs = pairs_of_gram(shifted.gram * inverse, columns, hermitian=False)
+    left = (alpha[:, None] - pair_alpha * reciprocal(pairs.square)) * inverse[:, None]
+    differences = (pairs.forms(lengths) + left).real
     valid = pairs.valid & probes.valid
     differences = jnp.where(valid, differences, jnp.zeros_like(differences))
 
     # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
-    beyond = diagonal_of(factors.beyond).real / shifted.eigenvalues
+    beyond = diagonal_of(factors.beyond).real * inverse_core.real
     base = jnp.trace(factors.core).real + jnp.sum(columns.only(beyond)) + (n - m) * shifted.shift
     std_err = leave_one_out_error(samples, differences, rounding, columns)
     return base + columns.mean(samples), std_err
 
 
 class BestShift(NamedTuple):
-    """The share of theta with the smallest standard error of the trace, and the estimate."""
+    """The shift with the smallest standard error of the trace, and the estimate."""
 
-    share: Real[Array, ""]
+    shift: Inexact[Array, ""]
     value: Real[Array, ""]
     std_err: Real[Array, ""]
 
 
-def best_shift(factors: Nystrom, resphere: bool, rounding: Real[Array, ""]) -> BestShift:
-    """Try one of `SHIFTS` after the other while the standard error falls considerably; only the
-    first of them, which is 0, if the tail of the spectrum is not flat.
+def best_shift(
+    factors: Nystrom, shifts: Inexact[Array, " c"], resphere: bool, rounding: Real[Array, ""]
+) -> BestShift:
+    """Try one shift after the other while the standard error falls; only the first of them, if the
+    tail of the spectrum is not flat.
 
     What the approximation misses of a flat tail falls with the shift, what it misses of the rest
     grows with it: their sum falls first, and grows from its minimum on. Cost: 8 m^3 operations for
-    each shift.
+    each shift, complex ones if the shifts are.
 
     **Arguments:**
 
     - `factors`: the pieces of the approximations.
+    - `shifts`: those that may be taken. The first is 0, and is kept if the gain is small.
     - `resphere`: whether to renormalise the residual probes.
     - `rounding`: the standard error that rounding adds.
     """
-    shares = jnp.asarray(SHIFTS, factors.nu.dtype)
     quarter = jnp.asarray(factors.columns.used // 4, jnp.int32)
     flat = factors.eigenvalues[quarter] - factors.nu <= FLAT * factors.theta
     flat &= factors.columns.used >= FEWEST
 
+    def select(wanted, new, old):
+        return BestShift(*[jnp.where(wanted, *pair) for pair in zip(new, old, strict=True)])
+
     def step(state):
-        i, _, best = state
-        share = shares[i]
-        value, std_err = trace_and_error(factors, factors.shifted(share), resphere, rounding)
-        better = (i == 0) | (std_err < WORTH * best.std_err)
-        found = zip(BestShift(share, value, std_err), best, strict=True)
-        return i + 1, better & flat, BestShift(*[jnp.where(better, new, old) for new, old in found])
+        i, _, first, best = state
+        z = shifts[i]
+        found = BestShift(z, *trace_and_error(factors, factors.shifted(z), resphere, rounding))
+        better = (i == 0) | (found.std_err < best.std_err)
+        return i + 1, better & flat, select(i == 0, found, first), select(better, found, best)
 
     def goes_on(state):
-        return state[1] & (state[0] < len(SHIFTS))
+        return state[1] & (state[0] < shifts.size)
 
     zero = jnp.zeros_like(factors.nu)
-    start = jnp.zeros((), jnp.int32), jnp.array(True), BestShift(zero, zero, zero)
-    return lax.while_loop(goes_on, step, start)[2]
+    nothing = BestShift(jnp.zeros_like(shifts[0]), zero, zero)
+    start = jnp.zeros((), jnp.int32), jnp.array(True), nothing, nothing
+    _, _, first, best = lax.while_loop(goes_on, step, start)
+    return select(best.std_err < WORTH * first.std_err, best, first)
 
 
 def is_asymmetric(

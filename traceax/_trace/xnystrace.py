@@ -16,7 +16,7 @@ from .._sketch.nystrom import best_shift, empty_nystrom, extend_nystrom, signed_
 @final
 class XNysTraceExtendable(AbstractExtendable):
     """XNysTrace, whose basis of probes can be extended by further ones. Everything else is computed
-    anew from the products, in `8 n m^2 + 60 m^3` operations for all m probes so far.
+    anew from the products, in `8 n m^2 + 80 m^3` operations for all m probes so far.
     """
 
     sampler: AbstractSampler
@@ -36,7 +36,8 @@ class XNysTraceExtendable(AbstractExtendable):
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
         factors = state.factors(columns, block.eps)
-        best = best_shift(factors, self.resphere, factors.rounding(block.eps))
+        shifts, rounding = factors.complex_shifts(), factors.rounding(block.eps)
+        best = best_shift(factors, shifts, self.resphere, rounding)
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         plain = columns.mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
         value, std_err = factors.unless_wrong((best.value, plain[0]), (best.std_err, plain[1]))
@@ -69,10 +70,12 @@ class XNysTraceEstimator(AbstractTraceEstimator):
     takes one product, half of what XTrace takes. A negative semidefinite operator is negated.
 
     A multiple of the identity, delta I, is taken off A first, and its trace is added afterwards.
-    This takes no products. Of several delta, 0 among them, that with the smallest standard error is
-    taken. Where a few large eigenvalues stand above a flat tail, the error is up to 1,000 times
-    smaller than without; where they decay, delta is 0. As delta depends on the probes, there is a
-    bias where it is not 0, of at most some tenth of the standard error (`docs/shifts.md`).
+    This takes no products. If the tail of the spectrum is flat, or narrow, a complex shift inverts
+    what remains; of several shifts, 0 among them, that with the smallest standard error is taken.
+    Where a few large eigenvalues stand above such a tail, the error is up to 100,000 times smaller
+    than without; where the eigenvalues decay, the shift is 0. As the shift depends on the probes,
+    there is a bias where it is not 0, of at most some tenth of the standard error
+    (`docs/shifts.md`).
 
     A multiplies an orthonormal basis of the probes, which gives the same approximation in exact
     arithmetic. The published algorithm forms $\Omega^* A \Omega$ of the probes themselves. In
@@ -84,7 +87,7 @@ class XNysTraceEstimator(AbstractTraceEstimator):
     The standard error includes the correlation between the samples (see
     [`traceax.XTraceEstimator`][]), without which it would be too small by 1.3 to 4 times.
 
-    Cost: `k` matvecs; four blocks of `n x k` numbers; `12 n k^2 + 60 k^3` operations beside the
+    Cost: `k` matvecs; four blocks of `n x k` numbers; `12 n k^2 + 80 k^3` operations beside the
     products.
     The derivative takes `2k` tangent products. It uses XTrace's weights from the same sketch,
     because the derivative of A need not be semidefinite.
