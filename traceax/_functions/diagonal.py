@@ -82,6 +82,7 @@ from .nodes import (
 from .quadrature_error import (
     entries_status,
     entries_std_err,
+    entries_truncation_error,
     solve_pair,
     with_quadrature_error,
 )
@@ -160,25 +161,6 @@ def _space_of(
     # (Where f is not finite, no e(j) is below, and nothing is taken out.)
     j = jnp.sum((away <= missed / 100) & (jnp.arange(1, s + 1) <= s - 2 * d))
     return _Space(krylov, nodes[0], vectors[0], values[0], functions, step < j)
-
-
-def _truncation_errors(values: Real[Array, "o n"], exhausted: Bool[Array, ""]) -> Array:
-    """The error of every entry, from its values after up to three numbers of steps: `funm` derives
-    it for one number. The rate r is that of all entries together, as the ratio of two differences
-    of one entry may be anything. So may one of these differences, of which half is the mean.
-    """
-    if len(values) == 1:
-        return jnp.where(exhausted, 0, jnp.full_like(values[0], jnp.inf))
-    last = values[0] - values[1]
-    rate = jnp.full((), 0.95, last.dtype)
-    if len(values) == 3:
-        before = safe_norm(values[1] - values[2])
-        found = jnp.minimum(safe_norm(last) / jnp.where(before > 0, before, 1), rate)
-        rate = jnp.where(before > 0, found, rate)
-    typical = safe_norm(last) / math.sqrt(last.size)
-    error = jnp.hypot(last, typical) / math.sqrt(2) * jnp.maximum(1, 8 * rate / (1 - rate))
-    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    return jnp.where(exhausted, 0, error)  # in an invariant Krylov space nothing is missing
 
 
 @final
@@ -325,9 +307,9 @@ class SpectralDiagonalEstimator(AbstractEstimator):
 
         functions = jnp.where(space.taken, space.functions, 0)
         known = einsum("an,oab,bn->on", rows, functions, jnp.conj(rows)).real
-        error = _truncation_errors(known, krylov.exhausted)
+        error = entries_truncation_error(known, krylov.exhausted)
         of_mean = jnp.mean(samples, axis=2)
-        error = error + _truncation_errors(of_mean, jnp.all(inner.exhausted))
+        error = error + entries_truncation_error(of_mean, jnp.all(inner.exhausted))
         whole = einsum("an,ab,bn->n", rows, space.functions[0], jnp.conj(rows)).real
         value = whole + jnp.mean(samples[0], axis=1)
         std_err, _ = entries_std_err(samples[0].T, jnp.asarray(sizes.probes, real))

@@ -3,10 +3,11 @@ early.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Real
+from jaxtyping import Array, Bool, Real
 
 from .._core.estimate import (
     NOT_CONVERGED,
@@ -23,7 +24,7 @@ from .._estimators.solution import Solution
 
 
 def with_quadrature_error(
-    value, error, std_err, num_matvecs: Array | int, dof: Array | int, status, columns: Any = None
+    value, error, std_err, num_matvecs: Array | int, dof: Array | float, status, columns: Any = None
 ) -> Estimate:
     """An estimate whose value is a pair: the value proper, and its quadrature error. Both are NaN
     if f is not finite where it is needed, or the operator is not Hermitian. The degrees of freedom
@@ -97,6 +98,25 @@ def entries_std_err(
     pairs = count * (count - 1)
     variance = jnp.where(pairs > 0, jnp.sum(away, axis=0) / jnp.maximum(pairs, 1), jnp.inf)
     return unit * jnp.sqrt(variance), unit * jnp.sqrt(2 * jnp.sum(variance))
+
+
+def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, ""]) -> Array:
+    """The error of every entry, from its values after up to three numbers of steps: `funm` derives
+    it for one number. The rate r is that of all entries together, as the ratio of two differences
+    of one entry may be anything. So may one of these differences, of which half is the mean.
+    """
+    if len(values) == 1:
+        return jnp.where(exhausted, 0, jnp.full_like(values[0], jnp.inf))
+    last = values[0] - values[1]
+    rate = jnp.full((), 0.95, last.dtype)
+    if len(values) == 3:
+        before = safe_norm(values[1] - values[2])
+        found = jnp.minimum(safe_norm(last) / jnp.where(before > 0, before, 1), rate)
+        rate = jnp.where(before > 0, found, rate)
+    typical = safe_norm(last) / math.sqrt(last.size)
+    error = jnp.hypot(last, typical) / math.sqrt(2) * jnp.maximum(1, 8 * rate / (1 - rate))
+    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
+    return jnp.where(exhausted, 0, error)  # in an invariant Krylov space nothing is missing
 
 
 def solve_pair(

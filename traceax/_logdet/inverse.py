@@ -36,10 +36,9 @@ from typing import ClassVar, Literal, NamedTuple, final
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import if_wanted, safe_norm, scale_of
+from .._core.estimate import if_wanted, safe_norm
 from .._core.precision import einsum
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
 from .._estimators.estimator import AbstractEstimator
@@ -52,16 +51,14 @@ from .._functions.quadrature_error import (
     with_quadrature_error,
 )
 from .._linalg.lanczos import quadrature
-from .._operators.block_operator import BlockOperator, unflatten
+from .._operators.block_operator import unflatten
 from .._sketch.leave_one_out import matmul
-from .._sketch.low_rank import LowRankPlusIdentity
-from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
-from .conjugate_gradients import definite_solve
-from .estimator import exact_logdet, rounding_of_budget
+from .estimator import rounding_of_budget
 from .fallback import budget_or_all, check_fallback
+from .inverse_weights import InverseWeights, exact_inverse
 from .preconditioners import AbstractPreconditioner
-from .weights import ExactLogdetWeights
+from .sampled_inverse import SampledInverseEstimator, reads_diagonal_only
 
 
 class _Solutions(NamedTuple):
@@ -93,45 +90,6 @@ def _solutions(run: PreconditionedQuadrature) -> _Solutions:
     inside = matmul(krylov.basis.T, coefficients.reshape(len(place), -1))
     x = run.built.factors.inverse_root_adjoint(inside)
     return _Solutions(jnp.moveaxis(x.reshape(n, orders, most), 1, 0), missed)
-
-
-@final
-class InverseWeights(AbstractWeights):
-    """The samples as functions of A. A contraction costs a matvec and a solve for every probe."""
-
-    x: Inexact[Array, "n p"]
-    omega: Real[Array, "n p"]  # divided by the number of probes
-    factors: LowRankPlusIdentity
-    of_trace: bool = eqx.field(static=True)
-
-    def contract(self, operator):
-        """See `AbstractWeights`. It depends on A as x does."""
-        forms = self.omega * self.weights_at(operator).x.real
-        return jnp.sum(forms) if self.of_trace else jnp.sum(forms, axis=1)
-
-    def weights_at(self, operator):
-        """See above."""
-        block = BlockOperator(operator)
-        images = block.mm(self.x)
-        change = definite_solve(block, self.factors, images - lax.stop_gradient(images))
-        return dataclasses.replace(self, x=self.x - change)
-
-
-@final
-class ExactInverseWeights(AbstractWeights):
-    """The same for the exact inverse."""
-
-    inverse: ExactLogdetWeights
-    of_trace: bool = eqx.field(static=True)
-
-    def contract(self, operator):
-        """See `AbstractWeights`."""
-        diagonal = jnp.diagonal(self.weights_at(operator).inverse.inverse).real
-        return jnp.sum(diagonal) if self.of_trace else diagonal
-
-    def weights_at(self, operator):
-        """See above."""
-        return dataclasses.replace(self, inverse=self.inverse.weights_at(operator))
 
 
 @final
@@ -179,19 +137,7 @@ class InverseEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        exact = exact_logdet(operator)
-        weights = exact.weights()
-        inverse = weights.inverse
-        value, unit = jnp.diagonal(inverse).real, scale_of(inverse)
-        error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
-        if self.of_trace:
-            value, error = jnp.sum(value), jnp.sum(error)
-        status = exact.estimate.status
-        spent, read = exact.estimate.num_matvecs, exact.estimate.columns
-        estimate = with_quadrature_error(
-            value, error, jnp.zeros_like(value), spent, 0, status, read
-        )
-        return estimate, if_wanted(lambda: ExactInverseWeights(weights, self.of_trace))
+        return exact_inverse(operator, self.of_trace)
 
 
 def inverse_trace(
@@ -278,6 +224,13 @@ def inverse_diagonal(
     Every entry is that of $P^{-1}$ and the mean of $\omega \circ (A^{-1} - P^{-1}) \omega$ over the
     probes of [`traceax.inverse_trace`][], and has errors of its own.
 
+    With `preconditioner="auto"`, sparse matrices, and their sums with diagonal operators, take
+    samples x with the covariance $A^{-1}$ instead, about $\sqrt{k} / 2$ of them. The variance of
+    $x_i$ given all other entries is $1 / A_{ii}$, and the variance of its mean given them is
+    estimated (Rao-Blackwell). The error is relative to the entry, whatever the range of the
+    correlations: 2 to 4 times smaller for Markov random fields on grids. As the samples are few,
+    `interval` is wider than two standard errors.
+
     !!! Example
 
         ```python
@@ -301,6 +254,11 @@ def inverse_diagonal(
     **Raises:**
 
     - `TypeError`, `ValueError`: as [`traceax.inverse_trace`][].
+
+    ??? cite "References"
+
+        P. Siden, F. Lindgren, D. Bolin, M. Villani, *Efficient covariance approximations for large
+        sparse precision matrices*, 2018, arXiv:1705.08656, for sparse matrices.
     """
     arguments = preconditioner, fallback, throw
     solution = _inverse(inverse_diagonal_p, key, operator, k, *arguments)
@@ -312,5 +270,8 @@ def _inverse(primitive: Primitive, key, operator, k, preconditioner, fallback, t
     check_fallback(fallback)
     policy = dataclasses.replace(policy_of(preconditioner, operator), for_inverse=True)
     k = budget_or_all(operator, k, fallback if policy.auto else None, sparse=True)
-    estimator = InverseEstimator(policy, primitive is inverse_trace_p)
+    of_trace = primitive is inverse_trace_p
+    estimator: AbstractEstimator = InverseEstimator(policy, of_trace)
+    if policy.auto and not of_trace and reads_diagonal_only(operator):
+        estimator = SampledInverseEstimator()
     return solve_pair(primitive, key, operator, k, estimator, throw)

@@ -1,0 +1,79 @@
+"""The derivative of the inverse of a positive definite operator, and the exact inverse."""
+
+import dataclasses
+from typing import Any, final
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Inexact
+
+from .._core.estimate import Estimate, if_wanted, scale_of
+from .._functions.quadrature_error import with_quadrature_error
+from .._operators.block_operator import BlockOperator
+from .._sketch.leave_one_out import matmul
+from .._sketch.low_rank import LowRankPlusIdentity
+from .._sketch.weights import AbstractWeights
+from .conjugate_gradients import definite_solve
+from .estimator import exact_logdet
+from .weights import ExactLogdetWeights
+
+
+@final
+class InverseWeights(AbstractWeights):
+    """The samples as functions of A. A contraction costs a matvec and a solve for every probe."""
+
+    x: Inexact[Array, "n p"]
+    omega: Inexact[Array, "n p"]  # divided by the number of probes
+    factors: LowRankPlusIdentity
+    of_trace: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`. It depends on A as x does."""
+        forms = (self.omega * self.weights_at(operator).x).real
+        return jnp.sum(forms) if self.of_trace else jnp.sum(forms, axis=1)
+
+    def weights_at(self, operator):
+        """See above."""
+        block = BlockOperator(operator)
+        images = block.mm(self.x)
+        change = definite_solve(block, self.factors, images - lax.stop_gradient(images))
+        return dataclasses.replace(self, x=self.x - change)
+
+
+@final
+class ExactInverseWeights(AbstractWeights):
+    """The same for the exact inverse."""
+
+    inverse: ExactLogdetWeights
+    of_trace: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        diagonal = jnp.diagonal(self.weights_at(operator).inverse.inverse).real
+        return jnp.sum(diagonal) if self.of_trace else diagonal
+
+    def weights_at(self, operator):
+        """See above."""
+        return dataclasses.replace(self, inverse=self.inverse.weights_at(operator))
+
+
+def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, Any]:
+    """The diagonal of the inverse, or its sum, from a factorisation: the estimate and its weights.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `of_trace`: whether the sum is wanted.
+    """
+    exact = exact_logdet(operator)
+    weights = exact.weights()
+    inverse = weights.inverse
+    value, unit = jnp.diagonal(inverse).real, scale_of(inverse)
+    error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
+    if of_trace:
+        value, error = jnp.sum(value), jnp.sum(error)
+    status = exact.estimate.status
+    spent, read = exact.estimate.num_matvecs, exact.estimate.columns
+    estimate = with_quadrature_error(value, error, jnp.zeros_like(value), spent, 0, status, read)
+    return estimate, if_wanted(lambda: ExactInverseWeights(weights, of_trace))

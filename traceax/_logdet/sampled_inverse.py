@@ -1,0 +1,136 @@
+r"""The diagonal of the inverse, by samples with the covariance A^{-1}, where that of A is known.
+
+Let D be the diagonal of A, M = D^{-1/2} A D^{-1/2}, and z a vector of random signs. The samples
+
+    x = D^{-1/2} M^{-1/2} z,      E x x^H = A^{-1},
+
+are those of a Gaussian Markov random field with the precision A, if z is normal. The mean of x_i
+given all other entries is then y_i, and its variance given them is 1 / D_i, with
+
+    y = x - D^{-1} A x = D^{-1/2} (M^{-1/2} - M^{1/2}) z,      (A^{-1})_ii = 1 / D_i + E |y_i|^2
+
+(Rao-Blackwell; P. Siden, F. Lindgren, D. Bolin, M. Villani, *Efficient covariance approximations
+for large sparse precision matrices*, 2018, arXiv:1705.08656). The identity needs E z z^H = I alone:
+the diagonal of D^{-1/2} (M^{-1} - 2 I + M) D^{-1/2} is that of A^{-1} less 1 / D_i, as the diagonal
+of M is 1. The error of an entry is relative to |y_i|^2, whatever the range of the correlations,
+while probes omega o A^{-1} omega see all of them: their variance is sum_{j != i} (A^{-1})_ij^2.
+
+*The roots* come from Lanczos' recurrence for M from z, M^{1/2} z ~ ||z|| V T^{1/2} e_1.
+
+*Standard errors.* z is not normal, but y_i is a sum of many of its entries, so that |y_i|^2 has
+the variance 2 (E |y_i|^2)^2 at most. With p probes and their mean m, the variance of m is 2 / (p +
+2) times the mean of m^2. The degrees of freedom are those of such an estimate, p / 4. (The scatter
+of a few squares says nothing: its relative variance is 12 / p + 2 / (p - 1).)
+
+*Quadrature errors* are those of other functions, entry by entry, but the error of sum_i D_i |x_i|^2
+is also known: it is that of Gauss quadrature for z^H M^{-1} z, r^H M^{-1} r <= |r|^2 / theta, see
+`inverse`. Entries have shares of it in proportion to 1 / D_i.
+
+*The derivative* is that of the mean of conj(x_i) x_i(A), dx = -A^{-1} dA x, with the factor
+conj(x_i) held fixed: E x x(A)^H = A^{-1} at every A, so that it is unbiased at every order.
+"""
+
+import math
+from typing import ClassVar, final
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, if_wanted, safe_norm
+from .._core.precision import einsum
+from .._estimators.estimator import AbstractEstimator
+from .._functions.funm import truncations
+from .._functions.quadrature_error import (
+    entries_status,
+    entries_truncation_error,
+    with_quadrature_error,
+)
+from .._linalg.lanczos import lanczos, largest_ritz_value, quadrature
+from .._operators.block_operator import BlockOperator
+from .._operators.known_parts import has_entries, stored_diagonal
+from .._probes.samplers import RademacherSampler
+from .._sketch.low_rank import LowRankPlusIdentity
+from .inverse_weights import InverseWeights, exact_inverse
+from .preconditioners import check_definite
+
+
+def reads_diagonal_only(operator) -> bool:
+    """Whether the diagonal is known, but no cheap columns to make a preconditioner of: sparse
+    matrices, their sums with diagonal ones, and multiples.
+    """
+    return not has_entries(operator) and has_entries(operator, sparse=True)
+
+
+def numbers_of(k: int) -> tuple[int, int]:
+    """How many samples, and how many steps for each."""
+    p = max(min(k, 2), math.isqrt(k) // 2)
+    return p, k // p
+
+
+@final
+class SampledInverseEstimator(AbstractEstimator):
+    """The diagonal of the inverse of an operator whose diagonal is known. The value of the estimate
+    is a pair: the value proper, which alone has a derivative, and the quadrature error.
+    """
+
+    smallest: ClassVar[int] = 2
+    weights_depend_on_operator: ClassVar[bool] = True
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        check_definite(operator, "The inverse")
+
+    def compute(self, key, operator, k):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator).linearised()
+        n, (p, q) = block.n, numbers_of(k)
+        diagonal = stored_diagonal(operator)
+        assert diagonal is not None  # the estimator is one for such operators
+        diagonal = diagonal.real
+        root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))
+        none = jnp.zeros((n, 0), block.dtype), jnp.zeros(0, root.dtype)
+        factors = LowRankPlusIdentity(root, *none, jnp.ones((), root.dtype))
+        z = RademacherSampler().probes(key, n, p, block.dtype)
+        krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
+
+        shorter, orders = truncations(krylov)
+        nodes, _, s = quadrature(shorter)
+        tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
+        positive = jnp.maximum(nodes, jnp.tile(tiny, (orders, 1)))
+        length = safe_norm(z.T)
+
+        def along(values: Array) -> Array:
+            """What f(T) e_1 ||z|| is in the basis, from the values of f."""
+            found = einsum("paj,pj->pa", s, s[:, 0, :] * values)
+            return found.reshape(orders, p, q) * length[:, None]
+
+        def vectors(coefficients: Array) -> Array:
+            return einsum("qnp,...pq->...pn", krylov.basis, coefficients.astype(block.dtype)) / root
+
+        inverse_root = along(1 / jnp.sqrt(positive))
+        y = vectors(inverse_root - along(jnp.sqrt(positive)))
+        means = jnp.mean(jnp.square(jnp.abs(y)), axis=1)
+        value = 1 / jnp.square(root) + means[0]
+
+        smallest, largest = jnp.min(nodes), largest_ritz_value(krylov)
+        rounding = block.eps * largest / jnp.where(smallest > 0, smallest, 1)
+        lost = ~((smallest > 0) & (rounding < 0.5) & (jnp.min(diagonal) > 0))
+        status = krylov.status
+        status = jnp.where((status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, status)
+        std_err = jnp.hypot(math.sqrt(2 / (p + 2)) * means[0], rounding * value)
+        residual = krylov.residual * jnp.abs(along(1 / positive)[0, :, -1])
+        missed = jnp.mean(residual * (residual / jnp.where(smallest > 0, smallest, 1)))
+        error = entries_truncation_error(means, jnp.all(krylov.exhausted))
+        error = jnp.maximum(error, missed / n / jnp.square(root))
+        status = entries_status(value, error, std_err, status)
+
+        def weights():
+            x = vectors(inverse_root[0]).T
+            return InverseWeights(x, jnp.conj(x) / p, factors, False)
+
+        estimate = with_quadrature_error(value, error, std_err, p * q, p / 4, status)
+        return estimate, if_wanted(weights)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return exact_inverse(operator, of_trace=False)
