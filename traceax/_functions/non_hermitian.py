@@ -195,7 +195,8 @@ class ArnoldiEstimator(AbstractEstimator):
         nodes = eigenvalues(scaled) * unit
         ones = jnp.ones_like(nodes)
         value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
-        status = self._status(status_of(matrix), real_enough, ones.real, on_nodes(self.fn, nodes))
+        values = on_nodes(self.fn, nodes)
+        status = self._status(status_of(matrix), real_enough, ones.real, values)
 
         def fixed():
             found = diagonalised(scaled)
@@ -207,6 +208,9 @@ class ArnoldiEstimator(AbstractEstimator):
         slopes = jnp.abs(on_nodes(slope_of(self.fn), nodes))
         slopes = jnp.where(jnp.isfinite(slopes), slopes, 0)
         error = 2 * block.eps * (unit * safe_norm(scaled.reshape(-1))) * safe_norm(slopes)
+        # The values of f, and their sum, are rounded as well.
+        sizes = jnp.abs(values)
+        error = error + 2 * block.eps * jnp.sum(jnp.where(jnp.isfinite(sizes), sizes, 0))
         zero = jnp.zeros_like(error)
         estimate = with_quadrature_error(value, error, zero, block.n, 0, status)
         return estimate, if_wanted(fixed)
