@@ -19,9 +19,9 @@ while probes omega o A^{-1} omega see all of them: their variance is sum_{j != i
 
 *Standard errors.* z is not normal, but y_i is a sum of many of its entries, so that |y_i|^2 has
 the variance 2 (E |y_i|^2)^2 at most. With p probes and their mean m, the variance of m is 2 / (p +
-2) times the mean of m^2. With (p + 2) / 5 degrees of freedom, intervals of 95 % around the mean of p
-squares of normal numbers hold their variance in 94.4 to 95.5 % of cases (p = 2 to 50). (The scatter
-of a few squares says nothing: its relative variance is 12 / p + 2 / (p - 1).)
+2) times the mean of m^2. With (p + 2) / 5 degrees of freedom, intervals of 95 % around the mean of
+p squares of normal numbers hold their variance in 94.4 to 95.5 % of cases (p = 2 to 50). (The
+scatter of a few squares says nothing: its relative variance is 12 / p + 2 / (p - 1).)
 
 *Quadrature errors* are those of other functions, entry by entry, but the error of sum_i D_i |x_i|^2
 is also known: it is that of Gauss quadrature for z^H M^{-1} z, r^H M^{-1} r <= |r|^2 / theta, see
