@@ -52,7 +52,7 @@ class XNysDiagExtendable(AbstractExtendable):
         images = matmul(images, factors.vectors)
         root = jnp.sqrt(nystrom.inverse)
         z = matmul(images, nystrom.b * root)
-        low_rank = jnp.sum(square_of(images) / nystrom.eigenvalues, axis=1)
+        low_rank = jnp.sum(square_of(images) * nystrom.inverse_core, axis=1)
         estimated = diagonal_and_error(
             DiagonalParts(
                 base=low_rank + nystrom.shift,

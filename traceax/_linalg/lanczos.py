@@ -320,3 +320,18 @@ def quadrature(
     vectors = jnp.where(inside[:, None, :], vectors, 0)
     nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale
     return nodes, jnp.square(vectors[:, 0, :]), vectors
+
+
+def positive_quadrature(
+    krylov: Lanczos, sizes: Sequence[int] = ()
+) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
+    """The quadrature of a positive definite operator. (Tiny numbers replace nodes that are not
+    positive, to avoid NaN. The caller must report such nodes.)
+
+    **Arguments:**
+
+    - `krylov`, `sizes`: as for `quadrature`.
+    """
+    nodes, weights, vectors = quadrature(krylov, sizes)
+    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
+    return jnp.maximum(nodes, tiny), weights, vectors

@@ -38,7 +38,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 from .._core.estimate import if_wanted, mean_and_std_err, scale_of, weights_wanted
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
-from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, quadrature
+from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
@@ -53,7 +53,7 @@ from .gaussian_estimator import (
     steps_of_solve,
 )
 from .log_quadrature import log_quadrature
-from .own_derivative import gauss, own_derivative, positive_quadrature
+from .own_derivative import gauss, own_derivative
 from .preconditioners import check_definite
 
 #: From this number of probes on, their scatter gives the standard error.

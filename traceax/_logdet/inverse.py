@@ -50,7 +50,7 @@ from .._functions.quadrature_error import (
     solve_pair,
     with_quadrature_error,
 )
-from .._linalg.lanczos import quadrature
+from .._linalg.lanczos import positive_quadrature
 from .._operators.block_operator import unflatten
 from .._sketch.leave_one_out import matmul
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
@@ -73,9 +73,7 @@ def _solutions(run: PreconditionedQuadrature) -> _Solutions:
     krylov, probes = run.krylov, run.probes
     n, most = probes.shape
     shorter, orders = truncations(krylov)
-    nodes, _, s = quadrature(shorter, [each.steps for each in run.plans])
-    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
-    nodes = jnp.maximum(nodes, jnp.tile(tiny, (orders, 1)))
+    nodes, _, s = positive_quadrature(shorter, [each.steps for each in run.plans])
     along = einsum("paj,pj->ap", s, s[:, 0, :] / nodes).reshape(-1, orders, most)
     along = along * safe_norm(probes.T)
     residual = krylov.residual * jnp.abs(krylov.at_last(along[:, 0], 0))

@@ -44,7 +44,7 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.precision import einsum
 from .._functions.nodes import divided_differences, on_nodes
-from .._linalg.lanczos import Lanczos, quadrature
+from .._linalg.lanczos import Lanczos, positive_quadrature
 from .._sketch.leave_one_out import square_norms
 
 
@@ -54,15 +54,6 @@ class OwnDerivative(NamedTuple):
     left: Inexact[Array, "q n p"]  # the columns of ||z||^2 (V C + 2 mu), probe by probe
     basis: Inexact[Array, "q n p"]  # V
     start: Inexact[Array, "n p"]  # x
-
-
-def positive_quadrature(krylov: Lanczos) -> tuple[Array, Array, Array]:
-    """The quadrature of a positive definite operator. (Tiny numbers replace nodes that are not
-    positive, to avoid NaN. The caller must report such nodes.)
-    """
-    nodes, weights, vectors = quadrature(krylov)
-    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
-    return jnp.maximum(nodes, tiny), weights, vectors
 
 
 def gauss(

@@ -46,7 +46,7 @@ from .._functions.quadrature_error import (
     entries_truncation_error,
     with_quadrature_error,
 )
-from .._linalg.lanczos import lanczos, largest_ritz_value, quadrature
+from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, stored_diagonal
 from .._probes.samplers import RademacherSampler
@@ -95,9 +95,7 @@ class SampledInverseEstimator(AbstractEstimator):
         krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
 
         shorter, orders = truncations(krylov)
-        nodes, _, s = quadrature(shorter)
-        tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
-        positive = jnp.maximum(nodes, jnp.tile(tiny, (orders, 1)))
+        nodes, _, s = positive_quadrature(shorter)
         length = safe_norm(z.T)
 
         def along(values: Array) -> Array:
@@ -108,19 +106,19 @@ class SampledInverseEstimator(AbstractEstimator):
         def vectors(coefficients: Array) -> Array:
             return einsum("qnp,...pq->...pn", krylov.basis, coefficients.astype(block.dtype)) / root
 
-        inverse_root = along(1 / jnp.sqrt(positive))
-        y = vectors(inverse_root - along(jnp.sqrt(positive)))
+        inverse_root = along(1 / jnp.sqrt(nodes))
+        y = vectors(inverse_root - along(jnp.sqrt(nodes)))
         means = jnp.mean(jnp.square(jnp.abs(y)), axis=1)
         value = 1 / jnp.square(root) + means[0]
 
-        smallest, largest = jnp.min(nodes), largest_ritz_value(krylov)
-        rounding = block.eps * largest / jnp.where(smallest > 0, smallest, 1)
-        lost = ~((smallest > 0) & (rounding < 0.5) & (jnp.min(diagonal) > 0))
+        smallest = jnp.min(nodes)  # tiny, if there is one that is not positive
+        rounding = block.eps * largest_ritz_value(krylov) / smallest
+        lost = ~((rounding < 0.5) & (jnp.min(diagonal) > 0))
         status = krylov.status
         status = jnp.where((status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, status)
         std_err = jnp.hypot(math.sqrt(2 / (p + 2)) * means[0], rounding * value)
-        residual = krylov.residual * jnp.abs(along(1 / positive)[0, :, -1])
-        missed = jnp.mean(residual * (residual / jnp.where(smallest > 0, smallest, 1)))
+        residual = krylov.residual * jnp.abs(along(1 / nodes)[0, :, -1])
+        missed = jnp.mean(residual * (residual / smallest))
         error = entries_truncation_error(means, jnp.all(krylov.exhausted))
         error = jnp.maximum(error, missed / n / jnp.square(root))
         status = entries_status(value, error, std_err, status)

@@ -182,12 +182,12 @@ class Nystrom(NamedTuple):
         complex one.
         """
         hermitian = not jnp.iscomplexobj(z)
-        eigenvalues = self.eigenvalues - z
-        b = self.directions * reciprocal(eigenvalues)[:, None]
+        inverse_core = reciprocal(self.eigenvalues - z)
+        b = self.directions * inverse_core[:, None]
         gram = matmul(adjoint(self.directions), b)
         # d_i may be large: only its inverse is used.
         inverse = reciprocal(diagonal_of(gram).real if hermitian else diagonal_of(gram))
-        return ShiftedNystrom(z.real - self.nu, eigenvalues, b, gram, inverse)
+        return ShiftedNystrom(z.real - self.nu, inverse_core, b, gram, inverse)
 
 
 def rounding_of_nystrom(size: Array, eps: float) -> Array:
@@ -201,7 +201,7 @@ class ShiftedNystrom(NamedTuple):
     """The approximation of A / scale - shift I. Its numbers are complex if the shift was."""
 
     shift: Real[Array, ""]  # delta - nu
-    eigenvalues: Inexact[Array, " m"]  # E - z
+    inverse_core: Inexact[Array, " m"]  # 1 / (E - z)
     b: Inexact[Array, "m m"]
     gram: Inexact[Array, "m m"]  # s_i^H b_j
     inverse: Inexact[Array, " m"]  # 1 / d_i
@@ -245,8 +245,7 @@ def trace_and_error(
     alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
 
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
-    inverse_core = reciprocal(shifted.eigenvalues)
-    beyond = inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
+    beyond = shifted.inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
     lengths = probes.gamma * inverse + matmul(adjoint(factors.directions), beyond)
     samples = (alpha * inverse - diagonal_of(lengths)).real
 
@@ -258,7 +257,7 @@ def trace_and_error(
     differences = jnp.where(valid, differences, jnp.zeros_like(differences))
 
     # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
-    beyond = diagonal_of(factors.beyond).real * inverse_core.real
+    beyond = diagonal_of(factors.beyond).real * shifted.inverse_core.real
     base = jnp.trace(factors.core).real + jnp.sum(columns.only(beyond)) + (n - m) * shifted.shift
     std_err = leave_one_out_error(samples, differences, rounding, columns)
     return base + columns.mean(samples), std_err
