@@ -89,8 +89,10 @@ def hessian(
         reverse mode, for models whose gradients have no forward mode, in two to three times the
         memory; `"finite-difference"`, by a central difference of two gradients, for models whose
         gradients have no derivative at all (a `custom_vjp` with an opaque backward pass, a kernel).
-        The products are then good to eps^(2/3), 2e-5 in float32, which is a part of standard
-        errors; and estimates have no derivative. (Used at 10^11 parameters in arXiv:2602.00816.)
+        The products are then good to 4 eps^(2/3), 1e-4 in float32, which is a part of standard
+        errors, if the loss is smooth where no parameter moves by more than eps^(1/3) times the root
+        of their mean square; and estimates have no derivative. (Used at 10^11
+        parameters in arXiv:2602.00816.)
 
     **Returns:**
 

@@ -45,6 +45,10 @@ def summary(estimator, k, name):
     return coverage, np.mean(std_err**2) / np.var(error, ddof=1), relative
 
 
+# What XNysTrace computes to rounding, whose errors have another distribution.
+EXACT = ("xnystrace", 120, "step1e-3")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [60, 120])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -57,7 +61,11 @@ def test_coverage(estimator, k):
     least = 0.90 if estimator == "hutch++" else 0.92
     for name in ("flat", "poly", "exp0.9", "step1e-3"):
         coverage, _, relative = summary(estimator, k, name)
-        assert relative > 1e-12, name  # an error of rounding has no such distribution
+        if (estimator, k, name) == EXACT:
+            assert relative < 1e-14
+            assert coverage > least
+            continue
+        assert relative > 1e-12, name
         assert least <= coverage <= 0.98, (name, coverage)
 
 
@@ -69,7 +77,8 @@ RATIOS = [
     *[("xtrace", 60, name) for name in ("flat", "poly", "exp0.9", "step1e-3")],
     *[("xtrace", 120, name) for name in ("flat", "poly", "exp0.9")],
     ("xtrace", 100, "step1e-3"),
-    *[("xnystrace", k, s) for k in (60, 120) for s in ("flat", "poly", "exp0.9", "step1e-3")],
+    *[("xnystrace", 60, name) for name in ("flat", "poly", "exp0.9", "step1e-3")],
+    *[("xnystrace", 120, name) for name in ("flat", "poly", "exp0.9")],
 ]
 
 

@@ -58,6 +58,29 @@ def test_half_precision_is_not_exact(estimator, completed):
     assert np.all(np.abs(np.asarray(solutions.value) - truth) < 5 * std_err)
 
 
+def test_exact_values_of_half_precision_state_its_rounding():
+    """Of products with unit vectors, whose images are rounded. Stored entries are what they are."""
+    n = 150
+    noise = np.random.default_rng(0).standard_normal((n, n))
+    matrix = jnp.asarray(np.eye(n) + 0.01 * (noise + noise.T), jnp.bfloat16)
+    structure = jax.ShapeDtypeStruct((n,), jnp.bfloat16)
+
+    def mv(v):
+        product = matrix.astype(jnp.float32) @ v.astype(jnp.float32) / 3
+        # XLA may leave out the rounding of a cast alone.
+        return jax.lax.reduce_precision(product, 8, 7).astype(jnp.bfloat16)
+
+    truth = np.asarray(matrix.astype(float)) / 3
+    operator = lx.FunctionLinearOperator(mv, structure, lx.symmetric_tag)
+    trace, diagonal = tr.trace(jr.key(0), operator, n), tr.diagonal(jr.key(0), operator, n)
+    error = abs(np.asarray(trace.value) - np.trace(truth))
+    assert 0 < error < 4 * np.asarray(trace.std_err) < 0.1 * np.trace(truth)
+    errors = np.abs(np.asarray(diagonal.value) - np.diag(truth))
+    assert np.all(errors < 4 * np.asarray(diagonal.std_err))
+    stored = tr.trace(jr.key(0), lx.MatrixLinearOperator(matrix), n)
+    assert stored.std_err == 0
+
+
 @pytest.mark.parametrize("n", [100, variant(1000)])
 @pytest.mark.parametrize("k", [variant(16), 64])
 @pytest.mark.parametrize("estimator", SKETCHING[:2])

@@ -827,6 +827,19 @@ def test_recurrences_that_end_too_early_say_so(k):
         assert spectral_sum(key, jnp.exp, operator, k).result == tr.RESULTS.successful
 
 
+def test_shifts_of_any_shape():
+    """Two axes are those of the value, whether it is exact or not, and there is one result."""
+    operator = lx.MatrixLinearOperator(jnp.asarray(example("mild")), PSD)
+    shifts = jnp.array([[0.0, 0.5, 1.0], [2.0, 3.0, 4.0]])
+    for k in (20, 40, operator.in_size()):
+        solution = spectral_sum(keys(1)[0], jnp.log, operator, k, shifts=shifts)
+        flat = spectral_sum(keys(1)[0], jnp.log, operator, k, shifts=shifts.ravel())
+        for found, expected in ((solution.value, flat.value), (solution.std_err, flat.std_err)):
+            np.testing.assert_allclose(found, expected.reshape(2, 3), rtol=1e-9, atol=1e-12)
+        assert solution.result == tr.RESULTS.successful
+        assert tr.logdet(keys(1)[0], operator, k, shifts=shifts).value.shape == (2, 3)
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 

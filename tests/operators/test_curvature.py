@@ -948,9 +948,44 @@ def test_gradients_without_a_derivative(dtype):
     solution = tr.trace(jr.key(0), operator, 6)
     assert solution.std_err > error / 4
     assert abs(float(solution.value) - np.trace(truth)) < 5 * float(solution.std_err)
+    # Exact values are only as exact as the products.
+    exact, diagonal = tr.trace(jr.key(0), operator, 12), tr.diagonal(jr.key(0), operator, 12)
+    apart = np.abs(np.asarray(diagonal.value) - np.diag(truth))
+    assert np.all(apart <= 4 * np.asarray(diagonal.std_err))
+    assert abs(float(exact.value) - np.trace(truth)) <= 2 * float(exact.std_err) <= 4 * error
+    assert np.isfinite(exact.interval()[1])
     pairs = tr.eigenpairs(jr.key(0), operator, 8)
     assert np.linalg.eigvalsh(truth)[-1] - float(pairs.values[0]) + error > 0
     assert abs(float(pairs.values[0]) - np.linalg.eigvalsh(truth)[-1]) <= float(pairs.errors[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), variant(jnp.bfloat16)])
+@pytest.mark.parametrize("scale", [0.1, 0.5])
+def test_the_step_of_a_difference_is_that_of_the_largest_move(scale, dtype):
+    """Along a unit vector one parameter moves, along a random one all do: for the trace of a
+    network with 360 parameters by unit vectors, steps of one norm are wrong by up to 11 standard
+    errors of rounding, steps of one largest move by 2 at most.
+    """
+    rng = np.random.default_rng(1)
+    params = {
+        "w": jnp.asarray(scale * rng.standard_normal((4, 60)), dtype),
+        "b": jnp.asarray(0.1 * rng.standard_normal(60), dtype),
+        "v": jnp.asarray(scale * rng.standard_normal((60, 1)), dtype),
+    }
+    x = jnp.asarray(rng.standard_normal((32, 4)), dtype)
+
+    def loss(params, x):
+        outputs = jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
+        return jnp.mean((outputs - jnp.sin(x[:, :1])) ** 2)
+
+    differences = curvature.hessian(loss, params, x, mode="finite-difference")
+    wide = jax.tree.map(lambda x: x.astype(float), (params, x))
+    truth = np.asarray(curvature.hessian(loss, *wide).as_matrix())
+    solution = tr.trace(jr.key(0), differences, len(truth))
+    error = abs(float(solution.value) - np.trace(truth))
+    assert 0 < error < 2 * float(solution.std_err)
+    # It is not large standard errors that make this easy.
+    assert float(solution.std_err) < (0.4 if dtype == jnp.bfloat16 else 1e-3) * np.trace(truth)
 
 
 def test_reverse_mode():

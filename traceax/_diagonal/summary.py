@@ -60,6 +60,7 @@ from .._sketch.leave_one_out import (
     sketch_of,
     square_norms,
 )
+from .._sketch.nystrom import core_status
 from .._sketch.weights import AbstractWeights
 from .._trace.xtrace import _xtrace_samples
 from .leave_one_out import DiagonalParts, diagonal_and_error
@@ -281,6 +282,9 @@ class SummaryEstimator(AbstractEstimator):
         std_err = _vector(operator, *(rescale_error(size, error) for error in errors))
         value = _vector(operator, trace, scale * square, size * diagonal, scale, size * ritz)
         status = status_of(sketch.products.square, products, adjoint_products)
+        if hermitian:
+            norm = jnp.sqrt(jnp.sum(square_norms(z)))
+            status = core_status(status, blocks.h, norm, n, block.eps)
         estimate = make_estimate(value, std_err, m * (2 if hermitian else 3), m - 1, status)
         return estimate, SummaryWeights(omega, q, s, x, factors.factor, scale)
 
@@ -295,6 +299,8 @@ class SummaryEstimator(AbstractEstimator):
         if is_hermitian(operator):
             ends, _ = _extremes((scaled + adjoint(scaled)) / 2)
             tail = jnp.concatenate([scale * ends, jnp.zeros_like(ends)])
+            norm = jnp.sqrt(jnp.sum(square_norms(scaled)))
+            status = core_status(status, scaled, norm, block.n, block.eps)
         square = scale * jnp.sum(square_norms(scaled))
         value = _vector(operator, jnp.sum(diagonal), square, diagonal, scale, tail)
         estimate = make_estimate(value, jnp.zeros_like(value.real), block.n, 0, status)

@@ -1,15 +1,15 @@
 """Exact traces and diagonals: known parts read off, the rest from products with unit vectors."""
 
-from typing import NoReturn, final
+from typing import NamedTuple, NoReturn, final
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, make_estimate, status_of
+from .._core.estimate import Estimate, make_estimate, rounding_of, safe_norm, status_of
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._operators.width import batch_width
@@ -17,8 +17,14 @@ from .._sketch.weights import AbstractWeights
 from .rows import Rows
 
 
-def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], Array]:
-    """The entries A_jj = e_j^T A e_j, and the largest |entry| of A (NaN and inf included)."""
+class _Entries(NamedTuple):
+    diagonal: Inexact[Array, " n"]
+    seen: Real[Array, ""]  # the largest |entry| of A (NaN and inf included)
+    norms: Real[Array, " n"]  # of the columns of A; 0 where products are exact to rounding
+
+
+def _entries(block: BlockOperator) -> _Entries:
+    """The entries A_jj = e_j^T A e_j, and how large the products are."""
     n = block.n
     num_blocks = -(-n // batch_width(block.operator, n))
     width = -(-n // max(num_blocks, 1))
@@ -28,28 +34,38 @@ def _unit_vector_diagonal(block: BlockOperator) -> tuple[Inexact[Array, " n"], A
     def one_block(start):
         unit = rows == start + jnp.arange(width)[None, :]  # columns past the n-th are all False
         products = block.mm(unit.astype(block.dtype))
-        seen = lax.stop_gradient(jnp.max(jnp.abs(products), initial=0.0))
-        return jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0), seen
+        fixed = lax.stop_gradient(products)
+        seen = jnp.max(jnp.abs(fixed), initial=0.0)
+        norms = safe_norm(jnp.abs(fixed.T)) if block.is_inexact else jnp.zeros(width, seen.dtype)
+        return jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0), seen, norms
 
     if num_blocks <= 1:
-        return one_block(jnp.asarray(0))
-    entries, seen = lax.map(one_block, width * jnp.arange(num_blocks))
-    return entries.reshape(-1)[:n], jnp.max(seen)
+        return _Entries(*one_block(jnp.asarray(0)))
+    entries, seen, norms = lax.map(one_block, width * jnp.arange(num_blocks))
+    return _Entries(entries.reshape(-1)[:n], jnp.max(seen), norms.reshape(-1)[:n])
 
 
-def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bool):
+def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bool) -> Estimate:
     n = operator.in_size()
     parts = split_known_parts(operator, n, n, diagonal=rows is not None)
     value, status, spent = parts.exact, parts.status, parts.num_matvecs
+    std_err, dof = jnp.zeros_like(value.real), 0
     if parts.rest is not None:
         block = BlockOperator(parts.rest)
-        entries, seen = _unit_vector_diagonal(block.linearised() if linearise else block)
-        rest = jnp.sum(entries) if rows is None else entries
+        entries = _entries(block.linearised() if linearise else block)
+        rest = jnp.sum(entries.diagonal) if rows is None else entries.diagonal
         value = value + parts.scale * rest.astype(value.dtype)
         spent += block.n
-        status = jnp.maximum(status, status_of(seen))
-    value = value if rows is None else rows.of_vector(value)
-    return value, spent, jnp.maximum(status, status_of(value))
+        status = jnp.maximum(status, status_of(entries.seen))
+        if block.is_inexact:
+            size = safe_norm(entries.norms) if rows is None else entries.norms
+            rounding = jnp.abs(parts.scale) * rounding_of(size, block.eps)
+            std_err, dof = rounding.astype(std_err.dtype), n
+    if rows is not None:
+        value = rows.of_vector(value)
+        std_err = jnp.sqrt(rows.of_vector(jnp.square(std_err)))
+    status = jnp.maximum(status, status_of(value))
+    return make_estimate(value, std_err, spent, dof, status)
 
 
 @final
@@ -60,7 +76,7 @@ class ExactWeights(AbstractWeights):
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        return _exact(operator, Rows() if self.diagonal else None, linearise=False)[0]
+        return _exact(operator, Rows() if self.diagonal else None, linearise=False).value
 
 
 def exact(
@@ -75,11 +91,10 @@ def exact(
 
     **Returns:**
 
-    The estimate, whose standard error is 0, and its weights.
+    The estimate, and its weights. The standard error is 0, or that of rounding if products are less
+    precise than the dtype.
     """
-    value, spent, status = _exact(operator, rows, linearise=True)
-    estimate = make_estimate(value, jnp.zeros_like(value.real), spent, 0, status)
-    return estimate, ExactWeights(rows is not None)
+    return _exact(operator, rows, linearise=True), ExactWeights(rows is not None)
 
 
 def refuse_tolerance(name: str, instead: str) -> NoReturn:

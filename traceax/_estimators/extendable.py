@@ -472,7 +472,7 @@ def complete_diagonal(
 
     value = rows.of_vector(diagonal)
     std_err = jnp.zeros_like(value.real)
-    if block.eps > float(jnp.finfo(block.dtype).eps):
+    if block.is_inexact:
         size = jnp.hypot(rows.norms(products), rows.norms(missing))
         std_err = rounding_of(size, block.eps)
     return Completed(value, std_err, orthogonal.shape[1])

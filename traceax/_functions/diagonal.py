@@ -326,7 +326,7 @@ class SpectralDiagonalEstimator(AbstractEstimator):
         rounding = matmul(jnp.square(jnp.abs(vectors)), jnp.where(space.counts, of_space, 0))
         rounding += jnp.maximum(room, 0) * jnp.mean(weighted(weights[first], of_probes))
         std_err = jnp.hypot(std_err, rounding_of(size, eps) + rounding)
-        status = jnp.maximum(krylov.status, inner.status)
+        status = jnp.maximum(krylov.status, inner.hermitian_status(eps))
         ones = space.counts.astype(real)
         status = status_with_domain(status, ones[None], on_nodes(self.fn, space.nodes)[None])
         status = status_with_domain(status, weights[first], values[first])

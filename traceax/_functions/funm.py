@@ -62,7 +62,17 @@ from equinox import AbstractVar
 from jaxtyping import Array, Inexact, Real
 
 from .._core.counts import checked_count
-from .._core.estimate import NONFINITE, OUTSIDE_DOMAIN, if_wanted, rounding_of, scale_of, status_of
+from .._core.estimate import (
+    NONFINITE,
+    NOT_SYMMETRIC,
+    OUTSIDE_DOMAIN,
+    if_wanted,
+    rounding_of,
+    safe_norm,
+    scale_of,
+    status_of,
+    status_with_symmetry,
+)
 from .._core.precision import any_promotion, einsum
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
@@ -192,7 +202,9 @@ def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
     scale = scale_of(matrix)
     scaled = matrix / scale
     values, vectors = eigh((scaled + adjoint(scaled)) / 2)
-    return within_tag(operator, values * scale, block.eps), vectors, status_of(matrix)
+    apart, size = (safe_norm(jnp.ravel(x)) for x in (scaled - adjoint(scaled), scaled))
+    status = status_with_symmetry(status_of(matrix), apart, size, block.n, block.eps)
+    return within_tag(operator, values * scale, block.eps), vectors, status
 
 
 def derivative_core(
@@ -355,10 +367,13 @@ def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array
     return jnp.mean(jnp.where(exhausted.reshape(shape), 0, error), axis=0)
 
 
-def status_with_domain(finite: Array, weights: Array, values: Array) -> Array:
-    """The status `finite`, or OUTSIDE_DOMAIN if f is not finite at a node of positive weight."""
+def status_with_domain(found: Array, weights: Array, values: Array) -> Array:
+    """The status so far, `found`, or OUTSIDE_DOMAIN if f is not finite at a node of positive
+    weight, which says nothing of an operator that is not finite, or not Hermitian.
+    """
     outside = ~jnp.all(jnp.isfinite(_counted(weights, values)[1]))
-    return jnp.where(finite == NONFINITE, NONFINITE, jnp.where(outside, OUTSIDE_DOMAIN, finite))
+    worse = (found == NONFINITE) | (found == NOT_SYMMETRIC)
+    return jnp.where(outside & ~worse, OUTSIDE_DOMAIN, found)
 
 
 class AbstractSpectralEstimator(AbstractEstimator):
@@ -439,7 +454,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         value, std_err, dof = mean_and_error(weights, values, n, block.eps, is_complex)
         changes = changes_by_rounding(self.fn, operator, nodes, values, block.eps)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(weights, changes), axis=0))
-        status = status_with_domain(krylov.status, weights, values)
+        status = status_with_domain(krylov.hermitian_status(block.eps), weights, values)
         status = entries_status(value, error, std_err, status)
 
         def fixed():

@@ -173,7 +173,8 @@ def _division(
     cost = 2 * left / (n * vectors) + jnp.square(missed)
     cost = jnp.sum(cost / jnp.where(square > 0, square, 1), axis=1)
     best = jnp.argmin(jnp.where(jnp.isnan(cost), jnp.inf, cost))
-    return jnp.asarray(sizes.vectors)[best], jnp.asarray(sizes.steps)[best], krylov.status
+    status = krylov.hermitian_status(eps)
+    return jnp.asarray(sizes.vectors)[best], jnp.asarray(sizes.steps)[best], status
 
 
 class _Space(NamedTuple):

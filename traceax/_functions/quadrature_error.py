@@ -70,7 +70,7 @@ def entries_status(value: Array, error: Array, std_err: Array, status: Array) ->
     - `status`: the status so far, which is returned unless it is SUCCESSFUL.
     """
     of_value, of_error, of_std_err = (
-        safe_norm(jnp.atleast_1d(each)) for each in (value, error, std_err)
+        safe_norm(jnp.ravel(each)) for each in (value, error, std_err)
     )
     early = (of_error > 4 * of_std_err) & (of_error > of_value / 20)
     return jnp.where((status == SUCCESSFUL) & early, NOT_CONVERGED, status)

@@ -407,7 +407,7 @@ class CountEstimator(AbstractEstimator):
         # In an invariant Krylov space the quadrature is exact.
         errors = jnp.where(krylov.exhausted, 0, errors)
         errors = errors + jnp.sum(jnp.where(near, weights, 0), axis=1)
-        status = krylov.status
+        status = krylov.hermitian_status(block.eps)
         error = n * jnp.mean(errors)
         return with_quadrature_error(value, error, std_err, p * q, dof, status), _NoWeights()
 

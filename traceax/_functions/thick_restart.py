@@ -45,7 +45,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import scale_of, status_of
+from .._core.estimate import scale_of, status_of, status_with_symmetry
 from .._core.precision import matmul
 from .._linalg.factorisations import eigh
 from .._probes.random import numbered
@@ -83,6 +83,7 @@ class _Carry(NamedTuple):
     spikes: Real[Array, " p"]
     size: Real[Array, ""]  # the largest |alpha| or beta so far
     scale: Real[Array, ""]
+    skew: Real[Array, ""]  # how far V^H A V is from T
     hull: Real[Array, " 2"]  # the smallest and the largest Ritz value of all cycles
     history: _History
 
@@ -170,8 +171,12 @@ def run_cycles(
     cycles = 1 if m == k else 1 + -(-(k - m) // (m - p))
     sampler = SphereSampler()
 
-    def step(offset, j, carry: _Carry) -> _Carry:
-        """The j-th step of a cycle whose step 0 would be that of this index in the history."""
+    place = jnp.arange(m)
+
+    def step(offset, first, j, carry: _Carry) -> _Carry:
+        """The j-th step of a cycle, which began with the step `first`, and whose step 0 would be
+        that of the index `offset` in the history.
+        """
         rows = carry.rows
         v = lax.dynamic_index_in_dim(rows, j, keepdims=False)
         w = mm(v[:, None])[:, 0]
@@ -181,18 +186,23 @@ def run_cycles(
         alpha = jnp.vdot(v, w).real
 
         def outside(w):
-            for _ in range(2):
-                w = w - matmul(matmul(jnp.conj(rows), w), rows)
-            return w
+            along = matmul(jnp.conj(rows), w)
+            w = w - matmul(along, rows)
+            return w - matmul(matmul(jnp.conj(rows), w), rows), along[:m]
 
-        w = outside(w)
+        w, along = outside(w)
+        # Column j of T above the diagonal. If A^H = A, it is that of V^H A V.
+        spikes = jnp.pad(carry.spikes, (0, m - p))
+        above = jnp.where(j == first, spikes, jnp.where(place + 1 == j, carry.beta, 0))
+        apart = along - above - jnp.where(place == j, alpha, 0)
+        skew = jnp.maximum(carry.skew, jnp.linalg.norm(apart))
         beta = jnp.linalg.norm(w)
         size = jnp.maximum(carry.size, jnp.maximum(jnp.abs(alpha), beta))
         exhausted = beta <= 16 * eps * size
 
         def fresh():
             w = sampler.probes(numbered(key, offset + j), n, 1, start.dtype)[:, 0]
-            w = outside(w)
+            w, _ = outside(w)
             return w / jnp.linalg.norm(w)
 
         v_next = w / jnp.where(exhausted, 1, beta).astype(w.dtype)
@@ -210,6 +220,7 @@ def run_cycles(
             beta=put(carry.beta, beta, j),
             size=size,
             scale=scale,
+            skew=skew,
             history=history._replace(
                 alpha=put(history.alpha, alpha, t), beta=put(history.beta, beta, t)
             ),
@@ -251,7 +262,7 @@ def run_cycles(
     rows = jnp.zeros((m + 1, n), start.dtype).at[0].set(start / jnp.linalg.norm(start))
     hull = jnp.asarray([jnp.inf, -jnp.inf], real)
     empty = jnp.zeros(p, real)
-    carry = _Carry(rows, none, none, empty, empty, zero, jnp.ones((), real), hull, history)
+    carry = _Carry(rows, none, none, empty, empty, zero, zero + 1, zero, hull, history)
 
     def cycle(c, carry: _Carry) -> _Carry:
         first = jnp.where(c == 0, 0, p)
@@ -259,10 +270,10 @@ def run_cycles(
         before = jnp.where(c <= 1, 0, p)
         carry = lax.cond(c == 0, lambda: carry, lambda: restart(carry, before, done))
         end = jnp.minimum(m, first + k - done)
-        return lax.fori_loop(first, end, lambda j, x: step(done - first, j, x), carry)
+        return lax.fori_loop(first, end, lambda j, x: step(done - first, first, j, x), carry)
 
     if cycles == 1:
-        return Run(lax.fori_loop(0, m, lambda j, x: step(0, j, x), carry), 0, m)
+        return Run(lax.fori_loop(0, m, lambda j, x: step(0, 0, j, x), carry), 0, m)
     carry = lax.fori_loop(0, cycles, cycle, carry)
     return Run(carry, p, p + k - (m + (cycles - 2) * (m - p)))
 
@@ -311,13 +322,15 @@ def ritz_pairs(run: Run, num: int, which: Which, eps: float, log_chance: float) 
     smallest = jnp.maximum(16 * eps * carry.size, jnp.finfo(carry.size.dtype).tiny)
     high = _outside(carry.history, hull[1], smallest, carry.size, log_chance)
     low = -_outside(_mirrored(carry.history), -hull[0], smallest, carry.size, log_chance)
+    status = status_of(carry.history.alpha, carry.history.beta)
+    n = carry.rows.shape[1]
     return RitzPairs(
         values=carry.scale * values[wanted],
         vectors=matmul(s.T.astype(carry.rows.dtype), carry.rows[:-1]),
         residuals=carry.scale * carry.beta[used - 1] * jnp.abs(s[used - 1]),
         ends=carry.scale * hull,
         bounds=carry.scale * jnp.stack([low, high]),
-        status=status_of(carry.history.alpha, carry.history.beta),
+        status=status_with_symmetry(status, carry.skew, carry.size, n, eps),
     )
 
 

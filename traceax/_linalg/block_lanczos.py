@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.estimate import scale_of, status_of
+from .._core.estimate import scale_of, status_of, status_with_symmetry
 from .._core.precision import matmul
 from .factorisations import eigh
 
@@ -27,7 +27,7 @@ class BlockLanczos(NamedTuple):
     t: Inexact[Array, "s*b s*b"]
     in_use: Bool[Array, " s*b"]
     exhausted: Bool[Array, ""]  # whether the space is invariant
-    status: Int[Array, ""]
+    status: Int[Array, ""]  # NONFINITE, or NOT_SYMMETRIC if the operator is not Hermitian
 
 
 def _orthonormal(block: Array, least: Array | float) -> Array:
@@ -123,7 +123,11 @@ def block_lanczos(
     within = jnp.where(of_step[:, None] == of_step, columns, 0)
     t = above + jnp.conj(above.T) + (within + jnp.conj(within.T)) / 2
     in_use, exhausted = jnp.any(basis != 0, axis=1), ~jnp.any(block != 0)
-    return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, status_of(size))
+    # If A^H = A, the blocks on the diagonal are Hermitian, and those above the next ones are 0.
+    far = jnp.where(of_step[:, None] + 1 < of_step, columns, 0)
+    apart = jnp.linalg.norm(within - jnp.conj(within.T) + far)
+    status = status_with_symmetry(status_of(size), apart, size, n, eps)
+    return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, status)
 
 
 def ritz_values(

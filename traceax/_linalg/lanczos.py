@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.control_flow import apart, of_size
-from .._core.estimate import scale_of, status_of
+from .._core.estimate import scale_of, status_of, status_with_symmetry
 from .._core.precision import einsum, matmul
 from .factorisations import eigh, one_by_one
 
@@ -38,6 +38,7 @@ class Lanczos(NamedTuple):
     beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
     size: Real[Array, " p"]  # the largest |alpha| or beta, before any beta is set to 0
     steps: Int[Array, ""] | None = None  # if fewer than q were made: see `padded_lanczos`
+    skew: Real[Array, " p"] | None = None  # what A^H = A would make 0: see `lanczos`
 
     @property
     def residual(self) -> Real[Array, " p"]:
@@ -63,6 +64,14 @@ class Lanczos(NamedTuple):
     def status(self) -> Int[Array, ""]:
         """NONFINITE if any of the numbers is NaN or inf, as the largest is then."""
         return status_of(self.size)
+
+    def hermitian_status(self, eps: float) -> Int[Array, ""]:
+        """The status, or NOT_SYMMETRIC if the operator is not Hermitian. `eps` is the relative
+        precision of a product.
+        """
+        assert self.skew is not None
+        n = self.basis.shape[1]
+        return status_with_symmetry(self.status, jnp.max(self.skew), jnp.max(self.size), n, eps)
 
 
 def largest_ritz_value(krylov: Lanczos) -> Real[Array, ""]:
@@ -131,6 +140,10 @@ def lanczos(
     rounding errors of the product. (A few steps too many do no harm: the directions that rounding
     errors then choose are orthogonal to the others, and Ritz values remain within the spectrum.)
 
+    The numbers v_i^H A v_j, i <= j, are computed to make A v_j orthogonal to the space. If A^H = A,
+    that of i = j is real, that of i = j - 1 is beta[j-1], and the others are 0. `skew` is the norm
+    of what differs from this.
+
     Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
     `8 n p num_steps^2` operations.
 
@@ -150,18 +163,27 @@ def lanczos(
     def put(basis, v, j):
         return lax.dynamic_update_index_in_dim(basis, v, j, axis=1)
 
+    place = jnp.arange(num_steps, dtype=jnp.uint32)
+
     def outside(basis, w, j):
-        along = jnp.zeros((p,), w.real.dtype)
+        along = jnp.zeros((p, num_steps), w.dtype)
         for _ in range(2):
             coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
             w = w - einsum("pjn,pj->pn", basis, coefficients)
-            along = along + coefficients[:, j].real
-        return w, along
+            along = along + coefficients
+        last, before = (jnp.where(at == j, along.real, 0) for at in (place, place + 1))
+        others = jnp.linalg.norm(along - last - before, axis=1)
+        return w, jnp.stack([jnp.sum(last, axis=1), jnp.sum(before, axis=1), others], axis=1)
 
     # Probes come first, so that products with their bases are those of matrices and vectors.
     basis = jnp.zeros((p, num_steps, n), start.dtype)
     krylov = recurrences(mm, start, basis, num_steps, num_steps, eps, put, outside)
-    return krylov._replace(basis=jnp.transpose(krylov.basis, (1, 2, 0)))
+    alpha, before, others = jnp.moveaxis(krylov.alpha, 2, 0)
+    apart = (before[1:] - krylov.beta[:-1], others)
+    skew = jnp.sqrt(sum(jnp.sum(jnp.square(x / krylov.unit.T), axis=0) for x in apart))
+    return krylov._replace(
+        basis=jnp.transpose(krylov.basis, (1, 2, 0)), alpha=alpha, skew=skew * krylov.unit[:, 0]
+    )
 
 
 def narrowed(

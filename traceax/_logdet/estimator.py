@@ -13,13 +13,13 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import (
     NONFINITE,
-    NOT_SYMMETRIC,
     OUTSIDE_DOMAIN,
     SUCCESSFUL,
     Estimate,
     if_wanted,
     scale_of,
     status_of,
+    status_with_symmetry,
 )
 from .._core.precision import matmul
 from .._estimators.estimator import AbstractEstimator
@@ -29,7 +29,6 @@ from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, stored_diagonal
 from .._sketch.leave_one_out import adjoint, square_norms
-from .._sketch.nystrom import asymmetry_limit
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature
 from .weights import ExactLogdetWeights, weights_of
 
@@ -133,7 +132,7 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     z = jnp.cos(jnp.square(jnp.arange(n, dtype=scale.dtype)))[:, None].astype(matrix.dtype)
     forward, backward = matmul(matrix, z), adjoint(matmul(adjoint(z), matrix))
     size = jnp.maximum(jnp.linalg.norm(forward), jnp.mean(entries) * jnp.linalg.norm(z))
-    asymmetric = jnp.linalg.norm(forward - backward) > asymmetry_limit(n, block.eps) * size
+    apart = jnp.linalg.norm(forward - backward)
 
     def look():
         # If it takes no products, the matrix is made again, as it would have to be kept otherwise.
@@ -144,7 +143,7 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
         return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
 
     status = lax.cond(far, status_of, look)
-    status = jnp.where(asymmetric & (status != NONFINITE), NOT_SYMMETRIC, status)
+    status = status_with_symmetry(status, apart, size, n, block.eps)
     value = jnp.sum(jnp.log(diagonal)) + n * jnp.log(scale)
     # Entries that were computed by products are only as accurate as these.
     eps = block.eps if spent else float(jnp.finfo(scale.dtype).eps)

@@ -21,7 +21,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL, WRONG_DIAGONAL
+from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, WRONG_DIAGONAL, status_with_symmetry
 from .._core.precision import matmul
 from .._linalg.factorisations import eigh
 from .._operators.block_operator import BlockOperator
@@ -29,7 +29,6 @@ from .._operators.known_parts import columns, has_entries, scaling_of, stored_di
 from .._probes.random import numbered, uniform
 from .._sketch.leave_one_out import adjoint, square_norms
 from .._sketch.low_rank import PADDING, BuiltPreconditioner, LowRank
-from .._sketch.nystrom import asymmetry_limit
 from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky, rows_of
 
 #: So many columns, at least and at most, are read to estimate theta: as many as there may be if
@@ -144,9 +143,9 @@ class GrowingColumns:
         shift = jnp.where(self._shift > 0, self._shift, 0.9 * left_out)
         size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
         fits = ~(pivoted.apart / size > 64 * eps)  # NaN is reported elsewhere
-        symmetric = ~(pivoted.skew / size > asymmetry_limit(n, eps))
         status = jnp.where(fits, SUCCESSFUL, WRONG_DIAGONAL)
-        status = jnp.where(symmetric, jnp.maximum(status, self._status), NOT_SYMMETRIC)
+        status = jnp.maximum(status, self._status)
+        status = status_with_symmetry(status, pivoted.skew / size, jnp.ones_like(size), n, eps)
         nu = jnp.zeros_like(left_out)
         return LowRank(f, nu, shift, left_out, by_half, status, pivoted.rank)
 

@@ -312,6 +312,13 @@ class BlockOperator:
             return self
 
     @property
+    def is_inexact(self) -> bool:
+        """Whether products are less precise than the working dtype: those of half precision, and
+        those that say so (differences of gradients).
+        """
+        return self.eps > float(jnp.finfo(self.dtype).eps)
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the leaves of the input structure."""
         return [leaf.shape for leaf in jtu.tree_leaves(self.operator.in_structure())]

@@ -290,21 +290,22 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
     """The derivative of the gradient along a vector, by a central difference.
 
     A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
-    gradients, which are about the same for h = eps^(1/3). The step has that size relative to the
-    parameters, or to 1 if they are smaller.
+    gradients, which are about the same for h = eps^(1/3). That is how far the parameter that moves
+    most does, relative to the root of the mean square of all (whose norm counts as 1 if it is
+    less). Steps of one norm would move it sqrt(n) times as far along a unit vector, at an error of
+    the difference that is n times as large.
     """
 
-    def norm(tree):
-        leaves = [x.astype(at_least_single(x.dtype)) for x in tree]
-        return jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in leaves)) * unit
+    def largest(tree):
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in tree]))
 
     leaves, vectors = jtu.tree_leaves(params), jtu.tree_leaves(vector)
     with jax.numpy_dtype_promotion("standard"):
-        unit = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in (*leaves, *vectors)]))
-        unit = jnp.where(unit > 0, unit, 1)
-        length, size = norm(vectors), jnp.maximum(norm(leaves), 1)
-        length = jnp.where(length > 0, length, 1)
-        step = _precision(leaves) ** 0.5 * size
+        unit, length = (jnp.where(x > 0, x, 1) for x in (largest(leaves), largest(vectors)))
+        wide = [(x / unit).astype(at_least_single(x.dtype)) for x in leaves]
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in wide)) * unit
+        size = jnp.maximum(norm, 1) / math.sqrt(sum(x.size for x in leaves))
+        step = _eps(leaves) ** (1 / 3) * size
 
         def moved(sign):
             return jtu.tree_map(
@@ -317,9 +318,16 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
         )
 
 
+def _eps(leaves: list[Array]) -> float:
+    return max(float(jnp.finfo(x.dtype).eps) for x in leaves)
+
+
 def _precision(leaves: list[Array]) -> float:
-    """The relative error eps^(2/3) of a product by a difference of gradients."""
-    return max(float(jnp.finfo(x.dtype).eps) for x in leaves) ** (2 / 3)
+    """The relative error of a product by a difference of gradients. (Networks of two layers with
+    18 to 2400 parameters of size 0.02 to 2, tanh, softplus and sin(3 x), products with random
+    vectors: 0.1 to 4 times eps^(2/3), and 20 to 30 times where the last of these is steep.)
+    """
+    return 4 * _eps(leaves) ** (2 / 3)
 
 
 def _functions(

@@ -33,7 +33,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.control_flow import of_size
-from .._core.estimate import NOT_SYMMETRIC, OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm, status_of
+from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm, status_of
 from .._linalg.factorisations import (
     cholesky,
     divide_by_upper,
@@ -45,7 +45,7 @@ from .._linalg.factorisations import (
 )
 from .._operators.block_operator import BlockOperator, unflatten
 from .leave_one_out import adjoint, matmul, shift_of, square_norms
-from .nystrom import is_asymmetric, shifted_cholesky
+from .nystrom import core_status, shifted_cholesky
 
 #: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
 #: whose padding would add more, the decomposition is compiled once more.)
@@ -373,7 +373,7 @@ def nystrom_of(
     indefinite = lax.cond(nu <= limit, lambda: jnp.array(False), negative)
     status = jnp.where(indefinite, OUTSIDE_DOMAIN, SUCCESSFUL)
     norm = jnp.linalg.norm(products)
-    status = jnp.where(is_asymmetric(core, norm, n, eps), NOT_SYMMETRIC, status)
+    status = core_status(status, core, norm, n, eps)
     status = jnp.where(jnp.isfinite(norm), status, SUCCESSFUL)  # NaN is reported elsewhere
     sketch = sketch + nu.astype(omega.dtype) * omega
     f, inverse = divide_two_by_upper(sketch, jnp.eye(m, dtype=omega.dtype), factor)

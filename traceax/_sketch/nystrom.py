@@ -66,14 +66,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Complex, Inexact, Int, Real
+from jaxtyping import Array, Complex, Inexact, Int, Real
 
-from .._core.estimate import (
-    NOT_SEMIDEFINITE,
-    NOT_SYMMETRIC,
-    SUCCESSFUL,
-    rounding_of,
-)
+from .._core.estimate import NOT_SEMIDEFINITE, SUCCESSFUL, rounding_of, status_with_symmetry
 from .._linalg.factorisations import cholesky, diagonal_of, eigh
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler
@@ -312,36 +307,26 @@ def best_shift(
     return select(best.std_err < WORTH * first.std_err, best, first)
 
 
-def is_asymmetric(
-    core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
-) -> Bool[Array, ""]:
-    """Whether a core shows that A^H != A.
+def core_status(
+    status: Array, core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
+) -> Array:
+    """The status, or NOT_SYMMETRIC if a core shows that A^H != A.
 
     Let A = S + X with a Hermitian S and X^H = -X. The core of A differs from its adjoint by
     2 Omega^H X Omega. The core of a Hermitian A differs from its adjoint by rounding alone: by at
-    most 2 eps ||Y||_F, if the entries of Y = A Omega are rounded once and Omega has norm 1. The
-    limit is larger. sqrt(eps) ||Y||_F leaves room for sums of many terms, for products in
-    TensorFloat-32, and for solves. 100 sqrt(n) eps ||Y||_F, which is also the limit for negative
-    eigenvalues, leaves room for half precision, where nothing can be decided. An X below the limit
-    does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu, with
-    nu >= eps ||Y||_F.
+    most 2 eps ||Y||_F, if the entries of Y = A Omega are rounded once and Omega has norm 1. An X
+    below the limit does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <=
+    ||X P||_F^2 / nu, with nu >= eps ||Y||_F.
 
     **Arguments:**
 
+    - `status`: the status so far.
     - `core`: Omega^H A Omega.
     - `norm`: ||A Omega||_F.
     - `n`: the size of A.
     - `eps`: the relative precision of a product.
     """
-    apart = jnp.linalg.norm(core - adjoint(core))
-    return apart > asymmetry_limit(n, eps) * norm
-
-
-def asymmetry_limit(n: int, eps: float) -> float:
-    """How far, relative to their norm, what should be equal if A^H = A may be apart: see
-    `is_asymmetric`.
-    """
-    return max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
+    return status_with_symmetry(status, jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
 
 
 def shifted_cholesky(h, nu):
@@ -473,7 +458,7 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
     wrong = ~(lowest >= -100 * math.sqrt(n) * least)
     nu = jnp.maximum(least, -2 * lowest)
     tag = jnp.where(wrong, NOT_SEMIDEFINITE, SUCCESSFUL)
-    tag = jnp.where(is_asymmetric(core, multiplied.norm, n, eps), NOT_SYMMETRIC, tag)
+    tag = core_status(tag, core, multiplied.norm, n, eps)
 
     # Transposed: the long vectors are stored as rows.
     rest = multiplied.numbers.T - matmul(core.T, p.T)
