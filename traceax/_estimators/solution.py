@@ -49,10 +49,10 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "plus s), or leave it out where the operator stores it."
     )
     not_symmetric = (
-        "The operator is tagged positive (or negative) semidefinite, but its products say that it "
-        "is not even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson "
-        "estimate from the same products, which does not rely on the tag; a log-determinant is "
-        "NaN. Remove the tag, or use the symmetric part, (A + A^H) / 2. Products that are good "
+        "The operator is tagged symmetric, or positive (or negative) semidefinite, but its products "
+        "say that it is not even symmetric (Hermitian). A trace or diagonal is then a plain "
+        "Hutchinson estimate from the same products, which does not rely on the tag; a "
+        "log-determinant and functions of the matrix are NaN, and eigenvalues wrong. Remove the tag, or use the symmetric part, (A + A^H) / 2. Products that are good "
         "to a few digits only, such as iterative solves, look so as well: make them more accurate."
     )
 
