@@ -518,7 +518,7 @@ def of(
 
     **Raises:**
 
-    - `TypeError`: for anything but a function as `loss`.
+    - `TypeError`: for anything but functions as `loss`, `wrt` and `groups`.
     - `ValueError`: for an unknown `mode`, or any other than `"forward"` with `predict`. Its calls
         raise what [`traceax.curvature.hessian`][] does.
     """
@@ -527,6 +527,12 @@ def of(
             f"The loss must be a function, got a {type(loss).__name__}: parameters and data are "
             "given to what `of(loss)` returns."
         )
+    for name, chosen in (("wrt", wrt), ("groups", groups)):
+        if chosen is not None and not callable(chosen):
+            raise TypeError(
+                f"{name} must be a function of the path and the leaf, got {chosen!r}. Give, say, "
+                f"`{name}=lambda path, leaf: path.startswith('params/')`."
+            )
     check_mode(mode)
     if predict is not None and mode != "forward":
         raise ValueError(

@@ -95,9 +95,16 @@ def check_estimator(
 
     **Raises:**
 
+    - `TypeError`: for anything but an instance of an estimator of traces or diagonals.
     - `AssertionError`: with the name of the first property that the estimator lacks.
     - `ValueError`: if the estimator accepts none of the operators, or `k` is not below their sizes.
     """
+    if not isinstance(estimator, AbstractTraceEstimator | AbstractDiagonalEstimator):
+        got = "the class " + estimator.__name__ if isinstance(estimator, type) else repr(estimator)
+        raise TypeError(
+            "`check_estimator` checks instances of AbstractTraceEstimator and "
+            f"AbstractDiagonalEstimator, such as `traceax.XTraceEstimator()`, got {got}."
+        )
     given = list(_default_operators() if operators is None else operators)
     accepted = [operator for operator in given if _accepts(estimator, operator)]
     if not accepted:

@@ -190,9 +190,9 @@ def test_what_is_not_a_key(key, message):
 
 def test_operator_passed_first():
     """The order of other packages, `trace(operator, k)`, and a missing key."""
-    with pytest.raises(TypeError, match=says("MatrixLinearOperator", "key, operator, k")):
+    with pytest.raises(TypeError, match=says("MatrixLinearOperator", "first, before the operator")):
         tr.trace(OPERATOR, KEY, 4)
-    with pytest.raises(TypeError, match=says("MatrixLinearOperator", "key, operator, k")):
+    with pytest.raises(TypeError, match=says("MatrixLinearOperator", "first, before the operator")):
         tr.trace(OPERATOR, 4)
 
 
@@ -300,3 +300,28 @@ def test_throw_names_the_wrong_tag():
     lie = lx.MatrixLinearOperator(jnp.asarray(-MATRIX), PSD)
     with pytest.raises(Exception, match="tagged positive"):
         tr.trace(KEY, lie, 4, tr.XNysTraceEstimator(), throw=True)
+
+
+def test_a_solution_shows_its_numbers():
+    """And shapes where there are none: inside `jit`, under `vmap`, of diagonals."""
+    matrix = jnp.diag(jnp.arange(1.0, 41.0))
+    operator = lx.FunctionLinearOperator(lambda v: matrix @ v, jax.ShapeDtypeStruct((40,), float))
+    solution = tr.trace(jax.random.key(0), operator, 20)
+    text = repr(solution)
+    assert text.startswith(f"Solution(value={solution.value:.7g}, std_err={solution.std_err:.7g}, ")
+    assert text.endswith("num_matvecs=20, result=successful)")
+    assert "value=f64[40]" in repr(tr.diagonal(jax.random.key(0), operator, 20))
+    definite = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+    assert "quadrature_error=" in repr(tr.logdet(jax.random.key(0), definite, 20))
+    failed = tr.trace(jax.random.key(0), lx.MatrixLinearOperator(matrix.at[0, 0].set(jnp.nan)), 20)
+    assert "value=nan" in repr(failed)
+    assert "result=nonfinite_operator" in repr(failed)
+    seen = []
+
+    def solve(key):
+        seen.append(repr(tr.trace(key, operator, 20)))
+        return tr.trace(key, operator, 20)
+
+    batch = jax.jit(jax.vmap(solve))(jax.random.split(jax.random.key(0), 3))
+    assert seen == ["Solution(value=f64[], std_err=f64[], num_matvecs=i32[])"]
+    assert repr(batch) == "Solution(value=f64[3], std_err=f64[3], num_matvecs=i32[3])"

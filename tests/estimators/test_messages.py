@@ -20,6 +20,7 @@ import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
 
 import traceax as tr
+import traceax.extend as tre
 from traceax import curvature, plot
 from traceax._cli import _parse
 from traceax._cli.common import write
@@ -55,6 +56,58 @@ class Own(tr.AbstractTraceEstimator):
 
     def compute(self, key, operator, k):
         return tr.HutchinsonEstimator().compute(key, operator, k)
+
+
+class Half(tr.AbstractTraceEstimator):
+    """An estimator that returns less than it must."""
+
+    kept: int = eqx.field(static=True)
+
+    def compute(self, key, operator, k):
+        estimate, _ = tr.HutchinsonEstimator().compute(key, operator, k)
+        return (estimate, None) if self.kept == 2 else estimate
+
+
+class Factors(tre.AbstractPreconditioner):
+    """A preconditioner that returns its factors alone."""
+
+    rank: int | None = eqx.field(default=2, static=True)
+
+    def check(self, operator):
+        pass
+
+    def of_rank(self, key, operator, rank):
+        return tr.NystromPreconditioner().of_rank(key, operator, rank).factors
+
+
+def along(primals, tangents):
+    return tr.logdet_directional_derivative(
+        KEY, lambda s: lx.MatrixLinearOperator(s * EYE, PSD), primals, tangents, 4
+    )
+
+
+class Short(lx.AbstractLinearOperator):
+    """An operator whose products have other sizes than it says."""
+
+    shape: tuple[int, ...] = eqx.field(static=True)
+
+    def mv(self, vector):
+        return vector[:3]
+
+    def as_matrix(self):
+        raise NotImplementedError
+
+    def transpose(self):
+        return self
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct(self.shape, float)
+
+    out_structure = in_structure
+
+
+for ask in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite):
+    ask.register(Short)(lambda operator: False)
 
 
 def solution(value):
@@ -179,6 +232,13 @@ MESSAGES = [
     (TypeError, "shape (6, 6)", "wrap a matrix in", lambda _: tr.trace(KEY, EYE, 4)),
     (
         ValueError,
+        "has 3 numbers",
+        "what `out_structure`",
+        lambda _: tr.trace(KEY, Short((9,)), 4),
+    ),
+    (ValueError, "(3, 8)", "what `out_structure`", lambda _: tr.trace(KEY, Short((9, 8)), 4)),
+    (
+        ValueError,
         "got 6 x 3",
         "the trace of `A.T @ A`",
         lambda _: tr.trace(KEY, lx.MatrixLinearOperator(EYE[:, :3]), 4),
@@ -206,6 +266,25 @@ MESSAGES = [
         lambda _: tr.trace(KEY, PLAIN, 1, tr.XTraceEstimator()),
     ),
     # The estimator.
+    (TypeError, "got a Estimate", "(u, v))`", lambda _: tr.trace(KEY, FUNCTION, 4, Half(1))),
+    (
+        TypeError,
+        "None as the weights",
+        "`lax.stop_gradient`",
+        lambda _: jax.grad(lambda s: tr.trace(KEY, s * FUNCTION, 4, Half(2)).value)(1.0),
+    ),
+    (
+        TypeError,
+        "got the class XTraceEstimator",
+        "an instance of an AbstractTraceEstimator",
+        lambda _: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator),
+    ),
+    (
+        TypeError,
+        "got XDiagEstimator()",
+        "such as `traceax.XTraceEstimator()`",
+        lambda _: tr.trace(KEY, PLAIN, 4, tr.XDiagEstimator()),
+    ),
     (
         TypeError,
         "got 'xtrace'",
@@ -344,6 +423,7 @@ MESSAGES = [
     (ValueError, "got 'jvp'", "must be one of", lambda _: of(mode="jvp")),
     (ValueError, "got mode='reverse'", "Leave out", lambda _: of(predict=jnp.sum, mode="reverse")),
     (TypeError, "got a int", "what `of(loss)` returns", lambda _: curvature.of(3)),
+    (TypeError, "got 'params'", "`wrt=lambda path, leaf:", lambda _: of(wrt="params")),
     (ValueError, "got a float", "Leave has_aux out", lambda _: of(lambda p: 1.0, True)(ONES)),
     (ValueError, "got batches=None", "Give the data", lambda _: of(weights=len)(ONES)),
     (
@@ -539,6 +619,26 @@ MESSAGES = [
         lambda _: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.RPCholeskyPreconditioner()),
     ),
     (NotImplementedError, "no derivative", "`jax.hessian`", lambda _: jax.grad(derivative)(1.0)),
+    (
+        TypeError,
+        "got a LowRankPlusIdentity",
+        "Return `traceax.extend.BuiltPreconditioner(",
+        lambda _: tr.logdet(KEY, LARGE, 12, preconditioner=Factors()),
+    ),
+    (TypeError, "got a float", "`(primals,)`", lambda _: along(1.0, (1.0,))),
+    (TypeError, "got 1", "1.0 rather than 1", lambda _: along((1.0,), (1,))),
+    (
+        TypeError,
+        "got a MatrixLinearOperator",
+        "The order is `gaussian_log_density(key, y,",
+        lambda _: tr.gaussian_log_density(KEY, POSITIVE, ONES, 4),
+    ),
+    (
+        TypeError,
+        "got a list",
+        "`jax.numpy.asarray(y)`",
+        lambda _: tr.gaussian_log_density(KEY, [1.0] * N, POSITIVE, 4),
+    ),
     (ValueError, "without a budget", "(rank=100)", lambda _: built(tr.NystromPreconditioner())),
     (
         ValueError,
@@ -807,6 +907,12 @@ MESSAGES = [
         "k=10000",
         "Give larger operators",
         lambda _: check_estimator(tr.HutchinsonEstimator(), k=10000),
+    ),
+    (
+        TypeError,
+        "the class XTraceEstimator",
+        "such as `traceax.XTraceEstimator()`",
+        lambda _: check_estimator(tr.XTraceEstimator),
     ),
     (
         AssertionError,

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Traces, diagonals, log-determinants and spectra of matrices in files, and of "
         "their functions.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('traceax')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         own = commands.add_parser(

@@ -1,7 +1,6 @@
 """What the commands share: arguments, the estimate, the report, the table, files of columns."""
 
 import argparse
-import itertools
 import math
 import os
 import sys
@@ -17,6 +16,7 @@ import numpy as np
 
 import traceax as tr
 
+from .._estimators.solution import outcome_of
 from ..plot import PICTURES, require_matplotlib
 from .files import read_matrix
 
@@ -26,14 +26,6 @@ Rows = list[tuple[str, str]]  # the rows of a table, each a label and a text
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 _TAGS = {"psd": lx.positive_semidefinite_tag, "nsd": lx.negative_semidefinite_tag}
 _COLUMN_FILES = (".npy", ".txt", ".csv")
-_OUTCOMES = (
-    "successful",
-    "nonfinite_operator",
-    "not_semidefinite",
-    "outside_domain",
-    "not_converged",
-    "not_symmetric",
-)
 _TOLERANCES = ("rtol", "atol", "max_k")
 _ESTIMATING = ("k", "seed", *_TOLERANCES, "tag", "steps")  # options that only an estimate has
 
@@ -264,7 +256,6 @@ def begin_report(
     The report, and a message if the result cannot be trusted.
     """
     asked = () if reads(arguments) else ("k", *_tolerances(arguments), "seed")
-    is_outcome = (bool(solution.result == getattr(tr.RESULTS, name)) for name in _OUTCOMES)
     report = {
         "file": arguments.file,
         "n": operator.in_size(),
@@ -273,7 +264,7 @@ def begin_report(
         **{name: getattr(arguments, name) for name in asked},
         "matvecs": solution.num_matvecs.item(),
         "seconds": seconds,
-        "result": next(itertools.compress(_OUTCOMES, is_outcome), "failed"),
+        "result": outcome_of(solution.result),
     }
     return report, tr.RESULTS[solution.result]  # the message of success is empty
 

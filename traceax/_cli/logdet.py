@@ -44,7 +44,8 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
         "--shifts",
         type=_several,
         metavar="S,S,...",
-        help="of A + S I for each of these numbers, all from the same products",
+        help="of A + S I for each of these numbers, all from the same products (where the first is "
+        "negative, with an equals sign: --shifts=-0.1,1)",
     )
     command.add_argument(
         "--preconditioner", choices=tuple(_PRECONDITIONERS), default="auto", help="default: auto"

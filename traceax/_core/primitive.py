@@ -96,6 +96,24 @@ def _run(params: _Params, operands: tuple[Array, ...]):
     return _compiled(_implementation, params)(operands)
 
 
+def _checked(estimator: Any, found: Any, differentiated: bool) -> tuple[Estimate, Any]:
+    """What an estimator returns, or a `TypeError` that says what it must be."""
+    name, pair = type(estimator).__name__, isinstance(found, tuple) and len(found) == 2
+    if not pair or not isinstance(found[0], Estimate):
+        raise TypeError(
+            f"{name} must return an estimate and its weights, such as "
+            "`(traceax.extend.make_estimate(...), traceax.extend.LowRankWeights(u, v))`, got a "
+            f"{type(found).__name__}."
+        )
+    if differentiated and found[1] is None:
+        raise TypeError(
+            f"{name} returned None as the weights of its estimate, which then has no derivative. "
+            "Return weights, such as `traceax.extend.LowRankWeights(u, v)`, or take the estimate "
+            "through `lax.stop_gradient`."
+        )
+    return found
+
+
 def _implementation(params: _Params, operands: tuple[Array, ...]):
     """The implementation: (Estimate, weights or None)."""
 
@@ -106,9 +124,10 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
         with weights_wanted(params.weights):
             if params.k >= operator.in_size():
-                estimate, weights = estimator.exact(operator)
+                found = estimator.exact(operator)
             else:
-                estimate, weights = estimator.compute(key, operator, params.k)
+                found = estimator.compute(key, operator, params.k)
+        estimate, weights = _checked(estimator, found, params.weights)
         # A number that was computed from NaN or inf is no estimate, even where it is finite.
         failed = estimate.status == NONFINITE
 

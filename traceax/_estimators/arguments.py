@@ -40,8 +40,8 @@ class Tolerance(NamedTuple):
             if k is None or any(given):
                 raise TypeError(
                     f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
-                    f"{type(k).__name__}; or give a tolerance instead, `{name}(key, operator, "
-                    f"rtol=1e-3)`, to which alone belong {belonging}."
+                    f"{type(k).__name__}; or give a tolerance instead, "
+                    f"`{name}(..., rtol=1e-3)`, to which alone belong {belonging}."
                 )
             return False
         if k is not None:

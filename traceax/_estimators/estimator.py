@@ -330,15 +330,17 @@ class AbstractDiagonalEstimator(AbstractEstimator):
 def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:
     """Raise a `TypeError` unless the estimator is an instance of this kind."""
     if not isinstance(estimator, kind):
+        is_class = isinstance(estimator, type)
+        got = f"the class {estimator.__name__}" if is_class else repr(estimator)
         raise TypeError(
-            f"The estimator must be an instance of a {kind.__name__}, such as "
-            f"`traceax.{example}()`, got {estimator!r}."
+            f"The estimator must be an instance of an {kind.__name__}, such as "
+            f"`traceax.{example}()`, got {got}."
         )
 
 
 def check_key(key: Any) -> Array:
     """Return the key as an array, or raise a `TypeError` that says what a key is."""
-    hint = "make one with `jax.random.key(0)` and pass it first: `trace(key, operator, k)`"
+    hint = "make one with `jax.random.key(0)` and pass it first, before the operator"
     if isinstance(key, np.ndarray):
         key = jnp.asarray(key)
     if not isinstance(key, jax.Array):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 import equinox as eqx
+import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -49,12 +51,38 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "plus s), or leave it out where the operator stores it."
     )
     not_symmetric = (
-        "The operator is tagged symmetric, or positive (or negative) semidefinite, but its products "
-        "say that it is not even symmetric (Hermitian). A trace or diagonal is then a plain "
-        "Hutchinson estimate from the same products, which does not rely on the tag; a "
-        "log-determinant and functions of the matrix are NaN, and eigenvalues wrong. Remove the tag, or use the symmetric part, (A + A^H) / 2. Products that are good "
-        "to a few digits only, such as iterative solves, look so as well: make them more accurate."
+        "The operator is tagged symmetric or semidefinite, but its products say that it is not "
+        "even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson estimate from "
+        "the same products, which does not rely on the tag; a log-determinant and functions of the "
+        "matrix are NaN, and eigenvalues wrong. Remove the tag, or use the symmetric part, "
+        "(A + A^H) / 2. Products that are good to a few digits only, such as iterative solves, "
+        "look so as well: make them more accurate."
     )
+
+
+_OUTCOMES = (
+    "successful",
+    "nonfinite_operator",
+    "not_semidefinite",
+    "outside_domain",
+    "not_converged",
+    "wrong_diagonal",
+    "not_symmetric",
+)
+
+
+def outcome_of(result: Any) -> str:
+    """The name of a concrete member of `RESULTS`, or "failed" if it is none of this package's."""
+    names = (name for name in _OUTCOMES if bool(result == getattr(RESULTS, name)))
+    return next(names, "failed")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.ndim == 0
+
+
+def _shown(tree: PyTree) -> str:
+    return f"{tree.item():.7g}" if _is_number(tree) else eqx.tree_pformat(tree)
 
 
 @final
@@ -94,6 +122,17 @@ class Solution(eqx.Module):
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
 
+    def __repr__(self) -> str:
+        """The numbers, where they are known; inside `jit`, and of batches, the shapes."""
+        parts = {"value": self.value, "std_err": self.std_err}
+        if self.quadrature_error is not None:
+            parts["quadrature_error"] = self.quadrature_error
+        parts["num_matvecs"] = self.num_matvecs
+        shown = [f"{name}={_shown(part)}" for name, part in parts.items()]
+        if _is_number(self.num_matvecs):
+            shown.append(f"result={outcome_of(self.result)}")
+        return f"Solution({', '.join(shown)})"
+
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         r"""The interval that holds the true value (its real part) with probability `level`.
 
@@ -110,7 +149,7 @@ class Solution(eqx.Module):
 
         **Arguments:**
 
-        - `level`: the probability, a Python float.
+        - `level`: the probability, a number, which may be traced.
 
         **Returns:**
 
@@ -121,7 +160,7 @@ class Solution(eqx.Module):
 
         - `ValueError`: for a level that is not between 0 and 1.
         """
-        if not 0 < level < 1:
+        if not isinstance(level, jax.core.Tracer) and not 0 < level < 1:
             raise ValueError(
                 f"The level must lie between 0 and 1, got {level!r}. For 95 % give 0.95."
             )

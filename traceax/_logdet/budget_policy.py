@@ -34,7 +34,7 @@ from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
 from .growing_columns import GrowingColumns
 from .growing_sketch import GrowingSketch
 from .log_quadrature import LogQuadrature, log_quadrature
-from .preconditioners import AbstractPreconditioner, check_definite
+from .preconditioners import AbstractPreconditioner, built_of_rank, check_definite
 
 
 class Plan(NamedTuple):
@@ -206,7 +206,8 @@ class BudgetPolicy(eqx.Module):
             p = min(k, max(self._fewest(k), plan(k, None)[0]))
             built, chosen = no_preconditioner(block), Plan(0, p, k // p)
             return self._outcome(probe_key, block, built, (chosen,), 0, status_of())
-        built = self.preconditioner.of_rank(sketch_key, operator, rank)  # pyright: ignore[reportOptionalMemberAccess]
+        assert self.preconditioner is not None
+        built = built_of_rank(self.preconditioner, sketch_key, operator, rank)
         chosen = self._steps(plan_with(rank, max(self._fewest(k), (k - rank) // 10), k), k)
         status = built.status_with_factors()
         return self._outcome(probe_key, block, built, (chosen,), 0, status)

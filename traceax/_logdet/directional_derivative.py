@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, final
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
@@ -201,6 +202,18 @@ def logdet_directional_derivative(
     - `NotImplementedError`: for a derivative of the derivative.
     """
     check_fallback(fallback)
+    for name, values in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(values, tuple | list):
+            raise TypeError(
+                f"{name} must be a tuple with an entry for each argument of `make`, got a "
+                f"{type(values).__name__}: write `({name},)` for one argument."
+            )
+        for leaf in jtu.tree_leaves(values):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise TypeError(
+                    f"{name} must be floating-point numbers, got {leaf!r}: a derivative along "
+                    "integers does not exist. Write 1.0 rather than 1."
+                )
 
     def hoisted(*primals: Any):
         return as_operator(make(*primals))

@@ -32,6 +32,11 @@ def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "
     axis of its own; or an error that says what is wrong.
     """
     structure, dtype = operator.in_structure(), BlockOperator(operator).dtype
+    if isinstance(y, list | tuple) and isinstance(structure, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"The observations y must be an array, got a {type(y).__name__}. Pass "
+            "`jax.numpy.asarray(y)`."
+        )
     leaves, shapes = jtu.tree_leaves(y), jtu.tree_map(jnp.shape, y)
     fits = jtu.tree_structure(y) == jtu.tree_structure(structure)
     wanted = [leaf.shape for leaf in jtu.tree_leaves(structure)]
@@ -169,6 +174,11 @@ def gaussian_log_density(
         optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
     """
     check_fallback(fallback)
+    if isinstance(y, lx.AbstractLinearOperator):
+        raise TypeError(
+            f"The observations y must be an array, got a {type(y).__name__}. The order is "
+            "`gaussian_log_density(key, y, operator, k)`."
+        )
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
     options = Tolerance(rtol, atol, max_k, progress)

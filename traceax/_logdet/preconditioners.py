@@ -109,7 +109,8 @@ class AbstractPreconditioner(eqx.Module):
 
         **Raises:**
 
-        - `TypeError`: for a key or operator of the wrong type.
+        - `TypeError`: for a key or operator of the wrong type, or an `of_rank` that returns
+            something else.
         - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
             semidefinite, or if the preconditioner cannot be built for it.
         """
@@ -129,7 +130,23 @@ class AbstractPreconditioner(eqx.Module):
 
         chosen, operator = jtu.tree_map(fixed, (self, operator))
         with any_promotion():
-            return chosen.of_rank(key, operator, rank)
+            return built_of_rank(chosen, key, operator, rank)
+
+
+def built_of_rank(
+    preconditioner: AbstractPreconditioner,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    rank: int,
+) -> BuiltPreconditioner:
+    """What `of_rank` returns, or a `TypeError` if this is no `BuiltPreconditioner`."""
+    built = preconditioner.of_rank(key, operator, rank)
+    if not isinstance(built, BuiltPreconditioner):
+        raise TypeError(
+            f"`{type(preconditioner).__name__}.of_rank` must return a BuiltPreconditioner, got a "
+            f"{type(built).__name__}. Return `traceax.extend.BuiltPreconditioner(factors, ...)`."
+        )
+    return built
 
 
 def scaled_products(

@@ -171,7 +171,7 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
         )
     if rows != columns:
         raise ValueError(
-            f"A trace needs a square operator, got {rows} x {columns} (outputs x inputs). "
+            f"The operator must be square, got {rows} x {columns} (outputs x inputs). "
             "For A with more rows than columns, tr(A^H A) is the trace of `A.T @ A` (real A)."
         )
     fields = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in _leaf_dtypes(operator)}
@@ -366,6 +366,7 @@ class BlockOperator:
         else:
             products = jax.vmap(operator.mv, in_axes=-1, out_axes=-1)(vectors)
         leaves = [x.astype(self.dtype) for x in jtu.tree_leaves(products)]
+        self._check_products(products, sum(math.prod(x.shape[:-1]) for x in leaves))
         if [math.prod(x.shape[:-1]) for x in leaves] != self.sizes:
             # The leaves of the output have other sizes than those of the input.
             leaves = self.leaves(self.join(leaves))
@@ -378,10 +379,21 @@ class BlockOperator:
         """
 
         def product(vector):
-            leaves = jtu.tree_leaves(self._untagged().mv(self._as_vectors(self.leaves(vector), ())))
-            return jnp.concatenate([x.reshape(-1).astype(self.dtype) for x in leaves])
+            image = self._untagged().mv(self._as_vectors(self.leaves(vector), ()))
+            leaves = [x.reshape(-1).astype(self.dtype) for x in jtu.tree_leaves(image)]
+            self._check_products(image, sum(x.size for x in leaves))
+            return jnp.concatenate(leaves)
 
         return [jax.vmap(product)(blocks[0].T).T]
+
+    def _check_products(self, products: PyTree, size: int) -> None:
+        """Raise a `ValueError` if products do not have the size that the operator says."""
+        if size != self.n:
+            raise ValueError(
+                f"A product of this {type(self._untagged()).__name__} has {size} numbers (leaves "
+                f"{jax.tree.map(jnp.shape, products)}), but its `out_structure` says {self.n}. "
+                "Return from `mv` what `out_structure` says."
+            )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
         """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs.
