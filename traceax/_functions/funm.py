@@ -393,8 +393,10 @@ class AbstractSpectralEstimator(AbstractEstimator):
         value = jnp.sum(values[0], axis=0)
         zero = jnp.zeros_like(value)
         status = status_with_domain(status, ones, values)
-        changes = changes_by_rounding(self.fn, operator, nodes, values, BlockOperator(operator).eps)
+        eps = BlockOperator(operator).eps
+        changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         error = jnp.sum(changes[0], axis=0)
+        error = error + rounding_of(safe_norm(jnp.abs(jnp.moveaxis(values[0], 0, -1))), eps)
         slopes = divided_differences(self.fn, nodes.T)[:, 0, 0]
         one = jnp.eye(n, dtype=basis.dtype)
         bend = Bend.of(nodes[0], one, one, n) if value.ndim == 0 else None
