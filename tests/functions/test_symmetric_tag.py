@@ -1,5 +1,6 @@
 """Operators that are tagged symmetric and are not: functions of matrices say so."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -87,6 +88,51 @@ def test_no_symmetric_operator_is(name, dtype):
         for scale in (1.0, 1e-15):
             results = call(keys(8), jnp.asarray(scale * array, dtype))
             assert not np.any(results == tr.RESULTS.not_symmetric)
+
+
+class Coarse(lx.AbstractLinearOperator):
+    """Products with an error of 1e-6, as of iterative solves."""
+
+    matrix: jax.Array
+    noise: jax.Array
+    precision: float = eqx.field(static=True)
+
+    def mv(self, vector):
+        return self.matrix @ vector + 1e-6 * self.noise @ vector
+
+    def as_matrix(self):
+        return self.matrix
+
+    def transpose(self):
+        return self
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct((N,), self.matrix.dtype)
+
+    out_structure = in_structure
+
+
+lx.is_symmetric.register(Coarse)(lambda operator: True)
+for ask in (lx.is_positive_semidefinite, lx.is_negative_semidefinite):
+    ask.register(Coarse)(lambda operator: False)
+
+
+@pytest.mark.parametrize("name", ["sum by leaving out", "sum, exact", variant("diagonal, exact")])
+def test_products_that_say_how_precise_they_are(name):
+    """With `precision` they are no breach of symmetry, and the errors contain theirs."""
+    rng = np.random.default_rng(0)
+    spectrum = 0.8 ** np.arange(N)
+    matrix = with_spectrum(rng, spectrum)
+    noise = rng.standard_normal((N, N)) / np.sqrt(N)
+    truth = np.exp(spectrum).sum()
+    for key in keys(3):
+        exact = CALLS[name](key, Coarse(jnp.asarray(matrix), jnp.asarray(noise), 0.0))
+        assert exact.result == tr.RESULTS.not_symmetric
+        coarse = CALLS[name](key, Coarse(jnp.asarray(matrix), jnp.asarray(noise), 1e-5))
+        assert coarse.result == tr.RESULTS.successful
+        error = np.abs(np.sum(coarse.value) - truth)
+        stated = np.sum(4 * coarse.std_err + coarse.quadrature_error)
+        assert 1e-8 < error < stated < 0.05 * truth
 
 
 def test_nan_is_reported_as_such():
