@@ -32,7 +32,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
-from ._core.precision import widened
+from ._core.precision import at_least_single, widened
 from ._core.programs import TRACERS, holds
 from ._operators.curvature import (
     CurvatureOperator as CurvatureOperator,
@@ -47,11 +47,15 @@ from ._operators.curvature import (
 from ._probes.random import numbered, split
 
 
-def _half_square(outputs: Any, scale: float = 1.0) -> Array:
-    """Half the squared norm times `scale`, whose Hessian is `scale` times the identity."""
-    squares = [jnp.sum(jnp.real(x * jnp.conj(x))) for x in jtu.tree_leaves(outputs)]
+def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
+    """Half the squared norm, each number of which counts `scale` times: the Hessian is diagonal,
+    with the entries `scale`. It is computed in float32 at least, in which a scale 1 / N is exact
+    enough, and sums of many terms are.
+    """
     with jax.numpy_dtype_promotion("standard"):
-        return 0.5 * scale * jnp.asarray(sum(squares))
+        wide = [x.astype(at_least_single(x.dtype)) for x in jtu.tree_leaves(outputs)]
+        squares = [jnp.sum(scale * jnp.real(x * jnp.conj(x))) for x in wide]
+        return 0.5 * jnp.asarray(sum(squares))
 
 
 def _constant(tree: Any) -> Any:
@@ -208,7 +212,7 @@ def fisher(
 
     - `log_likelihood`: called as `log_likelihood(params, *args)`, or `log_likelihood(params, batch,
         *args)` with batches; returns the log-likelihood of every example, an array of shape `(N,)`
-        (a scalar counts as one example). The sign does not matter.
+        (a scalar counts as one example). The sign matters for derivatives with `sample` alone.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
     - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
@@ -221,7 +225,9 @@ def fisher(
     **Returns:**
 
     A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite. All
-    products use the same labels, and hence the same matrix.
+    products use the same labels, and hence the same matrix. The derivative with respect to the
+    parameters contains that of the probabilities of labels that were drawn: its expectation is the
+    derivative of the true matrix.
 
     **Raises:**
 
@@ -265,11 +271,19 @@ def fisher(
 
         return jax.vmap(drawn)(split(numbered(key, index), num_samples))
 
-    def outer(out, constant, *data):
-        return _half_square(out, 1 / out.size)
+    # The probabilities of labels that were drawn depend on the parameters: d E[g g^T] =
+    # E[d(g g^T) + g g^T d log p]. A factor p / p, of which only the numerator is differentiated,
+    # has the derivative d log p.
+    def outer(out, constant, *data, at=None):
+        if at is None:
+            return _half_square(out, 1 / out.size)
+        at = at.astype(at_least_single(at.dtype))
+        return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
 
-    tag = lx.positive_semidefinite_tag
-    return make_curvature(inner, outer, params, args, batches, tag, weights=weights)
+    tag, drawn = lx.positive_semidefinite_tag, sample is not None
+    return make_curvature(
+        inner, outer, params, args, batches, tag, weights=weights, reweighted=drawn
+    )
 
 
 def jacobian_gram(

@@ -150,6 +150,33 @@ def test_the_derivative_with_these_vectors_held_fixed(dtype):
     np.testing.assert_allclose(reverse, expected, atol=1e-6 * size)
 
 
+def test_both_modes_converge_as_the_value_does():
+    """A kernel with little noise, whose value is right to 1e-5: in reverse mode the recurrences
+    start from vectors that the block Krylov space knows nothing of. (With k / 4 steps the mean of
+    this derivative was off by 1 %, and by 8 standard errors.)
+    """
+    x = jnp.asarray(np.sort(np.random.default_rng(0).uniform(size=100)))
+    weights, structure = jnp.linspace(0, 1, 100), jax.ShapeDtypeStruct((100,), float)
+
+    def matrix(theta):
+        length, noise, amplitude = jnp.exp(theta)
+        squares = jnp.square(x[:, None] - x)
+        return amplitude * jnp.exp(-squares / (2 * length**2)) + noise * jnp.eye(100)
+
+    def value(theta, key, k=60):
+        dense = matrix(theta)
+        operator = lx.FunctionLinearOperator(lambda v: dense @ v, structure, PSD)
+        return jnp.sum(weights * tr.spectral_diagonal(key, jnp.sqrt, operator, k).value)
+
+    theta = jnp.array([-2.5, -5.0, 0.3])
+    truth = jax.jit(jax.grad(lambda theta: value(theta, keys(1)[0], 100)))(theta)
+    for mode in (jax.grad, jax.jacfwd):
+        found = jax.jit(jax.vmap(mode(value), (None, 0)))(theta, keys(8))
+        error = np.abs(np.asarray(found / truth - 1))
+        assert np.all(error[:, [0, 2]] < 2e-3)
+        assert np.all(error[:, 1] < 0.3)  # along the noise the samples scatter: 0.1 for one key
+
+
 @pytest.mark.variant
 def test_the_derivative_by_what_the_function_closes_over():
     """f(x) = exp(c x): the same formula as that of the value, for x exp(c x)."""

@@ -407,11 +407,11 @@ def spectral_diagonal(
     recurrences early, `quadrature_error`.
 
     First derivatives are unbiased, and converge as the value does. With respect to what the
-    operator depends on they cost `k` tangent products, and in reverse mode `k / 4` products for
-    every probe (some `k` in all); in forward mode `k^2 / 4` products, as every Ritz vector needs a
-    Krylov space. As these are recurrences of their own, which end early, both modes agree for a
-    given key only as far as they have converged. Derivatives are also taken with respect to the
-    arrays that `fn` closes over. Second derivatives are refused.
+    operator depends on they cost `k` tangent products and, with q = max(k / 4, 4 sqrt(k)), in
+    reverse mode q products for every probe, and in forward mode `q k` products, as every Ritz
+    vector needs a Krylov space. As these are recurrences of their own, which end early, both modes
+    agree for a given key only as far as they have converged. Derivatives are also taken with
+    respect to the arrays that `fn` closes over. Second derivatives are refused.
 
     !!! Example
 

@@ -6,6 +6,7 @@ order, a second derivative with v_j held fixed would be wrong, and is refused.
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar, NoReturn, final
 
 import equinox as eqx
@@ -28,7 +29,7 @@ from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
 from .funm import check_hermitian, spectrum
 from .nodes import within_tag
-from .thick_restart import Which, chance, order_of, ritz_pairs, run_cycles
+from .thick_restart import Which, chance, cycles_of, order_of, ritz_pairs, run_cycles
 
 # The probability that the extreme eigenvalue of one end is missed, half of 1 %.
 _PROBABILITY = 0.005
@@ -108,9 +109,11 @@ class EigenpairsEstimator(AbstractEstimator):
         pairs = ritz_pairs(run, self.num, self.which, block.eps, log_chance)
         values = within_tag(operator, pairs.values, block.eps)
         size = jnp.max(jnp.abs(pairs.ends))
+        # Every restart rounds the vectors that it keeps.
+        eps = block.eps * math.sqrt(cycles_of(k, self.num, self.basis_size))
         return self._estimate(
             operator, values, pairs.vectors, pairs.residuals, pairs.bounds, size, pairs.status,
-            k, block.eps,
+            k, eps,
         )  # fmt: skip
 
     def exact(self, operator):

@@ -82,7 +82,7 @@ from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
-from .frechet import Bend
+from .frechet import Bend, steps_of
 from .nodes import Function, changes_by_rounding, divided_differences, on_nodes, within_tag
 from .quadrature_error import entries_status, with_quadrature_error
 
@@ -399,7 +399,7 @@ class AbstractSpectralEstimator(AbstractEstimator):
         error = error + rounding_of(safe_norm(jnp.abs(jnp.moveaxis(values[0], 0, -1))), eps)
         slopes = divided_differences(self.fn, nodes.T)[:, 0, 0]
         one = jnp.eye(n, dtype=basis.dtype)
-        bend = Bend.of(nodes[0], one, one, n) if value.ndim == 0 else None
+        bend = Bend.of(nodes[0], one, one, n, None) if value.ndim == 0 else None
         fixed = ExactSpectralWeights(basis, slopes, nodes, ones, bend)
         return with_quadrature_error(value, error, zero, n, 0, status), fixed
 
@@ -468,7 +468,8 @@ class QuadratureEstimator(AbstractSpectralEstimator):
                     joined(x, p, q, p * q).astype(krylov.basis.dtype)
                     for x in (s, first[:, :, None] * first[:, None, :])
                 )
-                bend = Bend.of(nodes.T.reshape(-1), rotation, masses, n)
+                num_steps = min(n, max(q, steps_of(p * q, n)))
+                bend = Bend.of(nodes.T.reshape(-1), rotation, masses, n, num_steps)
             return SpectralWeights(krylov.basis, core, nodes, weights * (n / p), bend)
 
         estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)

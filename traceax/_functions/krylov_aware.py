@@ -73,7 +73,7 @@ from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import square_of
 from .._sketch.weights import AbstractWeights
-from .frechet import Bend
+from .frechet import Bend, steps_of
 from .funm import (
     AbstractSpectralEstimator,
     check_hermitian,
@@ -382,7 +382,8 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             overlap = matmul(jnp.conj(s.T), matmul(w, s))
             differences = divided_differences(self.fn, found.nodes[None])[0].astype(s.dtype)
             core = einsum("ai,ij,ij...,bj->ab...", s, overlap, differences, jnp.conj(s))
-            bend = None if shape else Bend.of(found.nodes, s, overlap, n)
+            num_steps = steps_of(sizes.rows, n)
+            bend = None if shape else Bend.of(found.nodes, s, overlap, n, num_steps)
             return KrylovWeights(krylov.rows, core, found.nodes[None], weights[None], bend)
 
         pair = measures.traces[j], missed[j], std_err, dof[j]

@@ -83,7 +83,8 @@ def spectral_sum(
     converge as the value does. With respect to what the operator depends on they cost
     `k` tangent products in one block; they are also taken with respect to the arrays
     that `fn` closes over, and to `shifts`. Second derivatives, for one function or shift, make a
-    Krylov space for every Ritz vector, with about `k^2 / 4` products. Third ones are refused. For
+    Krylov space for every Ritz vector, with about `k^2 / 4` products, or `4 k^{3/2}` if these
+    are more; with `k >= n` they take no products beside these tangents. Third ones are refused. For
     operators that are not Hermitian the first derivative is unbiased and costs one tangent product
     for each probe; the second is refused. f must be differentiable at the eigenvalues: derivatives
     of the root of a singular operator are NaN. Take $\sqrt{x + \varepsilon}$, or

@@ -136,6 +136,17 @@ class Run(NamedTuple):
     used: int
 
 
+def _kept_of(num: int, basis_size: int) -> int:
+    """The number of Ritz vectors that a restart keeps."""
+    return num + (basis_size - num) // 2
+
+
+def cycles_of(k: int, num: int, basis_size: int) -> int:
+    """The number of cycles, with the arguments of `run_cycles`."""
+    left = max(k - basis_size, 0)
+    return 1 + -(-left // (basis_size - _kept_of(num, basis_size)))
+
+
 def run_cycles(
     mm: Callable[[Inexact[Array, "n 1"]], Inexact[Array, "n 1"]],
     start: Inexact[Array, " n"],
@@ -167,8 +178,7 @@ def run_cycles(
     """
     n, m = start.size, min(basis_size, k)
     real = jnp.finfo(start.dtype).dtype
-    p = 0 if m == k else num + (m - num) // 2
-    cycles = 1 if m == k else 1 + -(-(k - m) // (m - p))
+    p, cycles = 0 if m == k else _kept_of(num, m), cycles_of(k, num, basis_size)
     sampler = SphereSampler()
 
     place = jnp.arange(m)

@@ -331,7 +331,12 @@ def _precision(leaves: list[Array]) -> float:
 
 
 def _functions(
-    inner: Callable[..., Any] | None, outer: Callable[..., Any], join: Any, mode: str, static: Any
+    inner: Callable[..., Any] | None,
+    outer: Callable[..., Any],
+    join: Any,
+    mode: str,
+    static: Any,
+    reweighted: bool,
 ):
     """The product and the quadratic form, as functions of all arrays: `(params, (index, batch),
     vector, (constant, args))`.
@@ -345,23 +350,28 @@ def _functions(
         def outputs(moving):
             return moving if inner is None else inner(index, join(moving, constant), *data)
 
-        return outputs, lambda out: outer(out, constant, *data)
+        def scalar_at(at):
+            more = {"at": at} if reweighted else {}
+            return lambda out: outer(out, constant, *data, **more)
+
+        return outputs, scalar_at
 
     def product(moving, indexed, vector, arrays):
-        outputs, scalar = parts(moving, indexed, arrays)
+        outputs, scalar_at = parts(moving, indexed, arrays)
         if mode != "forward":
-            gradient = jax.grad(lambda moving: scalar(outputs(moving)))
+            gradient = jax.grad(lambda moving: scalar_at(None)(outputs(moving)))
             if mode == "finite-difference":
                 return _gradient_difference(gradient, moving, vector)
             return jax.vjp(gradient, moving)[1](vector)[0]
         out, push = jax.linearize(outputs, moving)
-        _, curved = jax.jvp(jax.grad(scalar), (out,), (push(vector),))
+        _, curved = jax.jvp(jax.grad(scalar_at(out)), (out,), (push(vector),))
         (pulled,) = jax.linear_transpose(push, moving)(curved)
         return pulled
 
     def form(moving, indexed, vector, arrays):
-        outputs, scalar = parts(moving, indexed, arrays)
+        outputs, scalar_at = parts(moving, indexed, arrays)
         out, direction = jax.jvp(outputs, (moving,), (vector,))
+        scalar = scalar_at(out)
 
         def slope(out):
             return jax.jvp(scalar, (out,), (direction,))[1]
@@ -383,6 +393,7 @@ def make_curvature(
     join: Callable[[Any, Any], Any] = eqx.combine,
     programs: dict[Any, Any] | None = None,
     sampled: bool = False,
+    reweighted: bool = False,
 ) -> CurvatureOperator:
     """The operator v -> J^T H_L J v, where J is the Jacobian of `inner(index, params, *data)` with
     respect to the parameters, and H_L the Hessian of `outer(outputs, constant, *data)` with respect
@@ -399,6 +410,8 @@ def make_curvature(
     - `mode`: see `traceax.curvature.hessian`.
     - `join`: makes parameters of those that move and the others.
     - `sampled`: whether `args` and `batches` are a sample, in whose place another one would do.
+    - `reweighted`: whether `outer` gets the outputs a second time, as `at`. Products do not
+        differentiate it by them, but derivatives of products do.
     - `programs`: traced programs of the same functions, by the structure of all arguments. Without
         them the functions are traced.
 
@@ -419,7 +432,7 @@ def make_curvature(
     identity = (Static(treedef), *(Static(leaf) for leaf in leaves))
     found = None if programs is None else programs.get(identity)
     if found is None:
-        functions = _functions(inner, outer, join, mode, static)
+        functions = _functions(inner, outer, join, mode, static, reweighted)
         convert = eqx.filter_closure_convert if programs is None else closed_function
         product, number = convert(functions[0], *example), None
         if mode == "forward":
