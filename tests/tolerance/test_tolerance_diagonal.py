@@ -278,7 +278,7 @@ def test_what_is_known_exactly_counts():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, TypeError, r"give a tolerance instead, `diagonal\(key, operator"),
+        ({}, TypeError, r"give a tolerance instead, `diagonal\("),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
         ({"k": 10, "state": 3}, TypeError, "to which alone belong `state`"),
         ({"atol": -1.0}, ValueError, "atol must be finite and not negative"),
