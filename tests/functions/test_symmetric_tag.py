@@ -65,8 +65,6 @@ def test_an_operator_that_is_not_symmetric_is_reported(name):
             for key in keys(3):
                 found = CALLS[name](key, lx.MatrixLinearOperator(array, tag))
                 assert found.result == tr.RESULTS.not_symmetric
-                if isinstance(found, tr.Solution):
-                    assert np.all(np.isnan(found.value))
 
 
 HONEST = {**spectra(N), "zero": np.zeros(N), "rank 3": np.where(np.arange(N) < 3, 1.0, 0.0)}

@@ -15,6 +15,7 @@ Two keys are equal only if they stand for the same program. Where that cannot be
 differ, which costs one more compilation.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -451,6 +452,8 @@ class ClosedFunction(eqx.Module):
     program: Program
     hidden: list[Array]
     constants: list[Array]
+    # The relative precision of products, where the function is one that says so.
+    precision: float | None = eqx.field(default=None, static=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -504,7 +507,9 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
     """
     # Equinox does not trace a function without a closure, so that arrays in its defaults or globals
     # would be missed. This lambda has a closure.
-    return closed_functions(eqx.filter_closure_convert(lambda *args: function(*args), *example))
+    closed = closed_functions(eqx.filter_closure_convert(lambda *args: function(*args), *example))
+    precision = getattr(getattr(function, "__self__", function), "precision", None)
+    return dataclasses.replace(closed, precision=precision)
 
 
 #: What `holds` finds in a value, where JAX does not look.

@@ -54,10 +54,11 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_symmetric = (
         "The operator is tagged symmetric or semidefinite, but its products say that it is not "
         "even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson estimate from "
-        "the same products, which does not rely on the tag; a log-determinant and functions of the "
-        "matrix are NaN, and eigenvalues wrong. Remove the tag, or use the symmetric part, "
-        "(A + A^H) / 2. Products that are good to a few digits only, such as iterative solves, "
-        "look so as well: make them more accurate."
+        "the same products, which does not rely on the tag; a log-determinant is NaN, and other "
+        "functions of the matrix, and eigenvalues, are wrong. Remove the tag, or use the symmetric "
+        "part, (A + A^H) / 2. Products that are good to a few digits only, such as iterative "
+        "solves, and half precision inside of an operator in float32, look so as well: then the "
+        "value is as good as the products."
     )
 
 

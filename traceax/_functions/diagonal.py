@@ -347,7 +347,9 @@ class SpectralDiagonalEstimator(AbstractEstimator):
         spent = sizes.block * sizes.steps + sizes.probes * sizes.probe_steps
         dof = max(sizes.probes - 1, 1)
         status = entries_status(value, error, std_err, status)
-        estimate = with_quadrature_error(value, error, std_err, spent, dof, status)
+        estimate = with_quadrature_error(
+            value, error, std_err, spent, dof, status, needs_symmetry=False
+        )
         return estimate, if_wanted(fixed)
 
     def exact(self, operator):
@@ -363,7 +365,9 @@ class SpectralDiagonalEstimator(AbstractEstimator):
         differences = divided_differences(self.fn, nodes[None])[0]
         fixed: Any = ExactDiagonalWeights(basis, nodes, differences)
         value = self._exact_value(fixed)
-        return with_quadrature_error(value, error, zero, nodes.size, 0, status), fixed
+        return with_quadrature_error(
+            value, error, zero, nodes.size, 0, status, needs_symmetry=False
+        ), fixed
 
     def _exact_value(self, weights: ExactDiagonalWeights) -> Array:
         squares = jnp.square(jnp.abs(weights.basis))

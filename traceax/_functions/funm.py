@@ -401,7 +401,7 @@ class AbstractSpectralEstimator(AbstractEstimator):
         one = jnp.eye(n, dtype=basis.dtype)
         bend = Bend.of(nodes[0], one, one, n, None) if value.ndim == 0 else None
         fixed = ExactSpectralWeights(basis, slopes, nodes, ones, bend)
-        return with_quadrature_error(value, error, zero, n, 0, status), fixed
+        return with_quadrature_error(value, error, zero, n, 0, status, needs_symmetry=False), fixed
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
@@ -472,5 +472,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
                 bend = Bend.of(nodes.T.reshape(-1), rotation, masses, n, num_steps)
             return SpectralWeights(krylov.basis, core, nodes, weights * (n / p), bend)
 
-        estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
+        estimate = with_quadrature_error(
+            value, error, std_err, p * q, dof, status, needs_symmetry=False
+        )
         return estimate, if_wanted(fixed)

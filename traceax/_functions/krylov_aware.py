@@ -390,7 +390,9 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         value, error, std_err, dof = (x.reshape(shape) for x in pair)
         status = entries_status(value, error, std_err, status)
         spent = sizes.pilot + space.vectors * space.steps
-        estimate = with_quadrature_error(value, error, std_err, spent, dof, status)
+        estimate = with_quadrature_error(
+            value, error, std_err, spent, dof, status, needs_symmetry=False
+        )
         return estimate, if_wanted(fixed)
 
 

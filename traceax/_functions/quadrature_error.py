@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Real
 
 from .._core.estimate import (
     NOT_CONVERGED,
+    OUTSIDE_DOMAIN,
     SUCCESSFUL,
     Estimate,
     has_no_logarithm,
@@ -24,14 +25,23 @@ from .._estimators.solution import Solution
 
 
 def with_quadrature_error(
-    value, error, std_err, num_matvecs: Array | int, dof: Array | float, status, columns: Any = None
+    value,
+    error,
+    std_err,
+    num_matvecs: Array | int,
+    dof: Array | float,
+    status,
+    columns: Any = None,
+    *,
+    needs_symmetry: bool = True,
 ) -> Estimate:
     """An estimate whose value is a pair: the value proper, and its quadrature error. Both are NaN
-    if f is not finite where it is needed, or the operator is not Hermitian. The degrees of freedom
-    are those of all entries of the standard error, or of each. `columns` are those that were read,
-    see `Estimate`.
+    if f is not finite where it is needed, or the operator is not Hermitian, unless not
+    `needs_symmetry`: products in half precision inside of an operator in single precision look so,
+    too. The degrees of freedom are those of all entries of the standard error, or of each.
+    `columns` are those that were read, see `Estimate`.
     """
-    failed = has_no_logarithm(status)
+    failed = has_no_logarithm(status) if needs_symmetry else status == OUTSIDE_DOMAIN
 
     def masked(x):
         return jnp.where(failed, jnp.nan, x)

@@ -410,7 +410,9 @@ class CountEstimator(AbstractEstimator):
         errors = errors + jnp.sum(jnp.where(near, weights, 0), axis=1)
         status = krylov.hermitian_status(block.eps)
         error = n * jnp.mean(errors)
-        return with_quadrature_error(value, error, std_err, p * q, dof, status), _NoWeights()
+        return with_quadrature_error(
+            value, error, std_err, p * q, dof, status, needs_symmetry=False
+        ), _NoWeights()
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -420,7 +422,9 @@ class CountEstimator(AbstractEstimator):
             jnp.sum(x.astype(nodes.dtype)) for x in ((nodes >= lower) & (nodes <= upper), near)
         )
         none = jnp.zeros_like(value)
-        return with_quadrature_error(value, error, none, nodes.size, 0, status), _NoWeights()
+        return with_quadrature_error(
+            value, error, none, nodes.size, 0, status, needs_symmetry=False
+        ), _NoWeights()
 
 
 def eigenvalue_count(

@@ -307,9 +307,11 @@ class BlockOperator:
         primal pass.
         """
         try:
-            return BlockOperator(lx.linearise(self.operator))
+            linear = BlockOperator(lx.linearise(self.operator))
         except NotImplementedError:  # a user's operator that does not register `linearise`
             return self
+        linear.eps = max(linear.eps, self.eps)  # it does not know the precision of what it is from
+        return linear
 
     @property
     def is_inexact(self) -> bool:
