@@ -21,7 +21,11 @@ from ._core.estimate import weights_wanted
 from ._core.precision import any_promotion
 from ._core.programs import is_jaxpr
 from ._diagonal.diagonal import diagonal
-from ._estimators.estimator import AbstractDiagonalEstimator, AbstractTraceEstimator
+from ._estimators.estimator import (
+    AbstractDiagonalEstimator,
+    AbstractTraceEstimator,
+    described,
+)
 from ._estimators.solution import RESULTS
 from ._operators.block_operator import as_operator, is_tagged
 from ._trace.trace import trace
@@ -100,10 +104,10 @@ def check_estimator(
     - `ValueError`: if the estimator accepts none of the operators, or `k` is not below their sizes.
     """
     if not isinstance(estimator, AbstractTraceEstimator | AbstractDiagonalEstimator):
-        got = "the class " + estimator.__name__ if isinstance(estimator, type) else repr(estimator)
         raise TypeError(
             "`check_estimator` checks instances of AbstractTraceEstimator and "
-            f"AbstractDiagonalEstimator, such as `traceax.XTraceEstimator()`, got {got}."
+            "AbstractDiagonalEstimator, such as `traceax.XTraceEstimator()`, got "
+            f"{described(estimator)}."
         )
     given = list(_default_operators() if operators is None else operators)
     accepted = [operator for operator in given if _accepts(estimator, operator)]

@@ -131,37 +131,27 @@ def status_of(*products: Array) -> Array:
     return jnp.where(finite, SUCCESSFUL, NONFINITE)
 
 
-def asymmetry_limit(n: int, eps: float) -> float:
-    """How far, relative to their norm, numbers may be apart that are equal if A^H = A.
-
-    They differ by rounding alone, by at most 2 eps, if each product is rounded once. The limit is
-    larger: sqrt(eps) leaves room for sums of many terms, for products in TensorFloat-32, and for
-    solves; 100 sqrt(n) eps, which is also the limit for negative eigenvalues, leaves room for half
-    precision, where nothing can be decided.
-
-    **Arguments:**
-
-    - `n`: the size of A.
-    - `eps`: the relative precision of a product.
-    """
-    return max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
-
-
 def status_with_symmetry(
     status: Array, apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float
 ) -> Array:
-    """The status, or NOT_SYMMETRIC if numbers of this norm that are equal if A^H = A are too far
-    apart. (NaN is reported by the status.)
+    """The status, or NOT_SYMMETRIC if numbers that are equal if A^H = A are too far apart. (NaN is
+    reported by the status.)
+
+    They differ by rounding alone, by at most 2 eps relative to their norm, if each product is
+    rounded once. The limit is larger: sqrt(eps) leaves room for sums of many terms, for products in
+    TensorFloat-32, and for solves; 100 sqrt(n) eps, which is also the limit for negative
+    eigenvalues, leaves room for half precision, where nothing can be decided.
 
     **Arguments:**
 
     - `status`: the status so far.
-    - `apart`: the norm of their differences.
-    - `size`: their norm, or less.
-    - `n`, `eps`: as for `asymmetry_limit`.
+    - `apart`: the norm of the differences of these numbers.
+    - `size`: the norm of these numbers, or less.
+    - `n`: the size of A.
+    - `eps`: the relative precision of a product.
     """
-    asymmetric = apart > asymmetry_limit(n, eps) * size
-    return jnp.where(asymmetric & (status != NONFINITE), NOT_SYMMETRIC, status)
+    limit = max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
+    return jnp.where((apart > limit * size) & (status != NONFINITE), NOT_SYMMETRIC, status)
 
 
 def scale_of(products: Array, axis: int | None = None) -> Array:

@@ -283,8 +283,7 @@ class SummaryEstimator(AbstractEstimator):
         value = _vector(operator, trace, scale * square, size * diagonal, scale, size * ritz)
         status = status_of(sketch.products.square, products, adjoint_products)
         if hermitian:
-            norm = jnp.sqrt(jnp.sum(square_norms(z)))
-            status = core_status(status, blocks.h, norm, n, block.eps)
+            status = core_status(status, blocks.h, jnp.linalg.norm(z), n, block.eps)
         estimate = make_estimate(value, std_err, m * (2 if hermitian else 3), m - 1, status)
         return estimate, SummaryWeights(omega, q, s, x, factors.factor, scale)
 
@@ -299,7 +298,7 @@ class SummaryEstimator(AbstractEstimator):
         if is_hermitian(operator):
             ends, _ = _extremes((scaled + adjoint(scaled)) / 2)
             tail = jnp.concatenate([scale * ends, jnp.zeros_like(ends)])
-            norm = jnp.sqrt(jnp.sum(square_norms(scaled)))
+            norm = jnp.linalg.norm(scaled)
             status = core_status(status, scaled, norm, block.n, block.eps)
         square = scale * jnp.sum(square_norms(scaled))
         value = _vector(operator, jnp.sum(diagonal), square, diagonal, scale, tail)

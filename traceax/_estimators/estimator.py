@@ -330,12 +330,15 @@ class AbstractDiagonalEstimator(AbstractEstimator):
 def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:
     """Raise a `TypeError` unless the estimator is an instance of this kind."""
     if not isinstance(estimator, kind):
-        is_class = isinstance(estimator, type)
-        got = f"the class {estimator.__name__}" if is_class else repr(estimator)
         raise TypeError(
             f"The estimator must be an instance of an {kind.__name__}, such as "
-            f"`traceax.{example}()`, got {got}."
+            f"`traceax.{example}()`, got {described(estimator)}."
         )
+
+
+def described(value: Any) -> str:
+    """What was given in place of an instance, in the words of a message."""
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
 
 
 def check_key(key: Any) -> Array:

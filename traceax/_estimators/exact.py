@@ -36,7 +36,7 @@ def _entries(block: BlockOperator) -> _Entries:
         products = block.mm(unit.astype(block.dtype))
         fixed = lax.stop_gradient(products)
         seen = jnp.max(jnp.abs(fixed), initial=0.0)
-        norms = safe_norm(jnp.abs(fixed.T)) if block.is_inexact else jnp.zeros(width, seen.dtype)
+        norms = safe_norm(fixed.T) if block.is_inexact else jnp.zeros(width, seen.dtype)
         return jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0), seen, norms
 
     if num_blocks <= 1:
@@ -63,7 +63,7 @@ def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bo
             std_err, dof = rounding.astype(std_err.dtype), n
     if rows is not None:
         value = rows.of_vector(value)
-        std_err = jnp.sqrt(rows.of_vector(jnp.square(std_err)))
+        std_err = rows.norms(std_err[:, None])
     status = jnp.maximum(status, status_of(value))
     return make_estimate(value, std_err, spent, dof, status)
 

@@ -71,7 +71,6 @@ from .._core.estimate import (
     safe_norm,
     scale_of,
     status_of,
-    status_with_symmetry,
 )
 from .._core.precision import any_promotion, einsum
 from .._estimators.estimator import AbstractEstimator
@@ -81,6 +80,7 @@ from .._operators.block_operator import BlockOperator, is_hermitian
 from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
+from .._sketch.nystrom import core_status
 from .._sketch.weights import AbstractWeights
 from .frechet import Bend, steps_of
 from .nodes import Function, changes_by_rounding, divided_differences, on_nodes, within_tag
@@ -202,8 +202,8 @@ def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
     scale = scale_of(matrix)
     scaled = matrix / scale
     values, vectors = eigh((scaled + adjoint(scaled)) / 2)
-    apart, size = (safe_norm(jnp.ravel(x)) for x in (scaled - adjoint(scaled), scaled))
-    status = status_with_symmetry(status_of(matrix), apart, size, block.n, block.eps)
+    norm = jnp.linalg.norm(scaled)
+    status = core_status(status_of(matrix), scaled, norm, block.n, block.eps)
     return within_tag(operator, values * scale, block.eps), vectors, status
 
 
@@ -396,7 +396,7 @@ class AbstractSpectralEstimator(AbstractEstimator):
         eps = BlockOperator(operator).eps
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         error = jnp.sum(changes[0], axis=0)
-        error = error + rounding_of(safe_norm(jnp.abs(jnp.moveaxis(values[0], 0, -1))), eps)
+        error = error + rounding_of(safe_norm(jnp.moveaxis(values[0], 0, -1)), eps)
         slopes = divided_differences(self.fn, nodes.T)[:, 0, 0]
         one = jnp.eye(n, dtype=basis.dtype)
         bend = Bend.of(nodes[0], one, one, n, None) if value.ndim == 0 else None
