@@ -14,11 +14,12 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 from traceax._core import primitive, programs
-from traceax._operators.block_operator import BlockOperator
+from traceax._operators.block_operator import BlockOperator, as_operator
 from traceax._operators.width import batch_width, in_batches
 
 from ..helpers import register_tags, variant
@@ -482,6 +483,42 @@ def test_vmap_keeps_the_axis_of_the_mesh(batched):
 
 
 # --- wide products -------------------------------------------------------------------------------
+
+
+def through(kind, dtype):
+    """An operator with products of float32, whose vectors pass through `dtype`."""
+    narrow = lambda v: v.astype(dtype).astype(jnp.float32)  # noqa: E731
+    structure, one = jax.ShapeDtypeStruct((3,), jnp.float32), jnp.ones(3, jnp.float32)
+    scale = jnp.arange(3.0, dtype=dtype)
+    bodies = {
+        "jit": jax.jit(narrow),
+        "scan": lambda v: lax.scan(lambda v, _: (narrow(v), None), v, None, length=2)[0],
+        "while": lambda v: lax.fori_loop(0, 2, lambda _, v: narrow(v), v),
+        "cond": lambda v: lax.cond(scale[0] > 0, narrow, lambda v: v, v),
+        "checkpoint": jax.checkpoint(narrow),
+        "constant": lambda v: v * (scale * scale).astype(jnp.float32),
+        "called with": lambda v: jax.jit(lambda v, x: v * (x + x).astype(v.dtype))(v, scale),
+    }
+    if kind == "jacobian":
+        return lx.JacobianLinearOperator(lambda x, _: jnp.sin(narrow(x)), one)
+    if kind == "sum":
+        function = lx.FunctionLinearOperator(narrow, structure)
+        return 2 * function + lx.DiagonalLinearOperator(one)
+    return lx.FunctionLinearOperator(bodies[kind], structure)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("kind", ["jit", "scan", "while", "cond", "checkpoint", "jacobian", "sum"])
+def test_the_precision_of_a_product_is_that_of_what_a_vector_passes_through(kind, dtype):
+    block = BlockOperator(as_operator(through(kind, dtype)))
+    assert block.eps == block.linearised().eps == float(jnp.finfo(dtype).eps)
+    assert block.is_inexact == (dtype == jnp.float16)
+
+
+@pytest.mark.parametrize("kind", ["constant", "called with"])
+def test_the_precision_of_what_a_function_holds_does_not_matter(kind):
+    block = BlockOperator(as_operator(through(kind, jnp.bfloat16)))
+    assert block.eps == float(jnp.finfo(jnp.float32).eps)
 
 
 def test_functions_are_given_64_vectors_at_most():

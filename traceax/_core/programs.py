@@ -512,6 +512,69 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
     return dataclasses.replace(closed, precision=precision)
 
 
+# Equations that hand on their operands, one by one, to the one jaxpr in them.
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+)
+
+
+def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
+    """The rounding that an argument meets on its way through a function: the largest `eps` among
+    the dtypes of all the values that depend on it. (Half precision inside of a function of float32
+    does not show in the dtypes of its arguments and results.)
+
+    **Arguments:**
+
+    - `function`: the function, which is traced unless it was converted.
+    - `args`: of each argument the value or its structure, and whether it is followed.
+
+    **Returns:**
+
+    A float; 0 if there is no floating dtype.
+    """
+    if not isinstance(function, ClosedFunction) and not is_converted(function):
+        function = closed_function(function, *(value for value, _ in args))
+    jaxpr = getattr(function, "program", function).jaxpr  # pyright: ignore
+    followed = [
+        follow
+        for value, follow in args
+        for leaf in jtu.tree_leaves(value)
+        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    return _eps_along(jaxpr, followed)[0]
+
+
+def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:
+    """The largest `eps` among the values that depend on some of the last arguments of a jaxpr, and
+    which of its results do.
+    """
+    jaxpr = _opened(jaxpr)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    last = variables[len(variables) - len(followed) :]
+    moving = {x for x, follow in zip(last, followed, strict=True) if follow}
+    worst = 0.0
+    for equation in jaxpr.eqns:
+        moves = [not _is_literal(x) and x in moving for x in equation.invars]
+        if not any(moves):
+            continue
+        results = [True] * len(equation.outvars)
+        for value in jtu.tree_leaves(list(equation.params.values())):
+            if not is_jaxpr(value) and not isinstance(value, _Inner):
+                continue
+            if equation.primitive.name in _CALLS:
+                eps, results = _eps_along(value, moves)
+            else:  # what a loop carries may depend on all of its operands
+                eps, _ = _eps_along(value, [True] * len(_opened(value).invars))
+            worst = max(worst, eps)
+        for x, depends in zip(equation.outvars, results, strict=True):
+            if depends:
+                moving.add(x)
+                dtype = getattr(x.aval, "dtype", None)
+                if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+                    worst = max(worst, float(jnp.finfo(dtype).eps))
+    return worst, [not _is_literal(x) and x in moving for x in jaxpr.outvars]
+
+
 #: What `holds` finds in a value, where JAX does not look.
 NOTHING, ARRAYS, TRACERS = range(3)
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.counts import checked_count
-from .._core.estimate import Estimate, make_estimate
+from .._core.estimate import Estimate, make_estimate, rounding_unit
 from .._core.precision import any_promotion
 from .._core.primitive import eigenpairs_p
 from .._estimators.estimator import AbstractEstimator, check_budget, solve
@@ -37,6 +37,13 @@ _PROBABILITY = 0.005
 _NOISE = 1 / 32
 # The most vectors of a basis: with more, the projected matrix would take longer than a restart.
 _LARGEST_BASIS = 256
+
+
+def _rounding(block: BlockOperator, size: Real[Array, ""]) -> Real[Array, ""]:
+    """How far rounding may move an eigenvalue of an operator of this size: four units of the
+    products. (Those of differences of gradients are not all the same, see `hessian`.)
+    """
+    return rounding_unit(4 * block.eps, size.dtype) * size
 
 
 @final
@@ -73,9 +80,8 @@ class EigenpairsEstimator(AbstractEstimator):
         check_hermitian(operator, "`eigenpairs`")
 
     def _estimate(
-        self, operator, values, vectors, residuals, bounds, size, status, spent: int, eps: float
+        self, operator, values, vectors, residuals, bounds, rounding, status, spent: int
     ) -> tuple[Estimate, EigenpairWeights]:
-        rounding = 16 * eps * size
         sign, place = semidefinite_sign(operator), jnp.arange(self.num)
         low, high = bounds[0] - rounding, bounds[1] + rounding
         if sign > 0:
@@ -110,22 +116,23 @@ class EigenpairsEstimator(AbstractEstimator):
         values = within_tag(operator, pairs.values, block.eps)
         size = jnp.max(jnp.abs(pairs.ends))
         # Every restart rounds the vectors that it keeps.
-        eps = block.eps * math.sqrt(cycles_of(k, self.num, self.basis_size))
+        rounding = _rounding(block, size)
+        rounding = rounding * math.sqrt(cycles_of(k, self.num, self.basis_size))
         return self._estimate(
-            operator, values, pairs.vectors, pairs.residuals, pairs.bounds, size, pairs.status,
-            k, eps,
+            operator, values, pairs.vectors, pairs.residuals, pairs.bounds, rounding, pairs.status,
+            k,
         )  # fmt: skip
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         values, vectors, status = spectrum(operator)
-        n, eps = values.size, BlockOperator(operator).eps
+        n = values.size
         wanted = order_of(self.which, values, n, self.num)
         ends = jnp.stack([values[0], values[-1]])
-        size = jnp.max(jnp.abs(ends))
+        rounding = _rounding(BlockOperator(operator), jnp.max(jnp.abs(ends)))
         chosen, zero = values[wanted], jnp.zeros(self.num, values.dtype)
         return self._estimate(
-            operator, chosen, vectors[:, wanted].T, zero, ends, size, status, n, eps
+            operator, chosen, vectors[:, wanted].T, zero, ends, rounding, status, n
         )
 
     def weights_at(self, weights, operator) -> NoReturn:

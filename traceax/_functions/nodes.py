@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Real
 
+from .._core.estimate import rounding_unit
 from .._operators.block_operator import semidefinite_sign
 
 Function = Callable[[Array], Array]
@@ -42,7 +43,8 @@ def rounding_of_nodes(
     operator: lx.AbstractLinearOperator, nodes: Array, eps: float
 ) -> Real[Array, ""]:
     """How far rounding errors may move eigenvalues or Ritz values."""
-    return 16 * eps * math.sqrt(operator.in_size()) * jnp.max(jnp.abs(nodes))
+    unit = rounding_unit(eps, nodes.dtype)
+    return unit * math.sqrt(operator.in_size()) * jnp.max(jnp.abs(nodes))
 
 
 def changes_by_rounding(

@@ -45,7 +45,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import scale_of, status_of, status_with_symmetry
+from .._core.estimate import rounding_unit, scale_of, status_of, status_with_symmetry
 from .._core.precision import matmul
 from .._linalg.factorisations import eigh
 from .._probes.random import numbered
@@ -208,7 +208,7 @@ def run_cycles(
         skew = jnp.maximum(carry.skew, jnp.linalg.norm(apart))
         beta = jnp.linalg.norm(w)
         size = jnp.maximum(carry.size, jnp.maximum(jnp.abs(alpha), beta))
-        exhausted = beta <= 16 * eps * size
+        exhausted = beta <= rounding_unit(eps, size.dtype) * size
 
         def fresh():
             w = sampler.probes(numbered(key, offset + j), n, 1, start.dtype)[:, 0]
@@ -329,7 +329,8 @@ def ritz_pairs(run: Run, num: int, which: Which, eps: float, log_chance: float) 
     wanted = order_of(which, values, used, num)
     s = vectors[:, wanted]
     hull = _widened(carry.hull, values[0], values[used - 1])
-    smallest = jnp.maximum(16 * eps * carry.size, jnp.finfo(carry.size.dtype).tiny)
+    limits = jnp.finfo(carry.size.dtype)
+    smallest = jnp.maximum(rounding_unit(eps, limits.dtype) * carry.size, limits.tiny)
     high = _outside(carry.history, hull[1], smallest, carry.size, log_chance)
     low = -_outside(_mirrored(carry.history), -hull[0], smallest, carry.size, log_chance)
     status = status_of(carry.history.alpha, carry.history.beta)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.estimate import scale_of, status_of, status_with_symmetry
+from .._core.estimate import rounding_unit, scale_of, status_of, status_with_symmetry
 from .._core.precision import matmul
 from .factorisations import eigh
 
@@ -71,7 +71,7 @@ def block_lanczos(
     - `rows`: the largest number of vectors of the space, which must be given if the number of steps
         or of vectors is traced.
     - `negligible`: the length, relative to the longest image, up to which a new vector is taken to
-        be 0. By default `16 eps`, as such a vector is made of rounding errors.
+        be 0. By default a `rounding_unit`, as such a vector is made of rounding errors.
 
     **Returns:**
 
@@ -83,7 +83,7 @@ def block_lanczos(
         assert isinstance(num_steps, int)
         m = b * num_steps
     if negligible is None:
-        negligible = 16 * eps
+        negligible = rounding_unit(eps, real)
     stride = b if count is None else count
     room = m if count is None else m + b  # a block is written with its vectors that are 0
 

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.control_flow import apart, of_size
-from .._core.estimate import scale_of, status_of, status_with_symmetry
+from .._core.estimate import rounding_unit, scale_of, status_of, status_with_symmetry
 from .._core.precision import einsum, matmul
 from .factorisations import eigh, one_by_one
 
@@ -96,7 +96,7 @@ def recurrences(
     """
     p = start.shape[1]
     real = jnp.finfo(start.dtype).dtype
-    tolerance = 16 * (float(jnp.finfo(real).eps) if eps is None else eps)
+    tolerance = rounding_unit(float(jnp.finfo(real).eps) if eps is None else eps, real)
 
     norms = jnp.linalg.norm(start.T, axis=1)
     first = start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype)[:, None]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import equinox as eqx
@@ -21,6 +22,7 @@ from .._core.programs import (
     TRACERS,
     closed_function,
     closed_functions,
+    eps_along,
     holds,
     is_converted,
 )
@@ -113,6 +115,25 @@ class _NarrowGram(eqx.Module):
         product = self.second.mv(narrow(jtu.tree_map(lambda x: x / size, image)))
         factor = size / self.unit / self.unit
         return jtu.tree_map(lambda x, like: x.astype(like.dtype) * factor, product, vector)
+
+
+def _eps_of(operator: lx.AbstractLinearOperator) -> float:
+    """The relative precision of products as functions and attributes in an operator show it: that
+    of half precision inside of a function, or what an attribute `precision` says (of differences of
+    gradients, of iterative solutions). 0 where nothing shows it.
+    """
+
+    def is_part(x):
+        return x is not operator and isinstance(x, lx.AbstractLinearOperator)
+
+    parts = [x for x in jtu.tree_leaves(operator, is_leaf=is_part) if is_part(x)]
+    function, worst = getattr(operator, "fn", None), 0.0
+    if isinstance(operator, lx.FunctionLinearOperator):
+        worst = eps_along(function, (operator.in_structure(), True))
+    elif isinstance(operator, lx.JacobianLinearOperator):
+        worst = eps_along(function, (operator.x, True), (operator.args, False))
+    said = [getattr(x, "precision", None) or 0.0 for x in (operator, function)]
+    return max(worst, *said, *map(_eps_of, parts))
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
@@ -283,7 +304,7 @@ class BlockOperator:
     - `n`: its size.
     - `dtype`: the working dtype, of probes, products and estimates.
     - `eps`: the relative precision of a product: that of the operator's narrowest dtype, which may
-        be bfloat16.
+        be bfloat16, also where only the functions inside of it compute in bfloat16.
 
     The width of a product is what `in_batches` says. Otherwise a block has at most 2^27 numbers,
     and at most 64 vectors if the operator calls functions. A stored matrix multiplies all vectors
@@ -296,11 +317,12 @@ class BlockOperator:
         dtypes = _leaf_dtypes(operator) or [jax.dtypes.canonicalize_dtype(float)]
         with any_promotion():
             self.dtype = at_least_single(jnp.result_type(*dtypes))
-        self.eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-        # A product by a difference of gradients, say, is less precise.
-        untagged = self._untagged()
-        for product in (untagged, getattr(untagged, "fn", None)):
-            self.eps = max(self.eps, getattr(product, "precision", None) or 0.0)
+
+    @cached_property
+    def eps(self) -> float:
+        """The relative precision of a product."""
+        dtypes = _leaf_dtypes(self.operator)
+        return max(_eps_of(self.operator), *(float(jnp.finfo(dtype).eps) for dtype in dtypes))
 
     def linearised(self) -> "BlockOperator":
         """The same operator, with the work that all products share done once: for a Jacobian, the
@@ -310,7 +332,7 @@ class BlockOperator:
             linear = BlockOperator(lx.linearise(self.operator))
         except NotImplementedError:  # a user's operator that does not register `linearise`
             return self
-        linear.eps = max(linear.eps, self.eps)  # it does not know the precision of what it is from
+        linear.eps = self.eps  # the precision of what it is from does not show in it
         return linear
 
     @property

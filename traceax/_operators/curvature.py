@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import at_least_single, widened
-from .._core.programs import Static, closed_function
+from .._core.programs import Static, closed_function, eps_along
 from .unstructured import register_unstructured
 
 
@@ -51,7 +51,9 @@ class CurvatureOperator(lx.AbstractLinearOperator):
     batches: PyTree[Array]  # None: the data are in `args`, or inside `product`
     tags: frozenset[object] = eqx.field(static=True)
     weights: Array | None = None  # of the batches; None: all the same
-    precision: float | None = eqx.field(default=None, static=True)  # of a product, if not exact
+    # The relative precision of a product, where the dtypes of the parameters do not show it.
+    precision: float | None = eqx.field(default=None, static=True)
+    differences: bool = eqx.field(default=False, static=True)  # of gradients: see `hessian`
     # Whether `args` and `batches` are a sample, in whose place another one would do.
     sampled: bool = eqx.field(default=False, static=True)
 
@@ -150,7 +152,7 @@ class CurvatureOperator(lx.AbstractLinearOperator):
 
 @lx.linearise.register(CurvatureOperator)
 def _(operator):
-    if operator.batches is not None or operator.precision is not None:
+    if operator.batches is not None or operator.differences:
         # A linearisation would hold the activations of all batches; of a difference of gradients
         # it would be the second derivative that does not exist.
         return operator
@@ -300,12 +302,14 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
         return jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in tree]))
 
     leaves, vectors = jtu.tree_leaves(params), jtu.tree_leaves(vector)
+    gradient = closed_function(gradient, _structure(params))
+    eps = eps_along(gradient, (params, True))
     with jax.numpy_dtype_promotion("standard"):
         unit, length = (jnp.where(x > 0, x, 1) for x in (largest(leaves), largest(vectors)))
         wide = [(x / unit).astype(at_least_single(x.dtype)) for x in leaves]
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in wide)) * unit
         size = jnp.maximum(norm, 1) / math.sqrt(sum(x.size for x in leaves))
-        step = _eps(leaves) ** (1 / 3) * size
+        step = eps ** (1 / 3) * size
 
         def moved(sign):
             return jtu.tree_map(
@@ -318,16 +322,19 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
         )
 
 
-def _eps(leaves: list[Array]) -> float:
-    return max(float(jnp.finfo(x.dtype).eps) for x in leaves)
+def _precision(product: Callable[..., Any], example: Any, mode: str) -> float:
+    """The relative error of a product.
 
-
-def _precision(leaves: list[Array]) -> float:
-    """The relative error of a product by a difference of gradients. (Networks of two layers with
-    18 to 2400 parameters of size 0.02 to 2, tanh, softplus and sin(3 x), products with random
-    vectors: 0.1 to 4 times eps^(2/3), and 20 to 30 times where the last of these is steep.)
+    That of a difference of gradients was 0.1 to 4 times eps^(2/3) for networks of two layers with
+    18 to 2400 parameters of size 0.02 to 2, tanh, softplus and sin(3 x), and products with random
+    vectors; 20 to 30 times where the last of these is steep. That of a derivative is the precision
+    of what the vector passes through: many networks compute in half precision with parameters of
+    single precision.
     """
-    return 4 * _eps(leaves) ** (2 / 3)
+    params, indexed, vector, arrays = example
+    args = (params, False), (indexed, False), (vector, True), (arrays, False)
+    eps = eps_along(product, *args)
+    return 4 * eps ** (2 / 3) if mode == "finite-difference" else eps
 
 
 def _functions(
@@ -440,11 +447,11 @@ def make_curvature(
                 number = convert(functions[1], *example)
             except (TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
                 number = None
-        found = product, number
+        found = product, number, _precision(product, example, mode)
         traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(found))
         if programs is not None and not traced:
             programs[identity] = found
-    product, number = found
+    product, number, precision = found
     return CurvatureOperator(
         product,
         number,
@@ -454,7 +461,8 @@ def make_curvature(
         batches,
         frozenset((lx.symmetric_tag, *tags)),
         weights,
-        _precision(jtu.tree_leaves(moving)) if mode == "finite-difference" else None,
+        precision,
+        mode == "finite-difference",
         sampled,
     )
 
