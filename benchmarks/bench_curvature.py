@@ -59,7 +59,7 @@ def _training(look, batch):
 @pytest.mark.parametrize("method", ["hutchinson", "auto", "deltashift"])
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
 @pytest.mark.parametrize(
-    ("size", "used"), [(1797, 256), (1797, 128), (1024, 128), (1024, 1024), (256, 256)]
+    ("size", "used"), [(1797, 256), (1797, 128), (1797, 64), (1024, 128), (1024, 1024), (256, 256)]
 )
 def test_training_run(benchmark, kind, method, size, used):
     """Full batches of `size` examples, curvature on `used` of them."""
