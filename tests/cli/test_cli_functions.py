@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import scipy.sparse as ss
 
 from ..helpers import environment, variant, with_spectrum
 from .test_cli import BUS, check_usage, run, run_json
@@ -103,6 +104,21 @@ def test_spectral_sums(capsys, tmp_path, function):
     assert report["estimate"] == pytest.approx(FUNCTIONS[function](SPECTRUM).sum(), rel=1e-12)
     matvecs = 0 if function == "inv" else 40  # that of the inverse is factorised
     assert (report["matvecs"], report["function"]) == (matvecs, function)
+
+
+@pytest.mark.parametrize(
+    "command", ["logdet", "trace --function exp", "density", "diagonal --function inv"]
+)
+def test_exact_values_of_large_matrices_are_refused(capsys, tmp_path, command):
+    """Before anything is computed, rather than after a dense matrix did not fit into memory."""
+    path, n = tmp_path / "large.npz", 20_000
+    ss.save_npz(
+        path, ss.diags_array([[-1.0] * (n - 1), [3.0] * n, [-1.0] * (n - 1)], offsets=[-1, 0, 1])
+    )
+    name, *options = command.split()
+    code, out, err = run(capsys, name, path, *options, "-k", 10, "--exact")
+    assert (code, out) == (2, "")
+    assert "20000 rows (3 GiB) for at most 16384" in " ".join(err.split())
 
 
 @pytest.mark.variant

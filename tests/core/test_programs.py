@@ -421,6 +421,29 @@ def test_scanned_module_under_jit_leaks_nothing(transform):
     np.testing.assert_allclose(value, expected, rtol=1e-12)
 
 
+class Scale(eqx.Module):
+    """A function with an array."""
+
+    s: jax.Array
+
+    def __call__(self, v):
+        return self.s * v
+
+
+def operator_by_parts(operator):
+    """A product, made part by part without lineax's."""
+    if isinstance(operator, lx.AddLinearOperator):
+        parts = operator_by_parts(operator.operator1), operator_by_parts(operator.operator2)
+        return lambda v: parts[0](v) + parts[1](v)
+    if isinstance(operator, lx.ComposedLinearOperator):
+        parts = operator_by_parts(operator.operator1), operator_by_parts(operator.operator2)
+        return lambda v: parts[0](parts[1](v))
+    if isinstance(operator, lx.MulLinearOperator):
+        part = operator_by_parts(operator.operator)
+        return lambda v: operator.scalar * part(v)
+    return operator.mv
+
+
 class Foreign(lx.AbstractLinearOperator):
     """A user's operator, whose function is a leaf, and hides what it likes."""
 
@@ -454,6 +477,22 @@ def test_an_operator_of_a_class_that_lineax_does_not_know():
     with jax.checking_leaks():
         value, slope = jax.jit(jax.value_and_grad(trace))(jnp.asarray(2.0))
     np.testing.assert_allclose([value, slope], [12.0, 6.0], rtol=1e-13)
+
+
+def test_an_operator_of_a_class_that_lineax_does_not_know_in_a_sum():
+    """Sums and products of lineax ask whether their parts are diagonal or tridiagonal."""
+    class_of = Foreign(lambda v: 3.0 * v + jnp.roll(v, 1) + jnp.roll(v, -1))
+    identity = lx.IdentityLinearOperator(structure())
+    for operator in (class_of + 0.5 * identity, identity @ class_of, 2 * (class_of - identity)):
+        truth = np.trace(np.asarray(jax.vmap(operator_by_parts(operator))(jnp.eye(N))))
+        found = tr.trace(KEY, operator, N)
+        np.testing.assert_allclose(found.value, truth, rtol=1e-12)
+
+    def trace(s):
+        operator = Foreign(Scale(s)) + identity
+        return tr.trace(KEY, operator, N).value
+
+    np.testing.assert_allclose(jax.jit(jax.grad(trace))(jnp.asarray(2.0)), N, rtol=1e-12)
 
 
 # --- vmap over an axis of a mesh -----------------------------------------------------------------

@@ -210,6 +210,34 @@ def test_intervals_of_functions_from_few_products(call, truth, k):
     assert uncovered(call, truth, k, 50) == {}
 
 
+SIGNS = tr.RademacherSampler()
+
+
+@pytest.mark.parametrize(
+    ("call", "k"),
+    [
+        (tr.diagonal, 2),
+        (partial(tr.diagonal, estimator=tr.XDiagEstimator()), 5),
+        (partial(tr.trace, estimator=tr.XNysTraceEstimator(SIGNS)), 2),
+        (partial(tr.trace, estimator=tr.XTraceEstimator(SIGNS)), 4),
+        (tr.row_norms, 4),
+    ],
+)
+def test_two_samples_that_agree_by_symmetry(call, k):
+    """Two leave-one-out samples of a multiple of I are the same function of the two probes: that
+    they agree says nothing, but holding out both does.
+    """
+    n = 12
+    twice = lx.FunctionLinearOperator(lambda v: 2 * v, jax.ShapeDtypeStruct((n,), float), PSD)
+    found = jax.vmap(lambda key: call(key, twice, k))(keys(200))
+    truth = 2 * n if found.value.ndim == 1 else 2
+    errors = np.abs(np.asarray(found.value) - truth)
+    assert np.mean(errors > 1e-3) > 0.5
+    assert np.all(errors <= 1.96 * np.asarray(found.std_err) + 1e-12)
+    stated = np.sqrt(np.mean(np.square(found.std_err)))
+    assert stated < 1.2 * np.sqrt(np.mean(np.square(errors)))
+
+
 def test_a_probe_that_hardly_meets_the_only_eigenvalue_says_so():
     """I + v v^T, one probe: degrees of freedom of 1, and Student's quantile, 12.7."""
     eigenvalues = np.where(np.arange(50) < 1, 2.0, 1.0)

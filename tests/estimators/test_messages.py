@@ -23,7 +23,7 @@ import traceax as tr
 import traceax.extend as tre
 from traceax import curvature, plot
 from traceax._cli import _parse
-from traceax._cli.common import write
+from traceax._cli.common import check_exact, write
 from traceax._cli.files import MatrixFileError, read_matrix
 from traceax._operators.sparse import _Entries
 from traceax.testing import check_estimator
@@ -242,6 +242,12 @@ MESSAGES = [
         "got 6 x 3",
         "the trace of `A.T @ A`",
         lambda _: tr.trace(KEY, lx.MatrixLinearOperator(EYE[:, :3]), 4),
+    ),
+    (
+        ValueError,
+        "got a=3.0 and b=1",
+        "smaller end first",
+        lambda _: tr.eigenvalue_count(KEY, POSITIVE, 3.0, 1, 4),
     ),
     (ValueError, "complex128", "Declare its whole", lambda _: tr.trace(KEY, MIXED, 4)),
     (
@@ -888,6 +894,15 @@ MESSAGES = [
         command("trace", "{}/a.npy", "--function", "log", a=np.eye(2) + 0j),
     ),
     (ValueError, "-k 9", "leave -k out", command("trace", "a", "-k", "9")),
+    (
+        ValueError,
+        "got 20000 rows (3 GiB)",
+        "a larger -k",
+        lambda _: check_exact(
+            argparse.Namespace(exact=True),
+            lx.IdentityLinearOperator(jax.ShapeDtypeStruct((20_000,), float)),
+        ),
+    ),
     (ValueError, "no spectral-sum", "`traceax trace FILE", command("spectral-sum", "a")),
     (
         ValueError,

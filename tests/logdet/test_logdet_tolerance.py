@@ -35,6 +35,24 @@ def matrix():
     return decaying(N)
 
 
+@pytest.mark.parametrize("features", [60, variant(100), variant(300)])
+def test_features_and_noise_by_products(features):
+    """Eigenvalues of one size do not decay before the rank exceeds their number; no number of
+    probes does instead. The log-determinant is exact then.
+    """
+    n, s = 2000, 0.25
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
+    structure = jax.ShapeDtypeStruct((n,), x.dtype)
+    gram = lx.FunctionLinearOperator(lambda v: x @ (x.T @ v), structure, PSD)
+    operator = gram + s * lx.IdentityLinearOperator(structure)
+    small = np.asarray(x.T @ x) + s * np.eye(features)
+    truth = np.linalg.slogdet(small)[1] + (n - features) * np.log(s)
+    found = eqx.filter_jit(jax.vmap(lambda key: logdet(key, operator, atol=0.1)))(keys(3))
+    assert np.all(found.result == RESULTS.successful)
+    assert np.all(np.abs(np.asarray(found.value) - truth) < 0.1)
+    assert np.all(np.asarray(found.num_matvecs) < 3 * features + 60)
+
+
 @pytest.mark.slow
 def test_kernels():
     """Within the tolerance for 95 % of keys, with fewer products the looser it is."""

@@ -17,6 +17,7 @@ import numpy as np
 import traceax as tr
 
 from .._estimators.solution import outcome_of
+from .._logdet.fallback import MOST_ROWS
 from ..plot import PICTURES, require_matplotlib
 from .files import read_matrix
 
@@ -269,6 +270,17 @@ def begin_report(
     return report, tr.RESULTS[solution.result]  # the message of success is empty
 
 
+def check_exact(arguments: argparse.Namespace, operator: lx.AbstractLinearOperator) -> None:
+    """Refuse an exact value that would take too much memory or time, before any work is done."""
+    n = operator.in_size()
+    if arguments.exact and n > MOST_ROWS:
+        size = 8 * n**2 / 2**30
+        raise ValueError(
+            f"--exact takes a dense matrix, or a product for each row, got {n} rows ({size:.0f} "
+            f"GiB) for at most {MOST_ROWS}. Leave it out, and compare with a larger -k."
+        )
+
+
 def solve(
     arguments: argparse.Namespace,
     operator: lx.AbstractLinearOperator,
@@ -288,6 +300,7 @@ def solve(
 
     The solution, the report, and a message if the result cannot be trusted.
     """
+    check_exact(arguments, operator)
     spent = _spending(arguments)
     solution, seconds = timed(arguments.seed, lambda key: estimate(key, **spent))
     return solution, *begin_report(arguments, operator, solution, seconds, **choices)

@@ -20,6 +20,7 @@ from .common import (
     add_tag,
     aligned,
     begin_report,
+    check_exact,
     check_output,
     check_plot,
     number,
@@ -77,6 +78,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[Report, str]:
     _check_arguments(arguments)
     operator = read_hermitian(arguments)
+    check_exact(arguments, operator)
     n = operator.in_size()
 
     def estimate(key):

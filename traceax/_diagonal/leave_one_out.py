@@ -25,7 +25,7 @@ from jaxtyping import Array, Inexact, Real
 
 from .._estimators.rows import Rows
 from .._sketch.columns import Columns
-from .._sketch.leave_one_out import Pairs
+from .._sketch.leave_one_out import Pairs, usable_covariance
 
 
 class DiagonalParts(NamedTuple):
@@ -92,7 +92,7 @@ def diagonal_and_error(
     number = columns.pairs(value.real.dtype)
     deviation = columns.only(corrections - columns.mean(corrections)[:, None])
     variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / number  # of the mean
-    known = jnp.sum(variance) > jnp.sum(jnp.square(rounding))
-    covariance = jnp.where(known, jnp.maximum(covariance, 0), 0)
-    std_err = jnp.sqrt(variance + covariance / number + jnp.square(rounding))
+    square = jnp.square(rounding)
+    covariance = usable_covariance(covariance, jnp.sum(variance), jnp.sum(square), columns)
+    std_err = jnp.sqrt(variance + covariance / number + square)
     return value, jnp.where(columns.used > 1, std_err, jnp.inf)

@@ -24,8 +24,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     nonfinite_operator = (
         "A product with the operator holds NaN or inf, so nothing can be estimated from it. "
         "Check the arrays inside the operator (and, in float16 or float32, its products) for "
-        "overflow; `jax.config.update('jax_debug_nans', True)` finds the first one. A "
-        "preconditioner of your own that is not positive definite ends so, too."
+        "overflow, and the observations of a log density for missing ones; "
+        "`jax.config.update('jax_debug_nans', True)` finds the first one. A preconditioner of your "
+        "own that is not positive definite ends so, too."
     )
     not_semidefinite = (
         "The operator is tagged positive (or negative) semidefinite, but its products say that it "

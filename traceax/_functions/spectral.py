@@ -463,8 +463,8 @@ def eigenvalue_count(
     **Raises:**
 
     - `TypeError`: for a key, operator or `k` of the wrong type.
-    - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, or a
-        `num_steps` that is not between 1 and `k`.
+    - `ValueError`: for an operator that is not square or not tagged Hermitian, `a > b`, `k < 1`, or
+        a `num_steps` that is not between 1 and `k`.
 
     ??? cite "References"
 
@@ -472,6 +472,12 @@ def eigenvalue_count(
         interval*, 2016, doi:10.1002/nla.2048.
     """
     operator = as_operator(operator)
+    traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
+    if not traced and not a <= b:
+        raise ValueError(
+            f"The interval [a, b] of an eigenvalue count is empty, got a={a} and b={b}. Give the "
+            "smaller end first."
+        )
     dtype = _real_dtype(operator)
     budget = check_budget(k, 1, operator.in_size(), "An eigenvalue count")
     num_steps = checked_num_steps(num_steps, int(k))

@@ -164,6 +164,11 @@ class LogdetEstimator(AbstractEstimator):
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
 
+    @property
+    def label(self):
+        """See `AbstractEstimator`."""
+        return "logdet"
+
     def check(self, operator):
         """See `AbstractEstimator`."""
         self.policy.check(operator, "A log-determinant")

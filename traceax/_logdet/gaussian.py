@@ -183,7 +183,7 @@ def gaussian_log_density(
     observed, alone = _flat(y, operator)
     options = Tolerance(rtol, atol, max_k, progress)
     if options.wanted(k, "gaussian_log_density", "`max_k`, `progress`"):
-        name, given, n = ToleranceGaussianEstimator.__name__, max_k, observed.shape[0]
+        name, given, n = "gaussian_log_density", max_k, observed.shape[0]
         max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
         if given is None:
             more = _MORE * (observed.shape[1] - 1)

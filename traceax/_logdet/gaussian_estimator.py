@@ -140,6 +140,11 @@ class AbstractGaussianEstimator(AbstractEstimator):
     weights_depend_on_operator: ClassVar[bool] = True
 
     @property
+    def label(self):
+        """See `AbstractEstimator`."""
+        return "gaussian_log_density"
+
+    @property
     def _factor(self) -> float:
         return 1.0 if jnp.iscomplexobj(self.y) else 0.5
 

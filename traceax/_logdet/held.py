@@ -178,6 +178,11 @@ class HeldLogdetEstimator(AbstractEstimator):
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
 
+    @property
+    def label(self):
+        """See `AbstractEstimator`."""
+        return "logdet"
+
     def check(self, operator):
         """See `AbstractEstimator`."""
         check_definite(operator, "A log-determinant")

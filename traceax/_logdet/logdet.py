@@ -201,7 +201,7 @@ def logdet(
         k = budget_or_all(operator, k, fallback if policy.auto else None)
         return solve_pair(logdet_p, key, operator, k, LogdetEstimator(policy), throw)
     check_key(key)
-    operator, name = as_operator(operator), ToleranceLogdetEstimator.__name__
+    operator, name = as_operator(operator), "logdet"
     max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
     estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
     return solve_pair(logdet_p, key, operator, k, estimator, throw)

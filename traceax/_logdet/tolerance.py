@@ -9,9 +9,10 @@ tolerance atol + rtol |value| on the other:
 - done, if the sum of the errors is within the tolerance. If r probes were not enough, the rule
   looks again at 2 r, and not before: every look is a chance to stop on an error bar that happens to
   be too small.
-- a larger rank, if what the approximation leaves out still falls with the rank, and either more
-  probes would cost more or the quadrature error is too large. The probes so far belong to another
-  preconditioner, and are forgotten.
+- a larger rank, if either more probes would cost more or the quadrature error is too large; and if
+  what the approximation leaves out still falls with the rank, or there is no last resort, the
+  budget has no room for the probes, and the larger rank takes a quarter of what is left at most.
+  The probes so far belong to another preconditioner, and are forgotten.
 - longer recurrences (8, 24, 72, ... steps), if the quadrature error is too large, and the rank
   cannot help.
 - otherwise more probes.
@@ -360,9 +361,14 @@ class Loop:
 
         left = self.most - state.work
         errs = error > tolerance / 2
-        dearer = sums.probes * steps * (needed - 1) > extendable
+        more = sums.probes * steps * (needed - 1)
         first_look = self.shapes[0][0] * self.shapes[0][1]
-        grows = state.decays & (charged + first_look <= left) & (errs | dearer)
+        worthwhile = state.decays
+        if not self.falls_back_to_exact:
+            # What no number of probes can reach, a larger rank may: a few large eigenvalues, all of
+            # about the same size, do not decay before the rank exceeds their number.
+            worthwhile |= (more > left) & (4 * charged <= left)
+        grows = worthwhile & (charged + first_look <= left) & (errs | (more > extendable))
         deepens = errs & (deeper <= left)
         # Even if the tolerance is out of reach, more probes help while std_err is the larger error.
         useful = (room > 0) | (std_err > error)
@@ -372,7 +378,7 @@ class Loop:
             # (The Frobenius norm of what is left out falls a little faster than its trace.)
             grows &= least / state.gain**3 <= left
             deepens &= least <= left
-            useful = sums.probes * steps * (needed - 1) <= left
+            useful = more <= left
         deepens &= ~grows
         again = ~grows & ~deepens & (now <= left) & useful
         ends = ~(grows | deepens | again)

@@ -32,10 +32,7 @@ from .width import batch_width, by_columns
 
 def is_tagged(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
     """`check(operator)`, or False where a user's operator does not register the check."""
-    try:
-        return bool(check(operator))
-    except NotImplementedError:
-        return False
+    return _answers(check, operator) and bool(check(operator))
 
 
 def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
@@ -193,7 +190,9 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
     if rows != columns:
         raise ValueError(
             f"The operator must be square, got {rows} x {columns} (outputs x inputs). "
-            "For A with more rows than columns, tr(A^H A) is the trace of `A.T @ A` (real A)."
+            "For A with more rows than columns, tr(A^H A) is the trace of `A.T @ A` (real A); and "
+            "`spectral_sum` of x^(p/2) for `A.T @ A`, tagged positive semidefinite, is the p-th "
+            "power of its Schatten norm."
         )
     fields = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in _leaf_dtypes(operator)}
     if len(fields) > 1:
@@ -205,16 +204,33 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
     return operator
 
 
+def _without_tags(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    while isinstance(operator, lx.TaggedLinearOperator):
+        operator = operator.operator
+    return operator
+
+
+def _answers(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
+    """Whether a check is registered for the class of an operator."""
+    try:
+        check(operator)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """The operator with every array that it depends on as a leaf.
 
     NumPy arrays become JAX arrays, and so do the Python numbers that an operator is multiplied
     with. Functions that still hold arrays (in an operator made with `closure_convert=False`, or of
     a function that uses a global array) are converted to jaxprs: a tracer inside a function would
-    be invisible to the primitive's transformation rules. Where a function in an operator of
-    somebody else's class holds a tracer, that operator is replaced by one that has only its product
-    and its tags.
+    be invisible to the primitive's transformation rules. An operator of somebody else's class is
+    replaced by one that has only its product and its tags where a function in it holds a tracer;
+    and where it is a part of a sum or product, and does not say whether it is diagonal or
+    tridiagonal, which sums and products of lineax ask for.
     """
+    whole = _without_tags(operator)
 
     def convert(node):
         if isinstance(node, lx.FunctionLinearOperator) and _holds_arrays(node.fn):
@@ -230,7 +246,9 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
             return _multiple(type(node), inner, node.scalar)
         if is_foreign(node):
             functions = [leaf for leaf in jtu.tree_leaves(node) if callable(leaf)]
-            if any(holds(function) == TRACERS for function in functions):
+            silent = not all(_answers(check, node) for check in (lx.is_diagonal, lx.is_tridiagonal))
+            traced = any(holds(function) == TRACERS for function in functions)
+            if traced or (silent and node is not whole):
                 closed = closed_function(node.mv, node.in_structure())
                 return _operator_of(closed, node.in_structure(), _tags(node))
         return node
@@ -457,10 +475,7 @@ class BlockOperator:
         return getattr(self._untagged(), "quadratic_form", None)
 
     def _untagged(self) -> lx.AbstractLinearOperator:
-        operator = self.operator
-        while isinstance(operator, lx.TaggedLinearOperator):
-            operator = operator.operator
-        return operator
+        return _without_tags(self.operator)
 
     def _as_vectors(
         self, blocks: Sequence[Inexact[Array, "*leaf m"]], last: tuple[int, ...]

@@ -152,6 +152,26 @@ def pairs_of_gram(gamma: Inexact[Array, "m m"], columns: Columns, hermitian: boo
     return Pairs(gamma, jnp.where(valid, square, jnp.ones_like(square)), valid)
 
 
+def usable_covariance(
+    covariance: Array, variance: Array, rounding: Array, columns: Columns
+) -> Array:
+    """The covariance of two samples, as estimated from the D_ij, or 0 where they say nothing.
+
+    If the samples agree to within rounding, then m - 1 probes already capture the operator, and the
+    D_ij, which hold two probes out, say nothing about the error. But two samples may agree because
+    either is symmetric in the two probes, as those of a multiple of I are.
+
+    **Arguments:**
+
+    - `covariance`: the estimated covariance, of one or of several numbers.
+    - `variance`: the variance of the mean, as the samples scatter, of all numbers together.
+    - `rounding`: the same of rounding.
+    - `columns`: which of the samples are in use.
+    """
+    says = (variance > rounding) | (columns.used < 3)
+    return jnp.where(says, jnp.maximum(covariance, 0), 0)
+
+
 def leave_one_out_error(
     samples: Array, differences: Array, rounding: Array, columns: Columns
 ) -> Array:
@@ -162,9 +182,7 @@ def leave_one_out_error(
     - `samples`: the m values t_i.
     - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j, and where i or j is not
         in use.
-    - `rounding`: the standard error that rounding adds to the mean. If the samples agree to within
-        `sqrt(m) * rounding`, then m - 1 probes already capture the operator. The D_ij, which hold
-        two probes out, then say nothing about the error, and are left out.
+    - `rounding`: the standard error that rounding adds to the mean.
     - `columns`: which of the samples are in use.
 
     **Returns:**
@@ -179,7 +197,7 @@ def leave_one_out_error(
     deviations = columns.only(samples - columns.mean(samples))
     variance = jnp.sum(jnp.square(jnp.abs(deviations))) / pairs  # of the mean
     covariance = jnp.sum((jnp.conj(differences.T) * differences).real) / pairs
-    covariance = jnp.where(variance > rounding**2, jnp.maximum(covariance, 0), 0)
+    covariance = usable_covariance(covariance, variance, rounding**2, columns)
     std_err = jnp.sqrt(variance + covariance + rounding**2).astype(real)
     return std_err if columns.inside is None else jnp.where(columns.used > 1, std_err, jnp.inf)
 
