@@ -473,7 +473,7 @@ def eigenvalue_count(
     """
     operator = as_operator(operator)
     traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
-    if not traced and not a <= b:
+    if not traced and not np.asarray(a) <= np.asarray(b):
         raise ValueError(
             f"The interval [a, b] of an eigenvalue count is empty, got a={a} and b={b}. Give the "
             "smaller end first."
