@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
