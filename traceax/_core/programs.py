@@ -541,14 +541,13 @@ def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
         for leaf in jtu.tree_leaves(value)
         if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
     ]
-    return _eps_along(jaxpr, followed)[0]
+    return _eps_along(_opened(jaxpr), followed)[0]
 
 
 def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:
     """The largest `eps` among the values that depend on some of the last arguments of a jaxpr, and
     which of its results do.
     """
-    jaxpr = _opened(jaxpr)
     variables = [*jaxpr.constvars, *jaxpr.invars]
     last = variables[len(variables) - len(followed) :]
     moving = {x for x, follow in zip(last, followed, strict=True) if follow}
@@ -561,10 +560,12 @@ def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:
         for value in jtu.tree_leaves(list(equation.params.values())):
             if not is_jaxpr(value) and not isinstance(value, _Inner):
                 continue
-            if equation.primitive.name in _CALLS:
-                eps, results = _eps_along(value, moves)
+            inner = _opened(value)
+            fits = len(inner.outvars) == len(results) and len(moves) <= len(inner.invars)
+            if equation.primitive.name in _CALLS and fits:
+                eps, results = _eps_along(inner, moves)
             else:  # what a loop carries may depend on all of its operands
-                eps, _ = _eps_along(value, [True] * len(_opened(value).invars))
+                eps, _ = _eps_along(inner, [True] * len(inner.invars))
             worst = max(worst, eps)
         for x, depends in zip(equation.outvars, results, strict=True):
             if depends:
