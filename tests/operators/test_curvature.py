@@ -1071,7 +1071,7 @@ def mixed(dtype, seed=0):
     return loss, params
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, variant(jnp.float16)])
 @pytest.mark.parametrize("mode", ["forward", variant("reverse"), "finite-difference"])
 def test_a_network_in_mixed_precision_says_what_its_products_are_worth(mode, dtype):
     """Parameters and products are of float32, and rounded to half precision in between: errors
