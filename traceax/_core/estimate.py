@@ -204,7 +204,7 @@ def rounding_of(size: Array, eps: float) -> Array:
 
     A real array of the same shape.
     """
-    return (eps / 2 + 8 * float(jnp.finfo(size.dtype).eps)) * size
+    return (eps / 2 + 7.75 * float(jnp.finfo(size.dtype).eps)) * size
 
 
 def rounding_unit(eps: float, dtype: Any) -> float:
