@@ -550,7 +550,8 @@ def through(kind, dtype):
 @pytest.mark.parametrize("kind", ["jit", "scan", "while", "cond", "checkpoint", "jacobian", "sum"])
 def test_the_precision_of_a_product_is_that_of_what_a_vector_passes_through(kind, dtype):
     block = BlockOperator(as_operator(through(kind, dtype)))
-    assert block.eps == block.linearised().eps == float(jnp.finfo(dtype).eps)
+    units = 2 if dtype == jnp.float16 else 1  # a function rounds more than once
+    assert block.eps == block.linearised().eps == units * float(jnp.finfo(dtype).eps)
     assert block.is_inexact == (dtype == jnp.float16)
 
 

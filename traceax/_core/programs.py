@@ -30,6 +30,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .precision import at_least_single
+
 # --- equality -------------------------------------------------------------------------------------
 
 
@@ -542,6 +544,25 @@ def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
         if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     return _eps_along(_opened(jaxpr), followed)[0]
+
+
+def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
+    """The relative precision of a product that a function makes: that of `eps_along`, and twice
+    that if it is coarser than the argument in single precision, as a function rounds more than
+    once.
+
+    **Arguments:**
+
+    - `function`, `args`: as for `eps_along`.
+
+    **Returns:**
+
+    A float; 0 if there is no floating dtype.
+    """
+    eps = eps_along(function, *args)
+    leaves = [leaf for value, follow in args if follow for leaf in jtu.tree_leaves(value)]
+    own = [at_least_single(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return 2 * eps if eps > max((float(jnp.finfo(x).eps) for x in own), default=eps) else eps
 
 
 def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:

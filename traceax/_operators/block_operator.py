@@ -22,7 +22,7 @@ from .._core.programs import (
     TRACERS,
     closed_function,
     closed_functions,
-    eps_along,
+    eps_of_product,
     holds,
     is_converted,
 )
@@ -126,9 +126,9 @@ def _eps_of(operator: lx.AbstractLinearOperator) -> float:
     parts = [x for x in jtu.tree_leaves(operator, is_leaf=is_part) if is_part(x)]
     function, worst = getattr(operator, "fn", None), 0.0
     if isinstance(operator, lx.FunctionLinearOperator):
-        worst = eps_along(function, (operator.in_structure(), True))
+        worst = eps_of_product(function, (operator.in_structure(), True))
     elif isinstance(operator, lx.JacobianLinearOperator):
-        worst = eps_along(function, (operator.x, True), (operator.args, False))
+        worst = eps_of_product(function, (operator.x, True), (operator.args, False))
     said = [getattr(x, "precision", None) or 0.0 for x in (operator, function)]
     return max(worst, *said, *map(_eps_of, parts))
 

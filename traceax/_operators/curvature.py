@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import at_least_single, widened
-from .._core.programs import Static, closed_function, eps_along
+from .._core.programs import Static, closed_function, eps_along, eps_of_product
 from .unstructured import register_unstructured
 
 
@@ -333,8 +333,9 @@ def _precision(product: Callable[..., Any], example: Any, mode: str) -> float:
     """
     params, indexed, vector, arrays = example
     args = (params, False), (indexed, False), (vector, True), (arrays, False)
-    eps = eps_along(product, *args)
-    return 4 * eps ** (2 / 3) if mode == "finite-difference" else eps
+    if mode == "finite-difference":
+        return 4 * eps_along(product, *args) ** (2 / 3)
+    return eps_of_product(product, *args)
 
 
 def _functions(
