@@ -1094,12 +1094,11 @@ def test_a_network_in_mixed_precision_says_what_its_products_are_worth(mode, dty
         # Differences in bfloat16 are good to a sixth.
         most = values[-1] * (1 if mode == "finite-difference" else 1 / 4)
         assert abs(float(pairs.values[0]) - values[-1]) < float(pairs.errors[0]) < most
-    # Of normal numbers the root of the mean square exceeds 1.6 once in 10,000 times.
-    assert (
-        0.2 < np.sqrt(np.mean(np.square(off))) < 1.6
-        if mode == "forward"
-        else np.max(np.abs(off)) < 3
-    )
+    if mode == "forward":
+        # Of normal numbers the root of the mean square exceeds 1.6 once in 10,000 times.
+        assert 0.2 < np.sqrt(np.mean(np.square(off))) < 1.6
+    else:
+        assert np.max(np.abs(off)) < 3
     total = tr.spectral_sum(jr.key(0), jnp.exp, operator, 20)
     assert total.result == tr.RESULTS.successful
     assert abs(float(total.value) - np.exp(values).sum()) < 3 * float(total.std_err)

@@ -536,7 +536,8 @@ def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
     """
     if not isinstance(function, ClosedFunction) and not is_converted(function):
         function = closed_function(function, *(value for value, _ in args))
-    jaxpr = getattr(function, "program", function).jaxpr  # pyright: ignore
+    closed = isinstance(function, ClosedFunction)
+    jaxpr = function.program.jaxpr if closed else function.jaxpr
     followed = [
         follow
         for value, follow in args

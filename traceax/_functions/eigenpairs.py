@@ -116,12 +116,10 @@ class EigenpairsEstimator(AbstractEstimator):
         values = within_tag(operator, pairs.values, block.eps)
         size = jnp.max(jnp.abs(pairs.ends))
         # Every restart rounds the vectors that it keeps.
-        rounding = _rounding(block, size)
-        rounding = rounding * math.sqrt(cycles_of(k, self.num, self.basis_size))
-        return self._estimate(
-            operator, values, pairs.vectors, pairs.residuals, pairs.bounds, rounding, pairs.status,
-            k,
-        )  # fmt: skip
+        cycles = cycles_of(k, self.num, self.basis_size)
+        rounding = _rounding(block, size) * math.sqrt(cycles)
+        errors = pairs.residuals, pairs.bounds, rounding
+        return self._estimate(operator, values, pairs.vectors, *errors, pairs.status, k)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -27,12 +27,20 @@ from .._core.programs import (
     is_converted,
 )
 from .._linalg.matrix_product import matrix_product
-from .width import batch_width, by_columns
+from .width import batch_width, by_columns, parts_of
+
+
+def _answer(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool | None:
+    """`check(operator)`, or None where a user's operator does not register the check."""
+    try:
+        return bool(check(operator))
+    except NotImplementedError:
+        return None
 
 
 def is_tagged(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
     """`check(operator)`, or False where a user's operator does not register the check."""
-    return _answers(check, operator) and bool(check(operator))
+    return bool(_answer(check, operator))
 
 
 def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
@@ -119,18 +127,13 @@ def _eps_of(operator: lx.AbstractLinearOperator) -> float:
     of half precision inside of a function, or what an attribute `precision` says (of differences of
     gradients, of iterative solutions). 0 where nothing shows it.
     """
-
-    def is_part(x):
-        return x is not operator and isinstance(x, lx.AbstractLinearOperator)
-
-    parts = [x for x in jtu.tree_leaves(operator, is_leaf=is_part) if is_part(x)]
     function, worst = getattr(operator, "fn", None), 0.0
     if isinstance(operator, lx.FunctionLinearOperator):
         worst = eps_of_product(function, (operator.in_structure(), True))
     elif isinstance(operator, lx.JacobianLinearOperator):
         worst = eps_of_product(function, (operator.x, True), (operator.args, False))
     said = [getattr(x, "precision", None) or 0.0 for x in (operator, function)]
-    return max(worst, *said, *map(_eps_of, parts))
+    return max(worst, *said, *map(_eps_of, parts_of(operator)))
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
@@ -210,15 +213,6 @@ def _without_tags(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOpera
     return operator
 
 
-def _answers(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
-    """Whether a check is registered for the class of an operator."""
-    try:
-        check(operator)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """The operator with every array that it depends on as a leaf.
 
@@ -246,9 +240,9 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
             return _multiple(type(node), inner, node.scalar)
         if is_foreign(node):
             functions = [leaf for leaf in jtu.tree_leaves(node) if callable(leaf)]
-            silent = not all(_answers(check, node) for check in (lx.is_diagonal, lx.is_tridiagonal))
             traced = any(holds(function) == TRACERS for function in functions)
-            if traced or (silent and node is not whole):
+            asked = () if node is whole else (lx.is_diagonal, lx.is_tridiagonal)
+            if traced or any(_answer(check, node) is None for check in asked):
                 closed = closed_function(node.mv, node.in_structure())
                 return _operator_of(closed, node.in_structure(), _tags(node))
         return node

@@ -86,14 +86,18 @@ def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
     return -(-wanted // -(-wanted // width))  # as many blocks as needed, of widths nearly the same
 
 
-def calls_functions(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a product calls a function, rather than multiplying stored numbers."""
+def parts_of(operator: lx.AbstractLinearOperator) -> list[lx.AbstractLinearOperator]:
+    """The operators that an operator is made of, without those that these are made of."""
 
     def is_part(x):
         return x is not operator and isinstance(x, lx.AbstractLinearOperator)
 
-    parts = jtu.tree_leaves(operator, is_leaf=is_part)
-    inner = [x for x in parts if isinstance(x, lx.AbstractLinearOperator)]
+    return [x for x in jtu.tree_leaves(operator, is_leaf=is_part) if is_part(x)]
+
+
+def calls_functions(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a product calls a function, rather than multiplying stored numbers."""
+    inner = parts_of(operator)
     if inner:
         return any(map(calls_functions, inner))
     # A kernel is evaluated once for all vectors.
