@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ._core.estimate import weights_wanted
-from ._core.precision import any_promotion
+from ._core.precision import any_promotion, matmul
 from ._core.programs import is_jaxpr
 from ._diagonal.diagonal import diagonal
 from ._estimators.estimator import (
@@ -153,7 +153,7 @@ def _accepts(estimator: Any, operator: lx.AbstractLinearOperator) -> bool:
 def _by_products(matrix: Any, tags: Any = ()) -> lx.FunctionLinearOperator:
     """An operator that only multiplies with this matrix: none of its entries can be read."""
     structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+    return lx.FunctionLinearOperator(lambda v: matmul(matrix, v), structure, tags)
 
 
 def _floating() -> Any:

@@ -69,6 +69,42 @@ def widened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     return jtu.tree_map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, tree), narrow
 
 
+#: How many bits after the first one a factor of single precision keeps in a product of matrices: by
+#: platform, for JAX's precisions. (Measured on a GPU; what TPUs do is in JAX's documentation.)
+_BITS_ON = {"gpu": {"DEFAULT": 10, "HIGH": 10}, "tpu": {"DEFAULT": 7, "HIGH": 15}}
+
+#: On all platforms, for the algorithms that can be asked for by name.
+_BITS_IN = {"ANY": 2, "BF16": 7, "F16": 10, "TF32": 10}
+
+
+def platform() -> str:
+    """Where programs run unless their arrays say otherwise: "cpu", "gpu" or "tpu"."""
+    device = jax.config.values["jax_default_device"]
+    name = getattr(device, "platform", device) or jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else str(name)
+
+
+def eps_of_factors(precision: Any) -> float:
+    """The rounding of factors of single precision in a product of matrices: more than that of
+    float32 on GPUs (TF32) and TPUs (bfloat16), unless the user asks for the highest precision.
+
+    **Arguments:**
+
+    - `precision`: the parameter of that name in an equation of a jaxpr.
+
+    **Returns:**
+
+    A float, as `eps` in `jax.numpy.finfo`; 0 if nothing is rounded.
+    """
+    worst, coarse = 0.0, _BITS_ON.get(platform(), {})
+    for each in precision if isinstance(precision, tuple) else (precision,):
+        name = getattr(each, "name", "DEFAULT")
+        bits = coarse.get(name, _BITS_IN.get(name.partition("_")[0]))
+        if bits is not None and "_X" not in name:  # the sum of several such products is precise
+            worst = max(worst, 2.0**-bits)
+    return worst
+
+
 @contextmanager
 def any_promotion() -> Iterator[None]:
     """A context in which arrays of different dtypes and ranks may be combined: the algebra of

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .precision import at_least_single
+from .precision import at_least_single, eps_of_factors
 
 # --- equality -------------------------------------------------------------------------------------
 
@@ -520,10 +520,16 @@ _CALLS = frozenset(
 )
 
 
+# Equations that have a parameter `precision`.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
 def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
     """The rounding that an argument meets on its way through a function: the largest `eps` among
     the dtypes of all the values that depend on it. (Half precision inside of a function of float32
-    does not show in the dtypes of its arguments and results.)
+    does not show in the dtypes of its arguments and results.) Factors in products of matrices count
+    with the precision that they keep there: on a GPU float32 is multiplied as TF32, unless the user
+    asks for more.
 
     **Arguments:**
 
@@ -566,6 +572,16 @@ def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
     return 2 * eps if eps > max((float(jnp.finfo(x).eps) for x in own), default=eps) else eps
 
 
+def _eps_inside(equation: Any) -> float:
+    """The rounding in an equation that the dtype of its results does not show."""
+    if equation.primitive.name == "reduce_precision":
+        return 2.0 ** -equation.params["mantissa_bits"]
+    if equation.primitive.name not in _PRODUCTS:
+        return 0.0
+    single = any(x.aval.dtype in (np.float32, np.complex64) for x in equation.invars)
+    return eps_of_factors(equation.params["precision"]) if single else 0.0
+
+
 def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:
     """The largest `eps` among the values that depend on some of the last arguments of a jaxpr, and
     which of its results do.
@@ -595,6 +611,7 @@ def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:
                 dtype = getattr(x.aval, "dtype", None)
                 if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
                     worst = max(worst, float(jnp.finfo(dtype).eps))
+        worst = max(worst, _eps_inside(equation))
     return worst, [not _is_literal(x) and x in moving for x in jaxpr.outvars]
 
 

@@ -28,12 +28,13 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._core.counts import checked_count
-from .._core.precision import matmul
+from .._core.precision import matmul, platform
 from .._core.programs import NOTHING, holds
 from .unstructured import register_unstructured
 
-#: The most numbers in one tile (4 MiB in float32).
-_BLOCK = 2**20
+#: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
+#: elsewhere, where small tiles do not fill the device.
+_BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**24
 
 
 @final
@@ -219,7 +220,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     def _tiles(self) -> int:
         """The number of blocks of rows, and of columns, that tiles of the matrix are cut into."""
         n = self.in_size()
-        return -(-n // math.isqrt((self.block_size or max(1, _BLOCK // n)) * n))
+        most = _BLOCK if platform() == "cpu" else _BLOCK_ELSEWHERE
+        return -(-n // math.isqrt((self.block_size or max(1, most // n)) * n))
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         """The product with a vector: about `n^2 / 2` evaluations, as the matrix is Hermitian.
