@@ -621,7 +621,7 @@ def noise_scale(
         ```
 
     Cost: the gradients of all examples, `batch_size` of them in memory at a time, and a forward
-    pass each.
+    pass each. Outside of `jax.jit` every call is compiled anew.
 
     **Arguments:**
 

@@ -88,7 +88,7 @@ def test_gradients_of_narrow_operators(name, dtype):
     np.testing.assert_allclose(float(slope), wide_slope, rtol=rounding)
 
 
-# --- TF32: what products of single precision are on a GPU, unless the user asks for more ---------------------------
+# --- factors of single precision, which a GPU keeps as TF32 ---------------------------------------
 
 TF32 = 2.0**-10
 

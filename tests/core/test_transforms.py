@@ -19,6 +19,7 @@ import warnings
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.flatten_util
 import jax.numpy as jnp
 import lineax as lx
@@ -646,3 +647,23 @@ def test_jvp_of_python_numbers():
         return tr.trace(jax.random.key(0), operator, 10).value
 
     assert jax.jvp(value, (2.0,), (3.0,)) == pytest.approx((40.0, 60.0))
+
+
+@pytest.mark.variant
+def test_export_of_batches_of_any_size():
+    """`jax.export` with a symbol in the place of the number of lanes."""
+    matrix = jnp.eye(20) + 1 / (1.0 + jnp.arange(20.0)[:, None] + jnp.arange(20.0))
+    structure = jax.ShapeDtypeStruct((20,), jnp.float64)
+
+    def value(key, c):
+        operator = lx.FunctionLinearOperator(lambda v: c * (matrix @ v), structure)
+        return tr.trace(jax.random.wrap_key_data(key), operator, 12).value
+
+    run = jax.jit(jax.vmap(value))
+    (lanes,) = jax.export.symbolic_shape("lanes")
+    arguments = (((lanes, 2), jnp.uint32), ((lanes,), jnp.float64))
+    exported = jax.export.export(run)(*(jax.ShapeDtypeStruct(*each) for each in arguments))
+    for count in (1, 3):
+        key_data = jax.random.key_data(jax.random.split(jax.random.key(0), count))
+        factors = jnp.arange(1.0, count + 1)
+        close(exported.call(key_data, factors), run(key_data, factors), rtol=1e-12)

@@ -1,5 +1,7 @@
 """Log-determinants: exact where they can be, as accurate as promised elsewhere, errors stated."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,10 +9,12 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+from jax import lax
 
 from traceax import RESULTS, logdet
+from traceax._core.precision import any_promotion
 from traceax._functions.spectral import spectral_sum
-from traceax._logdet.budget_policy import plans
+from traceax._logdet.budget_policy import plans, policy_of
 from traceax._logdet.preconditioners import NystromPreconditioner, RPCholeskyPreconditioner
 from traceax._sketch.low_rank import LowRankPlusIdentity, nystrom_of
 
@@ -162,6 +166,54 @@ def test_half_of_the_columns_leaves_out_what_it_leaves_out_alone(rank):
     alone = approximation(omega[:, :half], products[:, :half], known, eps)
     np.testing.assert_allclose(both.left_out_by_half, alone.left_out, rtol=1e-10)
     assert (both.left_out < alone.left_out) == (rank > 1)
+
+
+def test_the_dimension_of_what_is_left_out():
+    """1 / d is the mean square of the cosines between E^(1/2) omega_i and E^(1/2) omega_j, where E
+    is what all other probes leave out: every E written out.
+    """
+    rank = 6
+    omega = np.random.default_rng(0).standard_normal((N, rank)) / np.sqrt(N)
+    matrix = np.asarray(decaying(), np.float64) + 0.01 * np.eye(N)
+    known, eps = jnp.array(True), float(np.finfo(float).eps)
+    products = (matrix + np.eye(N)) @ omega  # s = 1
+    found = nystrom_of(jnp.asarray(omega), jnp.asarray(products), known, eps).dimension
+    squares = []
+    for i, j in itertools.combinations(range(rank), 2):
+        others = np.delete(omega, [i, j], axis=1)
+        image = matrix @ others
+        rest = matrix - image @ np.linalg.solve(others.T @ image, image.T)
+        a, b, ab = (omega[:, p] @ rest @ omega[:, q] for p, q in ((i, i), (j, j), (i, j)))
+        squares.append(ab**2 / (a * b))
+    np.testing.assert_allclose(found, 1 / np.mean(squares), rtol=1e-6)
+
+
+@pytest.mark.parametrize("written", [True, variant(False)])
+@pytest.mark.parametrize(("features", "k"), [(40, 70), variant(96, 120)])
+def test_features_and_noise_by_budgets(features, k, written):
+    """A flat spectrum with an end within reach: all of it is captured, for all keys. (With a rank
+    of 16, 40 features left errors of 10 to 40 nats.)
+    """
+    n, s = 400, 0.1
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
+    truth = np.linalg.slogdet(np.asarray(x.T @ x) + s * np.eye(features))[1]
+    truth += (n - features) * np.log(s)
+    operator = hidden(x @ x.T, s) if written else by_products(x @ x.T + s * jnp.eye(n), PSD)
+    values = jax.jit(lambda keys: lax.map(lambda key: logdet(key, operator, k).value, keys))
+    off = np.abs(np.asarray(values(keys(20))) - truth)
+    assert np.sum(off < 0.1) == 20
+
+
+@pytest.mark.parametrize("columns", [200, variant(600)])
+def test_a_flat_spectrum_without_an_end_gets_probes(columns):
+    """A Wishart matrix: a larger rank would waste products."""
+    n = 200
+    x = np.random.default_rng(1).standard_normal((n, columns)) / np.sqrt(columns)
+    operator = by_products(x @ x.T + 0.1 * np.eye(n), PSD)
+    policy = policy_of("auto", operator)
+    with any_promotion():
+        which = jax.jit(lambda key: policy.apply(key, operator, 60).which)
+        assert all(which(key) == 0 for key in keys(10))
 
 
 def test_plans_keep_to_the_budget():

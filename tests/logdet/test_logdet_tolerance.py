@@ -55,6 +55,22 @@ def test_features_and_noise_by_products(features):
         assert found.num_matvecs < 3 * features + 60
 
 
+@pytest.mark.variant
+def test_features_and_noise_with_the_exact_value_in_reserve():
+    """The end of a flat spectrum is cheaper to reach than n products."""
+    n, features, s = 1000, 40, 0.1
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
+    operator = by_products(x @ x.T + s * jnp.eye(n), PSD)
+    truth = np.linalg.slogdet(np.asarray(x.T @ x) + s * np.eye(features))[1]
+    truth += (n - features) * np.log(s)
+    run = eqx.filter_jit(lambda key: logdet(key, operator, atol=1.0))
+    for key in keys(3):
+        found = run(key)
+        assert found.result == RESULTS.successful
+        assert abs(float(found.value) - truth) < 1
+        assert found.num_matvecs < 200
+
+
 @pytest.mark.slow
 def test_kernels():
     """Within the tolerance for 95 % of keys, with fewer products the looser it is."""

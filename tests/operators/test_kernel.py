@@ -221,6 +221,7 @@ def test_memory_is_that_of_blocks():
     def contraction(length, x):
         return contracted(kernel(length, x, 16), v, jnp.eye(4))
 
+    workspace = 0 if jax.default_backend() == "cpu" else 2**25  # of cuBLAS, whatever is multiplied
     for of in (product, contraction):
         compiled = jax.jit(jax.value_and_grad(of, (0, 1))).lower(0.7, x).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < n * n * 8 / 4
+        assert compiled.memory_analysis().temp_size_in_bytes - workspace < n * n * 8 / 4

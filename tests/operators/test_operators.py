@@ -448,6 +448,24 @@ def test_function_of_integers_is_promoted():
         assert solution.value.dtype == jnp.float64
 
 
+@pytest.mark.parametrize("factor", [0.0, np.nan])
+@pytest.mark.parametrize("compiled", [False, variant(True)])
+def test_a_factor_that_is_not_positive_is_an_outcome(factor, compiled):
+    """Also outside of `jit`, where its sign could be read: an amplitude that has diverged is not a
+    tag that is missing.
+    """
+
+    def outcome(factor):
+        operator = factor * lx.MatrixLinearOperator(jnp.asarray(POSITIVE), PSD)
+        solution = tr.logdet(KEY, operator, K, preconditioner=None)
+        return solution.value, solution.result
+
+    value, result = (eqx.filter_jit(outcome) if compiled else outcome)(jnp.asarray(factor))
+    assert np.isnan(value)
+    expected = tr.RESULTS.nonfinite_operator if np.isnan(factor) else tr.RESULTS.outside_domain
+    assert result == expected
+
+
 def test_mixed_float32_and_float64_structure():
     """Ragged, with products in the dtype of each leaf and sums in the widest."""
     structure = {
@@ -472,6 +490,10 @@ def test_mixed_float32_and_float64_structure():
         solution = tr.trace(KEY, given, k, CLASSES[name])
         assert solution.value.dtype == jnp.float64
         assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
+    norm = tr.frobenius_norm(KEY, operator, 2 * N)
+    np.testing.assert_allclose(norm.value, np.linalg.norm(POSITIVE), rtol=1e-6)
+    rows = tr.row_norms(KEY, operator, 2 * N).value
+    np.testing.assert_allclose(rows["half"], np.linalg.norm(POSITIVE, axis=1)[7:], rtol=1e-5)
     identity = lx.IdentityLinearOperator(structure)
     shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
     solution = tr.trace(KEY, shifted, K)

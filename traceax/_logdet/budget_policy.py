@@ -249,6 +249,14 @@ class BudgetPolicy(eqx.Module):
             low_rank = sketch.low_rank(y, level)
             left_out, first = low_rank.left_out, state.low_rank.left_out
             decays = left_out <= 0.84 * low_rank.left_out_by_half
+            # A flat spectrum with an end does not decay, but a rank beyond the end captures all of
+            # it. If d equal eigenvalues are left out, the end is at rank + d; d errs by 2 / rank.
+            # (An unknown s is at first taken for half of the smallest Ritz value, and d is then
+            # about 1.6 times too small: features + noise, k = 48 to 200.)
+            doubt = jnp.where(sketch.known | (level > 0), 1, 1.6)
+            rank = jnp.array([each.rank for each in three])[level]
+            ends = rank + doubt * low_rank.dimension <= 1.1 * third.rank
+            ends &= not self.for_inverse  # 1 / x needs more steps than the third plan has
             # t (see `logdet`) falls like a power of the rank, or faster.
             ratio = left_out / jnp.where(first > 0, first, 1)
             slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / three[0].rank)
@@ -257,7 +265,8 @@ class BudgetPolicy(eqx.Module):
             # Few steps are enough only for an M that is close to the identity.
             gain = (later / (1 + later)) * math.sqrt(second.probes / third.probes)
             pays = (later < 1 / 3) & (gain < relative / (1 + relative))
-            goes_on = jnp.stack([decays, pays | ~(left_out > 0), jnp.array(False)])[level]
+            pays |= ~(left_out > 0)
+            goes_on = jnp.stack([decays | ends, pays | ends, jnp.array(False)])[level]
             return _Growth(y, low_rank, level, goes_on)
 
         level = jnp.full((), -1, jnp.int32)

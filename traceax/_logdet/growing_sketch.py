@@ -43,8 +43,8 @@ class GrowingSketch:
         probes = NormalSampler().probes(key, n, most, block.dtype)
         self._omega = probes / math.sqrt(n)
         first = self._products(0, ranks[0])
-        self._unit, self._known = self._scaling.fixed(first, block.eps)
-        self._floor_known = self._known & terms_of(operator).positive
+        self._unit, self.known = self._scaling.fixed(first, block.eps)
+        self._floor_known = self.known & terms_of(operator).positive
         self.first = jnp.pad(first, ((0, 0), (0, most - ranks[0])))
         # Sizes to which arrays are cut: one for every rank whose padding would take long.
         self._sizes = [most]
@@ -71,7 +71,7 @@ class GrowingSketch:
 
         def cut(size):
             omega, products = self._omega[:, :size], y[:, :size] / self._unit
-            found = nystrom_of(omega, products, self._known, self._block.eps, rank)
+            found = nystrom_of(omega, products, self.known, self._block.eps, rank)
             return found._replace(f=jnp.pad(found.f, ((0, 0), (0, y.shape[1] - size))))
 
         return of_size(self._sizes, rank, cut)

@@ -51,11 +51,14 @@ def logdet(
 
     1. A sketch takes k/6 products (at least 16, or k/3 if that is less). If t has hardly fallen
         from half of this rank to all of it (by less than 16 %), low rank does not pay, and the rest
-        goes to $\lfloor\sqrt{k} / 2\rfloor$ probes with as many steps as that allows.
+        goes to $\lfloor\sqrt{k} / 2\rfloor$ probes with as many steps as that allows. The exception
+        is a flat spectrum with an end that the budget reaches (features and noise), which the
+        angles between what is left out of the probes tell.
     2. Otherwise the rank grows to 2k/3. If t is not yet small relative to s, the rest goes to k/24
         probes with 8 steps each.
     3. If t(l) / s, extrapolated to the full budget, is below 1/3 and promises a smaller error than
-        at 2k/3, the rank grows to 11k/12, and k/60 probes (at least one) take 5 steps.
+        at 2k/3, or if that rank reaches the end, the rank grows to 11k/12, and k/60 probes (at
+        least one) take 5 steps.
 
     *Where columns cost no product* (dense matrices and kernels, see [`traceax.extend.columns`][]) P
     comes from columns, by randomly pivoted Cholesky factorisation, until the mean of what is left

@@ -202,7 +202,9 @@ class State(NamedTuple):
     built: BuiltPreconditioner
     left_out: Real[Array, ""]
     decays: Bool[Array, ""]  # whether twice the rank is worthwhile
-    gain: Real[Array, ""]  # by what factor the last doubling of the rank lowered `left_out`
+    # By what factor the last doubling of the rank lowered `left_out`; infinite where a rank within
+    # reach leaves nothing out.
+    gain: Real[Array, ""]
     level: Int[Array, ""]
     depth: Int[Array, ""]
     grows: Bool[Array, ""]  # whether the rank is to grow next
@@ -307,14 +309,18 @@ class Loop:
             built = self.sketch.built(low_rank)
             # Whether this rank leaves out much less than half of it did.
             before = jnp.where(level == 0, low_rank.left_out_by_half, state.left_out)
+            # A flat spectrum that ends within reach does not decay before: see `_adaptive`.
+            ranks = jnp.array(self.schedule.ranks)
+            ends = ranks[level] + low_rank.dimension <= ranks[-1]
+            gain = before / jnp.where(low_rank.left_out > 0, low_rank.left_out, before)
             found = jnp.asarray(status_of(*jtu.tree_leaves(y)), jnp.int32)
             seen = jnp.maximum(built.status, found)
             return state._replace(
                 y=y,
                 built=built,
                 left_out=low_rank.left_out,
-                decays=low_rank.left_out <= 0.84 * before,
-                gain=before / jnp.where(low_rank.left_out > 0, low_rank.left_out, before),
+                decays=(low_rank.left_out <= 0.84 * before) | ends,
+                gain=jnp.where(ends, jnp.inf, gain),
                 level=level,
                 grows=jnp.zeros_like(state.grows),
                 spent=state.spent + jnp.array(self.products, jnp.int32)[level],

@@ -85,6 +85,8 @@ def gram(
     if unit is not None:
         # Most of the square of the unit goes between both products, so that the image of an extreme
         # operator is not extreme, and some of it to the end, where reverse mode begins.
+        narrowest = min(_leaf_dtypes(operator), key=lambda dtype: jnp.finfo(dtype).bits)
+        unit = jnp.asarray(unit, jnp.finfo(narrowest).dtype)  # leaves may be of several dtypes
         root = jnp.sqrt(unit)
         first, second = first / (unit * root), second / root
     return lx.TaggedLinearOperator(second @ first, lx.positive_semidefinite_tag)
@@ -279,9 +281,10 @@ def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
     if sign == 0 or isinstance(scalar, jax.core.Tracer):
         return multiple
     number = complex(np.asarray(scalar))  # NumPy, because under a trace JAX would return a tracer
-    if number.imag != 0 or number.real == 0:
+    if number.imag != 0:
         return multiple
-    positive = (number.real > 0) == (sign > 0)
+    # As inside a program, 0 and NaN pass for positive numbers: the outcome says what is wrong.
+    positive = (number.real < 0) == (sign < 0)
     tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
     return lx.TaggedLinearOperator(multiple, tag)
 

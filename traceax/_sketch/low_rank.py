@@ -44,7 +44,7 @@ from .._linalg.factorisations import (
     svd,
 )
 from .._operators.block_operator import BlockOperator, unflatten
-from .leave_one_out import adjoint, matmul, shift_of, square_norms
+from .leave_one_out import adjoint, matmul, shift_of, square_norms, square_of
 from .nystrom import core_status, shifted_cholesky
 
 #: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
@@ -243,6 +243,7 @@ class LowRank(NamedTuple):
     left_out_by_half: Real[Array, ""]  # t of the first half of the columns
     status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
     in_use: Int[Array, ""] | int | None = None  # so many columns, or all; the others are 0
+    dimension: Real[Array, ""] | float = math.inf  # of what is left out: see `nystrom_of`
 
     def preconditioner(self, root: Real[Array, " n"], graded: bool = False) -> LowRankPlusIdentity:
         """The factors of P. Cost: a QR factorisation, and l^3 operations. With `graded`, F is a
@@ -387,6 +388,12 @@ def nystrom_of(
     length = jnp.where(jnp.concatenate([used, columns[:half] < part]), safe_norm(rows), 1)
     directions = adjoint(rows / length.astype(omega.dtype)[:, None])
     held_out = n * jnp.square(1 / length) - square_norms(matmul(f, directions))
+    # With E what all but two of the probes leave out, the cosine of two directions is that of the
+    # vectors E^{1/2} omega of these two (but for its sign). The mean of its square is 1 / d if E
+    # has d equal eigenvalues, and else about ||E||_F^2 / (tr E)^2. No eigenvalue is needed.
+    cosines = square_of(matmul(adjoint(directions[:, :m]), directions[:, :m]))
+    others = jnp.sum(jnp.where(jnp.eye(m, dtype=bool), 0, cosines))
+    dimension = whole * (whole - 1) / others
 
     def left_out(held_out, count):
         total = jnp.sum(jnp.where(jnp.arange(held_out.size) < count, held_out, 0))
@@ -394,4 +401,4 @@ def nystrom_of(
         return jnp.where(jnp.isfinite(mean), jnp.maximum(mean, 0), jnp.nan)
 
     left = left_out(held_out[:m], whole), left_out(held_out[m:], part)
-    return LowRank(f, nu, shift, *left, status, count)
+    return LowRank(f, nu, shift, *left, status, count, dimension.astype(one.dtype))
