@@ -181,6 +181,20 @@ MUTATIONS = [
         "the degrees of freedom that a run may end with",
         "tests/tolerance/test_tolerance.py",
     ),
+    Mutation(
+        "traceax/_sketch/low_rank.py",
+        "dimension = whole * (whole - 1) / others",
+        "dimension = whole * whole / others",
+        "the diagonal among the cosines of what is left out",
+        "tests/logdet/test_logdet.py",
+    ),
+    Mutation(
+        "traceax/_core/programs.py",
+        "single = any(",
+        "single = False and any(",
+        "TF32 on a GPU, taken for float32",
+        "tests/core/test_precision.py",
+    ),
 ]
 
 
