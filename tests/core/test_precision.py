@@ -155,8 +155,10 @@ def test_the_precision_of_factors_by_name(monkeypatch):
         assert BlockOperator(network).eps == 2 * TF32
 
 
-def test_the_platform():
+def test_the_platform(monkeypatch):
     """That of the default device, if there is one."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert platform() == "gpu"
     with jax.default_device(jax.devices("cpu")[0]):
         assert platform() == "cpu"
     with jax.default_device("cpu"):

@@ -169,8 +169,8 @@ def _whitened_qr(
     eps = jnp.finfo(block.dtype).eps
 
     def step(y):
-        # This factor is that of a well-conditioned matrix, and may be inverted: a product takes an
-        # eighth of the time of a triangular solve. `before` may not.
+        # This factor is that of a well-conditioned matrix, and may be inverted: on a GPU a product
+        # takes an eighth of the time of a triangular solve. `before` may not.
         factor = jnp.linalg.cholesky(_gram(y), upper=True)
         return matmul(y, _divide(jnp.eye(m, dtype=y.dtype), factor)), factor
 
@@ -213,7 +213,7 @@ def _sketched_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     """
     n, m = block.shape
     signs, key = RademacherSampler(), jr.key(0)
-    # At most a quarter of the memory of Y. (A step of a loop takes 60 microseconds, however small.)
+    # At most a quarter of the memory of Y. (For 10^7 rows in 305 parts a GPU took 10 ms longer.)
     size = max(_SIGNS, n // 8)
 
     def part(i, rows):
