@@ -1,5 +1,7 @@
 """Products in full precision on every platform, whatever the user's setting is."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -131,22 +133,28 @@ def _eps(product):
 
 
 def test_the_precision_of_factors_by_name(monkeypatch):
-    """Algorithms are rounded as their names say, on every platform; other dtypes are not rounded,
-    and neither is what the vector does not pass through.
+    """Algorithms are rounded as their names say, on every platform and for every dtype; double
+    precision is not rounded otherwise, and neither is what the vector does not pass through.
     """
     preset = jax.lax.DotAlgorithmPreset
     for name, eps in {
         preset.TF32_TF32_F32: 2 * TF32,
         preset.BF16_BF16_F32: 2.0**-6,
+        preset.BF16_BF16_F32_X3: 2.0**-14,
         preset.BF16_BF16_F32_X6: 2.0**-23,
         preset.F32_F32_F32: 2.0**-23,
     }.items():
         assert _eps(lambda a, b, name=name: jnp.matmul(a, b, precision=name)) == eps
+    bf16 = jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert _eps(lambda a, b: jnp.matmul(a, b, precision=bf16)) == 2.0**-6
     monkeypatch.setattr("traceax._core.precision.platform", lambda: "gpu")
     with jax.default_matmul_precision(None):
         assert _eps(lambda a, b: jnp.sum(a @ a, axis=0) * b) == 2.0**-23
         double = jnp.eye(N, dtype=jnp.float64)
         assert BlockOperator(_by_function(double, jnp.matmul)).eps == 2.0**-52
+        for name, eps in {preset.F32_F32_F32: 2.0**-22, preset.F64_F64_F64: 2.0**-52}.items():
+            named = _by_function(double, partial(jnp.matmul, precision=name))
+            assert BlockOperator(named).eps == eps
         network = tr.curvature.hessian(
             lambda p, x: jnp.sum(jnp.tanh(x @ p) ** 2),
             jnp.ones((3, 2), jnp.float32),

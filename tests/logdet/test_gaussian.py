@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
+import traceax
 from traceax import (
     RESULTS,
     NystromPreconditioner,
@@ -84,6 +85,46 @@ def test_rounding_of_the_quadratic_form_is_stated(options, noise):
     assert np.median(found.quadrature_error) < 20 * np.max(errors)
     if "atol" in options and noise < 1e-2:
         assert np.all(found.result == RESULTS.not_converged)
+
+
+@pytest.mark.variant
+def test_rounding_with_noise_of_many_sizes():
+    """Where the noise is small, the solution is large, and the row of A is not: the bar is some
+    times the error, not hundreds of times (160 before scaled rows were taken).
+    """
+    n, rng = 300, np.random.default_rng(0)
+    points, noise = rng.uniform(size=(n, 1)), 10 ** rng.uniform(-4, 0, size=n)
+    matrix, y = np.exp(-((points - points.T) ** 2) / 0.02), rng.standard_normal(n)
+    narrow = [jnp.asarray(x, jnp.float32) for x in (matrix, noise, y)]
+    operator = lx.MatrixLinearOperator(narrow[0], PSD) + lx.DiagonalLinearOperator(narrow[1])
+    wide = [np.asarray(x, float) for x in narrow]
+    truth = cholesky_density(wide[2], wide[0] + np.diag(wide[1]))
+
+    def run(key):
+        solution = gaussian_log_density(key, narrow[2], operator, k=60, fallback=None)
+        return solution.value, solution.quadrature_error
+
+    values, errors = jax.jit(lambda keys: jax.lax.map(run, keys))(keys(10))
+    off = np.abs(np.asarray(values, float) - truth)
+    assert np.all(off < np.asarray(errors) + 0.5)
+    assert np.median(errors) < 20 * np.sqrt(np.mean(off**2))
+
+
+@pytest.mark.parametrize("quantity", ["gaussian_log_density", variant("logdet")])
+def test_what_failed_has_no_derivative(quantity):
+    """A value that is NaN has a derivative that is NaN, so that optimisers can skip the step."""
+    matrix, y = decaying(N), observations(N)
+
+    def value(s):
+        operator = hidden(matrix, -s)
+        if quantity == "logdet":
+            return logdet(jr.key(0), operator, 30).value
+        return gaussian_log_density(jr.key(0), y, operator, 30).value
+
+    s = jnp.asarray(0.5)
+    found, slope = jax.jit(jax.value_and_grad(value))(s)
+    tangent = jax.jvp(jax.jit(value), (s,), (jnp.ones_like(s),))[1]
+    assert np.all(np.isnan([found, slope, tangent]))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 GPU, no TF32), and promotion of dtypes and ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -73,8 +73,11 @@ def widened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 #: platform, for JAX's precisions. (Measured on a GPU; what TPUs do is in JAX's documentation.)
 _BITS_ON = {"gpu": {"DEFAULT": 10, "HIGH": 10}, "tpu": {"DEFAULT": 7, "HIGH": 15}}
 
-#: On all platforms, for the algorithms that can be asked for by name.
-_BITS_IN = {"ANY": 2, "BF16": 7, "F16": 10, "TF32": 10}
+#: On all platforms, for the algorithms that can be asked for by name, and for factors of any dtype.
+_BITS_IN = {"ANY": 2, "BF16": 7, "F16": 10, "TF32": 10, "F32": 23}
+
+#: How many numbers of that kind stand for a factor, by the end of the name.
+_PARTS_IN = {"X3": 2, "X6": 3, "X9": 3}
 
 
 def platform() -> str:
@@ -84,24 +87,30 @@ def platform() -> str:
     return "gpu" if name in ("cuda", "rocm") else str(name)
 
 
-def eps_of_factors(precision: Any) -> float:
-    """The rounding of factors of single precision in a product of matrices: more than that of
-    float32 on GPUs (TF32) and TPUs (bfloat16), unless the user asks for the highest precision.
+def eps_of_factors(precision: Any, dtypes: Iterable[Any]) -> float:
+    """The rounding of factors in a product of matrices: of single precision more than that of
+    float32 on GPUs (TF32) and TPUs (bfloat16), unless the user asks for the highest precision; of
+    any precision if the user asks for an algorithm that rounds.
 
     **Arguments:**
 
     - `precision`: the parameter of that name in an equation of a jaxpr.
+    - `dtypes`: the dtypes of the factors.
 
     **Returns:**
 
     A float, as `eps` in `jax.numpy.finfo`; 0 if nothing is rounded.
     """
-    worst, coarse = 0.0, _BITS_ON.get(platform(), {})
-    for each in precision if isinstance(precision, tuple) else (precision,):
-        name = getattr(each, "name", "DEFAULT")
-        bits = coarse.get(name, _BITS_IN.get(name.partition("_")[0]))
-        if bits is not None and "_X" not in name:  # the sum of several such products is precise
-            worst = max(worst, 2.0**-bits)
+    single = any(dtype in (np.float32, np.complex64) for dtype in dtypes)
+    worst, coarse = 0.0, _BITS_ON.get(platform(), {}) if single else {}
+    for each in precision if type(precision) is tuple else (precision,):
+        words = getattr(each, "name", "DEFAULT").split("_")
+        bits = _BITS_IN.get(words[0], coarse.get(words[0]))
+        parts = _PARTS_IN.get(words[-1], 1)
+        if hasattr(each, "lhs_precision_type"):  # an algorithm that is described, not named
+            bits, parts = jnp.finfo(each.lhs_precision_type).nmant, each.lhs_component_count
+        if bits is not None:
+            worst = max(worst, 2.0 ** -min(23, parts * (bits + 1) - 1))
     return worst
 
 

@@ -250,7 +250,10 @@ def _jvp(primitive, primals, tangents, *, params):
         moved = tuple(tangents[i] for i in moving)
         operands = (tuple(primals), moved, weights)
         values_t = jtu.tree_leaves(_push_forward(with_weights, moving, False, *operands))
-        outputs_t[: len(values_t)] = values_t  # the value comes first among the outputs
+        # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
+        # whose transpose is NaN as well), whatever the weights of a failed estimate are.
+        failed = [jnp.where(jnp.isnan(x), x, 1) for x in outputs[: len(values_t)]]
+        outputs_t[: len(values_t)] = [t * x for t, x in zip(values_t, failed, strict=True)]
         # If this call returns weights, it belongs to a derivative, which is differentiated again.
         if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
             weights_t = _push_forward(with_weights, moving, True, *operands)

@@ -578,8 +578,7 @@ def _eps_inside(equation: Any) -> float:
         return 2.0 ** -equation.params["mantissa_bits"]
     if equation.primitive.name not in _PRODUCTS:
         return 0.0
-    single = any(x.aval.dtype in (np.float32, np.complex64) for x in equation.invars)
-    return eps_of_factors(equation.params["precision"]) if single else 0.0
+    return eps_of_factors(equation.params["precision"], [x.aval.dtype for x in equation.invars])
 
 
 def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:

@@ -17,12 +17,14 @@ y), or 2 products for each y. If it ends at x, with r = y - A x,
 The last term is left out. With P = R R^H and M = R^{-1} A R^{-H} it is at most
 ||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of this eigenvalue is known; otherwise the
 smallest Ritz value of the probes stands for it. Half of this bound is part of the quadrature error.
-So is half of the rounding error of x^H A x, which is large where x is: some ||y|| / s. With a the
-largest row of A, for which that of P stands, it is a share of eps ||a|| ||x||^2. (In float32, for
-random x and kernels with 200 to 8000 points, stored or by entries, this share was on average 0.08
-for up to 1000 points, and 2.7 / sqrt(n) for more, as products are sums of blocks. Stated is twice
-that. The forms of kernels with 200 and 1000 points, noise 1e-1 to 1e-4 and three kinds of y were
-off by at most 0.13 beyond the bound of above.)
+So is half of the rounding error of x^H A x, which is large where x is: some ||y|| / s. With the
+scaling D by a diagonal (where the noise is not the same everywhere, x is large where it is small)
+and a the largest row of D^{-1/2} A D^{-1/2}, for which that of P stands, it is a share of
+eps ||a|| ||D^{1/2} x||^2. (In float32, for random x and kernels with 200 to 8000 points and equal
+noise, stored or by entries, this share was on average 0.08 for up to 1000 points, and 2.7 / sqrt(n)
+for more, as products are sums of blocks. Stated is twice that. The forms of kernels with 200 and
+1000 points, noise 1e-1 to 1e-4 and three kinds of y were off by at most 0.13 beyond the bound of
+above.)
 
 *Derivatives.* With x held fixed,
 
@@ -91,7 +93,8 @@ def rounding_of_form(
     row = jnp.maximum(largest, 1) * factors.largest_row()
     share = min(1 / 6, 6 / math.sqrt(len(x)))
     # Not the square of the norm, which overflows for operators of tiny scale.
-    return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(x.T))
+    scaled = factors.root[:, None].astype(x.dtype) * x
+    return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(scaled.T))
 
 
 def inner(x: Inexact[Array, "n t"], y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
@@ -177,7 +180,9 @@ class AbstractGaussianEstimator(AbstractEstimator):
         status = jnp.maximum(log_det.status, status_of(self.y, form.value))
         failed = has_no_logarithm(status)
         density = log_density(half, n, value, form.value)
-        error = half * (jnp.sum(form.left) + t * error)
+        sizes = jnp.sum(jnp.abs(form.value)) + t * (jnp.abs(value) + n * math.log(math.pi / half))
+        rounding = float(jnp.finfo(value.dtype).eps) * sizes  # of the sum
+        error = half * (jnp.sum(form.left) + t * error + rounding)
         parts = (density, error, value, form.value, form.x)
         parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)
         errors = (half * t * std_err, *(jnp.zeros_like(part.real) for part in parts[1:]))

@@ -81,6 +81,8 @@ class GrowingColumns:
         # Blocks of proposals cost nothing where columns are read.
         self._together = min(128, max(1, most // 8)) if has_entries(operator) else 1
         self.first = no_pivots(self._diagonal, most, self._together, self._block.dtype)
+        # Entries were rounded before the shift was subtracted.
+        self.first = self.first._replace(largest=self.first.largest + jnp.abs(self._shift))
         # A single rank may not be reached. Of several ranks, a run may end with any.
         sizes = [most, 2 * most // 3, 4 * most // 9, most // 4] if len(ranks) == 1 else ranks[::-1]
         self._sizes = [most] if n * most**2 < PADDING else sizes

@@ -84,9 +84,9 @@ class LowRankPlusIdentity(eqx.Module):
         return (1 / self.mu - captured) / jnp.square(self.root)
 
     def largest_row(self) -> Real[Array, ""]:
-        """A bound of the Euclidean norms of the rows of P."""
+        """A bound of the Euclidean norms of the rows of U Lambda U^H + mu I."""
         captured = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues))
-        return jnp.max(self.root * (jnp.sqrt(captured) + self.mu)) * jnp.max(self.root)
+        return jnp.max(jnp.sqrt(captured)) + self.mu
 
     def padded(self, rank: int) -> "LowRankPlusIdentity":
         """The same preconditioner with `rank` columns: those that are added are 0."""

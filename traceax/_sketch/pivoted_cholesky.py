@@ -31,7 +31,7 @@ class PivotedCholesky(NamedTuple):
 
     rows: Inexact[Array, "r n"]  # F^T; rows that are not in use come last, and are 0
     left: Real[Array, " n"]  # the diagonal of K - F F^H
-    largest: Real[Array, ""]  # the largest entry of the diagonal of K
+    largest: Real[Array, ""]  # the largest entry of the diagonal of K, or what it was computed from
     rank: Int[Array, ""]  # the number of rows in use
     columns: Int[Array, ""]  # of K that were evaluated
     apart: Real[Array, ""]  # see `pivoted_cholesky`
