@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-import traceax
 from traceax import (
     RESULTS,
     NystromPreconditioner,
