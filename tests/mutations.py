@@ -189,7 +189,7 @@ MUTATIONS = [
         "tests/logdet/test_logdet.py",
     ),
     Mutation(
-        "traceax/_core/programs.py",
+        "traceax/_core/precision.py",
         "single = any(",
         "single = False and any(",
         "TF32 on a GPU, taken for float32",

@@ -633,6 +633,7 @@ ORDINARY = {
 # Everything else, each a decision: what it is for, and that its replacement is known.
 DECIDED = {
     "config.update",  # precision of the command line
+    "config.values",  # the default device, on which products are rounded as its platform does
     "core.ShapedArray",  # abstract values, in the file of the primitive
     "core.Trace",  # told apart from values, in keys
     "core.Tracer",
@@ -641,6 +642,7 @@ DECIDED = {
     "custom_batching.custom_vmap",
     "custom_batching.sequential_vmap",
     "debug.callback",  # the progress bar
+    "default_backend",  # where there is no default device
     "default_matmul_precision",  # the checks of an estimator: TF32
     "dtypes.canonicalize_dtype",
     "dtypes.float0",

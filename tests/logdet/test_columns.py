@@ -326,3 +326,26 @@ def value_and_result(s, key, root):
     operator = kernel + s * lx.IdentityLinearOperator(kernel.in_structure())
     solution = tr.logdet(key, operator, K, fallback=None)
     return solution.value, solution.result
+
+
+@pytest.mark.variant
+def test_close_points_among_isolated_ones_get_longer_recurrences():
+    """The columns that were chosen look like those of a multiple of the identity; the rows of close
+    points beside them say that there are smaller eigenvalues. (Three steps were then far too few
+    for 25 of 40 keys.)
+    """
+    n = 400
+    x = np.random.default_rng(2).uniform(size=(n, 2))
+    matrix = 2 * np.exp(-np.sum((x[:, None] - x) ** 2, axis=-1) / (2 * 0.01**2))
+    truth = np.linalg.slogdet(matrix + 0.05 * np.eye(n))[1]
+    kernel = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
+    operator = kernel + 0.05 * lx.IdentityLinearOperator(kernel.in_structure())
+
+    def run(key):
+        solution = tr.logdet(key, operator, 60, fallback=None)
+        failed = solution.result != tr.RESULTS.successful
+        return solution.value, 2 * solution.std_err + solution.quadrature_error, failed
+
+    value, bar, failed = jax.jit(lambda keys: jax.lax.map(run, keys))(keys(40))
+    assert np.sum(failed) <= 6
+    assert np.sum(np.abs(value - truth) <= bar) >= 36

@@ -216,7 +216,7 @@ class BudgetPolicy(eqx.Module):
         """A preconditioner that takes no products: all of them are left for probes. A pass with
         many vectors takes little longer than one with a few, so that there are as few steps as the
         condition number of M allows: about 1 + n t / (rank s), if what is left out spreads over as
-        many eigenvalues as were captured.
+        many eigenvalues as were captured; and more if eigenvalues below s were seen.
         """
         rank = rank_from_columns(block.n, k)
         enough = math.sqrt(block.eps)  # the next column would not matter for any estimate
@@ -230,7 +230,7 @@ class BudgetPolicy(eqx.Module):
             for p, (_, steps) in zip(probes, STEPS_FOR, strict=True)
         )
         spread = block.n * (low_rank.left_out / low_rank.shift) / jnp.maximum(pivoted.rank, 1)
-        spread = jnp.where(growing.certain, spread, jnp.inf)
+        spread = jnp.where(growing.certain, (1 + spread) * growing.below - 1, jnp.inf)
         limits = jnp.array([limit for limit, _ in STEPS_FOR[:-1]], spread.dtype)
         which = jnp.sum(~(spread <= limits), dtype=jnp.int32)
         status = built.status_with_factors()

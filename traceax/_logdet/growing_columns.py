@@ -67,16 +67,20 @@ class GrowingColumns:
         self._unit, self._known = self._scaling.fixed(diagonal, self._block.eps)
         self._floor_known = self._known & terms_of(operator).positive
         self._shift = jnp.where(self._known, 1, jnp.zeros_like(self._unit))
+        self._diagonal = diagonal / self._unit - self._shift
         self._tried, self._status = 0, SUCCESSFUL
+        self.below = 1.0  # how many times smaller than the shift an eigenvalue was seen to be
         self.certain = self._known  # whether no eigenvalue is likely to be far below the shift
         if has_entries(operator):
-            theta, apart = self._flat_part()
+            theta, apart, seen = self._flat_part()
+            seen += self._shift
             # A known shift bounds the eigenvalues from below: only a far larger theta replaces it.
             counts = theta > 10 * self._shift
             self.certain = jnp.where(counts, apart <= 1 / 4, self._known)
             self._floor_known &= ~counts
-            self._shift += jnp.where(counts, theta, 0)
-        self._diagonal = diagonal / self._unit - self._shift
+            further = jnp.where(counts, theta, 0)
+            self._shift, self._diagonal = self._shift + further, self._diagonal - further
+            self.below = jnp.where(seen > 0, jnp.maximum(self._shift / seen, 1), 1)
         self._enough = enough * n * self._shift
         # Blocks of proposals cost nothing where columns are read.
         self._together = min(128, max(1, most // 8)) if has_entries(operator) else 1
@@ -87,8 +91,10 @@ class GrowingColumns:
         sizes = [most, 2 * most // 3, 4 * most // 9, most // 4] if len(ranks) == 1 else ranks[::-1]
         self._sizes = [most] if n * most**2 < PADDING else sizes
 
-    def _flat_part(self) -> tuple[Real[Array, ""], Real[Array, ""]]:
-        """The estimate theta, and r / lambda (see above), if theta is not 0."""
+    def _flat_part(self) -> tuple[Real[Array, ""], Real[Array, ""], Real[Array, ""]]:
+        """The estimate theta; r / lambda (see above), if theta is not 0; and the smallest
+        eigenvalue of a part of K' that was seen.
+        """
         n, eps = self._block.n, self._block.eps
         least, most = FOR_FLAT_PART
         wanted = n if terms_of(self._operator).shift is None else n // 24
@@ -109,8 +115,14 @@ class GrowingColumns:
         rounding = 16 * eps * jnp.maximum(values[-1], 0)
         outside = smallest + self._shift < -rounding
         self._status = jnp.where(outside & jnp.all(jnp.isfinite(core)), OUTSIDE_DOMAIN, SUCCESSFUL)
+        # No eigenvalue of two rows and columns is below the smallest of all. They find what the
+        # core does not see: points so close that their rows are alike, of which one was chosen.
+        rows, own = self._diagonal[:, None], self._diagonal[chosen]
+        off = jnp.sqrt(jnp.square((rows - own) / 2) + jnp.square(jnp.abs(found)))
+        pairs = jnp.where(rows_of(chosen, n), jnp.inf, (rows + own) / 2 - off)
         counts = (smallest > rounding) & (size <= smallest / 2)
-        return jnp.where(counts, smallest - size, 0), size / jnp.where(counts, smallest, 1)
+        theta, apart = jnp.where(counts, smallest - size, 0), size / jnp.where(counts, smallest, 1)
+        return theta, apart, jnp.minimum(smallest, jnp.min(pairs))
 
     def _read(self, pivots: Int[Array, " b"]) -> Inexact[Array, "n b"]:
         """Columns of K'."""
