@@ -35,7 +35,8 @@ def matrix():
     return decaying(N)
 
 
-@pytest.mark.parametrize("features", [60, variant(100), variant(300)])
+@pytest.mark.variant
+@pytest.mark.parametrize("features", [60, 100, 300])
 def test_features_and_noise_by_products(features):
     """Eigenvalues of one size do not decay before the rank exceeds their number; no number of
     probes does instead. The log-determinant is exact then.
@@ -55,7 +56,6 @@ def test_features_and_noise_by_products(features):
         assert found.num_matvecs < 3 * features + 60
 
 
-@pytest.mark.variant
 def test_features_and_noise_with_the_exact_value_in_reserve():
     """The end of a flat spectrum is cheaper to reach than n products."""
     n, features, s = 1000, 40, 0.1
