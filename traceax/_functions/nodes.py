@@ -52,10 +52,10 @@ def changes_by_rounding(
 ) -> Array:
     """How far f changes if a node moves by the rounding errors of the products, which are those of
     the largest eigenvalue: far, for 1 / x and a small x; and the rounding of f itself and of sums
-    of its values. (1 / x, log, roots and exp of kernels and
-    other matrices with 60 to 800 rows, in single precision, by all eigenvectors: traces were off by
-    up to 0.6 times the sum of these changes, and mostly by less than a tenth of it, as the errors
-    of eigenvalues are independent; entries of diagonals, if f is steep, by up to 0.8 times theirs.)
+    of its values. (1 / x, log, roots and exp of kernels and other matrices with 60 to 800 rows, in
+    single precision, by all eigenvectors: traces were off by up to 0.6 times the sum of these
+    changes, and mostly by less than a tenth of it, as the errors of eigenvalues are independent;
+    entries of diagonals, if f is steep, by up to 0.8 times theirs.)
 
     **Arguments:**
 
