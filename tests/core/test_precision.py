@@ -118,14 +118,13 @@ def test_the_precision_of_factors(monkeypatch, name, precision):
     """Read off the traced function, for the platform that it will run on."""
     monkeypatch.setattr("traceax._core.precision.platform", lambda: name)
     with jax.default_matmul_precision(None):
-        assert (
-            _eps(lambda a, b: jnp.matmul(a, b, precision=precision))
-            == {
-                "cpu": 2.0**-23,
-                "gpu": 2.0**-23 if precision == "highest" else 2 * TF32,
-                "tpu": {"high": 2.0**-14, "highest": 2.0**-23}.get(precision, 2.0**-6),
-            }[name]
-        )
+        eps = _eps(lambda a, b: jnp.matmul(a, b, precision=precision))
+    expected = {
+        "cpu": 2.0**-23,
+        "gpu": 2.0**-23 if precision == "highest" else 2 * TF32,
+        "tpu": {"high": 2.0**-14, "highest": 2.0**-23}.get(precision, 2.0**-6),
+    }
+    assert eps == expected[name]
 
 
 def _eps(product):

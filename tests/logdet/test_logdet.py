@@ -188,6 +188,13 @@ def test_the_dimension_of_what_is_left_out():
     np.testing.assert_allclose(found, 1 / np.mean(squares), rtol=1e-6)
 
 
+def features_and_noise(n, features, s):
+    """X, and the log-determinant of X X^T + s I."""
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
+    small = np.asarray(x.T @ x) + s * np.eye(features)
+    return x, np.linalg.slogdet(small)[1] + (n - features) * np.log(s)
+
+
 @pytest.mark.parametrize("written", [True, variant(False)])
 @pytest.mark.parametrize(("features", "k"), [(40, 70), variant(96, 120)])
 def test_features_and_noise_by_budgets(features, k, written):
@@ -195,13 +202,11 @@ def test_features_and_noise_by_budgets(features, k, written):
     of 16, 40 features left errors of 10 to 40 nats.)
     """
     n, s = 400, 0.1
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
-    truth = np.linalg.slogdet(np.asarray(x.T @ x) + s * np.eye(features))[1]
-    truth += (n - features) * np.log(s)
+    x, truth = features_and_noise(n, features, s)
     operator = hidden(x @ x.T, s) if written else by_products(x @ x.T + s * jnp.eye(n), PSD)
     values = jax.jit(lambda keys: lax.map(lambda key: logdet(key, operator, k).value, keys))
     off = np.abs(np.asarray(values(keys(20))) - truth)
-    assert np.sum(off < 0.1) == 20
+    assert np.all(off < 0.1)
 
 
 @pytest.mark.parametrize("columns", [200, variant(600)])

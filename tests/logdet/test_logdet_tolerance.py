@@ -20,7 +20,15 @@ from ..helpers import (
     variant,
     with_spectrum,
 )
-from .test_logdet import KERNELS, decaying, dense_logdet, distances, hidden, shifted
+from .test_logdet import (
+    KERNELS,
+    decaying,
+    dense_logdet,
+    distances,
+    features_and_noise,
+    hidden,
+    shifted,
+)
 
 N, MAX_K = 200, 64
 
@@ -42,12 +50,10 @@ def test_features_and_noise_by_products(features):
     probes does instead. The log-determinant is exact then.
     """
     n, s = 2000, 0.25
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
+    x, truth = features_and_noise(n, features, s)
     structure = jax.ShapeDtypeStruct((n,), x.dtype)
     gram = lx.FunctionLinearOperator(lambda v: x @ (x.T @ v), structure, PSD)
     operator = gram + s * lx.IdentityLinearOperator(structure)
-    small = np.asarray(x.T @ x) + s * np.eye(features)
-    truth = np.linalg.slogdet(small)[1] + (n - features) * np.log(s)
     run = eqx.filter_jit(lambda key: logdet(key, operator, atol=0.1))
     for key in keys(3):
         found = run(key)
@@ -59,10 +65,8 @@ def test_features_and_noise_by_products(features):
 def test_features_and_noise_with_the_exact_value_in_reserve():
     """The end of a flat spectrum is cheaper to reach than n products."""
     n, features, s = 1000, 40, 0.1
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
+    x, truth = features_and_noise(n, features, s)
     operator = by_products(x @ x.T + s * jnp.eye(n), PSD)
-    truth = np.linalg.slogdet(np.asarray(x.T @ x) + s * np.eye(features))[1]
-    truth += (n - features) * np.log(s)
     run = eqx.filter_jit(lambda key: logdet(key, operator, atol=1.0))
     for key in keys(3):
         found = run(key)

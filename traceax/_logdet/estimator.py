@@ -62,8 +62,7 @@ def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Array]:
     lost = ~((bounds.smallest > 0) & (rounding < 0.5))
     # The terms of the sums in a product with a random vector have random signs: the largest row of
     # A, rather than its norm, says how large their rounding errors are.
-    rows = matmul(jnp.square(jnp.abs(factors.basis)), jnp.square(factors.eigenvalues / factors.mu))
-    row = jnp.maximum(2 * jnp.sqrt(jnp.max(rows)), ritz)
+    row = jnp.maximum(2 * factors.largest_row(), ritz)
     rounding = jnp.minimum(rounding, eps * row / smallest)
     return rounding, jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
 

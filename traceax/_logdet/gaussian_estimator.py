@@ -90,7 +90,7 @@ def rounding_of_form(
     - `x`: the solutions.
     - `eps`: the relative precision of a product with A.
     """
-    row = jnp.maximum(largest, 1) * factors.largest_row()
+    row = jnp.maximum(largest, 1) * factors.mu * (factors.largest_row() + 1)
     share = min(1 / 6, 6 / math.sqrt(len(x)))
     # Not the square of the norm, which overflows for operators of tiny scale.
     scaled = factors.root[:, None].astype(x.dtype) * x

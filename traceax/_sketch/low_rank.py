@@ -84,9 +84,9 @@ class LowRankPlusIdentity(eqx.Module):
         return (1 / self.mu - captured) / jnp.square(self.root)
 
     def largest_row(self) -> Real[Array, ""]:
-        """A bound of the Euclidean norms of the rows of U Lambda U^H + mu I."""
-        captured = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues))
-        return jnp.max(jnp.sqrt(captured)) + self.mu
+        """The largest Euclidean norm of a row of U Lambda U^H / mu."""
+        rows = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues / self.mu))
+        return jnp.sqrt(jnp.max(rows))
 
     def padded(self, rank: int) -> "LowRankPlusIdentity":
         """The same preconditioner with `rank` columns: those that are added are 0."""
