@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
 
+import traceax as tr
 from traceax._operators.sparse import SparseLinearOperator
 from traceax._operators.sparse_layout import _MAX_PADDING
 
@@ -169,11 +171,12 @@ def test_jax_formats(kind, name):
     _assert_close(operator.mv(vector), dense @ vector)
 
 
+@pytest.mark.parametrize("anything", [100.0, np.nan])
 @pytest.mark.parametrize("kind", ["BCOO", "BCSR"])
-def test_padding_of_jax_formats_is_no_entry(kind):
+def test_padding_of_jax_formats_is_no_entry(kind, anything):
     dense = np.diag([1.0, 2.0, 3.0])
     matrix = getattr(jsparse, kind).fromdense(jnp.asarray(dense), nse=7)
-    data = matrix.data.at[3:].set(100.0)  # whatever stands there
+    data = matrix.data.at[3:].set(anything)
     if kind == "BCOO":
         matrix = jsparse.BCOO((data, matrix.indices), shape=(3, 3))
     else:
@@ -189,6 +192,7 @@ def test_padding_of_jax_formats_is_no_entry(kind):
             np.testing.assert_array_equal(side, [0.0, 0.0])
     gradient = jax.grad(lambda d: operator.with_data(d).mv(vector).sum())(operator.data)
     np.testing.assert_array_equal(gradient, [1.0, 10.0, 100.0, 0.0, 0.0, 0.0, 0.0])
+    assert float(tr.trace(jr.key(0), operator, 2).value) == 6.0
 
 
 def test_unsorted_bcoo_with_duplicates_keeps_its_order():

@@ -89,13 +89,17 @@ def _from_jax(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
             "`n_dense=0`."
         )
     indices = _concrete(matrix.indices)
+    m, n = matrix.shape
     if not hasattr(matrix, "indptr"):  # BCOO
-        return matrix.data, indices[:, 0], indices[:, 1]
-    m = matrix.shape[0]
-    indptr = _concrete(matrix.indptr)
-    rows = np.full(indices.size, m)  # entries after the last row are padding, outside of the matrix
-    rows[: indptr[-1]] = np.repeat(np.arange(m), np.diff(indptr))
-    return matrix.data, rows, indices
+        rows, columns = indices[:, 0], indices[:, 1]
+    else:
+        indptr, columns = _concrete(matrix.indptr), indices
+        rows = np.full(indices.size, m)  # entries after the last row are padding
+        rows[: indptr[-1]] = np.repeat(np.arange(m), np.diff(indptr))
+    # Padding lies outside of the matrix, and may hold anything, NaN included.
+    padding = (rows >= m) | (columns >= n)
+    data = jnp.where(padding, 0, matrix.data) if padding.any() else matrix.data
+    return data, rows, columns
 
 
 def _is_jax_sparse(matrix: Any) -> bool:
@@ -145,8 +149,8 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
 
     - `data`: the values of the entries, of shape `(nnz,)`, with respect to which products are
         differentiated. From a SciPy matrix they are in row-major order (CSR with sorted columns,
-        duplicates summed). From a BCOO or BCSR they are its `data` unchanged: duplicates remain,
-        and products add them.
+        duplicates summed). From a BCOO or BCSR they are its `data` in its order: duplicates remain,
+        and products add them; padding becomes 0.
     - `pattern`: the rows and columns of the entries.
     - `tags`: the lineax tags.
     """
