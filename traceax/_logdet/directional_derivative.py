@@ -6,12 +6,18 @@ The derivative is <G, dA> (see `weights`). For each probe z this is a constant p
 
 where N = R^{-1} dA R^{-H}, and the last term is in scaled coordinates. Its variance (see
 `_functions.funm`) is c (||C||_F^2 - tr(C)^2 / n), with ||C||_F^2 = E ||C z||^2. The products that
-the derivative takes, dA R^{-H} V and dA w_2, are enough for C z. With
-M ~ V T V^H + t (I - V V^H), t = T_11, T = S Theta S^T and W = N V,
+the derivative takes, dA R^{-H} V and dA w_2, are enough for C z, as far as M is known: on the
+Krylov space, where M = V T V^H, T = S Theta S^T. Outside of V, the weights of the nodes say which
+eigenvalues M has: a node theta_i with weight w_i stands for n w_i of them, one of which is in V.
+So let an eigenvalue outside of V be theta_i with probability o_i ~ max(n w_i - 1, 0), at random.
+With W = N V and the divided differences D of the logarithm at Theta,
 
-    L(M)[N] z = ||z|| (V S (D o H) s_1 + (I - V V^H) W S (d o s_1)),     H = S^T V^H W S,
+    L(M)[N] z = ||z|| (V S (D o H) s_1 + sum_i P_i W S (D_i o s_1)),     H = S^T V^H W S,
 
-where D are the divided differences of the logarithm at Theta, and d_j is that of t and theta_j.
+where P_i projects on the eigenvectors outside of V whose eigenvalue is theta_i. The mean of the
+squared norm of this sum is sum_i o_i ||(I - V V^H) W S (D_i o s_1)||^2: that of the mean vector,
+and the scatter of the others about it. (With one eigenvalue T_11, the mean of all, in the place of
+theta_i, the standard error was up to twice too small: most eigenvalues of a kernel are below it.)
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +27,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
 from .._core.estimate import make_estimate, scale_of, status_of, weights_wanted
 from .._core.precision import einsum
@@ -48,8 +54,10 @@ def _taken(x: Array, places: Array, used: Array, axis: int) -> Array:
 
 def _on_probes(
     run: PreconditionedQuadrature, vectors: Inexact[Array, "n c"], images: Inexact[Array, "n c"]
-) -> Inexact[Array, "n p"]:
-    """C z, from the vectors of the weights, and from dA times them."""
+) -> tuple[Inexact[Array, "n p"], Real[Array, " p"]]:
+    """C z, from the vectors of the weights, and from dA times them: its mean, and the mean squared
+    distance from it (see above).
+    """
     factors, control_variate_weight, krylov = (
         run.built.factors,
         run.built.control_variate_weight,
@@ -58,10 +66,12 @@ def _on_probes(
     n, dtype = vectors.shape[0], vectors.dtype
     q, most = krylov.alpha.shape
     rank, probes, steps = run.numbers
-    nodes, _, s = quadrature(krylov)
+    nodes, node_weights, s = quadrature(krylov)
     tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
-    nodes = jnp.maximum(jnp.concatenate([nodes, krylov.alpha[:1].T], axis=1), tiny)
-    differences = divided_differences(jnp.log, nodes)
+    differences = divided_differences(jnp.log, jnp.maximum(nodes, tiny)).astype(dtype)
+    shares = jnp.maximum(n * node_weights - 1, 0)
+    total = jnp.sum(shares, axis=1, keepdims=True)
+    shares = (shares / jnp.where(total > 0, total, 1)).astype(dtype)  # the o_i
 
     probe, step = jnp.arange(most), jnp.arange(q)
     places, used = step * probes + probe[:, None], (step < steps) & run.in_use[:, None]
@@ -74,9 +84,14 @@ def _on_probes(
     s = s.astype(dtype)
     h = einsum("pai,pab,pbj->pij", s, inner, s)
     first = s[:, 0, :]
-    inside = einsum("pai,pij,pj->pa", s, differences[:, :q, :q].astype(dtype) * h, first)
-    outward = einsum("paj,pj->pa", s, differences[:, q, :q].astype(dtype) * first)
+    inside = einsum("pai,pij,pj->pa", s, differences * h, first)
+    each = einsum("paj,pij,pj->pia", s, differences, first)
+    outward = einsum("pi,pia->pa", shares, each)
     inside = inside - einsum("pab,pb->pa", inner, outward)
+    beyond_basis = images_of_basis - einsum("npa,pab->npb", basis, inner)
+    gram = einsum("npa,npb->pab", jnp.conj(beyond_basis), beyond_basis)
+    each = each - outward[:, None]
+    scatter = einsum("pi,pia,pab,pib->p", shares, jnp.conj(each), gram, each).real
     outward = outward.at[:, 0].add(-control_variate_weight.astype(dtype))
     along = einsum("npa,pa->np", basis, inside) + einsum("npa,pa->np", images_of_basis, outward)
     length = jnp.sqrt(square_norms(run.probes)).astype(dtype)
@@ -86,7 +101,8 @@ def _on_probes(
     size = jnp.where(run.in_use, square_norms(root * outside), 1)
     mean = jnp.sum(jnp.conj(outside) * of_outside, axis=0) / size
     beyond = factors.outside(of_outside / root - mean * root * outside)
-    return along * length + (control_variate_weight / jnp.sqrt(factors.mu)).astype(dtype) * beyond
+    known = (control_variate_weight / jnp.sqrt(factors.mu)).astype(dtype) * beyond
+    return along * length + known, scatter * jnp.square(length.real)
 
 
 def _std_err(
@@ -94,12 +110,13 @@ def _std_err(
 ) -> Array:
     """The standard error, from dA times all vectors of the weights."""
     n, p = run.probes.shape[0], run.numbers.probes
-    cz = _on_probes(run, weights.vectors, images)
+    cz, scatter = _on_probes(run, weights.vectors, images)
     unit = scale_of(cz)
     cz = cz / unit.astype(cz.dtype)
     count = jnp.asarray(p, unit.dtype)
     mean = jnp.sum(jnp.conj(run.probes) * cz).real / count
-    spread = jnp.sum(square_norms(cz - (mean / n).astype(cz.dtype) * run.probes)) / count
+    deviations = square_norms(cz - (mean / n).astype(cz.dtype) * run.probes)
+    spread = jnp.sum(deviations + scatter / unit / unit) / count
     c = n / (n + 1) if jnp.iscomplexobj(cz) else 2 * n / (n + 2)
     return unit * jnp.sqrt(c * spread / count / (1 - c / (n * count)))
 
@@ -138,7 +155,9 @@ class DerivativeEstimator(AbstractEstimator):
         value = jnp.sum(jnp.conj(weights.core) * inner).real
         std_err = _std_err(run.for_derivative, weights, images)
         status = jnp.maximum(estimate_from(run).status, status_of(value))
-        return make_estimate(value, std_err, k, 1, status), _NoDerivative()
+        # The mean of p squared norms ||C z||^2 scatters at most as that of p squares (rank one).
+        dof = jnp.asarray(run.for_derivative.numbers.probes, value.dtype)
+        return make_estimate(value, std_err, k, dof, status), _NoDerivative()
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
