@@ -46,6 +46,22 @@ def dense(matrix, s=NOISE):
     return matrix.astype(np.result_type(matrix.dtype, np.float64)) + s * np.eye(len(matrix))
 
 
+@pytest.mark.parametrize("dtype", [variant(np.float32), np.float64])
+@pytest.mark.parametrize("compute", [tr.inverse_trace, tr.logdet])
+def test_rounding_of_equal_eigenvalues_is_stated(compute, dtype):
+    """All terms of a multiple of the identity have the same rounding error: their sum has n times
+    that, not sqrt(n) times.
+    """
+    n, count, size = 200, 30, 0.375
+    operator = by_products(size * jnp.eye(n, dtype=dtype), PSD)
+    found = jax.jit(jax.vmap(lambda key: compute(key, operator, 25)))(keys(count))
+    truth = n / size if compute is tr.inverse_trace else n * np.log(size)
+    std_err, error = (np.asarray(x, np.float64) for x in (found.std_err, found.quadrature_error))
+    bars = 2 * std_err + error
+    assert np.all(np.abs(np.asarray(found.value, np.float64) - truth) <= bars)
+    assert np.all(bars <= 20 * np.finfo(dtype).eps * abs(truth))
+
+
 # --- the identity, on the same vectors -----------------------------------------------------------
 
 

@@ -40,10 +40,11 @@ ROUNDING = 4.0
 
 def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
     """The rounding error of a sum of n logarithms, and of the parts that it is made of. (A matrix
-    times 1e-30 has a log-determinant of -69 n.)
+    times 1e-30 has a log-determinant of -69 n.) The logarithms of equal eigenvalues have the same
+    error: up to 4 eps was seen.
     """
     eps = float(jnp.finfo(parts[0].dtype).eps)
-    return eps * (n + jnp.sum(jnp.abs(jnp.stack(parts))))
+    return eps * (4 * n + jnp.sum(jnp.abs(jnp.stack(parts))))
 
 
 def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Array]:

@@ -117,11 +117,14 @@ class InverseEstimator(AbstractEstimator):
         std_err, of_sum = entries_std_err(samples[0], count)
         dof = jnp.maximum(count - 1, 1)
         rounding, status = rounding_of_budget(run)
-        std_err = jnp.hypot(std_err, rounding * known)
+        scatter, size = std_err, known
         if self.of_trace:
-            std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
+            scatter, size = of_sum, safe_norm(known)
             samples, known, dof = jnp.sum(samples, axis=2), jnp.sum(known), run.bounds.dof
         value = known + jnp.sum(samples[0], axis=0) / count
+        # The last term is that of equal eigenvalues, whose inverses have the same rounding error.
+        equal = 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value)
+        std_err = jnp.hypot(jnp.hypot(scatter, rounding * size), equal)
         exhausted = run.krylov.exhausted | ~run.in_use
         error = truncation_error(samples, exhausted) * (samples.shape[1] / count)
         error = jnp.maximum(error, jnp.sum(missed) / count * (known / jnp.sum(known)))
