@@ -384,6 +384,17 @@ def test_going_on_from_a_state(name):
     np.testing.assert_allclose(same.value, early.value, rtol=1e-14)
 
 
+@pytest.mark.parametrize("name", ["xtrace", variant("hutchinson"), variant("xnystrace")])
+def test_going_on_from_an_exact_value_keeps_it(name):
+    """Whatever the tolerance then: a looser one has no use for less."""
+    matrix, estimator = jnp.asarray(POLY), ESTIMATORS[name]
+    exact = solve(keys(1)[0], matrix, estimator, jnp.asarray(1e-12), N, keep_state=True)
+    assert exact.num_matvecs == N
+    again = solve(keys(1)[0], matrix, estimator, jnp.asarray(0.5), N, state=exact.state)
+    assert (again.value, again.num_matvecs) == (exact.value, N)
+    np.testing.assert_allclose(again.value, truth(POLY), rtol=1e-12)
+
+
 @pytest.mark.variant
 def test_going_on_beyond_the_first_budget():
     matrix, estimator = jnp.asarray(POLY), tr.HutchPlusPlusEstimator()

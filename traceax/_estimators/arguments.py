@@ -1,5 +1,6 @@
 """The arguments of calls that may give a tolerance in place of a budget."""
 
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -63,9 +64,10 @@ class Tolerance(NamedTuple):
                 f"The budget k must be a whole number of matvecs, got {k!r}: give an int, or a "
                 "scalar array of integers."
             )
-        if not isinstance(array, jax.core.Tracer) and not 1 <= array <= self.max_k:
+        most = check_budget(self.max_k, 1, sys.maxsize, "", "max_k")
+        if not isinstance(array, jax.core.Tracer) and not 1 <= array <= most:
             raise ValueError(
-                f"The budget k must be at least 1 and at most max_k = {self.max_k}, got {k}."
+                f"The budget k must be at least 1 and at most max_k = {most}, got {k}."
             )
         return lax.stop_gradient(jnp.asarray(array, jnp.int32))
 

@@ -157,6 +157,12 @@ def solve_to_tolerance(
             f"The state must be the `state` of a Solution, got {state!r}. Make one with "
             "`trace(key, operator, rtol=..., keep_state=True).state`."
         )
+    if state is not None and state.level.ndim:
+        raise ValueError(
+            f"The state is a stack of states, of shape {state.level.shape}. Continue each of them "
+            "under `equinox.filter_vmap`, as they were made; or take one, "
+            "`jax.tree.map(lambda x: x[0], state)`."
+        )
     operator = as_operator(operator)
     n = operator.in_size()
     least = 1

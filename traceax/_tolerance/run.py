@@ -33,7 +33,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.control_flow import any_lane, apart, if_any, keep, nothing_like, of_size
 from .._core.estimate import (
@@ -135,6 +135,11 @@ class RunState(eqx.Module):
     def last_stage(self) -> Int[Array, ""]:
         """The last stage that the run made."""
         return jnp.minimum(self.level, len(self.probes) - 1).astype(jnp.int32)
+
+    @property
+    def is_complete(self) -> Bool[Array, ""]:
+        """Whether the value was completed."""
+        return self.level == len(self.probes)
 
     @property
     def least_budget(self) -> int:
@@ -349,6 +354,8 @@ class Run:
         if not self.falls_back_to_exact:
             return RunOutcome(_lacking(end.estimate, short), end.level, end.arrays)
         here = end.estimate, end.level
+        if self.before is not None:
+            short |= self.before.is_complete  # the exact value is there, whatever the tolerance
         completed = if_any(short, lambda: self._completed(end), here)
         estimate, level = completed
         return RunOutcome(estimate, level, end.arrays)
@@ -358,8 +365,8 @@ class Run:
         value, std_err, more = self.extendable.complete(state, self.block)
         spent = self.probes[-1] * self.extendable.matvecs_per_probe + more
         if self.before is not None:
-            done = self.before.level == len(self.before.probes)
-            value = jtu.tree_map(partial(jnp.where, done), self.before.completed, value)
+            completed = partial(jnp.where, self.before.is_complete)
+            value = jtu.tree_map(completed, self.before.completed, value)
         status = status_of(*jtu.tree_leaves(value))
         estimate = make_estimate(*self._cast(value, std_err), spent, end.estimate.dof, status)
         estimate = _lacking(estimate, ~self.rule.met(estimate, self.block, 1.96))
