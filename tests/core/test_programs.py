@@ -278,7 +278,7 @@ def test_no_array_is_part_of_a_key(holder, monkeypatch):
     tr.trace(KEY, operator, 3, tr.HutchinsonEstimator())
     assert seen
     for params in seen:
-        assert params.held == programs.NOTHING
+        assert params.held.level == programs.NOTHING
         assert not arrays_in(params.static, set())
         hash(params)
 
@@ -476,6 +476,62 @@ def test_an_operator_of_a_class_that_lineax_does_not_know():
 
     with jax.checking_leaks():
         value, slope = jax.jit(jax.value_and_grad(trace))(jnp.asarray(2.0))
+    np.testing.assert_allclose([value, slope], [12.0, 6.0], rtol=1e-13)
+
+
+class HiddenField(Foreign):
+    """One whose function is no leaf."""
+
+    field: object = eqx.field(static=True)
+
+    def mv(self, vector):
+        return self.field(vector)
+
+
+register_tags(HiddenField, lambda operator: False)
+
+
+class Weights:
+    """A model that is trained in place, as far as JAX knows a constant."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __call__(self, vector):
+        return self.weights * vector
+
+
+@pytest.mark.parametrize("made", [Foreign, lambda fn: HiddenField(None, fn)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_arrays_that_change_inside_of_an_operator_are_seen(made, in_place):
+    """What was compiled with other numbers is not used again."""
+    model = Weights(np.ones(N))
+    identity = lx.IdentityLinearOperator(structure())
+    for number in (1.0, 2.0, 3.0, 2.0):
+        if in_place:
+            model.weights[:] = number
+        else:
+            model.weights = jnp.full(N, number)
+        operator = made(model)
+        for budget in (2, N):
+            found = tr.trace(KEY, operator, budget, ESTIMATOR).value
+            np.testing.assert_allclose(found, N * number, rtol=1e-13)
+        found = tr.trace(KEY, operator + identity, N).value
+        np.testing.assert_allclose(found, N * (number + 1), rtol=1e-13)
+
+
+def test_arrays_that_do_not_change_inside_of_an_operator_compile_once():
+    model = Weights(np.ones(N))
+    first, _ = traces_of(lambda: tr.trace(KEY, Foreign(model), 2, ESTIMATOR))
+    again, _ = traces_of(lambda: tr.trace(KEY, Foreign(model), 2, ESTIMATOR))
+    assert (first, again) == (1, 0)
+
+
+def test_a_tracer_in_a_static_field_is_differentiated():
+    def trace(s):
+        return tr.trace(KEY, HiddenField(None, lambda v: s * v), 2, ESTIMATOR).value
+
+    value, slope = jax.jit(jax.value_and_grad(trace))(jnp.asarray(2.0))
     np.testing.assert_allclose([value, slope], [12.0, 6.0], rtol=1e-13)
 
 

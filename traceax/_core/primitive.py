@@ -39,7 +39,7 @@ from jaxtyping import Array
 from .devices import needs_devices, with_auto_axes
 from .estimate import NONFINITE, Estimate, weights_wanted
 from .precision import any_promotion
-from .programs import NOTHING, TRACERS, Static, closed_functions, holds
+from .programs import NOTHING, TRACERS, Held, Static, closed_functions
 
 
 class _Level(NamedTuple):
@@ -60,7 +60,7 @@ class _Params(NamedTuple):
     k: int
     weights: bool
     levels: tuple[_Level, ...]
-    held: int  # whether static functions hold arrays, which are no operands: see `holds`
+    held: Held  # the arrays that are no operands, as static values hold them
     inside: ClosedJaxpr  # see `needs_devices`
 
 
@@ -82,13 +82,13 @@ def _compiled(fn: Callable[..., Any], params: _Params, *static: Any) -> Callable
     """`fn`, jitted, with its static arguments: the parameters, then `static`.
 
     JAX keeps a compiled program and its static arguments for good, and so would keep the arrays
-    that static functions hold. Of the programs with such arrays only a few are therefore kept, and
+    that static values hold. Of the programs with such arrays only a few are therefore kept, and
     none if the arrays are traced.
     """
-    if params.held == NOTHING:
+    if params.held.level == NOTHING:
         return partial(_forever[fn], params, *static)
     once = _for_a_while.__wrapped__
-    return (once if params.held == TRACERS else _for_a_while)(fn, params, *static)
+    return (once if params.held.level == TRACERS else _for_a_while)(fn, params, *static)
 
 
 def _run(params: _Params, operands: tuple[Array, ...]):
@@ -315,7 +315,7 @@ def bind(
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     static = tuple(None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves)
     operands = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    held = max((holds(x.value) for x in static if x is not None), default=NOTHING)
+    held = Held(treedef, *[x.value for x in static if x is not None])
     params = _Params(Static(treedef), static, key_impl, k, False, (), held, needs_devices())
 
     def estimate(*operands):

@@ -8,15 +8,16 @@ Arrays that are leaves of an operator are easy to find. Others are hidden:
   concrete arrays that it closes over). A `Program` is a jaxpr without them, at every depth; they
   are passed to it when it is evaluated;
 - in the closures, defaults, globals and attributes of Python functions. `closed_function` converts
-  the functions in lineax operators to jaxprs. Functions that cannot be converted are compared cell
-  by cell, and arrays in them by identity (see `holds`).
+  the functions in lineax operators to jaxprs. Functions that cannot be converted are compared by
+  identity, together with the arrays in them (see `Held`).
 
 Two keys are equal only if they stand for the same program. Where that cannot be seen the keys
 differ, which costs one more compilation.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
@@ -621,14 +622,31 @@ NOTHING, ARRAYS, TRACERS = range(3)
 _CODE = type, ModuleType, jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding
 _CODE = *_CODE, jax.core.Trace, np.dtype
 
-# A value that holds more objects than this is assumed to hold an array.
-_FEW = 2000
+# A value that holds more objects than this is assumed to hold an array, for which `_MORE` stands.
+_FEW, _MORE = 2000, object()
 
 # Libraries whose functions hold no arrays of the user in their globals.
 _LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "scipy", "equinox", "lineax", "jaxtyping"})
 
 
-def holds(value: Any, seen: set[int] | None = None) -> int:
+def _arrays_in(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """The arrays in a value, without those in objects that were `seen` before (by identity); and
+    `_MORE`, if there are too many objects to look at all of them.
+    """
+    for leaf in jtu.tree_leaves(value):
+        if isinstance(leaf, jax.Array | np.ndarray):
+            yield leaf
+    if id(value) in seen or isinstance(value, _CODE):
+        return
+    seen[id(value)] = value
+    if len(seen) > _FEW:
+        yield _MORE
+        return
+    for item in _held(value):
+        yield from _arrays_in(item, seen)
+
+
+def holds(value: Any) -> int:
     """Whether there are arrays in a value, and whether some of them are traced.
 
     **Arguments:**
@@ -636,28 +654,58 @@ def holds(value: Any, seen: set[int] | None = None) -> int:
     - `value`: anything. Functions are searched: their closures, their defaults, the globals that
         they name, the object that they are methods of, and what they wrap. Of callable objects
         the attributes are.
-    - `seen`: the identities of the objects that were searched before.
 
     **Returns:**
 
     `NOTHING`, `ARRAYS` or `TRACERS`.
     """
-    seen = set() if seen is None else seen
-    worst = NOTHING
-    for leaf in jtu.tree_leaves(value):
-        if isinstance(leaf, jax.core.Tracer):
+    return _level_of(_arrays_in(value, {}))
+
+
+def _level_of(arrays: Iterable[Any]) -> int:
+    level = NOTHING
+    for array in arrays:
+        if isinstance(array, jax.core.Tracer):
             return TRACERS
-        worst = max(worst, ARRAYS if isinstance(leaf, jax.Array | np.ndarray) else NOTHING)
-    if id(value) in seen or isinstance(value, _CODE):
-        return worst
-    seen.add(id(value))
-    if len(seen) > _FEW:
-        return ARRAYS
-    for item in _held(value):
-        worst = max(worst, holds(item, seen))
-        if worst == TRACERS:
-            break
-    return worst
+        level = ARRAYS
+    return level
+
+
+@final
+class Held:
+    """The arrays that static values hold where JAX does not look. They are part of a program that
+    was compiled with these values: with other arrays in their place, or with other numbers in a
+    NumPy array, it is another program.
+    """
+
+    __slots__ = ("arrays", "level")
+
+    def __init__(self, *values: Any):
+        """From static values, and from structures of PyTrees, whose static fields are searched."""
+        found = []
+        for value in values:
+            value = _auxiliary(value) if isinstance(value, jtu.PyTreeDef) else value
+            found += _arrays_in(value, {})
+        self.level = _level_of(found)
+        # A program with tracers is compiled for one call, and must not keep them.
+        self.arrays = () if self.level == TRACERS else tuple(map(_frozen, found))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Held)
+            and self.level == other.level
+            and same(self.arrays, other.arrays)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.level, len(self.arrays)))
+
+
+def _frozen(array: Any) -> Any:
+    """The array or, as a NumPy array may change in place, a digest of it."""
+    if not isinstance(array, np.ndarray):
+        return array
+    return array.dtype, array.shape, hashlib.blake2b(array.tobytes()).digest()
 
 
 def _held(value: Any) -> list[Any]:

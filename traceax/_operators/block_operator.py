@@ -20,6 +20,7 @@ from .._core.precision import any_promotion, at_least_single, widened
 from .._core.programs import (
     NOTHING,
     TRACERS,
+    Held,
     closed_function,
     closed_functions,
     eps_of_product,
@@ -116,10 +117,12 @@ class _NarrowGram(eqx.Module):
         def cast(tree, structure):
             return jtu.tree_map(lambda x, like: x.astype(like.dtype), tree, structure)
 
-        image, narrow = widened(self.first.mv(cast(vector, self.first.in_structure())))
-        sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(image)]
-        size = lax.stop_gradient(scale_of(jnp.stack([x.astype(jnp.float32) for x in sizes])))
-        product = self.second.mv(narrow(jtu.tree_map(lambda x: x / size, image)))
+        with any_promotion():  # the factor of a multiple may be of any dtype
+            image, _ = widened(self.first.mv(cast(vector, self.first.in_structure())))
+            sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(image)]
+            size = lax.stop_gradient(scale_of(jnp.stack([x.astype(jnp.float32) for x in sizes])))
+            scaled = jtu.tree_map(lambda x: x / size, image)
+            product = self.second.mv(cast(scaled, self.second.in_structure()))
         factor = size / self.unit / self.unit
         return jtu.tree_map(lambda x, like: x.astype(like.dtype) * factor, product, vector)
 
@@ -167,7 +170,8 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
     **Raises:**
 
     - `TypeError`: if it is an array, a function or anything else that is not an operator.
-    - `ValueError`: if it is not square, or mixes real and complex arrays.
+    - `ValueError`: if it is not square, or mixes real and complex arrays, or holds 64-bit numbers
+        that are switched off.
     """
     if not isinstance(operator, lx.AbstractLinearOperator):
         got = f"got a {type(operator).__name__}"
@@ -185,6 +189,16 @@ def as_operator(operator: Any) -> lx.AbstractLinearOperator:
         else:
             hint = "pass one of lineax's operators, e.g. `lineax.MatrixLinearOperator(matrix)`"
         raise TypeError(f"The operator must be a lineax.AbstractLinearOperator, {got}: {hint}.")
+    leaves = [x for x in jtu.tree_leaves(operator) if isinstance(x, jax.Array)]
+    dtypes = {x.dtype for x in [*leaves, *jtu.tree_leaves(operator.in_structure())]}
+    inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    unknown = [dtype for dtype in inexact if jax.dtypes.canonicalize_dtype(dtype) != dtype]
+    if unknown:
+        raise ValueError(
+            f"The operator has numbers of {unknown[0]}, which JAX does not compute with here: "
+            "64-bit numbers are switched off. Call this where the operator was made, in "
+            "`jax.enable_x64(True)`."
+        )
     operator = hoist_closures(operator)
     rows, columns = operator.out_size(), operator.in_size()
     if columns == 0:
@@ -222,9 +236,9 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
     with. Functions that still hold arrays (in an operator made with `closure_convert=False`, or of
     a function that uses a global array) are converted to jaxprs: a tracer inside a function would
     be invisible to the primitive's transformation rules. An operator of somebody else's class is
-    replaced by one that has only its product and its tags where a function in it holds a tracer;
-    and where it is a part of a sum or product, and does not say whether it is diagonal or
-    tridiagonal, which sums and products of lineax ask for.
+    replaced by one that has only its product and its tags where a function in it or a static field
+    holds a tracer; and where it is a part of a sum or product, and does not say whether it is
+    diagonal or tridiagonal, which sums and products of lineax ask for.
     """
     whole = _without_tags(operator)
 
@@ -241,8 +255,9 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
             inner = jtu.tree_map(convert, node.operator, is_leaf=stops)
             return _multiple(type(node), inner, node.scalar)
         if is_foreign(node):
-            functions = [leaf for leaf in jtu.tree_leaves(node) if callable(leaf)]
-            traced = any(holds(function) == TRACERS for function in functions)
+            leaves, treedef = jtu.tree_flatten(node)
+            functions = [leaf for leaf in leaves if callable(leaf)]
+            traced = Held(treedef, *functions).level == TRACERS
             asked = () if node is whole else (lx.is_diagonal, lx.is_tridiagonal)
             if traced or any(_answer(check, node) is None for check in asked):
                 closed = closed_function(node.mv, node.in_structure())
@@ -277,6 +292,13 @@ def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
     """A multiple or quotient, tagged semidefinite where the sign of the scalar is known. It must be
     read here: inside a program the scalar is traced.
     """
+    if jnp.iscomplexobj(scalar) and not is_complex(operator):
+        raise ValueError(
+            f"A real operator was multiplied with (or divided by) the complex number {scalar}, and "
+            "still says that its vectors are real. Make the operator complex first: of a matrix "
+            "`lineax.MatrixLinearOperator(matrix.astype(complex))`, of a function one with a "
+            "complex input structure."
+        )
     multiple, sign = kind(operator, jnp.asarray(scalar)), semidefinite_sign(operator)
     if sign == 0 or isinstance(scalar, jax.core.Tracer):
         return multiple
@@ -404,8 +426,8 @@ class BlockOperator:
             products = matrix_product(operator.matrix, vectors)
         else:
             products = jax.vmap(operator.mv, in_axes=-1, out_axes=-1)(vectors)
+        self._check_products(products, stacked=1)
         leaves = [x.astype(self.dtype) for x in jtu.tree_leaves(products)]
-        self._check_products(products, sum(math.prod(x.shape[:-1]) for x in leaves))
         if [math.prod(x.shape[:-1]) for x in leaves] != self.sizes:
             # The leaves of the output have other sizes than those of the input.
             leaves = self.leaves(self.join(leaves))
@@ -419,17 +441,27 @@ class BlockOperator:
 
         def product(vector):
             image = self._untagged().mv(self._as_vectors(self.leaves(vector), ()))
+            self._check_products(image)
             leaves = [x.reshape(-1).astype(self.dtype) for x in jtu.tree_leaves(image)]
-            self._check_products(image, sum(x.size for x in leaves))
             return jnp.concatenate(leaves)
 
         return [jax.vmap(product)(blocks[0].T).T]
 
-    def _check_products(self, products: PyTree, size: int) -> None:
-        """Raise a `ValueError` if products do not have the size that the operator says."""
+    def _check_products(self, products: PyTree, stacked: int = 0) -> None:
+        """Raise a `ValueError` if products, stacked along so many last axes, do not have the size
+        that the operator says, or are complex where the operator says that they are real.
+        """
+        leaves, name = jtu.tree_leaves(products), type(self._untagged()).__name__
+        real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
+        if real and any(map(jnp.iscomplexobj, leaves)):
+            raise ValueError(
+                f"A product of this {name} is complex, but its structures say that it is real. "
+                "Declare its whole input structure complex."
+            )
+        size = sum(math.prod(x.shape[: x.ndim - stacked]) for x in leaves)
         if size != self.n:
             raise ValueError(
-                f"A product of this {type(self._untagged()).__name__} has {size} numbers (leaves "
+                f"A product of this {name} has {size} numbers (leaves "
                 f"{jax.tree.map(jnp.shape, products)}), but its `out_structure` says {self.n}. "
                 "Return from `mv` what `out_structure` says."
             )
