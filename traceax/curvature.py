@@ -33,12 +33,14 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
 from ._core.precision import at_least_single, widened
-from ._core.programs import TRACERS, holds
+from ._core.programs import TRACERS, closed_function, holds
+from ._estimators.solution import described
 from ._operators.curvature import (
     CurvatureOperator as CurvatureOperator,
     Groups,
     check_arrays,
     check_batches,
+    check_choice,
     check_mode,
     check_scalar,
     make_curvature,
@@ -68,6 +70,7 @@ def hessian(
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
+    wrt: Callable[[str, Array], bool] | None = None,
     mode: Literal["forward", "reverse", "finite-difference"] = "forward",
 ) -> CurvatureOperator:
     r"""The Hessian $\nabla^2 L$ of a loss with respect to its parameters.
@@ -89,6 +92,9 @@ def hessian(
         a batch, and the Hessian is averaged over the batches. By default the data are in `args`.
     - `weights`: one number for each batch, such as its number of examples where the last batch is
         padded; a batch of weight 0 does not count. By default all weigh the same.
+    - `wrt`: called as `wrt(path, leaf)` for each floating-point array, with a path like
+        `"params/Dense_0/kernel"`: whether it is a parameter. Batch statistics, frozen layers and
+        buffers are not. By default all are.
     - `mode`: how the gradient is differentiated: `"forward"`, in forward mode; `"reverse"`, in
         reverse mode, for models whose gradients have no forward mode, in two to three times the
         memory; `"finite-difference"`, by a central difference of two gradients, for models whose
@@ -119,7 +125,8 @@ def hessian(
         return check_scalar("The loss", loss(eqx.combine(moving, constant), *data))
 
     check_mode(mode)
-    return make_curvature(None, outer, params, args, batches, weights=weights, mode=mode)
+    options: dict[str, Any] = {"weights": weights, "wrt": wrt, "mode": mode}
+    return make_curvature(None, outer, params, args, batches, **options)
 
 
 def gauss_newton(
@@ -129,6 +136,7 @@ def gauss_newton(
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
+    wrt: Callable[[str, Array], bool] | None = None,
     convex: bool = True,
 ) -> CurvatureOperator:
     r"""The (generalised) Gauss-Newton matrix $J^\top H_L J$ of a loss of predictions.
@@ -145,7 +153,7 @@ def gauss_newton(
         scalar.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments of both functions, held constant.
-    - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
+    - `batches`, `weights`, `wrt`: as for [`traceax.curvature.hessian`][].
     - `convex`: whether the loss is convex in the predictions, as cross entropy and squared error
         are. The operator is then tagged positive semidefinite.
 
@@ -172,7 +180,7 @@ def gauss_newton(
         return check_scalar("The loss", loss(out, *data))
 
     tags = (lx.positive_semidefinite_tag,) if convex else ()
-    return make_curvature(inner, outer, params, args, batches, *tags, weights=weights)
+    return make_curvature(inner, outer, params, args, batches, *tags, weights=weights, wrt=wrt)
 
 
 def fisher(
@@ -181,6 +189,7 @@ def fisher(
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
+    wrt: Callable[[str, Array], bool] | None = None,
     sample: Callable[..., tuple[Any, ...]] | None = None,
     key: PRNGKeyArray | None = None,
     num_samples: int = 1,
@@ -215,7 +224,7 @@ def fisher(
         (a scalar counts as one example). The sign matters for derivatives with `sample` alone.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
-    - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
+    - `batches`, `weights`, `wrt`: as for [`traceax.curvature.hessian`][].
     - `sample`: called as `sample(key, params, *args)`, or `sample(key, params, batch, *args)` with
         batches; returns the arguments after `params` as a tuple, with labels drawn from the model.
         By default the labels in the data are used.
@@ -281,9 +290,8 @@ def fisher(
         return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
 
     tag, drawn = lx.positive_semidefinite_tag, sample is not None
-    return make_curvature(
-        inner, outer, params, args, batches, tag, weights=weights, reweighted=drawn
-    )
+    options: dict[str, Any] = {"weights": weights, "wrt": wrt, "reweighted": drawn}
+    return make_curvature(inner, outer, params, args, batches, tag, **options)
 
 
 def jacobian_gram(
@@ -292,6 +300,7 @@ def jacobian_gram(
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
+    wrt: Callable[[str, Array], bool] | None = None,
 ) -> CurvatureOperator:
     r"""The Gram matrix $J^\top J$ of the Jacobian of a function of the parameters.
 
@@ -303,7 +312,7 @@ def jacobian_gram(
         PyTree of floating-point arrays.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
     - `args`: further arguments, held constant.
-    - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
+    - `batches`, `weights`, `wrt`: as for [`traceax.curvature.hessian`][].
 
     **Returns:**
 
@@ -322,7 +331,7 @@ def jacobian_gram(
         return _half_square(out)
 
     tag = lx.positive_semidefinite_tag
-    return make_curvature(inner, outer, params, args, batches, tag, weights=weights)
+    return make_curvature(inner, outer, params, args, batches, tag, weights=weights, wrt=wrt)
 
 
 @final
@@ -404,15 +413,7 @@ class Curvature:
         )  # fmt: skip
 
     def _scalar(self, *args: Any) -> Array:
-        value = self._loss(*args)
-        if self._has_aux:
-            if not isinstance(value, tuple) or len(value) != 2:
-                raise ValueError(
-                    "With has_aux=True the loss must return a pair (loss, aux), got a "
-                    f"{type(value).__name__}. Leave has_aux out."
-                )
-            value = value[0]
-        return check_scalar("The loss", value)
+        return check_scalar("The loss", self._loss(*args), self._has_aux)
 
     def ungroup(self, params: PyTree, vector: dict[str, Array]) -> PyTree:
         """A vector by groups, such as one of `Eigenpairs.vectors`, in the structure of the
@@ -511,9 +512,7 @@ def of(
         `predict` as `loss(predictions, *loss_args)`, or `loss(predictions, batch, *loss_args)`.
     - `predict`: the model, called as `predict(params, *model_args)`, or `predict(params, batch,
         *model_args)`. By default the operator is the Hessian.
-    - `wrt`: called as `wrt(path, leaf)` for each floating-point array, with a path like
-        `"params/Dense_0/kernel"`: whether it is a parameter. Batch statistics, frozen layers and
-        buffers are not. By default all are.
+    - `wrt`: as for [`traceax.curvature.hessian`][].
     - `groups`: called as `groups(path, leaf)`: the name of the group that it belongs to, or a list
         of names, one for each entry along its leading axis (layers that are stacked for a scan).
         The operator is then one over a dictionary of groups, with one array of shape `(size,)` for
@@ -541,12 +540,8 @@ def of(
             f"The loss must be a function, got a {type(loss).__name__}: parameters and data are "
             "given to what `of(loss)` returns."
         )
-    for name, chosen in (("wrt", wrt), ("groups", groups)):
-        if chosen is not None and not callable(chosen):
-            raise TypeError(
-                f"{name} must be a function of the path and the leaf, got {chosen!r}. Give, say, "
-                f"`{name}=lambda path, leaf: path.startswith('params/')`."
-            )
+    check_choice("wrt", wrt)
+    check_choice("groups", groups)
     check_mode(mode)
     if predict is not None and mode != "forward":
         raise ValueError(
@@ -580,6 +575,10 @@ class NoiseScale(eqx.Module):
     scale_std_err: Array
     norms: Inexact[Array, " examples"]
 
+    def __repr__(self) -> str:
+        """See `described`."""
+        return described("NoiseScale", vars(self))
+
 
 NoiseScale.__init__.__doc__ = (NoiseScale.__doc__ or "").replace(
     "**Attributes:**", "**Arguments:**"
@@ -600,6 +599,8 @@ def noise_scale(
     examples: PyTree,
     *args: Any,
     batch_size: int = 32,
+    wrt: Callable[[str, Array], bool] | None = None,
+    has_aux: bool = False,
 ) -> NoiseScale:
     r"""The noise of the gradients: the trace of their covariance, and the simple noise scale
     $\mathrm{tr}(\Sigma) / |G|^2$.
@@ -621,15 +622,18 @@ def noise_scale(
         ```
 
     Cost: the gradients of all examples, `batch_size` of them in memory at a time, and a forward
-    pass each. Outside of `jax.jit` every call is compiled anew.
+    pass each.
 
     **Arguments:**
 
     - `loss`: called as `loss(params, example, *args)`; returns the loss of one example, a scalar.
     - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
-    - `examples`: a PyTree of arrays with a leading axis of the same length N, at least two.
-    - `args`: further arguments, held constant.
+    - `examples`: a PyTree of arrays with a leading axis of the same length N, at least two: the
+        inputs, and in a tuple with them the labels.
+    - `args`: further arguments, the same for all examples, held constant.
     - `batch_size`: how many gradients to hold at a time.
+    - `wrt`: as for [`traceax.curvature.hessian`][].
+    - `has_aux`: whether the loss returns a pair `(loss, aux)`.
 
     **Returns:**
 
@@ -644,7 +648,7 @@ def noise_scale(
         S. McCandlish, J. Kaplan, D. Amodei, *An empirical model of large-batch training*, 2018,
         arXiv:1812.06162.
     """
-    moving, constant = split_params(params)
+    moving, constant = split_params(params, wrt)
     batch_size = checked_count(batch_size, "batch_size (examples at once)")
     examples = check_batches(examples, "examples")
     count = jtu.tree_leaves(examples)[0].shape[0]
@@ -655,7 +659,21 @@ def noise_scale(
         )
 
     def of_example(moving, example):
-        return check_scalar("The loss", loss(eqx.combine(moving, constant), example, *args))
+        value = loss(eqx.combine(moving, constant), example, *args)
+        return check_scalar("The loss", value, has_aux)
+
+    one = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
+    structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), moving)
+    closed = closed_function(of_example, structure, one)
+    return _noise_scale(closed, moving, examples, min(batch_size, count))
+
+
+@eqx.filter_jit
+def _noise_scale(
+    of_example: Callable[..., Array], moving: PyTree, examples: PyTree, width: int
+) -> NoiseScale:
+    """See `noise_scale`; `width` gradients are held at a time."""
+    count = jtu.tree_leaves(examples)[0].shape[0]
 
     def wide(tree):  # sums of many terms in half precision cease to grow, and squares overflow
         return widened(tree)[0]
@@ -670,7 +688,6 @@ def noise_scale(
 
     with jax.numpy_dtype_promotion("standard"):
         zero = jtu.tree_map(jnp.zeros_like, wide(moving))
-        width = min(batch_size, count)
         whole = count // width
 
         def block(total, each):

@@ -325,3 +325,6 @@ def test_a_solution_shows_its_numbers():
     batch = jax.jit(jax.vmap(solve))(jax.random.split(jax.random.key(0), 3))
     assert seen == ["Solution(value=f64[], std_err=f64[], num_matvecs=i32[])"]
     assert repr(batch) == "Solution(value=f64[3], std_err=f64[3], num_matvecs=i32[3])"
+    pairs = tr.eigenpairs(jax.random.key(0), definite, 40, num=2)
+    assert repr(pairs).startswith("Eigenpairs(values=[40, 39], errors=[")
+    assert repr(pairs).endswith("num_matvecs=40, result=successful)")

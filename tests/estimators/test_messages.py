@@ -28,7 +28,7 @@ from traceax._cli.files import MatrixFileError, read_matrix
 from traceax._operators.sparse import _Entries
 from traceax.testing import check_estimator
 
-from ..helpers import PSD, by_products
+from ..helpers import PSD, by_products, register_tags
 
 PACKAGE = Path(tr.__file__).parent
 BUS = PACKAGE / "data" / "1138_bus.mtx"
@@ -49,6 +49,27 @@ MIXED = lx.FunctionLinearOperator(lambda v: v.astype(complex), jax.ShapeDtypeStr
 SPARSE = tr.SparseLinearOperator(ss.eye_array(N).tocsr(), lx.symmetric_tag)
 KERNEL = tr.KernelLinearOperator
 NEVER = tr.AdaptiveHutchPlusPlusEstimator()
+
+
+class Liar(lx.AbstractLinearOperator):
+    """An operator with complex products that says that it is real."""
+
+    def mv(self, vector):
+        return 1j * vector
+
+    def as_matrix(self):
+        return 1j * EYE
+
+    def transpose(self):
+        return self
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct((N,), float)
+
+    out_structure = in_structure
+
+
+register_tags(Liar, lambda operator: False)
 
 
 class Own(tr.AbstractTraceEstimator):
@@ -164,6 +185,20 @@ def run_state(**options):
     )
 
 
+def going_on_from_many():
+    """A tolerance run that goes on from several states at once."""
+    return eqx.filter_eval_shape(
+        lambda state: tr.trace(KEY, HIDDEN, rtol=0.1, max_k=40, state=state),
+        eqx.filter_eval_shape(lambda x: jax.tree.map(lambda x: x[None], x), run_state()),
+    )
+
+
+def without_x64():
+    """A call for an operator of float64, with 64-bit numbers switched off."""
+    with jax.enable_x64(False):
+        return tr.trace(jax.random.key(0), PLAIN, 4)
+
+
 def going_on(operator, max_k, key=KEY, **options):
     return eqx.filter_eval_shape(
         lambda state: tr.trace(key, operator, rtol=0.1, max_k=max_k, state=state, **options),
@@ -250,6 +285,9 @@ MESSAGES = [
         lambda _: tr.eigenvalue_count(KEY, POSITIVE, 3.0, 1, 4),
     ),
     (ValueError, "complex128", "Declare its whole", lambda _: tr.trace(KEY, MIXED, 4)),
+    (ValueError, "is complex", "Declare its whole", lambda _: tr.trace(KEY, Liar(), 4)),
+    (ValueError, "number 1j", "Make the operator complex", lambda _: tr.trace(KEY, PLAIN * 1j, 4)),
+    (ValueError, "float64", "where the operator was made", lambda _: without_x64()),
     (
         TypeError,
         "the traced value",
@@ -371,6 +409,7 @@ MESSAGES = [
     (ValueError, "rows of float", "rows of complex64", lambda _: going_on(HIDDEN_COMPLEX, 40)),
     (ValueError, "below n=80", "give a max_k", lambda _: going_on(HIDDEN, 80, estimator=PLAIN_ONE)),
     (ValueError, "of rbg", "impl='threefry2x32'", lambda _: going_on(HIDDEN, 40, key=OTHER_KEY)),
+    (ValueError, "stack of states, of shape (1,)", "or take one", lambda _: going_on_from_many()),
     (TypeError, "got 2.5", "give an int", lambda _: tr.trace(KEY, PLAIN, 2.5, max_k=4)),
     (ValueError, "got 5", "at most max_k = 4", lambda _: tr.trace(KEY, PLAIN, 5, max_k=4)),
     (
@@ -431,6 +470,8 @@ MESSAGES = [
     (TypeError, "got a int", "what `of(loss)` returns", lambda _: curvature.of(3)),
     (TypeError, "got 'params'", "`wrt=lambda path, leaf:", lambda _: of(wrt="params")),
     (ValueError, "got a float", "Leave has_aux out", lambda _: of(lambda p: 1.0, True)(ONES)),
+    (ValueError, "got a pair of", "has_aux=True", lambda _: of(lambda p: (1.0, 2))(ONES)),
+    (ValueError, "asked about 'a'", "Return True", lambda _: of(wrt=lambda *_: False)({"a": ONES})),
     (ValueError, "got batches=None", "Give the data", lambda _: of(weights=len)(ONES)),
     (
         ValueError,
@@ -575,9 +616,11 @@ MESSAGES = [
     ),
     (
         ValueError,
-        "got NoneType",
+        "got NystromPreconditioner",
         "leave `preconditioner` out",
-        lambda _: tr.logdet(KEY, POSITIVE, 4, shifts=1.0, preconditioner=None),
+        lambda _: tr.logdet(
+            KEY, POSITIVE, 4, shifts=1.0, preconditioner=tr.NystromPreconditioner(2)
+        ),
     ),
     (
         ValueError,
@@ -944,7 +987,8 @@ def sites():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             warns = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
-            if isinstance(node, ast.Raise) or warns:
+            raises = isinstance(node, ast.Raise) and node.exc is not None  # not what was caught
+            if raises or warns:
                 lines = range(node.lineno, node.end_lineno + 1)
                 found |= {(str(path), line): (path.name, node.lineno) for line in lines}
     return found

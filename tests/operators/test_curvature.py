@@ -98,6 +98,15 @@ KINDS = ("hessian", "gauss_newton", "fisher", "jacobian_gram")
 BATCHES = (INPUTS.reshape(3, 4, 3), LABELS.reshape(3, 4))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrt_leaves_out_what_is_no_parameter(kind):
+    truth = dense(kind)[:CLASSES, :CLASSES]
+    bias = lambda path, leaf: path == "b"  # noqa: E731
+    operator = make(kind, {**WEIGHTS, **REST}, INPUTS, LABELS, wrt=bias)
+    assert operator.in_size() == CLASSES
+    np.testing.assert_allclose(flat_matrix(operator), truth, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     ("kind", "batched"),
     [*((kind, False) for kind in KINDS), ("hessian", True), ("jacobian_gram", True)],
@@ -740,6 +749,14 @@ def test_bad_input():
     assert "PyTree of arrays" in message(lambda: make("hessian", params, batches=("text",)))
 
 
+def test_a_list_of_batches():
+    """Something else than `batches`: the error that it leads to says what to do."""
+    batches = [(INPUTS, LABELS), (INPUTS, LABELS)]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make("hessian", {**WEIGHTS, **REST}, batches=batches)
+    assert any("Stack a list of batches" in note for note in caught.value.__notes__)
+
+
 def test_not_square():
     jacobian = lx.JacobianLinearOperator(lambda x, _: jnp.concatenate([x, x]), jnp.ones(3))
     assert "6 x 3" in message(lambda: tr.trace(jr.key(0), jacobian, 2))
@@ -760,7 +777,7 @@ def test_factory_is_the_hessian_and_traces_once():
         return loss(params, inputs, labels), {"aux": inputs}
 
     make_it = curvature.of(counted, has_aux=True)
-    with pytest.raises(ValueError, match="leave out auxiliary"):
+    with pytest.raises(ValueError, match="has_aux=True"):
         curvature.of(counted)({**WEIGHTS, **REST}, INPUTS, LABELS)
     calls.clear()
     seen = []
@@ -1150,6 +1167,7 @@ def test_noise_scale_is_that_of_the_dense_covariance(batch_size):
     np.testing.assert_allclose(noise.square, square, rtol=1e-10)
     np.testing.assert_allclose(noise.scale, truth / square, rtol=1e-10)
     np.testing.assert_allclose(noise.norms, np.sum(jacobian**2, axis=1), rtol=1e-10)
+    assert f"scale={noise.scale:.7g}, " in repr(noise)
     # The jackknife, by leaving out one example after the other.
     kept = [np.delete(jacobian, i, axis=0) for i in range(EXAMPLES)]
     traces = np.array([np.trace(np.cov(each.T)) for each in kept])
@@ -1161,6 +1179,29 @@ def test_noise_scale_is_that_of_the_dense_covariance(batch_size):
         (traces / squares, noise.scale_std_err),
     ):
         np.testing.assert_allclose(error, spread * values.std(), rtol=1e-8)
+
+
+def test_noise_scale_of_some_of_the_parameters_compiles_once(caplog):
+    params = {**WEIGHTS, **REST}
+
+    def with_aux(params, example):
+        return one_loss(params, example), example
+
+    def noise_of(scale):
+        scaled = {**params, "w": scale * params["w"]}
+        bias = lambda path, leaf: path == "b"  # noqa: E731
+        options = {"wrt": bias, "has_aux": True}
+        return curvature.noise_scale(with_aux, scaled, (INPUTS, LABELS), **options)
+
+    jacobian = np.asarray(jax.jacobian(of_flat(log_likelihood))(FLAT))[:, :CLASSES]
+    with jax.log_compiles():
+        first = noise_of(1.0).trace
+        assert "Compiling jit(_noise_scale)" in caplog.text
+        caplog.clear()
+        second = noise_of(2.0).trace
+        assert "Compiling jit(_noise_scale)" not in caplog.text
+    np.testing.assert_allclose(first, np.trace(np.cov(jacobian.T)), rtol=1e-10)
+    assert not np.isclose(first, second)
 
 
 def test_noise_scale_is_unbiased_and_its_errors_are_right():

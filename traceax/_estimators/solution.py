@@ -80,12 +80,33 @@ def outcome_of(result: Any) -> str:
     return next(names, "failed")
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.ndim == 0
+def _is_number(x: Any, ndim: int = 0) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.ndim == ndim
 
 
-def _shown(tree: PyTree) -> str:
+def _shown(tree: PyTree, entries: bool) -> str:
+    if entries and _is_number(tree, ndim=1):
+        return f"[{', '.join(f'{x:.7g}' for x in tree.tolist())}]"
     return f"{tree.item():.7g}" if _is_number(tree) else eqx.tree_pformat(tree)
+
+
+def described(
+    name: str, parts: dict[str, PyTree], result: Any = None, *, entries: bool = False
+) -> str:
+    """What a class of results prints: the numbers, where they are known; inside `jit`, and of
+    batches, the shapes.
+
+    **Arguments:**
+
+    - `name`: the name of the class.
+    - `parts`: its fields, by name.
+    - `result`: a member of `RESULTS`, which is shown if `num_matvecs` is known; or None.
+    - `entries`: whether the entries of vectors are shown as well.
+    """
+    shown = [f"{field}={_shown(part, entries)}" for field, part in parts.items()]
+    if result is not None and _is_number(parts["num_matvecs"]):
+        shown.append(f"result={outcome_of(result)}")
+    return f"{name}({', '.join(shown)})"
 
 
 @final
@@ -126,15 +147,12 @@ class Solution(eqx.Module):
     tail: float = eqx.field(static=True, default=1.0)
 
     def __repr__(self) -> str:
-        """The numbers, where they are known; inside `jit`, and of batches, the shapes."""
+        """See `described`."""
         parts = {"value": self.value, "std_err": self.std_err}
         if self.quadrature_error is not None:
             parts["quadrature_error"] = self.quadrature_error
         parts["num_matvecs"] = self.num_matvecs
-        shown = [f"{name}={_shown(part)}" for name, part in parts.items()]
-        if _is_number(self.num_matvecs):
-            shown.append(f"result={outcome_of(self.result)}")
-        return f"Solution({', '.join(shown)})"
+        return described("Solution", parts, self.result)
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         r"""The interval that holds the true value (its real part) with probability `level`.

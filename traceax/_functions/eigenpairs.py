@@ -22,6 +22,7 @@ from .._core.estimate import Estimate, make_estimate, rounding_unit
 from .._core.precision import any_promotion
 from .._core.primitive import eigenpairs_p
 from .._estimators.estimator import AbstractEstimator, check_budget, solve
+from .._estimators.solution import described
 from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
 from .._operators.width import BLOCK_LIMIT
 from .._probes.random import split
@@ -171,6 +172,12 @@ class Eigenpairs(eqx.Module):
     vectors: PyTree[Inexact[Array, "num ..."]]
     num_matvecs: Int[Array, ""]
     result: Any  # a member of RESULTS, as in `Solution`
+
+    def __repr__(self) -> str:
+        """See `described`."""
+        names = "values", "errors", "residuals", "bounds", "num_matvecs"
+        parts = {name: getattr(self, name) for name in names}
+        return described("Eigenpairs", parts, self.result, entries=True)
 
 
 Eigenpairs.__init__.__doc__ = (Eigenpairs.__doc__ or "").replace(

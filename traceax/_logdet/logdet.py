@@ -218,7 +218,7 @@ def _check_shifts(k: Any, preconditioner: Any) -> None:
             "Log-determinants for several shifts take a budget, got a tolerance: give `k`, or make "
             "one call with a tolerance for each shift."
         )
-    if not isinstance(preconditioner, str) or preconditioner != "auto":
+    if preconditioner is not None and preconditioner != "auto":
         raise ValueError(
             "Log-determinants for several shifts share a Krylov space of A, which a preconditioner "
             f"would change, got {type(preconditioner).__name__}: leave `preconditioner` out, or "

@@ -205,6 +205,7 @@ def split_params(params: Any, wrt: Callable[[str, Any], bool] | None = None) -> 
     - `params`: the parameters.
     - `wrt`: called as `wrt(path, leaf)` for each floating-point array: whether to differentiate it.
     """
+    check_choice("wrt", wrt)
     params = jtu.tree_map(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, params
     )
@@ -214,11 +215,19 @@ def split_params(params: Any, wrt: Callable[[str, Any], bool] | None = None) -> 
     )
     moving, constant = eqx.partition(params, chosen)
     leaves = jtu.tree_leaves(moving)
-    if not leaves:
+    paths = [path for path, x in jtu.tree_leaves_with_path(params) if eqx.is_inexact_array(x)]
+    if not paths:
         raise ValueError(
             "The parameters hold no floating-point array to differentiate, got leaves of types "
             f"{sorted({type(leaf).__name__ for leaf in jtu.tree_leaves(params)})}. Pass arrays, "
-            "such as `jnp.asarray(1.0)` rather than `1.0`, and let `wrt` choose one of them."
+            "such as `jnp.asarray(1.0)` rather than `1.0`."
+        )
+    if not leaves:
+        names = ", ".join(repr(path_name(path)) for path in paths[:4])
+        raise ValueError(
+            f"`wrt` chose none of the {len(paths)} floating-point arrays among the parameters, got "
+            f"asked about {names}{', ...' if len(paths) > 4 else ''}. Return True for those that "
+            "are to be differentiated."
         )
     if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in leaves):
         raise ValueError(
@@ -231,6 +240,15 @@ def split_params(params: Any, wrt: Callable[[str, Any], bool] | None = None) -> 
 def path_name(path: tuple[Any, ...]) -> str:
     """The path of a leaf as `"layers/0/weight"`."""
     return jtu.keystr(path, simple=True, separator="/")
+
+
+def check_choice(name: str, chosen: Any) -> None:
+    """Raise a `TypeError` if a choice among leaves is neither a function nor None."""
+    if chosen is not None and not callable(chosen):
+        raise TypeError(
+            f"{name} must be a function of the path and the leaf, got {chosen!r}. Give, say, "
+            f"`{name}=lambda path, leaf: path.startswith('params/')`."
+        )
 
 
 def check_batches(batches: Any, name: str = "batches") -> Any:
@@ -253,8 +271,29 @@ def check_batches(batches: Any, name: str = "batches") -> Any:
     return batches
 
 
-def check_scalar(what: str, value: Any) -> Array:
-    """Refuse a loss that does not return a floating-point scalar."""
+def _is_list_of_batches(batches: Any) -> bool:
+    """Whether this is a list of PyTrees of the same structure."""
+    structures = [jtu.tree_structure(x) for x in batches] if isinstance(batches, list) else []
+    return len(structures) > 0 and structures[0].num_nodes > 1 and len(set(structures)) == 1
+
+
+def check_scalar(what: str, returned: Any, has_aux: bool = False) -> Array:
+    """Refuse a loss that does not return a floating-point scalar, or with `has_aux` a pair of it
+    and something else.
+    """
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    if has_aux and not pair:
+        raise ValueError(
+            "With has_aux=True the loss must return a pair (loss, aux), got a "
+            f"{type(returned).__name__}. Leave has_aux out."
+        )
+    if pair and not has_aux:
+        raise ValueError(
+            f"{what} must return a floating-point scalar array, got a pair of "
+            f"{' and '.join(type(x).__name__ for x in returned)}. If the second is an auxiliary "
+            "output, say so: `traceax.curvature.of(loss, has_aux=True)`."
+        )
+    value: Any = returned[0] if has_aux else returned
     if not eqx.is_inexact_array(value) or value.shape != ():
         got = f"a {type(value).__name__}"
         if eqx.is_array(value):
@@ -397,6 +436,7 @@ def make_curvature(
     batches: Any,
     *tags: object,
     weights: Any = None,
+    wrt: Callable[[str, Any], bool] | None = None,
     mode: str = "forward",
     join: Callable[[Any, Any], Any] = eqx.combine,
     programs: dict[Any, Any] | None = None,
@@ -415,6 +455,7 @@ def make_curvature(
     - `batches`: batches along a leading axis, or None.
     - `tags`: further tags of the operator.
     - `weights`: a weight for each batch, or None.
+    - `wrt`: see `split_params`; None if they are split.
     - `mode`: see `traceax.curvature.hessian`.
     - `join`: makes parameters of those that move and the others.
     - `sampled`: whether `args` and `batches` are a sample, in whose place another one would do.
@@ -427,7 +468,7 @@ def make_curvature(
 
     A `CurvatureOperator`.
     """
-    moving, constant = params if isinstance(params, Split) else split_params(params)
+    moving, constant = params if isinstance(params, Split) else split_params(params, wrt)
     batches = check_batches(batches)
     weights = _check_weights(weights, batches)
     arrays, static = eqx.partition((constant, args), eqx.is_array)
@@ -442,7 +483,15 @@ def make_curvature(
     if found is None:
         functions = _functions(inner, outer, join, mode, static, reweighted)
         convert = eqx.filter_closure_convert if programs is None else closed_function
-        product, number = convert(functions[0], *example), None
+        try:
+            product, number = convert(functions[0], *example), None
+        except Exception as error:  # the user's function got something else than it expects
+            if _is_list_of_batches(batches):
+                error.add_note(
+                    "`batches` is one PyTree, whose arrays have an axis of batches in front. Stack "
+                    "a list of batches: `jax.tree.map(lambda *x: jnp.stack(x), *batches)`."
+                )
+            raise
         if mode == "forward":
             try:
                 number = convert(functions[1], *example)
