@@ -160,7 +160,8 @@ def gauss_newton(
     **Returns:**
 
     A lineax operator over the floating-point leaves of `params`, tagged symmetric, and positive
-    semidefinite if `convex`.
+    semidefinite if `convex`. A product costs a forward and a reverse pass through the predictions
+    (a batch).
 
     **Raises:**
 
@@ -236,7 +237,7 @@ def fisher(
     A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite. All
     products use the same labels, and hence the same matrix. The derivative with respect to the
     parameters contains that of the probabilities of labels that were drawn: its expectation is the
-    derivative of the true matrix.
+    derivative of the true matrix. A product costs a forward and a reverse pass.
 
     **Raises:**
 
@@ -316,7 +317,8 @@ def jacobian_gram(
 
     **Returns:**
 
-    A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite.
+    A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite. A
+    product costs a forward and a reverse pass through the function (a batch).
 
     **Raises:**
 

@@ -35,6 +35,9 @@ def frobenius_norm(
     (in single precision, below a norm of some $3 \cdot 10^{-16} \sqrt n$), the estimate is made
     again in another unit, once or twice, which takes `k` further products each time.
 
+    Cost: at most `k` matvecs, half of them with the adjoint, and what a change of the unit takes;
+    four blocks of `n x k/2` numbers.
+
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
@@ -62,6 +65,8 @@ def row_norms(
     Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag. A probe takes two
     products, one with A and one with its adjoint. If the estimate of a square is below 0, the norm
     is 0. Squares that over- or underflow are treated as for [`traceax.frobenius_norm`][].
+
+    Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2` numbers.
 
     **Arguments:**
 

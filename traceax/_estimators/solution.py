@@ -43,9 +43,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "The budget was spent before the tolerance was reached. The value is the best estimate "
         "there is, and its standard error says how good. Raise `max_k`, loosen `rtol` or `atol`, "
         "or go on from `state`, which `keep_state=True` returns. With a fixed budget `k`: the "
-        "quadrature error exceeds four standard errors, 5 % of the value, and 1. Raise `k`, or "
-        "give a tolerance instead. If the value is exact (its standard error is 0), the quadrature "
-        "error is rounding: compute in float64."
+        "quadrature error exceeds four standard errors and 5 % of the value (for log-determinants "
+        "and log densities also 1). Raise `k`, or give a tolerance instead. If the value is exact "
+        "(its standard error is 0), the quadrature error is rounding: compute in float64."
     )
     wrong_diagonal = (
         "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "
@@ -126,12 +126,13 @@ class Solution(eqx.Module):
     - `stats`: further statistics: `"std.err"`, and `"dof"`, the degrees of freedom of `std_err`:
         the number of averaged samples, less one. (For functions of matrices the standard error
         comes from the quadrature nodes, and `dof` is about the number of eigenvalues that dominate
-        it, times that of the probes.)
+        it, times that of the probes.) Log-determinants add `"columns"`, which were read without a
+        product; log densities `"log_det"`, `"quadratic_form"` and `"solve"`; trackers `"method"`.
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
         of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
-        if nothing is known of it. Of exact log-determinants and inverses it is the error of
-        rounding. None for estimates that have no such error.
+        if nothing is known of it. Of exact values (log-determinants, inverses and other functions
+        of a matrix) it is the error of rounding. None for estimates that have no such error.
     - `state`: what a later call can go on from, if `keep_state=True` asked for it; else None.
     - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """

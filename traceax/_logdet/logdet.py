@@ -45,9 +45,9 @@ def logdet(
     which is small if P is good. If the operator is written with a diagonal part (`K + s I`,
     `K + D`), that is read off; otherwise the smallest eigenvalue is estimated.
 
-    The products themselves decide how the budget is divided (also under `jit`; under `vmap` all
-    plans are computed, and each lane picks its own). Let t(l) be the mean eigenvalue of the part of
-    K that a Nystrom approximation of rank l leaves out.
+    The products themselves decide how the budget is divided (also under `jit`; under `vmap` each
+    lane divides its own, and products are made until the slowest lane is done). Let t(l) be the
+    mean eigenvalue of the part of K that a Nystrom approximation of rank l leaves out.
 
     1. A sketch takes k/6 products (at least 16, or k/3 if that is less). If t has hardly fallen
         from half of this rank to all of it (by less than 16 %), low rank does not pay, and the rest
@@ -80,12 +80,15 @@ def logdet(
     Lanczos' recurrence early. The latter is a bound if K is tagged semidefinite and the operator is
     written with its diagonal part (unless K itself contains far more noise). The quadrature error
     of an exact value is that of rounding, $4 \epsilon \sum_i A_{ii} / L_{ii}^2$ with the Cholesky
-    factor L, and $\epsilon (n + |\log\det A|)$: in float32 with little noise it is about a nat for
-    n = 1000.
+    factor L, and $\epsilon (4 n + |\log\det A|)$: in float32 with little noise it is about a nat
+    for n = 1000.
 
     First derivatives, in forward and reverse mode, are unbiased as far as the quadrature has
     converged (if `quadrature_error` exceeds `std_err`, they are likely biased as well), and their
-    variance goes to 0 with growing rank of P. They cost about `k` tangent products. Second (and
+    variance goes to 0 with growing rank of P. They cost about `k` tangent products. (Where the
+    quadrature error exceeds a quarter of the standard error, a third of the probes takes three
+    times as many steps for the derivative: some `4 k / 3` further products, which `num_matvecs`
+    does not count.) Second (and
     higher) derivatives are as good; for every direction they take another `k` tangent products,
     and for each of these a solve with A by conjugate gradients, with the preconditioner P.
 

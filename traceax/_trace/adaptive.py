@@ -340,27 +340,27 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
     r"""A-Hutch++: Hutch++ with a guarantee for its error, and with the split between sketch and
     probes that takes the fewest products.
 
-    With $Q$ an orthonormal basis of the range of $A \Omega$ (m probes) and k normal probes
+    With $Q$ an orthonormal basis of the range of $A \Omega$ (m probes) and l normal probes
     $\psi_i$, $g_i = (I - Q Q^*) \psi_i$,
 
-    $$\mathrm{tr}(Q^* A Q) + \frac{1}{k} \sum_i \frac{n - m}{\|g_i\|^2} \, g_i^* A g_i,$$
+    $$\mathrm{tr}(Q^* A Q) + \frac{1}{l} \sum_i \frac{n - m}{\|g_i\|^2} \, g_i^* A g_i,$$
 
     for operators that are tagged symmetric (real) or semidefinite. In `traceax.trace(key, operator,
     estimator=AdaptiveHutchPlusPlusEstimator(), atol=..., rtol=..., max_k=...)`, m grows until
-    another column would save fewer residual probes than it costs products, and k until
+    another column would save fewer residual probes than it costs products, and l until
 
-    $$k \ge 4 \log(2 / \delta) \, \varepsilon^{-2} \alpha_k^{-1} F_k, \qquad
+    $$l \ge 4 \log(2 / \delta) \, \varepsilon^{-2} \alpha_l^{-1} F_l, \qquad
     \varepsilon = \mathtt{atol} + \mathtt{rtol} \, |\mathrm{value}|,$$
 
-    where $F_k$ is the mean of $\|(B - \beta I) g_i\|^2$, $B = (I - Q Q^*) A (I - Q Q^*)$, with the
-    fitted mean eigenvalue $\beta$ of $B$, and $\alpha_k$ the $\delta$-quantile of
-    $\chi^2_k / k$.
+    where $F_l$ is the mean of $\|(B - \beta I) g_i\|^2$, $B = (I - Q Q^*) A (I - Q Q^*)$, with the
+    fitted mean eigenvalue $\beta$ of $B$, and $\alpha_l$ the $\delta$-quantile of
+    $\chi^2_l / l$.
 
     *The guarantee.* The error is at most $\varepsilon$ with probability $1 - 2 \delta$:
-    $F_k / \alpha_k$ is less than $\|B - \beta I\|_F^2$ with probability at most $\delta$, and with
+    $F_l / \alpha_l$ is less than $\|B - \beta I\|_F^2$ with probability at most $\delta$, and with
     $4 \log(2 / \delta) \varepsilon^{-2} (\|B\|_F^2 + \varepsilon \|B\|_2)$ probes the error exceeds
     $\varepsilon$ with probability at most $\delta$. As in the paper, three things are neglected:
-    the bounds hold for a given k, but the algorithm searches for one; the term
+    the bounds hold for a given l, but the algorithm searches for one; the term
     $\varepsilon \|B\|_2$ is left out; and with `rtol`, $\varepsilon$ is computed from the estimate
     in place of the trace. In return, both bounds are for the worst operator, and hence
     conservative: errors are about $\varepsilon / 4$ as published, and $\varepsilon / 5$ to
@@ -372,7 +372,7 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
     variance. The same split is used with a budget `k` in place of a tolerance, and the estimate is
     then unbiased. An operator of low rank ends the run at once, with standard error 0.
 
-    Cost: `2 m + k` matvecs, at least three blocks of columns and at most the budget; one block of
+    Cost: `2 m + l` matvecs, at least three blocks of columns and at most the budget; one block of
     `n x max_k/2` numbers; work in proportion to the products made. The derivative draws the probes
     again, and takes as many products. There is no `state` to go on from, and no completion to the
     exact trace: with `max_k >= n` a run may end as `RESULTS.not_converged` after n products.

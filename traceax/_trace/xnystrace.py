@@ -87,8 +87,8 @@ class XNysTraceEstimator(AbstractTraceEstimator):
     The standard error includes the correlation between the samples (see
     [`traceax.XTraceEstimator`][]), without which it would be too small by 1.3 to 4 times.
 
-    Cost: `k` matvecs; four blocks of `n x k` numbers; `12 n k^2 + 80 k^3` operations beside the
-    products.
+    Cost: `k` matvecs; four blocks of `n x k` numbers (six with the gradient); `12 n k^2 + 80 k^3`
+    operations beside the products.
     The derivative takes `2k` tangent products. It uses XTrace's weights from the same sketch,
     because the derivative of A need not be semidefinite.
 

@@ -120,8 +120,8 @@ class XTraceEstimator(AbstractTraceEstimator):
     leave-two-out counterparts, without further products. The customary standard error is too small
     by 1.1 to 4 times.
 
-    Cost: `2 floor(k/2)` matvecs; four blocks of `n x k/2` numbers; `10 n m^2` operations beside
-    the products. (As each probe takes two matvecs, one of an odd budget is left over.)
+    Cost: `2 floor(k/2)` matvecs; four blocks of `n x k/2` numbers (six with the gradient);
+    `10 n m^2` operations beside the products. (As each probe takes two matvecs, one of an odd budget is left over.)
 
     ??? cite "References"
 
