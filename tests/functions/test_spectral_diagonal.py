@@ -150,6 +150,7 @@ def test_the_derivative_with_these_vectors_held_fixed(dtype):
     np.testing.assert_allclose(reverse, expected, atol=1e-6 * size)
 
 
+@pytest.mark.variant
 def test_both_modes_converge_as_the_value_does():
     """A kernel with little noise, whose value is right to 1e-5: in reverse mode the recurrences
     start from vectors that the block Krylov space knows nothing of. (With k / 4 steps the mean of

@@ -62,6 +62,7 @@ def test_features_and_noise_by_products(features):
         assert found.num_matvecs < 3 * features + 60
 
 
+@pytest.mark.variant
 def test_features_and_noise_with_the_exact_value_in_reserve():
     """The end of a flat spectrum is cheaper to reach than n products."""
     n, features, s = 1000, 40, 0.1
