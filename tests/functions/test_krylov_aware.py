@@ -143,15 +143,15 @@ def test_no_bias_and_bars_that_cover(name, dtype):
     tangent = matrix_of(np.sin(np.arange(N)), dtype)
     fn = lambda x: jnp.log1p(5 * jnp.square(x))  # noqa: E731
 
-    def value(t, key):
+    # The matrices are arguments: one program for all spectra.
+    def value(t, key, matrix, tangent):
         operator = operator_of(matrix + t.astype(matrix.dtype) * tangent)
         solution = tr.spectral_sum(key, fn, operator, 40)
         return solution.value, solution
 
     t = jnp.zeros((), matrix.real.dtype)
-    slopes, found = jax.jit(jax.vmap(jax.grad(value, has_aux=True), in_axes=(None, 0)))(
-        t, keys(400)
-    )
+    mapped = jax.vmap(jax.grad(value, has_aux=True), in_axes=(None, 0, None, None))
+    slopes, found = jax.jit(mapped)(t, keys(400), matrix, tangent)
     truth = np.sum(np.log1p(5 * eigenvalues**2))
     rounding = 100 * float(jnp.finfo(dtype).eps) * N
     errors = np.asarray(found.value, np.float64) - truth
