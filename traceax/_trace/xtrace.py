@@ -121,7 +121,8 @@ class XTraceEstimator(AbstractTraceEstimator):
     by 1.1 to 4 times.
 
     Cost: `2 floor(k/2)` matvecs; four blocks of `n x k/2` numbers (six with the gradient);
-    `10 n m^2` operations beside the products. (As each probe takes two matvecs, one of an odd budget is left over.)
+    `10 n m^2` operations beside the products. (As each probe takes two matvecs, one of an odd
+    budget is left over.)
 
     ??? cite "References"
 
