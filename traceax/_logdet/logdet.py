@@ -154,7 +154,7 @@ def logdet(
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
         [`traceax.RPCholeskyPreconditioner`][] (whose remaining budget goes to probes with 10 steps
         each), a [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
-        With a tolerance or shifts, `"auto"` only.
+        With a tolerance `"auto"` only; with shifts `"auto"` or None, which mean the same.
     - `fallback`: `"exact"` (the default) or None. With `preconditioner="auto"` and a budget of at
         least n/6, the exact value takes no more operations than the products, if the operator
         knows its entries (a dense matrix, or a kernel of at most 16,384 points): it is then
