@@ -551,6 +551,21 @@ def test_an_operator_of_a_class_that_lineax_does_not_know_in_a_sum():
     np.testing.assert_allclose(jax.jit(jax.grad(trace))(jnp.asarray(2.0)), N, rtol=1e-12)
 
 
+def test_ranks_are_combined_whatever_the_user_allows():
+    """Also where a factorisation is lowered, long after it was traced."""
+    size = structure(shape=(80,))
+    weights = jnp.arange(1.0, 81.0)
+
+    def trace(key):
+        operator = lx.FunctionLinearOperator(lambda v: weights * v, size)
+        return tr.trace(key, operator, rtol=0.1, estimator=tr.XTraceEstimator()).value
+
+    jax.clear_caches()
+    with jax.numpy_rank_promotion("raise"):
+        value = jax.jit(trace)(KEY)
+    np.testing.assert_allclose(value, trace(KEY), rtol=1e-12)
+
+
 # --- vmap over an axis of a mesh -----------------------------------------------------------------
 
 
