@@ -45,6 +45,7 @@ from ._operators.curvature import (
     check_scalar,
     make_curvature,
     split_params,
+    structure_of,
 )
 from ._probes.random import numbered, split
 
@@ -664,9 +665,7 @@ def noise_scale(
         value = loss(eqx.combine(moving, constant), example, *args)
         return check_scalar("The loss", value, has_aux)
 
-    one = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
-    structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), moving)
-    closed = closed_function(of_example, structure, one)
+    closed = closed_function(of_example, structure_of(moving), structure_of(examples, axes=1))
     return _noise_scale(closed, moving, examples, min(batch_size, count))
 
 

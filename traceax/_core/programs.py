@@ -57,7 +57,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, complex):
         return same((a.real, a.imag), (b.real, b.imag))
     if isinstance(a, jtu.PyTreeDef):
-        return a == b and same(_auxiliary(a), _auxiliary(b))
+        return a == b and same(static_fields(a), static_fields(b))
     if isinstance(a, jax.core.Trace) or type(a).__name__ in ("TraceTag", "Store", "EqualStore"):
         return True  # left over from a finished trace: no program depends on these
     parts = _parts(a)
@@ -69,10 +69,10 @@ def same(a: Any, b: Any) -> bool:
         return False
 
 
-def _auxiliary(treedef: Any) -> list[Any]:
+def static_fields(treedef: Any) -> list[Any]:
     """The static fields of all nodes of a PyTree."""
     data = treedef.node_data()
-    return [data, *[_auxiliary(child) for child in treedef.children()]]
+    return [data, *[static_fields(child) for child in treedef.children()]]
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:
@@ -684,7 +684,7 @@ class Held:
         """From static values, and from structures of PyTrees, whose static fields are searched."""
         found = []
         for value in values:
-            value = _auxiliary(value) if isinstance(value, jtu.PyTreeDef) else value
+            value = static_fields(value) if isinstance(value, jtu.PyTreeDef) else value
             found += _arrays_in(value, {})
         self.level = _level_of(found)
         # A program with tracers is compiled for one call, and must not keep them.

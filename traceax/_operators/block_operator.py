@@ -20,12 +20,12 @@ from .._core.precision import any_promotion, at_least_single, widened
 from .._core.programs import (
     NOTHING,
     TRACERS,
-    Held,
     closed_function,
     closed_functions,
     eps_of_product,
     holds,
     is_converted,
+    static_fields,
 )
 from .._linalg.matrix_product import matrix_product
 from .width import batch_width, by_columns, parts_of
@@ -256,8 +256,8 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
             return _multiple(type(node), inner, node.scalar)
         if is_foreign(node):
             leaves, treedef = jtu.tree_flatten(node)
-            functions = [leaf for leaf in leaves if callable(leaf)]
-            traced = Held(treedef, *functions).level == TRACERS
+            hidden = static_fields(treedef), *[leaf for leaf in leaves if callable(leaf)]
+            traced = any(holds(value) == TRACERS for value in hidden)
             asked = () if node is whole else (lx.is_diagonal, lx.is_tridiagonal)
             if traced or any(_answer(check, node) is None for check in asked):
                 closed = closed_function(node.mv, node.in_structure())

@@ -33,9 +33,11 @@ from .._core.programs import Static, closed_function, eps_along, eps_of_product
 from .unstructured import register_unstructured
 
 
-def _structure(tree: Any) -> Any:
-    """The shapes and dtypes of arrays. (`jax.eval_shape` would trace a function for them.)"""
-    return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+def structure_of(tree: Any, axes: int = 0) -> Any:
+    """The shapes and dtypes of arrays, without so many leading axes. (`jax.eval_shape` would trace
+    a function for them.)
+    """
+    return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[axes:], x.dtype), tree)
 
 
 @final
@@ -143,7 +145,7 @@ class CurvatureOperator(lx.AbstractLinearOperator):
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The structure of the parameters that are differentiated."""
-        return _structure(self.params)
+        return structure_of(self.params)
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The structure of a product: that of the parameters."""
@@ -215,14 +217,14 @@ def split_params(params: Any, wrt: Callable[[str, Any], bool] | None = None) -> 
     )
     moving, constant = eqx.partition(params, chosen)
     leaves = jtu.tree_leaves(moving)
-    paths = [path for path, x in jtu.tree_leaves_with_path(params) if eqx.is_inexact_array(x)]
-    if not paths:
-        raise ValueError(
-            "The parameters hold no floating-point array to differentiate, got leaves of types "
-            f"{sorted({type(leaf).__name__ for leaf in jtu.tree_leaves(params)})}. Pass arrays, "
-            "such as `jnp.asarray(1.0)` rather than `1.0`."
-        )
     if not leaves:
+        paths = [path for path, x in jtu.tree_leaves_with_path(params) if eqx.is_inexact_array(x)]
+        if not paths:
+            raise ValueError(
+                "The parameters hold no floating-point array to differentiate, got leaves of types "
+                f"{sorted({type(leaf).__name__ for leaf in jtu.tree_leaves(params)})}. Pass "
+                "arrays, such as `jnp.asarray(1.0)` rather than `1.0`."
+            )
         names = ", ".join(repr(path_name(path)) for path in paths[:4])
         raise ValueError(
             f"`wrt` chose none of the {len(paths)} floating-point arrays among the parameters, got "
@@ -341,7 +343,7 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
         return jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in tree]))
 
     leaves, vectors = jtu.tree_leaves(params), jtu.tree_leaves(vector)
-    gradient = closed_function(gradient, _structure(params))
+    gradient = closed_function(gradient, structure_of(params))
     eps = eps_along(gradient, (params, True))
     with jax.numpy_dtype_promotion("standard"):
         unit, length = (jnp.where(x > 0, x, 1) for x in (largest(leaves), largest(vectors)))
@@ -473,10 +475,10 @@ def make_curvature(
     weights = _check_weights(weights, batches)
     arrays, static = eqx.partition((constant, args), eqx.is_array)
 
-    vector = _structure(moving)
-    batch = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    index = _structure(jnp.asarray(0))
-    example = (vector, (index, batch), vector, _structure(arrays))
+    vector = structure_of(moving)
+    batch = structure_of(batches, axes=1)
+    index = structure_of(jnp.asarray(0))
+    example = (vector, (index, batch), vector, structure_of(arrays))
     leaves, treedef = jtu.tree_flatten((example, static))
     identity = (Static(treedef), *(Static(leaf) for leaf in leaves))
     found = None if programs is None else programs.get(identity)
@@ -572,7 +574,7 @@ class Groups(NamedTuple):
                     f"The parameters of a group need one dtype, got {dtypes} in {name!r}. Make a "
                     "group of each dtype."
                 )
-        return cls(members, _structure(moving))
+        return cls(members, structure_of(moving))
 
     def pack(self, moving: Any) -> dict[str, Array]:
         """The grouped parameters."""
