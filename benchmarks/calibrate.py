@@ -32,7 +32,8 @@ from scipy.special import stdtrit
 
 import traceax as tr
 from traceax._estimators.calibration import norm_factor
-from traceax._tolerance.run import every_stage
+from traceax._operators.block_operator import BlockOperator
+from traceax._tolerance.run import Rule, Run
 
 from .common import ESTIMATORS, PSD, eight_spectra, spectra, with_eigenvalues
 
@@ -54,6 +55,23 @@ LEAST = 2.0
 LEAST_TAIL = 3.0
 TAIL_BUDGETS = (8, 9, 12, 16, 24, 36, 60)
 RESULTS = Path(__file__).parent / "calibration.json"
+
+
+def every_stage(extendable, key, operator, most):
+    """The products up to the end of every stage of a run that nothing ends, and the values and
+    standard errors after each.
+    """
+    zero = jnp.zeros((), BlockOperator(operator).dtype)
+    run = Run(extendable, key, operator, Rule(zero.real, zero.real, None, zero), most)
+    arrays, _ = run.first()
+
+    def stage(arrays, j):
+        arrays, estimate = run.extended(arrays, j)
+        return arrays, (estimate.value, estimate.std_err)
+
+    products = [probes * extendable.matvecs_per_probe for probes in run.probes]
+    stages = jnp.arange(len(products), dtype=jnp.int32)
+    return products, *jax.lax.scan(stage, arrays, stages)[1]
 
 
 def runs(estimator, eigenvalues, seed):

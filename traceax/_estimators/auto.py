@@ -1,5 +1,6 @@
 """What the two default estimators, of traces and of diagonals, have in common."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
@@ -83,16 +84,14 @@ def compute_split(
         return known, KnownPartsWeights(None, k, rows is not None)
     inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
     known = jnp.maximum(status_of(exact, parts.scale), parts.status)
-    estimate = Estimate(
-        add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
-        jtu.tree_map(lambda x: jnp.abs(parts.scale) * x.astype(exact.real.dtype), inner.std_err),
-        inner.num_matvecs + parts.num_matvecs,
-        inner.dof,
+    size, real = jnp.abs(parts.scale), exact.real.dtype
+    estimate = dataclasses.replace(
+        inner,
+        value=add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
+        std_err=jtu.tree_map(lambda x: size * x.astype(real), inner.std_err),
+        num_matvecs=inner.num_matvecs + parts.num_matvecs,
         # `inner.status` tells of the products only: the known parts must be finite, too.
-        jnp.where(known != 0, NONFINITE, inner.status),
-        inner.state,
-        inner.inflation,
-        inner.tail,
+        status=jnp.where(known != 0, NONFINITE, inner.status),
     )
     return estimate, KnownPartsWeights(weights, k, rows is not None)
 

@@ -55,15 +55,13 @@ def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
     return looped
 
 
-def one_by_one(
-    fn: Callable[..., Any], elsewhere: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """On CPUs `fn` in a loop over lanes; on other platforms `elsewhere` (by default `fn`)."""
+def one_by_one(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """On CPUs `fn` in a loop over lanes; on other platforms `fn` as it is."""
     looped = sequential_vmap(fn)
 
     @wraps(fn)
     def dispatch(*args):
-        return lax.platform_dependent(*args, cpu=looped, default=elsewhere or fn)
+        return lax.platform_dependent(*args, cpu=looped, default=fn)
 
     return dispatch
 

@@ -186,7 +186,7 @@ class BudgetPolicy(eqx.Module):
         sketch_key, probe_key = split(key)
         block = BlockOperator(operator).linearised()
         rule = self._adaptive if self.auto and k >= 24 else self._fixed
-        if self.auto and not self.wary and reads_columns(operator):
+        if self.auto and not self.wary and has_entries(operator):  # columns are cheap
             rule = self._from_columns
         return rule(sketch_key, probe_key, block, operator, k)
 
@@ -283,11 +283,6 @@ class BudgetPolicy(eqx.Module):
         return preconditioned_quadrature(
             key, block, built, plans, which, status, for_inverse=self.for_inverse, twice=twice
         )
-
-
-def reads_columns(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether "auto" builds the preconditioner from columns: they are cheap."""
-    return has_entries(operator)
 
 
 class _Growth(NamedTuple):

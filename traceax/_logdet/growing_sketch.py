@@ -12,7 +12,6 @@ from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, scaling_of, terms_of
 from .._probes.samplers import NormalSampler
 from .._sketch.low_rank import PADDING, BuiltPreconditioner, LowRank, nystrom_of
-from .preconditioners import scaled_products
 
 
 class GrowingSketch:
@@ -53,7 +52,9 @@ class GrowingSketch:
                 self._sizes.append(rank)
 
     def _products(self, start: int, end: int) -> Inexact[Array, "n m"]:
-        return scaled_products(self._block, self._scaling.relative, self._omega[:, start:end])
+        """D^{-1/2} A D^{-1/2} times some of the probes, with D relative to its unit."""
+        root = self._scaling.relative[:, None].astype(self._block.dtype)
+        return self._block.mm(self._omega[:, start:end] / root) / root
 
     def grown(self, y: Inexact[Array, "n r"], level: Int[Array, ""]) -> Inexact[Array, "n r"]:
         """The products so far, and those that the rank of this level takes in addition."""
@@ -65,16 +66,17 @@ class GrowingSketch:
             y = if_any(level == j, extended, y)
         return y
 
-    def low_rank(self, y: Inexact[Array, "n r"], level: Int[Array, ""]) -> LowRank:
+    def low_rank(self, y: Inexact[Array, "n r"], level: Int[Array, ""] | int) -> LowRank:
         """The approximation from the first products, as many as the rank of this level."""
-        rank = jnp.array(self._ranks, jnp.int32)[level]
+        several = len(self._ranks) > 1  # otherwise all columns are in use
+        rank = jnp.array(self._ranks, jnp.int32)[level] if several else None
 
         def cut(size):
             omega, products = self._omega[:, :size], y[:, :size] / self._unit
             found = nystrom_of(omega, products, self.known, self._block.eps, rank)
             return found._replace(f=jnp.pad(found.f, ((0, 0), (0, y.shape[1] - size))))
 
-        return of_size(self._sizes, rank, cut)
+        return of_size(self._sizes, self._sizes[0] if rank is None else rank, cut)
 
     def built(self, low_rank: LowRank) -> BuiltPreconditioner:
         """The preconditioner from an approximation."""

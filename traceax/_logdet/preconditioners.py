@@ -3,7 +3,6 @@
 """
 
 import abc
-import math
 from typing import final
 
 import equinox as eqx
@@ -14,16 +13,16 @@ import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.counts import checked_count
 from .._core.precision import any_promotion
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
-from .._operators.known_parts import scaling_of, stored_diagonal, terms_of
-from .._probes.samplers import NormalSampler
-from .._sketch.low_rank import BuiltPreconditioner, nystrom_of
+from .._operators.known_parts import stored_diagonal, terms_of
+from .._sketch.low_rank import BuiltPreconditioner
 from .growing_columns import GrowingColumns
+from .growing_sketch import GrowingSketch
 
 
 def _checked_rank(rank: int | None) -> int | None:
@@ -149,21 +148,6 @@ def built_of_rank(
     return built
 
 
-def scaled_products(
-    block: BlockOperator, relative: Real[Array, " n"], vectors: Inexact[Array, "n m"]
-) -> Inexact[Array, "n m"]:
-    """D^{-1/2} A D^{-1/2} times a block, with D relative to its unit.
-
-    **Arguments:**
-
-    - `block`: the operator A.
-    - `relative`: the roots of the entries of D, relative to its unit.
-    - `vectors`: the block.
-    """
-    root = relative[:, None].astype(block.dtype)
-    return block.mm(vectors / root) / root
-
-
 @final
 class NystromPreconditioner(AbstractPreconditioner):
     r"""A randomised Nystrom approximation, for any positive definite operator.
@@ -187,14 +171,8 @@ class NystromPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        block = BlockOperator(operator)
-        scaling = scaling_of(operator)
-        omega = NormalSampler().probes(key, block.n, rank, block.dtype) / math.sqrt(block.n)
-        products = scaled_products(block, scaling.relative, omega)
-        unit, known = scaling.fixed(products, block.eps)
-        low_rank = nystrom_of(omega, products / unit, known, block.eps)
-        known &= terms_of(operator).positive
-        return low_rank.built(jnp.sqrt(unit) * scaling.relative, known)
+        growing = GrowingSketch(key, operator, BlockOperator(operator), (rank,))
+        return growing.built(growing.low_rank(growing.first, 0))
 
 
 NystromPreconditioner.__init__.__doc__ = """**Arguments:**

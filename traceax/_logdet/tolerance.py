@@ -50,7 +50,7 @@ from .._estimators.arguments import budgets_for
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import with_quadrature_error
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import is_shifted_down
+from .._operators.known_parts import has_entries, is_shifted_down
 from .._probes.random import numbered, split
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import (
@@ -59,7 +59,6 @@ from .budget_policy import (
     PreconditionedQuadrature,
     preconditioned_quadrature,
     rank_from_columns,
-    reads_columns,
 )
 from .estimator import estimate_from, exact_logdet
 from .fallback import MOST_ROWS
@@ -465,7 +464,7 @@ def most_products(operator: lx.AbstractLinearOperator, max_k: int) -> tuple[int,
 
 def picks_columns(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the preconditioner of a run is made from columns."""
-    return reads_columns(operator) and not is_shifted_down(operator)
+    return has_entries(operator) and not is_shifted_down(operator)
 
 
 def completed(estimate: Estimate, exact: Estimate) -> Estimate:

@@ -74,8 +74,8 @@ class AbstractSampler(eqx.Module):
             chosen = _canonical(self._default_dtype())
         return self._sample(key, n, k, np.dtype(chosen))
 
-    @abc.abstractmethod
-    def _default_dtype(self) -> DTypeLike: ...
+    def _default_dtype(self) -> DTypeLike:
+        return float
 
     def probes(self, key: PRNGKeyArray, n: int, k: int, dtype: np.dtype) -> Inexact[Array, "n k"]:
         """Draw probes and convert them to the (working) dtype of an operator.
@@ -220,9 +220,6 @@ class NormalSampler(_ShapedSampler):
     def __check_init__(self):
         _require_inexact(self)
 
-    def _default_dtype(self):
-        return float
-
     def _vectors(self, key, shape, k, dtype):
         return normal(key, shape, k, dtype)
 
@@ -245,9 +242,6 @@ class SphereSampler(_ShapedSampler):
 
     def __check_init__(self):
         _require_inexact(self)
-
-    def _default_dtype(self):
-        return float
 
     def _vectors(self, key, shape, k, dtype):
         vectors = normal(key, shape, k, dtype)
@@ -282,9 +276,6 @@ class RademacherSampler(_ShapedSampler):
                 f"RademacherSampler needs a numeric dtype that has -1, got {np.dtype(self.dtype)}. "
                 "Leave the dtype out to follow the operator."
             )
-
-    def _default_dtype(self):
-        return float
 
     def _vectors(self, key, shape, k, dtype):
         signs = 2 * ones(key, shape, k).astype(jnp.int32) - 1

@@ -49,6 +49,7 @@ zeros in the products, and whatever is summed over columns needs no other mask. 
 what a plan does not need; only the products are compiled for each plan.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -150,20 +151,6 @@ def plan_of(plans: list[StepPlan], index: Array) -> StepPlan:
     return StepPlan(*(x[0] if len(set(x)) == 1 else chosen[i] for i, x in columns))
 
 
-class StepOutcome(NamedTuple):
-    """The value of a step, which alone may carry a derivative, and what the next step needs."""
-
-    value: Array
-    values: Array
-    trust: Array
-    std_err: Array
-    std_errs: Array
-    levels: Array
-    drift: Array
-    sketch: Array
-    status: Array
-
-
 def divide(a: Array, b: Array) -> Array:
     """`a / b`, or 0 where b is not positive."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, jnp.ones_like(b)), jnp.zeros_like(a))
@@ -222,7 +209,7 @@ def follow(
     key: Array,
     operator: lx.AbstractLinearOperator,
     previous: lx.AbstractLinearOperator,
-) -> StepOutcome:
+) -> tuple[TrackState, Array, Array, Array]:
     """Take one step.
 
     The products `P = A_j U` carry the derivative: the value is linear in them, and everything that
@@ -240,7 +227,8 @@ def follow(
 
     **Returns:**
 
-    A `StepOutcome`.
+    The state with what this step changes of it, the value (which alone carries a derivative), its
+    standard error, and the status.
     """
     block = BlockOperator(operator).linearised()
     n, real, plan = block.n, jnp.finfo(block.dtype).dtype, plan_of(plans, index)
@@ -342,7 +330,9 @@ def follow(
     renewed = state.sketch.at[:, :columns].set(known[:, :columns])
     sketch = jnp.where(plan.basis > 0, renewed, state.sketch)
     status = status_of(known, old, value)
-    return StepOutcome(value, values, trust, std_err, std_errs, levels, drift, sketch, status)
+    changes = {"values": values, "trust": trust, "std_errs": std_errs, "levels": levels}
+    new = dataclasses.replace(state, **changes, drift=drift, sketch=sketch)
+    return lax.stop_gradient(new), value, lax.stop_gradient(std_err), status
 
 
 def _trust(square_norm: Array, variance: Array) -> Array:

@@ -1,5 +1,6 @@
 """Traces of an operator that changes slowly, step by step."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, final
 
@@ -22,7 +23,6 @@ from .kept import Kept, all_but_data, kept_of, with_arrays
 from .step import (
     DELTASHIFT,
     RECYCLED,
-    StepOutcome,
     StepPlan,
     TrackState,
     beta_of,
@@ -222,22 +222,22 @@ class Tracker(eqx.Module):
         look = jnp.where(state.method == DELTASHIFT, state.step % _LOOK_AT_SUBSPACE == 0, drift)
         return 2 * state.method + look.astype(jnp.int32)
 
-    def _choose(self, state: TrackState, k: int, found: StepOutcome, beta: int) -> Array:
-        """The method of the next step."""
+    def _choose(self, state: TrackState, k: int, std_err: Array, beta: int) -> Array:
+        """The method of the next step, from the state after this one."""
         if self.method != "auto":
             return state.method
         half = k // 2
-        unit = scale_of(jnp.append(found.levels, found.std_err))
-        residual, size = jnp.mean(jnp.square(found.levels / unit), axis=1)
+        unit = scale_of(jnp.append(state.levels, std_err))
+        residual, size = jnp.mean(jnp.square(state.levels / unit), axis=1)
         recycled = residual * (half / (k - half))
         running = state.method == DELTASHIFT
-        s = jnp.where(running, half / beta * jnp.square(found.std_err / unit), recycled)
+        s = jnp.where(running, half / beta * jnp.square(std_err / unit), recycled)
         # With M = N and variances in units of beta / l, one step of DeltaShift turns a variance s
         # into
         #     phi(s) = N - C^2 / (s + N) = (N s + N^2 - C^2) / (s + N),
         # whose fixed point is sqrt(N^2 - C^2). Enter DeltaShift if that point is low enough; leave
         # it if phi(s) of the next step is too high.
-        gap = jnp.minimum(jnp.mean(found.drift), 1) * size  # N - C
+        gap = jnp.minimum(jnp.mean(state.drift), 1) * size  # N - C
         square = gap * (2 * size - gap)  # N^2 - C^2
         stays = divide(size * s + square, s + size) < _LEAVE * recycled
         chosen = jnp.where(running, stays, jnp.sqrt(square) < _ENTER * recycled)
@@ -301,10 +301,9 @@ def _advance(
     with any_promotion():
         if k >= block.n:
             estimate = bind(trace_p, key, operator, k, ExactTraceEstimator())
-            zeros = jnp.zeros_like(state.std_errs)
-            values = jnp.stack([estimate.value] * 2)
-            kept = (state.levels, state.drift, state.sketch, estimate.status)
-            outcome = StepOutcome(estimate.value, values, zeros + 1, zeros[0], zeros, *kept)
+            value, status, zeros = estimate.value, estimate.status, jnp.zeros_like(state.std_errs)
+            values, std_err = lax.stop_gradient(jnp.stack([value] * 2)), zeros[0]
+            new = dataclasses.replace(state, values=values, trust=zeros + 1, std_errs=zeros)
             spent, dof, method = estimate.num_matvecs, estimate.dof, state.method
         else:
             plans, index = tracker._plans(k), tracker._select(state)
@@ -312,33 +311,23 @@ def _advance(
             previous = operator
             if tracker.method != "recycled":
                 previous = with_arrays(operator, tracker.keep, state.previous)
-            outcome = follow(plans, index, tracker.sampler, state, key, operator, previous)
+            given = plans, index, tracker.sampler, state, key, operator, previous
+            new, value, std_err, status = follow(*given)
             spent, dof, method = (
                 jnp.asarray(x, jnp.int32) for x in (plan.cost, plan.dof, plan.method)
             )
 
-        failed = outcome.status == NONFINITE
-        value = jnp.where(failed, jnp.nan, outcome.value).astype(block.dtype)
-        fixed = lax.stop_gradient(outcome)
-        std_err = jnp.where(failed, jnp.nan, fixed.std_err).astype(fixed.std_err.dtype)
-        proposed = TrackState(
-            step=state.step + 1,
-            method=tracker._choose(state, k, fixed, beta),
-            sketch=fixed.sketch,
-            previous=lax.stop_gradient(tracker._kept(operator).arrays),
-            values=fixed.values,
-            trust=fixed.trust,
-            std_errs=fixed.std_errs,
-            levels=fixed.levels,
-            drift=fixed.drift,
-            k=state.k,
-            numbers=state.numbers,
-        )
+        failed = status == NONFINITE
+        value = jnp.where(failed, jnp.nan, value).astype(block.dtype)
+        next_method = tracker._choose(new, k, std_err, beta)
+        arrays = lax.stop_gradient(tracker._kept(operator).arrays)
+        changes = {"step": state.step + 1, "method": next_method, "previous": arrays}
+        std_err = jnp.where(failed, jnp.nan, std_err).astype(std_err.dtype)
 
         def keep(new, old):
             return jnp.where(failed, old, new).astype(old.dtype)
 
-        state = jtu.tree_map(keep, proposed, state)
+        state = jtu.tree_map(keep, dataclasses.replace(new, **changes), state)
     successful: Any = RESULTS.successful
     result = RESULTS.where(failed, RESULTS.nonfinite_operator, successful)
     stats = {"std.err": std_err, "dof": dof, "method": method}

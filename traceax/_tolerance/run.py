@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
-import lineax as lx
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, PyTree, Real
@@ -182,12 +181,6 @@ class _Carry(NamedTuple):
     level: Int[Array, ""]
     done: Array
     met: Array
-
-
-class RunOutcome(NamedTuple):
-    estimate: Estimate
-    level: Int[Array, ""]
-    arrays: Any
 
 
 def _lacking(estimate: Estimate, short: Array) -> Estimate:
@@ -343,7 +336,7 @@ class Run:
         new = estimate, stage, met | (stage == last), met
         return _Carry(stage + 1, arrays, *keep(c.done, (c.estimate, c.level, c.done, c.met), new))
 
-    def outcome(self) -> RunOutcome:
+    def outcome(self) -> _Carry:
         """Make the run."""
         arrays, first = self.first()
         no = jnp.array(False)
@@ -352,13 +345,12 @@ class Run:
         end = lax.while_loop(lambda c: any_lane(~c.done), self._stage, carry)
         short = ~end.met
         if not self.falls_back_to_exact:
-            return RunOutcome(_lacking(end.estimate, short), end.level, end.arrays)
+            return end._replace(estimate=_lacking(end.estimate, short))
         here = end.estimate, end.level
         if self.before is not None:
             short |= self.before.is_complete  # the exact value is there, whatever the tolerance
-        completed = if_any(short, lambda: self._completed(end), here)
-        estimate, level = completed
-        return RunOutcome(estimate, level, end.arrays)
+        estimate, level = if_any(short, lambda: self._completed(end), here)
+        return end._replace(estimate=estimate, level=level)
 
     def _completed(self, end: _Carry) -> tuple[Estimate, Array]:
         state = resized(end.arrays, self.probes[-1])
@@ -375,7 +367,7 @@ class Run:
 
     # --------------------------------------------------------------------- what comes out of it
 
-    def weights(self, outcome: RunOutcome) -> Any:
+    def weights(self, outcome: _Carry) -> Any:
         """The weights of the probes that were used, and 0 for the others."""
         count = len(self.probes)
         level = jnp.minimum(outcome.level, count - 1)
@@ -395,7 +387,7 @@ class Run:
 
         return if_wanted(make)
 
-    def state(self, outcome: RunOutcome) -> RunState:
+    def state(self, outcome: _Carry) -> RunState:
         """What a later run can go on from."""
         return RunState(
             outcome.arrays,
@@ -410,36 +402,3 @@ class Run:
             self.block.dtype,
             generator_of(self.key),
         )
-
-
-def every_stage(
-    extendable: AbstractExtendable,
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    most: int,
-) -> tuple[tuple[int, ...], Array, Array]:
-    """The products up to the end of every stage of a run that nothing ends, and the values and
-    standard errors after it: what the constants of `_estimators.calibration` are measured from.
-
-    **Arguments:**
-
-    - `extendable`: the algorithm.
-    - `key`: the random key.
-    - `operator`: a square operator.
-    - `most`: the budget.
-
-    **Returns:**
-
-    A tuple of ints, and the values and the standard errors, stacked.
-    """
-    zero = jnp.zeros((), BlockOperator(operator).dtype)
-    run = Run(extendable, key, operator, Rule(zero.real, zero.real, None, zero), most)
-    arrays, _ = run.first()
-
-    def stage(arrays, j):
-        arrays, estimate = run.extended(arrays, j)
-        return arrays, (estimate.value, estimate.std_err)
-
-    stages = jnp.arange(len(run.probes), dtype=jnp.int32)
-    products = tuple(probes * extendable.matvecs_per_probe for probes in run.probes)
-    return products, *lax.scan(stage, arrays, stages)[1]
