@@ -516,3 +516,42 @@ def test_estimators_hold_no_arrays():
     """They are static: an estimator inside a model adds no leaf to it."""
     for estimator in ESTIMATORS.values():
         assert jax.tree.leaves(eqx.filter(estimator, eqx.is_array)) == []
+
+
+@pytest.mark.parametrize("n", [1000, 100_000])
+def test_rounding_that_is_common_to_all_samples(n):
+    """Hutchinson: with random signs and a huge entry on the diagonal, rounding is the same in all
+    samples, and their scatter does not show it. XLA added up k n terms in one go.
+    """
+    diagonal = np.random.default_rng(0).random(n) + 0.5
+    diagonal[n // 2] *= 1e6
+    numbers = jnp.asarray(diagonal, jnp.complex64)
+    trace = np.sum(np.asarray(numbers).real.astype(float))
+    operator = lx.FunctionLinearOperator(
+        lambda v: numbers * v + jnp.asarray(1e-4, v.dtype) * (jnp.roll(v, 1) + jnp.roll(v, -1)),
+        jax.ShapeDtypeStruct((n,), numbers.dtype),
+        PSD,
+    )
+    run = jax.jit(lambda key: tr.trace(key, operator, 40, tr.HutchinsonEstimator()))
+    for key in keys(8):
+        solution = run(key)
+        assert abs(float(solution.value.real) - trace) <= 2 * float(solution.std_err)
+        assert float(solution.std_err) <= 2e-6 * trace
+
+
+def test_intervals_next_to_the_whole_space():
+    """XNysTrace with k = n - 1: all samples share the one dimension that is left, and scatter
+    together. (With k - 1 degrees of freedom, 72 % of intervals held.)
+    """
+    n, count = 40, 400
+    matrix = with_spectrum(np.random.default_rng(0), 0.8 ** np.arange(n) + 1e-3)
+    operator = matrix_operator(matrix)
+
+    def interval(k, key):
+        return tr.trace(key, operator, k, tr.XNysTraceEstimator()).interval()
+
+    for k in (n - 1, n - 2):
+        found = jax.jit(jax.vmap(functools.partial(interval, k)))(keys(count))
+        low, high = map(np.asarray, found)
+        held = np.mean((low <= np.trace(matrix)) & (np.trace(matrix) <= high))
+        assert held >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / count)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import rounding_of, status_of
-from .._estimators.calibration import CALIBRATION, Calibration
+from .._estimators.calibration import CALIBRATION, Calibration, with_ties
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
@@ -68,7 +68,10 @@ class DiagPlusPlusExtendable(AbstractExtendable):
         """See `AbstractExtendable`."""
         z = state.z.T
         captured, samples = _pieces(state.q.T, state.g.T, state.products.T, z)
-        residual, std_err = state.tested(columns).mean_and_std_err(self.rows(samples))
+        tested = state.tested(columns)
+        residual, std_err = tested.mean_and_std_err(self.rows(samples))
+        if self.rows.sizes is None:
+            std_err = with_ties(std_err, tested.used)
         value = self.rows.of_vector(captured) + residual
         std_err = jnp.hypot(std_err, rounding_of(self.rows.norms(z), block.eps))
         # A NaN or inf in the sketch shows in the basis, and then in its products.

@@ -9,7 +9,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import as_value, safe_norm, status_of
+from .._core.estimate import as_value, rounding_of, safe_norm, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
@@ -145,8 +145,10 @@ class HutchinsonDiagonalExtendable(AbstractExtendable):
         values, spreads = ([m[i].reshape(-1) for m in state.moments] for i in (1, 2))
         pairs = jnp.sqrt(columns.pairs(jnp.finfo(block.dtype).dtype))
         std_errs = [jnp.where(columns.used > 1, spread / pairs, jnp.inf) for spread in spreads]
+        # What rounding does to all samples alike does not show in their scatter.
+        pairs = zip(values, std_errs, strict=True)
+        std_errs = [jnp.hypot(s, rounding_of(jnp.abs(x), block.eps)) for x, s in pairs]
         value, std_err = as_value(values), as_value(std_errs)
-        # The scatter of the samples includes that of their rounding errors.
         return value, std_err, status_of(*values)
 
     def weights(self, state, columns, growth, block):

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
+from .._estimators.calibration import with_ties
 from .._estimators.rows import Rows
 from .._sketch.columns import Columns
 from .._sketch.leave_one_out import Pairs, usable_covariance
@@ -95,4 +96,6 @@ def diagonal_and_error(
     square = jnp.square(rounding)
     covariance = usable_covariance(covariance, jnp.sum(variance), jnp.sum(square), columns)
     std_err = jnp.sqrt(variance + covariance / number + square)
+    if group.sizes is None:
+        std_err = with_ties(std_err, columns.used)
     return value, jnp.where(columns.used > 1, std_err, jnp.inf)

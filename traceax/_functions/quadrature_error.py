@@ -20,6 +20,7 @@ from .._core.estimate import (
     scale_of,
 )
 from .._core.primitive import Primitive
+from .._estimators.calibration import with_ties
 from .._estimators.estimator import AbstractEstimator, solve
 from .._estimators.solution import Solution
 
@@ -107,7 +108,8 @@ def entries_std_err(
     away = jnp.where(in_use, jnp.square(samples - mean), 0)
     pairs = count * (count - 1)
     variance = jnp.where(pairs > 0, jnp.sum(away, axis=0) / jnp.maximum(pairs, 1), jnp.inf)
-    return unit * jnp.sqrt(variance), unit * jnp.sqrt(2 * jnp.sum(variance))
+    std_err = unit * with_ties(jnp.sqrt(variance), count)
+    return std_err, unit * jnp.sqrt(2 * jnp.sum(variance))
 
 
 def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, ""]) -> Array:

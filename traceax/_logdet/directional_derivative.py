@@ -18,6 +18,9 @@ where P_i projects on the eigenvectors outside of V whose eigenvalue is theta_i.
 squared norm of this sum is sum_i o_i ||(I - V V^H) W S (D_i o s_1)||^2: that of the mean vector,
 and the scatter of the others about it. (With one eigenvalue T_11, the mean of all, in the place of
 theta_i, the standard error was up to twice too small: most eigenvalues of a kernel are below it.)
+
+The quadrature error is that of ||z||^2 s_1^H (D o H) s_1, the form of L(M)[N], after fewer steps:
+see `_functions.funm`.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +32,15 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree, Real
 
-from .._core.estimate import make_estimate, scale_of, status_of, weights_wanted
+from .._core.estimate import scale_of, status_of, weights_wanted
 from .._core.precision import einsum
 from .._core.primitive import logdet_derivative_p
-from .._estimators.estimator import AbstractEstimator, solve
+from .._estimators.estimator import AbstractEstimator
 from .._estimators.solution import Solution
+from .._functions.funm import truncation_error, truncations
 from .._functions.nodes import divided_differences
-from .._linalg.lanczos import quadrature
+from .._functions.quadrature_error import entries_status, solve_pair, with_quadrature_error
+from .._linalg.lanczos import positive_quadrature, quadrature
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
@@ -54,9 +59,9 @@ def _taken(x: Array, places: Array, used: Array, axis: int) -> Array:
 
 def _on_probes(
     run: PreconditionedQuadrature, vectors: Inexact[Array, "n c"], images: Inexact[Array, "n c"]
-) -> tuple[Inexact[Array, "n p"], Real[Array, " p"]]:
+) -> tuple[Inexact[Array, "n p"], Real[Array, " p"], Real[Array, ""]]:
     """C z, from the vectors of the weights, and from dA times them: its mean, and the mean squared
-    distance from it (see above).
+    distance from it; and the quadrature error of the derivative (see above).
     """
     factors, control_variate_weight, krylov = (
         run.built.factors,
@@ -102,15 +107,27 @@ def _on_probes(
     mean = jnp.sum(jnp.conj(outside) * of_outside, axis=0) / size
     beyond = factors.outside(of_outside / root - mean * root * outside)
     known = (control_variate_weight / jnp.sqrt(factors.mu)).astype(dtype) * beyond
-    return along * length + known, scatter * jnp.square(length.real)
+    error = _truncation(run, inner) * jnp.asarray(most / probes, scatter.dtype)
+    return along * length + known, scatter * jnp.square(length.real), n * error
 
 
-def _std_err(
+def _truncation(run: PreconditionedQuadrature, inner: Inexact[Array, "p q q"]) -> Array:
+    """The quadrature error of the mean of s_1^H (D o H) s_1, from V^H W: see above."""
+    shorter, orders = truncations(run.krylov)
+    nodes, _, s = positive_quadrature(shorter, [each.steps for each in run.plans])
+    differences, first = divided_differences(jnp.log, nodes).astype(inner.dtype), s[:, 0, :]
+    s, first = s.astype(inner.dtype), first.astype(inner.dtype)
+    h = einsum("pai,pab,pbj->pij", s, jnp.tile(inner, (orders, 1, 1)), s)
+    forms = einsum("pi,pij,pj->p", first, differences * h, first).real
+    return truncation_error(forms.reshape(orders, -1), run.krylov.exhausted | ~run.in_use)
+
+
+def _errors(
     run: PreconditionedQuadrature, weights: LogdetWeights, images: Inexact[Array, "n c"]
-) -> Array:
-    """The standard error, from dA times all vectors of the weights."""
+) -> tuple[Array, Array]:
+    """The standard error and the quadrature error, from dA times all vectors of the weights."""
     n, p = run.probes.shape[0], run.numbers.probes
-    cz, scatter = _on_probes(run, weights.vectors, images)
+    cz, scatter, error = _on_probes(run, weights.vectors, images)
     unit = scale_of(cz)
     cz = cz / unit.astype(cz.dtype)
     count = jnp.asarray(p, unit.dtype)
@@ -118,7 +135,7 @@ def _std_err(
     deviations = square_norms(cz - (mean / n).astype(cz.dtype) * run.probes)
     spread = jnp.sum(deviations + scatter / unit / unit) / count
     c = n / (n + 1) if jnp.iscomplexobj(cz) else 2 * n / (n + 2)
-    return unit * jnp.sqrt(c * spread / count / (1 - c / (n * count)))
+    return unit * jnp.sqrt(c * spread / count / (1 - c / (n * count))), error
 
 
 @final
@@ -135,7 +152,7 @@ class _NoDerivative(AbstractWeights):
 
 @final
 class DerivativeEstimator(AbstractEstimator):
-    """The derivative of log det A in one direction."""
+    """The derivative of log det A in one direction, and its quadrature error."""
 
     direction: lx.TangentLinearOperator
     policy: BudgetPolicy
@@ -153,11 +170,12 @@ class DerivativeEstimator(AbstractEstimator):
         images = BlockOperator(self.direction).mm(weights.vectors)
         inner = matmul(adjoint(weights.vectors), images)
         value = jnp.sum(jnp.conj(weights.core) * inner).real
-        std_err = _std_err(run.for_derivative, weights, images)
+        std_err, error = _errors(run.for_derivative, weights, images)
         status = jnp.maximum(estimate_from(run).status, status_of(value))
+        status = entries_status(value, error, std_err, status)
         # The mean of p squared norms ||C z||^2 scatters at most as that of p squares (rank one).
         dof = jnp.asarray(run.for_derivative.numbers.probes, value.dtype)
-        return make_estimate(value, std_err, k, dof, status), _NoDerivative()
+        return with_quadrature_error(value, error, std_err, k, dof, status), _NoDerivative()
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -165,7 +183,8 @@ class DerivativeEstimator(AbstractEstimator):
         value = exact.weights().contract(self.direction)
         status = jnp.maximum(exact.estimate.status, status_of(value))
         spent = exact.estimate.num_matvecs
-        return make_estimate(value, jnp.zeros_like(value), spent, 0, status), _NoDerivative()
+        zero = jnp.zeros_like(value)
+        return with_quadrature_error(value, zero, zero, spent, 0, status), _NoDerivative()
 
 
 def logdet_directional_derivative(
@@ -184,7 +203,8 @@ def logdet_directional_derivative(
     preconditioner: $\langle G, dA \rangle$, with $E[\langle G, dA \rangle] =
     \mathrm{tr}(A^{-1} dA)$ as far as the quadrature has converged. The standard error comes from
     the same products; a single probe is enough for it. Where the recurrences have not converged it
-    is too large, by up to three times as measured, and contains most of their error.
+    is too large, by up to three times as measured. What ending them early does to the value is the
+    `quadrature_error`, and the result is not `successful` where that dwarfs everything else.
 
     !!! Example
 
@@ -243,4 +263,4 @@ def logdet_directional_derivative(
     policy = policy_of(preconditioner, operator)
     k = budget_or_all(operator, k, fallback if policy.auto else None)
     estimator = DerivativeEstimator(direction, policy)
-    return solve(logdet_derivative_p, key, operator, k, estimator)
+    return solve_pair(logdet_derivative_p, key, operator, k, estimator, throw=False)

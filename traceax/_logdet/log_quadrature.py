@@ -16,7 +16,9 @@ logarithm and dT = V^H dM V (see `_functions.funm`). In the direction dM = M it 
 rule, with T', this would be lost; it is restored by
 d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h. (In the
 direction of the small eigenvalues, where quadrature errs, this leaves Radau's rule for 1/x as it
-is.)
+is.) If a is a guess, which does not follow the operator, the derivative is that of Gauss' rule
+alone. (Six kernels, 8 products, without a preconditioner: the bias of the derivative by the length
+scale is 0.02 to 2 times the derivative, and with Radau's rule 0.2 to 14 times.)
 
 *The standard error.* As for spectral sums, Var(z^H f z) = c (tr f^2 - (tr f)^2 / n), f = log M. It
 is estimated from the nodes and weights, which also give the fourth moment of f. If few eigenvalues
@@ -132,7 +134,7 @@ def log_quadrature(
         corner = krylov.at_last(krylov.at_last(changed, 1), 1)
         last = (corner * reduction / krylov.at_last(nodes, 1))[:, None, None]
         changed = changed - last * largest[:, :, None] * largest[:, None, :]
-        return core + share[:, None, None] * (changed - core)
+        return core + jnp.where(jnp.isnan(floor), 0, share)[:, None, None] * (changed - core)
 
     errors = n * error, unit * jnp.sqrt(variance)
     others = dof, smallest, n * mean(gap)

@@ -9,7 +9,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import status_of
+from .._core.estimate import rounding_of, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
@@ -125,9 +125,13 @@ class HutchinsonExtendable(AbstractExtendable):
 
     def estimate(self, state, columns, block):
         """See `AbstractExtendable`."""
-        # The scatter of the samples includes that of their rounding errors.
-        value, std_err = columns.mean_and_std_err(state.samples)
-        return value, std_err, status_of(value)
+        # Without a barrier, XLA adds up all k n terms of all samples in one reduction, and rounding
+        # errors grow with k n.
+        samples = lax.optimization_barrier(state.samples)
+        value, std_err = columns.mean_and_std_err(samples)
+        # What rounding does to all samples alike does not show in their scatter.
+        size = jnp.sqrt(columns.mean(jnp.square(jnp.abs(samples))))
+        return value, jnp.hypot(std_err, rounding_of(size, block.eps)), status_of(value)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""

@@ -3,6 +3,7 @@
 from typing import ClassVar, final
 
 import equinox as eqx
+import jax.numpy as jnp
 
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
@@ -42,6 +43,15 @@ class XNysTraceExtendable(AbstractExtendable):
         plain = columns.mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
         value, std_err = factors.unless_wrong((best.value, plain[0]), (best.std_err, plain[1]))
         return signed_estimate(factors, self.sign, value, std_err)
+
+    def counts(self, state, probes):
+        """See `AbstractExtendable`. All samples share what the probes leave of the space: next to
+        k = n they scatter together, like one number with nearly n - k degrees of freedom.
+        """
+        spent, dof = super().counts(state, probes)
+        real = jnp.finfo(state.p.dtype).dtype
+        left = jnp.maximum(jnp.asarray(state.p.shape[1] - probes, real), 1) - 0.2
+        return spent, jnp.minimum(jnp.asarray(dof, real), self.calibration.tail * left)
 
     def weights(self, state, columns, growth, block):
         """See `AbstractExtendable`."""
