@@ -616,6 +616,18 @@ MESSAGES = [
     ),
     (
         ValueError,
+        "shape (0,)",
+        "give one number at least",
+        lambda _: tr.logdet(KEY, POSITIVE, 4, shifts=[]),
+    ),
+    (
+        TypeError,
+        "k=4, and options of a tolerance",
+        "leave out the options",
+        lambda _: tr.logdet(KEY, POSITIVE, 4, max_k=9),
+    ),
+    (
+        ValueError,
         "got NystromPreconditioner",
         "leave `preconditioner` out",
         lambda _: tr.logdet(

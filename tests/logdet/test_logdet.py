@@ -698,3 +698,23 @@ def test_derivatives_from_few_products():
     assert np.all(errors > 0)
     assert np.any(ok)
     assert not np.all(ok)
+
+
+@pytest.mark.parametrize("share", [1, 60])
+def test_noise_of_very_different_sizes(share):
+    """Masked observations: a variance of 10^6 for some of them, in float32. D^-1/2 A D^-1/2 is as
+    well-conditioned as without, and the matrix is definite.
+    """
+    n = 120
+    x = np.random.default_rng(1).random((n, 2))
+    kernel = np.exp(-10 * np.sum((x[:, None] - x) ** 2, axis=-1))
+    noise = np.full(n, 1e-2)
+    noise[:share] = 1e6
+    exact = np.linalg.slogdet(kernel + np.diag(noise))[1]
+    matrix = lx.MatrixLinearOperator(jnp.asarray(kernel, jnp.float32), PSD)
+    operator = matrix + lx.DiagonalLinearOperator(jnp.asarray(noise, jnp.float32))
+    for k, fallback in ((60, None), (n, "exact")):
+        solution = logdet(jr.key(0), operator, k, fallback=fallback)
+        assert solution.result == RESULTS.successful
+        bar = float(4 * solution.std_err + solution.quadrature_error)
+        assert abs(float(solution.value) - exact) <= bar <= 40

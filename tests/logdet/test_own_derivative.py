@@ -432,3 +432,28 @@ def test_lbfgs_converges(n, name, dim, noise):
         lost.append(float(exact(jnp.asarray(theta), r, y)[0]) - optimum.fun)
     print(lost)
     assert lost[-1] < 0.1
+
+
+def test_quadrature_error_far_from_where_it_was_built():
+    """The smallest eigenvalue of P^-1 A is known for the operator that P was built for alone. With
+    a guess that was too large the intervals of these runs held in 41 % of cases.
+    """
+    n, count = 300, 40
+    x = jnp.linspace(0.0, 1.0, n)
+    y = jnp.sin(20 * x) + 0.3 * jr.normal(jr.key(5), x.shape)
+
+    def covariance(length, noise):
+        kernel = jnp.exp(-0.5 * (x[:, None] - x) ** 2 / length**2)
+        return shifted(kernel, noise)
+
+    held = NystromPreconditioner(60).build(jr.key(1), covariance(0.1, 0.1))
+    operator = covariance(float(np.exp(-3.5)), 1.0)
+    exact = float(cholesky_density(y, operator.as_matrix()))
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        return gaussian_log_density(key, y, operator, 100, preconditioner=held).interval()
+
+    low, high = map(np.asarray, run(keys(count)))
+    assert np.mean((low <= exact) & (exact <= high)) >= 0.92

@@ -38,7 +38,13 @@ class Tolerance(NamedTuple):
         """
         if self.rtol is None and self.atol is None:
             given = [option is not None and option is not False for option in self[2:]]
-            if k is None or any(given):
+            if k is not None and any(given):
+                raise TypeError(
+                    f"Got a budget, k={k!r}, and options of a tolerance: leave out the options, or "
+                    f"give a tolerance instead of k, `{name}(..., rtol=1e-3)`, to which alone "
+                    f"belong {belonging}."
+                )
+            if k is None:
                 raise TypeError(
                     f"The budget k must be a Python int (a number of matvecs), got {k!r} of type "
                     f"{type(k).__name__}; or give a tolerance instead, "

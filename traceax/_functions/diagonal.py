@@ -445,8 +445,10 @@ def spectral_diagonal(
     quadrature errors of all entries together exceed four standard errors and 5 % of the value. With
     three to five probes, two standard errors cover about 81 %; `interval()` covers 95 %. Below
     some 24 products the recurrences have two to five steps, which do not always show that they end
-    too early: where f varies over many orders of magnitude, as $e^x$ does over 100, take more. The
-    quadrature error of an exact value is that of rounding.
+    too early: where f or the spectrum varies over many orders of magnitude, as $e^x$ does over 100,
+    take more. (Eigenvalues between 1 and 2, and three above 10,000: 5 to 8 products found nothing
+    of the 97 that $e^{-x}$ sees, and said so in one of twenty runs.) The quadrature error of an
+    exact value is that of rounding.
 
     **Raises:**
 

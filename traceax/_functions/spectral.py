@@ -138,9 +138,9 @@ def spectral_sum(
 
     - `TypeError`: for complex shifts, for a function that cannot take the complex numbers that an
         operator asks for, and for a key, function, operator or `k` of the wrong type.
-    - `ValueError`: for an operator that is not square, or with `shifts` not tagged Hermitian,
-        `k < 1`, a `num_steps` that is no int from 1 to `k`, or a function that does not return a
-        scalar.
+    - `ValueError`: for an operator that is not square, or with `shifts` not tagged Hermitian, for
+        an empty array of shifts, `k < 1`, a `num_steps` that is no int from 1 to `k`, or a function
+        that does not return a scalar.
     - `NotImplementedError`: for a third derivative, for a second one with several shifts, and for a
         second one if the operator is not Hermitian.
 
@@ -189,6 +189,8 @@ def _shifted(fn: Function, shifts: ArrayLike, dtype: Any) -> Function:
             f"shifts must be real numbers, got an array of {shifts.dtype}. If the imaginary parts "
             "are 0, take the real part."
         )
+    if shifts.size == 0:
+        raise ValueError(f"shifts has the shape {shifts.shape}: give one number at least.")
     shifts = shifts.astype(dtype)
     return hoist_function(lambda x: on_nodes(fn, x + shifts), dtype, scalar=False)
 

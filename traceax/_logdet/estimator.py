@@ -127,14 +127,15 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     matrix, entries = matrix / scale, entries / scale
     factor = lower_cholesky(matrix)
     diagonal = jnp.square(jnp.diagonal(factor).real)
-    smallest = jnp.min(diagonal)
 
-    # Every pass over n x n numbers takes time beside the factorisation. As the norm of row j of a
-    # definite matrix is at most sqrt(A_jj tr A), the norms themselves only matter if the smallest
-    # pivot is not far above eps times this bound. So does the question whether a factor that is
-    # NaN comes from NaN in the matrix.
-    bound = jnp.sqrt(jnp.max(entries) * jnp.sum(entries))
-    far = (smallest > 2 * block.eps * bound) & jnp.isfinite(bound)
+    # A factorisation is as accurate as that of the matrix whose diagonal is scaled to 1. Every pass
+    # over n x n numbers takes time beside the factorisation. As the norm of a row of that matrix is
+    # at most sqrt(n), the norms themselves only matter if the smallest pivot is not far above eps
+    # times this bound. So does the question whether a factor that is NaN comes from NaN in the
+    # matrix.
+    positive = jnp.where(entries > 0, entries, 1)
+    smallest = jnp.min(jnp.where(entries > 0, diagonal / positive, 0))
+    far = (smallest > 2 * block.eps * math.sqrt(n)) & jnp.isfinite(jnp.sum(entries))
 
     # Nothing of a factor shows that A^H != A. With a fixed vector z, whose entries look random, A z
     # and A^H z do: apart from rounding they agree, or differ by 2 X z, X the part with X^H = -X.
@@ -146,7 +147,8 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     def look():
         # If it takes no products, the matrix is made again, as it would have to be kept otherwise.
         again = matrix if spent else matrix_of(block)[0] / scale
-        rounding = block.eps * jnp.sqrt(jnp.max(square_norms(again)))
+        norms = square_norms(again / jnp.sqrt(positive).astype(again.dtype)[:, None])
+        rounding = block.eps * jnp.sqrt(jnp.max(norms / positive))
         lost = ~(smallest > 2 * rounding)  # also if the factor is NaN
         status = status_of(again)
         return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)

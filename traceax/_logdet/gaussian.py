@@ -136,7 +136,7 @@ def gaussian_log_density(
         shape `(n, t)`.
     - `operator`: the covariance, as for [`traceax.logdet`][].
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
-        a tolerance.
+        a tolerance. A budget below `2 t + 2` is raised to that.
     - `rtol`: the relative tolerance. It need not be static.
     - `atol`: the absolute tolerance, an error of the log density. It need not be static.
     - `max_k`: the largest budget for a tolerance, as for [`traceax.logdet`][]; by default 64 more

@@ -412,7 +412,10 @@ def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
         return Scaling(jnp.ones(block.n, real), one, jnp.array(False))
     shift = shift.real.astype(real)
     unit = jnp.max(shift, initial=0.0)
-    usable = jnp.all(shift > block.eps * unit) & jnp.isfinite(unit)
+    # Below eps times the diagonal of A, a shift is lost in rounding.
+    diagonal = stored_diagonal(operator)
+    size = unit if diagonal is None else jnp.abs(diagonal).astype(real)
+    usable = jnp.all(shift > block.eps * size) & jnp.isfinite(unit)
     unit = jnp.where(usable, unit, one)
     return Scaling(jnp.sqrt(jnp.where(usable, shift / unit, 1)), unit, usable)
 
