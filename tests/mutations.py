@@ -155,8 +155,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_logdet/log_quadrature.py",
-        "share[:, None, None] * (changed - core)",
-        "share[:, None, None] * changed",
+        "0, share)[:, None, None] * (changed - core)",
+        "0, share)[:, None, None] * changed",
         "the weights of two quadrature rules in the derivative",
         "tests/logdet/test_logdet.py",
     ),

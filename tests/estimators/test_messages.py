@@ -744,6 +744,12 @@ MESSAGES = [
     (ValueError, "got 'best'", "one of ['auto'", lambda _: tr.Tracker("best")),
     (TypeError, "SphereSampler'>", "an instance", lambda _: tr.Tracker(sampler=tr.SphereSampler)),
     (TypeError, "got 3", "`lambda operator", lambda _: tr.Tracker(keep=3)),
+    (
+        TypeError,
+        "got 'params'",
+        "name attributes",
+        lambda _: tr.Tracker("deltashift", keep=lambda _: "params").init(LARGE, 8),
+    ),
     (TypeError, "got int", "`tracker.init(", lambda _: tracking(state=3)),
     (ValueError, "k=8, but this step has k=9", "`tracker.init(", lambda _: tracking(k=9)),
     (

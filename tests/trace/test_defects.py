@@ -91,7 +91,7 @@ def test_integer_probes_on_function_jacobian_and_identity_operators(build, dtype
     sampler = tr.RademacherSampler() if dtype is None else tr.RademacherSampler(dtype)
     value, stats = tr.HutchinsonEstimator(sampler).estimate(KEY, build(), 5)
     assert value == 30.0
-    assert stats["std.err"] == 0.0
+    assert stats["std.err"] <= 30 * 10 * np.finfo(np.float64).eps  # rounding alone
 
 
 @pytest.mark.parametrize("name", PROBED)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array
 
 from .._operators.curvature import CurvatureOperator
@@ -19,13 +20,14 @@ def _is_curvature(x: Any) -> bool:
 
 def all_but_data(operator: Any) -> Any:
     """The parts of an operator that are kept by default: of curvature whose data are a sample, the
-    parameters; of all else, everything.
+    parameters and scalars, such as a weight of the loss that is annealed; of all else, everything.
     """
+
+    def of_sample(part):
+        return part.params, part.constant, [x for x in jtu.tree_leaves(part.args) if not x.shape]
+
     parts = jtu.tree_leaves(operator, is_leaf=_is_curvature)
-    return [
-        (part.params, part.constant) if _is_curvature(part) and part.sampled else part
-        for part in parts
-    ]
+    return [of_sample(x) if _is_curvature(x) and x.sampled else x for x in parts]
 
 
 class Kept(NamedTuple):
@@ -44,9 +46,18 @@ def _flatten(
 ) -> tuple[list[Any], Any, list[int]]:
     """The leaves of an operator, its structure, and the places of the leaves that are kept."""
     leaves, treedef = jtu.tree_flatten(operator)
-    # `keep` sees an operator with the number of its place for each leaf.
-    named = set(jtu.tree_leaves(keep(jtu.tree_unflatten(treedef, range(len(leaves))))))
-    return leaves, treedef, [i for i in range(len(leaves)) if i in named]
+    # `keep` sees an operator with the structures of its leaves, which are told apart by identity.
+    arrays = [x if isinstance(x, jax.Array) else np.zeros(()) for x in leaves]
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    places = {id(struct): i for i, struct in enumerate(structs)}
+    named = jtu.tree_leaves(keep(jtu.tree_unflatten(treedef, structs)))
+    unknown = [part for part in named if id(part) not in places]
+    if unknown:
+        raise TypeError(
+            f"`keep` must return parts of the operator as they are, got {unknown[0]!r}: name "
+            "attributes, such as `keep=lambda operator: operator.params`."
+        )
+    return leaves, treedef, sorted({places[id(part)] for part in named})
 
 
 def kept_of(operator: lx.AbstractLinearOperator, keep: Callable[[Any], Any]) -> Kept:

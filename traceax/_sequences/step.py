@@ -63,7 +63,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Int, Real
 
-from .._core.estimate import safe_norm, scale_of, status_of
+from .._core.estimate import rounding_of, safe_norm, scale_of, status_of
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
@@ -319,6 +319,9 @@ def follow(
     )
     errors = [unit * jnp.where(plan.shifts, *each) for each in zip(shifted, recycled, strict=True)]
     std_errs, std_err = (x.astype(real) for x in errors)
+    # ||A||_F, on the subspace and off it.
+    norm = jnp.hypot(safe_norm(jnp.ravel(known[:, :columns])), jnp.max(sizes))
+    std_err = jnp.hypot(std_err, rounding_of(norm, block.eps))
 
     values = on_basis + halves.means(samples)
     changed = pairs.means(new_forms) + a * (state.values - pairs.means(old_forms))

@@ -252,13 +252,14 @@ Tracker.__init__.__doc__ = """**Arguments:**
     probes are scaled to the sphere.
 - `keep`: called with an operator; returns the parts of it (a PyTree of them, as `where` of
     `equinox.tree_at`) whose arrays the state holds for DeltaShift, such as `lambda operator:
-    operator.params`. By default the parameters of operators made by `traceax.curvature.of`, and all
-    of any other operator.
+    operator.params`. By default the parameters and scalars of operators made by
+    `traceax.curvature.of`, and all of any other operator.
 
 **Raises:**
 
 - `ValueError`: for an unknown method.
-- `TypeError`: if `sampler` is not a sampler, or `keep` is not a function.
+- `TypeError`: if `sampler` is not a sampler, or `keep` is not a function; and at the first step, if
+    `keep` returns anything else than parts of the operator.
 """
 
 

@@ -122,7 +122,7 @@ def _check_state(
         raise ValueError(
             f"The state is that of a run with max_k below n={n}, in which {type(other).__name__} "
             "keeps no products to complete the exact value from. To go on from it, give a max_k "
-            f"below {n}, too; or make the first run without max_k."
+            f"below {n}, too; or make the first run with max_k={n}."
         )
     if (other, before.n, before.dtype) != (extendable, n, dtype):
         raise ValueError(

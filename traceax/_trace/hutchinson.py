@@ -9,7 +9,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import rounding_of, status_of
+from .._core.estimate import rounding_of, safe_norm, status_of
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
@@ -130,7 +130,7 @@ class HutchinsonExtendable(AbstractExtendable):
         samples = lax.optimization_barrier(state.samples)
         value, std_err = columns.mean_and_std_err(samples)
         # What rounding does to all samples alike does not show in their scatter.
-        size = jnp.sqrt(columns.mean(jnp.square(jnp.abs(samples))))
+        size = safe_norm(columns.only(samples)) / jnp.sqrt(jnp.asarray(columns.used, std_err.dtype))
         return value, jnp.hypot(std_err, rounding_of(size, block.eps)), status_of(value)
 
     def weights(self, state, columns, growth, block):
