@@ -591,12 +591,15 @@ def test_errors():
     small, large = matrix_operator(jnp.eye(N)), matrix_operator(jnp.eye(N + 1))
     tracker = Tracker()
     state = tracker.init(small, K)
-    with pytest.raises(ValueError, match="The state does not fit"):
+    with pytest.raises(ValueError, match=r"`sketch\[0\]` is float64\[30, 4\], .* float64\[31, 4\]"):
         tracker.update(state, jr.key(0), large, K)
-    with pytest.raises(ValueError, match="The state does not fit"):
+    with pytest.raises(ValueError, match=r"`previous\[1\]` is missing, and .* float64\[30, 30\]"):
         tracker.update(state, jr.key(0), small + small, K)
-    with pytest.raises(ValueError, match="The state does not fit"):
+    with pytest.raises(ValueError, match="The state does not fit this step: its"):
         Tracker("recycled").update(state, jr.key(0), small, K)
+    stack = jtu.tree_map(lambda x: jnp.stack([x, x]), state)
+    with pytest.raises(ValueError, match=r"is int32\[2\].* `equinox.filter_vmap`"):
+        tracker.update(stack, jr.key(0), small, K)
     with pytest.raises(ValueError, match=r"made for k=8, but this step has k=9"):
         tracker.update(state, jr.key(0), small, 9)
     with pytest.raises(TypeError, match="keep must be a function"):

@@ -177,8 +177,8 @@ class NystromPreconditioner(AbstractPreconditioner):
 
 NystromPreconditioner.__init__.__doc__ = """**Arguments:**
 
-- `rank`: the rank, which is also the number of products. By default two thirds of the budget.
-    (`build` has no budget: it needs the rank.)
+- `rank`: the rank, which is also the number of products. By default two thirds of the budget, and
+    never more than the budget less two. (`build` has no budget: it needs the rank.)
 """
 
 
@@ -233,7 +233,7 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**
 
-- `rank`: the largest rank. By default two thirds of the budget. (`build` has no budget: it needs
-    the rank.)
+- `rank`: the largest rank. By default two thirds of the budget, and never more than the budget
+    less two. (`build` has no budget: it needs the rank.)
 - `diagonal`: the diagonal of the operator, if the operator does not know it.
 """

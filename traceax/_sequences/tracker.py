@@ -275,20 +275,27 @@ def _check_state(state: Any, k: int, empty: Callable[[int], TrackState]) -> None
             f"The state was made for k={state.k}, but this step has k={k}: give the largest budget "
             "of a step to `tracker.init(operator, k)`. Smaller ones need no new state."
         )
-    expected = empty(state.k)
-
-    def shapes(x):
-        return [(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(x)]
-
-    same = jtu.tree_structure(state) == jtu.tree_structure(expected)
-    if not same or shapes(state) != shapes(expected):
+    ours, theirs = _parts_of(state), _parts_of(empty(state.k))
+    different = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
+    if different:
+        name = different[0]
         raise ValueError(
-            "The state does not fit this step. Between `init` and `update` neither the method nor "
-            "the structure of the operator (its kind, and the shapes, dtypes and Python numbers "
-            "inside it) may change: make a new state with `tracker.init(operator, k)`. What "
-            "changes its shape because it is data, such as a last batch, need not be kept: see "
-            "`keep` of traceax.Tracker, or make the operators by `traceax.curvature.of`."
+            f"The state does not fit this step: its `{name}` is {ours.get(name, 'missing')}, and "
+            f"that of this step is {theirs.get(name, 'missing')}. Neither the method nor the "
+            "operator's structure (shapes, dtypes, Python numbers) may change: make a new state "
+            "with `tracker.init(operator, k)`, and an array of a number that changes. Data, such "
+            "as a last batch, need not be kept: see `keep` of traceax.Tracker. A stack of states "
+            "is updated under `equinox.filter_vmap`."
         )
+
+
+def _parts_of(state: TrackState) -> dict[str, str]:
+    """The shapes and dtypes of the arrays of a state, and its Python numbers."""
+    return {
+        f"{field.name}[{i}]": f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
+        for field in dataclasses.fields(state)
+        for i, x in enumerate(jtu.tree_leaves(getattr(state, field.name)))
+    }
 
 
 @eqx.filter_jit
