@@ -203,7 +203,7 @@ def logdet_directional_derivative(
     preconditioner: $\langle G, dA \rangle$, with $E[\langle G, dA \rangle] =
     \mathrm{tr}(A^{-1} dA)$ as far as the quadrature has converged. The standard error comes from
     the same products; a single probe is enough for it. Where the recurrences have not converged it
-    is too large, by up to three times as measured. What ending them early does to the value is the
+    is too large, by up to five times as measured. What ending them early does to the value is the
     `quadrature_error`, and the result is not `successful` where that dwarfs everything else.
 
     !!! Example

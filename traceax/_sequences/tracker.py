@@ -284,8 +284,8 @@ def _check_state(state: Any, k: int, empty: Callable[[int], TrackState]) -> None
             f"that of this step is {theirs.get(name, 'missing')}. Neither the method nor the "
             "operator's structure (shapes, dtypes, Python numbers) may change: make a new state "
             "with `tracker.init(operator, k)`, and an array of a number that changes. Data, such "
-            "as a last batch, need not be kept: see `keep` of traceax.Tracker. A stack of states "
-            "is updated under `equinox.filter_vmap`."
+            "as a last batch, need not be kept: see `keep` of traceax.Tracker, or "
+            "`traceax.curvature.of`. A stack of states is updated under `equinox.filter_vmap`."
         )
 
 
