@@ -463,9 +463,10 @@ def test_gradient_std_err_of_a_rough_kernel(noise, preconditioned):
     ratio = np.sqrt(np.mean((values - truth) ** 2) / np.mean(np.square(std_errs)))
     # The quadrature error of this derivative is a part of the difference, if a smaller one.
     assert ratio < 1 + 3 / np.sqrt(2 * count)
-    # Without a preconditioner the recurrences have not converged: errors are overstated. (By 3
-    # while the derivative was that of Radau's rule, by 5 since its bias is smaller.)
-    assert ratio > 0.15
+    # With little noise and no preconditioner the recurrences have not converged: errors are
+    # overstated. (By 3 while the derivative was that of Radau's rule, by 5 since its bias is
+    # smaller.)
+    assert ratio > (0.15 if noise < 1e-3 and not preconditioned else 0.3)
     assert np.mean(np.abs(values - truth) <= 2 * std_errs) > 0.95 - 3 * np.sqrt(0.05 / count)
 
 

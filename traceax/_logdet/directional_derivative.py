@@ -40,7 +40,7 @@ from .._estimators.solution import Solution
 from .._functions.funm import truncation_error, truncations
 from .._functions.nodes import divided_differences
 from .._functions.quadrature_error import entries_status, solve_pair, with_quadrature_error
-from .._linalg.lanczos import positive_quadrature, quadrature
+from .._linalg.lanczos import positive_quadrature
 from .._operators.block_operator import BlockOperator, as_operator
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
@@ -71,9 +71,10 @@ def _on_probes(
     n, dtype = vectors.shape[0], vectors.dtype
     q, most = krylov.alpha.shape
     rank, probes, steps = run.numbers
-    nodes, node_weights, s = quadrature(krylov)
-    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
-    differences = divided_differences(jnp.log, jnp.maximum(nodes, tiny)).astype(dtype)
+    shorter, orders = truncations(krylov)
+    nodes, node_weights, s = positive_quadrature(shorter, [each.steps for each in run.plans])
+    differences, s = divided_differences(jnp.log, nodes).astype(dtype), s.astype(dtype)
+    node_weights = node_weights[:most]
     shares = jnp.maximum(n * node_weights - 1, 0)
     total = jnp.sum(shares, axis=1, keepdims=True)
     shares = (shares / jnp.where(total > 0, total, 1)).astype(dtype)  # the o_i
@@ -86,10 +87,15 @@ def _on_probes(
     first = rank + probes * steps
     outside, of_outside = (_taken(x, first + probe, run.in_use, 1) for x in (vectors, images))
     inner = einsum("npa,npb->pab", jnp.conj(basis), images_of_basis)
-    s = s.astype(dtype)
-    h = einsum("pai,pab,pbj->pij", s, inner, s)
+    h = differences * einsum("pai,pab,pbj->pij", s, jnp.tile(inner, (orders, 1, 1)), s)
+    forms = einsum("pi,pij,pj->p", s[:, 0, :], h, s[:, 0, :]).real.reshape(orders, most)
+    error = truncation_error(forms, krylov.exhausted | ~run.in_use)
+    error = n * error * jnp.asarray(most / probes, error.dtype)
+
+    # The other orders were for the quadrature error alone.
+    s, h, differences = s[:most], h[:most], differences[:most]
     first = s[:, 0, :]
-    inside = einsum("pai,pij,pj->pa", s, differences * h, first)
+    inside = einsum("pai,pij,pj->pa", s, h, first)
     each = einsum("paj,pij,pj->pia", s, differences, first)
     outward = einsum("pi,pia->pa", shares, each)
     inside = inside - einsum("pab,pb->pa", inner, outward)
@@ -107,19 +113,7 @@ def _on_probes(
     mean = jnp.sum(jnp.conj(outside) * of_outside, axis=0) / size
     beyond = factors.outside(of_outside / root - mean * root * outside)
     known = (control_variate_weight / jnp.sqrt(factors.mu)).astype(dtype) * beyond
-    error = _truncation(run, inner) * jnp.asarray(most / probes, scatter.dtype)
-    return along * length + known, scatter * jnp.square(length.real), n * error
-
-
-def _truncation(run: PreconditionedQuadrature, inner: Inexact[Array, "p q q"]) -> Array:
-    """The quadrature error of the mean of s_1^H (D o H) s_1, from V^H W: see above."""
-    shorter, orders = truncations(run.krylov)
-    nodes, _, s = positive_quadrature(shorter, [each.steps for each in run.plans])
-    differences, first = divided_differences(jnp.log, nodes).astype(inner.dtype), s[:, 0, :]
-    s, first = s.astype(inner.dtype), first.astype(inner.dtype)
-    h = einsum("pai,pab,pbj->pij", s, jnp.tile(inner, (orders, 1, 1)), s)
-    forms = einsum("pi,pij,pj->p", first, differences * h, first).real
-    return truncation_error(forms.reshape(orders, -1), run.krylov.exhausted | ~run.in_use)
+    return along * length + known, scatter * jnp.square(length.real), error
 
 
 def _errors(

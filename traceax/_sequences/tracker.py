@@ -77,9 +77,9 @@ class Tracker(eqx.Module):
     over batches that are drawn independently, and the standard error is that of the probes, with
     these batches. How fast older estimates are forgotten depends on the batches before this one,
     and on them by ratios of norms alone, lest large ones count more or less than others: no bias
-    was seen over 10,000 keys, with batches of 50 and of 10 examples. What changes slowly beside the
-    batch belongs into the parameters, where `wrt` may leave it out. Of all other operators the
-    state holds all arrays by default.
+    was seen over 10,000 keys, with batches of 50 and of 10 examples. Scalar arrays beside
+    the batch are held, too; other arrays that change slowly belong into the parameters, where `wrt`
+    may leave them out. Of all other operators the state holds all arrays by default.
 
     As a step forgets by what the steps before it have seen, it learns of a jump one step later. An
     operator that shrinks to a small part of itself at once has one step with the error of the
@@ -278,10 +278,10 @@ def _check_state(state: Any, k: int, empty: Callable[[int], TrackState]) -> None
     ours, theirs = _parts_of(state), _parts_of(empty(state.k))
     different = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
     if different:
-        name = different[0]
+        name, (here, there) = different[0], (_shown(x.get(different[0])) for x in (ours, theirs))
         raise ValueError(
-            f"The state does not fit this step: its `{name}` is {ours.get(name, 'missing')}, and "
-            f"that of this step is {theirs.get(name, 'missing')}. Neither the method nor the "
+            f"The state does not fit this step: its `{name}` is {here}, and that of this step is "
+            f"{there}. Neither the method nor the "
             "operator's structure (shapes, dtypes, Python numbers) may change: make a new state "
             "with `tracker.init(operator, k)`, and an array of a number that changes. Data, such "
             "as a last batch, need not be kept: see `keep` of traceax.Tracker, or "
@@ -289,13 +289,19 @@ def _check_state(state: Any, k: int, empty: Callable[[int], TrackState]) -> None
         )
 
 
-def _parts_of(state: TrackState) -> dict[str, str]:
-    """The shapes and dtypes of the arrays of a state, and its Python numbers."""
+def _parts_of(state: TrackState) -> dict[str, Any]:
+    """The dtypes and shapes of the arrays of a state, and its Python numbers, as text. (Every step
+    asks for them.)
+    """
     return {
-        f"{field.name}[{i}]": f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
+        f"{field.name}[{i}]": (x.dtype, x.shape) if hasattr(x, "dtype") else repr(x)
         for field in dataclasses.fields(state)
         for i, x in enumerate(jtu.tree_leaves(getattr(state, field.name)))
     }
+
+
+def _shown(part: Any) -> str:
+    return f"{part[0]}{list(part[1])}" if isinstance(part, tuple) else part or "missing"
 
 
 @eqx.filter_jit
