@@ -359,6 +359,10 @@ class Curvature:
         self._tags = (lx.positive_semidefinite_tag,) if semidefinite else ()
         self._programs: dict[Any, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy traces anew: jaxprs cannot be copied.
+        return {**self.__dict__, "_programs": {}}
+
     def __call__(self, params: PyTree, *args: Any, batches: PyTree = None) -> CurvatureOperator:
         """The curvature at these parameters.
 

@@ -1,6 +1,8 @@
 """Curvature operators: their products, over parameters as they are, and what is made of them."""
 
+import copy
 import itertools
+import pickle
 from functools import cache, partial
 
 import equinox as eqx
@@ -800,6 +802,14 @@ def test_factory_is_the_hessian_and_traces_once():
     before = len(calls)
     make_it({**WEIGHTS, **REST, "power": 3}, INPUTS, LABELS)
     assert len(calls) > before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copy_of_a_factory_that_was_used(copied):
+    make_it = curvature.of(loss)
+    first = make_it({**WEIGHTS, **REST}, INPUTS, LABELS)
+    again = copied(make_it)({**WEIGHTS, **REST}, INPUTS, LABELS)
+    np.testing.assert_array_equal(flat_matrix(again), flat_matrix(first))
 
 
 def test_factory_under_transformations():

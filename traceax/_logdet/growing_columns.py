@@ -102,9 +102,9 @@ class GrowingColumns:
         ends = jnp.arange(m + 1) * n // m
         # There are fewer rounds of pivots than rows, so that no other key has this number.
         places = uniform(numbered(self._key, n), (m,), 1, jnp.result_type(float))[0]
-        places = lax.optimization_barrier(places)  # see `_probes.random`
         steps = (places * (ends[1:] - ends[:-1]).astype(places.dtype)).astype(ends.dtype)
-        chosen = jnp.minimum(ends[:-1] + steps, ends[1:] - 1)
+        # Without a barrier each use would compute them anew, even once for every entry.
+        chosen = lax.optimization_barrier(jnp.minimum(ends[:-1] + steps, ends[1:] - 1))
         found = self._read(chosen)
         core = found[chosen]
         values, vectors = eigh((core + adjoint(core)) / 2)
@@ -144,7 +144,7 @@ class GrowingColumns:
         """The approximation from the pivots so far. (The `level` is that of `GrowingSketch`.)"""
         del level
         n, eps = self._block.n, self._block.eps
-        f = pivoted.rows[: self._ranks[-1]].T
+        f = pivoted.rows.T
         # Here the trace of the part that is left out is known. If nothing is known of s, mu becomes
         # the mean eigenvalue of this part.
         whole, captured = jnp.sum(self._diagonal), square_norms(f)

@@ -290,7 +290,7 @@ class LowRank(NamedTuple):
         """As `built`, from the columns in use: F is cut to the smallest of these sizes that holds
         them, and the factors are padded to its own.
         """
-        most = self.f.shape[1]
+        most = max(sizes)
 
         def cut(size):
             found = self._replace(f=self.f[:, :size]).built(root, known, graded)
