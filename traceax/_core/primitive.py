@@ -321,7 +321,8 @@ def bind(
     def estimate(*operands):
         return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
 
-    return with_auto_axes(estimate, operands, operator.in_size())
+    several = len(jtu.tree_leaves(operator.in_structure())) > 1
+    return with_auto_axes(estimate, operands, None if several else operator.in_size())
 
 
 def with_rule(

@@ -29,8 +29,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, NamedSharding, get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
+from .devices import (
+    automatic_mesh,
+    explicit_axes_of,
+    explicit_mesh_of,
+    replicated,
+    with_auto_axes,
+)
 from .precision import at_least_single, eps_of_factors
 
 # --- equality -------------------------------------------------------------------------------------
@@ -221,11 +229,40 @@ def _hides_constants(jaxpr: Any) -> bool:
 
 
 def _is_special(equation: Any) -> bool:
-    """Whether constants can and must be taken out of the jaxprs in this equation."""
+    """Whether constants can and must be taken out of the jaxprs in this equation, or the jaxprs
+    have to be traced anew in another mesh.
+    """
     if equation.primitive.name not in _EVALUATE:
         return False
-    inner = _jaxprs_in(equation.params).values()
-    return any(map(_hides_constants, jtu.tree_leaves(list(inner))))
+    inner = jtu.tree_leaves(list(_jaxprs_in(equation.params).values()))
+    return any(map(_hides_constants, inner)) or any(map(_must_leave_mesh, inner))
+
+
+def _must_leave_mesh(jaxpr: Any) -> bool:
+    """Whether a jaxpr was traced in a mesh with explicit axes, or with automatic ones in their
+    place: inside of an estimate these axes are automatic, and outside explicit.
+    """
+    explicit = bool(explicit_axes_of(get_abstract_mesh()))
+    return explicit and any(not e.ctx.cur_abstract_mesh.empty for e in jaxpr.eqns)
+
+
+def _without_mesh(equation: Any) -> Any:
+    """The equation as if it had been traced without a mesh."""
+    with equation.ctx.manager, use_abstract_mesh(AbstractMesh((), ())):
+        context = type(equation.ctx)()
+    inner = {
+        name: tuple(map(_traced_anew, x)) if isinstance(x, tuple | list) else _traced_anew(x)
+        for name, x in _jaxprs_in(equation.params).items()
+    }
+    named = {name: None for name, x in equation.params.items() if isinstance(x, NamedSharding)}
+    return equation.replace(params={**equation.params, **named, **inner}, ctx=context)
+
+
+def _traced_anew(jaxpr: Any) -> Any:
+    structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in _opened(jaxpr).invars]
+    run = partial(Program(jaxpr).evaluate, take_constants(jaxpr), _constants(jaxpr))
+    with use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(run)(*structs)
 
 
 @final
@@ -245,6 +282,8 @@ class Program:
         opened = _opened(jaxpr)
         if any(map(_is_special, opened.eqns)):
             opened = opened.replace(eqns=[_without_constants(e) for e in opened.eqns])
+        if _must_leave_mesh(opened):
+            opened = opened.replace(eqns=[_without_mesh(equation) for equation in opened.eqns])
         self.jaxpr = opened
         self._hash = hash(_summary(opened))
 
@@ -258,6 +297,11 @@ class Program:
     def num_constants(self) -> int:
         """The number of constants of all the jaxprs inside, without those of the jaxpr itself."""
         return sum(p.num_constants + p.own for p in self._inner())
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The variables of the arguments."""
+        return [*self.jaxpr.constvars, *self.jaxpr.invars]
 
     def _inner(self) -> list["_Inner"]:
         programs = [list(e.params.values()) for e in self.jaxpr.eqns]
@@ -344,9 +388,16 @@ def _without_constants(equation: Any) -> Any:
 
 
 def _has_inner(equation: Any) -> bool:
-    return equation.primitive.name in _EVALUATE and any(
-        isinstance(x, _Inner) for x in jtu.tree_leaves(list(equation.params.values()))
-    )
+    """Whether this equation is evaluated here: see `_EVALUATE`."""
+    inner = [isinstance(x, _Inner) for x in jtu.tree_leaves(list(equation.params.values()))]
+    return equation.primitive.name in _EVALUATE and (any(inner) or _is_hint(equation))
+
+
+def _is_hint(equation: Any) -> bool:
+    """Whether the equation only says how an array was cut in the mesh that was left."""
+    named = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
+    name = named.get(equation.primitive.name)
+    return name is not None and equation.params[name] is None
 
 
 def _bind_constants(inner: _Inner, hidden: list[Array]) -> Callable[..., list]:
@@ -385,6 +436,11 @@ def take_constants(jaxpr: Any) -> list[Array]:
 def _call(equation, params, operands):
     del equation
     return params["jaxpr"](*operands)
+
+
+def _hint(equation, params, operands):
+    del equation, params
+    return operands
 
 
 def _checkpoint(equation, params, operands):
@@ -441,6 +497,8 @@ _EVALUATE: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,
+    "reshard": _hint,
+    "sharding_constraint": _hint,
 }
 
 
@@ -459,16 +517,43 @@ class ClosedFunction(eqx.Module):
     precision: float | None = eqx.field(default=None, static=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        jaxpr, constants = self.program.jaxpr, self.constants
-        if self.hidden:
-            variables = [*jaxpr.constvars, *jaxpr.invars][len(constants) :]
-            structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables]
-            run = partial(self.program.evaluate, self.hidden, constants)
-            traced = jax.make_jaxpr(run)(*structs)
-            jaxpr, constants = _opened(traced), _constants(traced)
-        function = eqx.tree_at(_contents, self.shell, (jaxpr, constants), is_leaf=_is_none)
-        return function(*args, **kwargs)
+        """Call the function. (Not as Equinox does, whose check of the arguments refuses arrays in
+        a mesh that the example was not in.)
+        """
+        arrays = jtu.tree_leaves(eqx.filter((args, kwargs), eqx.is_array))
+        variables = self.program.arguments[len(self.constants) :]
+        expected = [(x.aval.shape, x.aval.dtype) for x in variables]
+        found = [(x.shape, x.dtype) for x in arrays]
+        if found != expected:
+            raise ValueError(
+                f"A function that was traced for {_listed(expected)} was called with "
+                f"{_listed(found)}. Give it arrays like those of its structure."
+            )
+        operands = [*arrays, *self.constants, *self.hidden]
+        ends = len(arrays), len(arrays) + len(self.constants)
+        # Outside of `jit` JAX evaluates nothing along automatic axes of a mesh with explicit ones.
+        run = _evaluate_compiled if explicit_mesh_of(operands) else _evaluate
+        results = with_auto_axes(partial(run, self.program, ends), operands)
+        structure, static = map(_tree, (self.shell.out_dynamic_struct, self.shell.out_static))
+        return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(structure), results), static)
+
+
+def _evaluate(program: Program, ends: tuple[int, int], *operands: Array) -> list:
+    """Evaluate a program; the operands are the arguments, its constants, and the hidden ones."""
+    arguments, constants = operands[: ends[0]], operands[ends[0] : ends[1]]
+    return program.evaluate(operands[ends[1] :], constants, *arguments)
+
+
+_evaluate_compiled = jax.jit(_evaluate, static_argnums=(0, 1))
+
+
+def _tree(flat: tuple[list[Any], Any]) -> Any:
+    leaves, treedef = flat
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def _listed(arrays: list[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in arrays[:8]) or "no arrays"
 
 
 def _contents(converted: Any) -> tuple[Any, Any]:
@@ -510,7 +595,17 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
     """
     # Equinox does not trace a function without a closure, so that arrays in its defaults or globals
     # would be missed. This lambda has a closure.
-    closed = closed_functions(eqx.filter_closure_convert(lambda *args: function(*args), *example))
+    convert = partial(eqx.filter_closure_convert, lambda *args: function(*args))
+    with automatic_mesh() as changed:
+        try:
+            converted = convert(*example)
+        except ValueError:
+            if not changed:
+                raise
+            converted = None
+    if converted is None:  # it names the explicit axes, or holds arrays that are cut along them
+        converted = convert(*replicated(example))
+    closed = closed_functions(converted)
     precision = getattr(getattr(function, "__self__", function), "precision", None)
     return dataclasses.replace(closed, precision=precision)
 

@@ -73,6 +73,7 @@ from .._core.estimate import (
     status_of,
 )
 from .._core.precision import any_promotion, einsum
+from .._core.programs import closed_function
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, joined, lanczos, quadrature
@@ -184,7 +185,7 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
             )
         return value.astype(dtype)
 
-    converted = eqx.filter_closure_convert(checked, jax.ShapeDtypeStruct((), dtype))
+    converted = closed_function(checked, jax.ShapeDtypeStruct((), dtype))
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, converted)
 
 

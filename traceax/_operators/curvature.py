@@ -484,9 +484,8 @@ def make_curvature(
     found = None if programs is None else programs.get(identity)
     if found is None:
         functions = _functions(inner, outer, join, mode, static, reweighted)
-        convert = eqx.filter_closure_convert if programs is None else closed_function
         try:
-            product, number = convert(functions[0], *example), None
+            product, number = closed_function(functions[0], *example), None
         except Exception as error:  # the user's function got something else than it expects
             if _is_list_of_batches(batches):
                 error.add_note(
@@ -496,7 +495,7 @@ def make_curvature(
             raise
         if mode == "forward":
             try:
-                number = convert(functions[1], *example)
+                number = closed_function(functions[1], *example)
             except (TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
                 number = None
         found = product, number, _precision(product, example, mode)

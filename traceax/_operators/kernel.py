@@ -29,7 +29,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
-from .._core.programs import NOTHING, holds
+from .._core.programs import NOTHING, closed_function, holds
 from .unstructured import register_unstructured
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
@@ -200,7 +200,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
                 return kernel(x, y)
             return kernel(*jtu.tree_map(lambda leaf: leaf[None], (x, y)))[0, 0]
 
-        self.kernel, self.batched = eqx.filter_closure_convert(of_points, point, point), False
+        self.kernel, self.batched = closed_function(of_points, point, point), False
 
     def block(self, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
         """The kernel of all pairs of two blocks of points.
