@@ -7,6 +7,7 @@ devices of one of 2 processes. (How many there are is for the environment to say
 import contextlib
 import io
 import json
+import logging
 import math
 import re
 import sys
@@ -214,6 +215,162 @@ def data_parallel(mesh):
     return report
 
 
+def network(params, inputs, cut=None):
+    """A network with what JAX compiles apart: a loop, a custom derivative, a rematerialisation."""
+    hidden = jnp.tanh(inputs @ params["w"])
+    if cut == "constraint":
+        hidden = jax.lax.with_sharding_constraint(hidden, P("d", None))
+    elif cut == "reshard":
+        hidden = jax.sharding.reshard(hidden, P("d", None))
+    elif cut == "out_sharding":
+        hidden = jnp.dot(hidden, jnp.eye(5), out_sharding=P("d", None))
+
+    @jax.checkpoint
+    def layer(hidden, matrix):
+        return jax.nn.relu(hidden @ matrix) + hidden, None
+
+    return jax.lax.scan(layer, hidden, params["layers"])[0] @ params["v"]
+
+
+def fit(params, inputs, labels, cut=None):
+    return jnp.mean((jax.nn.log_softmax(network(params, inputs, cut)) - labels) ** 2)
+
+
+def square(outputs, inputs, labels):
+    return jnp.mean((outputs - labels) ** 2)
+
+
+def explicit_cases(params, batch, cut=None):
+    """Numbers that a mesh must not change, by name; `cut`: how the network names its axes."""
+    key, hessian = jax.random.key(0), tr.curvature.hessian
+    tracker, factory = tr.Tracker(), tr.curvature.of(fit)
+
+    def value(operator, **options):
+        return tr.trace(key, operator, **(options or {"k": 10})).value
+
+    def of_model(params, inputs, labels):
+        return network(params, inputs)
+
+    def kernel():
+        matrix = tr.KernelLinearOperator(lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2)), batch[0])
+        noise = 0.1 * lx.IdentityLinearOperator(structure((64,)))
+        return tr.gaussian_log_density(key, batch[1][:, 0], matrix + noise, 20).value
+
+    def function():
+        operator = lx.FunctionLinearOperator(
+            lambda v: batch[0] @ (batch[0].T @ v) + jnp.where(v > 0, v, v), structure((64,))
+        )
+        return value(operator, k=20)
+
+    def tracked():
+        state, seen = tracker.init(factory(params, *batch), 10), []
+        for step in range(3):
+            operator = factory(params, *batch)
+            state, solution = tracker.update(state, jax.random.key(step), operator, 10)
+            seen.append(solution.value)
+        return jnp.stack(seen)
+
+    def gradient(params, inputs, labels):
+        return value(hessian(fit, params, inputs, labels))
+
+    gauss_newton = tr.curvature.gauss_newton(of_model, square, params, *batch)
+    example = (batch[0][:, None], batch[1][:, None])
+    cases = {
+        "hessian": lambda: value(hessian(fit, params, *batch)),
+        "reverse": lambda: value(hessian(fit, params, *batch, mode="reverse")),
+        "hutchinson": lambda: value(
+            hessian(fit, params, *batch), k=10, estimator=ESTIMATORS["hutchinson"]
+        ),
+        "gauss_newton": lambda: value(gauss_newton),
+        "factory": lambda: value(factory(params, *batch)),
+        "closure": lambda: value(hessian(lambda params: fit(params, *batch), params)),
+        "gradient": lambda: jax.jit(jax.grad(gradient))(params, *batch)["w"],
+        "product": lambda: hessian(fit, params, *batch).mv(params)["w"],
+        "diagonal": lambda: tr.diagonal(key, gauss_newton, 10).value["w"],
+        "tolerance": lambda: value(gauss_newton, rtol=0.3),
+        "density": lambda: tr.spectral_density(key, gauss_newton, 20, jnp.zeros(2)).value,
+        "noise_scale": lambda: (
+            tr.curvature.noise_scale(lambda params, pair: fit(params, *pair), params, example).scale
+        ),
+        "tracker": tracked,
+        "kernel": kernel,
+        "function": function,
+    }
+    named = {
+        name: lambda name=name: value(hessian(lambda *args: fit(*args, cut=name), params, *batch))
+        for name in ("constraint", "reshard", "out_sharding")
+    }
+    return {**cases, **named} if cut else cases
+
+
+class Compilations(logging.Handler):
+    """What JAX says that it compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def emit(self, record):
+        self.count += record.getMessage().startswith("Compiling")
+
+
+def compilations(fn):
+    logger, handler = logging.getLogger("jax"), Compilations()
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    with jax.log_compiles():
+        fn()
+    logger.removeHandler(handler)
+    logger.propagate = propagates
+    return handler.count
+
+
+def explicit_axes(mesh):
+    """The relative errors in a mesh with explicit axes, under `jax.set_mesh` and inside of
+    `jax.shard_map`, and how often a loop compiles after its first round.
+    """
+    rng = np.random.default_rng(5)
+    shapes = {"w": (16, 5), "layers": (3, 5, 5), "v": (5, 3)}
+    params = {name: jnp.asarray(rng.standard_normal(shape)) / 3 for name, shape in shapes.items()}
+    batch = tuple(jnp.asarray(rng.standard_normal((64, size))) for size in (16, 3))
+    expected = {name: fn() for name, fn in explicit_cases(params, batch).items()}
+    report = {}
+    with jax.set_mesh(mesh):
+        cut = {"whole": P(), "cut": P("d", None)}
+        placed = jax.device_put(batch, NamedSharding(mesh, P("d")))
+        for how, spec in cut.items():
+            moved = {**params, "w": jax.device_put(params["w"], NamedSharding(mesh, spec))}
+            moved = {
+                name: x if name == "w" else jax.device_put(x, NamedSharding(mesh, P()))
+                for name, x in moved.items()
+            }
+            cases = explicit_cases(moved, placed, cut=True)
+            some = ("hessian", "gradient", "product", "diagonal", "noise_scale", "tracker")
+            for name, fn in (
+                {name: cases[name] for name in some} if how == "cut" else cases
+            ).items():
+                like = np.asarray(expected.get(name, expected["hessian"]))
+                error = np.max(np.abs(np.asarray(fn()) - like)) / np.max(np.abs(like))
+                report[f"{name}, {how}"] = float(error)
+        factory = tr.curvature.of(fit)
+
+        def look():
+            tr.trace(jax.random.key(0), factory(params, *placed), 10)
+
+        look()
+        report["compilations"] = compilations(look)
+
+    def local(inputs, labels):
+        operator = tr.curvature.hessian(fit, params, inputs, labels)
+        return tr.trace(jax.random.key(0), operator, 10).value[None]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    parts = [tuple(x[8 * i : 8 * i + 8] for x in batch) for i in range(8)]
+    alone = np.concatenate([local(*part) for part in parts])
+    report["shard_map"] = float(np.max(np.abs(jax.jit(mapped)(*placed) / alone - 1)))
+    return report
+
+
 def virtual():
     auto, explicit = AxisType.Auto, AxisType.Explicit
     mesh = jax.make_mesh((8,), ("d",), axis_types=(auto,))
@@ -226,6 +383,7 @@ def virtual():
     report["explicit"] = compare(dense, DENSE, P("d", None), other, "xtrace")
     with jax.set_mesh(other):
         report["set mesh"] = compare(dense, DENSE, P("d", None), other, "xtrace")
+    report["explicit axes"] = explicit_axes(other)
     report["dense"] = compare(dense, DENSE, P("d", None), mesh, "xtrace")
     report["ring"] = compare(ring(mesh), DENSE, P("d", None), mesh, "xtrace", other=dense)
     report["tree"] = compare(coupled_leaves, TREE, TREE_SPECS, mesh, "hutchinson", gradient=True)

@@ -83,6 +83,19 @@ def test_matrices_cut_by_rows(report, name):
 
 
 @pytest.mark.variant
+def test_operators_in_a_mesh_with_explicit_axes(report):
+    """Under `jax.set_mesh` with the mesh that `jax.make_mesh` returns: curvature of a batch that is
+    cut by examples, with parameters that are whole or cut, also where the model names the axes;
+    functions, kernels, and trackers. An estimate is not compiled again in an eager loop.
+    """
+    found = dict(report["explicit axes"])
+    assert found.pop("compilations") == 0
+    assert len(found) == 25
+    for name, error in found.items():
+        assert error < 1e-9, name
+
+
+@pytest.mark.variant
 def test_products_with_matrices_however_they_are_cut(report):
     assert len(report["products"]) == 8
     for name, error in report["products"].items():

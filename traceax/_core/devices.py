@@ -71,16 +71,14 @@ def replicated(tree: Any) -> Any:
     """The structures of these arrays, whole on every device of the mesh of `jax.set_mesh`."""
     sharding = NamedSharding(get_abstract_mesh(), PartitionSpec())
     return jtu.tree_map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        if hasattr(x, "shape")
-        else x,
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if hasattr(x, "shape") else x
+        ),
         tree,
     )
 
 
-def with_auto_axes(
-    fn: Callable[..., Any], operands: Sequence[Array], n: int | None = None
-) -> Any:
+def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array], n: int | None = None) -> Any:
     """`fn(*operands)`, where XLA propagates the shardings of intermediate arrays.
 
     In a mesh with explicit axes (what `jax.make_mesh` returns) a sharding is a part of the type of
