@@ -135,7 +135,9 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
             return jnp.where(failed, jnp.full((), jnp.nan, x.dtype), x)
 
         value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
-        estimate = dataclasses.replace(estimate, value=value, std_err=std_err)
+        # Whole or not, degrees of freedom are of one dtype: `lax.cond` between two estimators.
+        dof = estimate.dof.astype(jtu.tree_leaves(std_err)[0].dtype)
+        estimate = dataclasses.replace(estimate, value=value, std_err=std_err, dof=dof)
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex numbers, whatever promotion the user allows.
