@@ -37,7 +37,7 @@ from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from .devices import needs_devices, with_auto_axes
-from .estimate import NONFINITE, Estimate, weights_wanted
+from .estimate import NONFINITE, SUCCESSFUL, Estimate, status_of, weights_wanted
 from .precision import any_promotion
 from .programs import NOTHING, TRACERS, Held, Static, closed_functions
 
@@ -128,8 +128,11 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
             else:
                 found = estimator.compute(key, operator, params.k)
         estimate, weights = _checked(estimator, found, params.weights)
-        # A number that was computed from NaN or inf is no estimate, even where it is finite.
-        failed = estimate.status == NONFINITE
+        # A number that was computed from NaN or inf is no estimate, even where it is finite; and a
+        # sum of finite products may overflow.
+        overflown = status_of(*jtu.tree_leaves(estimate.value))
+        status = jnp.where(estimate.status == SUCCESSFUL, overflown, estimate.status)
+        failed = status == NONFINITE
 
         def masked(x):
             return jnp.where(failed, jnp.full((), jnp.nan, x.dtype), x)
@@ -137,7 +140,8 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
         # Whole or not, degrees of freedom are of one dtype: `lax.cond` between two estimators.
         dof = estimate.dof.astype(jtu.tree_leaves(std_err)[0].dtype)
-        estimate = dataclasses.replace(estimate, value=value, std_err=std_err, dof=dof)
+        changes = {"value": value, "std_err": std_err, "dof": dof, "status": status}
+        estimate = dataclasses.replace(estimate, **changes)
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex numbers, whatever promotion the user allows.

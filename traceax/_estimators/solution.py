@@ -23,8 +23,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
     nonfinite_operator = (
         "A product with the operator holds NaN or inf, so nothing can be estimated from it. "
-        "Check the arrays inside the operator (and, in float16 or float32, its products) for "
-        "overflow, and the observations of a log density for missing ones; "
+        "Check the arrays inside the operator (and, in float16 or float32, its products and the "
+        "sum of them) for overflow, and the observations of a log density for missing ones; "
         "`jax.config.update('jax_debug_nans', True)` finds the first one. A preconditioner of your "
         "own that is not positive definite ends so, too."
     )
