@@ -94,6 +94,14 @@ def estimates(matrix, k, estimator, count, tags=PSD, seed=0):
     return jax.jit(jax.vmap(lambda key: tr.trace(key, operator, k, estimator)))(keys(count, seed))
 
 
+def compilations(caplog, fn):
+    """How many programs JAX compiles while `fn()` runs, as its log says."""
+    caplog.clear()
+    with jax.log_compiles():
+        jax.block_until_ready(fn())
+    return sum(record.getMessage().startswith("Compiling ") for record in caplog.records)
+
+
 def environment(quick=True):
     """For programs. Most compile for longer than they compute: see `conftest.py`."""
     return {

@@ -649,6 +649,24 @@ def test_jvp_of_python_numbers():
     assert jax.jvp(value, (2.0,), (3.0,)) == pytest.approx((40.0, 60.0))
 
 
+@pytest.mark.parametrize("k", [K, N])
+def test_cond_between_two_estimators(k):
+    """Solutions have one structure, whatever the estimator and the budget."""
+    operator, key = by_products(B, PSD), KEYS[0]
+
+    def first():
+        return tr.trace(key, operator, K, tr.XNysTraceEstimator())
+
+    def second():
+        return tr.trace(key, operator, k, tr.HutchinsonEstimator())
+
+    run = jax.jit(lambda wanted: lax.cond(wanted, first, second))
+    for wanted, alone in ((True, first()), (False, second())):
+        found = run(wanted)
+        close(found.value, alone.value, rtol=1e-12)
+        close(found.interval(), alone.interval(), rtol=1e-6)
+
+
 @pytest.mark.variant
 def test_export_of_batches_of_any_size():
     """`jax.export` with a symbol in the place of the number of lanes."""

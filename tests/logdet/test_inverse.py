@@ -6,6 +6,7 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
@@ -364,6 +365,21 @@ def test_no_silent_nan(fn, k):
     assert np.all(np.isnan(solution.value))
     with pytest.raises(ValueError, match="positive definite operator"):
         fn(jr.key(0), by_products(decaying()), k)
+
+
+def test_a_derivative_that_does_not_exist_is_nan():
+    """In its own lane of a `vmap`, without a callback to the host, which no export could hold."""
+    kernel = jnp.diag(1 / jnp.arange(1.0, 41.0)) + 1
+
+    def value(s):
+        return tr.inverse_trace(jr.key(0), shifted(kernel, s), 6, preconditioner=None).value
+
+    slope = jax.grad(value)
+    found = jax.vmap(slope)(jnp.array([1.0, -0.5]))
+    exported = jax.export.export(jax.jit(slope))(jnp.array(1.0))
+    assert np.isnan(found[1])
+    np.testing.assert_allclose(found[0], (value(1.001) - value(0.999)) / 0.002, rtol=1e-2)
+    np.testing.assert_allclose(exported.call(jnp.array(1.0)), found[0], rtol=1e-10)
 
 
 @pytest.mark.variant

@@ -20,6 +20,7 @@ from traceax._sketch.low_rank import LowRankPlusIdentity
 
 from ..helpers import (
     PSD,
+    compilations,
     keys,
     random_unitary,
     variant,
@@ -304,6 +305,31 @@ def test_single_precision(dtype):
     assert solution.result == RESULTS.successful
     assert abs(float(value_) - truth) < float(3 * solution.std_err + solution.quadrature_error)
     np.testing.assert_allclose(slope, exact_slope, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", [NystromPreconditioner, variant(tr.RPCholeskyPreconditioner)])
+def test_an_eager_loop_that_builds_compiles_once(kind, caplog):
+    """With other arrays, another key, and a function that was made anew."""
+    noise = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((N,), float))
+
+    def operator(size):
+        matrix = size * decay(np.float64)
+        if kind is tr.RPCholeskyPreconditioner:
+            return lx.MatrixLinearOperator(matrix, PSD) + size * noise
+        function = lambda v: jax.nn.relu(matrix @ v) - jax.nn.relu(-matrix @ v)  # noqa: E731
+        return lx.FunctionLinearOperator(function, noise.in_structure(), PSD) + size * noise
+
+    operators = [operator(jnp.asarray(size)) for size in (1.0, 2.0, 4.0)]
+    cases = list(zip(keys(3), operators, strict=True))
+
+    def built(key, operator):
+        return jax.tree.leaves(kind(rank=10).build(key, operator))
+
+    assert compilations(caplog, lambda: built(*cases[0])) >= 1
+    assert compilations(caplog, lambda: [built(*case) for case in cases[1:]]) == 0
+    jitted = eqx.filter_jit(kind(rank=10).build)(*cases[2])
+    for found, expected in zip(built(*cases[2]), jax.tree.leaves(jitted), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.variant

@@ -17,9 +17,10 @@ import pytest
 import scipy.sparse
 
 import traceax as tr
+import traceax.extend as tre
 
 from .. import reference
-from ..helpers import CLASSES, NSD, PSD, keys, register_tags, variant, with_spectrum
+from ..helpers import CLASSES, NSD, PSD, by_products, keys, register_tags, variant, with_spectrum
 
 N, K = 12, 8
 KEY = jax.random.key(0)
@@ -78,6 +79,13 @@ class Unregistered(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
 
 
+class WithColumns(Unregistered):
+    """The same with columns, but without a rule for its diagonal."""
+
+    def columns(self, indices):
+        return self.matrix[:, indices]
+
+
 COLUMNS: list[int] = []  # the number of columns of each block that is multiplied
 
 
@@ -129,6 +137,7 @@ for _cls in (MatrixOfMyOwn, Counting):
 
 for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite):
     _check.register(Unregistered)(lambda operator: False)
+    _check.register(WithColumns)(lambda operator: False)
 
 
 class Case(NamedTuple):
@@ -310,6 +319,30 @@ def test_exact_trace_is_the_trace_of_the_matrix(name):
         assert solution.num_matvecs <= N
         assert solution.result == tr.RESULTS.successful
     assert abs(tr.trace(KEY, operator, 3, tr.ExactTraceEstimator()).value - truth) <= rounding
+
+
+@pytest.mark.parametrize("matrix", [GENERAL, variant(COMPLEX)])
+def test_norms_of_an_operator_that_registers_little(matrix):
+    """lineax asks the factors of a product whether they are diagonal."""
+    own, known = (kind(jnp.asarray(matrix)) for kind in (Unregistered, by_products))
+    for norm in (tr.frobenius_norm, tr.row_norms):
+        found, expected = norm(KEY, own, 6), norm(KEY, known, 6)
+        np.testing.assert_allclose(found.value, expected.value, rtol=1e-10)
+    np.testing.assert_allclose(tr.row_norms(KEY, own, 2 * N).value, np.linalg.norm(matrix, axis=1))
+
+
+def test_columns_without_a_diagonal():
+    """The diagonal is unknown: traces and log-determinants are estimated as from products."""
+    matrix = jnp.asarray(GENERAL @ GENERAL.T)
+    own, known = WithColumns(matrix), by_products(matrix)
+    for estimate in (tr.trace, tr.diagonal):
+        found, expected = estimate(KEY, own, 6), estimate(KEY, known, 6)
+        np.testing.assert_allclose(found.value, expected.value, rtol=1e-10)
+        assert found.num_matvecs == expected.num_matvecs > 0
+    own, known = (lx.TaggedLinearOperator(each, PSD) for each in (own, known))
+    found, expected = (tr.logdet(KEY, each, 6) for each in (own, known))
+    np.testing.assert_allclose(found.value, expected.value, rtol=1e-8)
+    np.testing.assert_array_equal(tre.columns(own, [2, 0]), matrix[:, [2, 0]])
 
 
 @pytest.mark.variant

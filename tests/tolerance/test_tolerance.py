@@ -19,6 +19,8 @@ from traceax._estimators import calibration
 from .. import reference
 from ..helpers import (
     PSD,
+    by_products,
+    compilations,
     keys,
     panel,
     random_unitary,
@@ -455,6 +457,13 @@ def test_student_quantiles():
     for level in (0.5, 0.999):
         t = jax.jit(lambda dof: calibration.student_quantile(level, dof, jnp.ones(())))(dof)  # noqa: B023
         np.testing.assert_allclose(t, stdtrit(dof, (1 + level) / 2), rtol=1e-6)
+
+
+def test_a_loop_of_intervals_compiles_once(caplog):
+    solution = tr.trace(keys(1)[0], by_products(jnp.asarray(POLY), PSD), 13)
+    assert compilations(caplog, lambda: solution.interval(0.9)) >= 1
+    other = tr.trace(keys(2)[1], by_products(jnp.asarray(2 * POLY), PSD), 13)
+    assert compilations(caplog, lambda: (other.interval(0.5), other.interval(0.95))) == 0
 
 
 @pytest.mark.variant

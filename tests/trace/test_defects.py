@@ -454,6 +454,20 @@ def test_nan_in_the_operator_is_reported(name, k):
         assert np.isnan(single.value)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_overflow_of_the_sum_is_reported(name):
+    """All products are finite in float32, and the trace is not."""
+    factor = jnp.float32(2.0**125)
+    operator = lx.FunctionLinearOperator(
+        lambda v: factor * v, jax.ShapeDtypeStruct((40,), jnp.float32), PSD
+    )
+    for k in (12, 40):
+        solution = tr.trace(KEY, operator, k, CLASSES[name])
+        assert solution.result == tr.RESULTS.nonfinite_operator
+        assert np.isnan(solution.value)
+        assert np.isnan(solution.std_err)
+
+
 def test_overflow_in_half_precision_is_reported():
     matrix = jnp.full((40, 40), 3e4, jnp.float16)
     solution = tr.trace(KEY, lx.MatrixLinearOperator(matrix), 8, tr.XTraceEstimator())

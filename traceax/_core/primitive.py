@@ -1,5 +1,5 @@
-"""The JAX primitives behind every estimate, such as `trace_p`; and `with_rule`, which makes a
-primitive of a function that runs on several devices.
+"""The JAX primitives behind every estimate, such as `trace_p`; `compiled_once`, for what is no
+estimate; and `with_rule`, which makes a primitive of a function that runs on several devices.
 
 This is the only file that touches `jax.extend` or `jax.interpreters`. (No file touches
 `equinox.internal` or `jax._src`.) `programs` says what may be static in a program.
@@ -37,7 +37,7 @@ from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from .devices import needs_devices, with_auto_axes
-from .estimate import NONFINITE, Estimate, weights_wanted
+from .estimate import NONFINITE, SUCCESSFUL, Estimate, status_of, weights_wanted
 from .precision import any_promotion
 from .programs import NOTHING, TRACERS, Held, Static, closed_functions
 
@@ -128,14 +128,20 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
             else:
                 found = estimator.compute(key, operator, params.k)
         estimate, weights = _checked(estimator, found, params.weights)
-        # A number that was computed from NaN or inf is no estimate, even where it is finite.
-        failed = estimate.status == NONFINITE
+        # A number that was computed from NaN or inf is no estimate, even where it is finite; and a
+        # sum of finite products may overflow.
+        overflown = status_of(*jtu.tree_leaves(estimate.value))
+        status = jnp.where(estimate.status == SUCCESSFUL, overflown, estimate.status)
+        failed = status == NONFINITE
 
         def masked(x):
             return jnp.where(failed, jnp.full((), jnp.nan, x.dtype), x)
 
         value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
-        estimate = dataclasses.replace(estimate, value=value, std_err=std_err)
+        # Whole or not, degrees of freedom are of one dtype: `lax.cond` between two estimators.
+        dof = estimate.dof.astype(jtu.tree_leaves(std_err)[0].dtype)
+        changes = {"value": value, "std_err": std_err, "dof": dof, "status": status}
+        estimate = dataclasses.replace(estimate, **changes)
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex numbers, whatever promotion the user allows.
@@ -177,8 +183,16 @@ def _tangent(
         return _vmapped(push, params.levels, in_axes)(operands, tangents, weights)
 
 
+def _call(params: _Params, operands: tuple[Array, ...]):
+    """The result of a function, which comes before its arguments among what is rebuilt."""
+    fn, *args = _rebuild(params, operands)
+    with any_promotion():
+        return fn(*args)
+
+
 _forever = {
     _implementation: jax.jit(_implementation, static_argnums=0),
+    _call: jax.jit(_call, static_argnums=0),
     _tangent: jax.jit(_tangent, static_argnums=(0, 1, 2)),
 }
 
@@ -290,6 +304,16 @@ inverse_diagonal_p = _define("inverse_diagonal")
 gaussian_log_density_p = _define("gaussian_log_density")
 
 
+def _split(tree: Any, key_impl: Any = None, k: int = 0) -> tuple[_Params, list[Array]]:
+    """What is static in a PyTree, and its arrays: see `_rebuild`."""
+    leaves, treedef = jtu.tree_flatten(closed_functions(tree))
+    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
+    static = tuple(None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves)
+    held = Held(treedef, *[x.value for x in static if x is not None])
+    params = _Params(Static(treedef), static, key_impl, k, False, (), held, needs_devices())
+    return params, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+
 def bind(
     primitive: Primitive, key: Array, operator: lx.AbstractLinearOperator, k: int, estimator: Any
 ) -> Estimate:
@@ -310,19 +334,34 @@ def bind(
     key_impl = None
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key_impl, key = jax.random.key_impl(key), jax.random.key_data(key)
-    tree = closed_functions((key, operator, estimator))
-    leaves, treedef = jtu.tree_flatten(tree)
-    leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
-    static = tuple(None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves)
-    operands = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    held = Held(treedef, *[x.value for x in static if x is not None])
-    params = _Params(Static(treedef), static, key_impl, k, False, (), held, needs_devices())
+    params, operands = _split((key, operator, estimator), key_impl, k)
 
     def estimate(*operands):
         return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
 
     several = len(jtu.tree_leaves(operator.in_structure())) > 1
     return with_auto_axes(estimate, operands, None if several else operator.in_size())
+
+
+def compiled_once(fn: Callable[..., Any], *args: Any, n: int) -> Any:
+    """`fn(*args)`, compiled once for all arguments that differ in their arrays only.
+
+    **Arguments:**
+
+    - `fn`: the function, a global one. It returns a PyTree of arrays.
+    - `args`: its arguments. All arrays of an operator among them are leaves.
+    - `n`: the number of rows of the operator.
+
+    **Returns:**
+
+    The result.
+    """
+    params, operands = _split((fn, *args))
+
+    def call(*operands):
+        return _compiled(_call, params)(operands)
+
+    return with_auto_axes(call, operands, n)
 
 
 def with_rule(

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
@@ -143,7 +144,13 @@ def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real
     A real array.
     """
     real = jnp.finfo(like.dtype).dtype
-    dof = jnp.asarray(dof, real)
+    # The difference is that of Python numbers: in float32 a level next to 1 would be rounded to 1.
+    return _student_quantile(jnp.asarray(1 - level, real), jnp.asarray(dof, real))
+
+
+@jax.jit  # an eager loop would otherwise compile a bisection for each of its calls
+def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[Array, "..."]:
+    """The number t with P(|T| > t) = `beyond`."""
     # P(|T| > t) = I_x(dof / 2, 1 / 2), x = dof / (dof + t^2), by bisection of log t.
     low, high = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
     safe = jnp.where(dof > 0, dof, 1)
@@ -153,7 +160,7 @@ def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real
         low, high = ends
         middle = (low + high) / 2
         outside = lax.betainc(safe / 2, half, safe / (safe + jnp.exp(2 * middle)))
-        below = outside > 1 - level
+        below = outside > beyond
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
     _, high = lax.fori_loop(0, 60, halve, (low, high))

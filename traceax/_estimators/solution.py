@@ -23,8 +23,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
     nonfinite_operator = (
         "A product with the operator holds NaN or inf, so nothing can be estimated from it. "
-        "Check the arrays inside the operator (and, in float16 or float32, its products) for "
-        "overflow, and the observations of a log density for missing ones; "
+        "Check the arrays inside the operator (and, in float16 or float32, its products and the "
+        "sum of them) for overflow, and the observations of a log density for missing ones; "
         "`jax.config.update('jax_debug_nans', True)` finds the first one. A preconditioner of your "
         "own that is not positive definite ends so, too."
     )
@@ -109,6 +109,15 @@ def described(
     return f"{name}({', '.join(shown)})"
 
 
+def _constant(x: Any) -> Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def _aligned(x: Array, like: Array) -> Array:
+    """A number for each of a stack of solutions, with axes for the entries of each."""
+    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim)).astype(like.dtype)
+
+
 @final
 class Solution(eqx.Module):
     """An estimate with its error bar.
@@ -124,10 +133,11 @@ class Solution(eqx.Module):
         shows no scatter.
     - `num_matvecs`: the number of products with the operator that were spent.
     - `stats`: further statistics: `"std.err"`, and `"dof"`, the degrees of freedom of `std_err`:
-        the number of averaged samples, less one. (For functions of matrices the standard error
-        comes from the quadrature nodes, and `dof` is about the number of eigenvalues that dominate
-        it, times that of the probes.) Log-determinants add `"columns"`, which were read without a
-        product; log densities `"log_det"`, `"quadratic_form"` and `"solve"`; trackers `"method"`.
+        the number of averaged samples, less one; a real number. (For functions of matrices the
+        standard error comes from the quadrature nodes, and `dof` is about the number of eigenvalues
+        that dominate it, times that of the probes.) Log-determinants add `"columns"`, which were
+        read without a product; log densities `"log_det"`, `"quadratic_form"` and `"solve"`;
+        trackers `"method"`.
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
         of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
@@ -144,8 +154,9 @@ class Solution(eqx.Module):
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
     quadrature_error: PyTree[Real[Array, "..."]] | None = None
     state: Any = None
-    inflation: float = eqx.field(static=True, default=1.0)
-    tail: float = eqx.field(static=True, default=1.0)
+    # Arrays, so that solutions of two estimators have one structure, as `lax.cond` demands.
+    inflation: Real[Array, ""] = eqx.field(default=1.0, converter=_constant)
+    tail: Real[Array, ""] = eqx.field(default=1.0, converter=_constant)
 
     def __repr__(self) -> str:
         """See `described`."""
@@ -189,11 +200,11 @@ class Solution(eqx.Module):
         dof, quadrature_error = self.stats["dof"], self.quadrature_error
         # However heavy the tails, one degree of freedom is left.
         dof = jnp.asarray(dof, float)
-        dof = jnp.where(dof > 1, jnp.maximum(dof / self.tail, 1), dof)
+        dof = jnp.where(dof > 1, jnp.maximum(dof / _aligned(self.tail, dof), 1), dof)
 
         def radius(std_err, *quadrature_error):
-            factor = self.inflation * student_quantile(level, dof, std_err)
-            factor = factor.reshape(factor.shape + (1,) * (std_err.ndim - factor.ndim))
+            quantile = _aligned(student_quantile(level, dof, std_err), std_err)
+            factor = _aligned(self.inflation, std_err) * quantile
             known = jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
             return sum(quadrature_error, known)
 

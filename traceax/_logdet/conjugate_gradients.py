@@ -16,7 +16,6 @@ for small multiples of such matrices. It has no complex numbers either.)
 
 from typing import NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
@@ -66,8 +65,8 @@ def conjugate_gradients(
     - `rhs`: the right-hand sides.
     - `tolerance`: the norm of the residual R^{-1} (b - A x) to reach, relative to that of R^{-1} b;
         for each right-hand side, or the same for all.
-    - `max_steps`: the largest number of steps. By default it is 10 n, and an error is raised, at
-        run time, if a tolerance was not reached.
+    - `max_steps`: the largest number of steps. By default it is 10 n, and a solution that has not
+        reached its tolerance by then is NaN.
 
     **Returns:**
 
@@ -99,15 +98,10 @@ def conjugate_gradients(
     r = target / unit
     start = _State(0 * r, r, r, square_norms(r), jnp.zeros(t, jnp.int32), jnp.zeros(t, bool))
     end = lax.while_loop(lambda state: jnp.any(goes_on(state)), step, start)
-    z = end.z
+    solutions = factors.inverse_root_adjoint(end.z * unit)
     if max_steps is None:
-        z = eqx.error_if(
-            z,
-            ~jnp.all(end.square <= goal),
-            "Conjugate gradients did not reach the tolerance of a derivative: the operator is not "
-            "positive definite, or too close to a singular one. Add a multiple of the identity.",
-        )
-    return factors.inverse_root_adjoint(z * unit), jnp.sum(end.steps)
+        solutions = jnp.where(end.square <= goal, solutions, jnp.nan)
+    return solutions, jnp.sum(end.steps)
 
 
 def definite_solve(
@@ -124,7 +118,8 @@ def definite_solve(
     **Returns:**
 
     The solutions, by conjugate gradients to a relative residual of `eps^(3/4)`. They take as many
-    block products as the slowest of them takes steps.
+    block products as the slowest of them takes steps. A solution is NaN where that residual was not
+    reached: the operator is not positive definite, or too close to a singular one.
     """
     tolerance = float(jnp.finfo(block.dtype).eps) ** 0.75
     factors = lax.stop_gradient(factors)

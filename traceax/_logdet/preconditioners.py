@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.counts import checked_count
-from .._core.precision import any_promotion
+from .._core.primitive import compiled_once
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
 from .._operators.known_parts import stored_diagonal, terms_of
@@ -128,8 +128,8 @@ class AbstractPreconditioner(eqx.Module):
             return lax.stop_gradient(x) if eqx.is_array(x) else x
 
         chosen, operator = jtu.tree_map(fixed, (self, operator))
-        with any_promotion():
-            return built_of_rank(chosen, key, operator, rank)
+        size = operator.in_size()
+        return compiled_once(built_of_rank, chosen, key, operator, rank, n=size)
 
 
 def built_of_rank(

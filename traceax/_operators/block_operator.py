@@ -76,7 +76,9 @@ def gram(
     For an operator in half precision it is one in single precision, with images that are scaled to
     1 before the second product: squares have twice as many orders of magnitude.
     """
-    adjoint = lx.conj(operator.T) if is_complex(operator) else operator.T
+    adjoint = _as_part(operator.T)
+    adjoint = lx.conj(adjoint) if is_complex(operator) else adjoint
+    operator = _as_part(operator)
     second, first = (operator, adjoint) if rows else (adjoint, operator)
     wide = jtu.tree_map(_at_least_single, operator.in_structure())
     if wide != operator.in_structure():
@@ -257,11 +259,9 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
         if is_foreign(node):
             leaves, treedef = jtu.tree_flatten(node)
             hidden = static_fields(treedef), *[leaf for leaf in leaves if callable(leaf)]
-            traced = any(holds(value) == TRACERS for value in hidden)
-            asked = () if node is whole else (lx.is_diagonal, lx.is_tridiagonal)
-            if traced or any(_answer(check, node) is None for check in asked):
-                closed = closed_function(node.mv, node.in_structure())
-                return _operator_of(closed, node.in_structure(), _tags(node))
+            if any(holds(value) == TRACERS for value in hidden):
+                return _by_products(node)
+            return node if node is whole else _as_part(node)
         return node
 
     def is_foreign(node):
@@ -313,6 +313,20 @@ def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
 
 def _operator_of(function: Callable[..., Any], structure: PyTree, tags: frozenset[object]):
     return lx.FunctionLinearOperator(function, structure, tags, closure_convert=False)
+
+
+def _by_products(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator with nothing but its product and its tags."""
+    closed = closed_function(operator.mv, operator.in_structure())
+    return _operator_of(closed, operator.in_structure(), _tags(operator))
+
+
+def _as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator as a part of a sum or product of lineax, which asks its parts whether they are
+    diagonal or tridiagonal: `_by_products`, if it does not say.
+    """
+    answers = [_answer(check, operator) for check in (lx.is_diagonal, lx.is_tridiagonal)]
+    return _by_products(operator) if None in answers else operator
 
 
 def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:

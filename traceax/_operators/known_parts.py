@@ -40,6 +40,14 @@ def _has_columns(operator: Any) -> bool:
     return callable(getattr(operator, "columns", None))
 
 
+def _has_columns_and_diagonal(operator: Any) -> bool:
+    """Whether such an operator registers `lineax.diagonal` as well, which lineax does not insist
+    on.
+    """
+    dispatch = lx.diagonal.dispatch
+    return _has_columns(operator) and dispatch(type(operator)) is not dispatch(object)
+
+
 def _fold(
     operator: Any,
     leaf: Callable[[Any], _T],
@@ -186,7 +194,7 @@ def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]
             if first is None or second is None:
                 return None
             return first.astype(dtype) * second.astype(dtype)
-        known = isinstance(operator, STORED) or _has_columns(operator)
+        known = isinstance(operator, STORED) or _has_columns_and_diagonal(operator)
         return lx.diagonal(operator).astype(dtype) if known else None
 
     if is_tagged(lx.has_unit_diagonal, operator):
@@ -261,9 +269,9 @@ def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] 
 
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
     """Whether a column costs far less than a product: dense matrices and kernels (and operators of
-    other packages with a method `columns`), their sums with each other and with diagonal operators,
-    multiples and diagonal scalings. (Columns of sparse matrices are cheap, too, but so are their
-    products.)
+    other packages with a method `columns`, and a diagonal), their sums with each other and with
+    diagonal operators, multiples and diagonal scalings. (Columns of sparse matrices are cheap, too,
+    but so are their products.)
 
     **Arguments:**
 
@@ -282,7 +290,8 @@ def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) ->
             )
         if isinstance(operator, lx.MatrixLinearOperator):
             return True
-        return _has_columns(operator) and (sparse or not isinstance(operator, SparseLinearOperator))
+        dense = not isinstance(operator, SparseLinearOperator)
+        return (sparse or dense) and _has_columns_and_diagonal(operator)
 
     def diagonal(operator):
         return isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator)
