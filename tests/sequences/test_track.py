@@ -143,6 +143,18 @@ def test_unbiased_and_calibrated(method, dtype):
     print("  contained", contained.min(), "rms", spread[0], spread[-1])
 
 
+@pytest.mark.parametrize("method", ["recycled", "deltashift"])
+@pytest.mark.parametrize("sampler", [tr.SteinhausSampler(), variant(tr.RademacherSampler())])
+def test_bars_of_independent_entries(method, sampler):
+    """Independent phases have half of the variance of signs where A has real entries."""
+    matrices = drifting(3).astype(np.complex128)
+    solution = run_many(Tracker(method, sampler), keys(COUNT), matrices)
+    error = np.abs(np.asarray(solution.value) - traces(matrices))
+    spread = np.sqrt(np.mean(np.square(error), axis=0))
+    ratio = spread / np.sqrt(np.mean(np.square(solution.std_err), axis=0))
+    assert np.all((ratio > 0.85) & (ratio < 1.15)), ratio
+
+
 @pytest.mark.slow
 def test_the_error_of_a_static_operator_decreases():
     matrices = jnp.broadcast_to(drifting(1)[0], (STEPS, N, N))

@@ -37,6 +37,11 @@ class AbstractSampler(eqx.Module):
     #: residual probe be renormalised ("resphered") without bias.
     rotation_invariant: AbstractClassVar[bool]
 
+    #: Whether the entries are independent phases, of complex numbers of modulus 1, whatever the
+    #: dtype. Then `omega^H A omega` has the variance `sum_{i != j} |A_ij|^2`, as for complex probes
+    #: on the sphere, rather than twice as much.
+    independent_phases: ClassVar[bool] = False
+
     @abc.abstractmethod
     def _sample(
         self, key: PRNGKeyArray, n: int, k: int, dtype: np.dtype
@@ -300,6 +305,7 @@ class SteinhausSampler(_ShapedSampler):
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
     rotation_invariant: ClassVar[bool] = False
+    independent_phases: ClassVar[bool] = True
 
     def __check_init__(self):
         if self.dtype is not None:

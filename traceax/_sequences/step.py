@@ -12,8 +12,8 @@ past, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is unbiased.
     v_j = a^2 v_{j-1} + (beta / l) (M + a^2 N - 2 a C),        a = C / (l v_{j-1} / beta + N),
 
 where `N = ||A_{j-1}||_F^2`, `M = ||A_j||_F^2`, `C = Re <A_j, A_{j-1}>`, and beta is 2 for real
-probes and 1 for complex ones. For probes on the sphere the part of A z orthogonal to z gives
-exactly
+probes and 1 for complex ones (for which `E[z z^T] = 0`, as for independent phases). For probes on
+the sphere the part of A z orthogonal to z gives exactly
 
     Var z^H A z = beta E ||A z - z (z^H A z) / n||^2        (A Hermitian; otherwise at most this).
 
@@ -196,9 +196,12 @@ def _smooth(old: Array, new: Array) -> Array:
 
 
 def beta_of(sampler: AbstractSampler, dtype: Any) -> int:
-    """The factor beta of the variance: 1 for rotation-invariant complex probes, otherwise 2."""
+    """The factor beta of the variance: 1 for complex probes that are rotation invariant, or of
+    independent phases, otherwise 2.
+    """
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    return 1 if is_complex and sampler.respheres(None, dtype) else 2
+    single = sampler.respheres(None, dtype) or sampler.independent_phases
+    return 1 if is_complex and single else 2
 
 
 def follow(
