@@ -288,7 +288,7 @@ def explicit_cases(params, batch, cut=None):
         "product": lambda: hessian(fit, params, *batch).mv(params)["w"],
         "diagonal": lambda: tr.diagonal(key, gauss_newton, 10).value["w"],
         "tolerance": lambda: value(gauss_newton, rtol=0.3),
-        "density": lambda: tr.spectral_density(key, gauss_newton, 20, jnp.zeros(2)).value,
+        "density": lambda: tr.spectral_density(key, gauss_newton, 20, jnp.arange(4.0)).value,
         "noise_scale": lambda: (
             tr.curvature.noise_scale(lambda params, pair: fit(params, *pair), params, example).scale
         ),

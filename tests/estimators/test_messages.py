@@ -565,6 +565,12 @@ MESSAGES = [
         lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, shifts=1j),
     ),
     (
+        ValueError,
+        "[6] got ",
+        "a vector like the parameters",
+        lambda _: curvature.hessian(lambda p: p @ p, ONES).mv(jnp.ones(3)),
+    ),
+    (
         TypeError,
         "got str",
         "Give 1 for",

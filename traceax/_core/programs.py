@@ -509,7 +509,7 @@ _EVALUATE: dict[str, Callable[..., Any]] = {
 class ClosedFunction(eqx.Module):
     """A function made by `equinox.filter_closure_convert`, as a program and its constants."""
 
-    shell: Callable[..., Any]  # the converted function without its jaxpr and constants
+    shell: Any  # the converted function without its jaxpr and constants
     program: Program
     hidden: list[Array]
     constants: list[Array]
@@ -526,8 +526,8 @@ class ClosedFunction(eqx.Module):
         found = [(x.shape, x.dtype) for x in arrays]
         if found != expected:
             raise ValueError(
-                f"A function that was traced for {_listed(expected)} was called with "
-                f"{_listed(found)}. Give it arrays like those of its structure."
+                f"A function that was traced for {_listed(expected)} got {_listed(found)}. Give it "
+                "arrays of these shapes and dtypes, such as a vector like the parameters."
             )
         operands = [*arrays, *self.constants, *self.hidden]
         ends = len(arrays), len(arrays) + len(self.constants)
@@ -604,7 +604,10 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
                 raise
             converted = None
     if converted is None:  # it names the explicit axes, or holds arrays that are cut along them
-        converted = convert(*replicated(example))
+        try:
+            converted = convert(*example)
+        except (AssertionError, ValueError):
+            converted = convert(*replicated(example))
     closed = closed_functions(converted)
     precision = getattr(getattr(function, "__self__", function), "precision", None)
     return dataclasses.replace(closed, precision=precision)
