@@ -29,7 +29,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+    use_abstract_mesh,
+)
 from jaxtyping import Array
 
 from .devices import (
@@ -254,7 +260,12 @@ def _without_mesh(equation: Any) -> Any:
         name: tuple(map(_traced_anew, x)) if isinstance(x, tuple | list) else _traced_anew(x)
         for name, x in _jaxprs_in(equation.params).items()
     }
-    named = {name: None for name, x in equation.params.items() if isinstance(x, NamedSharding)}
+    is_hint = equation.primitive.name in _HINTS
+    named = {
+        name: x.spec if is_hint else None
+        for name, x in equation.params.items()
+        if isinstance(x, NamedSharding)
+    }
     return equation.replace(params={**equation.params, **named, **inner}, ctx=context)
 
 
@@ -393,11 +404,14 @@ def _has_inner(equation: Any) -> bool:
     return equation.primitive.name in _EVALUATE and (any(inner) or _is_hint(equation))
 
 
+# Equations that say how an array is to be cut, and the parameter that says it.
+_HINTS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
+
+
 def _is_hint(equation: Any) -> bool:
-    """Whether the equation only says how an array was cut in the mesh that was left."""
-    named = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
-    name = named.get(equation.primitive.name)
-    return name is not None and equation.params[name] is None
+    """Whether the equation says how an array is to be cut in a mesh that was left."""
+    name = _HINTS.get(equation.primitive.name)
+    return name is not None and isinstance(equation.params[name], PartitionSpec)
 
 
 def _bind_constants(inner: _Inner, hidden: list[Array]) -> Callable[..., list]:
@@ -439,8 +453,10 @@ def _call(equation, params, operands):
 
 
 def _hint(equation, params, operands):
-    del equation, params
-    return operands
+    spec, mesh = params[_HINTS[equation.primitive.name]], get_abstract_mesh()
+    if mesh.empty or explicit_axes_of(mesh):
+        return operands
+    return [lax.with_sharding_constraint(x, spec) for x in operands]
 
 
 def _checkpoint(equation, params, operands):
