@@ -8,8 +8,8 @@ it knows where the rows are, so that a user need not tell `jit`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -53,18 +53,13 @@ def explicit_mesh_of(operands: Sequence[Array]) -> Any:
     return next((mesh for mesh in meshes if explicit_axes_of(mesh)), None)
 
 
-@contextmanager
-def automatic_mesh() -> Iterator[bool]:
-    """The mesh of `jax.set_mesh` with automatic axes in the place of explicit ones. The value says
-    whether there are any.
-    """
+def automatic_mesh() -> AbstractContextManager:
+    """The mesh of `jax.set_mesh` with automatic axes in the place of explicit ones."""
     mesh = get_abstract_mesh()
     axes = explicit_axes_of(mesh)
     if not axes:
-        yield False
-        return
-    with use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Auto))):
-        yield True
+        return nullcontext()
+    return use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(axes, AxisType.Auto)))
 
 
 def replicated(tree: Any) -> Any:

@@ -18,6 +18,7 @@ differ, which costs one more compilation.
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
@@ -576,10 +577,6 @@ def _contents(converted: Any) -> tuple[Any, Any]:
     return converted.jaxpr, converted.consts
 
 
-def _is_none(value: Any) -> bool:
-    return value is None
-
-
 def is_converted(node: Any) -> bool:
     """Whether this is a function made by `equinox.filter_closure_convert`."""
     return isinstance(node, eqx.Module) and is_jaxpr(getattr(node, "jaxpr", None))
@@ -609,21 +606,25 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
     - `function`: the function.
     - `example`: arguments to trace it with: arrays, or their structures.
     """
-    # Equinox does not trace a function without a closure, so that arrays in its defaults or globals
-    # would be missed. This lambda has a closure.
-    convert = partial(eqx.filter_closure_convert, lambda *args: function(*args))
-    with automatic_mesh() as changed:
-        try:
-            converted = convert(*example)
-        except ValueError:
-            if not changed:
-                raise
-            converted = None
-    if converted is None:  # it names the explicit axes, or holds arrays that are cut along them
-        try:
-            converted = convert(*example)
-        except (AssertionError, ValueError):
-            converted = convert(*replicated(example))
+    ways = [(automatic_mesh(), example)]
+    if explicit_axes_of(get_abstract_mesh()):
+        # The function may name explicit axes, or hold arrays that are cut along them.
+        ways += [(nullcontext(), example), (nullcontext(), replicated(example))]
+
+    def convert(mesh, like):
+        # Equinox does not trace a function without a closure, so that arrays in its defaults or
+        # globals would be missed. This lambda has a closure.
+        with mesh:
+            return closed_functions(
+                eqx.filter_closure_convert(lambda *args: function(*args), *like)
+            )
+
+    for way in ways[:-1]:
+        with suppress(AssertionError, ValueError):
+            converted = convert(*way)
+            break
+    else:
+        converted = convert(*ways[-1])
     closed = closed_functions(converted)
     precision = getattr(getattr(function, "__self__", function), "precision", None)
     return dataclasses.replace(closed, precision=precision)

@@ -57,7 +57,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from equinox import AbstractVar
 from jaxtyping import Array, Inexact, Real
 
@@ -185,8 +184,7 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
             )
         return value.astype(dtype)
 
-    converted = closed_function(checked, jax.ShapeDtypeStruct((), dtype))
-    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, converted)
+    return closed_function(checked, jax.ShapeDtypeStruct((), dtype))
 
 
 _HOLOMORPHIC = (
