@@ -358,7 +358,15 @@ def test_an_eager_loop_over_a_relu_network_compiles_once():
     def batched(params, inputs):
         return jnp.mean(jax.vmap(lambda x: relu_loss(params, x[None]))(inputs))
 
-    for loss in (relu_loss, batched):
+    def rematerialised(params, inputs):
+        @jax.checkpoint
+        def layer(x, w):
+            return jax.nn.relu(x @ w), None
+
+        weights = jnp.stack([params["w"] @ params["w"].T] * 2)
+        return relu_loss(params, jax.lax.scan(layer, inputs, weights)[0])
+
+    for loss in (relu_loss, batched, rematerialised):
         first, _ = traces_of(lambda loss=loss: estimate(1.0, loss))
         again, _ = traces_of(lambda loss=loss: [estimate(s, loss) for s in (2.0, 3.0)])
         assert first >= 1

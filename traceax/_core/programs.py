@@ -92,7 +92,7 @@ def static_fields(treedef: Any) -> list[Any]:
 
 def _parts(value: Any) -> tuple[Any, ...] | None:
     """The code and the contents of a function that JAX or Equinox has made, which together
-    determine its values; None for any other value.
+    determine its values, or of an equation in such a function; None for any other value.
 
     The rule of a `jax.custom_jvp` in a jaxpr is such a function. It is made anew at every trace,
     around a function that the user wrote. The user's function is compared by identity, because
@@ -110,6 +110,10 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
         return value.func, value.args, value.keywords
     if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
         return value.f, value.transforms, value.params  # JAX's own wrapper around a function
+    if hasattr(value, "primitive") and hasattr(value, "invars"):  # an equation that a rule holds
+        known = list(value.invars)
+        atoms = [(str(x.aval), x.val if _is_literal(x) else known.index(x)) for x in known]
+        return value.primitive, value.params, atoms, [str(x.aval) for x in value.outvars]
     return None
 
 
