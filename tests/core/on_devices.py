@@ -339,18 +339,16 @@ def explicit_axes(mesh):
         cut = {"whole": P(), "cut": P("d", None)}
         placed = jax.device_put(batch, NamedSharding(mesh, P("d")))
         for how, spec in cut.items():
-            moved = {**params, "w": jax.device_put(params["w"], NamedSharding(mesh, spec))}
+            specs = {name: spec if name == "w" else P() for name in params}
             moved = {
-                name: x if name == "w" else jax.device_put(x, NamedSharding(mesh, P()))
-                for name, x in moved.items()
+                name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+                for name, x in params.items()
             }
             cases = explicit_cases(moved, placed, cut=True)
             some = ("hessian", "gradient", "product", "diagonal", "noise_scale", "tracker")
-            for name, fn in (
-                {name: cases[name] for name in some} if how == "cut" else cases
-            ).items():
+            for name in some if how == "cut" else cases:
                 like = np.asarray(expected.get(name, expected["hessian"]))
-                error = np.max(np.abs(np.asarray(fn()) - like)) / np.max(np.abs(like))
+                error = np.max(np.abs(np.asarray(cases[name]()) - like)) / np.max(np.abs(like))
                 report[f"{name}, {how}"] = float(error)
         factory = tr.curvature.of(fit)
 

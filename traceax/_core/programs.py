@@ -619,9 +619,7 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
         # Equinox does not trace a function without a closure, so that arrays in its defaults or
         # globals would be missed. This lambda has a closure.
         with mesh:
-            return closed_functions(
-                eqx.filter_closure_convert(lambda *args: function(*args), *like)
-            )
+            return eqx.filter_closure_convert(lambda *args: function(*args), *like)
 
     for way in ways[:-1]:
         with suppress(AssertionError, ValueError):
