@@ -323,23 +323,72 @@ def test_a_jacobian_operator_and_its_derivative():
     np.testing.assert_allclose(results[0], results[1], rtol=1e-9)
 
 
+class OneByOne(tr.AbstractSampler):
+    """Draws each of several probes with a key of its own, as a step does that multiplies them one
+    by one.
+    """
+
+    dtype = None
+    rotation_invariant = True
+
+    def _sample(self, key, n, k, dtype):
+        sphere = tr.SphereSampler()
+        if k == 1:
+            return sphere(key, n, 1, dtype)
+        return jnp.concatenate([sphere(each, n, 1, dtype) for each in split(key, k)], axis=1)
+
+
+@pytest.mark.parametrize("method", [variant("recycled"), variant("deltashift"), "auto"])
+def test_one_by_one_is_all_at_once(method, monkeypatch):
+    """The products of a network's curvature share no work. Where a block of them is larger than the
+    cache they are made one by one, and nothing but scalars is left of each.
+    """
+    monkeypatch.setattr("traceax._sequences.step.APART_LIMIT", 0)
+    matrices, tracker = drifting(STEPS), Tracker(method, sampler=OneByOne())
+
+    def quadratic(x, matrix):
+        return x @ matrix @ x / 2
+
+    def curved(matrix):
+        return tr.curvature.hessian(quadratic, jnp.zeros(N), matrix)
+
+    def one_step(make, matrix, state, key, k):
+        def value(matrix):
+            state_and_solution = tracker.update(state, key, make(matrix), k)
+            return state_and_solution[1].value, state_and_solution
+
+        gradient, (state, solution) = jax.grad(value, has_aux=True)(matrix)
+        return state, (solution.value, solution.std_err, solution.num_matvecs, gradient)
+
+    found, budgets = [], [12] * 5 + [8, 10] * 3
+    for make in (curved, lambda matrix: lx.MatrixLinearOperator(matrix, lx.symmetric_tag)):
+        state, seen = tracker.init(make(matrices[0]), 12), []
+        step = eqx.filter_jit(lambda *args, make=make: one_step(make, *args))
+        for key, matrix, k in zip(jr.split(jr.key(0), STEPS), matrices, budgets, strict=False):
+            state, numbers = step(matrix, state, key, k)
+            seen.append(numbers)
+        found.append((seen, state.sketch, state.trust, state.levels, state.drift))
+    for one, other in zip(*map(jtu.tree_leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9)
+
+
 # --- what changes from step to step --------------------------------------------------------------
 
 
 def test_a_smaller_budget_takes_a_part_of_the_state():
-    """The step is that of a state of the smaller budget, made of the first columns."""
+    """The step is that of a state of the smaller budget, made of the first rows."""
     matrix, tracker = drifting(1)[0], Tracker("recycled")
-    sketch = jr.normal(jr.key(4), (N, 6))
+    sketch = jr.normal(jr.key(4), (6, N))
     state = tracker.init(matrix_operator(matrix), 12)
     state = dataclasses.replace(state, step=jnp.asarray(5, jnp.int32), sketch=sketch)
-    narrow = dataclasses.replace(state, sketch=sketch[:, :4], k=K)
+    narrow = dataclasses.replace(state, sketch=sketch[:4], k=K)
     after, solution = update(tracker, state, jr.key(1), matrix)
     expected, same = update(tracker, narrow, jr.key(1), matrix)
     assert solution.num_matvecs == K
     np.testing.assert_allclose(solution.value, same.value, rtol=1e-12)
     np.testing.assert_allclose(solution.std_err, same.std_err, rtol=1e-10)
-    np.testing.assert_allclose(after.sketch[:, :4], expected.sketch, rtol=1e-8, atol=1e-12)
-    np.testing.assert_array_equal(after.sketch[:, 4:], sketch[:, 4:])
+    np.testing.assert_allclose(after.sketch[:4], expected.sketch, rtol=1e-8, atol=1e-12)
+    np.testing.assert_array_equal(after.sketch[4:], sketch[4:])
     assert after.k == 12
 
 
@@ -603,7 +652,7 @@ def test_errors():
     small, large = matrix_operator(jnp.eye(N)), matrix_operator(jnp.eye(N + 1))
     tracker = Tracker()
     state = tracker.init(small, K)
-    with pytest.raises(ValueError, match=r"`sketch\[0\]` is float64\[30, 4\], .* float64\[31, 4\]"):
+    with pytest.raises(ValueError, match=r"`sketch\[0\]` is float64\[4, 30\], .* float64\[4, 31\]"):
         tracker.update(state, jr.key(0), large, K)
     with pytest.raises(ValueError, match=r"`previous\[1\]` is missing, and .* float64\[30, 30\]"):
         tracker.update(state, jr.key(0), small + small, K)

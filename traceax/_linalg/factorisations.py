@@ -266,15 +266,15 @@ def panel_qr(rows: Inexact[Array, "b n"]) -> tuple[Inexact[Array, "b n"], Inexac
 
     def again(state):
         y, r, _, passes = state
-        norms = jnp.linalg.norm(y, axis=1)
-        length = jnp.where(norms > 0, norms, 1).astype(dtype)
-        y = y / length[:, None]
         gram = matmul(jnp.conj(y), y.T)
+        norms = jnp.sqrt(diagonal_of(gram).real)
+        length = jnp.where(norms > 0, norms, 1).astype(dtype)
+        gram = gram / length / length[:, None]
         defect = jnp.max(jnp.sum(jnp.abs(jnp.where(eye == 1, 0, gram)), axis=1))
         shift = jnp.where(defect < 0.5, 0, 11 * count * eps).astype(dtype)
         gram = jnp.where(eye == 1, 1 + shift, gram)
         factor = cholesky(gram)
-        y = matmul(divide_by_upper(eye, factor).T, y)
+        y = matmul(divide_by_upper(eye, factor).T / length, y)
         r = matmul(factor * norms.astype(dtype), r)
         return y, r, defect, passes + 1
 

@@ -28,6 +28,7 @@ from .._core.programs import (
     static_fields,
 )
 from .._linalg.matrix_product import matrix_product
+from .curvature import CurvatureOperator
 from .width import batch_width, by_columns, parts_of
 
 
@@ -392,6 +393,13 @@ class BlockOperator:
         those that say so (differences of gradients).
         """
         return self.eps > float(jnp.finfo(self.dtype).eps)
+
+    @property
+    def shares_no_work(self) -> bool:
+        """Whether products, once linearised, take no less time in a block than one by one."""
+        operator = self._untagged()
+        is_curvature = isinstance(operator, CurvatureOperator)
+        return is_curvature and operator.batches is None and not operator.differences
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

@@ -19,6 +19,10 @@ from .sparse import SparseLinearOperator
 #: in several smaller blocks.
 BLOCK_LIMIT = 2**27
 
+#: The most numbers in one block of vectors that share no work, such as quadratic forms without
+#: products: a block larger than the cache saves no time then.
+APART_LIMIT = 2**18
+
 #: The most vectors that a function is given at once. Wider programs take more memory, and can give
 #: wrong results: they did with JAX 0.10.2 on CPUs, in products with the transposed Jacobian of a
 #: transformer that is scanned over its layers.

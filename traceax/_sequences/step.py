@@ -43,9 +43,9 @@ the products with A_{j-1} at this step: what correlates with either is a bias, E
 
   (w, and not its inverse, which has no value at an operator that has become zero.)
 
-*One program.* A step may be one of several plans. Their numbers of columns are traced, and all
-arrays have room for the most columns that any plan has. The columns that a plan does not have are
-zeros in the products, and whatever is summed over columns needs no other mask. Conditions leave out
+*One program.* A step may be one of several plans. Vectors are rows. Their numbers are traced, and
+all arrays have room for the most vectors that any plan has. Those that a plan does not have are
+zeros among the products, and whatever is summed over them needs no other mask. Conditions leave out
 what a plan does not need; only the products are compiled for each plan.
 """
 
@@ -60,22 +60,23 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import rounding_of, safe_norm, scale_of, status_of
-from .._linalg.factorisations import qr
+from .._linalg.factorisations import panel_qr
 from .._operators.block_operator import BlockOperator
+from .._operators.width import APART_LIMIT
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.leave_one_out import (
     adjoint,
-    column_dots,
     matmul,
     resphering,
     scaled,
     shift_of,
-    square_norms,
+    square_of,
 )
 
 RECYCLED, DELTASHIFT = 0, 1
@@ -90,8 +91,8 @@ class TrackState(eqx.Module):
 
     - `step`: the number of steps so far whose products were finite.
     - `method`: the method of the next step: 0 for the recycled subspace, 1 for DeltaShift.
-    - `sketch`: the sketch $A_{j-1} Q_{j-1}$. After a step with a smaller budget its last columns
-        are those of an earlier step.
+    - `sketch`: the sketch $A_{j-1} Q_{j-1}$, with its columns as rows. After a step with a smaller
+        budget its last rows are those of an earlier step.
     - `previous`: the arrays that are kept of the previous operator (random keys as raw data).
     - `values`: the estimate from each half of the probes.
     - `trust`: what the next step weighs the value by: the squared norm of the operator in its sum
@@ -106,7 +107,7 @@ class TrackState(eqx.Module):
 
     step: Int[Array, ""]
     method: Int[Array, ""]
-    sketch: Inexact[Array, "n l"]
+    sketch: Inexact[Array, "l n"]
     previous: tuple[Array, ...]
     values: Inexact[Array, " 2"]
     trust: Real[Array, " 2"]
@@ -204,6 +205,44 @@ def beta_of(sampler: AbstractSampler, dtype: Any) -> int:
     return 1 if is_complex and single else 2
 
 
+class _Forms(NamedTuple):
+    """What is left of probes: numbers for each, in units of which the squares do not overflow."""
+
+    unit: Real[Array, " m"]
+    residual: Inexact[Array, " m"]  # samples of the trace off the subspace
+    spread: Real[Array, " m"]  # the variances of these
+    new: Inexact[Array, " m"]  # z^H A_j z
+    old: Inexact[Array, " m"]  # z^H A_{j-1} z
+    new_norm: Real[Array, " m"]  # M
+    old_norm: Real[Array, " m"]  # N
+    change: Real[Array, " m"]  # ||A_j - A_{j-1}||_F^2
+
+
+def _dots(a: Inexact[Array, "m n"], b: Inexact[Array, "m n"]) -> Inexact[Array, " m"]:
+    """The inner products of corresponding rows."""
+    return jnp.sum(jnp.conj(a) * b, axis=1)
+
+
+def _squares(a: Inexact[Array, "m n"]) -> Real[Array, " m"]:
+    """The squared norms of the rows."""
+    return jnp.sum(square_of(a), axis=1)
+
+
+def _components(a: Inexact[Array, "m n"], basis: Inexact[Array, "l n"]) -> Inexact[Array, "m l"]:
+    """A Q^H, as the adjoint of Q A^H: a product with a few long vectors on the left is slow."""
+    return adjoint(matmul(basis, adjoint(a)))
+
+
+def _signs(key: PRNGKeyArray, m: int, n: int, dtype: Any) -> Inexact[Array, "m n"]:
+    """Rows of random signs that are nearly orthogonal to each other: one draw of them, times rows
+    of a Hadamard matrix, (-1)^(the number of ones that the numbers of row and column share).
+    """
+    i, j = (lax.broadcasted_iota(np.uint32, (m, n), axis) for axis in range(2))
+    odd = lax.population_count(i & j) & np.uint32(1)
+    signs = RademacherSampler().probes(key, n, 1, dtype).T
+    return jnp.where(odd == 1, -signs, signs)
+
+
 def follow(
     plans: list[StepPlan],
     index: Array,
@@ -233,76 +272,123 @@ def follow(
     The state with what this step changes of it, the value (which alone carries a derivative), its
     standard error, and the status.
     """
-    block = BlockOperator(operator).linearised()
-    n, real, plan = block.n, jnp.finfo(block.dtype).dtype, plan_of(plans, index)
-    columns, most, shared, _ = (max(each) for each in zip(*plans, strict=True))
+    block, plan = BlockOperator(operator).linearised(), plan_of(plans, index)
+    n, real = block.n, jnp.finfo(block.dtype).dtype
+    columns, most, *_ = (max(each) for each in zip(*plans, strict=True))
     spherical, beta = sampler.respheres(None, block.dtype), beta_of(sampler, block.dtype)
     probe_key, noise_key = split(key)
-    z = sampler.probes(probe_key, n, most, block.dtype)
-    if sampler.rotation_invariant:  # scale normal probes to the sphere, for less variance
-        z = z * (math.sqrt(n) / jnp.sqrt(square_norms(z)))
 
-    def on_and_off_basis():
-        """[Q, g] and W = Q^H z, with Q_j = orth(A_{j-1} Q_{j-1})."""
+    width = 1 if block.shares_no_work and n * most > APART_LIMIT else most
+
+    def multiply(block, rows):
+        """The products with these rows."""
+        if width == most:
+            return block.mm(rows.T).T
+        return lax.map(lambda row: block.mm(row[:, None])[:, 0], rows)
+
+    def with_basis():
+        """Q_j = orth(A_{j-1} Q_{j-1}), and A_j Q_j."""
         # Noise of the size of rounding errors completes the basis where the sketch spans fewer than
-        # l dimensions: at the first step, and after a zero operator, it spans none. (Signs take a
-        # fiftieth of the time of normal numbers, which would be a fifth of a step.)
-        sketch = scaled(state.sketch[:, :columns])
-        noise = RademacherSampler().probes(noise_key, n, columns, block.dtype)
-        basis = qr(sketch.numbers + shift_of(sketch.norm, n, block.eps) * noise)[0]
-        w = matmul(adjoint(basis), z)
-        return jnp.concatenate([basis, z - matmul(basis, w)], axis=1), w
+        # l dimensions: at the first step, and after a zero operator, it spans none.
+        sketch = scaled(state.sketch[:columns])
+        shift = shift_of(sketch.norm, n, block.eps)
+        basis = panel_qr(sketch.numbers + shift * _signs(noise_key, columns, n, block.dtype))[0]
+        return basis, multiply(block, basis)
 
-    def no_basis():
-        return jnp.pad(z, ((0, 0), (columns, 0))), jnp.zeros((columns, most), z.dtype)
+    none = jnp.zeros((columns, n), block.dtype)
+    basis, on = _either(plan.basis > 0, with_basis, lambda: (none, none))
+    known = lax.stop_gradient(on)
 
-    directions, w = _either(plan.basis > 0, on_and_off_basis, no_basis)
-    basis, g = directions[:, :columns], directions[:, columns:]
+    def products(block, rows, count, counts):
+        """Those with the first rows, as many as this plan has: one of these counts. The others are
+        zero.
+        """
+        counts = [1] if width < most else sorted(set(counts))
 
-    def multiply(plan):
-        start, stop = columns - plan.basis, columns + plan.probes
-        products = block.mm(directions[:, start:stop])
-        old = jnp.zeros((n, 0), block.dtype)
-        if plan.shared:
-            old = BlockOperator(previous).linearised().mm(z[:, : plan.shared])
-        return (
-            jnp.pad(products, ((0, 0), (start, columns + most - stop))),
-            jnp.pad(old, ((0, 0), (0, shared - plan.shared))),
-        )
+        def first(count):
+            return jnp.pad(multiply(block, rows[:count]), ((0, width - count), (0, 0)))
 
-    branches = [partial(multiply, plan) for plan in plans]
-    products, old = lax.switch(index, branches) if len(branches) > 1 else branches[0]()
-    known = lax.stop_gradient(products)
-    # Numbers are divided by this unit before they are squared, so that no square overflows.
-    sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in (known, old, state.std_errs)]
-    unit = scale_of(jnp.stack(sizes))
+        branches = [partial(first, count) for count in counts]
+        if len(branches) == 1:
+            return branches[0]()
+        return lax.switch(jnp.searchsorted(jnp.asarray(counts), count), branches)
 
-    def residual():
-        """The trace on the subspace, and the samples off it with their variances."""
-        dimension = jnp.asarray(float(n) - plan.basis if spherical else float(n), real)
-        factor = resphering(dimension, square_norms(g), spherical)
-        samples = factor * column_dots(g, products[:, columns:])
-        h = known[:, columns:] / unit
-        h = h - matmul(basis, matmul(adjoint(basis), h))
-        forms = jnp.abs(lax.stop_gradient(samples)) / unit
-        spread = jnp.maximum(factor * square_norms(h) - jnp.square(forms) / dimension, 0)
-        return jnp.sum(jnp.conj(basis) * products[:, :columns]), samples, spread
+    def forms(old, i, key):
+        """`_Forms` of a block of probes z, of which the first is the i-th; `old` is the previous
+        operator, in plans that multiply with it.
+        """
+        probes, shared = plan.probes, plan.shared
+        if width < most:
+            probes, shared = (jnp.clip(x - i, 0, 1) for x in (probes, shared))
+        z = sampler.probes(key, n, width, block.dtype).T
+        if sampler.rotation_invariant:  # scale normal probes to the sphere, for less variance
+            z = z * (math.sqrt(n) / jnp.sqrt(_squares(z)))[:, None]
 
-    def shift():
-        """Forms with both operators, and the norms N, M and of the difference."""
-        # A_j z = A_j g + (A_j Q) (Q^H z), without further products.
-        carried = _either(plan.basis > 0, lambda: matmul(products[:, :columns], w[:, :shared]))
-        first, new = z[:, :shared], products[:, columns : columns + shared] + carried
-        new_forms, old_forms = column_dots(first, new), column_dots(first, old)
-        across = (lax.stop_gradient(new) - first * (lax.stop_gradient(new_forms) / n)) / unit
-        before = (old - first * (old_forms / n)) / unit
-        norms = jnp.stack([square_norms(x) for x in (across, before, across - before)])
-        return new_forms, old_forms, norms
+        def off_basis():
+            """W = Q^H z, and g = (I - Q Q^H) z."""
+            w = _components(z, basis)
+            return w, z - matmul(w, basis)
 
-    on_basis, samples, spread = _either((plan.basis > 0) | (plan.shared == 0), residual)
-    new_forms, old_forms, norms = _either(plan.shared > 0, shift)
+        w, g = _either(plan.basis > 0, off_basis, lambda: (jnp.zeros((width, columns), z.dtype), z))
+        own = [p for p in plans if (p.shared > 0) == (old is not None)]
+        image, before = products(block, g, probes, [p.probes for p in own]), jnp.zeros_like(z)
+        if old is not None:
+            count = [p.shared for p in own]
+            before = _either(shared > 0, lambda: products(old, z, shared, count))
+        # Numbers are divided by this unit before they are squared, so that no square overflows.
+        images = lax.stop_gradient(image), lax.stop_gradient(before)
+        unit = scale_of(jnp.stack([jnp.max(jnp.abs(x)) for x in images]))
+
+        def residual():
+            """The samples off the subspace, with their variances."""
+            dimension = jnp.asarray(float(n) - plan.basis if spherical else float(n), real)
+            factor = resphering(dimension, _squares(g), spherical)
+            samples = factor * _dots(g, image)
+            h = lax.stop_gradient(image) / unit
+            h = h - matmul(_components(h, basis), basis)
+            sizes = jnp.abs(lax.stop_gradient(samples)) / unit
+            return samples, jnp.maximum(factor * _squares(h) - jnp.square(sizes) / dimension, 0)
+
+        def shift():
+            """Forms with both operators, and the norms N, M and of the difference."""
+            # A_j z = A_j g + (A_j Q) (Q^H z), without further products.
+            both = image + _either(plan.basis > 0, lambda: matmul(w, on)), before
+            forms = [_dots(z, x) for x in both]
+            parts = [
+                (x - z * (form / n)[:, None]) / unit
+                for x, form in zip(*lax.stop_gradient((both, forms)), strict=True)
+            ]
+            return *forms, *map(_squares, (*parts, parts[0] - parts[1]))
+
+        samples = _either((plan.basis > 0) | (plan.shared == 0), residual)
+        return _Forms(jnp.full(width, unit), *samples, *_either(shared > 0, shift))
+
+    def all_forms(old):
+        """`_Forms` of all probes."""
+        if width == most:
+            return forms(old, 0, probe_key)
+        # One after the other, and again in reverse mode, so that no block of products is held.
+        each = jax.checkpoint(partial(forms, old), prevent_cse=False)
+
+        def one(given):
+            i, key = given
+            return _either(i < plan.probes, lambda: each(i, key))
+
+        given = jnp.arange(most), split(probe_key, most)
+        return jtu.tree_map(jnp.ravel, lax.map(one, given))
+
+    def with_old():
+        return all_forms(BlockOperator(previous).linearised())
+
+    samples = _either(plan.shared > 0, with_old, lambda: all_forms(None))
+    on_basis = jnp.sum(_dots(basis, on))
+    sizes = [samples.unit, jnp.max(jnp.abs(known), initial=0.0)[None], state.std_errs]
+    unit = scale_of(jnp.concatenate(sizes))
+    square = jnp.square(samples.unit / unit)
+    norms = jnp.stack([samples.new_norm, samples.old_norm, samples.change])
+    spread, norms = samples.spread * square, norms * square
     halves = _Halves.of(plan.probes, most, real)
-    pairs = _Halves.of(plan.shared, shared, real)
+    pairs = _Halves.of(plan.shared, most, real)
 
     spreads, means = halves.means(spread), pairs.means(norms)  # in units of beta
     theirs, (m, nn, d) = spreads[::-1], means[:, ::-1]  # each half takes the norms of the other
@@ -323,19 +409,19 @@ def follow(
     errors = [unit * jnp.where(plan.shifts, *each) for each in zip(shifted, recycled, strict=True)]
     std_errs, std_err = (x.astype(real) for x in errors)
     # ||A||_F, on the subspace and off it.
-    norm = jnp.hypot(safe_norm(jnp.ravel(known[:, :columns])), jnp.max(sizes))
+    norm = jnp.hypot(safe_norm(jnp.ravel(known)), jnp.max(sizes))
     std_err = jnp.hypot(std_err, rounding_of(norm, block.eps))
 
-    values = on_basis + halves.means(samples)
-    changed = pairs.means(new_forms) + a * (state.values - pairs.means(old_forms))
+    values = on_basis + halves.means(samples.residual)
+    changed = pairs.means(samples.new) + a * (state.values - pairs.means(samples.old))
     value = jnp.where(plan.shifts, pairs.total(changed), halves.total(values))
     values = jnp.where(plan.shifts, changed, values)
 
-    # A step with a smaller budget takes, and renews, the first columns: those of the subspace
+    # A step with a smaller budget takes, and renews, the first rows: those of the subspace
     # iteration that converge to the largest eigenvalues.
-    renewed = state.sketch.at[:, :columns].set(known[:, :columns])
+    renewed = state.sketch.at[:columns].set(known)
     sketch = jnp.where(plan.basis > 0, renewed, state.sketch)
-    status = status_of(known, old, value)
+    status = status_of(*lax.stop_gradient(samples), norm, value)
     changes = {"values": values, "trust": trust, "std_errs": std_errs, "levels": levels}
     new = dataclasses.replace(state, **changes, drift=drift, sketch=sketch)
     return lax.stop_gradient(new), value, lax.stop_gradient(std_err), status

@@ -158,7 +158,7 @@ class Tracker(eqx.Module):
         return TrackState(
             step=jnp.zeros((), jnp.int32),
             method=jnp.full((), int(self.method == "deltashift"), jnp.int32),
-            sketch=jnp.zeros((block.n, columns), block.dtype),
+            sketch=jnp.zeros((columns, block.n), block.dtype),
             previous=tuple(jnp.zeros_like(x) for x in kept.arrays),
             values=jnp.zeros(2, block.dtype),
             trust=jnp.zeros(2, real),

@@ -14,16 +14,11 @@ from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
 from .._operators.block_operator import BlockOperator
-from .._operators.width import block_width
+from .._operators.width import APART_LIMIT, block_width
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.leave_one_out import column_dots
 from .._sketch.weights import AbstractWeights
-
-#: The most numbers in one block of vectors for an operator that computes quadratic forms without
-#: products. The columns of a block then share no work, and a block larger than the cache saves no
-#: time.
-_FORM_LIMIT = 2**18
 
 
 def _blocks(k: int, width: int) -> tuple[int, int]:
@@ -96,7 +91,7 @@ class HutchinsonExtendable(AbstractExtendable):
     def _panel(self, block: BlockOperator, key: Any, k: int, count: Any = 1.0) -> _ProbeWeights:
         width = min(k, self.batch_size or block_width(block.n, k))
         if block.has_forms:
-            width = block_width(block.n, width, _FORM_LIMIT)
+            width = block_width(block.n, width, APART_LIMIT)
         width = k if self.keeps else width
         data = jr.key_data(key), jr.key_impl(key)
         return _ProbeWeights(*data, self.sampler, k, width, count)
