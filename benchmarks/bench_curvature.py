@@ -2,7 +2,8 @@
 
     python -m pytest benchmarks/bench_curvature.py --benchmark-only
 
-The network has 10,530 parameters (the sizes for scikit-learn's digits), the data are random.
+The network has 10,530 parameters (the sizes for scikit-learn's digits), or 265,482. The data are
+random.
 """
 
 from functools import partial
@@ -20,7 +21,7 @@ import traceax as tr
 from .common import ratio
 from .network import cross_entropy, examples, logits, loss, parameters
 
-SIZES = (64, 96, 40, 10)
+SIZES, LARGER = (64, 96, 40, 10), (256, 512, 256, 10)
 STEPS, EVERY, K = 300, 10, 10
 
 
@@ -33,8 +34,8 @@ def _operator(kind, params, batch):
 OPTIMISER = optax.adam(3e-3)
 
 
-def _training(look, batch):
-    """A jitted run of 300 steps; `look(state, params, key)` every ten of them, or None."""
+def _training(look, batch, steps):
+    """A jitted run of so many steps; `look(state, params, key)` every ten of them, or None."""
 
     def step(carry, key):
         params, moments, state, i = carry
@@ -53,16 +54,16 @@ def _training(look, batch):
 
     def run(params, state):
         carry = (params, OPTIMISER.init(params), state, jnp.asarray(0))
-        return jax.lax.scan(step, carry, jr.split(jr.key(3), STEPS))
+        return jax.lax.scan(step, carry, jr.split(jr.key(3), steps))
 
     return jax.jit(run)
 
 
-def training_pair(kind, method, size, used):
+def training_pair(kind, method, size, used, sizes=SIZES, steps=STEPS):
     """A training run with curvature on the first `used` of `size` examples, and one without."""
-    batch = examples(SIZES, size)
+    batch = examples(sizes, size)
     fewer = jax.tree.map(lambda x: x[:used], batch)
-    params = parameters(SIZES)
+    params = parameters(sizes)
     tracker = None if method == "hutchinson" else tr.Tracker(method)
     state = () if tracker is None else tracker.init(_operator(kind, params, fewer), K)
 
@@ -74,7 +75,7 @@ def training_pair(kind, method, size, used):
             state, solution = tracker.update(state, key, operator, K)
         return state, solution.value
 
-    return tuple(partial(_training(look, batch), params, state) for look in (look, None))
+    return tuple(partial(_training(look, batch, steps), params, state) for look in (look, None))
 
 
 @pytest.mark.parametrize("method", ["hutchinson", "auto", "deltashift"])
@@ -88,6 +89,18 @@ def test_training_run(benchmark, kind, method, size, used):
     cost = ratio(with_it, without, rounds=7)
     benchmark.extra_info["ratio"] = cost
     print(f"\n{kind}, {method}, {used} of {size} examples: {cost:.2f} of the run without")
+    benchmark.pedantic(lambda: jax.block_until_ready(with_it()), rounds=1)
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "auto", "deltashift"])
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize("used", [64, 128])
+def test_training_run_of_a_larger_network(benchmark, kind, method, used):
+    """Full batches of 1024 examples, curvature on `used` of them."""
+    with_it, without = training_pair(kind, method, 1024, used, LARGER, 100)
+    cost = ratio(with_it, without, rounds=7)
+    benchmark.extra_info["ratio"] = cost
+    print(f"\n{kind}, {method}, {used} of 1024 examples, larger network: {cost:.2f}")
     benchmark.pedantic(lambda: jax.block_until_ready(with_it()), rounds=1)
 
 

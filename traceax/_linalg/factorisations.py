@@ -269,12 +269,12 @@ def panel_qr(rows: Inexact[Array, "b n"]) -> tuple[Inexact[Array, "b n"], Inexac
         gram = matmul(jnp.conj(y), y.T)
         norms = jnp.sqrt(diagonal_of(gram).real)
         length = jnp.where(norms > 0, norms, 1).astype(dtype)
-        gram = gram / length / length[:, None]
+        gram = gram / (length[:, None] * length[None, :])
         defect = jnp.max(jnp.sum(jnp.abs(jnp.where(eye == 1, 0, gram)), axis=1))
         shift = jnp.where(defect < 0.5, 0, 11 * count * eps).astype(dtype)
         gram = jnp.where(eye == 1, 1 + shift, gram)
         factor = cholesky(gram)
-        y = matmul(divide_by_upper(eye, factor).T / length, y)
+        y = matmul(divide_by_upper(eye, factor).T / length[None, :], y)
         r = matmul(factor * norms.astype(dtype), r)
         return y, r, defect, passes + 1
 

@@ -386,7 +386,7 @@ def follow(
     unit = scale_of(jnp.concatenate(sizes))
     square = jnp.square(samples.unit / unit)
     norms = jnp.stack([samples.new_norm, samples.old_norm, samples.change])
-    spread, norms = samples.spread * square, norms * square
+    spread, norms = samples.spread * square, norms * square[None, :]
     halves = _Halves.of(plan.probes, most, real)
     pairs = _Halves.of(plan.shared, most, real)
 
