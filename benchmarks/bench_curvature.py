@@ -78,6 +78,14 @@ def training_pair(kind, method, size, used, sizes=SIZES, steps=STEPS):
     return tuple(partial(_training(look, batch, steps), params, state) for look in (look, None))
 
 
+def _report(benchmark, what, pair):
+    """Time a training run with curvature over one without, in turns."""
+    cost = ratio(*pair, rounds=7)
+    benchmark.extra_info["ratio"] = cost
+    print(f"\n{what}: {cost:.2f} of the run without")
+    benchmark.pedantic(lambda: jax.block_until_ready(pair[0]()), rounds=1)
+
+
 @pytest.mark.parametrize("method", ["hutchinson", "auto", "deltashift"])
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
 @pytest.mark.parametrize(
@@ -85,11 +93,8 @@ def training_pair(kind, method, size, used, sizes=SIZES, steps=STEPS):
 )
 def test_training_run(benchmark, kind, method, size, used):
     """Full batches of `size` examples, curvature on `used` of them."""
-    with_it, without = training_pair(kind, method, size, used)
-    cost = ratio(with_it, without, rounds=7)
-    benchmark.extra_info["ratio"] = cost
-    print(f"\n{kind}, {method}, {used} of {size} examples: {cost:.2f} of the run without")
-    benchmark.pedantic(lambda: jax.block_until_ready(with_it()), rounds=1)
+    pair = training_pair(kind, method, size, used)
+    _report(benchmark, f"{kind}, {method}, {used} of {size} examples", pair)
 
 
 @pytest.mark.parametrize("method", ["hutchinson", "auto", "deltashift"])
@@ -97,11 +102,8 @@ def test_training_run(benchmark, kind, method, size, used):
 @pytest.mark.parametrize("used", [64, 128])
 def test_training_run_of_a_larger_network(benchmark, kind, method, used):
     """Full batches of 1024 examples, curvature on `used` of them."""
-    with_it, without = training_pair(kind, method, 1024, used, LARGER, 100)
-    cost = ratio(with_it, without, rounds=7)
-    benchmark.extra_info["ratio"] = cost
-    print(f"\n{kind}, {method}, {used} of 1024 examples, larger network: {cost:.2f}")
-    benchmark.pedantic(lambda: jax.block_until_ready(with_it()), rounds=1)
+    pair = training_pair(kind, method, 1024, used, LARGER, 100)
+    _report(benchmark, f"{kind}, {method}, {used} of 1024 examples, larger network", pair)
 
 
 # ---------------------------------------------------------------------- sequences of operators

@@ -360,11 +360,11 @@ def test_one_by_one_is_all_at_once(method, monkeypatch):
         gradient, (state, solution) = jax.grad(value, has_aux=True)(matrix)
         return state, (solution.value, solution.std_err, solution.num_matvecs, gradient)
 
-    found, budgets = [], [12] * 5 + [8, 10] * 3
+    found, budgets = [], [12] * 6 + [8, 10] * 3
     for make in (curved, lambda matrix: lx.MatrixLinearOperator(matrix, lx.symmetric_tag)):
         state, seen = tracker.init(make(matrices[0]), 12), []
         step = eqx.filter_jit(lambda *args, make=make: one_step(make, *args))
-        for key, matrix, k in zip(jr.split(jr.key(0), STEPS), matrices, budgets, strict=False):
+        for key, matrix, k in zip(jr.split(jr.key(0), STEPS), matrices, budgets, strict=True):
             state, numbers = step(matrix, state, key, k)
             seen.append(numbers)
         found.append((seen, state.sketch, state.trust, state.levels, state.drift))

@@ -74,9 +74,10 @@ from .._sketch.leave_one_out import (
     adjoint,
     matmul,
     resphering,
+    row_dots,
+    row_squares,
     scaled,
     shift_of,
-    square_of,
 )
 
 RECYCLED, DELTASHIFT = 0, 1
@@ -218,16 +219,6 @@ class _Forms(NamedTuple):
     change: Real[Array, " m"]  # ||A_j - A_{j-1}||_F^2
 
 
-def _dots(a: Inexact[Array, "m n"], b: Inexact[Array, "m n"]) -> Inexact[Array, " m"]:
-    """The inner products of corresponding rows."""
-    return jnp.sum(jnp.conj(a) * b, axis=1)
-
-
-def _squares(a: Inexact[Array, "m n"]) -> Real[Array, " m"]:
-    """The squared norms of the rows."""
-    return jnp.sum(square_of(a), axis=1)
-
-
 def _components(a: Inexact[Array, "m n"], basis: Inexact[Array, "l n"]) -> Inexact[Array, "m l"]:
     """A Q^H, as the adjoint of Q A^H: a product with a few long vectors on the left is slow."""
     return adjoint(matmul(basis, adjoint(a)))
@@ -277,7 +268,6 @@ def follow(
     columns, most, *_ = (max(each) for each in zip(*plans, strict=True))
     spherical, beta = sampler.respheres(None, block.dtype), beta_of(sampler, block.dtype)
     probe_key, noise_key = split(key)
-
     width = 1 if block.shares_no_work and n * most > APART_LIMIT else most
 
     def multiply(block, rows):
@@ -322,7 +312,7 @@ def follow(
             probes, shared = (jnp.clip(x - i, 0, 1) for x in (probes, shared))
         z = sampler.probes(key, n, width, block.dtype).T
         if sampler.rotation_invariant:  # scale normal probes to the sphere, for less variance
-            z = z * (math.sqrt(n) / jnp.sqrt(_squares(z)))[:, None]
+            z = z * (math.sqrt(n) / jnp.sqrt(row_squares(z)))[:, None]
 
         def off_basis():
             """W = Q^H z, and g = (I - Q Q^H) z."""
@@ -342,23 +332,23 @@ def follow(
         def residual():
             """The samples off the subspace, with their variances."""
             dimension = jnp.asarray(float(n) - plan.basis if spherical else float(n), real)
-            factor = resphering(dimension, _squares(g), spherical)
-            samples = factor * _dots(g, image)
+            factor = resphering(dimension, row_squares(g), spherical)
+            samples = factor * row_dots(g, image)
             h = lax.stop_gradient(image) / unit
             h = h - matmul(_components(h, basis), basis)
             sizes = jnp.abs(lax.stop_gradient(samples)) / unit
-            return samples, jnp.maximum(factor * _squares(h) - jnp.square(sizes) / dimension, 0)
+            return samples, jnp.maximum(factor * row_squares(h) - jnp.square(sizes) / dimension, 0)
 
         def shift():
             """Forms with both operators, and the norms N, M and of the difference."""
             # A_j z = A_j g + (A_j Q) (Q^H z), without further products.
             both = image + _either(plan.basis > 0, lambda: matmul(w, on)), before
-            forms = [_dots(z, x) for x in both]
+            forms = [row_dots(z, x) for x in both]
             parts = [
                 (x - z * (form / n)[:, None]) / unit
                 for x, form in zip(*lax.stop_gradient((both, forms)), strict=True)
             ]
-            return *forms, *map(_squares, (*parts, parts[0] - parts[1]))
+            return *forms, *map(row_squares, (*parts, parts[0] - parts[1]))
 
         samples = _either((plan.basis > 0) | (plan.shared == 0), residual)
         return _Forms(jnp.full(width, unit), *samples, *_either(shared > 0, shift))
@@ -381,7 +371,7 @@ def follow(
         return all_forms(BlockOperator(previous).linearised())
 
     samples = _either(plan.shared > 0, with_old, lambda: all_forms(None))
-    on_basis = jnp.sum(_dots(basis, on))
+    on_basis = jnp.sum(row_dots(basis, on))
     sizes = [samples.unit, jnp.max(jnp.abs(known), initial=0.0)[None], state.std_errs]
     unit = scale_of(jnp.concatenate(sizes))
     square = jnp.square(samples.unit / unit)
@@ -421,7 +411,7 @@ def follow(
     # iteration that converge to the largest eigenvalues.
     renewed = state.sketch.at[:columns].set(known)
     sketch = jnp.where(plan.basis > 0, renewed, state.sketch)
-    status = status_of(*lax.stop_gradient(samples), norm, value)
+    status = status_of(*lax.stop_gradient(samples), on_basis, value)
     changes = {"values": values, "trust": trust, "std_errs": std_errs, "levels": levels}
     new = dataclasses.replace(state, **changes, drift=drift, sketch=sketch)
     return lax.stop_gradient(new), value, lax.stop_gradient(std_err), status
