@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -40,6 +41,23 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The tests' own products: on a GPU the default is TF32.
 if jax.default_backend() != "cpu":
     jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", help="I/N: the tests of the share I of N shares, from 0 on")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of one share: by their names, so that no two processes disagree."""
+    share = config.getoption("--share")
+    if share is None:
+        return
+    index, count = map(int, share.split("/"))
+    mine = [zlib.crc32(item.nodeid.encode()) % count == index for item in items]
+    config.hook.pytest_deselected(
+        items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine]
+    )
+    items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
 
 
 @pytest.fixture(autouse=True)
