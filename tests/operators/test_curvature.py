@@ -641,7 +641,7 @@ def test_training_run():
     values, errors, lower, upper = np.asarray(seen)[:, looked]
     truths = np.array([exact(jax.tree.map(lambda x: x[i], path)) for i in looked])  # noqa: B023
     # With four to five degrees of freedom, one of 30 looks may be off by four standard errors. Each
-    # interval holds but for 0.1 %. The mean square of normal scores varies by sqrt(2 / 30), and over
+    # interval holds but for 0.1 %. The mean square of 30 normal scores varies by sqrt(2 / 30); over
     # 40 seeds it was 1.01 on average.
     scores = (values - truths) / errors
     print("tracked over exact:", np.round(values / truths, 3))
