@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Keep the tests of one share: by their names, so that no two processes disagree."""
-    share = config.getoption("--share")
+    share = config.getoption("--share", None)
     if share is None:
         return
     index, count = map(int, share.split("/"))
