@@ -24,8 +24,8 @@ if "TRACEAX_TESTS_COMPILED" not in os.environ:
         if program.stat().st_mtime < time.time() - 7 * 24 * 3600:
             program.unlink(missing_ok=True)
 # XLA's older code generator for CPUs compiles in a third of the time. With XLA_FLAGS in the
-# environment, an empty one too, it is left to choose. (It aborts on flags it does not know: of this
-# one jaxlib 0.12.0.1 does not, and so the newest versions are tested with the newer generator.)
+# environment, an empty one too, it is left to choose. (It aborts on flags it does not know, of
+# which this one is from jaxlib 0.12.0.1 on: that is tested with the newer code generator.)
 if "XLA_FLAGS" not in os.environ:
     quick = "--xla_cpu_use_fusion_emitters=false"
     probe = [sys.executable, "-c", "import jax; jax.devices()"]
