@@ -6,6 +6,7 @@ import os
 # pools that wait for each other cost more than everything else (seven times on two cores).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import itertools
 import subprocess
 import sys
 import time
@@ -53,11 +54,11 @@ def pytest_collection_modifyitems(config, items):
     if share is None:
         return
     index, count = map(int, share.split("/"))
-    mine = [zlib.crc32(item.nodeid.encode()) % count == index for item in items]
-    config.hook.pytest_deselected(
-        items=[item for item, is_mine in zip(items, mine, strict=True) if not is_mine]
-    )
-    items[:] = [item for item, is_mine in zip(items, mine, strict=True) if is_mine]
+    shares = [[] for _ in range(count)]
+    for item in items:
+        shares[zlib.crc32(item.nodeid.encode()) % count].append(item)
+    items[:] = shares.pop(index)
+    config.hook.pytest_deselected(items=list(itertools.chain(*shares)))
 
 
 @pytest.fixture(autouse=True)

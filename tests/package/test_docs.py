@@ -32,7 +32,7 @@ def test_programs_run(page):
         capture_output=True,
         text=True,
         check=False,
-        env=environment(),
+        env=environment(quick=False),
     )
     assert run.returncode == 0, run.stderr
 
