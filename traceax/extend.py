@@ -15,24 +15,14 @@ from ._core.estimate import (
 )
 from ._core.precision import matmul as matmul
 from ._estimators.calibration import Calibration as Calibration
-from ._estimators.estimator import (
-    AbstractDiagonalEstimator as AbstractDiagonalEstimator,
-    AbstractTraceEstimator as AbstractTraceEstimator,
-)
-from ._estimators.extendable import (
-    AbstractExtendable as AbstractExtendable,
-    Completed as Completed,
-    Growth as Growth,
-    complete_diagonal as complete_diagonal,
-    complete_trace as complete_trace,
-)
-from ._estimators.rows import Rows as Rows
+from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
+from ._estimators.rows import Rows as Rows, RowWeights as RowWeights
+from ._estimators.samples import NystromSampling as NystromSampling, RangeSampling as RangeSampling
 from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
 from ._operators.block_operator import BlockOperator as BlockOperator, is_hermitian as is_hermitian
 from ._operators.known_parts import columns as columns
 from ._probes.random import numbered as numbered, split as split
 from ._probes.samplers import AbstractSampler as AbstractSampler
-from ._sketch.columns import Columns as Columns
 from ._sketch.low_rank import (
     BuiltPreconditioner as BuiltPreconditioner,
     LowRankPlusIdentity as LowRankPlusIdentity,

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,13 @@ import lineax as lx
 import numpy as np
 from jax import lax
 
-from ._core.estimate import weights_wanted
 from ._core.precision import any_promotion, matmul
 from ._core.programs import is_jaxpr
-from ._diagonal.diagonal import diagonal
-from ._estimators.estimator import (
-    AbstractDiagonalEstimator,
-    AbstractTraceEstimator,
-    described,
-)
+from ._estimators.estimator import AbstractTraceEstimator, RowsEstimator, described
+from ._estimators.rows import Rows
 from ._estimators.solution import RESULTS
+from ._estimators.trace import diagonal as diagonal_of, trace
 from ._operators.block_operator import as_operator, is_tagged
-from ._trace.trace import trace
 
 #: z-tests reject beyond so many standard deviations, a correct estimator with probability 6e-7.
 _Z = 5.0
@@ -36,14 +31,15 @@ _PSD = lx.positive_semidefinite_tag
 
 
 def check_estimator(
-    estimator: AbstractTraceEstimator | AbstractDiagonalEstimator,
+    estimator: AbstractTraceEstimator,
     *,
+    diagonal: bool = False,
     operators: Sequence[lx.AbstractLinearOperator] | None = None,
     k: int | None = None,
     keys: int = 400,
     coverage: float = 0.88,
     contraction: bool = True,
-    tolerance: bool = True,
+    tolerance: bool | None = None,
 ) -> None:
     """Check that an estimator has the properties that all estimators of this package have.
 
@@ -86,7 +82,8 @@ def check_estimator(
 
     **Arguments:**
 
-    - `estimator`: the estimator of a trace or of a diagonal.
+    - `estimator`: the estimator.
+    - `diagonal`: whether its diagonals are checked, rather than its traces.
     - `operators`: square real operators of the default floating dtype, for the checks of statistics
         and exactness. Their matrices are materialised. By default three operators with 40 rows: two
         semidefinite ones, with a flat and with a decaying spectrum, and one that is not symmetric.
@@ -95,22 +92,22 @@ def check_estimator(
     - `coverage`: the least share of intervals that contain the true value.
     - `contraction`: whether the value is the contraction of its weights with A. False for
         estimators that are differentiated with the weights of another estimator.
-    - `tolerance`: whether the estimator works to a tolerance.
+    - `tolerance`: whether the estimator works to a tolerance. By default what its `sampling` says.
 
     **Raises:**
 
-    - `TypeError`: for anything but an instance of an estimator of traces or diagonals.
+    - `TypeError`: for anything but an instance of an estimator.
     - `AssertionError`: with the name of the first property that the estimator lacks.
     - `ValueError`: if the estimator accepts none of the operators, or `k` is not below their sizes.
     """
-    if not isinstance(estimator, AbstractTraceEstimator | AbstractDiagonalEstimator):
+    if not isinstance(estimator, AbstractTraceEstimator):
         raise TypeError(
-            "`check_estimator` checks instances of AbstractTraceEstimator and "
-            "AbstractDiagonalEstimator, such as `traceax.XTraceEstimator()`, got "
-            f"{described(estimator)}."
+            "`check_estimator` checks instances of AbstractTraceEstimator, such as "
+            f"`traceax.XTraceEstimator()`, got {described(estimator)}."
         )
+    subject = _Subject(estimator, diagonal)
     given = list(_default_operators() if operators is None else operators)
-    accepted = [operator for operator in given if _accepts(estimator, operator)]
+    accepted = [operator for operator in given if subject.accepts(operator)]
     if not accepted:
         raise ValueError(
             f"{type(estimator).__name__} accepts none of the operators. Give some that it does: "
@@ -122,32 +119,57 @@ def check_estimator(
             f"The budget must be below the number of rows, got k={budget}. Give larger operators."
         )
     for operator in accepted:
-        _check_statistics(estimator, operator, budget, keys, coverage, contraction)
-        _check_exact(estimator, operator)
-    _check_products(estimator, budget)
-    _check_transforms(estimator)
-    _check_dtypes(estimator, budget)
-    _check_scale(estimator, budget)
-    _check_precision(estimator, budget)
-    _check_degenerate(estimator, budget)
+        _check_statistics(subject, operator, budget, keys, coverage, contraction)
+        _check_exact(subject, operator)
+    _check_products(subject, budget)
+    _check_transforms(subject)
+    _check_dtypes(subject, budget)
+    _check_scale(subject, budget)
+    _check_precision(subject, budget)
+    _check_degenerate(subject, budget)
+    rows = Rows() if diagonal else None
+    if tolerance is None:
+        tolerance = estimator.sampling(as_operator(accepted[0]), rows) is not None
     if tolerance:
-        _check_tolerance(estimator, contraction)
+        _check_tolerance(subject, contraction)
 
 
 # ------------------------------------------------------------------------- what the checks share
 
 
-def _require(condition: Any, estimator: Any, what: str, detail: str = "") -> None:
-    if not bool(condition):
-        raise AssertionError(f"{type(estimator).__name__}: {what}{': ' if detail else ''}{detail}.")
+class _Subject(NamedTuple):
+    """The traces, or the diagonals, of an estimator."""
 
+    estimator: AbstractTraceEstimator
+    diagonal: bool
 
-def _accepts(estimator: Any, operator: lx.AbstractLinearOperator) -> bool:
-    try:
-        estimator.check(as_operator(operator))
-    except ValueError:
-        return False
-    return True
+    def require(self, condition: Any, what: str, detail: str = "") -> None:
+        """Raise an `AssertionError` unless the condition holds."""
+        if not bool(condition):
+            name = type(self.estimator).__name__
+            raise AssertionError(f"{name}: {what}{': ' if detail else ''}{detail}.")
+
+    def accepts(self, operator: lx.AbstractLinearOperator) -> bool:
+        """Whether the estimator takes this operator."""
+        try:
+            self.estimator.check(as_operator(operator))
+        except ValueError:
+            return False
+        return True
+
+    def solve(self, key: Any, operator: Any, k: int | None = None, **options: Any) -> Any:
+        """The solution."""
+        function: Callable[..., Any] = diagonal_of if self.diagonal else trace
+        return function(key, operator, k, self.estimator, **options)
+
+    def truth(self, matrix: Any) -> np.ndarray:
+        """The true value, as a vector."""
+        entries = np.diagonal(np.asarray(matrix))
+        return entries if self.diagonal else entries.sum()[None]
+
+    def most(self, k: int, n: int, exact: Any) -> int:
+        """The most products that are allowed: n for an estimator that is always exact."""
+        return n if exact else max(k, self.estimator.smallest)
 
 
 def _by_products(matrix: Any, tags: Any = ()) -> lx.FunctionLinearOperator:
@@ -183,26 +205,9 @@ def _default_operators() -> list[lx.AbstractLinearOperator]:
     ]
 
 
-def _solve(estimator: Any, key: Any, operator: Any, k: int | None = None, **options: Any) -> Any:
-    function: Callable[..., Any] = trace
-    if isinstance(estimator, AbstractDiagonalEstimator):
-        function = diagonal
-    return function(key, operator, k, estimator, **options)
-
-
 def _flat(tree: Any) -> Any:
     """A scalar, or a PyTree of arrays, as a vector."""
     return jnp.concatenate([jnp.ravel(x) for x in jtu.tree_leaves(tree)])
-
-
-def _truth(estimator: Any, matrix: Any) -> np.ndarray:
-    entries = np.diagonal(np.asarray(matrix))
-    return entries if isinstance(estimator, AbstractDiagonalEstimator) else entries.sum()[None]
-
-
-def _most(estimator: Any, k: int, n: int, exact: Any) -> int:
-    """The most products that are allowed: n for an estimator that is exact with any budget."""
-    return n if exact else max(k, estimator.smallest)
 
 
 def _rounding(matrix: Any) -> float:
@@ -236,7 +241,7 @@ def _moved(operator: Any, direction: Any, steps: Any) -> Any:
     return lx.FunctionLinearOperator(product, structure, tags)
 
 
-def _check_statistics(estimator, operator, k, count, coverage, contraction) -> None:
+def _check_statistics(subject, operator, k, count, coverage, contraction) -> None:
     operator = as_operator(operator)
     matrix = operator.as_matrix()
     n = matrix.shape[0]
@@ -248,7 +253,7 @@ def _check_statistics(estimator, operator, k, count, coverage, contraction) -> N
     def run(keys):
         def one(key):
             def value(steps):
-                solution = _solve(estimator, key, _moved(operator, unrelated, steps), k)
+                solution = subject.solve(key, _moved(operator, unrelated, steps), k)
                 return _flat(solution.value), solution
 
             slopes, solution = jax.jacfwd(value, has_aux=True)(jnp.zeros(2))
@@ -261,43 +266,43 @@ def _check_statistics(estimator, operator, k, count, coverage, contraction) -> N
 
     outcomes = run(jr.split(jr.key(0), count))
     values, in_a, in_unrelated, lower, upper, spent, successful = map(np.asarray, outcomes)
-    truth, slack = _truth(estimator, matrix), _rounding(matrix)
-    _require(successful.all(), estimator, "a result is not successful")
-    most = _most(estimator, k, n, np.all(lower == upper))
-    _require((spent <= most).all(), estimator, "more products than the budget", f"{spent.max()}")
+    truth, slack = subject.truth(matrix), _rounding(matrix)
+    subject.require(successful.all(), "a result is not successful")
+    most = subject.most(k, n, np.all(lower == upper))
+    subject.require((spent <= most).all(), "more products than the budget", f"{spent.max()}")
 
     def unbiased(samples, truth, what):
         for part in (np.real, np.imag):
             error = part(samples) - part(truth)
             deviation = error.std(axis=0, ddof=1) / math.sqrt(count)
             z = np.abs(error.mean(axis=0)) / (_Z * deviation + slack)
-            _require((z <= 1).all(), estimator, what, f"{_Z * z.max():.1f} standard deviations off")
+            subject.require((z <= 1).all(), what, f"{_Z * z.max():.1f} standard deviations off")
 
     unbiased(values, truth, "the value is biased")
-    direction = _truth(estimator, unrelated)
+    direction = subject.truth(unrelated)
     unbiased(in_unrelated, direction, "the derivative is biased, E<G, dA> is not that of dA")
     if contraction:
         apart = np.abs(in_a - values).max()
         what = "the value is not the contraction <G, A> of its weights"
-        _require(apart <= slack, estimator, what, f"{apart:.2g} apart")
+        subject.require(apart <= slack, what, f"{apart:.2g} apart")
     covered = (lower - slack <= np.real(truth)) & (np.real(truth) <= upper + slack)
     share = covered.mean()
     what = "95 % intervals hold the true value too rarely"
-    _require(share >= coverage, estimator, what, f"{share:.1%} of cases, not {coverage:.0%}")
+    subject.require(share >= coverage, what, f"{share:.1%} of cases, not {coverage:.0%}")
 
 
-def _check_exact(estimator, operator) -> None:
+def _check_exact(subject, operator) -> None:
     operator = as_operator(operator)
     matrix = operator.as_matrix()
     n = matrix.shape[0]
     for k in (n, n + 5):
-        solution = _solve(estimator, jr.key(1), operator, k)
-        apart = np.abs(np.asarray(_flat(solution.value)) - _truth(estimator, matrix)).max()
-        _require(apart <= _rounding(matrix), estimator, "not exact for k >= n", f"{apart:.2g} off")
+        solution = subject.solve(jr.key(1), operator, k)
+        apart = np.abs(np.asarray(_flat(solution.value)) - subject.truth(matrix)).max()
+        subject.require(apart <= _rounding(matrix), "not exact for k >= n", f"{apart:.2g} off")
         zero = np.all(np.asarray(_flat(solution.std_err)) == 0)
-        _require(zero, estimator, "the standard error is not 0 for k >= n")
+        subject.require(zero, "the standard error is not 0 for k >= n")
         spent = int(solution.num_matvecs)
-        _require(spent <= n, estimator, "more than n products", f"{spent} of {n}")
+        subject.require(spent <= n, "more than n products", f"{spent} of {n}")
 
 
 # -------------------------------------------------------------------------------------- products
@@ -324,55 +329,59 @@ def _products_in(jaxpr: Any, n: int) -> float:
     return total
 
 
-def _check_products(estimator, k: int) -> None:
-    n = 2 * max(k, estimator.smallest) + 11  # differs from all other sizes in the program
+def _check_products(subject, k: int) -> None:
+    n = 2 * max(k, subject.estimator.smallest) + 11  # differs from all other sizes in the program
     operator = _by_products(_matrix(n, np.linspace(1, 2, n), 4), _PSD)
-    if not _accepts(estimator, operator):
+    if not subject.accepts(operator):
         return
     structure = jax.ShapeDtypeStruct((n, n), _floating())
 
+    estimator: Any = subject.estimator
+    if subject.diagonal:
+        estimator = RowsEstimator(estimator, Rows())
+
     def compute(key, matrix):
         operator = estimator.batched(_by_products(matrix, _PSD))
-        return estimator.compute(key, operator, k)[0]
+        return estimator.compute(key, operator, k, False)[0]
 
-    with weights_wanted(False), any_promotion():
+    with any_promotion():
         program = jax.make_jaxpr(compute)(jr.key(0), structure)
     count = _products_in(program, n)
-    solution = _solve(estimator, jr.key(0), operator, k)
-    limit = _most(estimator, k, n, np.all(np.asarray(_flat(solution.std_err)) == 0))
+    solution = subject.solve(jr.key(0), operator, k)
+    limit = subject.most(k, n, np.all(np.asarray(_flat(solution.std_err)) == 0))
     if not math.isnan(count):
         what = "more products than the budget in the program"
-        _require(count <= limit, estimator, what, f"{count:g} of {limit}")
+        subject.require(count <= limit, what, f"{count:g} of {limit}")
 
 
 # ------------------------------------------------------------------------------------ transforms
 
 
-def _close(got: Any, expected: Any, estimator: Any, what: str, rtol: float) -> None:
+def _close(got: Any, expected: Any, subject: Any, what: str, rtol: float) -> None:
     pairs = zip(jtu.tree_leaves(got), jtu.tree_leaves(expected), strict=True)
     for x, y in ((np.asarray(x), np.asarray(y)) for x, y in pairs):
         same = x.shape == y.shape and np.allclose(x, y, rtol=rtol, atol=rtol)
-        _require(same, estimator, f"{what} disagrees with single calls")
+        subject.require(same, f"{what} disagrees with single calls")
 
 
-def _check_transforms(estimator) -> None:
+def _check_transforms(subject) -> None:
     """Check transforms of an estimate of A(a, b) = exp(a) B + b^2 C. As weights are held fixed,
     all its derivatives follow from the first ones.
     """
-    n = max(12, estimator.smallest + 5)
-    k = max(7, estimator.smallest)
+    n = max(12, subject.estimator.smallest + 5)
+    k = max(7, subject.estimator.smallest)
     b_part, c_part = (_matrix(n, np.linspace(0.5, s, n), 5 + i) for i, s in enumerate((2.0, 3.0)))
-    if not _accepts(estimator, _by_products(b_part, _PSD)):
+    if not subject.accepts(_by_products(b_part, _PSD)):
         return
     rtol = 1e3 * float(jnp.finfo(_floating()).eps) ** 0.75
-    share = np.linspace(1, 2, len(_truth(estimator, b_part)))
+    share = np.linspace(1, 2, len(subject.truth(b_part)))
 
     def f(point, key):
         matrix = jnp.exp(point[0]) * b_part + point[1] ** 2 * c_part
-        value = _flat(_solve(estimator, key, _by_products(matrix, _PSD), k).value)
+        value = _flat(subject.solve(key, _by_products(matrix, _PSD), k).value)
         return jnp.sum(value * share.astype(value.dtype))
 
-    close = partial(_close, estimator=estimator, rtol=rtol)
+    close = partial(_close, subject=subject, rtol=rtol)
     keys = jr.split(jr.key(2), 3)
     points = jnp.asarray([[0.3, 0.7], [-0.4, 1.1], [0.1, 0.4]])
     point, key, direction = points[0], keys[0], jnp.asarray([0.6, -0.8])
@@ -415,21 +424,21 @@ def _check_transforms(estimator) -> None:
 # --------------------------------------------------------------------------- dtypes, and the rest
 
 
-def _check_near(estimator, operator, matrix, k: int, what: str, slack: float) -> Any:
+def _check_near(subject, operator, matrix, k: int, what: str, slack: float) -> Any:
     """The value and its standard error, after checking that the value is finite and within ten
     standard errors of the truth.
     """
-    solution = jax.jit(lambda key: _solve(estimator, key, operator, k))(jr.key(3))
+    solution = jax.jit(lambda key: subject.solve(key, operator, k))(jr.key(3))
     value, std_err = (np.asarray(_flat(x)) for x in (solution.value, solution.std_err))
-    _require(np.isfinite(value).all(), estimator, f"{what}: the value is not finite")
-    _require(not np.isnan(std_err).any(), estimator, f"{what}: the standard error is NaN")
-    apart = np.abs(value - _truth(estimator, matrix))
+    subject.require(np.isfinite(value).all(), f"{what}: the value is not finite")
+    subject.require(not np.isnan(std_err).any(), f"{what}: the standard error is NaN")
+    apart = np.abs(value - subject.truth(matrix))
     within = (apart <= 10 * std_err + slack).all()
-    _require(within, estimator, f"{what}: the value is off", f"by {apart.max():.2g}")
+    subject.require(within, f"{what}: the value is off", f"by {apart.max():.2g}")
     return value, std_err
 
 
-def _check_dtypes(estimator, k: int) -> None:
+def _check_dtypes(subject, k: int) -> None:
     n = 2 * k
     dtypes = [jnp.float32, jnp.complex64, jnp.bfloat16]
     if _floating() == np.float64:
@@ -439,24 +448,24 @@ def _check_dtypes(estimator, k: int) -> None:
         wide = _matrix(n, np.linspace(1, 2, n), 7, np.complex64 if is_complex else np.float32)
         matrix = wide.astype(dtype)
         operator = _by_products(matrix, _PSD)
-        if not _accepts(estimator, operator):
+        if not subject.accepts(operator):
             continue
         name = np.dtype(dtype).name
         working = np.float32 if dtype == jnp.bfloat16 else dtype
         exact = np.asarray(matrix.astype(working))
         slack = 40 * float(jnp.finfo(dtype).eps) * n
-        value, std_err = _check_near(estimator, operator, exact, k, name, slack)
+        value, std_err = _check_near(subject, operator, exact, k, name, slack)
         right = value.dtype == exact.dtype
-        _require(right, estimator, f"{name}: the dtype of the value is wrong", str(value.dtype))
-        _require(np.isrealobj(std_err), estimator, f"{name}: the standard error is complex")
+        subject.require(right, f"{name}: the dtype of the value is wrong", str(value.dtype))
+        subject.require(np.isrealobj(std_err), f"{name}: the standard error is complex")
 
 
-def _check_scale(estimator, k: int) -> None:
+def _check_scale(subject, k: int) -> None:
     n = 2 * k
     matrix = _matrix(n, np.linspace(1, 2, n), 10, np.float32)
-    if not _accepts(estimator, _by_products(matrix, _PSD)):
+    if not subject.accepts(_by_products(matrix, _PSD)):
         return
-    solve = jax.jit(lambda matrix: _solve(estimator, jr.key(5), _by_products(matrix, _PSD), k))
+    solve = jax.jit(lambda matrix: subject.solve(jr.key(5), _by_products(matrix, _PSD), k))
 
     def at_scale(scale):
         solution = solve(matrix * np.float32(scale))
@@ -469,10 +478,10 @@ def _check_scale(estimator, k: int) -> None:
         size = 1e-4 * np.abs(value).max()
         same = np.allclose(other, value, rtol=0, atol=size)
         what = f"an operator times 2^{exponent} has another value"
-        _require(same, estimator, what, f"{other} times that for {value}")
+        subject.require(same, what, f"{other} times that for {value}")
         same = np.allclose(other_err, std_err, rtol=1e-2, atol=size)
         what = f"an operator times 2^{exponent} has another standard error"
-        _require(same, estimator, what, f"{other_err} times that for {std_err}")
+        subject.require(same, what, f"{other_err} times that for {std_err}")
 
 
 def _products_for_gpu(
@@ -488,53 +497,53 @@ def _products_for_gpu(
     return products, [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line]
 
 
-def _check_precision(estimator, k: int) -> None:
+def _check_precision(subject, k: int) -> None:
     structure = jax.ShapeDtypeStruct((2 * k,), np.float32)
 
     def estimate(weights):
         # This operator has no products of matrices: all of them are the estimator's.
         operator = lx.FunctionLinearOperator(lambda v: weights * v, structure, _PSD)
-        return _flat(_solve(estimator, jr.key(6), operator, k).value)
+        return _flat(subject.solve(jr.key(6), operator, k).value)
 
-    if not _accepts(estimator, lx.FunctionLinearOperator(lambda v: v, structure, _PSD)):
+    if not subject.accepts(lx.FunctionLinearOperator(lambda v: v, structure, _PSD)):
         return
     products, lacking = _products_for_gpu(estimate, structure)
     what = "products of matrices in less than full precision (use `traceax.extend.matmul`)"
-    _require(not lacking, estimator, what, f"{len(lacking)} of {len(products)}")
+    subject.require(not lacking, what, f"{len(lacking)} of {len(products)}")
 
 
-def _check_degenerate(estimator, k: int) -> None:
+def _check_degenerate(subject, k: int) -> None:
     n = 2 * k
     for rank in (2, 0):
         eigenvalues = np.where(np.arange(n) < rank, 1.0, 0.0)
         matrix = _matrix(n, eigenvalues, 8)
         operator = _by_products(matrix, _PSD)
-        if _accepts(estimator, operator):
+        if subject.accepts(operator):
             slack = 10 * float(jnp.finfo(matrix.dtype).eps) ** 0.5
-            _check_near(estimator, operator, matrix, k, f"an operator of rank {rank}", slack)
+            _check_near(subject, operator, matrix, k, f"an operator of rank {rank}", slack)
     matrix = _matrix(n, np.linspace(1, 2, n), 9).at[1, 2].set(jnp.nan)
     operator = _by_products(matrix, _PSD)
-    if _accepts(estimator, operator):
-        solution = _solve(estimator, jr.key(4), operator, k)
+    if subject.accepts(operator):
+        solution = subject.solve(jr.key(4), operator, k)
         said = bool(solution.result == RESULTS.nonfinite_operator)
-        _require(said, estimator, "NaN in the operator does not end as nonfinite_operator")
+        subject.require(said, "NaN in the operator does not end as nonfinite_operator")
         nan = np.isnan(np.asarray(_flat(solution.value))).all()
-        _require(nan, estimator, "NaN in the operator, but not in the value")
+        subject.require(nan, "NaN in the operator, but not in the value")
 
 
 # ------------------------------------------------------------------------------------- tolerance
 
 
-def _check_tolerance(estimator, contraction: bool) -> None:
-    n = max(150, 6 * estimator.smallest)
+def _check_tolerance(subject, contraction: bool) -> None:
+    n = max(150, 6 * subject.estimator.smallest)
     matrix = _matrix(n, np.linspace(0.5, 1.5, n), 10)
-    if not _accepts(estimator, _by_products(matrix, _PSD)):
+    if not subject.accepts(_by_products(matrix, _PSD)):
         return
-    truth, rtol = _truth(estimator, matrix), 0.1
+    truth, rtol = subject.truth(matrix), 0.1
 
     def value(scale, key):
         scaled = scale.astype(matrix.dtype) * matrix
-        solution = _solve(estimator, key, _by_products(scaled, _PSD), rtol=rtol)
+        solution = subject.solve(key, _by_products(scaled, _PSD), rtol=rtol)
         return _flat(solution.value), solution.num_matvecs
 
     @jax.jit
@@ -546,13 +555,13 @@ def _check_tolerance(estimator, contraction: bool) -> None:
     error = np.linalg.norm(values - truth, axis=1) / np.linalg.norm(truth)
     share = (error <= rtol).mean()
     what = "a run to a tolerance misses it too often"
-    _require(share >= 0.8, estimator, what, f"{1 - share:.0%} of {len(keys)} keys")
+    subject.require(share >= 0.8, what, f"{1 - share:.0%} of {len(keys)} keys")
     lanes = jax.jit(jax.vmap(lambda key: value(jnp.ones(()), key)))(keys[:3])
     same = (
         np.allclose(lanes[0], values[:3], rtol=1e-3) and (np.asarray(lanes[1]) == spent[:3]).all()
     )
-    _require(same, estimator, "a run to a tolerance is another one in a lane of vmap")
+    subject.require(same, "a run to a tolerance is another one in a lane of vmap")
     slope = jax.jit(jax.jacfwd(lambda scale: value(scale, keys[0])[0]))(jnp.ones(()))
     expected = values[0] if contraction else truth
     near = np.allclose(slope, expected, rtol=1e-3 if contraction else 1.0)
-    _require(near, estimator, "the derivative of a run to a tolerance is wrong")
+    subject.require(near, "the derivative of a run to a tolerance is wrong")

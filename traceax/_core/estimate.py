@@ -3,9 +3,6 @@ trust them.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, final
 
 import equinox as eqx
@@ -18,26 +15,6 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 # `_estimators.solution.RESULTS` has the message for each.
 SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, NOT_CONVERGED = range(5)
 WRONG_DIAGONAL, NOT_SYMMETRIC = 5, 6
-
-
-_weights_wanted: ContextVar[bool] = ContextVar("weights_wanted", default=True)
-
-
-@contextmanager
-def weights_wanted(wanted: bool) -> Iterator[None]:
-    """A context in which `if_wanted` makes weights, or does not."""
-    token = _weights_wanted.set(wanted)
-    try:
-        yield
-    finally:
-        _weights_wanted.reset(token)
-
-
-def if_wanted(make: Callable[[], Any]) -> Any:
-    """The weights `make()`, or None where nobody takes a derivative. (Such weights would be dropped
-    anyway, but tracing them can take as long as tracing the estimate.)
-    """
-    return make() if _weights_wanted.get() else None
 
 
 @final

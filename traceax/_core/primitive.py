@@ -37,7 +37,7 @@ from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from .devices import needs_devices, with_auto_axes
-from .estimate import NONFINITE, SUCCESSFUL, Estimate, status_of, weights_wanted
+from .estimate import NONFINITE, SUCCESSFUL, Estimate, status_of
 from .precision import any_promotion
 from .programs import NOTHING, TRACERS, Held, Static, closed_functions
 
@@ -122,11 +122,10 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         operator = estimator.batched(operator)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
-        with weights_wanted(params.weights):
-            if params.k >= operator.in_size():
-                found = estimator.exact(operator)
-            else:
-                found = estimator.compute(key, operator, params.k)
+        if params.k >= operator.in_size():
+            found = estimator.exact(operator)
+        else:
+            found = estimator.compute(key, operator, params.k, params.weights)
         estimate, weights = _checked(estimator, found, params.weights)
         # A number that was computed from NaN or inf is no estimate, even where it is finite; and a
         # sum of finite products may overflow.

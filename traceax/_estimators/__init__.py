@@ -1,7 +1,8 @@
-"""What all estimators have in common: the abstract classes and the checks of a call (`estimator`,
-`arguments`), exact values (`exact`), algorithms that can be extended by further probes
-(`extendable`) or averaged over blocks (`block_means`), the choice of the default (`auto`), error
-bars (`calibration`) and the `solution`.
+"""Estimators of traces and diagonals, one algorithm a file: `hutchinson`, `hutchpp`, `xtrace`,
+`xnystrace`; `auto`, the choice among them, and exact values.
 
-Begin with `estimator`. This room uses `_core`, `_probes`, `_linalg`, `_operators` and `_sketch`.
+`estimator` has the contract and the checks in front of every call, `trace` and `norms` the public
+functions, `tolerance` what stops when the error is small enough, `calibration` and `solution` error
+bars and results. Begin with `estimator`, then `xtrace`. This room uses `_core`, `_probes`,
+`_linalg`, `_operators` and `_sketch`.
 """

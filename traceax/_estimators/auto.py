@@ -1,23 +1,24 @@
-"""What the two default estimators, of traces and of diagonals, have in common."""
+"""The default estimator, and exact values as an estimator."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar, final
+from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array
 
 from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
 from .._operators.block_operator import BlockOperator, semidefinite_sign
-from .._operators.known_parts import split_known_parts
+from .._operators.known_parts import KnownParts, split_known_parts
 from .._sketch.weights import AbstractWeights
-from .estimator import AbstractEstimator, AbstractToleranceRun
-from .rows import Rows
-
-_Estimator = TypeVar("_Estimator", bound=AbstractEstimator)
+from .estimator import AbstractTraceEstimator
+from .exact import exact
+from .hutchinson import HutchinsonEstimator
+from .rows import Rows, RowWeights
+from .xnystrace import XNysTraceEstimator
+from .xtrace import XTraceEstimator
 
 
 @final
@@ -26,18 +27,19 @@ class KnownPartsWeights(AbstractWeights):
 
     inner: AbstractWeights | None  # None if nothing was estimated
     k: int = eqx.field(static=True)
-    diagonal: bool = eqx.field(static=True)
+    rows: Rows | None  # None for traces
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        parts = split_known_parts(operator, self.k, 1, self.diagonal)
+        parts = split_known_parts(operator, self.k, 1, diagonal=self.rows is not None)
+        exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
         if self.inner is None or parts.rest is None:
-            return parts.exact
+            return exact
         estimated = self.inner.contract(parts.rest)
-        return add_parts(BlockOperator(operator), parts.exact, parts.scale, estimated)
+        return add_parts(BlockOperator(operator), exact, parts.scale, estimated)
 
 
-def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Any) -> Any:
+def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Array | list[Array]):
     """`exact + scale * estimated`, leaf by leaf if the estimate is a list of leaves."""
 
     def add(exact, estimated):
@@ -48,66 +50,138 @@ def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Any) 
     return add(exact, estimated)
 
 
-def choose(
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    memory_limit: int,
-    *,
-    hutchinson: _Estimator,
-    nystrom: _Estimator,
-    sketching: _Estimator,
-) -> _Estimator:
-    """The estimator for an operator without known parts."""
-    block = BlockOperator(operator)
-    if block.n * k * block.dtype.itemsize > memory_limit:
-        return hutchinson
-    # The leave-one-out estimators need two probes for a standard error.
-    if semidefinite_sign(operator) != 0:
-        return nystrom if k >= 2 else hutchinson
-    return sketching if k >= 4 else hutchinson
-
-
-def compute_split(
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    estimate_rest: Callable[..., tuple[Estimate, AbstractWeights]],
-    rows: Rows | None = None,
-) -> tuple[Estimate, KnownPartsWeights]:
-    """Read off the known parts, and estimate the rest with `estimate_rest(key, parts, budget)`."""
-    parts = split_known_parts(operator, k, 1, diagonal=rows is not None)
+def with_known_parts(
+    operator: lx.AbstractLinearOperator, parts: KnownParts, inner: Estimate, rows: Rows | None
+) -> Estimate:
+    """The estimate of A from the estimate of the rest that the known parts leave."""
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
-    if parts.rest is None:
-        zero = jnp.zeros_like(exact.real)
-        status = jnp.maximum(status_of(exact), parts.status)
-        known = make_estimate(exact, zero, parts.num_matvecs, 0, status)
-        return known, KnownPartsWeights(None, k, rows is not None)
-    inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
+    size = jnp.abs(parts.scale)
     known = jnp.maximum(status_of(exact, parts.scale), parts.status)
-    size, real = jnp.abs(parts.scale), exact.real.dtype
-    estimate = dataclasses.replace(
+    return dataclasses.replace(
         inner,
         value=add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
-        std_err=jtu.tree_map(lambda x: size * x.astype(real), inner.std_err),
+        std_err=jtu.tree_map(lambda x: size * x.astype(size.dtype), inner.std_err),
         num_matvecs=inner.num_matvecs + parts.num_matvecs,
         # `inner.status` tells of the products only: the known parts must be finite, too.
         status=jnp.where(known != 0, NONFINITE, inner.status),
     )
-    return estimate, KnownPartsWeights(weights, k, rows is not None)
 
 
-def split_to_tolerance(
-    select: Callable[..., Any],
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    run: AbstractToleranceRun,
-) -> tuple[Estimate, KnownPartsWeights]:
-    """As `compute_split`, for a run that a tolerance ends: `select(rest, budget)` gives the
-    estimator of the rest.
+def known_estimate(parts: KnownParts, rows: Rows | None) -> Estimate:
+    """The estimate of an operator that is known altogether."""
+    exact = parts.exact if rows is None else rows.of_vector(parts.exact)
+    status = jnp.maximum(status_of(exact), parts.status)
+    return make_estimate(exact, jnp.zeros_like(exact.real), parts.num_matvecs, 0, status)
+
+
+@final
+class AutoTraceEstimator(AbstractTraceEstimator):
+    """Reads off what is known exactly, and chooses the best estimator for the rest.
+
+    1. Stored parts (dense, sparse, diagonal, tridiagonal) and identity and unit-diagonal parts, of
+       sums, multiples and negations, are read off exactly: `tr(K + s I)` spends its matvecs on
+       `K` alone, and spends none if `K` is stored, too.
+    2. What is left goes to [`traceax.HutchinsonEstimator`][] if a block of `n x k` numbers would
+       exceed `memory_limit`,
+    3. to [`traceax.XNysTraceEstimator`][] if it is tagged positive or negative semidefinite,
+    4. and to [`traceax.XTraceEstimator`][] otherwise.
+
+    Cost: at most `k` matvecs (0 if everything is known); the memory of the chosen estimator.
     """
 
-    def estimate(key, parts, left):
-        return select(parts.rest, left).to_tolerance(key, parts.rest, run.of_rest(parts))
+    memory_limit: int = eqx.field(default=2**32, static=True)
+    batch_size: int | None = eqx.field(default=None, static=True)
+    smallest: ClassVar[int] = 1
 
-    most = min(run.max_k, operator.in_size())
-    return compute_split(key, operator, most, estimate, run.rows)
+    def check(self, operator):
+        """Any square operator will do."""
+
+    def select(self, operator: lx.AbstractLinearOperator, k: int) -> AbstractTraceEstimator:
+        """The estimator for an operator without known parts, and for this budget."""
+        block = BlockOperator(operator)
+        fits = block.n * k * block.dtype.itemsize <= self.memory_limit
+        # The leave-one-out estimators need two probes for a standard error.
+        if fits and k >= 2 and semidefinite_sign(operator) != 0:
+            return XNysTraceEstimator()
+        if fits and k >= 4 and semidefinite_sign(operator) == 0:
+            return XTraceEstimator()
+        return HutchinsonEstimator(batch_size=self.batch_size)
+
+    def sampling(self, operator, rows):
+        """See `AbstractTraceEstimator`: the largest budget need not be within the memory limit, but
+        what is prepared must be.
+        """
+        estimator = XTraceEstimator() if semidefinite_sign(operator) == 0 else XNysTraceEstimator()
+        sampling = estimator.sampling(operator, rows)
+        block = BlockOperator(operator)
+        bytes_of_column = block.n * block.dtype.itemsize
+        sizes = [size for size in sampling.sizes if size * bytes_of_column <= self.memory_limit]
+        return dataclasses.replace(sampling, sizes=tuple(sizes))
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        parts = split_known_parts(operator, k, 1)
+        if parts.rest is None:
+            return known_estimate(parts, None), KnownPartsWeights(None, k, None)
+        left = k - parts.num_matvecs
+        estimator = self.select(parts.rest, left)
+        inner, inner_weights = estimator.compute(key, parts.rest, left, weights)
+        estimate = with_known_parts(operator, parts, inner, None)
+        return estimate, KnownPartsWeights(inner_weights, k, None) if weights else None
+
+    def compute_rows(self, key, operator, k, rows, weights):
+        """See `AbstractTraceEstimator`."""
+        parts = split_known_parts(operator, k, 1, diagonal=True)
+        if parts.rest is None:
+            return known_estimate(parts, rows), KnownPartsWeights(None, k, rows)
+        left = k - parts.num_matvecs
+        estimator = self.select(parts.rest, left)
+        inner, inner_weights = estimator.compute_rows(key, parts.rest, left, rows, weights)
+        estimate = with_known_parts(operator, parts, inner, rows)
+        return estimate, KnownPartsWeights(inner_weights, k, rows) if weights else None
+
+
+AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
+
+- `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
+    Hutchinson's estimator, which needs no sketch, takes over.
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
+    at once.)
+"""
+
+
+@final
+class ExactTraceEstimator(AbstractTraceEstimator):
+    r"""The exact trace $\sum_j e_j^* A e_j$, or diagonal, from products with unit vectors; standard
+    error 0.
+
+    Parts whose diagonal is known (stored, diagonal, tridiagonal, identity, and sums and multiples
+    of them) are read off without products. The budget `k` is ignored.
+
+    Cost: `n` matvecs for the parts that are not known; one block of unit vectors and its products,
+    of at most 2^27 numbers.
+    """
+
+    batch_size: int | None = eqx.field(default=None, static=True)
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """Any square operator will do."""
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        return exact(operator)
+
+    def compute_rows(self, key, operator, k, rows, weights):
+        """See `AbstractTraceEstimator`."""
+        estimate, made = exact(operator, rows)
+        return estimate, RowWeights(made, rows)
+
+
+ExactTraceEstimator.__init__.__doc__ = """**Arguments:**
+
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
+    at once.)
+"""

@@ -13,63 +13,35 @@ from .._core.estimate import Estimate, is_scalar, norm_of, safe_norm
 
 
 class Calibration(NamedTuple):
-    """The measured constants of the error bars of an estimator.
+    """The measured constants of the error bars of an estimator of traces.
 
     **Attributes:**
 
-    - `stop`: the number of standard errors that must be below a tolerance for a run to end.
-    - `interval`: the factor of Student's intervals; 1 for independent normal samples.
-    - `tail`: the number of samples that tell as much of their spread as one normal sample.
+    - `interval`: the factor by which Student's intervals from many samples are too short, on the
+        worst of six spectra; 1 for independent normal samples.
+    - `tail`: the number of samples that tell as much of their spread as one normal sample does, on
+        the worst of eight spectra with 8 to 60 products: more than 1 if a few eigenvalues dominate,
+        so that samples have heavy tails. An interval has as many degrees of freedom as its
+        estimate, divided by this number.
     """
 
-    #: A run ends when this number of standard errors, times Student's quantile over the normal one,
-    #: is below the tolerance. It was calibrated with a check after every stage: at least 95 % of
-    #: runs end within the tolerance, on each of six spectra. As other spectra exist, it is at least
-    #: 2, whatever was measured. (Diagonals multiply it by `norm_factor`.)
-    stop: float
-
-    #: The factor by which Student's intervals from many samples are too short, on the worst of the
-    #: six spectra: leave-one-out samples are not independent.
     interval: float
-
-    #: The number of samples that tell as much of their spread as one normal sample does, on the
-    #: worst of eight spectra with 8 to 60 products: 1 for normal samples, more if a few eigenvalues
-    #: dominate, so that samples have heavy tails. An interval has as many degrees of freedom as its
-    #: estimate, divided by this number.
-    tail: float = 1.0
-
-    @property
-    def interval_of_run(self) -> float:
-        """`interval`, for runs that a tolerance ended."""
-        return max(self.interval, self.stop / 1.96)
+    tail: float
 
     def applied(self, estimate: Estimate) -> Estimate:
-        """The estimate from a fixed budget, with the constants that its intervals need."""
+        """The estimate with the constants that its intervals need."""
         return dataclasses.replace(estimate, inflation=self.interval, tail=self.tail)
 
 
+#: Entries of diagonals need none: many rows share what few samples say.
 CALIBRATION = {
-    "hutchinson": Calibration(stop=2.15, interval=1.02, tail=5.0),
-    "hutch++": Calibration(stop=2.0, interval=1.09, tail=4.5),
-    "xtrace": Calibration(stop=2.0, interval=1.15, tail=3.0),
-    "xnystrace": Calibration(stop=2.0, interval=1.11, tail=3.0),
+    "hutchinson": Calibration(interval=1.02, tail=5.0),
+    "hutch++": Calibration(interval=1.09, tail=4.5),
+    "xtrace": Calibration(interval=1.15, tail=3.0),
+    "xnystrace": Calibration(interval=1.11, tail=3.0),
     # For the Frobenius norm: the trace of a Gram matrix, whose eigenvalues decay twice as fast.
-    "xnystrace, squares": Calibration(stop=2.0, interval=1.11, tail=9.0),
-    "hutchinson-diagonal": Calibration(stop=2.0, interval=1.0),
-    "diag++": Calibration(stop=2.0, interval=1.0),
-    "xdiag": Calibration(stop=2.0, interval=1.0),
-    "xdiag, sphere": Calibration(stop=2.0, interval=1.0, tail=4.0),  # in a `summary`
-    "xnysdiag": Calibration(stop=2.0, interval=1.0),
+    "xnystrace, squares": Calibration(interval=1.11, tail=9.0),
 }
-
-
-def stopping_factor(stop: float, dof: int) -> float:
-    """The number of standard errors to compare with a tolerance, from the constant `stop` of a
-    `Calibration` and the degrees of freedom.
-    """
-    from scipy.special import stdtrit  # imported only here, because it takes time
-
-    return stop / 1.96 * float(stdtrit(dof, 0.975)) if dof > 0 else float("inf")
 
 
 def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:

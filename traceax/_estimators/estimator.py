@@ -4,7 +4,7 @@ import abc
 import operator as op
 import sys
 import warnings
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import equinox as eqx
 import jax
@@ -12,8 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from equinox import AbstractVar
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray
 
 from .._core.counts import checked_count
 from .._core.estimate import (
@@ -27,13 +26,11 @@ from .._core.estimate import (
 )
 from .._core.primitive import Primitive, bind, trace_p
 from .._operators.block_operator import as_operator
-from .._operators.known_parts import KnownParts
 from .._operators.width import in_batches
 from .._sketch.weights import AbstractWeights
-from .block_means import block_means
 from .exact import exact
-from .extendable import AbstractExtendable
-from .rows import Rows
+from .rows import Rows, RowWeights
+from .samples import AbstractSampling
 from .solution import RESULTS, Solution
 
 
@@ -82,8 +79,8 @@ class AbstractEstimator(eqx.Module):
 
     @abc.abstractmethod
     def compute(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
-    ) -> tuple[Estimate, AbstractWeights]:
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, weights: bool
+    ) -> tuple[Estimate, AbstractWeights | None]:
         """The algorithm itself, in ordinary JAX operations; called by the primitive only.
 
         **Arguments:**
@@ -92,11 +89,12 @@ class AbstractEstimator(eqx.Module):
         - `operator`: a square operator.
         - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact`
             instead.)
+        - `weights`: whether a derivative is taken.
 
         **Returns:**
 
-        The estimate, and the weights with which it is differentiated. The weights are dead code
-        unless a derivative is taken; `if_wanted` computes them only then.
+        The estimate, and the weights with which it is differentiated. If no derivative is taken
+        they may be None.
         """
 
     @abc.abstractmethod
@@ -140,91 +138,60 @@ class AbstractEstimator(eqx.Module):
         return weights.weights_at(operator)
 
 
-class AbstractToleranceRun(eqx.Module):
-    """A run that a tolerance ends, as `to_tolerance` of an estimator sees it."""
-
-    #: The entries of a diagonal that are wanted; None for traces.
-    rows: AbstractVar[Rows | None]
-    rtol: AbstractVar[Real[Array, ""]]
-    atol: AbstractVar[Real[Array, ""]]
-    #: The largest budget.
-    max_k: AbstractVar[int]
-    #: A budget that need not be static, in place of a tolerance; else None.
-    budget: AbstractVar[Array | None]
-    progress: AbstractVar[bool]
-
-    @property
-    @abc.abstractmethod
-    def has_state(self) -> bool:
-        """Whether there is a state to go on from, or one to be returned."""
-
-    def falls_back_to_exact(self, operator: lx.AbstractLinearOperator) -> bool:
-        """Whether the exact value may have to be completed from the products that were made."""
-        return self.max_k >= operator.in_size()
-
-    @abc.abstractmethod
-    def extended(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, extendable: AbstractExtendable
-    ) -> tuple[Estimate, AbstractWeights]:
-        """Run an algorithm that can be extended by blocks of probes."""
-
-    @abc.abstractmethod
-    def of_rest(self, parts: KnownParts) -> "AbstractToleranceRun":
-        """The run for the rest of an operator whose known parts have been read off."""
-
-
 class AbstractTraceEstimator(AbstractEstimator):
-    """An algorithm that estimates tr(A) from products A v.
+    """An algorithm that estimates tr(A), and perhaps diag(A), from products A v.
 
-    A final subclass needs one method, `compute`. It declares the class variable `smallest` if one
-    product is too few, overrides `check` if it does not take every square operator, and has a field
-    `batch_size` if a user may choose how many vectors are multiplied at once.
+    A final subclass needs one method, `compute`; for diagonals also `compute_rows`. It declares the
+    class variable `smallest` if one product is too few, overrides `check` if it does not take every
+    square operator, and has a field `batch_size` if a user may choose how many vectors are
+    multiplied at once.
 
-    Derivatives of every order follow from the weights that `compute` returns. `jit`, `vmap`, exact
-    values for `k >= n`, and runs to a tolerance come from this class. By default such a run returns
-    the mean of estimates from independent blocks; an algorithm that makes more of earlier blocks
-    overrides `extendable`. [`traceax.testing.check_estimator`][] checks what is expected of a
-    subclass.
+    Derivatives of every order follow from the weights that `compute` returns. `jit`, `vmap` and
+    exact values for `k >= n` come from this class. [`traceax.testing.check_estimator`][] checks
+    what is expected of a subclass.
     """
+
+    def compute_rows(
+        self,
+        key: PRNGKeyArray,
+        operator: lx.AbstractLinearOperator,
+        k: int,
+        rows: Rows,
+        weights: bool,
+    ) -> tuple[Estimate, AbstractWeights | None]:
+        """The algorithm for a diagonal. By default it is refused. (`compute` would not be enough:
+        the standard error of a sum of entries does not follow from those of the entries.)
+
+        **Arguments:** those of `compute`, and
+
+        - `rows`: the entries, or sums of entries, whose values and standard errors are wanted.
+
+        **Returns:**
+
+        The estimate of these entries or sums, and its weights, see
+        [`traceax.extend.RowWeights`][].
+        """
+        raise ValueError(
+            f"{self.label} estimates traces only. Use `traceax.XTraceEstimator()` for a diagonal."
+        )
 
     def exact(self, operator):
         """The exact trace: see `AbstractEstimator`."""
         return exact(operator)
 
-    def extendable(
-        self, operator: lx.AbstractLinearOperator, falls_back_to_exact: bool = False
-    ) -> AbstractExtendable:
-        """The algorithm block by block, for calls that give a tolerance.
+    def sampling(
+        self, operator: lx.AbstractLinearOperator, rows: Rows | None
+    ) -> AbstractSampling | None:
+        """What a call with a tolerance draws. None, the default, stands for an algorithm that needs
+        a budget.
 
         **Arguments:**
 
         - `operator`: the operator, of which only the structure and the tags are looked at.
-        - `falls_back_to_exact`: whether the exact trace may have to be completed from the state.
-
-        **Returns:**
-
-        An `AbstractExtendable`: by default the mean of the estimates from independent blocks.
+        - `rows`: the entries of the diagonal that are wanted; None for the trace.
         """
-        return block_means(self)
-
-    def to_tolerance(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
-    ) -> tuple[Estimate, AbstractWeights]:
-        """The estimate of a run that a tolerance ends: block by block, by default.
-
-        **Arguments:**
-
-        - `key`: the random key.
-        - `operator`: a square operator.
-        - `run`: the tolerances, the largest budget, and the methods that work with them.
-
-        **Returns:**
-
-        As `compute`.
-        """
-        return run.extended(
-            key, operator, self.extendable(operator, run.falls_back_to_exact(operator))
-        )
+        del operator, rows
+        return None
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -267,64 +234,40 @@ class AbstractTraceEstimator(AbstractEstimator):
         return self.estimate(key, operator, k)
 
 
-class AbstractDiagonalEstimator(AbstractEstimator):
-    """An algorithm that estimates diag(A) from products A v.
+@final
+class RowsEstimator(AbstractEstimator):
+    """A trace estimator as an estimator of the entries of a diagonal, or of sums of them."""
 
-    A final subclass needs one method, `compute_rows`. (`compute` would not be enough: the
-    standard error of a sum of entries does not follow from those of the entries.) All else is as
-    for [`traceax.AbstractTraceEstimator`][].
-    """
+    inner: AbstractTraceEstimator
+    rows: Rows
 
-    @abc.abstractmethod
-    def compute_rows(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, rows: Rows
-    ) -> tuple[Estimate, AbstractWeights]:
-        """The algorithm itself: see `compute` of `AbstractEstimator`.
+    @property
+    def smallest(self):  # pyright: ignore
+        """The smallest budget of the trace estimator."""
+        return self.inner.smallest
 
-        **Arguments:** those of `compute`, and
+    @property
+    def label(self):
+        """The name of the trace estimator."""
+        return self.inner.label
 
-        - `rows`: the entries, or sums of entries, whose values and standard errors are wanted.
+    @property
+    def batch_size(self):
+        """The `batch_size` of the trace estimator."""
+        return self.inner.batch_size
 
-        **Returns:**
+    def check(self, operator):
+        """Check the operator as the trace estimator does."""
+        self.inner.check(operator)
 
-        The estimate of these entries or sums, and the weights of the *whole* diagonal.
-        """
-
-    def extendable(
-        self,
-        operator: lx.AbstractLinearOperator,
-        falls_back_to_exact: bool = False,
-        rows: Rows = Rows(),
-    ) -> AbstractExtendable:
-        """The algorithm block by block, for calls that give a tolerance.
-
-        **Arguments:**
-
-        - `operator`: the operator, of which only the structure and the tags are looked at.
-        - `falls_back_to_exact`: whether the exact diagonal may have to be completed from the state.
-        - `rows`: as for `compute_rows`.
-
-        **Returns:**
-
-        An `AbstractExtendable`: by default the mean of the estimates from independent blocks.
-        """
-        return block_means(self, rows)
-
-    def to_tolerance(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, run: AbstractToleranceRun
-    ) -> tuple[Estimate, AbstractWeights]:
-        """As `to_tolerance` of an `AbstractTraceEstimator`, for `run.rows`."""
-        assert run.rows is not None
-        extendable = self.extendable(operator, run.falls_back_to_exact(operator), run.rows)
-        return run.extended(key, operator, extendable)
-
-    def compute(self, key, operator, k):
-        """The whole diagonal: see `AbstractEstimator`."""
-        return self.compute_rows(key, operator, k, Rows())
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        return self.inner.compute_rows(key, operator, k, self.rows, weights)
 
     def exact(self, operator):
-        """The exact diagonal: see `AbstractEstimator`."""
-        return exact(operator, Rows())
+        """See `AbstractEstimator`."""
+        estimate, weights = exact(operator, self.rows)
+        return estimate, RowWeights(weights, self.rows)
 
 
 def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:
@@ -451,6 +394,13 @@ def solve(
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
     if estimate.columns is not None:
         stats["columns"] = estimate.columns
-    counts = estimate.num_matvecs, stats, result
-    bars = estimate.inflation, estimate.tail
-    return Solution(value, estimate.std_err, *counts, None, estimate.state, *bars)
+    return Solution(
+        value=value,
+        std_err=estimate.std_err,
+        num_matvecs=estimate.num_matvecs,
+        stats=stats,
+        result=result,
+        state=estimate.state,
+        inflation=estimate.inflation,
+        tail=estimate.tail,
+    )

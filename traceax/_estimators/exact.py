@@ -1,6 +1,6 @@
 """Exact traces and diagonals: known parts read off, the rest from products with unit vectors."""
 
-from typing import NamedTuple, NoReturn, final
+from typing import NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -48,8 +48,11 @@ def _entries(block: BlockOperator) -> _Entries:
 def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bool) -> Estimate:
     n = operator.in_size()
     parts = split_known_parts(operator, n, n, diagonal=rows is not None)
-    value, status, spent = parts.exact, parts.status, parts.num_matvecs
-    std_err, dof = jnp.zeros_like(value.real), 0
+    value = parts.exact
+    status = parts.status
+    spent = parts.num_matvecs
+    std_err = jnp.zeros_like(value.real)
+    dof = 0
     if parts.rest is not None:
         block = BlockOperator(parts.rest)
         entries = _entries(block.linearised() if linearise else block)
@@ -60,7 +63,8 @@ def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bo
         if block.is_inexact:
             size = safe_norm(entries.norms) if rows is None else entries.norms
             rounding = jnp.abs(parts.scale) * rounding_of(size, block.eps)
-            std_err, dof = rounding.astype(std_err.dtype), n
+            std_err = rounding.astype(std_err.dtype)
+            dof = n
     if rows is not None:
         value = rows.of_vector(value)
         std_err = rows.norms(std_err[:, None])
@@ -95,14 +99,3 @@ def exact(
     precise than the dtype.
     """
     return _exact(operator, rows, linearise=True), ExactWeights(rows is not None)
-
-
-def refuse_tolerance(name: str, instead: str) -> NoReturn:
-    """Raise a `ValueError`: the computation of an exact value cannot end early.
-
-    **Arguments:**
-
-    - `name`: the name of the estimator.
-    - `instead`: the estimators to be used instead.
-    """
-    raise ValueError(f"{name} cannot work to a tolerance: give it a budget k, or use {instead}.")

@@ -7,6 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
+from .._sketch.leave_one_out import square_of
+from .._sketch.weights import AbstractWeights
+
 
 @final
 class Rows(eqx.Module):
@@ -43,8 +46,26 @@ class Rows(eqx.Module):
 
     def norms(self, block: Inexact[Array, "n m"]) -> Real[Array, " g"]:
         """The norms of the rows, or of the groups of rows."""
-        return jnp.sqrt(self.of_vector(jnp.sum(jnp.square(jnp.abs(block)), axis=1)))
+        return jnp.sqrt(self.of_vector(jnp.sum(square_of(block), axis=1)))
 
     def of_vector(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " g"]:
         """Add up entries of one vector."""
         return self(vector[:, None])[:, 0]
+
+
+@final
+class RowWeights(AbstractWeights):
+    """The weights of sums of entries: `contract` adds up entries of a contracted diagonal."""
+
+    inner: AbstractWeights
+    rows: Rows
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        diagonal = self.inner.contract(operator)
+        if self.rows.sizes is None:
+            return diagonal
+        if isinstance(diagonal, list):
+            (sums,) = self.rows.by_leaf([part[:, None] for part in diagonal])
+            return sums[:, 0]
+        return self.rows.of_vector(diagonal)

@@ -35,8 +35,6 @@ from .._core.estimate import safe_norm, scale_of, status_of
 from .._core.precision import matmul as matmul
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
-from .._probes.samplers import AbstractSampler
-from .columns import Columns, all_columns
 from .weights import LowRankWeights
 
 
@@ -78,11 +76,11 @@ def reciprocal(x: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
     return jnp.conj(x) / square_of(x) if jnp.iscomplexobj(x) else 1 / x
 
 
-def frobenius_norm_of(sketch: Inexact[Array, "n m"], columns: Columns) -> Real[Array, ""]:
+def frobenius_norm_of(sketch: Inexact[Array, "n m"]) -> Real[Array, ""]:
     """An estimate of ||A||_F, whose square is unbiased: the root mean square of the norms of the
     columns of a sketch, or of its triangular factor R.
     """
-    return jnp.sqrt(columns.mean(square_norms(sketch)))
+    return jnp.sqrt(jnp.mean(square_norms(sketch)))
 
 
 def quadratic_forms(h, x):
@@ -90,7 +88,7 @@ def quadratic_forms(h, x):
     return column_dots(x, matmul(h, x))
 
 
-def resphering(dimension: float | Array, square: Array, resphere: bool) -> Array:
+def resphering(dimension: float, square: Array, resphere: bool) -> Array:
     """The factors c = dimension / ||g||^2 for residual probes g in a space of this dimension, or 1
     without resphering. (The dimension is a float, as it need not fit into an int32.)
     """
@@ -145,26 +143,23 @@ class Pairs(NamedTuple):
         return (dots.T - jnp.conj(self.gamma) * own) / jnp.sqrt(self.square)
 
 
-def pairs_of(s: Inexact[Array, "m m"], columns: Columns) -> Pairs:
+def pairs_of(s: Inexact[Array, "m m"]) -> Pairs:
     """The planes spanned by pairs of the unit columns of S."""
-    return pairs_of_gram(matmul(adjoint(s), s), columns)
+    return pairs_of_gram(matmul(adjoint(s), s))
 
 
-def pairs_of_gram(gamma: Inexact[Array, "m m"], columns: Columns, hermitian: bool = True) -> Pairs:
+def pairs_of_gram(gamma: Inexact[Array, "m m"], hermitian: bool = True) -> Pairs:
     """The planes spanned by pairs of the unit columns of S, from their Gram matrix S^H S, or from
     one whose columns are scaled so that its diagonal is 1 (which then is not Hermitian).
     """
+    m = gamma.shape[0]
     square = 1 - (square_of(gamma) if hermitian else gamma * gamma.T)
-    least = 64 * columns.used * jnp.finfo(gamma.dtype).eps
-    valid = (square_of(square) > least**2) & ~jnp.eye(gamma.shape[0], dtype=bool)
-    if columns.inside is not None:
-        valid &= columns.inside[:, None] & columns.inside
+    least = 64 * m * jnp.finfo(gamma.dtype).eps
+    valid = (square_of(square) > least**2) & ~jnp.eye(m, dtype=bool)
     return Pairs(gamma, jnp.where(valid, square, jnp.ones_like(square)), valid)
 
 
-def usable_covariance(
-    covariance: Array, variance: Array, rounding: Array, columns: Columns
-) -> Array:
+def usable_covariance(covariance: Array, variance: Array, rounding: Array, m: int) -> Array:
     """The covariance of two samples, as estimated from the D_ij, or 0 where they say nothing.
 
     If the samples agree to within rounding, then m - 1 probes already capture the operator, and the
@@ -176,40 +171,35 @@ def usable_covariance(
     - `covariance`: the estimated covariance, of one or of several numbers.
     - `variance`: the variance of the mean, as the samples scatter, of all numbers together.
     - `rounding`: the same of rounding.
-    - `columns`: which of the samples are in use.
+    - `m`: the number of samples.
     """
-    says = (variance > rounding) | (columns.used < 3)
-    return jnp.where(says, jnp.maximum(covariance, 0), 0)
+    if m < 3:
+        return jnp.maximum(covariance, 0)
+    return jnp.where(variance > rounding, jnp.maximum(covariance, 0), 0)
 
 
-def leave_one_out_error(
-    samples: Array, differences: Array, rounding: Array, columns: Columns
-) -> Array:
+def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> Array:
     """The standard error of the mean of leave-one-out samples t_i.
 
     **Arguments:**
 
     - `samples`: the m values t_i.
-    - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j, and where i or j is not
-        in use.
+    - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j.
     - `rounding`: the standard error that rounding adds to the mean.
-    - `columns`: which of the samples are in use.
 
     **Returns:**
 
     The root of `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2`; inf for a single
     sample.
     """
-    real = samples.real.dtype
-    if samples.shape[0] == 1:
-        return jnp.full((), jnp.inf, real)
-    pairs = columns.pairs(real)
-    deviations = columns.only(samples - columns.mean(samples))
-    variance = jnp.sum(jnp.square(jnp.abs(deviations))) / pairs  # of the mean
+    m = samples.shape[0]
+    if m == 1:
+        return jnp.full((), jnp.inf, samples.real.dtype)
+    pairs = m * (m - 1)
+    variance = jnp.sum(square_of(samples - jnp.mean(samples))) / pairs  # of the mean
     covariance = jnp.sum((jnp.conj(differences.T) * differences).real) / pairs
-    covariance = usable_covariance(covariance, variance, rounding**2, columns)
-    std_err = jnp.sqrt(variance + covariance + rounding**2).astype(real)
-    return std_err if columns.inside is None else jnp.where(columns.used > 1, std_err, jnp.inf)
+    covariance = usable_covariance(covariance, variance, rounding**2, m)
+    return jnp.sqrt(variance + covariance + rounding**2)
 
 
 class Scaled(NamedTuple):
@@ -271,7 +261,6 @@ class RangeFinder(NamedTuple):
     x: Inexact[Array, "m m"]  # x_i = (I - s_i s_i^H) w_i: g_i = omega_i - Q x_i
     square: Real[Array, " m"]  # ||g_i||^2
     factor: Real[Array, " m"]  # c_i: (n - m + 1) / ||g_i||^2 with resphering, 1 without
-    columns: Columns
 
 
 def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
@@ -287,105 +276,22 @@ def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
 
     A `RangeFinder`. Cost: one QR factorisation (4 n m^2 operations) and 2 n m^2 more.
     """
+    n, m = omega.shape
     q, r = qr(sketch)
-    return range_finder_of(omega, q, r, all_columns(omega.shape[1]), resphere)
-
-
-def range_finder_of(
-    omega: Array, q: Array, r: Array, columns: Columns, resphere: bool
-) -> RangeFinder:
-    """A `RangeFinder` from the factors Q and R of the sketch."""
-    r = without_zero_pivots(columns.triangle(r))
-    s, w = leave_one_out_directions(r), matmul(adjoint(q), omega)
+    r = without_zero_pivots(r)
+    s = leave_one_out_directions(r)
+    w = matmul(adjoint(q), omega)
     x = w - s * column_dots(s, w)
-    norms = columns.only(square_norms(omega), 1)
+    norms = square_norms(omega)
     square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
-    dimension = omega.shape[0] + 1.0 - columns.used
-    return RangeFinder(q, r, s, w, x, square, resphering(dimension, square, resphere), columns)
-
-
-class SketchState(NamedTuple):
-    """The factors of a sketch of A / scale + nu I, with probes as rows (see `AbstractExtendable`).
-    Scale and nu are those of the first probes.
-    """
-
-    omega: Inexact[Array, "m n"]
-    q: Inexact[Array, "m n"]
-    r: Inexact[Array, "m m"]
-    products: Inexact[Array, "m n"]  # of A, or of its adjoint, with Q
-    scale: Real[Array, ""]
-    size: Real[Array, ""]  # the scale, or 0 if all products vanish
-    nu: Real[Array, ""]
-
-    def shifted(self) -> Inexact[Array, "n m"]:
-        """A Q (or A^H Q) for A / scale + nu I."""
-        return (self.products / self.scale + self.nu * self.q).T
-
-    def inner_products(
-        self, factors: RangeFinder
-    ) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
-        """Q^H A Q and (A Q)^H Omega for A / scale + nu I, from the factors of this sketch. The
-        shift is added to the small matrices, so that no further block of n rows is made.
-        """
-        z = (self.products / self.scale).T
-        eye = factors.columns.only(jnp.eye(self.r.shape[0], dtype=self.r.dtype))
-        h = matmul(adjoint(self.q.T), z) + self.nu * eye
-        return h, matmul(adjoint(z), self.omega.T) + self.nu * factors.w
-
-    def sketch(self) -> Inexact[Array, "n m"]:
-        """A Omega."""
-        return self.scale * (matmul(self.q.T, self.r) - self.nu * self.omega.T)
-
-    def factors(self, columns: Columns, resphere: bool) -> RangeFinder:
-        """The range finder of this sketch."""
-        return range_finder_of(self.omega.T, self.q.T, self.r, columns, resphere)
-
-
-def empty_sketch(growth: Any, block: BlockOperator) -> SketchState:
-    """The state without probes."""
-    vectors, zero = growth.empty(block), jnp.zeros((), jnp.finfo(block.dtype).dtype)
-    return SketchState(vectors, vectors, growth.empty_factor(block), vectors, zero, zero, zero)
-
-
-def extend_sketch(
-    state: SketchState, sampler: AbstractSampler, growth: Any, block: BlockOperator, adjoint: bool
-) -> SketchState:
-    """Append probes: multiply them, orthonormalise the products against the others, and multiply
-    the result (with the adjoint, if this is wanted).
-
-    **Arguments:**
-
-    - `state`: the state so far.
-    - `sampler`: the distribution of the probes.
-    - `growth`: the new probes, a `Growth`.
-    - `block`: the operator.
-    - `adjoint`: whether the adjoint multiplies the basis.
-
-    **Returns:**
-
-    The new state. Cost: 2 m matvecs for m new probes.
-    """
-    omega = growth.probes_of(sampler, block, state.omega)
-    y = growth.multiply(block, block.mm, omega, growth.empty(block))
-
-    def units():
-        products = scaled(y)
-        return products.scale, products.size, shift_of(products.norm, block.n, block.eps)
-
-    scale, size, nu = growth.at_first(units, (state.scale, state.size, state.nu))
-    q, r = growth.orthonormalise(state.q, state.r, lambda rows: rows(y) / scale + nu * rows(omega))
-    mm = block.adjoint_mm if adjoint else block.mm
-    products = growth.multiply(block, mm, q, state.products)
-    return SketchState(omega, q, r, products, scale, size, nu)
+    return RangeFinder(q, r, s, w, x, square, resphering(n - m + 1.0, square, resphere))
 
 
 def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
     """U = [Q (I - S S^H / m), c_i g_i / m], V = [Q, g_i], with g_i = omega_i - Q x_i."""
-    m = factors.columns.used
+    m = omega.shape[1]
     residual = omega - matmul(factors.q, factors.x)
-    held_out = (
-        jnp.eye(omega.shape[1], dtype=omega.dtype) - matmul(factors.s, adjoint(factors.s)) / m
-    )
+    held_out = jnp.eye(m, dtype=omega.dtype) - matmul(factors.s, adjoint(factors.s)) / m
     u = jnp.concatenate([matmul(factors.q, held_out), residual * (factors.factor / m)], axis=1)
     return LowRankWeights(u.astype(omega.dtype), jnp.concatenate([factors.q, residual], axis=1))
 

@@ -65,14 +65,12 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Complex, Inexact, Int, Real
 
 from .._core.estimate import NOT_SEMIDEFINITE, SUCCESSFUL, rounding_of, status_with_symmetry
 from .._linalg.factorisations import cholesky, diagonal_of, eigh
-from .._operators.block_operator import BlockOperator
-from .._probes.samplers import AbstractSampler
-from .columns import Columns
 from .leave_one_out import (
     Pairs,
     Scaled,
@@ -81,6 +79,7 @@ from .leave_one_out import (
     leave_one_out_directions,
     leave_one_out_error,
     matmul,
+    pairs_of,
     pairs_of_gram,
     reciprocal,
     rescale_error,
@@ -117,8 +116,7 @@ WORTH = 0.8
 
 class Nystrom(NamedTuple):
     """The pieces of the approximations of A / scale + (nu - delta) I for all delta (of a positive
-    semidefinite A). The eigenbasis is that of the core; eigenvalues of columns that are not in use
-    come last.
+    semidefinite A). The eigenbasis is that of the core.
     """
 
     products: Scaled  # A P, as multiplied
@@ -132,7 +130,6 @@ class Nystrom(NamedTuple):
     directions: Inexact[Array, "m m"]  # V^H S
     probes: Pairs  # of S
     rho: Real[Array, " m"]
-    columns: Columns
     tag: Int[Array, ""]  # SUCCESSFUL, or the status that says why the tag is wrong
 
     @property
@@ -148,8 +145,8 @@ class Nystrom(NamedTuple):
     def rounding(self, eps: float) -> Real[Array, ""]:
         """The standard error that rounding adds to the trace, for products of precision `eps`."""
         # The orthonormal columns of P are shorter than probes.
-        longer = jnp.sqrt(self.p.shape[0] / self.columns.used)
-        return rounding_of_nystrom(longer.astype(self.nu.dtype) * self.products.norm, eps)
+        n, m = self.p.shape
+        return rounding_of_nystrom(math.sqrt(n / m) * self.products.norm, eps)
 
     def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
         """The first of each pair or, if the tag is wrong, the second, which needs no tag."""
@@ -164,9 +161,9 @@ class Nystrom(NamedTuple):
         """The shifts that are tried where complex ones may be: 0, a multiple of theta, and those
         that damp a part of the eigenvalues.
         """
-        parts = [jnp.asarray(self.columns.used // part, jnp.int32) for part in PARTS]
         last = len(self.eigenvalues) - 1  # if there are so few, none of the shifts is taken
-        delta = self.eigenvalues[jnp.clip(jnp.stack(parts), min(LEAST_PART, last), last)]
+        parts = np.clip([len(self.eigenvalues) // part for part in PARTS], LEAST_PART, None)
+        delta = self.eigenvalues[np.minimum(parts, last)]
         eta = jnp.maximum(DAMPING * (delta - self.eigenvalues[0]), self.nu)
         undamped = jnp.stack([jnp.zeros_like(self.nu), UNDAMPED * self.theta])
         eta = jnp.concatenate([jnp.zeros_like(undamped), eta])
@@ -234,8 +231,9 @@ def trace_and_error(
 
     The estimate, and its standard error.
     """
-    columns, inverse, probes = factors.columns, shifted.inverse, factors.probes
-    n, m = float(factors.p.shape[0]), columns.used
+    inverse = shifted.inverse
+    probes = factors.probes
+    n, m = map(float, factors.p.shape)
     rho_square = factors.rho**2
     alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
 
@@ -245,7 +243,7 @@ def trace_and_error(
     samples = (alpha * inverse - diagonal_of(lengths)).real
 
     pair_alpha = (n - m + 2) * probes.square if resphere else rho_square[:, None]
-    pairs = pairs_of_gram(shifted.gram * inverse, columns, hermitian=False)
+    pairs = pairs_of_gram(shifted.gram * inverse, hermitian=False)
     left = (alpha[:, None] - pair_alpha * reciprocal(pairs.square)) * inverse[:, None]
     differences = (pairs.forms(lengths) + left).real
     valid = pairs.valid & probes.valid
@@ -253,9 +251,9 @@ def trace_and_error(
 
     # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
     beyond = diagonal_of(factors.beyond).real * shifted.inverse_core.real
-    base = jnp.trace(factors.core).real + jnp.sum(columns.only(beyond)) + (n - m) * shifted.shift
-    std_err = leave_one_out_error(samples, differences, rounding, columns)
-    return base + columns.mean(samples), std_err
+    base = jnp.trace(factors.core).real + jnp.sum(beyond) + (n - m) * shifted.shift
+    std_err = leave_one_out_error(samples, differences, rounding)
+    return base + jnp.mean(samples), std_err
 
 
 class BestShift(NamedTuple):
@@ -283,9 +281,10 @@ def best_shift(
     - `resphere`: whether to renormalise the residual probes.
     - `rounding`: the standard error that rounding adds.
     """
-    quarter = jnp.asarray(factors.columns.used // 4, jnp.int32)
-    flat = factors.eigenvalues[quarter] - factors.nu <= FLAT * factors.theta
-    flat &= factors.columns.used >= FEWEST
+    m = len(factors.eigenvalues)
+    if m < FEWEST:
+        shifts = shifts[:1]
+    flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
     def select(wanted, new, old):
         return BestShift(*[jnp.where(wanted, *pair) for pair in zip(new, old, strict=True)])
@@ -350,54 +349,6 @@ def shifted_cholesky(h, nu):
     return nu, factor
 
 
-class NystromState(NamedTuple):
-    """The products with the basis of the probes, Omega = P R. Probes are rows, see
-    `AbstractExtendable`.
-    """
-
-    p: Inexact[Array, "m n"]
-    r: Inexact[Array, "m m"]
-    products: Inexact[Array, "m n"]  # of +A or -A, whichever is positive
-
-    def omega(self) -> Inexact[Array, "n m"]:
-        """The probes."""
-        return matmul(self.p.T, self.r)
-
-    def factors(self, columns: Columns, eps: float) -> Nystrom:
-        """The approximation."""
-        return nystrom(self.p.T, self.r, self.products.T, columns, eps)
-
-
-def empty_nystrom(growth: Any, block: BlockOperator) -> NystromState:
-    """The state without probes."""
-    vectors = growth.empty(block)
-    return NystromState(vectors, growth.empty_factor(block), vectors)
-
-
-def extend_nystrom(
-    state: NystromState, sampler: AbstractSampler, growth: Any, block: BlockOperator, sign: int
-) -> NystromState:
-    """Append probes: orthonormalise them against the others, and multiply the result.
-
-    **Arguments:**
-
-    - `state`: the probes so far.
-    - `sampler`: the distribution of the probes.
-    - `growth`: the new probes, a `Growth`.
-    - `block`: the operator.
-    - `sign`: 1 or -1, so that `sign * A` is positive semidefinite.
-
-    **Returns:**
-
-    The new state. Cost: m matvecs for m new probes.
-    """
-    omega = growth.probes_of(sampler, block, growth.empty(block))
-    p, r = growth.orthonormalise(state.p, state.r, lambda rows: rows(omega))
-    return NystromState(
-        p, r, growth.multiply(block, lambda x: sign * block.mm(x), p, state.products)
-    )
-
-
 def signed_estimate(
     factors: Nystrom, sign: int, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
 ) -> tuple[Array, Array, Array]:
@@ -422,7 +373,9 @@ def signed_estimate(
     return value, rescale_error(size, std_err), status
 
 
-def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -> Nystrom:
+def nystrom(
+    p: Inexact[Array, "n m"], r: Inexact[Array, "m m"], products: Inexact[Array, "n m"], eps: float
+) -> Nystrom:
     """The pieces of the Nystrom approximations from products with the basis of the probes
     Omega = P R, in `8 n m^2` operations.
 
@@ -431,7 +384,6 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
     - `p`: the basis.
     - `r`: the triangular factor.
     - `products`: those of the basis, with +A or -A, whichever is positive.
-    - `columns`: which columns are in use.
     - `eps`: the relative precision of a product.
 
     **Returns:**
@@ -439,18 +391,13 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
     A `Nystrom`.
     """
     n = p.shape[0]
-    r = without_zero_pivots(columns.triangle(r))
+    r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     multiplied = scaled(products)
     # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
     least = shift_of(math.sqrt(n) * multiplied.norm, n, eps)
     core = matmul(adjoint(p), multiplied.numbers)
-    hermitian = (core + adjoint(core)) / 2
-    if columns.inside is not None:
-        # Above all other eigenvalues, so that these come last.
-        unused = jnp.where(columns.inside, 0, 1 + 2 * multiplied.norm)
-        hermitian = hermitian + jnp.diag(unused.astype(core.dtype))
-    eigenvalues, vectors = eigh(hermitian)
+    eigenvalues, vectors = eigh((core + adjoint(core)) / 2)
     lowest = eigenvalues[0]
     # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
     # than the rounding of the products, the operator is not semidefinite. No eigenvalue is ever
@@ -463,7 +410,6 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
     # Transposed: the long vectors are stored as rows.
     rest = multiplied.numbers.T - matmul(core.T, p.T)
     beyond = matmul(vectors.T, rest)
-    rho = jnp.abs(column_dots(s, r))
     return Nystrom(
         products=multiplied,
         nu=nu,
@@ -474,8 +420,7 @@ def nystrom(p: Array, r: Array, products: Array, columns: Columns, eps: float) -
         vectors=vectors,
         beyond=matmul(jnp.conj(beyond), beyond.T),
         directions=matmul(adjoint(vectors), s),
-        probes=pairs_of_gram(matmul(adjoint(s), s), columns),
-        rho=rho,
-        columns=columns,
+        probes=pairs_of(s),
+        rho=jnp.abs(column_dots(s, r)),
         tag=tag,
     )

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._estimators.calibration import with_ties
-from .._estimators.rows import Rows
-from .._sketch.columns import Columns
-from .._sketch.leave_one_out import Pairs, usable_covariance
+from .._sketch.leave_one_out import Pairs, square_of, usable_covariance
+from .calibration import with_ties
+from .rows import Rows
 
 
 class DiagonalParts(NamedTuple):
@@ -38,29 +37,29 @@ class DiagonalParts(NamedTuple):
     left_over: Inexact[Array, " m"]  # e_i
     omega: Inexact[Array, "n m"]
     pairs: Pairs
-    columns: Columns
 
 
 def diagonal_and_error(
-    split: DiagonalParts, group: Rows, rounding: Real[Array, " g"]
+    parts: DiagonalParts, rows: Rows, rounding: Real[Array, " g"]
 ) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
     """The mean of the d_i and its standard error.
 
     **Arguments:**
 
-    - `split`: the pieces.
-    - `group`: adds up the rows of each group.
+    - `parts`: the pieces.
+    - `rows`: adds up the rows of each group.
     - `rounding`: the standard error that rounding adds to each estimate, see `leave_one_out_error`.
 
     **Returns:**
 
     The estimate for every group, and its standard error. Cost: 10 n m^2 operations.
     """
-    base, left, right, left_over, omega, pairs, columns = split
+    base, left, right, left_over, omega, pairs = parts
     m = left.shape[1]
     probes = jnp.conj(omega)
-    corrections = group(left_over * probes * left - left * jnp.conj(right))
-    value = group(base[:, None])[:, 0] + columns.mean(corrections)
+    corrections = rows(left_over * probes * left - left * jnp.conj(right))
+    mean = jnp.mean(corrections, axis=1)
+    value = rows.of_vector(base) + mean
     if m == 1:
         return value, jnp.full_like(value.real, jnp.inf)
 
@@ -73,29 +72,19 @@ def diagonal_and_error(
         return l_ij * jnp.conj(r_ij) + e_i * (jnp.conj(gamma) / nu) * omega_i * l_ij
 
     def add(i, total):
-        def column(x):
-            return lax.dynamic_slice_in_dim(x, i, 1, axis=1)
-
-        gamma, nu, valid = pairs.gamma[i], root[i], pairs.valid[i]
-        ours = held_out(
-            column(left), column(right), column(probes), left_over[i], left, right, gamma, nu
+        l_i, r_i, omega_i = (
+            lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (left, right, probes)
         )
+        gamma, nu = pairs.gamma[i], root[i]
+        d_ij = held_out(l_i, r_i, omega_i, left_over[i], left, right, gamma, nu)
         # gamma_ji = conj(gamma_ij), and the roles of i and j exchanged.
-        theirs = held_out(
-            left, right, probes, left_over, column(left), column(right), jnp.conj(gamma), nu
-        )
-        product = (group(ours) * jnp.conj(group(theirs))).real
-        return total + jnp.sum(jnp.where(valid, product, jnp.zeros_like(product)), axis=1)
+        d_ji = held_out(left, right, probes, left_over, l_i, r_i, jnp.conj(gamma), nu)
+        product = (rows(d_ij) * jnp.conj(rows(d_ji))).real
+        return total + jnp.sum(jnp.where(pairs.valid[i], product, 0), axis=1)
 
-    # No columns are in use behind the last one.
-    last = m if columns.inside is None else jnp.max(jnp.where(columns.inside, jnp.arange(m), 0)) + 1
-    covariance = lax.fori_loop(0, last, add, jnp.zeros_like(value.real))
-    number = columns.pairs(value.real.dtype)
-    deviation = columns.only(corrections - columns.mean(corrections)[:, None])
-    variance = jnp.sum(jnp.abs(deviation) ** 2, axis=1) / number  # of the mean
+    covariance = lax.fori_loop(0, m, add, jnp.zeros_like(value.real)) / (m * (m - 1))
+    variance = jnp.sum(square_of(corrections - mean[:, None]), axis=1) / (m * (m - 1))
     square = jnp.square(rounding)
-    covariance = usable_covariance(covariance, jnp.sum(variance), jnp.sum(square), columns)
-    std_err = jnp.sqrt(variance + covariance / number + square)
-    if group.sizes is None:
-        std_err = with_ties(std_err, columns.used)
-    return value, jnp.where(columns.used > 1, std_err, jnp.inf)
+    covariance = usable_covariance(covariance, jnp.sum(variance), jnp.sum(square), m)
+    std_err = jnp.sqrt(variance + covariance + square)
+    return value, with_ties(std_err, m) if rows.sizes is None else std_err

@@ -1,0 +1,179 @@
+"""The Girard-Hutchinson estimator, of traces and of diagonals."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jax import lax
+from jaxtyping import Array, PRNGKeyArray
+
+from .._core.estimate import as_value, make_estimate, rounding_of, status_of
+from .._operators.block_operator import BlockOperator
+from .._operators.width import APART_LIMIT, block_width
+from .._probes.random import split
+from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._sketch.weights import AbstractWeights
+from .calibration import CALIBRATION
+from .estimator import AbstractTraceEstimator
+from .rows import RowWeights
+from .samples import RangeSampling, merged, no_samples
+
+
+@final
+class Probes(eqx.Module):
+    """Probes that are drawn block by block from their key, so that neither forward nor reverse mode
+    keeps more than one block of them.
+    """
+
+    key_data: Array
+    key_impl: Any = eqx.field(static=True)
+    sampler: AbstractSampler
+    k: int = eqx.field(static=True)
+    width: int = eqx.field(static=True)
+
+    def fold(self, samples: Callable[..., Any], add: Callable[..., Any], carry: Any, shapes, dtype):
+        """The carry after `add(carry, samples(omega))` for every block omega, given leaf by leaf."""
+
+        def drawn(key, m):
+            return samples(self.sampler.probes_by_leaf(key, shapes, m, dtype))
+
+        key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
+        whole, rest = divmod(self.k, self.width)
+        if whole == 1 and rest == 0:
+            return add(carry, drawn(key, self.k))
+        keys = split(key, whole + 1)
+        # Without the checkpoint, reverse mode would store each block's probes.
+        one_block = jax.checkpoint(lambda key: drawn(key, self.width), prevent_cse=False)
+        carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])
+        return add(carry, drawn(keys[whole], rest)) if rest else carry
+
+
+@final
+class TraceOfProbes(AbstractWeights):
+    """`G = Omega Omega^H / k`."""
+
+    probes: Probes
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        block = BlockOperator(operator)
+        zero = jnp.zeros((), block.dtype)
+
+        def add(total, samples):
+            return total + jnp.sum(samples)
+
+        fold = self.probes.fold
+        return fold(block.quadratic_forms, add, zero, block.shapes, block.dtype) / self.probes.k
+
+
+@final
+class DiagonalOfProbes(AbstractWeights):
+    """The diagonal of `A Omega Omega^H / k`."""
+
+    probes: Probes
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        block = BlockOperator(operator)
+        zeros = [jnp.zeros(shape, block.dtype) for shape in block.shapes]
+
+        def add(totals, samples):
+            return [t + jnp.sum(x, axis=-1) for t, x in zip(totals, samples, strict=True)]
+
+        totals = self.probes.fold(entries(block), add, zeros, block.shapes, block.dtype)
+        return as_value([total.reshape(-1) / self.probes.k for total in totals])
+
+
+def entries(block: BlockOperator) -> Callable[[list[Array]], list[Array]]:
+    """The function that gives the samples conj(omega_i) (A omega_i), leaf by leaf."""
+
+    def samples(omega):
+        products = block.mm_by_leaf(omega)
+        return [jnp.conj(o) * p for o, p in zip(omega, products, strict=True)]
+
+    return samples
+
+
+@final
+class HutchinsonEstimator(AbstractTraceEstimator):
+    r"""Hutchinson's estimator: the mean of $\omega_i^* A \omega_i$ over `k` independent probes, and
+    for a diagonal that of $\bar\omega_i \circ (A \omega_i)$.
+
+    It is unbiased. For a real symmetric A and Rademacher probes the variance of the trace is
+    $\frac{2}{k} \sum_{i \ne j} A_{ij}^2$, and that of a diagonal entry is
+    $\frac{1}{k} \sum_{j \ne i} |A_{ij}|^2$ for any A. It is best where the spectrum is flat, where
+    the diagonal dominates, and where memory allows no sketch.
+
+    Cost: `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient (about
+    five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).
+
+    ??? cite "References"
+
+        A. Girard, *A fast 'Monte-Carlo cross-validation' procedure for large least squares
+        problems with noisy data*, 1989, doi:10.1007/BF01395775. M. F. Hutchinson, *A stochastic
+        estimator of the trace of the influence matrix for Laplacian smoothing splines*, 1990,
+        doi:10.1080/03610919008812866. C. Bekas, E. Kokiopoulou, Y. Saad, *An estimator for the
+        diagonal of a matrix*, 2007, doi:10.1016/j.apnum.2007.01.003.
+    """
+
+    sampler: AbstractSampler = RademacherSampler()
+    batch_size: int | None = eqx.field(default=None, static=True)
+    smallest: ClassVar[int] = 1
+
+    def check(self, operator):
+        """Any square operator will do."""
+        self.sampler.check_dtype(BlockOperator(operator).dtype)
+
+    def sampling(self, operator, rows):
+        """See `AbstractTraceEstimator`."""
+        return RangeSampling(rows, self.sampler, False, sizes=(0,))
+
+    def _probes(self, key: PRNGKeyArray, k: int, width: int) -> Probes:
+        return Probes(jr.key_data(key), jr.key_impl(key), self.sampler, k, min(k, width))
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        block = BlockOperator(operator)
+        block = block if block.has_forms else block.linearised()
+        width = self.batch_size or block_width(block.n, k)
+        if block.has_forms:
+            width = block_width(block.n, width, APART_LIMIT)
+        probes = self._probes(key, k, width)
+        start = no_samples((), block.dtype)
+        moments = probes.fold(block.quadratic_forms, merged, start, block.shapes, block.dtype)
+        # What rounding does to all samples alike does not show in their scatter.
+        size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.count))
+        std_err = jnp.hypot(moments.std_err(), rounding_of(size, block.eps))
+        estimate = make_estimate(moments.mean, std_err, k, k - 1, status_of(moments.mean))
+        return CALIBRATION["hutchinson"].applied(estimate), TraceOfProbes(probes)
+
+    def compute_rows(self, key, operator, k, rows, weights):
+        """See `AbstractTraceEstimator`."""
+        block = BlockOperator(operator).linearised()
+        probes = self._probes(key, k, self.batch_size or block_width(block.n, k))
+        zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
+        start = [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
+
+        def add(moments, samples):
+            return [merged(*pair) for pair in zip(moments, rows.by_leaf(samples), strict=True)]
+
+        moments = probes.fold(entries(block), add, start, block.shapes, block.dtype)
+        values = [part.mean.reshape(-1) for part in moments]
+        std_errs = [
+            jnp.hypot(part.std_err(), rounding_of(jnp.abs(part.mean), block.eps)).reshape(-1)
+            for part in moments
+        ]
+        status = status_of(*values)
+        estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, status)
+        return estimate, RowWeights(DiagonalOfProbes(probes), rows)
+
+
+HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
+
+- `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
+- `batch_size`: the number of probes to multiply at once. By default as many as make a block of
+    2^27 numbers.
+"""

@@ -1,0 +1,157 @@
+"""Hutch++ for traces, and Diag++, in its unbiased form, for diagonals."""
+
+from typing import ClassVar, final
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, safe_norm, scale_of
+from .._core.estimate import status_of
+from .._linalg.factorisations import qr
+from .._operators.block_operator import BlockOperator
+from .._probes.random import split
+from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler
+from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
+from .._sketch.weights import AbstractTwoSidedWeights, LowRankWeights
+from .calibration import CALIBRATION, with_ties
+from .estimator import AbstractTraceEstimator
+from .rows import RowWeights
+from .samples import RangeSampling
+
+
+def residual_samples(q: Array, omega: Array, products: Array, adjoint_products: Array) -> Array:
+    """The samples conj(omega_i) (I - Q Q^H) A omega_i of a diagonal, from A Omega and A^H Q."""
+    inner = matmul(adjoint(adjoint_products), omega)  # Q^H A Omega
+    return jnp.conj(omega) * (products - matmul(q, inner))
+
+
+def captured_diagonal(q: Array, adjoint_products: Array) -> Array:
+    """diag(Q Q^H A), from A^H Q."""
+    return jnp.sum(q * jnp.conj(adjoint_products), axis=1)
+
+
+@final
+class DiagPlusPlusWeights(AbstractTwoSidedWeights):
+    """Diag++ as a function of A, with Q and the probes held fixed."""
+
+    q: Inexact[Array, "n m"]
+    omega: Inexact[Array, "n p"]
+
+    def combine(self, products, adjoint_products):
+        """See `AbstractTwoSidedWeights`."""
+        samples = residual_samples(self.q, self.omega, products, adjoint_products)
+        return captured_diagonal(self.q, adjoint_products) + jnp.mean(samples, axis=1)
+
+
+@final
+class HutchPlusPlusEstimator(AbstractTraceEstimator):
+    r"""Hutch++: the trace on the range of a sketch, plus Hutchinson's estimate of the rest.
+
+    With $Q$ an orthonormal basis of the range of $A \Omega$ ($m = \lfloor k/3 \rfloor$ probes) and
+    $m' = k - 2m$ fresh probes, $g_i = (I - Q Q^*) \omega_i$,
+
+    $$\mathrm{tr}(Q^* A Q) + \frac{1}{m'} \sum_i c_i \, g_i^* A g_i, \qquad
+    c_i = (n - m) / \|g_i\|^2 \text{ if improved, else } 1.$$
+
+    For a diagonal it is Diag++,
+
+    $$\mathrm{diag}(Q Q^* A) + \frac{1}{m'} \sum_i \bar\omega_i \circ (I - Q Q^*) A \omega_i.$$
+
+    Both are unbiased. (Diag++ as published projects on both sides, drops the cross terms, and is
+    biased.) Given $Q$ the samples are independent, so the standard error is the plain one.
+
+    Cost: `k` matvecs (`2 floor(k/3)` for the sketch and its basis, the rest for probes; for a
+    diagonal those of the basis are with the adjoint); about seven blocks of `n x k/3` numbers.
+
+    ??? cite "References"
+
+        R. A. Meyer, C. Musco, C. Musco, D. P. Woodruff, *Hutch++: optimal stochastic trace
+        estimation*, 2021, arXiv:2010.09649, doi:10.1137/1.9781611976496.16.
+        R. A. Baston, Y. Nakatsukasa, *Stochastic diagonal estimation: probabilistic bounds and an
+        improved algorithm*, 2022, arXiv:2201.10684.
+    """
+
+    sampler: AbstractSampler | None = None
+    improved: bool | None = None
+    batch_size: int | None = eqx.field(default=None, static=True)
+    smallest: ClassVar[int] = 3
+
+    def __check_init__(self):
+        (self.sampler or SphereSampler()).check_resphering(self.improved)
+
+    def check(self, operator):
+        """Any square operator will do."""
+        dtype = BlockOperator(operator).dtype
+        (self.sampler or SphereSampler()).check_dtype(dtype, self.improved)
+
+    def sampling(self, operator, rows):
+        """See `AbstractTraceEstimator`."""
+        sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
+        resphere = sampler.respheres(self.improved, BlockOperator(operator).dtype)
+        return RangeSampling(rows, sampler, resphere)
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        sampler = self.sampler or SphereSampler()
+        block = BlockOperator(operator).linearised()
+        n, m = block.n, k // 3
+        tested = k - 2 * m
+        q, omega = _basis_and_probes(key, block, sampler, m, tested)
+        z = block.mm(q)
+        g = omega - matmul(q, matmul(adjoint(q), omega))
+        products = block.mm(g)
+        resphere = sampler.respheres(self.improved, block.dtype)
+        factor = resphering(float(n - m), square_norms(g), resphere)
+        residual, std_err = mean_and_std_err(factor * column_dots(g, products))
+        value = jnp.sum(jnp.conj(q) * z) + residual
+
+        # ||A||_F^2 is the sum of ||A Q||_F^2 and of the rest, which the residual probes estimate.
+        rest = safe_norm(products.reshape(-1)) / jnp.sqrt(float(tested))
+        size = jnp.hypot(safe_norm(z.reshape(-1)), rest.astype(std_err.dtype))
+        std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
+        # A NaN or inf in the sketch shows in the basis, and then in its products.
+        estimate = make_estimate(value, std_err, k, tested - 1, status_of(z, products))
+        u = jnp.concatenate([q, g * (factor / tested)], axis=1)
+        v = jnp.concatenate([q, g], axis=1)
+        return CALIBRATION["hutch++"].applied(estimate), LowRankWeights(u, v)
+
+    def compute_rows(self, key, operator, k, rows, weights):
+        """See `AbstractTraceEstimator`."""
+        block = BlockOperator(operator).linearised()
+        m = k // 3
+        tested = k - 2 * m
+        q, omega = _basis_and_probes(key, block, self.sampler or RademacherSampler(), m, tested)
+        z = block.adjoint_mm(q)
+        samples = residual_samples(q, omega, block.mm(omega), z)
+        residual, std_err = mean_and_std_err(rows(samples))
+        if rows.sizes is None:
+            std_err = with_ties(std_err, tested)
+        value = rows.of_vector(captured_diagonal(q, z)) + residual
+        std_err = jnp.hypot(std_err, rounding_of(rows.norms(z), block.eps))
+        # A NaN or inf in the sketch shows in the basis, and then in its products.
+        estimate = make_estimate(value, std_err, k, tested - 1, status_of(z, value))
+        return estimate, RowWeights(DiagPlusPlusWeights(q, omega), rows)
+
+
+def _basis_and_probes(
+    key, block: BlockOperator, sampler: AbstractSampler, m: int, tested: int
+) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n p"]]:
+    """The basis Q = orth(A Omega) of a sketch with m probes, and fresh probes."""
+    sketch_key, test_key = split(key)
+    sketch = block.mm(sampler.probes(sketch_key, block.n, m, block.dtype))
+    # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
+    q, _ = qr(sketch / scale_of(sketch))
+    return q, sampler.probes(test_key, block.n, tested, block.dtype)
+
+
+HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
+
+- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][] for traces, and
+    [`traceax.RademacherSampler`][] for diagonals.
+- `improved`: whether to renormalise ("resphere") the residual probes of a trace, which needs a
+    rotation invariant distribution. By default wherever that is so.
+- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
+    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
+    at once.)
+"""

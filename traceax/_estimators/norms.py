@@ -1,0 +1,192 @@
+"""`traceax.frobenius_norm` and `traceax.row_norms`: roots of a trace and a diagonal of Gram
+matrices.
+"""
+
+import dataclasses
+from typing import final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, PRNGKeyArray, Real
+
+from .._core.primitive import diagonal_p, trace_p
+from .._operators.block_operator import as_operator, gram, unflatten
+from .._sketch.weights import AbstractWeights
+from .auto import AutoTraceEstimator
+from .calibration import CALIBRATION
+from .estimator import AbstractEstimator, RowsEstimator, check_budget, solve
+from .rows import Rows
+from .solution import Solution, restructure
+from .tolerance import (
+    ToleranceEstimator,
+    check_either,
+    largest_budget,
+    root,
+    root_error,
+    tolerance_of,
+)
+
+
+def frobenius_norm(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    *,
+    rtol: float | Array | None = None,
+    max_k: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the Frobenius norm $\|A\|_F = \sqrt{\mathrm{tr}(A^* A)}$.
+
+    The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes two products, one
+    with A and one with its adjoint. One further product gives the unit in which squares neither
+    over- nor underflow.
+
+    Cost: at most `k` matvecs, half of them with the adjoint; four blocks of `n x k/2` numbers.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a lineax operator with `n` columns, square or not, between any PyTrees.
+    - `k`: the budget of matvecs, a static Python int. With `k > 2 n` the norm is exact.
+    - `rtol`, `max_k`: a relative tolerance in the place of a budget, as of [`traceax.trace`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][].
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k` or `rtol` of the wrong type.
+    - `ValueError`: for `k < 1` or a negative tolerance.
+    """
+    operator = as_operator(operator)
+    return _root_of_gram(trace_p, key, operator, k, None, rtol, max_k, throw)
+
+
+def row_norms(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    *,
+    rtol: float | Array | None = None,
+    max_k: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the Euclidean norms of the rows of A.
+
+    Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag. A probe takes two
+    products, one with A and one with its adjoint. If the estimate of a square is below 0, the norm
+    is 0.
+
+    Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2` numbers.
+
+    **Arguments:**
+
+    - `key`, `k`, `rtol`, `max_k`, `throw`: as of [`traceax.frobenius_norm`][].
+    - `operator`: a lineax operator with `n` rows, square or not, between any PyTrees.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's output
+    PyTree.
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.frobenius_norm`][].
+    """
+    operator = as_operator(operator)
+    solution = _root_of_gram(diagonal_p, key, operator, k, Rows(), rtol, max_k, throw)
+    structure = operator.out_structure()
+    return restructure(solution, lambda vector: unflatten(structure, vector))
+
+
+@final
+class GramEstimator(AbstractEstimator):
+    """An estimate for the Gram operator of A / unit. The unit is the state of the estimate."""
+
+    inner: AbstractEstimator
+    rows: bool = eqx.field(static=True)
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        unit_key, key = jr.split(key)
+        unit = _unit(unit_key, operator)
+        estimate, made = self.inner.compute(key, _gram(operator, unit, self.rows), k, weights)
+        spent = 2 * estimate.num_matvecs + 1
+        estimate = dataclasses.replace(estimate, num_matvecs=spent, state=unit)
+        return estimate, GramWeights(made, unit, self.rows)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        unit = _unit(jr.key(0), operator)
+        estimate, made = self.inner.exact(_gram(operator, unit, self.rows))
+        spent = 2 * estimate.num_matvecs + 1
+        estimate = dataclasses.replace(estimate, num_matvecs=spent, state=unit)
+        return estimate, GramWeights(made, unit, self.rows)
+
+
+@final
+class GramWeights(AbstractWeights):
+    """The weights of the Gram operator."""
+
+    inner: AbstractWeights | None
+    unit: Real[Array, ""]
+    rows: bool = eqx.field(static=True)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        assert self.inner is not None
+        return self.inner.contract(_gram(operator, self.unit, self.rows))
+
+
+def _unit(key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
+    """A power of two next to the largest entry of a product with a random vector, or 1."""
+    leaves, treedef = jtu.tree_flatten(operator.in_structure())
+    keys = jr.split(key, len(leaves))
+    signs = [jr.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    product = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, signs)))
+    sizes = [jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32) for x in product]
+    size = lax.stop_gradient(jnp.max(jnp.stack(sizes)))
+    usable = (size > 0) & jnp.isfinite(size)
+    return jnp.exp2(jnp.floor(jnp.log2(jnp.where(usable, size, 1))))
+
+
+def _gram(
+    operator: lx.AbstractLinearOperator, unit: Real[Array, ""], rows: bool
+) -> lx.AbstractLinearOperator:
+    return gram(operator / unit.astype(jtu.tree_leaves(operator.in_structure())[0].dtype), rows=rows)
+
+
+def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solution:
+    name = "frobenius_norm" if rows is None else "row_norms"
+    n = operator.in_size() if rows is None else operator.out_size()
+    default = AutoTraceEstimator()
+    if check_either(name, k, rtol, None, max_k):
+        max_k, budget = largest_budget(max_k, 2 * n + 1, name)
+        most = max((max_k - 1) // 2, 1)
+        given = tolerance_of(rtol, "rtol"), tolerance_of(None, "atol"), most
+        inner: AbstractEstimator = ToleranceEstimator(default, rows, *given, root=True)
+    else:
+        budget = check_budget(k, 3, 2 * n + 1, name)
+        inner = default if rows is None else RowsEstimator(default, rows)
+    budget = max((budget - 1) // 2, 1)
+    estimator = GramEstimator(inner, rows is not None)
+    solution = solve(primitive, key, operator, budget, estimator, throw=throw)
+    unit = lax.stop_gradient(solution.state)
+
+    value = root(solution.value)
+    std_err = unit.astype(value.dtype) * root_error(value, solution.std_err)
+    return dataclasses.replace(
+        solution,
+        value=unit.astype(value.dtype) * value,
+        std_err=std_err,
+        stats={**solution.stats, "std.err": std_err},
+        tail=CALIBRATION["xnystrace, squares"].tail if rows is None else solution.tail,
+        state=None,
+    )

@@ -1,0 +1,294 @@
+r"""Independent samples of what a low-rank part leaves of an operator, for calls with a tolerance.
+
+A low-rank part is *prepared* from a sketch of r columns: Q Q^H A with an orthonormal basis Q of the
+range (r products for the sketch, r for A Q or A^H Q), or for semidefinite operators a Nystrom
+approximation F F^H (r products). Its trace, or diagonal, is known. Given it, samples of the rest
+are independent and unbiased,
+
+    range, trace:      c g^H A g,  g = (I - Q Q^H) omega, c = (n - r) / ||g||^2 if resphered
+    range, diagonal:   conj(omega) o (I - Q Q^H) A omega
+    Nystrom:           conj(omega) o (A - F F^H) omega, added up for a trace
+    r = 0:             conj(omega) o A omega, added up for a trace (Hutchinson's samples).
+
+*The least variance.* Few samples cannot tell their variance: a panel of them may agree by chance.
+But the vectors behind each sample say much more. Rows of a real symmetric B with random signs have
+the variances sum_j B_ij^2, of which those of a sum over rows are twice the sum; with probes on the
+sphere the variance of omega^H B omega is 2 (||B||_F^2 - tr(B)^2 / n) up to O(1 / n). Half of that is
+taken as the least variance of a sample, since B need not be symmetric.
+"""
+
+import abc
+import math
+from typing import Any, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+from equinox import AbstractVar
+from jax import lax
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+
+from .._core.estimate import NOT_SEMIDEFINITE, safe_norm, scale_of, status_of
+from .._linalg.factorisations import divide_by_upper, qr
+from .._operators.block_operator import BlockOperator
+from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._sketch.leave_one_out import (
+    adjoint,
+    column_dots,
+    matmul,
+    resphering,
+    scaled,
+    shift_of,
+    square_norms,
+    square_of,
+)
+from .._sketch.nystrom import core_status, shifted_cholesky
+from .rows import Rows
+
+#: The number of samples that are drawn at once.
+PANEL = 8
+
+#: The numbers of columns of a sketch, one of which is prepared.
+SIZES = (0, 16, 64, 256)
+
+
+class Moments(NamedTuple):
+    """The number of samples so far, their mean, and the root of the sum of squared deviations."""
+
+    count: Real[Array, ""]
+    mean: Inexact[Array, "..."]
+    spread: Real[Array, "..."]
+
+    def std_err(self) -> Real[Array, "..."]:
+        """The standard error of the mean; inf for a single sample."""
+        pairs = self.count * jnp.maximum(self.count - 1, 1)
+        return jnp.where(self.count > 1, self.spread / jnp.sqrt(pairs), jnp.inf)
+
+
+def no_samples(shape: tuple[int, ...], dtype: Any) -> Moments:
+    """The moments to begin with."""
+    mean = jnp.zeros(shape, dtype)
+    return Moments(jnp.zeros((), mean.real.dtype), mean, mean.real)
+
+
+def merged(moments: Moments, samples: Inexact[Array, "... m"]) -> Moments:
+    """The moments with m more samples, by Chan's update."""
+    count, mean, spread = moments
+    m = samples.shape[-1]
+    # Without a barrier, XLA adds up all m n terms of all samples in one reduction, and rounding
+    # errors grow with m n.
+    samples = lax.optimization_barrier(samples)
+    block_mean = jnp.mean(samples, axis=-1)
+    shift = block_mean - mean
+    total = count + m
+    between = jnp.abs(shift) * jnp.sqrt(count * m / total)
+    spread = jnp.hypot(jnp.hypot(spread, safe_norm(samples - block_mean[..., None])), between)
+    return Moments(total, mean + shift * (m / total), spread)
+
+
+class Prepared(NamedTuple):
+    """A low-rank part, by its left factor (Q or F) and its right one (A^H Q, A Q or F)."""
+
+    left: Inexact[Array, "n r"]
+    right: Inexact[Array, "n r"]
+    value: Inexact[Array, "..."]  # its trace, or sums of entries of its diagonal
+    size: Real[Array, "..."]  # its norm, or those of its rows
+    basis: Inexact[Array, "n r"]  # Q, which the weights hold fixed
+    status: Int[Array, ""]
+
+
+class Panel(NamedTuple):
+    """Samples, the least variance of one, and the norm of what they were made from."""
+
+    samples: Inexact[Array, "... m"]
+    least_variance: Real[Array, "..."]
+    size: Real[Array, "..."]
+
+
+class AbstractSampling(eqx.Module):
+    """What a call with a tolerance prepares, and which samples it draws."""
+
+    rows: AbstractVar[Rows | None]  # the entries of a diagonal that are wanted; None for traces
+    sampler: AbstractVar[AbstractSampler]
+    sizes: AbstractVar[tuple[int, ...]]  # of what may be prepared, the smallest first
+
+    @abc.abstractmethod
+    def products(self, size: int) -> int:
+        """The number of products that a preparation takes."""
+
+    @abc.abstractmethod
+    def prepare(
+        self, key: PRNGKeyArray, block: BlockOperator, size: int, weights: bool
+    ) -> Prepared:
+        """The low-rank part from a sketch with `size` columns, with the basis if there will be
+        `weights`.
+        """
+
+    @abc.abstractmethod
+    def draw(
+        self, key: PRNGKeyArray, block: BlockOperator, prepared: Prepared, count: int
+    ) -> Panel:
+        """So many samples of what the low-rank part leaves."""
+
+    def contracted(
+        self, key: PRNGKeyArray, block: BlockOperator, prepared: Prepared, count: int
+    ) -> Inexact[Array, "..."]:
+        """The mean of the samples of a panel as a function of A, with the basis held fixed."""
+        return jnp.mean(_range_panel(self, key, block, prepared, count).samples, axis=-1)
+
+    def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Prepared:
+        """Q Q^H A for a basis Q, as a function of A."""
+        return _captured(self.rows, block, basis)
+
+
+def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"]) -> Prepared:
+    if q.shape[1] == 0:
+        shape = () if rows is None else rows.of_vector(jnp.zeros(block.n)).shape
+        value = jnp.zeros(shape, block.dtype)
+        return Prepared(q, q, value, value.real, q, status_of())
+    if rows is None:
+        z = block.mm(q)
+        value = jnp.sum(jnp.conj(q) * z)
+        return Prepared(q, z, value, safe_norm(z.reshape(-1)), q, status_of(z))
+    z = block.adjoint_mm(q)
+    value = rows.of_vector(jnp.sum(q * jnp.conj(z), axis=1))
+    return Prepared(q, z, value, rows.norms(z), q, status_of(z))
+
+
+def _one_sided_panel(
+    rows: Rows | None, omega: Inexact[Array, "n m"], products: Inexact[Array, "n m"]
+) -> Panel:
+    """The samples conj(omega) o products, whose rows have independent variances."""
+    entries = jnp.conj(omega) * products
+    deviations = entries - jnp.mean(entries, axis=1, keepdims=True)
+    variances = jnp.sum(square_of(deviations), axis=1) / (omega.shape[1] - 1)
+    size = safe_norm(products) / math.sqrt(omega.shape[1])
+    if rows is None:
+        return Panel(jnp.sum(entries, axis=0), jnp.sum(variances), safe_norm(size))
+    return Panel(rows(entries), rows.of_vector(variances), rows.norms(size[:, None]))
+
+
+def _form_panel(
+    forms: Inexact[Array, " m"],
+    factor: Real[Array, " m"] | float,
+    images: Inexact[Array, "n m"],
+    rest: Inexact[Array, "n m"],
+    dimension: int,
+) -> Panel:
+    """The samples c g^H B g, from the images B g and what B is in a space of this dimension."""
+    variance = jnp.mean(square_norms(rest) - square_of(forms) / dimension)
+    size = safe_norm(images.reshape(-1)) / math.sqrt(forms.shape[0])
+    return Panel(factor * forms, jnp.maximum(variance, 0), size)
+
+
+def _range_panel(
+    sampling: Any, key: PRNGKeyArray, block: BlockOperator, prepared: Prepared, count: int
+) -> Panel:
+    rows = sampling.rows
+    q = prepared.left
+    n, r = q.shape
+    if r == 0:
+        omega = sampling.plain_sampler.probes(key, n, count, block.dtype)
+        return _one_sided_panel(rows, omega, block.mm(omega))
+    omega = sampling.sampler.probes(key, n, count, block.dtype)
+    if rows is not None:
+        inner = matmul(adjoint(prepared.right), omega)
+        return _one_sided_panel(rows, omega, block.mm(omega) - matmul(q, inner))
+    g = omega - matmul(q, matmul(adjoint(q), omega))
+    images = block.mm(g)
+    factor = resphering(float(n - r), square_norms(g), sampling.resphere)
+    rest = images - matmul(q, matmul(adjoint(q), images))
+    return _form_panel(column_dots(g, images), factor, images, rest, n - r)
+
+
+@final
+class RangeSampling(AbstractSampling):
+    """Samples of (I - Q Q^H) A, as Hutch++ and Diag++ draw them."""
+
+    rows: Rows | None
+    sampler: AbstractSampler
+    resphere: bool = eqx.field(static=True)
+    sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
+
+    @property
+    def plain_sampler(self) -> AbstractSampler:
+        """The probes without a basis: random signs see no diagonal."""
+        return self.sampler if self.sizes == (0,) else RademacherSampler()
+
+    def products(self, size):
+        """See `AbstractSampling`."""
+        return 2 * size
+
+    def prepare(self, key, block, size, weights):
+        """See `AbstractSampling`."""
+        sketch = block.mm(self.sampler.probes(key, block.n, size, block.dtype))
+        # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
+        q, _ = qr(sketch / scale_of(sketch))
+        return _captured(self.rows, block, q)
+
+    def draw(self, key, block, prepared, count):
+        """See `AbstractSampling`."""
+        return _range_panel(self, key, block, prepared, count)
+
+
+@final
+class NystromSampling(AbstractSampling):
+    """Samples of A - F F^H, for a semidefinite operator. (They are unbiased for any F.)"""
+
+    rows: Rows | None
+    sampler: AbstractSampler
+    sign: int = eqx.field(static=True)
+    sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
+
+    @property
+    def plain_sampler(self) -> AbstractSampler:
+        """See `RangeSampling`."""
+        return RademacherSampler()
+
+    @property
+    def resphere(self) -> bool:
+        """Whether the weights renormalise residual probes."""
+        return self.sampler.rotation_invariant
+
+    def products(self, size):
+        """See `AbstractSampling`."""
+        return size
+
+    def prepare(self, key, block, size, weights):
+        """See `AbstractSampling`."""
+        p, _ = qr(self.sampler.probes(key, block.n, size, block.dtype))
+        sketch = scaled(self.sign * block.mm(p))
+        # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
+        least = shift_of(math.sqrt(block.n) * sketch.norm, block.n, block.eps)
+        core = matmul(adjoint(p), sketch.numbers)
+        nu, factor = shifted_cholesky((core + adjoint(core)) / 2, least)
+        shifted = sketch.numbers + nu * p
+        f = jnp.sqrt(sketch.size) * divide_by_upper(shifted, factor)
+        status = core_status(sketch.status, core, sketch.norm, block.n, block.eps)
+        wrong = (nu > 100 * math.sqrt(block.n) * least) & (status == 0)
+        squares = jnp.sum(square_of(f), axis=1)
+        value = jnp.sum(squares) if self.rows is None else self.rows.of_vector(squares)
+        images = sketch.size * sketch.numbers
+        size_of_part = self._norms(images)
+        return Prepared(
+            left=f,
+            right=self.sign * f,
+            value=(self.sign * value).astype(block.dtype),
+            size=size_of_part,
+            basis=qr(shifted)[0] if weights else f,
+            status=jnp.where(wrong, NOT_SEMIDEFINITE, status),
+        )
+
+    def _norms(self, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
+        return safe_norm(block.reshape(-1)) if self.rows is None else self.rows.norms(block)
+
+    def draw(self, key, block, prepared, count):
+        """See `AbstractSampling`."""
+        n, r = prepared.left.shape
+        if r == 0:
+            return _range_panel(self, key, block, prepared, count)
+        omega = self.sampler.probes(key, n, count, block.dtype)
+        captured = matmul(prepared.left, matmul(adjoint(prepared.right), omega))
+        images = block.mm(omega) - captured
+        if self.rows is None and self.sampler.rotation_invariant:
+            return _form_panel(column_dots(omega, images), 1.0, images, images, n)
+        return _one_sided_panel(self.rows, omega, images)

@@ -1,0 +1,474 @@
+r"""Calls with a tolerance: prepare, then samples.
+
+Something is prepared from a few products (see `samples`), and then panels of 8 independent samples
+of what is left are averaged until their error is small enough,
+
+    t std_err <= atol + rtol |value|        (for diagonals with Euclidean norms),
+
+with Student's 97.5 % quantile t. What is prepared has one of few sizes, all of them static: 0, 16,
+64, 256 columns. The first panel at a size predicts how many samples are still needed; if the next
+size costs less than they do, it is prepared, from new products. For a size after the first, the
+variance is assumed to fall as much again as it fell before. The last resort, where the budget
+allows n products, is the exact value.
+
+No product of an earlier size is used again. Under `vmap` a size is prepared if any lane wants it,
+and a lane gets what it would get by itself.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+
+from .._core.control_flow import if_any
+from .._core.estimate import (
+    NOT_CONVERGED,
+    SUCCESSFUL,
+    Estimate,
+    make_estimate,
+    norm_of,
+    power_of,
+    rounding_of,
+    status_of,
+)
+from .._core.primitive import Primitive
+from .._operators.block_operator import BlockOperator, as_operator
+from .._operators.known_parts import split_known_parts
+from .._sketch.weights import AbstractWeights
+from .auto import AutoTraceEstimator, KnownPartsWeights, known_estimate, with_known_parts
+from .calibration import norm_factor
+from .estimator import (
+    AbstractEstimator,
+    AbstractTraceEstimator,
+    RowsEstimator,
+    check_budget,
+    solve,
+)
+from .exact import ExactWeights, exact
+from .rows import Rows, RowWeights
+from .samples import PANEL, AbstractSampling, Moments, Prepared, merged, no_samples
+from .solution import Solution
+
+#: The largest budget, if the user gives none (n for operators with fewer rows).
+DEFAULT_MAX_K = 1000
+
+#: Operators with at most this many rows get the exact value at once, if the budget allows it.
+SMALL = 64
+
+
+class Target(NamedTuple):
+    """When to stop. The value of interest is offset + scale * (what is sampled), or its root."""
+
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    offset: Inexact[Array, "..."] | float
+    scale: Inexact[Array, ""] | float
+    root: bool
+
+    def ratio(self, value: Inexact[Array, "..."], std_err: Real[Array, "..."]) -> Real[Array, ""]:
+        """The standard error over the largest one that is allowed, both as Euclidean norms."""
+        whole = self.offset + self.scale * value
+        error = jnp.abs(self.scale) * std_err
+        if self.root:
+            whole = root(whole)
+            error = root_error(whole, error)
+        allowed = self.atol + self.rtol * norm_of(whole)
+        return norm_factor(error) * norm_of(error) / allowed
+
+
+class Samples(NamedTuple):
+    """The samples at one size so far."""
+
+    moments: Moments
+    least_variance: Real[Array, "..."]
+    size: Real[Array, "..."]
+    status: Int[Array, ""]
+    panels: Int[Array, ""]
+
+    def variance(self) -> Real[Array, "..."]:
+        """The variance of one sample."""
+        sample_variance = jnp.square(self.moments.spread) / (self.moments.count - 1)
+        return jnp.maximum(sample_variance, self.least_variance)
+
+
+class Outcome(NamedTuple):
+    """What the sizes so far have led to."""
+
+    estimate: Estimate
+    variance: Real[Array, ""]  # of one sample, all entries together
+    products: Int[Array, ""]
+    size: Int[Array, ""]  # the number of the size that the estimate is from
+    wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
+    panels: Int[Array, ""]
+    basis: tuple[Inexact[Array, "n r"], ...]  # for each size, if there are weights
+
+
+@final
+class SampledWeights(AbstractWeights):
+    """The weights of the size that a call ended with. The probes are drawn again."""
+
+    sampling: AbstractSampling
+    key_data: Array
+    key_impl: Any = eqx.field(static=True)
+    basis: tuple[Inexact[Array, "n r"], ...]
+    size: Int[Array, ""]
+    panels: Int[Array, ""]
+    max_k: int = eqx.field(static=True)
+
+    @property
+    def panel(self) -> int:
+        """The number of samples in a panel."""
+        return min(PANEL, self.max_k)
+
+    def contract(self, operator):
+        """See `AbstractWeights`."""
+        rows = self.sampling.rows
+        branches = [partial(self._sampled, i, operator) for i in range(len(self.basis))]
+        if self.max_k >= operator.in_size():
+            made = ExactWeights(rows is not None)
+            made = made if rows is None else RowWeights(made, rows)
+            branches.append(partial(made.contract, operator))
+        return lax.switch(self.size, branches)
+
+    def _sampled(self, number: int, operator: lx.AbstractLinearOperator) -> Array:
+        block = BlockOperator(operator)
+        prepared = self.sampling.captured(block, self.basis[number])
+        key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
+        _, keys = _keys(key, number)
+        zeros = jnp.zeros_like(prepared.value)
+
+        # Without the checkpoint, reverse mode would store the probes of all panels.
+        @partial(jax.checkpoint, prevent_cse=False)
+        def one_panel(j):
+            return self.sampling.contracted(jr.fold_in(keys, j), block, prepared, self.panel)
+
+        def add(total, j):
+            panel = lax.cond(j < self.panels, one_panel, lambda _: zeros, j)
+            return total + panel, None
+
+        most = self.max_k // self.panel
+        total, _ = lax.scan(add, zeros, jnp.arange(most, dtype=jnp.int32))
+        return prepared.value + total / self.panels.astype(total.real.dtype)
+
+
+def _keys(key: PRNGKeyArray, number: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """The keys of what is prepared at a size, and of its panels (to be folded with their number)."""
+    first, second = jr.split(jr.fold_in(key, number))
+    return first, second
+
+
+def sample_to_tolerance(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    sampling: AbstractSampling,
+    target: Target,
+    max_k: int,
+    weights: bool,
+) -> tuple[Estimate, SampledWeights | None]:
+    """Prepare, draw samples, and prepare more while that costs less than further samples.
+
+    **Arguments:**
+
+    - `key`: the random key.
+    - `operator`: the operator.
+    - `sampling`: what is prepared and drawn.
+    - `target`: when to stop.
+    - `max_k`: the largest budget.
+    - `weights`: whether a derivative is taken.
+
+    **Returns:**
+
+    The estimate and its weights.
+    """
+    block = BlockOperator(operator).linearised()
+    run = _Run(key, block, sampling, target, max_k, weights)
+    outcome = run.sampled(0, None)
+    for number in range(1, len(run.sizes)):
+        more = partial(run.sampled, number, outcome)
+        outcome = if_any(outcome.wanted == number, more, outcome)
+    if run.may_be_exact:
+        outcome = if_any(outcome.wanted == len(run.sizes), partial(run.exact, outcome), outcome)
+    if not weights:
+        return outcome.estimate, None
+    made = SampledWeights(
+        sampling=sampling,
+        key_data=jr.key_data(key),
+        key_impl=jr.key_impl(key),
+        basis=outcome.basis,
+        size=outcome.size,
+        panels=outcome.panels,
+        max_k=max_k,
+    )
+    return outcome.estimate, made
+
+
+class _Run:
+    """The sizes of one call. (It is not a PyTree, as it exists only during a trace.)"""
+
+    def __init__(self, key, block, sampling, target, max_k, weights):
+        self.key = key
+        self.block = block
+        self.sampling = sampling
+        self.target = target
+        self.max_k = max_k
+        self.weights = weights
+        self.panel = min(PANEL, max_k)
+        products = sampling.products
+        # What leaves no room for a second panel is not worth its products.
+        fitting = [size for size in sampling.sizes if products(size) + 2 * PANEL <= max_k]
+        self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
+        self.may_be_exact = max_k >= block.n
+        self.quantiles = _quantiles(self.panel, max_k // self.panel + 1)
+
+    def sampled(self, number: int, before: Outcome | None) -> Outcome:
+        """The outcome of samples at a size."""
+        prepare_key, keys = _keys(self.key, number)
+        size = self.sizes[number]
+        if size == 0:
+            empty = jnp.zeros((self.block.n, 0), self.block.dtype)
+            prepared = self.sampling.captured(self.block, empty)
+        else:
+            prepared = self.sampling.prepare(prepare_key, self.block, size, self.weights)
+        spent = self.sampling.products(size) + (0 if before is None else before.products)
+
+        given = self.block, prepared, self.panel
+
+        def step(samples):
+            panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given)
+            share = 1 / (samples.panels + 1)
+            grown = (samples.least_variance, samples.size), (panel.least_variance, panel.size)
+            least, norm = jtu.tree_map(lambda old, new: old + share * (new - old), *grown)
+            status = jnp.maximum(samples.status, status_of(panel.samples))
+            moments = merged(samples.moments, panel.samples)
+            return Samples(moments, least, norm, status, samples.panels + 1)
+
+        def goes_on(samples):
+            return (samples.panels == 0) | (choose(samples) == number)
+
+        choose = partial(self.choice, number, before, prepared, spent)
+        zero = jnp.zeros_like(prepared.value.real)
+        none = no_samples(prepared.value.shape, self.block.dtype)
+        start = Samples(none, zero, zero, prepared.status, jnp.zeros((), jnp.int32))
+        samples = lax.while_loop(goes_on, step, start)
+        return Outcome(
+            estimate=self.estimate(prepared, samples, spent),
+            variance=jnp.sum(samples.variance()),
+            products=jnp.asarray(spent + self.panel * samples.panels, jnp.int32),
+            size=jnp.asarray(number, jnp.int32),
+            wanted=jnp.where(choose(samples) == number, -1, choose(samples)),
+            panels=samples.panels,
+            basis=self.bases(number, prepared, before),
+        )
+
+    def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
+        """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
+        std_err = jnp.sqrt(samples.variance() / samples.moments.count)
+        quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
+        return quantile * self.target.ratio(prepared.value + samples.moments.mean, std_err)
+
+    def choice(
+        self, number: int, before: Outcome | None, prepared: Prepared, spent: Any, samples: Samples
+    ) -> Int[Array, ""]:
+        """The number of the size to go on with: this one, a later one, or -1 for the end."""
+        drawn = self.panel * samples.panels
+        # The samples that this size takes in all: their error falls with the root of their number.
+        needed = drawn * jnp.square(self.ratio(prepared, samples))
+        more = jnp.maximum(needed - drawn, 0)
+        left = self.max_k - spent - drawn
+        choice = jnp.where(left >= self.panel, number, -1)
+        if number + 1 < len(self.sizes):
+            cost = self.sampling.products(self.sizes[number + 1]) + self.panel
+            fall = 0.0
+            if before is not None and number > 1:
+                fall = jnp.minimum(jnp.sum(samples.variance()) / before.variance, 1)
+            pays = (cost + fall * needed < more) & (cost <= left)
+            choice = jnp.where(pays, number + 1, choice)
+        if self.may_be_exact:
+            last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
+            choice = jnp.where(last_resort, len(self.sizes), choice)
+        ends = (needed <= drawn) | (samples.status != SUCCESSFUL)
+        return jnp.where(ends, -1, choice).astype(jnp.int32)
+
+    def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
+        """The estimate from the samples at a size."""
+        value = prepared.value + samples.moments.mean
+        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+        std_err = jnp.hypot(jnp.sqrt(samples.variance() / samples.moments.count), rounding)
+        met = self.ratio(prepared, samples) <= 1
+        status = jnp.where(met | (samples.status != SUCCESSFUL), samples.status, NOT_CONVERGED)
+        drawn = self.panel * samples.panels
+        return make_estimate(value, std_err, spent + drawn, drawn - 1, status)
+
+    def bases(
+        self, number: int, prepared: Prepared, before: Outcome | None
+    ) -> tuple[Inexact[Array, "n r"], ...]:
+        """The basis of this size, and zeros for the others."""
+        if not self.weights:
+            return ()
+        shape = self.block.n
+        others = [jnp.zeros((shape, size), self.block.dtype) for size in self.sizes]
+        others[number] = lax.stop_gradient(prepared.basis)
+        return tuple(others)
+
+    def exact(self, before: Outcome) -> Outcome:
+        """The outcome of n products with unit vectors."""
+        found, _ = exact(self.block.operator, self.sampling.rows)
+        products = before.products + found.num_matvecs
+        dof = found.dof.astype(before.estimate.dof.dtype)
+        estimate = make_estimate(found.value, found.std_err, products, dof, found.status)
+        return before._replace(
+            estimate=estimate,
+            size=jnp.asarray(len(self.sizes), jnp.int32),
+            wanted=jnp.asarray(-1, jnp.int32),
+        )
+
+
+def _quantiles(panel: int, panels: int) -> np.ndarray:
+    """Student's 97.5 % quantile by the number of panels."""
+    from scipy.special import stdtrit  # imported only here, because it takes time
+
+    return stdtrit(np.maximum(panel * np.arange(panels + 1) - 1, 1), 0.975)
+
+
+@final
+class ToleranceEstimator(AbstractEstimator):
+    """An estimator with a tolerance in the place of a budget."""
+
+    inner: AbstractTraceEstimator
+    rows: Rows | None
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    max_k: int = eqx.field(static=True)
+    root: bool = eqx.field(default=False, static=True)
+
+    @property
+    def batch_size(self):
+        """The `batch_size` of the trace estimator."""
+        return self.inner.batch_size
+
+    def check(self, operator):
+        """Check the operator as the trace estimator does, and that it can end early."""
+        self.inner.check(operator)
+        if self.inner.sampling(operator, self.rows) is None:
+            raise ValueError(
+                f"{self.inner.label} cannot work to a tolerance. Give it a budget k, or use "
+                "`traceax.XTraceEstimator()`."
+            )
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`. The default estimator reads known parts."""
+        if not isinstance(self.inner, AutoTraceEstimator):
+            return self._sampled(key, operator, 0.0, 1.0, weights)
+        parts = split_known_parts(operator, self.max_k, 1, diagonal=self.rows is not None)
+        if parts.rest is None:
+            made = KnownPartsWeights(None, self.max_k, self.rows)
+            return known_estimate(parts, self.rows), made
+        offset = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
+        inner, made = self._sampled(key, parts.rest, offset, parts.scale, weights)
+        estimate = with_known_parts(operator, parts, inner, self.rows)
+        return estimate, KnownPartsWeights(made, self.max_k, self.rows)
+
+    def _sampled(self, key, operator, offset, scale, weights):
+        sampling = self.inner.sampling(operator, self.rows)
+        assert sampling is not None
+        real = jnp.finfo(BlockOperator(operator).dtype).dtype
+        target = Target(
+            rtol=self.rtol.astype(real),
+            atol=self.atol.astype(real),
+            offset=offset,
+            scale=scale,
+            root=self.root,
+        )
+        return sample_to_tolerance(key, operator, sampling, target, self.max_k, weights)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        estimate, weights = exact(operator, self.rows)
+        return estimate, weights if self.rows is None else RowWeights(weights, self.rows)
+
+
+def root(square: Array) -> Array:
+    """The root of an estimated square, 0 where that is negative."""
+    return power_of(square.real, 0.5)
+
+
+def root_error(value: Array, std_err: Array) -> Array:
+    """The standard error of a root, from the root and the standard error of the square."""
+    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
+    value = lax.stop_gradient(value)
+    slope = 1 / jnp.where(value == 0, 1, 2 * value)
+    largest = jnp.sqrt(std_err)
+    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
+
+
+def tolerance_of(value: Any, name: str) -> Array:
+    """A tolerance as an array, which may be traced; 0 for None."""
+    if value is None:
+        value = 0.0
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if array.ndim != 0 or array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} must be a real number, got {value!r}.")
+    if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
+    return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
+
+
+def check_either(name: str, k: Any, rtol: Any, atol: Any, max_k: Any) -> bool:
+    """Whether a tolerance was given. Both, neither, or `max_k` with a budget raise a `TypeError`."""
+    has_tolerance = rtol is not None or atol is not None
+    if has_tolerance == (k is not None) or (max_k is not None and not has_tolerance):
+        raise TypeError(
+            f"`{name}` takes either a budget or a tolerance, got k={k!r}, rtol={rtol!r}, "
+            f"atol={atol!r}, max_k={max_k!r}. Give `k=100`, or `rtol=1e-2` and perhaps `max_k`, "
+            "which bounds the products that a tolerance may take."
+        )
+    return has_tolerance
+
+
+def largest_budget(max_k: int | None, n: int, name: str) -> tuple[int, int]:
+    """The largest budget of a call with a tolerance, and the budget that the primitive gets, which
+    computes the exact value at once from n products on.
+    """
+    if max_k is None:
+        max_k = min(n, DEFAULT_MAX_K)
+    max_k = check_budget(max_k, min(2, n), n, name, "max_k")
+    return max_k, max_k if n <= SMALL else min(max_k, n - 1)
+
+
+def solve_either(
+    name: str,
+    primitive: Primitive,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None,
+    estimator: AbstractTraceEstimator,
+    rows: Rows | None,
+    *,
+    rtol: Any,
+    atol: Any,
+    max_k: int | None,
+    throw: bool,
+) -> Solution:
+    """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance."""
+    if not check_either(name, k, rtol, atol, max_k):
+        budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
+        return solve(primitive, key, operator, k, budgeted, throw=throw)
+    operator = as_operator(operator)
+    max_k, budget = largest_budget(max_k, operator.in_size(), name)
+    run = ToleranceEstimator(
+        inner=estimator,
+        rows=rows,
+        rtol=tolerance_of(rtol, "rtol"),
+        atol=tolerance_of(atol, "atol"),
+        max_k=max_k,
+    )
+    return solve(primitive, key, operator, budget, run, throw=throw)

@@ -1,0 +1,163 @@
+"""`traceax.trace`, `traceax.diagonal` and `traceax.block_traces`."""
+
+import math
+
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, PRNGKeyArray
+
+from .._core.primitive import diagonal_p, trace_p
+from .._operators.block_operator import as_operator, unflatten
+from .auto import AutoTraceEstimator
+from .estimator import AbstractTraceEstimator, check_estimator
+from .rows import Rows
+from .solution import Solution, restructure
+from .tolerance import solve_either
+
+
+def trace(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, or from as many as a
+    tolerance takes, with an error bar.
+
+    With a budget the estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its
+    derivative at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed.
+    Where the entries are stored, the default estimator reads the trace, which is then exact.
+
+    *With a tolerance* samples are drawn until about two standard errors are within
+    `atol + rtol |value|`; 95 % of calls end within the tolerance. If `max_k` allows n products, the
+    last resort is the exact trace, from n further products. Otherwise the result is
+    `RESULTS.not_converged`, with the best estimate. (A call ends where its error looks small, and
+    so there is a small bias.) All of this works under `jit`, `vmap` and `grad`.
+
+    !!! Example
+
+        ```python
+        operator = lx.FunctionLinearOperator(product, input_structure)
+        solution = tr.trace(jax.random.key(0), operator, k=100)
+        solution.value, solution.std_err
+
+        solution = tr.trace(jax.random.key(0), operator, rtol=1e-3)
+        solution.value, solution.num_matvecs, solution.result
+        ```
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the trace is exact. None with
+        a tolerance.
+    - `estimator`: by default [`traceax.AutoTraceEstimator`][].
+    - `rtol`, `atol`: the relative and the absolute tolerance, which may be traced.
+    - `max_k`: the largest budget for a tolerance, a static Python int. By default n, but 1000 for
+        operators with more rows.
+    - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not
+        `RESULTS.successful`.
+
+    **Returns:**
+
+    A [`traceax.Solution`][].
+
+    **Raises:**
+
+    - `TypeError`: for a key, operator, `k` or tolerance of the wrong type, or unless either `k` or
+        a tolerance is given.
+    - `ValueError`: for an operator that is not square, `k < 1`, an operator without the tag that
+        the estimator needs, an estimator that cannot work to a tolerance, or a negative tolerance.
+    """
+    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
+    options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
+    return solve_either("trace", trace_p, key, operator, k, estimator, None, **options)
+
+
+def diagonal(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
+    as a tolerance takes.
+
+    Where the entries are stored, the default estimator reads the diagonal, and it is exact.
+    Otherwise every entry is unbiased, and has a standard error of its own. It has a derivative like
+    that of [`traceax.trace`][]. A tolerance works as there, with the Euclidean norms of the errors
+    and of the diagonal.
+
+    **Arguments:**
+
+    - `key`, `k`, `rtol`, `atol`, `max_k`, `throw`: as of [`traceax.trace`][].
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `estimator`: by default [`traceax.AutoTraceEstimator`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's input
+    PyTree.
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    """
+    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
+    options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
+    given = "diagonal", diagonal_p, key, operator, k, estimator, Rows()
+    solution = solve_either(*given, **options)
+    structure = operator.in_structure()
+    return restructure(solution, lambda vector: unflatten(structure, vector))
+
+
+def block_traces(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    estimator: AbstractTraceEstimator = AutoTraceEstimator(),
+    *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the trace of every diagonal block of A: one for each leaf of its input PyTree.
+
+    For the Hessian of a network these are the traces layer by layer. All come from the same
+    products, and each is unbiased and has a standard error and a derivative. Their sum is an
+    estimate of tr(A). A tolerance works as for [`traceax.diagonal`][].
+
+    **Arguments:**
+
+    - `key`, `k`, `rtol`, `atol`, `max_k`, `throw`: as of [`traceax.trace`][].
+    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
+    - `estimator`: by default [`traceax.AutoTraceEstimator`][].
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` are PyTrees of scalars, of the structure of
+    the operator's input.
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    """
+    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
+    structure = as_operator(operator).in_structure()
+    rows = Rows(tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)))
+    options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
+    given = "block_traces", diagonal_p, key, operator, k, estimator, rows
+    solution = solve_either(*given, **options)
+    treedef = jtu.tree_structure(structure)
+    return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
