@@ -32,7 +32,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
-from ._core.devices import along_auto_axes
 from ._core.precision import at_least_single, widened
 from ._core.programs import TRACERS, closed_function, holds
 from ._estimators.solution import described
@@ -675,7 +674,6 @@ def noise_scale(
 
 
 @eqx.filter_jit
-@along_auto_axes
 def _noise_scale(
     of_example: Callable[..., Array], moving: PyTree, examples: PyTree, width: int
 ) -> NoiseScale:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from traceax._linalg.matrix_product import matrix_product
+from traceax._linalg.sharded.tsqr import partitioned, tall_qr_rule
 
 import traceax as tr
 from traceax._linalg import factorisations
-from traceax._linalg.matrix_product import matrix_product
-from traceax._linalg.sharded.tsqr import partitioned, tall_qr_rule
 
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 PSD = lx.positive_semidefinite_tag

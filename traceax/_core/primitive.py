@@ -1,5 +1,5 @@
-"""The JAX primitives behind every estimate, such as `trace_p`; `compiled_once`, for what is no
-estimate; and `with_rule`, which makes a primitive of a function that runs on several devices.
+"""The JAX primitives behind every estimate, such as `trace_p`, and `compiled_once`, for what is no
+estimate.
 
 This is the only file that touches `jax.extend` or `jax.interpreters`. (No file touches
 `equinox.internal` or `jax._src`.) `programs` says what may be static in a program.
@@ -31,12 +31,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
-from .devices import needs_devices, with_auto_axes
+from .devices import with_auto_axes
 from .estimate import NONFINITE, SUCCESSFUL, Estimate, status_of
 from .precision import any_promotion
 from .programs import NOTHING, TRACERS, Held, Static, closed_functions
@@ -61,7 +61,6 @@ class _Params(NamedTuple):
     weights: bool
     levels: tuple[_Level, ...]
     held: Held  # the arrays that are no operands, as static values hold them
-    inside: ClosedJaxpr  # see `needs_devices`
 
 
 def _rebuild(params: _Params, operands: Sequence[Array]):
@@ -309,7 +308,7 @@ def _split(tree: Any, key_impl: Any = None, k: int = 0) -> tuple[_Params, list[A
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     static = tuple(None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves)
     held = Held(treedef, *[x.value for x in static if x is not None])
-    params = _Params(Static(treedef), static, key_impl, k, False, (), held, needs_devices())
+    params = _Params(Static(treedef), static, key_impl, k, False, (), held)
     return params, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
@@ -338,18 +337,16 @@ def bind(
     def estimate(*operands):
         return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]
 
-    several = len(jtu.tree_leaves(operator.in_structure())) > 1
-    return with_auto_axes(estimate, operands, None if several else operator.in_size())
+    return with_auto_axes(estimate, operands)
 
 
-def compiled_once(fn: Callable[..., Any], *args: Any, n: int) -> Any:
+def compiled_once(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn(*args)`, compiled once for all arguments that differ in their arrays only.
 
     **Arguments:**
 
     - `fn`: the function, a global one. It returns a PyTree of arrays.
     - `args`: its arguments. All arrays of an operator among them are leaves.
-    - `n`: the number of rows of the operator.
 
     **Returns:**
 
@@ -360,78 +357,4 @@ def compiled_once(fn: Callable[..., Any], *args: Any, n: int) -> Any:
     def call(*operands):
         return _compiled(_call, params)(operands)
 
-    return with_auto_axes(call, operands, n)
-
-
-def with_rule(
-    name: str, fn: Callable[..., Any], ruled: Callable[..., Any], batch: Callable[..., Any]
-) -> Callable[..., Any]:
-    """A function with a partitioning rule for XLA, as a primitive. (`custom_partitioning` by itself
-    supports neither derivatives nor `vmap`.)
-
-    **Arguments:**
-
-    - `name`: the name of the primitive in a jaxpr.
-    - `fn`: the function, written in ordinary JAX operations, which also give its derivative. It
-        takes arrays and returns a tuple of arrays.
-    - `ruled`: the same function with its partitioning rule.
-    - `batch`: the function under `vmap`, called as `batch(call, size, batched, *arrays)`. `call` is
-        the function that is returned here; batched arrays, and all results, have a leading axis of
-        length `size`.
-
-    **Returns:**
-
-    The function.
-    """
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-
-    def call(*arrays):
-        # In a `shard_map` over some axes of the mesh, a rule does not learn of the other axes.
-        kinds = set(jax.sharding.get_abstract_mesh().axis_types)
-        if AxisType.Manual in kinds and len(kinds) > 1:
-            return tuple(fn(*arrays))
-        return tuple(primitive.bind(*arrays, inside=needs_devices()))
-
-    def run(*arrays, inside):
-        del inside
-        with any_promotion():  # when it is lowered, the estimate that it is a part of was left
-            return list(ruled(*arrays))
-
-    def abstract(*avals, inside):
-        del inside
-        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(fn, *structs)]
-
-    def push(primals, tangents, *, inside):
-        outputs = primitive.bind(*primals, inside=inside)
-        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-
-        def of_moving(*moved):
-            arrays = list(primals)
-            for i, x in zip(moving, moved, strict=True):
-                arrays[i] = x
-            return fn(*arrays)
-
-        moved = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
-        return outputs, list(jax.jvp(of_moving, *moved)[1])
-
-    def batched(vmapped, arrays, axes, *, inside):
-        if all(axis is None for axis in axes):
-            outputs = primitive.bind(*arrays, inside=inside)
-            return outputs, [None] * len(outputs)
-        if vmapped.spmd_name is not None:  # the batched axis is already cut over the devices
-            options = {"axis_size": vmapped.size, "spmd_axis_name": vmapped.spmd_name}
-            outputs = jax.vmap(fn, tuple(axes), 0, **options)(*arrays)
-            return list(outputs), [0] * len(outputs)
-        pairs = zip(arrays, axes, strict=True)
-        moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
-        outputs = batch(call, vmapped.size, [axis is not None for axis in axes], *moved)
-        return list(outputs), [0] * len(outputs)
-
-    primitive.def_impl(jax.jit(run, static_argnames="inside"))
-    primitive.def_abstract_eval(abstract)
-    ad.primitive_jvps[primitive] = push
-    batching.fancy_primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
-    return call
+    return with_auto_axes(call, operands)

@@ -128,8 +128,7 @@ class AbstractPreconditioner(eqx.Module):
             return lax.stop_gradient(x) if eqx.is_array(x) else x
 
         chosen, operator = jtu.tree_map(fixed, (self, operator))
-        size = operator.in_size()
-        return compiled_once(built_of_rank, chosen, key, operator, rank, n=size)
+        return compiled_once(built_of_rank, chosen, key, operator, rank)
 
 
 def built_of_rank(

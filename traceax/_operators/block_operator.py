@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.estimate import scale_of
-from .._core.precision import any_promotion, at_least_single, widened
+from .._core.precision import any_promotion, at_least_single, matmul, widened
 from .._core.programs import (
     NOTHING,
     TRACERS,
@@ -27,7 +27,6 @@ from .._core.programs import (
     is_converted,
     static_fields,
 )
-from .._linalg.matrix_product import matrix_product
 from .curvature import CurvatureOperator
 from .width import batch_width, by_columns, parts_of
 
@@ -445,7 +444,7 @@ class BlockOperator:
         vectors = self._as_vectors(blocks, blocks[0].shape[-1:])
         operator = self._untagged()
         if isinstance(operator, lx.MatrixLinearOperator):
-            products = matrix_product(operator.matrix, vectors)
+            products = matmul(operator.matrix, vectors)
         else:
             products = jax.vmap(operator.mv, in_axes=-1, out_axes=-1)(vectors)
         self._check_products(products, stacked=1)

@@ -11,7 +11,6 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._core.devices import along_auto_axes
 from .._core.estimate import NONFINITE, scale_of
 from .._core.precision import any_promotion
 from .._core.primitive import bind, trace_p
@@ -306,7 +305,6 @@ def _shown(part: Any) -> str:
 
 
 @eqx.filter_jit
-@along_auto_axes
 def _advance(
     tracker: Tracker, state: TrackState, key: Array, operator: lx.AbstractLinearOperator, k: int
 ) -> tuple[TrackState, Solution]:

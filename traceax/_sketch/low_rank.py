@@ -37,7 +37,6 @@ from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm, status_of
 from .._linalg.factorisations import (
     cholesky,
     divide_by_upper,
-    divide_two_by_upper,
     eigh,
     panel_qr,
     qr,
@@ -377,7 +376,8 @@ def nystrom_of(
     status = core_status(status, core, norm, n, eps)
     status = jnp.where(jnp.isfinite(norm), status, SUCCESSFUL)  # NaN is reported elsewhere
     sketch = sketch + nu.astype(omega.dtype) * omega
-    f, inverse = divide_two_by_upper(sketch, jnp.eye(m, dtype=omega.dtype), factor)
+    f = divide_by_upper(sketch, factor)
+    inverse = divide_by_upper(jnp.eye(m, dtype=omega.dtype), factor)
 
     # t of all columns, and of the first half alone: these columns, and their part of C^{-1}, do not
     # depend on the others.
