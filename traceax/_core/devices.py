@@ -23,6 +23,7 @@ from jax.sharding import (
     NamedSharding,
     PartitionSpec,
     auto_axes,
+    explicit_axes,
     get_abstract_mesh,
     use_abstract_mesh,
 )
@@ -108,6 +109,29 @@ def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array], n: int | N
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
         shardings = jtu.tree_map(sharding, jax.eval_shape(fn, *structs))
     return auto_axes(fn, axes=axes, out_sharding=shardings)(*operands)
+
+
+def with_explicit_axes(
+    fn: Callable[..., Any], operands: Sequence[Array], specs: Sequence[PartitionSpec], mesh: Any
+) -> Any:
+    """`fn(*operands)`, where it was traced in a mesh with explicit axes, along these axes.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `operands`: its arguments.
+    - `specs`: how it expects each of them to be cut.
+    - `mesh`: the mesh, or None for one without explicit axes.
+
+    **Returns:**
+
+    The result.
+    """
+    if mesh is None or explicit_axes_of(get_abstract_mesh()):
+        return fn(*operands)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    axes = explicit_axes_of(mesh)
+    return explicit_axes(fn, axes=axes, in_sharding=shardings)(*operands)
 
 
 def along_auto_axes(fn: Callable[..., Any]) -> Callable[..., Any]:

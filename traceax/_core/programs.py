@@ -11,8 +11,8 @@ program is kept for a while only.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -33,6 +33,7 @@ from .devices import (
     explicit_mesh_of,
     replicated,
     with_auto_axes,
+    with_explicit_axes,
 )
 
 # --- jaxprs ---------------------------------------------------------------------------------------
@@ -64,54 +65,27 @@ def _constants(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()))
 
 
-def _same_jaxpr(a: Any, b: Any) -> bool:
-    """Whether two jaxprs are the same up to the names of their variables, with identical constants.
-
-    Functions in an operator are traced anew for every operator that is made. If their jaxprs were
-    compared by identity, an estimate in a Python loop would be compiled again in every iteration.
+def _described(jaxpr: Any) -> list[Any]:
+    """A jaxpr without the names of its variables. (Functions in an operator are traced anew for
+    every operator that is made.)
     """
-    if not _identical(_constants(a), _constants(b)):
-        return False
-    numbers: list[dict[Any, int]] = [{}, {}]
-
-    def defined(*variables):
-        for known, new in zip(numbers, variables, strict=True):
-            known.update((x, len(known) + i) for i, x in enumerate(new))
-        return [x.aval for x in variables[0]] == [x.aval for x in variables[1]]
-
-    def same_atoms(xs, ys):
-        return len(xs) == len(ys) and all(map(same_atom, xs, ys))
-
-    def same_atom(x, y):
-        if is_literal(x) or is_literal(y):
-            return type(x) is type(y) and x.aval == y.aval and _same_bits(x.val, y.val)
-        return numbers[0][x] == numbers[1][y]
-
-    def same_equation(e, f):
-        return (
-            e.primitive is f.primitive
-            and same_atoms(e.invars, f.invars)
-            and e.effects == f.effects
-            and e.ctx == f.ctx
-            and same(e.params, f.params)
-            and defined(e.outvars, f.outvars)
-        )
-
-    a, b = opened(a), opened(b)
-    return (
-        len(a.eqns) == len(b.eqns)
-        and defined(variables(a), variables(b))
-        and all(map(same_equation, a.eqns, b.eqns))
-        and same_atoms(a.outvars, b.outvars)
-    )
+    numbers: dict[Any, int] = {}
+    arguments = _numbered(variables(jaxpr), numbers)
+    equations = [_described_equation(equation, numbers) for equation in jaxpr.eqns]
+    return [arguments, *equations, _numbered(opened(jaxpr).outvars, numbers), *_constants(jaxpr)]
 
 
-def _identical(xs: list[Any], ys: list[Any]) -> bool:
-    return len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
+def _described_equation(equation: Any, numbers: dict[Any, int]) -> list[Any]:
+    ends = [_numbered(atoms, numbers) for atoms in (equation.invars, equation.outvars)]
+    return [equation.primitive, equation.params, equation.effects, equation.ctx, *ends]
 
 
-def _same_bits(a: Any, b: Any) -> bool:
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+def _numbered(atoms: Sequence[Any], ids: dict[Any, int]) -> list[Any]:
+    """Variables by number and `aval`, literals by their bits."""
+    found = [x.aval for x in atoms]
+    for x in atoms:
+        found.append(np.asarray(x.val).tobytes() if is_literal(x) else ids.setdefault(x, len(ids)))
+    return found
 
 
 # --- equality -------------------------------------------------------------------------------------
@@ -125,12 +99,8 @@ def same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b) or isinstance(a, jax.Array | np.ndarray):
         return False
-    if is_jaxpr(a):
-        return _same_jaxpr(a, b)
-    if isinstance(a, float | complex | np.generic):
-        return _same_bits(a, b)  # NaN equals NaN, and 0.0 differs from -0.0
-    if isinstance(a, jtu.PyTreeDef):
-        return a == b and same(static_fields(a), static_fields(b))
+    if isinstance(a, float | complex | np.generic):  # NaN equals NaN, and 0.0 differs from -0.0
+        return np.asarray(a).tobytes() == np.asarray(b).tobytes()
     if isinstance(a, jax.core.Trace) or type(a).__name__ in ("TraceTag", "Store", "EqualStore"):
         return True  # left over from a finished trace: no program depends on these
     parts = _parts(a)
@@ -143,28 +113,28 @@ def same(a: Any, b: Any) -> bool:
         return False
 
 
-def static_fields(treedef: Any) -> list[Any]:
-    """The static fields of all nodes of a PyTree."""
-    data = treedef.node_data()
-    return [data, *[static_fields(child) for child in treedef.children()]]
-
-
 def _parts(value: Any) -> list[Any] | None:
     """What determines a value, or None for one that counts by its own comparison.
 
     The rule of a `jax.custom_jvp` in a jaxpr is a function of JAX's, made anew at every trace
     around the user's function. It is its code and what it holds. The user's counts by identity.
     """
+    if is_jaxpr(value):
+        return _described(value)
+    if hasattr(value, "primitive") and hasattr(value, "invars"):  # an equation that a rule holds
+        return _described_equation(value, {})
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):
         return [*value, *value.values()]
-    if isinstance(value, FunctionType) and _is_of_library(value.__module__):
+    if isinstance(value, FunctionType) and _is_of_library(value.__globals__.get("__name__")):
         return [id(value.__code__), *_held(value)]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
         return [value.f, value.transforms, value.params]  # JAX's own wrapper around a function
+    if isinstance(value, jtu.PyTreeDef):  # the type of the node, its static fields, its children
+        return [value.node_data(), *value.children()]
     leaves, treedef = jtu.tree_flatten(value)
     return None if jtu.treedef_is_leaf(treedef) else [treedef, *leaves]
 
@@ -179,13 +149,11 @@ def _held(function: FunctionType) -> list[Any]:
     return [*cells, function.__defaults__, function.__kwdefaults__]
 
 
-_LIBRARIES = frozenset(
-    {"builtins", "jax", "jaxlib", "equinox", "lineax", "numpy", "ml_dtypes", "traceax"}
-)
+_LIBRARIES = {"builtins", "jax", "jaxlib", "equinox", "lineax", "numpy", "ml_dtypes", "traceax"}
 
 
 def _is_of_library(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in _LIBRARIES
+    return str(module).partition(".")[0] in _LIBRARIES
 
 
 @final
@@ -198,8 +166,9 @@ class Static:
 
     def __init__(self, value: Any):
         self.value = value
+        names = tuple(e.primitive.name for e in value.eqns) if is_jaxpr(value) else value
         try:
-            self._hash = hash((type(value), _summary(value) if is_jaxpr(value) else value))
+            self._hash = hash((type(value), names))
         except TypeError:
             self._hash = hash(type(value))
 
@@ -210,34 +179,29 @@ class Static:
         return self._hash
 
 
-def _summary(jaxpr: Any) -> tuple[Any, ...]:
-    names = tuple(equation.primitive.name for equation in jaxpr.eqns)
-    return names, tuple(str(x.aval) for x in opened(jaxpr).invars)
-
-
-def is_plain(value: Any, inside: frozenset[int] = frozenset()) -> bool:
+def is_plain(value: Any, seen: dict[int, Any] | None = None) -> bool:
     """Whether a value certainly holds no array and cannot change. Functions are plain if all that
     they hold is, and if they name no data among their globals.
 
     **Arguments:**
 
     - `value`: anything.
-    - `inside`: the identities of the values that this one is a part of.
+    - `seen`: what was looked at before, by identity.
     """
-    if id(value) in inside or isinstance(value, type | Enum | ModuleType):
+    seen = {} if seen is None else seen
+    if id(value) in seen or isinstance(value, type | Enum | ModuleType):
         return True
+    seen[id(value)] = value
     contents = _contents(value)
-    return contents is not None and all(is_plain(x, inside | {id(value)}) for x in contents)
+    return contents is not None and all(is_plain(x, seen) for x in contents)
 
 
 def _contents(value: Any) -> list[Any] | None:
-    """What a value holds, or None where that is not known, and for an array."""
+    """What a value holds that may be an array, or None for an array and where it is not known."""
     if isinstance(value, jax.Array | np.ndarray):
         return None
     if is_jaxpr(value):
         return [*_constants(value), *(equation.params for equation in value.eqns)]
-    if isinstance(value, jtu.PyTreeDef):
-        return static_fields(value)
     if isinstance(value, Static):
         return [value.value]
     parts = _parts(value)
@@ -278,12 +242,12 @@ class ClosedFunction(eqx.Module):
         """Call the function."""
         arrays = jtu.tree_leaves(eqx.filter((args, kwargs), eqx.is_array))
         own = variables(self.program.value)[len(self.constants) :]
-        expected = [(x.aval.shape, x.aval.dtype) for x in own]
-        found = [(x.shape, x.dtype) for x in arrays]
+        expected = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in own]
+        found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         if found != expected:
             raise ValueError(
-                f"A function that was traced for {_listed(expected)} got {_listed(found)}. Give it "
-                "arrays of these shapes and dtypes, such as a vector like the parameters."
+                f"A function that was traced for {expected} got {found}. Give it arrays of these "
+                "shapes and dtypes, such as a vector like the parameters."
             )
         operands = [*self.constants, *arrays]
         # Outside of `jit` JAX evaluates nothing along automatic axes of a mesh with explicit ones.
@@ -294,14 +258,17 @@ class ClosedFunction(eqx.Module):
 
 def _evaluate(program: Static, count: int, *operands: Array) -> list:
     """Evaluate a jaxpr; the operands are its `count` constants and its arguments."""
-    return jax.core.eval_jaxpr(program.value, operands[:count], *operands[count:])
+    jaxpr = program.value
+
+    def run(*operands):
+        return jax.core.eval_jaxpr(jaxpr, operands[:count], *operands[count:])
+
+    meshes = [equation.ctx.cur_abstract_mesh for equation in jaxpr.eqns]
+    specs = [x.aval.sharding.spec for x in variables(jaxpr)]
+    return with_explicit_axes(run, operands, specs, next(filter(explicit_axes_of, meshes), None))
 
 
 _evaluate_compiled = jax.jit(_evaluate, static_argnums=(0, 1))
-
-
-def _listed(arrays: list[tuple[Any, Any]]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in arrays[:8]) or "no arrays"
 
 
 def is_converted(node: Any) -> bool:
@@ -317,12 +284,11 @@ def closed_functions(tree: Any) -> Any:
     def close(node):
         if not is_converted(node):
             return node
-        leaves, structure = node.out_static
         jaxpr, constants = _without_calls(node.jaxpr, node.consts)
         return ClosedFunction(
             program=Static(jaxpr),
             constants=[jnp.asarray(x) for x in constants],
-            static_outputs=jtu.tree_unflatten(structure, leaves),
+            static_outputs=jtu.tree_unflatten(*reversed(node.out_static)),
             outputs=node.out_dynamic_struct[1],
         )
 
@@ -337,23 +303,20 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
     - `function`: the function.
     - `example`: arguments to trace it with: arrays, or their structures.
     """
-    ways = [(automatic_mesh(), example)]
-    if explicit_axes_of(get_abstract_mesh()):
-        # The function may name explicit axes, or hold arrays that are cut along them.
-        ways += [(nullcontext(), example), (nullcontext(), replicated(example))]
 
-    def convert(mesh, like):
+    def convert(*like):
         # Equinox does not trace a function without a closure, so that arrays in its defaults or
         # globals would be missed. This lambda has a closure.
-        with mesh:
-            return closed_functions(eqx.filter_closure_convert(lambda *x: function(*x), *like))
+        return closed_functions(eqx.filter_closure_convert(lambda *x: function(*x), *like))
 
-    for way in ways[:-1]:
-        with suppress(AssertionError, ValueError):
-            closed = convert(*way)
-            break
-    else:
-        closed = convert(*ways[-1])
+    try:
+        with automatic_mesh():
+            closed = convert(*example)
+    except (AssertionError, ValueError):
+        if not explicit_axes_of(get_abstract_mesh()):
+            raise
+        # The function names explicit axes, or holds arrays that are cut along them.
+        closed = convert(*replicated(example))
     precision = getattr(getattr(function, "__self__", function), "precision", None)
     return dataclasses.replace(closed, precision=precision)
 
@@ -371,10 +334,9 @@ def _without_calls(jaxpr: Any, constants: list[Array]) -> tuple[Any, list[Array]
 
 
 def _is_call_with_constants(equation: Any) -> bool:
-    if equation.primitive.name not in ("jit", "pjit"):
-        return False
-    inner = equation.params["jaxpr"]
-    return bool(_constants(inner)) or any(map(_is_call_with_constants, inner.eqns))
+    is_call = equation.primitive.name in ("jit", "pjit")
+    inner = equation.params["jaxpr"] if is_call else None
+    return is_call and (bool(_constants(inner)) or any(map(_is_call_with_constants, inner.eqns)))
 
 
 def _evaluate_inlined(jaxpr: Any, constants: list[Array], *args: Array) -> list:
@@ -392,8 +354,8 @@ def _evaluate_inlined(jaxpr: Any, constants: list[Array], *args: Array) -> list:
             results = _evaluate_inlined(inner, _constants(inner), *operands)
         else:
             names = list({x: None for x in equation.invars if not is_literal(x)})
-            ends = {"constvars": [], "invars": names, "outvars": list(equation.outvars)}
-            one = jaxpr.replace(**ends, eqns=[equation])
+            ends = {"invars": names, "outvars": list(equation.outvars)}
+            one = jaxpr.replace(constvars=[], **ends, eqns=[equation])
             results = jax.core.eval_jaxpr(one, (), *map(read, names))
         values.update(zip(equation.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
