@@ -33,7 +33,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
 from ._core.precision import at_least_single, widened
-from ._core.programs import TRACERS, closed_function, holds
+from ._core.programs import closed_function
 from ._estimators.solution import described
 from ._operators.curvature import (
     CurvatureOperator as CurvatureOperator,
@@ -411,12 +411,9 @@ class Curvature:
                 )
             weigh = self._weights
             weights = jax.vmap(lambda batch: weigh(batch, *rest))(batches)
-        # Functions that hold traced arrays differ from call to call.
-        traced = TRACERS in (holds(self._loss), holds(self._predict))
-        programs = None if traced else self._programs
         return make_curvature(
             inner, outer, split, rest, batches, *self._tags, weights=weights, mode=self._mode,
-            join=join, programs=programs, sampled=True,
+            join=join, programs=self._programs, sampled=True,
         )  # fmt: skip
 
     def _scalar(self, *args: Any) -> Array:

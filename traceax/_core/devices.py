@@ -9,7 +9,13 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
+from jax.sharding import (
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    explicit_axes,
+    get_abstract_mesh,
+)
 from jaxtyping import Array
 
 
@@ -61,3 +67,26 @@ def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array]) -> Any:
         shardings = jtu.tree_map(sharding, jax.eval_shape(fn, *structs))
     axes = explicit_axes_of(mesh)
     return jax.sharding.auto_axes(fn, axes=axes, out_sharding=shardings)(*operands)
+
+
+def with_explicit_axes(
+    fn: Callable[..., Any], operands: Sequence[Array], specs: Sequence[PartitionSpec], mesh: Any
+) -> Any:
+    """`fn(*operands)`, where it was traced in a mesh with explicit axes, along these axes.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `operands`: its arguments.
+    - `specs`: how it expects each of them to be cut.
+    - `mesh`: the mesh, or None for one without explicit axes.
+
+    **Returns:**
+
+    The result.
+    """
+    if mesh is None or explicit_axes_of(get_abstract_mesh()):
+        return fn(*operands)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    axes = explicit_axes_of(mesh)
+    return explicit_axes(fn, axes=axes, in_sharding=shardings)(*operands)

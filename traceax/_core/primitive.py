@@ -39,7 +39,7 @@ from jaxtyping import Array
 from .devices import with_auto_axes
 from .estimate import NONFINITE, SUCCESSFUL, Estimate, status_of
 from .precision import any_promotion
-from .programs import NOTHING, TRACERS, Held, Static, closed_functions
+from .programs import Static, closed_functions, is_plain
 
 
 class _Level(NamedTuple):
@@ -60,7 +60,7 @@ class _Params(NamedTuple):
     k: int
     weights: bool
     levels: tuple[_Level, ...]
-    held: Held  # the arrays that are no operands, as static values hold them
+    plain: bool  # whether nothing static holds an array, see `is_plain`
 
 
 def _rebuild(params: _Params, operands: Sequence[Array]):
@@ -77,22 +77,23 @@ def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
     return fn
 
 
-def _compiled(fn: Callable[..., Any], params: _Params, *static: Any) -> Callable[..., Any]:
-    """`fn`, jitted, with its static arguments: the parameters, then `static`.
+def _compiled(fn: Callable[..., Any], static: tuple[Any, ...], *operands: Any) -> Any:
+    """`fn(*static, *operands)`, jitted; the parameters come first in `static`.
 
     JAX keeps a compiled program and its static arguments for good, and so would keep the arrays
-    that static values hold. Of the programs with such arrays only a few are therefore kept, and
-    none if the arrays are traced.
+    that static values hold. Of the programs that may hold some only a few are therefore kept, and
+    none that is a part of another one, whose tracers they may be.
     """
-    if params.held.level == NOTHING:
-        return partial(_forever[fn], params, *static)
+    if static[0].plain:
+        return _forever[fn](*static, *operands)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(operands))
     once = _for_a_while.__wrapped__
-    return (once if params.held.level == TRACERS else _for_a_while)(fn, params, *static)
+    return (once if traced else _for_a_while)(fn, *static)(*operands)
 
 
 def _run(params: _Params, operands: tuple[Array, ...]):
     """The implementation, compiled: (Estimate, weights or None)."""
-    return _compiled(_implementation, params)(operands)
+    return _compiled(_implementation, (params,), operands)
 
 
 def _checked(estimator: Any, found: Any, differentiated: bool) -> tuple[Estimate, Any]:
@@ -151,7 +152,7 @@ def _push_forward(
     params: _Params, moving: tuple[int, ...], of_weights: bool, operands, tangents, weights
 ):
     """A tangent, compiled: see `_tangent`."""
-    return _compiled(_tangent, params, moving, of_weights)(operands, tangents, weights)
+    return _compiled(_tangent, (params, moving, of_weights), operands, tangents, weights)
 
 
 def _tangent(
@@ -307,8 +308,8 @@ def _split(tree: Any, key_impl: Any = None, k: int = 0) -> tuple[_Params, list[A
     leaves, treedef = jtu.tree_flatten(closed_functions(tree))
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     static = tuple(None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves)
-    held = Held(treedef, *[x.value for x in static if x is not None])
-    params = _Params(Static(treedef), static, key_impl, k, False, (), held)
+    plain = all(map(is_plain, [treedef, *(x for x in static if x is not None)]))
+    params = _Params(Static(treedef), static, key_impl, k, False, (), plain)
     return params, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
@@ -355,6 +356,6 @@ def compiled_once(fn: Callable[..., Any], *args: Any) -> Any:
     params, operands = _split((fn, *args))
 
     def call(*operands):
-        return _compiled(_call, params)(operands)
+        return _compiled(_call, (params,), operands)
 
     return with_auto_axes(call, operands)

@@ -2,25 +2,20 @@
 
 An estimate is compiled once for all operators that differ in their arrays only. So the arrays must
 be operands of the program, and everything else is the key under which the program is found again.
-Arrays that are leaves of an operator are easy to find. Others are hidden:
+Functions hide arrays, in their closures, defaults and globals: `closed_function` traces them, and
+takes the arrays out of the jaxpr.
 
-- in the constants of a jaxpr, and of the jaxprs inside it (where a `jax.jit` function keeps the
-  concrete arrays that it closes over). A `Program` is a jaxpr without them, at every depth; they
-  are passed to it when it is evaluated;
-- in the closures, defaults, globals and attributes of Python functions. `closed_function` converts
-  the functions in lineax operators to jaxprs. Functions that cannot be converted are compared by
-  identity, together with the arrays in them (see `Held`).
-
-Two keys are equal only if they stand for the same program. Where that cannot be seen the keys
-differ, which costs one more compilation.
+Two keys are equal only if they stand for the same program (`same`): jaxprs equation by equation,
+and what is not understood by identity. A key with such parts may hold arrays (`is_plain`), and its
+program is kept for a while only.
 """
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from enum import Enum
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, final
 
 import equinox as eqx
@@ -29,14 +24,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax import lax
-from jax.sharding import (
-    AbstractMesh,
-    NamedSharding,
-    PartitionSpec,
-    get_abstract_mesh,
-    use_abstract_mesh,
-)
+from jax.sharding import get_abstract_mesh
 from jaxtyping import Array
 
 from .devices import (
@@ -45,8 +33,60 @@ from .devices import (
     explicit_mesh_of,
     replicated,
     with_auto_axes,
+    with_explicit_axes,
 )
-from .precision import at_least_single, eps_of_factors
+
+# --- jaxprs ---------------------------------------------------------------------------------------
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether this is a jaxpr. (JAX had two classes of jaxprs, and has one from 0.11 on.)"""
+    return hasattr(value, "eqns") and hasattr(value, "debug_info")
+
+
+def opened(jaxpr: Any) -> Any:
+    """The jaxpr without its constants, which are then passed before its arguments."""
+    if hasattr(jaxpr, "with_consts"):
+        return jaxpr.with_consts(())
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def variables(jaxpr: Any) -> list[Any]:
+    """The variables of the constants of a jaxpr, and of its arguments."""
+    return [*opened(jaxpr).constvars, *opened(jaxpr).invars]
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether what an equation reads is a number in the jaxpr, and not a variable."""
+    return hasattr(atom, "val")
+
+
+def _constants(jaxpr: Any) -> list[Any]:
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def _described(jaxpr: Any) -> list[Any]:
+    """A jaxpr without the names of its variables. (Functions in an operator are traced anew for
+    every operator that is made.)
+    """
+    numbers: dict[Any, int] = {}
+    arguments = _numbered(variables(jaxpr), numbers)
+    equations = [_described_equation(equation, numbers) for equation in jaxpr.eqns]
+    return [arguments, *equations, _numbered(opened(jaxpr).outvars, numbers), *_constants(jaxpr)]
+
+
+def _described_equation(equation: Any, numbers: dict[Any, int]) -> list[Any]:
+    ends = [_numbered(atoms, numbers) for atoms in (equation.invars, equation.outvars)]
+    return [equation.primitive, equation.params, equation.effects, equation.ctx, *ends]
+
+
+def _numbered(atoms: Sequence[Any], ids: dict[Any, int]) -> list[Any]:
+    """Variables by number and `aval`, literals by their bits."""
+    found = [x.aval for x in atoms]
+    for x in atoms:
+        found.append(np.asarray(x.val).tobytes() if is_literal(x) else ids.setdefault(x, len(ids)))
+    return found
+
 
 # --- equality -------------------------------------------------------------------------------------
 
@@ -57,134 +97,78 @@ def same(a: Any, b: Any) -> bool:
     """
     if a is b:
         return True
-    if type(a) is not type(b) or isinstance(a, jax.Array):
+    if type(a) is not type(b) or isinstance(a, jax.Array | np.ndarray):
         return False
-    if is_jaxpr(a):
-        return _same_jaxpr(a, b) and same(_constants(a), _constants(b))
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
-    if isinstance(a, np.ndarray | np.generic):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float):
-        return a.hex() == b.hex()  # NaN equals NaN, and 0.0 differs from -0.0
-    if isinstance(a, complex):
-        return same((a.real, a.imag), (b.real, b.imag))
-    if isinstance(a, jtu.PyTreeDef):
-        return a == b and same(static_fields(a), static_fields(b))
+    if isinstance(a, float | complex | np.generic):  # NaN equals NaN, and 0.0 differs from -0.0
+        return np.asarray(a).tobytes() == np.asarray(b).tobytes()
     if isinstance(a, jax.core.Trace) or type(a).__name__ in ("TraceTag", "Store", "EqualStore"):
         return True  # left over from a finished trace: no program depends on these
     parts = _parts(a)
     if parts is not None:
-        return same(parts, _parts(b))
+        others = _parts(b)
+        return others is not None and len(parts) == len(others) and all(map(same, parts, others))
     try:
         return bool(a == b)
     except Exception:  # an object whose comparison is not a truth value
         return False
 
 
-def static_fields(treedef: Any) -> list[Any]:
-    """The static fields of all nodes of a PyTree."""
-    data = treedef.node_data()
-    return [data, *[static_fields(child) for child in treedef.children()]]
+def _parts(value: Any) -> list[Any] | None:
+    """What determines a value, or None for one that counts by its own comparison.
 
-
-def _parts(value: Any) -> tuple[Any, ...] | None:
-    """The code and the contents of a function that JAX or Equinox has made, which together
-    determine its values, or of an equation in such a function; None for any other value.
-
-    The rule of a `jax.custom_jvp` in a jaxpr is such a function. It is made anew at every trace,
-    around a function that the user wrote. The user's function is compared by identity, because
-    what it holds may change.
+    The rule of a `jax.custom_jvp` in a jaxpr is a function of JAX's, made anew at every trace
+    around the user's function. It is its code and what it holds. The user's counts by identity.
     """
-    if isinstance(value, FunctionType):
-        if value.__module__.partition(".")[0] not in ("jax", "equinox"):
-            return None
-        names = value.__code__.co_freevars
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        if "cells" in names and "fn" in names:  # a function that caches the results of `fn`
-            cells = [cells[names.index("fn")]]
-        return _Identity(value.__code__), cells, value.__defaults__, value.__kwdefaults__
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
-        return value.f, value.transforms, value.params  # JAX's own wrapper around a function
+    if is_jaxpr(value):
+        return _described(value)
     if hasattr(value, "primitive") and hasattr(value, "invars"):  # an equation that a rule holds
-        known = list(value.invars)
-        atoms = [(str(x.aval), x.val if _is_literal(x) else known.index(x)) for x in known]
-        return value.primitive, value.params, atoms, [str(x.aval) for x in value.outvars]
-    return None
+        return _described_equation(value, {})
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, FunctionType) and _is_of_library(value.__globals__.get("__name__")):
+        return [id(value.__code__), *_held(value)]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
+        return [value.f, value.transforms, value.params]  # JAX's own wrapper around a function
+    if isinstance(value, jtu.PyTreeDef):  # the type of the node, its static fields, its children
+        return [value.node_data(), *value.children()]
+    leaves, treedef = jtu.tree_flatten(value)
+    return None if jtu.treedef_is_leaf(treedef) else [treedef, *leaves]
 
 
-@final
-class _Identity:
-    """A code object that equals only itself. (Python compares code objects by their contents.)"""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: CodeType):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+def _held(function: FunctionType) -> list[Any]:
+    """What a function holds in its closure and its defaults."""
+    names, cells = function.__code__.co_freevars, []
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a cell that is not filled yet
+            if not ("cells" in names and "fn" in names) or name == "fn":  # a cache of `fn`
+                cells.append(cell.cell_contents)
+    return [*cells, function.__defaults__, function.__kwdefaults__]
 
 
-def _same_jaxpr(a: Any, b: Any) -> bool:
-    """Whether two jaxprs are the same up to the names of their variables.
+_LIBRARIES = {"builtins", "jax", "jaxlib", "equinox", "lineax", "numpy", "ml_dtypes", "traceax"}
 
-    Functions in an operator are jaxprs (lineax and `traceax.curvature` convert closures), traced
-    anew for every operator that is made. If they were compared by identity, an estimate in a
-    Python loop would be compiled again in every iteration.
-    """
-    renamed: dict[Any, Any] = {}
 
-    def defines(xs, ys):
-        renamed.update(zip(xs, ys, strict=True))
-        return all(x.aval == y.aval for x, y in zip(xs, ys, strict=True))
-
-    def same_atom(x, y):
-        if _is_literal(x) or _is_literal(y):
-            return type(x) is type(y) and x.aval == y.aval and same(x.val, y.val)
-        return renamed.get(x) is y
-
-    def same_equation(e, f):
-        return (
-            e.primitive is f.primitive
-            and len(e.invars) == len(f.invars)
-            and len(e.outvars) == len(f.outvars)
-            and e.effects == f.effects
-            and (e.ctx is f.ctx or e.ctx == f.ctx)
-            and all(map(same_atom, e.invars, f.invars))
-            and same(e.params, f.params)
-            and defines(e.outvars, f.outvars)
-        )
-
-    a, b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
-    return a is b or (
-        [len(x) for x in (a.constvars, a.invars, a.outvars, a.eqns)]
-        == [len(x) for x in (b.constvars, b.invars, b.outvars, b.eqns)]
-        and defines([*a.constvars, *a.invars], [*b.constvars, *b.invars])
-        and all(map(same_equation, a.eqns, b.eqns))
-        and all(map(same_atom, a.outvars, b.outvars))
-    )
+def _is_of_library(module: str | None) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
 
 
 @final
 class Static:
-    """A leaf that is not an array, or the structure of all leaves: hashable, and compared by
-    `same`.
+    """A value that is no array, such as a leaf, a jaxpr, or the structure of all leaves: hashable,
+    and compared by `same`.
     """
 
     __slots__ = ("_hash", "value")
 
     def __init__(self, value: Any):
         self.value = value
+        names = tuple(e.primitive.name for e in value.eqns) if is_jaxpr(value) else value
         try:
-            self._hash = hash((type(value), _summary(value) if is_jaxpr(value) else value))
+            self._hash = hash((type(value), names))
         except TypeError:
             self._hash = hash(type(value))
 
@@ -195,332 +179,49 @@ class Static:
         return self._hash
 
 
-# --- jaxprs ---------------------------------------------------------------------------------------
+def is_plain(value: Any, seen: dict[int, Any] | None = None) -> bool:
+    """Whether a value certainly holds no array and cannot change. Functions are plain if all that
+    they hold is, and if they name no data among their globals.
 
+    **Arguments:**
 
-def is_jaxpr(value: Any) -> bool:
-    """Whether this is a jaxpr. (JAX had two classes of jaxprs, and has one from 0.11 on.)"""
-    return hasattr(value, "eqns") and hasattr(value, "debug_info")
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
-
-
-def _constants(jaxpr: Any) -> list[Any]:
-    return list(getattr(jaxpr, "consts", ()))
-
-
-def _opened(jaxpr: Any) -> Any:
-    """The jaxpr without its constants, which are then passed before its arguments."""
-    if hasattr(jaxpr, "with_consts"):
-        return jaxpr.with_consts(())
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _summary(jaxpr: Any) -> tuple[Any, ...]:
-    names = tuple(equation.primitive.name for equation in jaxpr.eqns)
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return names, tuple(str(x.aval) for x in jaxpr.invars)
-
-
-def _jaxprs_in(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an equation that are jaxprs, or sequences of them."""
-
-    def has_jaxpr(value):
-        several = isinstance(value, tuple | list)
-        return any(map(is_jaxpr, value)) if several else is_jaxpr(value)
-
-    return {name: value for name, value in params.items() if has_jaxpr(value)}
-
-
-def _hides_constants(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or one inside it, has constants of its own."""
-    return bool(_constants(jaxpr)) or any(_is_special(equation) for equation in jaxpr.eqns)
-
-
-def _is_special(equation: Any) -> bool:
-    """Whether constants can and must be taken out of the jaxprs in this equation, or the jaxprs
-    have to be traced anew in another mesh.
+    - `value`: anything.
+    - `seen`: what was looked at before, by identity.
     """
-    if equation.primitive.name not in _EVALUATE:
-        return False
-    inner = jtu.tree_leaves(list(_jaxprs_in(equation.params).values()))
-    return any(map(_hides_constants, inner)) or any(map(_must_leave_mesh, inner))
+    seen = {} if seen is None else seen
+    if id(value) in seen or isinstance(value, type | Enum | ModuleType):
+        return True
+    seen[id(value)] = value
+    contents = _contents(value)
+    return contents is not None and all(is_plain(x, seen) for x in contents)
 
 
-def _must_leave_mesh(jaxpr: Any) -> bool:
-    """Whether a jaxpr was traced in a mesh with explicit axes, or with automatic ones in their
-    place: inside of an estimate these axes are automatic, and outside explicit.
-    """
-    explicit = bool(explicit_axes_of(get_abstract_mesh()))
-    return explicit and any(not e.ctx.cur_abstract_mesh.empty for e in jaxpr.eqns)
-
-
-def _without_mesh(equation: Any) -> Any:
-    """The equation as if it had been traced without a mesh."""
-    with equation.ctx.manager, use_abstract_mesh(AbstractMesh((), ())):
-        context = type(equation.ctx)()
-    inner = {
-        name: tuple(map(_traced_anew, x)) if isinstance(x, tuple | list) else _traced_anew(x)
-        for name, x in _jaxprs_in(equation.params).items()
-    }
-    is_hint = equation.primitive.name in _HINTS
-    named = {
-        name: x.spec if is_hint else None
-        for name, x in equation.params.items()
-        if isinstance(x, NamedSharding)
-    }
-    return equation.replace(params={**equation.params, **named, **inner}, ctx=context)
-
-
-def _traced_anew(jaxpr: Any) -> Any:
-    structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in _opened(jaxpr).invars]
-    run = partial(Program(jaxpr).evaluate, take_constants(jaxpr), _constants(jaxpr))
-    with use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(run)(*structs)
-
-
-@final
-class Program:
-    """A jaxpr without arrays: what `jax.make_jaxpr` returns, less its constants and those of all
-    the jaxprs inside it.
-
-    Hashable; two programs are equal if they compute the same. JAX itself makes operands of the
-    constants in the bodies of its control flow. What is left are the arrays that a `jax.jit`
-    function closes over, wherever that function is called.
-    """
-
-    __slots__ = ("_hash", "jaxpr")
-
-    def __init__(self, jaxpr: Any):
-        """From a jaxpr, whose constants are dropped. `take_constants` returns the inner ones."""
-        opened = _opened(jaxpr)
-        if any(map(_is_special, opened.eqns)):
-            opened = opened.replace(eqns=[_without_constants(e) for e in opened.eqns])
-        if _must_leave_mesh(opened):
-            opened = opened.replace(eqns=[_without_mesh(equation) for equation in opened.eqns])
-        self.jaxpr = opened
-        self._hash = hash(_summary(opened))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and _same_jaxpr(self.jaxpr, other.jaxpr)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @property
-    def num_constants(self) -> int:
-        """The number of constants of all the jaxprs inside, without those of the jaxpr itself."""
-        return sum(p.num_constants + p.own for p in self._inner())
-
-    @property
-    def arguments(self) -> list[Any]:
-        """The variables of the arguments."""
-        return [*self.jaxpr.constvars, *self.jaxpr.invars]
-
-    def _inner(self) -> list["_Inner"]:
-        programs = [list(e.params.values()) for e in self.jaxpr.eqns]
-        return [x for x in jtu.tree_leaves(programs) if isinstance(x, _Inner)]
-
-    def evaluate(self, hidden: Sequence[Array], constants: Sequence[Array], *args: Array) -> list:
-        """Evaluate the program, in a trace.
-
-        **Arguments:**
-
-        - `hidden`: the constants of the jaxprs inside, in the order of `take_constants`.
-        - `constants`: the constants of the jaxpr itself.
-        - `args`: the arguments.
-
-        **Returns:**
-
-        The results.
-        """
-        jaxpr = self.jaxpr
-        if not any(map(_has_inner, jaxpr.eqns)):
-            return jax.core.eval_jaxpr(jaxpr, constants, *args)
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
-
-        def read(atom):
-            return atom.val if _is_literal(atom) else values[atom]
-
-        hidden = list(hidden)
-        for equation in jaxpr.eqns:
-            operands = [read(x) for x in equation.invars]
-            if _has_inner(equation):
-                params = jtu.tree_map(
-                    lambda x: _bind_constants(x, hidden) if isinstance(x, _Inner) else x,
-                    equation.params,
-                    is_leaf=lambda x: isinstance(x, _Inner),
-                )
-                results = _EVALUATE[equation.primitive.name](equation, params, operands)
-            else:
-                variables = list({x: None for x in equation.invars if not _is_literal(x)})
-                one = {"constvars": [], "invars": variables, "outvars": list(equation.outvars)}
-                results = jax.core.eval_jaxpr(
-                    jaxpr.replace(**one, eqns=[equation]), (), *[values[x] for x in variables]
-                )
-            values.update(zip(equation.outvars, results, strict=True))
-        return [read(x) for x in jaxpr.outvars]
-
-
-@final
-class _Inner:
-    """A program inside another: it replaces a jaxpr with constants in an equation."""
-
-    __slots__ = ("own", "program")
-
-    def __init__(self, jaxpr: Any):
-        self.program = Program(jaxpr)
-        self.own = len(_constants(jaxpr))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Inner) and self.own == other.own and self.program == other.program
-
-    def __hash__(self) -> int:
-        return hash(self.program)
-
-    @property
-    def jaxpr(self) -> Any:
-        return self.program.jaxpr
-
-    @property
-    def num_constants(self) -> int:
-        return self.program.num_constants
-
-
-def _inner_or_same(value: Any) -> Any:
+def _contents(value: Any) -> list[Any] | None:
+    """What a value holds that may be an array, or None for an array and where it is not known."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return None
     if is_jaxpr(value):
-        return _Inner(value)
-    return tuple(map(_inner_or_same, value)) if isinstance(value, tuple | list) else value
+        return [*_constants(value), *(equation.params for equation in value.eqns)]
+    if isinstance(value, Static):
+        return [value.value]
+    parts = _parts(value)
+    if parts is not None:
+        return parts
+    if isinstance(value, FunctionType):
+        named = [value.__globals__.get(name) for name in _names(value.__code__)]
+        is_code = [x is None or callable(x) or isinstance(x, ModuleType) for x in named]
+        return [*_held(value), *named] if all(is_code) else None
+    if not _is_of_library(type(value).__module__):
+        return None
+    return [getattr(value, name, None) for name in ("__wrapped__", "__self__", "callback_func")]
 
 
-def _without_constants(equation: Any) -> Any:
-    """The equation; if one of its jaxprs has constants, with a program in place of each jaxpr."""
-    if not _is_special(equation):
-        return equation
-    inner = {name: _inner_or_same(x) for name, x in _jaxprs_in(equation.params).items()}
-    return equation.replace(params={**equation.params, **inner})
-
-
-def _has_inner(equation: Any) -> bool:
-    """Whether this equation is evaluated here: see `_EVALUATE`."""
-    inner = [isinstance(x, _Inner) for x in jtu.tree_leaves(list(equation.params.values()))]
-    return equation.primitive.name in _EVALUATE and (any(inner) or _is_hint(equation))
-
-
-# Equations that say how an array is to be cut, and the parameter that says it.
-_HINTS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
-
-
-def _is_hint(equation: Any) -> bool:
-    """Whether the equation says how an array is to be cut in a mesh that was left."""
-    name = _HINTS.get(equation.primitive.name)
-    return name is not None and isinstance(equation.params[name], PartitionSpec)
-
-
-def _bind_constants(inner: _Inner, hidden: list[Array]) -> Callable[..., list]:
-    """An inner program as a function, with its constants, which are taken from the front of
-    `hidden`.
-    """
-    shares = []
-    for count in (inner.own, inner.num_constants):
-        shares.append(hidden[:count])
-        del hidden[:count]
-    own, deeper = shares
-    return partial(inner.program.evaluate, deeper, own)
-
-
-def take_constants(jaxpr: Any) -> list[Array]:
-    """The constants of all the jaxprs inside a jaxpr, in the order of its equations."""
-    found: list[Array] = []
-
-    def take(value):
-        for inner in value if isinstance(value, tuple | list) else [value]:
-            if is_jaxpr(inner):
-                found.extend(jnp.asarray(x) for x in _constants(inner))
-                found.extend(take_constants(inner))
-
-    for equation in jaxpr.eqns:
-        if _is_special(equation):
-            for value in equation.params.values():
-                take(value)
-    return found
-
-
-# How to evaluate an equation whose jaxprs became functions with constants bound to them: call the
-# function of `jax` that such an equation comes from, which makes operands of the constants.
-
-
-def _call(equation, params, operands):
-    del equation
-    return params["jaxpr"](*operands)
-
-
-def _hint(equation, params, operands):
-    spec, mesh = params[_HINTS[equation.primitive.name]], get_abstract_mesh()
-    if mesh.empty or explicit_axes_of(mesh):
-        return operands
-    return [lax.with_sharding_constraint(x, spec) for x in operands]
-
-
-def _checkpoint(equation, params, operands):
-    del equation
-    options = {name: params[name] for name in ("prevent_cse", "policy")}
-    return jax.checkpoint(params["jaxpr"], **options)(*operands)
-
-
-def _cond(equation, params, operands):
-    del equation
-    index, *operands = operands
-    return lax.switch(index, params["branches"], *operands)
-
-
-def _while(equation, params, operands):
-    del equation
-    c, b = params["cond_nconsts"], params["body_nconsts"]
-    for_cond, for_body, carry = operands[:c], operands[c : c + b], operands[c + b :]
-    return lax.while_loop(
-        lambda carry: params["cond_jaxpr"](*for_cond, *carry)[0],
-        lambda carry: params["body_jaxpr"](*for_body, *carry),
-        carry,
-    )
-
-
-def _scan(equation, params, operands):
-    # The operands are constants, then the carry, then what is scanned over. Outside of the body the
-    # last of these have one more axis.
-    inner = equation.params["jaxpr"].program.jaxpr
-    variables = [*inner.constvars, *inner.invars][-len(operands) :]
-    ndim = [len(x.aval.shape) for x in variables]
-    outer = [len(x.aval.shape) for x in equation.invars]
-    scanned = sum(o != i for o, i in zip(outer, ndim, strict=True))
-    pairs = zip(equation.outvars, inner.outvars, strict=True)
-    num_carry = sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
-    end = len(operands) - scanned
-    constants, carry = operands[: end - num_carry], operands[end - num_carry : end]
-
-    def body(carry, x):
-        results = params["jaxpr"](*constants, *carry, *x)
-        return results[:num_carry], results[num_carry:]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, stacked = lax.scan(body, list(carry), list(operands[end:]), **options)
-    return [*carry, *stacked]
-
-
-_EVALUATE: dict[str, Callable[..., Any]] = {
-    "jit": _call,
-    "pjit": _call,
-    "closed_call": _call,
-    "checkpoint": _checkpoint,
-    "remat2": _checkpoint,
-    "cond": _cond,
-    "while": _while,
-    "scan": _scan,
-    "reshard": _hint,
-    "sharding_constraint": _hint,
-}
+def _names(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a piece of code."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -528,57 +229,46 @@ _EVALUATE: dict[str, Callable[..., Any]] = {
 
 @final
 class ClosedFunction(eqx.Module):
-    """A function made by `equinox.filter_closure_convert`, as a program and its constants."""
+    """A function as a jaxpr and all the arrays that it holds. See `closed_function`."""
 
-    shell: Any  # the converted function without its jaxpr and constants
-    program: Program
-    hidden: list[Array]
+    program: Static  # a jaxpr without constants
     constants: list[Array]
+    static_outputs: Any  # the results that are no arrays, and None in the places of the others
+    outputs: Any = eqx.field(static=True)  # the structure of the results that are arrays
     # The relative precision of products, where the function is one that says so.
     precision: float | None = eqx.field(default=None, static=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function. (Not as Equinox does, whose check of the arguments refuses arrays in
-        a mesh that the example was not in.)
-        """
+        """Call the function."""
         arrays = jtu.tree_leaves(eqx.filter((args, kwargs), eqx.is_array))
-        variables = self.program.arguments[len(self.constants) :]
-        expected = [(x.aval.shape, x.aval.dtype) for x in variables]
-        found = [(x.shape, x.dtype) for x in arrays]
+        own = variables(self.program.value)[len(self.constants) :]
+        expected = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in own]
+        found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         if found != expected:
             raise ValueError(
-                f"A function that was traced for {_listed(expected)} got {_listed(found)}. Give it "
-                "arrays of these shapes and dtypes, such as a vector like the parameters."
+                f"A function that was traced for {expected} got {found}. Give it arrays of these "
+                "shapes and dtypes, such as a vector like the parameters."
             )
-        operands = [*arrays, *self.constants, *self.hidden]
-        ends = len(arrays), len(arrays) + len(self.constants)
+        operands = [*self.constants, *arrays]
         # Outside of `jit` JAX evaluates nothing along automatic axes of a mesh with explicit ones.
         run = _evaluate_compiled if explicit_mesh_of(operands) else _evaluate
-        results = with_auto_axes(partial(run, self.program, ends), operands)
-        structure, static = map(_tree, (self.shell.out_dynamic_struct, self.shell.out_static))
-        return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(structure), results), static)
+        results = with_auto_axes(partial(run, self.program, len(self.constants)), operands)
+        return eqx.combine(jtu.tree_unflatten(self.outputs, results), self.static_outputs)
 
 
-def _evaluate(program: Program, ends: tuple[int, int], *operands: Array) -> list:
-    """Evaluate a program; the operands are the arguments, its constants, and the hidden ones."""
-    arguments, constants = operands[: ends[0]], operands[ends[0] : ends[1]]
-    return program.evaluate(operands[ends[1] :], constants, *arguments)
+def _evaluate(program: Static, count: int, *operands: Array) -> list:
+    """Evaluate a jaxpr; the operands are its `count` constants and its arguments."""
+    jaxpr = program.value
+
+    def run(*operands):
+        return jax.core.eval_jaxpr(jaxpr, operands[:count], *operands[count:])
+
+    meshes = [equation.ctx.cur_abstract_mesh for equation in jaxpr.eqns]
+    specs = [x.aval.sharding.spec for x in variables(jaxpr)]
+    return with_explicit_axes(run, operands, specs, next(filter(explicit_axes_of, meshes), None))
 
 
 _evaluate_compiled = jax.jit(_evaluate, static_argnums=(0, 1))
-
-
-def _tree(flat: tuple[list[Any], Any]) -> Any:
-    leaves, treedef = flat
-    return jtu.tree_unflatten(treedef, leaves)
-
-
-def _listed(arrays: list[tuple[Any, Any]]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in arrays[:8]) or "no arrays"
-
-
-def _contents(converted: Any) -> tuple[Any, Any]:
-    return converted.jaxpr, converted.consts
 
 
 def is_converted(node: Any) -> bool:
@@ -594,272 +284,78 @@ def closed_functions(tree: Any) -> Any:
     def close(node):
         if not is_converted(node):
             return node
-        jaxpr, constants = _contents(node)
-        shell = eqx.tree_at(_contents, node, (None, None))
-        arrays = [jnp.asarray(x) for x in constants]
-        return ClosedFunction(shell, Program(jaxpr), take_constants(jaxpr), arrays)
+        jaxpr, constants = _without_calls(node.jaxpr, node.consts)
+        return ClosedFunction(
+            program=Static(jaxpr),
+            constants=[jnp.asarray(x) for x in constants],
+            static_outputs=jtu.tree_unflatten(*reversed(node.out_static)),
+            outputs=node.out_dynamic_struct[1],
+        )
 
     return jtu.tree_map(close, tree, is_leaf=is_converted)
 
 
 def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFunction:
-    """A function as a program and all the arrays that the function holds.
+    """A function as a jaxpr and all the arrays that the function holds.
 
     **Arguments:**
 
     - `function`: the function.
     - `example`: arguments to trace it with: arrays, or their structures.
     """
-    ways = [(automatic_mesh(), example)]
-    if explicit_axes_of(get_abstract_mesh()):
-        # The function may name explicit axes, or hold arrays that are cut along them.
-        ways += [(nullcontext(), example), (nullcontext(), replicated(example))]
 
-    def convert(mesh, like):
+    def convert(*like):
         # Equinox does not trace a function without a closure, so that arrays in its defaults or
         # globals would be missed. This lambda has a closure.
-        with mesh:
-            return eqx.filter_closure_convert(lambda *args: function(*args), *like)
+        return closed_functions(eqx.filter_closure_convert(lambda *x: function(*x), *like))
 
-    for way in ways[:-1]:
-        with suppress(AssertionError, ValueError):
-            converted = convert(*way)
-            break
-    else:
-        converted = convert(*ways[-1])
-    closed = closed_functions(converted)
+    try:
+        with automatic_mesh():
+            closed = convert(*example)
+    except (AssertionError, ValueError):
+        if not explicit_axes_of(get_abstract_mesh()):
+            raise
+        # The function names explicit axes, or holds arrays that are cut along them.
+        closed = convert(*replicated(example))
     precision = getattr(getattr(function, "__self__", function), "precision", None)
     return dataclasses.replace(closed, precision=precision)
 
 
-# Equations that hand on their operands, one by one, to the one jaxpr in them.
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
-)
-
-
-# Equations that have a parameter `precision`.
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-
-
-def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
-    """The rounding that an argument meets on its way through a function: the largest `eps` among
-    the dtypes of all the values that depend on it. (Half precision inside of a function of float32
-    does not show in the dtypes of its arguments and results.) Factors in products of matrices count
-    with the precision that they keep there: on a GPU float32 is multiplied as TF32, unless the user
-    asks for more.
-
-    **Arguments:**
-
-    - `function`: the function, which is traced unless it was converted.
-    - `args`: of each argument the value or its structure, and whether it is followed.
-
-    **Returns:**
-
-    A float; 0 if there is no floating dtype.
+def _without_calls(jaxpr: Any, constants: list[Array]) -> tuple[Any, list[Array]]:
+    """The jaxpr and its constants; where it calls `jax.jit` functions that hold arrays, with what
+    these do in place of the calls. (JAX itself makes operands of the arrays in its control flow.)
     """
-    if not isinstance(function, ClosedFunction) and not is_converted(function):
-        function = closed_function(function, *(value for value, _ in args))
-    closed = isinstance(function, ClosedFunction)
-    jaxpr = function.program.jaxpr if closed else function.jaxpr
-    followed = [
-        follow
-        for value, follow in args
-        for leaf in jtu.tree_leaves(value)
-        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
-    return _eps_along(_opened(jaxpr), followed)[0]
+    if not any(map(_is_call_with_constants, jaxpr.eqns)):
+        return opened(jaxpr), constants
+    own = variables(jaxpr)[len(constants) :]
+    structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in own]
+    inlined = jax.make_jaxpr(partial(_evaluate_inlined, jaxpr, constants))(*structs)
+    return opened(inlined), _constants(inlined)
 
 
-def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
-    """The relative precision of a product that a function makes: that of `eps_along`, and twice
-    that if it is coarser than the argument in single precision, as a function rounds more than
-    once.
-
-    **Arguments:**
-
-    - `function`, `args`: as for `eps_along`.
-
-    **Returns:**
-
-    A float; 0 if there is no floating dtype.
-    """
-    eps = eps_along(function, *args)
-    leaves = [leaf for value, follow in args if follow for leaf in jtu.tree_leaves(value)]
-    own = [at_least_single(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return 2 * eps if eps > max((float(jnp.finfo(x).eps) for x in own), default=eps) else eps
+def _is_call_with_constants(equation: Any) -> bool:
+    is_call = equation.primitive.name in ("jit", "pjit")
+    inner = equation.params["jaxpr"] if is_call else None
+    return is_call and (bool(_constants(inner)) or any(map(_is_call_with_constants, inner.eqns)))
 
 
-def _eps_inside(equation: Any) -> float:
-    """The rounding in an equation that the dtype of its results does not show."""
-    if equation.primitive.name == "reduce_precision":
-        return 2.0 ** -equation.params["mantissa_bits"]
-    if equation.primitive.name not in _PRODUCTS:
-        return 0.0
-    return eps_of_factors(equation.params["precision"], [x.aval.dtype for x in equation.invars])
+def _evaluate_inlined(jaxpr: Any, constants: list[Array], *args: Array) -> list:
+    """As `jax.core.eval_jaxpr`, without the calls that hold arrays."""
+    jaxpr = opened(jaxpr)
+    values = dict(zip(variables(jaxpr), [*constants, *args], strict=True))
 
+    def read(atom):
+        return atom.val if is_literal(atom) else values[atom]
 
-def _eps_along(jaxpr: Any, followed: list[bool]) -> tuple[float, list[bool]]:
-    """The largest `eps` among the values that depend on some of the last arguments of a jaxpr, and
-    which of its results do.
-    """
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    last = variables[len(variables) - len(followed) :]
-    moving = {x for x, follow in zip(last, followed, strict=True) if follow}
-    worst = 0.0
     for equation in jaxpr.eqns:
-        moves = [not _is_literal(x) and x in moving for x in equation.invars]
-        if not any(moves):
-            continue
-        results = [True] * len(equation.outvars)
-        for value in jtu.tree_leaves(list(equation.params.values())):
-            if not is_jaxpr(value) and not isinstance(value, _Inner):
-                continue
-            inner = _opened(value)
-            fits = len(inner.outvars) == len(results) and len(moves) <= len(inner.invars)
-            if equation.primitive.name in _CALLS and fits:
-                eps, results = _eps_along(inner, moves)
-            else:  # what a loop carries may depend on all of its operands
-                eps, _ = _eps_along(inner, [True] * len(inner.invars))
-            worst = max(worst, eps)
-        for x, depends in zip(equation.outvars, results, strict=True):
-            if depends:
-                moving.add(x)
-                dtype = getattr(x.aval, "dtype", None)
-                if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-                    worst = max(worst, float(jnp.finfo(dtype).eps))
-        worst = max(worst, _eps_inside(equation))
-    return worst, [not _is_literal(x) and x in moving for x in jaxpr.outvars]
-
-
-#: What `holds` finds in a value, where JAX does not look.
-NOTHING, ARRAYS, TRACERS = range(3)
-
-# Types of objects that hold no array that a program depends on.
-_CODE = type, ModuleType, jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding
-_CODE = *_CODE, jax.core.Trace, np.dtype
-
-# A value that holds more objects than this is assumed to hold an array, for which `_MORE` stands.
-_FEW, _MORE = 2000, object()
-
-# Libraries whose functions hold no arrays of the user in their globals.
-_LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "scipy", "equinox", "lineax", "jaxtyping"})
-
-
-def _arrays_in(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """The arrays in a value, without those in objects that were `seen` before (by identity); and
-    `_MORE`, if there are too many objects to look at all of them.
-    """
-    for leaf in jtu.tree_leaves(value):
-        if isinstance(leaf, jax.Array | np.ndarray):
-            yield leaf
-    if id(value) in seen or isinstance(value, _CODE):
-        return
-    seen[id(value)] = value
-    if len(seen) > _FEW:
-        yield _MORE
-        return
-    for item in _held(value):
-        yield from _arrays_in(item, seen)
-
-
-def holds(value: Any) -> int:
-    """Whether there are arrays in a value, and whether some of them are traced.
-
-    **Arguments:**
-
-    - `value`: anything. Functions are searched: their closures, their defaults, the globals that
-        they name, the object that they are methods of, and what they wrap. Of callable objects
-        the attributes are.
-
-    **Returns:**
-
-    `NOTHING`, `ARRAYS` or `TRACERS`.
-    """
-    return _level_of(_arrays_in(value, {}))
-
-
-def _level_of(arrays: Iterable[Any]) -> int:
-    level = NOTHING
-    for array in arrays:
-        if isinstance(array, jax.core.Tracer):
-            return TRACERS
-        level = ARRAYS
-    return level
-
-
-@final
-class Held:
-    """The arrays that static values hold where JAX does not look. They are part of a program that
-    was compiled with these values: with other arrays in their place, or with other numbers in a
-    NumPy array, it is another program.
-    """
-
-    __slots__ = ("arrays", "level")
-
-    def __init__(self, *values: Any):
-        """From static values, and from structures of PyTrees, whose static fields are searched."""
-        found = []
-        for value in values:
-            value = static_fields(value) if isinstance(value, jtu.PyTreeDef) else value
-            found += _arrays_in(value, {})
-        self.level = _level_of(found)
-        # A program with tracers is compiled for one call, and must not keep them.
-        self.arrays = () if self.level == TRACERS else tuple(map(_frozen, found))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Held)
-            and self.level == other.level
-            and same(self.arrays, other.arrays)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.level, len(self.arrays)))
-
-
-def _frozen(array: Any) -> Any:
-    """The array or, as a NumPy array may change in place, a digest of it."""
-    if not isinstance(array, np.ndarray):
-        return array
-    return array.dtype, array.shape, hashlib.blake2b(array.tobytes()).digest()
-
-
-def _held(value: Any) -> list[Any]:
-    if isinstance(value, FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        if value.__module__ is None or value.__module__.partition(".")[0] not in _LIBRARIES:
-            names = value.__code__.co_names
-            held += [value.__globals__[name] for name in names if name in value.__globals__]
-        return held
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if is_jaxpr(value):
-        parameters = [list(equation.params.values()) for equation in value.eqns]
-        return [*_constants(value), *[x for x in jtu.tree_leaves(parameters) if _may_hold(x)]]
-    if isinstance(value, _Inner | Program):
-        return [value.jaxpr]
-    if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
-        return [value.f, list(value.transforms)]
-    if callable(value):
-        return [*getattr(value, "__dict__", {}).values(), getattr(value, "__wrapped__", None)]
-    leaves = jtu.tree_leaves(value)
-    if len(leaves) == 1 and leaves[0] is value:  # an object of a class that JAX does not know
-        return list(getattr(value, "__dict__", {}).values())
-    return [leaf for leaf in leaves if _may_hold(leaf)]
-
-
-def _may_hold(value: Any) -> bool:
-    slots = isinstance(value, _Inner | Program) or is_jaxpr(value)
-    return slots or callable(value) or hasattr(value, "__dict__")
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        if _is_call_with_constants(equation):
+            inner = equation.params["jaxpr"]
+            operands = map(read, equation.invars)
+            results = _evaluate_inlined(inner, _constants(inner), *operands)
+        else:
+            names = list({x: None for x in equation.invars if not is_literal(x)})
+            ends = {"invars": names, "outvars": list(equation.outvars)}
+            one = jaxpr.replace(constvars=[], **ends, eqns=[equation])
+            results = jax.core.eval_jaxpr(one, (), *map(read, names))
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]

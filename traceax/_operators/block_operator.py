@@ -18,16 +18,14 @@ from jaxtyping import Array, Inexact, PyTree
 from .._core.estimate import scale_of
 from .._core.precision import any_promotion, at_least_single, matmul, widened
 from .._core.programs import (
-    NOTHING,
-    TRACERS,
+    ClosedFunction,
     closed_function,
     closed_functions,
-    eps_of_product,
-    holds,
     is_converted,
-    static_fields,
+    is_plain,
 )
 from .curvature import CurvatureOperator
+from .precision import eps_of_product
 from .width import batch_width, by_columns, parts_of
 
 
@@ -235,20 +233,20 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
     """The operator with every array that it depends on as a leaf.
 
     NumPy arrays become JAX arrays, and so do the Python numbers that an operator is multiplied
-    with. Functions that still hold arrays (in an operator made with `closure_convert=False`, or of
-    a function that uses a global array) are converted to jaxprs: a tracer inside a function would
-    be invisible to the primitive's transformation rules. An operator of somebody else's class is
-    replaced by one that has only its product and its tags where a function in it or a static field
-    holds a tracer; and where it is a part of a sum or product, and does not say whether it is
-    diagonal or tridiagonal, which sums and products of lineax ask for.
+    with. Functions (in an operator made with `closure_convert=False`, or without a closure) are
+    converted to jaxprs: an array inside a function would be invisible to the primitive. An operator
+    of somebody else's class is replaced by one that has only its product and its tags where a
+    function in it or a static field may hold an array; and where it is a part of a sum or product,
+    and does not say whether it is diagonal or tridiagonal, which sums and products of lineax ask
+    for.
     """
     whole = _without_tags(operator)
 
     def convert(node):
-        if isinstance(node, lx.FunctionLinearOperator) and _holds_arrays(node.fn):
+        if isinstance(node, lx.FunctionLinearOperator) and not _is_closed(node.fn):
             closed = closed_function(node.fn, node.in_structure())
             return _operator_of(closed, node.in_structure(), node.tags)
-        if isinstance(node, lx.JacobianLinearOperator) and _holds_arrays(node.fn):
+        if isinstance(node, lx.JacobianLinearOperator) and not _is_closed(node.fn):
             closed = closed_function(node.fn, node.x, node.args)
             return lx.JacobianLinearOperator(
                 closed, node.x, node.args, node.tags, node.jac, closure_convert=False
@@ -258,8 +256,8 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
             return _multiple(type(node), inner, node.scalar)
         if is_foreign(node):
             leaves, treedef = jtu.tree_flatten(node)
-            hidden = static_fields(treedef), *[leaf for leaf in leaves if callable(leaf)]
-            if any(holds(value) == TRACERS for value in hidden):
+            others = [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
+            if not all(map(is_plain, [treedef, *others])):
                 return _by_products(node)
             return node if node is whole else _as_part(node)
         return node
@@ -281,11 +279,9 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
     return jtu.tree_map(as_array, closed_functions(operator))
 
 
-def _holds_arrays(function: Callable[..., Any]) -> bool:
-    """Whether a function holds arrays that are not its leaves. (A converted function does not
-    count: `closed_functions` takes the arrays out of its jaxpr.)
-    """
-    return not is_converted(function) and holds(function) != NOTHING
+def _is_closed(function: Callable[..., Any]) -> bool:
+    """Whether all arrays that a function holds are its leaves, or are after `closed_functions`."""
+    return isinstance(function, ClosedFunction) or is_converted(function)
 
 
 def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):

@@ -30,7 +30,8 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import at_least_single, widened
-from .._core.programs import Static, closed_function, eps_along, eps_of_product
+from .._core.programs import Static, closed_function
+from .precision import eps_along, eps_of_product
 from .unstructured import register_unstructured
 
 

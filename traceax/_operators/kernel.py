@@ -29,7 +29,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
-from .._core.programs import NOTHING, closed_function, holds
+from .._core.programs import closed_function, is_plain
 from .unstructured import register_unstructured
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
@@ -188,7 +188,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         inexact = jnp.issubdtype(value.dtype, jnp.inexact)
         self._dtype = np.dtype(value.dtype if inexact else jax.dtypes.canonicalize_dtype(float))
         functions = [leaf for leaf in jtu.tree_leaves(kernel) if callable(leaf)]
-        if batched and all(holds(each) == NOTHING for each in functions):
+        if batched and all(map(is_plain, functions)):
             self.kernel, self.batched = kernel, True
             return
         # Every array that the kernel closes over becomes a leaf, for points of this shape. A kernel

@@ -1,0 +1,120 @@
+"""The relative precision of products, read from the jaxpr of the function that makes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._core.precision import at_least_single, eps_of_factors
+from .._core.programs import (
+    ClosedFunction,
+    closed_function,
+    closed_functions,
+    is_converted,
+    is_jaxpr,
+    is_literal,
+    opened,
+    variables,
+)
+
+# Equations that hand on their operands, one by one, to the one jaxpr in them.
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+)
+
+# Equations that have a parameter `precision`.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
+    """The rounding that an argument meets on its way through a function: the largest `eps` among
+    the dtypes of all the values that depend on it. (Half precision inside of a function of float32
+    does not show in the dtypes of its arguments and results.) Factors in products of matrices count
+    with the precision that they keep there: on a GPU float32 is multiplied as TF32, unless the user
+    asks for more.
+
+    **Arguments:**
+
+    - `function`: the function, which is traced unless it was converted.
+    - `args`: of each argument the value or its structure, and whether it is followed.
+
+    **Returns:**
+
+    A float; 0 if there is no floating dtype.
+    """
+    if is_converted(function):
+        function = closed_functions(function)
+    elif not isinstance(function, ClosedFunction):
+        function = closed_function(function, *(value for value, _ in args))
+    followed = [
+        follow
+        for value, follow in args
+        for leaf in jtu.tree_leaves(value)
+        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    return _eps_along(function.program.value, followed)[0]
+
+
+def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
+    """The relative precision of a product that a function makes: that of `eps_along`, and twice
+    that if it is coarser than the argument in single precision, as a function rounds more than
+    once.
+
+    **Arguments:**
+
+    - `function`, `args`: as for `eps_along`.
+
+    **Returns:**
+
+    A float; 0 if there is no floating dtype.
+    """
+    eps = eps_along(function, *args)
+    leaves = [leaf for value, follow in args if follow for leaf in jtu.tree_leaves(value)]
+    own = [at_least_single(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return 2 * eps if eps > max(map(_eps_of_dtype, own), default=eps) else eps
+
+
+def _eps_along(jaxpr: Any, followed: Sequence[bool]) -> tuple[float, list[bool]]:
+    """The largest `eps` among the values that depend on some of the last arguments of a jaxpr, and
+    which of its results do.
+    """
+    last = variables(jaxpr)[-len(followed) :] if followed else []
+    moving = {x for x, follow in zip(last, followed, strict=True) if follow}
+    worst = 0.0
+    for equation in jaxpr.eqns:
+        moves = [not is_literal(x) and x in moving for x in equation.invars]
+        if not any(moves):
+            continue
+        inner, results = _eps_inside(equation, moves)
+        moved = [x for x, depends in zip(equation.outvars, results, strict=True) if depends]
+        moving.update(moved)
+        worst = max(worst, inner, *(_eps_of_dtype(getattr(x.aval, "dtype", None)) for x in moved))
+    return worst, [not is_literal(x) and x in moving for x in jaxpr.outvars]
+
+
+def _eps_inside(equation: Any, moves: list[bool]) -> tuple[float, list[bool]]:
+    """The rounding in an equation that the dtypes of its results do not show, and which of its
+    results depend on the operands that move.
+    """
+    worst, results = 0.0, [True] * len(equation.outvars)
+    if equation.primitive.name == "reduce_precision":
+        worst = 2.0 ** -equation.params["mantissa_bits"]
+    if equation.primitive.name in _PRODUCTS:
+        dtypes = [x.aval.dtype for x in equation.invars]
+        worst = eps_of_factors(equation.params["precision"], dtypes)
+    for inner in map(opened, filter(is_jaxpr, jtu.tree_leaves(list(equation.params.values())))):
+        fits = len(inner.outvars) == len(results) and len(moves) <= len(inner.invars)
+        if equation.primitive.name in _CALLS and fits:
+            eps, results = _eps_along(inner, moves)
+        else:  # what a loop carries may depend on all of its operands
+            eps, _ = _eps_along(inner, [True] * len(inner.invars))
+        worst = max(worst, eps)
+    return worst, results
+
+
+def _eps_of_dtype(dtype: Any) -> float:
+    floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return float(jnp.finfo(dtype).eps) if floating else 0.0
