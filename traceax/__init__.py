@@ -2,7 +2,6 @@
 
 from . import curvature as curvature, plot as plot
 from ._core.primitive import diagonal_p as diagonal_p, trace_p as trace_p
-from ._deprecated import gradient_std_err as gradient_std_err, track as track
 from ._diagonal.auto import AutoDiagonalEstimator as AutoDiagonalEstimator
 from ._diagonal.diagonal import block_traces as block_traces, diagonal as diagonal
 from ._diagonal.diagpp import DiagPlusPlusEstimator as DiagPlusPlusEstimator
@@ -47,8 +46,6 @@ from ._probes.samplers import (
     SphereSampler as SphereSampler,
     SteinhausSampler as SteinhausSampler,
 )
-from ._sequences.step import TrackState as TrackState
-from ._sequences.tracker import Tracker as Tracker
 from ._sketch.low_rank import BuiltPreconditioner as BuiltPreconditioner
 from ._trace.adaptive import (
     AdaptiveHutchPlusPlusEstimator as AdaptiveHutchPlusPlusEstimator,
@@ -61,5 +58,6 @@ from ._trace.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
 from ._trace.trace import trace as trace
 from ._trace.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._trace.xtrace import XTraceEstimator as XTraceEstimator
+from ._tracker import Tracker as Tracker, TrackState as TrackState
 
 __version__ = "2.0.0"
