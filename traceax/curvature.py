@@ -456,8 +456,8 @@ class Curvature:
         if self.predict is not None:
             if len(args) != 2 or not all(isinstance(x, tuple) for x in args):
                 raise TypeError(
-                    "With `predict` the call is `curvature(params, model_args, loss_args)` with two "
-                    f"tuples, got {[type(x).__name__ for x in args]}. An empty tuple is none."
+                    "With `predict` the call is `curvature(params, model_args, loss_args)`, with "
+                    f"two tuples, got {[type(x).__name__ for x in args]}. An empty tuple is none."
                 )
             composition = Composition(self._outputs, self._loss_of_outputs, join)
             tags = (lx.positive_semidefinite_tag,) if self.convex else ()
