@@ -403,7 +403,7 @@ def test_pytrees_other_samplers_and_files(tmp_path):
 
     def mv(given, x):
         y = given[0] @ jnp.concatenate([x["a"].reshape(-1), x["b"]])
-        y = y * (1 + 0 * jr.uniform(given[1]))
+        y = y * (1 + 0 * jr.uniform(given[1])).astype(y.dtype)
         return {"a": y[:10].reshape(2, 5), "b": y[10:]}
 
     operator = lx.FunctionLinearOperator(eqx.Partial(mv, (matrix, jr.key(5))), structure)
