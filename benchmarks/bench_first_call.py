@@ -49,7 +49,8 @@ def _tracked(method):
 
     def steps(a):
         def step(state, key):
-            state, solution = tracker.update(state, key, lx.MatrixLinearOperator(a, PSD), k=20)
+            operator = lx.MatrixLinearOperator(a, PSD)
+            state, solution = tracker.update(key, operator, state, operator)
             return state, solution.value
 
         state = tracker.init(lx.MatrixLinearOperator(a, PSD), k=20)
@@ -87,7 +88,7 @@ CALLS = {
             "log density, gradient": (jax.value_and_grad(_density), 4.0),
         },
     ),
-    "Tracker": (_tracked("recycled"), {"auto": (_tracked("auto"), 2.0)}),
+    "Tracker": (_tracked("recycled"), {"deltashift": (_tracked("deltashift"), 2.0)}),
 }
 
 

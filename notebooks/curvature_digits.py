@@ -91,8 +91,8 @@ def train(params):
     def look(carry, key):
         params, moments, state_h, state_g = carry
         key_h, key_g = jax.random.split(key)
-        state_h, trace_h = tracker.update(state_h, key_h, hessian(params), k)
-        state_g, trace_g = tracker.update(state_g, key_g, gauss_newton(params), k)
+        state_h, trace_h = tracker.update(key_h, hessian(params), state_h)
+        state_g, trace_g = tracker.update(key_g, gauss_newton(params), state_g)
         seen = params, loss(params, batch), trace_h, trace_g
         params, moments = jax.lax.fori_loop(0, steps, step, (params, moments))
         return (params, moments, state_h, state_g), seen

@@ -130,6 +130,24 @@ sequences_start = random_weights(
 STEPS = 10  # from one look to the next
 
 
+def trace_and_square(gradients, weights):
+    """The trace of the covariance of single gradients, and the squared norm of the expected one."""
+    count = jnp.sum(weights)
+    square = jnp.sum((weights @ gradients / count) ** 2)
+    trace = (weights @ jnp.sum(gradients**2, axis=1) / count - square) * count / (count - 1)
+    return jnp.stack([trace, square - trace / count])
+
+
+def noise_of(gradients):
+    """Both numbers, and their errors by the jackknife over examples."""
+    count = len(jax.tree.leaves(gradients)[0])
+    rows = [g.reshape(count, -1) for g in jax.tree.leaves(gradients)]
+    rows = jnp.concatenate(rows, axis=1)
+    without_one = jax.vmap(trace_and_square, (None, 0))(rows, 1 - jnp.eye(count))
+    errors = jnp.sqrt((count - 1) * jnp.var(without_one, axis=0))
+    return trace_and_square(rows, jnp.ones(count)), errors
+
+
 def train(name, loss, params, batch, learning_rate, looks):
     curvature_of = tr.curvature.of(loss, groups=lambda path, leaf: path.split("/")[0])
 
@@ -151,7 +169,8 @@ def train(name, loss, params, batch, learning_rate, looks):
         hessian = curvature_of(params, batch)
         checked = tr.eigenpairs(key, hessian, k=20)
         layers = tr.block_traces(key, hessian, k=20)
-        return checked, layers, tr.curvature.noise_scale(loss_of_example, params, batch)
+        gradients = jax.vmap(jax.grad(loss_of_example), (None, 0))(params, batch)
+        return checked, layers, noise_of(gradients)
 
     sharpness = tr.eigenpairs(jax.random.key(0), curvature_of(params, batch), k=20)
     losses, sharp, closely = [], [], []
@@ -163,9 +182,10 @@ def train(name, loss, params, batch, learning_rate, looks):
         sharp.append(sharpness)
         if i % 5 == 4:
             closely.append(look_closely(params, key))
+            (trace, square), _ = closely[-1][2]
             bar.set_postfix_str(
                 f"loss {value:.3f}, sharpness {sharpness.values[0]:.1f}, "
-                f"noise scale {closely[-1][2].scale:.0f}",
+                f"noise scale {trace / square if square > 0 else np.inf:.0f}",
                 refresh=False,
             )
     checked, layers, noise = zip(*closely, strict=True)
@@ -229,10 +249,7 @@ plt.show()
 # %%
 def noise_and_signal(name, run):
     count = len(problems[name][2][1])
-    trace, trace_error, square, square_error = (
-        np.array([getattr(noise, field) for noise in run["noise"]])
-        for field in ("trace", "trace_std_err", "square", "square_std_err")
-    )
+    (trace, square), (trace_error, square_error) = np.array(run["noise"]).transpose(1, 2, 0)
     yield "noise", trace / count, trace_error / count
     yield "signal", square, square_error
 

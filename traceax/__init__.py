@@ -48,8 +48,7 @@ from ._probes.samplers import (
     SphereSampler as SphereSampler,
     SteinhausSampler as SteinhausSampler,
 )
-from ._sequences.step import TrackState as TrackState
-from ._sequences.tracker import Tracker as Tracker
 from ._sketch.low_rank import BuiltPreconditioner as BuiltPreconditioner
+from ._tracker import Tracker as Tracker, TrackState as TrackState
 
 __version__ = "2.0.0"

@@ -16,34 +16,29 @@ function. Everything that does not depend on v is computed once for all products
 are accumulated by `lax.scan`, so that the memory is that of one batch.
 """
 
-import inspect
+import dataclasses
+import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
-from ._core.precision import at_least_single, widened
-from ._core.programs import closed_function
-from ._estimators.solution import described
+from ._core.precision import at_least_single
 from ._operators.curvature import (
+    Composition,
     CurvatureOperator as CurvatureOperator,
-    Groups,
-    check_arrays,
-    check_batches,
-    check_choice,
+    Split,
     check_mode,
-    check_scalar,
     make_curvature,
+    path_name,
     split_params,
     structure_of,
 )
@@ -61,8 +56,30 @@ def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
         return 0.5 * jnp.asarray(sum(squares))
 
 
-def _constant(tree: Any) -> Any:
-    return jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, tree)
+def _check_scalar(returned: Any, has_aux: bool = False) -> Array:
+    """What a loss returns, or with `has_aux` the first of a pair: a floating-point scalar."""
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    value: Any = returned[0] if has_aux and pair else returned
+    if has_aux == pair and eqx.is_inexact_array(value) and value.shape == ():
+        return value
+    raise ValueError(
+        f"With has_aux={has_aux} the loss must return a floating-point scalar array"
+        f"{' and an auxiliary output' if has_aux else ''}, got {eqx.tree_pformat(returned)}. "
+        "Reduce it (`jnp.mean(...)`), and say whether there is an auxiliary output: "
+        f"`traceax.curvature.of(loss, has_aux={not has_aux})`."
+    )
+
+
+def _check_arrays(what: str, outputs: Any) -> Any:
+    """Refuse outputs that cannot be differentiated."""
+    leaves = jtu.tree_leaves(outputs)
+    if not leaves or not all(eqx.is_inexact_array(leaf) for leaf in leaves):
+        raise ValueError(
+            f"{what} must return (a PyTree of) floating-point arrays, got "
+            f"{eqx.tree_pformat(outputs)}. Convert integers with `.astype(float)`, and leave out "
+            "auxiliary outputs."
+        )
+    return outputs
 
 
 def hessian(
@@ -121,13 +138,8 @@ def hessian(
         B. A. Pearlmutter, *Fast exact multiplication by the Hessian*, 1994,
         doi:10.1162/neco.1994.6.1.147.
     """
-
-    def outer(moving, constant, *data):
-        return check_scalar("The loss", loss(eqx.combine(moving, constant), *data))
-
-    check_mode(mode)
-    options: dict[str, Any] = {"weights": weights, "wrt": wrt, "mode": mode}
-    return make_curvature(None, outer, params, args, batches, **options)
+    curvature = of(loss, wrt=wrt, mode=mode)
+    return curvature(params, *args, batches=batches, weights=weights)
 
 
 def gauss_newton(
@@ -174,15 +186,8 @@ def gauss_newton(
         N. N. Schraudolph, *Fast curvature matrix-vector products for second-order gradient
         descent*, 2002, doi:10.1162/08997660260028683.
     """
-
-    def inner(index, params, *data):
-        return check_arrays("predict", predict(params, *data))
-
-    def outer(out, constant, *data):
-        return check_scalar("The loss", loss(out, *data))
-
-    tags = (lx.positive_semidefinite_tag,) if convex else ()
-    return make_curvature(inner, outer, params, args, batches, *tags, weights=weights, wrt=wrt)
+    curvature = of(loss, predict=predict, wrt=wrt, convex=convex)
+    return curvature(params, args, args, batches=batches, weights=weights)
 
 
 def fisher(
@@ -258,7 +263,7 @@ def fisher(
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
     def values(params, *data):
-        out = check_arrays("log_likelihood", log_likelihood(params, *data))
+        out = _check_arrays("log_likelihood", log_likelihood(params, *data))
         if not eqx.is_array(out) or out.ndim > 1:
             raise ValueError(
                 "log_likelihood must return one number an example, an array of shape (N,), got "
@@ -266,34 +271,37 @@ def fisher(
             )
         return out
 
-    def inner(index, params, *data):
-        if sample is None or key is None:
-            return values(params, *data)
-        draw = sample
+    moving = split_params(params, wrt)
+    tags = (lx.positive_semidefinite_tag,)
+    if sample is None or key is None:
+        composition = Composition(
+            inner=lambda index, params, *data: values(params, *data),
+            outer=lambda out, at, *data: _half_square(out, 1 / out.size),
+        )
+        return make_curvature(composition, moving, args, batches, weights, tags)
 
-        def drawn(key):
-            fresh = draw(key, params, *data)
+    def drawn(index, params, *data):
+        def draw(key):
+            fresh = sample(key, params, *data)
             if not isinstance(fresh, tuple) or len(fresh) != len(data):
                 raise ValueError(
                     "sample must return the arguments after `params` as a tuple of "
                     f"{len(data)}, got {jtu.tree_structure(fresh)}."
                 )
-            return values(params, *_constant(fresh))
+            held = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
+            return values(params, *held)
 
-        return jax.vmap(drawn)(split(numbered(key, index), num_samples))
+        return jax.vmap(draw)(split(numbered(key, index), num_samples))
 
     # The probabilities of labels that were drawn depend on the parameters: d E[g g^T] =
     # E[d(g g^T) + g g^T d log p]. A factor p / p, of which only the numerator is differentiated,
     # has the derivative d log p.
-    def outer(out, constant, *data, at=None):
-        if at is None:
-            return _half_square(out, 1 / out.size)
+    def reweighted(out, at, *data):
         at = at.astype(at_least_single(at.dtype))
         return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
 
-    tag, drawn = lx.positive_semidefinite_tag, sample is not None
-    options: dict[str, Any] = {"weights": weights, "wrt": wrt, "reweighted": drawn}
-    return make_curvature(inner, outer, params, args, batches, tag, **options)
+    composition = Composition(drawn, reweighted)
+    return make_curvature(composition, moving, args, batches, weights, tags)
 
 
 def jacobian_gram(
@@ -326,44 +334,105 @@ def jacobian_gram(
     - `ValueError`: as [`traceax.curvature.hessian`][], and for outputs that are not floating-point
         arrays.
     """
+    composition = Composition(
+        inner=lambda index, params, *data: _check_arrays("fn", fn(params, *data)),
+        outer=lambda out, at, *data: _half_square(out),
+    )
+    tags = (lx.positive_semidefinite_tag,)
+    return make_curvature(composition, split_params(params, wrt), args, batches, weights, tags)
 
-    def inner(index, params, *data):
-        return check_arrays("fn", fn(params, *data))
 
-    def outer(out, constant, *data):
-        return _half_square(out)
+class _Groups(NamedTuple):
+    """Parameters in groups: a dictionary with one array of shape `(size,)` for each name."""
 
-    tag = lx.positive_semidefinite_tag
-    return make_curvature(inner, outer, params, args, batches, tag, weights=weights, wrt=wrt)
+    names: list[Any]  # of each leaf the name, or the names of the entries along its leading axis
+    structure: Any
+
+    @classmethod
+    def of(cls, moving: Any, groups: Callable[[str, Any], Any]) -> "_Groups":
+        """The groups of these parameters.
+
+        **Arguments:**
+
+        - `moving`: the parameters that are differentiated.
+        - `groups`: called as `groups(path, leaf)` for each; returns a name, or a list of names, one
+            for each entry along the leading axis of the leaf.
+        """
+        names = []
+        for path, leaf in jtu.tree_leaves_with_path(moving):
+            name = groups(path_name(path), leaf)
+            several = isinstance(name, tuple | list)
+            if not (leaf.shape[:1] == (len(name),) if several else isinstance(name, str)):
+                raise ValueError(
+                    "groups must return a name (a str), or a list of names, one for each entry "
+                    f"along the leading axis, got {name!r} for {path_name(path)!r} of shape "
+                    f"{leaf.shape}. Return the path for a group of its own."
+                )
+            names.append(list(name) if several else name)
+        return cls(names, structure_of(moving))
+
+    def pack(self, moving: Any) -> dict[str, Array]:
+        """The grouped parameters."""
+        parts: dict[str, list[Array]] = {}
+        for names, leaf in zip(self.names, jtu.tree_leaves(moving), strict=True):
+            pieces = zip(names, leaf, strict=True) if isinstance(names, list) else [(names, leaf)]
+            for name, piece in pieces:
+                parts.setdefault(name, []).append(piece.reshape(-1))
+        for name, pieces in parts.items():
+            dtypes = sorted({str(x.dtype) for x in pieces})
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"The parameters of a group need one dtype, got {dtypes} in {name!r}. Make a "
+                    "group of each dtype."
+                )
+        return {name: jnp.concatenate(pieces) for name, pieces in parts.items()}
+
+    def join(self, grouped: dict[str, Array], constant: Any) -> Any:
+        """All parameters."""
+        return eqx.combine(self.unpack(grouped), constant)
+
+    def unpack(self, grouped: dict[str, Array]) -> Any:
+        """The parameters (or another vector of their structure) from grouped ones."""
+        rest = dict(grouped)
+
+        def take(name, shape):
+            size = math.prod(shape)
+            piece = rest[name][:size].reshape(shape)
+            rest[name] = rest[name][size:]
+            return piece
+
+        def leaf_of(names, struct):
+            if isinstance(names, list):
+                return jnp.stack([take(name, struct.shape[1:]) for name in names])
+            return take(names, struct.shape)
+
+        structs, treedef = jtu.tree_flatten(self.structure)
+        leaves = [leaf_of(*pair) for pair in zip(self.names, structs, strict=True)]
+        return jtu.tree_unflatten(treedef, leaves)
 
 
 @final
+@dataclasses.dataclass(frozen=True)
 class Curvature:
     """What `traceax.curvature.of` returns: with parameters and data it makes an operator."""
 
-    def __init__(
-        self,
-        loss: Callable[..., Any],
-        predict: Callable[..., PyTree] | None,
-        wrt: Callable[[str, Array], bool] | None,
-        groups: Callable[[str, Array], str | list[str]] | None,
-        weights: Callable[..., Any] | None,
-        has_aux: bool,
-        convex: bool,
-        mode: str,
-    ):
-        """Made by `traceax.curvature.of`."""
-        self._loss, self._predict, self._wrt, self._groups = loss, predict, wrt, groups
-        self._weights, self._has_aux, self._mode = weights, has_aux, mode
-        semidefinite = predict is not None and convex
-        self._tags = (lx.positive_semidefinite_tag,) if semidefinite else ()
-        self._programs: dict[Any, Any] = {}
+    loss: Callable[..., Any]
+    predict: Callable[..., PyTree] | None
+    wrt: Callable[[str, Array], bool] | None
+    groups: Callable[[str, Array], str | list[str]] | None
+    has_aux: bool
+    convex: bool
+    mode: str
+    # The programs of this loss, by the structure of all arguments.
+    _traced: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy traces anew: jaxprs cannot be copied.
-        return {**self.__dict__, "_programs": {}}
+        return {**self.__dict__, "_traced": {}}
 
-    def __call__(self, params: PyTree, *args: Any, batches: PyTree = None) -> CurvatureOperator:
+    def __call__(
+        self, params: PyTree, *args: Any, batches: PyTree = None, weights: ArrayLike | None = None
+    ) -> CurvatureOperator:
         """The curvature at these parameters.
 
         **Arguments:**
@@ -371,53 +440,42 @@ class Curvature:
         - `params`: the parameters.
         - `args`: the other arguments of the loss. With `predict`: two tuples, the other arguments
             of the model, and those of the loss.
-        - `batches`: as for [`traceax.curvature.hessian`][].
+        - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
 
         **Returns:**
 
         A [`traceax.curvature.CurvatureOperator`][].
         """
-        split, join = split_params(params, self._wrt), _combine
-        if self._groups is not None:
-            grouping = Groups.of(split.moving, self._groups)
-            split = split._replace(moving=grouping.pack(split.moving))
-            join = partial(_combine, unpack=grouping.unpack)
-        args, batches = jtu.tree_map(
-            lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, batches)
-        )
-        first = () if batches is None else (jtu.tree_map(lambda x: x[0], batches),)
-        if self._predict is None:
-            inner, rest = None, args
-            outer = partial(_loss_of_parameters, self._scalar, join)
-        else:
+        split, join = split_params(params, self.wrt), eqx.combine
+        if self.groups is not None:
+            groups = _Groups.of(split.moving, self.groups)
+            split = Split(groups.pack(split.moving), split.constant)
+            join = groups.join
+        composition = Composition(None, self._loss_of_params, join)
+        tags = ()
+        if self.predict is not None:
             if len(args) != 2 or not all(isinstance(x, tuple) for x in args):
                 raise TypeError(
-                    "The curvature of a model and a loss is called as `curvature(params, "
-                    "model_args, loss_args)` with two tuples, got "
-                    f"{[type(x).__name__ for x in args]}. An empty tuple stands for no arguments."
+                    "With `predict` the call is `curvature(params, model_args, loss_args)`, with "
+                    f"two tuples, got {[type(x).__name__ for x in args]}. An empty tuple is none."
                 )
-            _check_fit("predict", "model_args", self._predict, (params, *first, *args[0]))
-            _check_fit("loss", "loss_args", self._loss, (None, *first, *args[1]))
-            rest = (*args[0], *args[1])
-            ends = len(first), len(first) + len(args[0])
-            inner = partial(_predictions, self._predict, ends[1])
-            outer = partial(_loss_of_predictions, self._scalar, *ends)
-        weights = None
-        if self._weights is not None:
-            if batches is None:
-                raise ValueError(
-                    "weights weigh the `batches`, but got batches=None. Give the data as "
-                    "`batches`, or weigh the examples of the only batch in the loss."
-                )
-            weigh = self._weights
-            weights = jax.vmap(lambda batch: weigh(batch, *rest))(batches)
+            composition = Composition(self._outputs, self._loss_of_outputs, join)
+            tags = (lx.positive_semidefinite_tag,) if self.convex else ()
         return make_curvature(
-            inner, outer, split, rest, batches, *self._tags, weights=weights, mode=self._mode,
-            join=join, programs=self._programs, sampled=True,
-        )  # fmt: skip
+            composition, split, args, batches, weights, tags, self.mode, self._traced
+        )
 
-    def _scalar(self, *args: Any) -> Array:
-        return check_scalar("The loss", self._loss(*args), self._has_aux)
+    def _loss_of_params(self, params: Any, at: Any, *data: Any) -> Array:
+        return _check_scalar(self.loss(params, *data), self.has_aux)
+
+    def _outputs(self, index: Any, params: Any, *data: Any) -> Any:
+        *batch, model_args, _ = data
+        assert self.predict is not None
+        return _check_arrays("predict", self.predict(params, *batch, *model_args))
+
+    def _loss_of_outputs(self, out: Any, at: Any, *data: Any) -> Array:
+        *batch, _, loss_args = data
+        return _check_scalar(self.loss(out, *batch, *loss_args), self.has_aux)
 
     def ungroup(self, params: PyTree, vector: dict[str, Array]) -> PyTree:
         """A vector by groups, such as one of `Eigenpairs.vectors`, in the structure of the
@@ -432,43 +490,12 @@ class Curvature:
 
         A PyTree like those of the parameters that are differentiated.
         """
-        if self._groups is None:
+        if self.groups is None:
             raise ValueError(
                 "There are no groups, `of` got groups=None: vectors have the structure of the "
                 "parameters already."
             )
-        return Groups.of(split_params(params, self._wrt).moving, self._groups).unpack(vector)
-
-
-def _combine(moving: Any, constant: Any, unpack: Callable[[Any], Any] = lambda x: x) -> Any:
-    return eqx.combine(unpack(moving), constant)
-
-
-def _loss_of_parameters(loss, join, moving, constant, *data):
-    return loss(join(moving, constant), *data)
-
-
-def _predictions(predict, end, index, params, *data):
-    return check_arrays("predict", predict(params, *data[:end]))
-
-
-def _loss_of_predictions(loss, batch, end, out, constant, *data):
-    return loss(out, *data[:batch], *data[end:])
-
-
-def _check_fit(name: str, argument: str, function: Callable[..., Any], args: tuple) -> None:
-    """Raise a `TypeError` if a function does not take so many arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables have none
-        return
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        raise TypeError(
-            f"{name}{signature} does not take {len(args)} arguments ({error}): what it takes after "
-            f"the first (and a batch, with `batches`) belongs into the tuple {argument}."
-        ) from None
+        return _Groups.of(split_params(params, self.wrt).moving, self.groups).unpack(vector)
 
 
 def of(
@@ -477,7 +504,6 @@ def of(
     predict: Callable[..., PyTree] | None = None,
     wrt: Callable[[str, Array], bool] | None = None,
     groups: Callable[[str, Array], str | list[str]] | None = None,
-    weights: Callable[..., Any] | None = None,
     has_aux: bool = False,
     convex: bool = True,
     mode: Literal["forward", "reverse", "finite-difference"] = "forward",
@@ -521,219 +547,25 @@ def of(
         of names, one for each entry along its leading axis (layers that are stacked for a scan).
         The operator is then one over a dictionary of groups, with one array of shape `(size,)` for
         each, which is what `traceax.block_traces` and `traceax.eigenpairs` report by.
-    - `weights`: called as `weights(batch, *args)` for each of the `batches`: its weight, such as
-        the number of examples that are not padding.
     - `has_aux`: whether the loss returns a pair `(loss, aux)`.
     - `convex`: with `predict`, whether the loss is convex in the predictions.
     - `mode`: as for [`traceax.curvature.hessian`][].
 
     **Returns:**
 
-    A function `curvature(params, *args, batches=None)`; with `predict`, `curvature(params,
-    model_args, loss_args, batches=None)` with two tuples. It returns a
+    A function `curvature(params, *args, batches=None, weights=None)`; with `predict`,
+    `curvature(params, model_args, loss_args, ...)` with two tuples. It returns a
     [`traceax.curvature.CurvatureOperator`][].
 
     **Raises:**
 
-    - `TypeError`: for anything but functions as `loss`, `wrt` and `groups`.
     - `ValueError`: for an unknown `mode`, or any other than `"forward"` with `predict`. Its calls
         raise what [`traceax.curvature.hessian`][] does.
     """
-    if not callable(loss):
-        raise TypeError(
-            f"The loss must be a function, got a {type(loss).__name__}: parameters and data are "
-            "given to what `of(loss)` returns."
-        )
-    check_choice("wrt", wrt)
-    check_choice("groups", groups)
     check_mode(mode)
     if predict is not None and mode != "forward":
         raise ValueError(
             f"A Gauss-Newton matrix needs the forward mode of the model, got mode={mode!r}. Leave "
             "out `predict` for the Hessian."
         )
-    return Curvature(loss, predict, wrt, groups, weights, has_aux, convex, mode)
-
-
-@final
-class NoiseScale(eqx.Module):
-    """What `traceax.curvature.noise_scale` estimates. Every field has its standard error.
-
-    **Attributes:**
-
-    - `trace`: tr(Sigma), the trace of the covariance of the gradients of single examples.
-    - `square`: |G|^2, the squared norm of the expected gradient; unbiased, so that it may be
-        negative where noise is all there is.
-    - `scale`: the simple noise scale tr(Sigma) / |G|^2: about the batch size beyond which larger
-        batches help little. Inf where `square` is not positive.
-    - `trace_std_err`, `square_std_err`, `scale_std_err`: their standard errors, by the jackknife
-        over examples. Inf for fewer than three examples, and that of an infinite scale.
-    - `norms`: |g_i|^2 for every example: the traces of the terms of the empirical Fisher matrix.
-    """
-
-    trace: Array
-    square: Array
-    scale: Array
-    trace_std_err: Array
-    square_std_err: Array
-    scale_std_err: Array
-    norms: Inexact[Array, " examples"]
-
-    def __repr__(self) -> str:
-        """See `described`."""
-        return described("NoiseScale", vars(self))
-
-
-NoiseScale.__init__.__doc__ = (NoiseScale.__doc__ or "").replace(
-    "**Attributes:**", "**Arguments:**"
-)
-
-
-def _noise_of(mean: Array, square: Array, count: Array | int) -> tuple[Array, Array, Array]:
-    """tr(Sigma), |G|^2 and their ratio, from the mean of |g_i|^2 and |mean of g_i|^2."""
-    trace = count / (count - 1) * (mean - square)
-    expected = square - trace / count
-    positive = expected > 0
-    return trace, expected, jnp.where(positive, trace / jnp.where(positive, expected, 1), jnp.inf)
-
-
-def noise_scale(
-    loss: Callable[..., Inexact[Array, ""]],
-    params: PyTree,
-    examples: PyTree,
-    *args: Any,
-    batch_size: int = 32,
-    wrt: Callable[[str, Array], bool] | None = None,
-    has_aux: bool = False,
-) -> NoiseScale:
-    r"""The noise of the gradients: the trace of their covariance, and the simple noise scale
-    $\mathrm{tr}(\Sigma) / |G|^2$.
-
-    With the gradients $g_i$ of N examples and their mean $\bar g$, the unbiased estimates are
-    $\mathrm{tr}(\Sigma) = \frac{1}{N - 1} \sum_i |g_i - \bar g|^2$ and
-    $|G|^2 = |\bar g|^2 - \mathrm{tr}(\Sigma) / N$. No random probes are drawn: the errors are those
-    of the examples, by the jackknife.
-
-    !!! Example
-
-        ```python
-        def loss(params, example):  # of a single example
-            image, label = example
-            return -jax.nn.log_softmax(predict(params, image))[label]
-
-        noise = tr.curvature.noise_scale(loss, params, (images, labels))
-        noise.scale, noise.scale_std_err
-        ```
-
-    Cost: the gradients of all examples, `batch_size` of them in memory at a time, and a forward
-    pass each.
-
-    **Arguments:**
-
-    - `loss`: called as `loss(params, example, *args)`; returns the loss of one example, a scalar.
-    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
-    - `examples`: a PyTree of arrays with a leading axis of the same length N, at least two: the
-        inputs, and in a tuple with them the labels.
-    - `args`: further arguments, the same for all examples, held constant.
-    - `batch_size`: how many gradients to hold at a time.
-    - `wrt`: as for [`traceax.curvature.hessian`][].
-    - `has_aux`: whether the loss returns a pair `(loss, aux)`.
-
-    **Returns:**
-
-    A [`traceax.curvature.NoiseScale`][].
-
-    **Raises:**
-
-    - `ValueError`: as [`traceax.curvature.hessian`][], and for fewer than two examples.
-
-    ??? cite "References"
-
-        S. McCandlish, J. Kaplan, D. Amodei, *An empirical model of large-batch training*, 2018,
-        arXiv:1812.06162.
-    """
-    moving, constant = split_params(params, wrt)
-    batch_size = checked_count(batch_size, "batch_size (examples at once)")
-    examples = check_batches(examples, "examples")
-    count = jtu.tree_leaves(examples)[0].shape[0]
-    if count < 2:
-        raise ValueError(
-            f"A covariance needs at least two examples, got {count}. Give each example as one "
-            "entry along the leading axis of `examples`."
-        )
-
-    def of_example(moving, example):
-        value = loss(eqx.combine(moving, constant), example, *args)
-        return check_scalar("The loss", value, has_aux)
-
-    closed = closed_function(of_example, structure_of(moving), structure_of(examples, axes=1))
-    return _noise_scale(closed, moving, examples, min(batch_size, count))
-
-
-@eqx.filter_jit
-def _noise_scale(
-    of_example: Callable[..., Array], moving: PyTree, examples: PyTree, width: int
-) -> NoiseScale:
-    """See `noise_scale`; `width` gradients are held at a time."""
-    count = jtu.tree_leaves(examples)[0].shape[0]
-
-    def wide(tree):  # sums of many terms in half precision cease to grow, and squares overflow
-        return widened(tree)[0]
-
-    def dot(a, b):
-        pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)
-        return jnp.asarray(sum(jnp.sum(x * y) for x, y in pairs))
-
-    def with_norm(example):
-        gradient = wide(jax.grad(of_example)(moving, example))
-        return gradient, dot(gradient, gradient)
-
-    with jax.numpy_dtype_promotion("standard"):
-        zero = jtu.tree_map(jnp.zeros_like, wide(moving))
-        whole = count // width
-
-        def block(total, each):
-            gradients, norms = jax.vmap(with_norm)(each)
-            return jtu.tree_map(lambda t, g: t + jnp.sum(g, axis=0), total, gradients), norms
-
-        cut = jtu.tree_map(
-            lambda x: x[: whole * width].reshape(whole, width, *x.shape[1:]), examples
-        )
-        total, norms = lax.scan(block, zero, cut)
-        norms = norms.reshape(-1)
-        if whole * width < count:
-            total, more = block(total, jtu.tree_map(lambda x: x[whole * width :], examples))
-            norms = jnp.concatenate([norms, more])
-        mean = jtu.tree_map(lambda x: x / count, total)
-        first, second = jnp.mean(norms), dot(mean, mean)
-        # <g_i, mean of g> by a forward pass, along a direction of length 1.
-        length = jnp.where(second > 0, jnp.sqrt(second), 1)
-        direction = jtu.tree_map(lambda x, like: (x / length).astype(like.dtype), mean, moving)
-        along = length * lax.map(
-            lambda e: wide(jax.jvp(lambda p: of_example(p, e), (moving,), (direction,))[1]),
-            examples,
-            batch_size=width,
-        )
-        found = _noise_of(first, second, count)
-        # Without example i:
-        others = (count * first - norms) / (count - 1)
-        squares = (second - 2 * along / count + norms / count / count) * (count / (count - 1)) ** 2
-
-        def jackknife(values):
-            spread = jnp.sum(jnp.square(values - jnp.mean(values)))
-            error = jnp.sqrt((count - 1) / count * spread)
-            return jnp.where(jnp.isfinite(error), error, jnp.inf)
-
-        if count < 3:
-            errors = [jnp.full((), jnp.inf, first.dtype)] * 3
-        else:
-            errors = [jackknife(x) for x in _noise_of(others, squares, count - 1)]
-    return NoiseScale(
-        trace=found[0],
-        square=found[1],
-        scale=found[2],
-        trace_std_err=errors[0],
-        square_std_err=errors[1],
-        scale_std_err=errors[2],
-        norms=norms,
-    )
+    return Curvature(loss, predict, wrt, groups, has_aux, convex, mode)

@@ -209,7 +209,7 @@ def test_a_tracker_outside_jit_compiles_once():
         for scale in scales:
             operator = tr.curvature.hessian(loss, {"w": scale * jnp.ones((3, 4))}, inputs)
             state = tracker.init(operator, 4) if state is None else state
-            state, solution = tracker.update(state, KEY, operator, 4)
+            state, solution = tracker.update(KEY, operator, state)
         return solution.value
 
     first, _ = traces_of(lambda: steps([1.0]))

@@ -50,7 +50,7 @@ def test_public_names_have_a_reference(name):
     of_module = {
         "curvature": (
             *("hessian", "gauss_newton", "fisher", "jacobian_gram", "of"),
-            *("Curvature", "CurvatureOperator", "noise_scale", "NoiseScale"),
+            *("Curvature", "CurvatureOperator"),
         ),
         "plot": ("spectral_density", "traces", "sharpness", "shifts", "convergence", "interval"),
         # Not imported with the package; where tests/estimators/test_own_estimator.py imports them.

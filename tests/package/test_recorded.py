@@ -37,11 +37,8 @@ def test_every_public_function_is_recorded():
             continue
         if inspect.isclass(value) and (inspect.isabstract(value) or name in RESULTS):
             continue
-        if name in DEPRECATED:
-            continue
         assert name in names, name
 
 
 # What functions return, and not called by anybody; and other names of what is recorded.
 RESULTS = {"Solution", "RESULTS", "Summary", "TrackState"}
-DEPRECATED = {"gradient_std_err", "track"}

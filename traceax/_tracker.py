@@ -1,0 +1,413 @@
+r"""The trace of an operator that changes from step to step: `Tracker`.
+
+Below, probes z have the norm sqrt(n), k is the budget of a step, and beta is 2 for real probes and
+1 for complex ones (for which `E[z z^T] = 0`, as for independent phases). For probes on the sphere
+the part of A z orthogonal to z gives exactly
+
+    Var z^H A z = beta E ||A z - z (z^H A z) / n||^2        (A Hermitian; otherwise at most this).
+
+*Recycled Hutch++.* `Q_j = orth(A_{j-1} Q_{j-1})` continues a subspace iteration from step to step,
+and costs nothing: the products with `Q_{j-1}` were made for the trace. As `Q_j` depends only on the
+past, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is unbiased.
+
+*DeltaShift.* With the same l = k // 2 probes on both operators, and a = 1 - gamma,
+
+    t_j = a t_{j-1} + mean z^H (A_j - a A_{j-1}) z,
+    v_j = a^2 v_{j-1} + (beta / l) (M + a^2 N - 2 a C),        a = C / (l v_{j-1} / beta + N),
+
+where `N = ||A_{j-1}||_F^2`, `M = ||A_j||_F^2` and `C = Re <A_j, A_{j-1}>`, each of A less the
+multiple of I that adds no variance.
+
+*What `a` may look at.* It multiplies the error of the past, so that what correlates with this error
+is a bias. NOTE: the paper's a looks at the probes of its own step, which is one.
+
+- Each half of the probes has a t of its own, whose a comes from the norms that the other half sees.
+- The batch of a step is a part of A_j. So a comes from the norms of the steps before.
+- The batches of the past are a part of the error, and a batch of large curvature has large norms.
+  So a comes from ratios of norms of one step. Each half keeps
+
+      delta = ||A_j - A_{j-1}||_F^2 / (M + N) = 1 - 2 C / (M + N),   w = M / (M + v_j / beta),
+
+  delta smoothed over the steps; then, with N = M of the last step, C = (1 - delta) N, and v brought
+  to the scale of N at this step,
+
+      a = (1 - delta) w / (w + l (1 - w)),
+      a^2 v_{j-1} / beta = N a (1 - delta) (1 - w) / (w + l (1 - w)).
+"""
+
+import math
+from typing import Any, Literal, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from ._core.devices import along_auto_axes
+from ._core.estimate import NONFINITE, rounding_of, safe_norm, scale_of, status_of
+from ._core.precision import any_promotion, matmul
+from ._estimators.estimator import check_budget, check_key
+from ._estimators.solution import RESULTS, Solution
+from ._linalg.factorisations import qr
+from ._operators.block_operator import BlockOperator, as_operator
+from ._probes.random import split
+from ._probes.samplers import AbstractSampler, NormalSampler, SphereSampler
+from ._sketch.leave_one_out import adjoint, column_dots, resphering, scaled, shift_of, square_norms
+from ._trace.exact import ExactTraceEstimator
+from ._trace.trace import trace
+
+_SMALLEST = {"recycled": 2, "deltashift": 4}
+
+
+class Halves(NamedTuple):
+    """What DeltaShift remembers: an entry for each half of the probes."""
+
+    values: Inexact[Array, " 2"]  # t
+    std_errs: Real[Array, " 2"]  # sqrt(v)
+    trust: Real[Array, " 2"]  # w; 0 where there is no past
+    drift: Real[Array, " 2"]  # delta
+
+
+@final
+class TrackState(eqx.Module):
+    """What a [`traceax.Tracker`][] remembers between steps. Its arrays have fixed shapes, so that
+    `lax.scan` can carry it, `vmap` batch it, and `equinox.tree_serialise_leaves` save it.
+
+    **Attributes:**
+
+    - `sketch`: with `"recycled"` the sketch $A_{j-1} Q_{j-1}$, otherwise None.
+    - `halves`: with `"deltashift"` the estimate from each half of the probes, its standard error,
+        and how the next step weighs it; otherwise None.
+    - `k`: the budget of a step (static).
+    """
+
+    sketch: Inexact[Array, "n l"] | None
+    halves: Halves | None
+    k: int = eqx.field(static=True)
+
+
+TrackState.__init__.__doc__ = "**Arguments:**" + (TrackState.__doc__ or "").partition("es:**")[2]
+
+
+class _Step(NamedTuple):
+    """The outcome of a step."""
+
+    value: Inexact[Array, ""]  # linear in the products; all else is a constant
+    std_err: Real[Array, ""]
+    norm: Real[Array, ""]  # an estimate of ||A||_F
+    num_matvecs: int
+    dof: int
+    state: TrackState
+
+
+@final
+class Tracker(eqx.Module):
+    r"""Estimates tr(A_1), tr(A_2), ...: the traces of an operator that changes slowly, such as the
+    Hessian of a network in training. Each step makes use of the steps before it.
+
+    !!! Example
+
+        ```python
+        tracker = tr.Tracker()
+        state = tracker.init(operator, k=20)
+        for key, operator in sequence:  # or in `jax.lax.scan`, with the state in the carry
+            state, solution = tracker.update(key, operator, state)
+        ```
+
+    - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products that the
+        trace of that step needed anyway. Half of the budget goes to the subspace, half to residual
+        probes. Best where few eigenvalues stand out, even if their eigenvectors turn fast.
+    - `"deltashift"`: the last estimate plus an estimate of the difference, for which half of the
+        budget is spent on the previous operator. The more the operator drifted, the faster older
+        estimates are forgotten. Best where the operator changes little from step to step. With a
+        new batch at every step, give the previous parameters on the new batch: the value is then
+        an average over the batches of recent steps.
+
+    The value of a step, and its derivative with respect to the operator of that step, are unbiased
+    for operators that do not depend on earlier keys. In the derivative the past is a constant.
+
+    The standard error comes from the products of this step, so that a jump of the operator shows
+    in it. With sphere probes it is right for Hermitian operators, and too large for others.
+    DeltaShift forgets by what the steps before have seen: it learns of a jump one step later.
+
+    Cost: `k` matvecs a step, those with the previous operator included; one QR factorisation of
+    `n x k/2` numbers for the recycled subspace, which are the state. That of DeltaShift holds eight
+    numbers.
+
+    ??? cite "References"
+
+        P. Dharangutte, C. Musco, *Dynamic trace estimation*, 2021, arXiv:2110.13752. R. A. Meyer,
+        C. Musco, C. Musco, D. P. Woodruff, *Hutch++: optimal stochastic trace estimation*, 2021,
+        arXiv:2010.09649.
+
+    **Attributes:**
+
+    - `method`: `"recycled"` or `"deltashift"`. Their smallest budgets are 2 and 4.
+    - `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][]; normal
+        probes are scaled to the sphere.
+    """
+
+    method: Literal["recycled", "deltashift"] = eqx.field(default="recycled", static=True)
+    sampler: AbstractSampler = SphereSampler()
+
+    def __check_init__(self):
+        if self.method not in _SMALLEST:
+            raise ValueError(f"method must be one of {list(_SMALLEST)}, got {self.method!r}.")
+
+    def init(self, operator: lx.AbstractLinearOperator, k: int) -> TrackState:
+        """The state before the first step. This takes no products.
+
+        **Arguments:**
+
+        - `operator`: an operator of the size and dtype of those to come.
+        - `k`: the budget of matvecs of a step, a static Python int.
+
+        **Returns:**
+
+        A [`traceax.TrackState`][].
+
+        **Raises:**
+
+        - `TypeError`, `ValueError`: as [`traceax.trace`][].
+        """
+        block = BlockOperator(as_operator(operator))
+        self.sampler.check_dtype(block.dtype)
+        k = check_budget(k, _SMALLEST[self.method], block.n, f'Tracker("{self.method}")')
+        if self.method == "recycled":
+            return TrackState(jnp.zeros((block.n, k // 2), block.dtype), None, k)
+        zeros = jnp.zeros(2, jnp.finfo(block.dtype).dtype)
+        return TrackState(None, Halves(zeros.astype(block.dtype), zeros, zeros, zeros), k)
+
+    def update(
+        self,
+        key: PRNGKeyArray,
+        operator: lx.AbstractLinearOperator,
+        state: TrackState,
+        previous: lx.AbstractLinearOperator | None = None,
+    ) -> tuple[TrackState, Solution]:
+        """Estimate the trace of the next operator.
+
+        **Arguments:**
+
+        - `key`: a random key, a new one for each step.
+        - `operator`: the next operator.
+        - `state`: from `init` or the last `update`.
+        - `previous`: for `"deltashift"` the operator of the last step, held constant. Without it,
+            as at the first step, the estimate begins anew with all products on `operator`.
+
+        **Returns:**
+
+        The next state, and a [`traceax.Solution`][]. If a product holds NaN or inf, the state stays
+        as it was.
+
+        **Raises:**
+
+        - `TypeError`, `ValueError`: as [`traceax.trace`][]; and if the state is that of the other
+            method.
+        """
+        key = check_key(key)
+        operator = as_operator(operator)
+        if not isinstance(state, TrackState) or (state.halves is None) == (
+            self.method == "deltashift"
+        ):
+            raise TypeError(
+                f"The state of this step must be one of the method {self.method!r}, got "
+                f"{state!r}. Make one with `tracker.init(operator, k)`."
+            )
+        if state.k >= operator.in_size():
+            return state, trace(key, operator, state.k, ExactTraceEstimator())
+        previous = None if previous is None else as_operator(previous)
+        return _update(self.sampler, key, operator, state, previous)
+
+
+Tracker.__init__.__doc__ = "**Arguments:**" + (Tracker.__doc__ or "").partition("es:**")[2]
+
+
+@eqx.filter_jit
+@along_auto_axes
+def _update(
+    sampler: AbstractSampler, key: Array, operator: Any, state: TrackState, previous: Any
+) -> tuple[TrackState, Solution]:
+    """See `Tracker.update`."""
+    block = BlockOperator(operator).linearised()
+    state = lax.stop_gradient(state)
+    with any_promotion():  # the algebra mixes real and complex numbers
+        if state.sketch is not None:
+            step = _recycled(key, block, sampler, state.sketch, state.k)
+        elif state.halves is not None and previous is not None:
+            old = BlockOperator(previous).linearised()
+            step = _deltashift(key, block, old, sampler, state.halves, state.k)
+        else:
+            step = _hutchinson(key, block, sampler, state.k)
+        failed = status_of(step.value, step.norm) == NONFINITE
+        std_err = jnp.hypot(step.std_err, rounding_of(step.norm, block.eps))
+        std_err = lax.stop_gradient(jnp.where(failed, jnp.nan, std_err))
+        value = jnp.where(failed, jnp.nan, step.value)
+        next_state = jtu.tree_map(
+            lambda new, old: jnp.where(failed, old, new).astype(old.dtype),
+            lax.stop_gradient(step.state),
+            state,
+        )
+    successful: Any = RESULTS.successful
+    return next_state, Solution(
+        value=value,
+        std_err=std_err,
+        num_matvecs=jnp.asarray(step.num_matvecs, jnp.int32),
+        stats={"std.err": std_err, "dof": jnp.asarray(step.dof, jnp.int32)},
+        result=RESULTS.where(failed, RESULTS.nonfinite_operator, successful),
+    )
+
+
+def _recycled(
+    key: Array, block: BlockOperator, sampler: AbstractSampler, sketch: Array, k: int
+) -> _Step:
+    """Hutch++ with the subspace of the last step."""
+    n, m = sketch.shape
+    count = k - m
+    spherical = sampler.respheres(None, block.dtype)
+    dimension = float(n - m if spherical else n)
+    probe_key, noise_key = split(key)
+    # Noise of the size of rounding completes the basis where the sketch spans fewer than m
+    # dimensions: at the first step, and after a zero operator, it spans none.
+    last = scaled(sketch)
+    noise = NormalSampler().probes(noise_key, n, m, block.dtype)
+    q, _ = qr(last.numbers + shift_of(last.norm, n, block.eps) * noise)
+    image = block.mm(q)
+    z = _probes(probe_key, sampler, block, count)
+    g = z - matmul(q, matmul(adjoint(q), z))
+    residual = block.mm(g)
+    c = resphering(dimension, square_norms(g), spherical)
+    samples = c * column_dots(g, residual)
+    value = jnp.sum(column_dots(q, image)) + jnp.mean(samples)
+
+    known = lax.stop_gradient(image)
+    unit = scale_of(jnp.append(lax.stop_gradient(residual), known))  # so that no square overflows
+    h = lax.stop_gradient(residual) / unit
+    h = h - matmul(q, matmul(adjoint(q), h))
+    sizes = jnp.abs(lax.stop_gradient(samples)) / unit
+    variance = jnp.mean(jnp.maximum(c * square_norms(h) - sizes**2 / dimension, 0))
+    off = unit * jnp.sqrt(variance)  # ||A||_F off the subspace
+    return _Step(
+        value=value,
+        std_err=off * math.sqrt(_beta(sampler, block) / count),
+        norm=jnp.hypot(safe_norm(jnp.ravel(known)), off),
+        num_matvecs=k,
+        dof=count,
+        state=TrackState(known, None, k),
+    )
+
+
+def _hutchinson(key: Array, block: BlockOperator, sampler: AbstractSampler, k: int) -> _Step:
+    """The first step of DeltaShift: an estimate from each half of the probes."""
+    z = _probes(key, sampler, block, k)
+    image = block.mm(z)
+    forms = column_dots(z, image)
+    unit = scale_of(lax.stop_gradient(image))
+    norms = _means(square_norms(_off_probes(z, image, unit)))
+    std_errs = unit * jnp.sqrt(_beta(sampler, block) * norms / _counts(k))
+    trust = _trust(norms, norms / k)[::-1]
+    values = _means(forms)
+    return _Step(
+        value=jnp.mean(forms),
+        std_err=safe_norm(std_errs * _counts(k) / k),
+        norm=unit * jnp.sqrt(jnp.max(norms)),
+        num_matvecs=k,
+        dof=k,
+        state=TrackState(None, Halves(values, std_errs, trust, jnp.zeros_like(trust)), k),
+    )
+
+
+def _deltashift(
+    key: Array,
+    block: BlockOperator,
+    old: BlockOperator,
+    sampler: AbstractSampler,
+    past: Halves,
+    k: int,
+) -> _Step:
+    """A step of DeltaShift, for each half of the probes; see the top of this file."""
+    count = k // 2
+    counts = _counts(count)
+    beta = _beta(sampler, block)
+    z = _probes(key, sampler, block, count)
+    image = block.mm(z)
+    before = lax.stop_gradient(old.mm(z))
+
+    similarity = jnp.maximum(1 - past.drift, 0)
+    share = past.trust + count * (1 - past.trust)
+    a = similarity * past.trust / share
+    values = _means(column_dots(z, image)) + a * (past.values - _means(column_dots(z, before)))
+
+    sizes = jnp.append(lax.stop_gradient(image), before)
+    unit = scale_of(jnp.append(sizes, past.std_errs))
+    new_part, old_part = _off_probes(z, image, unit), _off_probes(z, before, unit)
+    parts = new_part, old_part, new_part - old_part
+    norms = jnp.stack([_means(square_norms(x)) for x in parts])
+
+    def added(m, n, d):
+        # M + a^2 N - 2 a C, with 2 C = M + N - ||A_j - A_{j-1}||^2, in a form without cancellation.
+        return jnp.maximum((1 - a) * (m - a * n) + a * d, 0)
+
+    # A half's own norms are independent of its a, so that their mean is exactly the variance.
+    variances = a**2 * jnp.square(past.std_errs / unit) + beta * added(*norms) / counts
+    std_errs = unit * jnp.sqrt(variances)
+    m, n, d = norms[:, ::-1]  # each half takes the norms of the other
+    past_variance = n * a * similarity * (1 - past.trust) / share
+    trust = _trust(m, past_variance + added(m, n, d) / count)
+    drift = _ratio(d, m + n)
+    # The geometric mean forgets a jump of the operator within a few steps.
+    smooth = jnp.sqrt(past.drift) * jnp.sqrt(drift)
+    drift = jnp.where((past.drift > 0) & (drift > 0), smooth, drift)
+    return _Step(
+        value=jnp.sum(values * counts) / count,
+        std_err=safe_norm(std_errs * counts / count),
+        norm=unit * jnp.sqrt(jnp.max((m + n) / 2)),
+        num_matvecs=2 * count,
+        dof=count,
+        state=TrackState(None, Halves(values, std_errs, trust, drift), k),
+    )
+
+
+def _probes(
+    key: Array, sampler: AbstractSampler, block: BlockOperator, count: int
+) -> Inexact[Array, "n m"]:
+    """Probes; normal ones are scaled to the sphere, for less variance."""
+    z = sampler.probes(key, block.n, count, block.dtype)
+    if not sampler.rotation_invariant:
+        return z
+    return z * (math.sqrt(block.n) / jnp.sqrt(square_norms(z)))
+
+
+def _beta(sampler: AbstractSampler, block: BlockOperator) -> int:
+    """The factor beta of the variance."""
+    single = sampler.respheres(None, block.dtype) or sampler.independent_phases
+    return 1 if jnp.issubdtype(block.dtype, jnp.complexfloating) and single else 2
+
+
+def _off_probes(z: Array, image: Array, unit: Array) -> Inexact[Array, "n m"]:
+    """A z - z (z^H A z) / n, in this unit, held constant."""
+    image = lax.stop_gradient(image)
+    return (image - z * (column_dots(z, image) / z.shape[0])) / unit
+
+
+def _counts(count: int) -> Array:
+    """How many probes each half has."""
+    return jnp.asarray([count // 2, count - count // 2])
+
+
+def _means(samples: Inexact[Array, " m"]) -> Inexact[Array, " 2"]:
+    """The mean of each half of the samples."""
+    middle = samples.shape[0] // 2
+    return jnp.stack([jnp.mean(samples[:middle]), jnp.mean(samples[middle:])])
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """`a / b` for numbers that are not negative, or 0 where b is 0."""
+    return a / jnp.where(b == 0, 1, b)
+
+
+def _trust(square_norm: Array, variance: Array) -> Array:
+    """The weight w; 1 of a value without an error."""
+    return jnp.where(variance == 0, 1, _ratio(square_norm, square_norm + variance))
