@@ -5,9 +5,11 @@ A command is a function that returns a `_Question`, and one entry of `_COMMANDS`
 
 import argparse
 import functools
+import importlib
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -53,8 +55,10 @@ def _load(path: str) -> Any:
     from scipy.sparse import csr_array, issparse, load_npz
 
     readers = {".npy": np.load, ".npz": load_npz}
+    read = readers.get(Path(path).suffix.lower(), mmread)
     try:
-        matrix = readers.get(Path(path).suffix.lower(), mmread)(path)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of `mmread`
+            matrix = read(path)
     except Exception as error:  # parsers raise exceptions of many kinds
         raise ValueError(
             f"{path}: cannot be read ({type(error).__name__}: {error}). Give a Matrix Market file "
@@ -241,7 +245,7 @@ def _print(options: argparse.Namespace, report: dict[str, Any], columns: Any) ->
 def _run(options: argparse.Namespace) -> str:
     """Compute, print and write what is asked for. Returns a message if it cannot be trusted."""
     if options.plot:
-        plot.require_matplotlib()
+        importlib.import_module("matplotlib")  # that it is missing is said before anything is done
     is_function = options.command in ("logdet", "density") or options.function is not None
     operator = read_operator(
         options.file, options.dtype, is_psd=options.psd, needs_symmetry=is_function
@@ -274,8 +278,8 @@ def _run(options: argparse.Namespace) -> str:
 
 
 def _numbers(text: str) -> np.ndarray:
-    """The type of an argument with several numbers."""
-    return np.array([float(number) for number in text.split(",")])
+    """The type of an argument with several numbers, which are sorted."""
+    return np.sort([float(number) for number in text.split(",")])
 
 
 _COMMANDS = {
