@@ -36,8 +36,9 @@ def _finite(error: Any) -> np.ndarray:
     return np.where(np.isfinite(error), error, 0)
 
 
-def _band(axes: Any, x: Any, low: Any, high: Any, label: Any = None, color: str = "C0") -> None:
-    axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0, label=label)
+def _band(axes: Any, x: Any, low: Any, high: Any, **style: Any) -> None:
+    style = {"color": "C0", "alpha": 0.3, "linewidth": 0} | style
+    axes.fill_between(x, low, high, **style)
 
 
 def _curve(axes: Any, x: Any, solution: Solution, exact: Any) -> float:
@@ -47,8 +48,8 @@ def _curve(axes: Any, x: Any, solution: Solution, exact: Any) -> float:
     # An error without bounds is drawn as far as the curve reaches.
     extent = np.max(value + inner) - np.min(value - inner)
     outer = np.minimum(inner + np.asarray(solution.quadrature_error), extent)
-    _band(axes, x, value - outer, value + outer, "two standard errors and quadrature error")
-    _band(axes, x, value - inner, value + inner, "two standard errors")
+    _band(axes, x, value - inner, value + inner, label="two standard errors")
+    _band(axes, x, value - outer, value + outer, label="with the quadrature error", alpha=0.15)
     axes.plot(x, value, color="C0", label="estimate")
     if exact is not None:
         axes.plot(x, exact, **_EXACT)
@@ -223,13 +224,11 @@ def sharpness(
     value = np.take_along_axis(values, largest, axis=-1)[..., 0]
     error = _finite(np.take_along_axis(errors, largest, axis=-1)[..., 0])
     threshold = 2 / np.where(np.asarray(learning_rate) > 0, learning_rate, np.nan) + 0 * value
-    _band(axes, steps, value, value + error, "its error")
+    _band(axes, steps, value, value + error, label="its error")
     axes.plot(steps, value, "o-", ms=3, lw=1.5, color="C0", label="sharpness")
     if exact is not None:
         axes.plot(steps, exact, **_EXACT)
-    axes.plot(
-        steps, threshold, color="C3", linestyle="--", linewidth=1.5, label="2 / learning rate"
-    )
+    axes.plot(steps, threshold, color="C3", linestyle="--", label="2 / learning rate")
     axes.margins(x=0)
     return _labelled(axes, "step", "largest eigenvalue")
 

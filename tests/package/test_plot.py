@@ -41,7 +41,7 @@ def test_a_density_with_its_errors_and_extreme_eigenvalues():
     axes = tr.plot.spectral_density(GRID, solution, eigenpairs=pairs, exact=2 * value)
     np.testing.assert_allclose(axes.get_xlim(), (-0.77, 1))
     np.testing.assert_allclose(axes.get_ylim(), (0, 1.15 * 6.4), rtol=1e-6)
-    outer, inner = map(corners, axes.collections[:2])
+    inner, outer = map(corners, axes.collections[:2])
     reach = 5.8  # of the curve with two standard errors: from 0.6 to 6.4
     assert {(0.25, 1.7), (0.25, 0.3), (0.5, 5 + reach), (1, 1 + reach)} <= outer
     assert {(0.25, 1.4), (0.25, 0.6), (0.5, 6.4), (1, 1.2)} <= inner
