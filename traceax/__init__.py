@@ -9,7 +9,6 @@ from ._diagonal.diagpp import DiagPlusPlusEstimator as DiagPlusPlusEstimator
 from ._diagonal.exact import ExactDiagonalEstimator as ExactDiagonalEstimator
 from ._diagonal.hutchinson import HutchinsonDiagonalEstimator as HutchinsonDiagonalEstimator
 from ._diagonal.norms import frobenius_norm as frobenius_norm, row_norms as row_norms
-from ._diagonal.summary import Summary as Summary, summary as summary
 from ._diagonal.xdiag import XDiagEstimator as XDiagEstimator
 from ._diagonal.xnysdiag import XNysDiagEstimator as XNysDiagEstimator
 from ._estimators.estimator import (
@@ -50,11 +49,7 @@ from ._probes.samplers import (
 from ._sequences.step import TrackState as TrackState
 from ._sequences.tracker import Tracker as Tracker
 from ._sketch.low_rank import BuiltPreconditioner as BuiltPreconditioner
-from ._trace.adaptive import (
-    AdaptiveHutchPlusPlusEstimator as AdaptiveHutchPlusPlusEstimator,
-)
 from ._trace.auto import AutoTraceEstimator as AutoTraceEstimator
-from ._trace.bounds import matvecs_needed as matvecs_needed
 from ._trace.exact import ExactTraceEstimator as ExactTraceEstimator
 from ._trace.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._trace.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator

@@ -42,7 +42,6 @@ FUNCTION = lx.FunctionLinearOperator(lambda v: v, jax.ShapeDtypeStruct((N,), flo
 MIXED = lx.FunctionLinearOperator(lambda v: v.astype(complex), jax.ShapeDtypeStruct((N,), float))
 SPARSE = tr.SparseLinearOperator(ss.eye_array(N).tocsr(), lx.symmetric_tag)
 KERNEL = tr.KernelLinearOperator
-NEVER = tr.AdaptiveHutchPlusPlusEstimator()
 
 
 class Liar(lx.AbstractLinearOperator):
@@ -316,18 +315,6 @@ MESSAGES = [
         "use XTraceEstimator",
         lambda _: tr.trace(KEY, PLAIN, 4, tr.XNysTraceEstimator()),
     ),
-    (
-        ValueError,
-        "MatrixLinearOperator",
-        "otherwise use HutchPlusPlusEstimator()",
-        lambda _: tr.trace(KEY, PLAIN, 4, NEVER),
-    ),
-    (
-        ValueError,
-        "got 2.0",
-        "between 0 and 1",
-        lambda _: tr.AdaptiveHutchPlusPlusEstimator(delta=2.0),
-    ),
     (ValueError, "got 0", "of at least 1", lambda _: tr.HutchinsonEstimator(batch_size=0)),
     (ValueError, "got 'yes'", "True, False or None", lambda _: tr.XTraceEstimator(improved="yes")),
     (
@@ -359,12 +346,6 @@ MESSAGES = [
     (TypeError, "got 'small'", "a real number", lambda _: tr.trace(KEY, PLAIN, rtol="small")),
     (ValueError, "got -1.0", "finite and not negative", lambda _: tr.trace(KEY, PLAIN, rtol=-1.0)),
     (TypeError, "got 3", "keep_state=True", lambda _: tr.trace(KEY, PLAIN, rtol=0.1, state=3)),
-    (
-        ValueError,
-        "keep_state=True",
-        "Leave both out",
-        lambda _: run_state(estimator=NEVER),
-    ),
     (ValueError, "80 rows", "with 70 rows", lambda _: going_on(SMALLER, 40)),
     (ValueError, "got 20", "at least 39", lambda _: going_on(HIDDEN, 20)),
     (ValueError, "rows of float", "rows of complex64", lambda _: going_on(HIDDEN_COMPLEX, 40)),
@@ -375,30 +356,9 @@ MESSAGES = [
     (ValueError, "got 5", "at most max_k = 4", lambda _: tr.trace(KEY, PLAIN, 5, max_k=4)),
     (
         ValueError,
-        "AdaptiveHutchPlusPlusEstimator",
-        "give k without max_k",
-        lambda _: tr.trace(KEY, HIDDEN, 20, NEVER, max_k=40),
-    ),
-    (
-        ValueError,
         "Own has no `extendable`",
         "give k without max_k",
         lambda _: tr.trace(KEY, HIDDEN, 20, Own(), max_k=40),
-    ),
-    (ValueError, "got 0.0", "positive", lambda _: tr.matvecs_needed(0.0, semidefinite=True)),
-    (ValueError, "got 2", "between 0 and 1", lambda _: tr.matvecs_needed(0.1, 2)),
-    (TypeError, "semidefinite=False", "Say either", lambda _: tr.matvecs_needed(0.1)),
-    (
-        ValueError,
-        "XTraceEstimator",
-        "Use `trace(",
-        lambda _: tr.matvecs_needed(0.1, 0.1, tr.XTraceEstimator(), semidefinite=True),
-    ),
-    (
-        ValueError,
-        "frobenius_norm=-1",
-        "not negative",
-        lambda _: tr.matvecs_needed(0.1, frobenius_norm=-1),
     ),
     (ValueError, "got 95", "0.95", lambda _: solution(jnp.ones(())).interval(95)),
     # Functions of matrices.

@@ -58,7 +58,6 @@ CALIBRATION = {
     "hutchinson-diagonal": Calibration(stop=2.0, interval=1.0),
     "diag++": Calibration(stop=2.0, interval=1.0),
     "xdiag": Calibration(stop=2.0, interval=1.0),
-    "xdiag, sphere": Calibration(stop=2.0, interval=1.0, tail=4.0),  # in a `summary`
     "xnysdiag": Calibration(stop=2.0, interval=1.0),
 }
 
