@@ -61,8 +61,9 @@ hutchinson = [tr.trace(key, operator, k, tr.HutchinsonEstimator()) for k in budg
 xnystrace = [tr.trace(key, operator, k) for k in budgets]
 
 figure, axes = plt.subplots(figsize=(7, 3.5))
-tr.plot.convergence(hutchinson, label="Hutchinson", axes=axes)
-tr.plot.convergence(xnystrace, label="XNysTrace", truth=exact, axes=axes)
+shown = {f"Hutchinson, k = {k}": one for k, one in zip(budgets, hutchinson, strict=True)}
+shown |= {f"XNysTrace, k = {k}": one for k, one in zip(budgets, xnystrace, strict=True)}
+tr.plot.interval(shown, truth=exact, axes=axes)
 plt.show()
 
 large = eigenvalues > 10_000

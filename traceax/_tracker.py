@@ -48,15 +48,15 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 from ._core.devices import along_auto_axes
 from ._core.estimate import NONFINITE, rounding_of, safe_norm, scale_of, status_of
 from ._core.precision import any_promotion, matmul
+from ._estimators.auto import ExactTraceEstimator
 from ._estimators.estimator import check_budget, check_key
 from ._estimators.solution import RESULTS, Solution
+from ._estimators.trace import trace
 from ._linalg.factorisations import qr
 from ._operators.block_operator import BlockOperator, as_operator
 from ._probes.random import split
 from ._probes.samplers import AbstractSampler, NormalSampler, SphereSampler
 from ._sketch.leave_one_out import adjoint, column_dots, resphering, scaled, shift_of, square_norms
-from ._trace.exact import ExactTraceEstimator
-from ._trace.trace import trace
 
 _SMALLEST = {"recycled": 2, "deltashift": 4}
 

@@ -192,7 +192,7 @@ def test_collectives_over_an_axis_that_nothing_is_batched_in():
     np.testing.assert_allclose(values, 18 + np.arange(3.0))
 
 
-@pytest.mark.parametrize("call", ["estimate", "call", "trace", "diagonal", "summary", "track"])
+@pytest.mark.parametrize("call", ["estimate", "call", "trace", "diagonal", "track"])
 def test_warnings_point_at_the_caller(call):
     operator = lx.MatrixLinearOperator(jnp.eye(6) + 1.0)
     estimator = tr.XTraceEstimator()
@@ -202,7 +202,6 @@ def test_warnings_point_at_the_caller(call):
         "call": lambda: estimator(KEY, operator, 1),
         "trace": lambda: tr.trace(KEY, operator, 1, estimator),
         "diagonal": lambda: tr.diagonal(KEY, operator, 1, tr.XDiagEstimator()),
-        "summary": lambda: tr.summary(KEY, operator, 1),
         "track": lambda: tracker.init(operator, 1),
     }
     with warnings.catch_warnings(record=True) as caught:

@@ -41,7 +41,6 @@ ESTIMATES = {
         for name, e in DIAGONALS.items()
     },
     "logdet": lambda w: tr.logdet(KEY, _operator(w), K).value,
-    "summary": lambda w: tr.summary(KEY, _operator(w), K).trace.value,
 }
 
 

@@ -288,7 +288,6 @@ CALLS = {
     "tolerance": lambda op: tr.trace(KEY, op, rtol=0.1),
     "diagonal": lambda op: tr.diagonal(KEY, op, 3),
     "block_traces": lambda op: tr.block_traces(KEY, op, 3),
-    "summary": lambda op: tr.summary(KEY, op, 4),
     "gradient": lambda op: jax.grad(lambda s: tr.trace(KEY, s * op, 3).value)(1.0),
 }
 

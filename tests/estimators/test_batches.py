@@ -20,7 +20,6 @@ TRACES = {
     "hutch++": tr.HutchPlusPlusEstimator,
     "xtrace": tr.XTraceEstimator,
     "xnystrace": tr.XNysTraceEstimator,
-    "adaptive": tr.AdaptiveHutchPlusPlusEstimator,
     "auto": tr.AutoTraceEstimator,
     "exact": tr.ExactTraceEstimator,
 }

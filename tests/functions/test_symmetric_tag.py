@@ -28,8 +28,6 @@ CALLS = {
     "eigenpairs": lambda key, op: tr.eigenpairs(key, op, 20, 2),
     "eigenpairs, restarted": lambda key, op: tr.eigenpairs(key, op, 40, 2, basis_size=10),
     "eigenpairs, exact": lambda key, op: tr.eigenpairs(key, op, N, 2),
-    "summary": lambda key, op: tr.summary(key, op, 40),
-    "summary, exact": lambda key, op: tr.summary(key, op, N),
 }
 IN_ALL_RUNS = ("sum by leaving out", "sum, exact", "diagonal", "count", "eigenpairs, restarted")
 NAMES = [name if name in IN_ALL_RUNS else variant(name) for name in CALLS]

@@ -52,7 +52,7 @@ def test_public_names_have_a_reference(name):
             *("hessian", "gauss_newton", "fisher", "jacobian_gram", "of"),
             *("Curvature", "CurvatureOperator"),
         ),
-        "plot": ("spectral_density", "traces", "sharpness", "shifts", "convergence", "interval"),
+        "plot": ("spectral_density", "traces", "sharpness", "shifts", "interval"),
         # Not imported with the package; where tests/estimators/test_own_estimator.py imports them.
         "extend": ("BlockOperator",),
         "testing": ("check_estimator",),

@@ -182,9 +182,6 @@ RUNS = {
     "xnystrace": lambda key: tr.trace(
         key, _operator(3, PSD), estimator=tr.XNysTraceEstimator(), **TIGHT
     ),
-    "adaptive": lambda key: tr.trace(
-        key, _operator(3, PSD), estimator=tr.AdaptiveHutchPlusPlusEstimator(), **TIGHT
-    ),
     "diagonal": lambda key: tr.diagonal(
         key, _operator(3), estimator=tr.HutchinsonDiagonalEstimator(batch_size=8), **TIGHT
     ),
@@ -195,13 +192,12 @@ RUNS = {
     "logdet": lambda key: tr.logdet(key, _definite(), atol=1e-9, max_k=120),
     "logdet budget": lambda key: tr.logdet(key, _definite(), 60, fallback=None),
     "spectral_sum": lambda key: tr.spectral_sum(key, jnp.exp, _definite(), 60),
-    "summary": lambda key: tr.summary(key, _operator(3), 60),
 }
 
 
 # Programs with callbacks are kept by no cache. The other runs have the keys of these: the same
 # blocks, of other estimators.
-QUICK = ("hutchinson", "hutchinson leaves", "diagonal of batches", "hutch++", "adaptive")
+QUICK = ("hutchinson", "hutchinson leaves", "diagonal of batches", "hutch++")
 
 
 @pytest.mark.parametrize("run", [run if run in QUICK else variant(run) for run in RUNS])

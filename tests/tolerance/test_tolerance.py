@@ -494,50 +494,6 @@ def test_intervals():
         exact.interval(95)
 
 
-# ---------------------------------------------------------------------- a-priori bounds
-
-
-def test_matvecs_needed():
-    """The formulas of the papers, and that they hold: they are bounds for the worst operator."""
-    normal = tr.HutchinsonEstimator(tr.NormalSampler())
-    assert tr.matvecs_needed(0.1, 0.05, semidefinite=True) == int(np.ceil(600 * np.log(40)))
-    assert tr.matvecs_needed(0.1, 0.05, normal, semidefinite=True) == int(np.ceil(800 * np.log(40)))
-    values = np.where(np.arange(60) % 2 == 0, 1.0, -1.0)
-    matrix = with_spectrum(np.random.default_rng(6), values)
-    eps, delta = 5.0, 0.1
-    for estimator, b in (
-        (normal, matrix),
-        (tr.HutchinsonEstimator(), matrix - np.diag(np.diag(matrix))),
-    ):
-        norms = {"frobenius_norm": np.linalg.norm(b), "spectral_norm": np.linalg.norm(b, 2)}
-        k = tr.matvecs_needed(eps, delta, estimator, **norms)
-        c = 4 if estimator is normal else 8
-        size = norms["frobenius_norm"] ** 2 + eps * norms["spectral_norm"]
-        assert k == int(np.ceil(c * size * np.log(2 / delta) / eps**2))
-        assert k <= tr.matvecs_needed(eps, delta, estimator, frobenius_norm=np.linalg.norm(b))
-        rng = np.random.default_rng(0)
-        probes = rng.standard_normal((100, 60, k))
-        probes = probes if estimator is normal else np.sign(probes)
-        found = np.einsum("sik,ij,sjk->s", probes, matrix, probes, optimize=True) / k
-        assert np.mean(np.abs(found - np.trace(matrix)) > eps) <= delta
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error"),
-    [
-        ((0.0,), {"semidefinite": True}, ValueError),
-        ((0.1, 1.0), {"semidefinite": True}, ValueError),
-        ((0.1,), {}, TypeError),
-        ((0.1,), {"semidefinite": True, "frobenius_norm": 1.0}, TypeError),
-        ((0.1, 0.1, tr.XTraceEstimator()), {"semidefinite": True}, ValueError),
-        ((0.1,), {"frobenius_norm": -1.0}, ValueError),
-    ],
-)
-def test_matvecs_needed_refuses(args, options, error):
-    with pytest.raises(error):
-        tr.matvecs_needed(*args, **options)
-
-
 # ----------------------------------------------------------------------------- progress
 
 
@@ -613,5 +569,3 @@ def test_bad_traced_budgets():
         run(2.5, max_k=40)
     with pytest.raises(TypeError, match="give both"):
         jax.jit(lambda k: run(k).value)(10)
-    with pytest.raises(ValueError, match="AdaptiveHutchPlusPlusEstimator takes static budgets"):
-        tr.trace(keys(1)[0], operator, 20, tr.AdaptiveHutchPlusPlusEstimator(), max_k=40)

@@ -290,7 +290,6 @@ def _define(name: str) -> Primitive:
 # One primitive for each quantity that is estimated: they differ only in their names in a jaxpr.
 trace_p = _define("trace")
 diagonal_p = _define("diagonal")
-summary_p = _define("summary")
 spectral_sum_p = _define("spectral_sum")
 spectral_diagonal_p = _define("spectral_diagonal")
 spectral_density_p = _define("spectral_density")

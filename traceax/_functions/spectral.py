@@ -1,8 +1,8 @@
 """Spectral sums, spectral densities and eigenvalue counts: the functions that users call."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, ClassVar, final
 
 import equinox as eqx
 import jax
@@ -20,7 +20,6 @@ from .._estimators.estimator import AbstractEstimator, check_budget
 from .._estimators.solution import Solution
 from .._linalg.lanczos import lanczos, quadrature
 from .._operators.block_operator import BlockOperator, as_operator, is_complex, is_hermitian
-from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
 from .funm import (
@@ -280,73 +279,6 @@ def spectral_density(
     function = hoist_function(gaussian, dtype, scalar=False)
     estimator = QuadratureEstimator(function, num_steps, "A spectral density")
     return solve_pair(spectral_density_p, key, operator, budget, estimator, throw)
-
-
-class DensityCurve(NamedTuple):
-    """A spectral density with its grid and the width of the Gaussian."""
-
-    grid: Real[Array, " m"]
-    width: Real[Array, ""]
-    solution: Solution
-
-
-def density_on_interval(
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    num_points: int,
-    *,
-    ends: Sequence[float] | None = None,
-    width: float | None = None,
-    num_steps: int | None = None,
-) -> DensityCurve:
-    """The spectral density on an equidistant grid, by default one that spans the spectrum.
-
-    The ends of the spectrum are taken to be the extreme Ritz values of a first probe, after k/4
-    steps, at most 30. The grid extends beyond them by three standard deviations.
-
-    Cost: `k` matvecs (at least two); with `k >= n`, n matvecs and those of the first probe.
-
-    **Arguments:**
-
-    - `key`, `operator`, `k`, `num_steps`: as for `spectral_density`.
-    - `num_points`: the number of points, at least 2.
-    - `ends`: the first and the last point.
-    - `width`: the standard deviation of the Gaussian, by default the smallest that the steps
-        resolve.
-
-    **Returns:**
-
-    A `DensityCurve`; the products of the first probe count in its solution.
-    """
-    check_hermitian(operator, "A spectral density")
-    n, dtype = operator.in_size(), _real_dtype(operator)
-    key, first_key = split(key)
-    first = 0 if ends is not None else min(n, max(1, min(30, k // 4)))
-    left = k if k >= n else max(1, k - first)
-
-    def width_of(extent):
-        if width is not None:
-            return jnp.asarray(width, dtype)
-        return _resolved_width(extent, min(left, n), num_steps)
-
-    if ends is not None:
-        low, high = (jnp.asarray(end, dtype) for end in ends)
-        sigma = width_of(high - low)
-    else:
-        block = BlockOperator(operator).linearised()
-        probe = SphereSampler().probes(first_key, n, 1, block.dtype)
-        nodes = quadrature(lanczos(block.mm, probe, first, block.eps))[0]
-        low, high = jnp.min(nodes), jnp.max(nodes)
-        # The extent of equal eigenvalues is 0: at least a hundredth of their size is taken.
-        size = jnp.maximum(jnp.abs(low), jnp.abs(high))
-        extent = jnp.maximum(high - low, jnp.where(size > 0, size, 1) / 100)
-        sigma = width_of(extent)
-        low, high = low - 3 * sigma, high + 3 * sigma
-    grid = jnp.linspace(low, high, num_points)
-    solution = spectral_density(key, operator, left, grid, width=sigma, num_steps=num_steps)
-    spent = solution.num_matvecs + first
-    return DensityCurve(grid, sigma, eqx.tree_at(lambda s: s.num_matvecs, solution, spent))
 
 
 def _edge_error(weights: Array, below: Array) -> Array:
