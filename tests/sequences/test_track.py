@@ -331,8 +331,8 @@ class OneByOne(tr.AbstractSampler):
     dtype = None
     rotation_invariant = True
 
-    def _sample(self, key, n, k, dtype):
-        sphere = tr.SphereSampler()
+    def _sample(self, key, shape, k, dtype):
+        sphere, (n,) = tr.SphereSampler(), shape
         if k == 1:
             return sphere(key, n, 1, dtype)
         return jnp.concatenate([sphere(each, n, 1, dtype) for each in split(key, k)], axis=1)
