@@ -39,29 +39,11 @@ def _ones(key, shape, k):
     return jr.bernoulli(key, 0.5, (*shape, k)).astype(jnp.uint32)
 
 
-def _divided(f, r):
-    return (factorisations._divide(f, r),)
-
-
-def _both_divided(f, g, r):
-    return factorisations._divide(f, r), factorisations._divide(g, r)
-
-
 #: For each replacement what takes its place: module, name, plain JAX.
 PLAIN = {
     "random numbers": [(samplers, "normal", _normal), (samplers, "ones", _ones)],
-    "QR by Cholesky factors": [
-        (factorisations, "_cholesky_qr", factorisations._householder),
-    ],
-    "substitution": [(factorisations, "_substitute", factorisations._divide)],
-    "QR and division with rules for devices": [
-        (factorisations, "_qr", factorisations._householder),
-        (factorisations, "_divide_rows", _divided),
-        (factorisations, "_divide_rows_and_more", _both_divided),
-    ],
-    "products of matrices, transposed": [
-        (block_operator, "matrix_product", jnp.matmul),
-    ],
+    "QR by products": [(factorisations, "_shifted_cholesky_qr", factorisations._householder_qr)],
+    "division by products": [(factorisations, "_divide_by_products", factorisations._solve_upper)],
     "products of rows": [
         (
             block_operator.BlockOperator,

@@ -725,8 +725,6 @@ DECIDED = {
     "dtypes.canonicalize_dtype",
     "dtypes.float0",
     "dtypes.prng_key",
-    "experimental.custom_partitioning.custom_partitioning",  # rules for several devices
-    "extend.core.ClosedJaxpr",
     "extend.core.Primitive",
     "interpreters.ad",
     "interpreters.batching",

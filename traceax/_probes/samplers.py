@@ -44,8 +44,11 @@ class AbstractSampler(eqx.Module):
 
     @abc.abstractmethod
     def _sample(
-        self, key: PRNGKeyArray, n: int, k: int, dtype: np.dtype
-    ) -> Shaped[Array, "n k"]: ...
+        self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
+    ) -> Shaped[Array, "*shape k"]:
+        """`k` probes with the entries of a leaf of this shape. Drawn in that shape, rather than
+        along one long axis, a leaf that is cut along any of its axes stays on its devices.
+        """
 
     def __call__(
         self, key: PRNGKeyArray, n: int, k: int, dtype: DTypeLike | None = None
@@ -77,7 +80,7 @@ class AbstractSampler(eqx.Module):
         chosen = self.dtype if self.dtype is not None else _canonical(dtype)
         if chosen is None:
             chosen = _canonical(self._default_dtype())
-        return self._sample(key, n, k, np.dtype(chosen))
+        return self._sample(key, (n,), k, np.dtype(chosen))
 
     def _default_dtype(self) -> DTypeLike:
         return float
@@ -114,15 +117,7 @@ class AbstractSampler(eqx.Module):
         keys = [key] if len(shapes) == 1 else split(key, len(shapes))
         own = np.dtype(dtype if self.dtype is None else self.dtype)
         pairs = zip(keys, shapes, strict=True)
-        return [self._draw(key, shape, k, own).astype(dtype) for key, shape in pairs]
-
-    def _draw(
-        self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
-    ) -> Shaped[Array, "*shape k"]:
-        """Probes in the shape of a leaf. If a sampler draws its numbers in that shape, rather than
-        along one long axis, then a leaf that is cut along any of its axes stays on its devices.
-        """
-        return self._sample(key, math.prod(shape), k, dtype).reshape(*shape, k)
+        return [self._sample(key, shape, k, own).astype(dtype) for key, shape in pairs]
 
     def respheres(self, improved: bool | None, dtype: np.dtype) -> bool:
         """Whether residual probes are renormalised for an operator of this dtype.
@@ -187,21 +182,6 @@ class AbstractSampler(eqx.Module):
         """Refuse a dtype in which the distribution has no meaning."""
 
 
-class _ShapedSampler(AbstractSampler):
-    """A sampler that draws its numbers in the shape of a leaf."""
-
-    def _sample(self, key, n, k, dtype):
-        return self._draw(key, (n,), k, dtype)
-
-    def _draw(self, key, shape, k, dtype):
-        return jnp.moveaxis(self._vectors(key, shape, k, dtype), 0, -1)
-
-    @abc.abstractmethod
-    def _vectors(
-        self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
-    ) -> Shaped[Array, "k ..."]: ...
-
-
 def _require_inexact(sampler: AbstractSampler) -> None:
     if sampler.dtype is not None and not jnp.issubdtype(sampler.dtype, jnp.inexact):
         raise ValueError(
@@ -212,7 +192,7 @@ def _require_inexact(sampler: AbstractSampler) -> None:
 
 
 @final
-class NormalSampler(_ShapedSampler):
+class NormalSampler(AbstractSampler):
     r"""Standard normal probes: real $N(0, 1)$ entries, or circular complex ones with
     $E|\omega_i|^2 = 1$.
 
@@ -225,8 +205,8 @@ class NormalSampler(_ShapedSampler):
     def __check_init__(self):
         _require_inexact(self)
 
-    def _vectors(self, key, shape, k, dtype):
-        return normal(key, shape, k, dtype)
+    def _sample(self, key, shape, k, dtype):
+        return jnp.moveaxis(normal(key, shape, k, dtype), 0, -1)
 
 
 NormalSampler.__init__.__doc__ = """**Arguments:**
@@ -236,7 +216,7 @@ NormalSampler.__init__.__doc__ = """**Arguments:**
 
 
 @final
-class SphereSampler(_ShapedSampler):
+class SphereSampler(AbstractSampler):
     r"""Probes uniform on the sphere of radius $\sqrt{n}$, real or complex.
 
     Rotation invariant, and with less variance than normal probes. Cost: `n k` normal numbers.
@@ -248,7 +228,7 @@ class SphereSampler(_ShapedSampler):
     def __check_init__(self):
         _require_inexact(self)
 
-    def _vectors(self, key, shape, k, dtype):
+    def _sample(self, key, shape, k, dtype):
         vectors = normal(key, shape, k, dtype)
         square = (vectors * jnp.conj(vectors)).real
         norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(1, vectors.ndim)), keepdims=True))
@@ -256,14 +236,15 @@ class SphereSampler(_ShapedSampler):
         scale = math.sqrt(math.prod(shape)) / norm
         # Without a barrier XLA would keep the numbers before scaling as well, and scale them anew
         # for each of their uses.
-        return jax.lax.optimization_barrier(vectors * scale.astype(dtype))
+        scaled = jax.lax.optimization_barrier(vectors * scale.astype(dtype))
+        return jnp.moveaxis(scaled, 0, -1)
 
 
 SphereSampler.__init__.__doc__ = NormalSampler.__init__.__doc__
 
 
 @final
-class RademacherSampler(_ShapedSampler):
+class RademacherSampler(AbstractSampler):
     r"""Probes with independent entries $\pm 1$, each with probability one half.
 
     Not rotation invariant. For Hutchinson's estimator these have the least variance of all real
@@ -282,9 +263,9 @@ class RademacherSampler(_ShapedSampler):
                 "Leave the dtype out to follow the operator."
             )
 
-    def _vectors(self, key, shape, k, dtype):
+    def _sample(self, key, shape, k, dtype):
         signs = 2 * ones(key, shape, k).astype(jnp.int32) - 1
-        return jnp.moveaxis(signs.astype(dtype), -1, 0)
+        return signs.astype(dtype)
 
 
 RademacherSampler.__init__.__doc__ = """**Arguments:**
@@ -294,7 +275,7 @@ RademacherSampler.__init__.__doc__ = """**Arguments:**
 
 
 @final
-class SteinhausSampler(_ShapedSampler):
+class SteinhausSampler(AbstractSampler):
     r"""Probes with independent entries $e^{i\theta}$, $\theta$ uniform: the complex counterpart of
     Rademacher signs.
 
@@ -321,12 +302,12 @@ class SteinhausSampler(_ShapedSampler):
     def _default_dtype(self):
         return complex
 
-    def _vectors(self, key, shape, k, dtype):
+    def _sample(self, key, shape, k, dtype):
         self._check_own(dtype)
         real = jnp.finfo(dtype).dtype
         angle = uniform(key, shape, k, real, highest=2 * np.pi)
         phases = jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
-        return jax.lax.optimization_barrier(phases)  # see `random`
+        return jnp.moveaxis(jax.lax.optimization_barrier(phases), 0, -1)  # see `random`
 
 
 SteinhausSampler.__init__.__doc__ = """**Arguments:**
