@@ -733,7 +733,6 @@ DECIDED = {
     "jacrev",
     "numpy_dtype_promotion",
     "numpy_rank_promotion",
-    "pure_callback",  # solves with SciPy's factors, in the command line
     "sharding.AbstractMesh",
     "sharding.AxisType",
     "sharding.Mesh",
