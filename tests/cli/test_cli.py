@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import scipy.io
@@ -66,7 +65,7 @@ def test_the_trace_of_the_sample_matrix_as_a_program():
 
 @pytest.mark.variant
 def test_a_tolerance(capsys, tmp_path):
-    """It takes what it needs; what cannot be reached is said; progress is for terminals only."""
+    """It takes what it needs; what cannot be reached is said."""
     path, matrix = tmp_path / "matrix.npy", np.diag(np.linspace(1.0, 2.0, 300))
     matrix[0, 1] = matrix[1, 0] = 0.1
     np.save(path, matrix)
@@ -89,16 +88,6 @@ def test_a_tolerance_of_a_diagonal(capsys, tmp_path):
     assert report["relative_error"] < 0.3
     assert (report["k"], report["rtol"]) == (None, 0.3)
     assert report["matvecs"] < 120
-
-
-@pytest.mark.variant
-def test_progress_on_a_terminal(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    path, _ = save_precision(tmp_path)
-    code, _, err = run(capsys, "diagonal", path, *INVERSE, "--rtol", 0.3)
-    jax.effects_barrier()
-    assert code == 0
-    assert "+-" in err + capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

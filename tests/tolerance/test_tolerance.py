@@ -421,7 +421,7 @@ def test_going_on_beyond_the_first_budget():
     [
         ({}, TypeError, "give a tolerance instead"),
         ({"k": 10, "rtol": 0.1}, TypeError, "both a budget, k=10, and a tolerance"),
-        ({"k": 10, "max_k": 20, "progress": True}, TypeError, "to which alone belong `state`"),
+        ({"k": 10, "max_k": 20, "keep_state": True}, TypeError, "to which alone belong `state`"),
         ({"rtol": -1.0}, ValueError, "rtol must be finite and not negative"),
         ({"rtol": "small"}, TypeError, "rtol must be a real number"),
         ({"atol": jnp.ones(2)}, TypeError, "atol must be a real number"),
@@ -536,26 +536,6 @@ def test_matvecs_needed():
 def test_matvecs_needed_refuses(args, options, error):
     with pytest.raises(error):
         tr.matvecs_needed(*args, **options)
-
-
-# ----------------------------------------------------------------------------- progress
-
-
-def test_progress(capfd):
-    operator = lx.MatrixLinearOperator(jnp.asarray(POLY))
-    estimator = tr.HutchinsonEstimator()
-
-    def run(key):
-        solution = tr.trace(key, operator, estimator=estimator, rtol=1e-9, max_k=64, progress=True)
-        return solution.value
-
-    run(keys(1)[0]).block_until_ready()
-    jax.effects_barrier()
-    shown = capfd.readouterr().err
-    assert "16" in shown and "32" in shown and "64" in shown and "+-" in shown  # noqa: PT018
-    jax.block_until_ready(jax.vmap(run)(keys(2)))
-    jax.effects_barrier()
-    assert capfd.readouterr().err == ""
 
 
 # ------------------------------------------------------------------- budgets that are not static

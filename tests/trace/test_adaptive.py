@@ -295,19 +295,15 @@ def test_derivatives_are_those_of_the_weights():
 # ---------------------------------------------------------------------------------- messages
 
 
-def test_messages(capfd):
+def test_messages():
     few = matrix_of(SPECTRA["flat"][:80])
     symmetric = lx.MatrixLinearOperator(few, lx.symmetric_tag)
     run = partial(tr.trace, keys(1)[0], symmetric, estimator=ESTIMATOR, rtol=1e-6)
-    solution = run(progress=True)
-    jax.block_until_ready(solution)
-    jax.effects_barrier()
+    solution = run()
     # Never more than n products.
     assert solution.result == tr.RESULTS.not_converged
     assert solution.num_matvecs == 80
     assert abs(solution.value - np.trace(few)) < 5 * solution.std_err
-    shown = capfd.readouterr().err
-    assert "64" in shown and "80" in shown and "+-" in shown  # noqa: PT018
     for wrong in ({"keep_state": True}, {"state": 3}):
         with pytest.raises((ValueError, TypeError), match="state"):
             run(**wrong)

@@ -164,12 +164,10 @@ def _tolerances(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spending(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The budget or the tolerance, as arguments of a function of the package. A run to a tolerance
-    shows its progress if standard error is a terminal.
-    """
+    """The budget or the tolerance, as arguments of a function of the package."""
     if arguments.k is not None:
         return {"k": arguments.k}
-    return {**_tolerances(arguments), "progress": sys.stderr.isatty()}
+    return _tolerances(arguments)
 
 
 def add_steps(command: argparse.ArgumentParser) -> None:

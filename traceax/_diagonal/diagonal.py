@@ -27,7 +27,6 @@ def diagonal(
     max_k: int | None = None,
     state: Any = None,
     keep_state: bool = False,
-    progress: bool = False,
     throw: bool = False,
 ) -> Solution:
     r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
@@ -52,7 +51,7 @@ def diagonal(
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
     - `k`: the budget of matvecs, as of [`traceax.trace`][]. With `k >= n` the diagonal is exact.
     - `estimator`: by default [`traceax.AutoDiagonalEstimator`][].
-    - `rtol`, `atol`, `max_k`, `state`, `keep_state`, `progress`: as of [`traceax.trace`][].
+    - `rtol`, `atol`, `max_k`, `state`, `keep_state`: as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -65,7 +64,7 @@ def diagonal(
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
-    options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
+    options = Tolerance(rtol, atol, max_k, state, keep_state)
     solution = solve_either("diagonal", key, operator, k, estimator, options, throw, Rows())
     structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))
@@ -82,7 +81,6 @@ def block_traces(
     max_k: int | None = None,
     state: Any = None,
     keep_state: bool = False,
-    progress: bool = False,
     throw: bool = False,
 ) -> Solution:
     r"""Estimate the trace of every diagonal block of A: one for each leaf of its input PyTree.
@@ -98,7 +96,7 @@ def block_traces(
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
     - `k`: the budget of matvecs, as of [`traceax.trace`][]. With `k >= n` the traces are exact.
     - `estimator`: a diagonal estimator, by default [`traceax.AutoDiagonalEstimator`][].
-    - `rtol`, `atol`, `max_k`, `state`, `keep_state`, `progress`: as of [`traceax.trace`][].
+    - `rtol`, `atol`, `max_k`, `state`, `keep_state`: as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -113,7 +111,7 @@ def block_traces(
     check_estimator(estimator, AbstractDiagonalEstimator, "XDiagEstimator")
     structure = as_operator(operator).in_structure()
     rows = Rows(tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)))
-    options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
+    options = Tolerance(rtol, atol, max_k, state, keep_state)
     solution = solve_either("block_traces", key, operator, k, estimator, options, throw, rows)
     treedef = jtu.tree_structure(structure)
     return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))

@@ -22,7 +22,6 @@ class Tolerance(NamedTuple):
     rtol: Any
     atol: Any
     max_k: Any
-    progress: Any
     state: Any = None
     keep_state: Any = False
 

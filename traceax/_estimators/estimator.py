@@ -151,7 +151,6 @@ class AbstractToleranceRun(eqx.Module):
     max_k: AbstractVar[int]
     #: A budget that need not be static, in place of a tolerance; else None.
     budget: AbstractVar[Array | None]
-    progress: AbstractVar[bool]
 
     @property
     @abc.abstractmethod

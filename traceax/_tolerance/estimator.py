@@ -45,7 +45,6 @@ class ToleranceRun(AbstractToleranceRun):
     budget: Array | None
     max_k: int = eqx.field(static=True)
     keep_state: bool = eqx.field(static=True)
-    progress: bool = eqx.field(static=True)
 
     @property
     def has_state(self):
@@ -67,7 +66,7 @@ class ToleranceRun(AbstractToleranceRun):
             _check_state(before, extendable, key, operator, most)
         scale = jnp.ones((), BlockOperator(operator).dtype) if self.scale is None else self.scale
         rule = Rule(self.rtol, self.atol, self.offset, scale)
-        run = Run(extendable, key, operator, rule, most, before, self.progress, self.budget)
+        run = Run(extendable, key, operator, rule, most, before, self.budget)
         outcome = run.outcome()
         state = run.state(outcome) if self.keep_state else None
         e = outcome.estimate
@@ -183,7 +182,6 @@ def solve_to_tolerance(
         budget=budget,
         max_k=max_k,
         keep_state=options.keep_state,
-        progress=options.progress,
     )
     return solve(primitive, key, operator, k, ToleranceEstimator(estimator, run), throw=throw)
 
@@ -202,7 +200,7 @@ def solve_either(
     check_key(key)
     primitive = trace_p if rows is None else diagonal_p
     budget = options.budget(k)
-    if budget is not None or options.wanted(k, name, "`state`, `keep_state`, `progress`"):
+    if budget is not None or options.wanted(k, name, "`state`, `keep_state`"):
         given = primitive, key, operator, estimator, rows, options
         return solve_to_tolerance(*given, budget=budget, throw=throw)
     blocks = rows is not None and rows.sizes is not None

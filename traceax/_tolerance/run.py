@@ -45,7 +45,6 @@ from .._core.estimate import (
     norm_of,
     status_of,
 )
-from .._core.progress import report
 from .._estimators.auto import add_parts
 from .._estimators.calibration import norm_factor, stopping_factor
 from .._estimators.exact import ExactWeights
@@ -192,9 +191,7 @@ def _lacking(estimate: Estimate, short: Array) -> Estimate:
 class Run:
     """One run of an extendable algorithm. (It is not a PyTree, as it exists only in a trace.)"""
 
-    def __init__(
-        self, extendable, key, operator, rule, most, before=None, progress=False, budget=None
-    ):
+    def __init__(self, extendable, key, operator, rule, most, before=None, budget=None):
         """**Arguments:**
 
         - `extendable`: the algorithm.
@@ -203,7 +200,6 @@ class Run:
         - `rule`: when to stop.
         - `most`: the largest budget.
         - `before`: the state of an earlier run, or None.
-        - `progress`: whether to show the progress.
         - `budget`: a budget that is an array, up to `most`, for a run of a single stage. None with
             a tolerance.
         """
@@ -212,7 +208,7 @@ class Run:
                 f"{type(extendable.estimator).__name__} has no `extendable` of its own, and takes "
                 "static budgets only: give k without max_k."
             )
-        self.extendable, self.rule, self.before, self.progress = extendable, rule, before, progress
+        self.extendable, self.rule, self.before = extendable, rule, before
         self.key, self.most, self.budget = key, most, budget
         self.block = extendable.prepare(operator)
         self.real = jnp.finfo(self.block.dtype).dtype
@@ -303,12 +299,6 @@ class Run:
         real = jtu.tree_map(lambda x: x.astype(self.real), std_err)
         return jtu.tree_map(lambda x: x.astype(self.block.dtype), value), real
 
-    def _report(self, estimate: Estimate, last):
-        if self.progress:
-            value, error = self.rule.sizes(estimate, self.block)
-            value = value if is_scalar(value) else norm_of(value)
-            report(self.key, self.most, estimate.num_matvecs, value, error, last)
-
     def extended(self, arrays: Any, stage: Int[Array, ""]) -> tuple[Any, Estimate]:
         """The arrays and the estimate after one more stage."""
         panels = jnp.asarray([0, *self.panels], jnp.int32)
@@ -331,7 +321,6 @@ class Run:
             factors = [stopping_factor(stop, probes - 1) for probes in self.probes]
             met = self.rule.met(estimate, self.block, jnp.asarray(factors, self.real)[stage])
             met |= estimate.status != SUCCESSFUL
-        self._report(estimate, met | (stage == last) & (not self.falls_back_to_exact))
         arrays = kept(c.done, c.arrays, arrays)
         new = estimate, stage, met | (stage == last), met
         return _Carry(stage + 1, arrays, *keep(c.done, (c.estimate, c.level, c.done, c.met), new))
@@ -362,7 +351,6 @@ class Run:
         status = status_of(*jtu.tree_leaves(value))
         estimate = make_estimate(*self._cast(value, std_err), spent, end.estimate.dof, status)
         estimate = _lacking(estimate, ~self.rule.met(estimate, self.block, 1.96))
-        self._report(estimate, jnp.array(True))
         return estimate, jnp.asarray(len(self.probes), jnp.int32)
 
     # --------------------------------------------------------------------- what comes out of it

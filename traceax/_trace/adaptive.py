@@ -41,7 +41,6 @@ from .._core.estimate import (
     scale_of,
     status_of,
 )
-from .._core.progress import report
 from .._estimators.calibration import CALIBRATION
 from .._estimators.estimator import AbstractTraceEstimator
 from .._linalg.factorisations import qr
@@ -165,9 +164,9 @@ class _Probes(NamedTuple):
 class _AdaptiveRun:
     """One run. (It is not a PyTree, as it exists only during a trace.)"""
 
-    def __init__(self, delta, key, operator, most, rtol, atol, progress):
+    def __init__(self, delta, key, operator, most, rtol, atol):
         self.block = BlockOperator(operator).linearised()
-        self.n, self.most, self.progress = self.block.n, most, progress
+        self.n, self.most = self.block.n, most
         self.rtol, self.atol = rtol, atol
         self.real = jnp.finfo(self.block.dtype).dtype
         self.width = width = _block_width(most)
@@ -305,9 +304,6 @@ class _AdaptiveRun:
             done = met | (std_err <= self._rounding(s.square))
             spent = self._spent(s, p)
             going = p.going & ~done & (status == SUCCESSFUL) & (spent + self.width <= self.most)
-            if self.progress:
-                value, error = s.scale * (s.trace + mean), s.scale * std_err
-                report(self.sketch_key, self.most, spent, value, error, ~going)
             return p._replace(going=going, met=jnp.where(p.going, met, p.met))
 
         return lax.while_loop(lambda p: any_lane(p.going), probe_block, start)
@@ -403,7 +399,7 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        return _AdaptiveRun(self.delta, key, operator, k, 0.0, 0.0, False).outcome(tolerance=False)
+        return _AdaptiveRun(self.delta, key, operator, k, 0.0, 0.0).outcome(tolerance=False)
 
     def to_tolerance(self, key, operator, run):
         """See `AbstractTraceEstimator`."""
@@ -417,7 +413,7 @@ class AdaptiveHutchPlusPlusEstimator(AbstractTraceEstimator):
                 "AdaptiveHutchPlusPlusEstimator takes static budgets only: give k without max_k, "
                 "or use HutchPlusPlusEstimator()."
             )
-        given = run.max_k, run.rtol, run.atol, run.progress
+        given = run.max_k, run.rtol, run.atol
         return _AdaptiveRun(self.delta, key, operator, *given).outcome(tolerance=True)
 
 

@@ -23,7 +23,6 @@ def trace(
     max_k: int | None = None,
     state: Any = None,
     keep_state: bool = False,
-    progress: bool = False,
     throw: bool = False,
 ) -> Solution:
     r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, or from as many as a
@@ -80,8 +79,6 @@ def trace(
         `num_matvecs`.
     - `keep_state`: whether to return such a state, which holds probes and products for `max_k`. (It
         is None where the trace was read.)
-    - `progress`: whether to show estimate, error and products after every stage on standard error
-        (with `tqdm`, if it is installed); never under `vmap`.
     - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not
         `RESULTS.successful`.
 
@@ -98,5 +95,5 @@ def trace(
         a state that does not fit.
     """
     check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
-    options = Tolerance(rtol, atol, max_k, progress, state, keep_state)
+    options = Tolerance(rtol, atol, max_k, state, keep_state)
     return solve_either("trace", key, operator, k, estimator, options, throw)
