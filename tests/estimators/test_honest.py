@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._core import progress
 
 from ..core.test_closures import ESTIMATOR, KEY, traces_of
 from ..helpers import PSD, variant, with_spectrum
@@ -216,15 +215,3 @@ def test_a_tracker_outside_jit_compiles_once():
     again, _ = traces_of(lambda: steps([2.0, 3.0, 4.0]))
     assert first >= 1
     assert again == 0
-
-
-def test_two_runs_have_two_progress_bars(capfd):
-    pytest.importorskip("tqdm")
-
-    for key, spent in (((0, 1), 16), ((0, 2), 16), ((0, 1), 32)):
-        progress.show(np.array(key, np.uint32), 64, spent, 1.0, 0.1, False)
-    assert {bar.n for bar in progress._bars.values()} == {16, 32}
-    for key in ((0, 1), (0, 2)):
-        progress.show(np.array(key, np.uint32), 64, 64, 1.0, 0.1, True)
-    assert not progress._bars
-    assert "64" in capfd.readouterr().err

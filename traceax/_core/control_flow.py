@@ -48,18 +48,6 @@ def _keep(axis_size, in_batched, done, old, new):
     return jax.vmap(select, axes)(done, old, new), jtu.tree_map(lambda _: True, new)
 
 
-@custom_vmap
-def alone(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """True, unless a `vmap` maps over something that the flag depends on."""
-    return jnp.ones_like(flag)
-
-
-@alone.def_vmap
-def _alone(axis_size, in_batched, flag):
-    del axis_size, in_batched
-    return jnp.zeros((), bool), False
-
-
 def if_any(wanted: Bool[Array, ""], new: Callable[[], Any], old: Any) -> Any:
     """`new()` if it is wanted, else `old`. It is computed only if any lane of a `vmap` wants it."""
     return lax.cond(any_lane(wanted), lambda: keep(~wanted, old, new()), lambda: old)

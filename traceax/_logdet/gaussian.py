@@ -72,7 +72,6 @@ def gaussian_log_density(
     rtol: float | Array | None = None,
     atol: float | Array | None = None,
     max_k: int | None = None,
-    progress: bool = False,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
@@ -141,8 +140,6 @@ def gaussian_log_density(
     - `atol`: the absolute tolerance, an error of the log density. It need not be static.
     - `max_k`: the largest budget for a tolerance, as for [`traceax.logdet`][]; by default 64 more
         for every vector after the first.
-    - `progress`: whether to show the log-determinant, its error and the products of the loop on
-        standard error, as [`traceax.logdet`][] does.
     - `preconditioner`: as for [`traceax.logdet`][].
     - `fallback`: as for [`traceax.logdet`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
@@ -181,14 +178,14 @@ def gaussian_log_density(
         )
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
-    options = Tolerance(rtol, atol, max_k, progress)
-    if options.wanted(k, "gaussian_log_density", "`max_k`, `progress`"):
+    options = Tolerance(rtol, atol, max_k)
+    if options.wanted(k, "gaussian_log_density", "`max_k`"):
         name, given, n = "gaussian_log_density", max_k, observed.shape[0]
         max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
         if given is None:
             more = _MORE * (observed.shape[1] - 1)
             max_k = max(max_k, min(max_k + more, n if fallback else n - 1))
-        estimator = ToleranceGaussianEstimator(observed, *options.arrays(), max_k, progress)
+        estimator = ToleranceGaussianEstimator(observed, *options.arrays(), max_k)
     elif isinstance(preconditioner, BuiltPreconditioner):
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:

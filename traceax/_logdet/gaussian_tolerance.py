@@ -146,7 +146,6 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
     max_k: int = eqx.field(static=True)
-    progress: bool = eqx.field(static=True)
     smallest: ClassVar[int] = 1
 
     def check(self, operator):
@@ -161,7 +160,7 @@ class ToleranceGaussianEstimator(AbstractGaussianEstimator):
         reserved = min(t * steps_of_solve(most, t), 4 * most // 5)
         block = BlockOperator(operator).linearised()
         aim = _DensityAim(block, self.y, self._factor, self.rtol, self.atol, reserved)
-        loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact, self.progress)
+        loop = Loop(aim, key, operator, most - reserved, falls_back_to_exact)
         state = loop.run()
         value, error, std_err = state.sums.means()
         left = most - state.work - state.known.spent

@@ -32,7 +32,6 @@ def logdet(
     rtol: float | Array | None = None,
     atol: float | Array | None = None,
     max_k: int | None = None,
-    progress: bool = False,
     shifts: ArrayLike | None = None,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
@@ -147,8 +146,6 @@ def logdet(
     - `max_k`: the largest budget for a tolerance, a static Python int of at least 64. By default n,
         but 1000 for operators with more rows whose exact value takes products. (If it is n or more,
         operators with at most 256 rows get the exact value at once.)
-    - `progress`: whether to show estimate, error and products after every step on standard error
-        (with `tqdm`, if it is installed); never under `vmap`.
     - `shifts`: numbers s, a real array of any shape: the value is then log det(A + s I) for each of
         them. They need not be static. With a budget and without a preconditioner only.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
@@ -195,8 +192,8 @@ def logdet(
         rest.
     """
     check_fallback(fallback)
-    options = Tolerance(rtol, atol, max_k, progress)
-    wanted = options.wanted(k, "logdet", "`max_k`, `progress`")
+    options = Tolerance(rtol, atol, max_k)
+    wanted = options.wanted(k, "logdet", "`max_k`")
     if shifts is not None:
         _check_shifts(k, preconditioner)
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
@@ -210,7 +207,7 @@ def logdet(
     check_key(key)
     operator, name = as_operator(operator), "logdet"
     max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
-    estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
+    estimator = ToleranceLogdetEstimator(*options.arrays(), max_k)
     return solve_pair(logdet_p, key, operator, k, estimator, throw)
 
 

@@ -45,7 +45,6 @@ from .._core.estimate import (
     if_wanted,
     status_of,
 )
-from .._core.progress import report
 from .._estimators.arguments import budgets_for
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import with_quadrature_error
@@ -225,9 +224,7 @@ def _where(condition: Array, new: Any, old: Any) -> Any:
 class Loop:
     """One run. (It is not a PyTree, as it exists only during a trace.)"""
 
-    def __init__(
-        self, aim: Any, key, operator, most: int, falls_back_to_exact: bool, progress: bool
-    ):
+    def __init__(self, aim: Any, key, operator, most: int, falls_back_to_exact: bool):
         """Make the first products.
 
         **Arguments:**
@@ -237,10 +234,9 @@ class Loop:
         - `operator`: the operator.
         - `most`: the largest number of products.
         - `falls_back_to_exact`: whether the exact value may replace the result.
-        - `progress`: whether to show the progress.
         """
         sketch_key, self.probe_key = split(key)
-        self.aim, self.most, self.progress = aim, most, progress
+        self.aim, self.most = aim, most
         self.falls_back_to_exact = falls_back_to_exact
         self.block = BlockOperator(operator).linearised()
         n = self.block.n
@@ -401,8 +397,6 @@ class Loop:
             status=status,
             done=state.done | done,
         )
-        if self.progress:
-            report(self.probe_key, self.most, state.spent, value, std_err + error, done)
         return new
 
     def run(self) -> State:
@@ -503,7 +497,6 @@ class ToleranceLogdetEstimator(AbstractEstimator):
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
     max_k: int = eqx.field(static=True)
-    progress: bool = eqx.field(static=True)
     smallest: ClassVar[int] = 1
     weights_depend_on_operator: ClassVar[bool] = True
 
@@ -516,7 +509,7 @@ class ToleranceLogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         most, falls_back_to_exact = most_products(operator, self.max_k)
         aim = LogdetAim(self.rtol, self.atol)
-        loop = Loop(aim, key, operator, most, falls_back_to_exact, self.progress)
+        loop = Loop(aim, key, operator, most, falls_back_to_exact)
         state = loop.run()
         value, error, std_err = state.sums.means()
         counts = state.spent, state.sums.dof, state.status, loop.sketch.read(state.y)
