@@ -28,8 +28,17 @@ from ._estimators.extendable import (
 )
 from ._estimators.rows import Rows as Rows
 from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
-from ._operators.block_operator import BlockOperator as BlockOperator, is_hermitian as is_hermitian
-from ._operators.known_parts import columns as columns
+from ._operators.block_operator import BlockOperator as BlockOperator
+from ._operators.known_parts import (
+    columns as columns,
+    stored_columns as stored_columns,
+    stored_diagonal as stored_diagonal,
+)
+from ._operators.questions import (
+    product_precision as product_precision,
+    quadratic_form as quadratic_form,
+)
+from ._operators.tags import is_hermitian as is_hermitian
 from ._probes.random import numbered as numbered, split as split
 from ._probes.samplers import AbstractSampler as AbstractSampler
 from ._sketch.columns import Columns as Columns

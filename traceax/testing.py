@@ -27,7 +27,8 @@ from ._estimators.estimator import (
     described,
 )
 from ._estimators.solution import RESULTS
-from ._operators.block_operator import as_operator, is_tagged
+from ._operators.checks import as_operator
+from ._operators.tags import is_tagged
 from ._trace.trace import trace
 
 #: z-tests reject beyond so many standard deviations, a correct estimator with probability 6e-7.

@@ -10,7 +10,7 @@ import pytest
 
 import traceax as tr
 from traceax._core.precision import any_promotion
-from traceax._operators.known_parts import contracted, has_entries, stored_diagonal, stored_matrix
+from traceax._operators.known_parts import contracted, has_entries, stored_columns, stored_diagonal
 from traceax.extend import columns
 
 from ..helpers import PSD, by_products, variant
@@ -123,7 +123,7 @@ def test_sums_and_scalings_are_read():
     operator = composite(0.7, 0.1)
     expected = operator.as_matrix()
     assert has_entries(operator)
-    np.testing.assert_allclose(stored_matrix(operator), expected, rtol=1e-12)
+    np.testing.assert_allclose(stored_columns(operator, slice(None)), expected, rtol=1e-12)
     np.testing.assert_allclose(stored_diagonal(operator), jnp.diag(expected), rtol=1e-12)
     np.testing.assert_allclose(
         eqx.filter_jit(columns)(operator, jnp.array([3, 3, 22])), expected[:, jnp.array([3, 3, 22])]

@@ -15,7 +15,6 @@ Two keys are equal only if they stand for the same program. Where that cannot be
 differ, which costs one more compilation.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -627,9 +626,7 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
             break
     else:
         converted = convert(*ways[-1])
-    closed = closed_functions(converted)
-    precision = getattr(getattr(function, "__self__", function), "precision", None)
-    return dataclasses.replace(closed, precision=precision)
+    return closed_functions(converted)
 
 
 # Equations that hand on their operands, one by one, to the one jaxpr in them.

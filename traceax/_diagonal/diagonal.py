@@ -11,7 +11,8 @@ from .._estimators.arguments import Tolerance
 from .._estimators.estimator import AbstractDiagonalEstimator, check_estimator
 from .._estimators.rows import Rows
 from .._estimators.solution import Solution, restructure
-from .._operators.block_operator import as_operator, unflatten
+from .._operators.block_operator import unflatten
+from .._operators.checks import as_operator
 from .._tolerance.estimator import solve_either
 from .auto import AutoDiagonalEstimator
 

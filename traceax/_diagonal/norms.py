@@ -19,7 +19,10 @@ from .._core.primitive import diagonal_p, trace_p
 from .._estimators.calibration import CALIBRATION
 from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.solution import Solution, restructure
-from .._operators.block_operator import BlockOperator, as_operator, gram, unflatten
+from .._operators.block_operator import BlockOperator, unflatten
+from .._operators.checks import as_operator
+from .._operators.gram import gram, row_gram
+from .._operators.tags import leaf_dtypes
 from .._sketch.weights import AbstractWeights
 from .._trace.auto import AutoTraceEstimator
 from .auto import AutoDiagonalEstimator
@@ -113,6 +116,12 @@ class _Gram(NamedTuple):
     weights: AbstractWeights
 
 
+def _gram(operator, unit, rows: bool) -> lx.AbstractLinearOperator:
+    narrowest = min(leaf_dtypes(operator), key=lambda dtype: jnp.finfo(dtype).bits)
+    divided = operator / unit.astype(jnp.finfo(narrowest).dtype)
+    return row_gram(divided) if rows else gram(divided)
+
+
 @final
 class GramEstimator(AbstractEstimator):
     """The trace or diagonal of the Gram operator of A, divided by a unit, which is the state of the
@@ -127,7 +136,7 @@ class GramEstimator(AbstractEstimator):
     rows: bool = eqx.field(static=True)
 
     def _gram(self, operator, unit):
-        return gram(operator, rows=self.rows, unit=unit)
+        return _gram(operator, unit, self.rows)
 
     def _estimate(self, operator, estimate: Callable[..., Any]):
         limits = jnp.finfo(BlockOperator(operator).dtype)
@@ -172,7 +181,7 @@ class GramWeights(AbstractWeights):
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        return self.inner.contract(gram(operator, rows=self.rows, unit=self.unit))
+        return self.inner.contract(_gram(operator, self.unit, self.rows))
 
 
 def _root_of_gram(key, operator, k, throw, *, rows: bool) -> Solution:

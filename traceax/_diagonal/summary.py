@@ -43,7 +43,9 @@ from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.rows import Rows
 from .._estimators.solution import Solution
 from .._linalg.factorisations import eigh, qr, svd
-from .._operators.block_operator import BlockOperator, as_operator, is_hermitian
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
+from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import (
     RangeFinder,

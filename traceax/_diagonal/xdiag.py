@@ -11,7 +11,8 @@ from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
-from .._operators.block_operator import BlockOperator, is_hermitian
+from .._operators.block_operator import BlockOperator
+from .._operators.tags import is_hermitian
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.leave_one_out import (
     RangeFinder,

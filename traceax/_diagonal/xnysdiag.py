@@ -9,7 +9,9 @@ from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractDiagonalEstimator
 from .._estimators.extendable import AbstractExtendable, complete_diagonal, run_once
 from .._estimators.rows import Rows
-from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import check_semidefinite
+from .._operators.tags import semidefinite_sign
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.leave_one_out import matmul, pairs_of_gram, range_finder_of, square_of
 from .._sketch.nystrom import (

@@ -11,8 +11,9 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
 from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
-from .._operators.block_operator import BlockOperator, semidefinite_sign
+from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
+from .._operators.tags import semidefinite_sign
 from .._sketch.weights import AbstractWeights
 from .estimator import AbstractEstimator, AbstractToleranceRun
 from .rows import Rows
@@ -25,12 +26,11 @@ class KnownPartsWeights(AbstractWeights):
     """The weights of the estimated part. The exact part is differentiated itself."""
 
     inner: AbstractWeights | None  # None if nothing was estimated
-    k: int = eqx.field(static=True)
     diagonal: bool = eqx.field(static=True)
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        parts = split_known_parts(operator, self.k, 1, self.diagonal)
+        parts = split_known_parts(operator, self.diagonal)
         if self.inner is None or parts.rest is None:
             return parts.exact
         estimated = self.inner.contract(parts.rest)
@@ -75,25 +75,25 @@ def compute_split(
     rows: Rows | None = None,
 ) -> tuple[Estimate, KnownPartsWeights]:
     """Read off the known parts, and estimate the rest with `estimate_rest(key, parts, budget)`."""
-    parts = split_known_parts(operator, k, 1, diagonal=rows is not None)
+    parts = split_known_parts(operator, diagonal=rows is not None)
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     if parts.rest is None:
         zero = jnp.zeros_like(exact.real)
         status = jnp.maximum(status_of(exact), parts.status)
-        known = make_estimate(exact, zero, parts.num_matvecs, 0, status)
-        return known, KnownPartsWeights(None, k, rows is not None)
-    inner, weights = estimate_rest(key, parts, k - parts.num_matvecs)
+        known = make_estimate(exact, zero, 0, 0, status)
+        return known, KnownPartsWeights(None, rows is not None)
+    inner, weights = estimate_rest(key, parts, k)
     known = jnp.maximum(status_of(exact, parts.scale), parts.status)
     size, real = jnp.abs(parts.scale), exact.real.dtype
     estimate = dataclasses.replace(
         inner,
         value=add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
         std_err=jtu.tree_map(lambda x: size * x.astype(real), inner.std_err),
-        num_matvecs=inner.num_matvecs + parts.num_matvecs,
+        num_matvecs=inner.num_matvecs,
         # `inner.status` tells of the products only: the known parts must be finite, too.
         status=jnp.where(known != 0, NONFINITE, inner.status),
     )
-    return estimate, KnownPartsWeights(weights, k, rows is not None)
+    return estimate, KnownPartsWeights(weights, rows is not None)
 
 
 def split_to_tolerance(

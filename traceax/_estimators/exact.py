@@ -47,15 +47,15 @@ def _entries(block: BlockOperator) -> _Entries:
 
 def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bool) -> Estimate:
     n = operator.in_size()
-    parts = split_known_parts(operator, n, n, diagonal=rows is not None)
-    value, status, spent = parts.exact, parts.status, parts.num_matvecs
+    parts = split_known_parts(operator, diagonal=rows is not None)
+    value, status, spent = parts.exact, parts.status, 0
     std_err, dof = jnp.zeros_like(value.real), 0
     if parts.rest is not None:
         block = BlockOperator(parts.rest)
         entries = _entries(block.linearised() if linearise else block)
         rest = jnp.sum(entries.diagonal) if rows is None else entries.diagonal
         value = value + parts.scale * rest.astype(value.dtype)
-        spent += block.n
+        spent = block.n
         status = jnp.maximum(status, status_of(entries.seen))
         if block.is_inexact:
             size = safe_norm(entries.norms) if rows is None else entries.norms

@@ -17,7 +17,8 @@ from .._core.precision import any_promotion
 from .._core.primitive import bind, trace_p
 from .._estimators.estimator import check_budget, check_key
 from .._estimators.solution import RESULTS, Solution
-from .._operators.block_operator import BlockOperator, as_operator
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._probes.samplers import AbstractSampler, SphereSampler
 from .._trace.exact import ExactTraceEstimator
 from .kept import Kept, all_but_data, kept_of, with_arrays

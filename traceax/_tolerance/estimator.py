@@ -25,7 +25,8 @@ from .._estimators.extendable import AbstractExtendable
 from .._estimators.row_sums import BlockTraceEstimator, RowWeights
 from .._estimators.rows import Rows
 from .._estimators.solution import Solution
-from .._operators.block_operator import BlockOperator, as_operator
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._sketch.weights import AbstractWeights
 from .run import Rule, Run, RunState, generator_of
 

@@ -45,7 +45,8 @@ from .._core.progress import report
 from .._estimators.calibration import CALIBRATION
 from .._estimators.estimator import AbstractTraceEstimator
 from .._linalg.factorisations import qr
-from .._operators.block_operator import BlockOperator, is_hermitian
+from .._operators.block_operator import BlockOperator
+from .._operators.tags import is_hermitian
 from .._probes.random import numbered, split
 from .._probes.samplers import NormalSampler
 from .._sketch.leave_one_out import adjoint, column_dots, matmul, square_norms

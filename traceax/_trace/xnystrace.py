@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from .._estimators.calibration import CALIBRATION, Calibration
 from .._estimators.estimator import AbstractTraceEstimator
 from .._estimators.extendable import AbstractExtendable, complete_trace, run_once
-from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import check_semidefinite
+from .._operators.tags import semidefinite_sign
 from .._probes.samplers import AbstractSampler, SphereSampler
 from .._sketch.leave_one_out import matmul, quadratic_forms, range_finder_of, xtrace_weights
 from .._sketch.nystrom import best_shift, empty_nystrom, extend_nystrom, signed_estimate
