@@ -5,6 +5,7 @@ Each question is a function that is dispatched on the class of the operator, as 
 is. A class of another package registers with `stored_columns` and `stored_diagonal`.
 """
 
+from collections.abc import Callable
 from functools import singledispatch
 from typing import Any, NamedTuple
 
@@ -42,6 +43,11 @@ def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
     return isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator)
 
 
+def _diagonal_part(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
+    """The diagonal of a stored diagonal operator."""
+    return stored_diagonal(operator) if _is_stored_diagonal(operator) else None
+
+
 # --- entries --------------------------------------------------------------------------------------
 
 
@@ -60,6 +66,10 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
 
     An array of shape `(n,)`, or None where it cannot be read.
     """
+    return _unit_diagonal(operator)
+
+
+def _unit_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
     if is_tagged(lx.has_unit_diagonal, operator):
         return jnp.ones(operator.in_size(), BlockOperator(operator).dtype)
     return None
@@ -137,9 +147,8 @@ for _class in (*STORED, KernelLinearOperator):
 
 @stored_diagonal.register(lx.TaggedLinearOperator)
 def _(operator):
-    if is_tagged(lx.has_unit_diagonal, operator):
-        return jnp.ones(operator.in_size(), BlockOperator(operator).dtype)
-    return stored_diagonal(operator.operator)
+    ones = _unit_diagonal(operator)
+    return stored_diagonal(operator.operator) if ones is None else ones
 
 
 @stored_diagonal.register(lx.ComposedLinearOperator)
@@ -343,8 +352,7 @@ class Terms(NamedTuple):
         return jnp.asarray(self.semidefinite) & (self.sign > 0)
 
 
-@singledispatch
-def terms_of(operator: Any) -> Terms:
+def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
     """Find the diagonal part of a sum. This takes no product.
 
     **Arguments:**
@@ -355,51 +363,48 @@ def terms_of(operator: Any) -> Terms:
 
     The `Terms`.
     """
-    if _is_stored_diagonal(operator):
-        return Terms(
-            shift=stored_diagonal(operator), has_rest=False, semidefinite=True, sign=jnp.ones(())
-        )
+    parts = _split(operator, _diagonal_part)
+    shift = parts.exact if parts.has_exact else None
+    if parts.rest is None:
+        return Terms(shift=shift, has_rest=False, semidefinite=True, sign=jnp.ones(()))
+    sign = _sign_of(parts.rest)
+    if sign is None:
+        return Terms(shift=shift, has_rest=True, semidefinite=False, sign=jnp.zeros(()))
+    sign = sign * jnp.sign(parts.scale.real).astype(sign.dtype)
+    return Terms(shift=shift, has_rest=True, semidefinite=True, sign=sign)
+
+
+@singledispatch
+def _sign_of(operator: Any) -> Real[Array, ""] | None:
+    """1 or -1 for an operator that is positive or negative semidefinite as all its parts are tagged
+    and as its factors are, which may be traced; 0 if parts differ; None if a part is not tagged.
+    """
     sign = semidefinite_sign(operator)
-    return Terms(shift=None, has_rest=True, semidefinite=sign != 0, sign=jnp.asarray(float(sign)))
+    return jnp.asarray(float(sign)) if sign else None
 
 
-@terms_of.register(lx.AddLinearOperator)
+@_sign_of.register(lx.AddLinearOperator)
 def _(operator):
-    first = terms_of(operator.operator1)
-    second = terms_of(operator.operator2)
-    shift = first.shift if second.shift is None else second.shift
-    if first.shift is not None and second.shift is not None:
-        shift = first.shift + second.shift
-    sign = first.sign if first.has_rest else second.sign
-    if first.has_rest and second.has_rest:
-        sign = jnp.where(first.sign == second.sign, sign, 0)
-    return Terms(
-        shift=shift,
-        has_rest=first.has_rest or second.has_rest,
-        semidefinite=first.semidefinite and second.semidefinite,
-        sign=sign,
-    )
+    first = _sign_of(operator.operator1)
+    second = _sign_of(operator.operator2)
+    if first is None or second is None:
+        return None
+    return jnp.where(first == second, first, 0)
 
 
-def _terms_of_multiple(operator):
-    inner = terms_of(operator.operator)
-    factor = _factor(operator)
-    shift = None if inner.shift is None else factor.astype(inner.shift.dtype) * inner.shift
-    sign = inner.sign * jnp.sign(factor.real).astype(inner.sign.dtype)
-    return inner._replace(shift=shift, sign=sign)
+@_sign_of.register(lx.TaggedLinearOperator)
+def _(operator):
+    sign = semidefinite_sign(operator)
+    return jnp.asarray(float(sign)) if sign else _sign_of(operator.operator)
+
+
+def _sign_of_multiple(operator):
+    inner = _sign_of(operator.operator)
+    return None if inner is None else inner * jnp.sign(_factor(operator).real).astype(inner.dtype)
 
 
 for _class in _SCALED:
-    terms_of.register(_class)(_terms_of_multiple)
-
-
-@terms_of.register(lx.TaggedLinearOperator)
-def _(operator):
-    inner = terms_of(operator.operator)
-    sign = semidefinite_sign(operator)
-    if inner.shift is None and sign != 0:
-        return inner._replace(semidefinite=True, sign=jnp.asarray(float(sign)))
-    return inner
+    _sign_of.register(_class)(_sign_of_multiple)
 
 
 def is_shifted_down(operator: Any) -> bool:
@@ -489,22 +494,22 @@ def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = Fals
 
     A `KnownParts`.
     """
-    parts = _split(operator)
-    if parts.rest is not None and parts.rest is not operator:
+    parts = _split(operator, stored_diagonal)
+    if parts.has_exact and parts.rest is not None:
         parts = parts._replace(rest=in_batches(parts.rest, batch_size_of(operator)))
     return parts if diagonal else parts._replace(exact=jnp.sum(parts.exact))
 
 
 @singledispatch
-def _split(operator: Any) -> KnownParts:
-    """See `split_known_parts`; `exact` is a diagonal."""
-    return _read_whole(operator)
+def _split(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
+    """Split off the parts whose diagonal a question is answered with; `exact` is a diagonal."""
+    return _split_whole(operator, question)
 
 
-def _read_whole(operator: lx.AbstractLinearOperator) -> KnownParts:
-    """The parts of an operator that is not taken apart: all or nothing."""
+def _split_whole(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
+    """All or nothing: the parts of an operator that is not taken apart."""
     dtype = BlockOperator(operator).dtype
-    entries = stored_diagonal(operator)
+    entries = question(operator)
     known = entries is not None
     # A product would reveal a NaN off the diagonal: this looks at all entries, too.
     arrays = jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)) if known else []
@@ -518,9 +523,9 @@ def _read_whole(operator: lx.AbstractLinearOperator) -> KnownParts:
 
 
 @_split.register(lx.AddLinearOperator)
-def _(operator):
-    first = _split(operator.operator1)
-    second = _split(operator.operator2)
+def _(operator, question):
+    first = _split(operator.operator1, question)
+    second = _split(operator.operator2, question)
     whole = KnownParts(
         exact=first.exact + second.exact,
         scale=jnp.ones_like(first.scale),
@@ -539,19 +544,19 @@ def _(operator):
     return whole._replace(rest=rest1 + rest2)
 
 
-def _split_multiple(operator):
-    inner = _split(operator.operator)
+@_split.register(lx.TaggedLinearOperator)
+def _(operator, question):
+    # The tags belong to the whole operator, not to what is left of it.
+    whole = _split_whole(operator, question)
+    inner = _split(operator.operator, question)
+    return inner if inner.has_exact and not whole.has_exact else whole
+
+
+def _split_multiple(operator, question):
+    inner = _split(operator.operator, question)
     factor = _factor(operator)
     return inner._replace(exact=factor * inner.exact, scale=factor * inner.scale)
 
 
 for _class in _SCALED:
     _split.register(_class)(_split_multiple)
-
-
-@_split.register(lx.TaggedLinearOperator)
-def _(operator):
-    # The tags belong to the whole operator, not to what is left of it.
-    whole = _read_whole(operator)
-    inner = _split(operator.operator)
-    return inner if inner.has_exact and not whole.has_exact else whole
