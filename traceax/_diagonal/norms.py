@@ -21,7 +21,8 @@ from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.solution import Solution, restructure
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
-from .._operators.gram import gram, row_gram
+from .._operators.gram import adjoint, semidefinite_product
+from .._operators.hoisting import as_part
 from .._operators.tags import leaf_dtypes
 from .._sketch.weights import AbstractWeights
 from .._trace.auto import AutoTraceEstimator
@@ -118,8 +119,13 @@ class _Gram(NamedTuple):
 
 def _gram(operator, unit, rows: bool) -> lx.AbstractLinearOperator:
     narrowest = min(leaf_dtypes(operator), key=lambda dtype: jnp.finfo(dtype).bits)
-    divided = operator / unit.astype(jnp.finfo(narrowest).dtype)
-    return row_gram(divided) if rows else gram(divided)
+    unit = unit.astype(jnp.finfo(narrowest).dtype)
+    root = jnp.sqrt(unit)
+    # Most of the square of the unit goes between both products, so that the image of an extreme
+    # operator is not extreme, and some of it to the end, where reverse mode begins.
+    part = as_part(operator)
+    first, second = (adjoint(operator), part) if rows else (part, adjoint(operator))
+    return semidefinite_product(second / root, first / (unit * root))
 
 
 @final
