@@ -253,7 +253,7 @@ def test_products(name):
     # Padding is bounded.
     pattern = operator.pattern
     for layout, length in ((pattern.forward, m), (pattern.backward, n)):
-        assert operator.nnz <= layout.num_slots <= _MAX_PADDING * (operator.nnz + length)
+        assert operator.nnz <= layout.slots.size <= _MAX_PADDING * (operator.nnz + length)
 
 
 def test_one_dense_row_costs_little():
@@ -263,7 +263,7 @@ def test_one_dense_row_costs_little():
     )
     operator = SparseLinearOperator(ss.eye_array(n).tocoo() + dense_row)
     for layout in (operator.pattern.forward, operator.pattern.backward):
-        assert layout.num_slots <= 2 * (operator.nnz + n)
+        assert layout.slots.size <= 2 * (operator.nnz + n)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from .sparse import SparseLinearOperator
 from .tags import is_tagged, semidefinite_sign
 from .width import STORED, batch_size_of, in_batches
 
-_SCALED = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
+_MULTIPLES = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
 
 
 def _factor(operator: Any) -> Inexact[Array, ""]:
@@ -64,7 +64,7 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
 
     **Returns:**
 
-    An array of shape `(n,)`, or None where it cannot be read.
+    An array of shape `(n,)`, of at least single precision, or None where it cannot be read.
     """
     return _unit_diagonal(operator)
 
@@ -93,7 +93,7 @@ def stored_columns(
 
     **Returns:**
 
-    An array of shape `(n, m)`, or None where they cannot be read.
+    An array of shape `(n, m)`, of at least single precision, or None where they cannot be read.
     """
     return None
 
@@ -115,17 +115,13 @@ def _register_linear(question: Any) -> None:
     def _(operator, *args):
         first = question(operator.operator1, *args)
         second = question(operator.operator2, *args)
-        if first is None or second is None:
-            return None
-        dtype = BlockOperator(operator).dtype
-        return first.astype(dtype) + second.astype(dtype)
+        return None if first is None or second is None else first + second
 
     def of_multiple(operator, *args):
         inner = question(operator.operator, *args)
-        factor = _factor(operator)
-        return None if inner is None else factor * inner.astype(factor.dtype)
+        return None if inner is None else _factor(operator) * inner
 
-    for kind in _SCALED:
+    for kind in _MULTIPLES:
         question.register(kind)(of_multiple)
 
     @question.register(lx.TaggedLinearOperator)
@@ -158,10 +154,7 @@ def _(operator):
         return None
     # (D A)_jj = d_j A_jj, and (A D)_jj as well.
     first, second = map(stored_diagonal, factors)
-    if first is None or second is None:
-        return None
-    dtype = BlockOperator(operator).dtype
-    return first.astype(dtype) * second.astype(dtype)
+    return None if first is None or second is None else first * second
 
 
 @stored_columns.register(lx.MatrixLinearOperator)
@@ -179,9 +172,8 @@ def _(operator, indices):
 def _(operator, indices):
     dtype = BlockOperator(operator).dtype
     main, lower, upper = (band.astype(dtype) for band in lx.tridiagonal(operator))
-    below = _columns_of_band(jnp.pad(lower, (0, 1)), indices, 1)
-    above = _columns_of_band(jnp.pad(upper, (1, 0)), indices, -1)
-    return _columns_of_band(main, indices, 0) + below + above
+    bands = {0: main, 1: jnp.pad(lower, (0, 1)), -1: jnp.pad(upper, (1, 0))}
+    return sum(_columns_of_band(band, indices, offset) for offset, band in bands.items())
 
 
 def _columns_of_band(band: Array, indices: Array | slice, offset: int) -> Array:
@@ -200,19 +192,16 @@ def _(operator, indices):
 
 @stored_columns.register(lx.ComposedLinearOperator)
 def _(operator, indices):
-    first, second = operator.operator1, operator.operator2
-    dtype = BlockOperator(operator).dtype
-    if is_tagged(lx.is_diagonal, first):
-        factors = stored_diagonal(first)
-        entries = stored_columns(second, indices)
-        if factors is not None and entries is not None:
-            return factors[:, None].astype(dtype) * entries.astype(dtype)
-    elif is_tagged(lx.is_diagonal, second):
-        factors = stored_diagonal(second)
-        entries = stored_columns(first, indices)
-        if factors is not None and entries is not None:
-            return factors[indices].astype(dtype) * entries.astype(dtype)
-    return None
+    by_rows = is_tagged(lx.is_diagonal, operator.operator1)  # D A, or A D
+    factors = operator.operator1, operator.operator2
+    diagonal, other = factors if by_rows else factors[::-1]
+    if not is_tagged(lx.is_diagonal, diagonal):
+        return None
+    scaling = stored_diagonal(diagonal)
+    entries = stored_columns(other, indices)
+    if scaling is None or entries is None:
+        return None
+    return (scaling[:, None] if by_rows else scaling[indices]) * entries
 
 
 @_contraction.register(KernelLinearOperator)
@@ -301,38 +290,23 @@ def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) ->
     return kinds <= {"diagonal", *wanted} and bool(kinds & wanted)
 
 
-@singledispatch
 def _kinds_of_parts(operator: Any) -> set[str]:
     """What the parts of a sum are: "diagonal", "sparse", "dense" (cheap columns), "unknown"."""
+    if isinstance(operator, lx.AddLinearOperator):
+        return _kinds_of_parts(operator.operator1) | _kinds_of_parts(operator.operator2)
+    if isinstance(operator, (*_MULTIPLES, lx.TaggedLinearOperator)):
+        return _kinds_of_parts(operator.operator)
+    if isinstance(operator, lx.ComposedLinearOperator):
+        factors = operator.operator1, operator.operator2
+        others = [factor for factor in factors if not _is_stored_diagonal(factor)]
+        return _kinds_of_parts(others[0]) if len(others) == 1 else {"unknown"}
     if _is_stored_diagonal(operator):
         return {"diagonal"}
     if isinstance(operator, SparseLinearOperator):
         return {"sparse"}
-    tridiagonal = isinstance(operator, lx.TridiagonalLinearOperator)
     known = answers(stored_columns, operator) and answers(stored_diagonal, operator)
-    return {"dense"} if known and not tridiagonal else {"unknown"}
-
-
-@_kinds_of_parts.register(lx.AddLinearOperator)
-def _(operator):
-    return _kinds_of_parts(operator.operator1) | _kinds_of_parts(operator.operator2)
-
-
-@_kinds_of_parts.register(lx.ComposedLinearOperator)
-def _(operator):
-    if _is_stored_diagonal(operator.operator1):
-        return _kinds_of_parts(operator.operator2)
-    if _is_stored_diagonal(operator.operator2):
-        return _kinds_of_parts(operator.operator1)
-    return {"unknown"}
-
-
-def _kinds_inside(operator):
-    return _kinds_of_parts(operator.operator)
-
-
-for _class in (*_SCALED, lx.TaggedLinearOperator):
-    _kinds_of_parts.register(_class)(_kinds_inside)
+    dense = known and not isinstance(operator, lx.TridiagonalLinearOperator)
+    return {"dense"} if dense else {"unknown"}
 
 
 # --- the diagonal part of a sum -------------------------------------------------------------------
@@ -374,37 +348,24 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
     return Terms(shift=shift, has_rest=True, semidefinite=True, sign=sign)
 
 
-@singledispatch
 def _sign_of(operator: Any) -> Real[Array, ""] | None:
     """1 or -1 for an operator that is positive or negative semidefinite as all its parts are tagged
     and as its factors are, which may be traced; 0 if parts differ; None if a part is not tagged.
     """
     sign = semidefinite_sign(operator)
-    return jnp.asarray(float(sign)) if sign else None
-
-
-@_sign_of.register(lx.AddLinearOperator)
-def _(operator):
-    first = _sign_of(operator.operator1)
-    second = _sign_of(operator.operator2)
-    if first is None or second is None:
-        return None
-    return jnp.where(first == second, first, 0)
-
-
-@_sign_of.register(lx.TaggedLinearOperator)
-def _(operator):
-    sign = semidefinite_sign(operator)
-    return jnp.asarray(float(sign)) if sign else _sign_of(operator.operator)
-
-
-def _sign_of_multiple(operator):
-    inner = _sign_of(operator.operator)
-    return None if inner is None else inner * jnp.sign(_factor(operator).real).astype(inner.dtype)
-
-
-for _class in _SCALED:
-    _sign_of.register(_class)(_sign_of_multiple)
+    if sign != 0:
+        return jnp.asarray(float(sign))
+    if isinstance(operator, lx.AddLinearOperator):
+        first = _sign_of(operator.operator1)
+        second = _sign_of(operator.operator2)
+        untagged = first is None or second is None
+        return None if untagged else jnp.where(first == second, first, 0)
+    if isinstance(operator, (*_MULTIPLES, lx.TaggedLinearOperator)):
+        inner = _sign_of(operator.operator)
+        if inner is not None and isinstance(operator, _MULTIPLES):
+            return inner * jnp.sign(_factor(operator).real).astype(inner.dtype)
+        return inner
+    return None
 
 
 def is_shifted_down(operator: Any) -> bool:
@@ -500,32 +461,26 @@ def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = Fals
     return parts if diagonal else parts._replace(exact=jnp.sum(parts.exact))
 
 
-@singledispatch
 def _split(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
     """Split off the parts whose diagonal a question is answered with; `exact` is a diagonal."""
-    return _split_whole(operator, question)
+    if isinstance(operator, lx.AddLinearOperator):
+        first = _split(operator.operator1, question)
+        second = _split(operator.operator2, question)
+        return _split_sum(operator, first, second)
+    if isinstance(operator, _MULTIPLES):
+        inner = _split(operator.operator, question)
+        factor = _factor(operator)
+        return inner._replace(exact=factor * inner.exact, scale=factor * inner.scale)
+    whole = _split_whole(operator, question)
+    if isinstance(operator, lx.TaggedLinearOperator) and not whole.has_exact:
+        # The tags belong to the whole operator, not to what is left of it.
+        inner = _split(operator.operator, question)
+        return inner if inner.has_exact else whole
+    return whole
 
 
-def _split_whole(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
-    """All or nothing: the parts of an operator that is not taken apart."""
-    dtype = BlockOperator(operator).dtype
-    entries = question(operator)
-    known = entries is not None
-    # A product would reveal a NaN off the diagonal: this looks at all entries, too.
-    arrays = jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)) if known else []
-    return KnownParts(
-        exact=entries.astype(dtype) if known else jnp.zeros(operator.in_size(), dtype),
-        scale=jnp.ones((), dtype),
-        rest=None if known else operator,
-        has_exact=known,
-        status=status_of(*arrays),
-    )
-
-
-@_split.register(lx.AddLinearOperator)
-def _(operator, question):
-    first = _split(operator.operator1, question)
-    second = _split(operator.operator2, question)
+def _split_sum(operator: Any, first: KnownParts, second: KnownParts) -> KnownParts:
+    """The parts of a sum, from those of its terms."""
     whole = KnownParts(
         exact=first.exact + second.exact,
         scale=jnp.ones_like(first.scale),
@@ -544,19 +499,17 @@ def _(operator, question):
     return whole._replace(rest=rest1 + rest2)
 
 
-@_split.register(lx.TaggedLinearOperator)
-def _(operator, question):
-    # The tags belong to the whole operator, not to what is left of it.
-    whole = _split_whole(operator, question)
-    inner = _split(operator.operator, question)
-    return inner if inner.has_exact and not whole.has_exact else whole
-
-
-def _split_multiple(operator, question):
-    inner = _split(operator.operator, question)
-    factor = _factor(operator)
-    return inner._replace(exact=factor * inner.exact, scale=factor * inner.scale)
-
-
-for _class in _SCALED:
-    _split.register(_class)(_split_multiple)
+def _split_whole(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
+    """All or nothing: the parts of an operator that is not taken apart."""
+    dtype = BlockOperator(operator).dtype
+    entries = question(operator)
+    known = entries is not None
+    # A product would reveal a NaN off the diagonal: this looks at all entries, too.
+    arrays = jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)) if known else []
+    return KnownParts(
+        exact=entries.astype(dtype) if known else jnp.zeros(operator.in_size(), dtype),
+        scale=jnp.ones((), dtype),
+        rest=None if known else operator,
+        has_exact=known,
+        status=status_of(*arrays),
+    )

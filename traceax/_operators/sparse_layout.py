@@ -52,11 +52,6 @@ class RowLayout(eqx.Module):
     rows: Int32[Array, " chunks"] | None
     num_rows: int = eqx.field(static=True)
 
-    @property
-    def num_slots(self) -> int:
-        """The number of slots, padding included: the work of one product."""
-        return self.slots.size
-
 
 @final
 class SparsityPattern(eqx.Module):
@@ -166,7 +161,7 @@ def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
 def row_product(
     layout: RowLayout, data: Inexact[Array, " nnz"], vector: Inexact[Array, " n"]
 ) -> Inexact[Array, " m"]:
-    """The product of a sparse matrix with a vector: `layout.num_slots` multiplications.
+    """The product of a sparse matrix with a vector: one multiplication for each slot.
 
     **Arguments:**
 

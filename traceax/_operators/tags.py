@@ -8,10 +8,10 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 
+Check = Callable[[lx.AbstractLinearOperator], bool]
 
-def tag_answer(
-    check: Callable[[lx.AbstractLinearOperator], bool], operator: lx.AbstractLinearOperator
-) -> bool | None:
+
+def tag_answer(check: Check, operator: lx.AbstractLinearOperator) -> bool | None:
     """`check(operator)`, or None where a user's operator does not register the check."""
     try:
         return bool(check(operator))
@@ -19,9 +19,7 @@ def tag_answer(
         return None
 
 
-def is_tagged(
-    check: Callable[[lx.AbstractLinearOperator], bool], operator: lx.AbstractLinearOperator
-) -> bool:
+def is_tagged(check: Check, operator: lx.AbstractLinearOperator) -> bool:
     """`check(operator)`, or False where a user's operator does not register the check."""
     return bool(tag_answer(check, operator))
 
