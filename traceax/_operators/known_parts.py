@@ -165,15 +165,16 @@ def _(operator, indices):
 @stored_columns.register(lx.DiagonalLinearOperator)
 @stored_columns.register(lx.IdentityLinearOperator)
 def _(operator, indices):
-    return _columns_of_band(stored_diagonal(operator), indices, 0)
+    return _columns_of_band(_read_diagonal(operator), indices, 0)
 
 
 @stored_columns.register(lx.TridiagonalLinearOperator)
 def _(operator, indices):
     dtype = BlockOperator(operator).dtype
     main, lower, upper = (band.astype(dtype) for band in lx.tridiagonal(operator))
-    bands = {0: main, 1: jnp.pad(lower, (0, 1)), -1: jnp.pad(upper, (1, 0))}
-    return sum(_columns_of_band(band, indices, offset) for offset, band in bands.items())
+    below = _columns_of_band(jnp.pad(lower, (0, 1)), indices, 1)
+    above = _columns_of_band(jnp.pad(upper, (1, 0)), indices, -1)
+    return _columns_of_band(main, indices, 0) + below + above
 
 
 def _columns_of_band(band: Array, indices: Array | slice, offset: int) -> Array:
@@ -358,8 +359,9 @@ def _sign_of(operator: Any) -> Real[Array, ""] | None:
     if isinstance(operator, lx.AddLinearOperator):
         first = _sign_of(operator.operator1)
         second = _sign_of(operator.operator2)
-        untagged = first is None or second is None
-        return None if untagged else jnp.where(first == second, first, 0)
+        if first is None or second is None:
+            return None
+        return jnp.where(first == second, first, 0)
     if isinstance(operator, (*_MULTIPLES, lx.TaggedLinearOperator)):
         inner = _sign_of(operator.operator)
         if inner is not None and isinstance(operator, _MULTIPLES):

@@ -271,7 +271,9 @@ def _(operator):
 
 @lx.tridiagonal.register(SparseLinearOperator)
 def _(operator):
-    return tuple(_offset_diagonal(operator, offset) for offset in (0, -1, 1))
+    below = _offset_diagonal(operator, -1)
+    above = _offset_diagonal(operator, 1)
+    return _offset_diagonal(operator, 0), below, above
 
 
 @lx.conj.register(SparseLinearOperator)
