@@ -264,7 +264,7 @@ MESSAGES = [
         "what `out_structure`",
         lambda _: tr.trace(KEY, Short((9,)), 4),
     ),
-    (ValueError, "(3, 8)", "what `out_structure`", lambda _: tr.trace(KEY, Short((9, 8)), 4)),
+    (ValueError, "24 numbers", "what `out_structure`", lambda _: tr.trace(KEY, Short((9, 8)), 4)),
     (
         ValueError,
         "got 6 x 3",

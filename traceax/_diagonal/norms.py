@@ -21,8 +21,7 @@ from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.solution import Solution, restructure
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
-from .._operators.gram import adjoint, semidefinite_product
-from .._operators.hoisting import as_part
+from .._operators.gram import adjoint, as_part, semidefinite_product
 from .._operators.tags import leaf_dtypes
 from .._sketch.weights import AbstractWeights
 from .._trace.auto import AutoTraceEstimator

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._core.estimate import scale_of
 from .._core.precision import any_promotion, at_least_single
-from .hoisting import as_part
+from .hoisting import by_products
 from .tags import is_complex
 
 
@@ -23,6 +23,17 @@ def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     precision are returned.
     """
     return semidefinite_product(adjoint(operator), as_part(operator))
+
+
+def as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator as a part of a product of lineax, which asks whether its parts are diagonal:
+    `by_products`, if it does not say.
+    """
+    try:
+        lx.is_diagonal(operator)
+    except NotImplementedError:
+        return by_products(operator)
+    return operator
 
 
 def adjoint(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:

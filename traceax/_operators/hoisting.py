@@ -26,7 +26,7 @@ from .._core.programs import (
     static_fields,
 )
 from .questions import product_precision
-from .tags import is_complex, is_tagged, semidefinite_sign, tag_answer, without_tags
+from .tags import is_complex, is_tagged, semidefinite_sign
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
@@ -36,13 +36,9 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
     with. Functions that still hold arrays (in an operator made with `closure_convert=False`, or of
     a function that uses a global array) are converted to jaxprs. An operator of somebody else's
     class is replaced by one that has only its product and its tags where a function in it or a
-    static field holds a tracer; and where it is a part of a sum or product, and does not say
-    whether it is diagonal or tridiagonal, which sums and products of lineax ask for.
+    static field holds a tracer.
     """
-    whole = without_tags(operator)
-    if not _is_foreign(whole) or _hides_tracers(whole):
-        operator = _with_parts_hoisted(operator)
-    return jtu.tree_map(_as_array, closed_functions(operator))
+    return jtu.tree_map(_as_array, closed_functions(_with_parts_hoisted(operator)))
 
 
 def _with_parts_hoisted(operator: Any) -> Any:
@@ -73,7 +69,10 @@ def _hoisted(node: Any) -> Any:
 
 @_hoisted.register(lx.AbstractLinearOperator)
 def _(node):
-    return by_products(node) if _hides_tracers(node) else as_part(node)
+    leaves, treedef = jtu.tree_flatten(node)
+    hidden = static_fields(treedef), *[leaf for leaf in leaves if callable(leaf)]
+    hides_tracers = any(holds(value) == TRACERS for value in hidden)
+    return by_products(node) if hides_tracers else node
 
 
 @_hoisted.register(lx.FunctionLinearOperator)
@@ -105,12 +104,6 @@ def _holds_arrays(function: Callable[..., Any]) -> bool:
     count: `closed_functions` takes the arrays out of its jaxpr.)
     """
     return not is_converted(function) and holds(function) != NOTHING
-
-
-def _hides_tracers(operator: lx.AbstractLinearOperator) -> bool:
-    leaves, treedef = jtu.tree_flatten(operator)
-    hidden = static_fields(treedef), *[leaf for leaf in leaves if callable(leaf)]
-    return any(holds(value) == TRACERS for value in hidden)
 
 
 def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
@@ -148,14 +141,6 @@ def by_products(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperato
     closed = closed_function(operator.mv, operator.in_structure())
     closed = dataclasses.replace(closed, precision=product_precision(operator))
     return _function_operator(closed, operator.in_structure(), _tags(operator))
-
-
-def as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator as a part of a sum or product of lineax, which asks its parts whether they are
-    diagonal or tridiagonal: `by_products`, if it does not say.
-    """
-    answers = [tag_answer(check, operator) for check in (lx.is_diagonal, lx.is_tridiagonal)]
-    return by_products(operator) if None in answers else operator
 
 
 def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:

@@ -11,17 +11,12 @@ import numpy as np
 Check = Callable[[lx.AbstractLinearOperator], bool]
 
 
-def tag_answer(check: Check, operator: lx.AbstractLinearOperator) -> bool | None:
-    """`check(operator)`, or None where a user's operator does not register the check."""
+def is_tagged(check: Check, operator: lx.AbstractLinearOperator) -> bool:
+    """`check(operator)`, or False where a user's operator does not register the check."""
     try:
         return bool(check(operator))
     except NotImplementedError:
-        return None
-
-
-def is_tagged(check: Check, operator: lx.AbstractLinearOperator) -> bool:
-    """`check(operator)`, or False where a user's operator does not register the check."""
-    return bool(tag_answer(check, operator))
+        return False
 
 
 def without_tags(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:

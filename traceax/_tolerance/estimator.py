@@ -56,10 +56,7 @@ class ToleranceRun(AbstractToleranceRun):
     def of_rest(self, parts):
         """See `AbstractToleranceRun`."""
         offset = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
-        spent = parts.num_matvecs
-        budget = None if self.budget is None else self.budget - spent
-        changes = {"max_k": self.max_k - spent, "budget": budget}
-        return dataclasses.replace(self, offset=offset, scale=parts.scale, **changes)
+        return dataclasses.replace(self, offset=offset, scale=parts.scale)
 
     def extended(self, key, operator, extendable):
         """See `AbstractToleranceRun`."""
