@@ -70,6 +70,27 @@ MUTATIONS = [
         "tests/diagonal/test_diagonal.py",
     ),
     Mutation(
+        "traceax/_operators/known_parts.py",
+        "inner._replace(exact=factor * inner.exact, scale=factor * inner.scale)",
+        "inner._replace(exact=inner.exact, scale=factor * inner.scale)",
+        "the factor of what is known of a multiple",
+        "tests/operators/test_operators.py",
+    ),
+    Mutation(
+        "traceax/_operators/known_parts.py",
+        "rows[:, None] == rows[indices] + offset",
+        "rows[:, None] == rows[indices] - offset",
+        "the sides of a tridiagonal matrix",
+        "tests/operators/test_kernel.py",
+    ),
+    Mutation(
+        "traceax/_operators/sparse_layout.py",
+        "slots = np.where(is_used, entries[position], rows.size)",
+        "slots = entries[position]",
+        "padding of a sparse matrix that counts",
+        "tests/operators/test_sparse.py",
+    ),
+    Mutation(
         "traceax/_linalg/factorisations.py",
         "return solve(solve(rhs), transpose_a=True, conjugate_a=True)",
         "return solve(solve(rhs), transpose_a=True, conjugate_a=False)",

@@ -19,7 +19,8 @@ from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 from traceax._core import primitive, programs
-from traceax._operators.block_operator import BlockOperator, as_operator
+from traceax._operators.block_operator import BlockOperator
+from traceax._operators.checks import as_operator
 from traceax._operators.width import batch_width, in_batches
 
 from ..helpers import register_tags, variant

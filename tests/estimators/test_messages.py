@@ -194,12 +194,6 @@ def derivative(t):
     ).value
 
 
-def objects():
-    matrix = ss.csr_array(np.eye(2))
-    matrix.data = np.array([None, None], object)
-    return tr.SparseLinearOperator(matrix)
-
-
 # Kind; words on the value that was given; words on what to do; the call.
 MESSAGES = [
     # The key, the operator, the budget.
@@ -223,7 +217,7 @@ MESSAGES = [
         "what `out_structure`",
         lambda _: tr.trace(KEY, Short((9,)), 4),
     ),
-    (ValueError, "(3, 8)", "what `out_structure`", lambda _: tr.trace(KEY, Short((9, 8)), 4)),
+    (ValueError, "24 numbers", "what `out_structure`", lambda _: tr.trace(KEY, Short((9, 8)), 4)),
     (
         ValueError,
         "got 6 x 3",
@@ -656,12 +650,6 @@ MESSAGES = [
         lambda _: fisher(sample=lambda key, p, x: x, key=KEY),
     ),
     # Sparse matrices.
-    (
-        TypeError,
-        "got dtype object",
-        "`.astype(float)`",
-        lambda _: objects(),
-    ),
     (ValueError, "shape (6,)", "Reshape", lambda _: tr.SparseLinearOperator(ss.coo_array(ONES))),
     (
         ValueError,
@@ -677,14 +665,7 @@ MESSAGES = [
     ),
     (TypeError, "got ArrayImpl", "Wrap a dense", lambda _: tr.SparseLinearOperator(EYE)),
     (ValueError, "shape (3,)", "one number for each", lambda _: SPARSE.with_data(ONES[:3])),
-    (
-        ValueError,
-        "the tags set()",
-        "Make it anew",
-        lambda _: tr.SparseLinearOperator(_Entries(SPARSE.data, SPARSE.pattern)),
-    ),
     (ValueError, "got (3,)", "`jax.vmap(", lambda _: SPARSE.mv(ONES[:3])),
-    (ValueError, "shape (6, 6)", "the pattern itself", lambda _: SPARSE.pattern.transpose()),
     (
         ValueError,
         "(2147483648, 2)",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
+import traceax.extend as tre
 
 from ..helpers import PSD, keys, spectra, variant, with_spectrum
 
@@ -111,11 +112,12 @@ class Coarse(lx.AbstractLinearOperator):
 lx.is_symmetric.register(Coarse)(lambda operator: True)
 for ask in (lx.is_positive_semidefinite, lx.is_negative_semidefinite):
     ask.register(Coarse)(lambda operator: False)
+tre.product_precision.register(Coarse)(lambda operator: operator.precision)
 
 
 @pytest.mark.parametrize("name", ["sum by leaving out", "sum, exact", variant("diagonal, exact")])
 def test_products_that_say_how_precise_they_are(name):
-    """With `precision` they are no breach of symmetry, and the errors contain theirs."""
+    """With a `product_precision` they are no breach of symmetry, and the errors contain theirs."""
     rng = np.random.default_rng(0)
     spectrum = 0.8 ** np.arange(N)
     matrix = with_spectrum(rng, spectrum)

@@ -3,7 +3,6 @@
 The dense matrix beside each operator is built with NumPy, not asked of the operator.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,13 +13,14 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-import scipy.sparse
 
 import traceax as tr
 import traceax.extend as tre
+from traceax._operators.gram import gram
+from traceax._operators.known_parts import has_entries
 
 from .. import reference
-from ..helpers import CLASSES, NSD, PSD, by_products, keys, register_tags, variant, with_spectrum
+from ..helpers import CLASSES, PSD, by_products, register_tags, with_spectrum
 
 N, K = 12, 8
 KEY = jax.random.key(0)
@@ -29,18 +29,16 @@ F64 = jax.ShapeDtypeStruct((N,), jnp.float64)
 _rng = np.random.default_rng(1)
 GENERAL = _rng.standard_normal((N, N)) + np.diag(np.arange(N))
 OTHER = _rng.standard_normal((N, N))
-SYMMETRIC = (GENERAL + GENERAL.T) / 2
 POSITIVE = with_spectrum(_rng, 0.6 ** np.arange(N))
 COMPLEX = GENERAL + 1j * OTHER
 HERMITIAN = with_spectrum(_rng, 0.6 ** np.arange(N), np.complex128)
 BANDED = np.triu(np.tril(GENERAL, 1), -1)
 
 
-class MatrixOfMyOwn(lx.AbstractLinearOperator):
-    """A user's operator: registers lineax's checks, but neither `linearise` nor `diagonal`."""
+class Own(lx.AbstractLinearOperator):
+    """A user's operator."""
 
     matrix: jax.Array
-    positive: bool = eqx.field(static=True, default=False)
 
     def mv(self, vector):
         return self.matrix @ vector
@@ -49,7 +47,7 @@ class MatrixOfMyOwn(lx.AbstractLinearOperator):
         raise AssertionError("an estimator must not ask for the matrix")
 
     def transpose(self):
-        raise AssertionError("an estimator must not ask for the transpose")
+        return type(self)(self.matrix.T)
 
     def in_structure(self):
         return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
@@ -58,32 +56,24 @@ class MatrixOfMyOwn(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
 
 
-class Unregistered(lx.AbstractLinearOperator):
-    """A user's operator that registers no more than lineax insists on."""
-
-    matrix: jax.Array
-
-    def mv(self, vector):
-        return self.matrix @ vector
-
-    def as_matrix(self):
-        return self.matrix
-
-    def transpose(self):
-        return Unregistered(self.matrix.T)
-
-    def in_structure(self):
-        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
-
-    def out_structure(self):
-        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+class MatrixOfMyOwn(Own):
+    """It registers lineax's checks, but neither `linearise` nor `diagonal`."""
 
 
-class WithColumns(Unregistered):
-    """The same with columns, but without a rule for its diagonal."""
+class PositiveOfMyOwn(Own):
+    """The same for a positive semidefinite matrix."""
 
-    def columns(self, indices):
-        return self.matrix[:, indices]
+
+class Unregistered(Own):
+    """It registers no more than lineax insists on."""
+
+
+class WithColumns(Own):
+    """The same with columns, but without a diagonal."""
+
+
+class WithEntries(Own):
+    """With both, and with lineax's checks, so that it is seen in sums."""
 
 
 COLUMNS: list[int] = []  # the number of columns of each block that is multiplied
@@ -101,27 +91,14 @@ def _(axis_size, in_batched, matrix, vectors):
     return (matrix @ vectors.T).T, True
 
 
-class Counting(lx.AbstractLinearOperator):
+class Counting(Own):
     """Counts the columns that it is multiplied by, when it is traced."""
 
-    matrix: jax.Array
     number: int = eqx.field(static=True)  # no two are alike, so that each is traced
     positive: bool = eqx.field(static=True, default=False)
 
     def mv(self, vector):
         return _counted(self.matrix, vector)
-
-    def as_matrix(self):
-        return self.matrix
-
-    def transpose(self):
-        raise AssertionError("an estimator must not ask for the transpose")
-
-    def in_structure(self):
-        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
-
-    def out_structure(self):
-        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
 
 
 _numbers = itertools.count()
@@ -131,13 +108,22 @@ def counting(matrix, positive=False):
     return Counting(jnp.asarray(matrix), next(_numbers), positive)
 
 
-for _cls in (MatrixOfMyOwn, Counting):
-    register_tags(_cls, lambda operator: operator.positive)
+register_tags(MatrixOfMyOwn, lambda operator: False)
+register_tags(PositiveOfMyOwn, lambda operator: True)
+register_tags(Counting, lambda operator: operator.positive)
 
 
-for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite):
-    _check.register(Unregistered)(lambda operator: False)
-    _check.register(WithColumns)(lambda operator: False)
+def _columns_of_own(operator, indices):
+    return operator.matrix[:, indices]
+
+
+register_tags(WithEntries, lambda operator: False)
+for _cls in (Unregistered, WithColumns):
+    for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite):
+        _check.register(_cls)(lambda operator: False)
+for _cls in (WithColumns, WithEntries):
+    tre.stored_columns.register(_cls)(_columns_of_own)
+tre.stored_diagonal.register(WithEntries)(lambda operator: jnp.diag(operator.matrix))
 
 
 class Case(NamedTuple):
@@ -153,19 +139,6 @@ def function_operator(matrix, tags=()):
     dense = jnp.asarray(matrix)
     return lx.FunctionLinearOperator(
         lambda v: dense @ v, jax.ShapeDtypeStruct((N,), dense.dtype), tags
-    )
-
-
-def pytree_operator():
-    """Rows {a: 5, b: (1, 7)} of blocks against columns {a: 5, b: (1, 7)}."""
-    rows = {"a": slice(0, 5), "b": slice(5, 12)}
-    shapes = {"a": (5,), "b": (1, 7)}
-    blocks = {
-        i: {j: jnp.asarray(GENERAL[rows[i], rows[j]].reshape(*shapes[i], *shapes[j])) for j in rows}
-        for i in rows
-    }
-    return lx.PyTreeLinearOperator(
-        blocks, {i: jax.ShapeDtypeStruct(shapes[i], jnp.float64) for i in rows}
     )
 
 
@@ -189,224 +162,109 @@ def shaped_function(in_shapes, out_shapes):
     return lx.FunctionLinearOperator(call, structure(in_shapes))
 
 
-def loss_hessian():
-    """The Hessian of a loss over a dictionary of parameters, and the same from NumPy."""
-    quartic = jnp.asarray(POSITIVE)
-
-    def loss(params, scale):
-        x = jnp.concatenate([params["w"].reshape(-1), params["b"]])
-        return scale * (jnp.sum(x**4) / 4 + x @ quartic @ x / 2)
-
-    w = np.linspace(-1, 1, 8).reshape(2, 4)
-    b = np.linspace(0.5, 2, 4)
-    point = {"w": jnp.asarray(w), "b": jnp.asarray(b)}
-    # Leaves are in the order of the names: b before w.
-    order = np.concatenate([np.arange(8, 12), np.arange(8)])
-    dense = 2.0 * (np.diag(3 * np.concatenate([w.ravel(), b]) ** 2) + POSITIVE)
-    dense = dense[np.ix_(order, order)]
-    operator = lx.JacobianLinearOperator(
-        lambda params, scale: jax.grad(loss)(params, scale), point, 2.0, lx.symmetric_tag
-    )
-    return operator, dense
-
-
-def jacobian_operator(jac):
-    dense = jnp.asarray(GENERAL)
-    point = jnp.linspace(-1, 1, N)
-    return lx.JacobianLinearOperator(lambda x, args: jnp.sin(dense @ x), point, jac=jac)
-
-
-_jacobian = np.cos(GENERAL @ np.linspace(-1, 1, N))[:, None] * GENERAL
 _diagonal = np.arange(1.0, N + 1)
 
+DIAGONAL = lx.DiagonalLinearOperator(jnp.asarray(_diagonal))
+IDENTITY = lx.IdentityLinearOperator(F64)
+SHAPES = {"a": (), "b": (2, 3), "c": (5, 1, 1)}
+
+# Those whose entries are stored are in `test_stored`.
 CASES = {
-    "matrix": Case(lambda: matrix_operator(GENERAL), GENERAL),
-    "matrix-symmetric": Case(lambda: matrix_operator(SYMMETRIC, lx.symmetric_tag), SYMMETRIC),
-    "matrix-diagonal": Case(
-        lambda: matrix_operator(np.diag(_diagonal), lx.diagonal_tag), np.diag(_diagonal)
-    ),
-    "matrix-tridiagonal": Case(lambda: matrix_operator(BANDED, lx.tridiagonal_tag), BANDED),
-    "matrix-unit-diagonal": Case(
-        lambda: matrix_operator(OTHER - np.diag(np.diag(OTHER)) + np.eye(N), lx.unit_diagonal_tag),
-        OTHER - np.diag(np.diag(OTHER)) + np.eye(N),
-    ),
-    "matrix-lower": Case(
-        lambda: matrix_operator(np.tril(GENERAL), lx.lower_triangular_tag), np.tril(GENERAL)
-    ),
-    "matrix-upper": Case(
-        lambda: matrix_operator(np.triu(GENERAL), lx.upper_triangular_tag), np.triu(GENERAL)
-    ),
-    "matrix-positive": Case(lambda: matrix_operator(POSITIVE, PSD), POSITIVE),
-    "matrix-negative": Case(lambda: matrix_operator(-POSITIVE, NSD), -POSITIVE),
-    "matrix-complex": Case(lambda: matrix_operator(COMPLEX), COMPLEX),
-    "matrix-hermitian": Case(lambda: matrix_operator(HERMITIAN), HERMITIAN),
-    "matrix-hermitian-positive": Case(lambda: matrix_operator(HERMITIAN, PSD), HERMITIAN),
-    "matrix-hermitian-negative": Case(lambda: matrix_operator(-HERMITIAN, NSD), -HERMITIAN),
-    "pytree": Case(pytree_operator, GENERAL),
-    "diagonal": Case(lambda: lx.DiagonalLinearOperator(jnp.asarray(_diagonal)), np.diag(_diagonal)),
-    "diagonal-pytree": Case(
-        lambda: lx.DiagonalLinearOperator(
-            {"a": jnp.asarray(_diagonal[:5]), "b": jnp.asarray(_diagonal[5:]).reshape(1, 7)}
-        ),
-        np.diag(_diagonal),
-    ),
-    "tridiagonal": Case(
-        lambda: lx.TridiagonalLinearOperator(
-            *(jnp.asarray(np.diag(BANDED, offset)) for offset in (0, -1, 1))
-        ),
-        BANDED,
-    ),
-    "identity": Case(lambda: lx.IdentityLinearOperator(F64), np.eye(N)),
-    "identity-pytree": Case(
-        lambda: lx.IdentityLinearOperator(
-            {
-                "a": jax.ShapeDtypeStruct((5,), jnp.float64),
-                "b": jax.ShapeDtypeStruct((1, 7), jnp.float64),
-            }
-        ),
-        np.eye(N),
-    ),
-    "function": Case(lambda: function_operator(GENERAL), GENERAL),
-    "function-complex": Case(lambda: function_operator(COMPLEX), COMPLEX),
-    "function-two-dimensional": Case(lambda: shaped_function((3, 4), (3, 4)), GENERAL),
-    "function-dictionary": Case(
-        lambda: shaped_function(
-            {"a": (), "b": (2, 3), "c": (5, 1, 1)}, {"a": (), "b": (2, 3), "c": (5, 1, 1)}
-        ),
-        GENERAL,
-    ),
+    "function-dictionary": Case(lambda: shaped_function(SHAPES, SHAPES), GENERAL),
     "function-other-structure": Case(
         lambda: shaped_function((3, 4), {"x": (2, 2), "y": (8,)}), GENERAL
     ),
-    "hessian": Case(lambda: loss_hessian()[0], loss_hessian()[1]),
-    "jacobian": Case(lambda: jacobian_operator(None), _jacobian),
-    "jacobian-forward": Case(lambda: jacobian_operator("fwd"), _jacobian),
-    "jacobian-backward": Case(lambda: jacobian_operator("bwd"), _jacobian),
-    "tagged": Case(lambda: lx.TaggedLinearOperator(function_operator(POSITIVE), PSD), POSITIVE),
     "add": Case(lambda: matrix_operator(GENERAL) + function_operator(OTHER), GENERAL + OTHER),
     "multiple": Case(lambda: function_operator(GENERAL) * jnp.asarray(2.5), 2.5 * GENERAL),
-    "multiple-complex": Case(
-        lambda: matrix_operator(COMPLEX) * jnp.asarray(2.0 - 1.5j), (2.0 - 1.5j) * COMPLEX
-    ),
-    "negative": Case(lambda: -function_operator(GENERAL), -GENERAL),
-    "quotient": Case(lambda: function_operator(GENERAL) / 4.0, GENERAL / 4),
     "composed": Case(lambda: function_operator(GENERAL) @ matrix_operator(OTHER), GENERAL @ OTHER),
-    "sparse": Case(lambda: tr.SparseLinearOperator(scipy.sparse.csr_array(BANDED)), BANDED),
-    "sparse-positive": Case(
-        lambda: tr.SparseLinearOperator(scipy.sparse.csr_array(BANDED @ BANDED.T), PSD),
-        BANDED @ BANDED.T,
-    ),
     "own": Case(lambda: MatrixOfMyOwn(jnp.asarray(GENERAL)), GENERAL),
-    "own-positive": Case(lambda: MatrixOfMyOwn(jnp.asarray(POSITIVE), True), POSITIVE),
     "own-composed": Case(
         lambda: (
             MatrixOfMyOwn(jnp.asarray(GENERAL)) @ matrix_operator(OTHER) - matrix_operator(OTHER)
         ),
         GENERAL @ OTHER - OTHER,
     ),
-    "unregistered": Case(lambda: Unregistered(jnp.asarray(GENERAL)), GENERAL),
+    "unregistered": Case(
+        lambda: Unregistered(jnp.asarray(GENERAL)) + matrix_operator(OTHER), GENERAL + OTHER
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_exact_trace_is_the_trace_of_the_matrix(name):
     operator, matrix = CASES[name].build(), CASES[name].matrix
-    truth, rounding = np.trace(matrix), 1e-13 * np.linalg.norm(matrix)
-    for k in (N, 5 * N):
-        solution = tr.trace(KEY, operator, k, tr.XTraceEstimator())
-        assert abs(solution.value - truth) <= rounding
-        assert solution.std_err == 0
-        assert solution.num_matvecs <= N
-        assert solution.result == tr.RESULTS.successful
-    assert abs(tr.trace(KEY, operator, 3, tr.ExactTraceEstimator()).value - truth) <= rounding
+    solution = tr.trace(KEY, operator, N, tr.XTraceEstimator())
+    assert abs(solution.value - np.trace(matrix)) <= 1e-13 * np.linalg.norm(matrix)
+    assert solution.std_err == 0
+    assert solution.num_matvecs <= N
+    assert solution.result == tr.RESULTS.successful
 
 
-@pytest.mark.parametrize("matrix", [GENERAL, variant(COMPLEX)])
-def test_norms_of_an_operator_that_registers_little(matrix):
+def test_norms_of_an_operator_that_registers_little():
     """lineax asks the factors of a product whether they are diagonal."""
-    own, known = (kind(jnp.asarray(matrix)) for kind in (Unregistered, by_products))
+    own, known = (kind(jnp.asarray(GENERAL)) for kind in (Unregistered, by_products))
     for norm in (tr.frobenius_norm, tr.row_norms):
         found, expected = norm(KEY, own, 6), norm(KEY, known, 6)
         np.testing.assert_allclose(found.value, expected.value, rtol=1e-10)
-    np.testing.assert_allclose(tr.row_norms(KEY, own, 2 * N).value, np.linalg.norm(matrix, axis=1))
 
 
-def test_columns_without_a_diagonal():
-    """The diagonal is unknown: traces and log-determinants are estimated as from products."""
+def test_gram_operators():
+    """Of rectangular and complex operators, and of half precision."""
+    wide = jnp.asarray(COMPLEX[:5])
+    for operator, matrix in (
+        (lx.MatrixLinearOperator(wide), np.asarray(wide)),
+        (Unregistered(wide.real), np.asarray(wide.real)),
+    ):
+        found = gram(operator)
+        expected = matrix.conj().T @ matrix
+        assert lx.is_positive_semidefinite(found)
+        products = jax.vmap(found.mv, 1, 1)(jnp.eye(N, dtype=expected.dtype))
+        np.testing.assert_allclose(products, expected, rtol=1e-12, atol=1e-12)
+    half = gram(lx.MatrixLinearOperator(jnp.asarray(GENERAL, jnp.bfloat16)))
+    assert half.in_structure() == half.out_structure() == jax.ShapeDtypeStruct((N,), jnp.float32)
+    assert tre.BlockOperator(half).eps >= 2.0**-8
+    products = jax.vmap(half.mv, 1, 1)(jnp.eye(N, dtype=jnp.float32))
+    rounding = 2e-2 * np.linalg.norm(GENERAL) ** 2
+    np.testing.assert_allclose(products, GENERAL.T @ GENERAL, atol=rounding)
+
+
+def test_entries_that_a_class_of_a_user_registers():
+    """With columns alone, traces and log-determinants are estimated as from products."""
     matrix = jnp.asarray(GENERAL @ GENERAL.T)
     own, known = WithColumns(matrix), by_products(matrix)
-    for estimate in (tr.trace, tr.diagonal):
-        found, expected = estimate(KEY, own, 6), estimate(KEY, known, 6)
-        np.testing.assert_allclose(found.value, expected.value, rtol=1e-10)
-        assert found.num_matvecs == expected.num_matvecs > 0
-    own, known = (lx.TaggedLinearOperator(each, PSD) for each in (own, known))
-    found, expected = (tr.logdet(KEY, each, 6) for each in (own, known))
+    found, expected = tr.diagonal(KEY, own, 6), tr.diagonal(KEY, known, 6)
+    np.testing.assert_allclose(found.value, expected.value, rtol=1e-10)
+    assert found.num_matvecs == expected.num_matvecs > 0
+    tagged = [lx.TaggedLinearOperator(each, PSD) for each in (own, known)]
+    found, expected = (tr.logdet(KEY, each, 6) for each in tagged)
     np.testing.assert_allclose(found.value, expected.value, rtol=1e-8)
     np.testing.assert_array_equal(tre.columns(own, [2, 0]), matrix[:, [2, 0]])
+    assert not has_entries(own)
+    entries = WithEntries(matrix)
+    assert has_entries(entries)
+    solution = tr.trace(KEY, entries + known, 6)
+    expected = jnp.trace(matrix) + tr.trace(KEY, known, 6).value
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-12)
 
 
-@pytest.mark.variant
-@pytest.mark.parametrize("name", CASES)
-def test_estimates_lie_within_their_error(name):
-    """The mean over 64 keys, against the standard error that those 64 calls report."""
-    operator, matrix = CASES[name].build(), CASES[name].matrix
-    truth, rounding = np.trace(matrix), 1e-12 * np.linalg.norm(matrix)
-    estimators = [tr.HutchinsonEstimator(), tr.AutoTraceEstimator()]
-    count = 64
-
-    @jax.jit
-    @jax.vmap
-    def solve(key):
-        return [tr.trace(key, operator, K, estimator) for estimator in estimators]
-
-    for solutions in solve(keys(count)):
-        assert np.all(solutions.result == tr.RESULTS.successful)
-        assert np.all(solutions.num_matvecs <= K)
-        error = abs(np.mean(solutions.value) - truth)
-        standard = np.sqrt(np.mean(np.square(solutions.std_err)) / count)
-        assert error <= 5 * standard + rounding
-
-
-@pytest.mark.parametrize(
-    ("name", "estimator"),
-    [
-        ("own", "xtrace"),
-        variant("function-dictionary", "hutch++"),
-        *(
-            (name, "hutchinson")
-            for name in ("own", "unregistered", "function-dictionary", "sparse")
-        ),
-    ],
-)
-def test_other_estimators_take_unusual_operators(name, estimator):
-    operator, matrix = CASES[name].build(), CASES[name].matrix
-    # Bit for bit the same as for the plain matrix, up to the order of summation.
-    dense = matrix_operator(matrix)
-    for key in keys(2):
-        solution = tr.trace(key, operator, K, CLASSES[estimator])
-        expected = tr.trace(key, dense, K, CLASSES[estimator])
-        value, std_err = expected.value, expected.std_err
-        if (name, estimator) == ("function-dictionary", "hutchinson"):  # drawn leaf by leaf
-            leaves = jax.tree.leaves(operator.in_structure())
-            shapes = [leaf.shape for leaf in leaves]
-            blocks = tr.RademacherSampler().probes_by_leaf(key, shapes, K, matrix.dtype)
-            omega = np.concatenate([block.reshape(-1, K) for block in blocks])
-            samples = reference.hutchinson(matrix, omega)
-            value, std_err = samples.mean(), samples.std(ddof=1) / np.sqrt(K)
-        np.testing.assert_allclose(solution.value, value, rtol=1e-10)
-        np.testing.assert_allclose(solution.std_err, std_err, rtol=1e-8)
+def test_estimates_of_unusual_operators():
+    """The same as for the plain matrix, up to the order of summation."""
+    own = tr.trace(KEY, CASES["own"].build(), K, tr.XTraceEstimator())
+    expected = tr.trace(KEY, matrix_operator(GENERAL), K, tr.XTraceEstimator())
+    np.testing.assert_allclose(own.value, expected.value, rtol=1e-10)
+    np.testing.assert_allclose(own.std_err, expected.std_err, rtol=1e-8)
+    # Probes are drawn leaf by leaf.
+    operator = CASES["function-dictionary"].build()
+    solution = tr.trace(KEY, operator, K, tr.HutchinsonEstimator())
+    shapes = [leaf.shape for leaf in jax.tree.leaves(operator.in_structure())]
+    blocks = tr.RademacherSampler().probes_by_leaf(KEY, shapes, K, GENERAL.dtype)
+    omega = np.concatenate([block.reshape(-1, K) for block in blocks])
+    samples = reference.hutchinson(GENERAL, omega)
+    np.testing.assert_allclose(solution.value, samples.mean(), rtol=1e-10)
+    np.testing.assert_allclose(solution.std_err, samples.std(ddof=1) / np.sqrt(K), rtol=1e-8)
 
 
 # --- dtypes --------------------------------------------------------------------------------------
-
-DTYPES = {
-    jnp.float16: jnp.float32,
-    jnp.bfloat16: jnp.float32,
-    jnp.float32: jnp.float32,
-    jnp.float64: jnp.float64,
-    jnp.complex64: jnp.complex64,
-    jnp.complex128: jnp.complex128,
-}
 
 
 def precision(dtype):
@@ -416,23 +274,26 @@ def precision(dtype):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(("hutchinson", dtype) for dtype in (jnp.float16, jnp.complex64)),
-        *(("xtrace", dtype) for dtype in (jnp.float32, jnp.float64, jnp.complex128)),
-        *((name, jnp.bfloat16) for name in CLASSES),
+        ("hutchinson", jnp.float16),
+        ("hutch++", jnp.bfloat16),
+        ("xtrace", jnp.complex64),
+        ("xnystrace", jnp.bfloat16),
     ],
 )
 def test_dtype_of_value_follows_the_operator(name, dtype):
-    expected = DTYPES[dtype]
+    expected = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
     source = HERMITIAN if jnp.issubdtype(dtype, jnp.complexfloating) else POSITIVE
     matrix = jnp.asarray(source).astype(dtype)
     truth = np.trace(np.asarray(matrix).astype(np.complex128))
     operator = lx.MatrixLinearOperator(matrix, PSD)
     # The exact trace (k = n) does not depend on the estimator.
-    for k in (K, N) if name in ("xtrace", "hutchinson") else (K,):
+    for k in (K, N) if name == "hutchinson" else (K,):
         solution = tr.trace(KEY, operator, k, CLASSES[name])
         assert solution.value.dtype == expected
         assert solution.std_err.dtype == jnp.finfo(expected).dtype
         assert solution.num_matvecs.dtype == jnp.int32
+        assert not solution.value.weak_type
+        assert not solution.std_err.weak_type
         rounding = 30 * precision(dtype) * np.linalg.norm(source)
         assert abs(complex(solution.value) - truth) <= 6 * float(solution.std_err) + rounding
         if k == N:
@@ -440,7 +301,7 @@ def test_dtype_of_value_follows_the_operator(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*(("hutchinson", dtype) for dtype in DTYPES), ("xtrace", jnp.complex64)]
+    ("name", "dtype"), [("hutchinson", jnp.float16), ("xtrace", jnp.complex64)]
 )
 def test_dtype_of_gradient_is_that_of_the_parameter(name, dtype):
     real = jnp.finfo(dtype).dtype
@@ -458,21 +319,14 @@ def test_dtype_of_gradient_is_that_of_the_parameter(name, dtype):
     np.testing.assert_allclose(float(slope), float(value) / 1.5, rtol=100 * precision(dtype))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.int64, jnp.uint8, jnp.bool_])
-def test_integer_matrices_are_promoted(dtype):
-    matrix = jnp.asarray(np.random.default_rng(5).integers(0, 2, (N, N))).astype(dtype)
+def test_integers_are_promoted():
+    """Probes are not integers."""
+    matrix = jnp.asarray(np.random.default_rng(5).integers(0, 2, (N, N)), jnp.bool_)
     operator = lx.MatrixLinearOperator(matrix)
-    truth = float(np.trace(np.asarray(matrix).astype(float)))
-    for name in ("hutchinson", "hutch++", "xtrace", "auto"):
-        solution = tr.trace(KEY, operator, K, CLASSES[name])
-        assert jnp.issubdtype(solution.value.dtype, jnp.floating)
-        assert solution.value.dtype == operator.out_structure().dtype
-        assert abs(solution.value - truth) <= 6 * solution.std_err
-    assert tr.trace(KEY, operator, N).value == truth
-
-
-def test_function_of_integers_is_promoted():
-    """An integer input structure multiplies floats: probes are not integers."""
+    solution = tr.trace(KEY, operator, K, tr.HutchinsonEstimator())
+    assert solution.value.dtype == operator.out_structure().dtype == jnp.float32
+    truth = np.trace(np.asarray(matrix, float))
+    assert abs(float(solution.value) - truth) <= 6 * float(solution.std_err)
     structure = jax.ShapeDtypeStruct((N,), jnp.int32)
     operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
     for k in (K, N):
@@ -482,21 +336,16 @@ def test_function_of_integers_is_promoted():
 
 
 @pytest.mark.parametrize("factor", [0.0, np.nan])
-@pytest.mark.parametrize("compiled", [False, variant(True)])
-def test_a_factor_that_is_not_positive_is_an_outcome(factor, compiled):
+def test_a_factor_that_is_not_positive_is_an_outcome(factor):
     """Also outside of `jit`, where its sign could be read: an amplitude that has diverged is not a
     tag that is missing.
     """
 
-    def outcome(factor):
-        operator = factor * lx.MatrixLinearOperator(jnp.asarray(POSITIVE), PSD)
-        solution = tr.logdet(KEY, operator, K, preconditioner=None)
-        return solution.value, solution.result
-
-    value, result = (eqx.filter_jit(outcome) if compiled else outcome)(jnp.asarray(factor))
-    assert np.isnan(value)
+    operator = jnp.asarray(factor) * lx.MatrixLinearOperator(jnp.asarray(POSITIVE), PSD)
+    solution = tr.logdet(KEY, operator, K, preconditioner=None)
+    assert np.isnan(solution.value)
     expected = tr.RESULTS.nonfinite_operator if np.isnan(factor) else tr.RESULTS.outside_domain
-    assert result == expected
+    assert solution.result == expected
 
 
 def test_mixed_float32_and_float64_structure():
@@ -515,16 +364,10 @@ def test_mixed_float32_and_float64_structure():
     with jax.numpy_dtype_promotion("standard"):  # lineax promotes to find whether it is real
         tagged = lx.TaggedLinearOperator(operator, PSD)
     truth = np.trace(POSITIVE)
-    for name, k in (
-        *((name, K) for name in ("hutchinson", "hutch++", "xnystrace", "auto")),
-        *((name, N) for name in ("xtrace", "exact")),
-    ):
-        given = tagged if name == "xnystrace" else operator
+    for given, name, k in ((tagged, "xnystrace", K), (operator, "xtrace", N)):
         solution = tr.trace(KEY, given, k, CLASSES[name])
         assert solution.value.dtype == jnp.float64
         assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
-    norm = tr.frobenius_norm(KEY, operator, 2 * N)
-    np.testing.assert_allclose(norm.value, np.linalg.norm(POSITIVE), rtol=1e-6)
     rows = tr.row_norms(KEY, operator, 2 * N).value
     np.testing.assert_allclose(rows["half"], np.linalg.norm(POSITIVE, axis=1)[7:], rtol=1e-5)
     identity = lx.IdentityLinearOperator(structure)
@@ -535,12 +378,6 @@ def test_mixed_float32_and_float64_structure():
     )
 
 
-def test_weak_types_do_not_leak():
-    solution = tr.trace(KEY, 2.0 * lx.MatrixLinearOperator(jnp.asarray(POSITIVE)), K)
-    assert not solution.value.weak_type
-    assert not solution.std_err.weak_type
-
-
 # --- budgets -------------------------------------------------------------------------------------
 
 SMALLEST = {"hutchinson": 1, "hutch++": 3, "xtrace": 2, "xnystrace": 1, "auto": 1}
@@ -548,117 +385,50 @@ SMALLEST = {"hutchinson": 1, "hutch++": 3, "xtrace": 2, "xnystrace": 1, "auto": 
 
 @pytest.mark.filterwarnings("ignore:.*needs at least.*:UserWarning")
 @pytest.mark.parametrize("name", SMALLEST)
-@pytest.mark.parametrize("positive", [False, True])
-def test_no_more_products_than_the_budget(name, positive):
-    if name == "xnystrace" and not positive:
-        pytest.skip("needs a tagged operator")
-    used = {}
+def test_no_more_products_than_the_budget(name):
     for k in [*range(1, N + 1), N + 7]:
         COLUMNS.clear()
-        operator = counting(POSITIVE, positive)
+        operator = counting(POSITIVE, True)
         jax.eval_shape(lambda key, o=operator, k=k: tr.trace(key, o, k, CLASSES[name]), KEY)
-        used[k] = sum(COLUMNS)
-        assert 0 < used[k] <= min(max(k, SMALLEST[name]), N)
-    # Every matvec is spent, save the odd one that XTrace has no use for.
-    for k, columns in used.items():
         budget = min(max(k, SMALLEST[name]), N)
-        assert columns >= budget - (budget % 2 if budget < N else 0)
+        # Every matvec is spent, save the odd one that XTrace has no use for.
+        assert budget - (budget % 2 if budget < N else 0) <= sum(COLUMNS) <= budget
 
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_num_matvecs_is_what_was_multiplied(name):
-    for k in (5, N):
-        COLUMNS.clear()
-        solution = tr.trace(KEY, counting(POSITIVE, True), k, CLASSES[name])
-        assert solution.num_matvecs == sum(COLUMNS)
+    COLUMNS.clear()
+    solution = tr.trace(KEY, counting(POSITIVE, True), 5, CLASSES[name])
+    assert solution.num_matvecs == sum(COLUMNS)
 
 
 # --- what is known is not estimated --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "diagonal",
-        "diagonal-pytree",
-        "tridiagonal",
-        "identity",
-        "identity-pytree",
-        "matrix-diagonal",
-        "matrix-tridiagonal",
-        "matrix-unit-diagonal",
-    ],
-)
-@pytest.mark.parametrize("k", [1, N])
-def test_auto_reads_off_stored_structure(name, k):
-    solution = tr.trace(KEY, CASES[name].build(), k)
-    truth = np.trace(CASES[name].matrix)
-    np.testing.assert_allclose(solution.value, truth, rtol=1e-14)
-    assert solution.std_err == 0
-    assert solution.num_matvecs == 0
+def test_a_tagged_function_is_estimated():
+    """Nothing is read of it: a tag stores no entries."""
+    solution = tr.trace(KEY, function_operator(BANDED, lx.tridiagonal_tag), K)
+    expected = tr.trace(KEY, function_operator(BANDED), K)
+    np.testing.assert_allclose(solution.value, expected.value, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("matrix", "tag", "cost"),
-    [
-        variant(np.diag(_diagonal), lx.diagonal_tag, 1),
-        (BANDED, lx.tridiagonal_tag, 3),
-        (np.diag(_diagonal) * (1 + 2j), lx.diagonal_tag, 1),
-    ],
-)
-def test_auto_reads_tagged_functions_with_few_products(matrix, tag, cost):
-    for k in (cost, K):
-        solution = tr.trace(KEY, function_operator(matrix, tag), k)
-        np.testing.assert_allclose(solution.value, np.trace(matrix), rtol=1e-13)
-        assert solution.std_err == 0
-        assert solution.num_matvecs == cost
-    operator = counting(GENERAL.astype(matrix.dtype)) + function_operator(matrix, tag)
-    COLUMNS.clear()
-    solution = tr.trace(KEY, operator, K)
-    assert solution.num_matvecs == cost + sum(COLUMNS)
-    assert solution.num_matvecs <= K
-    if cost == 3:  # two products do not suffice: a plain estimate
-        solution = tr.trace(KEY, function_operator(matrix, tag), 2)
-        assert solution.num_matvecs == 2
-        assert solution.std_err > 0
-
-
-# Each (operator from K, s; what it adds; what multiplies K).
+# Each (operator from K, s; what it adds; what multiplies K; what multiplies s n).
 SHIFTED = {
-    "K + s I": (lambda op, s: op + s * lx.IdentityLinearOperator(F64), 0.0, 1.0, 1.0),
-    "s I + K": (lambda op, s: s * lx.IdentityLinearOperator(F64) + op, 0.0, 1.0, 1.0),
-    "(K + s I) + D": (
-        lambda op, s: (op + s * lx.IdentityLinearOperator(F64)) + CASES["diagonal"].build(),
-        _diagonal.sum(),
-        1.0,
-        1.0,
-    ),
+    "s I + K": (lambda op, s: s * IDENTITY + op, 0.0, 1.0, 1.0),
     "2 (K + s I) - D": (
-        lambda op, s: 2.0 * (op + s * lx.IdentityLinearOperator(F64)) - CASES["diagonal"].build(),
+        lambda op, s: 2.0 * (op + s * IDENTITY) - DIAGONAL,
         -_diagonal.sum(),
         2.0,
         2.0,
     ),
-    "-(K - s I) / 4 + T": (
-        lambda op, s: (
-            -(op - s * lx.IdentityLinearOperator(F64)) / 4.0 + CASES["tridiagonal"].build()
-        ),
-        np.trace(BANDED),
+    "-(K - s I) / 4 + D": (
+        lambda op, s: -(op - s * IDENTITY) / 4.0 + DIAGONAL,
+        _diagonal.sum(),
         -0.25,
         0.25,
     ),
-    "tagged K + s I": (
-        lambda op, s: lx.TaggedLinearOperator(op + s * lx.IdentityLinearOperator(F64), PSD),
-        0.0,
-        1.0,
-        1.0,
-    ),
     "tagged in a sum": (
-        lambda op, s: (
-            CASES["diagonal"].build()
-            + 3.0
-            * lx.TaggedLinearOperator(op + s * lx.IdentityLinearOperator(F64), lx.symmetric_tag)
-        ),
+        lambda op, s: DIAGONAL + 3.0 * lx.TaggedLinearOperator(op + s * IDENTITY, lx.symmetric_tag),
         _diagonal.sum(),
         3.0,
         3.0,
@@ -666,25 +436,12 @@ SHIFTED = {
 }
 
 
-@functools.cache
-def kernel_alone(tags, k):
-    return tr.trace(KEY, function_operator(POSITIVE, tags), k)
-
-
-@pytest.mark.parametrize(
-    ("form", "tags", "k"),
-    [
-        ("K + s I", (), K),
-        *((form, (), 3) for form in SHIFTED),  # Hutchinson's method, the smallest program
-        variant("tagged K + s I", PSD, K),
-    ],
-)
-def test_auto_spends_its_matvecs_on_what_is_not_known(form, tags, k):
+@pytest.mark.parametrize("form", SHIFTED)
+def test_auto_spends_its_matvecs_on_what_is_not_known(form):
     """tr(c K + d s I + D) = c tr(K) + d s n + tr(D): the value, the error and the derivative."""
     build, offset, factor, slope = SHIFTED[form]
-    kernel = function_operator(POSITIVE, tags)
-    shift = 0.37
-    alone = kernel_alone(tags, k)
+    kernel, shift, k = function_operator(POSITIVE), 0.37, 3
+    alone = tr.trace(KEY, kernel, k)
 
     def value(s):
         solution = tr.trace(KEY, build(kernel, s), k)
@@ -698,18 +455,30 @@ def test_auto_spends_its_matvecs_on_what_is_not_known(form, tags, k):
     assert gradient == slope * N  # exactly: no probe enters it
     # The products themselves.
     COLUMNS.clear()
-    operator = build(counting(POSITIVE, bool(tags)), shift)
+    operator = build(counting(POSITIVE), shift)
     jax.eval_shape(lambda key: tr.trace(key, operator, k), KEY)
     assert sum(COLUMNS) == k
 
 
+def test_tags_of_what_is_left():
+    """They stay where something is split off, and where a traced factor stands in front."""
+    kernel = function_operator(POSITIVE, PSD)
+    alone = tr.trace(KEY, kernel, K, tr.XNysTraceEstimator()).value
+
+    @jax.jit
+    def values(c):
+        return [tr.trace(KEY, each, K).value for each in (c * kernel, kernel + c * IDENTITY)]
+
+    np.testing.assert_allclose(values(2.0), [2 * alone, alone + 2 * N], rtol=1e-13)
+
+
 def test_exact_budget_spends_nothing_on_what_is_known():
     COLUMNS.clear()
-    operator = counting(POSITIVE) + 2.0 * lx.IdentityLinearOperator(F64)
+    operator = counting(POSITIVE) + 2.0 * IDENTITY
     solution = tr.trace(KEY, operator, N)
     assert sum(COLUMNS) == N == solution.num_matvecs
     np.testing.assert_allclose(solution.value, np.trace(POSITIVE) + 2 * N, rtol=1e-14)
-    known = 3.0 * CASES["diagonal"].build() - lx.IdentityLinearOperator(F64) / 2.0
+    known = 3.0 * DIAGONAL - IDENTITY / 2.0
     solution = tr.trace(KEY, known, 1, tr.ExactTraceEstimator())
     assert solution.num_matvecs == 0
     np.testing.assert_allclose(solution.value, 3 * _diagonal.sum() - N / 2, rtol=1e-14)
@@ -719,28 +488,19 @@ def test_exact_budget_spends_nothing_on_what_is_known():
     ("build", "chosen", "factor"),
     [
         (lambda: function_operator(POSITIVE, PSD), "xnystrace", 1.0),
-        variant(lambda: function_operator(-POSITIVE, NSD), "xnystrace", 1.0),
-        variant(lambda: 3.0 * function_operator(POSITIVE, PSD), "xnystrace", 3.0),
-        variant(lambda: -function_operator(POSITIVE, PSD), "xnystrace", -1.0),
+        (lambda: -function_operator(POSITIVE, PSD), "xnystrace", -1.0),
         (lambda: function_operator(POSITIVE, PSD) / 8.0, "xnystrace", 0.125),
-        (lambda: function_operator(POSITIVE), "xtrace", 1.0),
         (lambda: function_operator(POSITIVE, lx.symmetric_tag), "xtrace", 1.0),
-        (lambda: MatrixOfMyOwn(jnp.asarray(POSITIVE), True), "xnystrace", 1.0),
+        (lambda: PositiveOfMyOwn(jnp.asarray(POSITIVE)), "xnystrace", 1.0),
         (lambda: lx.TaggedLinearOperator(function_operator(POSITIVE), PSD), "xnystrace", 1.0),
     ],
 )
 def test_auto_selects_by_tag(build, chosen, factor):
-    tags = {"xnystrace": PSD, "xtrace": ()}[chosen]
     solution = tr.trace(KEY, build(), K)
-    plain = NSD if solution.value < 0 and factor == 1.0 else tags
-    matrix = -POSITIVE if plain is NSD else POSITIVE
-    expected = tr.trace(KEY, matrix_operator(matrix, plain), K, CLASSES[chosen])
+    tags = {"xnystrace": PSD, "xtrace": ()}[chosen]
+    expected = tr.trace(KEY, matrix_operator(POSITIVE, tags), K, CLASSES[chosen])
     np.testing.assert_allclose(solution.value, factor * expected.value, rtol=1e-13)
     np.testing.assert_allclose(solution.std_err, abs(factor) * expected.std_err, rtol=1e-10)
-    other = tr.trace(
-        KEY, matrix_operator(POSITIVE, PSD), K, CLASSES["xtrace" if plain else "xnystrace"]
-    )
-    assert abs(abs(solution.value / factor) - other.value) > 1e-9
 
 
 def test_auto_selects_hutchinson_where_memory_is_short():
@@ -750,12 +510,11 @@ def test_auto_selects_hutchinson_where_memory_is_short():
     enough = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block))
     assert short.value == tr.trace(KEY, operator, K, tr.HutchinsonEstimator()).value
     assert enough.value == tr.trace(KEY, operator, K, tr.XNysTraceEstimator()).value
-    assert short.value != enough.value
 
 
 def test_auto_selects_hutchinson_for_tiny_budgets():
     """Leave-one-out with a single probe would leave nothing to estimate the error from."""
-    for k, tags in ((1, ()), (2, ()), (3, ()), (1, PSD)):
+    for k, tags in ((3, ()), (1, PSD)):
         operator = function_operator(POSITIVE, tags)
         solution = tr.trace(KEY, operator, k)
         expected = tr.trace(KEY, operator, k, tr.HutchinsonEstimator())

@@ -11,7 +11,7 @@ import pytest
 
 import traceax as tr
 
-from ..helpers import NSD, PSD, by_products, operator_for, variant
+from ..helpers import PSD, by_products
 
 KEY = jr.key(5)
 N = 9
@@ -21,6 +21,7 @@ POSITIVE = GENERAL @ GENERAL.T
 COMPLEX = GENERAL + 1j * RNG.standard_normal((N, N))
 BANDS = [RNG.standard_normal(N - abs(i)) for i in (0, -1, 1)]
 WEIGHTS = np.linspace(0.5, 2.0, N)
+UNIT = GENERAL - np.diag(np.diag(GENERAL)) + np.eye(N)
 THIN = np.where(RNG.random((N, N)) < 0.3, GENERAL, 0.0) + np.diag(WEIGHTS)
 INTEGERS = np.arange(N * N).reshape(N, N)
 STRUCTURE = jax.ShapeDtypeStruct((N,), jnp.float64)
@@ -48,8 +49,6 @@ def weights():
 # Operators, and the matrices that they are.
 STORED = {
     "matrix": (lambda: matrix(GENERAL), GENERAL),
-    "positive": (lambda: matrix(POSITIVE, PSD), POSITIVE),
-    "negative": (lambda: matrix(-POSITIVE, NSD), -POSITIVE),
     "complex": (lambda: matrix(COMPLEX), COMPLEX),
     # lineax makes integers float32.
     "integer": (lambda: matrix(INTEGERS), INTEGERS.astype(np.float32)),
@@ -59,12 +58,11 @@ STORED = {
         lambda: lx.TridiagonalLinearOperator(*map(jnp.asarray, BANDS)),
         np.diag(BANDS[0]) + np.diag(BANDS[1], -1) + np.diag(BANDS[2], 1),
     ),
+    "unit": (lambda: by_products(UNIT, lx.unit_diagonal_tag), UNIT),
     "identity": (lambda: lx.IdentityLinearOperator(STRUCTURE), np.eye(N)),
     "sparse": (lambda: sparse(THIN), THIN),
-    "sparse-positive": (lambda: sparse(POSITIVE, PSD), POSITIVE),
     "tagged": (lambda: lx.TaggedLinearOperator(matrix(POSITIVE), PSD), POSITIVE),
     "transpose": (lambda: (matrix(GENERAL) + sparse(THIN)).T, (GENERAL + THIN).T),
-    "adjoint": (lambda: lx.conj(matrix(COMPLEX).T), COMPLEX.conj().T),
     "sum": (
         lambda: matrix(GENERAL) + sparse(THIN) - 0.5 * lx.IdentityLinearOperator(STRUCTURE),
         GENERAL + THIN - 0.5 * np.eye(N),
@@ -77,7 +75,6 @@ STORED = {
 }
 CALLS = {
     "budget": {"k": 2},
-    "whole budget": {"k": N},
     "tolerance": {"rtol": 1e-3},
 }
 
@@ -92,42 +89,32 @@ def is_exact(solution, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        *((name, "budget") for name in STORED),
-        *((name, call) for name in ("pytree", "sparse") for call in ("whole budget", "tolerance")),
-        *(
-            variant(name, call)
-            for name in ("complex", "sum")
-            for call in ("whole budget", "tolerance")
-        ),
-    ],
+    ("name", "call"), [*((name, "budget") for name in STORED), ("sparse", "tolerance")]
 )
 def test_what_is_stored_takes_no_products(name, call):
     build, truth = STORED[name]
     operator = build()
-    is_exact(tr.trace(KEY, operator, **CALLS[call]), np.trace(truth))
     diagonal = tr.diagonal(KEY, operator, **CALLS[call])
     flat, errors = (
         np.concatenate([np.asarray(x) for x in jax.tree.leaves(part)])
         for part in (diagonal.value, diagonal.std_err)
     )
     is_exact(eqx.tree_at(lambda s: (s.value, s.std_err), diagonal, (flat, errors)), np.diag(truth))
-    blocks = tr.block_traces(KEY, operator, **CALLS[call])
-    assert jax.tree.structure(blocks.value) == jax.tree.structure(operator.in_structure())
-    total = sum(np.asarray(x) for x in jax.tree.leaves(blocks.value))
-    np.testing.assert_allclose(total, np.trace(truth), rtol=1e-13)
-    assert blocks.num_matvecs == 0
+    if name in ("complex", "integer", "pytree", "sparse"):
+        is_exact(tr.trace(KEY, operator, **CALLS[call]), np.trace(truth))
+    if name == "pytree":
+        blocks = tr.block_traces(KEY, operator, **CALLS[call])
+        assert jax.tree.structure(blocks.value) == jax.tree.structure(operator.in_structure())
+        total = sum(np.asarray(x) for x in jax.tree.leaves(blocks.value))
+        np.testing.assert_allclose(total, np.trace(truth), rtol=1e-13)
+        assert blocks.num_matvecs == 0
 
 
-@pytest.mark.parametrize("estimate", [tr.trace, tr.diagonal])
-@pytest.mark.parametrize("name", ["sum", "multiple"])
-def test_the_program_multiplies_nothing(name, estimate):
-    operator = STORED[name][0]()
-    arrays, static = eqx.partition(operator, eqx.is_array)
+def test_the_program_multiplies_nothing():
+    arrays, static = eqx.partition(STORED["sum"][0](), eqx.is_array)
 
     def value(arrays):
-        return estimate(KEY, eqx.combine(arrays, static), 2).value
+        return tr.trace(KEY, eqx.combine(arrays, static), 2).value
 
     assert "dot_general" not in jax.jit(value).lower(arrays).as_text()
 
@@ -161,25 +148,14 @@ def test_the_derivative_is_exact():
         np.testing.assert_array_equal(moved[j], np.diag(np.eye(N)[j]))
 
 
-@pytest.mark.parametrize(
-    "estimator",
-    [tr.HutchinsonEstimator(), tr.XNysTraceEstimator()],
-)
-def test_a_named_estimator_estimates(estimator):
-    solution = tr.trace(KEY, matrix(POSITIVE, PSD), 6, estimator)
-    assert solution.num_matvecs == 6
-    assert solution.std_err > 0
-    # As it does where the same matrix is known by its products.
-    alike = tr.trace(KEY, by_products(POSITIVE, PSD), 6, estimator)
-    np.testing.assert_allclose(solution.value, alike.value, rtol=1e-12)
-
-
-def test_the_default_estimates_where_nothing_is_stored():
-    default = tr.AutoTraceEstimator()
-    solution = tr.trace(KEY, operator_for(default, POSITIVE, PSD), 6)
-    expected = tr.trace(KEY, matrix(POSITIVE, PSD), 6, tr.XNysTraceEstimator())
-    np.testing.assert_allclose(solution.value, expected.value, rtol=1e-12)
-    np.testing.assert_allclose(solution.std_err, expected.std_err, rtol=1e-10)
+def test_a_named_estimator_estimates():
+    """So does the default, where nothing is stored."""
+    found = tr.trace(KEY, matrix(POSITIVE, PSD), 6, tr.XNysTraceEstimator())
+    assert found.num_matvecs == 6
+    assert found.std_err > 0
+    default = tr.trace(KEY, by_products(POSITIVE, PSD), 6)
+    np.testing.assert_allclose(found.value, default.value, rtol=1e-12)
+    np.testing.assert_allclose(found.std_err, default.std_err, rtol=1e-10)
 
 
 def test_the_stored_part_of_a_sum_is_read():
@@ -198,17 +174,16 @@ def test_the_stored_part_of_a_sum_is_read():
     np.testing.assert_allclose(slope, np.trace(THIN), rtol=1e-14)
 
 
-@pytest.mark.parametrize("make", [matrix, sparse])
-@pytest.mark.parametrize("place", [(3, 3), (2, 5)])
-@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-def test_nan_and_inf_anywhere_are_reported(make, place, options):
+@pytest.mark.parametrize(
+    ("make", "call"), [(matrix, "budget"), (sparse, "budget"), (matrix, "tolerance")]
+)
+def test_nan_and_inf_anywhere_are_reported(make, call):
     """Off the diagonal, too, as a product would show it."""
-    for bad in (jnp.nan, jnp.inf):
+    for place, bad in (((3, 3), jnp.inf), ((2, 5), jnp.nan)):
         operator = make(jnp.asarray(POSITIVE).at[place].set(bad))
-        for estimate in (tr.trace, tr.diagonal):
-            for sum_ in (operator, by_products(POSITIVE) + operator):
-                solution = estimate(KEY, sum_, **options)
-                assert solution.result == tr.RESULTS.nonfinite_operator
+        for whole in (operator, by_products(POSITIVE) + operator):
+            solution = tr.trace(KEY, whole, **CALLS[call])
+            assert solution.result == tr.RESULTS.nonfinite_operator
 
 
 def test_transformations():
@@ -230,9 +205,8 @@ def test_transformations():
     assert (shape.std_err.shape, shape.std_err.dtype) == ((), np.float64)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_half_precision_is_added_up_in_float32(dtype):
-    large = jnp.full((300, 300), 1000.0, dtype)  # the sum is beyond float16
+def test_half_precision_is_added_up_in_float32():
+    large = jnp.full((300, 300), 1000.0, jnp.float16)  # the sum is beyond float16
     solution = tr.trace(KEY, matrix(large), 2)
     assert solution.value.dtype == jnp.float32
     assert solution.value == 300 * large[0, 0].astype(jnp.float32)
@@ -243,8 +217,3 @@ def test_the_exact_estimator_reads_as_well():
     is_exact(tr.trace(KEY, matrix(GENERAL), 1, tr.ExactTraceEstimator()), np.trace(GENERAL))
     is_exact(tr.trace(KEY, matrix(GENERAL), N, tr.XTraceEstimator()), np.trace(GENERAL))
     is_exact(tr.diagonal(KEY, sparse(THIN), 1, tr.ExactDiagonalEstimator()), np.diag(THIN))
-
-
-def test_there_is_no_state_to_go_on_from():
-    solution = tr.trace(KEY, matrix(GENERAL), rtol=1e-3, keep_state=True)
-    assert solution.state is None

@@ -10,7 +10,6 @@ and what is not understood by identity. A key with such parts may hold arrays (`
 program is kept for a while only.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -311,14 +310,12 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
 
     try:
         with automatic_mesh():
-            closed = convert(*example)
+            return convert(*example)
     except (AssertionError, ValueError):
         if not explicit_axes_of(get_abstract_mesh()):
             raise
         # The function names explicit axes, or holds arrays that are cut along them.
-        closed = convert(*replicated(example))
-    precision = getattr(getattr(function, "__self__", function), "precision", None)
-    return dataclasses.replace(closed, precision=precision)
+        return convert(*replicated(example))
 
 
 def _without_calls(jaxpr: Any, constants: list[Array]) -> tuple[Any, list[Array]]:

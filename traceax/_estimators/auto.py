@@ -10,8 +10,9 @@ import lineax as lx
 from jaxtyping import Array
 
 from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
-from .._operators.block_operator import BlockOperator, semidefinite_sign
+from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import KnownParts, split_known_parts
+from .._operators.tags import semidefinite_sign
 from .._sketch.weights import AbstractWeights
 from .estimator import AbstractTraceEstimator
 from .exact import exact
@@ -26,12 +27,11 @@ class KnownPartsWeights(AbstractWeights):
     """The weights of the estimated part. The exact part is differentiated itself."""
 
     inner: AbstractWeights | None  # None if nothing was estimated
-    k: int = eqx.field(static=True)
     rows: Rows | None  # None for traces
 
     def contract(self, operator):
         """See `AbstractWeights`."""
-        parts = split_known_parts(operator, self.k, 1, diagonal=self.rows is not None)
+        parts = split_known_parts(operator, diagonal=self.rows is not None)
         exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
         if self.inner is None or parts.rest is None:
             return exact
@@ -61,7 +61,6 @@ def with_known_parts(
         inner,
         value=add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
         std_err=jtu.tree_map(lambda x: size * x.astype(size.dtype), inner.std_err),
-        num_matvecs=inner.num_matvecs + parts.num_matvecs,
         # `inner.status` tells of the products only: the known parts must be finite, too.
         status=jnp.where(known != 0, NONFINITE, inner.status),
     )
@@ -71,7 +70,7 @@ def known_estimate(parts: KnownParts, rows: Rows | None) -> Estimate:
     """The estimate of an operator that is known altogether."""
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     status = jnp.maximum(status_of(exact), parts.status)
-    return make_estimate(exact, jnp.zeros_like(exact.real), parts.num_matvecs, 0, status)
+    return make_estimate(exact, jnp.zeros_like(exact.real), 0, 0, status)
 
 
 @final
@@ -120,25 +119,23 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        parts = split_known_parts(operator, k, 1)
+        parts = split_known_parts(operator)
         if parts.rest is None:
-            return known_estimate(parts, None), KnownPartsWeights(None, k, None)
-        left = k - parts.num_matvecs
-        estimator = self.select(parts.rest, left)
-        inner, inner_weights = estimator.compute(key, parts.rest, left, weights)
+            return known_estimate(parts, None), KnownPartsWeights(None, None)
+        estimator = self.select(parts.rest, k)
+        inner, inner_weights = estimator.compute(key, parts.rest, k, weights)
         estimate = with_known_parts(operator, parts, inner, None)
-        return estimate, KnownPartsWeights(inner_weights, k, None) if weights else None
+        return estimate, KnownPartsWeights(inner_weights, None) if weights else None
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        parts = split_known_parts(operator, k, 1, diagonal=True)
+        parts = split_known_parts(operator, diagonal=True)
         if parts.rest is None:
-            return known_estimate(parts, rows), KnownPartsWeights(None, k, rows)
-        left = k - parts.num_matvecs
-        estimator = self.select(parts.rest, left)
-        inner, inner_weights = estimator.compute_rows(key, parts.rest, left, rows, weights)
+            return known_estimate(parts, rows), KnownPartsWeights(None, rows)
+        estimator = self.select(parts.rest, k)
+        inner, inner_weights = estimator.compute_rows(key, parts.rest, k, rows, weights)
         estimate = with_known_parts(operator, parts, inner, rows)
-        return estimate, KnownPartsWeights(inner_weights, k, rows) if weights else None
+        return estimate, KnownPartsWeights(inner_weights, rows) if weights else None
 
 
 AutoTraceEstimator.__init__.__doc__ = """**Arguments:**

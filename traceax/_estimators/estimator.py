@@ -25,7 +25,7 @@ from .._core.estimate import (
     Estimate,
 )
 from .._core.primitive import Primitive, bind, trace_p
-from .._operators.block_operator import as_operator
+from .._operators.checks import as_operator
 from .._operators.width import in_batches
 from .._sketch.weights import AbstractWeights
 from .exact import exact

@@ -14,7 +14,9 @@ from jax import lax
 from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.primitive import diagonal_p, trace_p
-from .._operators.block_operator import as_operator, gram, unflatten
+from .._operators.block_operator import unflatten
+from .._operators.checks import as_operator
+from .._operators.gram import adjoint, as_part, semidefinite_product
 from .._sketch.weights import AbstractWeights
 from .auto import AutoTraceEstimator
 from .calibration import CALIBRATION
@@ -65,7 +67,7 @@ def frobenius_norm(
     - `TypeError`: for a key, operator, `k` or `rtol` of the wrong type.
     - `ValueError`: for `k < 1` or a negative tolerance.
     """
-    operator = as_operator(operator)
+    operator = as_operator(operator, square=False)
     return _root_of_gram(trace_p, key, operator, k, None, rtol, max_k, throw)
 
 
@@ -100,7 +102,7 @@ def row_norms(
 
     - `TypeError`, `ValueError`: as [`traceax.frobenius_norm`][].
     """
-    operator = as_operator(operator)
+    operator = as_operator(operator, square=False)
     solution = _root_of_gram(diagonal_p, key, operator, k, Rows(), rtol, max_k, throw)
     structure = operator.out_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))
@@ -160,7 +162,11 @@ def _unit(key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> Real[Array,
 def _gram(
     operator: lx.AbstractLinearOperator, unit: Real[Array, ""], rows: bool
 ) -> lx.AbstractLinearOperator:
-    return gram(operator / unit.astype(jtu.tree_leaves(operator.in_structure())[0].dtype), rows=rows)
+    dtypes = [x.dtype for x in jtu.tree_leaves(operator.in_structure())]
+    unit = unit.astype(min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits))
+    first = as_part(operator) / unit
+    second = adjoint(operator) / unit
+    return semidefinite_product(first, second) if rows else semidefinite_product(second, first)
 
 
 def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solution:

@@ -41,7 +41,8 @@ from .._core.estimate import (
     status_of,
 )
 from .._core.primitive import Primitive
-from .._operators.block_operator import BlockOperator, as_operator
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
 from .auto import AutoTraceEstimator, KnownPartsWeights, known_estimate, with_known_parts
@@ -368,14 +369,13 @@ class ToleranceEstimator(AbstractEstimator):
         """See `AbstractEstimator`. The default estimator reads known parts."""
         if not isinstance(self.inner, AutoTraceEstimator):
             return self._sampled(key, operator, 0.0, 1.0, weights)
-        parts = split_known_parts(operator, self.max_k, 1, diagonal=self.rows is not None)
+        parts = split_known_parts(operator, diagonal=self.rows is not None)
         if parts.rest is None:
-            made = KnownPartsWeights(None, self.max_k, self.rows)
-            return known_estimate(parts, self.rows), made
+            return known_estimate(parts, self.rows), KnownPartsWeights(None, self.rows)
         offset = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
         inner, made = self._sampled(key, parts.rest, offset, parts.scale, weights)
         estimate = with_known_parts(operator, parts, inner, self.rows)
-        return estimate, KnownPartsWeights(made, self.max_k, self.rows)
+        return estimate, KnownPartsWeights(made, self.rows)
 
     def _sampled(self, key, operator, offset, scale, weights):
         sampling = self.inner.sampling(operator, self.rows)

@@ -7,7 +7,8 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
 from .._core.primitive import diagonal_p, trace_p
-from .._operators.block_operator import as_operator, unflatten
+from .._operators.block_operator import unflatten
+from .._operators.checks import as_operator
 from .auto import AutoTraceEstimator
 from .estimator import AbstractTraceEstimator, check_estimator
 from .rows import Rows

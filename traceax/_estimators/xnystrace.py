@@ -8,7 +8,9 @@ from jaxtyping import Array
 
 from .._core.estimate import make_estimate, mean_and_std_err
 from .._linalg.factorisations import qr
-from .._operators.block_operator import BlockOperator, check_semidefinite, semidefinite_sign
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import check_semidefinite
+from .._operators.tags import semidefinite_sign
 from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler
 from .._sketch.leave_one_out import (
     RangeFinder,

@@ -58,7 +58,8 @@ from .._estimators.estimator import AbstractEstimator
 from .._estimators.solution import Solution, restructure
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos, ritz_values
 from .._linalg.lanczos import lanczos, quadrature
-from .._operators.block_operator import BlockOperator, as_operator, unflatten
+from .._operators.block_operator import BlockOperator, unflatten
+from .._operators.checks import as_operator
 from .._probes.random import split
 from .._probes.samplers import RademacherSampler, SphereSampler
 from .frechet import combined, held, linear_map, steps_of

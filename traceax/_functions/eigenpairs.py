@@ -23,7 +23,9 @@ from .._core.precision import any_promotion
 from .._core.primitive import eigenpairs_p
 from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.solution import described
-from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
+from .._operators.tags import semidefinite_sign
 from .._operators.width import BLOCK_LIMIT
 from .._probes.random import split
 from .._probes.samplers import SphereSampler

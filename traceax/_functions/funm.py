@@ -76,8 +76,9 @@ from .._core.programs import closed_function
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, joined, lanczos, quadrature
-from .._operators.block_operator import BlockOperator, is_hermitian
+from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
+from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.nystrom import core_status

@@ -9,7 +9,7 @@ import lineax as lx
 from jaxtyping import Array, Real
 
 from .._core.estimate import rounding_unit
-from .._operators.block_operator import semidefinite_sign
+from .._operators.tags import semidefinite_sign
 
 Function = Callable[[Array], Array]
 

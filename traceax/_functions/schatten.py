@@ -14,7 +14,9 @@ from jaxtyping import Array, PRNGKeyArray
 from .._core.estimate import power_of
 from .._estimators.estimator import check_budget
 from .._estimators.solution import Solution
-from .._operators.block_operator import as_operator, gram, is_hermitian
+from .._operators.checks import as_operator
+from .._operators.gram import gram
+from .._operators.tags import is_hermitian
 from .spectral import spectral_sum
 
 

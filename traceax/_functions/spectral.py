@@ -19,7 +19,9 @@ from .._core.primitive import eigenvalue_count_p, spectral_density_p, spectral_s
 from .._estimators.estimator import AbstractEstimator, check_budget
 from .._estimators.solution import Solution
 from .._linalg.lanczos import lanczos, quadrature
-from .._operators.block_operator import BlockOperator, as_operator, is_complex, is_hermitian
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
+from .._operators.tags import is_complex, is_hermitian
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
 from .funm import (

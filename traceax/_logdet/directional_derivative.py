@@ -41,7 +41,8 @@ from .._functions.funm import truncation_error, truncations
 from .._functions.nodes import divided_differences
 from .._functions.quadrature_error import entries_status, solve_pair, with_quadrature_error
 from .._linalg.lanczos import positive_quadrature
-from .._operators.block_operator import BlockOperator, as_operator
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of

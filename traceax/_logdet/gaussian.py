@@ -13,7 +13,8 @@ from .._core.primitive import gaussian_log_density_p
 from .._estimators.arguments import Tolerance
 from .._estimators.estimator import solve
 from .._estimators.solution import Solution
-from .._operators.block_operator import BlockOperator, as_operator
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
 from .fallback import budget_or_all, check_fallback

@@ -14,7 +14,7 @@ from .._estimators.estimator import check_key
 from .._estimators.solution import Solution
 from .._functions.quadrature_error import solve_pair
 from .._functions.spectral import spectral_sum
-from .._operators.block_operator import as_operator
+from .._operators.checks import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
 from .estimator import LogdetEstimator

@@ -18,8 +18,10 @@ from jaxtyping import Array, PRNGKeyArray, Real
 from .._core.counts import checked_count
 from .._core.primitive import compiled_once
 from .._estimators.estimator import check_key
-from .._operators.block_operator import BlockOperator, as_operator, semidefinite_sign
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._operators.known_parts import stored_diagonal, terms_of
+from .._operators.tags import semidefinite_sign
 from .._sketch.low_rank import BuiltPreconditioner
 from .growing_columns import GrowingColumns
 from .growing_sketch import GrowingSketch

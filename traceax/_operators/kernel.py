@@ -38,15 +38,13 @@ _BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**24
 
 
 @final
-class _Swapped(eqx.Module):
-    """k(y, x) as a function of x and y: the transpose of a complex kernel."""
+class _Conjugated(eqx.Module):
+    """The transpose of a complex kernel, which is Hermitian."""
 
     kernel: Any
-    batched: bool = eqx.field(static=True)
 
     def __call__(self, x: Any, y: Any) -> Any:
-        swapped = self.kernel(y, x)
-        return swapped.T if self.batched else swapped
+        return jnp.conj(self.kernel(x, y))
 
 
 def _of_pairs(kernel: Any, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
@@ -315,8 +313,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         """The transpose: the operator itself, unless the kernel is complex."""
         if not jnp.issubdtype(self._dtype, jnp.complexfloating):
             return self
-        swapped = _Swapped(self.kernel, self.batched)
-        return eqx.tree_at(lambda operator: operator.kernel, self, swapped)
+        return eqx.tree_at(lambda operator: operator.kernel, self, _Conjugated(self.kernel))
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         """The structure of the vectors that the operator multiplies."""

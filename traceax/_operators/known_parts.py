@@ -1,13 +1,13 @@
 """What is known of an operator without a product, from the way it is written: entries (columns, the
 diagonal, the matrix), the diagonal part of a sum such as K + s I, and the scaling by that part.
 
-All functions here take sums, multiples and tags apart by `_fold`. They differ in what they compute
-from the parts.
+Each question is a function that is dispatched on the class of the operator, as `lineax.diagonal`
+is. A class of another package registers with `stored_columns` and `stored_diagonal`.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from functools import singledispatch
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,294 +20,211 @@ from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import scale_of, status_of
 from .._core.precision import any_promotion, matmul
-from .block_operator import BlockOperator, is_tagged, semidefinite_sign
+from .block_operator import BlockOperator
+from .kernel import KernelLinearOperator
+from .questions import answers
 from .sparse import SparseLinearOperator
+from .tags import is_tagged, semidefinite_sign
 from .width import STORED, batch_size_of, in_batches
 
-_T = TypeVar("_T")
-
-# Operators whose `as_matrix` needs no product and has its rows in the order of those of a block.
-_STORED_WHOLE = (
-    lx.MatrixLinearOperator,
-    lx.DiagonalLinearOperator,
-    lx.TridiagonalLinearOperator,
-    lx.IdentityLinearOperator,
-)
+_MULTIPLES = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
 
 
-def _has_columns(operator: Any) -> bool:
-    """Whether an operator without parts has a method `columns`, as kernels have."""
-    return callable(getattr(operator, "columns", None))
-
-
-def _has_columns_and_diagonal(operator: Any) -> bool:
-    """Whether such an operator registers `lineax.diagonal` as well, which lineax does not insist
-    on.
-    """
-    dispatch = lx.diagonal.dispatch
-    return _has_columns(operator) and dispatch(type(operator)) is not dispatch(object)
-
-
-def _fold(
-    operator: Any,
-    leaf: Callable[[Any], _T],
-    *,
-    add: Callable[[Any, _T, _T], _T],
-    times: Callable[[Any, Array, _T], _T],
-    tagged: Callable[[Any, _T], _T],
-) -> _T:
-    """Compute a value for an operator from the values for its parts.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `leaf`: the value for an operator without parts: no sum, multiple or tagged operator.
-    - `add`: the value for a sum, from the values for its two terms.
-    - `times`: the value for a multiple, quotient or negation, from its factor and the value for the
-        operator that is multiplied.
-    - `tagged`: the value for a tagged operator, from the value for the operator inside.
-    """
-    again: Any = partial(_fold, leaf=leaf, add=add, times=times, tagged=tagged)
-    if isinstance(operator, lx.TaggedLinearOperator):
-        return tagged(operator, again(operator.operator))
-    if isinstance(operator, lx.AddLinearOperator):
-        return add(operator, again(operator.operator1), again(operator.operator2))
+def _factor(operator: Any) -> Inexact[Array, ""]:
+    """The number c of a multiple, quotient or negation c B."""
     one = jnp.ones((), BlockOperator(operator).dtype)
     if isinstance(operator, lx.NegLinearOperator):
-        return times(operator, -one, again(operator.operator))
-    if isinstance(operator, lx.MulLinearOperator):
-        factor = jnp.asarray(operator.scalar).astype(one.dtype)
-        return times(operator, factor, again(operator.operator))
-    if isinstance(operator, lx.DivLinearOperator):
-        factor = one / jnp.asarray(operator.scalar).astype(one.dtype)
-        return times(operator, factor, again(operator.operator))
-    return leaf(operator)
+        return -one
+    scalar = jnp.asarray(operator.scalar).astype(one.dtype)
+    return scalar if isinstance(operator, lx.MulLinearOperator) else one / scalar
 
 
-class Terms(NamedTuple):
-    """A = diag(shift) + (the rest)."""
-
-    shift: Inexact[Array, " n"] | None  # None if A has no stored diagonal part
-    has_rest: bool
-    semidefinite: bool  # whether every part of the rest is tagged semidefinite
-    sign: Real[Array, ""]  # if so, 1 for positive, -1 for negative (factors may be traced)
-
-    @property
-    def positive(self) -> Bool[Array, ""]:
-        """Whether tags and factors say that the rest is positive semidefinite."""
-        return jnp.asarray(self.semidefinite) & (self.sign > 0)
+def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
+    return isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator)
 
 
-def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
-    """Find the diagonal part of a sum.
+def _diagonal_part(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
+    """The diagonal of a stored diagonal operator."""
+    return stored_diagonal(operator) if _is_stored_diagonal(operator) else None
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
+@singledispatch
+def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
+    """The diagonal, where it can be read without a product.
+
+    A class of operators whose diagonal costs far less than a product registers a function:
+    `traceax.extend.stored_diagonal.register(Class)(function)`.
 
     **Arguments:**
 
-    - `operator`: the operator, whose sums, multiples and tags are taken apart.
+    - `operator`: a lineax operator with n rows and columns.
 
     **Returns:**
 
-    The `Terms`. This takes no product.
+    An array of shape `(n,)`, of at least single precision, or None where it cannot be read.
     """
-
-    def leaf(operator):
-        if isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator):
-            dtype = BlockOperator(operator).dtype
-            return Terms(lx.diagonal(operator).astype(dtype), False, True, jnp.ones(()))
-        sign = semidefinite_sign(operator)
-        return Terms(None, True, sign != 0, jnp.asarray(float(sign)))
-
-    def add(_, first, second):
-        shifts = [part.shift for part in (first, second) if part.shift is not None]
-        shift = sum(shifts[1:], start=shifts[0]) if shifts else None
-        semidefinite = first.semidefinite and second.semidefinite
-        signs = [part.sign for part in (first, second) if part.has_rest]
-        sign = signs[0] if signs else first.sign
-        if len(signs) == 2:
-            sign = jnp.where(signs[0] == signs[1], sign, 0)
-        return Terms(shift, first.has_rest or second.has_rest, semidefinite, sign)
-
-    def times(_, factor, inner):
-        shift = inner.shift
-        shift = None if shift is None else factor.astype(shift.dtype) * shift
-        sign = inner.sign * jnp.sign(factor.real).astype(inner.sign.dtype)
-        return inner._replace(shift=shift, sign=sign)
-
-    def tagged(operator, inner):
-        sign = semidefinite_sign(operator)
-        if inner.shift is None and sign != 0:
-            return inner._replace(semidefinite=True, sign=jnp.asarray(float(sign)))
-        return inner
-
-    return _fold(operator, leaf, add=add, times=times, tagged=tagged)
+    return _unit_diagonal(operator)
 
 
-def is_shifted_down(operator: Any) -> bool:
-    """Whether the operator has a stored diagonal part that is not positive, as in K - s I. Such a
-    sum may be indefinite even if K is tagged semidefinite. False if the diagonal part is traced.
-
-    **Arguments:**
-
-    - `operator`: the operator. The answer is False for anything else that a user passes.
-    """
-    if not isinstance(operator, lx.AbstractLinearOperator):
-        return False
-    with jax.ensure_compile_time_eval():  # concrete numbers are read under a trace, too
-        shift = terms_of(operator).shift
-    known = shift is not None and not isinstance(shift, jax.core.Tracer)
-    return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
-
-
-def _stored(operator: Any, read: Callable[[Any], Array | None]) -> Array | None:
-    """The sum over all parts of what `read` returns for them, or None if it is None for a part."""
-
-    def add(operator, first, second):
-        if first is None or second is None:
-            return None
-        dtype = BlockOperator(operator).dtype
-        return first.astype(dtype) + second.astype(dtype)
-
-    def times(_, factor, inner):
-        return None if inner is None else factor * inner.astype(factor.dtype)
-
-    return _fold(operator, read, add=add, times=times, tagged=lambda _, inner: inner)
-
-
-def stored_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
-    """The diagonal, where it can be read without a product, or None.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    """
-
-    def read(operator):
-        dtype = BlockOperator(operator).dtype
-        if is_tagged(lx.has_unit_diagonal, operator):
-            return jnp.ones(operator.in_size(), dtype)
-        if isinstance(operator, lx.ComposedLinearOperator):
-            factors = operator.operator1, operator.operator2
-            if not any(is_tagged(lx.is_diagonal, part) for part in factors):
-                return None
-            # (D A)_jj = d_j A_jj, and (A D)_jj as well.
-            first, second = map(stored_diagonal, factors)
-            if first is None or second is None:
-                return None
-            return first.astype(dtype) * second.astype(dtype)
-        known = isinstance(operator, STORED) or _has_columns_and_diagonal(operator)
-        return lx.diagonal(operator).astype(dtype) if known else None
-
+def _unit_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
     if is_tagged(lx.has_unit_diagonal, operator):
-        return read(operator)
-    return _stored(operator, read)
+        return jnp.ones(operator.in_size(), BlockOperator(operator).dtype)
+    return None
 
 
-def _on_diagonals(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, " m"]
-) -> Inexact[Array, "n m"]:
-    """Columns of a diagonal or tridiagonal operator."""
-    n, m = operator.in_size(), indices.shape[0]
-    if is_tagged(lx.is_diagonal, operator):
-        bands = {0: lx.diagonal(operator)}
-    else:
-        main, lower, upper = lx.tridiagonal(operator)
-        bands = {0: main, 1: jnp.pad(lower, (0, 1)), -1: jnp.pad(upper, (1, 0))}
-    found = jnp.zeros((n, m), BlockOperator(operator).dtype)
-    for offset, band in bands.items():
-        rows = indices + offset
-        rows = jnp.where(rows < 0, n, rows)  # outside of the matrix, as n is
-        found = found.at[rows, jnp.arange(m)].set(band[indices].astype(found.dtype), mode="drop")
-    return found
-
-
-def _entries(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, " m"] | None
+@singledispatch
+def stored_columns(
+    operator: Any, indices: Int[Array, " m"] | slice
 ) -> Inexact[Array, "n m"] | None:
-    """Columns of an operator, or the whole matrix (for None), where they can be read without a
-    product; None where they cannot.
-    """
+    """Columns of an operator, `A[:, indices]`, where they can be read without a product.
 
-    def read(operator):
-        dtype = BlockOperator(operator).dtype
-        if isinstance(operator, lx.ComposedLinearOperator):
-            return scaled(operator.operator1, operator.operator2, dtype)
-        if indices is None:
-            whole = isinstance(operator, _STORED_WHOLE) or _has_columns(operator)
-            return operator.as_matrix().astype(dtype) if whole else None
-        if isinstance(operator, lx.MatrixLinearOperator):
-            return operator.matrix[:, indices].astype(dtype)
-        if _has_columns(operator):
-            return operator.columns(indices).astype(dtype)
-        return _on_diagonals(operator, indices) if isinstance(operator, _STORED_WHOLE) else None
-
-    def scaled(first, second, dtype):
-        """D A, or A D, with a diagonal D."""
-        by_rows = is_tagged(lx.is_diagonal, first)
-        if not by_rows and not is_tagged(lx.is_diagonal, second):
-            return None
-        factors = stored_diagonal(first if by_rows else second)
-        found = _entries(second if by_rows else first, indices)
-        if factors is None or found is None:
-            return None
-        factors = factors.astype(dtype)
-        if by_rows:
-            return factors[:, None] * found.astype(dtype)
-        return found.astype(dtype) * (factors if indices is None else factors[indices])
-
-    return _stored(operator, read)
-
-
-def stored_matrix(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"] | None:
-    """The matrix, where all of its entries can be read without a product, or None.
+    A class of operators whose columns cost far less than products registers a function:
+    `traceax.extend.stored_columns.register(Class)(function)`. If it registers with
+    [`traceax.extend.stored_diagonal`][], too, log-determinants make their preconditioner from
+    columns.
 
     **Arguments:**
 
-    - `operator`: the operator.
+    - `operator`: a lineax operator with n rows and columns.
+    - `indices`: the numbers of the columns, which may be traced; `slice(None)` for all of them.
+
+    **Returns:**
+
+    An array of shape `(n, m)`, of at least single precision, or None where they cannot be read.
     """
-    return _entries(operator, None)
+    return None
 
 
-def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
-    """Whether a column costs far less than a product: dense matrices and kernels (and operators of
-    other packages with a method `columns`, and a diagonal), their sums with each other and with
-    diagonal operators, multiples and diagonal scalings. (Columns of sparse matrices are cheap, too,
-    but so are their products.)
+@singledispatch
+def _contraction(operator: Any, vectors: Array, core: Array) -> Inexact[Array, ""]:
+    """See `contracted`; this may be complex."""
+    block = BlockOperator(operator)
+    left = block.leaves(matmul(vectors, core))
+    return jnp.sum(block.forms(left, block.leaves(vectors)))
+
+
+def _register_linear(question: Any) -> None:
+    """Answer a question for sums, multiples and tagged operators from the answers for their parts:
+    what is asked for is linear in the operator.
+    """
+
+    @question.register(lx.AddLinearOperator)
+    def _(operator, *args):
+        first = question(operator.operator1, *args)
+        second = question(operator.operator2, *args)
+        return None if first is None or second is None else first + second
+
+    def of_multiple(operator, *args):
+        inner = question(operator.operator, *args)
+        return None if inner is None else _factor(operator) * inner
+
+    for kind in _MULTIPLES:
+        question.register(kind)(of_multiple)
+
+    @question.register(lx.TaggedLinearOperator)
+    def _(operator, *args):
+        return question(operator.operator, *args)
+
+
+for _question in (stored_diagonal, stored_columns, _contraction):
+    _register_linear(_question)
+
+
+def _read_diagonal(operator):
+    return lx.diagonal(operator).astype(BlockOperator(operator).dtype)
+
+
+for _class in (*STORED, KernelLinearOperator):
+    stored_diagonal.register(_class)(_read_diagonal)
+
+
+@stored_diagonal.register(lx.TaggedLinearOperator)
+def _(operator):
+    ones = _unit_diagonal(operator)
+    return stored_diagonal(operator.operator) if ones is None else ones
+
+
+@stored_diagonal.register(lx.ComposedLinearOperator)
+def _(operator):
+    factors = operator.operator1, operator.operator2
+    if not any(is_tagged(lx.is_diagonal, factor) for factor in factors):
+        return None
+    # (D A)_jj = d_j A_jj, and (A D)_jj as well.
+    first, second = map(stored_diagonal, factors)
+    return None if first is None or second is None else first * second
+
+
+@stored_columns.register(lx.MatrixLinearOperator)
+def _(operator, indices):
+    return operator.matrix[:, indices].astype(BlockOperator(operator).dtype)
+
+
+@stored_columns.register(lx.DiagonalLinearOperator)
+@stored_columns.register(lx.IdentityLinearOperator)
+def _(operator, indices):
+    return _columns_of_band(_read_diagonal(operator), indices, 0)
+
+
+@stored_columns.register(lx.TridiagonalLinearOperator)
+def _(operator, indices):
+    dtype = BlockOperator(operator).dtype
+    main, lower, upper = (band.astype(dtype) for band in lx.tridiagonal(operator))
+    below = _columns_of_band(jnp.pad(lower, (0, 1)), indices, 1)
+    above = _columns_of_band(jnp.pad(upper, (1, 0)), indices, -1)
+    return _columns_of_band(main, indices, 0) + below + above
+
+
+def _columns_of_band(band: Array, indices: Array | slice, offset: int) -> Array:
+    """Columns of the matrix with entry `band[j]` in column j, so many rows below the diagonal."""
+    rows = jnp.arange(band.shape[0])
+    return jnp.where(rows[:, None] == rows[indices] + offset, band[indices], 0)
+
+
+@stored_columns.register(SparseLinearOperator)
+@stored_columns.register(KernelLinearOperator)
+def _(operator, indices):
+    whole = isinstance(indices, slice)
+    entries = operator.as_matrix() if whole else operator.columns(indices)
+    return entries.astype(BlockOperator(operator).dtype)
+
+
+@stored_columns.register(lx.ComposedLinearOperator)
+def _(operator, indices):
+    by_rows = is_tagged(lx.is_diagonal, operator.operator1)  # D A, or A D
+    factors = operator.operator1, operator.operator2
+    diagonal, other = factors if by_rows else factors[::-1]
+    if not is_tagged(lx.is_diagonal, diagonal):
+        return None
+    scaling = stored_diagonal(diagonal)
+    entries = stored_columns(other, indices)
+    if scaling is None or entries is None:
+        return None
+    return (scaling[:, None] if by_rows else scaling[indices]) * entries
+
+
+@_contraction.register(KernelLinearOperator)
+def _(operator, vectors, core):
+    return operator.contracted(vectors, core).astype(BlockOperator(operator).dtype)
+
+
+def contracted(
+    operator: lx.AbstractLinearOperator,
+    vectors: Inexact[Array, "n c"],
+    core: Inexact[Array, "c c"],
+) -> Real[Array, ""]:
+    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything: c matvecs, or
+    what kernels take for it. Parts are contracted one by one.
 
     **Arguments:**
 
-    - `operator`: the operator.
-    - `sparse`: whether sparse matrices count as well.
+    - `operator`: the operator A.
+    - `vectors`: V.
+    - `core`: C.
     """
-
-    def leaf(operator):
-        if isinstance(operator, lx.ComposedLinearOperator):
-            factors = operator.operator1, operator.operator2
-            return any(
-                is_tagged(lx.is_diagonal, one)
-                and isinstance(one, STORED)
-                and has_entries(other, sparse=sparse)
-                for one, other in (factors, factors[::-1])
-            )
-        if isinstance(operator, lx.MatrixLinearOperator):
-            return True
-        dense = not isinstance(operator, SparseLinearOperator)
-        return (sparse or dense) and _has_columns_and_diagonal(operator)
-
-    def diagonal(operator):
-        return isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator)
-
-    def of(operator):
-        # Whether entries are known, and whether there are any beside those of a diagonal.
-        return leaf(operator) or diagonal(operator), leaf(operator)
-
-    known, dense = _fold(
-        operator,
-        of,
-        add=lambda _, first, second: (first[0] and second[0], first[1] or second[1]),
-        times=lambda _, factor, inner: inner,
-        tagged=lambda _, inner: inner,
-    )
-    return known and dense
+    return _contraction(operator, vectors, core).real
 
 
 def columns(
@@ -316,9 +233,9 @@ def columns(
     """Columns of an operator, `A[:, indices]`.
 
     Entries are read where the operator knows them: dense matrices are sliced, sparse ones looked
-    up, kernels evaluated (an operator with a method `columns(indices)` is asked). Sums, multiples
-    and quotients, tagged operators, and products with a diagonal operator pass the request on.
-    Everything else multiplies unit vectors.
+    up, kernels evaluated (and a class of another package says so by
+    [`traceax.extend.stored_columns`][]). Sums, multiples and quotients, tagged operators, and
+    products with a diagonal operator pass the request on. Everything else multiplies unit vectors.
 
     Cost: no product where the entries are known: n evaluations of a kernel for each column.
     Otherwise one matvec for each column.
@@ -337,7 +254,7 @@ def columns(
     indices = jnp.asarray(indices)
     block = BlockOperator(operator)
     with any_promotion():
-        found = _entries(operator, indices)
+        found = stored_columns(operator, indices)
         if found is not None:
             return found.astype(block.dtype)
         unit = (jnp.arange(block.n)[:, None] == indices).astype(block.dtype)
@@ -352,42 +269,121 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 
     - `block`: the operator.
     """
-    stored = stored_matrix(block.operator)
+    stored = stored_columns(block.operator, slice(None))
     if stored is not None:
         return stored.astype(block.dtype), 0
     return block.mm(jnp.eye(block.n, dtype=block.dtype)), block.n
 
 
-def contracted(
-    operator: lx.AbstractLinearOperator,
-    vectors: Inexact[Array, "n c"],
-    core: Inexact[Array, "c c"],
-) -> Real[Array, ""]:
-    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything: c matvecs, or
-    what the method `contracted` of a part takes, as kernels have it. Parts are contracted one by
-    one.
+def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
+    """Whether a column costs far less than a product: dense matrices and kernels (and operators of
+    other packages with stored columns and a stored diagonal), their sums with each other and with
+    diagonal operators, multiples and diagonal scalings. (Columns of sparse matrices are cheap, too,
+    but so are their products.)
 
     **Arguments:**
 
-    - `operator`: the operator A.
-    - `vectors`: V.
-    - `core`: C.
+    - `operator`: the operator.
+    - `sparse`: whether sparse matrices count as well.
     """
+    kinds = _kinds_of_parts(operator)
+    wanted = {"dense", "sparse"} if sparse else {"dense"}
+    return kinds <= {"diagonal", *wanted} and bool(kinds & wanted)
 
-    def leaf(operator):
-        block = BlockOperator(operator)
-        if callable(getattr(operator, "contracted", None)):
-            return operator.contracted(vectors, core).astype(block.dtype)
-        left = block.leaves(matmul(vectors, core))
-        return jnp.sum(block.forms(left, block.leaves(vectors)))
 
-    return _fold(
-        operator,
-        leaf,
-        add=lambda _, first, second: first + second,
-        times=lambda _, factor, inner: factor * inner,
-        tagged=lambda _, inner: inner,
-    ).real
+def _kinds_of_parts(operator: Any) -> set[str]:
+    """What the parts of a sum are: "diagonal", "sparse", "dense" (cheap columns), "unknown"."""
+    if isinstance(operator, lx.AddLinearOperator):
+        return _kinds_of_parts(operator.operator1) | _kinds_of_parts(operator.operator2)
+    if isinstance(operator, (*_MULTIPLES, lx.TaggedLinearOperator)):
+        return _kinds_of_parts(operator.operator)
+    if isinstance(operator, lx.ComposedLinearOperator):
+        factors = operator.operator1, operator.operator2
+        others = [factor for factor in factors if not _is_stored_diagonal(factor)]
+        return _kinds_of_parts(others[0]) if len(others) == 1 else {"unknown"}
+    if _is_stored_diagonal(operator):
+        return {"diagonal"}
+    if isinstance(operator, SparseLinearOperator):
+        return {"sparse"}
+    known = answers(stored_columns, operator) and answers(stored_diagonal, operator)
+    dense = known and not isinstance(operator, lx.TridiagonalLinearOperator)
+    return {"dense"} if dense else {"unknown"}
+
+
+# --- the diagonal part of a sum -------------------------------------------------------------------
+
+
+class Terms(NamedTuple):
+    """A = diag(shift) + (the rest)."""
+
+    shift: Inexact[Array, " n"] | None  # None if A has no stored diagonal part
+    has_rest: bool
+    semidefinite: bool  # whether every part of the rest is tagged semidefinite
+    sign: Real[Array, ""]  # if so, 1 for positive, -1 for negative (factors may be traced)
+
+    @property
+    def positive(self) -> Bool[Array, ""]:
+        """Whether tags and factors say that the rest is positive semidefinite."""
+        return jnp.asarray(self.semidefinite) & (self.sign > 0)
+
+
+def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
+    """Find the diagonal part of a sum. This takes no product.
+
+    **Arguments:**
+
+    - `operator`: the operator, whose sums, multiples and tags are taken apart.
+
+    **Returns:**
+
+    The `Terms`.
+    """
+    parts = _split(operator, _diagonal_part)
+    shift = parts.exact if parts.has_exact else None
+    if parts.rest is None:
+        return Terms(shift=shift, has_rest=False, semidefinite=True, sign=jnp.ones(()))
+    sign = _sign_of(parts.rest)
+    if sign is None:
+        return Terms(shift=shift, has_rest=True, semidefinite=False, sign=jnp.zeros(()))
+    sign = sign * jnp.sign(parts.scale.real).astype(sign.dtype)
+    return Terms(shift=shift, has_rest=True, semidefinite=True, sign=sign)
+
+
+def _sign_of(operator: Any) -> Real[Array, ""] | None:
+    """1 or -1 for an operator that is positive or negative semidefinite as all its parts are tagged
+    and as its factors are, which may be traced; 0 if parts differ; None if a part is not tagged.
+    """
+    sign = semidefinite_sign(operator)
+    if sign != 0:
+        return jnp.asarray(float(sign))
+    if isinstance(operator, lx.AddLinearOperator):
+        first = _sign_of(operator.operator1)
+        second = _sign_of(operator.operator2)
+        if first is None or second is None:
+            return None
+        return jnp.where(first == second, first, 0)
+    if isinstance(operator, (*_MULTIPLES, lx.TaggedLinearOperator)):
+        inner = _sign_of(operator.operator)
+        if inner is not None and isinstance(operator, _MULTIPLES):
+            return inner * jnp.sign(_factor(operator).real).astype(inner.dtype)
+        return inner
+    return None
+
+
+def is_shifted_down(operator: Any) -> bool:
+    """Whether the operator has a stored diagonal part that is not positive, as in K - s I. Such a
+    sum may be indefinite even if K is tagged semidefinite. False if the diagonal part is traced.
+
+    **Arguments:**
+
+    - `operator`: the operator. The answer is False for anything else that a user passes.
+    """
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        return False
+    with jax.ensure_compile_time_eval():  # concrete numbers are read under a trace, too
+        shift = terms_of(operator).shift
+    known = shift is not None and not isinstance(shift, jax.core.Tracer)
+    return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
 
 
 class Scaling(NamedTuple):
@@ -429,6 +425,9 @@ def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
     return Scaling(jnp.sqrt(jnp.where(usable, shift / unit, 1)), unit, usable)
 
 
+# --- traces and diagonals -------------------------------------------------------------------------
+
+
 class KnownParts(NamedTuple):
     """`tr(A) = exact + scale tr(rest)`, or the same for diagonals; `rest=None` if nothing is left.
 
@@ -437,140 +436,82 @@ class KnownParts(NamedTuple):
     """
 
     exact: Inexact[Array, "..."]
-    num_matvecs: int
     scale: Inexact[Array, ""]
     rest: lx.AbstractLinearOperator | None
     has_exact: bool
     status: Int[Array, ""]
 
 
-def _banded_diagonal(operator: lx.AbstractLinearOperator, width: int) -> tuple[Array, int]:
-    # Give the index i the colour i mod width. In a (tri)diagonal matrix a row has no two nonzero
-    # columns of the same colour, so that (A e_c)_i = A_ii for the indicator e_c of i's colour c.
-    block = BlockOperator(operator)
-    colours = min(width, block.n)
-    indicator = (jnp.arange(block.n)[:, None] % colours) == jnp.arange(colours)[None, :]
-    products = block.mm(indicator.astype(block.dtype))
-    return jnp.sum(jnp.where(indicator, products, jnp.zeros((), block.dtype)), axis=1), colours
+def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
+    """Split off the parts of sums, multiples and quotients whose diagonal can be read.
 
-
-class _Known(NamedTuple):
-    """A trace (or diagonal), the number of products it took, and a status: whether all entries of
-    the operator are finite.
-    """
-
-    exact: Inexact[Array, "..."]
-    num_matvecs: int
-    status: Int[Array, ""]
-
-
-def _known(operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool) -> _Known | None:
-    """The trace (or diagonal) of an operator, or None if its structure does not give it.
-
-    With `paid`, it may take a few products.
-    """
-    dtype = BlockOperator(operator).dtype
-    n = operator.in_size()
-    if is_tagged(lx.has_unit_diagonal, operator):  # this includes the identity
-        return _Known(jnp.ones(n, dtype) if diagonal else jnp.asarray(n, dtype), 0, status_of())
-    entries, spent, status = stored_diagonal(operator), 0, status_of()
-    if entries is not None:
-        # A product would reveal a NaN off the diagonal, so this looks at all entries, too. It costs
-        # as much as one product.
-        status = status_of(*jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)))
-    elif not paid:
-        return None
-    elif is_tagged(lx.is_diagonal, operator):
-        entries, spent = _banded_diagonal(operator, 1)
-    elif is_tagged(lx.is_tridiagonal, operator):
-        entries, spent = _banded_diagonal(operator, 3)
-    else:
-        return None
-    return _Known(entries if diagonal else jnp.sum(entries), spent, status)
-
-
-def split_known_parts(
-    operator: lx.AbstractLinearOperator, budget: int, cost_of_rest: int, diagonal: bool = False
-) -> KnownParts:
-    """Split off the parts whose trace or diagonal is known exactly: stored, diagonal, tridiagonal,
-    identity and unit-diagonal parts of sums, multiples, quotients and negations.
+    A factor in front of everything is taken out, too, for the sake of the tags of what it
+    multiplies: if c is traced, its sign is unknown and `c K` is not tagged semidefinite, but K is.
 
     **Arguments:**
 
     - `operator`: the operator.
-    - `budget`: the budget of matvecs.
-    - `cost_of_rest`: how many matvecs must remain if the split leaves a rest. To read a part that
-        is only tagged takes one product if it is diagonal, and three if it is tridiagonal: such
-        parts are split off where the budget allows for it.
     - `diagonal`: whether `exact` should be the diagonal rather than the trace.
 
     **Returns:**
 
     A `KnownParts`.
     """
-    parts = _split_known_parts(operator, True, diagonal)
-    spent = parts.num_matvecs + (0 if parts.rest is None else cost_of_rest)
-    return parts if spent <= budget else _split_known_parts(operator, False, diagonal)
+    parts = _split(operator, stored_diagonal)
+    if parts.has_exact and parts.rest is not None:
+        parts = parts._replace(rest=in_batches(parts.rest, batch_size_of(operator)))
+    return parts if diagonal else parts._replace(exact=jnp.sum(parts.exact))
 
 
-def _split_known_parts(
-    operator: lx.AbstractLinearOperator, paid: bool, diagonal: bool
-) -> KnownParts:
-    """`split_known_parts`, with or without parts that take products.
+def _split(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
+    """Split off the parts whose diagonal a question is answered with; `exact` is a diagonal."""
+    if isinstance(operator, lx.AddLinearOperator):
+        first = _split(operator.operator1, question)
+        second = _split(operator.operator2, question)
+        return _split_sum(operator, first, second)
+    if isinstance(operator, _MULTIPLES):
+        inner = _split(operator.operator, question)
+        factor = _factor(operator)
+        return inner._replace(exact=factor * inner.exact, scale=factor * inner.scale)
+    whole = _split_whole(operator, question)
+    if isinstance(operator, lx.TaggedLinearOperator) and not whole.has_exact:
+        # The tags belong to the whole operator, not to what is left of it.
+        inner = _split(operator.operator, question)
+        return inner if inner.has_exact else whole
+    return whole
 
-    A factor in front of everything is taken out, too, for the sake of the tags of what it
-    multiplies: if c is traced, its sign is unknown and `c K` is not tagged semidefinite, but K is.
-    """
 
-    def whole(operator):
-        dtype = BlockOperator(operator).dtype
-        nothing = jnp.zeros(operator.in_size() if diagonal else (), dtype)
-        return KnownParts(nothing, 0, jnp.ones((), dtype), operator, False, status_of())
+def _split_sum(operator: Any, first: KnownParts, second: KnownParts) -> KnownParts:
+    """The parts of a sum, from those of its terms."""
+    whole = KnownParts(
+        exact=first.exact + second.exact,
+        scale=jnp.ones_like(first.scale),
+        rest=operator,
+        has_exact=first.has_exact or second.has_exact,
+        status=jnp.maximum(first.status, second.status),
+    )
+    if not whole.has_exact:
+        return whole
+    if first.rest is None or second.rest is None:
+        left = second if first.rest is None else first
+        return whole._replace(scale=left.scale, rest=left.rest)
+    # A term without an exact part stays as it was written, and so keeps its tags.
+    rest1 = first.rest * first.scale if first.has_exact else operator.operator1
+    rest2 = second.rest * second.scale if second.has_exact else operator.operator2
+    return whole._replace(rest=rest1 + rest2)
 
-    def or_known(operator, parts):
-        """These parts, or only an exact one if the whole operator is known."""
-        known = None if parts.rest is None else _known(operator, paid, diagonal)
-        if known is None:
-            return parts
-        exact, spent, status = known
-        return KnownParts(exact.astype(parts.exact.dtype), spent, parts.scale, None, True, status)
 
-    def add(operator, *parts):
-        if not any(part.has_exact for part in parts):
-            return or_known(operator, whole(operator))
-        dtype = BlockOperator(operator).dtype
-        one = jnp.ones((), dtype)
-        exact = parts[0].exact.astype(dtype) + parts[1].exact.astype(dtype)
-        spent = parts[0].num_matvecs + parts[1].num_matvecs
-        status = jnp.maximum(parts[0].status, parts[1].status)
-        left = [part for part in parts if part.rest is not None]
-        if len(left) < 2:
-            scale, rest = (left[0].scale.astype(dtype), left[0].rest) if left else (one, None)
-            return or_known(operator, KnownParts(exact, spent, scale, rest, True, status))
-        # A term without an exact part stays as it was written, and so keeps its tags.
-        terms = operator.operator1, operator.operator2
-        first, second = (
-            part.rest * part.scale if part.has_exact else term
-            for part, term in zip(parts, terms, strict=True)
-        )
-        return or_known(operator, KnownParts(exact, spent, one, first + second, True, status))
-
-    def times(operator, factor, part):
-        exact, scale = part.exact.astype(factor.dtype), part.scale.astype(factor.dtype)
-        return or_known(operator, part._replace(exact=exact * factor, scale=scale * factor))
-
-    def tagged(operator, inner):
-        # The tags belong to the whole operator, not to what is left of it. (On Gaussian-process
-        # kernels XTrace of K, without the tags, still beats XNysTrace of K + s I, whose flat tail
-        # no low-rank part captures.)
-        if not inner.has_exact:
-            return or_known(operator, whole(operator))
-        if inner.rest is None:
-            return inner
-        rest = in_batches(inner.rest, batch_size_of(operator))
-        return or_known(operator, inner._replace(rest=rest))
-
-    def leaf(operator):
-        return or_known(operator, whole(operator))
-
-    return _fold(operator, leaf, add=add, times=times, tagged=tagged)
+def _split_whole(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
+    """All or nothing: the parts of an operator that is not taken apart."""
+    dtype = BlockOperator(operator).dtype
+    entries = question(operator)
+    known = entries is not None
+    # A product would reveal a NaN off the diagonal: this looks at all entries, too.
+    arrays = jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)) if known else []
+    return KnownParts(
+        exact=entries.astype(dtype) if known else jnp.zeros(operator.in_size(), dtype),
+        scale=jnp.ones((), dtype),
+        rest=None if known else operator,
+        has_exact=known,
+        status=status_of(*arrays),
+    )

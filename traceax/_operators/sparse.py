@@ -27,47 +27,26 @@ def _as_frozenset(tags: object) -> frozenset[object]:
     return frozenset(tags) if isinstance(tags, Iterable) else frozenset([tags])
 
 
-def _is_tagged_symmetric(tags: frozenset[object], dtype: Any) -> bool:
-    if lx.symmetric_tag in tags or lx.diagonal_tag in tags:
-        return True
-    # A semidefinite matrix with complex entries is Hermitian, and need not be symmetric.
-    semidefinite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
-    return bool(semidefinite & tags) and not jnp.issubdtype(dtype, jnp.complexfloating)
-
-
 def _inexact(data: Any) -> Inexact[Array, " nnz"]:
-    dtype = np.dtype(data.dtype)
-    if dtype.kind not in "biufcV" or (dtype.kind == "V" and not jnp.issubdtype(dtype, jnp.number)):
-        raise TypeError(
-            f"The entries of a sparse matrix must be numbers, got dtype {dtype}: "
-            "convert them with `.astype(float)`."
-        )
-    if dtype == np.longdouble:
-        data = data.astype(np.float64)
-    elif dtype == np.clongdouble:
-        data = data.astype(np.complex128)
-    elif not jnp.issubdtype(dtype, jnp.inexact):
-        data = data.astype(jax.dtypes.canonicalize_dtype(float))
-    return jnp.asarray(data)
+    data = jnp.asarray(data)
+    inexact = jnp.issubdtype(data.dtype, jnp.inexact)
+    return data if inexact else data.astype(jax.dtypes.canonicalize_dtype(float))
 
 
-def _check_dimensions(matrix: Any) -> None:
-    if len(matrix.shape) != 2:
-        raise ValueError(
-            f"A sparse operator needs a two-dimensional matrix, got shape {tuple(matrix.shape)}. "
-            "Reshape it, or make an operator for each slice."
-        )
-
-
-def _from_scipy(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    _check_dimensions(matrix)
+def _scipy_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     csr = matrix.tocsr()
     if not csr.has_canonical_format:
         csr = csr.copy() if csr is matrix else csr  # do not sort the user's matrix in place
         csr.sum_duplicates()
-    rows = np.repeat(np.arange(csr.shape[0], dtype=np.int32), np.diff(csr.indptr))
-    # The buffers of a matrix with many removed entries can be longer than its entries.
-    return csr.data[: rows.size], rows, csr.indices[: rows.size]
+    return _row_major_entries(csr.data, csr.indices, csr.indptr)
+
+
+def _row_major_entries(
+    data: Any, indices: np.ndarray, indptr: np.ndarray
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    rows = np.repeat(np.arange(indptr.size - 1, dtype=np.int32), np.diff(indptr))
+    # The buffers can be longer than the entries.
+    return data[: rows.size], rows, indices[: rows.size]
 
 
 def _concrete(indices: Any) -> np.ndarray:
@@ -80,8 +59,7 @@ def _concrete(indices: Any) -> np.ndarray:
     return np.asarray(indices)
 
 
-def _from_jax(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    _check_dimensions(matrix)
+def _jax_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     if matrix.n_batch or matrix.n_dense:
         raise ValueError(
             f"A {type(matrix).__name__} with batch or dense dimensions (n_batch={matrix.n_batch}, "
@@ -89,17 +67,12 @@ def _from_jax(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
             "`n_dense=0`."
         )
     indices = _concrete(matrix.indices)
-    m, n = matrix.shape
-    if not hasattr(matrix, "indptr"):  # BCOO
-        rows, columns = indices[:, 0], indices[:, 1]
-    else:
-        indptr, columns = _concrete(matrix.indptr), indices
-        rows = np.full(indices.size, m)  # entries after the last row are padding
-        rows[: indptr[-1]] = np.repeat(np.arange(m), np.diff(indptr))
-    # Padding lies outside of the matrix, and may hold anything, NaN included.
-    padding = (rows >= m) | (columns >= n)
-    data = jnp.where(padding, 0, matrix.data) if padding.any() else matrix.data
-    return data, rows, columns
+    if hasattr(matrix, "indptr"):  # BCSR
+        return _row_major_entries(matrix.data, indices, _concrete(matrix.indptr))
+    # The padding of a BCOO lies outside of the matrix, and may hold anything, NaN included.
+    inside = np.all(indices < np.array(matrix.shape), axis=1)
+    data = matrix.data if inside.all() else matrix.data[np.flatnonzero(inside)]
+    return data, indices[inside, 0], indices[inside, 1]
 
 
 def _is_jax_sparse(matrix: Any) -> bool:
@@ -108,26 +81,26 @@ def _is_jax_sparse(matrix: Any) -> bool:
     return module is not None and isinstance(matrix, module.BCOO | module.BCSR)
 
 
-def _entries(matrix: Any, tags: frozenset[object]) -> _Entries:
+def _entries(matrix: Any) -> _Entries:
     if isinstance(matrix, _Entries):
         return matrix
-    if _is_jax_sparse(matrix):
-        data, rows, columns = _from_jax(matrix)
-    elif hasattr(matrix, "tocsr") and hasattr(matrix, "nnz"):
-        data, rows, columns = _from_scipy(matrix)
-    else:
+    is_scipy = hasattr(matrix, "tocsr") and hasattr(matrix, "nnz")
+    if not is_scipy and not _is_jax_sparse(matrix):
+        hint = "Convert it with `scipy.sparse.csr_array(matrix)`."
         if eqx.is_array_like(matrix) or isinstance(matrix, list):
             hint = "Wrap a dense matrix in `lineax.MatrixLinearOperator(matrix)`."
-        else:
-            hint = "Convert it with `scipy.sparse.csr_array(matrix)`."
         raise TypeError(
             "A sparse operator is made from a SciPy sparse array, a BCOO or a BCSR, got "
             f"{type(matrix).__name__}. {hint}"
         )
-    data = _inexact(data)
-    m, n = matrix.shape
-    symmetric = _is_tagged_symmetric(tags, data.dtype)
-    return _Entries(data, sparsity_pattern(rows, columns, (int(m), int(n)), symmetric))
+    if len(matrix.shape) != 2:
+        raise ValueError(
+            f"A sparse operator needs a two-dimensional matrix, got shape {tuple(matrix.shape)}. "
+            "Reshape it, or make an operator for each slice."
+        )
+    data, rows, columns = _scipy_entries(matrix) if is_scipy else _jax_entries(matrix)
+    m, n = map(int, matrix.shape)
+    return _Entries(_inexact(data), sparsity_pattern(rows, columns, (m, n)))
 
 
 @final
@@ -141,16 +114,16 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
     respect to the vector has to scatter, and is many times slower than `operator.T.mv(cotangent)`,
     which gives the same numbers and costs one product.
 
-    Memory: the entries, and some 30 bytes of indices for each entry (20 if tagged symmetric). The
-    indices say in which order products with the matrix and with its transpose take the entries.
-    That order is worked out once, with NumPy, when the operator is made.
+    Memory: the entries, and some 30 bytes of indices for each entry, which say in which order
+    products with the matrix and with its transpose take the entries. That order is worked out once,
+    with NumPy, when the operator is made.
 
     **Attributes:**
 
     - `data`: the values of the entries, of shape `(nnz,)`, with respect to which products are
         differentiated. From a SciPy matrix they are in row-major order (CSR with sorted columns,
         duplicates summed). From a BCOO or BCSR they are its `data` in its order: duplicates remain,
-        and products add them; padding becomes 0.
+        and products add them; padding is left out.
     - `pattern`: the rows and columns of the entries.
     - `tags`: the lineax tags.
     """
@@ -170,12 +143,12 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
 
         **Raises:**
 
-        - `TypeError`: if `matrix` is not sparse, or its entries are not numbers.
+        - `TypeError`: if `matrix` is not sparse.
         - `ValueError`: if `matrix` does not have two dimensions or is too large for 32-bit indices,
             or its indices are traced or negative.
         """
         self.tags = _as_frozenset(tags)
-        entries = _entries(matrix, self.tags)
+        entries = _entries(matrix)
         self.data = entries.data
         self.pattern = entries.pattern
 
@@ -184,12 +157,6 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
             raise ValueError(
                 f"`data` has shape {self.data.shape}, but there are {self.nnz} places for entries. "
                 "Give one number for each, in the order of `operator.data`."
-            )
-        if self.pattern.backward is None and not lx.is_symmetric(self):
-            raise ValueError(
-                f"The layout of the transpose was left out for an operator with the tags "
-                f"{set(self.tags)}, but only a symmetric one can do without. Make it anew from the "
-                "matrix, with these tags."
             )
 
     @property
@@ -243,7 +210,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
     def as_matrix(self) -> Inexact[Array, "m n"]:
         """The dense matrix."""
         zeros = jnp.zeros(self.pattern.shape, self.data.dtype)
-        return zeros.at[self.pattern.rows, self.pattern.columns].add(self.data, mode="drop")
+        return zeros.at[self.pattern.rows, self.pattern.columns].add(self.data)
 
     def columns(self, indices: Int[Array, " c"]) -> Inexact[Array, "m c"]:
         """Columns of the matrix: one comparison for each entry.
@@ -256,12 +223,13 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
 
         An array of shape `(m, c)`.
         """
-        (m, n), count = self.pattern.shape, indices.shape[0]
+        m, n = self.pattern.shape
+        count = indices.shape[0]
         # Where the columns stand in the result. Several equal indices share one place.
         place = jnp.full(n, count).at[indices].set(jnp.arange(count))
         found = jnp.zeros((m, count), self.data.dtype)
-        at = place.at[self.pattern.columns].get(mode="fill", fill_value=count)
-        found = found.at[self.pattern.rows, at].add(self.data, mode="drop")
+        places = place[self.pattern.columns]
+        found = found.at[self.pattern.rows, places].add(self.data, mode="drop")
         return found[:, place[indices]]
 
     def transpose(self) -> "SparseLinearOperator":
@@ -284,25 +252,15 @@ def _offset_diagonal(operator: SparseLinearOperator, offset: int) -> Inexact[Arr
     """The entries with `column - row = offset`, in O(nnz)."""
     m, n = operator.pattern.shape
     size = max(min(m, n - offset) if offset >= 0 else min(m + offset, n), 0)
-    rows, columns = operator.pattern.rows, operator.pattern.columns
-    # The padding of a BCOO lies outside of the matrix, but can lie on the continued diagonal.
-    is_on = (columns - rows == offset) & (rows < m) & (columns < n)
-    place = jnp.where(is_on, jnp.minimum(rows, columns), size)
+    rows = operator.pattern.rows
+    columns = operator.pattern.columns
+    place = jnp.where(columns - rows == offset, jnp.minimum(rows, columns), size)
     return jnp.zeros(size, operator.data.dtype).at[place].add(operator.data, mode="drop")
 
 
 @lx.linearise.register(SparseLinearOperator)
-def _(operator):
-    return operator
-
-
 @lx.materialise.register(SparseLinearOperator)
 def _(operator):
-    # As for lineax's own operators that hold their entries.
-    if lx.is_diagonal(operator):
-        return lx.DiagonalLinearOperator(lx.diagonal(operator))
-    if lx.is_tridiagonal(operator):
-        return lx.TridiagonalLinearOperator(*lx.tridiagonal(operator))
     return operator
 
 
@@ -313,8 +271,9 @@ def _(operator):
 
 @lx.tridiagonal.register(SparseLinearOperator)
 def _(operator):
-    main, lower, upper = (_offset_diagonal(operator, offset) for offset in (0, -1, 1))
-    return main, lower, upper
+    below = _offset_diagonal(operator, -1)
+    above = _offset_diagonal(operator, 1)
+    return _offset_diagonal(operator, 0), below, above
 
 
 @lx.conj.register(SparseLinearOperator)
@@ -324,7 +283,12 @@ def _(operator):
 
 @lx.is_symmetric.register(SparseLinearOperator)
 def _(operator):
-    return _is_tagged_symmetric(operator.tags, operator.data.dtype)
+    if lx.symmetric_tag in operator.tags or lx.diagonal_tag in operator.tags:
+        return True
+    # A semidefinite matrix with complex entries is Hermitian, and need not be symmetric.
+    semidefinite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
+    real = not jnp.issubdtype(operator.data.dtype, jnp.complexfloating)
+    return real and bool(semidefinite & operator.tags)
 
 
 @lx.is_diagonal.register(SparseLinearOperator)

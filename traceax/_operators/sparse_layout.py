@@ -52,11 +52,6 @@ class RowLayout(eqx.Module):
     rows: Int32[Array, " chunks"] | None
     num_rows: int = eqx.field(static=True)
 
-    @property
-    def num_slots(self) -> int:
-        """The number of slots, padding included: the work of one product."""
-        return self.slots.size
-
 
 @final
 class SparsityPattern(eqx.Module):
@@ -64,32 +59,26 @@ class SparsityPattern(eqx.Module):
 
     **Attributes:**
 
-    - `rows`, `columns`: the row and column of each entry, in the order of the data. Entries outside
-        of the matrix (the padding of a BCOO) do not count.
+    - `rows`, `columns`: the row and column of each entry, in the order of the data.
     - `forward`: the layout of a product with the matrix.
-    - `backward`: the layout of a product with the transpose; None where it is not needed.
+    - `backward`: the layout of a product with the transpose.
     - `shape`: the shape of the matrix.
     """
 
     rows: Int32[Array, " nnz"]
     columns: Int32[Array, " nnz"]
     forward: RowLayout
-    backward: RowLayout | None
+    backward: RowLayout
     shape: tuple[int, int] = eqx.field(static=True)
 
     def transpose(self) -> "SparsityPattern":
         """The sparsity of the transpose. This costs nothing: both layouts are kept."""
-        if self.backward is None:
-            raise ValueError(
-                f"This pattern of shape {self.shape} is that of a symmetric matrix, which has no "
-                "layout of its transpose: use the pattern itself."
-            )
         m, n = self.shape
         return SparsityPattern(self.columns, self.rows, self.backward, self.forward, (n, m))
 
 
 def sparsity_pattern(
-    rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int], symmetric: bool
+    rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]
 ) -> SparsityPattern:
     """Work out the layouts of a sparse matrix, in O(nnz log nnz) on the host.
 
@@ -97,7 +86,6 @@ def sparsity_pattern(
 
     - `rows`, `columns`: NumPy arrays of integers, in any order, possibly with duplicates.
     - `shape`: the shape of the matrix.
-    - `symmetric`: whether the layout of the transpose can be left out.
 
     **Returns:**
 
@@ -118,12 +106,15 @@ def sparsity_pattern(
             f"{min(rows.min(), columns.min())}. Add the size to those counted from the end."
         )
     m, n = shape
-    # The indices of an entry outside of the matrix must fit into 32 bits, too.
-    rows = np.minimum(rows, m).astype(np.int32)
-    columns = np.minimum(columns, n).astype(np.int32)
-    forward = _row_layout(rows, columns, m, n)
-    backward = None if symmetric else _row_layout(columns, rows, n, m)
-    return SparsityPattern(jnp.asarray(rows), jnp.asarray(columns), forward, backward, (m, n))
+    rows = rows.astype(np.int32)
+    columns = columns.astype(np.int32)
+    return SparsityPattern(
+        rows=jnp.asarray(rows),
+        columns=jnp.asarray(columns),
+        forward=_row_layout(rows, columns, m),
+        backward=_row_layout(columns, rows, n),
+        shape=(m, n),
+    )
 
 
 def _best_width(lengths: np.ndarray) -> int:
@@ -143,12 +134,9 @@ def _best_width(lengths: np.ndarray) -> int:
     return best
 
 
-def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int, n: int) -> RowLayout:
+def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
     entries = np.lexsort((columns, rows))
-    inside = (rows < m) & (columns < n)
-    if not inside.all():
-        entries = entries[inside[entries]]
-    lengths = np.bincount(rows[entries], minlength=m)
+    lengths = np.bincount(rows, minlength=m)
     width = _best_width(lengths)
     chunks = -(-lengths // max(width, 1))
     # For each chunk: its row, its number in the row, and its first entry.
@@ -158,11 +146,13 @@ def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int, n: int) -> RowLay
     place = np.arange(width)
     is_used = place < (lengths[row] - number * width)[:, None]
     position = first + np.where(is_used, place, 0)
+    slots = np.where(is_used, entries[position], rows.size)
+    is_direct = np.array_equal(row, np.arange(m))
     return RowLayout(
-        jnp.asarray(np.where(is_used, entries[position], rows.size).astype(np.int32)),
-        jnp.asarray(columns[entries][position].astype(np.int32)),
-        None if np.array_equal(row, np.arange(m)) else jnp.asarray(row.astype(np.int32)),
-        m,
+        slots=jnp.asarray(slots, jnp.int32),
+        columns=jnp.asarray(columns[entries][position], jnp.int32),
+        rows=None if is_direct else jnp.asarray(row, jnp.int32),
+        num_rows=m,
     )
 
 
@@ -171,7 +161,7 @@ def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int, n: int) -> RowLay
 def row_product(
     layout: RowLayout, data: Inexact[Array, " nnz"], vector: Inexact[Array, " n"]
 ) -> Inexact[Array, " m"]:
-    """The product of a sparse matrix with a vector: `layout.num_slots` multiplications.
+    """The product of a sparse matrix with a vector: one multiplication for each slot.
 
     **Arguments:**
 

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from .kernel import KernelLinearOperator
 from .sparse import SparseLinearOperator
+from .tags import parts_of
 
 #: The most numbers in one block of vectors (512 MiB in float32), where an algorithm is free to work
 #: in several smaller blocks.
@@ -88,15 +89,6 @@ def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
     if calls_functions(operator):
         width = min(width, FUNCTION_LIMIT)
     return -(-wanted // -(-wanted // width))  # as many blocks as needed, of widths nearly the same
-
-
-def parts_of(operator: lx.AbstractLinearOperator) -> list[lx.AbstractLinearOperator]:
-    """The operators that an operator is made of, without those that these are made of."""
-
-    def is_part(x):
-        return x is not operator and isinstance(x, lx.AbstractLinearOperator)
-
-    return [x for x in jtu.tree_leaves(operator, is_leaf=is_part) if is_part(x)]
 
 
 def calls_functions(operator: lx.AbstractLinearOperator) -> bool:

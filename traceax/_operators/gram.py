@@ -1,0 +1,87 @@
+"""Gram operators."""
+
+from typing import final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from .._core.estimate import scale_of
+from .._core.precision import any_promotion, at_least_single
+from .hoisting import by_products
+from .tags import is_complex
+
+
+def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The Gram operator A^H A, tagged positive semidefinite; A may be rectangular.
+
+    Its vectors have at least single precision, in which the products of an operator of half
+    precision are returned.
+    """
+    return semidefinite_product(adjoint(operator), as_part(operator))
+
+
+def as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator as a part of a product of lineax, which asks whether its parts are diagonal:
+    `by_products`, if it does not say.
+    """
+    try:
+        lx.is_diagonal(operator)
+    except NotImplementedError:
+        return by_products(operator)
+    return operator
+
+
+def adjoint(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """A^H, as a part of a product."""
+    transpose = as_part(operator.T)
+    return lx.conj(transpose) if is_complex(operator) else transpose
+
+
+def semidefinite_product(
+    second: lx.AbstractLinearOperator, first: lx.AbstractLinearOperator
+) -> lx.AbstractLinearOperator:
+    """The product of an operator and its adjoint, or of multiples of them."""
+    product = _widened(second) @ _widened(first)
+    return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
+
+
+def _widened(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """An operator between vectors of at least single precision."""
+    narrow = operator.in_structure()
+    wide = jtu.tree_map(_wide_leaf, narrow)
+    if wide == narrow:
+        return operator
+    return lx.FunctionLinearOperator(_WideProduct(operator), wide, closure_convert=False)
+
+
+def _wide_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jax.ShapeDtypeStruct(leaf.shape, at_least_single(leaf.dtype) if inexact else leaf.dtype)
+
+
+@final
+class _WideProduct(eqx.Module):
+    """The product of an operator of half precision, for vectors of single precision. They are
+    scaled to 1 for it: an image of an image can be beyond half precision.
+    """
+
+    operator: lx.AbstractLinearOperator
+
+    def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
+        """See above."""
+        largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(vector)]
+        size = lax.stop_gradient(scale_of(jnp.stack(largest)))
+        narrow = self.operator.in_structure()
+        wide = jtu.tree_map(_wide_leaf, self.operator.out_structure())
+        with any_promotion():  # the factor of a multiple may be of any dtype
+            product = self.operator.mv(_cast(jtu.tree_map(lambda x: x / size, vector), narrow))
+            return jtu.tree_map(lambda x: x * size, _cast(product, wide))
+
+
+def _cast(tree: PyTree, structure: PyTree) -> PyTree:
+    return jtu.tree_map(lambda x, like: x.astype(like.dtype), tree, structure)

@@ -1,0 +1,151 @@
+"""Every array that an operator depends on, as a leaf of it.
+
+Inside of a function an array would be a constant of the program, and a tracer would be invisible to
+the rules of the primitive.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import singledispatch
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import PyTree
+
+from .._core.programs import (
+    ClosedFunction,
+    closed_function,
+    closed_functions,
+    is_converted,
+    is_plain,
+)
+from .questions import product_precision
+from .tags import is_complex, is_tagged, semidefinite_sign
+
+
+def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator with every array that it depends on as a leaf.
+
+    NumPy arrays become JAX arrays, and so do the Python numbers that an operator is multiplied
+    with. Functions (in an operator made with `closure_convert=False`, or without a closure) are
+    converted to jaxprs. An operator of somebody else's class is replaced by one that has only its
+    product and its tags where a function in it or a static field may hold an array.
+    """
+    return jtu.tree_map(_as_array, closed_functions(_with_parts_hoisted(operator)))
+
+
+def _with_parts_hoisted(operator: Any) -> Any:
+    return jtu.tree_map(_hoisted, operator, is_leaf=_is_hoisted)
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+def _is_foreign(node: Any) -> bool:
+    known = type(node).__module__.partition(".")[0] in ("lineax", "traceax")
+    return isinstance(node, lx.AbstractLinearOperator) and not known
+
+
+def _is_hoisted(node: Any) -> bool:
+    """Whether `_hoisted` has a rule for this part of an operator."""
+    functions = lx.FunctionLinearOperator | lx.JacobianLinearOperator
+    multiples = lx.MulLinearOperator | lx.DivLinearOperator
+    return _is_foreign(node) or isinstance(node, functions | multiples)
+
+
+@singledispatch
+def _hoisted(node: Any) -> Any:
+    """A part of an operator, with its arrays as leaves."""
+    return node
+
+
+@_hoisted.register(lx.AbstractLinearOperator)
+def _(node):
+    leaves, treedef = jtu.tree_flatten(node)
+    others = [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
+    return node if all(map(is_plain, [treedef, *others])) else by_products(node)
+
+
+@_hoisted.register(lx.FunctionLinearOperator)
+def _(node):
+    if _is_closed(node.fn):
+        return node
+    closed = closed_function(node.fn, node.in_structure())
+    return _function_operator(closed, node.in_structure(), node.tags)
+
+
+@_hoisted.register(lx.JacobianLinearOperator)
+def _(node):
+    if _is_closed(node.fn):
+        return node
+    closed = closed_function(node.fn, node.x, node.args)
+    return lx.JacobianLinearOperator(
+        closed, node.x, node.args, node.tags, node.jac, closure_convert=False
+    )
+
+
+@_hoisted.register(lx.MulLinearOperator)
+@_hoisted.register(lx.DivLinearOperator)
+def _(node):
+    return _multiple(type(node), _with_parts_hoisted(node.operator), node.scalar)
+
+
+def _is_closed(function: Callable[..., Any]) -> bool:
+    """Whether all arrays that a function holds are its leaves, or are after `closed_functions`."""
+    return isinstance(function, ClosedFunction) or is_converted(function)
+
+
+def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
+    """A multiple or quotient, tagged semidefinite where the sign of the scalar is known. It must be
+    read here: inside a program the scalar is traced.
+    """
+    if jnp.iscomplexobj(scalar) and not is_complex(operator):
+        raise ValueError(
+            f"A real operator was multiplied with (or divided by) the complex number {scalar}, and "
+            "still says that its vectors are real. Make the operator complex first: of a matrix "
+            "`lineax.MatrixLinearOperator(matrix.astype(complex))`, of a function one with a "
+            "complex input structure."
+        )
+    multiple = kind(operator, jnp.asarray(scalar))
+    sign = semidefinite_sign(operator)
+    if sign == 0 or isinstance(scalar, jax.core.Tracer):
+        return multiple
+    number = complex(np.asarray(scalar))  # NumPy, because under a trace JAX would return a tracer
+    if number.imag != 0:
+        return multiple
+    # As inside a program, 0 and NaN pass for positive numbers: the outcome says what is wrong.
+    positive = (number.real < 0) == (sign < 0)
+    tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
+    return lx.TaggedLinearOperator(multiple, tag)
+
+
+def _function_operator(
+    function: Callable[..., Any], structure: PyTree, tags: frozenset[object]
+) -> lx.FunctionLinearOperator:
+    return lx.FunctionLinearOperator(function, structure, tags, closure_convert=False)
+
+
+def by_products(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator with nothing but its product, its tags and its precision."""
+    closed = closed_function(operator.mv, operator.in_structure())
+    closed = dataclasses.replace(closed, precision=product_precision(operator))
+    return _function_operator(closed, operator.in_structure(), _tags(operator))
+
+
+def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
+    """The tags for what a user's class says of itself."""
+    checks = {
+        lx.symmetric_tag: lx.is_symmetric,
+        lx.diagonal_tag: lx.is_diagonal,
+        lx.tridiagonal_tag: lx.is_tridiagonal,
+        lx.unit_diagonal_tag: lx.has_unit_diagonal,
+        lx.positive_semidefinite_tag: lx.is_positive_semidefinite,
+        lx.negative_semidefinite_tag: lx.is_negative_semidefinite,
+    }
+    return frozenset(tag for tag, check in checks.items() if is_tagged(check, operator))

@@ -1,0 +1,84 @@
+"""Questions that a class of operators may answer for itself: a function is registered for the
+class, as with `lineax.diagonal`. (The questions for entries are in `known_parts`.)
+"""
+
+from functools import singledispatch
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, Inexact, PyTree
+
+from .._core.precision import any_promotion
+from .._core.programs import ClosedFunction, eps_of_product
+from .curvature import CurvatureOperator
+from .tags import parts_of
+
+
+def answers(question: Any, operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a function is registered with a question for the class of an operator."""
+    return question.dispatch(type(operator)) is not question.dispatch(object)
+
+
+@singledispatch
+def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
+    r"""The number $v^* A v$.
+
+    A class of operators that has it for less than a product registers a function,
+    `traceax.extend.quadratic_form.register(Class)(function)`, which Hutchinson's estimator then
+    calls.
+
+    **Arguments:**
+
+    - `operator`: the operator A.
+    - `vector`: the vector v, of the operator's input structure.
+
+    **Returns:**
+
+    A scalar array.
+    """
+    with any_promotion():
+        products = jtu.tree_map(lambda v, p: jnp.vdot(v, p), vector, operator.mv(vector))
+        return jnp.asarray(sum(jtu.tree_leaves(products)))
+
+
+@quadratic_form.register(CurvatureOperator)
+def _(operator, vector):
+    return operator.quadratic_form(vector)
+
+
+@singledispatch
+def product_precision(operator: Any) -> float:
+    """The relative precision of products, where dtypes do not show it.
+
+    It is that of half precision inside of functions, and what a class of operators registers with
+    `traceax.extend.product_precision.register(Class)(function)`, because its products are iterative
+    solutions or differences. Errors contain it, and checks of symmetry allow for it.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+
+    **Returns:**
+
+    A Python float, 0 where nothing shows it.
+    """
+    return max(map(product_precision, parts_of(operator)), default=0.0)
+
+
+@product_precision.register(lx.FunctionLinearOperator)
+def _(operator):
+    function = operator.fn
+    said = function.precision if isinstance(function, ClosedFunction) else None
+    return max(said or 0.0, eps_of_product(function, (operator.in_structure(), True)))
+
+
+@product_precision.register(lx.JacobianLinearOperator)
+def _(operator):
+    return eps_of_product(operator.fn, (operator.x, True), (operator.args, False))
+
+
+@product_precision.register(CurvatureOperator)
+def _(operator):
+    return operator.precision or 0.0

@@ -1,0 +1,70 @@
+"""What the tags and the structures of an operator say of it."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+
+Check = Callable[[lx.AbstractLinearOperator], bool]
+
+
+def is_tagged(check: Check, operator: lx.AbstractLinearOperator) -> bool:
+    """`check(operator)`, or False where a user's operator does not register the check."""
+    try:
+        return bool(check(operator))
+    except NotImplementedError:
+        return False
+
+
+def without_tags(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator inside of tagged ones."""
+    while isinstance(operator, lx.TaggedLinearOperator):
+        operator = operator.operator
+    return operator
+
+
+def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
+    """1 if the operator is tagged positive semidefinite, -1 if tagged negative, 0 if neither."""
+    if is_tagged(lx.is_positive_semidefinite, operator):
+        return 1
+    return -1 if is_tagged(lx.is_negative_semidefinite, operator) else 0
+
+
+def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+
+    **Returns:**
+
+    A Python bool.
+    """
+    if semidefinite_sign(operator) != 0:
+        return True
+    return not is_complex(operator) and is_tagged(lx.is_symmetric, operator)
+
+
+def is_complex(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is over the complex numbers."""
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in leaf_dtypes(operator))
+
+
+def leaf_dtypes(operator: lx.AbstractLinearOperator) -> list[np.dtype]:
+    """The dtypes of the leaves of both structures, where integers count as floats."""
+    leaves = jtu.tree_leaves((operator.in_structure(), operator.out_structure()))
+    floating = jax.dtypes.canonicalize_dtype(float)
+    return [x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else floating for x in leaves]
+
+
+def parts_of(operator: lx.AbstractLinearOperator) -> list[lx.AbstractLinearOperator]:
+    """The operators that an operator is made of, without those that these are made of."""
+
+    def is_part(x):
+        return x is not operator and isinstance(x, lx.AbstractLinearOperator)
+
+    return [x for x in jtu.tree_leaves(operator, is_leaf=is_part) if is_part(x)]
