@@ -45,7 +45,6 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from ._core.devices import along_auto_axes
 from ._core.estimate import NONFINITE, rounding_of, safe_norm, scale_of, status_of
 from ._core.precision import any_promotion, matmul
 from ._estimators.auto import ExactTraceEstimator
@@ -53,7 +52,8 @@ from ._estimators.estimator import check_budget, check_key
 from ._estimators.solution import RESULTS, Solution
 from ._estimators.trace import trace
 from ._linalg.factorisations import qr
-from ._operators.block_operator import BlockOperator, as_operator
+from ._operators.block_operator import BlockOperator
+from ._operators.checks import as_operator
 from ._probes.random import split
 from ._probes.samplers import AbstractSampler, NormalSampler, SphereSampler
 from ._sketch.leave_one_out import adjoint, column_dots, resphering, scaled, shift_of, square_norms
@@ -226,7 +226,6 @@ Tracker.__init__.__doc__ = "**Arguments:**" + (Tracker.__doc__ or "").partition(
 
 
 @eqx.filter_jit
-@along_auto_axes
 def _update(
     sampler: AbstractSampler, key: Array, operator: Any, state: TrackState, previous: Any
 ) -> tuple[TrackState, Solution]:

@@ -23,7 +23,8 @@ from ._estimators.estimator import AbstractTraceEstimator, RowsEstimator, descri
 from ._estimators.rows import Rows
 from ._estimators.solution import RESULTS
 from ._estimators.trace import diagonal as diagonal_of, trace
-from ._operators.block_operator import as_operator, is_tagged
+from ._operators.checks import as_operator
+from ._operators.tags import is_tagged
 
 #: z-tests reject beyond so many standard deviations, a correct estimator with probability 6e-7.
 _Z = 5.0

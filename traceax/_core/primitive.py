@@ -122,7 +122,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         operator = estimator.batched(operator)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
-        if params.k >= operator.in_size():
+        if params.k >= estimator.size(operator):
             found = estimator.exact(operator)
         else:
             found = estimator.compute(key, operator, params.k, params.weights)

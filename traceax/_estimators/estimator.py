@@ -64,6 +64,13 @@ class AbstractEstimator(eqx.Module):
         """The name of the estimator in messages."""
         return type(self).__name__
 
+    #: Whether the operator must be square.
+    square: ClassVar[bool] = True
+
+    def size(self, operator: lx.AbstractLinearOperator) -> int:
+        """The budget from which on the value is exact."""
+        return operator.in_size()
+
     def batched(self, operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
         """The operator, multiplied with `batch_size` vectors at once: what the methods get."""
         return in_batches(operator, self.batch_size)
@@ -382,9 +389,9 @@ def solve(
 ) -> Solution:
     """Check the arguments, bind the primitive, and turn its result into a `Solution`."""
     key = check_key(key)
-    operator = as_operator(operator)
+    operator = as_operator(operator, estimator.square)
     estimator.check(operator)
-    budget = check_budget(k, estimator.smallest, operator.in_size(), estimator.label)
+    budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
     result = _result_of(estimate.status)
     value = estimate.value

@@ -3,7 +3,7 @@ matrices.
 """
 
 import dataclasses
-from typing import final
+from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -114,6 +114,11 @@ class GramEstimator(AbstractEstimator):
 
     inner: AbstractEstimator
     rows: bool = eqx.field(static=True)
+    square: ClassVar[bool] = False
+
+    def size(self, operator):
+        """See `AbstractEstimator`."""
+        return operator.out_size() if self.rows else operator.in_size()
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

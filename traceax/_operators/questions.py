@@ -11,8 +11,9 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import any_promotion
-from .._core.programs import ClosedFunction, eps_of_product
+from .._core.programs import ClosedFunction
 from .curvature import CurvatureOperator
+from .precision import eps_of_product
 from .tags import parts_of
 
 
