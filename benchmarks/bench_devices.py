@@ -25,9 +25,9 @@ ESTIMATORS = {
     "Hutch++": (tr.trace, tr.HutchPlusPlusEstimator()),
     "XTrace": (tr.trace, tr.XTraceEstimator()),
     "XNysTrace": (tr.trace, tr.XNysTraceEstimator()),
-    "HutchinsonDiagonal": (tr.diagonal, tr.HutchinsonDiagonalEstimator()),
-    "XDiag": (tr.diagonal, tr.XDiagEstimator()),
-    "XNysDiag": (tr.diagonal, tr.XNysDiagEstimator()),
+    "HutchinsonDiagonal": (tr.diagonal, tr.HutchinsonEstimator()),
+    "XDiag": (tr.diagonal, tr.XTraceEstimator()),
+    "XNysDiag": (tr.diagonal, tr.XNysTraceEstimator()),
     "logdet": (tr.logdet, None),
 }
 COLLECTIVE = re.compile(

@@ -67,14 +67,14 @@ CALLS = {
         _trace(XTRACE, k=K),
         {
             "trace(rtol=)": (_trace(XTRACE, rtol=1e-3), 2.0),
-            "diagonal(rtol=)": (_diagonal(tr.XDiagEstimator(), rtol=1e-2), 2.0),
+            "diagonal(rtol=)": (_diagonal(tr.XTraceEstimator(), rtol=1e-2), 2.0),
         },
     ),
     "XNysTrace": (
         _trace(XNYSTRACE, k=K),
         {
             "trace(rtol=)": (_trace(XNYSTRACE, rtol=1e-3), 2.0),
-            "diagonal(rtol=)": (_diagonal(tr.XNysDiagEstimator(), rtol=1e-2), 2.0),
+            "diagonal(rtol=)": (_diagonal(tr.XNysTraceEstimator(), rtol=1e-2), 2.0),
         },
     ),
     "logdet": (

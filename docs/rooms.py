@@ -16,8 +16,6 @@ PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
 #: The rooms that a call of `traceax.trace` goes through.
 OF_A_TRACE = (
-    "_trace",
-    "_tolerance",
     "_estimators",
     "_sketch",
     "_operators",

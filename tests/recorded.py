@@ -103,13 +103,13 @@ TRACES = {
     "stored": (tr.AutoTraceEstimator(), "psd"),
 }
 DIAGONALS = {
-    "hutchinson": (tr.HutchinsonDiagonalEstimator(), "general"),
-    "diag++": (tr.DiagPlusPlusEstimator(), "general"),
-    "xdiag": (tr.XDiagEstimator(), "general"),
-    "xnysdiag": (tr.XNysDiagEstimator(), "hermitian"),
-    "exact": (tr.ExactDiagonalEstimator(), "function"),
-    "auto": (tr.AutoDiagonalEstimator(), "hidden psd"),
-    "stored": (tr.AutoDiagonalEstimator(), "psd"),
+    "hutchinson": (tr.HutchinsonEstimator(), "general"),
+    "diag++": (tr.HutchPlusPlusEstimator(), "general"),
+    "xdiag": (tr.XTraceEstimator(), "general"),
+    "xnysdiag": (tr.XNysTraceEstimator(), "hermitian"),
+    "exact": (tr.ExactTraceEstimator(), "function"),
+    "auto": (tr.AutoTraceEstimator(), "hidden psd"),
+    "stored": (tr.AutoTraceEstimator(), "psd"),
 }
 
 

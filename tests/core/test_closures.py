@@ -201,7 +201,7 @@ def test_warnings_point_at_the_caller(call):
         "estimate": lambda: estimator.estimate(KEY, operator, 1),
         "call": lambda: estimator(KEY, operator, 1),
         "trace": lambda: tr.trace(KEY, operator, 1, estimator),
-        "diagonal": lambda: tr.diagonal(KEY, operator, 1, tr.XDiagEstimator()),
+        "diagonal": lambda: tr.diagonal(KEY, operator, 1, tr.XTraceEstimator()),
         "track": lambda: tracker.init(operator, 1),
     }
     with warnings.catch_warnings(record=True) as caught:

@@ -18,10 +18,10 @@ from ..helpers import CLASSES, PROBED, PSD, variant
 N, K = 64, 24
 KEY = jax.random.key(0)
 DIAGONALS = {
-    "hutchinson": tr.HutchinsonDiagonalEstimator(),
-    "diag++": tr.DiagPlusPlusEstimator(),
-    "xdiag": tr.XDiagEstimator(),
-    "xnysdiag": tr.XNysDiagEstimator(),
+    "hutchinson": tr.HutchinsonEstimator(),
+    "diag++": tr.HutchPlusPlusEstimator(),
+    "xdiag": tr.XTraceEstimator(),
+    "xnysdiag": tr.XNysTraceEstimator(),
 }
 
 

@@ -40,7 +40,7 @@ from ..helpers import (
 
 ESTIMATORS = {
     "trace": tr.HutchinsonEstimator(),
-    "diagonal": tr.HutchinsonDiagonalEstimator(),
+    "diagonal": tr.HutchinsonEstimator(),
 }
 OTHERS = {
     "xtrace": tr.XTraceEstimator(improved=False),

@@ -430,7 +430,7 @@ def test_memory_of_ten_million_parameters():
 
 @pytest.mark.parametrize("estimate", ["trace", "diagonal", "block_traces"])
 def test_hutchinson_never_concatenates_the_parameters(estimate):
-    estimator = tr.HutchinsonDiagonalEstimator(batch_size=2)
+    estimator = tr.HutchinsonEstimator(batch_size=2)
     if estimate == "trace":
         estimator = tr.HutchinsonEstimator(batch_size=2)
     n = 16 * 16 * 4

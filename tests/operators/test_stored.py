@@ -216,4 +216,4 @@ def test_the_exact_estimator_reads_as_well():
     """So do budgets of n products or more, with whatever estimator."""
     is_exact(tr.trace(KEY, matrix(GENERAL), 1, tr.ExactTraceEstimator()), np.trace(GENERAL))
     is_exact(tr.trace(KEY, matrix(GENERAL), N, tr.XTraceEstimator()), np.trace(GENERAL))
-    is_exact(tr.diagonal(KEY, sparse(THIN), 1, tr.ExactDiagonalEstimator()), np.diag(THIN))
+    is_exact(tr.diagonal(KEY, sparse(THIN), 1, tr.ExactTraceEstimator()), np.diag(THIN))

@@ -29,7 +29,7 @@ class Estimate(eqx.Module):
     - `num_matvecs`: the number of products that were made.
     - `dof`: the degrees of freedom of the standard error.
     - `status`: 0 for success, see `status_of`.
-    - `state`: what a later call can go on from, or None.
+    - `aux`: what belongs to the estimate of a particular quantity, or None.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
         independent nor normal, see `Calibration`; 1 for samples that are both.
     - `columns`: the number of columns that were read without a product; None where none can be.
@@ -40,7 +40,7 @@ class Estimate(eqx.Module):
     num_matvecs: Int[Array, ""]
     dof: Real[Array, "..."]
     status: Int[Array, ""]
-    state: Any = None
+    aux: Any = None
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
     columns: Int[Array, ""] | None = None

@@ -407,7 +407,7 @@ def solve(
         num_matvecs=estimate.num_matvecs,
         stats=stats,
         result=result,
-        state=estimate.state,
+        aux=estimate.aux,
         inflation=estimate.inflation,
         tail=estimate.tail,
     )

@@ -110,7 +110,7 @@ def row_norms(
 
 @final
 class GramEstimator(AbstractEstimator):
-    """An estimate for the Gram operator of A / unit. The unit is the state of the estimate."""
+    """An estimate for the Gram operator of A / unit. The unit is `aux` of the estimate."""
 
     inner: AbstractEstimator
     rows: bool = eqx.field(static=True)
@@ -126,7 +126,7 @@ class GramEstimator(AbstractEstimator):
         unit = _unit(unit_key, operator)
         estimate, made = self.inner.compute(key, _gram(operator, unit, self.rows), k, weights)
         spent = 2 * estimate.num_matvecs + 1
-        estimate = dataclasses.replace(estimate, num_matvecs=spent, state=unit)
+        estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
         return estimate, GramWeights(made, unit, self.rows)
 
     def exact(self, operator):
@@ -134,7 +134,7 @@ class GramEstimator(AbstractEstimator):
         unit = _unit(jr.key(0), operator)
         estimate, made = self.inner.exact(_gram(operator, unit, self.rows))
         spent = 2 * estimate.num_matvecs + 1
-        estimate = dataclasses.replace(estimate, num_matvecs=spent, state=unit)
+        estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
         return estimate, GramWeights(made, unit, self.rows)
 
 
@@ -189,7 +189,7 @@ def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solu
     budget = max((budget - 1) // 2, 1)
     estimator = GramEstimator(inner, rows is not None)
     solution = solve(primitive, key, operator, budget, estimator, throw=throw)
-    unit = lax.stop_gradient(solution.state)
+    unit = lax.stop_gradient(solution.aux)
 
     value = root(solution.value)
     std_err = unit.astype(value.dtype) * root_error(value, solution.std_err)
@@ -199,5 +199,5 @@ def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solu
         std_err=std_err,
         stats={**solution.stats, "std.err": std_err},
         tail=CALIBRATION["xnystrace, squares"].tail if rows is None else solution.tail,
-        state=None,
+        aux=None,
     )

@@ -31,7 +31,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_semidefinite = (
         "The operator is tagged positive (or negative) semidefinite, but its products say that it "
         "is not. The value is a plain Hutchinson estimate from the same products, which does not "
-        "rely on the tag. Remove the tag, or use `XTraceEstimator` (diagonals: `XDiagEstimator`)."
+        "rely on the tag. Remove the tag, or use `XTraceEstimator`."
     )
     outside_domain = (
         "A Ritz value (an approximate eigenvalue) lies where the function is not finite, as for "
@@ -40,12 +40,11 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "If the operator is semidefinite, tag it so: rounding errors below 0 then count as 0."
     )
     not_converged = (
-        "The budget was spent before the tolerance was reached. The value is the best estimate "
-        "there is, and its standard error says how good. Raise `max_k`, loosen `rtol` or `atol`, "
-        "or go on from `state`, which `keep_state=True` returns. With a fixed budget `k`: the "
-        "quadrature error exceeds four standard errors and 5 % of the value (for log-determinants "
-        "and log densities also 1). Raise `k`, or give a tolerance instead. If the value is exact "
-        "(its standard error is 0), the quadrature error is rounding: compute in float64."
+        "The budget was spent before the error was small enough. The value is the best estimate "
+        "there is, and its standard error says how good. With a tolerance: raise `max_k`, or loosen "
+        "`rtol` or `atol`. With a budget `k` the quadrature error exceeds four standard errors and "
+        "5 % of the value (for log-determinants and log densities also 1): raise `k`. If the value "
+        "is exact (its standard error is 0), the quadrature error is rounding: compute in float64."
     )
     wrong_diagonal = (
         "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "
@@ -143,7 +142,7 @@ class Solution(eqx.Module):
         of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
         if nothing is known of it. Of exact values (log-determinants, inverses and other functions
         of a matrix) it is the error of rounding. None for estimates that have no such error.
-    - `state`: what a later call can go on from, if `keep_state=True` asked for it; else None.
+    - `aux`: what belongs to the estimate of a particular quantity; else None.
     - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """
 
@@ -153,7 +152,7 @@ class Solution(eqx.Module):
     stats: dict[str, PyTree[Array]]
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
     quadrature_error: PyTree[Real[Array, "..."]] | None = None
-    state: Any = None
+    aux: Any = None
     # Arrays, so that solutions of two estimators have one structure, as `lax.cond` demands.
     inflation: Real[Array, ""] = eqx.field(default=1.0, converter=_constant)
     tail: Real[Array, ""] = eqx.field(default=1.0, converter=_constant)
@@ -171,7 +170,7 @@ class Solution(eqx.Module):
 
         It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t. For
         independent normal samples this is right with c = 1 and `stats["dof"]` degrees of freedom.
-        For other samples, and for runs that a tolerance ended, two constants were measured
+        For other samples two constants were measured
         (`benchmarks/calibrate.py`): c is `inflation` (1 to 1.15), and the degrees of freedom are
         divided by `tail` (1 to 9), the number of samples that tell as much as a normal one. For
         functions of matrices the quadrature error is added.
