@@ -110,14 +110,12 @@ def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array])
         return fn(*blocks)
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-    def columns(start, blocks, size):
-        def cut(x):
-            return lax.dynamic_slice_in_dim(x, start, size, axis=-1)
-
+    def panel(start, blocks, size):
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
         return fn(*jtu.tree_map(cut, blocks))
 
     def put(results, start, size):
-        pairs = zip(results, columns(start, blocks, size), strict=True)
+        pairs = zip(results, panel(start, blocks, size), strict=True)
         return [lax.dynamic_update_slice_in_dim(x, y, start, axis=-1) for x, y in pairs]
 
     whole, rest = divmod(m, width)
@@ -128,7 +126,6 @@ def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array])
         # that exists anyway does not.
         pairs = zip(blocks[0], shapes, strict=True)
         results = [lax.stop_gradient(x).astype(shape.dtype) for x, shape in pairs]
-    results, _ = lax.scan(
-        lambda results, i: (put(results, i * width, width), None), results, jnp.arange(whole)
-    )
+    starts = width * jnp.arange(whole)
+    results, _ = lax.scan(lambda results, i: (put(results, i, width), None), results, starts)
     return put(results, whole * width, rest) if rest else results
