@@ -1,8 +1,8 @@
 r"""The trace of an operator that changes from step to step: `Tracker`.
 
-Below, probes z have the norm sqrt(n), k is the budget of a step, and beta is 2 for real probes and
-1 for complex ones (for which `E[z z^T] = 0`, as for independent phases). For probes on the sphere
-the part of A z orthogonal to z gives exactly
+Blocks of vectors are rows. Below, probes z have the norm sqrt(n), k is the budget of a step, and
+beta is 2 for real probes and 1 for complex ones (for which `E[z z^T] = 0`, as for independent
+phases). For probes on the sphere the part of A z orthogonal to z gives exactly
 
     Var z^H A z = beta E ||A z - z (z^H A z) / n||^2        (A Hermitian; otherwise at most this).
 
@@ -54,9 +54,10 @@ from ._estimators.trace import trace
 from ._linalg.factorisations import qr
 from ._operators.block_operator import BlockOperator
 from ._operators.checks import as_operator
+from ._operators.width import APART_LIMIT
 from ._probes.random import split
-from ._probes.samplers import AbstractSampler, NormalSampler, SphereSampler
-from ._sketch.leave_one_out import adjoint, column_dots, resphering, scaled, shift_of, square_norms
+from ._probes.samplers import AbstractSampler, SphereSampler
+from ._sketch.leave_one_out import adjoint, resphering, row_dots, row_squares, scaled, shift_of
 
 _SMALLEST = {"recycled": 2, "deltashift": 4}
 
@@ -77,13 +78,14 @@ class TrackState(eqx.Module):
 
     **Attributes:**
 
-    - `sketch`: with `"recycled"` the sketch $A_{j-1} Q_{j-1}$, otherwise None.
+    - `sketch`: with `"recycled"` the sketch $A_{j-1} Q_{j-1}$, with its columns as rows; otherwise
+        None.
     - `halves`: with `"deltashift"` the estimate from each half of the probes, its standard error,
         and how the next step weighs it; otherwise None.
     - `k`: the budget of a step (static).
     """
 
-    sketch: Inexact[Array, "n l"] | None
+    sketch: Inexact[Array, "l n"] | None
     halves: Halves | None
     k: int = eqx.field(static=True)
 
@@ -176,7 +178,7 @@ class Tracker(eqx.Module):
         self.sampler.check_dtype(block.dtype)
         k = check_budget(k, _SMALLEST[self.method], block.n, f'Tracker("{self.method}")')
         if self.method == "recycled":
-            return TrackState(jnp.zeros((block.n, k // 2), block.dtype), None, k)
+            return TrackState(jnp.zeros((k // 2, block.n), block.dtype), None, k)
         zeros = jnp.zeros(2, jnp.finfo(block.dtype).dtype)
         return TrackState(None, Halves(zeros.astype(block.dtype), zeros, zeros, zeros), k)
 
@@ -207,7 +209,6 @@ class Tracker(eqx.Module):
         - `TypeError`, `ValueError`: as [`traceax.trace`][]; and if the state is that of the other
             method.
         """
-        key = check_key(key)
         operator = as_operator(operator)
         if not isinstance(state, TrackState) or (state.halves is None) == (
             self.method == "deltashift"
@@ -219,7 +220,7 @@ class Tracker(eqx.Module):
         if state.k >= operator.in_size():
             return state, trace(key, operator, state.k, ExactTraceEstimator())
         previous = None if previous is None else as_operator(previous)
-        return _update(self.sampler, key, operator, state, previous)
+        return _update(self.sampler, check_key(key), operator, state, previous)
 
 
 Tracker.__init__.__doc__ = "**Arguments:**" + (Tracker.__doc__ or "").partition("es:**")[2]
@@ -243,7 +244,6 @@ def _update(
         failed = status_of(step.value, step.norm) == NONFINITE
         std_err = jnp.hypot(step.std_err, rounding_of(step.norm, block.eps))
         std_err = lax.stop_gradient(jnp.where(failed, jnp.nan, std_err))
-        value = jnp.where(failed, jnp.nan, step.value)
         next_state = jtu.tree_map(
             lambda new, old: jnp.where(failed, old, new).astype(old.dtype),
             lax.stop_gradient(step.state),
@@ -251,7 +251,7 @@ def _update(
         )
     successful: Any = RESULTS.successful
     return next_state, Solution(
-        value=value,
+        value=jnp.where(failed, jnp.nan, step.value),
         std_err=std_err,
         num_matvecs=jnp.asarray(step.num_matvecs, jnp.int32),
         stats={"std.err": std_err, "dof": jnp.asarray(step.dof, jnp.int32)},
@@ -263,7 +263,7 @@ def _recycled(
     key: Array, block: BlockOperator, sampler: AbstractSampler, sketch: Array, k: int
 ) -> _Step:
     """Hutch++ with the subspace of the last step."""
-    n, m = sketch.shape
+    m, n = sketch.shape
     count = k - m
     spherical = sampler.respheres(None, block.dtype)
     dimension = float(n - m if spherical else n)
@@ -271,22 +271,22 @@ def _recycled(
     # Noise of the size of rounding completes the basis where the sketch spans fewer than m
     # dimensions: at the first step, and after a zero operator, it spans none.
     last = scaled(sketch)
-    noise = NormalSampler().probes(noise_key, n, m, block.dtype)
-    q, _ = qr(last.numbers + shift_of(last.norm, n, block.eps) * noise)
-    image = block.mm(q)
+    noise = _probes(noise_key, SphereSampler(), block, m)
+    q = qr((last.numbers + shift_of(last.norm, n, block.eps) * noise).T)[0].T
+    image = _products(block, q)
     z = _probes(probe_key, sampler, block, count)
-    g = z - matmul(q, matmul(adjoint(q), z))
-    residual = block.mm(g)
-    c = resphering(dimension, square_norms(g), spherical)
-    samples = c * column_dots(g, residual)
-    value = jnp.sum(column_dots(q, image)) + jnp.mean(samples)
+    g = z - matmul(matmul(z, adjoint(q)), q)
+    residual = _products(block, g)
+    c = resphering(dimension, row_squares(g), spherical)
+    samples = c * row_dots(g, residual)
+    value = jnp.sum(row_dots(q, image)) + jnp.mean(samples)
 
     known = lax.stop_gradient(image)
-    unit = scale_of(jnp.append(lax.stop_gradient(residual), known))  # so that no square overflows
+    unit = _unit(known, residual)
     h = lax.stop_gradient(residual) / unit
-    h = h - matmul(q, matmul(adjoint(q), h))
+    h = h - matmul(matmul(h, adjoint(q)), q)
     sizes = jnp.abs(lax.stop_gradient(samples)) / unit
-    variance = jnp.mean(jnp.maximum(c * square_norms(h) - sizes**2 / dimension, 0))
+    variance = jnp.mean(jnp.maximum(c * row_squares(h) - sizes**2 / dimension, 0))
     off = unit * jnp.sqrt(variance)  # ||A||_F off the subspace
     return _Step(
         value=value,
@@ -301,20 +301,19 @@ def _recycled(
 def _hutchinson(key: Array, block: BlockOperator, sampler: AbstractSampler, k: int) -> _Step:
     """The first step of DeltaShift: an estimate from each half of the probes."""
     z = _probes(key, sampler, block, k)
-    image = block.mm(z)
-    forms = column_dots(z, image)
-    unit = scale_of(lax.stop_gradient(image))
-    norms = _means(square_norms(_off_probes(z, image, unit)))
+    image = _products(block, z)
+    forms = row_dots(z, image)
+    unit = _unit(image)
+    norms = _means(row_squares(_off_probes(z, image, unit)))
     std_errs = unit * jnp.sqrt(_beta(sampler, block) * norms / _counts(k))
     trust = _trust(norms, norms / k)[::-1]
-    values = _means(forms)
     return _Step(
         value=jnp.mean(forms),
         std_err=safe_norm(std_errs * _counts(k) / k),
         norm=unit * jnp.sqrt(jnp.max(norms)),
         num_matvecs=k,
         dof=k,
-        state=TrackState(None, Halves(values, std_errs, trust, jnp.zeros_like(trust)), k),
+        state=TrackState(None, Halves(_means(forms), std_errs, trust, 0 * trust), k),
     )
 
 
@@ -331,19 +330,18 @@ def _deltashift(
     counts = _counts(count)
     beta = _beta(sampler, block)
     z = _probes(key, sampler, block, count)
-    image = block.mm(z)
-    before = lax.stop_gradient(old.mm(z))
+    image = _products(block, z)
+    before = lax.stop_gradient(_products(old, z))
 
     similarity = jnp.maximum(1 - past.drift, 0)
     share = past.trust + count * (1 - past.trust)
     a = similarity * past.trust / share
-    values = _means(column_dots(z, image)) + a * (past.values - _means(column_dots(z, before)))
+    values = _means(row_dots(z, image)) + a * (past.values - _means(row_dots(z, before)))
 
-    sizes = jnp.append(lax.stop_gradient(image), before)
-    unit = scale_of(jnp.append(sizes, past.std_errs))
-    new_part, old_part = _off_probes(z, image, unit), _off_probes(z, before, unit)
-    parts = new_part, old_part, new_part - old_part
-    norms = jnp.stack([_means(square_norms(x)) for x in parts])
+    unit = _unit(image, before, past.std_errs)
+    parts = [_off_probes(z, x, unit) for x in (image, before)]
+    parts.append(parts[0] - parts[1])
+    norms = jnp.stack([_means(row_squares(x)) for x in parts])
 
     def added(m, n, d):
         # M + a^2 N - 2 a C, with 2 C = M + N - ||A_j - A_{j-1}||^2, in a form without cancellation.
@@ -369,14 +367,23 @@ def _deltashift(
     )
 
 
-def _probes(
-    key: Array, sampler: AbstractSampler, block: BlockOperator, count: int
-) -> Inexact[Array, "n m"]:
-    """Probes; normal ones are scaled to the sphere, for less variance."""
-    z = sampler.probes(key, block.n, count, block.dtype)
-    if not sampler.rotation_invariant:
-        return z
-    return z * (math.sqrt(block.n) / jnp.sqrt(square_norms(z)))
+def _probes(key: Array, sampler: AbstractSampler, block: BlockOperator, count: int) -> Array:
+    """Probes as rows; normal ones are scaled to the sphere, for less variance."""
+    z = sampler.probes(key, block.n, count, block.dtype).T
+    norms = jnp.sqrt(row_squares(z))[:, None] if sampler.rotation_invariant else math.sqrt(block.n)
+    return z * (math.sqrt(block.n) / norms)
+
+
+def _products(block: BlockOperator, rows: Inexact[Array, "m n"]) -> Inexact[Array, "m n"]:
+    """The products, one by one where a block is larger than the cache and saves no time."""
+    if block.shares_no_work and rows.size > APART_LIMIT:
+        return lax.map(lambda row: block.mm(row[:, None])[:, 0], rows)
+    return block.mm(rows.T).T
+
+
+def _unit(*arrays: Array) -> Array:
+    """The size of these arrays: divided by it, their squares do not overflow."""
+    return scale_of(jnp.stack([jnp.max(jnp.abs(lax.stop_gradient(x))) for x in arrays]))
 
 
 def _beta(sampler: AbstractSampler, block: BlockOperator) -> int:
@@ -385,10 +392,10 @@ def _beta(sampler: AbstractSampler, block: BlockOperator) -> int:
     return 1 if jnp.issubdtype(block.dtype, jnp.complexfloating) and single else 2
 
 
-def _off_probes(z: Array, image: Array, unit: Array) -> Inexact[Array, "n m"]:
+def _off_probes(z: Array, image: Array, unit: Array) -> Inexact[Array, "m n"]:
     """A z - z (z^H A z) / n, in this unit, held constant."""
     image = lax.stop_gradient(image)
-    return (image - z * (column_dots(z, image) / z.shape[0])) / unit
+    return (image - z * (row_dots(z, image) / z.shape[1])[:, None]) / unit
 
 
 def _counts(count: int) -> Array:

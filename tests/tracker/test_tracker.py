@@ -111,7 +111,7 @@ def reference_recycled(key, matrices):
     for own_key, matrix in zip(jr.split(key, len(matrices)), matrices, strict=True):
         probe_key, noise_key = split(own_key)
         if sketch is None:
-            sketch = np.asarray(tr.NormalSampler().probes(noise_key, n, m, matrix.dtype))
+            sketch = np.asarray(tr.SphereSampler().probes(noise_key, n, m, matrix.dtype))
         q = np.linalg.qr(sketch)[0]
         z = np.asarray(tr.SphereSampler().probes(probe_key, n, K - m, matrix.dtype))
         g = z - q @ (q.T @ z)
