@@ -133,7 +133,7 @@ def _parts(value: Any) -> list[Any] | None:
     if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
         return [value.f, value.transforms, value.params]  # JAX's own wrapper around a function
     if isinstance(value, jtu.PyTreeDef):  # the type of the node, its static fields, its children
-        return [value.node_data(), *value.children()]
+        return [value.node_data(), *value.children()]  # pyright: ignore
     leaves, treedef = jtu.tree_flatten(value)
     return None if jtu.treedef_is_leaf(treedef) else [treedef, *leaves]
 
@@ -332,7 +332,7 @@ def _without_calls(jaxpr: Any, constants: list[Array]) -> tuple[Any, list[Array]
 
 def _is_call_with_constants(equation: Any) -> bool:
     is_call = equation.primitive.name in ("jit", "pjit")
-    inner = equation.params["jaxpr"] if is_call else None
+    inner: Any = equation.params["jaxpr"] if is_call else None
     return is_call and (bool(_constants(inner)) or any(map(_is_call_with_constants, inner.eqns)))
 
 

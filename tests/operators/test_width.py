@@ -1,0 +1,105 @@
+"""Products of blocks: how many vectors at once, and how precise."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import traceax as tr
+from traceax._operators.block_operator import BlockOperator
+from traceax._operators.checks import as_operator
+from traceax._operators.width import batch_width, in_batches
+
+KEY = jr.key(0)
+
+
+def through(kind, dtype):
+    """An operator with products of float32, whose vectors pass through `dtype`."""
+    narrow = lambda v: v.astype(dtype).astype(jnp.float32)  # noqa: E731
+    structure, one = jax.ShapeDtypeStruct((3,), jnp.float32), jnp.ones(3, jnp.float32)
+    scale = jnp.arange(3.0, dtype=dtype)
+    bodies = {
+        "jit": jax.jit(narrow),
+        "scan": lambda v: lax.scan(lambda v, _: (narrow(v), None), v, None, length=2)[0],
+        "while": lambda v: lax.fori_loop(0, 2, lambda _, v: narrow(v), v),
+        "cond": lambda v: lax.cond(scale[0] > 0, narrow, lambda v: v, v),
+        "checkpoint": jax.checkpoint(narrow),
+        "constant": lambda v: v * (scale * scale).astype(jnp.float32),
+        "called with": lambda v: jax.jit(lambda v, x: v * (x + x).astype(v.dtype))(v, scale),
+    }
+    if kind == "jacobian":
+        return lx.JacobianLinearOperator(lambda x, _: jnp.sin(narrow(x)), one)
+    if kind == "sum":
+        function = lx.FunctionLinearOperator(narrow, structure)
+        return 2 * function + lx.DiagonalLinearOperator(one)
+    return lx.FunctionLinearOperator(bodies[kind], structure)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("kind", ["jit", "scan", "while", "cond", "checkpoint", "jacobian", "sum"])
+def test_the_precision_of_a_product_is_that_of_what_a_vector_passes_through(kind, dtype):
+    block = BlockOperator(as_operator(through(kind, dtype)))
+    units = 2 if dtype == jnp.float16 else 1  # a function rounds more than once
+    assert block.eps == block.linearised().eps == units * float(jnp.finfo(dtype).eps)
+    assert block.is_inexact == (dtype == jnp.float16)
+
+
+@pytest.mark.parametrize("kind", ["constant", "called with"])
+def test_the_precision_of_what_a_function_holds_does_not_matter(kind):
+    block = BlockOperator(as_operator(through(kind, jnp.bfloat16)))
+    assert block.eps == float(jnp.finfo(jnp.float32).eps)
+
+
+def test_functions_are_given_64_vectors_at_most():
+    size = jax.ShapeDtypeStruct((400,), jnp.float64)
+    operator = lx.FunctionLinearOperator(lambda v: 2.0 * v, size)
+    for wanted, expected in ((1, 1), (64, 64), (65, 33), (75, 38), (128, 64), (200, 50)):
+        assert batch_width(operator, wanted) == expected
+    dense = lx.MatrixLinearOperator(jnp.eye(400))
+    assert batch_width(dense + lx.IdentityLinearOperator(size), 300) == 300
+    assert batch_width(dense + operator, 300) == 60
+    assert batch_width(in_batches(operator, 200), 300) == 200
+
+
+def attention_loss(params, tokens):
+    """A small transformer whose layers are scanned over."""
+    hidden = params["embedding"][tokens]
+
+    def layer(hidden, weights):
+        normal = (hidden - hidden.mean(-1, keepdims=True)) / (hidden.std(-1, keepdims=True) + 1e-3)
+        scores = jnp.einsum("bqd,de,bke->bqk", normal, weights["a"], normal)
+        hidden = hidden + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), normal)
+        return hidden + jax.nn.gelu(hidden @ weights["b"]) @ weights["b"].T, None
+
+    hidden, _ = jax.lax.scan(layer, hidden, params["layers"])
+    log_probs = jax.nn.log_softmax(hidden @ params["embedding"].T)
+    return -jnp.mean(jnp.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], -1))
+
+
+@pytest.mark.slow
+def test_wide_products_of_a_scanned_transformer():
+    """Each vector of a block has the product that it has by itself: 100 vectors, 6400 tokens."""
+    d, words = 8, 11
+    keys = jr.split(KEY, 4)
+    layers = {"a": jr.normal(keys[1], (2, d, d)) / d, "b": jr.normal(keys[2], (2, d, 16)) / d}
+    params = {"embedding": jr.normal(keys[0], (words, d)), "layers": layers}
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    tokens = jr.randint(keys[3], (4, 16), 0, words)
+    operator = tr.curvature.hessian(attention_loss, params, tokens)
+    n = operator.in_size()
+    block = BlockOperator(operator)
+    probes = jr.normal(KEY, (n, 100), jnp.float32)
+    found = jax.jit(block.mm)(probes)
+    flat, unravel = ravel_pytree(params)
+
+    def product(v):
+        gradient = jax.grad(lambda x: attention_loss(unravel(x), tokens))
+        return jax.jvp(gradient, (flat,), (v,))[1]
+
+    # `unravel` has the leaves in the order of the operator.
+    expected = jax.jit(lambda x: jax.lax.map(product, x.T).T)(probes)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
