@@ -1,14 +1,25 @@
 """`traceax density`."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
+import lineax as lx
 import numpy as np
+from jaxtyping import Array, PRNGKeyArray, Real
 
 import traceax as tr
 
-from .._functions.spectral import density_on_interval
+from .._estimators.solution import Solution
+from .._functions.funm import check_hermitian, plan
+from .._linalg.lanczos import lanczos, quadrature
+from .._operators.block_operator import BlockOperator
+from .._probes.random import split
+from .._probes.samplers import SphereSampler
 from ..plot import spectral_density
 from .common import (
     Command,
@@ -34,6 +45,73 @@ from .functions import read_hermitian
 
 _COLUMNS = ("grid", "density", "std_err", "quadrature_error", "exact")
 _MOST_ROWS = 25  # the most rows that the table shows
+
+
+class DensityCurve(NamedTuple):
+    """A spectral density with its grid and the width of the Gaussian."""
+
+    grid: Real[Array, " m"]
+    width: Real[Array, ""]
+    solution: Solution
+
+
+def density_on_interval(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    num_points: int,
+    *,
+    ends: Sequence[float] | None = None,
+    width: float | None = None,
+    num_steps: int | None = None,
+) -> DensityCurve:
+    """The spectral density on an equidistant grid, by default one that spans the spectrum.
+
+    The ends of the spectrum are taken to be the extreme Ritz values of a first probe, after k/4
+    steps, at most 30. The grid extends beyond them by three standard deviations.
+
+    Cost: `k` matvecs (at least two); with `k >= n`, n matvecs and those of the first probe.
+
+    **Arguments:**
+
+    - `key`, `operator`, `k`, `num_steps`: as for `spectral_density`.
+    - `num_points`: the number of points, at least 2.
+    - `ends`: the first and the last point.
+    - `width`: the standard deviation of the Gaussian, by default the smallest that the steps
+        resolve.
+
+    **Returns:**
+
+    A `DensityCurve`; the products of the first probe count in its solution.
+    """
+    check_hermitian(operator, "A spectral density")
+    n, dtype = operator.in_size(), jnp.finfo(BlockOperator(operator).dtype).dtype
+    key, first_key = split(key)
+    first = 0 if ends is not None else min(n, max(1, min(30, k // 4)))
+    left = k if k >= n else max(1, k - first)
+
+    def width_of(extent):
+        if width is not None:
+            return jnp.asarray(width, dtype)
+        return extent / plan(min(left, n), num_steps)[1]
+
+    if ends is not None:
+        low, high = (jnp.asarray(end, dtype) for end in ends)
+        sigma = width_of(high - low)
+    else:
+        block = BlockOperator(operator).linearised()
+        probe = SphereSampler().probes(first_key, n, 1, block.dtype)
+        nodes = quadrature(lanczos(block.mm, probe, first, block.eps))[0]
+        low, high = jnp.min(nodes), jnp.max(nodes)
+        # The extent of equal eigenvalues is 0: at least a hundredth of their size is taken.
+        size = jnp.maximum(jnp.abs(low), jnp.abs(high))
+        extent = jnp.maximum(high - low, jnp.where(size > 0, size, 1) / 100)
+        sigma = width_of(extent)
+        low, high = low - 3 * sigma, high + 3 * sigma
+    grid = jnp.linspace(low, high, num_points)
+    solution = tr.spectral_density(key, operator, left, grid, width=sigma, num_steps=num_steps)
+    spent = solution.num_matvecs + first
+    return DensityCurve(grid, sigma, eqx.tree_at(lambda s: s.num_matvecs, solution, spent))
 
 
 def _add_arguments(command: argparse.ArgumentParser) -> None:

@@ -61,7 +61,7 @@ from .._linalg.lanczos import lanczos, quadrature
 from .._operators.block_operator import BlockOperator, as_operator, unflatten
 from .._probes.random import split
 from .._probes.samplers import RademacherSampler, SphereSampler
-from .frechet import combined, held, linear_map, steps_of
+from .frechet import combined, constant, linear_map, steps_of
 from .funm import (
     check_function,
     check_hermitian,
@@ -192,7 +192,7 @@ class DiagonalWeights(eqx.Module):
     def contract_with(self, fn: Function, num_steps: int, operator: lx.AbstractLinearOperator):
         """The mean of the samples as a function of A, with the right derivative."""
         block, m = BlockOperator(operator), self.space.shape[1]
-        fixed_fn, fixed = held((fn, operator))
+        fixed_fn, fixed = constant((fn, operator))
         mm = BlockOperator(fixed).linearised().mm
         p, q = self.of_probes.shape
         images = block.mm(jnp.concatenate([self.space, self.probes], axis=1))
