@@ -75,12 +75,13 @@ LEAST = 24
 GROUPS = 4
 
 
-def sizes_of(k: int) -> tuple[int, int]:
-    """The number of vectors of a group, and of steps, of k products. (0.7 sqrt(k) vectors were the
-    best of three numbers on the spectra of `benchmarks/spectra.py`.)
+def sizes_of(k: int) -> tuple[int, int, int]:
+    """The number of vectors of a group, the number s of steps of k products, and the depth j. (0.7
+    sqrt(k) vectors were the best of three numbers on the spectra of `benchmarks/spectra.py`.)
     """
     size = max(1, round(0.7 * math.sqrt(k) / GROUPS))
-    return size, k // (GROUPS * size)
+    s = k // (GROUPS * size)
+    return size, s, s - 2 * max(1, s // 8)
 
 
 def orthogonal_probes(
@@ -130,6 +131,37 @@ def independent_error(
     return std_err, degrees_of_freedom(*moments, room * count)
 
 
+def standard_error(
+    part: Inexact[Array, "l q m"],
+    rows: Inexact[Array, "l r m"],
+    vectors: Inexact[Array, "l g m"],
+    turned: Inexact[Array, "m k"],
+    values: Real[Array, "k f"],
+    n: int,
+) -> tuple[Real[Array, " f"], Real[Array, " f"]]:
+    """The standard error, with alpha from spaces of fewer steps, and its degrees of freedom.
+
+    **Arguments:**
+
+    - `part`, `rows`: the bases of both spaces for each group, in the coordinates of V.
+    - `vectors`: the vectors of the groups.
+    - `turned`: the map from the coordinates to the basis of eigenvectors of T.
+    - `values`: f at the nodes.
+    - `n`: the number of rows of A.
+    """
+    found = []
+    for basis in (part, rows):
+        room = jnp.mean(room_outside(basis, n))
+        g = orthogonal_probes(basis, vectors)
+        found.append(
+            (n - room, *independent_error(matmul(basis, turned), matmul(g, turned), values, room))
+        )
+    (fewer, larger, _), (dimension, std_err, dof) = found
+    fall = jnp.log(jnp.maximum(larger / jnp.where(std_err > 0, std_err, 1), 1))
+    growth = jnp.maximum(jnp.log(dimension / fewer), jnp.finfo(fall.dtype).eps)
+    return std_err * jnp.sqrt(1 + jnp.minimum(2 * fall / growth, 4)), dof
+
+
 @final
 class KrylovAwareEstimator(AbstractSpectralEstimator):
     """The estimator of above."""
@@ -145,9 +177,8 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         n, eps = block.n, block.eps
-        size, s = sizes_of(k)
-        b, apart = GROUPS * size, max(1, s // 8)
-        depth = s - 2 * apart
+        size, s, depth = sizes_of(k)
+        b, apart = GROUPS * size, (s - depth) // 2
         omega = SphereSampler().probes(key, n, b, block.dtype)
         krylov = block_lanczos(block.mm, omega, s, eps)
 
@@ -175,16 +206,8 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         error = truncation_error(traces[:, None], krylov.exhausted[None])
         error = jnp.where(jnp.isfinite(error), error, jnp.inf)
 
-        # The standard error, with alpha from a space of fewer steps.
         part = rows[:, : (b - size) * max(1, 3 * depth // 4)]
-        shorter = orthogonal_probes(part, coordinates)
-        rooms = jnp.stack([jnp.mean(room_outside(part, n)), jnp.mean(room)])
-        of_part, _ = independent_error(part @ turned[0], shorter @ turned[0], values[0], rooms[0])
-        std_err, dof = independent_error(rows @ turned[0], g @ turned[0], values[0], rooms[1])
-        growth = jnp.log((n - rooms[1]) / (n - rooms[0]))
-        fall = jnp.log(jnp.maximum(of_part / jnp.where(std_err > 0, std_err, 1), 1))
-        alpha = jnp.minimum(2 * fall / jnp.maximum(growth, eps), 4)
-        std_err = std_err * jnp.sqrt(1 + alpha)
+        std_err, dof = standard_error(part, rows, coordinates, turned[0], values[0], n)
         nodes, vectors, counts, values, weights = (
             x[0] for x in (nodes, vectors, counts, values, weights)
         )
@@ -196,16 +219,11 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         def fixed():
             w = einsum("lra,lrb->ab", rows, jnp.conj(rows)) / GROUPS
             w = w + einsum("l,lga,lgb->ab", (room / b).astype(g.dtype), g, jnp.conj(g))
-            first = vectors[: b * depth]
-            overlap = matmul(jnp.conj(first.T), matmul(w, first))
-            differences = divided_differences(self.fn, nodes[None])[0].astype(overlap.dtype)
+            overlap = matmul(turned[0].T, matmul(w, jnp.conj(turned[0])))
+            differences = divided_differences(self.fn, nodes[None])[0].astype(w.dtype)
             core = einsum("ai,ij,ij...,bj->ab...", vectors, overlap, differences, jnp.conj(vectors))
-            return SpectralWeights(
-                basis=krylov.rows[..., None],
-                core=core[None],
-                nodes=nodes[None],
-                weights=weights[None],
-            )
+            basis = krylov.rows[..., None]
+            return SpectralWeights(basis, core[None], nodes[None], weights[None])
 
         value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
         status = status_with_domain(krylov.status, counts[None].astype(nodes.dtype), values[None])

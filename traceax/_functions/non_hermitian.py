@@ -41,7 +41,7 @@ logarithm has: an imaginary part that rounding does not explain is reported, not
 """
 
 import math
-from typing import ClassVar, final
+from typing import final
 
 import equinox as eqx
 import jax
@@ -58,7 +58,6 @@ from .._core.estimate import (
     status_of,
 )
 from .._core.precision import einsum, matmul
-from .._estimators.estimator import AbstractEstimator
 from .._linalg.arnoldi import arnoldi
 from .._linalg.diagonalisation import diagonalised, function_of
 from .._linalg.factorisations import eigenvalues
@@ -66,7 +65,13 @@ from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
-from .funm import degrees_of_freedom, plan, status_with_domain, truncation_error
+from .funm import (
+    AbstractFunctionEstimator,
+    degrees_of_freedom,
+    plan,
+    status_with_domain,
+    truncation_error,
+)
 from .nodes import Function, on_nodes, slope_of
 from .quadrature_error import entries_status, with_quadrature_error
 
@@ -108,7 +113,7 @@ def _quadrature(
 
 
 @final
-class ArnoldiEstimator(AbstractEstimator):
+class ArnoldiEstimator(AbstractFunctionEstimator):
     """The estimator of above. The value of the estimate is a pair: the value proper, which alone
     has a derivative, and the quadrature error.
     """
@@ -116,7 +121,6 @@ class ArnoldiEstimator(AbstractEstimator):
     fn: Function
     num_steps: int | None = eqx.field(static=True)
     is_real: bool = eqx.field(static=True)  # whether the values are: see above
-    weights_depend_on_operator: ClassVar[bool] = True
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
@@ -221,12 +225,3 @@ class ArnoldiEstimator(AbstractEstimator):
         """
         own, _ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)
         return weights.contract(operator) + own
-
-    def weights_at(self, weights, operator):
-        """See `AbstractEstimator`: the derivative of the weights is not known."""
-        raise NotImplementedError(
-            "Spectral sums of operators that are not Hermitian have a first derivative only. If "
-            "the operator is Hermitian, tag it so; otherwise use `lax.stop_gradient` on whatever "
-            "need not be differentiated twice, or finite differences of the gradient with the same "
-            "key."
-        )
