@@ -44,9 +44,8 @@ def spectral_sum(
     $\mathrm{tr}\, f(A + s I)$ for many shifts s at once.
 
     For operators that are tagged Hermitian, a block of random vectors builds a Krylov space, on
-    which f(A) is known. Each vector in turn is left out, and tests what the space of the others
-    leaves of f(A), by no further product. How many vectors there are, and how many steps, follows
-    from a probe that goes ahead. The value has two errors:
+    which f(A) is known. A quarter of the vectors in turn is left out, and tests what the space of
+    the others leaves of f(A), by no further product. The value has two errors:
 
     - that of the random probes, with the standard error `std_err`, which is known even from a
         single probe.
