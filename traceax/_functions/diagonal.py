@@ -42,6 +42,7 @@ of z for the first term, and of V for the second.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -308,14 +309,11 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        n, eps, sizes = block.n, block.eps, sizes_of(k)
-        p = sizes.probes
+        block, sizes = BlockOperator(operator).linearised(), sizes_of(k)
+        n, eps, p = block.n, block.eps, sizes.probes
         start_key, probe_key = split(key)
         real = jnp.finfo(block.dtype).dtype
-
-        def tagged(nodes):
-            return within_tag(operator, nodes, eps)
+        tagged = partial(within_tag, operator, eps=eps)
 
         start = SphereSampler().probes(start_key, n, sizes.block, block.dtype)
         krylov = block_lanczos(block.mm, start, sizes.steps, eps)
@@ -338,9 +336,9 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         known = einsum("an,oab,bn->on", rows, functions, jnp.conj(rows)).real
         whole = einsum("an,ab,bn->n", rows, space.functions[0], jnp.conj(rows)).real
         value = whole + jnp.mean(samples.values[0], axis=1)
-        exhausted = jnp.all(inner.exhausted)
+        means = jnp.mean(samples.values, axis=2)
         error = entries_truncation_error(known, krylov.exhausted)
-        error = error + entries_truncation_error(jnp.mean(samples.values, axis=2), exhausted)
+        error = error + entries_truncation_error(means, jnp.all(inner.exhausted))
         std_err, _ = entries_std_err(samples.values[0].T, jnp.asarray(p, real))
 
         # Rounding of V f(T) V^H, and of what is left outside of V, as far as the probes tell.
@@ -361,8 +359,8 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
             return DiagonalWeights(*of_space, ritz.reshape(n, -1), nodes, omega, shares)
 
         status = jnp.maximum(krylov.status, inner.hermitian_status(eps))
-        at_nodes = on_nodes(self.fn, space.nodes)[None]
-        status = status_with_domain(status, space.counts.astype(real)[None], at_nodes)
+        ones = space.counts.astype(real)[None]
+        status = status_with_domain(status, ones, on_nodes(self.fn, space.nodes)[None])
         status = status_with_domain(status, weights, values)
         status = entries_status(value, error, std_err, status)
         estimate = with_quadrature_error(

@@ -112,6 +112,12 @@ def _quadrature(
     return total.real, ~jnp.any(jnp.abs(total.imag) > rounding)
 
 
+def _status(finite: Array, real_enough: Array, weights: Array, values: Array) -> Array:
+    """NONFINITE, or OUTSIDE_DOMAIN, or SUCCESSFUL."""
+    status = status_with_domain(finite, jnp.abs(weights), values)
+    return jnp.where((status == NONFINITE) | real_enough, status, OUTSIDE_DOMAIN)
+
+
 @final
 class ArnoldiEstimator(AbstractFunctionEstimator):
     """The estimator of above. The value of the estimate is a pair: the value proper, which alone
@@ -143,7 +149,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        status = self._status(krylov.status, real_enough, w, values)
+        status = _status(krylov.status, real_enough, w, values)
 
         def fixed():
             slopes = jnp.where(w != 0, on_nodes(slope_of(self.fn), theta), 0)
@@ -183,11 +189,6 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         pairs = jnp.sum(gram * (1 - jnp.eye(p))) / max(p * (p - 1), 1)
         return std_err, degrees_of_freedom(spread, jnp.maximum(fourth, n * pairs), n * p)
 
-    def _status(self, finite, real_enough, weights, values) -> Array:
-        """NONFINITE, or OUTSIDE_DOMAIN, or SUCCESSFUL."""
-        status = status_with_domain(finite, jnp.abs(weights), values)
-        return jnp.where((status == NONFINITE) | real_enough, status, OUTSIDE_DOMAIN)
-
     def exact(self, operator):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
@@ -200,7 +201,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         ones = jnp.ones_like(nodes)
         value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
         values = on_nodes(self.fn, nodes)
-        status = self._status(status_of(matrix), real_enough, ones.real, values)
+        status = _status(status_of(matrix), real_enough, ones, values)
 
         def fixed():
             found = diagonalised(scaled)
