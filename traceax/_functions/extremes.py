@@ -212,10 +212,11 @@ def _upper_bound(
         return jnp.max(jnp.where(reached, -1, jnp.arange(distances.size))) + 1
 
     unit = jnp.maximum(found.size, limits.tiny)
-    coarse = unit * jnp.exp(jnp.linspace(math.log(float(limits.eps)), math.log(1e9), 64))
+    ends = math.log(float(limits.eps)), math.log(1e9)
+    coarse = unit * jnp.exp(jnp.linspace(*ends, 64, dtype=alpha.dtype))
     index = crossing(coarse)
     above = coarse[jnp.minimum(index, 63)]
     below = jnp.where(index > 0, coarse[jnp.maximum(index - 1, 0)], above)
-    fine = below * jnp.exp(jnp.linspace(0, 1, 33) * jnp.log(above / below))
+    fine = below * jnp.exp(jnp.linspace(0, 1, 33, dtype=alpha.dtype) * jnp.log(above / below))
     distance = jnp.where(index < 64, fine[jnp.minimum(crossing(fine), 32)], jnp.inf)
     return end + jnp.where(found.size > 0, distance, 0)
