@@ -459,12 +459,6 @@ MESSAGES = [
         "takes complex numbers",
         lambda _: tr.spectral_sum(KEY, jnp.floor, PLAIN, 4),
     ),
-    (
-        NotImplementedError,
-        "not Hermitian",
-        "tag it so",
-        lambda _: twice(lambda t: tr.spectral_sum(KEY, jnp.exp, t * PLAIN, 4).value),
-    ),
     (ValueError, "got 'jvp'", "must be one of", lambda _: of(mode="jvp")),
     (ValueError, "got mode='reverse'", "Leave out", lambda _: of(predict=jnp.sum, mode="reverse")),
     (TypeError, "got a int", "what `of(loss)` returns", lambda _: curvature.of(3)),
