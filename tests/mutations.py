@@ -197,8 +197,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_functions/funm.py",
-        "core = derivative_core(self.fn, nodes, s) * (n / p)",
-        "core = derivative_core(self.fn, nodes, s) * n",
+        "core=derivative_core(self.fn, nodes, s) * (n / p)",
+        "core=derivative_core(self.fn, nodes, s) * n",
         "the weights of the derivative of a spectral sum",
         "tests/functions/test_spectral_sum.py",
     ),

@@ -2,30 +2,25 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 from benchmarks.common import with_eigenvalues
-from traceax._functions.thick_restart import _log_sum, _mirrored, run_cycles
+from traceax._functions.extremes import log_sum, recurrence
 
-from ..helpers import NSD, PSD, keys, spectra, variant, with_spectrum
+from ..helpers import NSD, PSD, keys, spectra, with_spectrum
 
 SYM = lx.symmetric_tag
 N = 40
 
 
-@functools.partial(
-    jax.jit, static_argnames=("k", "num", "which", "tags", "basis_size"), inline=True
-)
-def solve(key, matrix, k, num=1, which="LA", start=None, tags=SYM, basis_size=None):
-    operator = lx.MatrixLinearOperator(matrix, tags)
-    return tr.eigenpairs(key, operator, k, num, which, start, basis_size=basis_size)
+@functools.partial(jax.jit, static_argnames=("k", "num", "which", "tags"), inline=True)
+def solve(key, matrix, k, num=1, which="LA", start=None, tags=SYM):
+    return tr.eigenpairs(key, lx.MatrixLinearOperator(matrix, tags), k, num, which, start)
 
 
 def wanted(eigenvalues, num, which):
@@ -43,97 +38,86 @@ def wanted(eigenvalues, num, which):
 # --- identities ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("basis_size", [12, 6])
-def test_sum_of_squares_is_that_of_the_basis(basis_size):
-    """sum_j <v_j, u>^2 = <v_0, u>^2 sum_j pi_j(x)^2, with and without restarts, at both ends."""
+def test_sum_of_squares_is_that_of_the_basis():
+    """sum_j <v_j, u>^2 = <v_0, u>^2 sum_j pi_j(x)^2, at both ends."""
     eigenvalues = np.linspace(-1, 2, N)
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), eigenvalues))
     start = tr.SphereSampler()(jax.random.key(1), N, 1, float)[:, 0]
     with jax.numpy_dtype_promotion("standard"):
-        run = run_cycles(
-            lambda x: matrix @ x, start, jax.random.key(2), 12, 1, "BE", basis_size, 1e-16
-        )
-        history, scale = run.carry.history, float(run.carry.scale)
-        rows = np.asarray(run.carry.rows[: run.used + 1])
-        np.testing.assert_allclose(rows @ rows.T, np.eye(len(rows)), atol=1e-12)
+        found = recurrence(lambda x: matrix @ x, start, jax.random.key(2), 12, 1e-16)
+        rows = np.asarray(found.rows)
+        np.testing.assert_allclose(rows @ rows.T, np.eye(13), atol=1e-12)
         u = np.linalg.eigh(matrix)[1]
         first = np.asarray(start) / np.linalg.norm(start) @ u
         for end, sign in ((-1, 1), (0, -1)):
-            x = jnp.asarray([sign * eigenvalues[end] / scale])
-            of_end = history if sign > 0 else _mirrored(history)
-            found = _log_sum(of_end, jnp.asarray(1e-30), x)[0]
+            x = jnp.asarray([sign * eigenvalues[end] / float(found.scale)])
+            total = log_sum(sign * found.alpha, found.beta, jnp.asarray(1e-30), x)[0]
             truth = np.sum((rows @ u[:, end]) ** 2) / first[end] ** 2
-            np.testing.assert_allclose(np.exp(found), truth, rtol=1e-8)
+            np.testing.assert_allclose(np.exp(total), truth, rtol=1e-8)
 
 
 # --- recovery ------------------------------------------------------------------------------------
 
-CASES = {
-    "LA": (np.linspace(-1, 2, N), np.float64, SYM),
-    "SA": (np.linspace(-1, 2, N), np.float64, SYM),
-    "LM": (np.r_[-3.0, np.linspace(-1, 2, N - 1)], np.float32, SYM),
-    "BE": (np.r_[-3.0, np.linspace(-1, 2, N - 1)], np.float64, SYM),
-}
-
 
 @pytest.mark.parametrize(
-    ("which", "k", "basis_size"),
-    [
-        ("LA", 30, None),
-        ("SA", 36, 16),
-        variant("LM", 30, 16),
-        ("BE", 36, 16),
-        variant("LA", 36, 16),
-    ],
+    ("which", "dtype", "k"),
+    [("LA", np.complex128, 30), ("SA", np.float64, 36), ("LM", np.float32, 30)]
+    + [("BE", np.float64, 36), ("BE", np.float64, N + 3)],
 )
-def test_against_eigh(which, k, basis_size):
-    eigenvalues, dtype, tags = CASES[which]
+def test_against_eigh(which, dtype, k):
+    eigenvalues = np.r_[-3.0, np.linspace(-1, 2, N - 1)] + (4 if dtype == np.complex128 else 0)
     matrix = with_spectrum(np.random.default_rng(0), eigenvalues, dtype)
-    pairs = solve(jax.random.key(0), matrix, k, 3, which, tags=tags, basis_size=basis_size)
-    truth = wanted(eigenvalues, 3, which)
-    eps = np.finfo(dtype).eps
-    assert pairs.values.dtype == dtype
+    tags = PSD if dtype == np.complex128 else SYM
+    pairs = solve(jax.random.key(0), matrix, k, 3, which, tags=tags)
+    truth, eps = wanted(eigenvalues, 3, which), np.finfo(dtype).eps
+    assert pairs.values.dtype == np.finfo(dtype).dtype
     pairs = jax.tree.map(np.asarray, pairs)
-    assert int(pairs.num_matvecs) == k
+    assert int(pairs.num_matvecs) == min(k, N)
     # The error of a Ritz value is of the order of the square of the residual, over the gap.
-    np.testing.assert_allclose(pairs.values, truth, atol=1e-3)
+    np.testing.assert_allclose(pairs.values, truth, atol=5e-3)
     assert np.all(np.abs(pairs.values - truth) <= pairs.residuals)
-    ends = {"BE": [0, 2]}.get(which, [0])
+    ends = [0, 2] if which == "BE" else [0]
     assert np.all(np.abs(pairs.values - truth)[ends] <= pairs.errors[ends])
     assert pairs.bounds[0] <= eigenvalues.min() <= eigenvalues.max() <= pairs.bounds[1]
-    assert np.max(pairs.errors) < 0.1
+    assert np.max(pairs.errors) < 0.2
     vectors = np.asarray(pairs.vectors)
-    np.testing.assert_allclose(vectors @ vectors.T, np.eye(3), atol=100 * eps)
-    residuals = np.linalg.norm(vectors @ matrix - pairs.values[:, None] * vectors, axis=1)
+    np.testing.assert_allclose(vectors @ vectors.conj().T, np.eye(3), atol=100 * eps)
+    residuals = np.linalg.norm(vectors @ matrix.T - pairs.values[:, None] * vectors, axis=1)
     np.testing.assert_allclose(pairs.residuals, residuals, rtol=1e-3, atol=200 * eps)
 
 
-@pytest.mark.parametrize(
-    "name", [variant("complex"), variant("negative"), variant("exact"), "exact-complex"]
-)
-def test_complex_negative_and_exact(name):
-    eigenvalues = np.linspace(0.01, 2, N) ** 3
-    dtype = np.complex128 if "complex" in name else np.float64
-    tags, sign = (NSD, -1) if name == "negative" else (PSD, 1)
-    matrix = with_spectrum(np.random.default_rng(0), sign * eigenvalues, dtype)
-    k = N + 3 if "exact" in name else 25
-    for which in ("LA", "SA"):
-        pairs = solve(jax.random.key(0), matrix, k, 2, which, tags=tags)
-        pairs = jax.tree.map(np.asarray, pairs)
-        truth = wanted(sign * eigenvalues, 2, which)
-        assert int(pairs.num_matvecs) == min(k, N)
-        assert not jnp.iscomplexobj(pairs.values)
-        assert abs(pairs.values[0] - truth[0]) <= pairs.errors[0]
-        np.testing.assert_allclose(pairs.values, truth, atol=1e-13 if "exact" in name else 0.06)
-        assert np.max(pairs.errors) < (1e-13 if "exact" in name else 0.2)
-        # The tag is a bound as well.
-        assert np.min(sign * np.asarray(pairs.bounds)) >= 0
-        images = np.asarray(pairs.vectors) @ matrix.T
-        residuals = np.linalg.norm(images - pairs.values[:, None] * pairs.vectors, axis=1)
-        np.testing.assert_allclose(pairs.residuals, residuals, atol=1e-12)
+def test_a_tag_is_a_bound():
+    matrix = with_spectrum(np.random.default_rng(0), -np.linspace(0.01, 2, N))
+    pairs = solve(jax.random.key(0), matrix, 8, tags=NSD)
+    assert pairs.values[0] <= pairs.bounds[1] <= 0
 
 
-@pytest.mark.parametrize("scale", [variant(1.0), 1e-20, variant(1e20)])
+def test_a_warm_start_follows_a_drifting_operator():
+    """With four products a look, from PyTrees; k steps may be divided into several calls."""
+    rng = np.random.default_rng(0)
+    base = jnp.asarray(with_spectrum(rng, np.r_[np.linspace(-0.5, 1, N - 1), 2.0]))
+    drift = jnp.asarray(with_spectrum(rng, np.linspace(-1, 1, N)))
+    structure = {"a": jax.ShapeDtypeStruct((4, 5), float), "b": jax.ShapeDtypeStruct((20,), float)}
+
+    @functools.partial(jax.jit, static_argnames="k")
+    def look(key, t, start, k):
+        def product(v):
+            image = (base + t * drift) @ jnp.concatenate([v["a"].reshape(-1), v["b"]])
+            return {"a": image[:20].reshape(4, 5), "b": image[20:]}
+
+        operator = lx.FunctionLinearOperator(product, structure, SYM)
+        return tr.eigenpairs(key, operator, k, start=start)
+
+    pairs = look(jax.random.key(0), 0.0, None, 20)
+    for i, key in enumerate(keys(10)):
+        pairs = look(key, 0.02 * i, pairs, 4)
+        truth = np.linalg.eigvalsh(base + 0.02 * i * drift)[-1]
+        assert pairs.vectors["a"].shape == (1, 4, 5)
+        assert 0 <= truth - pairs.values[0] < 0.002
+        assert truth - pairs.values[0] <= pairs.errors[0]
+
+
+@pytest.mark.parametrize("scale", [1e-20])
 def test_degenerate_operators(scale):
     """Copies of a multiple eigenvalue, the zero operator, rank 1, n = 1: never NaN."""
     step = with_spectrum(np.random.default_rng(0), np.where(np.arange(N) < 4, 1.0, 1e-3))
@@ -178,11 +162,7 @@ def bound_cases():
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "warm"),
-    [("flat", False), variant("cluster", True), variant("flat", True), variant("cluster", False)]
-    + [variant(name, warm) for name in ("outlier", "complex") for warm in (False, True)],
-)
+@pytest.mark.parametrize(("name", "warm"), [("flat", False), ("cluster", True)])
 def test_bounds_hold(name, warm):
     """No more than 1 % miss an end, nor half of 1 % one of them, also from a start that is an exact
     eigenvector in the middle of the spectrum, which hides all the others. The shares of 3000 keys
@@ -244,69 +224,10 @@ def test_not_worse_than_eigsh_at_equal_products(name):
 # --- products, structures, starts ----------------------------------------------------------------
 
 
-def test_products_are_counted_honestly():
-    counted = []
-
-    def product(v):
-        def host(v):
-            counted.append(1)
-            return np.linspace(-1, 1, N) * v
-
-        return jax.pure_callback(host, structure, v, vmap_method="sequential")
-
-    structure = jax.ShapeDtypeStruct((N,), float)
-    operator = lx.FunctionLinearOperator(product, structure, SYM)
-    for k, basis_size in ((9, None), (23, 8)):
-        counted.clear()
-        pairs = jax.block_until_ready(
-            tr.eigenpairs(jax.random.key(0), operator, k, basis_size=basis_size)
-        )
-        assert len(counted) == int(pairs.num_matvecs) == k
-
-
-@pytest.mark.variant
-def test_pytrees_one_program_and_warm_starts():
-    """Following a drifting operator with four products a look."""
-    rng = np.random.default_rng(0)
-    base = jnp.asarray(with_spectrum(rng, np.r_[np.linspace(-0.5, 1, N - 1), 2.0]))
-    drift = jnp.asarray(with_spectrum(rng, np.linspace(-1, 1, N)))
-    flat, unravel = ravel_pytree({"a": jnp.zeros((4, 5)), "b": [jnp.zeros(20)]})
-    traced = []
-
-    @eqx.filter_jit
-    def look(key, t, start, k):
-        traced.append(k)
-        matrix = base + t * drift
-        operator = lx.FunctionLinearOperator(
-            lambda v: unravel(matrix @ ravel_pytree(v)[0]),
-            jax.eval_shape(lambda: unravel(flat)),
-            SYM,
-        )
-        return tr.eigenpairs(key, operator, k, start=start), jnp.linalg.eigvalsh(matrix)[-1]
-
-    pairs, _ = look(jax.random.key(0), jnp.asarray(0.0), None, 20)
-    warm, cold = [], []
-    for i, key in enumerate(keys(10)):
-        t = jnp.asarray(0.02 * i)
-        pairs, truth = look(key, t, pairs, 4)
-        assert pairs.vectors["a"].shape == (1, 4, 5)
-        warm.append(float(truth - pairs.values[0]))
-        cold.append(float(truth - look(key, t, None, 4)[0].values[0]))
-        assert 0 <= warm[-1] <= float(pairs.errors[0])
-    assert len(traced) == 3
-    assert max(warm) < 0.002
-    assert np.median(cold) > 0.005
-    # A vector of the user will do as well.
-    vector = jax.tree.map(lambda x: x[0], pairs.vectors)
-    again, truth = look(jax.random.key(0), t, vector, 4)
-    assert float(truth - again.values[0]) < 0.02
-
-
 # --- derivatives and batching --------------------------------------------------------------------
 
 
-@pytest.mark.variant
-@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
+@pytest.mark.parametrize("dtype", [np.complex128])
 def test_derivatives_and_batches(dtype):
     rng = np.random.default_rng(0)
     base = jnp.asarray(with_spectrum(rng, 0.5 ** np.arange(N), dtype))
@@ -336,30 +257,3 @@ def test_derivatives_and_batches(dtype):
     np.testing.assert_allclose(summed, each[:, 0], rtol=1e-9)
     with pytest.raises(NotImplementedError, match="first derivative only"):
         jax.eval_shape(jax.grad(jax.grad(lambda t: ours(t, key)[0])), t)
-
-
-@pytest.mark.variant
-def test_in_a_scan():
-    matrix = with_spectrum(np.random.default_rng(0), np.linspace(-1, 2, N))
-
-    def step(pairs, key):
-        pairs = solve(key, matrix, 5, 2, "BE", pairs)
-        return pairs, pairs.values
-
-    first = solve(jax.random.key(0), matrix, 6, 2, "BE")
-    with jax.checking_leaks():
-        _, values = jax.jit(lambda first: jax.lax.scan(step, first, keys(12)))(first)
-    np.testing.assert_allclose(values[-1], [-1, 2], atol=0.02)
-
-
-def test_rounding_of_many_restarts():
-    """After 285 restarts values are off by five times the rounding of one cycle."""
-    rng = np.random.default_rng(0)
-    ends = [-5.0, -4.2, 7.0, 6.0, 5.5, 5.2]
-    eigenvalues = np.concatenate([ends, rng.uniform(-3.5, 4.5, 294)])
-    matrix = jnp.asarray(with_spectrum(rng, eigenvalues))
-    for key in keys(6):
-        pairs = solve(key, matrix, 290, 3, "BE", basis_size=5)
-        apart = np.min(np.abs(np.asarray(pairs.values)[:, None] - eigenvalues), axis=1)
-        assert np.all(apart <= np.asarray(pairs.residuals))
-        assert np.all(pairs.residuals < 1e-11)

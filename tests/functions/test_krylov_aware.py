@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._functions import krylov_aware
-from traceax._functions.funm import hoist_function
-from traceax._functions.krylov_aware import LEAST, KrylovAwareEstimator, sizes_of
-from traceax._operators.block_operator import BlockOperator
-from traceax._probes.samplers import SphereSampler
+from traceax._functions.krylov_aware import GROUPS, sizes_of
 
-from ..helpers import PSD, by_products, keys, variant, with_spectrum
+from ..helpers import PSD, by_products, keys, with_spectrum
 
 N, K = 80, 32
 
@@ -31,19 +27,6 @@ def operator_of(matrix):
     return by_products(matrix, tag)
 
 
-@jax.numpy_dtype_promotion("standard")  # as inside of the primitive
-def start_of(key, operator, fn, k):
-    """The vectors in use, and their number of steps, as the estimator chooses it."""
-    block, sizes = BlockOperator(operator), sizes_of(k)
-    probes = SphereSampler().probes(key, block.n, sizes.vectors[-1] + 1, block.dtype)
-    function = hoist_function(fn, jnp.finfo(block.dtype).dtype)
-    division = krylov_aware._division(
-        block.mm, probes[:, :1], sizes, function, lambda x: x, block.eps
-    )
-    b, steps = (int(x) for x in division[:2])
-    return np.asarray(probes)[:, 1 : b + 1], steps, sizes.pilot
-
-
 def krylov_basis(matrix, start, steps):
     """An orthonormal basis of the block Krylov space, by QR factorisations."""
     basis, block = np.zeros((len(start), 0), start.dtype), start
@@ -58,24 +41,15 @@ def krylov_basis(matrix, start, steps):
 def weights_of(matrix, start, depth):
     """W of the estimator, an n x n matrix, from the definition."""
     n, b = start.shape
-    groups = sizes_of(K).groups
+    groups = np.arange(b).reshape(GROUPS, -1)
     total = np.zeros((n, n), start.dtype)
-    for i in range(b):
-        others = np.delete(start, [m for m in range(b) if m % groups == i % groups], axis=1)
-        q = krylov_basis(matrix, others, depth)
-        g = start[:, i] - q @ (q.conj().T @ start[:, i])
-        share = (n - q.shape[1]) / np.vdot(g, g).real
-        total = total + (q @ q.conj().T + share * np.outer(g, g.conj())) / b
+    for group in groups:
+        q = krylov_basis(matrix, np.delete(start, group, axis=1), depth)
+        for i in group:
+            g = start[:, i] - q @ (q.conj().T @ start[:, i])
+            share = (n - q.shape[1]) / np.vdot(g, g).real
+            total = total + (q @ q.conj().T + share * np.outer(g, g.conj())) / b
     return total
-
-
-def nearest(candidates, found):
-    """Which of the candidates was found."""
-    return int(np.argmin([abs(c - found) for c in candidates]))
-
-
-def depths_of(steps):
-    return [c * (steps - 2 * max(1, steps // 8)) // 4 for c in range(5)]
 
 
 def function_of(matrix, fn):
@@ -84,45 +58,37 @@ def function_of(matrix, fn):
     return (vectors * fn(values)) @ vectors.conj().T
 
 
-@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
-def test_the_identity_on_the_same_vectors(dtype):
-    """The value is tr(W V f(T) V^H) for one of the depths."""
-    matrix = np.asarray(matrix_of(DECAYING, dtype))
-    operator = operator_of(jnp.asarray(matrix))
-    for seed in range(3):
-        key = jr.key(seed)
-        solution = tr.spectral_sum(key, jnp.sqrt, operator, K)
-        start, steps, pilot = start_of(key, operator, jnp.sqrt, K)
-        v = krylov_basis(matrix, start, steps)
-        projected = v @ function_of(v.conj().T @ matrix @ v, np.sqrt) @ v.conj().T
-        values = [np.trace(weights_of(matrix, start, j) @ projected).real for j in depths_of(steps)]
-        best = nearest(values, solution.value)
-        np.testing.assert_allclose(solution.value, values[best], rtol=1e-11)
-        assert solution.num_matvecs == pilot + start.shape[1] * steps <= K
+@pytest.mark.parametrize(("dtype", "k"), [(np.float64, 32), (np.complex128, 75)])
+def test_the_identity_and_its_derivative_on_the_same_vectors(dtype, k):
+    """The value is tr(W V f(T) V^H), and its derivative that with W and V held fixed."""
+    matrix, tangent = matrix_of(DECAYING, dtype), matrix_of(0.01 * np.cos(np.arange(N)), dtype)
+    size, steps, depth = sizes_of(k)
+    assert size == (1 if k == 32 else 2)
+    key = jr.key(1)
+
+    def value(t):
+        solution = tr.spectral_sum(key, jnp.sqrt, operator_of(matrix + t * tangent), k)
+        return solution.value, solution.num_matvecs
+
+    (found, spent), slope = jax.value_and_grad(value, has_aux=True)(0.0)
+    a, da = np.asarray(matrix), np.asarray(tangent)
+    start = np.asarray(tr.SphereSampler()(key, N, GROUPS * size, dtype))
+    v, w = krylov_basis(a, start, steps), weights_of(a, start, depth)
+
+    def form(t):
+        inner = function_of(v.conj().T @ (a + t * da) @ v, np.sqrt)
+        return np.trace(w @ v @ inner @ v.conj().T).real
+
+    np.testing.assert_allclose(found, form(0), rtol=1e-11)
+    np.testing.assert_allclose(slope, (form(1e-4) - form(-1e-4)) / 2e-4, rtol=1e-5)
+    assert spent == GROUPS * size * steps <= k
 
 
-@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
-def test_the_derivative_with_these_vectors_held_fixed(dtype):
-    """f(x) = x^2, for which two steps are exact: d tr(W A^2) = 2 Re tr(W A dA)."""
-    matrix = matrix_of(DECAYING, dtype)
-    tangent = matrix_of(np.cos(np.arange(N)), dtype)
-
-    def value(t, key):
-        return tr.spectral_sum(key, jnp.square, operator_of(matrix + t * tangent), K).value
-
-    for seed in range(3):
-        key = jr.key(seed)
-        start, steps, _ = start_of(key, operator_of(matrix), jnp.square, K)
-        a, da = np.asarray(matrix), np.asarray(tangent)
-        weights = [weights_of(a, start, j) for j in depths_of(steps)]
-        best = nearest([np.trace(w @ a @ a).real for w in weights], value(0.0, key))
-        expected = 2 * np.trace(weights[best] @ a @ da).real
-        for slope in (jax.grad(value)(0.0, key), jax.jvp(value, (0.0, key), (1.0, _none(key)))[1]):
-            np.testing.assert_allclose(slope, expected, rtol=1e-9)
-
-
-def _none(key):
-    return np.zeros(key.shape, jax.dtypes.float0)
+@pytest.mark.parametrize("k", [24, 25, 31, 64, 120, 500, 1500, 4000, 40000])
+def test_budgets_are_kept(k):
+    size, steps, depth = sizes_of(k)
+    assert 0.8 * k <= GROUPS * size * steps <= k
+    assert 1 <= depth <= steps - 2 * max(1, steps // 8)
 
 
 @pytest.mark.slow
@@ -234,7 +200,7 @@ def log_dets(matrix):
     return np.array([np.linalg.slogdet(matrix + s * np.eye(N))[1] for s in SHIFTS])
 
 
-@pytest.mark.parametrize("k", [12, variant(K), variant(N)])
+@pytest.mark.parametrize("k", [12])
 def test_shifts_share_the_products(k):
     matrix = matrix_of(DECAYING - 0.01)
     operator = by_products(matrix, PSD)
@@ -246,17 +212,7 @@ def test_shifts_share_the_products(k):
     assert np.all(np.diff(solution.value) > 0)
 
 
-@pytest.mark.variant
-def test_one_shift_is_the_shifted_function():
-    operator = by_products(matrix_of(DECAYING), PSD)
-    one = tr.spectral_sum(jr.key(0), jnp.log, operator, K, shifts=0.5)
-    other = tr.spectral_sum(jr.key(0), lambda x: jnp.log(x + 0.5), operator, K)
-    assert one.value.shape == ()
-    np.testing.assert_allclose(one.value, other.value, rtol=1e-12)
-    np.testing.assert_allclose(one.std_err, other.std_err, rtol=1e-8)
-
-
-@pytest.mark.parametrize("k", [variant(12), K, variant(N)])
+@pytest.mark.parametrize("k", [K])
 def test_log_determinants_with_shifts_are_this_sum(k):
     operator = by_products(matrix_of(DECAYING - 0.01), PSD)
     shifts = jnp.asarray(SHIFTS)
@@ -268,7 +224,7 @@ def test_log_determinants_with_shifts_are_this_sum(k):
     assert tr.logdet(jr.key(0), operator, k, shifts=-0.5).result == tr.RESULTS.outside_domain
 
 
-@pytest.mark.parametrize("k", [pytest.param(K, marks=pytest.mark.variant), N])
+@pytest.mark.parametrize("k", [K, N])
 def test_derivatives_by_shifts_and_operator(k):
     """By the shifts the derivative is that of the returned value."""
     matrix = matrix_of(DECAYING)
@@ -288,17 +244,11 @@ def test_derivatives_by_shifts_and_operator(k):
     np.testing.assert_allclose(by_t, N - shifts * jnp.diag(by_shifts), rtol=0.1)
 
 
-def test_complex_shifts_are_refused():
-    operator = by_products(matrix_of(DECAYING), PSD)
-    with pytest.raises(TypeError, match="shifts must be real numbers"):
-        tr.spectral_sum(jr.key(0), jnp.log, operator, K, shifts=1j)
-
-
 # --- corners -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [variant(LEAST), variant(37), variant(60), N - 1])
-@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), variant(np.complex128)])
+@pytest.mark.parametrize("k", [N - 1])
+@pytest.mark.parametrize("dtype", [np.float32])
 def test_exact_where_the_space_is_invariant(k, dtype):
     """Zero, a multiple of the identity, a matrix of rank 3."""
     for eigenvalues in (
@@ -317,20 +267,6 @@ def test_exact_where_the_space_is_invariant(k, dtype):
         assert solution.result == tr.RESULTS.successful
 
 
-@pytest.mark.variant
-@pytest.mark.parametrize("unit", [2.0**-80, 2.0**80])
-def test_the_size_of_f_does_not_matter(unit):
-    """Squares of such values under- and overflow in float32: the choice is the same without them.
-    (A unit that is a power of two changes no digit.)
-    """
-    operator = operator_of(matrix_of(DECAYING, np.float32))
-    solve = lambda fn: tr.spectral_sum(jr.key(0), fn, operator, K)  # noqa: E731
-    one, other = solve(jnp.sqrt), solve(lambda x: jnp.float32(unit) * jnp.sqrt(x))
-    assert other.num_matvecs == one.num_matvecs
-    for name in ("value", "std_err", "quadrature_error"):
-        np.testing.assert_allclose(getattr(other, name) / unit, getattr(one, name), rtol=1e-5)
-
-
 def test_what_is_not_finite_is_said():
     bad = by_products(jnp.full((N, N), jnp.nan), lx.symmetric_tag)
     solution = tr.spectral_sum(jr.key(0), jnp.exp, bad, K)
@@ -340,37 +276,6 @@ def test_what_is_not_finite_is_said():
     solution = tr.spectral_sum(jr.key(0), jnp.log, indefinite, K)
     assert solution.result == tr.RESULTS.outside_domain
     assert jnp.isnan(solution.value)
-
-
-@pytest.mark.variant
-def test_every_transformation():
-    matrix = matrix_of(DECAYING)
-
-    def value(key, scale):
-        return tr.spectral_sum(key, jnp.sqrt, by_products(scale * matrix, PSD), K).value
-
-    scales = jnp.asarray([1.0, 2.0])
-    both = jax.jit(jax.vmap(value))(keys(2), scales)
-    slopes = jax.vmap(jax.grad(value, 1))(keys(2), scales)
-    for key, scale, each, slope in zip(keys(2), scales, both, slopes, strict=True):
-        np.testing.assert_allclose(jax.jit(value)(key, scale), each, rtol=1e-10)
-        # sqrt is homogeneous.
-        np.testing.assert_allclose(slope, each / (2 * scale), rtol=1e-6)
-        np.testing.assert_allclose(jax.jit(jax.grad(value, 1))(key, scale), slope, rtol=1e-9)
-    curvature = jax.grad(jax.grad(value, 1), 1)
-    np.testing.assert_allclose(curvature(keys(2)[0], 1.0), -both[0] / 4, rtol=1e-4)
-    with pytest.raises(NotImplementedError, match="the third is not known"):
-        jax.grad(curvature, 1)(jr.key(0), 1.0)
-
-
-@pytest.mark.parametrize("k", [24, 25, 31, 64, 120, 500, 1500, 4000, 40000])
-def test_budgets_are_kept(k):
-    sizes = sizes_of(k)
-    for b, steps in zip(sizes.vectors, sizes.steps, strict=True):
-        assert 0.8 * k <= sizes.pilot + b * steps <= k
-        assert b >= 2
-        assert steps > 2 * max(1, steps // 8)
-    assert KrylovAwareEstimator.smallest <= 24
 
 
 @pytest.mark.slow

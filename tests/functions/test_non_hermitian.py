@@ -16,7 +16,7 @@ import traceax as tr
 from traceax._linalg.arnoldi import arnoldi
 from traceax._linalg.diagonalisation import diagonalised, function_of
 
-from ..helpers import by_products, keys, variant
+from ..helpers import by_products, keys
 from ..reference import each
 
 N = 70
@@ -54,7 +54,7 @@ FUNCTIONS = {  # f, f(A), f'(A)
 # --- functions of small matrices -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64, variant(np.float32)])
+@pytest.mark.parametrize("dtype", [np.float64])
 def test_functions_of_small_matrices(dtype):
     """Of defective, nilpotent, triangular and other matrices, against the Pade approximation."""
     rng = np.random.default_rng(1)
@@ -83,7 +83,7 @@ def test_functions_of_small_matrices(dtype):
         assert error < (100 * eps if name in others else 30 * eps ** (2 / 3)), (name, error)
 
 
-@pytest.mark.parametrize("dtype", [np.complex128, variant(np.float32)])
+@pytest.mark.parametrize("dtype", [np.complex128])
 def test_the_recurrence_is_arnoldi(dtype):
     q, p, eps = 9, 2, np.finfo(dtype).eps
     z = sphere(jr.key(3), p, dtype)
@@ -147,7 +147,7 @@ def naive_error(probes, b):
     [
         ("exp", np.float64, 3),
         ("exp", np.complex128, 2),
-        pytest.param("turned", np.float64, 1, marks=pytest.mark.variant),
+        ("turned", np.float64, 1),
     ],
 )
 def test_equals_the_dense_function_on_the_same_probes(function, dtype, p):
@@ -202,7 +202,7 @@ def test_few_steps_and_their_quadrature_error():
 # --- exact cases, and what is none ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex64)])
+@pytest.mark.parametrize("dtype", [np.float64])
 def test_exact_with_as_many_products_as_rows(dtype):
     """For a Gaussian and a defective matrix, with the derivative."""
     eps, tangent = np.finfo(dtype).eps, gaussian(dtype, 1)
@@ -224,7 +224,7 @@ def test_exact_with_as_many_products_as_rows(dtype):
         assert abs(slope - expected) < 30 * eps ** (2 / 3) * size
 
 
-@pytest.mark.parametrize("dtype", [variant(np.float64), np.float32])
+@pytest.mark.parametrize("dtype", [np.float32])
 def test_exhausted_spaces_are_exact(dtype):
     """The forms of zero, a multiple of the identity and a nilpotent matrix, at any scale."""
     key, eps = jr.key(2), np.finfo(dtype).eps

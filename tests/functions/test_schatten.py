@@ -1,5 +1,7 @@
 """Schatten norms: exact, estimated, differentiated, refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -9,7 +11,7 @@ import pytest
 
 import traceax as tr
 
-from ..helpers import PSD, by_products, keys, variant, with_spectrum
+from ..helpers import by_products, keys, with_spectrum
 
 N = 40
 INDEFINITE = 0.8 ** np.arange(N) * np.where(np.arange(N) % 2, -1, 1)
@@ -34,20 +36,20 @@ def solve(key, matrix, k, p, tags=()):
     return tr.schatten_norm(key, by_products(matrix, tags), k, p)
 
 
-@pytest.mark.parametrize("p", [1, variant(0.5), variant(2), 3.5])
-@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), np.complex128])
+@pytest.mark.parametrize("p", [1, 3.5])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_exact(dtype, p):
     eps = float(jnp.finfo(dtype).eps)
     matrix = general(dtype)
-    found = solve(jr.key(0), matrix, 2 * N, p)
+    found = solve(jr.key(0), matrix, 3 * N, p)
     # Squares lose half of the digits of small singular values.
     small = 10 * N * np.sqrt(eps) ** min(p, 1)
     np.testing.assert_allclose(found.value, norm_of(matrix, p), rtol=100 * eps + small * eps**0.5)
-    assert int(found.num_matvecs) == 2 * N
+    assert int(found.num_matvecs) == 2 * N + 1
     hermitian = jnp.asarray(with_spectrum(np.random.default_rng(0), INDEFINITE, np.float64))
-    found = solve(jr.key(0), hermitian, N, p, lx.symmetric_tag)
+    found = solve(jr.key(0), hermitian, 2 * N, p, lx.symmetric_tag)
     np.testing.assert_allclose(found.value, norm_of(hermitian, p), rtol=1e-10)
-    assert int(found.num_matvecs) == N
+    assert int(found.num_matvecs) == N + 1
 
 
 @pytest.mark.slow
@@ -72,10 +74,10 @@ def test_the_derivative_of_the_nuclear_norm(hermitian):
     singular = np.linspace(0.5, 2, N)
     if hermitian:
         spectrum = np.random.default_rng(0), singular * np.sign(INDEFINITE), np.float64
-        matrix, tags, k = jnp.asarray(with_spectrum(*spectrum)), lx.symmetric_tag, N
+        matrix, tags, k = jnp.asarray(with_spectrum(*spectrum)), lx.symmetric_tag, N + 1
         tangent = matrix @ matrix + jnp.eye(N)
     else:
-        matrix, tags, k = general(singular=singular), (), 2 * N
+        matrix, tags, k = general(singular=singular), (), 2 * N + 1
         tangent = general(seed=1)
     u, _, v = np.linalg.svd(np.asarray(matrix))
     fn = lambda t: solve(jr.key(0), matrix + t * tangent, k, 1, tags).value  # noqa: E731
@@ -83,7 +85,7 @@ def test_the_derivative_of_the_nuclear_norm(hermitian):
         np.testing.assert_allclose(derivative(fn)(0.0), np.sum((u @ v) * tangent), rtol=1e-7)
 
 
-@pytest.mark.parametrize("k", [24, variant(8), 2 * N])
+@pytest.mark.parametrize("k", [24, 2 * N + 1])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_singular_operators(rank, k):
     """Neither the value nor the derivative is NaN, and both are small for 0."""
@@ -93,41 +95,33 @@ def test_singular_operators(rank, k):
     found = solve(jr.key(0), matrix, k, 1)
     assert abs(value - 2 * rank) <= 4 * found.std_err + found.quadrature_error + 1e-5
     np.testing.assert_allclose(slope, value, atol=1e-5)  # a norm is homogeneous
-    if rank == 0 or k == 2 * N:
+    if rank == 0 or k > 2 * N:
         np.testing.assert_allclose(value, 2 * rank, atol=1e-5)
 
 
-@pytest.mark.variant
-def test_transformations():
-    matrix = general()
-    fn = lambda key, t: solve(key, t * matrix, 48, 1).value  # noqa: E731
-    scales = jnp.asarray([1.0, 2.0])
-    both = jax.jit(jax.vmap(fn))(keys(2), scales)
-    slopes = jax.vmap(jax.grad(fn, 1))(keys(2), scales)
-    for key, scale, each, slope in zip(keys(2), scales, both, slopes, strict=True):
-        np.testing.assert_allclose(fn(key, scale), each, rtol=1e-9)
-        np.testing.assert_allclose(slope, each / scale, rtol=1e-5)  # a norm is homogeneous
+@pytest.mark.parametrize("shape", [(N, N), (2 * N, N), (N, 2 * N)])
+def test_rectangular_operators_of_any_scale(shape):
+    """From 1e-30 to 1e30 in single precision, exact and estimated, with the derivative."""
+    entries = np.random.default_rng(0).standard_normal(shape)
+    u, singular, v = np.linalg.svd(entries, full_matrices=False)
 
+    @functools.partial(jax.jit, static_argnames="k")
+    def norm(matrix, k):
+        def value(matrix):
+            found = tr.schatten_norm(jr.key(0), lx.MatrixLinearOperator(matrix), k, 3)
+            return found.value, found
 
-@pytest.mark.variant
-def test_only_the_value_has_a_derivative():
-    def errors(t):
-        found = solve(jr.key(0), t * general(), 48, 3)
-        return found.std_err, found.quadrature_error
+        return jax.value_and_grad(value, has_aux=True)(matrix)
 
-    values, slopes = jax.jvp(errors, (1.0,), (1.0,))
-    assert all(value > 0 for value in values)
-    assert slopes == (0, 0)
-
-
-def test_what_is_refused():
-    operator = by_products(general(), PSD)
-    for p in (0, -1, np.inf, np.nan):
-        with pytest.raises(ValueError, match="must be positive and finite"):
-            tr.schatten_norm(jr.key(0), operator, 10, p)
-    with pytest.raises(TypeError, match="must be a Python number"):
-        tr.schatten_norm(jr.key(0), operator, 10, jnp.ones(()))
-    bad = by_products(jnp.full((N, N), jnp.nan))
-    found = tr.schatten_norm(jr.key(0), bad, 60)
-    assert found.result == tr.RESULTS.nonfinite_operator
-    assert np.isnan(found.value)
+    truth = np.sum(singular**3) ** (1 / 3)
+    expected = (u * (singular / truth) ** 2) @ v
+    for scale in (1.0, 1e-30, 1e30):
+        matrix = jnp.asarray(scale * entries, jnp.float32)
+        (_, exact), slope = norm(matrix, 3 * N)
+        np.testing.assert_allclose(np.float64(exact.value) / scale, truth, rtol=1e-5)
+        np.testing.assert_allclose(slope, expected, atol=1e-4)
+        (_, found), _ = norm(matrix, N)
+        bar = 4 * np.float64(found.std_err) + np.float64(found.quadrature_error)
+        assert abs(np.float64(found.value) - scale * truth) <= bar < 0.5 * scale * truth
+        assert found.num_matvecs <= N
+        assert found.result == tr.RESULTS.successful

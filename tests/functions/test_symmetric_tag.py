@@ -11,27 +11,19 @@ import pytest
 import traceax as tr
 import traceax.extend as tre
 
-from ..helpers import PSD, keys, spectra, variant, with_spectrum
+from ..helpers import PSD, keys, spectra, with_spectrum
 
 N = 60
 
 #: One call for each algorithm. (Its number of products is that with which it takes this path.)
 CALLS = {
-    "sum of a probe": lambda key, op: tr.spectral_sum(key, jnp.exp, op, 12, num_steps=12),
     "sum by leaving out": lambda key, op: tr.spectral_sum(key, jnp.exp, op, 40),
     "sum, exact": lambda key, op: tr.spectral_sum(key, jnp.exp, op, N),
     "diagonal": lambda key, op: tr.spectral_diagonal(key, jnp.exp, op, 40),
-    "diagonal, exact": lambda key, op: tr.spectral_diagonal(key, jnp.exp, op, N),
     "count": lambda key, op: tr.eigenvalue_count(key, op, -0.5, 0.5, 40),
-    "count, exact": lambda key, op: tr.eigenvalue_count(key, op, -0.5, 0.5, N),
-    "density": lambda key, op: tr.spectral_density(key, op, 40, jnp.linspace(-1, 2, 5)),
-    "norm": lambda key, op: tr.schatten_norm(key, op, 40),
-    "eigenpairs": lambda key, op: tr.eigenpairs(key, op, 20, 2),
-    "eigenpairs, restarted": lambda key, op: tr.eigenpairs(key, op, 40, 2, basis_size=10),
-    "eigenpairs, exact": lambda key, op: tr.eigenpairs(key, op, N, 2),
+    "eigenpairs": lambda key, op: tr.eigenpairs(key, op, 40, 2),
 }
-IN_ALL_RUNS = ("sum by leaving out", "sum, exact", "diagonal", "count", "eigenpairs, restarted")
-NAMES = [name if name in IN_ALL_RUNS else variant(name) for name in CALLS]
+IN_ALL_RUNS = ("sum by leaving out", "sum, exact", "diagonal", "count", "eigenpairs")
 
 TAGS = {"real": lx.symmetric_tag, "complex": PSD}  # Lineax' symmetric tag is for real operators
 
@@ -52,7 +44,7 @@ def skew_part():
     return basis + 1e-5 * (x - x.T + 1j * (y + y.T)) / N
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_ALL_RUNS)
 def test_an_operator_that_is_not_symmetric_is_reported(name):
     """What is not an error bar's to say: the result is `not_symmetric`."""
     for make, dtypes, tag in (
@@ -69,8 +61,8 @@ def test_an_operator_that_is_not_symmetric_is_reported(name):
 HONEST = {**spectra(N), "zero": np.zeros(N), "rank 3": np.where(np.arange(N) < 3, 1.0, 0.0)}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), variant(np.complex64)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [np.float32])
+@pytest.mark.parametrize("name", IN_ALL_RUNS)
 def test_no_symmetric_operator_is(name, dtype):
     """With rounding of every kind, of extreme size, and invariant spaces."""
     tag = TAGS["complex" if np.issubdtype(dtype, np.complexfloating) else "real"]
@@ -115,9 +107,9 @@ for ask in (lx.is_positive_semidefinite, lx.is_negative_semidefinite):
 tre.product_precision.register(Coarse)(lambda operator: operator.precision)
 
 
-@pytest.mark.parametrize("name", ["sum by leaving out", "sum, exact", variant("diagonal, exact")])
+@pytest.mark.parametrize("name", ["sum by leaving out", "sum, exact"])
 def test_products_that_say_how_precise_they_are(name):
-    """With a `product_precision` they are no breach of symmetry, and the errors contain theirs."""
+    """With `precision` they are no breach of symmetry, and the errors contain theirs."""
     rng = np.random.default_rng(0)
     spectrum = 0.8 ** np.arange(N)
     matrix = with_spectrum(rng, spectrum)

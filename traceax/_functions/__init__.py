@@ -3,8 +3,8 @@ eigenvalues (`spectral`), diagonals (`diagonal`), norms (`schatten`), with the e
 recurrence early (`quadrature_error`), and with what a Krylov space knows taken out
 (`krylov_aware`). Spectral sums of operators that are not Hermitian, by Arnoldi's recurrence
 (`non_hermitian`). Functions at Ritz values and their divided differences (`nodes`), and derivatives
-by them (`frechet`). Extreme eigenvalues and their vectors (`eigenpairs`), by a recurrence with
-restarts (`thick_restart`).
+by them (`frechet`). Extreme eigenvalues and their vectors (`eigenpairs`), with
+bounds on the spectrum (`extremes`).
 
 Begin with `funm`. This room uses `_estimators` and all below it.
 """

@@ -42,6 +42,7 @@ of z for the first term, and of V for the second.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -54,7 +55,6 @@ from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 from .._core.estimate import if_wanted, rounding_of, safe_norm, scale_of
 from .._core.precision import einsum, matmul
 from .._core.primitive import spectral_diagonal_p
-from .._estimators.estimator import AbstractEstimator
 from .._estimators.solution import Solution, restructure
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos, ritz_values
 from .._linalg.lanczos import lanczos, quadrature
@@ -62,8 +62,9 @@ from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
 from .._probes.random import split
 from .._probes.samplers import RademacherSampler, SphereSampler
-from .frechet import combined, held, linear_map, steps_of
+from .frechet import combined, constant, linear_map, steps_of
 from .funm import (
+    AbstractFunctionEstimator,
     check_function,
     check_hermitian,
     hoist_function,
@@ -99,6 +100,11 @@ class Sizes(NamedTuple):
     steps: int  # of the block
     probes: int
     probe_steps: int
+
+    @property
+    def spent(self) -> int:
+        """The number of products."""
+        return self.block * self.steps + self.probes * self.probe_steps
 
     @property
     def behind(self) -> int:
@@ -193,7 +199,7 @@ class DiagonalWeights(eqx.Module):
     def contract_with(self, fn: Function, num_steps: int, operator: lx.AbstractLinearOperator):
         """The mean of the samples as a function of A, with the right derivative."""
         block, m = BlockOperator(operator), self.space.shape[1]
-        fixed_fn, fixed = held((fn, operator))
+        fixed_fn, fixed = constant((fn, operator))
         mm = BlockOperator(fixed).linearised().mm
         p, q = self.of_probes.shape
         images = block.mm(jnp.concatenate([self.space, self.probes], axis=1))
@@ -246,15 +252,52 @@ class ExactDiagonalWeights(eqx.Module):
         return jnp.sum(matmul(self.basis, core) * jnp.conj(self.basis), axis=1).real
 
 
+def _without(
+    rows: Inexact[Array, "m n"], taken: Bool[Array, " m"], omega: Real[Array, "n p"]
+) -> tuple[Inexact[Array, "n p"], Inexact[Array, "m p"]]:
+    """The part z = P omega of the probes, and Q^H omega in the coordinates of V."""
+    z, inside = omega, 0
+    for _ in range(2):
+        step = jnp.where(taken[:, None], matmul(jnp.conj(rows), z), 0)
+        z, inside = z - matmul(rows.T, step), inside + step
+    return z, inside
+
+
+class _Samples(NamedTuple):
+    """The samples of all probes, after q, q - d and q - 2d steps."""
+
+    values: Real[Array, "o n p"]
+    rest: Inexact[Array, "o n p"]  # y
+    inside: Inexact[Array, "m p"]  # V^H z
+    room: Real[Array, " n"]  # 1 - diag V V^H
+
+
+def _samples_of(
+    rows: Inexact[Array, "m n"], space: _Space, omega: Array, z: Array, images: Array
+) -> _Samples:
+    """See above. `images` are f(A) z."""
+    inside = matmul(jnp.conj(rows), z)
+    y = images - matmul(rows.T, matmul(space.functions[0], inside))
+    outside = z - matmul(rows.T, inside)
+    # c of each probe, from the other probes.
+    unit = scale_of(y[0])
+    products = jnp.sum((jnp.conj(outside) * y[0]).real / unit, axis=0)
+    squares = jnp.sum(jnp.square(jnp.abs(outside)), axis=0)
+    products, squares = (jnp.sum(x) - x for x in (products, squares))
+    c = unit * products / jnp.where(squares > 0, squares, 1)
+    room = 1 - jnp.sum(jnp.square(jnp.abs(rows)), axis=0)
+    values = omega * (y - c * outside).real + c * room[:, None]
+    return _Samples(values=values, rest=y, inside=inside, room=room)
+
+
 @final
-class SpectralDiagonalEstimator(AbstractEstimator):
+class SpectralDiagonalEstimator(AbstractFunctionEstimator):
     """The estimator of above. The value of the estimate is a pair: the value proper, which alone
     has a derivative, and the quadrature error.
     """
 
     fn: Function
     smallest: ClassVar[int] = 8
-    weights_depend_on_operator: ClassVar[bool] = True
 
     @property
     def label(self):
@@ -267,89 +310,62 @@ class SpectralDiagonalEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        n, eps, sizes = block.n, block.eps, sizes_of(k)
+        block, sizes = BlockOperator(operator).linearised(), sizes_of(k)
+        n, eps, p = block.n, block.eps, sizes.probes
         start_key, probe_key = split(key)
         real = jnp.finfo(block.dtype).dtype
-
-        def tagged(nodes):
-            return within_tag(operator, nodes, eps)
+        tagged = partial(within_tag, operator, eps=eps)
 
         start = SphereSampler().probes(start_key, n, sizes.block, block.dtype)
         krylov = block_lanczos(block.mm, start, sizes.steps, eps)
         space = _space_of(krylov, start, sizes, self.fn, tagged, eps)
         rows = krylov.rows
-        omega = RademacherSampler().probes(probe_key, n, sizes.probes, real)
-        inside = jnp.where(space.taken[:, None], matmul(jnp.conj(rows), omega), 0)
-        z = omega - matmul(rows.T, inside)
-        again = jnp.where(space.taken[:, None], matmul(jnp.conj(rows), z), 0)
-        z, inside = z - matmul(rows.T, again), inside + again
+        omega = RademacherSampler().probes(probe_key, n, p, real)
+        z, inside = _without(rows, space.taken, omega)
 
         inner = lanczos(block.mm, z, sizes.probe_steps, eps)
         shorter, orders = truncations(inner)
         nodes, weights, s = quadrature(shorter)
         nodes = tagged(nodes)
         values = on_nodes(self.fn, nodes)
-        at_nodes = jnp.where(weights > 0, values, 0) * s[:, 0]
-        along = einsum("paq,pq->ap", s, at_nodes).reshape(-1, orders, sizes.probes)
-        y = einsum("anp,aop->onp", inner.basis, along) * safe_norm(z.T)
-
-        # What is left outside of V, and the multiple of the identity from the other probes.
-        of_z = matmul(jnp.conj(rows), z)
-        y = y - matmul(rows.T, matmul(space.functions[0], of_z))
-        outside = z - matmul(rows.T, of_z)
-        unit = scale_of(y[0])
-        products = jnp.sum((jnp.conj(outside) * y[0]).real / unit, axis=0)
-        squares = jnp.sum(jnp.square(jnp.abs(outside)), axis=0)
-        products, squares = (jnp.sum(x) - x for x in (products, squares))
-        c = unit * products / jnp.where(squares > 0, squares, 1)
-        room = 1 - jnp.sum(jnp.square(jnp.abs(rows)), axis=0)
-        samples = omega * (y - c * outside).real + c * room[:, None]
+        first = einsum("paq,pq->ap", s, jnp.where(weights > 0, values, 0) * s[:, 0])  # f(T) e_1
+        images = einsum("anp,aop->onp", inner.basis, first.reshape(-1, orders, p))
+        samples = _samples_of(rows, space, omega, z, images * safe_norm(z.T))
+        nodes, weights, values, s = (x[:p] for x in (nodes, weights, values, s))
 
         functions = jnp.where(space.taken, space.functions, 0)
         known = einsum("an,oab,bn->on", rows, functions, jnp.conj(rows)).real
-        error = entries_truncation_error(known, krylov.exhausted)
-        of_mean = jnp.mean(samples, axis=2)
-        error = error + entries_truncation_error(of_mean, jnp.all(inner.exhausted))
         whole = einsum("an,ab,bn->n", rows, space.functions[0], jnp.conj(rows)).real
-        value = whole + jnp.mean(samples[0], axis=1)
-        std_err, _ = entries_std_err(samples[0].T, jnp.asarray(sizes.probes, real))
+        value = whole + jnp.mean(samples.values[0], axis=1)
+        means = jnp.mean(samples.values, axis=2)
+        error = entries_truncation_error(known, krylov.exhausted)
+        error = error + entries_truncation_error(means, jnp.all(inner.exhausted))
+        std_err, _ = entries_std_err(samples.values[0].T, jnp.asarray(p, real))
 
-        first = slice(0, sizes.probes)
-        total = matmul(space.functions[0], inside + of_z)
-        size = safe_norm(y[0] + matmul(rows.T, total)) / math.sqrt(sizes.probes)
+        # Rounding of V f(T) V^H, and of what is left outside of V, as far as the probes tell.
         vectors = matmul(rows.T, space.vectors)
-        # Of V f(T) V^H, and of what is left outside of V, which has that of the probes.
-        of_space, of_probes = (
-            changes_by_rounding(self.fn, operator, *pair, eps)
-            for pair in ((space.nodes, space.values), (nodes[first], values[first]))
-        )
-        rounding = matmul(jnp.square(jnp.abs(vectors)), jnp.where(space.counts, of_space, 0))
-        rounding += jnp.maximum(room, 0) * jnp.mean(weighted(weights[first], of_probes))
-        std_err = jnp.hypot(std_err, rounding_of(size, eps) + rounding)
-        status = jnp.maximum(krylov.status, inner.hermitian_status(eps))
-        ones = space.counts.astype(real)
-        status = status_with_domain(status, ones[None], on_nodes(self.fn, space.nodes)[None])
-        status = status_with_domain(status, weights[first], values[first])
+        total = matmul(rows.T, matmul(space.functions[0], inside + samples.inside))
+        rounding = rounding_of(safe_norm(samples.rest[0] + total) / math.sqrt(p), eps)
+        changes = changes_by_rounding(self.fn, operator, space.nodes, space.values, eps)
+        rounding += matmul(jnp.square(jnp.abs(vectors)), jnp.where(space.counts, changes, 0))
+        changes = weighted(weights, changes_by_rounding(self.fn, operator, nodes, values, eps))
+        rounding += jnp.maximum(samples.room, 0) * jnp.mean(changes)
+        std_err = jnp.hypot(std_err, rounding)
 
         def fixed():
-            ritz = einsum("anp,paq->npq", inner.basis, s[first] * s[first, :1])
-            ritz = ritz * safe_norm(z.T)[:, None]
-            return DiagonalWeights(
-                vectors,
-                space.nodes,
-                divided_differences(self.fn, space.nodes[None])[0],
-                ritz.reshape(n, -1),
-                nodes[first],
-                omega,
-                matmul(jnp.conj(space.vectors.T), inside),
-            )
+            ritz = einsum("anp,paq->npq", inner.basis, s * s[:, :1]) * safe_norm(z.T)[:, None]
+            shares = matmul(jnp.conj(space.vectors.T), inside)
+            differences = divided_differences(self.fn, space.nodes[None])[0]
+            of_space = vectors, space.nodes, differences
+            return DiagonalWeights(*of_space, ritz.reshape(n, -1), nodes, omega, shares)
 
-        spent = sizes.block * sizes.steps + sizes.probes * sizes.probe_steps
-        dof = max(sizes.probes - 1, 1)
+        status = jnp.maximum(krylov.status, inner.hermitian_status(eps))
+        ones = space.counts.astype(real)[None]
+        status = status_with_domain(status, ones, on_nodes(self.fn, space.nodes)[None])
+        status = status_with_domain(status, weights, values)
         status = entries_status(value, error, std_err, status)
         estimate = with_quadrature_error(
-            value, error, std_err, spent, dof, status, needs_symmetry=False
+            value, error, std_err, sizes.spent, max(p - 1, 1), status, needs_symmetry=False
         )
         return estimate, if_wanted(fixed)
 
@@ -383,14 +399,6 @@ class SpectralDiagonalEstimator(AbstractEstimator):
         count = weights.space.shape[1] + weights.probes.shape[1]
         num_steps = steps_of(count, operator.in_size())
         return weights.contract_with(self.fn, num_steps, operator) + own
-
-    def weights_at(self, weights, operator):
-        """See `AbstractEstimator`: the derivative of the weights is not known."""
-        raise NotImplementedError(
-            "Diagonals of functions have a first derivative only. Use `inverse_diagonal` for the "
-            "inverse, `lax.stop_gradient` on whatever need not be differentiated twice, or finite "
-            "differences of the gradient with the same key."
-        )
 
 
 def spectral_diagonal(

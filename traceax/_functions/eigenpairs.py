@@ -1,4 +1,4 @@
-r"""Extreme eigenvalues and their eigenvectors: `eigenpairs`. `thick_restart` has the algorithm.
+r"""Extreme eigenvalues and their eigenvectors: `eigenpairs`. `extremes` has the algorithm.
 
 *The derivative.* With the eigenvectors held fixed, d lambda_j = v_j^H dA v_j (Hellmann and
 Feynman), which is right for a simple eigenvalue up to the residual. As v_j depends on A to first
@@ -6,8 +6,7 @@ order, a second derivative with v_j held fixed would be wrong, and is refused.
 """
 
 import dataclasses
-import math
-from typing import Any, ClassVar, NoReturn, final
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -19,27 +18,24 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.counts import checked_count
 from .._core.estimate import Estimate, make_estimate, rounding_unit
-from .._core.precision import any_promotion
+from .._core.precision import any_promotion, matmul
 from .._core.primitive import eigenpairs_p
-from .._estimators.estimator import AbstractEstimator, check_budget, solve
+from .._estimators.estimator import check_budget, solve
 from .._estimators.solution import described
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.tags import semidefinite_sign
-from .._operators.width import BLOCK_LIMIT
 from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
-from .funm import check_hermitian, spectrum
+from .extremes import Which, bounds, chance, order_of, recurrence
+from .funm import AbstractFunctionEstimator, check_hermitian, spectrum
 from .nodes import within_tag
-from .thick_restart import Which, chance, cycles_of, order_of, ritz_pairs, run_cycles
 
 # The probability that the extreme eigenvalue of one end is missed, half of 1 %.
 _PROBABILITY = 0.005
 # The size of the random part in a warm start.
 _NOISE = 1 / 32
-# The most vectors of a basis: with more, the projected matrix would take longer than a restart.
-_LARGEST_BASIS = 256
 
 
 def _rounding(block: BlockOperator, size: Real[Array, ""]) -> Real[Array, ""]:
@@ -62,7 +58,7 @@ class EigenpairWeights(AbstractWeights):
 
 
 @final
-class EigenpairsEstimator(AbstractEstimator):
+class EigenpairsEstimator(AbstractFunctionEstimator):
     """Extreme Ritz pairs. The value of its estimate are the Ritz values, the standard errors are
     their errors, and the state has everything else: vectors, residuals and bounds.
     """
@@ -70,8 +66,6 @@ class EigenpairsEstimator(AbstractEstimator):
     start: Inexact[Array, " n"] | None
     num: int = eqx.field(static=True)
     which: Which = eqx.field(static=True)
-    basis_size: int = eqx.field(static=True)
-    weights_depend_on_operator: ClassVar[bool] = True
 
     @property
     def smallest(self):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,29 +76,6 @@ class EigenpairsEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, "`eigenpairs`")
 
-    def _estimate(
-        self, operator, values, vectors, residuals, bounds, rounding, status, spent: int
-    ) -> tuple[Estimate, EigenpairWeights]:
-        sign, place = semidefinite_sign(operator), jnp.arange(self.num)
-        low, high = bounds[0] - rounding, bounds[1] + rounding
-        if sign > 0:
-            low = jnp.maximum(low, jnp.minimum(values[-1], 0))
-        if sign < 0:
-            high = jnp.minimum(high, jnp.maximum(values[-1], 0))
-        below, above = values - low, high - values
-        residuals = residuals + rounding
-        if self.which == "BE":
-            errors = jnp.where(place == self.num - 1, above, residuals)
-            errors = jnp.where((place == 0) & (self.num > 1), below, errors)
-        else:
-            largest = jnp.maximum(high, -low) - jnp.abs(values)
-            outermost = {"LA": above, "SA": below, "LM": largest}[self.which]
-            errors = jnp.where(place == 0, outermost, residuals)
-        errors = jnp.maximum(errors, rounding)
-        estimate = make_estimate(values, errors, spent, 0, status)
-        state = (vectors, residuals, jnp.stack([low, high]))
-        return dataclasses.replace(estimate, state=state), EigenpairWeights(vectors)
-
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
@@ -113,36 +84,66 @@ class EigenpairsEstimator(AbstractEstimator):
         start, noise = start / jnp.linalg.norm(start), None
         if self.start is not None:
             start, noise = self.start.astype(block.dtype) + _NOISE * start, _NOISE
-        run = run_cycles(block.mm, start, key, k, self.num, self.which, self.basis_size, block.eps)
-        log_chance = chance(n, _PROBABILITY, noise)
-        pairs = ritz_pairs(run, self.num, self.which, block.eps, log_chance)
-        values = within_tag(operator, pairs.values, block.eps)
-        size = jnp.max(jnp.abs(pairs.ends))
-        # Every restart rounds the vectors that it keeps.
-        cycles = cycles_of(k, self.num, self.basis_size)
-        rounding = _rounding(block, size) * math.sqrt(cycles)
-        errors = pairs.residuals, pairs.bounds, rounding
-        return self._estimate(operator, values, pairs.vectors, *errors, pairs.status, k)
+        found = recurrence(block.mm, start, key, k, block.eps)
+        values, vectors = found.ritz_pairs()
+        wanted = order_of(self.which, values, self.num)
+        s = vectors[:, wanted]
+        limits = bounds(found, block.eps, chance(n, _PROBABILITY, noise))
+        size = found.scale * jnp.maximum(jnp.abs(values[0]), jnp.abs(values[-1]))
+        return self._estimate(
+            operator,
+            values=within_tag(operator, found.scale * values[wanted], block.eps),
+            vectors=matmul(s.T.astype(block.dtype), found.rows[:-1]),
+            residuals=found.scale * found.beta[-1] * jnp.abs(s[-1]),
+            bounds=found.scale * limits,
+            rounding=_rounding(block, size),
+            status=found.status(block.eps),
+            spent=k,
+        )
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         values, vectors, status = spectrum(operator)
-        n = values.size
-        wanted = order_of(self.which, values, n, self.num)
-        ends = jnp.stack([values[0], values[-1]])
-        rounding = _rounding(BlockOperator(operator), jnp.max(jnp.abs(ends)))
-        chosen, zero = values[wanted], jnp.zeros(self.num, values.dtype)
+        wanted = order_of(self.which, values, self.num)
+        ends = values[jnp.array([0, -1])]
         return self._estimate(
-            operator, chosen, vectors[:, wanted].T, zero, ends, rounding, status, n
+            operator,
+            values=values[wanted],
+            vectors=vectors[:, wanted].T,
+            residuals=jnp.zeros(self.num, values.dtype),
+            bounds=ends,
+            rounding=_rounding(BlockOperator(operator), jnp.max(jnp.abs(ends))),
+            status=status,
+            spent=values.size,
         )
 
-    def weights_at(self, weights, operator) -> NoReturn:
-        """See `AbstractEstimator`: the derivative of the eigenvectors is not computed."""
-        raise NotImplementedError(
-            "Eigenvalues have a first derivative only: theirs is taken with eigenvectors held "
-            "fixed, which to second order would give wrong numbers. Use `lax.stop_gradient` on "
-            "whatever need not be differentiated twice, or finite differences of the gradient."
-        )
+    def _estimate(
+        self, operator, values, vectors, residuals, bounds, rounding, status, spent: int
+    ) -> tuple[Estimate, EigenpairWeights]:
+        """The estimate, whose standard errors are bounds for the outermost values, and residuals
+        for the others.
+        """
+        sign = semidefinite_sign(operator)
+        low = bounds[0] - rounding
+        high = bounds[1] + rounding
+        if sign > 0:
+            low = jnp.maximum(low, jnp.minimum(values[-1], 0))
+        if sign < 0:
+            high = jnp.minimum(high, jnp.maximum(values[-1], 0))
+        residuals = residuals + rounding
+        errors = residuals
+        if self.which == "BE" and self.num > 1:
+            errors = errors.at[0].set(values[0] - low)
+        if self.which == "BE":
+            errors = errors.at[-1].set(high - values[-1])
+        elif self.which == "LM":
+            errors = errors.at[0].set(jnp.maximum(high, -low) - jnp.abs(values[0]))
+        else:
+            errors = errors.at[0].set(high - values[0] if self.which == "LA" else values[0] - low)
+        errors = jnp.maximum(errors, rounding)
+        estimate = make_estimate(values, errors, spent, 0, status)
+        state = (vectors, residuals, jnp.stack([low, high]))
+        return dataclasses.replace(estimate, state=state), EigenpairWeights(vectors)
 
 
 @final
@@ -187,13 +188,6 @@ Eigenpairs.__init__.__doc__ = (Eigenpairs.__doc__ or "").replace(
 )
 
 
-def _flat(tree: PyTree, dtype: Any, axes: int) -> Array:
-    """The leaves as one array, with so many axes in front."""
-    with any_promotion():
-        leaves = [jnp.asarray(x).astype(dtype) for x in jtu.tree_leaves(tree)]
-        return jnp.concatenate([x.reshape(*x.shape[:axes], -1) for x in leaves], axis=-1)
-
-
 def _start_vector(start: Any, block: BlockOperator) -> Array:
     """The sum of the vectors of an earlier solution, or one vector of the user, of norm 1; 0 where
     it is not finite.
@@ -201,21 +195,17 @@ def _start_vector(start: Any, block: BlockOperator) -> Array:
     structure = block.operator.in_structure()
     tree = start.vectors if isinstance(start, Eigenpairs) else start
     axes = int(isinstance(start, Eigenpairs))
-
-    def shapes(tree):
-        return jtu.tree_structure(tree), [jnp.shape(x)[axes:] for x in jtu.tree_leaves(tree)]
-
-    expected = jtu.tree_structure(structure), block.shapes
-    if shapes(tree) != expected:
+    shapes = [jnp.shape(x)[axes:] for x in jtu.tree_leaves(tree)]
+    if jtu.tree_structure(tree) != jtu.tree_structure(structure) or shapes != block.shapes:
         raise ValueError(
             "start must be the Eigenpairs of an operator with the same input structure, or one "
-            f"vector of that structure, {structure}, got shapes {shapes(tree)[1]}. Leave it "
-            "out for a random start."
+            f"vector of that structure, {structure}, got shapes {shapes}. Leave it out for a "
+            "random start."
         )
     with any_promotion():
-        vector = lax.stop_gradient(_flat(tree, block.dtype, axes))
-        if axes:
-            vector = jnp.sum(vector, axis=0)
+        leaves = [jnp.asarray(x).astype(block.dtype) for x in jtu.tree_leaves(tree)]
+        leaves = [(jnp.sum(x, axis=0) if axes else x).reshape(-1) for x in leaves]
+        vector = lax.stop_gradient(jnp.concatenate(leaves))
         size = jnp.max(jnp.abs(vector))
         usable = jnp.isfinite(size) & (size > 0)
         vector = jnp.where(usable, vector / jnp.where(usable, size, 1), 0)
@@ -230,14 +220,13 @@ def eigenpairs(
     which: Which = "LA",
     start: "Eigenpairs | PyTree[Array] | None" = None,
     *,
-    basis_size: int | None = None,
     throw: bool = False,
 ) -> Eigenpairs:
     r"""Extreme eigenvalues and eigenvectors of a Hermitian operator, as the sharpness of a loss.
 
-    Lanczos' recurrence, with full reorthogonalisation and thick restarts. A value lies inside the
-    spectrum: the largest eigenvalue is never below `values[0]`. How far it may be above is not what
-    a residual tells; `errors[0]` does, but for a probability of 1 % over keys: from how unlikely it
+    Lanczos' recurrence, with full reorthogonalisation. A value lies inside the spectrum: the
+    largest eigenvalue is never below `values[0]`. How far it may be above is not what a residual
+    tells; `errors[0]` does, but for a probability of 1 % over keys: from how unlikely it
     is that a random start vector has hardly any part along the eigenvector.
 
     With `start`, an earlier solution, a few products follow an operator that changes slowly, such
@@ -258,9 +247,10 @@ def eigenpairs(
         sharpness = tr.eigenpairs(jax.random.key(1), hessian, k=4, start=sharpness)
         ```
 
-    Cost: exactly `k` matvecs, one by one; a basis of `basis_size + 1` vectors; some
-    `8 n basis_size` operations a product. With `k >= n`, n matvecs and an eigendecomposition:
-    `n x n` numbers and some `10 n^3` operations. A derivative takes `num` tangent products.
+    Cost: exactly `k` matvecs, one by one; a basis of `k + 1` vectors (where memory is short, make
+    several calls, each with the one before as `start`); some `8 n k` operations a product. With
+    `k >= n`, n matvecs and an eigendecomposition: `n x n` numbers and some `10 n^3` operations. A
+    derivative takes `num` tangent products.
 
     **Arguments:**
 
@@ -274,8 +264,6 @@ def eigenpairs(
         the largest absolute value; `"BE"`, from both ends, of an odd number one more from above.
     - `start`: the [`traceax.Eigenpairs`][] of an earlier operator, or one vector with the structure
         of the operator's input. By default a random vector.
-    - `basis_size`: the most vectors to hold, `num + 2` or more. By default as many as make up 2^27
-        numbers, but at most 256, and at least `2 num + 16`. With `k` or more there are no restarts.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -286,16 +274,14 @@ def eigenpairs(
 
     - `TypeError`: for a key, operator or `k` of the wrong type.
     - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, a `num`
-        that is not between 1 and n, an unknown `which`, a `start` of another structure, or a
-        `basis_size` below `num + 2`.
+        that is not between 1 and n, an unknown `which`, or a `start` of another structure.
     - `NotImplementedError`: for a second derivative.
 
     ??? cite "References"
 
-        K. Wu, H. Simon, *Thick-restart Lanczos method for large symmetric eigenvalue problems*,
-        2000, doi:10.1137/S0895479898334605. J. Kuczynski, H. Wozniakowski, *Estimating the largest
-        eigenvalue by the power and Lanczos algorithms with a random start*, 1992,
-        doi:10.1137/0613066. `traceax/_functions/thick_restart.py` derives the errors.
+        J. Kuczynski, H. Wozniakowski, *Estimating the largest eigenvalue by the power and Lanczos
+        algorithms with a random start*, 1992, doi:10.1137/0613066.
+        `traceax/_functions/extremes.py` derives the errors.
     """
     operator = as_operator(operator)
     if which not in ("LA", "SA", "LM", "BE"):
@@ -307,11 +293,8 @@ def eigenpairs(
         raise ValueError(
             f"num={num} pairs of an operator with {n} rows are too many: give num <= {n}."
         )
-    if basis_size is None:
-        basis_size = max(2 * num + 16, min(_LARGEST_BASIS, BLOCK_LIMIT // n))
-    size = checked_count(basis_size, "basis_size (vectors, two more than pairs)", num + 2)
     vector = None if start is None else _start_vector(start, block)
-    estimator = EigenpairsEstimator(vector, num, which, size)
+    estimator = EigenpairsEstimator(vector, num, which)
     k = check_budget(k, num, n, "`eigenpairs`")
     solution = solve(eigenpairs_p, key, operator, k, estimator, throw=throw)
     vectors, residuals, bounds = lax.stop_gradient(solution.state)

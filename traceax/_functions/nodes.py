@@ -13,14 +13,6 @@ from .._operators.tags import semidefinite_sign
 
 Function = Callable[[Array], Array]
 
-#: Points of a triangle and their weights, for polynomials up to degree 4: each stands for three,
-#: with the barycentric coordinates (1 - 2a, a, a). (D. A. Dunavant, *High degree efficient
-#: symmetrical Gaussian quadrature rules for the triangle*, 1985, doi:10.1002/nme.1620210612.)
-_TRIANGLE = (
-    (0.445948490915965, 0.223381589678011),
-    (0.091576213509771, 0.109951743655322),
-)
-
 
 def on_nodes(fn: Function, nodes: Array) -> Array:
     """The values of `fn` at an array of nodes, with the axes of a single value last."""
@@ -130,32 +122,3 @@ def _quotient(fn: Function, nodes: tuple[Array, Array], values: tuple[Array, Arr
     # Two roots, because the product would over- or underflow for operators of extreme scale.
     close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
     return jnp.where((gap == 0) | close, mean, (of_left - of_right) / divisor)
-
-
-def second_differences(fn: Function, a: Array, b: Array, c: Array) -> Array:
-    """f[a, b, c] = (f[a, b] - f[b, c]) / (a - c) for all triples of nodes, broadcast, of a function
-    whose values are scalars. In the formula a and c are those that are furthest from each other.
-
-    Where this would cancel, it is half the mean of f'' over the triangle of the nodes (Hermite and
-    Genocchi), by a rule that is exact for polynomials of degree 4. As in `differences_between`, the
-    error of that mean is estimated from its distance to f'' at the centre.
-    """
-    eps = float(jnp.finfo(a.dtype).eps)
-    low, middle, high = jnp.sort(jnp.stack(jnp.broadcast_arrays(a, b, c)), axis=0)
-    of_low, of_middle, of_high = (on_nodes(fn, x) for x in (low, middle, high))
-    first = _quotient(fn, (low, middle), (of_low, of_middle))
-    second = _quotient(fn, (middle, high), (of_middle, of_high))
-
-    def bend(x):
-        return on_nodes(slope_of(slope_of(fn)), x)
-
-    centre = bend(middle + ((low - middle) + (high - middle)) / 3)
-    mean = jnp.zeros_like(centre)
-    for share, weight in _TRIANGLE:
-        for x, y, z in ((low, middle, high), (middle, high, low), (high, low, middle)):
-            mean = mean + weight * bend(x + share * ((y - x) + (z - x)))
-    gap = high - low
-    divisor = jnp.where(gap == 0, 1, gap)
-    rounding = eps * (jnp.abs(first) + jnp.abs(second)) / divisor
-    close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
-    return jnp.where((gap == 0) | close, mean / 2, (second - first) / divisor)

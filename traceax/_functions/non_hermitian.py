@@ -41,7 +41,7 @@ logarithm has: an imaginary part that rounding does not explain is reported, not
 """
 
 import math
-from typing import ClassVar, final
+from typing import final
 
 import equinox as eqx
 import jax
@@ -58,7 +58,6 @@ from .._core.estimate import (
     status_of,
 )
 from .._core.precision import einsum, matmul
-from .._estimators.estimator import AbstractEstimator
 from .._linalg.arnoldi import arnoldi
 from .._linalg.diagonalisation import diagonalised, function_of
 from .._linalg.factorisations import eigenvalues
@@ -66,7 +65,13 @@ from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
-from .funm import degrees_of_freedom, plan, status_with_domain, truncation_error
+from .funm import (
+    AbstractFunctionEstimator,
+    degrees_of_freedom,
+    plan,
+    status_with_domain,
+    truncation_error,
+)
 from .nodes import Function, on_nodes, slope_of
 from .quadrature_error import entries_status, with_quadrature_error
 
@@ -107,8 +112,14 @@ def _quadrature(
     return total.real, ~jnp.any(jnp.abs(total.imag) > rounding)
 
 
+def _status(finite: Array, real_enough: Array, weights: Array, values: Array) -> Array:
+    """NONFINITE, or OUTSIDE_DOMAIN, or SUCCESSFUL."""
+    status = status_with_domain(finite, jnp.abs(weights), values)
+    return jnp.where((status == NONFINITE) | real_enough, status, OUTSIDE_DOMAIN)
+
+
 @final
-class ArnoldiEstimator(AbstractEstimator):
+class ArnoldiEstimator(AbstractFunctionEstimator):
     """The estimator of above. The value of the estimate is a pair: the value proper, which alone
     has a derivative, and the quadrature error.
     """
@@ -116,7 +127,6 @@ class ArnoldiEstimator(AbstractEstimator):
     fn: Function
     num_steps: int | None = eqx.field(static=True)
     is_real: bool = eqx.field(static=True)  # whether the values are: see above
-    weights_depend_on_operator: ClassVar[bool] = True
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
@@ -139,7 +149,7 @@ class ArnoldiEstimator(AbstractEstimator):
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        status = self._status(krylov.status, real_enough, w, values)
+        status = _status(krylov.status, real_enough, w, values)
 
         def fixed():
             slopes = jnp.where(w != 0, on_nodes(slope_of(self.fn), theta), 0)
@@ -179,11 +189,6 @@ class ArnoldiEstimator(AbstractEstimator):
         pairs = jnp.sum(gram * (1 - jnp.eye(p))) / max(p * (p - 1), 1)
         return std_err, degrees_of_freedom(spread, jnp.maximum(fourth, n * pairs), n * p)
 
-    def _status(self, finite, real_enough, weights, values) -> Array:
-        """NONFINITE, or OUTSIDE_DOMAIN, or SUCCESSFUL."""
-        status = status_with_domain(finite, jnp.abs(weights), values)
-        return jnp.where((status == NONFINITE) | real_enough, status, OUTSIDE_DOMAIN)
-
     def exact(self, operator):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
@@ -196,7 +201,7 @@ class ArnoldiEstimator(AbstractEstimator):
         ones = jnp.ones_like(nodes)
         value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
         values = on_nodes(self.fn, nodes)
-        status = self._status(status_of(matrix), real_enough, ones.real, values)
+        status = _status(status_of(matrix), real_enough, ones, values)
 
         def fixed():
             found = diagonalised(scaled)
@@ -221,12 +226,3 @@ class ArnoldiEstimator(AbstractEstimator):
         """
         own, _ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)
         return weights.contract(operator) + own
-
-    def weights_at(self, weights, operator):
-        """See `AbstractEstimator`: the derivative of the weights is not known."""
-        raise NotImplementedError(
-            "Spectral sums of operators that are not Hermitian have a first derivative only. If "
-            "the operator is Hermitian, tag it so; otherwise use `lax.stop_gradient` on whatever "
-            "need not be differentiated twice, or finite differences of the gradient with the same "
-            "key."
-        )

@@ -5,18 +5,23 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._core.estimate import power_of
-from .._estimators.estimator import check_budget
+from .._core.estimate import power_of, scale_of
+from .._core.precision import at_least_single
+from .._core.primitive import compiled_once
+from .._estimators.estimator import check_budget, check_key
 from .._estimators.solution import Solution
 from .._operators.checks import as_operator
 from .._operators.gram import gram
+from .._operators.hoisting import hoist_closures
 from .._operators.tags import is_hermitian
+from .._probes.random import split
 from .spectral import spectral_sum
 
 
@@ -33,9 +38,11 @@ def schatten_norm(
     $\sigma_i$: the nuclear norm for p = 1.
 
     The p-th power is the spectral sum of $|x|^p$ if A is tagged Hermitian, and otherwise that of
-    $x^{p/2}$ for $A^* A$, which takes two products for one; see [`traceax.spectral_sum`][] for
-    errors, derivatives and cost. (For p = 2, [`traceax.frobenius_norm`][] is closer. The
-    largest singular value, for p = inf, comes from [`traceax.eigenpairs`][].)
+    $x^{p/2}$ for $A^* A$ (or $A A^*$, if that is smaller), which takes two products for one. One
+    more product finds a power of two to divide A by, so that no power over- or underflows. See
+    [`traceax.spectral_sum`][] for errors, derivatives and cost. (For p = 2,
+    [`traceax.frobenius_norm`][] is closer. The largest singular value, for p = inf, comes from
+    [`traceax.eigenpairs`][].)
 
     !!! Example
 
@@ -47,11 +54,11 @@ def schatten_norm(
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
-    - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` (`2 n` for an operator that is
-        not tagged Hermitian) the norm is exact.
-    - `p`: the exponent, a positive Python number. Below 1 it is a quasi-norm. Powers of singular
-        values must not overflow (the result is then not successful); those that underflow are 0.
+    - `operator`: a lineax operator between any PyTrees, real or complex, square or not. `n` is the
+        smaller of its numbers of rows and columns.
+    - `k`: the budget of matvecs, a static Python int. With `k > n` (`k > 2 n` for an operator that
+        is not tagged Hermitian) the norm is exact.
+    - `p`: the exponent, a positive Python number. Below 1 it is a quasi-norm.
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
@@ -64,30 +71,49 @@ def schatten_norm(
     **Raises:**
 
     - `TypeError`: for a key, operator, `k`, `p` or `num_steps` of the wrong type.
-    - `ValueError`: for an operator that is not square, `k < 1`, a `p` that is not positive and
+    - `ValueError`: for `k < 1`, a `p` that is not positive and
         finite, or a `num_steps` that is too large.
-    - `NotImplementedError`: for a third derivative.
+    - `NotImplementedError`: for a second derivative.
     """
     p = _exponent(p)
-    operator = as_operator(operator)
+    square = not isinstance(operator, lx.AbstractLinearOperator) or (
+        operator.out_size() == operator.in_size()
+    )
+    operator = as_operator(operator) if square else hoist_closures(operator)
+    n = min(operator.out_size(), operator.in_size())
     hermitian = is_hermitian(operator)
-    of, power, products = (operator, p, 1) if hermitian else (gram(operator), p / 2, 2)
-    budget = check_budget(k, products, products * operator.in_size(), "A Schatten norm")
+    products = 1 if hermitian else 2
+    k = check_budget(k, products + 1, products * n + 1, "A Schatten norm") - 1
+    unit_key, key = split(check_key(key))
+    unit = compiled_once(_unit, unit_key, operator, n=operator.in_size())
 
     def fn(x):
-        return power_of(jnp.abs(x), power)
+        return power_of(jnp.abs(x) / unit, p) if hermitian else power_of(jnp.abs(x), p / 2)
 
-    found = spectral_sum(key, fn, of, budget // products, num_steps=num_steps, throw=throw)
-    value, errors = power_of(found.value, 1 / p), (found.std_err, found.quadrature_error)
-    std_err, quadrature_error = jtu.tree_map(lambda x: _root_error(found.value, x, p), errors)
+    target = operator if hermitian else gram(operator / unit, rows=operator.out_size() == n)
+    found = spectral_sum(key, fn, target, k // products, num_steps=num_steps, throw=throw)
+    std_err, quadrature_error = (
+        unit * _root_error(found.value, x, p) for x in (found.std_err, found.quadrature_error)
+    )
     return dataclasses.replace(
         found,
-        value=value,
+        value=unit * power_of(found.value, 1 / p),
         std_err=std_err,
         quadrature_error=quadrature_error,
-        num_matvecs=products * found.num_matvecs,
+        num_matvecs=products * found.num_matvecs + 1,
         stats={**found.stats, "std.err": std_err},
     )
+
+
+def _unit(key: Array, operator: lx.AbstractLinearOperator) -> Array:
+    """A power of two near the largest number in a product with a random vector: divided by it, the
+    operator has squares and powers that neither over- nor underflow.
+    """
+    structure = operator.in_structure()
+    draw = jtu.tree_map(lambda leaf: jr.normal(key, leaf.shape, leaf.dtype), structure)
+    leaves = jtu.tree_leaves(operator.mv(draw))
+    size = jnp.max(jnp.stack([scale_of(x.astype(at_least_single(x.dtype))) for x in leaves]))
+    return lax.stop_gradient(jnp.ldexp(jnp.ones_like(size), jnp.frexp(size)[1] - 1))
 
 
 def _exponent(p: Any) -> float:

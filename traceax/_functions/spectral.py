@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -12,32 +11,21 @@ import lineax as lx
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray
 
 from .._core.precision import any_promotion
-from .._core.primitive import eigenvalue_count_p, spectral_density_p, spectral_sum_p
+from .._core.primitive import spectral_density_p, spectral_sum_p
 from .._estimators.estimator import AbstractEstimator, check_budget
 from .._estimators.solution import Solution
-from .._linalg.lanczos import lanczos, quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.tags import is_complex, is_hermitian
-from .._probes.samplers import SphereSampler
-from .._sketch.weights import AbstractWeights
-from .funm import (
-    QuadratureEstimator,
-    check_function,
-    check_hermitian,
-    checked_num_steps,
-    hoist_function,
-    mean_and_error,
-    plan,
-    spectrum,
-)
+from .frechet import constant
+from .funm import QuadratureEstimator, check_function, checked_num_steps, hoist_function, plan
 from .krylov_aware import LEAST, KrylovAwareEstimator
-from .nodes import Function, on_nodes, rounding_of_nodes, within_tag
+from .nodes import Function, on_nodes
 from .non_hermitian import ArnoldiEstimator
-from .quadrature_error import solve_pair, with_quadrature_error
+from .quadrature_error import solve_pair
 
 
 def _real_dtype(operator: lx.AbstractLinearOperator) -> Any:
@@ -58,9 +46,8 @@ def spectral_sum(
     $\mathrm{tr}\, f(A + s I)$ for many shifts s at once.
 
     For operators that are tagged Hermitian, a block of random vectors builds a Krylov space, on
-    which f(A) is known. Each vector in turn is left out, and tests what the space of the others
-    leaves of f(A), by no further product. How many vectors there are, and how many steps, follows
-    from a probe that goes ahead. The value has two errors:
+    which f(A) is known. A quarter of the vectors in turn is left out, and tests what the space of
+    the others leaves of f(A), by no further product. The value has two errors:
 
     - that of the random probes, with the standard error `std_err`, which is known even from a
         single probe.
@@ -84,13 +71,9 @@ def spectral_sum(
     First derivatives, in forward and reverse mode, are taken with the probes held fixed, and
     converge as the value does. With respect to what the operator depends on they cost
     `k` tangent products in one block; they are also taken with respect to the arrays
-    that `fn` closes over, and to `shifts`. Second derivatives, for one function or shift, make a
-    Krylov space for every Ritz vector, with about `k^2 / 4` products, or `4 k^{3/2}` if these
-    are more; with `k >= n` they take no products beside these tangents. Third ones are refused. For
-    operators that are not Hermitian the first derivative is unbiased and costs one tangent product
-    for each probe; the second is refused. f must be differentiable at the eigenvalues: derivatives
-    of the root of a singular operator are NaN. Take $\sqrt{x + \varepsilon}$, or
-    [`traceax.schatten_norm`][], which has subgradients.
+    that `fn` closes over, and to `shifts`. Second derivatives are refused. f must be differentiable
+    at the eigenvalues: derivatives of the root of a singular operator are NaN. Take
+    $\sqrt{x + \varepsilon}$, or [`traceax.schatten_norm`][], which has subgradients.
 
     !!! Example
 
@@ -142,8 +125,7 @@ def spectral_sum(
     - `ValueError`: for an operator that is not square, or with `shifts` not tagged Hermitian, for
         an empty array of shifts, `k < 1`, a `num_steps` that is no int from 1 to `k`, or a function
         that does not return a scalar.
-    - `NotImplementedError`: for a third derivative, for a second one with several shifts, and for a
-        second one if the operator is not Hermitian.
+    - `NotImplementedError`: for a second derivative.
 
     ??? cite "References"
 
@@ -194,11 +176,6 @@ def _shifted(fn: Function, shifts: ArrayLike, dtype: Any) -> Function:
         raise ValueError(f"shifts has the shape {shifts.shape}: give one number at least.")
     shifts = shifts.astype(dtype)
     return hoist_function(lambda x: on_nodes(fn, x + shifts), dtype, scalar=False)
-
-
-def _resolved_width(extent: Array, budget: int, num_steps: int | None) -> Array:
-    """The smallest width of a Gaussian that the steps resolve in an interval of this extent."""
-    return extent / plan(budget, num_steps)[1]
 
 
 def spectral_density(
@@ -270,7 +247,8 @@ def spectral_density(
                 f"A grid of shape {points.shape} has no extent to choose a width from: give the "
                 "`width`, or more points."
             )
-        sigma = _resolved_width(jnp.max(points) - jnp.min(points), budget, num_steps)
+        # The smallest width that the steps resolve.
+        sigma = (jnp.max(points) - jnp.min(points)) / plan(budget, num_steps)[1]
     else:
         sigma = jnp.asarray(width).astype(dtype)
 
@@ -281,87 +259,6 @@ def spectral_density(
     function = hoist_function(gaussian, dtype, scalar=False)
     estimator = QuadratureEstimator(function, num_steps, "A spectral density")
     return solve_pair(spectral_density_p, key, operator, budget, estimator, throw)
-
-
-def _edge_error(weights: Array, below: Array) -> Array:
-    """For every probe, a bound on the difference between the spectral measure below an edge and the
-    sum of the weights of the nodes below it.
-
-    By the inequalities of Chebyshev, Markov and Stieltjes the measure is at least the sum of these
-    weights without the last one, and at most their sum with the next one.
-    """
-    padded = jnp.pad(weights, ((0, 0), (1, 1)))
-    last = jnp.sum(below, axis=1, keepdims=True)
-    around = [jnp.take_along_axis(padded, last + i, axis=1)[:, 0] for i in (0, 1)]
-    return jnp.maximum(*around)
-
-
-@final
-class _NoWeights(AbstractWeights):
-    """The weights of a count, whose derivative is 0."""
-
-    def contract(self, operator):
-        """See `AbstractWeights`."""
-        return jnp.zeros((), _real_dtype(operator))
-
-
-@final
-class CountEstimator(AbstractEstimator):
-    """The number of eigenvalues in an interval, from the weights of the nodes in it. The quadrature
-    error is a bound.
-    """
-
-    lower: Real[Array, ""]
-    upper: Real[Array, ""]
-    num_steps: int | None = eqx.field(static=True)
-    smallest: ClassVar[int] = 1
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, "An eigenvalue count")
-
-    def _ends(self, operator, nodes: Array, eps: float) -> tuple[Array, Array, Array]:
-        """The ends of the interval, which is longer by what rounding may have done to the nodes,
-        and which nodes are that close to an end: the closed interval may hold them or not.
-        """
-        rounding = rounding_of_nodes(operator, nodes, eps)
-        near = [jnp.abs(nodes - end) <= rounding for end in (self.lower, self.upper)]
-        return self.lower - rounding, self.upper + rounding, near[0] | near[1]
-
-    def compute(self, key, operator, k):
-        """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
-        n, (p, q) = block.n, plan(k, self.num_steps)
-        probes = SphereSampler().probes(key, n, p, block.dtype)
-        krylov = lanczos(block.mm, probes, q, block.eps)
-        nodes, weights, _ = quadrature(krylov)
-        nodes = within_tag(operator, nodes, block.eps)
-        lower, upper, near = self._ends(operator, nodes, block.eps)
-        inside = ((nodes >= lower) & (nodes <= upper)).astype(nodes.dtype)
-        is_complex = jnp.iscomplexobj(probes)
-        value, std_err, dof = mean_and_error(weights, inside, n, block.eps, is_complex)
-        errors = _edge_error(weights, nodes < lower)
-        errors = errors + _edge_error(weights, nodes <= upper)
-        # In an invariant Krylov space the quadrature is exact.
-        errors = jnp.where(krylov.exhausted, 0, errors)
-        errors = errors + jnp.sum(jnp.where(near, weights, 0), axis=1)
-        status = krylov.hermitian_status(block.eps)
-        error = n * jnp.mean(errors)
-        return with_quadrature_error(
-            value, error, std_err, p * q, dof, status, needs_symmetry=False
-        ), _NoWeights()
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        nodes, _, status = spectrum(operator)
-        lower, upper, near = self._ends(operator, nodes, BlockOperator(operator).eps)
-        value, error = (
-            jnp.sum(x.astype(nodes.dtype)) for x in ((nodes >= lower) & (nodes <= upper), near)
-        )
-        none = jnp.zeros_like(value)
-        return with_quadrature_error(
-            value, error, none, nodes.size, 0, status, needs_symmetry=False
-        ), _NoWeights()
 
 
 def eigenvalue_count(
@@ -380,7 +277,7 @@ def eigenvalue_count(
     [`traceax.spectral_sum`][] for the errors and the cost. The `quadrature_error` is a bound, by
     the inequalities of Chebyshev, Markov and Stieltjes, and falls only like `n / num_steps`: a
     count is accurate where few eigenvalues lie near `a` and `b`. Eigenvalues that are as close to
-    `a` or `b` as rounding errors are counted, and the `quadrature_error` contains their number. The
+    `a` or `b` as rounding errors are counted, and their number is part of the errors. The
     derivative of a count is 0.
 
     **Arguments:**
@@ -416,9 +313,9 @@ def eigenvalue_count(
             "smaller end first."
         )
     dtype = _real_dtype(operator)
-    budget = check_budget(k, 1, operator.in_size(), "An eigenvalue count")
+    check_budget(k, 1, operator.in_size(), "An eigenvalue count")
     num_steps = checked_num_steps(num_steps, int(k))
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
-    return solve_pair(
-        eigenvalue_count_p, key, operator, budget, CountEstimator(lower, upper, num_steps), throw
-    )
+    step = hoist_function(lambda x: ((x >= lower) & (x <= upper)).astype(dtype), dtype)
+    estimator = QuadratureEstimator(step, num_steps, "An eigenvalue count", (lower, upper))
+    return solve_pair(spectral_sum_p, key, constant(operator), k, estimator, throw)

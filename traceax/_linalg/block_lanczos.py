@@ -50,10 +50,8 @@ def _orthonormal(block: Array, least: Array | float) -> Array:
 def block_lanczos(
     mm: Callable[[Inexact[Array, "n b"]], Inexact[Array, "n b"]],
     start: Inexact[Array, "n b"],
-    num_steps: int | Int[Array, ""],
+    num_steps: int,
     eps: float,
-    count: Int[Array, ""] | None = None,
-    rows: int | None = None,
     negligible: float | None = None,
 ) -> BlockLanczos:
     """Advance the recurrence by `num_steps` products with a block of b vectors.
@@ -66,26 +64,17 @@ def block_lanczos(
     - `start`: the vectors Z, of any length that is neither tiny nor huge.
     - `num_steps`: the number s of steps, `1 <= b s <= n`.
     - `eps`: the relative precision of a product.
-    - `count`: how many of the vectors, the first ones, are in use, if not all are. The others must
-        be 0.
-    - `rows`: the largest number of vectors of the space, which must be given if the number of steps
-        or of vectors is traced.
     - `negligible`: the length, relative to the longest image, up to which a new vector is taken to
         be 0. By default a `rounding_unit`, as such a vector is made of rounding errors.
 
     **Returns:**
 
-    A `BlockLanczos`. Step j has the rows from `count j` to `count (j + 1)`.
+    A `BlockLanczos`. Step j has the rows from `b j` to `b (j + 1)`.
     """
     n, b = start.shape
-    m, real = rows, jnp.finfo(start.dtype).dtype
-    if m is None:
-        assert isinstance(num_steps, int)
-        m = b * num_steps
+    m, real = b * num_steps, jnp.finfo(start.dtype).dtype
     if negligible is None:
         negligible = rounding_unit(eps, real)
-    stride = b if count is None else count
-    room = m if count is None else m + b  # a block is written with its vectors that are 0
 
     def outside(rows, block):
         along = matmul(jnp.conj(rows), block.T)
@@ -94,7 +83,7 @@ def block_lanczos(
     def step(j, carry):
         basis, block, columns, size, scale = carry
         j = jnp.asarray(j, jnp.uint32)  # an int where nothing is compiled
-        zero, place = jnp.zeros_like(j), j * jnp.asarray(stride, j.dtype)
+        zero, place = jnp.zeros_like(j), j * jnp.uint32(b)
         basis = lax.dynamic_update_slice(basis, block, (place, zero))
         images = mm(block.T)
         # The first product fixes a unit, in which no square over- or underflows.
@@ -108,17 +97,16 @@ def block_lanczos(
         block, _ = outside(basis, _orthonormal(rest, negligible * size))
         return basis, _orthonormal(block, 0.5), columns, size, scale
 
-    square = jnp.zeros((room, room), start.dtype)
+    square = jnp.zeros((m, m), start.dtype)
     norms = jnp.linalg.norm(start.T, axis=1)[:, None]
     norms = jnp.where(norms > 0, norms, 1).astype(start.dtype)
     first = _orthonormal(start.T / norms, negligible)
-    basis = jnp.zeros((room, n), start.dtype)
+    basis = jnp.zeros((m, n), start.dtype)
     carry = (basis, first, square, jnp.zeros((), real), jnp.ones((), real))
     # Unsigned: an index that may be negative is one more thing to compile.
-    ends = jnp.uint32(0), jnp.asarray(num_steps, jnp.uint32)
+    ends = jnp.uint32(0), jnp.uint32(num_steps)
     basis, block, columns, size, scale = lax.fori_loop(*ends, step, carry)
-    basis, columns = basis[:m], columns[:m, :m]
-    of_step = jnp.arange(m) // stride
+    of_step = jnp.arange(m) // b
     above = jnp.where(of_step[:, None] < of_step, columns, 0)
     within = jnp.where(of_step[:, None] == of_step, columns, 0)
     t = above + jnp.conj(above.T) + (within + jnp.conj(within.T)) / 2
