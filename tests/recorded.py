@@ -188,9 +188,6 @@ def calls():
     found["gaussian_log_density slope"] = lambda: _slope(
         lambda s: tr.gaussian_log_density(key, y, _kernel(s), 20).value, 0.2
     )
-    found["logdet_directional_derivative kernel"] = lambda: tr.logdet_directional_derivative(
-        key, _kernel, (0.2, 0.01), (1.0, 0.0), 20
-    )
 
     def trace_of_kernel(scale):
         return tr.trace(key, _kernel(scale, form=_hidden), 10).value

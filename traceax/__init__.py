@@ -2,7 +2,7 @@
 
 from . import curvature as curvature, plot as plot
 from ._core.primitive import diagonal_p as diagonal_p, trace_p as trace_p
-from ._deprecated import gradient_std_err as gradient_std_err, track as track
+from ._deprecated import track as track
 from ._diagonal.auto import AutoDiagonalEstimator as AutoDiagonalEstimator
 from ._diagonal.diagonal import block_traces as block_traces, diagonal as diagonal
 from ._diagonal.diagpp import DiagPlusPlusEstimator as DiagPlusPlusEstimator
@@ -24,9 +24,6 @@ from ._functions.spectral import (
     eigenvalue_count as eigenvalue_count,
     spectral_density as spectral_density,
     spectral_sum as spectral_sum,
-)
-from ._logdet.directional_derivative import (
-    logdet_directional_derivative as logdet_directional_derivative,
 )
 from ._logdet.gaussian import gaussian_log_density as gaussian_log_density
 from ._logdet.inverse import (

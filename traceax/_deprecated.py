@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from ._logdet.directional_derivative import logdet_directional_derivative
 from ._sequences.tracker import Tracker
 
 _P = ParamSpec("_P")
@@ -29,7 +28,4 @@ def _renamed(name: str, function: Callable[_P, _T], successor: str) -> Callable[
     return renamed
 
 
-gradient_std_err = _renamed(
-    "gradient_std_err", logdet_directional_derivative, "logdet_directional_derivative"
-)
 track = _renamed("track", Tracker, "Tracker")

@@ -183,9 +183,7 @@ def test_an_unknown_fallback_is_refused_by_every_preconditioner(preconditioner):
     calls = (
         lambda: tr.logdet(jr.key(0), covariance(THETA), K, **options),
         lambda: tr.gaussian_log_density(jr.key(0), Y, covariance(THETA), K, **options),
-        lambda: tr.logdet_directional_derivative(
-            jr.key(0), covariance, (THETA,), (THETA,), K, **options
-        ),
+        lambda: tr.inverse_trace(jr.key(0), covariance(THETA), K, **options),
     )
     for call in calls:
         with pytest.raises(ValueError, match="fallback must be 'exact'"):

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from traceax import (
-    RESULTS,
-    NystromPreconditioner,
-    gaussian_log_density,
-    logdet,
-    logdet_directional_derivative,
-)
+from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 from traceax._core.precision import any_promotion
 from traceax._logdet.budget_policy import no_preconditioner
 from traceax._logdet.conjugate_gradients import definite_solve
@@ -392,125 +386,6 @@ def test_bad_input():
     assert solution.result == RESULTS.outside_domain
     assert np.isnan(solution.value)
     assert solve(y.at[0].set(jnp.nan), matrix).result == RESULTS.nonfinite_operator
-
-
-# --- the error of a derivative -------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "rank"), [(np.float64, 8), variant(np.complex128, 8), variant(np.complex128, 24)]
-)
-def test_gradient_std_err(dtype, rank):
-    """The derivative that `logdet` has, and its scatter, for two directions."""
-    count, s = 60, 0.05
-    matrix, other = decaying(N, dtype), decaying(N, dtype, seed=1)
-
-    def make(first, second):
-        return shifted(matrix + first.astype(dtype) * other, second)
-
-    primals = jnp.asarray(0.3), jnp.asarray(s)
-    options = {"preconditioner": NystromPreconditioner(rank=rank)}
-
-    @jax.jit
-    def mapped(keys, tangents):
-        def both(key):
-            found = logdet_directional_derivative(key, make, primals, tangents, 44, **options)
-
-            def value(*primals):
-                return logdet(key, make(*primals), 44, **options).value
-
-            return found.value, found.std_err, jax.jvp(value, primals, tangents)[1]
-
-        return jax.lax.map(both, keys)
-
-    for direction in ((1.0, 0.0), (0.3, 0.1)):
-        values, std_errs, slopes = mapped(keys(count), tuple(map(jnp.asarray, direction)))
-        np.testing.assert_allclose(values, slopes, rtol=1e-9)
-        ratio = np.std(values, ddof=1) / np.sqrt(np.mean(np.square(std_errs)))
-        assert 0.6 < ratio < 1.4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preconditioned", [True, False])
-@pytest.mark.parametrize("noise", [1e-2, 1e-4])
-def test_gradient_std_err_of_a_rough_kernel(noise, preconditioned):
-    """Most eigenvalues are far below their mean, and a direction changes them all. (With the mean
-    in the place of those outside of the Krylov space the ratio was 1.2 to 2.)
-    """
-    n, count = 100, 200
-    x = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (n, 3)))
-    weights, direction = jr.normal(jr.key(2), (2, 3, 3))
-
-    def kernel(weights):
-        z = jnp.tanh(x @ weights) * 2
-        return jnp.exp(-jnp.sum((z[:, None] - z) ** 2, axis=-1) / 2)
-
-    def make(weights):
-        return shifted(kernel(weights), noise)
-
-    options = {"fallback": None} if preconditioned else {"preconditioner": None}
-
-    @jax.jit
-    def mapped(keys):
-        def one(key):
-            found = logdet_directional_derivative(
-                key, make, (weights,), (direction,), 30, **options
-            )
-            return found.value, found.std_err
-
-        return jax.lax.map(one, keys, batch_size=20)
-
-    values, std_errs = map(np.asarray, mapped(keys(count)))
-    matrix, change = jax.jvp(kernel, (weights,), (direction,))
-    truth = np.trace(np.linalg.solve(matrix + noise * np.eye(n), change))
-    ratio = np.sqrt(np.mean((values - truth) ** 2) / np.mean(np.square(std_errs)))
-    # The quadrature error of this derivative is a part of the difference, if a smaller one.
-    assert ratio < 1 + 3 / np.sqrt(2 * count)
-    # With little noise and no preconditioner the recurrences have not converged: errors are
-    # overstated. (By 3 while the derivative was that of Radau's rule, by 5 since its bias is
-    # smaller.)
-    assert ratio > (0.15 if noise < 1e-3 and not preconditioned else 0.3)
-    assert np.mean(np.abs(values - truth) <= 2 * std_errs) > 0.95 - 3 * np.sqrt(0.05 / count)
-
-
-@pytest.mark.variant
-def test_errors_of_all_parameters_at_once():
-    """A `vmap` over directions gives the gradient of `logdet`."""
-    matrix, other, theta = decaying(), decaying(seed=1), jnp.asarray((0.3, 0.05))
-
-    def make(theta):
-        return shifted(matrix + theta[0] * other, theta[1])
-
-    def along(direction):
-        return logdet_directional_derivative(jr.key(0), make, (theta,), (direction,), 44)
-
-    @jax.jit
-    def compute(theta):
-        slopes = jax.grad(lambda theta: logdet(jr.key(0), make(theta), 44).value)(theta)
-        return jax.vmap(along)(jnp.eye(2)), along(jnp.asarray((0.0, 1.0))), slopes
-
-    found, one, slopes = compute(theta)
-    np.testing.assert_allclose(found.value, slopes, rtol=1e-9)
-    np.testing.assert_allclose(found.std_err[1], one.std_err, rtol=1e-9)
-
-
-def test_exact_derivative():
-    matrix = decaying()
-    theta = (jnp.asarray(0.3),)
-    solution = logdet_directional_derivative(
-        jr.key(0), lambda s: shifted(s * matrix, s), theta, (jnp.ones(()),), N
-    )
-    np.testing.assert_allclose(solution.value, N / 0.3, rtol=1e-10)
-    assert solution.std_err == 0
-    with pytest.raises(NotImplementedError, match="logdet"):
-        jax.grad(
-            lambda s: (
-                logdet_directional_derivative(
-                    jr.key(0), lambda s: shifted(s * matrix, s), (s,), (1.0,), N
-                ).value
-            )
-        )(0.3)
 
 
 # --- Gaussian processes --------------------------------------------------------------------------

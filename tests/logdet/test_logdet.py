@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from traceax import RESULTS, logdet, logdet_directional_derivative
+from traceax import RESULTS, logdet
 from traceax._core.precision import any_promotion
 from traceax._functions.spectral import spectral_sum
 from traceax._logdet.budget_policy import plans, policy_of
@@ -663,8 +663,7 @@ def test_single_precision():
 
 def test_derivatives_from_few_products():
     """With 8 products and no known lower bound of the eigenvalues, the derivative by the length
-    scale was 9 times too large: that of Radau's rule, whose node does not follow the operator. What
-    is left of the quadrature error is in the interval of the directional derivative.
+    scale was 9 times too large: that of Radau's rule, whose node does not follow the operator.
     """
     n, k = 100, 8
     x = np.random.default_rng(9).random((n, 2))
@@ -680,24 +679,9 @@ def test_derivatives_from_few_products():
 
     exact = jax.grad(lambda p: jnp.linalg.slogdet(matrix_at(p))[1])(at)
 
-    @jax.jit
-    def run(random_keys):
-        def one(key):
-            gradient = jax.grad(lambda p: logdet(key, make(p), k).value)(at)
-            slope = logdet_directional_derivative(key, make, (at,), (jnp.array([1.0, 0.0]),), k)
-            ok = slope.result == RESULTS.successful
-            return gradient, slope.value, slope.interval(), slope.quadrature_error, ok
-
-        return jax.lax.map(one, random_keys)
-
-    found = jax.tree.map(np.asarray, run(keys(60)))
-    gradients, slopes, (low, high), errors, ok = found
-    np.testing.assert_allclose(slopes, gradients[:, 0], rtol=1e-6)
+    gradient = jax.grad(lambda p, key: logdet(key, make(p), k).value)
+    gradients = jax.jit(lambda keys: lax.map(lambda key: gradient(at, key), keys))(keys(60))
     assert np.all(np.abs(np.mean(gradients, axis=0) - exact) <= 0.7 * np.abs(exact))
-    assert np.mean((low <= exact[0]) & (exact[0] <= high)) >= 0.92
-    assert np.all(errors > 0)
-    assert np.any(ok)
-    assert not np.all(ok)
 
 
 @pytest.mark.parametrize("share", [1, 60])

@@ -44,4 +44,4 @@ def test_every_public_function_is_recorded():
 
 # What functions return, and not called by anybody; and other names of what is recorded.
 RESULTS = {"Solution", "RESULTS", "Summary", "TrackState"}
-DEPRECATED = {"gradient_std_err", "track"}
+DEPRECATED = {"track"}

@@ -760,10 +760,6 @@ def test_auto_is_as_good_as_the_better_method(name, better):
 def test_old_names_warn_and_work():
     with pytest.warns(DeprecationWarning, match="use traceax.Tracker"):
         assert tr.track("recycled") == tr.Tracker("recycled")
-    operator = lx.MatrixLinearOperator(jnp.eye(8), lx.positive_semidefinite_tag)
-    with pytest.warns(DeprecationWarning, match="use traceax.logdet_directional_derivative"):
-        found = tr.gradient_std_err(jr.key(0), lambda s: s * operator, (2.0,), (1.0,), 8)
-    np.testing.assert_allclose(found.value, 4.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
