@@ -47,7 +47,6 @@ def observations(n, dtype=np.float64):
     "options",
     [
         {"k": 30},
-        variant({"atol": 0.1, "fallback": None}),
         variant({"k": 60, "preconditioner": NystromPreconditioner(rank=40)}),
         {"k": 60, "preconditioner": "held"},
     ],
@@ -76,8 +75,6 @@ def test_rounding_of_the_quadratic_form_is_stated(options, noise):
     assert np.mean((low <= float(truth)) & (float(truth) <= high)) > 0.9
     errors = np.abs(np.asarray(found.value, np.float64) - float(truth))
     assert np.median(found.quadrature_error) < 20 * np.max(errors)
-    if "atol" in options and noise < 1e-2:
-        assert np.all(found.result == RESULTS.not_converged)
 
 
 @pytest.mark.variant
@@ -289,40 +286,6 @@ def test_several_vectors(mode, dtype):
     for i, each in enumerate(alone):
         np.testing.assert_allclose(lanes[0][0][i], each[0][0], rtol=1e-10)
         np.testing.assert_allclose(lanes[1][0][i], each[1][0], rtol=1e-6)
-
-
-@pytest.mark.variant
-@pytest.mark.parametrize("relative", [False, variant(True)])
-def test_several_vectors_to_a_tolerance(relative):
-    """Within the tolerance, as well as the products allow, in two ways; too few products are said
-    to be.
-    """
-    n, s = 400, jnp.asarray(0.05)
-    matrix = jnp.asarray(matern32(distances(n, 2), 0.3))
-    dense = np.asarray(matrix) + 0.05 * np.eye(n)
-    draws = np.random.default_rng(3).standard_normal((n, 4))
-    y = jnp.asarray(np.linalg.cholesky(dense) @ draws)
-    truth = sum(cholesky_density(column, jnp.asarray(dense)) for column in y.T)
-
-    @eqx.filter_jit
-    def density(key, y, tolerance, max_k):
-        kind = {"rtol" if relative else "atol": tolerance}
-        return gaussian_log_density(key, y, hidden(matrix, s), max_k=max_k, **kind)
-
-    tolerance = jnp.asarray(0.05 if relative else 12.0)
-    for key in keys(5):
-        solution = density(key, y, tolerance, n - 1)
-        allowed = tolerance * abs(solution.value) if relative else tolerance
-        assert solution.result == RESULTS.successful
-        assert 0 < 2 * solution.std_err + solution.quadrature_error <= allowed
-        assert abs(solution.value - truth) <= allowed
-        assert solution.num_matvecs <= n - 1
-    # More right-hand sides than products: the error says that nothing is known of the solve.
-    many = jnp.tile(y, (1, 30))
-    solution = density(jr.key(0), many, tolerance, 100)
-    assert solution.result == RESULTS.not_converged
-    assert solution.num_matvecs <= 100
-    assert abs(solution.value - 30 * truth) <= 3 * solution.std_err + solution.quadrature_error
 
 
 @pytest.mark.variant

@@ -192,8 +192,7 @@ RUNS = {
         key, _operator(3), estimator=tr.DiagPlusPlusEstimator(), **TIGHT
     ),
     "xdiag": lambda key: tr.diagonal(key, _operator(3), estimator=tr.XDiagEstimator(), **TIGHT),
-    "logdet": lambda key: tr.logdet(key, _definite(), atol=1e-9, max_k=120),
-    "logdet budget": lambda key: tr.logdet(key, _definite(), 60, fallback=None),
+    "logdet": lambda key: tr.logdet(key, _definite(), 60, fallback=None),
     "spectral_sum": lambda key: tr.spectral_sum(key, jnp.exp, _definite(), 60),
     "summary": lambda key: tr.summary(key, _operator(3), 60),
 }

@@ -16,7 +16,6 @@ from .common import (
     Rows,
     add_output,
     add_plot,
-    add_tolerance,
     aligned,
     check_output,
     check_plot,
@@ -56,7 +55,6 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
         help="the matrix is positive semidefinite also without the shift, which then bounds the "
         "quadrature error",
     )
-    add_tolerance(command, "the log-determinant")
     add_output(command, "with --shifts: shifts, estimates, standard and quadrature errors")
     add_plot(command)
 

@@ -61,7 +61,7 @@ from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy
 from .conjugate_gradients import conjugate_gradients
 from .estimator import ExactLogdet, estimate_from, exact_logdet
-from .weights import EitherWeights, ExactLogdetWeights, LogdetWeights, weights_of
+from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
 #: The residual that ends the solve, relative to its right-hand side R^{-1} y.
 TOLERANCE = 1e-6
@@ -116,7 +116,7 @@ def steps_of_solve(k: int, t: int) -> int:
 class GaussianWeights(AbstractWeights):
     """The weights of the log-determinant, and x."""
 
-    log_det: LogdetWeights | ExactLogdetWeights | EitherWeights
+    log_det: LogdetWeights | ExactLogdetWeights
     x: Inexact[Array, "n t"]
 
     def contract(self, operator):

@@ -6,22 +6,18 @@ import jax.numpy as jnp
 import lineax as lx
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from .._core.primitive import logdet_p
-from .._estimators.arguments import Tolerance
-from .._estimators.estimator import check_key
 from .._estimators.solution import Solution
 from .._functions.quadrature_error import solve_pair
 from .._functions.spectral import spectral_sum
-from .._operators.block_operator import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
 from .estimator import LogdetEstimator
-from .fallback import budget_or_all, check_fallback
+from .fallback import budget_or_all, check_fallback, check_no_tolerance
 from .held import HeldLogdetEstimator
 from .preconditioners import AbstractPreconditioner
-from .tolerance import ToleranceLogdetEstimator, loop_budgets
 
 
 def logdet(
@@ -29,10 +25,7 @@ def logdet(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     *,
-    rtol: float | Array | None = None,
-    atol: float | Array | None = None,
-    max_k: int | None = None,
-    progress: bool = False,
+    atol: None = None,
     shifts: ArrayLike | None = None,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
@@ -99,22 +92,7 @@ def logdet(
         identity = lx.IdentityLinearOperator(kernel.in_structure())
         solution = tr.logdet(jax.random.key(0), kernel + noise * identity, k=120)
         solution.value, solution.std_err, solution.quadrature_error
-
-        solution = tr.logdet(jax.random.key(0), kernel + noise * identity, atol=0.1)  # nats
-        solution.value, solution.num_matvecs, solution.result
         ```
-
-    *With a tolerance* products are made until two standard errors plus the quadrature error are
-    within `atol + rtol |value|`: the rank doubles (16, 32, 64, ...) while that pays, then more
-    probes follow, with longer recurrences (8, 24, 72, ... steps) if the quadrature error is too
-    large. `traceax/_logdet/tolerance.py` has the rules. If the budget allows n products, the last
-    resort is the exact value from n new products, as soon as more than n/4 would be needed without
-    it. Otherwise the result is `RESULTS.not_converged`, with the best estimate. All of this works
-    under `jit`; under `vmap` every lane gets what it would get by itself. A derivative comes from
-    the last probes. Where columns cost no product, the preconditioner comes from 64, 128, 256, ...
-    of them, up to 1000 rows have the exact value at once, and it is the last resort of larger
-    operators (up to 16,384 rows) when more than half of its operations would be needed without it.
-    Memory: blocks for `max_k`; work: in proportion to the products made.
 
     *With shifts* the values are log det(A + s I) for all of them, from one set of products, by
     Krylov-aware quadrature without a preconditioner ([`traceax.spectral_sum`][] with `jnp.log`,
@@ -140,26 +118,18 @@ def logdet(
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
         positive semidefinite; or a sum of such an operator and diagonal ones.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
-        a tolerance.
-    - `rtol`: the relative tolerance. It need not be static.
-    - `atol`: the absolute tolerance, an error of the log-determinant. It need not be static.
-    - `max_k`: the largest budget for a tolerance, a static Python int of at least 64. By default n,
-        but 1000 for operators with more rows whose exact value takes products. (If it is n or more,
-        operators with at most 256 rows get the exact value at once.)
-    - `progress`: whether to show estimate, error and products after every step on standard error
-        (with `tqdm`, if it is installed); never under `vmap`.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `atol`: None. (A tolerance is not available yet.)
     - `shifts`: numbers s, a real array of any shape: the value is then log det(A + s I) for each of
-        them. They need not be static. With a budget and without a preconditioner only.
+        them. They need not be static. Without a preconditioner only.
     - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
         [`traceax.RPCholeskyPreconditioner`][] (whose remaining budget goes to probes with 10 steps
         each), a [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
-        With a tolerance `"auto"` only; with shifts `"auto"` or None, which mean the same.
+        With shifts `"auto"` or None, which mean the same.
     - `fallback`: `"exact"` (the default) or None. With `preconditioner="auto"` and a budget of at
         least n/6, the exact value takes no more operations than the products, if the operator
         knows its entries (a dense matrix, or a kernel of at most 16,384 points): it is then
-        returned, with a standard error of 0 and without products. With a tolerance, None means
-        that the exact value is not the last resort, unless there are at most 64 rows.
+        returned, with a standard error of 0 and without products.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
@@ -172,18 +142,15 @@ def logdet(
     Negative eigenvalues that are few, or tiny beside the largest, may remain unseen. For `K - s I`,
     with a shift that is known to be negative (not traced), there are a quarter of the probes, with
     longer recurrences, which see more. The result is `not_symmetric`, and the value NaN, if the
-    sketch shows that A is not Hermitian. It is `not_converged`, with the best estimate, if a
-    tolerance was not reached, or if the quadrature error of a budget exceeds four standard errors,
-    5 % of the value, and 1.
+    sketch shows that A is not Hermitian. It is `not_converged`, with the best estimate, if the
+    quadrature error exceeds four standard errors, 5 % of the value, and 1.
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
-        unless exactly one of `k` and a tolerance is given.
+    - `TypeError`: for a key, operator, `k` or preconditioner of the wrong type.
     - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
         `k < 1`, a preconditioner that cannot be built for this operator, or was built for one of
-        another size or dtype, another `fallback`, a negative tolerance, a `max_k` that is less
-        than 64 and less than n, or shifts with a tolerance or a preconditioner.
+        another size or dtype, another `fallback`, a tolerance, or shifts with a preconditioner.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
@@ -195,32 +162,20 @@ def logdet(
         rest.
     """
     check_fallback(fallback)
-    options = Tolerance(rtol, atol, max_k, progress)
-    wanted = options.wanted(k, "logdet", "`max_k`, `progress`")
+    check_no_tolerance(atol)
     if shifts is not None:
-        _check_shifts(k, preconditioner)
+        _check_no_preconditioner(preconditioner)
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
-    if not wanted and isinstance(preconditioner, BuiltPreconditioner):
+    if isinstance(preconditioner, BuiltPreconditioner):
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
         return solve_pair(logdet_p, key, operator, k, held, throw)
-    if not wanted:
-        policy = policy_of(preconditioner, operator)
-        k = budget_or_all(operator, k, fallback if policy.auto else None)
-        return solve_pair(logdet_p, key, operator, k, LogdetEstimator(policy), throw)
-    check_key(key)
-    operator, name = as_operator(operator), "logdet"
-    max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
-    estimator = ToleranceLogdetEstimator(*options.arrays(), max_k, progress)
-    return solve_pair(logdet_p, key, operator, k, estimator, throw)
+    policy = policy_of(preconditioner, operator)
+    k = budget_or_all(operator, k, fallback if policy.auto else None)
+    return solve_pair(logdet_p, key, operator, k, LogdetEstimator(policy), throw)
 
 
-def _check_shifts(k: Any, preconditioner: Any) -> None:
+def _check_no_preconditioner(preconditioner: Any) -> None:
     """Raise a `ValueError` if shifts cannot share their products."""
-    if k is None:
-        raise ValueError(
-            "Log-determinants for several shifts take a budget, got a tolerance: give `k`, or make "
-            "one call with a tolerance for each shift."
-        )
     if preconditioner is not None and preconditioner != "auto":
         raise ValueError(
             "Log-determinants for several shifts share a Krylov space of A, which a preconditioner "

@@ -26,15 +26,13 @@ and it is symmetric in the two directions. It takes a solve with A for every col
 preconditioner P.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import final
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact
+from jaxtyping import Array, Inexact
 
-from .._core.control_flow import any_lane, apart, nothing_like, of_size
+from .._core.control_flow import apart, of_size
 from .._linalg.lanczos import joined
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import contracted, matrix_of
@@ -104,68 +102,6 @@ class ExactLogdetWeights(AbstractWeights):
         matrix = self._matrix(operator)
         change = matmul(self.inverse, matmul(matrix - lax.stop_gradient(matrix), self.inverse))
         return ExactLogdetWeights(self.inverse - change)
-
-
-@final
-class EitherWeights(AbstractWeights):
-    """Those of a run, or the exact ones that replaced them: only one of the two is contracted.
-
-    **Attributes:**
-
-    - `run`: the weights of the run; `V` and `C` are 0 if they were replaced.
-    - `exact`: the exact weights; 0 if they were not needed.
-    - `replaced`: whether the exact ones count.
-    """
-
-    run: LogdetWeights
-    exact: ExactLogdetWeights
-    replaced: Bool[Array, ""]
-
-    @staticmethod
-    def of_run(run: LogdetWeights) -> "EitherWeights":
-        """The weights of a run, which may still be replaced."""
-        n = run.vectors.shape[0]
-        nothing = ExactLogdetWeights(jnp.zeros((n, n), run.vectors.dtype))
-        return EitherWeights(run, nothing, jnp.array(False))
-
-    def replaced_by(self, exact: ExactLogdetWeights) -> "EitherWeights":
-        """The exact weights in their place."""
-        run = self.run
-        nothing = LogdetWeights(jnp.zeros_like(run.vectors), jnp.zeros_like(run.core), run.factors)
-        return EitherWeights(nothing, exact, jnp.array(True))
-
-    def _chosen(self, of_run: Callable[[], Array], of_exact: Callable[[], Array]) -> Array:
-        def part(wanted, make):
-            # The predicate is the same for all lanes of a `vmap`: see `_core.control_flow`.
-            found = lax.cond(any_lane(wanted), make, partial(nothing_like, make))
-            return jnp.where(wanted, found, 0)
-
-        return part(~self.replaced, of_run) + part(self.replaced, of_exact)
-
-    def contract(self, operator):
-        """See `AbstractWeights`."""
-        each = (partial(weights.contract, operator) for weights in (self.run, self.exact))
-        return self._chosen(*each)
-
-    def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "EitherWeights":
-        """The weights `t G - X X^H`."""
-        run, exact = self.run.times_less(t, x), self.exact.times_less(t, x)
-        return EitherWeights(run, exact, self.replaced)
-
-    def solve(self, operator, rhs):
-        """`A^{-1} rhs`."""
-        each = (partial(weights.solve, operator, rhs) for weights in (self.run, self.exact))
-        return self._chosen(*each)
-
-    def weights_at(self, operator):
-        """See above."""
-
-        def moved(wanted, weights):
-            moving, fixed = partial(weights.weights_at, operator), lambda: weights
-            return lax.cond(any_lane(wanted), moving, fixed)
-
-        run, exact = moved(~self.replaced, self.run), moved(self.replaced, self.exact)
-        return EitherWeights(run, exact, self.replaced)
 
 
 def vectors_of(
