@@ -604,7 +604,7 @@ MESSAGES = [
     ),
     (
         ValueError,
-        "not available yet, got atol",
+        "not available yet, got atol=0.1",
         "Give a budget k",
         lambda _: tr.logdet(KEY, POSITIVE, atol=0.1),  # pyright: ignore[reportArgumentType]
     ),

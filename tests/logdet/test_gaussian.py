@@ -19,7 +19,6 @@ from ..helpers import (
     PSD,
     by_products,
     keys,
-    variant,
 )
 from .test_logdet import KERNELS, N, decaying, distances, hidden, identity, matern32, shifted
 
@@ -47,15 +46,14 @@ def observations(n, dtype=np.float64):
     "options",
     [
         {"k": 30},
-        variant({"k": 60, "preconditioner": NystromPreconditioner(rank=40)}),
         {"k": 60, "preconditioner": "held"},
     ],
 )
-@pytest.mark.parametrize("noise", [1e-3, variant(1e-2), variant(1e-4)])
-def test_rounding_of_the_quadratic_form_is_stated(options, noise):
+def test_rounding_of_the_quadratic_form_is_stated(options):
     """In float32 the form of a smooth kernel with noise 1e-3 is off by some 1e-4, or one unit of
     the density.
     """
+    noise = 0.001
     n, options = 200, dict(options)
     x = np.linspace(0, 1, n)
     kernel = jnp.asarray(np.exp(-np.square(x[:, None] - x) / 0.02), jnp.float32)
@@ -77,7 +75,6 @@ def test_rounding_of_the_quadratic_form_is_stated(options, noise):
     assert np.median(found.quadrature_error) < 20 * np.max(errors)
 
 
-@pytest.mark.variant
 def test_rounding_with_noise_of_many_sizes():
     """Where the noise is small, the solution is large, and the row of A is not: the bar is some
     times the error, not hundreds of times (160 before scaled rows were taken).
@@ -100,16 +97,12 @@ def test_rounding_with_noise_of_many_sizes():
     assert np.median(errors) < 20 * np.sqrt(np.mean(off**2))
 
 
-@pytest.mark.parametrize("quantity", [variant("gaussian_log_density"), "logdet"])
-def test_what_failed_has_no_derivative(quantity):
+def test_what_failed_has_no_derivative():
     """A value that is NaN has a derivative that is NaN, so that optimisers can skip the step."""
     matrix, y = decaying(N), observations(N)
 
     def value(s):
-        operator = hidden(matrix, -s)
-        if quantity == "logdet":
-            return logdet(jr.key(0), operator, 30).value
-        return gaussian_log_density(jr.key(0), y, operator, 30).value
+        return gaussian_log_density(jr.key(0), y, hidden(matrix, -s), 30).value
 
     s = jnp.asarray(0.5)
     found, slope = jax.jit(jax.value_and_grad(value))(s)
@@ -121,9 +114,7 @@ def test_what_failed_has_no_derivative(quantity):
     ("k", "dtype"),
     [
         (56, np.float64),
-        variant(56, np.complex128),
         (N, np.complex128),
-        variant(N, np.float64),
     ],
 )
 def test_value_and_derivatives(k, dtype):
@@ -198,13 +189,10 @@ def test_what_the_solve_lacks_is_stated():
 SEVERAL = {
     "budget": {"k": 56, "preconditioner": FIXED},
     "held": {"k": 56},
-    "exact": {"k": N},
 }
 
 
-@pytest.mark.parametrize(
-    ("n", "scale"), [(60_000, 0.5), (300, 1e-6), variant(300, 1e-20), variant(300, 1e12)]
-)
+@pytest.mark.parametrize(("n", "scale"), [(60_000, 0.5), (300, 1e-6)])
 def test_solves_of_every_size_and_scale(n, scale):
     # An absolute limit of breakdowns that grows with n once made NaN of many rows and small scales.
     spectrum = np.linspace(1, 2, n)
@@ -239,15 +227,7 @@ def test_a_solve_of_a_derivative_that_fails_is_nan():
     np.testing.assert_allclose(found[:, 1], [1.0, 0.5, 0.0], rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype"),
-    [
-        ("exact", np.float64),
-        variant("budget", np.complex128),
-        variant("held", np.complex128),
-        variant("exact", np.complex128),
-    ],
-)
+@pytest.mark.parametrize(("mode", "dtype"), [("budget", np.float64), ("held", np.complex128)])
 def test_several_vectors(mode, dtype):
     """The sum of the log densities of three vectors of very different sizes, one of them 0, and
     its derivatives; two operators by `vmap` as each by itself.
@@ -288,7 +268,6 @@ def test_several_vectors(mode, dtype):
         np.testing.assert_allclose(lanes[1][0][i], each[1][0], rtol=1e-6)
 
 
-@pytest.mark.variant
 def test_pytrees_vmap_and_scan():
     """Observations of the operator's structure in a scan: the same numbers as of many vectors."""
     matrix, y = decaying(), observations(N)
@@ -328,18 +307,8 @@ def test_pytrees_vmap_and_scan():
     np.testing.assert_allclose(solve["b"][..., 1], 2 * solve["b"][..., 0], atol=1e-7)
 
 
-def test_bad_input():
+def test_what_is_not_positive_definite():
     matrix, y = decaying(), observations(N)
-    with pytest.raises(ValueError, match="must look like the operator's input"):
-        gaussian_log_density(jr.key(0), y[1:], shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match="must look like the operator's input"):
-        gaussian_log_density(jr.key(0), {"y": y}, shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match=r"pass `y\.T`"):
-        gaussian_log_density(jr.key(0), jnp.zeros((2, N)), shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match="the operator is real"):
-        gaussian_log_density(jr.key(0), observations(N, np.complex128), shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match="Gaussian log density needs a positive definite"):
-        gaussian_log_density(jr.key(0), y, lx.MatrixLinearOperator(matrix), 30)
     solve = eqx.filter_jit(
         lambda y, m: gaussian_log_density(
             jr.key(0), y, lx.MatrixLinearOperator(m, PSD), 30, preconditioner=FIXED
@@ -423,44 +392,3 @@ def test_memory_of_a_kernel_that_is_never_formed():
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     print(f"{peak / 2**30:.2f} GiB")
     assert peak < 2 * 2**30
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of NumPyro
-def test_nuts_of_numpyro():
-    """Posterior means of length scale and noise: those of the run with exact densities."""
-    import numpyro  # the other tests of this file do without
-
-    r, kernel, y = process(200, "rbf-2")
-    r, y = jnp.asarray(r), jnp.asarray(y)
-
-    def estimated(covariance):
-        return gaussian_log_density(jr.key(0), y, covariance, 100).value
-
-    def exact(covariance):
-        return cholesky_density(y, covariance.as_matrix())
-
-    def samples(density):
-        def model():
-            length = numpyro.sample("length", numpyro.distributions.LogNormal(-1.5, 0.5))
-            s = numpyro.sample("noise", numpyro.distributions.LogNormal(-2.0, 1.0))
-            numpyro.factor("density", density(shifted(kernel(r, length), s)))
-
-        nuts = numpyro.infer.NUTS(model)
-        mcmc = numpyro.infer.MCMC(nuts, num_warmup=200, num_samples=400, progress_bar=False)
-        mcmc.run(jr.key(1), extra_fields=("diverging",))
-        assert not np.any(mcmc.get_extra_fields()["diverging"])
-        drawn = mcmc.get_samples()
-        size = {
-            name: numpyro.diagnostics.effective_sample_size(x[None]) for name, x in drawn.items()
-        }
-        return drawn, size
-
-    with jax.numpy_dtype_promotion("standard"):  # NumPyro divides floats by integers
-        (ours, our_size), (theirs, their_size) = samples(estimated), samples(exact)
-    for name in ours:
-        mean, expected = np.mean(ours[name]), np.mean(theirs[name])
-        variances = [np.var(x[name]) / n[name] for x, n in ((ours, our_size), (theirs, their_size))]
-        print(name, mean, expected, np.sqrt(variances))
-        assert abs(mean - expected) < 3 * np.sqrt(sum(variances))
-        assert min(our_size[name], their_size[name]) > 50

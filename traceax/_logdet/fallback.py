@@ -28,7 +28,9 @@ def check_fallback(fallback: Any) -> None:
 def check_no_tolerance(atol: Any) -> None:
     """Raise a `ValueError` if a tolerance is given."""
     if atol is not None:
-        raise ValueError("A tolerance is not available yet, got atol. Give a budget k instead.")
+        raise ValueError(
+            f"A tolerance is not available yet, got atol={atol!r}. Give a budget k instead."
+        )
 
 
 def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int, *, sparse: bool = False) -> bool:

@@ -160,7 +160,7 @@ def gaussian_log_density(
     if isinstance(preconditioner, BuiltPreconditioner):
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:
-        policy = policy_of(preconditioner, operator)
+        policy = policy_of(preconditioner)
         k = budget_or_all(operator, k, fallback if policy.auto else None)
         estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)

@@ -78,10 +78,8 @@ def logdet(
 
     First derivatives, in forward and reverse mode, are unbiased as far as the quadrature has
     converged (if `quadrature_error` exceeds `std_err`, they are likely biased as well), and their
-    variance goes to 0 with growing rank of P. They cost about `k` tangent products. (Where the
-    quadrature error exceeds a quarter of the standard error, a third of the probes takes three
-    times as many steps for the derivative: some `4 k / 3` further products, which `num_matvecs`
-    does not count.) Second (and
+    variance goes to 0 with growing rank of P. They cost about `k` tangent products,
+    and no further ones. Second (and
     higher) derivatives are as good; for every direction they take another `k` tangent products,
     and for each of these a solve with A by conjugate gradients, with the preconditioner P.
 
@@ -139,11 +137,10 @@ def logdet(
     found not to be positive definite to rounding: indefinite in fact, or so nearly singular that
     the precision does not suffice. With `k >= n` this is certain to be found. Smaller budgets find
     it by a Ritz value of the probes, or of the preconditioner's sketch, that is not positive.
-    Negative eigenvalues that are few, or tiny beside the largest, may remain unseen. For `K - s I`,
-    with a shift that is known to be negative (not traced), there are a quarter of the probes, with
-    longer recurrences, which see more. The result is `not_symmetric`, and the value NaN, if the
-    sketch shows that A is not Hermitian. It is `not_converged`, with the best estimate, if the
-    quadrature error exceeds four standard errors, 5 % of the value, and 1.
+    Negative eigenvalues that are few, or tiny beside the largest, may remain unseen. The result is
+    `not_symmetric`, and the value NaN, if the sketch shows that A is not Hermitian. It is
+    `not_converged`, with the best estimate, if the quadrature error exceeds four standard errors,
+    5 % of the value, and 1.
 
     **Raises:**
 
@@ -169,7 +166,7 @@ def logdet(
     if isinstance(preconditioner, BuiltPreconditioner):
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
         return solve_pair(logdet_p, key, operator, k, held, throw)
-    policy = policy_of(preconditioner, operator)
+    policy = policy_of(preconditioner)
     k = budget_or_all(operator, k, fallback if policy.auto else None)
     return solve_pair(logdet_p, key, operator, k, LogdetEstimator(policy), throw)
 

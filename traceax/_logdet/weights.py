@@ -30,10 +30,9 @@ from typing import final
 
 import jax.numpy as jnp
 from jax import lax
+from jax.scipy.linalg import block_diag
 from jaxtyping import Array, Inexact
 
-from .._core.control_flow import apart, of_size
-from .._linalg.lanczos import joined
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import contracted, matrix_of
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
@@ -104,71 +103,41 @@ class ExactLogdetWeights(AbstractWeights):
         return ExactLogdetWeights(self.inverse - change)
 
 
-def vectors_of(
-    run: PreconditionedQuadrature,
-) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n r"], Inexact[Array, "n p"]]:
-    """The columns of V: the vectors U that P has captured, Lanczos' vectors (step by step, in the
-    coordinates of A), and the part of the probes outside of U. In each of the three blocks, columns
-    that are not in use come last, and are 0.
-
-    **Arguments:**
-
-    - `run`: the outcome of a budget.
-
-    **Returns:**
-
-    The three blocks.
-    """
-    factors, probes, basis = run.built.factors, run.probes, run.krylov.basis
-    n = probes.shape[0]
-    rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
-    root = factors.root.astype(probes.dtype)[:, None]
-    _, p, q = run.numbers
-    rows = [each.probes * each.steps for each in run.plans]
-
-    def cut(size):
-        vectors = factors.inverse_root_adjoint(basis[:size].T)
-        return jnp.pad(vectors, ((0, 0), (0, max(rows) - size)))
-
-    residual = factors.outside(probes)
-    length = jnp.sqrt(square_norms(residual))
-    wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
-    residual = residual * (wanted / jnp.where(length > 0, length, 1)).astype(probes.dtype) / root
-    return factors.basis / root, of_size(apart(rows), p * q, cut), residual
-
-
 def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
     """G (see above), padded to the size that all plans share.
 
+    The columns of V are the vectors U that P has captured, Lanczos' vectors (in the coordinates of
+    A), and the part of the probes outside of U.
+
     **Arguments:**
 
-    - `run`: the outcome of a budget.
+    - `run`: the outcome of a plan.
 
     **Returns:**
 
     The weights. Cost: `4 n l p q` operations.
     """
     factors, beta = run.built.factors, run.built.control_variate_weight
-    rank, p, q = run.numbers
-    captured, krylov, outside = vectors_of(run)
-    n = outside.shape[0]
-    count = jnp.asarray(p, beta.dtype)
-    of_probe = run.bounds.core.at[:, 0, 0].add(-beta) * (n / count)
-    inner = joined(of_probe, p, q, krylov.shape[1])
-    of_captured = jnp.diag(beta / (factors.eigenvalues + factors.mu))
-    of_outside = jnp.diag(jnp.where(run.in_use, beta / count, 0))
+    q, n, p = run.krylov.basis.shape
+    root = factors.root.astype(run.probes.dtype)[:, None]
+    krylov = factors.inverse_root_adjoint(run.krylov.basis.transpose(1, 2, 0).reshape(n, p * q))
 
-    # Every block begins where what is in use of the one before ends, and hides its zeros.
-    starts = [
-        (0, captured, of_captured),
-        (rank, krylov, inner),
-        (rank + p * q, outside, of_outside),
-    ]
-    size = run.columns + krylov.shape[1]
-    vectors, core = jnp.zeros((n, size), captured.dtype), jnp.zeros((size, size), inner.dtype)
-    for start, columns, block in starts:
-        start = jnp.asarray(start, jnp.int32)
-        vectors = lax.dynamic_update_slice(vectors, columns, (jnp.zeros_like(start), start))
-        core = lax.dynamic_update_slice(core, block.astype(core.dtype), (start, start))
-    vectors, core = vectors[:, : run.columns], core[: run.columns, : run.columns]
-    return LogdetWeights(vectors, core.astype(vectors.dtype), factors)
+    outside = factors.outside(run.probes)
+    length = jnp.sqrt(square_norms(outside))
+    rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
+    wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
+    outside = outside * (wanted / jnp.where(length > 0, length, 1)).astype(outside.dtype) / root
+
+    vectors = jnp.concatenate([factors.basis / root, krylov, outside], axis=1)
+    core = block_diag(
+        jnp.diag(beta / (factors.eigenvalues + factors.mu)),
+        *(run.bounds.core.at[:, 0, 0].add(-beta) * (n / p)),
+        jnp.diag(jnp.full(p, beta / p)),
+    )
+    most, _, columns = run.most
+    more = (0, columns - vectors.shape[1])
+    return LogdetWeights(
+        vectors=jnp.pad(vectors, ((0, 0), more)),
+        core=jnp.pad(core, (more, more)).astype(vectors.dtype),
+        factors=factors.padded(most),
+    )

@@ -10,12 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
-import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import scale_of, status_of
@@ -140,22 +137,6 @@ def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
         return inner
 
     return _fold(operator, leaf, add=add, times=times, tagged=tagged)
-
-
-def is_shifted_down(operator: Any) -> bool:
-    """Whether the operator has a stored diagonal part that is not positive, as in K - s I. Such a
-    sum may be indefinite even if K is tagged semidefinite. False if the diagonal part is traced.
-
-    **Arguments:**
-
-    - `operator`: the operator. The answer is False for anything else that a user passes.
-    """
-    if not isinstance(operator, lx.AbstractLinearOperator):
-        return False
-    with jax.ensure_compile_time_eval():  # concrete numbers are read under a trace, too
-        shift = terms_of(operator).shift
-    known = shift is not None and not isinstance(shift, jax.core.Tracer)
-    return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
 
 
 def _stored(operator: Any, read: Callable[[Any], Array | None]) -> Array | None:
