@@ -6,8 +6,27 @@ With a preconditioner P = R R^H (see `preconditioners`) and M = R^{-1} A R^{-H},
 
 The first term is exact. The second is estimated from p probes on the sphere, with q steps of
 Lanczos' recurrence for each (see `_linalg.lanczos`, `log_quadrature`). The closer M is to the
-identity, the smaller is the scatter, and the fewer steps are needed. The docstring of `logdet`
-gives the rule that divides the budget.
+identity, the smaller is the scatter, and the fewer steps are needed.
+
+*The rule* of "auto", where t(l) is the mean eigenvalue of the part of K that a Nystrom
+approximation of rank l leaves out:
+
+1. A sketch takes k/6 products (at least 16, or k/3 if that is less). If t has hardly fallen from
+   half of this rank to all of it (by less than 16 %), low rank does not pay, and the rest goes to
+   sqrt(k) / 2 probes with as many steps as that allows. The exception is a flat spectrum with an
+   end that the budget reaches (features and noise), which the angles between what is left out of
+   the probes tell.
+2. Otherwise the rank grows to 2k/3. If t is not yet small relative to s, the rest goes to k/24
+   probes with 8 steps each.
+3. If t(l) / s, extrapolated to the full budget, is below 1/3 and promises a smaller error than at
+   2k/3, or if that rank reaches the end, the rank grows to 11k/12, and k/60 probes (at least one)
+   take 5 steps.
+
+Where columns cost no product, P comes from columns (see `columns`) until the mean of what is left
+of the diagonal is rounding beside s, or the rank is sqrt(n k / 5) (from 128 to 768). All products
+are left for probes, with 3 to 30 steps each, as the condition number of P^{-1} A asks for.
+
+Every plan that may be chosen is a part of the program, with arrays of its own sizes.
 """
 
 import math
@@ -57,7 +76,7 @@ def plan_with(rank: int, probes: int, k: int) -> Plan:
 
 
 def plans(k: int, fewest: int = 1) -> tuple[Plan, Plan, Plan]:
-    """The three plans of "auto": see `logdet`. For the inverse there are at least `fewest` probes,
+    """The three plans of "auto". For the inverse there are at least `fewest` probes,
     more than one, and the second plan has half the probes and a smaller rank: solves take more
     steps than logarithms. (RBF kernel, d = 5, noise 1e-2, n = 1000, k = 120: the error of tr A^-1
     is 2.8 % with rank 80 and 8 steps, and 1.4 % with rank 60 and 15 steps.)
@@ -131,7 +150,7 @@ def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
 
 @final
 class BudgetPolicy(eqx.Module):
-    """How budgets are spent: with a given preconditioner, or by the rule of `logdet`."""
+    """How budgets are spent: with a given preconditioner, or by the rule of above."""
 
     preconditioner: AbstractPreconditioner | None
     auto: bool = eqx.field(static=True)
@@ -215,7 +234,7 @@ class BudgetPolicy(eqx.Module):
         return _chosen(which, [partial(outcome, each) for each in distinct])
 
     def _adaptive(self, key, block, operator, k, finish):
-        """The rule of `logdet`."""
+        """The rule of three plans (see above)."""
         sketch_key, probe_key = split(key)
         three = plans(k, self._fewest(k))
         first, second, third = (each.rank for each in three)
@@ -285,7 +304,7 @@ class BudgetPolicy(eqx.Module):
 def _pays(before: LowRank, low_rank: LowRank, three: Sequence[Plan]) -> Bool[Array, ""]:
     """Whether the third plan promises a smaller error than the second."""
     first, second, third = three
-    # t (see `logdet`) falls like a power of the rank, or faster.
+    # t (see above) falls like a power of the rank, or faster.
     ratio = low_rank.left_out / jnp.where(before.left_out > 0, before.left_out, 1)
     slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / first.rank)
     relative = low_rank.left_out / low_rank.shift

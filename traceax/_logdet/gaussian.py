@@ -72,28 +72,19 @@ def gaussian_log_density(
 
     $$\log N(y; 0, A) = -\tfrac{1}{2} \left(y^\top A^{-1} y + \log\det A + n \log 2\pi\right),$$
 
-    such as the marginal likelihood of a Gaussian process, $A = K + s I$. For complex $A$
-    it is the log density of the circular normal distribution,
-    $-(y^* A^{-1} y + \log\det A + n \log \pi)$.
+    such as the marginal likelihood of a Gaussian process, $A = K + s I$. (For complex $A$, circular
+    distributions: $-(y^* A^{-1} y + \log\det A + n \log \pi)$.) Several vectors, the columns of
+    `y`, are independent draws: the value is the sum of their log densities, from one
+    log-determinant. If the mean of the distribution is not zero, subtract it from `y`.
 
-    *Several vectors* $y_1, \dots, y_t$, the columns of `y`, are independent draws, such as the
-    outputs of a process with t independent outputs. The value is the sum of their log densities,
+    The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget for
+    a single vector. The rest goes to a solve by conjugate gradients with the same preconditioner.
+    By default the gradient is unbiased over the keys, which suits Adam and expectations; with a
+    [`traceax.BuiltPreconditioner`][] it is exactly that of the value, which suits L-BFGS.
 
-    $$-\tfrac{1}{2} \Big(\sum_j y_j^\top A^{-1} y_j + t \log\det A + t\, n \log 2\pi\Big),$$
-
-    with one log-determinant. Its error is t times that of a single one. The solves share the
-    products of a step, take $t / (t + 4)$ of the budget at most, and each ends by itself.
-
-    The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget
-    (from `k = 10` on). The rest goes to a solve by conjugate gradients with the same
-    preconditioner. The solve ends early if the preconditioner is good.
-
-    By default the gradient is unbiased over the keys, which suits Adam and expectations. With a
-    preconditioner that was built before (a [`traceax.BuiltPreconditioner`][]) the value, for a
-    fixed key, is a smooth function of the hyperparameters and of `y`, and the gradient is exactly
-    that of this function, which suits line searches (L-BFGS). All of the budget then goes to probes
-    and steps, four fifths of it to the log-determinant. If the mean of the distribution is not
-    zero, subtract it from `y`.
+    Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives
+    take as many tangent products (and `k` more products with a preconditioner that was built
+    before).
 
     !!! Example
 
@@ -105,42 +96,25 @@ def gaussian_log_density(
         alpha = solution.stats["solve"]  # A^{-1} y: the posterior mean is K_* alpha
         ```
 
-    Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives,
-    with respect to what A depends on and to `y`, cost about as many tangent products (and `k` more
-    products with a preconditioner that was built before). Second and higher derivatives are those
-    of [`traceax.logdet`][].
-
     **Arguments:**
 
-    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `key`, `operator`, `atol`, `preconditioner`, `fallback`, `throw`: as for
+        [`traceax.logdet`][].
     - `y`: the observations, with the structure of the operator's input: an array of shape `(n,)`,
-        or a PyTree. Several vectors have one more axis, the last one of every leaf: an array of
-        shape `(n, t)`.
-    - `operator`: the covariance, as for [`traceax.logdet`][].
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. A
-        budget below `2 t + 2` is raised to that.
-    - `atol`: None. (A tolerance is not available yet.)
-    - `preconditioner`: as for [`traceax.logdet`][].
-    - `fallback`: as for [`traceax.logdet`][].
-    - `throw`: whether to raise an error (at run time) if the result is not successful.
+        or a PyTree. Several vectors have one more axis, the last one of every leaf.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. A budget
+        below `2 t + 2`, for t vectors, is raised to that.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes the error of the
-    solve. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$; an
-    array of shape `(t,)` for several vectors) and `"solve"` ($A^{-1} y$, with the structure of
-    `y`). The result is `outside_domain` or
-    `not_symmetric`, and the value NaN, if the operator is found not to be positive definite to
-    rounding, or not to be Hermitian, in the same way as by [`traceax.logdet`][]. It is
-    `not_converged`, with the best estimate, if the quadrature error exceeds four standard errors,
-    5 % of the value, and 1.
+    A [`traceax.Solution`][] as that of [`traceax.logdet`][]. Its `quadrature_error` includes the
+    error of the solve. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"`
+    ($y^* A^{-1} y$; of shape `(t,)` for several vectors) and `"solve"` ($A^{-1} y$, with the
+    structure of `y`).
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or preconditioner of the wrong type.
-    - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
-        observations that do not fit it, `k < 1`, a preconditioner that cannot be built for it, or
-        was built for one of another size or dtype, another `fallback`, or a tolerance.
+    - `TypeError`, `ValueError`: for arguments that do not fit.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
