@@ -8,7 +8,7 @@ import numpy as np
 import scipy.linalg
 
 RESULTS = Path(__file__).parent / "results/gaussian_processes.json"
-NOISE, AMPLITUDE, ATOL = 1e-2, 1.0, 0.5
+NOISE, AMPLITUDE = 1e-2, 1.0
 #: The dimension and the length scale of each kernel.
 CASES = {
     "RBF": (2, 0.3),

@@ -232,8 +232,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_sketch/low_rank.py",
-        "dimension = whole * (whole - 1) / others",
-        "dimension = whole * whole / others",
+        "dimension = m * (m - 1) / others",
+        "dimension = m * m / others",
         "the diagonal among the cosines of what is left out",
         "tests/logdet/test_logdet.py",
     ),

@@ -26,9 +26,6 @@ from ._functions.spectral import (
     spectral_density as spectral_density,
     spectral_sum as spectral_sum,
 )
-from ._logdet.directional_derivative import (
-    logdet_directional_derivative as logdet_directional_derivative,
-)
 from ._logdet.gaussian import gaussian_log_density as gaussian_log_density
 from ._logdet.inverse import (
     inverse_diagonal as inverse_diagonal,

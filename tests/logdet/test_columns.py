@@ -11,8 +11,8 @@ import pytest
 
 import traceax as tr
 from traceax._core.precision import any_promotion
+from traceax._logdet.columns import preconditioner_from_columns
 from traceax._logdet.fallback import budget_or_all, exact_is_cheaper
-from traceax._logdet.growing_columns import GrowingColumns
 
 from ..helpers import PSD, by_products, keys
 
@@ -50,16 +50,6 @@ def estimate(theta, x=X, key=0):
     return tr.logdet(jr.key(key), covariance(theta, x), K)
 
 
-@pytest.mark.variant
-def test_all_products_are_left_for_probes():
-    solution = jax.jit(estimate)(THETA)
-    assert abs(solution.value - exact(THETA)) < 5 * solution.std_err
-    assert 0 < solution.std_err < 0.2
-    assert solution.num_matvecs <= K
-    assert 0 < solution.stats["columns"] < N
-    assert solution.result == tr.RESULTS.successful
-
-
 @pytest.mark.slow
 def test_bars_cover():
     """40 keys, two standard errors: fewer than 32 hits have a probability below 1e-3 if 95 % are
@@ -73,7 +63,6 @@ def test_bars_cover():
     assert jnp.abs(mean) < 4 * jnp.std(found.value) / np.sqrt(40)
 
 
-@pytest.mark.variant
 def test_derivatives_against_dense_ones():
     """Hyperparameters, noise and inputs, over 20 keys: within four standard errors of the mean."""
 
@@ -93,45 +82,9 @@ def test_derivatives_against_dense_ones():
         assert allowed < 0.3 * jnp.linalg.norm(theirs)  # half of a derivative would not pass
 
 
-@pytest.mark.variant
-def test_nestings():
-    value = jax.jit(lambda length: estimate((length, *THETA[1:])).value)
-    lengths = jnp.array([0.3, 0.5])
-    together = jax.vmap(value)(lengths)
-    np.testing.assert_allclose(together, [value(each) for each in lengths], rtol=1e-9)
-    forward, reverse = jax.jacfwd(value)(0.4), jax.grad(value)(0.4)
-    np.testing.assert_allclose(forward, reverse, rtol=1e-9)
-    second = jax.hessian(value)(0.4)
-    expected = jax.hessian(lambda length: exact((length, *THETA[1:])))(0.4)
-    np.testing.assert_allclose(second, expected, rtol=0.1)
-
-
-@pytest.mark.variant
-def test_densities_and_their_derivatives():
-    def density(theta, y):
-        return tr.gaussian_log_density(jr.key(0), y, covariance(theta), K)
-
-    def reference(theta, y):
-        mean = jnp.zeros(N)
-        return jax.scipy.stats.multivariate_normal.logpdf(y, mean, dense(theta))
-
-    solution = density(THETA, Y)
-    bound = 5 * solution.std_err + solution.quadrature_error
-    assert abs(solution.value - reference(THETA, Y)) < bound
-    slope = jax.grad(lambda y: density(THETA, y).value)(Y)
-    np.testing.assert_allclose(slope, jax.grad(reference, 1)(THETA, Y), rtol=1e-3, atol=2e-3)
-
-
 # --- exact values --------------------------------------------------------------------------------
 
 
-def stored(matrix):
-    return lx.MatrixLinearOperator(matrix, PSD) + 0.1 * lx.IdentityLinearOperator(
-        jax.ShapeDtypeStruct((len(matrix),), matrix.dtype)
-    )
-
-
-@pytest.mark.variant
 def test_the_exact_value_where_it_is_cheaper():
     operator = covariance(THETA)
     least = -(-N // 6)
@@ -148,8 +101,7 @@ def test_the_exact_value_where_it_is_cheaper():
     assert budget_or_all(operator, 10, "exact") == 10
 
 
-@pytest.mark.parametrize("length", [0.4, 0.05])
-@pytest.mark.parametrize("noise", [1e-1, 1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize(("length", "noise"), [(0.4, 1e-4), (0.05, 1e-2)])
 def test_exact_values_state_their_rounding(length, noise):
     """In float32 the error of a factorisation is not small beside half a nat."""
     x = X.astype(jnp.float32)
@@ -164,28 +116,13 @@ def test_exact_values_state_their_rounding(length, noise):
     assert solution.result == tr.RESULTS.successful
 
 
-def test_an_exact_value_out_of_reach_is_said_to_be():
-    x = X.astype(jnp.float32)
-    operator = covariance(tuple(each.astype(jnp.float32) for each in THETA), x)
-    y = Y.astype(jnp.float32)
-    for atol, result in ((1e-5, "not_converged"), (1.0, "successful")):
-        for solution in (
-            tr.logdet(jr.key(0), operator, atol=atol, throw=False),
-            tr.gaussian_log_density(jr.key(0), y, operator, atol=atol, throw=False),
-        ):
-            assert solution.result == getattr(tr.RESULTS, result)
-            assert (solution.quadrature_error > atol) == (result == "not_converged")
-
-
 @pytest.mark.parametrize("preconditioner", ["auto", None])
 def test_an_unknown_fallback_is_refused_by_every_preconditioner(preconditioner):
     options = {"preconditioner": preconditioner, "fallback": "cholesky"}
     calls = (
         lambda: tr.logdet(jr.key(0), covariance(THETA), K, **options),
         lambda: tr.gaussian_log_density(jr.key(0), Y, covariance(THETA), K, **options),
-        lambda: tr.logdet_directional_derivative(
-            jr.key(0), covariance, (THETA,), (THETA,), K, **options
-        ),
+        lambda: tr.inverse_trace(jr.key(0), covariance(THETA), K, **options),
     )
     for call in calls:
         with pytest.raises(ValueError, match="fallback must be 'exact'"):
@@ -198,16 +135,6 @@ def test_exact_derivatives_without_products():
 
     for ours, theirs in zip(jax.grad(value)(THETA), jax.grad(exact)(THETA), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9)
-
-
-@pytest.mark.variant
-def test_no_exact_value_at_the_end_of_a_run():
-    """With `fallback=None` a tolerance that is out of reach says so."""
-    matrix = jnp.asarray(np.random.default_rng(0).standard_normal((300, 300)))
-    operator = stored(matrix @ matrix.T)
-    for fallback, result in ((None, "not_converged"), ("exact", "successful")):
-        solution = tr.logdet(jr.key(0), operator, atol=1e-6, fallback=fallback)
-        assert solution.result == getattr(tr.RESULTS, result)
 
 
 def noisy(rank=20, noise=0.01):
@@ -236,8 +163,7 @@ def test_noise_inside_of_the_matrix_is_found(jitter):
 
 def built_from_columns(key, operator, rank):
     with any_promotion():
-        growing = GrowingColumns(key, operator, (rank,))
-        return growing.built(growing.low_rank(growing.grown(growing.first, 0), 0))
+        return preconditioner_from_columns(key, operator, rank).built
 
 
 def test_a_larger_known_noise_is_the_only_one():
@@ -328,7 +254,6 @@ def test_noise_that_exceeds_the_kernel_is_no_wrong_diagonal(dtype):
             assert abs(float(value) - relative - len(x) * np.log(s)) <= float(bar)
 
 
-@pytest.mark.variant
 def test_close_points_among_isolated_ones_get_longer_recurrences():
     """The columns that were chosen look like those of a multiple of the identity; the rows of close
     points beside them say that there are smaller eigenvalues. (Three steps were then far too few

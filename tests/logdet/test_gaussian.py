@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from traceax import (
-    RESULTS,
-    NystromPreconditioner,
-    gaussian_log_density,
-    logdet,
-    logdet_directional_derivative,
-)
+from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 from traceax._core.precision import any_promotion
 from traceax._logdet.budget_policy import no_preconditioner
 from traceax._logdet.conjugate_gradients import definite_solve
@@ -25,7 +19,6 @@ from ..helpers import (
     PSD,
     by_products,
     keys,
-    variant,
 )
 from .test_logdet import KERNELS, N, decaying, distances, hidden, identity, matern32, shifted
 
@@ -53,16 +46,14 @@ def observations(n, dtype=np.float64):
     "options",
     [
         {"k": 30},
-        variant({"atol": 0.1, "fallback": None}),
-        variant({"k": 60, "preconditioner": NystromPreconditioner(rank=40)}),
         {"k": 60, "preconditioner": "held"},
     ],
 )
-@pytest.mark.parametrize("noise", [1e-3, variant(1e-2), variant(1e-4)])
-def test_rounding_of_the_quadratic_form_is_stated(options, noise):
+def test_rounding_of_the_quadratic_form_is_stated(options):
     """In float32 the form of a smooth kernel with noise 1e-3 is off by some 1e-4, or one unit of
     the density.
     """
+    noise = 0.001
     n, options = 200, dict(options)
     x = np.linspace(0, 1, n)
     kernel = jnp.asarray(np.exp(-np.square(x[:, None] - x) / 0.02), jnp.float32)
@@ -82,11 +73,8 @@ def test_rounding_of_the_quadratic_form_is_stated(options, noise):
     assert np.mean((low <= float(truth)) & (float(truth) <= high)) > 0.9
     errors = np.abs(np.asarray(found.value, np.float64) - float(truth))
     assert np.median(found.quadrature_error) < 20 * np.max(errors)
-    if "atol" in options and noise < 1e-2:
-        assert np.all(found.result == RESULTS.not_converged)
 
 
-@pytest.mark.variant
 def test_rounding_with_noise_of_many_sizes():
     """Where the noise is small, the solution is large, and the row of A is not: the bar is some
     times the error, not hundreds of times (160 before scaled rows were taken).
@@ -109,16 +97,12 @@ def test_rounding_with_noise_of_many_sizes():
     assert np.median(errors) < 20 * np.sqrt(np.mean(off**2))
 
 
-@pytest.mark.parametrize("quantity", [variant("gaussian_log_density"), "logdet"])
-def test_what_failed_has_no_derivative(quantity):
+def test_what_failed_has_no_derivative():
     """A value that is NaN has a derivative that is NaN, so that optimisers can skip the step."""
     matrix, y = decaying(N), observations(N)
 
     def value(s):
-        operator = hidden(matrix, -s)
-        if quantity == "logdet":
-            return logdet(jr.key(0), operator, 30).value
-        return gaussian_log_density(jr.key(0), y, operator, 30).value
+        return gaussian_log_density(jr.key(0), y, hidden(matrix, -s), 30).value
 
     s = jnp.asarray(0.5)
     found, slope = jax.jit(jax.value_and_grad(value))(s)
@@ -130,9 +114,7 @@ def test_what_failed_has_no_derivative(quantity):
     ("k", "dtype"),
     [
         (56, np.float64),
-        variant(56, np.complex128),
         (N, np.complex128),
-        variant(N, np.float64),
     ],
 )
 def test_value_and_derivatives(k, dtype):
@@ -207,13 +189,10 @@ def test_what_the_solve_lacks_is_stated():
 SEVERAL = {
     "budget": {"k": 56, "preconditioner": FIXED},
     "held": {"k": 56},
-    "exact": {"k": N},
 }
 
 
-@pytest.mark.parametrize(
-    ("n", "scale"), [(60_000, 0.5), (300, 1e-6), variant(300, 1e-20), variant(300, 1e12)]
-)
+@pytest.mark.parametrize(("n", "scale"), [(60_000, 0.5), (300, 1e-6)])
 def test_solves_of_every_size_and_scale(n, scale):
     # An absolute limit of breakdowns that grows with n once made NaN of many rows and small scales.
     spectrum = np.linspace(1, 2, n)
@@ -248,15 +227,7 @@ def test_a_solve_of_a_derivative_that_fails_is_nan():
     np.testing.assert_allclose(found[:, 1], [1.0, 0.5, 0.0], rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype"),
-    [
-        ("exact", np.float64),
-        variant("budget", np.complex128),
-        variant("held", np.complex128),
-        variant("exact", np.complex128),
-    ],
-)
+@pytest.mark.parametrize(("mode", "dtype"), [("budget", np.float64), ("held", np.complex128)])
 def test_several_vectors(mode, dtype):
     """The sum of the log densities of three vectors of very different sizes, one of them 0, and
     its derivatives; two operators by `vmap` as each by itself.
@@ -297,41 +268,6 @@ def test_several_vectors(mode, dtype):
         np.testing.assert_allclose(lanes[1][0][i], each[1][0], rtol=1e-6)
 
 
-@pytest.mark.variant
-@pytest.mark.parametrize("relative", [False, variant(True)])
-def test_several_vectors_to_a_tolerance(relative):
-    """Within the tolerance, as well as the products allow, in two ways; too few products are said
-    to be.
-    """
-    n, s = 400, jnp.asarray(0.05)
-    matrix = jnp.asarray(matern32(distances(n, 2), 0.3))
-    dense = np.asarray(matrix) + 0.05 * np.eye(n)
-    draws = np.random.default_rng(3).standard_normal((n, 4))
-    y = jnp.asarray(np.linalg.cholesky(dense) @ draws)
-    truth = sum(cholesky_density(column, jnp.asarray(dense)) for column in y.T)
-
-    @eqx.filter_jit
-    def density(key, y, tolerance, max_k):
-        kind = {"rtol" if relative else "atol": tolerance}
-        return gaussian_log_density(key, y, hidden(matrix, s), max_k=max_k, **kind)
-
-    tolerance = jnp.asarray(0.05 if relative else 12.0)
-    for key in keys(5):
-        solution = density(key, y, tolerance, n - 1)
-        allowed = tolerance * abs(solution.value) if relative else tolerance
-        assert solution.result == RESULTS.successful
-        assert 0 < 2 * solution.std_err + solution.quadrature_error <= allowed
-        assert abs(solution.value - truth) <= allowed
-        assert solution.num_matvecs <= n - 1
-    # More right-hand sides than products: the error says that nothing is known of the solve.
-    many = jnp.tile(y, (1, 30))
-    solution = density(jr.key(0), many, tolerance, 100)
-    assert solution.result == RESULTS.not_converged
-    assert solution.num_matvecs <= 100
-    assert abs(solution.value - 30 * truth) <= 3 * solution.std_err + solution.quadrature_error
-
-
-@pytest.mark.variant
 def test_pytrees_vmap_and_scan():
     """Observations of the operator's structure in a scan: the same numbers as of many vectors."""
     matrix, y = decaying(), observations(N)
@@ -371,18 +307,8 @@ def test_pytrees_vmap_and_scan():
     np.testing.assert_allclose(solve["b"][..., 1], 2 * solve["b"][..., 0], atol=1e-7)
 
 
-def test_bad_input():
+def test_what_is_not_positive_definite():
     matrix, y = decaying(), observations(N)
-    with pytest.raises(ValueError, match="must look like the operator's input"):
-        gaussian_log_density(jr.key(0), y[1:], shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match="must look like the operator's input"):
-        gaussian_log_density(jr.key(0), {"y": y}, shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match=r"pass `y\.T`"):
-        gaussian_log_density(jr.key(0), jnp.zeros((2, N)), shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match="the operator is real"):
-        gaussian_log_density(jr.key(0), observations(N, np.complex128), shifted(matrix, 0.1), 30)
-    with pytest.raises(ValueError, match="Gaussian log density needs a positive definite"):
-        gaussian_log_density(jr.key(0), y, lx.MatrixLinearOperator(matrix), 30)
     solve = eqx.filter_jit(
         lambda y, m: gaussian_log_density(
             jr.key(0), y, lx.MatrixLinearOperator(m, PSD), 30, preconditioner=FIXED
@@ -392,125 +318,6 @@ def test_bad_input():
     assert solution.result == RESULTS.outside_domain
     assert np.isnan(solution.value)
     assert solve(y.at[0].set(jnp.nan), matrix).result == RESULTS.nonfinite_operator
-
-
-# --- the error of a derivative -------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "rank"), [(np.float64, 8), variant(np.complex128, 8), variant(np.complex128, 24)]
-)
-def test_gradient_std_err(dtype, rank):
-    """The derivative that `logdet` has, and its scatter, for two directions."""
-    count, s = 60, 0.05
-    matrix, other = decaying(N, dtype), decaying(N, dtype, seed=1)
-
-    def make(first, second):
-        return shifted(matrix + first.astype(dtype) * other, second)
-
-    primals = jnp.asarray(0.3), jnp.asarray(s)
-    options = {"preconditioner": NystromPreconditioner(rank=rank)}
-
-    @jax.jit
-    def mapped(keys, tangents):
-        def both(key):
-            found = logdet_directional_derivative(key, make, primals, tangents, 44, **options)
-
-            def value(*primals):
-                return logdet(key, make(*primals), 44, **options).value
-
-            return found.value, found.std_err, jax.jvp(value, primals, tangents)[1]
-
-        return jax.lax.map(both, keys)
-
-    for direction in ((1.0, 0.0), (0.3, 0.1)):
-        values, std_errs, slopes = mapped(keys(count), tuple(map(jnp.asarray, direction)))
-        np.testing.assert_allclose(values, slopes, rtol=1e-9)
-        ratio = np.std(values, ddof=1) / np.sqrt(np.mean(np.square(std_errs)))
-        assert 0.6 < ratio < 1.4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preconditioned", [True, False])
-@pytest.mark.parametrize("noise", [1e-2, 1e-4])
-def test_gradient_std_err_of_a_rough_kernel(noise, preconditioned):
-    """Most eigenvalues are far below their mean, and a direction changes them all. (With the mean
-    in the place of those outside of the Krylov space the ratio was 1.2 to 2.)
-    """
-    n, count = 100, 200
-    x = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (n, 3)))
-    weights, direction = jr.normal(jr.key(2), (2, 3, 3))
-
-    def kernel(weights):
-        z = jnp.tanh(x @ weights) * 2
-        return jnp.exp(-jnp.sum((z[:, None] - z) ** 2, axis=-1) / 2)
-
-    def make(weights):
-        return shifted(kernel(weights), noise)
-
-    options = {"fallback": None} if preconditioned else {"preconditioner": None}
-
-    @jax.jit
-    def mapped(keys):
-        def one(key):
-            found = logdet_directional_derivative(
-                key, make, (weights,), (direction,), 30, **options
-            )
-            return found.value, found.std_err
-
-        return jax.lax.map(one, keys, batch_size=20)
-
-    values, std_errs = map(np.asarray, mapped(keys(count)))
-    matrix, change = jax.jvp(kernel, (weights,), (direction,))
-    truth = np.trace(np.linalg.solve(matrix + noise * np.eye(n), change))
-    ratio = np.sqrt(np.mean((values - truth) ** 2) / np.mean(np.square(std_errs)))
-    # The quadrature error of this derivative is a part of the difference, if a smaller one.
-    assert ratio < 1 + 3 / np.sqrt(2 * count)
-    # With little noise and no preconditioner the recurrences have not converged: errors are
-    # overstated. (By 3 while the derivative was that of Radau's rule, by 5 since its bias is
-    # smaller.)
-    assert ratio > (0.15 if noise < 1e-3 and not preconditioned else 0.3)
-    assert np.mean(np.abs(values - truth) <= 2 * std_errs) > 0.95 - 3 * np.sqrt(0.05 / count)
-
-
-@pytest.mark.variant
-def test_errors_of_all_parameters_at_once():
-    """A `vmap` over directions gives the gradient of `logdet`."""
-    matrix, other, theta = decaying(), decaying(seed=1), jnp.asarray((0.3, 0.05))
-
-    def make(theta):
-        return shifted(matrix + theta[0] * other, theta[1])
-
-    def along(direction):
-        return logdet_directional_derivative(jr.key(0), make, (theta,), (direction,), 44)
-
-    @jax.jit
-    def compute(theta):
-        slopes = jax.grad(lambda theta: logdet(jr.key(0), make(theta), 44).value)(theta)
-        return jax.vmap(along)(jnp.eye(2)), along(jnp.asarray((0.0, 1.0))), slopes
-
-    found, one, slopes = compute(theta)
-    np.testing.assert_allclose(found.value, slopes, rtol=1e-9)
-    np.testing.assert_allclose(found.std_err[1], one.std_err, rtol=1e-9)
-
-
-def test_exact_derivative():
-    matrix = decaying()
-    theta = (jnp.asarray(0.3),)
-    solution = logdet_directional_derivative(
-        jr.key(0), lambda s: shifted(s * matrix, s), theta, (jnp.ones(()),), N
-    )
-    np.testing.assert_allclose(solution.value, N / 0.3, rtol=1e-10)
-    assert solution.std_err == 0
-    with pytest.raises(NotImplementedError, match="logdet"):
-        jax.grad(
-            lambda s: (
-                logdet_directional_derivative(
-                    jr.key(0), lambda s: shifted(s * matrix, s), (s,), (1.0,), N
-                ).value
-            )
-        )(0.3)
 
 
 # --- Gaussian processes --------------------------------------------------------------------------
@@ -585,44 +392,3 @@ def test_memory_of_a_kernel_that_is_never_formed():
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     print(f"{peak / 2**30:.2f} GiB")
     assert peak < 2 * 2**30
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of NumPyro
-def test_nuts_of_numpyro():
-    """Posterior means of length scale and noise: those of the run with exact densities."""
-    import numpyro  # the other tests of this file do without
-
-    r, kernel, y = process(200, "rbf-2")
-    r, y = jnp.asarray(r), jnp.asarray(y)
-
-    def estimated(covariance):
-        return gaussian_log_density(jr.key(0), y, covariance, 100).value
-
-    def exact(covariance):
-        return cholesky_density(y, covariance.as_matrix())
-
-    def samples(density):
-        def model():
-            length = numpyro.sample("length", numpyro.distributions.LogNormal(-1.5, 0.5))
-            s = numpyro.sample("noise", numpyro.distributions.LogNormal(-2.0, 1.0))
-            numpyro.factor("density", density(shifted(kernel(r, length), s)))
-
-        nuts = numpyro.infer.NUTS(model)
-        mcmc = numpyro.infer.MCMC(nuts, num_warmup=200, num_samples=400, progress_bar=False)
-        mcmc.run(jr.key(1), extra_fields=("diverging",))
-        assert not np.any(mcmc.get_extra_fields()["diverging"])
-        drawn = mcmc.get_samples()
-        size = {
-            name: numpyro.diagnostics.effective_sample_size(x[None]) for name, x in drawn.items()
-        }
-        return drawn, size
-
-    with jax.numpy_dtype_promotion("standard"):  # NumPyro divides floats by integers
-        (ours, our_size), (theirs, their_size) = samples(estimated), samples(exact)
-    for name in ours:
-        mean, expected = np.mean(ours[name]), np.mean(theirs[name])
-        variances = [np.var(x[name]) / n[name] for x, n in ((ours, our_size), (theirs, their_size))]
-        print(name, mean, expected, np.sqrt(variances))
-        assert abs(mean - expected) < 3 * np.sqrt(sum(variances))
-        assert min(our_size[name], their_size[name]) > 50

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from traceax import RESULTS, logdet, logdet_directional_derivative
+from traceax import RESULTS, logdet
 from traceax._core.precision import any_promotion
-from traceax._functions.spectral import spectral_sum
 from traceax._logdet.budget_policy import plans, policy_of
 from traceax._logdet.preconditioners import NystromPreconditioner, RPCholeskyPreconditioner
 from traceax._sketch.low_rank import LowRankPlusIdentity, nystrom_of
@@ -23,7 +22,6 @@ from ..helpers import (
     by_products,
     keys,
     random_unitary,
-    variant,
     with_spectrum,
 )
 
@@ -60,10 +58,9 @@ def built(kind, operator, rank):
 # --- the preconditioner --------------------------------------------------------------------------
 
 
-@pytest.mark.variant
-@pytest.mark.parametrize("kind", [NystromPreconditioner, RPCholeskyPreconditioner])
-def test_the_inverse_is_a_preconditioner_of_lineax(kind):
+def test_the_inverse_is_a_preconditioner_of_lineax():
     """In a third of the steps, for vectors and for PyTrees, and without a derivative of its own."""
+    kind = NystromPreconditioner
     operator = lx.TaggedLinearOperator(shifted(decaying(), 1e-3), PSD)
     p, b = built(kind, operator, 30), jnp.cos(jnp.arange(N, dtype=float))
     np.testing.assert_allclose(
@@ -102,8 +99,8 @@ def test_the_inverse_is_a_preconditioner_of_lineax(kind):
         p.inverse(jax.ShapeDtypeStruct((5,), float))
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_factors_against_dense_matrices(dtype):
+def test_factors_against_dense_matrices():
+    dtype = np.complex128
     rng = np.random.default_rng(0)
     basis = random_unitary(rng, N, dtype)[:, :7]
     root, lam, mu = rng.uniform(0.5, 2, N), rng.uniform(0, 3, 7), 0.3
@@ -156,8 +153,8 @@ def test_floor_is_a_lower_bound():
         assert 0.1 * smallest < floor <= smallest * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("rank", [1, 17])
-def test_half_of_the_columns_leaves_out_what_it_leaves_out_alone(rank):
+def test_half_of_the_columns_leaves_out_what_it_leaves_out_alone():
+    rank = 17
     omega = jr.normal(jr.key(0), (N, rank)) / np.sqrt(N)
     products = (decaying() + np.eye(N)) @ omega
     known, eps, half = jnp.array(True), float(jnp.finfo(omega.dtype).eps), max(rank // 2, 1)
@@ -165,7 +162,7 @@ def test_half_of_the_columns_leaves_out_what_it_leaves_out_alone(rank):
     both = approximation(omega, products, known, eps)
     alone = approximation(omega[:, :half], products[:, :half], known, eps)
     np.testing.assert_allclose(both.left_out_by_half, alone.left_out, rtol=1e-10)
-    assert (both.left_out < alone.left_out) == (rank > 1)
+    assert both.left_out < alone.left_out
 
 
 def test_the_dimension_of_what_is_left_out():
@@ -195,30 +192,30 @@ def features_and_noise(n, features, s):
     return x, np.linalg.slogdet(small)[1] + (n - features) * np.log(s)
 
 
-@pytest.mark.parametrize("written", [True, variant(False)])
-@pytest.mark.parametrize(("features", "k"), [(40, 70), variant(96, 120)])
-def test_features_and_noise_by_budgets(features, k, written):
+def test_features_and_noise_by_budgets():
     """A flat spectrum with an end within reach: all of it is captured, for all keys. (With a rank
     of 16, 40 features left errors of 10 to 40 nats.)
     """
-    n, s = 400, 0.1
-    x, truth = features_and_noise(n, features, s)
-    operator = hidden(x @ x.T, s) if written else by_products(x @ x.T + s * jnp.eye(n), PSD)
+    n, s, k = 400, 0.1, 70
+    x, truth = features_and_noise(n, 40, s)
+    operator = hidden(x @ x.T, s)
     values = jax.jit(lambda keys: lax.map(lambda key: logdet(key, operator, k).value, keys))
     off = np.abs(np.asarray(values(keys(20))) - truth)
     assert np.all(off < 0.1)
 
 
-@pytest.mark.parametrize("columns", [200, variant(600)])
-def test_a_flat_spectrum_without_an_end_gets_probes(columns):
+def test_a_flat_spectrum_without_an_end_gets_probes():
     """A Wishart matrix: a larger rank would waste products."""
     n = 200
-    x = np.random.default_rng(1).standard_normal((n, columns)) / np.sqrt(columns)
+    x = np.random.default_rng(1).standard_normal((n, n)) / np.sqrt(n)
     operator = by_products(x @ x.T + 0.1 * np.eye(n), PSD)
-    policy = policy_of("auto", operator)
+    rank = jax.jit(lambda key: policy_of("auto").apply(key, operator, 60, chosen_rank))
     with any_promotion():
-        which = jax.jit(lambda key: policy.apply(key, operator, 60).which)
-        assert all(which(key) == 0 for key in keys(10))
+        assert all(rank(key) == plans(60)[0].rank for key in keys(10))
+
+
+def chosen_rank(run):
+    return jnp.asarray(run.spent - run.probes.shape[1] * run.krylov.alpha.shape[0])
 
 
 def test_plans_keep_to_the_budget():
@@ -233,15 +230,6 @@ def test_plans_keep_to_the_budget():
 
 RANK_FIVE = with_spectrum(np.random.default_rng(3), 5.0 * (np.arange(N) < 5))
 RISING = np.linspace(0.5, 2, N)
-VECTOR = np.arange(1.0, N + 1) / N
-
-
-def multiple(theta):
-    return theta * identity(N)
-
-
-def rank_one(theta):
-    return lx.MatrixLinearOperator(theta * np.outer(VECTOR, VECTOR), PSD) + identity(N)
 
 
 def rank_five_and_diagonal(theta):
@@ -249,32 +237,22 @@ def rank_five_and_diagonal(theta):
     return lx.MatrixLinearOperator(jnp.asarray(RANK_FIVE), PSD) + diagonal
 
 
-EXACT = {  # the matrix for theta = 2, and its derivative
-    multiple: (2 * np.eye(N), np.eye(N)),
-    rank_one: (2 * np.outer(VECTOR, VECTOR) + np.eye(N), np.outer(VECTOR, VECTOR)),
-    rank_five_and_diagonal: (RANK_FIVE + 2 * np.diag(RISING), np.diag(RISING)),
-}
-
-
-@pytest.mark.parametrize("make", [rank_five_and_diagonal, variant(multiple), variant(rank_one)])
-def test_exact(make):
-    """Also its derivative, except that of the last: a diagonal has no low rank."""
+def test_exact():
+    """K of rank 5 and a diagonal: the value is exact, and its derivative is not."""
 
     def value(theta):
-        solution = logdet(jr.key(0), make(theta), 30, preconditioner=FIXED)
+        solution = logdet(jr.key(0), rank_five_and_diagonal(theta), 30, preconditioner=FIXED)
         return solution.value, solution
 
     (value_, solution), slope = jax.jit(jax.value_and_grad(value, has_aux=True))(2.0)
-    dense, derivative = EXACT[make]
+    dense = RANK_FIVE + 2 * np.diag(RISING)
     np.testing.assert_allclose(value_, dense_logdet(dense), rtol=1e-10)
     assert solution.result == RESULTS.successful
     assert solution.num_matvecs <= 30
     assert solution.std_err < 1e-6
     assert solution.quadrature_error < 1e-6
-    expected = np.trace(np.linalg.solve(dense, derivative))
-    np.testing.assert_allclose(
-        slope, expected, rtol=0.1 if make is rank_five_and_diagonal else 1e-8
-    )
+    expected = np.trace(np.linalg.solve(dense, np.diag(RISING)))
+    np.testing.assert_allclose(slope, expected, rtol=0.1)
 
 
 def test_the_error_of_nothing_but_rounding():
@@ -292,9 +270,9 @@ def test_the_error_of_nothing_but_rounding():
     assert np.all((std_err >= 0) & (std_err < 400 * eps))
 
 
-@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
-def test_large_budget(dtype):
+def test_large_budget():
     """k >= n: a Cholesky factorisation of what is stored, in both modes of differentiation."""
+    dtype = np.complex128
     matrix = decaying(20, dtype)
 
     def value(theta):
@@ -370,20 +348,6 @@ def test_kernels():
 
 
 @pytest.mark.slow
-def test_where_low_rank_does_not_pay():
-    """Matern-1/2, all eigenvalues far above the noise: no worse than plain quadrature."""
-    n, s, k = 2000, 1e-4, 1000
-    matrix = np.exp(-distances(n, 2) / 0.2)
-    error, allowed = errors(matrix, s, k, 5)
-    dense = lx.MatrixLinearOperator(jnp.asarray(matrix + s * np.eye(n)), PSD)
-    plain = jax.jit(lambda key: spectral_sum(key, jnp.log, dense, k).value)
-    truth = dense_logdet(dense.matrix)
-    other = np.array([plain(key) for key in keys(5)]) - truth
-    assert np.sqrt(np.mean(error**2)) < 1.2 * np.sqrt(np.mean(other**2))
-    assert np.mean(np.abs(error) <= allowed) >= 0.8
-
-
-@pytest.mark.slow
 def test_gradient_of_a_kernel():
     """Length scale, noise and amplitude: unbiased, and the first to better than 1 %."""
     n, count = 1000, 25
@@ -413,9 +377,9 @@ def test_gradient_of_a_kernel():
 # --- derivatives and transformations -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [variant(np.float64), np.complex128])
-def test_derivative_is_unbiased_and_the_same_in_both_modes(dtype):
+def test_derivative_is_unbiased_and_the_same_in_both_modes():
     """Against the dense derivative, over keys, with a rank that leaves much to the probes."""
+    dtype = np.complex128
     matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)
     count = 200
 
@@ -444,42 +408,6 @@ def second(theta, matrix, direction):
     return first.astype(matrix.dtype) * matrix + other.astype(matrix.dtype) * direction
 
 
-@pytest.mark.variant
-@pytest.mark.parametrize("dtype", [np.float64, variant(np.complex128)])
-def test_second_derivatives(dtype):
-    """Unbiased, symmetric, and the same in every mode, against dense derivatives."""
-    matrix, direction = decaying(N, dtype), decaying(N, dtype, seed=1)
-    theta, count = jnp.array([0.2, 0.7]), 100
-
-    def value(theta, key):
-        operator = shifted(second(theta, matrix, direction), 0.05)
-        return logdet(key, operator, 54, preconditioner=NystromPreconditioner(rank=34)).value
-
-    # tr(A^-1 A_ij) - tr(A^-1 A_i A^-1 A_j)
-    (amplitude, factor), root = (np.exp(0.2), 0.7**2), 0.7
-    kernel, other = np.asarray(matrix), np.asarray(direction)
-    inverse = np.linalg.inv(amplitude * kernel + factor * other + 0.05 * np.eye(N))
-    first = [inverse @ (amplitude * kernel), inverse @ (2 * root * other)]
-    truth = np.diag([np.trace(first[0]).real, 2 * np.trace(inverse @ other).real])
-    truth = truth - [[np.trace(x @ y).real for y in first] for x in first]
-
-    def column(pair):
-        key, direction = pair
-        return jax.jvp(jax.grad(lambda t: value(t, key)), (theta,), (direction,))[1]
-
-    # Without the `vmap` of `jax.hessian`, for a smaller program.
-    pairs = jnp.repeat(keys(count), 2), jnp.tile(jnp.eye(2), (count, 1))
-    samples = np.asarray(jax.jit(lambda pairs: jax.lax.map(column, pairs))(pairs))
-    samples = samples.reshape(count, 2, 2)
-    np.testing.assert_allclose(samples, samples.transpose(0, 2, 1), rtol=1e-7)
-    std = samples.std(axis=0, ddof=1)
-    assert np.all(std < 0.2 * np.max(np.abs(truth)))
-    assert np.all(np.abs(samples.mean(axis=0) - truth) < 4 * std / np.sqrt(count))
-    if dtype == np.float64:
-        reverse = jax.jit(jax.jacrev(jax.grad(value)))(theta, keys(count)[0])
-        np.testing.assert_allclose(reverse, samples[0], rtol=1e-7)
-
-
 def test_derivatives_of_exact_log_determinants():
     """k >= n: up to the third, and the Hessian under vmap."""
     matrix, direction = decaying(12), decaying(12, seed=1)
@@ -498,7 +426,6 @@ def test_derivatives_of_exact_log_determinants():
     )
 
 
-@pytest.mark.variant
 def test_lanes_of_a_vmap_choose_by_themselves():
     """What a lane of a batch has is what it has in a batch of its own kind, which is as accurate as
     it says; eval_shape gives the shapes.
@@ -523,25 +450,6 @@ def test_lanes_of_a_vmap_choose_by_themselves():
         # (With a single probe 2 % of 2000 keys are beyond 3 standard errors.)
         assert abs(estimate - truth) <= 4 * std_err + quadrature_error
         assert 20 <= spent <= 30
-
-
-@pytest.mark.variant
-def test_gradients_of_vmap_and_scan():
-    """Of the rules, which are those of all primitives: see `core/test_transforms.py`."""
-    matrix, shifts = decaying(), jnp.array([0.05, 0.2])
-
-    def value(key, s):
-        return logdet(key, shifted(s * matrix, s), 30, preconditioner=FIXED).value
-
-    def total(s):
-        return jnp.sum(jax.vmap(value)(keys(2), s))
-
-    def scanned(s):
-        return jax.lax.scan(lambda c, x: (c + value(*x), None), 0.0, (keys(2), s))[0]
-
-    expected = jax.jit(jax.vmap(jax.grad(value, argnums=1)))(keys(2), shifts)
-    np.testing.assert_allclose(jax.jit(jax.grad(total))(shifts), expected, rtol=1e-9)
-    np.testing.assert_allclose(jax.jit(jax.grad(scanned))(shifts), expected, rtol=1e-9)
 
 
 def test_pytrees_functions_and_closures():
@@ -571,12 +479,7 @@ def test_pytrees_functions_and_closures():
 
 
 @pytest.mark.parametrize(
-    ("preconditioner", "budgets"),
-    [
-        (None, (40,)),
-        variant(NystromPreconditioner(), (3, 40)),
-        variant(RPCholeskyPreconditioner(), (40,)),
-    ],
+    ("preconditioner", "budgets"), [(None, (40,)), (NystromPreconditioner(), (3, 40))]
 )
 def test_every_preconditioner(preconditioner, budgets):
     """Dense matrices, where s is to be found out; tiny budgets."""
@@ -599,27 +502,6 @@ def test_every_preconditioner(preconditioner, budgets):
 
 
 # --- what cannot be done -------------------------------------------------------------------------
-
-
-def test_bad_input():
-    matrix = decaying()
-    with pytest.raises(ValueError, match="positive definite operator"):
-        logdet(jr.key(0), lx.MatrixLinearOperator(matrix), 30)
-    with pytest.raises(ValueError, match="positive definite operator"):
-        logdet(jr.key(0), lx.MatrixLinearOperator(-matrix, lx.negative_semidefinite_tag), 30)
-    with pytest.raises(TypeError, match="NystromPreconditioner"):
-        logdet(jr.key(0), shifted(matrix, 0.1), 30, preconditioner="none")
-    with pytest.raises(ValueError, match="rank must be"):
-        NystromPreconditioner(rank=0)
-    function = lx.FunctionLinearOperator(lambda x: matrix @ x, identity(N).in_structure(), PSD)
-    with pytest.raises(ValueError, match="needs the diagonal"):
-        logdet(jr.key(0), function, 30, preconditioner=RPCholeskyPreconditioner())
-    with pytest.raises(ValueError, match="shape"):
-        logdet(
-            jr.key(0), function, 30, preconditioner=RPCholeskyPreconditioner(diagonal=jnp.ones(3))
-        )
-    with pytest.warns(UserWarning, match="at least 2 matvecs"):
-        logdet(jr.key(0), shifted(matrix, 0.1), 1)
 
 
 @pytest.mark.parametrize("k", [30, N])
@@ -646,25 +528,9 @@ def test_a_singular_operator_is_found_at_any_scale():
         assert solution.result == RESULTS.outside_domain, exponent
 
 
-@pytest.mark.variant
-def test_single_precision():
-    """Within the stated error, or a result that says that the precision does not suffice."""
-    kernel = np.asarray(rbf(distances(200, 2), 0.2))
-    for s in (1e-6, 1e-2):
-        truth = dense_logdet(kernel + s * np.eye(200))
-        for key in keys(3):
-            matrix, noise = jnp.asarray(kernel, jnp.float32), jnp.float32(s)
-            value, allowed, successful, _ = _solve(key, matrix, noise, 80, NystromPreconditioner())
-            assert value.dtype == jnp.float32
-            assert successful or s == 1e-6
-            if successful:
-                assert abs(float(value) - truth) <= 1.5 * float(allowed)
-
-
 def test_derivatives_from_few_products():
     """With 8 products and no known lower bound of the eigenvalues, the derivative by the length
-    scale was 9 times too large: that of Radau's rule, whose node does not follow the operator. What
-    is left of the quadrature error is in the interval of the directional derivative.
+    scale was 9 times too large: that of Radau's rule, whose node does not follow the operator.
     """
     n, k = 100, 8
     x = np.random.default_rng(9).random((n, 2))
@@ -680,31 +546,16 @@ def test_derivatives_from_few_products():
 
     exact = jax.grad(lambda p: jnp.linalg.slogdet(matrix_at(p))[1])(at)
 
-    @jax.jit
-    def run(random_keys):
-        def one(key):
-            gradient = jax.grad(lambda p: logdet(key, make(p), k).value)(at)
-            slope = logdet_directional_derivative(key, make, (at,), (jnp.array([1.0, 0.0]),), k)
-            ok = slope.result == RESULTS.successful
-            return gradient, slope.value, slope.interval(), slope.quadrature_error, ok
-
-        return jax.lax.map(one, random_keys)
-
-    found = jax.tree.map(np.asarray, run(keys(60)))
-    gradients, slopes, (low, high), errors, ok = found
-    np.testing.assert_allclose(slopes, gradients[:, 0], rtol=1e-6)
+    gradient = jax.grad(lambda p, key: logdet(key, make(p), k).value)
+    gradients = jax.jit(lambda keys: lax.map(lambda key: gradient(at, key), keys))(keys(60))
     assert np.all(np.abs(np.mean(gradients, axis=0) - exact) <= 0.7 * np.abs(exact))
-    assert np.mean((low <= exact[0]) & (exact[0] <= high)) >= 0.92
-    assert np.all(errors > 0)
-    assert np.any(ok)
-    assert not np.all(ok)
 
 
-@pytest.mark.parametrize("share", [1, 60])
-def test_noise_of_very_different_sizes(share):
+def test_noise_of_very_different_sizes():
     """Masked observations: a variance of 10^6 for some of them, in float32. D^-1/2 A D^-1/2 is as
     well-conditioned as without, and the matrix is definite.
     """
+    share = 60
     n = 120
     x = np.random.default_rng(1).random((n, 2))
     kernel = np.exp(-10 * np.sum((x[:, None] - x) ** 2, axis=-1))

@@ -13,7 +13,7 @@ import scipy.sparse
 
 import traceax as tr
 
-from ..helpers import PSD, by_products, keys, variant
+from ..helpers import PSD, by_products, keys
 
 SIDE, K = 12, 60
 N = SIDE**2
@@ -84,12 +84,12 @@ def sparse_like(operator, data):
     return eqx.tree_at(lambda operator: operator.data, operator, data)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, variant(np.float64), variant(np.complex128)])
-@pytest.mark.parametrize("kappa", [1, 0.05])
-def test_no_bias_and_bars_that_cover(kappa, dtype):
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+def test_no_bias_and_bars_that_cover(dtype):
     """300 keys: no mean is off by more than 4.5 standard errors (of 144 entries) and the stated
     quadrature error; intervals of 95 % hold the truth, and errors are as large as stated.
     """
+    kappa = 0.05
     matrix = precision(kappa, dtype)
     truth = np.diag(np.linalg.inv(matrix.astype(np.result_type(dtype, np.float64)))).real
     operator = sparse(matrix)
@@ -148,7 +148,7 @@ def test_multiples_and_sums_with_diagonals():
     np.testing.assert_allclose(added, stored, rtol=1e-10)
 
 
-@pytest.mark.parametrize("k", [2, variant(3), 8])
+@pytest.mark.parametrize("k", [2, 8])
 def test_few_products_say_that_they_are_few(k):
     """Two samples: no entry is below 1 / D_i, and the intervals hold the truth."""
     matrix = precision(0.05)

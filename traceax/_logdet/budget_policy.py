@@ -6,35 +6,53 @@ With a preconditioner P = R R^H (see `preconditioners`) and M = R^{-1} A R^{-H},
 
 The first term is exact. The second is estimated from p probes on the sphere, with q steps of
 Lanczos' recurrence for each (see `_linalg.lanczos`, `log_quadrature`). The closer M is to the
-identity, the smaller is the scatter, and the fewer steps are needed. The docstring of `logdet`
-gives the rule that divides the budget.
+identity, the smaller is the scatter, and the fewer steps are needed.
+
+*The rule* of "auto", where t(l) is the mean eigenvalue of the part of K that a Nystrom
+approximation of rank l leaves out:
+
+1. A sketch takes k/6 products (at least 16, or k/3 if that is less). If t has hardly fallen from
+   half of this rank to all of it (by less than 16 %), low rank does not pay, and the rest goes to
+   sqrt(k) / 2 probes with as many steps as that allows. The exception is a flat spectrum with an
+   end that the budget reaches (features and noise), which the angles between what is left out of
+   the probes tell.
+2. Otherwise the rank grows to 2k/3. If t is not yet small relative to s, the rest goes to k/24
+   probes with 8 steps each.
+3. If t(l) / s, extrapolated to the full budget, is below 1/3 and promises a smaller error than at
+   2k/3, or if that rank reaches the end, the rank grows to 11k/12, and k/60 probes (at least one)
+   take 5 steps.
+
+Where columns cost no product, P comes from columns (see `columns`) until the mean of what is left
+of the diagonal is rounding beside s, or the rank is sqrt(n k / 5) (from 128 to 768). All products
+are left for probes, with 3 to 30 steps each, as the condition number of P^{-1} A asks for.
+
+Every plan that may be chosen is a part of the program, with arrays of its own sizes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.control_flow import nothing_like
-from .._core.estimate import if_wanted, status_of
+from .._core.control_flow import if_any, nothing_like
+from .._core.estimate import status_of
 from .._functions.funm import plan
-from .._linalg.lanczos import Lanczos, narrowed, padded_lanczos
+from .._linalg.lanczos import Lanczos, lanczos
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries, is_shifted_down
+from .._operators.known_parts import has_entries
 from .._probes.random import split
 from .._probes.samplers import RademacherSampler, SphereSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
-from .growing_columns import GrowingColumns
-from .growing_sketch import GrowingSketch
+from .columns import preconditioner_from_columns
 from .log_quadrature import LogQuadrature, log_quadrature
 from .preconditioners import AbstractPreconditioner, built_of_rank, check_definite
+from .sketch import Sketch
 
 
 class Plan(NamedTuple):
@@ -58,7 +76,7 @@ def plan_with(rank: int, probes: int, k: int) -> Plan:
 
 
 def plans(k: int, fewest: int = 1) -> tuple[Plan, Plan, Plan]:
-    """The three plans of "auto": see `logdet`. For the inverse there are at least `fewest` probes,
+    """The three plans of "auto". For the inverse there are at least `fewest` probes,
     more than one, and the second plan has half the probes and a smaller rank: solves take more
     steps than logarithms. (RBF kernel, d = 5, noise 1e-2, n = 1000, k = 120: the error of tr A^-1
     is 2.8 % with rank 80 and 8 steps, and 1.4 % with rank 60 and 15 steps.)
@@ -88,47 +106,28 @@ def rank_from_columns(n: int, k: int) -> int:
     return max(1, min(n // 2, max(128, math.isqrt(n * k // 5)), MOST_COLUMNS))
 
 
-def numbers(plans: Sequence[Plan], which: int | Int[Array, ""]) -> Plan:
-    """One of these plans: its numbers are traced, unless there is no other."""
-    if len(plans) == 1:
-        return plans[0]
-    return Plan(*jnp.array(plans, jnp.int32)[which])
-
-
 class PreconditionedQuadrature(NamedTuple):
-    """The outcome of a budget: the preconditioner, the recurrences and their quadrature.
-
-    Arrays are large enough for all plans; what goes beyond the plan that was chosen is 0.
-    """
+    """The outcome of a plan: the preconditioner, the recurrences and their quadrature."""
 
     block: BlockOperator
     built: BuiltPreconditioner
     probes: Inexact[Array, "n p"]
-    krylov: Lanczos  # see `padded_lanczos`
+    krylov: Lanczos
     bounds: LogQuadrature
     status: Array
-    spent: int | Int[Array, ""]
-    plans: tuple[Plan, ...]
-    which: int | Int[Array, ""]  # of the plans was chosen
-    columns: int  # of the weights, for the plan that has the most of them
+    spent: int
+    plans: tuple[Plan, ...]  # those that this one was chosen from
     read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
     signs: Real[Array, "n p"] | None = None  # omega, if the probes are R^{-1} omega
-    of_derivative: Any = None  # the outcome that the derivative is taken from, if it is another
 
     @property
-    def numbers(self) -> Plan:
-        """The plan that was chosen."""
-        return numbers(self.plans, self.which)
-
-    @property
-    def in_use(self) -> Bool[Array, " p"]:
-        """Which of the probes are in use."""
-        return jnp.arange(self.probes.shape[1]) < self.numbers.probes
-
-    @property
-    def for_derivative(self) -> "PreconditionedQuadrature":
-        """The outcome that the derivative is taken from: see `_for_both`."""
-        return self if self.of_derivative is None else self.of_derivative
+    def most(self) -> tuple[int, int, int]:
+        """The largest rank, number of probes, and number of columns of the weights, of all plans:
+        the outcomes of all of them have arrays of the same size.
+        """
+        each = [(plan.rank, plan.probes, plan.columns) for plan in self.plans]
+        rank, probes, columns = map(max, zip(*each, strict=True))
+        return rank, probes, columns
 
     @property
     def floor(self) -> Array:
@@ -151,11 +150,10 @@ def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
 
 @final
 class BudgetPolicy(eqx.Module):
-    """How budgets are spent: with a given preconditioner, or by the rule of `logdet`."""
+    """How budgets are spent: with a given preconditioner, or by the rule of above."""
 
     preconditioner: AbstractPreconditioner | None
     auto: bool = eqx.field(static=True)
-    wary: bool = eqx.field(default=False, static=True)  # long recurrences: see `logdet`
     for_inverse: bool = eqx.field(default=False, static=True)  # probes R^{-1} omega: see `inverse`
 
     def _fewest(self, k: int) -> int:
@@ -170,7 +168,9 @@ class BudgetPolicy(eqx.Module):
         if self.preconditioner is not None:
             self.preconditioner.check(operator)
 
-    def apply(self, key: PRNGKeyArray, operator, k: int) -> PreconditionedQuadrature:
+    def apply(
+        self, key: PRNGKeyArray, operator, k: int, finish: Callable[[PreconditionedQuadrature], Any]
+    ) -> Any:
         """Spend a budget.
 
         **Arguments:**
@@ -178,215 +178,153 @@ class BudgetPolicy(eqx.Module):
         - `key`: the random key.
         - `operator`: the operator.
         - `k`: the budget.
+        - `finish`: what is wanted of the outcome. It is called once for each plan that may be
+            chosen, and returns arrays of the same shapes for all of them.
 
         **Returns:**
 
-        The outcome.
+        What `finish` returns for the plan that is chosen.
         """
-        sketch_key, probe_key = split(key)
-        block = BlockOperator(operator).linearised()
         rule = self._adaptive if self.auto and k >= 24 else self._fixed
-        if self.auto and not self.wary and has_entries(operator):  # columns are cheap
+        if self.auto and has_entries(operator):  # columns are cheap
             rule = self._from_columns
-        return rule(sketch_key, probe_key, block, operator, k)
+        return rule(key, BlockOperator(operator).linearised(), operator, k, finish)
 
-    def _steps(self, chosen: Plan, k: int) -> Plan:
-        """The plan, or for K - s I one with a quarter of its probes, and more steps. (1138_bus -
-        5 I, 183 of 1138 eigenvalues negative, k = 200: none of 8 probes has a negative Ritz value
-        after 8 steps, nearly all have one after 12.)
-        """
-        return plan_with(chosen.rank, chosen.probes // 4, k) if self.wary else chosen
-
-    def _fixed(self, sketch_key, probe_key, block, operator, k) -> PreconditionedQuadrature:
+    def _fixed(self, key, block, operator, k, finish):
         """One plan, for a preconditioner that was given, or for a very small budget."""
+        sketch_key, probe_key = split(key)
         rank = 0
         if self.preconditioner is not None:
             rank = max(0, min(self.preconditioner.rank or 2 * k // 3, k - 2))
         if rank == 0:
             p = min(k, max(self._fewest(k), plan(k, None)[0]))
-            built, chosen = no_preconditioner(block), Plan(0, p, k // p)
-            return self._outcome(probe_key, block, built, (chosen,), 0, status_of())
-        assert self.preconditioner is not None
-        built = built_of_rank(self.preconditioner, sketch_key, operator, rank)
-        chosen = self._steps(plan_with(rank, max(self._fewest(k), (k - rank) // 10), k), k)
-        status = built.status_with_factors()
-        return self._outcome(probe_key, block, built, (chosen,), 0, status)
+            chosen, built, status = Plan(0, p, k // p), no_preconditioner(block), status_of()
+        else:
+            assert self.preconditioner is not None
+            chosen = plan_with(rank, max(self._fewest(k), (k - rank) // 10), k)
+            built = built_of_rank(self.preconditioner, sketch_key, operator, rank)
+            status = built.status_with_factors()
+        run = self._outcome(probe_key, block, built, chosen, (chosen,), status)
+        return finish(run)
 
-    def _from_columns(self, sketch_key, probe_key, block, operator, k):
+    def _from_columns(self, key, block, operator, k, finish):
         """A preconditioner that takes no products: all of them are left for probes. A pass with
         many vectors takes little longer than one with a few, so that there are as few steps as the
         condition number of M allows: about 1 + n t / (rank s), if what is left out spreads over as
         many eigenvalues as were captured; and more if eigenvalues below s were seen.
         """
+        sketch_key, probe_key = split(key)
         rank = rank_from_columns(block.n, k)
         enough = math.sqrt(block.eps)  # the next column would not matter for any estimate
-        growing = GrowingColumns(sketch_key, operator, (rank,), enough=enough)
-        pivoted = growing.grown(growing.first, 0)
-        low_rank = growing.low_rank(pivoted, 0)
-        built = growing.built(low_rank)
-        probes = [min(k, max(self._fewest(k), k // steps)) for _, steps in STEPS_FOR]
-        chosen = tuple(
-            Plan(rank, p, min(k // p, steps, block.n))
-            for p, (_, steps) in zip(probes, STEPS_FOR, strict=True)
+        found = preconditioner_from_columns(sketch_key, operator, rank, enough=enough)
+        limits = jnp.array([limit for limit, _ in STEPS_FOR[:-1]], found.spread.dtype)
+        wanted = jnp.sum(~(found.spread <= limits), dtype=jnp.int32)
+        candidates = []
+        for _, steps in STEPS_FOR:
+            p = min(k, max(self._fewest(k), k // steps))
+            candidates.append(Plan(rank, p, min(k // p, steps, block.n)))
+        distinct = tuple(dict.fromkeys(candidates))  # small budgets have fewer
+        which = jnp.array([distinct.index(each) for each in candidates], jnp.int32)[wanted]
+        status = found.built.status_with_factors()
+
+        def outcome(chosen):
+            run = self._outcome(probe_key, block, found.built, chosen, distinct, status)
+            return finish(run._replace(spent=chosen.probes * chosen.steps, read=found.read))
+
+        return _chosen(which, [partial(outcome, each) for each in distinct])
+
+    def _adaptive(self, key, block, operator, k, finish):
+        """The rule of three plans (see above)."""
+        sketch_key, probe_key = split(key)
+        three = plans(k, self._fewest(k))
+        first, second, third = (each.rank for each in three)
+        sketch = Sketch(sketch_key, operator, block, first, third)
+
+        def extended(y, rank):
+            y = sketch.extended(y, rank)
+            return y, sketch.low_rank(y)
+
+        y, low_rank = sketch.first, sketch.low_rank(sketch.first)
+        ends = self._ends(low_rank, three[0], three, jnp.where(sketch.known, 1, 1.6))
+        grows = (low_rank.left_out <= 0.84 * low_rank.left_out_by_half) | ends
+        larger = partial(extended, y, second)
+        larger_y, larger_rank = if_any(grows, larger, nothing_like(larger))
+        ends = self._ends(larger_rank, three[1], three, 1)
+        grows_again = grows & (_pays(low_rank, larger_rank, three) | ends)
+
+        def outcome(chosen, make):
+            y, low_rank = make()
+            built = sketch.built(low_rank)
+            status = jnp.maximum(status_of(y), built.status)
+            return finish(self._outcome(probe_key, block, built, chosen, three, status))
+
+        makes = (
+            lambda: (y, low_rank),
+            lambda: (larger_y, larger_rank),
+            lambda: extended(larger_y, third),
         )
-        spread = block.n * (low_rank.left_out / low_rank.shift) / jnp.maximum(pivoted.rank, 1)
-        spread = jnp.where(growing.certain, (1 + spread) * growing.below - 1, jnp.inf)
-        limits = jnp.array([limit for limit, _ in STEPS_FOR[:-1]], spread.dtype)
-        which = jnp.sum(~(spread <= limits), dtype=jnp.int32)
-        status = built.status_with_factors()
-        outcome = self._outcome(probe_key, block, built, chosen, which, status)
-        _, p, q = outcome.numbers
-        return outcome._replace(spent=p * q, read=growing.read(pivoted))
+        which = grows.astype(jnp.int32) + grows_again
+        outcomes = [partial(outcome, *pair) for pair in zip(three, makes, strict=True)]
+        return _chosen(which, outcomes)
 
-    def _adaptive(self, sketch_key, probe_key, block, operator, k):
-        """The rule of `logdet`."""
-        _, second, third = three = plans(k, self._fewest(k))
-        sketch = GrowingSketch(sketch_key, operator, block, tuple(each.rank for each in three))
+    def _ends(self, low_rank: LowRank, plan: Plan, three, doubt) -> Bool[Array, ""]:
+        """Whether a rank beyond the end of a flat spectrum is within reach, which then captures all
+        of it. If d equal eigenvalues are left out, the end is at rank + d; d errs by 2 / rank. (An
+        unknown s is at first taken for half of the smallest Ritz value, and d is then about 1.6
+        times too small: features + noise, k = 48 to 200.)
+        """
+        if self.for_inverse:  # 1 / x needs more steps than the third plan has
+            return jnp.array(False)
+        return plan.rank + doubt * low_rank.dimension <= 1.1 * three[2].rank
 
-        def step(state: _Growth) -> _Growth:
-            level = state.level + 1
-            y = sketch.grown(state.y, level)
-            low_rank = sketch.low_rank(y, level)
-            left_out, first = low_rank.left_out, state.low_rank.left_out
-            decays = left_out <= 0.84 * low_rank.left_out_by_half
-            # A flat spectrum with an end does not decay, but a rank beyond the end captures all of
-            # it. If d equal eigenvalues are left out, the end is at rank + d; d errs by 2 / rank.
-            # (An unknown s is at first taken for half of the smallest Ritz value, and d is then
-            # about 1.6 times too small: features + noise, k = 48 to 200.)
-            doubt = jnp.where(sketch.known | (level > 0), 1, 1.6)
-            rank = jnp.array([each.rank for each in three])[level]
-            ends = rank + doubt * low_rank.dimension <= 1.1 * third.rank
-            ends &= not self.for_inverse  # 1 / x needs more steps than the third plan has
-            # t (see `logdet`) falls like a power of the rank, or faster.
-            ratio = left_out / jnp.where(first > 0, first, 1)
-            slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / three[0].rank)
-            relative = left_out / low_rank.shift
-            later = relative * (third.rank / second.rank) ** slope
-            # Few steps are enough only for an M that is close to the identity.
-            gain = (later / (1 + later)) * math.sqrt(second.probes / third.probes)
-            pays = (later < 1 / 3) & (gain < relative / (1 + relative))
-            pays |= ~(left_out > 0)
-            goes_on = jnp.stack([decays | ends, pays | ends, jnp.array(False)])[level]
-            return _Growth(y, low_rank, level, goes_on)
-
-        level = jnp.full((), -1, jnp.int32)
-        low_rank = nothing_like(sketch.low_rank, sketch.first, level)
-        start = _Growth(sketch.first, low_rank, level, jnp.array(True))
-        y, low_rank, level, _ = lax.while_loop(lambda state: state.goes_on, step, start)
-        built = sketch.built(low_rank)
-        status = jnp.maximum(status_of(y), built.status)
-        chosen = tuple(self._steps(each, k) for each in three)
-        return self._outcome(probe_key, block, built, chosen, level, status)
-
-    def _outcome(self, key, block, built, plans, which, status) -> PreconditionedQuadrature:
-        twice = not self.for_inverse and if_wanted(lambda: True) is not None
-        return preconditioned_quadrature(
-            key, block, built, plans, which, status, for_inverse=self.for_inverse, twice=twice
+    def _outcome(self, key, block, built, chosen, plans, status) -> PreconditionedQuadrature:
+        """The outcome of a plan with this preconditioner. The probes are on the sphere of radius
+        sqrt(n), or R^{-1} omega with vectors omega of random signs.
+        """
+        rank, p, q = chosen
+        sampler = RademacherSampler() if self.for_inverse else SphereSampler()
+        most, signs = max(each.probes for each in plans), None
+        probes = sampler.probes(key, block.n, most, block.dtype)[:, :p]  # the same for all plans
+        if self.for_inverse:
+            signs, probes = probes.real, built.factors.inverse_root(probes)
+        krylov = lanczos(partial(built.factors.preconditioned, block.mm), probes, q, block.eps)
+        return PreconditionedQuadrature(
+            block=block,
+            built=built,
+            probes=probes,
+            krylov=krylov,
+            bounds=log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes)),
+            status=jnp.maximum(status, krylov.status),
+            spent=rank + p * q,
+            plans=plans,
+            signs=signs,
         )
 
 
-class _Growth(NamedTuple):
-    """The state of the rule of `logdet`."""
-
-    y: Inexact[Array, "n r"]
-    low_rank: LowRank
-    level: Int[Array, ""]
-    goes_on: Bool[Array, ""]
-
-
-def preconditioned_quadrature(
-    key: PRNGKeyArray,
-    block: BlockOperator,
-    built: BuiltPreconditioner,
-    plans: tuple[Plan, ...],
-    which: int | Int[Array, ""],
-    status: Array,
-    *,
-    for_inverse: bool = False,
-    twice: bool = False,
-) -> PreconditionedQuadrature:
-    """The outcome of one of these plans with this preconditioner. The probes are on the sphere of
-    radius sqrt(n), or R^{-1} omega with vectors omega of random signs. For `twice` see
-    `_for_both`.
-    """
-    most = max(each.probes for each in plans)
-    in_use = jnp.arange(most) < numbers(plans, which).probes
-    sampler = RademacherSampler() if for_inverse else SphereSampler()
-    probes = jnp.where(in_use, sampler.probes(key, block.n, most, block.dtype), 0)
-    signs = None
-    if for_inverse:
-        signs, probes = probes.real, built.factors.inverse_root(probes)
-    rank, p, q = numbers(plans, which)
-    columns = max(each.columns for each in plans)
-
-    def outcome(krylov, bounds, probes=probes, plans=plans, which=which):
-        found = jnp.maximum(status, krylov.status)
-        arrays = block, built, probes, krylov, bounds, found, rank + p * q
-        return PreconditionedQuadrature(*arrays, plans, which, columns, signs=signs)
-
-    fewer = tuple(longer(each, block.n) for each in plans) if twice else plans
-    if fewer == plans:
-        return outcome(*_quadrature(block, built, probes, plans, which))
-    first, (krylov, bounds), last = _for_both(block, built, probes, plans + fewer, which)
-    used = jnp.arange(most) < numbers(plans + fewer, last).probes
-    probes = jnp.where(used, probes, 0)
-    of_derivative = outcome(krylov, bounds, probes, plans + fewer, last)
-    return outcome(*first)._replace(of_derivative=of_derivative)
+def _pays(before: LowRank, low_rank: LowRank, three: Sequence[Plan]) -> Bool[Array, ""]:
+    """Whether the third plan promises a smaller error than the second."""
+    first, second, third = three
+    # t (see above) falls like a power of the rank, or faster.
+    ratio = low_rank.left_out / jnp.where(before.left_out > 0, before.left_out, 1)
+    slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(second.rank / first.rank)
+    relative = low_rank.left_out / low_rank.shift
+    later = relative * (third.rank / second.rank) ** slope
+    # Few steps are enough only for an M that is close to the identity.
+    gain = (later / (1 + later)) * math.sqrt(second.probes / third.probes)
+    return ((later < 1 / 3) & (gain < relative / (1 + relative))) | ~(low_rank.left_out > 0)
 
 
-def _quadrature(block, built, probes, plans, which) -> tuple[Lanczos, LogQuadrature]:
-    """Lanczos' recurrence with this preconditioner, and the quadrature of the logarithm."""
-    _, p, q = numbers(plans, which)
-    product = narrowed(block.mm, [each.probes for each in plans], p)
-    mm = partial(built.factors.preconditioned, product)
-    krylov = padded_lanczos(mm, probes, [each[1:] for each in plans], p, q, block.eps)
-    sizes = [each.steps for each in plans]
-    is_complex = jnp.iscomplexobj(probes)
-    return krylov, log_quadrature(krylov, built.floor, block.n, is_complex, p, sizes)
+def _chosen(which: Int[Array, ""], outcomes: Sequence[Callable[[], Any]]) -> Any:
+    """The outcome of this number. Under `vmap` those that some lane chooses are computed."""
+    if len(outcomes) == 1:
+        return outcomes[0]()
+    found = nothing_like(outcomes[0])
+    for number, outcome in enumerate(outcomes):
+        found = if_any(which == number, outcome, found)
+    return found
 
 
-def longer(plan: Plan, n: int) -> Plan:
-    """A third of the probes, with three times as many steps."""
-    rank, p, q = plan
-    fewer = max(1, p // 3)
-    return plan if fewer == p else Plan(rank, fewer, min(p * (q + 1) // fewer - 1, n))
-
-
-def _for_both(block, built, probes, plans, which) -> tuple[Any, Any, Int[Array, ""]]:
-    """The recurrences (without their bases) and the quadrature of a plan, then those that are good
-    enough for a derivative, and the number of the plan that these belong to. Of the plans, the
-    first half is to choose from; the other half is `longer`.
-
-    If Lanczos' recurrence ended too early, the derivative has a larger bias than the value. A third
-    of the probes then takes three times as many steps, at the cost of up to `p (q + 1)` further
-    matvecs. (RBF in 5 dimensions, noise 1e-3, n = 1000, k = 240: the derivative with respect to the
-    length scale had a bias of 7 %, 4 standard deviations.) Both rounds are one program.
-    """
-    half = len(plans) // 2
-
-    def round_(which):
-        used = jnp.arange(probes.shape[1]) < numbers(plans, which).probes
-        return _quadrature(block, built, jnp.where(used, probes, 0), plans, which)
-
-    def step(state):
-        which, _, first, _ = state
-        krylov, bounds = found = round_(which)
-        small = krylov._replace(basis=krylov.basis[:0]), bounds._replace(core=None)
-        first = jtu.tree_map(partial(jnp.where, which < half), small, first)
-        # NaN, too, takes the short way.
-        early = (which < half) & (bounds.error > bounds.std_err / 4)
-        early &= numbers(plans, (which + half) % len(plans)).probes < numbers(plans, which).probes
-        return jnp.where(early, which + half, which), early, first, found
-
-    which = jnp.asarray(which, jnp.int32)
-    krylov, bounds = nothing = nothing_like(round_, which)
-    first = krylov._replace(basis=krylov.basis[:0]), bounds._replace(core=None)
-    start = which, jnp.array(True), first, nothing
-    which, _, first, last = lax.while_loop(lambda state: state[1], step, start)
-    return first, last, which
-
-
-def policy_of(preconditioner: Any, operator: lx.AbstractLinearOperator) -> BudgetPolicy:
+def policy_of(preconditioner: Any) -> BudgetPolicy:
     """The policy for the user's `preconditioner`. A `TypeError` is raised unless that is "auto", a
     way to build one, or None.
     """
@@ -403,4 +341,4 @@ def policy_of(preconditioner: Any, operator: lx.AbstractLinearOperator) -> Budge
             f"`traceax.NystromPreconditioner(rank=100)`, got {preconditioner!r}."
         )
     chosen: Any = None if auto else lax.stop_gradient(preconditioner)
-    return BudgetPolicy(chosen, auto, is_shifted_down(operator))
+    return BudgetPolicy(chosen, auto)

@@ -187,8 +187,11 @@ class LogdetEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        run = self.policy.apply(key, operator, k)
-        return estimate_of_budget(run), if_wanted(lambda: weights_of(run.for_derivative))
+
+        def finish(run):
+            return estimate_of_budget(run), if_wanted(lambda: weights_of(run))
+
+        return self.policy.apply(key, operator, k, finish)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -25,6 +25,14 @@ def check_fallback(fallback: Any) -> None:
         )
 
 
+def check_no_tolerance(atol: Any) -> None:
+    """Raise a `ValueError` if a tolerance is given."""
+    if atol is not None:
+        raise ValueError(
+            f"A tolerance is not available yet, got atol={atol!r}. Give a budget k instead."
+        )
+
+
 def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int, *, sparse: bool = False) -> bool:
     """Whether a factorisation takes fewer operations than k products.
 

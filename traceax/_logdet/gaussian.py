@@ -10,22 +10,16 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from .._core.primitive import gaussian_log_density_p
-from .._estimators.arguments import Tolerance
 from .._estimators.estimator import solve
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
-from .fallback import budget_or_all, check_fallback
+from .fallback import budget_or_all, check_fallback, check_no_tolerance
 from .gaussian_estimator import GaussianEstimator
-from .gaussian_tolerance import ToleranceGaussianEstimator
 from .held import HeldGaussianEstimator
 from .preconditioners import AbstractPreconditioner
-from .tolerance import loop_budgets
-
-#: The products that the default of `max_k` has for every right-hand side after the first.
-_MORE = 64
 
 
 def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "n t"], bool]:
@@ -70,9 +64,7 @@ def gaussian_log_density(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     *,
-    rtol: float | Array | None = None,
-    atol: float | Array | None = None,
-    max_k: int | None = None,
+    atol: None = None,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
@@ -81,35 +73,19 @@ def gaussian_log_density(
 
     $$\log N(y; 0, A) = -\tfrac{1}{2} \left(y^\top A^{-1} y + \log\det A + n \log 2\pi\right),$$
 
-    such as the marginal likelihood of a Gaussian process, $A = K + s I$. For complex $A$
-    it is the log density of the circular normal distribution,
-    $-(y^* A^{-1} y + \log\det A + n \log \pi)$.
+    such as the marginal likelihood of a Gaussian process, $A = K + s I$. (For complex $A$, circular
+    distributions: $-(y^* A^{-1} y + \log\det A + n \log \pi)$.) Several vectors, the columns of
+    `y`, are independent draws: the value is the sum of their log densities, from one
+    log-determinant. If the mean of the distribution is not zero, subtract it from `y`.
 
-    *Several vectors* $y_1, \dots, y_t$, the columns of `y`, are independent draws, such as the
-    outputs of a process with t independent outputs. The value is the sum of their log densities,
+    The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget for
+    a single vector. The rest goes to a solve by conjugate gradients with the same preconditioner.
+    By default the gradient is unbiased over the keys, which suits Adam and expectations; with a
+    [`traceax.BuiltPreconditioner`][] it is exactly that of the value, which suits L-BFGS.
 
-    $$-\tfrac{1}{2} \Big(\sum_j y_j^\top A^{-1} y_j + t \log\det A + t\, n \log 2\pi\Big),$$
-
-    with one log-determinant. Its error is t times that of a single one, so that a tolerance is
-    t times as strict for the log-determinant. The solves share the products of a step, take
-    $t / (t + 4)$ of the budget at most, and each ends by itself.
-
-    The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget
-    (from `k = 10` on). The rest goes to a solve by conjugate gradients with the same
-    preconditioner. The solve ends early if the preconditioner is good.
-
-    By default the gradient is unbiased over the keys, which suits Adam and expectations. With a
-    preconditioner that was built before (a [`traceax.BuiltPreconditioner`][]) the value, for a
-    fixed key, is a smooth function of the hyperparameters and of `y`, and the gradient is exactly
-    that of this function, which suits line searches (L-BFGS). All of the budget then goes to probes
-    and steps, four fifths of it to the log-determinant. If the mean of the distribution is not
-    zero, subtract it from `y`.
-
-    *With a tolerance* products are made until two standard errors plus the quadrature error are
-    within `atol + rtol |value|`, as for [`traceax.logdet`][]. Three quarters of this tolerance are
-    for the log-determinant, whose preconditioner grows while that pays; one quarter is for the
-    solve. The last resort is the exact value, as for [`traceax.logdet`][]. Otherwise the result is
-    `RESULTS.not_converged`, with the best estimate. A derivative comes from the last probes.
+    Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives
+    take as many tangent products (and `k` more products with a preconditioner that was built
+    before).
 
     !!! Example
 
@@ -118,52 +94,28 @@ def gaussian_log_density(
         covariance = kernel + noise * lx.IdentityLinearOperator(kernel.in_structure())
         solution = tr.gaussian_log_density(jax.random.key(0), y, covariance, k=120)
         solution.value, solution.std_err, solution.quadrature_error
-
-        solution = tr.gaussian_log_density(jax.random.key(0), y, covariance, atol=0.1)  # nats
         alpha = solution.stats["solve"]  # A^{-1} y: the posterior mean is K_* alpha
         ```
 
-    Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives,
-    with respect to what A depends on and to `y`, cost about as many tangent products (and `k` more
-    products with a preconditioner that was built before). Second and higher derivatives are those
-    of [`traceax.logdet`][].
-
     **Arguments:**
 
-    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `key`, `operator`, `atol`, `preconditioner`, `fallback`, `throw`: as for
+        [`traceax.logdet`][].
     - `y`: the observations, with the structure of the operator's input: an array of shape `(n,)`,
-        or a PyTree. Several vectors have one more axis, the last one of every leaf: an array of
-        shape `(n, t)`.
-    - `operator`: the covariance, as for [`traceax.logdet`][].
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. None with
-        a tolerance. A budget below `2 t + 2` is raised to that.
-    - `rtol`: the relative tolerance. It need not be static.
-    - `atol`: the absolute tolerance, an error of the log density. It need not be static.
-    - `max_k`: the largest budget for a tolerance, as for [`traceax.logdet`][]; by default 64 more
-        for every vector after the first.
-    - `preconditioner`: as for [`traceax.logdet`][].
-    - `fallback`: as for [`traceax.logdet`][].
-    - `throw`: whether to raise an error (at run time) if the result is not successful.
+        or a PyTree. Several vectors have one more axis, the last one of every leaf.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact. A budget
+        below `2 t + 2`, for t vectors, is raised to that.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value. Its `quadrature_error` includes the error of the
-    solve. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"` ($y^* A^{-1} y$; an
-    array of shape `(t,)` for several vectors) and `"solve"` ($A^{-1} y$, with the structure of
-    `y`). The result is `outside_domain` or
-    `not_symmetric`, and the value NaN, if the operator is found not to be positive definite to
-    rounding, or not to be Hermitian, in the same way as by [`traceax.logdet`][]. It is
-    `not_converged`, with the best estimate, if a tolerance was not reached, or if the quadrature
-    error of a budget exceeds four standard errors, 5 % of the value, and 1.
+    A [`traceax.Solution`][] as that of [`traceax.logdet`][]. Its `quadrature_error` includes the
+    error of the solve. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"`
+    ($y^* A^{-1} y$; of shape `(t,)` for several vectors) and `"solve"` ($A^{-1} y$, with the
+    structure of `y`).
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k`, tolerance or preconditioner of the wrong type, or
-        unless exactly one of `k` and a tolerance is given.
-    - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
-        observations that do not fit it, `k < 1`, a preconditioner that cannot be built for it, or
-        was built for one of another size or dtype, another `fallback`, a negative tolerance, or a
-        `max_k` that is less than 64 and less than n.
+    - `TypeError`, `ValueError`: for arguments that do not fit.
     - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
 
     ??? cite "References"
@@ -172,6 +124,7 @@ def gaussian_log_density(
         optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
     """
     check_fallback(fallback)
+    check_no_tolerance(atol)
     if isinstance(y, lx.AbstractLinearOperator):
         raise TypeError(
             f"The observations y must be an array, got a {type(y).__name__}. The order is "
@@ -179,18 +132,10 @@ def gaussian_log_density(
         )
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
-    options = Tolerance(rtol, atol, max_k)
-    if options.wanted(k, "gaussian_log_density", "`max_k`"):
-        name, given, n = "gaussian_log_density", max_k, observed.shape[0]
-        max_k, k = loop_budgets(max_k, operator, preconditioner, fallback, name)
-        if given is None:
-            more = _MORE * (observed.shape[1] - 1)
-            max_k = max(max_k, min(max_k + more, n if fallback else n - 1))
-        estimator = ToleranceGaussianEstimator(observed, *options.arrays(), max_k)
-    elif isinstance(preconditioner, BuiltPreconditioner):
+    if isinstance(preconditioner, BuiltPreconditioner):
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:
-        policy = policy_of(preconditioner, operator)
+        policy = policy_of(preconditioner)
         k = budget_or_all(operator, k, fallback if policy.auto else None)
         estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)

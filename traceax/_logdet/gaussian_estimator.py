@@ -61,7 +61,7 @@ from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy
 from .conjugate_gradients import conjugate_gradients
 from .estimator import ExactLogdet, estimate_from, exact_logdet
-from .weights import EitherWeights, ExactLogdetWeights, LogdetWeights, weights_of
+from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
 #: The residual that ends the solve, relative to its right-hand side R^{-1} y.
 TOLERANCE = 1e-6
@@ -116,7 +116,7 @@ def steps_of_solve(k: int, t: int) -> int:
 class GaussianWeights(AbstractWeights):
     """The weights of the log-determinant, and x."""
 
-    log_det: LogdetWeights | ExactLogdetWeights | EitherWeights
+    log_det: LogdetWeights | ExactLogdetWeights
     x: Inexact[Array, "n t"]
 
     def contract(self, operator):
@@ -226,14 +226,25 @@ class GaussianEstimator(AbstractGaussianEstimator):
         """See `AbstractEstimator`."""
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
-        run = self.policy.apply(key, operator, k - t * most)
-        log_det, factors, block = estimate_from(run), run.built.factors, run.block
+
+        def finish(run):
+            return (
+                estimate_from(run),
+                run.built.factors.padded(run.most[0]),
+                run.floor,
+                largest_ritz_value(run.krylov),
+                if_wanted(lambda: weights_of(run)),
+            )
+
+        found = self.policy.apply(key, operator, k - t * most, finish)
+        log_det, factors, floor, largest, weights = found
+        block = BlockOperator(operator).linearised()
         tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
         x, products = conjugate_gradients(block, factors, self.y, tolerance, most - 1)
         residual = self.y - block.mm(x)
         form = inner(self.y, x) + inner(x, residual)
-        left = square_norms(factors.inverse_root(residual)) / run.floor
-        left += rounding_of_form(factors, largest_ritz_value(run.krylov), x, block.eps)
+        left = square_norms(factors.inverse_root(residual)) / floor
+        left += rounding_of_form(factors, largest, x, block.eps)
         spent = log_det.num_matvecs + products + t
         estimate = self.density_of_budget(log_det, QuadraticForm(form, left, x), spent)
-        return estimate, if_wanted(lambda: GaussianWeights(weights_of(run.for_derivative), x))
+        return estimate, if_wanted(lambda: GaussianWeights(weights, x))

@@ -143,7 +143,7 @@ class _Held:
         far_below = jnp.min(nodes[:, 0]) / 8
         with weights_wanted(False):
             is_complex = jnp.iscomplexobj(probes)
-            bounds = log_quadrature(krylov, far_below, block.n, is_complex, plan.probes)
+            bounds = log_quadrature(krylov, far_below, block.n, is_complex)
         samples = gauss(probes, krylov, jnp.log)
         value, scatter = mean_and_std_err(samples)
         bounds = bounds._replace(value=value, error=bounds.gap)
@@ -151,9 +151,15 @@ class _Held:
             dof = jnp.full_like(bounds.dof, plan.probes - 1)
             bounds = bounds._replace(std_err=scatter, dof=dof)
         status = jnp.maximum(self.built.status_with_factors(), krylov.status)
-        spent = plan.probes * plan.steps
         return PreconditionedQuadrature(
-            block, self.built, probes, krylov, bounds, status, spent, (plan,), 0, plan.columns
+            block=block,
+            built=self.built,
+            probes=probes,
+            krylov=krylov,
+            bounds=bounds,
+            status=status,
+            spent=plan.probes * plan.steps,
+            plans=(plan,),
         )
 
     def weights(self, probes: Array, krylov: Lanczos, fn, coefficients: Array) -> HeldWeights:

@@ -31,7 +31,7 @@ E[x omega^T] = A^{-1}, and so at every order. It takes a solve with A for every 
 """
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import ClassVar, Literal, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -52,7 +52,6 @@ from .._functions.quadrature_error import (
 )
 from .._linalg.lanczos import positive_quadrature
 from .._operators.block_operator import unflatten
-from .._sketch.leave_one_out import matmul
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
 from .estimator import rounding_of_budget
 from .fallback import budget_or_all, check_fallback
@@ -61,33 +60,23 @@ from .preconditioners import AbstractPreconditioner
 from .sampled_inverse import SampledInverseEstimator, reads_diagonal_only
 
 
-class _Solutions(NamedTuple):
-    """Solves with A for all probes; 0 for probes that are not in use."""
-
-    x: Inexact[Array, "o n p"]  # after q, q - d and q - 2d steps
-    missed: Real[Array, " p"]  # |r|^2 / theta after q steps
-
-
-def _solutions(run: PreconditionedQuadrature) -> _Solutions:
-    """See above."""
-    krylov, probes = run.krylov, run.probes
-    n, most = probes.shape
+def solutions(
+    run: PreconditionedQuadrature,
+) -> tuple[Inexact[Array, "o n p"], Real[Array, " p"]]:
+    """Solves with A for all probes, after q, q - d and q - 2d steps; and |r|^2 / theta (see above)
+    after q steps.
+    """
+    krylov = run.krylov
+    q, n, p = krylov.basis.shape
     shorter, orders = truncations(krylov)
-    nodes, _, s = positive_quadrature(shorter, [each.steps for each in run.plans])
-    along = einsum("paj,pj->ap", s, s[:, 0, :] / nodes).reshape(-1, orders, most)
-    along = along * safe_norm(probes.T)
-    residual = krylov.residual * jnp.abs(krylov.at_last(along[:, 0], 0))
-    missed = jnp.where(run.in_use, residual * (residual / run.bounds.smallest), 0)
-    # The basis has the vectors of all probes, step by step: see `padded_lanczos`.
-    count = run.numbers.probes
-    place = jnp.arange(krylov.basis.shape[0])
-    probe, step = place % count, place // count
-    own = (probe[:, None] == jnp.arange(most)) & (step < run.numbers.steps)[:, None]
-    of_step = jnp.take(along, step, axis=0, mode="fill", fill_value=0)
-    coefficients = jnp.where(own[:, None, :], of_step, 0).astype(probes.dtype)
-    inside = matmul(krylov.basis.T, coefficients.reshape(len(place), -1))
-    x = run.built.factors.inverse_root_adjoint(inside)
-    return _Solutions(jnp.moveaxis(x.reshape(n, orders, most), 1, 0), missed)
+    nodes, _, s = positive_quadrature(shorter)
+    coefficients = einsum("paj,pj->pa", s, s[:, 0, :] / nodes).reshape(orders, p, q)
+    coefficients = coefficients * safe_norm(run.probes.T)[:, None]
+    residual = krylov.residual * jnp.abs(coefficients[0, :, -1])
+    missed = residual * (residual / run.bounds.smallest)
+    inside = einsum("qnp,opq->nop", krylov.basis, coefficients.astype(run.probes.dtype))
+    x = run.built.factors.inverse_root_adjoint(inside.reshape(n, orders * p))
+    return jnp.moveaxis(x.reshape(n, orders, p), 1, 0), missed
 
 
 @final
@@ -107,31 +96,35 @@ class InverseEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k):
         """See `AbstractEstimator`."""
-        run = self.policy.apply(key, operator, k)
-        factors, omega, (x, missed) = run.built.factors, run.signs, _solutions(run)
+        return self.policy.apply(key, operator, k, self._finished)
+
+    def _finished(self, run: PreconditionedQuadrature):
+        """The estimate and its weights, from the outcome of a plan."""
+        factors, omega, (x, missed) = run.built.factors, run.signs, solutions(run)
         assert omega is not None  # the policy is one for the inverse
+        p = omega.shape[1]
         known = factors.inverse_diagonal()
-        count = jnp.asarray(run.numbers.probes, known.dtype)
         away = x - factors.inverse_root_adjoint(run.probes)
         samples = jnp.moveaxis(omega * away.real, 2, 1)
-        std_err, of_sum = entries_std_err(samples[0], count)
-        dof = jnp.maximum(count - 1, 1)
+        std_err, of_sum = entries_std_err(samples[0], jnp.asarray(p, known.dtype))
         rounding, status = rounding_of_budget(run)
-        scatter, size = std_err, known
+        scatter, size, dof = std_err, known, jnp.full((), max(p - 1, 1), known.dtype)
         if self.of_trace:
             scatter, size = of_sum, safe_norm(known)
             samples, known, dof = jnp.sum(samples, axis=2), jnp.sum(known), run.bounds.dof
-        value = known + jnp.sum(samples[0], axis=0) / count
+        value = known + jnp.mean(samples[0], axis=0)
         # The last term is that of equal eigenvalues, whose inverses have the same rounding error.
         equal = 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value)
         std_err = jnp.hypot(jnp.hypot(scatter, rounding * size), equal)
-        exhausted = run.krylov.exhausted | ~run.in_use
-        error = truncation_error(samples, exhausted) * (samples.shape[1] / count)
-        error = jnp.maximum(error, jnp.sum(missed) / count * (known / jnp.sum(known)))
+        error = truncation_error(samples, run.krylov.exhausted)
+        error = jnp.maximum(error, jnp.mean(missed) * (known / jnp.sum(known)))
         status = entries_status(value, error, std_err, status)
 
         def weights():
-            return InverseWeights(x[0], omega / count, factors, self.of_trace)
+            rank, most, _ = run.most
+            more = (0, 0), (0, most - p)
+            held = jnp.pad(x[0], more), jnp.pad(omega / p, more)
+            return InverseWeights(*held, factors.padded(rank), self.of_trace)
 
         estimate = with_quadrature_error(value, error, std_err, run.spent, dof, status, run.read)
         return estimate, if_wanted(weights)
@@ -270,7 +263,7 @@ def inverse_diagonal(
 
 def _inverse(primitive: Primitive, key, operator, k, preconditioner, fallback, throw) -> Solution:
     check_fallback(fallback)
-    policy = dataclasses.replace(policy_of(preconditioner, operator), for_inverse=True)
+    policy = dataclasses.replace(policy_of(preconditioner), for_inverse=True)
     k = budget_or_all(operator, k, fallback if policy.auto else None, sparse=True)
     of_trace = primitive is inverse_trace_p
     estimator: AbstractEstimator = InverseEstimator(policy, of_trace)

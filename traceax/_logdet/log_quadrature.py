@@ -27,11 +27,10 @@ degrees of freedom nu of `_functions.funm`, and half of that is added to the var
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Real
+from jaxtyping import Array, Real
 
 from .._core.estimate import if_wanted, scale_of
 from .._functions.funm import degrees_of_freedom, derivative_core, truncation_error, truncations
@@ -50,14 +49,7 @@ class LogQuadrature(NamedTuple):
     core: Real[Array, "p q q"]  # the derivative of z^H log(M) z / n by V^H M V, if wanted
 
 
-def log_quadrature(
-    krylov: Lanczos,
-    floor: Array,
-    n: int,
-    is_complex: bool,
-    probes: int | Int[Array, ""],
-    sizes: Sequence[int] = (),
-) -> LogQuadrature:
+def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> LogQuadrature:
     """Both quadratures, their combination, its errors, and what the derivative needs.
 
     **Arguments:**
@@ -66,24 +58,15 @@ def log_quadrature(
     - `floor`: a lower bound of the eigenvalues of M; NaN if none is known.
     - `n`: the size of M.
     - `is_complex`: whether the probes are complex.
-    - `probes`: the number of probes in use. The others, which come last, do not count.
-    - `sizes`: see `quadrature`.
 
     **Returns:**
 
     A `LogQuadrature`.
     """
     p = krylov.alpha.shape[1]
-    used = jnp.arange(p) < probes
-    if not isinstance(probes, int):
-        probes = probes.astype(krylov.alpha.dtype)  # products with n might overflow
-
-    def mean(x):
-        return jnp.sum(jnp.where(used, x, 0)) / probes
-
     shorter, orders = truncations(krylov)
-    nodes, weights, vectors = quadrature(shorter, sizes)
-    smallest = jnp.min(jnp.where(used, nodes[:p, 0], jnp.inf))
+    nodes, weights, vectors = quadrature(shorter)
+    smallest = jnp.min(nodes[:p, 0])
     # `smallest` reports Ritz values that are not positive; tiny numbers replace them to avoid NaN.
     eps = float(jnp.finfo(nodes.dtype).eps)
     tiny = eps**2 * krylov.unit
@@ -94,7 +77,7 @@ def log_quadrature(
 
     # Without a known bound, the residual of the smallest Ritz pair tells how far below it the
     # smallest eigenvalue may lie.
-    last = krylov.at_last(vectors, 1)
+    last = vectors[:, -1]
     reach = nodes[:, 0] - krylov.residual * jnp.abs(last[:, 0])
     guess = jnp.clip(reach, nodes[:, 0] / 4, nodes[:, 0])
     a = jnp.minimum(jnp.where(jnp.isnan(floor), guess, floor), nodes[:, 0] * (1 - math.sqrt(eps)))
@@ -103,39 +86,49 @@ def log_quadrature(
     # On an exhausted space Gauss' rule is exact.
     exhausted = krylov.exhausted
     reduction = jnp.where(exhausted, 0, reduction)
-    q = krylov.alpha.shape[0]
-    ends = jnp.arange(q) == (q if krylov.steps is None else krylov.steps) - 1
-    changed = krylov._replace(alpha=krylov.alpha - jnp.where(ends[:, None], reduction, 0))
-    radau_nodes, radau_weights, radau_vectors = quadrature(changed, sizes)
+    changed = krylov._replace(alpha=krylov.alpha.at[-1].add(-reduction))
+    radau_nodes, radau_weights, radau_vectors = quadrature(changed)
     radau_nodes = jnp.maximum(radau_nodes, tiny)
-    rules = jnp.stack([weights * logs, radau_weights * jnp.log(radau_nodes)])
-    gauss, radau = jnp.sum(rules, axis=2)
+    gauss = jnp.sum(weights * logs, axis=1)
+    radau = jnp.sum(radau_weights * jnp.log(radau_nodes), axis=1)
     gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
     share = jnp.minimum(0.6, a / nodes[:, 0])
-    value = mean(gauss - share * gap)
-    error = mean(jnp.maximum(share, 1 - share) * gap)
-    guessed = error + truncation_error(samples, exhausted | ~used) * (p / probes)
-    error = jnp.where(jnp.isnan(floor), guessed, error)
-
-    c = n / (n + 1) if is_complex else 2 * n / (n + 2)
-    away = jnp.where(used[:, None], logs - mean(gauss), 0)
-    # In this unit, because squares of rounding errors may underflow to 0, and 0 / 0 is NaN.
-    unit = scale_of(away)
-    away = jnp.square(away / unit)
-    moments = jnp.sum(jnp.stack([weights * away, weights * away**2]), axis=(1, 2))
-    second, fourth = moments / probes
-    dof = degrees_of_freedom(second, fourth, n * probes)
-    variance = n * c * second / probes / (1 - c / (n * probes)) * (1 + 1 / dof)
+    error = jnp.mean(jnp.maximum(share, 1 - share) * gap)
+    guessed = error + truncation_error(samples, exhausted)
+    std_err, dof = _standard_error(weights, logs - jnp.mean(gauss), n, is_complex)
 
     def derivative():
         core = derivative_core(jnp.log, nodes, vectors)
         changed = derivative_core(jnp.log, radau_nodes, radau_vectors)
-        largest = krylov.at_last(vectors, 2)
-        corner = krylov.at_last(krylov.at_last(changed, 1), 1)
-        last = (corner * reduction / krylov.at_last(nodes, 1))[:, None, None]
+        largest, corner = vectors[:, :, -1], changed[:, -1, -1]
+        last = (corner * reduction / nodes[:, -1])[:, None, None]
         changed = changed - last * largest[:, :, None] * largest[:, None, :]
         return core + jnp.where(jnp.isnan(floor), 0, share)[:, None, None] * (changed - core)
 
-    errors = n * error, unit * jnp.sqrt(variance)
-    others = dof, smallest, n * mean(gap)
-    return LogQuadrature(n * value, *errors, *others, if_wanted(derivative))
+    return LogQuadrature(
+        value=n * jnp.mean(gauss - share * gap),
+        error=n * jnp.where(jnp.isnan(floor), guessed, error),
+        std_err=std_err,
+        dof=dof,
+        smallest=smallest,
+        gap=n * jnp.mean(gap),
+        core=if_wanted(derivative),
+    )
+
+
+def _standard_error(
+    weights: Real[Array, "p q"], away: Real[Array, "p q"], n: int, is_complex: bool
+) -> tuple[Real[Array, ""], Real[Array, ""]]:
+    """The standard error of tr log M, and its degrees of freedom, from the logarithms of the nodes
+    less their mean.
+    """
+    p = len(weights)
+    c = n / (n + 1) if is_complex else 2 * n / (n + 2)
+    # In this unit, because squares of rounding errors may underflow to 0, and 0 / 0 is NaN.
+    unit = scale_of(away)
+    square = jnp.square(away / unit)
+    second = jnp.sum(weights * square) / p
+    fourth = jnp.sum(weights * jnp.square(square)) / p
+    dof = degrees_of_freedom(second, fourth, n * p)
+    variance = n * c * second / p / (1 - c / (n * p)) * (1 + 1 / dof)
+    return unit * jnp.sqrt(variance), dof

@@ -23,8 +23,8 @@ from .._operators.checks import as_operator
 from .._operators.known_parts import stored_diagonal, terms_of
 from .._operators.tags import semidefinite_sign
 from .._sketch.low_rank import BuiltPreconditioner
-from .growing_columns import GrowingColumns
-from .growing_sketch import GrowingSketch
+from .columns import preconditioner_from_columns
+from .sketch import Sketch
 
 
 def _checked_rank(rank: int | None) -> int | None:
@@ -172,8 +172,8 @@ class NystromPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        growing = GrowingSketch(key, operator, BlockOperator(operator), (rank,))
-        return growing.built(growing.low_rank(growing.first, 0))
+        sketch = Sketch(key, operator, BlockOperator(operator), rank, rank)
+        return sketch.built(sketch.low_rank(sketch.first))
 
 
 NystromPreconditioner.__init__.__doc__ = """**Arguments:**
@@ -228,8 +228,7 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        growing = GrowingColumns(key, operator, (rank,), self.diagonal)
-        return growing.built(growing.low_rank(growing.grown(growing.first, 0), 0))
+        return preconditioner_from_columns(key, operator, rank, self.diagonal).built
 
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**

@@ -26,16 +26,13 @@ and it is symmetric in the two directions. It takes a solve with A for every col
 preconditioner P.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import final
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact
+from jax.scipy.linalg import block_diag
+from jaxtyping import Array, Inexact
 
-from .._core.control_flow import any_lane, apart, nothing_like, of_size
-from .._linalg.lanczos import joined
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import contracted, matrix_of
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
@@ -106,133 +103,41 @@ class ExactLogdetWeights(AbstractWeights):
         return ExactLogdetWeights(self.inverse - change)
 
 
-@final
-class EitherWeights(AbstractWeights):
-    """Those of a run, or the exact ones that replaced them: only one of the two is contracted.
-
-    **Attributes:**
-
-    - `run`: the weights of the run; `V` and `C` are 0 if they were replaced.
-    - `exact`: the exact weights; 0 if they were not needed.
-    - `replaced`: whether the exact ones count.
-    """
-
-    run: LogdetWeights
-    exact: ExactLogdetWeights
-    replaced: Bool[Array, ""]
-
-    @staticmethod
-    def of_run(run: LogdetWeights) -> "EitherWeights":
-        """The weights of a run, which may still be replaced."""
-        n = run.vectors.shape[0]
-        nothing = ExactLogdetWeights(jnp.zeros((n, n), run.vectors.dtype))
-        return EitherWeights(run, nothing, jnp.array(False))
-
-    def replaced_by(self, exact: ExactLogdetWeights) -> "EitherWeights":
-        """The exact weights in their place."""
-        run = self.run
-        nothing = LogdetWeights(jnp.zeros_like(run.vectors), jnp.zeros_like(run.core), run.factors)
-        return EitherWeights(nothing, exact, jnp.array(True))
-
-    def _chosen(self, of_run: Callable[[], Array], of_exact: Callable[[], Array]) -> Array:
-        def part(wanted, make):
-            # The predicate is the same for all lanes of a `vmap`: see `_core.control_flow`.
-            found = lax.cond(any_lane(wanted), make, partial(nothing_like, make))
-            return jnp.where(wanted, found, 0)
-
-        return part(~self.replaced, of_run) + part(self.replaced, of_exact)
-
-    def contract(self, operator):
-        """See `AbstractWeights`."""
-        each = (partial(weights.contract, operator) for weights in (self.run, self.exact))
-        return self._chosen(*each)
-
-    def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "EitherWeights":
-        """The weights `t G - X X^H`."""
-        run, exact = self.run.times_less(t, x), self.exact.times_less(t, x)
-        return EitherWeights(run, exact, self.replaced)
-
-    def solve(self, operator, rhs):
-        """`A^{-1} rhs`."""
-        each = (partial(weights.solve, operator, rhs) for weights in (self.run, self.exact))
-        return self._chosen(*each)
-
-    def weights_at(self, operator):
-        """See above."""
-
-        def moved(wanted, weights):
-            moving, fixed = partial(weights.weights_at, operator), lambda: weights
-            return lax.cond(any_lane(wanted), moving, fixed)
-
-        run, exact = moved(~self.replaced, self.run), moved(self.replaced, self.exact)
-        return EitherWeights(run, exact, self.replaced)
-
-
-def vectors_of(
-    run: PreconditionedQuadrature,
-) -> tuple[Inexact[Array, "n l"], Inexact[Array, "n r"], Inexact[Array, "n p"]]:
-    """The columns of V: the vectors U that P has captured, Lanczos' vectors (step by step, in the
-    coordinates of A), and the part of the probes outside of U. In each of the three blocks, columns
-    that are not in use come last, and are 0.
-
-    **Arguments:**
-
-    - `run`: the outcome of a budget.
-
-    **Returns:**
-
-    The three blocks.
-    """
-    factors, probes, basis = run.built.factors, run.probes, run.krylov.basis
-    n = probes.shape[0]
-    rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
-    root = factors.root.astype(probes.dtype)[:, None]
-    _, p, q = run.numbers
-    rows = [each.probes * each.steps for each in run.plans]
-
-    def cut(size):
-        vectors = factors.inverse_root_adjoint(basis[:size].T)
-        return jnp.pad(vectors, ((0, 0), (0, max(rows) - size)))
-
-    residual = factors.outside(probes)
-    length = jnp.sqrt(square_norms(residual))
-    wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
-    residual = residual * (wanted / jnp.where(length > 0, length, 1)).astype(probes.dtype) / root
-    return factors.basis / root, of_size(apart(rows), p * q, cut), residual
-
-
 def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
     """G (see above), padded to the size that all plans share.
 
+    The columns of V are the vectors U that P has captured, Lanczos' vectors (in the coordinates of
+    A), and the part of the probes outside of U.
+
     **Arguments:**
 
-    - `run`: the outcome of a budget.
+    - `run`: the outcome of a plan.
 
     **Returns:**
 
     The weights. Cost: `4 n l p q` operations.
     """
     factors, beta = run.built.factors, run.built.control_variate_weight
-    rank, p, q = run.numbers
-    captured, krylov, outside = vectors_of(run)
-    n = outside.shape[0]
-    count = jnp.asarray(p, beta.dtype)
-    of_probe = run.bounds.core.at[:, 0, 0].add(-beta) * (n / count)
-    inner = joined(of_probe, p, q, krylov.shape[1])
-    of_captured = jnp.diag(beta / (factors.eigenvalues + factors.mu))
-    of_outside = jnp.diag(jnp.where(run.in_use, beta / count, 0))
+    q, n, p = run.krylov.basis.shape
+    root = factors.root.astype(run.probes.dtype)[:, None]
+    krylov = factors.inverse_root_adjoint(run.krylov.basis.transpose(1, 2, 0).reshape(n, p * q))
 
-    # Every block begins where what is in use of the one before ends, and hides its zeros.
-    starts = [
-        (0, captured, of_captured),
-        (rank, krylov, inner),
-        (rank + p * q, outside, of_outside),
-    ]
-    size = run.columns + krylov.shape[1]
-    vectors, core = jnp.zeros((n, size), captured.dtype), jnp.zeros((size, size), inner.dtype)
-    for start, columns, block in starts:
-        start = jnp.asarray(start, jnp.int32)
-        vectors = lax.dynamic_update_slice(vectors, columns, (jnp.zeros_like(start), start))
-        core = lax.dynamic_update_slice(core, block.astype(core.dtype), (start, start))
-    vectors, core = vectors[:, : run.columns], core[: run.columns, : run.columns]
-    return LogdetWeights(vectors, core.astype(vectors.dtype), factors)
+    outside = factors.outside(run.probes)
+    length = jnp.sqrt(square_norms(outside))
+    rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
+    wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
+    outside = outside * (wanted / jnp.where(length > 0, length, 1)).astype(outside.dtype) / root
+
+    vectors = jnp.concatenate([factors.basis / root, krylov, outside], axis=1)
+    core = block_diag(
+        jnp.diag(beta / (factors.eigenvalues + factors.mu)),
+        *(run.bounds.core.at[:, 0, 0].add(-beta) * (n / p)),
+        jnp.diag(jnp.full(p, beta / p)),
+    )
+    most, _, columns = run.most
+    more = (0, columns - vectors.shape[1])
+    return LogdetWeights(
+        vectors=jnp.pad(vectors, ((0, 0), more)),
+        core=jnp.pad(core, (more, more)).astype(vectors.dtype),
+        factors=factors.padded(most),
+    )

@@ -10,12 +10,9 @@ from functools import singledispatch
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import scale_of, status_of

@@ -21,7 +21,8 @@ no eigenvalue of P^{-1} A is below s / mu.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
@@ -239,9 +240,8 @@ class LowRank(NamedTuple):
     nu: Real[Array, ""]  # the shift: F F^H approximates K' + nu I
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
-    left_out_by_half: Real[Array, ""]  # t of the first half of the columns
     status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
-    in_use: Int[Array, ""] | int | None = None  # so many columns, or all; the others are 0
+    left_out_by_half: Real[Array, ""] | float = math.inf  # t of the first half of the columns
     dimension: Real[Array, ""] | float = math.inf  # of what is left out: see `nystrom_of`
 
     def preconditioner(self, root: Real[Array, " n"], graded: bool = False) -> LowRankPlusIdentity:
@@ -252,17 +252,8 @@ class LowRank(NamedTuple):
             # With columns of norm 1, F is far better conditioned than by itself.
             rows, r = panel_qr(self.f.T)
             q = rows.T
-        elif self.in_use is None:
-            q, r = qr(self.f)
         else:
-            # Unit vectors in the place of columns that are 0, as long as the last of the others:
-            # neither Q nor R of those others depends on them.
-            n, m = self.f.shape
-            used = jnp.arange(m) < self.in_use
-            last = lax.dynamic_index_in_dim(self.f, self.in_use - 1, 1, keepdims=False)
-            others = safe_norm(last).astype(self.f.dtype) * jnp.eye(n, m, dtype=self.f.dtype)
-            q, r = qr(jnp.where(used, self.f, others))
-            q, r = jnp.where(used, q, 0), jnp.where(used & used[:, None], r, 0)
+            q, r = qr(self.f)
         u, sigma, _ = svd(r)
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
         return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
@@ -279,23 +270,20 @@ class LowRank(NamedTuple):
         factors = self.preconditioner(root, graded)
         return BuiltPreconditioner(factors, floor, control_variate_weight, status)
 
-    def built_of_size(
-        self,
-        sizes: Sequence[int],
-        root: Real[Array, " n"],
-        known: Bool[Array, ""],
-        graded: bool = False,
+    def built_from(
+        self, count: Int[Array, ""], rank: int, root: Real[Array, " n"], known: Bool[Array, ""]
     ) -> BuiltPreconditioner:
-        """As `built`, from the columns in use: F is cut to the smallest of these sizes that holds
-        them, and the factors are padded to its own.
+        """As `built`, where F has `rank` columns at most, of which `count` are not 0: F is cut to a
+        smaller size that holds them, and the factors are padded.
         """
-        most = max(sizes)
 
         def cut(size):
-            found = self._replace(f=self.f[:, :size]).built(root, known, graded)
-            return dataclasses.replace(found, factors=found.factors.padded(most))
+            found = self._replace(f=self.f[:, :size]).built(root, known, graded=True)
+            return dataclasses.replace(found, factors=found.factors.padded(rank))
 
-        return of_size(sizes, most if self.in_use is None else self.in_use, cut)
+        small = self.f.shape[0] * rank**2 < PADDING
+        sizes = [rank] if small else [rank, 2 * rank // 3, 4 * rank // 9, rank // 4]
+        return of_size(sizes, count, cut)
 
     @property
     def mu(self) -> Real[Array, ""]:
@@ -304,14 +292,13 @@ class LowRank(NamedTuple):
         return jnp.maximum(self.shift + self.left_out / 10, least)
 
 
-def _smallest(omega: Array, products: Array, eps: float, beyond: Array | float) -> Array:
-    """An estimate of the smallest eigenvalue (see above). For `beyond` see `nystrom_of`."""
-    factor = cholesky(matmul(adjoint(omega), omega) + beyond)
+def _smallest(omega: Array, products: Array, eps: float) -> Array:
+    """An estimate of the smallest eigenvalue (see above)."""
+    factor = cholesky(matmul(adjoint(omega), omega))
     # Omega C^{-1} is orthonormal. C is well-conditioned: its inverse is as good as solving with it.
     inverse = divide_by_upper(jnp.eye(factor.shape[0], dtype=factor.dtype), factor)
     core = matmul(adjoint(inverse), matmul(matmul(adjoint(omega), products), inverse))
-    # A Rayleigh quotient is neither the smallest nor the largest eigenvalue.
-    values, vectors = eigh((core + adjoint(core)) / 2 + core[0, 0].real * beyond)
+    values, vectors = eigh((core + adjoint(core)) / 2)
     vector = matmul(inverse, vectors[:, :1])
     residual = matmul(products, vector) - values[0] * matmul(omega, vector)
     size = jnp.sqrt(square_norms(residual))[0]
@@ -324,7 +311,6 @@ def nystrom_of(
     products: Inexact[Array, "n l"],
     known: Bool[Array, ""],
     eps: float,
-    count: Int[Array, ""] | None = None,
 ) -> LowRank:
     """The Nystrom approximation of K' = A' - s I from products with normal probes.
 
@@ -334,11 +320,9 @@ def nystrom_of(
     **Arguments:**
 
     - `omega`: the probes, of norm about 1.
-    - `products`: A' times the probes; 0 for those that are not in use.
+    - `products`: A' times the probes.
     - `known`: whether s = 1; otherwise s is estimated.
     - `eps`: the relative precision of a product.
-    - `count`: the number of columns in use, or None for all of them. The others, which come last,
-        do not count, and are 0 in the result.
 
     **Returns:**
 
@@ -346,27 +330,19 @@ def nystrom_of(
     """
     n, m = omega.shape
     one = jnp.ones((), jnp.finfo(omega.dtype).dtype)
-    # With columns that are 0, the cores are singular. A unit matrix `beyond` them makes up for it.
-    used = jnp.arange(m) < (m if count is None else count)
-    omega = jnp.where(used, omega, 0)
-    beyond = jnp.diag(jnp.where(used, 0, one))
-
-    def estimated(omega, products):
-        return _smallest(omega, products, eps, beyond)
-
-    shift = lax.cond(known, lambda *_: one, estimated, omega, products)
+    shift = lax.cond(known, lambda *_: one, partial(_smallest, eps=eps), omega, products)
     sketch = products - shift.astype(omega.dtype) * omega
     # shift_of expects probes of norm sqrt(n). Its norm is that of A', as the products with A' were
     # rounded, not those with K'.
     least = shift_of(math.sqrt(n) * jnp.linalg.norm(products), n, eps)
     core = matmul(adjoint(omega), sketch)
-    nu, factor = shifted_cholesky(core + beyond, least)
+    nu, factor = shifted_cholesky(core, least)
     limit = 100 * math.sqrt(n) * least
 
     def negative():
         """Whether Omega^H A' Omega, too, has an eigenvalue below 0 by more than rounding."""
         core = matmul(adjoint(omega), products)
-        shifted = core + beyond + limit * jnp.eye(m, dtype=core.dtype)
+        shifted = core + limit * jnp.eye(m, dtype=core.dtype)
         return ~jnp.isfinite(cholesky(shifted)[-1, -1])
 
     # Where K' looks semidefinite on the sketch, A' = K' + s I is definite there.
@@ -382,10 +358,8 @@ def nystrom_of(
     # t of all columns, and of the first half alone: these columns, and their part of C^{-1}, do not
     # depend on the others.
     half = max(m // 2, 1)
-    whole, part = (m, half) if count is None else (count, jnp.maximum(count // 2, 1))
-    columns = jnp.arange(m)
-    rows = jnp.concatenate([inverse, jnp.where(columns < part, inverse[:half], 0)])
-    length = jnp.where(jnp.concatenate([used, columns[:half] < part]), safe_norm(rows), 1)
+    rows = jnp.concatenate([inverse, jnp.where(jnp.arange(m) < half, inverse[:half], 0)])
+    length = safe_norm(rows)
     directions = adjoint(rows / length.astype(omega.dtype)[:, None])
     held_out = n * jnp.square(1 / length) - square_norms(matmul(f, directions))
     # With E what all but two of the probes leave out, the cosine of two directions is that of the
@@ -393,12 +367,18 @@ def nystrom_of(
     # has d equal eigenvalues, and else about ||E||_F^2 / (tr E)^2. No eigenvalue is needed.
     cosines = square_of(matmul(adjoint(directions[:, :m]), directions[:, :m]))
     others = jnp.sum(jnp.where(jnp.eye(m, dtype=bool), 0, cosines))
-    dimension = whole * (whole - 1) / others
+    dimension = m * (m - 1) / others
 
-    def left_out(held_out, count):
-        total = jnp.sum(jnp.where(jnp.arange(held_out.size) < count, held_out, 0))
-        mean = total / count / jnp.maximum(n - count, 1) - nu
+    def left_out(held_out):
+        mean = jnp.mean(held_out) / max(n - held_out.size, 1) - nu
         return jnp.where(jnp.isfinite(mean), jnp.maximum(mean, 0), jnp.nan)
 
-    left = left_out(held_out[:m], whole), left_out(held_out[m:], part)
-    return LowRank(f, nu, shift, *left, status, count, dimension.astype(one.dtype))
+    return LowRank(
+        f=f,
+        nu=nu,
+        shift=shift,
+        left_out=left_out(held_out[:m]),
+        status=status,
+        left_out_by_half=left_out(held_out[m:]),
+        dimension=dimension.astype(one.dtype),
+    )
