@@ -60,18 +60,6 @@ def nothing_like(fn: Callable[..., Any], *args: Any) -> Any:
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *args))
 
 
-def apart(sizes: Sequence[int], least: int = 1) -> list[int]:
-    """The largest of these sizes and, of the others that are not below `least`, those that are
-    smaller than the next by a factor of 3 at least: fewer are compiled, and padding makes no array
-    three times as large.
-    """
-    found = [max(sizes)]
-    for size in sorted(sizes, reverse=True):
-        if size >= least and 3 * size <= found[-1]:
-            found.append(size)
-    return found
-
-
 def of_size(sizes: Sequence[int], count: Array | int, fn: Callable[[int], Any]) -> Any:
     """`fn(size)` for the smallest of these sizes that is at least `count` in every lane of a
     `vmap`. Padded arrays are cut to this size for whatever takes long, so that their padding costs

@@ -52,7 +52,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import if_wanted, rounding_of, safe_norm, scale_of
+from .._core.estimate import rounding_of, safe_norm, scale_of
 from .._core.precision import einsum, matmul
 from .._core.primitive import spectral_diagonal_p
 from .._estimators.solution import Solution, restructure
@@ -308,7 +308,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, self.label)
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block, sizes = BlockOperator(operator).linearised(), sizes_of(k)
         n, eps, p = block.n, block.eps, sizes.probes
@@ -325,13 +325,13 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
 
         inner = lanczos(block.mm, z, sizes.probe_steps, eps)
         shorter, orders = truncations(inner)
-        nodes, weights, s = quadrature(shorter)
+        nodes, masses, s = quadrature(shorter)
         nodes = tagged(nodes)
         values = on_nodes(self.fn, nodes)
-        first = einsum("paq,pq->ap", s, jnp.where(weights > 0, values, 0) * s[:, 0])  # f(T) e_1
+        first = einsum("paq,pq->ap", s, jnp.where(masses > 0, values, 0) * s[:, 0])  # f(T) e_1
         images = einsum("anp,aop->onp", inner.basis, first.reshape(-1, orders, p))
         samples = _samples_of(rows, space, omega, z, images * safe_norm(z.T))
-        nodes, weights, values, s = (x[:p] for x in (nodes, weights, values, s))
+        nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, s))
 
         functions = jnp.where(space.taken, space.functions, 0)
         known = einsum("an,oab,bn->on", rows, functions, jnp.conj(rows)).real
@@ -348,7 +348,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         rounding = rounding_of(safe_norm(samples.rest[0] + total) / math.sqrt(p), eps)
         changes = changes_by_rounding(self.fn, operator, space.nodes, space.values, eps)
         rounding += matmul(jnp.square(jnp.abs(vectors)), jnp.where(space.counts, changes, 0))
-        changes = weighted(weights, changes_by_rounding(self.fn, operator, nodes, values, eps))
+        changes = weighted(masses, changes_by_rounding(self.fn, operator, nodes, values, eps))
         rounding += jnp.maximum(samples.room, 0) * jnp.mean(changes)
         std_err = jnp.hypot(std_err, rounding)
 
@@ -362,12 +362,12 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         status = jnp.maximum(krylov.status, inner.hermitian_status(eps))
         ones = space.counts.astype(real)[None]
         status = status_with_domain(status, ones, on_nodes(self.fn, space.nodes)[None])
-        status = status_with_domain(status, weights, values)
+        status = status_with_domain(status, masses, values)
         status = entries_status(value, error, std_err, status)
         estimate = with_quadrature_error(
             value, error, std_err, sizes.spent, max(p - 1, 1), status, needs_symmetry=False
         )
-        return estimate, if_wanted(fixed)
+        return estimate, fixed() if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -76,7 +76,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, "`eigenpairs`")
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         n, (first_key, key) = block.n, split(key)
@@ -143,7 +143,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         errors = jnp.maximum(errors, rounding)
         estimate = make_estimate(values, errors, spent, 0, status)
         state = (vectors, residuals, jnp.stack([low, high]))
-        return dataclasses.replace(estimate, state=state), EigenpairWeights(vectors)
+        return dataclasses.replace(estimate, aux=state), EigenpairWeights(vectors)
 
 
 @final
@@ -297,7 +297,7 @@ def eigenpairs(
     estimator = EigenpairsEstimator(vector, num, which)
     k = check_budget(k, num, n, "`eigenpairs`")
     solution = solve(eigenpairs_p, key, operator, k, estimator, throw=throw)
-    vectors, residuals, bounds = lax.stop_gradient(solution.state)
+    vectors, residuals, bounds = lax.stop_gradient(solution.aux)
     return Eigenpairs(
         values=solution.value,
         errors=lax.stop_gradient(solution.std_err),

@@ -65,7 +65,6 @@ from .._core.estimate import (
     NONFINITE,
     NOT_SYMMETRIC,
     OUTSIDE_DOMAIN,
-    if_wanted,
     rounding_of,
     safe_norm,
     scale_of,
@@ -434,7 +433,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, self.name)
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         n, eps = block.n, block.eps
@@ -442,19 +441,19 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(block.mm, probes, q, eps)
         shorter, orders = truncations(krylov)
-        nodes, weights, vectors = quadrature(shorter)
+        nodes, masses, vectors = quadrature(shorter)
         nodes = self.nodes_of(operator, nodes, eps)
         values = on_nodes(self.fn, nodes)
-        samples = n * weighted(weights, values)
+        samples = n * weighted(masses, values)
         samples = samples.reshape(orders, p, *samples.shape[1:])
 
-        nodes, weights, values, s = (x[:p] for x in (nodes, weights, values, vectors))
-        value, std_err, dof = mean_and_error(weights, values, n, eps, jnp.iscomplexobj(probes))
+        nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, vectors))
+        value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
-        std_err = jnp.hypot(std_err, n * jnp.mean(weighted(weights, changes), axis=0))
-        status = status_with_domain(krylov.hermitian_status(eps), weights, values)
+        std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
+        status = status_with_domain(krylov.hermitian_status(eps), masses, values)
         if self.jumps:  # the bound is far above the error: it does not say that steps are too few
-            bounds = sum(jump_error(weights, nodes < jump) for jump in self.jumps)
+            bounds = sum(jump_error(masses, nodes < jump) for jump in self.jumps)
             error = n * jnp.mean(jnp.where(krylov.exhausted, 0, bounds))
         else:
             error = truncation_error(samples, krylov.exhausted)
@@ -465,10 +464,10 @@ class QuadratureEstimator(AbstractSpectralEstimator):
                 basis=krylov.basis,
                 core=derivative_core(self.fn, nodes, s) * (n / p),
                 nodes=nodes,
-                weights=weights * (n / p),
+                weights=masses * (n / p),
             )
 
         estimate = with_quadrature_error(
             value, error, std_err, p * q, dof, status, needs_symmetry=False
         )
-        return estimate, if_wanted(fixed)
+        return estimate, fixed() if weights else None

@@ -51,7 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import if_wanted, rounding_of, scale_of
+from .._core.estimate import rounding_of, scale_of
 from .._core.precision import einsum, matmul
 from .._linalg.block_lanczos import block_lanczos, ritz_values
 from .._operators.block_operator import BlockOperator
@@ -173,7 +173,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         """See `AbstractEstimator`."""
         check_hermitian(operator, "A spectral sum with `shifts`")
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         n, eps = block.n, block.eps
@@ -201,19 +201,19 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         turned = jnp.conj(vectors[:, : b * depth])  # from coordinates to the basis of nodes
         captured = jnp.sum(square_of(einsum("lra,iam->ilrm", rows, turned)), axis=(1, 2)) / GROUPS
         outside = square_of(einsum("lga,iam->ilgm", g, turned))
-        weights = captured + einsum("l,ilgm->im", room / b, outside)
-        traces = einsum("im,imf->if", weights, values)
+        masses = captured + einsum("l,ilgm->im", room / b, outside)
+        traces = einsum("im,imf->if", masses, values)
         error = truncation_error(traces[:, None], krylov.exhausted[None])
         error = jnp.where(jnp.isfinite(error), error, jnp.inf)
 
         part = rows[:, : (b - size) * max(1, 3 * depth // 4)]
         std_err, dof = standard_error(part, rows, coordinates, turned[0], values[0], n)
-        nodes, vectors, counts, values, weights = (
-            x[0] for x in (nodes, vectors, counts, values, weights)
+        nodes, vectors, counts, values, masses = (
+            x[0] for x in (nodes, vectors, counts, values, masses)
         )
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
-        rounding = rounding_of(matmul(weights, jnp.abs(values)), eps)
-        rounding = rounding + matmul(weights, jnp.where(counts[:, None], changes, 0))
+        rounding = rounding_of(matmul(masses, jnp.abs(values)), eps)
+        rounding = rounding + matmul(masses, jnp.where(counts[:, None], changes, 0))
         std_err = jnp.hypot(std_err, rounding)
 
         def fixed():
@@ -223,7 +223,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             differences = divided_differences(self.fn, nodes[None])[0].astype(w.dtype)
             core = einsum("ai,ij,ij...,bj->ab...", vectors, overlap, differences, jnp.conj(vectors))
             basis = krylov.rows[..., None]
-            return SpectralWeights(basis, core[None], nodes[None], weights[None])
+            return SpectralWeights(basis, core[None], nodes[None], masses[None])
 
         value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
         status = status_with_domain(krylov.status, counts[None].astype(nodes.dtype), values[None])
@@ -231,7 +231,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         estimate = with_quadrature_error(
             value, error, std_err, b * s, dof, status, needs_symmetry=False
         )
-        return estimate, if_wanted(fixed)
+        return estimate, fixed() if weights else None
 
 
 def spaces_without_group(

@@ -51,7 +51,6 @@ from jaxtyping import Array, Complex, Inexact
 from .._core.estimate import (
     NONFINITE,
     OUTSIDE_DOMAIN,
-    if_wanted,
     rounding_of,
     safe_norm,
     scale_of,
@@ -128,7 +127,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
     num_steps: int | None = eqx.field(static=True)
     is_real: bool = eqx.field(static=True)  # whether the values are: see above
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         n, (p, q) = block.n, plan(k, self.num_steps or k // math.isqrt(k))
@@ -139,12 +138,12 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         ended = jnp.concatenate([krylov.ended_after(m) for m in orders])
         found = jax.vmap(diagonalised)(ended)
         nodes = found.nodes * jnp.tile(krylov.unit[:, 0], (len(orders), 1))
-        weights = found.left[:, 0] * found.right[:, :, 0]
-        forms, real_enough = _quadrature(self.fn, nodes, weights, self.is_real)
+        masses = found.left[:, 0] * found.right[:, :, 0]
+        forms, real_enough = _quadrature(self.fn, nodes, masses, self.is_real)
         error = truncation_error(n * forms.reshape(-1, p), krylov.exhausted)
         value = n * jnp.mean(forms[:p])
 
-        theta, w, left, first = nodes[:p], weights[:p], found.left[:p], found.right[:p, :, 0]
+        theta, w, left, first = nodes[:p], masses[:p], found.left[:p], found.right[:p, :, 0]
         values = jnp.where(w != 0, on_nodes(self.fn, theta), 0)
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
@@ -161,7 +160,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
 
         status = entries_status(jnp.abs(value), error, std_err, status)
         estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
-        return estimate, if_wanted(fixed)
+        return estimate, fixed() if weights else None
 
     def _error(self, values, nodes, weights, left, first, basis, probes) -> tuple[Array, Array]:
         """The standard error, and its degrees of freedom: see above."""
@@ -218,7 +217,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         error = error + 2 * block.eps * jnp.sum(jnp.where(jnp.isfinite(sizes), sizes, 0))
         zero = jnp.zeros_like(error)
         estimate = with_quadrature_error(value, error, zero, block.n, 0, status)
-        return estimate, if_wanted(fixed)
+        return estimate, fixed()
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of

@@ -100,7 +100,7 @@ def arnoldi(
         return w, along
 
     basis = jnp.zeros((p, num_steps, n), start.dtype)
-    krylov = recurrences(mm, start, basis, num_steps, num_steps, eps, put, outside)
+    krylov = recurrences(mm, start, basis, num_steps, eps, put, outside)
     h = jnp.transpose(krylov.alpha, (1, 2, 0))
     below = krylov.beta[:-1].T.astype(h.dtype)
     h = h + jnp.eye(num_steps, k=-1, dtype=h.dtype) * jnp.pad(below, ((0, 0), (0, 1)))[:, None, :]

@@ -37,18 +37,12 @@ class Lanczos(NamedTuple):
     alpha: Real[Array, "q p"]
     beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
     size: Real[Array, " p"]  # the largest |alpha| or beta, before any beta is set to 0
-    steps: Int[Array, ""] | None = None  # if fewer than q were made: see `padded_lanczos`
     skew: Real[Array, " p"] | None = None  # what A^H = A would make 0: see `lanczos`
 
     @property
     def residual(self) -> Real[Array, " p"]:
         """The norm of the residual: the beta of the last step."""
-        return self.at_last(self.beta, 0)
-
-    def at_last(self, x: Array, axis: int) -> Array:
-        """The entry of the last step that was made, along an axis with an entry for every step."""
-        last = x.shape[axis] - 1 if self.steps is None else self.steps - 1
-        return lax.dynamic_index_in_dim(x, last, axis, keepdims=False)
+        return self.beta[-1]
 
     @property
     def exhausted(self) -> Bool[Array, " p"]:
@@ -83,13 +77,12 @@ def recurrences(
     mm: Callable[[Array], Array],
     start: Inexact[Array, "n p"],
     basis: Array,
-    most: int,
-    steps: int | Int[Array, ""],
+    num_steps: int,
     eps: float | None,
     put: Callable[[Array, Array, Array], Array],
     outside: Callable[[Array, Array, Array], tuple[Array, Array]],
 ) -> Lanczos:
-    """What both forms of `lanczos`, and `arnoldi`, share. They differ in the layout of the basis:
+    """What `lanczos` and `arnoldi` share. They differ in the layout of the basis:
     `put` writes a vector of every probe into it, and `outside` makes vectors orthogonal to it,
     twice, and returns coefficients, too: in Lanczos' recurrence of those that were written last,
     in Arnoldi's of all. They are the alpha of the result.
@@ -120,10 +113,10 @@ def recurrences(
         return basis, v, size, scale, alpha, beta
 
     along = jax.eval_shape(lambda: outside(basis, first, jnp.uint32(0))[1])
-    alpha, beta = jnp.zeros((most, *along.shape), along.dtype), jnp.zeros((most, p), real)
+    alpha, beta = jnp.zeros((num_steps, *along.shape), along.dtype), jnp.zeros((num_steps, p), real)
     carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real), alpha, beta)
     # Unsigned: an index that may be negative is one more thing to compile.
-    ends = jnp.uint32(0), jnp.asarray(steps, jnp.uint32)
+    ends = jnp.uint32(0), jnp.uint32(num_steps)
     basis, _, size, scale, alpha, beta = lax.fori_loop(*ends, step, carry)
     return Lanczos(basis, alpha * scale, beta * scale, size * scale)
 
@@ -177,7 +170,7 @@ def lanczos(
 
     # Probes come first, so that products with their bases are those of matrices and vectors.
     basis = jnp.zeros((p, num_steps, n), start.dtype)
-    krylov = recurrences(mm, start, basis, num_steps, num_steps, eps, put, outside)
+    krylov = recurrences(mm, start, basis, num_steps, eps, put, outside)
     alpha, before, others = jnp.moveaxis(krylov.alpha, 2, 0)
     apart = (before[1:] - krylov.beta[:-1], others)
     skew = jnp.sqrt(sum(jnp.sum(jnp.square(x / krylov.unit.T), axis=0) for x in apart))
@@ -186,113 +179,8 @@ def lanczos(
     )
 
 
-def narrowed(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
-    sizes: Sequence[int],
-    count: int | Int[Array, ""],
-) -> Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]]:
-    """`mm` for blocks of which the first `count` columns are in use: the others take no products.
-
-    **Arguments:**
-
-    - `mm`: an operator, as a function that multiplies blocks.
-    - `sizes`: the numbers that `count` may be.
-    - `count`: how many columns are in use.
-    """
-
-    def product(vectors):
-        most = vectors.shape[1]
-
-        def cut(size):
-            return jnp.pad(mm(vectors[:, :size]), ((0, 0), (0, most - size)))
-
-        return of_size(sizes, count, cut)
-
-    return product
-
-
-def padded_lanczos(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
-    start: Inexact[Array, "n p"],
-    shapes: Sequence[tuple[int, int]],
-    probes: int | Int[Array, ""],
-    steps: int | Int[Array, ""],
-    eps: float,
-) -> Lanczos:
-    """As `lanczos`, one program for several numbers of probes and steps, which may be traced.
-
-    The basis has the shape `(rows, n)` here: the vectors of the first step of all probes in use,
-    then those of the second step, and so on. `rows` is the largest number of vectors, and a few
-    more that are 0. Products with it are those of matrices: a row that belongs to another probe is
-    left out afterwards. (For a few probes this is as fast as products of a matrix and a vector for
-    each, which take as long as it takes to read the basis.)
-
-    **Arguments:**
-
-    - `mm`, `eps`: as for `lanczos`.
-    - `start`: the probes. Those that are not in use are 0.
-    - `shapes`: all pairs of numbers of probes and steps that there may be.
-    - `probes`, `steps`: the pair for this run.
-
-    **Returns:**
-
-    A `Lanczos` with another basis (see above), and with arrays for the largest number of steps.
-    """
-    n, most = start.shape
-    rows = [(q - 1) * p + most for p, q in shapes]
-    # Few rows are worth a kernel of their own only if a product with all of them takes long.
-    sizes = [r for r in rows if n * max(rows) > 2**20 and 3 * r <= max(rows)] + [max(rows)]
-    place = jnp.arange(max(rows), dtype=jnp.uint32)
-    count = jnp.asarray(probes, jnp.uint32)
-    own, step_of = (place % count) == jnp.arange(most, dtype=jnp.uint32)[:, None], place // count
-
-    def put(basis, v, j):
-        first = j * count
-        return lax.dynamic_update_slice(basis, v, (first, jnp.zeros_like(first)))
-
-    def outside(basis, w, j):
-        def cut(size):
-            part, mine = basis[:size], own[:, :size]
-            newest = step_of[:size] == j
-            rest, along = w, jnp.zeros((most,), w.real.dtype)
-            for _ in range(2):
-                coefficients = einsum("pn,rn->pr", rest, jnp.conj(part))
-                coefficients = jnp.where(mine, coefficients, 0)
-                rest = rest - matmul(coefficients, part)
-                along = along + jnp.sum(jnp.where(newest, coefficients.real, 0), axis=1)
-            return rest, along
-
-        return of_size(sizes, (j + 1) * count, cut)
-
-    basis = jnp.zeros((max(rows), n), start.dtype)
-    krylov = recurrences(mm, start, basis, max(q for _, q in shapes), steps, eps, put, outside)
-    return krylov._replace(steps=None if isinstance(steps, int) else steps)
-
-
-def joined(
-    of_probe: Real[Array, "p q q ..."],
-    probes: int | Int[Array, ""],
-    steps: int | Int[Array, ""],
-    size: int,
-) -> Real[Array, "s s ..."]:
-    """The block diagonal matrix of one matrix for each probe, in the layout of `padded_lanczos`.
-
-    **Arguments:**
-
-    - `of_probe`: the matrices.
-    - `probes`, `steps`: as for `padded_lanczos`. What is not in use is 0.
-    - `size`: the number of rows and columns.
-    """
-    place = jnp.arange(size)
-    probe, step = place % probes, place // probes
-    entries = of_probe[probe[:, None], step[:, None], step]
-    used = place < probes * steps
-    same = (probe[:, None] == probe) & used[:, None] & used
-    return jnp.where(same.reshape(*same.shape, *[1] * (entries.ndim - 2)), entries, 0)
-
-
 def quadrature(
-    krylov: Lanczos, sizes: Sequence[int] = ()
+    krylov: Lanczos,
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
     """The nodes theta, the weights w and the eigenvectors S of every probe's T.
 
@@ -302,7 +190,6 @@ def quadrature(
     **Arguments:**
 
     - `krylov`: the recurrences.
-    - `sizes`: if the number of steps is traced, those that it may have.
 
     **Returns:**
 
@@ -314,8 +201,6 @@ def quadrature(
     scale = krylov.unit
     # Not `beta > 0`: NaN must not look like the end of a space.
     counts = jnp.pad(beta[:, :-1] != 0, ((0, 0), (1, 0)), constant_values=True)
-    if krylov.steps is not None:
-        counts &= jnp.arange(alpha.shape[1]) < krylov.steps
     # |theta| <= 3 in this unit. A 4 stands for what does not count: it comes last, and by itself.
     diagonal = jnp.where(counts, alpha / scale, 4)
     off = jnp.where(jnp.roll(counts, -1, axis=1), beta / scale, 0)
@@ -326,18 +211,7 @@ def quadrature(
     t = jnp.where(row + 1 == column, off[:, :, None], t)
     t = jnp.where(row == column + 1, off[:, None, :], t)
 
-    @one_by_one
-    def eigenvectors(t, steps):
-        def cut(size):
-            nodes, vectors = eigh(t[:size, :size])
-            more = (0, q - size)
-            return jnp.pad(nodes, more, constant_values=4), jnp.pad(vectors, (more, more))
-
-        return of_size(sizes, steps, cut)
-
-    sizes = apart([*sizes, q]) if q > 32 else [q]
-    steps = jnp.asarray(q if krylov.steps is None else krylov.steps)
-    nodes, vectors = jax.vmap(eigenvectors, (0, None))(t, steps)
+    nodes, vectors = jax.vmap(one_by_one(eigh))(t)
     inside = nodes < 3.5
     vectors = jnp.where(inside[:, None, :], vectors, 0)
     nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale
@@ -345,15 +219,15 @@ def quadrature(
 
 
 def positive_quadrature(
-    krylov: Lanczos, sizes: Sequence[int] = ()
+    krylov: Lanczos,
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
     """The quadrature of a positive definite operator. (Tiny numbers replace nodes that are not
     positive, to avoid NaN. The caller must report such nodes.)
 
     **Arguments:**
 
-    - `krylov`, `sizes`: as for `quadrature`.
+    - `krylov`: as for `quadrature`.
     """
-    nodes, weights, vectors = quadrature(krylov, sizes)
+    nodes, weights, vectors = quadrature(krylov)
     tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
     return jnp.maximum(nodes, tiny), weights, vectors

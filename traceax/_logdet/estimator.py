@@ -16,7 +16,6 @@ from .._core.estimate import (
     OUTSIDE_DOMAIN,
     SUCCESSFUL,
     Estimate,
-    if_wanted,
     scale_of,
     status_of,
     status_with_symmetry,
@@ -185,15 +184,15 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         self.policy.check(operator, "A log-determinant")
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
 
         def finish(run):
-            return estimate_of_budget(run), if_wanted(lambda: weights_of(run))
+            return estimate_of_budget(run), weights_of(run) if weights else None
 
         return self.policy.apply(key, operator, k, finish)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
-        return exact.estimate, if_wanted(exact.weights)
+        return exact.estimate, exact.weights()

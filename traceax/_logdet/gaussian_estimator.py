@@ -46,7 +46,6 @@ from jaxtyping import Array, Inexact, Real
 from .._core.estimate import (
     Estimate,
     has_no_logarithm,
-    if_wanted,
     make_estimate,
     safe_norm,
     status_of,
@@ -156,7 +155,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         exact = exact_logdet(operator)
         form = self.exact_form(exact)
         estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
-        return estimate, if_wanted(lambda: GaussianWeights(exact.weights(), form.x))
+        return estimate, GaussianWeights(exact.weights(), form.x)
 
     def exact_form(self, exact: ExactLogdet) -> QuadraticForm:
         """The quadratic forms from a Cholesky factorisation."""
@@ -222,7 +221,7 @@ class GaussianEstimator(AbstractGaussianEstimator):
         """See `AbstractEstimator`."""
         self.policy.check(operator, "A Gaussian log density")
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
@@ -233,11 +232,11 @@ class GaussianEstimator(AbstractGaussianEstimator):
                 run.built.factors.padded(run.most[0]),
                 run.floor,
                 largest_ritz_value(run.krylov),
-                if_wanted(lambda: weights_of(run)),
+                weights_of(run) if weights else None,
             )
 
         found = self.policy.apply(key, operator, k - t * most, finish)
-        log_det, factors, floor, largest, weights = found
+        log_det, factors, floor, largest, made = found
         block = BlockOperator(operator).linearised()
         tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
         x, products = conjugate_gradients(block, factors, self.y, tolerance, most - 1)
@@ -247,4 +246,4 @@ class GaussianEstimator(AbstractGaussianEstimator):
         left += rounding_of_form(factors, largest, x, block.eps)
         spent = log_det.num_matvecs + products + t
         estimate = self.density_of_budget(log_det, QuadraticForm(form, left, x), spent)
-        return estimate, if_wanted(lambda: GaussianWeights(weights, x))
+        return estimate, GaussianWeights(made, x) if weights else None

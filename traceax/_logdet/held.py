@@ -35,7 +35,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import if_wanted, mean_and_std_err, scale_of, weights_wanted
+from .._core.estimate import mean_and_std_err, scale_of
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature, quadrature
@@ -141,9 +141,7 @@ class _Held:
         # an eighth 1.4.)
         nodes, _, _ = positive_quadrature(krylov)
         far_below = jnp.min(nodes[:, 0]) / 8
-        with weights_wanted(False):
-            is_complex = jnp.iscomplexobj(probes)
-            bounds = log_quadrature(krylov, far_below, block.n, is_complex)
+        bounds = log_quadrature(krylov, far_below, block.n, jnp.iscomplexobj(probes))
         samples = gauss(probes, krylov, jnp.log)
         value, scatter = mean_and_std_err(samples)
         bounds = bounds._replace(value=value, error=bounds.gap)
@@ -198,17 +196,16 @@ class HeldLogdetEstimator(AbstractEstimator):
         check_definite(operator, "A log-determinant")
         self.preconditioner.check(operator)
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         held = _Held(self.preconditioner, operator)
         run = held.log_det(key, k)
-        weights = if_wanted(lambda: held.log_det_weights(run))
-        return estimate_of_budget(run), weights
+        return estimate_of_budget(run), held.log_det_weights(run) if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
-        return exact.estimate, if_wanted(exact.weights)
+        return exact.estimate, exact.weights()
 
 
 @final
@@ -228,7 +225,7 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
         check_definite(operator, "A Gaussian log density")
         self.preconditioner.check(operator)
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         held, t = _Held(self.preconditioner, operator), self.y.shape[1]
         steps = steps_of_solve(k, t)
@@ -247,7 +244,7 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
         rounding = rounding_of_form(held.factors, largest, x, held.block.eps)
         form = QuadraticForm(unit**2 * form.value, unit**2 * form.left + rounding, x)
 
-        def weights():
+        def made():
             log_det = held.log_det_weights(run, t)
             along = held.weights(target, krylov, jnp.reciprocal, unit**2)
             u = jnp.concatenate([log_det.u, along.u], axis=1)
@@ -255,7 +252,7 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
             return HeldWeights(u, v, scaled * along.x)
 
         estimate = self.density_of_budget(estimate_from(run), form, run.spent + t * steps)
-        return estimate, if_wanted(weights)
+        return estimate, made() if weights else None
 
 
 def _quadratic_form(

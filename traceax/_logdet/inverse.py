@@ -31,6 +31,7 @@ E[x omega^T] = A^{-1}, and so at every order. It takes a solve with A for every 
 """
 
 import dataclasses
+from functools import partial
 from typing import ClassVar, Literal, final
 
 import equinox as eqx
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import if_wanted, safe_norm
+from .._core.estimate import safe_norm
 from .._core.precision import einsum
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
 from .._estimators.estimator import AbstractEstimator
@@ -94,11 +95,11 @@ class InverseEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         self.policy.check(operator, "The inverse")
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        return self.policy.apply(key, operator, k, self._finished)
+        return self.policy.apply(key, operator, k, partial(self._finished, weights))
 
-    def _finished(self, run: PreconditionedQuadrature):
+    def _finished(self, weights: bool, run: PreconditionedQuadrature):
         """The estimate and its weights, from the outcome of a plan."""
         factors, omega, (x, missed) = run.built.factors, run.signs, solutions(run)
         assert omega is not None  # the policy is one for the inverse
@@ -120,14 +121,14 @@ class InverseEstimator(AbstractEstimator):
         error = jnp.maximum(error, jnp.mean(missed) * (known / jnp.sum(known)))
         status = entries_status(value, error, std_err, status)
 
-        def weights():
+        def made():
             rank, most, _ = run.most
             more = (0, 0), (0, most - p)
             held = jnp.pad(x[0], more), jnp.pad(omega / p, more)
             return InverseWeights(*held, factors.padded(rank), self.of_trace)
 
         estimate = with_quadrature_error(value, error, std_err, run.spent, dof, status, run.read)
-        return estimate, if_wanted(weights)
+        return estimate, made() if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._core.estimate import Estimate, if_wanted, scale_of
+from .._core.estimate import Estimate, scale_of
 from .._functions.quadrature_error import with_quadrature_error
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import matmul
@@ -76,4 +76,4 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, Any]:
     status = exact.estimate.status
     spent, read = exact.estimate.num_matvecs, exact.estimate.columns
     estimate = with_quadrature_error(value, error, jnp.zeros_like(value), spent, 0, status, read)
-    return estimate, if_wanted(lambda: ExactInverseWeights(weights, of_trace))
+    return estimate, ExactInverseWeights(weights, of_trace)

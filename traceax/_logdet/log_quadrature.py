@@ -32,7 +32,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Real
 
-from .._core.estimate import if_wanted, scale_of
+from .._core.estimate import scale_of
 from .._functions.funm import degrees_of_freedom, derivative_core, truncation_error, truncations
 from .._linalg.lanczos import Lanczos, quadrature
 
@@ -112,7 +112,7 @@ def log_quadrature(krylov: Lanczos, floor: Array, n: int, is_complex: bool) -> L
         dof=dof,
         smallest=smallest,
         gap=n * jnp.mean(gap),
-        core=if_wanted(derivative),
+        core=derivative(),
     )
 
 

@@ -37,7 +37,7 @@ from typing import ClassVar, final
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, if_wanted, safe_norm
+from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._functions.funm import truncations
@@ -81,7 +81,7 @@ class SampledInverseEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         check_definite(operator, "The inverse")
 
-    def compute(self, key, operator, k):
+    def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         n, (p, q) = block.n, numbers_of(k)
@@ -123,12 +123,12 @@ class SampledInverseEstimator(AbstractEstimator):
         error = jnp.maximum(error, missed / n / jnp.square(root))
         status = entries_status(value, error, std_err, status)
 
-        def weights():
+        def made():
             x = vectors(inverse_root[0]).T
             return InverseWeights(x, jnp.conj(x) / p, factors, False)
 
         estimate = with_quadrature_error(value, error, std_err, p * q, (p + 2) / 5, status)
-        return estimate, if_wanted(weights)
+        return estimate, made() if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

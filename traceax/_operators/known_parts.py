@@ -367,22 +367,6 @@ def _sign_of(operator: Any) -> Real[Array, ""] | None:
     return None
 
 
-def is_shifted_down(operator: Any) -> bool:
-    """Whether the operator has a stored diagonal part that is not positive, as in K - s I. Such a
-    sum may be indefinite even if K is tagged semidefinite. False if the diagonal part is traced.
-
-    **Arguments:**
-
-    - `operator`: the operator. The answer is False for anything else that a user passes.
-    """
-    if not isinstance(operator, lx.AbstractLinearOperator):
-        return False
-    with jax.ensure_compile_time_eval():  # concrete numbers are read under a trace, too
-        shift = terms_of(operator).shift
-    known = shift is not None and not isinstance(shift, jax.core.Tracer)
-    return known and not bool(np.all(np.real(np.asarray(shift)) > 0))
-
-
 class Scaling(NamedTuple):
     """The scaling D of `_sketch.low_rank`, as a unit and as numbers relative to it. Where the unit
     is not known, the first products determine it.

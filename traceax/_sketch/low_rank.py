@@ -39,7 +39,6 @@ from .._linalg.factorisations import (
     cholesky,
     divide_by_upper,
     eigh,
-    panel_qr,
     qr,
     svd,
 )
@@ -244,30 +243,21 @@ class LowRank(NamedTuple):
     left_out_by_half: Real[Array, ""] | float = math.inf  # t of the first half of the columns
     dimension: Real[Array, ""] | float = math.inf  # of what is left out: see `nystrom_of`
 
-    def preconditioner(self, root: Real[Array, " n"], graded: bool = False) -> LowRankPlusIdentity:
-        """The factors of P. Cost: a QR factorisation, and l^3 operations. With `graded`, F is a
-        factor of a Cholesky factorisation, whose columns are of many sizes.
-        """
-        if graded:
-            # With columns of norm 1, F is far better conditioned than by itself.
-            rows, r = panel_qr(self.f.T)
-            q = rows.T
-        else:
-            q, r = qr(self.f)
+    def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
+        """The factors of P. Cost: a QR factorisation, and l^3 operations."""
+        q, r = qr(self.f)
         u, sigma, _ = svd(r)
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
         return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
 
-    def built(
-        self, root: Real[Array, " n"], known: Bool[Array, ""], graded: bool = False
-    ) -> BuiltPreconditioner:
-        """The preconditioner, with the lower bound of the eigenvalues. For `graded` see above."""
+    def built(self, root: Real[Array, " n"], known: Bool[Array, ""]) -> BuiltPreconditioner:
+        """The preconditioner, with the lower bound of the eigenvalues."""
         # Without a known s there is no bound.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
         status = jnp.asarray(self.status, jnp.int32)
         control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
-        factors = self.preconditioner(root, graded)
+        factors = self.preconditioner(root)
         return BuiltPreconditioner(factors, floor, control_variate_weight, status)
 
     def built_from(
@@ -278,7 +268,7 @@ class LowRank(NamedTuple):
         """
 
         def cut(size):
-            found = self._replace(f=self.f[:, :size]).built(root, known, graded=True)
+            found = self._replace(f=self.f[:, :size]).built(root, known)
             return dataclasses.replace(found, factors=found.factors.padded(rank))
 
         small = self.f.shape[0] * rank**2 < PADDING
