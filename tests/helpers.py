@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
+from traceax._estimators.extendable import AbstractExtendable
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
-from traceax._estimators.extendable import AbstractExtendable
 from traceax.testing import _by_products
 
 PSD = lx.positive_semidefinite_tag

@@ -8,11 +8,11 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+from traceax._trace import xtrace
 
 import traceax as tr
 from traceax._functions import funm
 from traceax._logdet import estimator, log_quadrature
-from traceax._trace import xtrace
 
 from ..helpers import (
     CLASSES,

@@ -8,10 +8,10 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+from traceax._diagonal import norms
 
 import traceax as tr
 from benchmarks.common import eight_spectra, with_eigenvalues
-from traceax._diagonal import norms
 
 from .. import reference
 from ..helpers import (

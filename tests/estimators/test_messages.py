@@ -20,7 +20,6 @@ import traceax as tr
 import traceax.extend as tre
 from traceax import curvature
 from traceax._cli import _parser, _run
-from traceax._operators.sparse import _Entries
 from traceax.testing import check_estimator
 
 from ..helpers import PSD, by_products, register_tags

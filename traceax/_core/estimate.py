@@ -50,7 +50,7 @@ def make_estimate(
     value: PyTree[Array],
     std_err: PyTree[Array],
     num_matvecs: Array | int,
-    dof: Array | int,
+    dof: Array | float,
     status: Array | int = SUCCESSFUL,
 ) -> Estimate:
     """An `Estimate` with the counts as arrays.

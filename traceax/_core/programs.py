@@ -131,7 +131,7 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if hasattr(value, "f_transformed") and hasattr(value, "transforms"):
-        return [value.f, value.transforms, value.params]  # JAX's own wrapper around a function
+        return [value.f, value.transforms, value.params]  # pyright: ignore  # JAX's own wrapper
     if isinstance(value, jtu.PyTreeDef):  # the type of the node, its static fields, its children
         return [value.node_data(), *value.children()]  # pyright: ignore
     leaves, treedef = jtu.tree_flatten(value)

@@ -87,7 +87,7 @@ class AbstractEstimator(eqx.Module):
     @abc.abstractmethod
     def compute(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, weights: bool
-    ) -> tuple[Estimate, AbstractWeights | None]:
+    ) -> tuple[Estimate, Any]:
         """The algorithm itself, in ordinary JAX operations; called by the primitive only.
 
         **Arguments:**
@@ -105,7 +105,7 @@ class AbstractEstimator(eqx.Module):
         """
 
     @abc.abstractmethod
-    def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, AbstractWeights]:
+    def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, Any]:
         """The exact value of the quantity, from `n` products, for budgets `k >= n`.
 
         **Arguments:**

@@ -35,7 +35,7 @@ class Probes(eqx.Module):
     width: int = eqx.field(static=True)
 
     def fold(self, samples: Callable[..., Any], add: Callable[..., Any], carry: Any, shapes, dtype):
-        """The carry after `add(carry, samples(omega))` for every block omega, given leaf by leaf."""
+        """The carry after `add(carry, samples(omega))` for all blocks omega, given leaf by leaf."""
 
         def drawn(key, m):
             return samples(self.sampler.probes_by_leaf(key, shapes, m, dtype))
@@ -129,7 +129,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
-        return RangeSampling(rows, self.sampler, False, sizes=(0,))
+        return RangeSampling(rows=rows, sampler=self.sampler, resphere=False, sizes=(0,))
 
     def _probes(self, key: PRNGKeyArray, k: int, width: int) -> Probes:
         return Probes(jr.key_data(key), jr.key_impl(key), self.sampler, k, min(k, width))
@@ -145,7 +145,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         start = no_samples((), block.dtype)
         moments = probes.fold(block.quadratic_forms, merged, start, block.shapes, block.dtype)
         # What rounding does to all samples alike does not show in their scatter.
-        size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.count))
+        size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.number))
         std_err = jnp.hypot(moments.std_err(), rounding_of(size, block.eps))
         estimate = make_estimate(moments.mean, std_err, k, k - 1, status_of(moments.mean))
         return CALIBRATION["hutchinson"].applied(estimate), TraceOfProbes(probes)

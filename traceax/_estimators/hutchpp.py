@@ -6,8 +6,14 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._core.estimate import make_estimate, mean_and_std_err, rounding_of, safe_norm, scale_of
-from .._core.estimate import status_of
+from .._core.estimate import (
+    make_estimate,
+    mean_and_std_err,
+    rounding_of,
+    safe_norm,
+    scale_of,
+    status_of,
+)
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
@@ -89,7 +95,7 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
         """See `AbstractTraceEstimator`."""
         sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
         resphere = sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return RangeSampling(rows, sampler, resphere)
+        return RangeSampling(rows=rows, sampler=sampler, resphere=resphere)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

@@ -6,9 +6,7 @@ import dataclasses
 from typing import ClassVar, final
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray, Real
@@ -16,7 +14,7 @@ from jaxtyping import Array, PRNGKeyArray, Real
 from .._core.primitive import diagonal_p, trace_p
 from .._operators.block_operator import unflatten
 from .._operators.checks import as_operator
-from .._operators.gram import adjoint, as_part, semidefinite_product
+from .._operators.gram import gram, unit_of
 from .._sketch.weights import AbstractWeights
 from .auto import AutoTraceEstimator
 from .calibration import CALIBRATION
@@ -123,16 +121,16 @@ class GramEstimator(AbstractEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         unit_key, key = jr.split(key)
-        unit = _unit(unit_key, operator)
-        estimate, made = self.inner.compute(key, _gram(operator, unit, self.rows), k, weights)
+        unit = unit_of(unit_key, operator)
+        estimate, made = self.inner.compute(key, gram(operator, unit, self.rows), k, weights)
         spent = 2 * estimate.num_matvecs + 1
         estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
         return estimate, GramWeights(made, unit, self.rows)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        unit = _unit(jr.key(0), operator)
-        estimate, made = self.inner.exact(_gram(operator, unit, self.rows))
+        unit = unit_of(jr.key(0), operator)
+        estimate, made = self.inner.exact(gram(operator, unit, self.rows))
         spent = 2 * estimate.num_matvecs + 1
         estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
         return estimate, GramWeights(made, unit, self.rows)
@@ -149,29 +147,7 @@ class GramWeights(AbstractWeights):
     def contract(self, operator):
         """See `AbstractWeights`."""
         assert self.inner is not None
-        return self.inner.contract(_gram(operator, self.unit, self.rows))
-
-
-def _unit(key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
-    """A power of two next to the largest entry of a product with a random vector, or 1."""
-    leaves, treedef = jtu.tree_flatten(operator.in_structure())
-    keys = jr.split(key, len(leaves))
-    signs = [jr.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    product = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, signs)))
-    sizes = [jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32) for x in product]
-    size = lax.stop_gradient(jnp.max(jnp.stack(sizes)))
-    usable = (size > 0) & jnp.isfinite(size)
-    return jnp.exp2(jnp.floor(jnp.log2(jnp.where(usable, size, 1))))
-
-
-def _gram(
-    operator: lx.AbstractLinearOperator, unit: Real[Array, ""], rows: bool
-) -> lx.AbstractLinearOperator:
-    dtypes = [x.dtype for x in jtu.tree_leaves(operator.in_structure())]
-    unit = unit.astype(min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits))
-    first = as_part(operator) / unit
-    second = adjoint(operator) / unit
-    return semidefinite_product(first, second) if rows else semidefinite_product(second, first)
+        return self.inner.contract(gram(operator, self.unit, self.rows))
 
 
 def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solution:

@@ -13,8 +13,8 @@ are independent and unbiased,
 *The least variance.* Few samples cannot tell their variance: a panel of them may agree by chance.
 But the vectors behind each sample say much more. Rows of a real symmetric B with random signs have
 the variances sum_j B_ij^2, of which those of a sum over rows are twice the sum; with probes on the
-sphere the variance of omega^H B omega is 2 (||B||_F^2 - tr(B)^2 / n) up to O(1 / n). Half of that is
-taken as the least variance of a sample, since B need not be symmetric.
+sphere the variance of omega^H B omega is 2 (||B||_F^2 - tr(B)^2 / n) up to O(1 / n). Half of that
+is taken as the least variance of a sample, since B need not be symmetric.
 """
 
 import abc
@@ -54,14 +54,14 @@ SIZES = (0, 16, 64, 256)
 class Moments(NamedTuple):
     """The number of samples so far, their mean, and the root of the sum of squared deviations."""
 
-    count: Real[Array, ""]
+    number: Real[Array, ""]
     mean: Inexact[Array, "..."]
     spread: Real[Array, "..."]
 
     def std_err(self) -> Real[Array, "..."]:
         """The standard error of the mean; inf for a single sample."""
-        pairs = self.count * jnp.maximum(self.count - 1, 1)
-        return jnp.where(self.count > 1, self.spread / jnp.sqrt(pairs), jnp.inf)
+        pairs = self.number * jnp.maximum(self.number - 1, 1)
+        return jnp.where(self.number > 1, self.spread / jnp.sqrt(pairs), jnp.inf)
 
 
 def no_samples(shape: tuple[int, ...], dtype: Any) -> Moments:

@@ -41,10 +41,11 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     )
     not_converged = (
         "The budget was spent before the error was small enough. The value is the best estimate "
-        "there is, and its standard error says how good. With a tolerance: raise `max_k`, or loosen "
-        "`rtol` or `atol`. With a budget `k` the quadrature error exceeds four standard errors and "
-        "5 % of the value (for log-determinants and log densities also 1): raise `k`. If the value "
-        "is exact (its standard error is 0), the quadrature error is rounding: compute in float64."
+        "there is, and its standard error says how good. With a tolerance: raise `max_k`, or "
+        "loosen `rtol` or `atol`. With a budget `k` the quadrature error exceeds four standard "
+        "errors and 5 % of the value (for log-determinants and log densities also 1): raise `k`. "
+        "If the value is exact (its standard error is 0), the quadrature error is rounding: "
+        "compute in float64."
     )
     wrong_diagonal = (
         "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "

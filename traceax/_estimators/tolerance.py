@@ -97,7 +97,7 @@ class Samples(NamedTuple):
 
     def variance(self) -> Real[Array, "..."]:
         """The variance of one sample."""
-        sample_variance = jnp.square(self.moments.spread) / (self.moments.count - 1)
+        sample_variance = jnp.square(self.moments.spread) / (self.moments.number - 1)
         return jnp.maximum(sample_variance, self.least_variance)
 
 
@@ -162,7 +162,7 @@ class SampledWeights(AbstractWeights):
 
 
 def _keys(key: PRNGKeyArray, number: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """The keys of what is prepared at a size, and of its panels (to be folded with their number)."""
+    """The keys of what is prepared at a size, and of its panels, which fold in their number."""
     first, second = jr.split(jr.fold_in(key, number))
     return first, second
 
@@ -272,7 +272,7 @@ class _Run:
 
     def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
         """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
-        std_err = jnp.sqrt(samples.variance() / samples.moments.count)
+        std_err = jnp.sqrt(samples.variance() / samples.moments.number)
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
         return quantile * self.target.ratio(prepared.value + samples.moments.mean, std_err)
 
@@ -303,7 +303,7 @@ class _Run:
         """The estimate from the samples at a size."""
         value = prepared.value + samples.moments.mean
         rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
-        std_err = jnp.hypot(jnp.sqrt(samples.variance() / samples.moments.count), rounding)
+        std_err = jnp.hypot(jnp.sqrt(samples.variance() / samples.moments.number), rounding)
         met = self.ratio(prepared, samples) <= 1
         status = jnp.where(met | (samples.status != SUCCESSFUL), samples.status, NOT_CONVERGED)
         drawn = self.panel * samples.panels
@@ -423,7 +423,7 @@ def tolerance_of(value: Any, name: str) -> Array:
 
 
 def check_either(name: str, k: Any, rtol: Any, atol: Any, max_k: Any) -> bool:
-    """Whether a tolerance was given. Both, neither, or `max_k` with a budget raise a `TypeError`."""
+    """Whether there is a tolerance. Both, neither, or `max_k` with a budget are refused."""
     has_tolerance = rtol is not None or atol is not None
     if has_tolerance == (k is not None) or (max_k is not None and not has_tolerance):
         raise TypeError(

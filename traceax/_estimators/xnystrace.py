@@ -93,7 +93,7 @@ class XNysTraceEstimator(AbstractTraceEstimator):
     def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
         sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
-        return NystromSampling(rows, sampler, semidefinite_sign(operator))
+        return NystromSampling(rows=rows, sampler=sampler, sign=semidefinite_sign(operator))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

@@ -148,7 +148,7 @@ class XTraceEstimator(AbstractTraceEstimator):
         """See `AbstractTraceEstimator`."""
         sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
         resphere = sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return RangeSampling(rows, sampler, resphere)
+        return RangeSampling(rows=rows, sampler=sampler, resphere=resphere)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

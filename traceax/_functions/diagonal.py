@@ -256,7 +256,8 @@ def _without(
     rows: Inexact[Array, "m n"], taken: Bool[Array, " m"], omega: Real[Array, "n p"]
 ) -> tuple[Inexact[Array, "n p"], Inexact[Array, "m p"]]:
     """The part z = P omega of the probes, and Q^H omega in the coordinates of V."""
-    z, inside = omega, 0
+    z = omega
+    inside = jnp.zeros((), omega.dtype)
     for _ in range(2):
         step = jnp.where(taken[:, None], matmul(jnp.conj(rows), z), 0)
         z, inside = z - matmul(rows.T, step), inside + step

@@ -76,8 +76,8 @@ from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, lanczos, quadrature
 from .._operators.block_operator import BlockOperator
-from .._operators.tags import is_hermitian
 from .._operators.known_parts import matrix_of
+from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.nystrom import core_status
@@ -298,15 +298,15 @@ def mean_and_error(
 
 def truncations(krylov: Lanczos) -> tuple[Lanczos, int]:
     """The recurrences after q, q - d and q - 2d steps, side by side, and their number: those with
-    less than one step are left out. (A traced q must be at least 3.)
+    less than one step are left out.
     """
-    q = krylov.alpha.shape[0] if krylov.steps is None else krylov.steps
+    q = krylov.alpha.shape[0]
     d = (q + 3) // 4
-    orders = [m for m in (q, q - d, q - 2 * d) if not isinstance(m, int) or m >= 1]
+    orders = [m for m in (q, q - d, q - 2 * d) if m >= 1]
     return ended_after(krylov, orders), len(orders)
 
 
-def ended_after(krylov: Lanczos, orders: Sequence[int | Array]) -> Lanczos:
+def ended_after(krylov: Lanczos, orders: Sequence[int]) -> Lanczos:
     """The recurrences after these numbers of steps, side by side."""
     most = krylov.alpha.shape[0]
     ended = [jnp.where(jnp.arange(most)[:, None] < m - 1, krylov.beta, 0) for m in orders]

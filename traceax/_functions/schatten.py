@@ -5,21 +5,17 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-import jax.random as jr
-import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._core.estimate import power_of, scale_of
-from .._core.precision import at_least_single
+from .._core.estimate import power_of
 from .._core.primitive import compiled_once
 from .._estimators.estimator import check_budget, check_key
 from .._estimators.solution import Solution
 from .._operators.checks import as_operator
-from .._operators.gram import gram
-from .._operators.hoisting import hoist_closures
+from .._operators.gram import gram, unit_of
 from .._operators.tags import is_hermitian
 from .._probes.random import split
 from .spectral import spectral_sum
@@ -76,25 +72,21 @@ def schatten_norm(
     - `NotImplementedError`: for a second derivative.
     """
     p = _exponent(p)
-    square = not isinstance(operator, lx.AbstractLinearOperator) or (
-        operator.out_size() == operator.in_size()
-    )
-    operator = as_operator(operator) if square else hoist_closures(operator)
+    operator = as_operator(operator, square=False)
     n = min(operator.out_size(), operator.in_size())
     hermitian = is_hermitian(operator)
     products = 1 if hermitian else 2
     k = check_budget(k, products + 1, products * n + 1, "A Schatten norm") - 1
     unit_key, key = split(check_key(key))
-    unit = compiled_once(_unit, unit_key, operator, n=operator.in_size())
+    unit = compiled_once(unit_of, unit_key, operator)
 
     def fn(x):
         return power_of(jnp.abs(x) / unit, p) if hermitian else power_of(jnp.abs(x), p / 2)
 
-    target = operator if hermitian else gram(operator / unit, rows=operator.out_size() == n)
+    target = operator if hermitian else gram(operator, unit, rows=operator.out_size() == n)
     found = spectral_sum(key, fn, target, k // products, num_steps=num_steps, throw=throw)
-    std_err, quadrature_error = (
-        unit * _root_error(found.value, x, p) for x in (found.std_err, found.quadrature_error)
-    )
+    std_err = unit * _root_error(found.value, found.std_err, p)
+    quadrature_error = unit * _root_error(found.value, jnp.asarray(found.quadrature_error), p)
     return dataclasses.replace(
         found,
         value=unit * power_of(found.value, 1 / p),
@@ -103,17 +95,6 @@ def schatten_norm(
         num_matvecs=products * found.num_matvecs + 1,
         stats={**found.stats, "std.err": std_err},
     )
-
-
-def _unit(key: Array, operator: lx.AbstractLinearOperator) -> Array:
-    """A power of two near the largest number in a product with a random vector: divided by it, the
-    operator has squares and powers that neither over- nor underflow.
-    """
-    structure = operator.in_structure()
-    draw = jtu.tree_map(lambda leaf: jr.normal(key, leaf.shape, leaf.dtype), structure)
-    leaves = jtu.tree_leaves(operator.mv(draw))
-    size = jnp.max(jnp.stack([scale_of(x.astype(at_least_single(x.dtype))) for x in leaves]))
-    return lax.stop_gradient(jnp.ldexp(jnp.ones_like(size), jnp.frexp(size)[1] - 1))
 
 
 def _exponent(p: Any) -> float:

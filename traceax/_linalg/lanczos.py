@@ -12,7 +12,7 @@ Every new vector is made orthogonal to all earlier ones, twice. Otherwise copies
 values would appear, and neither the weights nor a derivative could be trusted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.control_flow import apart, of_size
 from .._core.estimate import rounding_unit, scale_of, status_of, status_with_symmetry
-from .._core.precision import einsum, matmul
+from .._core.precision import einsum
 from .factorisations import eigh, one_by_one
 
 

@@ -5,10 +5,11 @@ from typing import final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Real
 
 from .._core.estimate import scale_of
 from .._core.precision import any_promotion, at_least_single
@@ -16,13 +17,33 @@ from .hoisting import by_products
 from .tags import is_complex
 
 
-def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The Gram operator A^H A, tagged positive semidefinite; A may be rectangular.
+def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
+    """A power of two near the largest number in a product with a random vector: divided by it, the
+    operator has squares and powers that neither over- nor underflow. Cost: one product.
+    """
+    leaves, treedef = jtu.tree_flatten(operator.in_structure())
+    keys = jr.split(key, len(leaves))
+    draws = [jr.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    product = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, draws)))
+    sizes = [scale_of(x.astype(at_least_single(x.dtype))) for x in product]
+    size = lax.stop_gradient(jnp.max(jnp.stack(sizes)))
+    return jnp.ldexp(jnp.ones_like(size), jnp.frexp(size)[1] - 1)
+
+
+def gram(
+    operator: lx.AbstractLinearOperator, unit: Real[Array, ""], rows: bool = False
+) -> lx.AbstractLinearOperator:
+    """The Gram operator of A / unit, A^H A or (of its rows) A A^H, tagged positive semidefinite. A
+    may be rectangular.
 
     Its vectors have at least single precision, in which the products of an operator of half
     precision are returned.
     """
-    return semidefinite_product(adjoint(operator), as_part(operator))
+    dtypes = [x.dtype for x in jtu.tree_leaves(operator.in_structure())]
+    unit = unit.astype(min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)).real
+    first = as_part(operator) / unit
+    second = adjoint(operator) / unit
+    return semidefinite_product(first, second) if rows else semidefinite_product(second, first)
 
 
 def as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:

@@ -26,7 +26,7 @@ XNysTrace on decaying spectra, and for XTrace at the edge of a spectrum.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Int, Real

@@ -62,7 +62,7 @@ E that the complex shifts are made of, are nearly the same for all probes where 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np

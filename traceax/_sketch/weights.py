@@ -10,7 +10,7 @@ order.
 """
 
 import abc
-from typing import final
+from typing import Any, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ class AbstractWeights(eqx.Module):
     """
 
     @abc.abstractmethod
-    def contract(self, operator: lx.AbstractLinearOperator) -> Inexact[Array, ""]:
+    def contract(self, operator: lx.AbstractLinearOperator) -> Any:
         """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator.
 
         **Arguments:**
