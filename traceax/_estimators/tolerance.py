@@ -50,6 +50,7 @@ from .estimator import (
     AbstractTraceEstimator,
     RowsEstimator,
     check_budget,
+    check_key,
     solve,
 )
 from .exact import ExactWeights, exact
@@ -467,6 +468,7 @@ def solve_either(
     throw: bool,
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance."""
+    check_key(key)  # of a call without one, k is missing, too
     if not check_either(name, k, rtol, atol, max_k):
         budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
         return solve(primitive, key, operator, k, budgeted, throw=throw)
