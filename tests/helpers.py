@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from traceax._estimators.extendable import AbstractExtendable
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
