@@ -47,29 +47,6 @@ if jax.default_backend() != "cpu":
     jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def pytest_addoption(parser):
-    parser.addoption("--until", type=int, help="skip tests that begin later, in seconds since 1970")
-
-
-def pytest_collection_modifyitems(config, items):
-    """With an end, files are tested from one on that the time chooses, in a circle, so that it is
-    not always the same tests that are skipped.
-    """
-    until = config.getoption("--until", None)
-    if until is not None:
-        files = list(dict.fromkeys(item.path for item in items))
-        first = until % len(files)
-        turn = {path: number for number, path in enumerate(files[first:] + files[:first])}
-        items.sort(key=lambda item: turn[item.path])
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    until = item.config.getoption("--until", None)
-    if until is not None and time.time() > until:
-        pytest.skip("It is late: left to other runs.")
-
-
 @pytest.fixture(autouse=True)
 def _compile_quickly(request):
     """Most tests compile for longer than they compute: they do without the expensive passes (40 %

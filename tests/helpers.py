@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from traceax._estimators.extendable import AbstractExtendable
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
@@ -16,7 +15,7 @@ from traceax.testing import _by_products
 PSD = lx.positive_semidefinite_tag
 NSD = lx.negative_semidefinite_tag
 
-# The test table: a new estimator adds one row.
+# The table of estimators, each of traces and of diagonals: a new one adds a row.
 ESTIMATORS = {
     "hutchinson": tr.HutchinsonEstimator(),
     "hutchinson-batched": tr.HutchinsonEstimator(batch_size=5),
@@ -62,13 +61,7 @@ def by_products(matrix, tags=()):
 
 def operator_for(estimator, matrix, tags=()):
     """The matrix as an operator that this estimator does not simply read."""
-    reads = (
-        tr.AutoTraceEstimator,
-        tr.AutoDiagonalEstimator,
-        tr.ExactTraceEstimator,
-        tr.ExactDiagonalEstimator,
-    )
-    if isinstance(estimator, reads):
+    if isinstance(estimator, tr.AutoTraceEstimator | tr.ExactTraceEstimator):
         return by_products(matrix, tags)
     return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
 
@@ -78,20 +71,9 @@ def variant(*values):
     return pytest.param(*values, marks=pytest.mark.variant)
 
 
-def panel(limit):
-    """The number of probes in a panel of a run with at most so many."""
-    return AbstractExtendable.panel_width(None, limit)
-
-
 def keys(count, seed=0):
     """A fixed number of fixed seeds."""
     return jax.random.split(jax.random.key(seed), count)
-
-
-def estimates(matrix, k, estimator, count, tags=PSD, seed=0):
-    """Solutions for `count` keys, in one jitted vmap."""
-    operator = operator_for(estimator, matrix, tags)
-    return jax.jit(jax.vmap(lambda key: tr.trace(key, operator, k, estimator)))(keys(count, seed))
 
 
 def compilations(caplog, fn):

@@ -182,3 +182,50 @@ def published_xnystrace(matrix, omega):
     d = np.sum(q**2, axis=0)
     z = f @ (q / np.sqrt(d))
     return np.sum(f**2) - np.sum(z**2, axis=0) + 1 / d - nu * n
+
+
+def diagpp_estimate(matrix, omega, fresh):
+    """Diag++ without its bias, and its standard errors: diag(Q Q^H A) and the samples
+    conj(omega_i) (I - Q Q^H) A omega_i.
+    """
+    q = np.linalg.qr(matrix @ omega)[0]
+    rest = matrix - q @ (q.conj().T @ matrix)
+    samples = fresh.conj() * (rest @ fresh)
+    std_err = samples.std(axis=1, ddof=1) / np.sqrt(fresh.shape[1])
+    return np.diag(matrix - rest) + samples.mean(axis=1), std_err
+
+
+def xdiag_samples(matrix, omega, held_out=None):
+    """The samples of XDiag, by the probe that tests."""
+    samples = {}
+    for i in range(omega.shape[1]):
+        q = np.linalg.qr(matrix @ np.delete(omega, [i, *(held_out or ())], axis=1))[0]
+        rest = matrix @ omega[:, i] - q @ (q.conj().T @ (matrix @ omega[:, i]))
+        samples[i] = np.diag(q @ (q.conj().T @ matrix)) + omega[:, i].conj() * rest
+    return samples
+
+
+def xnysdiag_samples(matrix, omega, held_out=None):
+    """The samples of XNysDiag, by the probe that tests."""
+    samples = {}
+    for i in range(omega.shape[1]):
+        others = np.delete(omega, [i, *(held_out or ())], axis=1)
+        sketch = matrix @ others
+        approximation = sketch @ np.linalg.solve(others.conj().T @ sketch, sketch.conj().T)
+        rest = matrix @ omega[:, i] - approximation @ omega[:, i]
+        samples[i] = np.diag(approximation) + omega[:, i].conj() * rest
+    return samples
+
+
+def leave_one_out_diagonal(samples_of, matrix, omega):
+    """The diagonal, and entry by entry the standard error of `leave_one_out`."""
+    m = omega.shape[1]
+    samples = samples_of(matrix, omega)
+    without = [samples_of(matrix, omega, [j]) for j in range(m)]
+    stacked = np.stack([samples[i] for i in range(m)])
+    pairs = [(i, j) for i in range(m) for j in range(m) if i != j]
+    products = [
+        (samples[i] - without[j][i]) * np.conj(samples[j] - without[i][j]) for i, j in pairs
+    ]
+    covariance = np.maximum(np.mean(np.real(products), axis=0), 0)
+    return stacked.mean(0), np.sqrt(stacked.var(axis=0, ddof=1) / m + covariance)

@@ -9,7 +9,7 @@ import pytest
 import traceax as tr
 from traceax._core.counts import checked_count
 
-from ..helpers import PSD, variant
+from ..helpers import PSD
 
 KEY, N, TWO = jax.random.key(0), 12, np.int64(2)
 MATRIX = jnp.diag(jnp.arange(1.0, N + 1))
@@ -42,9 +42,7 @@ def test_none_where_it_stands_for_something():
 @pytest.mark.parametrize(
     "call",
     [
-        variant(lambda two: tr.spectral_sum(KEY, jnp.sqrt, OPERATOR, 6, num_steps=two).value),
         lambda two: tr.eigenpairs(KEY, OPERATOR, 8, num=two).values,
-        variant(lambda two: tr.schatten_norm(KEY, OPERATOR, 8, p=two).value),
         lambda two: (
             tr.logdet(
                 KEY, OPERATOR, 8, preconditioner=tr.NystromPreconditioner(rank=two), fallback=None

@@ -15,7 +15,7 @@ RECORDED = json.loads(recorded.FILE.read_text())
 CALLS = recorded.calls()
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_numbers_are_those_recorded(name):
     """`python -m tests.recorded` records them anew, where a change is meant: see the changelog.

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
+from .._core.estimate import scale_of
 from .._sketch.leave_one_out import square_of
 from .._sketch.weights import AbstractWeights
 
@@ -46,7 +47,8 @@ class Rows(eqx.Module):
 
     def norms(self, block: Inexact[Array, "n m"]) -> Real[Array, " g"]:
         """The norms of the rows, or of the groups of rows."""
-        return jnp.sqrt(self.of_vector(jnp.sum(square_of(block), axis=1)))
+        scale = scale_of(block)  # squares may over- or underflow
+        return scale * jnp.sqrt(self.of_vector(jnp.sum(square_of(block / scale), axis=1)))
 
     def of_vector(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " g"]:
         """Add up entries of one vector."""

@@ -97,10 +97,10 @@ class Prepared(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Samples, the least variance of one, and the norm of what they were made from."""
+    """Samples, the least standard deviation of one, and the norm of what they were made from."""
 
     samples: Inexact[Array, "... m"]
-    least_variance: Real[Array, "..."]
+    least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
 
 
@@ -160,11 +160,11 @@ def _one_sided_panel(
     """The samples conj(omega) o products, whose rows have independent variances."""
     entries = jnp.conj(omega) * products
     deviations = entries - jnp.mean(entries, axis=1, keepdims=True)
-    variances = jnp.sum(square_of(deviations), axis=1) / (omega.shape[1] - 1)
+    deviation = safe_norm(deviations) / math.sqrt(max(omega.shape[1] - 1, 1))
     size = safe_norm(products) / math.sqrt(omega.shape[1])
     if rows is None:
-        return Panel(jnp.sum(entries, axis=0), jnp.sum(variances), safe_norm(size))
-    return Panel(rows(entries), rows.of_vector(variances), rows.norms(size[:, None]))
+        return Panel(jnp.sum(entries, axis=0), safe_norm(deviation), safe_norm(size))
+    return Panel(rows(entries), rows.norms(deviation[:, None]), rows.norms(size[:, None]))
 
 
 def _form_panel(
@@ -175,9 +175,10 @@ def _form_panel(
     dimension: int,
 ) -> Panel:
     """The samples c g^H B g, from the images B g and what B is in a space of this dimension."""
-    variance = jnp.mean(square_norms(rest) - square_of(forms) / dimension)
+    scale = scale_of(rest)
+    variance = jnp.mean(square_norms(rest / scale) - square_of(forms / scale) / dimension)
     size = safe_norm(images.reshape(-1)) / math.sqrt(forms.shape[0])
-    return Panel(factor * forms, jnp.maximum(variance, 0), size)
+    return Panel(factor * forms, scale * jnp.sqrt(jnp.maximum(variance, 0)), size)
 
 
 def _range_panel(

@@ -23,7 +23,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
@@ -52,6 +51,7 @@ from .estimator import (
     AbstractTraceEstimator,
     RowsEstimator,
     check_budget,
+    check_key,
     solve,
 )
 from .exact import ExactWeights, exact
@@ -83,29 +83,35 @@ class Target(NamedTuple):
             whole = root(whole)
             error = root_error(whole, error)
         allowed = self.atol + self.rtol * norm_of(whole)
-        return norm_factor(error) * norm_of(error) / allowed
+        size = norm_factor(error) * norm_of(error)
+        return jnp.where(size == 0, 0, size / allowed)  # no error is allowed for the value 0
 
 
 class Samples(NamedTuple):
     """The samples at one size so far."""
 
     moments: Moments
-    least_variance: Real[Array, "..."]
+    least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
     status: Int[Array, ""]
     panels: Int[Array, ""]
 
-    def variance(self) -> Real[Array, "..."]:
-        """The variance of one sample."""
-        sample_variance = jnp.square(self.moments.spread) / (self.moments.number - 1)
-        return jnp.maximum(sample_variance, self.least_variance)
+    def deviation(self) -> Real[Array, "..."]:
+        """The standard deviation of one sample. (A variance might over- or underflow.)"""
+        others = self.moments.number - 1
+        scatter = self.moments.spread / jnp.sqrt(jnp.maximum(others, 1))
+        return jnp.maximum(jnp.where(others > 0, scatter, jnp.inf), self.least_deviation)
+
+    def std_err(self) -> Real[Array, "..."]:
+        """The standard error of the mean."""
+        return self.deviation() / jnp.sqrt(self.moments.number)
 
 
 class Outcome(NamedTuple):
     """What the sizes so far have led to."""
 
     estimate: Estimate
-    variance: Real[Array, ""]  # of one sample, all entries together
+    deviation: Real[Array, ""]  # of one sample, all entries together
     products: Int[Array, ""]
     size: Int[Array, ""]  # the number of the size that the estimate is from
     wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
@@ -245,9 +251,12 @@ class _Run:
 
         def step(samples):
             panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given)
-            share = 1 / (samples.panels + 1)
-            grown = (samples.least_variance, samples.size), (panel.least_variance, panel.size)
-            least, norm = jtu.tree_map(lambda old, new: old + share * (new - old), *grown)
+            share = jnp.asarray(1 / (samples.panels + 1), zero.dtype)
+            norm = samples.size + share * (panel.size - samples.size)
+            least = jnp.hypot(
+                jnp.sqrt(1 - share) * samples.least_deviation,
+                jnp.sqrt(share) * panel.least_deviation,
+            )
             status = jnp.maximum(samples.status, status_of(panel.samples))
             moments = merged(samples.moments, panel.samples)
             return Samples(moments, least, norm, status, samples.panels + 1)
@@ -262,7 +271,7 @@ class _Run:
         samples = lax.while_loop(goes_on, step, start)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
-            variance=jnp.sum(samples.variance()),
+            deviation=norm_of(samples.deviation()),
             products=jnp.asarray(spent + self.panel * samples.panels, jnp.int32),
             size=jnp.asarray(number, jnp.int32),
             wanted=jnp.where(choose(samples) == number, -1, choose(samples)),
@@ -272,7 +281,7 @@ class _Run:
 
     def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
         """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
-        std_err = jnp.sqrt(samples.variance() / samples.moments.number)
+        std_err = samples.std_err()
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
         return quantile * self.target.ratio(prepared.value + samples.moments.mean, std_err)
 
@@ -290,7 +299,7 @@ class _Run:
             cost = self.sampling.products(self.sizes[number + 1]) + self.panel
             fall = 0.0
             if before is not None and number > 1:
-                fall = jnp.minimum(jnp.sum(samples.variance()) / before.variance, 1)
+                fall = jnp.minimum(norm_of(samples.deviation()) / before.deviation, 1) ** 2
             pays = (cost + fall * needed < more) & (cost <= left)
             choice = jnp.where(pays, number + 1, choice)
         if self.may_be_exact:
@@ -303,7 +312,7 @@ class _Run:
         """The estimate from the samples at a size."""
         value = prepared.value + samples.moments.mean
         rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
-        std_err = jnp.hypot(jnp.sqrt(samples.variance() / samples.moments.number), rounding)
+        std_err = jnp.hypot(samples.std_err(), rounding)
         met = self.ratio(prepared, samples) <= 1
         status = jnp.where(met | (samples.status != SUCCESSFUL), samples.status, NOT_CONVERGED)
         drawn = self.panel * samples.panels
@@ -459,6 +468,7 @@ def solve_either(
     throw: bool,
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance."""
+    check_key(key)  # of a call without one, k is missing, too
     if not check_either(name, k, rtol, atol, max_k):
         budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
         return solve(primitive, key, operator, k, budgeted, throw=throw)

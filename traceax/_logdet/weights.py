@@ -30,7 +30,6 @@ from typing import final
 
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import block_diag
 from jaxtyping import Array, Inexact
 
 from .._operators.block_operator import BlockOperator
@@ -127,6 +126,8 @@ def weights_of(run: PreconditionedQuadrature) -> LogdetWeights:
     rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
     wanted = jnp.sqrt(jnp.maximum(n - rank, 0) / factors.mu)
     outside = outside * (wanted / jnp.where(length > 0, length, 1)).astype(outside.dtype) / root
+
+    from jax.scipy.linalg import block_diag  # imported only here, because it takes time
 
     vectors = jnp.concatenate([factors.basis / root, krylov, outside], axis=1)
     core = block_diag(

@@ -1,0 +1,248 @@
+"""Arguments: what is no operator, budget, key, estimator or tolerance is refused, and the rest
+does what it says. (`test_messages` has a call for each message.)
+"""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.sparse
+from jax.experimental import sparse
+
+import traceax as tr
+
+from ..helpers import CLASSES, PSD, by_products, compilations, keys, with_spectrum
+
+N = 8
+KEY = jax.random.key(0)
+MATRIX = with_spectrum(np.random.default_rng(0), np.linspace(1, 3, N))
+OPERATOR = lx.MatrixLinearOperator(jnp.asarray(MATRIX), PSD)
+CALLS = [tr.trace, tr.diagonal, tr.block_traces]
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (jnp.asarray(MATRIX), "lineax.MatrixLinearOperator"),
+        (MATRIX, "lineax.MatrixLinearOperator"),
+        (MATRIX.tolist(), "lineax.MatrixLinearOperator"),
+        (lambda v: 2.0 * v, "lineax.FunctionLinearOperator"),
+        (scipy.sparse.csr_array(MATRIX), "traceax.SparseLinearOperator"),
+        (scipy.sparse.coo_matrix(MATRIX), "traceax.SparseLinearOperator"),
+        (sparse.BCOO.fromdense(jnp.asarray(MATRIX)), "traceax.SparseLinearOperator"),
+        (None, "lineax.MatrixLinearOperator"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_is_not_an_operator(value, remedy):
+    for call in CALLS:
+        with pytest.raises(TypeError, match=remedy):
+            call(KEY, value, 4)
+    with pytest.raises(TypeError, match=remedy):
+        tr.HutchinsonEstimator().estimate(KEY, value, 4)
+
+
+def test_operators_that_are_refused():
+    """Not square, without columns, mixed, and without the tag that an estimator needs."""
+    to_complex = lx.FunctionLinearOperator(
+        lambda v: v.astype(complex) * jnp.asarray(1j), jax.ShapeDtypeStruct((3,), jnp.float64)
+    )
+    for call in CALLS:
+        with pytest.raises(ValueError, match="square"):
+            call(KEY, lx.MatrixLinearOperator(jnp.ones((5, 3))), 2)
+        with pytest.raises(ValueError, match="no columns"):
+            call(KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0)), PSD), 3)
+        with pytest.raises(ValueError, match="mixes real and complex"):
+            call(KEY, to_complex, 2)
+        for k in (4, N):  # also where no probe would be drawn
+            untagged = lx.MatrixLinearOperator(OPERATOR.matrix, lx.symmetric_tag)
+            with pytest.raises(ValueError, match="XNysTraceEstimator needs a semidefinite"):
+                call(KEY, untagged, k, tr.XNysTraceEstimator())
+
+
+@pytest.mark.parametrize("k", [4.0, np.float64(4), True, np.True_, "4", (4,), 0, -3])
+def test_budget_that_is_no_positive_integer(k):
+    for call in CALLS:
+        with pytest.raises((TypeError, ValueError), match=r"budget k must be"):
+            call(KEY, OPERATOR, k)
+        with pytest.raises((TypeError, ValueError), match=r"budget max_k must be"):
+            call(KEY, OPERATOR, rtol=0.1, max_k=k)
+
+
+def test_budgets():
+    with pytest.raises(TypeError, match="static_argnames"):
+        jax.jit(lambda k: tr.trace(KEY, OPERATOR, k).value)(4)
+    expected = tr.trace(KEY, OPERATOR, 4, tr.HutchinsonEstimator())
+    for k in (np.int64(4), np.uint8(4), jnp.asarray(4)):
+        found = tr.trace(KEY, OPERATOR, k, tr.HutchinsonEstimator())
+        assert found.value == expected.value
+
+
+def test_budget_below_the_smallest_is_raised_with_a_warning():
+    for call in CALLS:
+        for estimator, smallest in ((tr.XTraceEstimator(), 2), (tr.HutchPlusPlusEstimator(), 3)):
+            name = type(estimator).__name__
+            match = f"{name} needs at least {smallest} matvecs, got k=1: k was raised"
+            with pytest.warns(UserWarning, match=match) as record:
+                solution = call(KEY, OPERATOR, 1, estimator)
+            assert record[0].filename == __file__
+            assert solution.num_matvecs == smallest
+            assert all(map(jnp.isinf, jax.tree.leaves(jnp.ravel(solution.std_err)[:1])))
+    one = lx.MatrixLinearOperator(jnp.full((1, 1), 2.5), PSD)
+    with warnings.catch_warnings(action="error"):  # n = 1 with k = 1 is exact
+        for estimator in CLASSES.values():
+            solution = tr.trace(KEY, one, 1, estimator)
+            assert (solution.value, solution.std_err) == (2.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        OPERATOR,
+        None,
+        0,
+        jax.random.split(KEY, 3),
+        jax.random.split(jax.random.PRNGKey(0), 3),
+        jnp.ones(2),
+        jnp.ones((), jnp.int32),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_is_not_a_key(key):
+    for call in CALLS:
+        with pytest.raises(TypeError, match="key"):
+            call(key, OPERATOR, 4)
+
+
+def test_keys_of_every_make():
+    """Old ones and new ones, and what a user forgot."""
+    old, new = jax.random.PRNGKey(3), jax.random.key(3)
+    hidden = by_products(MATRIX, PSD)
+    values = [tr.trace(key, hidden, 4).value for key in (old, new, np.asarray(old))]
+    assert values[0] == values[1] == values[2]
+    with pytest.raises(TypeError, match="first, before the operator"):
+        tr.trace(OPERATOR, KEY, 4)
+    with pytest.raises(TypeError, match="first, before the operator"):
+        tr.trace(OPERATOR, 4)
+
+
+def test_estimators_and_samplers_that_are_refused():
+    for call in CALLS:
+        for estimator in (tr.XNysTraceEstimator, "xtrace", tr.SphereSampler()):
+            with pytest.raises(TypeError, match=r"must be an instance of an AbstractTraceEstim"):
+                call(KEY, OPERATOR, 4, estimator)
+    resphering = tr.HutchPlusPlusEstimator, tr.XTraceEstimator, tr.XNysTraceEstimator
+    for estimator in resphering:
+        for sampler in (tr.RademacherSampler, tr.SteinhausSampler):
+            with pytest.raises(ValueError, match="improved=True"):
+                estimator(sampler(), improved=True)
+        with pytest.raises(ValueError, match="True, False or None"):
+            estimator(improved="yes")
+    for estimator in (*resphering, tr.HutchinsonEstimator, tr.AutoTraceEstimator):
+        assert estimator(batch_size=3).batch_size == 3
+        for size in (0, -1, True, 2.5, "8"):
+            with pytest.raises(ValueError, match="batch_size"):
+                estimator(batch_size=size)
+    complex_probes = [tr.NormalSampler(complex), tr.SphereSampler(np.complex64)]
+    for sampler in (*complex_probes, tr.SteinhausSampler(complex), tr.SteinhausSampler()):
+        for estimator in (tr.HutchinsonEstimator, *resphering):
+            with pytest.raises(ValueError, match="Sampler"):
+                tr.trace(KEY, OPERATOR, 4, estimator(sampler))
+    operator = lx.MatrixLinearOperator(jnp.asarray(MATRIX.astype(complex)))
+    with pytest.raises(ValueError, match="improved=True"):
+        tr.trace(KEY, operator, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, TypeError),
+        ({"k": 10, "rtol": 0.1}, TypeError),
+        ({"k": 10, "max_k": 20}, TypeError),
+        ({"rtol": -1.0}, ValueError),
+        ({"rtol": np.nan}, ValueError),
+        ({"rtol": "small"}, TypeError),
+        ({"atol": jnp.ones(2)}, TypeError),
+        ({"rtol": 0.1, "estimator": tr.ExactTraceEstimator()}, ValueError),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_tolerances_that_are_refused(options, error):
+    for call in CALLS:
+        with pytest.raises(error, match=r"tolerance|rtol|atol"):
+            call(KEY, OPERATOR, **options)
+    for norm in (tr.frobenius_norm, tr.row_norms):
+        if not {"atol", "estimator"} & set(options):
+            with pytest.raises(error, match=r"tolerance|rtol|atol"):
+                norm(KEY, OPERATOR, **options)
+
+
+# ------------------------------------------------------------------------------------ solutions
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_throw_raises_at_run_time(number):
+    call = eqx.filter_jit(lambda op: tr.trace(KEY, op, 4, tr.HutchinsonEstimator(), throw=True))
+    broken = lx.MatrixLinearOperator(jnp.asarray(MATRIX).at[2, 5].set(number), PSD)
+    with pytest.raises(Exception, match="holds NaN or inf"):
+        jax.block_until_ready(call(broken).value)
+    # The same compiled function takes a sound operator; and without `throw` nothing is raised.
+    expected = tr.trace(KEY, OPERATOR, 4, tr.HutchinsonEstimator())
+    assert call(OPERATOR).value == expected.value
+    assert tr.trace(KEY, broken, 4).result == tr.RESULTS.nonfinite_operator
+
+
+def test_throw_says_what_is_wrong():
+    lie = lx.MatrixLinearOperator(jnp.asarray(-MATRIX), PSD)
+    with pytest.raises(Exception, match="tagged positive"):
+        tr.trace(KEY, lie, 4, tr.XNysTraceEstimator(), throw=True)
+    flat = by_products(np.diag(np.linspace(1, 2, 80)) + 0.1)
+    with pytest.raises(Exception, match="The budget was spent before"):
+        jax.block_until_ready(tr.trace(KEY, flat, rtol=1e-9, max_k=20, throw=True).value)
+
+
+def test_a_solution_shows_its_numbers():
+    """And shapes where there are none: inside `jit`, under `vmap`, of diagonals."""
+    matrix = jnp.diag(jnp.arange(1.0, 41.0))
+    operator = by_products(matrix)
+    solution = tr.trace(KEY, operator, 20)
+    text = repr(solution)
+    assert text.startswith(f"Solution(value={solution.value:.7g}, std_err={solution.std_err:.7g}, ")
+    assert text.endswith("num_matvecs=20, result=successful)")
+    assert "value=f64[40]" in repr(tr.diagonal(KEY, operator, 20))
+    failed = repr(tr.trace(KEY, lx.MatrixLinearOperator(matrix.at[0, 0].set(jnp.nan)), 20))
+    assert "value=nan" in failed
+    assert "result=nonfinite_operator" in failed
+    seen = []
+
+    def solve(key):
+        seen.append(repr(tr.trace(key, operator, 20)))
+        return tr.trace(key, operator, 20)
+
+    batch = jax.jit(jax.vmap(solve))(keys(3))
+    assert seen == ["Solution(value=f64[], std_err=f64[], num_matvecs=i32[])"]
+    assert repr(batch) == "Solution(value=f64[3], std_err=f64[3], num_matvecs=i32[3])"
+
+
+def test_intervals(caplog):
+    """Of exact values, of a single sample, of diagonals; a loop of them compiles once."""
+    hidden = by_products(np.diag(np.linspace(1, 2, 40)) + 0.1, PSD)
+    exact = tr.trace(KEY, OPERATOR, N)
+    assert exact.interval() == (exact.value, exact.value)
+    single = tr.trace(KEY, hidden, 1, tr.HutchinsonEstimator())
+    assert single.interval() == (-np.inf, np.inf)
+    solution, other = tr.trace(KEY, hidden, 13), tr.trace(jax.random.key(1), hidden, 13)
+    lower, upper = solution.interval(0.9)
+    np.testing.assert_allclose((lower + upper) / 2, solution.value)
+    inside = solution.interval(0.5)
+    assert lower < inside[0] < inside[1] < upper
+    assert compilations(caplog, lambda: (other.interval(0.5), other.interval(0.95))) == 0
+    lower, upper = tr.diagonal(KEY, hidden, 30).interval(0.9)
+    assert lower.shape == (40,)
+    assert np.all(lower < upper)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        exact.interval(95)

@@ -1,0 +1,287 @@
+"""The same numbers as the naive published formulas, on the same probes, and the weights with them.
+
+A sampler that returns given probes is an operand: one program serves all rows of a table.
+"""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tr
+from traceax._estimators.estimator import RowsEstimator
+from traceax._estimators.rows import Rows
+
+from .. import reference
+from ..helpers import NSD, PSD, with_spectrum
+
+N = 18
+# (A - A_i) cancels to about 1e-3 |A| and d_i, a square, to 1e-6: some 1e4 roundings at most.
+RTOL = 1e-10
+
+
+class Given(tr.AbstractSampler):
+    """A sampler that returns, of these blocks of probes, the one with as many as are asked for."""
+
+    blocks: tuple[jax.Array, ...]
+    dtype: Any = eqx.field(default=None, static=True)
+    rotation_invariant: ClassVar[bool] = True
+
+    def _sample(self, key, n, k, dtype):
+        (block,) = [block for block in self.blocks if block.shape == (n, k)]
+        return block
+
+
+def sphere_probes(m, dtype, seed=0):
+    omega = np.random.default_rng(seed).standard_normal((2, N, m))
+    omega = omega[0] + 1j * omega[1] if np.issubdtype(dtype, np.complexfloating) else omega[0]
+    return (np.sqrt(N) * omega / np.linalg.norm(omega, axis=0)).astype(dtype)
+
+
+def general(dtype, seed=0):
+    """A matrix that is neither Hermitian nor normal, with a trace that is not small."""
+    rng = np.random.default_rng(seed)
+    matrix = rng.standard_normal((N, N)) + np.eye(N)
+    if np.issubdtype(dtype, np.complexfloating):
+        matrix = matrix + 1j * rng.standard_normal((N, N)) + 0.5j * np.eye(N)
+    return matrix.astype(dtype)
+
+
+def hermitian(dtype):
+    matrix = general(dtype)
+    return (matrix + matrix.conj().T) / 2
+
+
+def semidefinite(dtype):
+    return with_spectrum(np.random.default_rng(0), 0.7 ** np.arange(N), dtype)
+
+
+def with_tail(width, rank, dtype):
+    """A few large eigenvalues over a tail that is more or less flat."""
+    tail = 0.1 + width * np.linspace(0, 1, N) ** 2
+    large = np.concatenate([2.0 + np.arange(rank), np.zeros(N - rank)])
+    return with_spectrum(np.random.default_rng(1), large + tail, dtype)
+
+
+@eqx.filter_jit
+def computed(matrix, unrelated, estimator, k, tags):
+    """The value, its error, and the weights contracted with A, with I and with an unrelated D."""
+    with jax.numpy_dtype_promotion("standard"):  # as the primitive does it
+        operator = lx.MatrixLinearOperator(matrix, tags)
+        estimate, weights = estimator.compute(jr.key(0), operator, k, True)
+        others = matrix, jnp.eye(N, dtype=matrix.dtype), unrelated
+        contracted = [weights.contract(lx.MatrixLinearOperator(other, tags)) for other in others]
+        return estimate, contracted
+
+
+def estimated(matrix, estimator, k, *blocks, diagonal=False, improved=None, tags=()):
+    """The same, as NumPy arrays, with these probes."""
+    options = {} if estimator is tr.HutchinsonEstimator else {"improved": improved}
+    made = estimator(Given(tuple(map(jnp.asarray, blocks))), **options)
+    made = RowsEstimator(made, Rows()) if diagonal else made
+    unrelated = jnp.asarray(general(matrix.dtype, seed=5))
+    estimate, contracted = computed(jnp.asarray(matrix), unrelated, made, k, tags)
+    return estimate.value, estimate.std_err, *map(np.asarray, contracted)
+
+
+def assert_same(found, expected, size, rtol=RTOL):
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol * 100, atol=rtol * size)
+
+
+FIELDS = [np.float64, np.complex128]
+MATRICES = {"general": general, "hermitian": hermitian, "semidefinite": semidefinite}
+
+
+# ------------------------------------------------------------------------------------- traces
+
+
+@pytest.mark.parametrize("dtype", FIELDS)
+@pytest.mark.parametrize("kind", MATRICES)
+def test_hutchinson(kind, dtype):
+    matrix, omega = MATRICES[kind](dtype), sphere_probes(7, dtype)
+    value, std_err, of_a, of_i, _ = estimated(matrix, tr.HutchinsonEstimator, 7, omega)
+    samples = reference.hutchinson(matrix, omega)
+    expected = samples.mean(), samples.std(ddof=1) / np.sqrt(7)  # complex: E|t - mean t|^2
+    assert_same((value, std_err), expected, np.linalg.norm(matrix))
+    assert_same((of_a, of_i), (value, N), np.linalg.norm(matrix), 1e-13)
+
+
+@pytest.mark.parametrize("dtype", FIELDS)
+@pytest.mark.parametrize("improved", [True, False])
+@pytest.mark.parametrize("kind", MATRICES)
+def test_hutchpp(kind, improved, dtype):
+    """4 products for the sketch, 4 for its basis, and 6 probes: none is wasted."""
+    matrix, k = MATRICES[kind](dtype), 14
+    blocks = sphere_probes(4, dtype), sphere_probes(6, dtype, 1)
+    estimator = tr.HutchPlusPlusEstimator
+    value, std_err, of_a, of_i, _ = estimated(matrix, estimator, k, *blocks, improved=improved)
+    expected = reference.hutchpp_estimate(matrix, *blocks, improved)
+    assert_same((value, std_err), expected, np.linalg.norm(matrix))
+    assert_same([of_a], [value], np.linalg.norm(matrix), 1e-13)
+    if improved:
+        assert_same([of_i], [N], N, 1e-13)
+
+
+def naive_xtrace(matrix, omega, improved):
+    return reference.leave_one_out(reference.xtrace_sample, matrix, omega, improved)
+
+
+@pytest.mark.parametrize("dtype", FIELDS)
+@pytest.mark.parametrize("improved", [True, False])
+@pytest.mark.parametrize("kind", MATRICES)
+def test_xtrace(kind, improved, dtype):
+    matrix, omega = MATRICES[kind](dtype), sphere_probes(6, dtype)
+    found = estimated(matrix, tr.XTraceEstimator, 12, omega, improved=improved)
+    value, std_err, of_a, of_i, _ = found
+    *expected, customary = naive_xtrace(matrix, omega, improved)
+    assert_same((value, std_err), expected, np.linalg.norm(matrix))
+    assert std_err >= (1 - 1e-12) * customary
+    assert_same([of_a], [value], np.linalg.norm(matrix), 1e-13)
+    if improved:
+        assert_same([of_i], [N], N, 1e-13)
+
+
+TAILS = {f"{width}-{rank}": (width, rank) for width in (0.01, 0.1) for rank in (1, 4)}
+
+
+@pytest.mark.parametrize("dtype", FIELDS)
+@pytest.mark.parametrize("improved", [True, False])
+@pytest.mark.parametrize("kind", ["decaying", *TAILS])
+def test_xnystrace(kind, improved, dtype):
+    """Of +A and of -A. From a tail that is nearly flat, a complex shift is taken off."""
+    matrix = with_tail(*TAILS[kind], dtype) if kind in TAILS else semidefinite(dtype)
+    omega = sphere_probes(8, dtype, seed=6)
+    given = tr.XNysTraceEstimator, 8, omega
+    value, std_err, of_a, of_i, _ = estimated(matrix, *given, improved=improved, tags=PSD)
+    shift, *expected, customary = reference.shift_of_best_error(matrix, omega, improved)
+    if kind in TAILS:
+        assert shift.real > 0.08
+        assert shift.imag < -1e-4
+    else:
+        assert shift == 0
+        assert std_err > 1.01 * customary  # the covariance is positive: a test of it is one
+    size = np.linalg.norm(matrix)
+    assert_same((value, std_err), expected, size)
+    if kind == "decaying":  # the weights are those of XTrace, from the same sketch
+        assert_same([of_a], [naive_xtrace(matrix, omega, improved)[0]], size, 1e-9)
+    if improved:
+        assert_same([of_i], [N], N, 1e-13)
+    if improved and dtype is np.float64:
+        negative = estimated(-matrix, *given, improved=improved, tags=NSD)
+        assert_same(negative[:3], (-value, std_err, -of_a), size)
+
+
+@pytest.mark.parametrize("improved", [True, False])
+def test_float32(improved):
+    matrix, omega = semidefinite(np.float32), sphere_probes(6, np.float32)
+    found = estimated(matrix, tr.XTraceEstimator, 12, omega, improved=improved)
+    wide = matrix.astype(float), omega.astype(float)
+    assert_same(found[:2], naive_xtrace(*wide, improved)[:2], 1, 1e-4)
+    assert {x.dtype for x in found} == {np.dtype(np.float32)}
+    found = estimated(matrix, tr.XNysTraceEstimator, 6, omega, improved=improved, tags=PSD)
+    assert_same(found[:2], reference.shift_of_best_error(*wide, improved)[1:3], 1, 1e-4)
+    assert {x.dtype for x in found} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "m", "k", "dtype"),
+    [
+        (tr.XTraceEstimator, 2, 4, np.complex128),
+        (tr.XTraceEstimator, 8, 17, np.complex128),
+        (tr.XNysTraceEstimator, 2, 2, np.complex128),
+        (tr.XNysTraceEstimator, 17, 17, np.float64),
+    ],
+)
+def test_fewest_and_most_probes(estimator, m, k, dtype):
+    """Two probes, of which holding out both leaves none; and as many as there can be (n = 18)."""
+    matrix, omega = semidefinite(dtype), sphere_probes(m, dtype)
+    found = estimated(matrix, estimator, k, omega, improved=True, tags=PSD)
+    nystrom = estimator is tr.XNysTraceEstimator
+    expected = (
+        reference.shift_of_best_error(matrix, omega, True)[1:3]
+        if nystrom
+        else naive_xtrace(matrix, omega, True)[:2]
+    )
+    assert_same(found[:2], expected, np.linalg.norm(matrix))
+
+
+# ----------------------------------------------------------------------------------- diagonals
+
+
+def signs(m, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    phases = rng.integers(4, size=(N, m))
+    return (1j**phases if np.issubdtype(dtype, np.complexfloating) else (-1.0) ** phases).astype(
+        dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", FIELDS)
+def test_diagonals(dtype):
+    """Of Hutchinson, Diag++ and XDiag; every entry is the contraction of its weights with A."""
+    for kind in MATRICES:
+        matrix = MATRICES[kind](dtype)
+        size = np.linalg.norm(matrix)
+        omega, few, fresh = signs(7, dtype), signs(4, dtype), signs(6, dtype, 1)
+        samples = omega.conj() * (matrix @ omega)
+        plain = samples.mean(axis=1), samples.std(axis=1, ddof=1) / np.sqrt(7)
+        diagpp = reference.diagpp_estimate(matrix, few, fresh)
+        xdiag = reference.leave_one_out_diagonal(reference.xdiag_samples, matrix, fresh)
+        for estimator, k, blocks, expected in (
+            (tr.HutchinsonEstimator, 7, [omega], plain),
+            (tr.HutchPlusPlusEstimator, 14, [few, fresh], diagpp),
+            (tr.XTraceEstimator, 12, [fresh], xdiag),
+        ):
+            found = estimated(matrix, estimator, k, *blocks, diagonal=True)
+            assert_same(found[:2], expected, size)
+            assert_same([found[2]], [found[0]], size, 1e-13)
+            if estimator is tr.HutchinsonEstimator:
+                np.testing.assert_allclose(found[3], np.ones(N), rtol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", FIELDS)
+@pytest.mark.parametrize("kind", ["decaying", "0.01-1"])
+def test_diagonal_of_xnystrace(kind, dtype):
+    """With the real shift for the trace; the weights are XDiag's, from the same sketch."""
+    matrix = with_tail(*TAILS[kind], dtype) if kind in TAILS else semidefinite(dtype)
+    omega = signs(8, dtype)
+    given = tr.XNysTraceEstimator, 8, omega
+    value, std_err, of_a, *_ = estimated(matrix, *given, diagonal=True, tags=PSD)
+    shift, *_ = reference.shift_of_best_error(matrix, omega, False, real=True)
+    assert (shift > 0.05) == (kind in TAILS)
+    naive, error = reference.leave_one_out_diagonal(
+        reference.xnysdiag_samples, matrix - shift * np.eye(N), omega
+    )
+    size = np.linalg.norm(matrix)
+    assert_same((value, std_err), (naive + shift, error), size, 1e-9)
+    xdiag, _ = reference.leave_one_out_diagonal(reference.xdiag_samples, matrix, omega)
+    assert_same([of_a], [xdiag], size, 1e-9)
+
+
+def test_projecting_on_both_sides_would_be_biased():
+    """What the published Diag++ drops is not small."""
+    matrix = general(np.float64)
+    q = np.linalg.qr(matrix @ signs(5, np.float64))[0]
+    p = q @ q.T
+    dropped = np.diag(matrix - p @ matrix @ p - (np.eye(N) - p) @ matrix @ (np.eye(N) - p))
+    assert np.linalg.norm(dropped) > 0.05 * np.linalg.norm(np.diag(matrix))
+
+
+def test_who_renormalises():
+    """By default wherever it is unbiased: real probes of a complex operator are not invariant."""
+    real, complex_ = np.dtype(float), np.dtype(complex)
+    for sampler, in_real, in_complex in (
+        (tr.SphereSampler(), True, True),
+        (tr.NormalSampler(), True, True),
+        (tr.SphereSampler(dtype=np.float64), True, False),
+        (tr.RademacherSampler(), False, False),
+    ):
+        assert sampler.respheres(None, real) == in_real
+        assert sampler.respheres(None, complex_) == in_complex
+        assert not sampler.respheres(False, real)
