@@ -75,8 +75,8 @@ def check_estimator(
     - *rank deficiency*: operators of low rank, and the operator 0, have finite estimates;
     - *NaN*: if the operator holds NaN, the result is `RESULTS.nonfinite_operator` and the value
         NaN;
-    - *tolerance*: for at least 80 % of 20 keys a run to a tolerance meets it; a lane of a `vmap`
-        gives the same as the call by itself; the run has a derivative.
+    - *tolerance*: for at least 80 % of 20 keys a call with a tolerance meets it; a lane of a `vmap`
+        gives the same as the call by itself; it has a derivative.
 
     An operator that the estimator's `check` refuses is left out. All of this takes about half a
     minute, most of it for compilation.
