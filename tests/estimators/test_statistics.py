@@ -207,6 +207,25 @@ def test_few_products_and_nearly_n(estimator, k):
     assert single == bool(np.all(solution.stats["dof"] == 0))
 
 
+@pytest.mark.parametrize("what", ["trace", "diagonal"])
+@pytest.mark.parametrize("estimator", [tr.XTraceEstimator, tr.XNysTraceEstimator])
+def test_probes_that_coincide(estimator, what):
+    """Of 5 random signs, two vectors agree or are opposite with probability 1 / 16."""
+    matrix = with_spectrum(np.random.default_rng(1), np.linspace(1, 3, 5))
+
+    @jax.jit
+    def run(keys, matrix):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        function = tr.diagonal if what == "diagonal" else tr.trace
+        given = 4, estimator(tr.RademacherSampler())
+        return jax.lax.map(lambda key: function(key, operator, *given), keys)
+
+    solution = run(keys(500), matrix)
+    assert np.all(solution.result == tr.RESULTS.successful)
+    assert not np.any(np.isnan(solution.std_err))
+    assert_unbiased(np.asarray(solution.value), truth(what, matrix))
+
+
 def test_intervals_next_to_the_whole_space():
     """XNysTrace with k = n - 1: all samples share the one dimension that is left, and scatter
     together. (With k - 1 degrees of freedom, 72 % of intervals held.)
