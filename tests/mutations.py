@@ -96,13 +96,6 @@ MUTATIONS = [
         IDENTITIES,
     ),
     Mutation(
-        "traceax/_sketch/leave_one_out.py",
-        "return jnp.where(zero, jnp.asarray(least, r.dtype), r)",
-        "return r",
-        "zeros on the diagonal of R",
-        STATISTICS,
-    ),
-    Mutation(
         "traceax/_sketch/nystrom.py",
         "samples = (alpha * inverse - diagonal_of(lengths)).real",
         "samples = (alpha / inverse - diagonal_of(lengths)).real",

@@ -35,13 +35,13 @@ class Numbers(NamedTuple):
     tangents: np.ndarray  # in the directions A and I
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def program(what, estimator, max_k, keys, matrix, rtol):
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="tags")
+def program(what, estimator, max_k, keys, matrix, rtol, tags=PSD):
     """The numbers for each key, one after the other."""
     one = jnp.ones((), matrix.dtype)
 
     def solve(key, s, t):
-        operator = by_products(s * matrix + t * jnp.eye(len(matrix), dtype=matrix.dtype), PSD)
+        operator = by_products(s * matrix + t * jnp.eye(len(matrix), dtype=matrix.dtype), tags)
         options = {"estimator": estimator, "rtol": rtol, "max_k": max_k}
         solution = FUNCTIONS[what](key, operator, **options)
         return solution.value, solution
@@ -279,6 +279,24 @@ def test_scales(what, name):
         np.testing.assert_array_equal(found.num_matvecs, usual.num_matvecs)
         np.testing.assert_allclose(found.value / np.float32(scale), usual.value, rtol=1e-4)
         np.testing.assert_allclose(found.std_err / np.float32(scale), usual.std_err, rtol=1e-3)
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_what_is_not_hermitian(what):
+    """Complex, with a sketch: a diagonal takes products with the adjoint."""
+    rng, n = np.random.default_rng(3), 120
+    left, right = random_unitary(rng, n, np.complex128), random_unitary(rng, n, np.complex128)
+    dense = (left * 0.8 ** np.arange(n)) @ (left + 0.3 * right).conj().T
+    rtol = 0.02 if what == "trace" else 0.1
+    given = keys(20), jnp.asarray(dense), jnp.asarray(rtol)
+    found = program(what, tr.XTraceEstimator(), 110, *given, tags=())
+    found = jax.tree.map(np.asarray, found)
+    assert found.value.dtype == np.complex128
+    assert np.all(found.result == SUCCESSFUL)
+    assert found.num_matvecs.max() > 8 + 32
+    met = relative_error(found, what, dense) <= rtol
+    assert met.mean() >= share_less_noise(0.95, 20)
+    np.testing.assert_allclose(found.tangents[:, 0], found.value, rtol=1e-8, atol=1e-12)
 
 
 def test_half_precision_does_not_converge_beyond_its_rounding():
