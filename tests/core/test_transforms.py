@@ -2,7 +2,7 @@
 
 An estimator of one product: the rules know nothing of any estimator, and are the same for all
 primitives. (Small programs show as much as large ones; XTrace and a diagonal are taken, too, where
-batches nest.) What is an estimator's own, its weights, is in `estimators/test_gradients.py`. Of a
+batches nest.) What is an estimator's own, its weights, is in `estimators/test_statistics.py`. Of a
 diagonal the sum of the entries is taken.
 
 The operator is A(p) = exp(a) B + b_0^2 C + b_1 D with fixed semidefinite B, C, D. An estimate with

@@ -124,7 +124,8 @@ def test_nan_in_a_lane_of_a_vmap():
 
     broken, sound = lanes(matrices[:6]), lanes(matrices[[0, 1, 2, 3, 4, 0]])
     np.testing.assert_array_equal(broken.value[: len(powers)], sound.value[: len(powers)])
-    assert broken.result[5] == tr.RESULTS.nonfinite_operator
+    failed = np.asarray(broken.result == tr.RESULTS.nonfinite_operator)
+    np.testing.assert_array_equal(failed, np.arange(6) == 5)
 
 
 def test_overflow_is_reported():
@@ -147,8 +148,8 @@ def test_wrong_tags(what):
     indefinite = with_spectrum(np.random.default_rng(10), np.linspace(-1, 2, N))
     matrices = np.stack([decaying, -decaying, indefinite])
     solution = mapped(what, tr.XNysTraceEstimator(), 16, PSD, matrices)
-    assert solution.result[0] == tr.RESULTS.successful
-    assert np.all(solution.result[1:] == tr.RESULTS.not_semidefinite)
+    wrong = np.asarray(solution.result == tr.RESULTS.not_semidefinite)
+    np.testing.assert_array_equal(wrong, [False, True, True])
     error = np.abs(solution.value - truths(what, matrices))
     assert np.all(error <= 6 * solution.std_err)
     assert np.all(solution.std_err > 0)
@@ -172,7 +173,7 @@ def test_half_precision(what, name, dtype):
     error = np.abs(np.asarray(solution.value, np.float64) - truth)
     rounding = 4 * float(jnp.finfo(dtype).eps) * np.abs(truth)
     assert np.all(error <= 6 * np.asarray(solution.std_err, np.float64) + rounding)
-    assert np.mean(solution.std_err) < np.mean(truth) / 4
+    assert np.mean(np.asarray(solution.std_err)) < np.mean(truth) / 3
 
 
 @pytest.mark.parametrize("what", FUNCTIONS)

@@ -35,13 +35,13 @@ class Numbers(NamedTuple):
     tangents: np.ndarray  # in the directions A and I
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def program(what, estimator, max_k, keys, matrix, rtol):
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="tags")
+def program(what, estimator, max_k, keys, matrix, rtol, tags=PSD):
     """The numbers for each key, one after the other."""
     one = jnp.ones((), matrix.dtype)
 
     def solve(key, s, t):
-        operator = by_products(s * matrix + t * jnp.eye(len(matrix), dtype=matrix.dtype), PSD)
+        operator = by_products(s * matrix + t * jnp.eye(len(matrix), dtype=matrix.dtype), tags)
         options = {"estimator": estimator, "rtol": rtol, "max_k": max_k}
         solution = FUNCTIONS[what](key, operator, **options)
         return solution.value, solution
@@ -119,7 +119,7 @@ def test_the_tolerance_is_met(what, name):
             assert found.num_matvecs.min() >= 8
             expected = truth(what, matrix(spectrum))
             covered = (found.lower <= expected + 1e-12) & (expected - 1e-12 <= found.upper)
-            assert covered.mean() >= 0.9
+            assert covered.mean() >= share_less_noise(0.92), (spectrum, rtol)
 
 
 @kinds
@@ -153,11 +153,11 @@ def test_a_sketch_is_prepared_where_it_pays():
     assert np.all(decaying.std_err > 0)
     nystrom = numbers("trace", "xnystrace", "exp0.9", 0.02)
     assert np.median(nystrom.num_matvecs) <= np.median(decaying.num_matvecs)
-    tight = numbers("trace", "xnystrace", "exp0.9", 1e-4, count=10)
+    tight = numbers("trace", "xnystrace", "exp0.9", 1e-3, count=10)
     assert np.all(tight.std_err > 0)
     assert np.all(tight.result == SUCCESSFUL)
     assert np.median(tight.num_matvecs) < N  # with 64 columns
-    assert relative_error(tight, "trace", matrix("exp0.9")).max() < 3e-4
+    assert relative_error(tight, "trace", matrix("exp0.9")).max() < 3e-3
 
 
 @kinds
@@ -183,7 +183,7 @@ def test_the_first_panel_ends_the_call_if_students_quantile_says_so():
 
 def test_samples_are_those_of_hutchinson():
     """Panels of eight, each with probes of its own; the error is no smaller than their scatter."""
-    found = numbers("trace", "hutchinson", "flat", 0.02)
+    found = numbers("trace", "hutchinson", "flat", 0.005)
     _, folded = tolerance._keys(keys(COUNT)[0], 0)
     panels = int(found.num_matvecs[0]) // 8
     assert panels > 1
@@ -239,13 +239,14 @@ def test_degenerate_operators(what, name):
         given = keys(2), jnp.asarray(matrix), jnp.asarray(1e-10)
         return jax.tree.map(np.asarray, program(what, PROBED[name], 61, *given))
 
-    for scale in (1.0, 1e20, 1e-20):
+    for scale in (1.0, 1e200, 1e-200):
         found = run(scale * low_rank)
         assert np.all(found.result == SUCCESSFUL)
         assert np.all(found.num_matvecs <= 8 + 32 + 8)
-        assert np.all(found.std_err > 0)  # rounding
-        assert np.linalg.norm(found.std_err) <= 1e-12 * scale * 15
-        assert relative_error(found, what, scale * low_rank).max() < 1e-12
+        usual = found._replace(value=found.value / scale, std_err=found.std_err / scale)
+        assert np.all(usual.std_err > 0)  # rounding
+        assert np.linalg.norm(usual.std_err) <= 1e-12 * 15
+        assert relative_error(usual, what, low_rank).max() < 1e-12
     zero = run(0 * low_rank)
     assert np.all(zero.result == SUCCESSFUL)
     assert np.all(zero.num_matvecs == 8)
@@ -259,6 +260,43 @@ def test_degenerate_operators(what, name):
     if name == "xnystrace":
         wrong = run(-matrix("exp0.9"))
         assert np.all(wrong.result == tr.RESULTS.not_semidefinite._value)
+
+
+@pytest.mark.parametrize(("what", "name"), [("trace", "xtrace"), ("diagonal", "xnystrace")])
+def test_scales(what, name):
+    """Float32: a power of two changes neither the number of products nor a digit."""
+    dense = matrix("exp0.9").astype(np.float32)
+
+    def run(scale):
+        given = keys(3), jnp.asarray(np.float32(scale) * dense), jnp.asarray(0.1)
+        return jax.tree.map(np.asarray, program(what, PROBED[name], 200, *given))
+
+    usual = run(1.0)
+    assert np.all(usual.result == SUCCESSFUL)
+    assert usual.num_matvecs.max() > 24
+    for scale in (2.0**66, 2.0**-66):
+        found = run(scale)
+        np.testing.assert_array_equal(found.num_matvecs, usual.num_matvecs)
+        np.testing.assert_allclose(found.value / np.float32(scale), usual.value, rtol=1e-4)
+        np.testing.assert_allclose(found.std_err / np.float32(scale), usual.std_err, rtol=1e-3)
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_what_is_not_hermitian(what):
+    """Complex, with a sketch: a diagonal takes products with the adjoint."""
+    rng, n = np.random.default_rng(3), 120
+    left, right = random_unitary(rng, n, np.complex128), random_unitary(rng, n, np.complex128)
+    dense = (left * 0.8 ** np.arange(n)) @ (left + 0.3 * right).conj().T
+    rtol = 0.02 if what == "trace" else 0.1
+    given = keys(20), jnp.asarray(dense), jnp.asarray(rtol)
+    found = program(what, tr.XTraceEstimator(), 110, *given, tags=())
+    found = jax.tree.map(np.asarray, found)
+    assert found.value.dtype == np.complex128
+    assert np.all(found.result == SUCCESSFUL)
+    assert found.num_matvecs.max() > 8 + 32
+    met = relative_error(found, what, dense) <= rtol
+    assert met.mean() >= share_less_noise(0.95, 20)
+    np.testing.assert_allclose(found.tangents[:, 0], found.value, rtol=1e-8, atol=1e-12)
 
 
 def test_half_precision_does_not_converge_beyond_its_rounding():
@@ -323,13 +361,15 @@ def test_blocks_of_a_pytree():
 
     operator = lx.FunctionLinearOperator(product, structure, PSD)
     entries = np.diag(dense)
-    expected = {"a": entries[:100].sum(), "b": entries[100:].sum()}
-    found = tr.block_traces(KEY, operator, rtol=0.05)
-    assert found.result == tr.RESULTS.successful
-    for leaf, value in found.value.items():
-        assert abs(value - expected[leaf]) <= 5 * found.std_err[leaf]
-    errors = [float(found.value[leaf] - expected[leaf]) for leaf in expected]
-    assert np.linalg.norm(errors) <= 0.05 * np.linalg.norm(list(expected.values()))
+    expected = np.array([entries[:100].sum(), entries[100:].sum()])
+    run = jax.jit(lambda keys: jax.lax.map(lambda k: tr.block_traces(k, operator, rtol=0.05), keys))
+    found = run(keys(40))
+    assert np.all(found.result == tr.RESULTS.successful)
+    errors = np.stack([found.value["a"], found.value["b"]], 1) - expected
+    std_errs = np.stack([found.std_err["a"], found.std_err["b"]], 1)
+    assert np.all(np.abs(errors) <= 6 * std_errs)
+    met = np.linalg.norm(errors, axis=1) <= 0.05 * np.linalg.norm(expected)
+    assert met.mean() >= share_less_noise(0.95, 40)
     shapes = jax.eval_shape(lambda: tr.diagonal(KEY, operator, rtol=0.1)).value
     assert jax.tree.map(lambda x: x.shape, shapes) == {"a": (5, 20), "b": (200,)}
 

@@ -6,8 +6,8 @@ from ..mutations import MUTATIONS, ROOT
 
 
 def test_no_two_are_the_same():
-    assert len(MUTATIONS) == 23
-    assert len({(mutation.file, mutation.old) for mutation in MUTATIONS}) == 23
+    assert len(MUTATIONS) == 45
+    assert len({(mutation.file, mutation.old) for mutation in MUTATIONS}) == 45
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)

@@ -18,6 +18,7 @@ N, K = 60, 16
 NYSTROM = tr.XNysTraceEstimator()
 ESTIMATES = {
     "trace": lambda key, operator: tr.trace(key, operator, K, NYSTROM),
+    "wide": lambda key, operator: tr.trace(key, operator, 2 * K, NYSTROM),
     "diagonal": lambda key, operator: tr.diagonal(key, operator, K, NYSTROM),
     "tolerance": lambda key, operator: tr.trace(
         key, operator, rtol=1e-3, max_k=50, estimator=NYSTROM
@@ -44,7 +45,7 @@ def solve(what, tag, keys, array):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-@pytest.mark.parametrize("what", ESTIMATES)
+@pytest.mark.parametrize("what", ["trace", "diagonal", "tolerance"])
 def test_an_asymmetric_operator_is_reported(what, dtype):
     """And NaN as such, and nothing for a symmetric one."""
     for share in (1e-5, 1e-2, 1.0):
@@ -113,9 +114,9 @@ def test_products_that_are_rounded_more_coarsely():
 
 def test_what_stays_below_the_limit_does_little_harm():
     """The steepest spectrum there is, with an asymmetry just below the limit of float64."""
-    array = lopsided(2e-8, decay=0.6)
-    found = solve("trace", PSD, keys(20), jnp.asarray(array))
+    array = lopsided(1e-8, decay=0.6)
+    found = solve("wide", PSD, keys(20), jnp.asarray(array))
     errors = np.abs(np.asarray(found.value) / np.trace(array) - 1)
     successful = np.asarray(found.result == tr.RESULTS.successful)
     assert np.any(successful)
-    assert np.all(errors[successful] < 3e-3)
+    assert np.all(errors[successful] < 1e-5)
