@@ -13,7 +13,7 @@ from traceax._core.precision import platform
 from traceax._operators.block_operator import BlockOperator
 from traceax.testing import _products_for_gpu
 
-from ..helpers import CLASSES, PROBED, PSD
+from ..helpers import CLASSES, PSD
 
 N, K = 64, 24
 KEY = jax.random.key(0)

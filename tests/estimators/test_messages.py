@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
+from traceax._cli.common import check_exact, write
+from traceax._cli.files import read_matrix
 
 import traceax as tr
 from traceax import curvature, plot
 from traceax._cli import _parse
-from traceax._cli.common import check_exact, write
-from traceax._cli.files import read_matrix
 from traceax._estimators.solution import _OUTCOMES as solution_outcomes
 from traceax._operators.sparse import _Entries
 from traceax.testing import check_estimator

@@ -8,7 +8,6 @@ import pytest
 
 from traceax._linalg.block_lanczos import block_lanczos, ritz_values
 
-
 N, B, S = 40, 3, 5
 
 
@@ -27,9 +26,7 @@ def run(matrix, b=B, s=S):
     return start, block_lanczos(lambda x: matrix @ x, start, s, eps)
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.float32, np.complex128]
-)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
 def test_the_space_and_the_matrix_in_it(dtype, scale):
     matrix = hermitian(scale / np.arange(1, N + 1) ** 1.5, dtype)
