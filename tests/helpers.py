@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-import pytest
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
@@ -64,11 +63,6 @@ def operator_for(estimator, matrix, tags=()):
     if isinstance(estimator, tr.AutoTraceEstimator | tr.ExactTraceEstimator):
         return by_products(matrix, tags)
     return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
-
-
-def variant(*values):
-    """Parameters of a row whose code other rows of the table take as well: see `pyproject.toml`."""
-    return pytest.param(*values, marks=pytest.mark.variant)
 
 
 def keys(count, seed=0):

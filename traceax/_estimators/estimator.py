@@ -334,7 +334,7 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
         raise TypeError(
             f"The budget {argument} must be a static Python int, got the traced value {k}: shapes "
             f"depend on it. Mark it static (`jax.jit(..., static_argnames='{argument}')`) or close "
-            "over it. Traces and diagonals take a traced k up to a static max_k: give both."
+            "over it."
         )
     if isinstance(k, bool | np.bool_):
         raise TypeError(
