@@ -31,14 +31,14 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
 from .._core.estimate import (
-    NOT_CONVERGED,
-    SUCCESSFUL,
     Estimate,
+    Evidence,
+    evidence_of,
     make_estimate,
     norm_of,
     power_of,
     rounding_of,
-    status_of,
+    worse,
 )
 from .._core.primitive import Primitive
 from .._operators.block_operator import BlockOperator
@@ -92,7 +92,7 @@ class Samples(NamedTuple):
     moments: Moments
     least_variance: Real[Array, "..."]
     size: Real[Array, "..."]
-    status: Int[Array, ""]
+    evidence: Evidence
     panels: Int[Array, ""]
 
     def variance(self) -> Real[Array, "..."]:
@@ -248,9 +248,9 @@ class _Run:
             share = 1 / (samples.panels + 1)
             grown = (samples.least_variance, samples.size), (panel.least_variance, panel.size)
             least, norm = jtu.tree_map(lambda old, new: old + share * (new - old), *grown)
-            status = jnp.maximum(samples.status, status_of(panel.samples))
+            evidence = worse(samples.evidence, evidence_of(panel.samples))
             moments = merged(samples.moments, panel.samples)
-            return Samples(moments, least, norm, status, samples.panels + 1)
+            return Samples(moments, least, norm, evidence, samples.panels + 1)
 
         def goes_on(samples):
             return (samples.panels == 0) | (choose(samples) == number)
@@ -258,7 +258,7 @@ class _Run:
         choose = partial(self.choice, number, before, prepared, spent)
         zero = jnp.zeros_like(prepared.value.real)
         none = no_samples(prepared.value.shape, self.block.dtype)
-        start = Samples(none, zero, zero, prepared.status, jnp.zeros((), jnp.int32))
+        start = Samples(none, zero, zero, prepared.evidence, jnp.zeros((), jnp.int32))
         samples = lax.while_loop(goes_on, step, start)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
@@ -296,7 +296,7 @@ class _Run:
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
             choice = jnp.where(last_resort, len(self.sizes), choice)
-        ends = (needed <= drawn) | (samples.status != SUCCESSFUL)
+        ends = (needed <= drawn) | samples.evidence.fails
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 
     def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
@@ -304,10 +304,10 @@ class _Run:
         value = prepared.value + samples.moments.mean
         rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
         std_err = jnp.hypot(jnp.sqrt(samples.variance() / samples.moments.number), rounding)
-        met = self.ratio(prepared, samples) <= 1
-        status = jnp.where(met | (samples.status != SUCCESSFUL), samples.status, NOT_CONVERGED)
+        unconverged = Evidence(unconverged=self.ratio(prepared, samples))
         drawn = self.panel * samples.panels
-        return make_estimate(value, std_err, spent + drawn, drawn - 1, status)
+        evidence = worse(samples.evidence, unconverged)
+        return make_estimate(value, std_err, spent + drawn, drawn - 1, evidence)
 
     def bases(
         self, number: int, prepared: Prepared, before: Outcome | None
@@ -325,7 +325,7 @@ class _Run:
         found, _ = exact(self.block.operator, self.sampling.rows)
         products = before.products + found.num_matvecs
         dof = found.dof.astype(before.estimate.dof.dtype)
-        estimate = make_estimate(found.value, found.std_err, products, dof, found.status)
+        estimate = make_estimate(found.value, found.std_err, products, dof, found.evidence)
         return before._replace(
             estimate=estimate,
             size=jnp.asarray(len(self.sizes), jnp.int32),
