@@ -2,6 +2,7 @@
 
 from . import curvature as curvature, plot as plot
 from ._core.primitive import diagonal_p as diagonal_p, trace_p as trace_p
+from ._core.verdict import RESULTS as RESULTS
 from ._estimators.auto import (
     AutoTraceEstimator as AutoTraceEstimator,
     ExactTraceEstimator as ExactTraceEstimator,
@@ -10,7 +11,7 @@ from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstima
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
 from ._estimators.norms import frobenius_norm as frobenius_norm, row_norms as row_norms
-from ._estimators.solution import RESULTS as RESULTS, Solution as Solution
+from ._estimators.solution import Solution as Solution
 from ._estimators.trace import (
     block_traces as block_traces,
     diagonal as diagonal,

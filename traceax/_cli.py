@@ -23,7 +23,7 @@ import numpy as np
 import traceax as tr
 
 from . import plot
-from ._estimators.solution import outcome_of
+from ._core.verdict import outcome_of
 
 _FUNCTIONS = {
     # Quadrature can miss a pole inside of the spectrum: NaN for x <= 0 reports it.

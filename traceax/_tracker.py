@@ -45,11 +45,12 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from ._core.estimate import NONFINITE, rounding_of, safe_norm, scale_of, status_of
+from ._core.estimate import all_finite, rounding_of, safe_norm, scale_of
 from ._core.precision import any_promotion, matmul
+from ._core.verdict import RESULTS
 from ._estimators.auto import ExactTraceEstimator
 from ._estimators.estimator import check_budget, check_key
-from ._estimators.solution import RESULTS, Solution
+from ._estimators.solution import Solution
 from ._estimators.trace import trace
 from ._linalg.factorisations import qr
 from ._operators.block_operator import BlockOperator
@@ -241,7 +242,7 @@ def _update(
             step = _deltashift(key, block, old, sampler, state.halves, state.k)
         else:
             step = _hutchinson(key, block, sampler, state.k)
-        failed = status_of(step.value, step.norm) == NONFINITE
+        failed = ~all_finite(step.value, step.norm)
         std_err = jnp.hypot(step.std_err, rounding_of(step.norm, block.eps))
         std_err = lax.stop_gradient(jnp.where(failed, jnp.nan, std_err))
         next_state = jtu.tree_map(

@@ -7,11 +7,12 @@ for public names hold for these as well.
 
 from ._core.estimate import (
     Estimate as Estimate,
+    Evidence as Evidence,
+    evidence_of as evidence_of,
     make_estimate as make_estimate,
     mean_and_std_err as mean_and_std_err,
     norm_of as norm_of,
     rounding_of as rounding_of,
-    status_of as status_of,
 )
 from ._core.precision import matmul as matmul
 from ._estimators.calibration import Calibration as Calibration

@@ -19,9 +19,9 @@ from jax import lax
 
 from ._core.precision import any_promotion, matmul
 from ._core.programs import is_jaxpr
+from ._core.verdict import RESULTS
 from ._estimators.estimator import AbstractTraceEstimator, RowsEstimator, described
 from ._estimators.rows import Rows
-from ._estimators.solution import RESULTS
 from ._estimators.trace import diagonal as diagonal_of, trace
 from ._operators.checks import as_operator
 from ._operators.tags import is_tagged

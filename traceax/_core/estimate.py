@@ -1,5 +1,5 @@
-"""From samples to an estimate: the mean, its standard error, and a status that says whether to
-trust them.
+"""From samples to an estimate: the mean, its standard error, and the evidence against them.
+`verdict` makes the result of it.
 """
 
 import math
@@ -9,41 +9,137 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-# The statuses of an estimate inside the primitive, where they are plain integers.
-# `_estimators.solution.RESULTS` has the message for each.
-SUCCESSFUL, NONFINITE, NOT_SEMIDEFINITE, OUTSIDE_DOMAIN, NOT_CONVERGED = range(5)
-WRONG_DIAGONAL, NOT_SYMMETRIC = 5, 6
+
+def _number(x: Any) -> Array:
+    x = jnp.asarray(x)
+    if x.dtype == bool:
+        x = jnp.where(x, jnp.inf, 0)
+    return x.astype(jnp.float32)  # one dtype, so that `lax.cond` may choose between estimates
+
+
+@final
+class Evidence(eqx.Module):
+    """What an estimate knows against itself.
+
+    Each number is relative to the largest that is harmless: above 1 the estimate fails, and so it
+    does where the number is NaN. In place of a number, a bool says whether it fails. By default
+    there is nothing against the estimate.
+
+    **Attributes:**
+
+    - `nonfinite`: whether a product holds NaN or inf, see `evidence_of`.
+    - `skew`: how far products are from those of an operator with A^H = A, see `skew_of`.
+    - `negative`: how far below 0 the products of an operator lie that is tagged positive
+        semidefinite (or above, if negative). The value does not rely on the tag then.
+    - `outside`: whether the quantity is not defined, as where a function is not finite, or as far
+        as rounding can tell. The value and its errors are then NaN.
+    - `wrong_diagonal`: how far the diagonal that was given is from that of the products.
+    - `unconverged`: the error over the one that is allowed.
+    """
+
+    nonfinite: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
+    skew: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
+    negative: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
+    outside: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
+    wrong_diagonal: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
+    unconverged: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
+
+    @property
+    def failures(self) -> "Evidence":
+        """Which of the numbers fail."""
+        return jtu.tree_map(lambda x: ~(x <= 1), self)  # NaN fails
+
+    @property
+    def fails(self) -> Bool[Array, ""]:
+        """Whether any of the numbers fails."""
+        return jnp.any(jnp.stack(jtu.tree_leaves(self.failures)), axis=0)
+
+
+def evidence_of(*products: Array, **numbers: Any) -> Evidence:
+    """The evidence of products with an operator: whether they are finite.
+
+    **Arguments:**
+
+    - `*products`: arrays, such as all products with the operator.
+    - `**numbers`: further fields of the evidence.
+
+    **Returns:**
+
+    An `Evidence`.
+    """
+    return Evidence(nonfinite=~all_finite(*products), **numbers)
+
+
+def worse(first: Evidence, second: Evidence) -> Evidence:
+    """The evidence of both: of each number the larger one."""
+    return jtu.tree_map(jnp.maximum, first, second)
+
+
+def all_finite(*arrays: Array) -> Bool[Array, ""]:
+    """Whether none of these arrays holds NaN or inf."""
+    finite = jnp.array(True)
+    for array in arrays:
+        finite &= jnp.all(jnp.isfinite(array))
+    return finite
+
+
+def relative(number: Real[Array, ""], limit: Real[Array, ""]) -> Real[Array, ""]:
+    """A number relative to its limit, which may be 0."""
+    return number / jnp.maximum(limit, jnp.finfo(limit.dtype).tiny)
+
+
+def skew_of(apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
+    """How far numbers that are equal if A^H = A are apart, relative to the limit.
+
+    They differ by rounding alone, by at most 2 eps relative to their norm, if each product is
+    rounded once. The limit is larger: sqrt(eps) leaves room for sums of many terms, for products in
+    TensorFloat-32, and for solves; 100 sqrt(n) eps, which is also the limit for negative
+    eigenvalues, leaves room for half precision, where nothing can be decided.
+
+    **Arguments:**
+
+    - `apart`: the norm of the differences of these numbers.
+    - `size`: the norm of these numbers, or less.
+    - `n`: the size of A.
+    - `eps`: the relative precision of a product.
+    """
+    return relative(apart, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
 
 
 @final
 class Estimate(eqx.Module):
-    """What an estimator's algebra returns: a value, its error, and counts. See `make_estimate`.
+    """What an estimator's algebra returns: a value, its errors, and counts. See `make_estimate`.
 
     **Attributes:**
 
     - `value`: a scalar (for a trace), a vector (for a diagonal), or a list of the parts of a
-        vector, leaf by leaf.
+        vector, leaf by leaf. It alone has a derivative.
     - `std_err`: the standard error of the value, real and of the same structure.
     - `num_matvecs`: the number of products that were made.
     - `dof`: the degrees of freedom of the standard error.
-    - `status`: 0 for success, see `status_of`.
-    - `aux`: what belongs to the estimate of a particular quantity, or None.
+    - `evidence`: what the estimate knows against itself.
+    - `quadrature_error`: the error from ending a recurrence early, real and of the structure of the
+        value; None if there is no recurrence.
+    - `columns`: the number of columns that were read without a product; None where none can be.
+    - `aux`: arrays that belong to the estimate of a particular quantity, or None.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
         independent nor normal, see `Calibration`; 1 for samples that are both.
-    - `columns`: the number of columns that were read without a product; None where none can be.
+    - `result`: a member of `RESULTS`; None until `verdict` makes it of the evidence.
     """
 
     value: PyTree[Inexact[Array, "..."]]
     std_err: PyTree[Real[Array, "..."]]
     num_matvecs: Int[Array, ""]
     dof: Real[Array, "..."]
-    status: Int[Array, ""]
+    evidence: Evidence = eqx.field(default_factory=Evidence)
+    quadrature_error: Any = None
+    columns: Int[Array, ""] | None = None
     aux: Any = None
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
-    columns: Int[Array, ""] | None = None
+    result: Any = None
 
 
 def make_estimate(
@@ -51,7 +147,11 @@ def make_estimate(
     std_err: PyTree[Array],
     num_matvecs: Array | int,
     dof: Array | float,
-    status: Array | int = SUCCESSFUL,
+    evidence: Evidence | None = None,
+    *,
+    quadrature_error: PyTree[Array] | None = None,
+    columns: Array | int | None = None,
+    aux: Any = None,
 ) -> Estimate:
     """An `Estimate` with the counts as arrays.
 
@@ -63,7 +163,9 @@ def make_estimate(
     - `num_matvecs`: the number of products that were made.
     - `dof`: the degrees of freedom of the standard error, m - 1 for the mean of m independent
         samples. They need not be whole.
-    - `status`: 0 for success, see `status_of`.
+    - `evidence`: what there is against the estimate, such as `evidence_of(products)`. By default
+        nothing. (That the value itself is finite is seen without it.)
+    - `quadrature_error`, `columns`, `aux`: see `Estimate`.
 
     **Returns:**
 
@@ -76,59 +178,20 @@ def make_estimate(
     dof = jnp.asarray(dof)
     whole = jnp.issubdtype(dof.dtype, jnp.integer)
     return Estimate(
-        value, std_err, integer(num_matvecs), integer(dof) if whole else dof, integer(status)
+        value=value,
+        std_err=std_err,
+        num_matvecs=integer(num_matvecs),
+        dof=integer(dof) if whole else dof,
+        evidence=Evidence() if evidence is None else evidence,
+        quadrature_error=quadrature_error,
+        columns=None if columns is None else integer(columns),
+        aux=aux,
     )
 
 
 def as_value(parts: list[Array]) -> Any:
     """The value of an estimate from its parts, leaf by leaf: the list of them, or the only one."""
     return parts[0] if len(parts) == 1 else parts
-
-
-def has_no_logarithm(status: Array) -> Array:
-    """Whether an operator with this status has no log-determinant. (Its estimate is NaN.)"""
-    return (status == OUTSIDE_DOMAIN) | (status == NOT_SYMMETRIC)
-
-
-def status_of(*products: Array) -> Array:
-    """The status of an estimate: `NONFINITE` if any of these arrays holds NaN or inf, `SUCCESSFUL`
-    otherwise.
-
-    **Arguments:**
-
-    - `*products`: arrays, such as all products with the operator.
-
-    **Returns:**
-
-    A scalar array of integers.
-    """
-    finite = jnp.array(True)
-    for product in products:
-        finite &= jnp.all(jnp.isfinite(product))
-    return jnp.where(finite, SUCCESSFUL, NONFINITE)
-
-
-def status_with_symmetry(
-    status: Array, apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float
-) -> Array:
-    """The status, or NOT_SYMMETRIC if numbers that are equal if A^H = A are too far apart. (NaN is
-    reported by the status.)
-
-    They differ by rounding alone, by at most 2 eps relative to their norm, if each product is
-    rounded once. The limit is larger: sqrt(eps) leaves room for sums of many terms, for products in
-    TensorFloat-32, and for solves; 100 sqrt(n) eps, which is also the limit for negative
-    eigenvalues, leaves room for half precision, where nothing can be decided.
-
-    **Arguments:**
-
-    - `status`: the status so far.
-    - `apart`: the norm of the differences of these numbers.
-    - `size`: the norm of these numbers, or less.
-    - `n`: the size of A.
-    - `eps`: the relative precision of a product.
-    """
-    limit = max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
-    return jnp.where((apart > limit * size) & (status != NONFINITE), NOT_SYMMETRIC, status)
 
 
 def scale_of(products: Array, axis: int | None = None) -> Array:

@@ -37,9 +37,10 @@ from jax.sharding import get_abstract_mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from .devices import with_auto_axes
-from .estimate import NONFINITE, SUCCESSFUL, Estimate, status_of
+from .estimate import Estimate
 from .precision import any_promotion
 from .programs import Static, closed_functions, is_plain
+from .verdict import verdict
 
 
 class _Level(NamedTuple):
@@ -127,20 +128,10 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         else:
             found = estimator.compute(key, operator, params.k, params.weights)
         estimate, weights = _checked(estimator, found, params.weights)
-        # A number that was computed from NaN or inf is no estimate, even where it is finite; and a
-        # sum of finite products may overflow.
-        overflown = status_of(*jtu.tree_leaves(estimate.value))
-        status = jnp.where(estimate.status == SUCCESSFUL, overflown, estimate.status)
-        failed = status == NONFINITE
-
-        def masked(x):
-            return jnp.where(failed, jnp.full((), jnp.nan, x.dtype), x)
-
-        value, std_err = jtu.tree_map(masked, (estimate.value, estimate.std_err))
+        estimate = verdict(estimate)
         # Whole or not, degrees of freedom are of one dtype: `lax.cond` between two estimators.
-        dof = estimate.dof.astype(jtu.tree_leaves(std_err)[0].dtype)
-        changes = {"value": value, "std_err": std_err, "dof": dof, "status": status}
-        estimate = dataclasses.replace(estimate, **changes)
+        dof = estimate.dof.astype(jtu.tree_leaves(estimate.std_err)[0].dtype)
+        estimate = dataclasses.replace(estimate, dof=dof)
         return estimate, weights if params.weights else None
 
     # The algebra mixes real and complex numbers, whatever promotion the user allows.

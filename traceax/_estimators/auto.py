@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array
 
-from .._core.estimate import NONFINITE, Estimate, make_estimate, status_of
+from .._core.estimate import Estimate, evidence_of, make_estimate, worse
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import KnownParts, split_known_parts
 from .._operators.tags import semidefinite_sign
@@ -56,21 +56,19 @@ def with_known_parts(
     """The estimate of A from the estimate of the rest that the known parts leave."""
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     size = jnp.abs(parts.scale)
-    known = jnp.maximum(status_of(exact, parts.scale), parts.status)
+    known = worse(parts.evidence, evidence_of(exact, parts.scale))
     return dataclasses.replace(
         inner,
         value=add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
         std_err=jtu.tree_map(lambda x: size * x.astype(size.dtype), inner.std_err),
-        # `inner.status` tells of the products only: the known parts must be finite, too.
-        status=jnp.where(known != 0, NONFINITE, inner.status),
+        evidence=worse(inner.evidence, known),
     )
 
 
 def known_estimate(parts: KnownParts, rows: Rows | None) -> Estimate:
     """The estimate of an operator that is known altogether."""
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
-    status = jnp.maximum(status_of(exact), parts.status)
-    return make_estimate(exact, jnp.zeros_like(exact.real), 0, 0, status)
+    return make_estimate(exact, jnp.zeros_like(exact.real), 0, 0, parts.evidence)
 
 
 @final

@@ -12,26 +12,19 @@ import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.counts import checked_count
-from .._core.estimate import (
-    NONFINITE,
-    NOT_CONVERGED,
-    NOT_SEMIDEFINITE,
-    NOT_SYMMETRIC,
-    OUTSIDE_DOMAIN,
-    WRONG_DIAGONAL,
-    Estimate,
-)
+from .._core.estimate import Estimate
 from .._core.primitive import Primitive, bind, trace_p
+from .._core.verdict import RESULTS
 from .._operators.checks import as_operator
 from .._operators.width import in_batches
 from .._sketch.weights import AbstractWeights
 from .exact import exact
 from .rows import Rows, RowWeights
 from .samples import AbstractSampling
-from .solution import RESULTS, Solution
+from .solution import Solution
 
 
 class AbstractEstimator(eqx.Module):
@@ -360,24 +353,6 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
     return min(max(budget, least), n)
 
 
-_FAILURES: dict[int, Any] = {
-    NONFINITE: RESULTS.nonfinite_operator,
-    NOT_SEMIDEFINITE: RESULTS.not_semidefinite,
-    OUTSIDE_DOMAIN: RESULTS.outside_domain,
-    NOT_CONVERGED: RESULTS.not_converged,
-    WRONG_DIAGONAL: RESULTS.wrong_diagonal,
-    NOT_SYMMETRIC: RESULTS.not_symmetric,
-}
-
-
-@jax.jit  # a dozen operations of their own would take half a millisecond of every call
-def _result_of(status: Int[Array, ""]) -> Any:
-    result: Any = RESULTS.successful
-    for failure, outcome in _FAILURES.items():
-        result = RESULTS.where(status == failure, outcome, result)
-    return result
-
-
 def solve(
     primitive: Primitive,
     key: PRNGKeyArray,
@@ -393,11 +368,9 @@ def solve(
     estimator.check(operator)
     budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
-    result = _result_of(estimate.status)
     value = estimate.value
     if throw:
-        for outcome in _FAILURES.values():
-            value = eqx.error_if(value, jnp.asarray(result == outcome), RESULTS[outcome])
+        value = estimate.result.error_if(value, estimate.result != RESULTS.successful)
     stats = {"std.err": estimate.std_err, "dof": estimate.dof}
     if estimate.columns is not None:
         stats["columns"] = estimate.columns
@@ -406,7 +379,8 @@ def solve(
         std_err=estimate.std_err,
         num_matvecs=estimate.num_matvecs,
         stats=stats,
-        result=result,
+        result=estimate.result,
+        quadrature_error=estimate.quadrature_error,
         aux=estimate.aux,
         inflation=estimate.inflation,
         tail=estimate.tail,

@@ -9,7 +9,14 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, make_estimate, rounding_of, safe_norm, status_of
+from .._core.estimate import (
+    Estimate,
+    evidence_of,
+    make_estimate,
+    rounding_of,
+    safe_norm,
+    worse,
+)
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._operators.width import batch_width
@@ -49,7 +56,7 @@ def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bo
     n = operator.in_size()
     parts = split_known_parts(operator, diagonal=rows is not None)
     value = parts.exact
-    status = parts.status
+    evidence = parts.evidence
     spent = 0
     std_err = jnp.zeros_like(value.real)
     dof = 0
@@ -59,7 +66,7 @@ def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bo
         rest = jnp.sum(entries.diagonal) if rows is None else entries.diagonal
         value = value + parts.scale * rest.astype(value.dtype)
         spent = block.n
-        status = jnp.maximum(status, status_of(entries.seen))
+        evidence = worse(evidence, evidence_of(entries.seen))
         if block.is_inexact:
             size = safe_norm(entries.norms) if rows is None else entries.norms
             rounding = jnp.abs(parts.scale) * rounding_of(size, block.eps)
@@ -68,8 +75,7 @@ def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bo
     if rows is not None:
         value = rows.of_vector(value)
         std_err = rows.norms(std_err[:, None])
-    status = jnp.maximum(status, status_of(value))
-    return make_estimate(value, std_err, spent, dof, status)
+    return make_estimate(value, std_err, spent, dof, evidence)
 
 
 @final

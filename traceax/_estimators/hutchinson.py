@@ -10,7 +10,7 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._core.estimate import as_value, make_estimate, rounding_of, status_of
+from .._core.estimate import as_value, make_estimate, rounding_of
 from .._operators.block_operator import BlockOperator
 from .._operators.width import APART_LIMIT, block_width
 from .._probes.random import split
@@ -147,7 +147,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         # What rounding does to all samples alike does not show in their scatter.
         size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.number))
         std_err = jnp.hypot(moments.std_err(), rounding_of(size, block.eps))
-        estimate = make_estimate(moments.mean, std_err, k, k - 1, status_of(moments.mean))
+        estimate = make_estimate(moments.mean, std_err, k, k - 1)
         return CALIBRATION["hutchinson"].applied(estimate), TraceOfProbes(probes)
 
     def compute_rows(self, key, operator, k, rows, weights):
@@ -166,8 +166,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
             jnp.hypot(part.std_err(), rounding_of(jnp.abs(part.mean), block.eps)).reshape(-1)
             for part in moments
         ]
-        status = status_of(*values)
-        estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, status)
+        estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1)
         return estimate, RowWeights(DiagonalOfProbes(probes), rows)
 
 

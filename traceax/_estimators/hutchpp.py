@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._core.estimate import (
+    evidence_of,
     make_estimate,
     mean_and_std_err,
     rounding_of,
     safe_norm,
     scale_of,
-    status_of,
 )
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
@@ -117,7 +117,7 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
         size = jnp.hypot(safe_norm(z.reshape(-1)), rest.astype(std_err.dtype))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         # A NaN or inf in the sketch shows in the basis, and then in its products.
-        estimate = make_estimate(value, std_err, k, tested - 1, status_of(z, products))
+        estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z, products))
         u = jnp.concatenate([q, g * (factor / tested)], axis=1)
         v = jnp.concatenate([q, g], axis=1)
         return CALIBRATION["hutch++"].applied(estimate), LowRankWeights(u, v)
@@ -136,7 +136,7 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
         value = rows.of_vector(captured_diagonal(q, z)) + residual
         std_err = jnp.hypot(std_err, rounding_of(rows.norms(z), block.eps))
         # A NaN or inf in the sketch shows in the basis, and then in its products.
-        estimate = make_estimate(value, std_err, k, tested - 1, status_of(z, value))
+        estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z))
         return estimate, RowWeights(DiagPlusPlusWeights(q, omega), rows)
 
 

@@ -25,9 +25,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import NOT_SEMIDEFINITE, safe_norm, scale_of, status_of
+from .._core.estimate import Evidence, evidence_of, safe_norm, scale_of
 from .._linalg.factorisations import divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, RademacherSampler
@@ -41,7 +41,7 @@ from .._sketch.leave_one_out import (
     square_norms,
     square_of,
 )
-from .._sketch.nystrom import core_status, shifted_cholesky
+from .._sketch.nystrom import shifted_cholesky, skew_of_core
 from .rows import Rows
 
 #: The number of samples that are drawn at once.
@@ -93,7 +93,7 @@ class Prepared(NamedTuple):
     value: Inexact[Array, "..."]  # its trace, or sums of entries of its diagonal
     size: Real[Array, "..."]  # its norm, or those of its rows
     basis: Inexact[Array, "n r"]  # Q, which the weights hold fixed
-    status: Int[Array, ""]
+    evidence: Evidence
 
 
 class Panel(NamedTuple):
@@ -144,14 +144,14 @@ def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"])
     if q.shape[1] == 0:
         shape = () if rows is None else rows.of_vector(jnp.zeros(block.n)).shape
         value = jnp.zeros(shape, block.dtype)
-        return Prepared(q, q, value, value.real, q, status_of())
+        return Prepared(q, q, value, value.real, q, Evidence())
     if rows is None:
         z = block.mm(q)
         value = jnp.sum(jnp.conj(q) * z)
-        return Prepared(q, z, value, safe_norm(z.reshape(-1)), q, status_of(z))
+        return Prepared(q, z, value, safe_norm(z.reshape(-1)), q, evidence_of(z))
     z = block.adjoint_mm(q)
     value = rows.of_vector(jnp.sum(q * jnp.conj(z), axis=1))
-    return Prepared(q, z, value, rows.norms(z), q, status_of(z))
+    return Prepared(q, z, value, rows.norms(z), q, evidence_of(z))
 
 
 def _one_sided_panel(
@@ -264,8 +264,8 @@ class NystromSampling(AbstractSampling):
         nu, factor = shifted_cholesky((core + adjoint(core)) / 2, least)
         shifted = sketch.numbers + nu * p
         f = jnp.sqrt(sketch.size) * divide_by_upper(shifted, factor)
-        status = core_status(sketch.status, core, sketch.norm, block.n, block.eps)
-        wrong = (nu > 100 * math.sqrt(block.n) * least) & (status == 0)
+        skew = skew_of_core(core, sketch.norm, block.n, block.eps)
+        negative = nu / (100 * math.sqrt(block.n) * least)
         squares = jnp.sum(square_of(f), axis=1)
         value = jnp.sum(squares) if self.rows is None else self.rows.of_vector(squares)
         images = sketch.size * sketch.numbers
@@ -276,7 +276,7 @@ class NystromSampling(AbstractSampling):
             value=(self.sign * value).astype(block.dtype),
             size=size_of_part,
             basis=qr(shifted)[0] if weights else f,
-            status=jnp.where(wrong, NOT_SEMIDEFINITE, status),
+            evidence=evidence_of(sketch.square, skew=skew, negative=negative),
         )
 
     def _norms(self, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:

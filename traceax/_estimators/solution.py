@@ -9,75 +9,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import lineax as lx
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
+from .._core.verdict import outcome_of
 from .calibration import student_quantile
-
-
-class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
-    """The outcomes of an estimate: compare with `solution.result == tr.RESULTS.successful`.
-
-    `RESULTS[solution.result]` is the message.
-    """
-
-    nonfinite_operator = (
-        "A product with the operator holds NaN or inf, so nothing can be estimated from it. "
-        "Check the arrays inside the operator (and, in float16 or float32, its products and the "
-        "sum of them) for overflow, and the observations of a log density for missing ones; "
-        "`jax.config.update('jax_debug_nans', True)` finds the first one. A preconditioner of your "
-        "own that is not positive definite ends so, too."
-    )
-    not_semidefinite = (
-        "The operator is tagged positive (or negative) semidefinite, but its products say that it "
-        "is not. The value is a plain Hutchinson estimate from the same products, which does not "
-        "rely on the tag. Remove the tag, or use `XTraceEstimator`."
-    )
-    outside_domain = (
-        "A Ritz value (an approximate eigenvalue) lies where the function is not finite, as for "
-        "the logarithm of a matrix that is not positive definite to rounding. Check the spectrum, "
-        "shift the operator (A + s I), compute in float64, or use a function that is finite there. "
-        "If the operator is semidefinite, tag it so: rounding errors below 0 then count as 0."
-    )
-    not_converged = (
-        "The budget was spent before the error was small enough. The value is the best estimate "
-        "there is, and its standard error says how good. With a tolerance: raise `max_k`, or "
-        "loosen `rtol` or `atol`. With a budget `k` the quadrature error exceeds four standard "
-        "errors and 5 % of the value (for log-determinants and log densities also 1): raise `k`. "
-        "If the value is exact (its standard error is 0), the quadrature error is rounding: "
-        "compute in float64."
-    )
-    wrong_diagonal = (
-        "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "
-        "that were multiplied out say so. Give that of the whole operator (for K + s I that of K, "
-        "plus s), or leave it out where the operator stores it."
-    )
-    not_symmetric = (
-        "The operator is tagged symmetric or semidefinite, but its products say that it is not "
-        "even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson estimate from "
-        "the same products, which does not rely on the tag; a log-determinant is NaN, and other "
-        "functions of the matrix, and eigenvalues, are wrong. Remove the tag, or use the symmetric "
-        "part, (A + A^H) / 2. Products that are good to a few digits only, such as iterative "
-        "solves, and half precision inside of an operator in float32, look so as well: then the "
-        "value is as good as the products."
-    )
-
-
-_OUTCOMES = (
-    "successful",
-    "nonfinite_operator",
-    "not_semidefinite",
-    "outside_domain",
-    "not_converged",
-    "wrong_diagonal",
-    "not_symmetric",
-)
-
-
-def outcome_of(result: Any) -> str:
-    """The name of a concrete member of `RESULTS`, or "failed" if it is none of this package's."""
-    names = (name for name in _OUTCOMES if bool(result == getattr(RESULTS, name)))
-    return next(names, "failed")
 
 
 def _is_number(x: Any, ndim: int = 0) -> bool:

@@ -30,14 +30,14 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
 from .._core.estimate import (
-    NOT_CONVERGED,
-    SUCCESSFUL,
     Estimate,
+    Evidence,
+    evidence_of,
     make_estimate,
     norm_of,
     power_of,
     rounding_of,
-    status_of,
+    worse,
 )
 from .._core.primitive import Primitive
 from .._operators.block_operator import BlockOperator
@@ -93,7 +93,7 @@ class Samples(NamedTuple):
     moments: Moments
     least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
-    status: Int[Array, ""]
+    evidence: Evidence
     panels: Int[Array, ""]
 
     def deviation(self) -> Real[Array, "..."]:
@@ -257,9 +257,9 @@ class _Run:
                 jnp.sqrt(1 - share) * samples.least_deviation,
                 jnp.sqrt(share) * panel.least_deviation,
             )
-            status = jnp.maximum(samples.status, status_of(panel.samples))
+            evidence = worse(samples.evidence, evidence_of(panel.samples))
             moments = merged(samples.moments, panel.samples)
-            return Samples(moments, least, norm, status, samples.panels + 1)
+            return Samples(moments, least, norm, evidence, samples.panels + 1)
 
         def goes_on(samples):
             return (samples.panels == 0) | (choose(samples) == number)
@@ -267,7 +267,7 @@ class _Run:
         choose = partial(self.choice, number, before, prepared, spent)
         zero = jnp.zeros_like(prepared.value.real)
         none = no_samples(prepared.value.shape, self.block.dtype)
-        start = Samples(none, zero, zero, prepared.status, jnp.zeros((), jnp.int32))
+        start = Samples(none, zero, zero, prepared.evidence, jnp.zeros((), jnp.int32))
         samples = lax.while_loop(goes_on, step, start)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
@@ -279,9 +279,14 @@ class _Run:
             basis=self.bases(number, prepared, before),
         )
 
-    def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
+    def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
+        """The standard error that rounding adds, whatever the number of samples."""
+        return rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+
+    def ratio(
+        self, prepared: Prepared, samples: Samples, std_err: Real[Array, "..."]
+    ) -> Real[Array, ""]:
         """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
-        std_err = samples.std_err()
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
         return quantile * self.target.ratio(prepared.value + samples.moments.mean, std_err)
 
@@ -291,7 +296,7 @@ class _Run:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
         # The samples that this size takes in all: their error falls with the root of their number.
-        needed = drawn * jnp.square(self.ratio(prepared, samples))
+        needed = drawn * jnp.square(self.ratio(prepared, samples, samples.std_err()))
         more = jnp.maximum(needed - drawn, 0)
         left = self.max_k - spent - drawn
         choice = jnp.where(left >= self.panel, number, -1)
@@ -305,18 +310,18 @@ class _Run:
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
             choice = jnp.where(last_resort, len(self.sizes), choice)
-        ends = (needed <= drawn) | (samples.status != SUCCESSFUL)
+        hopeless = self.ratio(prepared, samples, self.rounding(prepared, samples)) > 1
+        ends = (needed <= drawn) | samples.evidence.fails | hopeless
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 
     def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
         """The estimate from the samples at a size."""
         value = prepared.value + samples.moments.mean
-        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
-        std_err = jnp.hypot(samples.std_err(), rounding)
-        met = self.ratio(prepared, samples) <= 1
-        status = jnp.where(met | (samples.status != SUCCESSFUL), samples.status, NOT_CONVERGED)
+        std_err = jnp.hypot(samples.std_err(), self.rounding(prepared, samples))
+        unconverged = Evidence(unconverged=self.ratio(prepared, samples, std_err))
         drawn = self.panel * samples.panels
-        return make_estimate(value, std_err, spent + drawn, drawn - 1, status)
+        evidence = worse(samples.evidence, unconverged)
+        return make_estimate(value, std_err, spent + drawn, drawn - 1, evidence)
 
     def bases(
         self, number: int, prepared: Prepared, before: Outcome | None
@@ -334,7 +339,9 @@ class _Run:
         found, _ = exact(self.block.operator, self.sampling.rows)
         products = before.products + found.num_matvecs
         dof = found.dof.astype(before.estimate.dof.dtype)
-        estimate = make_estimate(found.value, found.std_err, products, dof, found.status)
+        unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
+        evidence = worse(found.evidence, unconverged)
+        estimate = make_estimate(found.value, found.std_err, products, dof, evidence)
         return before._replace(
             estimate=estimate,
             size=jnp.asarray(len(self.sizes), jnp.int32),

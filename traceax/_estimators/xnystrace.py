@@ -108,11 +108,11 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         plain = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
         value, std_err = factors.unless_wrong((best.value, plain[0]), (best.std_err, plain[1]))
-        value, std_err, status = signed_estimate(factors, sign, value, std_err)
+        value, std_err = signed_estimate(factors, sign, value, std_err)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
         dof = min(k - 1, CALIBRATION["xnystrace"].tail * (max(block.n - k, 1) - 0.2))
-        estimate = make_estimate(value, std_err, k, dof, status)
+        estimate = make_estimate(value, std_err, k, dof, factors.evidence)
         made = xtrace_weights(*_sketch_of_probes(factors, resphere)) if weights else None
         return CALIBRATION["xnystrace"].applied(estimate), made
 
@@ -133,8 +133,8 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         value, std_err = diagonal_and_error(parts, rows, rounding)
         plain = mean_and_std_err(rows(jnp.conj(parts.omega) * matmul(products, factors.r)))
         value, std_err = factors.unless_wrong((value, plain[0]), (std_err, plain[1]))
-        value, std_err, status = signed_estimate(factors, sign, value, std_err)
-        estimate = make_estimate(value, std_err, k, k - 1, status)
+        value, std_err = signed_estimate(factors, sign, value, std_err)
+        estimate = make_estimate(value, std_err, k, k - 1, factors.evidence)
         return estimate, _row_weights(factors, rows) if weights else None
 
 

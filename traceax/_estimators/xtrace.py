@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._core.estimate import make_estimate, rounding_of, status_of
+from .._core.estimate import evidence_of, make_estimate, rounding_of
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler
 from .._sketch.leave_one_out import (
@@ -170,7 +170,7 @@ class XTraceEstimator(AbstractTraceEstimator):
         rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
         std_err = rescale_error(size, leave_one_out_error(samples, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, status_of(factors.r, h))
+        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence_of(factors.r, h))
         made = xtrace_weights(omega, factors) if weights else None
         return CALIBRATION["xtrace"].applied(estimate), made
 
@@ -195,8 +195,8 @@ class XTraceEstimator(AbstractTraceEstimator):
         value, std_err = diagonal_and_error(parts, rows, rounding_of(rows.norms(z), block.eps))
         size = sketch.products.size
         std_err = rescale_error(size, std_err)
-        status = status_of(factors.r, z)
-        estimate = make_estimate(size * value, std_err, 2 * m, m - 1, status)
+        evidence = evidence_of(factors.r, z)
+        estimate = make_estimate(size * value, std_err, 2 * m, m - 1, evidence)
         return estimate, RowWeights(xdiag_weights(omega, factors), rows) if weights else None
 
 

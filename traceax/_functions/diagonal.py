@@ -52,9 +52,10 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import rounding_of, safe_norm, scale_of
+from .._core.estimate import Evidence, make_estimate, rounding_of, safe_norm, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._core.primitive import spectral_diagonal_p
+from .._estimators.estimator import solve
 from .._estimators.solution import Solution, restructure
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos, ritz_values
 from .._linalg.lanczos import lanczos, quadrature
@@ -67,9 +68,9 @@ from .funm import (
     AbstractFunctionEstimator,
     check_function,
     check_hermitian,
+    domain_evidence,
     hoist_function,
     spectrum,
-    status_with_domain,
     truncations,
     weighted,
 )
@@ -82,11 +83,9 @@ from .nodes import (
     within_tag,
 )
 from .quadrature_error import (
-    entries_status,
     entries_std_err,
     entries_truncation_error,
-    solve_pair,
-    with_quadrature_error,
+    unconverged_of,
 )
 
 #: The largest number of vectors in the Krylov space.
@@ -293,9 +292,7 @@ def _samples_of(
 
 @final
 class SpectralDiagonalEstimator(AbstractFunctionEstimator):
-    """The estimator of above. The value of the estimate is a pair: the value proper, which alone
-    has a derivative, and the quadrature error.
-    """
+    """The estimator of above."""
 
     fn: Function
     smallest: ClassVar[int] = 8
@@ -360,21 +357,19 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
             of_space = vectors, space.nodes, differences
             return DiagonalWeights(*of_space, ritz.reshape(n, -1), nodes, omega, shares)
 
-        status = jnp.maximum(krylov.status, inner.hermitian_status(eps))
-        ones = space.counts.astype(real)[None]
-        status = status_with_domain(status, ones, on_nodes(self.fn, space.nodes)[None])
-        status = status_with_domain(status, masses, values)
-        status = entries_status(value, error, std_err, status)
-        estimate = with_quadrature_error(
-            value, error, std_err, sizes.spent, max(p - 1, 1), status, needs_symmetry=False
-        )
+        of_space = domain_evidence(space.counts.astype(real), on_nodes(self.fn, space.nodes))
+        evidence = worse(krylov.evidence, inner.hermitian_evidence(eps))
+        evidence = worse(evidence, worse(of_space, domain_evidence(masses, values)))
+        evidence = worse(evidence, Evidence(unconverged=unconverged_of(value, error, std_err)))
+        counts = sizes.spent, max(p - 1, 1)
+        estimate = make_estimate(value, std_err, *counts, evidence, quadrature_error=error)
         return estimate, fixed() if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        nodes, basis, status = spectrum(operator)
+        nodes, basis, evidence = spectrum(operator)
         values = on_nodes(self.fn, nodes)
-        status = status_with_domain(status, jnp.ones_like(nodes)[None], values[None])
+        evidence = worse(evidence, domain_evidence(jnp.ones_like(nodes), values))
         zero = jnp.zeros(nodes.shape, values.dtype)
         eps, squares = BlockOperator(operator).eps, jnp.square(jnp.abs(basis))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
@@ -383,9 +378,8 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         differences = divided_differences(self.fn, nodes[None])[0]
         fixed: Any = ExactDiagonalWeights(basis, nodes, differences)
         value = self._exact_value(fixed)
-        return with_quadrature_error(
-            value, error, zero, nodes.size, 0, status, needs_symmetry=False
-        ), fixed
+        estimate = make_estimate(value, zero, nodes.size, 0, evidence, quadrature_error=error)
+        return estimate, fixed
 
     def _exact_value(self, weights: ExactDiagonalWeights) -> Array:
         squares = jnp.square(jnp.abs(weights.basis))
@@ -476,6 +470,6 @@ def spectral_diagonal(
     operator = as_operator(operator)
     function = hoist_function(fn, jnp.finfo(BlockOperator(operator).dtype).dtype)
     estimator = SpectralDiagonalEstimator(function)
-    solution = solve_pair(spectral_diagonal_p, key, operator, k, estimator, throw)
+    solution = solve(spectral_diagonal_p, key, operator, k, estimator, throw=throw)
     structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))

@@ -5,7 +5,6 @@ Feynman), which is right for a simple eigenvalue up to the residual. As v_j depe
 order, a second derivative with v_j held fixed would be wrong, and is refused.
 """
 
-import dataclasses
 from typing import Any, final
 
 import equinox as eqx
@@ -60,7 +59,7 @@ class EigenpairWeights(AbstractWeights):
 @final
 class EigenpairsEstimator(AbstractFunctionEstimator):
     """Extreme Ritz pairs. The value of its estimate are the Ritz values, the standard errors are
-    their errors, and the state has everything else: vectors, residuals and bounds.
+    their errors, and `aux` has everything else: vectors, residuals and bounds.
     """
 
     start: Inexact[Array, " n"] | None
@@ -97,13 +96,13 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
             residuals=found.scale * found.beta[-1] * jnp.abs(s[-1]),
             bounds=found.scale * limits,
             rounding=_rounding(block, size),
-            status=found.status(block.eps),
+            evidence=found.evidence(block.eps),
             spent=k,
         )
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        values, vectors, status = spectrum(operator)
+        values, vectors, evidence = spectrum(operator)
         wanted = order_of(self.which, values, self.num)
         ends = values[jnp.array([0, -1])]
         return self._estimate(
@@ -113,12 +112,12 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
             residuals=jnp.zeros(self.num, values.dtype),
             bounds=ends,
             rounding=_rounding(BlockOperator(operator), jnp.max(jnp.abs(ends))),
-            status=status,
+            evidence=evidence,
             spent=values.size,
         )
 
     def _estimate(
-        self, operator, values, vectors, residuals, bounds, rounding, status, spent: int
+        self, operator, values, vectors, residuals, bounds, rounding, evidence, spent: int
     ) -> tuple[Estimate, EigenpairWeights]:
         """The estimate, whose standard errors are bounds for the outermost values, and residuals
         for the others.
@@ -141,9 +140,9 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         else:
             errors = errors.at[0].set(high - values[0] if self.which == "LA" else values[0] - low)
         errors = jnp.maximum(errors, rounding)
-        estimate = make_estimate(values, errors, spent, 0, status)
-        state = (vectors, residuals, jnp.stack([low, high]))
-        return dataclasses.replace(estimate, aux=state), EigenpairWeights(vectors)
+        aux = (vectors, residuals, jnp.stack([low, high]))
+        estimate = make_estimate(values, errors, spent, 0, evidence, aux=aux)
+        return estimate, EigenpairWeights(vectors)
 
 
 @final

@@ -38,10 +38,10 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import rounding_unit, scale_of, status_of, status_with_symmetry
+from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of, skew_of
 from .._core.precision import matmul
 from .._linalg.factorisations import eigh
 from .._probes.random import numbered
@@ -60,10 +60,10 @@ class Recurrence(NamedTuple):
     scale: Real[Array, ""]  # the unit
     skew: Real[Array, ""]  # how far V^H A V is from T
 
-    def status(self, eps: float) -> Int[Array, ""]:
-        """NONFINITE, or NOT_SYMMETRIC if the operator is not Hermitian."""
-        n, status = self.rows.shape[1], status_of(self.alpha, self.beta)
-        return status_with_symmetry(status, self.skew, self.size, n, eps)
+    def evidence(self, eps: float) -> Evidence:
+        """Whether the numbers are finite, and whether A^H != A."""
+        skew = skew_of(self.skew, self.size, self.rows.shape[1], eps)
+        return evidence_of(self.alpha, self.beta, skew=skew)
 
     def ritz_pairs(self) -> tuple[Real[Array, " k"], Real[Array, "k k"]]:
         """The Ritz values, ascending, and the eigenvectors of T."""

@@ -62,13 +62,14 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.counts import checked_count
 from .._core.estimate import (
-    NONFINITE,
-    NOT_SYMMETRIC,
-    OUTSIDE_DOMAIN,
+    Evidence,
+    all_finite,
+    evidence_of,
+    make_estimate,
     rounding_of,
     safe_norm,
     scale_of,
-    status_of,
+    worse,
 )
 from .._core.precision import any_promotion, einsum
 from .._core.programs import closed_function
@@ -80,7 +81,7 @@ from .._operators.known_parts import matrix_of
 from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
-from .._sketch.nystrom import core_status
+from .._sketch.nystrom import skew_of_core
 from .._sketch.weights import AbstractWeights
 from .nodes import (
     Function,
@@ -90,7 +91,7 @@ from .nodes import (
     rounding_of_nodes,
     within_tag,
 )
-from .quadrature_error import entries_status, with_quadrature_error
+from .quadrature_error import unconverged_of
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -199,16 +200,16 @@ _HOLOMORPHIC = (
 )
 
 
-def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Array]:
-    """All eigenvalues, eigenvectors, and the status, from n products with unit vectors."""
+def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Evidence]:
+    """All eigenvalues, eigenvectors, and the evidence, from n products with unit vectors."""
     block = BlockOperator(operator).linearised()
     matrix, _ = matrix_of(block)
     scale = scale_of(matrix)
     scaled = matrix / scale
     values, vectors = eigh((scaled + adjoint(scaled)) / 2)
-    norm = jnp.linalg.norm(scaled)
-    status = core_status(status_of(matrix), scaled, norm, block.n, block.eps)
-    return within_tag(operator, values * scale, block.eps), vectors, status
+    skew = skew_of_core(scaled, jnp.linalg.norm(scaled), block.n, block.eps)
+    evidence = evidence_of(matrix, skew=skew)
+    return within_tag(operator, values * scale, block.eps), vectors, evidence
 
 
 def derivative_core(
@@ -335,13 +336,9 @@ def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array
     return jnp.mean(jnp.where(exhausted.reshape(shape), 0, error), axis=0)
 
 
-def status_with_domain(found: Array, weights: Array, values: Array) -> Array:
-    """The status so far, `found`, or OUTSIDE_DOMAIN if f is not finite at a node of positive
-    weight, which says nothing of an operator that is not finite, or not Hermitian.
-    """
-    outside = ~jnp.all(jnp.isfinite(_counted(weights, values)[1]))
-    worse = (found == NONFINITE) | (found == NOT_SYMMETRIC)
-    return jnp.where(outside & ~worse, OUTSIDE_DOMAIN, found)
+def domain_evidence(weights: Array, values: Array) -> Evidence:
+    """Whether f is finite at all nodes of positive weight."""
+    return Evidence(outside=~all_finite(_counted(weights, values)[1]))
 
 
 class AbstractFunctionEstimator(AbstractEstimator):
@@ -362,9 +359,8 @@ class AbstractFunctionEstimator(AbstractEstimator):
 
 
 class AbstractSpectralEstimator(AbstractFunctionEstimator):
-    """An estimator of tr f(A). The value of its estimate is a pair: the value proper, which alone
-    has a derivative, and the quadrature error. Its weights have the fields `nodes` and `weights` of
-    the quadrature.
+    """An estimator of tr f(A). Its weights have the fields `nodes` and `weights` of the
+    quadrature.
     """
 
     fn: AbstractVar[Function]
@@ -383,7 +379,7 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         eps = BlockOperator(operator).eps
-        nodes, basis, status = spectrum(operator)
+        nodes, basis, evidence = spectrum(operator)
         nodes = self.nodes_of(operator, nodes, eps)[None]
         ones = jnp.ones_like(nodes)
         values = on_nodes(self.fn, nodes)
@@ -391,15 +387,9 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         error = jnp.sum(changes[0], axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values[0], 0, -1)), eps)
-        estimate = with_quadrature_error(
-            value,
-            error,
-            jnp.zeros_like(value),
-            nodes.size,
-            0,
-            status_with_domain(status, ones, values),
-            needs_symmetry=False,
-        )
+        evidence = worse(evidence, domain_evidence(ones, values))
+        zero = jnp.zeros_like(value)
+        estimate = make_estimate(value, zero, nodes.size, 0, evidence, quadrature_error=error)
         slopes = divided_differences(self.fn, nodes.T)
         return estimate, SpectralWeights(basis=basis[None], core=slopes, nodes=nodes, weights=ones)
 
@@ -451,13 +441,14 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
-        status = status_with_domain(krylov.hermitian_status(eps), masses, values)
+        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(masses, values))
         if self.jumps:  # the bound is far above the error: it does not say that steps are too few
             bounds = sum(jump_error(masses, nodes < jump) for jump in self.jumps)
             error = n * jnp.mean(jnp.where(krylov.exhausted, 0, bounds))
         else:
             error = truncation_error(samples, krylov.exhausted)
-            status = entries_status(value, error, std_err, status)
+            unconverged = unconverged_of(value, error, std_err)
+            evidence = worse(evidence, Evidence(unconverged=unconverged))
 
         def fixed():
             return SpectralWeights(
@@ -467,7 +458,5 @@ class QuadratureEstimator(AbstractSpectralEstimator):
                 weights=masses * (n / p),
             )
 
-        estimate = with_quadrature_error(
-            value, error, std_err, p * q, dof, status, needs_symmetry=False
-        )
+        estimate = make_estimate(value, std_err, p * q, dof, evidence, quadrature_error=error)
         return estimate, fixed() if weights else None

@@ -51,7 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import rounding_of, scale_of
+from .._core.estimate import Evidence, make_estimate, rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._linalg.block_lanczos import block_lanczos, ritz_values
 from .._operators.block_operator import BlockOperator
@@ -62,11 +62,11 @@ from .funm import (
     SpectralWeights,
     check_hermitian,
     degrees_of_freedom,
-    status_with_domain,
+    domain_evidence,
     truncation_error,
 )
 from .nodes import Function, changes_by_rounding, divided_differences, on_nodes
-from .quadrature_error import entries_status, with_quadrature_error
+from .quadrature_error import unconverged_of
 
 #: The smallest budget that is worth a block.
 LEAST = 24
@@ -226,11 +226,9 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             return SpectralWeights(basis, core[None], nodes[None], masses[None])
 
         value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
-        status = status_with_domain(krylov.status, counts[None].astype(nodes.dtype), values[None])
-        status = entries_status(value, error, std_err, status)
-        estimate = with_quadrature_error(
-            value, error, std_err, b * s, dof, status, needs_symmetry=False
-        )
+        evidence = worse(krylov.evidence, domain_evidence(counts.astype(nodes.dtype), values))
+        evidence = worse(evidence, Evidence(unconverged=unconverged_of(value, error, std_err)))
+        estimate = make_estimate(value, std_err, b * s, dof, evidence, quadrature_error=error)
         return estimate, fixed() if weights else None
 
 

@@ -49,12 +49,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Complex, Inexact
 
 from .._core.estimate import (
-    NONFINITE,
-    OUTSIDE_DOMAIN,
+    Evidence,
+    evidence_of,
+    make_estimate,
     rounding_of,
     safe_norm,
     scale_of,
-    status_of,
+    worse,
 )
 from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import arnoldi
@@ -67,12 +68,12 @@ from .._sketch.weights import AbstractWeights
 from .funm import (
     AbstractFunctionEstimator,
     degrees_of_freedom,
+    domain_evidence,
     plan,
-    status_with_domain,
     truncation_error,
 )
 from .nodes import Function, on_nodes, slope_of
-from .quadrature_error import entries_status, with_quadrature_error
+from .quadrature_error import unconverged_of
 
 
 @final
@@ -111,17 +112,9 @@ def _quadrature(
     return total.real, ~jnp.any(jnp.abs(total.imag) > rounding)
 
 
-def _status(finite: Array, real_enough: Array, weights: Array, values: Array) -> Array:
-    """NONFINITE, or OUTSIDE_DOMAIN, or SUCCESSFUL."""
-    status = status_with_domain(finite, jnp.abs(weights), values)
-    return jnp.where((status == NONFINITE) | real_enough, status, OUTSIDE_DOMAIN)
-
-
 @final
 class ArnoldiEstimator(AbstractFunctionEstimator):
-    """The estimator of above. The value of the estimate is a pair: the value proper, which alone
-    has a derivative, and the quadrature error.
-    """
+    """The estimator of above."""
 
     fn: Function
     num_steps: int | None = eqx.field(static=True)
@@ -148,7 +141,11 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        status = _status(krylov.status, real_enough, w, values)
+        evidence = Evidence(
+            outside=~real_enough, unconverged=unconverged_of(jnp.abs(value), error, std_err)
+        )
+        evidence = worse(evidence, domain_evidence(jnp.abs(w), values))
+        evidence = worse(evidence, krylov.evidence)
 
         def fixed():
             slopes = jnp.where(w != 0, on_nodes(slope_of(self.fn), theta), 0)
@@ -158,8 +155,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
             u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
             return NonHermitianWeights(u, probes, theta.reshape(-1), w.reshape(-1) * (n / p))
 
-        status = entries_status(jnp.abs(value), error, std_err, status)
-        estimate = with_quadrature_error(value, error, std_err, p * q, dof, status)
+        estimate = make_estimate(value, std_err, p * q, dof, evidence, quadrature_error=error)
         return estimate, fixed() if weights else None
 
     def _error(self, values, nodes, weights, left, first, basis, probes) -> tuple[Array, Array]:
@@ -200,7 +196,8 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         ones = jnp.ones_like(nodes)
         value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
         values = on_nodes(self.fn, nodes)
-        status = _status(status_of(matrix), real_enough, ones, values)
+        evidence = evidence_of(matrix, outside=~real_enough)
+        evidence = worse(evidence, domain_evidence(jnp.abs(ones), values))
 
         def fixed():
             found = diagonalised(scaled)
@@ -216,7 +213,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         sizes = jnp.abs(values)
         error = error + 2 * block.eps * jnp.sum(jnp.where(jnp.isfinite(sizes), sizes, 0))
         zero = jnp.zeros_like(error)
-        estimate = with_quadrature_error(value, error, zero, block.n, 0, status)
+        estimate = make_estimate(value, zero, block.n, 0, evidence, quadrature_error=error)
         return estimate, fixed()
 
     def contract(self, weights, operator):

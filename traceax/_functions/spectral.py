@@ -15,7 +15,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._core.precision import any_promotion
 from .._core.primitive import spectral_density_p, spectral_sum_p
-from .._estimators.estimator import AbstractEstimator, check_budget
+from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
@@ -25,7 +25,6 @@ from .funm import QuadratureEstimator, check_function, checked_num_steps, hoist_
 from .krylov_aware import LEAST, KrylovAwareEstimator
 from .nodes import Function, on_nodes
 from .non_hermitian import ArnoldiEstimator
-from .quadrature_error import solve_pair
 
 
 def _real_dtype(operator: lx.AbstractLinearOperator) -> Any:
@@ -145,14 +144,14 @@ def spectral_sum(
     if shifts is None and not is_hermitian(operator):
         function = hoist_function(fn, np.result_type(dtype, np.complex64))
         estimator = ArnoldiEstimator(function, num_steps, _is_real(fn, operator))
-        return solve_pair(spectral_sum_p, key, operator, budget, estimator, throw)
+        return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
     function = hoist_function(fn, dtype)
     if shifts is not None:
         function = _shifted(function, shifts, dtype)
     estimator = KrylovAwareEstimator(function)
     if num_steps is not None or budget < LEAST:
         estimator = QuadratureEstimator(function, num_steps, "A spectral sum with `shifts`")
-    return solve_pair(spectral_sum_p, key, operator, budget, estimator, throw)
+    return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
 
 
 def _is_real(fn: Callable[[Array], Array], operator: lx.AbstractLinearOperator) -> bool:
@@ -258,7 +257,7 @@ def spectral_density(
 
     function = hoist_function(gaussian, dtype, scalar=False)
     estimator = QuadratureEstimator(function, num_steps, "A spectral density")
-    return solve_pair(spectral_density_p, key, operator, budget, estimator, throw)
+    return solve(spectral_density_p, key, operator, budget, estimator, throw=throw)
 
 
 def eigenvalue_count(
@@ -318,4 +317,4 @@ def eigenvalue_count(
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
     step = hoist_function(lambda x: ((x >= lower) & (x <= upper)).astype(dtype), dtype)
     estimator = QuadratureEstimator(step, num_steps, "An eigenvalue count", (lower, upper))
-    return solve_pair(spectral_sum_p, key, constant(operator), k, estimator, throw)
+    return solve(spectral_sum_p, key, constant(operator), k, estimator, throw=throw)

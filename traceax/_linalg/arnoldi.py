@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import scale_of, status_of
+from .._core.estimate import Evidence, evidence_of, scale_of
 from .._core.precision import einsum
 from .lanczos import recurrences
 
@@ -39,9 +39,9 @@ class Arnoldi(NamedTuple):
         return self.residual == 0
 
     @property
-    def status(self) -> Int[Array, ""]:
-        """NONFINITE if any of the numbers is NaN or inf, as the largest is then."""
-        return status_of(self.size)
+    def evidence(self) -> Evidence:
+        """If any of the numbers is NaN or inf, the largest is."""
+        return evidence_of(self.size)
 
     @property
     def unit(self) -> Real[Array, "p 1 1"]:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import rounding_unit, scale_of, status_of, status_with_symmetry
+from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of, skew_of
 from .._core.precision import matmul
 from .factorisations import eigh
 
@@ -27,7 +27,7 @@ class BlockLanczos(NamedTuple):
     t: Inexact[Array, "s*b s*b"]
     in_use: Bool[Array, " s*b"]
     exhausted: Bool[Array, ""]  # whether the space is invariant
-    status: Int[Array, ""]  # NONFINITE, or NOT_SYMMETRIC if the operator is not Hermitian
+    evidence: Evidence
 
 
 def _orthonormal(block: Array, least: Array | float) -> Array:
@@ -114,8 +114,13 @@ def block_lanczos(
     # If A^H = A, the blocks on the diagonal are Hermitian, and those above the next ones are 0.
     far = jnp.where(of_step[:, None] + 1 < of_step, columns, 0)
     apart = jnp.linalg.norm(within - jnp.conj(within.T) + far)
-    status = status_with_symmetry(status_of(size), apart, size, n, eps)
-    return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, status)
+    return BlockLanczos(
+        rows=basis,
+        t=t * scale.astype(t.dtype),
+        in_use=in_use,
+        exhausted=exhausted,
+        evidence=evidence_of(size, skew=skew_of(apart, size, n, eps)),
+    )
 
 
 def ritz_values(

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import rounding_unit, scale_of, status_of, status_with_symmetry
+from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of, skew_of
 from .._core.precision import einsum
 from .factorisations import eigh, one_by_one
 
@@ -54,17 +54,15 @@ class Lanczos(NamedTuple):
         return scale_of(self.size[:, None], axis=1)
 
     @property
-    def status(self) -> Int[Array, ""]:
-        """NONFINITE if any of the numbers is NaN or inf, as the largest is then."""
-        return status_of(self.size)
+    def evidence(self) -> Evidence:
+        """If any of the numbers is NaN or inf, the largest is."""
+        return evidence_of(self.size)
 
-    def hermitian_status(self, eps: float) -> Int[Array, ""]:
-        """The status, or NOT_SYMMETRIC if the operator is not Hermitian. `eps` is the relative
-        precision of a product.
-        """
+    def hermitian_evidence(self, eps: float) -> Evidence:
+        """The evidence, that A^H != A included. `eps` is the relative precision of a product."""
         assert self.skew is not None
         n = self.basis.shape[1]
-        return status_with_symmetry(self.status, jnp.max(self.skew), jnp.max(self.size), n, eps)
+        return evidence_of(self.size, skew=skew_of(jnp.max(self.skew), jnp.max(self.size), n, eps))
 
 
 def largest_ritz_value(krylov: Lanczos) -> Real[Array, ""]:

@@ -41,7 +41,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any, nothing_like
-from .._core.estimate import status_of
+from .._core.estimate import Evidence, worse
 from .._functions.funm import plan
 from .._linalg.lanczos import Lanczos, lanczos
 from .._operators.block_operator import BlockOperator
@@ -114,7 +114,7 @@ class PreconditionedQuadrature(NamedTuple):
     probes: Inexact[Array, "n p"]
     krylov: Lanczos
     bounds: LogQuadrature
-    status: Array
+    evidence: Evidence
     spent: int
     plans: tuple[Plan, ...]  # those that this one was chosen from
     read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
@@ -144,7 +144,7 @@ def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
     basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
     one = jnp.ones((), real)
     factors = LowRankPlusIdentity(jnp.ones(block.n, real), basis, eigenvalues, one)
-    none = jnp.full((), jnp.nan, real), jnp.zeros((), real), jnp.zeros((), jnp.int32)
+    none = jnp.full((), jnp.nan, real), jnp.zeros((), real)
     return BuiltPreconditioner(factors, *none)
 
 
@@ -198,14 +198,12 @@ class BudgetPolicy(eqx.Module):
             rank = max(0, min(self.preconditioner.rank or 2 * k // 3, k - 2))
         if rank == 0:
             p = min(k, max(self._fewest(k), plan(k, None)[0]))
-            chosen, built, status = Plan(0, p, k // p), no_preconditioner(block), status_of()
+            chosen, built = Plan(0, p, k // p), no_preconditioner(block)
         else:
             assert self.preconditioner is not None
             chosen = plan_with(rank, max(self._fewest(k), (k - rank) // 10), k)
             built = built_of_rank(self.preconditioner, sketch_key, operator, rank)
-            status = built.status_with_factors()
-        run = self._outcome(probe_key, block, built, chosen, (chosen,), status)
-        return finish(run)
+        return finish(self._outcome(probe_key, block, built, chosen, (chosen,)))
 
     def _from_columns(self, key, block, operator, k, finish):
         """A preconditioner that takes no products: all of them are left for probes. A pass with
@@ -225,10 +223,9 @@ class BudgetPolicy(eqx.Module):
             candidates.append(Plan(rank, p, min(k // p, steps, block.n)))
         distinct = tuple(dict.fromkeys(candidates))  # small budgets have fewer
         which = jnp.array([distinct.index(each) for each in candidates], jnp.int32)[wanted]
-        status = found.built.status_with_factors()
 
         def outcome(chosen):
-            run = self._outcome(probe_key, block, found.built, chosen, distinct, status)
+            run = self._outcome(probe_key, block, found.built, chosen, distinct)
             return finish(run._replace(spent=chosen.probes * chosen.steps, read=found.read))
 
         return _chosen(which, [partial(outcome, each) for each in distinct])
@@ -244,24 +241,22 @@ class BudgetPolicy(eqx.Module):
             y = sketch.extended(y, rank)
             return y, sketch.low_rank(y)
 
-        y, low_rank = sketch.first, sketch.low_rank(sketch.first)
+        low_rank = sketch.low_rank(sketch.first)
         ends = self._ends(low_rank, three[0], three, jnp.where(sketch.known, 1, 1.6))
         grows = (low_rank.left_out <= 0.84 * low_rank.left_out_by_half) | ends
-        larger = partial(extended, y, second)
+        larger = partial(extended, sketch.first, second)
         larger_y, larger_rank = if_any(grows, larger, nothing_like(larger))
         ends = self._ends(larger_rank, three[1], three, 1)
         grows_again = grows & (_pays(low_rank, larger_rank, three) | ends)
 
         def outcome(chosen, make):
-            y, low_rank = make()
-            built = sketch.built(low_rank)
-            status = jnp.maximum(status_of(y), built.status)
-            return finish(self._outcome(probe_key, block, built, chosen, three, status))
+            built = sketch.built(make())
+            return finish(self._outcome(probe_key, block, built, chosen, three))
 
         makes = (
-            lambda: (y, low_rank),
-            lambda: (larger_y, larger_rank),
-            lambda: extended(larger_y, third),
+            lambda: low_rank,
+            lambda: larger_rank,
+            lambda: extended(larger_y, third)[1],
         )
         which = grows.astype(jnp.int32) + grows_again
         outcomes = [partial(outcome, *pair) for pair in zip(three, makes, strict=True)]
@@ -277,7 +272,7 @@ class BudgetPolicy(eqx.Module):
             return jnp.array(False)
         return plan.rank + doubt * low_rank.dimension <= 1.1 * three[2].rank
 
-    def _outcome(self, key, block, built, chosen, plans, status) -> PreconditionedQuadrature:
+    def _outcome(self, key, block, built, chosen, plans) -> PreconditionedQuadrature:
         """The outcome of a plan with this preconditioner. The probes are on the sphere of radius
         sqrt(n), or R^{-1} omega with vectors omega of random signs.
         """
@@ -294,7 +289,7 @@ class BudgetPolicy(eqx.Module):
             probes=probes,
             krylov=krylov,
             bounds=log_quadrature(krylov, built.floor, block.n, jnp.iscomplexobj(probes)),
-            status=jnp.maximum(status, krylov.status),
+            evidence=worse(built.evidence, krylov.evidence),
             spent=rank + p * q,
             plans=plans,
             signs=signs,

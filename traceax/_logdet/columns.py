@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, WRONG_DIAGONAL, status_with_symmetry
+from .._core.estimate import evidence_of, skew_of
 from .._core.precision import matmul
 from .._linalg.factorisations import eigh
 from .._operators.block_operator import BlockOperator
@@ -63,7 +63,7 @@ class FlatPart(NamedTuple):
     theta: Real[Array, ""]
     apart: Real[Array, ""]  # r / lambda (see above), if theta is not 0
     seen: Real[Array, ""]  # the smallest eigenvalue of a part of K' that was seen
-    status: Int[Array, ""]
+    outside: Bool[Array, ""]  # whether the operator cannot be positive definite
 
 
 class FromColumns(NamedTuple):
@@ -99,8 +99,6 @@ def flat_part(key: PRNGKeyArray, kernel: Kernel, eps: float) -> FlatPart:
     residual = matmul(found, vector) - jnp.sum(inside, axis=1, keepdims=True)
     size = jnp.sqrt(square_norms(residual))[0]
     rounding = 16 * eps * jnp.maximum(values[-1], 0)
-    outside = smallest + kernel.shift < -rounding
-    status = jnp.where(outside & jnp.all(jnp.isfinite(core)), OUTSIDE_DOMAIN, SUCCESSFUL)
     # No eigenvalue of two rows and columns is below the smallest of all. They find what the
     # core does not see: points so close that their rows are alike, of which one was chosen.
     rows, own = kernel.diagonal[:, None], kernel.diagonal[chosen]
@@ -111,11 +109,11 @@ def flat_part(key: PRNGKeyArray, kernel: Kernel, eps: float) -> FlatPart:
         theta=jnp.where(counts, smallest - size, 0),
         apart=size / jnp.where(counts, smallest, 1),
         seen=jnp.minimum(smallest, jnp.min(pairs)),
-        status=status,
+        outside=smallest + kernel.shift < -rounding,
     )
 
 
-def low_rank_of(kernel: Kernel, pivoted: PivotedCholesky, status: Any, eps: float) -> LowRank:
+def low_rank_of(kernel: Kernel, pivoted: PivotedCholesky, outside: Any, eps: float) -> LowRank:
     """The approximation from the pivots of a factorisation."""
     n, f = kernel.diagonal.size, pivoted.rows.T
     # Here the trace of the part that is left out is known. If nothing is known of s, mu becomes
@@ -123,14 +121,19 @@ def low_rank_of(kernel: Kernel, pivoted: PivotedCholesky, status: Any, eps: floa
     left = jnp.maximum(jnp.sum(kernel.diagonal) - jnp.sum(square_norms(f)), 0)
     left_out = left / jnp.maximum(n - pivoted.rank, 1)
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
-    fits = ~(pivoted.apart / size > 64 * eps)  # NaN is reported elsewhere
-    status = jnp.maximum(jnp.where(fits, SUCCESSFUL, WRONG_DIAGONAL), status)
     return LowRank(
         f=f,
         nu=jnp.zeros_like(left_out),
         shift=jnp.where(kernel.shift > 0, kernel.shift, 0.9 * left_out),
         left_out=left_out,
-        status=status_with_symmetry(status, pivoted.skew / size, jnp.ones_like(size), n, eps),
+        evidence=evidence_of(
+            left_out,
+            pivoted.apart,
+            pivoted.skew,
+            skew=skew_of(pivoted.skew, size, n, eps),
+            outside=outside,
+            wrong_diagonal=pivoted.apart / size / (64 * eps),
+        ),
     )
 
 
@@ -161,10 +164,13 @@ def preconditioner_from_columns(
     kernel = Kernel(operator, scaling.relative, unit, nothing, diagonal / unit)
     kernel = kernel.shifted(jnp.where(known, 1, nothing))
     floor_known, certain = known & terms_of(operator).positive, known
-    status, below, tried = SUCCESSFUL, 1.0, None
+    outside = False
+    below = 1.0
+    tried = None
     if has_entries(operator):
         flat = flat_part(key, kernel, eps)
-        tried, status = columns_for_flat_part(operator), flat.status
+        tried = columns_for_flat_part(operator)
+        outside = flat.outside
         # A known shift bounds the eigenvalues from below: only a far larger theta replaces it.
         counts = flat.theta > 10 * kernel.shift
         # Whether no eigenvalue is likely to be far below the shift, and how far one was seen.
@@ -180,7 +186,7 @@ def preconditioner_from_columns(
     none = none._replace(largest=none.largest + jnp.abs(kernel.shift))
     left = enough * n * kernel.shift
     pivoted = pivoted_cholesky(key, kernel.columns, none, rank, block=together, enough=left)
-    low_rank = low_rank_of(kernel, pivoted, status, eps)
+    low_rank = low_rank_of(kernel, pivoted, outside, eps)
     spread = n * (low_rank.left_out / low_rank.shift) / jnp.maximum(pivoted.rank, 1)
     spread = jnp.where(certain, (1 + spread) * below - 1, jnp.inf)
     built = low_rank.built_from(pivoted.rank, rank, jnp.sqrt(unit) * scaling.relative, floor_known)

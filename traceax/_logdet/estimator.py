@@ -2,7 +2,6 @@
 it is estimated, `weights` how it is differentiated.
 """
 
-import dataclasses
 import math
 from typing import ClassVar, NamedTuple, final
 
@@ -12,17 +11,18 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import (
-    NONFINITE,
-    OUTSIDE_DOMAIN,
-    SUCCESSFUL,
     Estimate,
+    Evidence,
+    evidence_of,
+    make_estimate,
+    safe_norm,
     scale_of,
-    status_of,
-    status_with_symmetry,
+    skew_of,
+    worse,
 )
 from .._core.precision import matmul
 from .._estimators.estimator import AbstractEstimator
-from .._functions.quadrature_error import fixed_budget_status, with_quadrature_error
+from .._functions.quadrature_error import unconverged_of
 from .._linalg.factorisations import cholesky_solve, lower_cholesky
 from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
@@ -46,9 +46,9 @@ def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
     return eps * (4 * n + jnp.sum(jnp.abs(jnp.stack(parts))))
 
 
-def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Array]:
+def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Evidence]:
     """The rounding error of a function of an eigenvalue, relative to what it is of P; and the
-    status, OUTSIDE_DOMAIN if rounding hides whether the operator is positive definite.
+    evidence, with whether rounding hides that the operator is positive definite.
     """
     factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
     eps = run.block.eps
@@ -59,33 +59,32 @@ def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Array]:
     largest = jnp.maximum(top, ritz)
     smallest = jnp.where(bounds.smallest > 0, bounds.smallest, 1)
     rounding = eps * largest / smallest
-    lost = ~((bounds.smallest > 0) & (rounding < 0.5))
+    outside = jnp.where(bounds.smallest > 0, 2 * rounding, jnp.inf)
     # The terms of the sums in a product with a random vector have random signs: the largest row of
     # A, rather than its norm, says how large their rounding errors are.
     row = jnp.maximum(2 * factors.largest_row(), ritz)
     rounding = jnp.minimum(rounding, eps * row / smallest)
-    return rounding, jnp.where((run.status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, run.status)
+    # What is not Hermitian has no logarithm either.
+    outside = jnp.maximum(outside, run.evidence.skew)
+    return rounding, worse(run.evidence, Evidence(outside=outside))
 
 
 def estimate_from(run: PreconditionedQuadrature) -> Estimate:
     """The log-determinant and its errors, from the outcome of a budget."""
     bounds = run.bounds
-    rounding, status = rounding_of_budget(run)
+    rounding, evidence = rounding_of_budget(run)
     known, n = run.built.factors.log_det(), run.block.n
     value = known + bounds.value
     error = bounds.error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, bounds.value)
-    counts = run.spent, bounds.dof, status, run.read
-    return with_quadrature_error(value, error, bounds.std_err, *counts)
-
-
-def estimate_of_budget(run: PreconditionedQuadrature) -> Estimate:
-    """As `estimate_from`, for a budget that the user gave: the status says if it was too small for
-    the recurrences.
-    """
-    estimate = estimate_from(run)
-    (value, error), (std_err, _) = estimate.value, estimate.std_err
-    status = fixed_budget_status(value, error, std_err, estimate.status)
-    return dataclasses.replace(estimate, status=status)
+    return make_estimate(
+        value,
+        bounds.std_err,
+        run.spent,
+        bounds.dof,
+        worse(evidence, Evidence(unconverged=unconverged_of(value, error, bounds.std_err, 1.0))),
+        quadrature_error=error,
+        columns=run.read,
+    )
 
 
 class ExactLogdet(NamedTuple):
@@ -130,8 +129,7 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     # A factorisation is as accurate as that of the matrix whose diagonal is scaled to 1. Every pass
     # over n x n numbers takes time beside the factorisation. As the norm of a row of that matrix is
     # at most sqrt(n), the norms themselves only matter if the smallest pivot is not far above eps
-    # times this bound. So does the question whether a factor that is NaN comes from NaN in the
-    # matrix.
+    # times this bound.
     positive = jnp.where(entries > 0, entries, 1)
     smallest = jnp.min(jnp.where(entries > 0, diagonal / positive, 0))
     far = (smallest > 2 * block.eps * math.sqrt(n)) & jnp.isfinite(jnp.sum(entries))
@@ -140,36 +138,40 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     # and A^H z do: apart from rounding they agree, or differ by 2 X z, X the part with X^H = -X.
     z = jnp.cos(jnp.square(jnp.arange(n, dtype=scale.dtype)))[:, None].astype(matrix.dtype)
     forward, backward = matmul(matrix, z), adjoint(matmul(adjoint(z), matrix))
-    size = jnp.maximum(jnp.linalg.norm(forward), jnp.mean(entries) * jnp.linalg.norm(z))
-    apart = jnp.linalg.norm(forward - backward)
+    size = jnp.maximum(safe_norm(forward[:, 0]), jnp.mean(entries) * jnp.linalg.norm(z))
+    skew = skew_of(safe_norm((forward - backward)[:, 0]), size, n, block.eps)
 
-    def look():
+    def is_lost():
         # If it takes no products, the matrix is made again, as it would have to be kept otherwise.
         again = matrix if spent else matrix_of(block)[0] / scale
         norms = square_norms(again / jnp.sqrt(positive).astype(again.dtype)[:, None])
         rounding = block.eps * jnp.sqrt(jnp.max(norms / positive))
-        lost = ~(smallest > 2 * rounding)  # also if the factor is NaN
-        status = status_of(again)
-        return jnp.where((status != NONFINITE) & lost, OUTSIDE_DOMAIN, status)
+        return ~(smallest > 2 * rounding)  # also if the factor is NaN
 
-    status = lax.cond(far, status_of, look)
-    status = status_with_symmetry(status, apart, size, n, block.eps)
+    # What is not Hermitian has no logarithm either.
+    lost = lax.cond(far, lambda: jnp.array(False), is_lost) | (skew > 1)
+    evidence = evidence_of(forward, backward, skew=skew, outside=lost)
     parts = jnp.sum(jnp.log(diagonal)), n * jnp.log(scale)
     value = parts[0] + parts[1]
     # Entries that were computed by products are only as accurate as these.
     eps = block.eps if spent else float(jnp.finfo(scale.dtype).eps)
     rounding = ROUNDING * eps * entries
     error = jnp.sum(rounding / diagonal) + rounding_of_logarithms(n, *parts)
-    columns = n if has_entries(operator) else None
-    estimate = with_quadrature_error(value, error, jnp.zeros_like(value), spent, 0, status, columns)
+    estimate = make_estimate(
+        value,
+        jnp.zeros_like(value),
+        spent,
+        0,
+        evidence,
+        quadrature_error=error,
+        columns=n if has_entries(operator) else None,
+    )
     return ExactLogdet(estimate, factor, scale, rounding * scale)
 
 
 @final
 class LogdetEstimator(AbstractEstimator):
-    """The log-determinant. The value of the estimate is a pair: the log-determinant, which alone
-    has a derivative, and the quadrature error.
-    """
+    """The log-determinant."""
 
     policy: BudgetPolicy
     smallest: ClassVar[int] = 2
@@ -188,7 +190,7 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
 
         def finish(run):
-            return estimate_of_budget(run), weights_of(run) if weights else None
+            return estimate_from(run), weights_of(run) if weights else None
 
         return self.policy.apply(key, operator, k, finish)
 

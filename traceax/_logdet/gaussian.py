@@ -1,5 +1,6 @@
 """The log density of a normal distribution: the function that users call."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -139,13 +140,11 @@ def gaussian_log_density(
         k = budget_or_all(operator, k, fallback if policy.auto else None)
         estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
-    value, error, log_det, form, x = solution.value
-    std_err = solution.std_err[0]
+    log_det, form, x = solution.aux
     unflatten = BlockOperator(operator).unflatten
     if alone:
         form, unflat = form[0], unflatten(x[:, 0])
     else:
         unflat = jax.vmap(unflatten, -1, -1)(x)
     stats = {"log_det": log_det, "quadratic_form": form, "solve": unflat}
-    stats = {**solution.stats, "std.err": std_err, **stats}
-    return Solution(value, std_err, solution.num_matvecs, stats, solution.result, error)
+    return dataclasses.replace(solution, stats={**solution.stats, **stats}, aux=None)

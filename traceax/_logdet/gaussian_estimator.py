@@ -38,20 +38,13 @@ import math
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import (
-    Estimate,
-    has_no_logarithm,
-    make_estimate,
-    safe_norm,
-    status_of,
-)
+from .._core.estimate import Estimate, make_estimate, safe_norm
 from .._estimators.estimator import AbstractEstimator
-from .._functions.quadrature_error import fixed_budget_status
+from .._functions.quadrature_error import unconverged_of
 from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
@@ -130,9 +123,8 @@ class GaussianWeights(AbstractWeights):
 
 
 class AbstractGaussianEstimator(AbstractEstimator):
-    """The sum of the log densities at the columns of y. The value of the estimate has five parts:
-    the density, which alone has a derivative, the quadrature error, the log-determinant, the
-    quadratic forms, and x.
+    """The sum of the log densities at the columns of y. `aux` of the estimate has three parts: the
+    log-determinant, the quadratic forms, and x.
 
     The weights are those of `t log det A + sum_j y_j^H A^{-1} y_j`: `contract` is for A, their `x`
     for y, and they are functions of both (`moved_with`).
@@ -175,25 +167,28 @@ class AbstractGaussianEstimator(AbstractEstimator):
         - `spent`: the number of matvecs for both.
         """
         half, (n, t) = self._factor, self.y.shape
-        (value, error), (std_err, _) = log_det.value, log_det.std_err
-        status = jnp.maximum(log_det.status, status_of(self.y, form.value))
-        failed = has_no_logarithm(status)
+        value = log_det.value
         density = log_density(half, n, value, form.value)
         sizes = jnp.sum(jnp.abs(form.value)) + t * (jnp.abs(value) + n * math.log(math.pi / half))
         rounding = float(jnp.finfo(value.dtype).eps) * sizes  # of the sum
-        error = half * (jnp.sum(form.left) + t * error + rounding)
-        parts = (density, error, value, form.value, form.x)
-        parts = jtu.tree_map(lambda part: jnp.where(failed, jnp.nan, part), parts)
-        errors = (half * t * std_err, *(jnp.zeros_like(part.real) for part in parts[1:]))
-        estimate = make_estimate(parts, errors, spent, log_det.dof, status)
-        return dataclasses.replace(estimate, columns=log_det.columns)
+        return make_estimate(
+            density,
+            half * t * log_det.std_err,
+            spent,
+            log_det.dof,
+            log_det.evidence,
+            quadrature_error=half * (jnp.sum(form.left) + t * log_det.quadrature_error + rounding),
+            columns=log_det.columns,
+            aux=(value, form.value, form.x),
+        )
 
     def density_of_budget(self, log_det: Estimate, form: QuadraticForm, spent: Any) -> Estimate:
-        """As `density`, for a budget that the user gave: the status says if it was too small."""
+        """As `density`, for a budget that the user gave: the evidence says if it was too small."""
         estimate = self.density(log_det, form, spent)
-        (value, error, *_), (std_err, *_) = estimate.value, estimate.std_err
-        status = fixed_budget_status(value, error, std_err, estimate.status)
-        return dataclasses.replace(estimate, status=status)
+        error = estimate.quadrature_error
+        unconverged = unconverged_of(estimate.value, error, estimate.std_err, 1.0)
+        evidence = dataclasses.replace(estimate.evidence, unconverged=unconverged)
+        return dataclasses.replace(estimate, evidence=evidence)
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""

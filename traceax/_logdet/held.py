@@ -35,7 +35,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import mean_and_std_err, scale_of
+from .._core.estimate import mean_and_std_err, scale_of, worse
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature, quadrature
@@ -45,7 +45,7 @@ from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
 from .budget_policy import Plan, PreconditionedQuadrature
-from .estimator import estimate_from, estimate_of_budget, exact_logdet
+from .estimator import estimate_from, exact_logdet
 from .gaussian_estimator import (
     AbstractGaussianEstimator,
     QuadraticForm,
@@ -148,14 +148,13 @@ class _Held:
         if plan.probes >= SCATTER:
             dof = jnp.full_like(bounds.dof, plan.probes - 1)
             bounds = bounds._replace(std_err=scatter, dof=dof)
-        status = jnp.maximum(self.built.status_with_factors(), krylov.status)
         return PreconditionedQuadrature(
             block=block,
             built=self.built,
             probes=probes,
             krylov=krylov,
             bounds=bounds,
-            status=status,
+            evidence=worse(self.built.evidence, krylov.evidence),
             spent=plan.probes * plan.steps,
             plans=(plan,),
         )
@@ -180,7 +179,7 @@ class _Held:
 
 @final
 class HeldLogdetEstimator(AbstractEstimator):
-    """The log-determinant. The value of the estimate is a pair, as for `LogdetEstimator`."""
+    """The log-determinant."""
 
     preconditioner: BuiltPreconditioner
     smallest: ClassVar[int] = 2
@@ -200,7 +199,7 @@ class HeldLogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         held = _Held(self.preconditioner, operator)
         run = held.log_det(key, k)
-        return estimate_of_budget(run), held.log_det_weights(run) if weights else None
+        return estimate_from(run), held.log_det_weights(run) if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -39,18 +39,13 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import safe_norm
+from .._core.estimate import Evidence, make_estimate, safe_norm, worse
 from .._core.precision import einsum
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
-from .._estimators.estimator import AbstractEstimator
+from .._estimators.estimator import AbstractEstimator, solve
 from .._estimators.solution import Solution, restructure
 from .._functions.funm import truncation_error, truncations
-from .._functions.quadrature_error import (
-    entries_status,
-    entries_std_err,
-    solve_pair,
-    with_quadrature_error,
-)
+from .._functions.quadrature_error import entries_std_err, unconverged_of
 from .._linalg.lanczos import positive_quadrature
 from .._operators.block_operator import unflatten
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
@@ -82,9 +77,7 @@ def solutions(
 
 @final
 class InverseEstimator(AbstractEstimator):
-    """The diagonal of the inverse, or its sum. The value of the estimate is a pair: the value
-    proper, which alone has a derivative, and the quadrature error.
-    """
+    """The diagonal of the inverse, or its sum."""
 
     policy: BudgetPolicy
     of_trace: bool = eqx.field(static=True)
@@ -108,7 +101,7 @@ class InverseEstimator(AbstractEstimator):
         away = x - factors.inverse_root_adjoint(run.probes)
         samples = jnp.moveaxis(omega * away.real, 2, 1)
         std_err, of_sum = entries_std_err(samples[0], jnp.asarray(p, known.dtype))
-        rounding, status = rounding_of_budget(run)
+        rounding, evidence = rounding_of_budget(run)
         scatter, size, dof = std_err, known, jnp.full((), max(p - 1, 1), known.dtype)
         if self.of_trace:
             scatter, size = of_sum, safe_norm(known)
@@ -119,7 +112,7 @@ class InverseEstimator(AbstractEstimator):
         std_err = jnp.hypot(jnp.hypot(scatter, rounding * size), equal)
         error = truncation_error(samples, run.krylov.exhausted)
         error = jnp.maximum(error, jnp.mean(missed) * (known / jnp.sum(known)))
-        status = entries_status(value, error, std_err, status)
+        evidence = worse(evidence, Evidence(unconverged=unconverged_of(value, error, std_err)))
 
         def made():
             rank, most, _ = run.most
@@ -127,7 +120,15 @@ class InverseEstimator(AbstractEstimator):
             held = jnp.pad(x[0], more), jnp.pad(omega / p, more)
             return InverseWeights(*held, factors.padded(rank), self.of_trace)
 
-        estimate = with_quadrature_error(value, error, std_err, run.spent, dof, status, run.read)
+        estimate = make_estimate(
+            value,
+            std_err,
+            run.spent,
+            dof,
+            evidence,
+            quadrature_error=error,
+            columns=run.read,
+        )
         return estimate, made() if weights else None
 
     def exact(self, operator):
@@ -270,4 +271,4 @@ def _inverse(primitive: Primitive, key, operator, k, preconditioner, fallback, t
     estimator: AbstractEstimator = InverseEstimator(policy, of_trace)
     if policy.auto and not of_trace and reads_diagonal_only(operator):
         estimator = SampledInverseEstimator()
-    return solve_pair(primitive, key, operator, k, estimator, throw)
+    return solve(primitive, key, operator, k, estimator, throw=throw)

@@ -9,8 +9,8 @@ from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
 from .._core.primitive import logdet_p
+from .._estimators.estimator import solve
 from .._estimators.solution import Solution
-from .._functions.quadrature_error import solve_pair
 from .._functions.spectral import spectral_sum
 from .._sketch.low_rank import BuiltPreconditioner
 from .budget_policy import policy_of
@@ -99,10 +99,10 @@ def logdet(
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
     if isinstance(preconditioner, BuiltPreconditioner):
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
-        return solve_pair(logdet_p, key, operator, k, held, throw)
+        return solve(logdet_p, key, operator, k, held, throw=throw)
     policy = policy_of(preconditioner)
     k = budget_or_all(operator, k, fallback if policy.auto else None)
-    return solve_pair(logdet_p, key, operator, k, LogdetEstimator(policy), throw)
+    return solve(logdet_p, key, operator, k, LogdetEstimator(policy), throw=throw)
 
 
 def _check_no_preconditioner(preconditioner: Any) -> None:

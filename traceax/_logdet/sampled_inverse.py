@@ -37,14 +37,13 @@ from typing import ClassVar, final
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm
+from .._core.estimate import Evidence, make_estimate, safe_norm, worse
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._functions.funm import truncations
 from .._functions.quadrature_error import (
-    entries_status,
     entries_truncation_error,
-    with_quadrature_error,
+    unconverged_of,
 )
 from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
@@ -70,9 +69,7 @@ def numbers_of(k: int) -> tuple[int, int]:
 
 @final
 class SampledInverseEstimator(AbstractEstimator):
-    """The diagonal of the inverse of an operator whose diagonal is known. The value of the estimate
-    is a pair: the value proper, which alone has a derivative, and the quadrature error.
-    """
+    """The diagonal of the inverse of an operator whose diagonal is known."""
 
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
@@ -114,20 +111,20 @@ class SampledInverseEstimator(AbstractEstimator):
         smallest = jnp.min(nodes)  # tiny, if there is one that is not positive
         rounding = block.eps * largest_ritz_value(krylov) / smallest
         lost = ~((rounding < 0.5) & (jnp.min(diagonal) > 0))
-        status = krylov.status
-        status = jnp.where((status == SUCCESSFUL) & lost, OUTSIDE_DOMAIN, status)
         std_err = jnp.hypot(math.sqrt(2 / (p + 2)) * means[0], rounding * value)
         residual = krylov.residual * jnp.abs(along(1 / nodes)[0, :, -1])
         missed = jnp.mean(residual * (residual / smallest))
         error = entries_truncation_error(means, jnp.all(krylov.exhausted))
         error = jnp.maximum(error, missed / n / jnp.square(root))
-        status = entries_status(value, error, std_err, status)
+        evidence = Evidence(outside=lost, unconverged=unconverged_of(value, error, std_err))
+        evidence = worse(evidence, krylov.evidence)
 
         def made():
             x = vectors(inverse_root[0]).T
             return InverseWeights(x, jnp.conj(x) / p, factors, False)
 
-        estimate = with_quadrature_error(value, error, std_err, p * q, (p + 2) / 5, status)
+        dof = (p + 2) / 5
+        estimate = make_estimate(value, std_err, p * q, dof, evidence, quadrature_error=error)
         return estimate, made() if weights else None
 
     def exact(self, operator):

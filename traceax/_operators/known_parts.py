@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
-from .._core.estimate import scale_of, status_of
+from .._core.estimate import Evidence, evidence_of, scale_of, worse
 from .._core.precision import any_promotion, matmul
 from .block_operator import BlockOperator
 from .kernel import KernelLinearOperator
@@ -413,14 +413,14 @@ class KnownParts(NamedTuple):
     """`tr(A) = exact + scale tr(rest)`, or the same for diagonals; `rest=None` if nothing is left.
 
     `exact` and `scale` are differentiable and of the working dtype. `has_exact` says (statically)
-    whether anything was split off, and `status` whether the parts that were split off are finite.
+    whether anything was split off, and `evidence` whether the parts that were split off are finite.
     """
 
     exact: Inexact[Array, "..."]
     scale: Inexact[Array, ""]
     rest: lx.AbstractLinearOperator | None
     has_exact: bool
-    status: Int[Array, ""]
+    evidence: Evidence
 
 
 def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
@@ -469,7 +469,7 @@ def _split_sum(operator: Any, first: KnownParts, second: KnownParts) -> KnownPar
         scale=jnp.ones_like(first.scale),
         rest=operator,
         has_exact=first.has_exact or second.has_exact,
-        status=jnp.maximum(first.status, second.status),
+        evidence=worse(first.evidence, second.evidence),
     )
     if not whole.has_exact:
         return whole
@@ -494,5 +494,5 @@ def _split_whole(operator: Any, question: Callable[[Any], Array | None]) -> Know
         scale=jnp.ones((), dtype),
         rest=None if known else operator,
         has_exact=known,
-        status=status_of(*arrays),
+        evidence=evidence_of(*arrays),
     )

@@ -29,9 +29,9 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import safe_norm, scale_of, status_of
+from .._core.estimate import Evidence, evidence_of, safe_norm, scale_of
 from .._core.precision import matmul as matmul
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
@@ -203,7 +203,7 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
 
 
 class Scaled(NamedTuple):
-    """Products as a scale times numbers of size 1. The norm, the size and the status all follow
+    """Products as a scale times numbers of size 1. The norm, the size and the evidence all follow
     from one sum.
     """
 
@@ -224,9 +224,9 @@ class Scaled(NamedTuple):
         return jnp.where(self.square != 0, self.scale, jnp.zeros_like(self.scale))
 
     @property
-    def status(self) -> Int[Array, ""]:
-        """NONFINITE if the products hold NaN or inf."""
-        return status_of(self.square)
+    def evidence(self) -> Evidence:
+        """Whether the products are finite."""
+        return evidence_of(self.square)
 
 
 def scaled(products: Inexact[Array, "n m"]) -> Scaled:

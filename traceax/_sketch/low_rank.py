@@ -34,7 +34,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
 from .._core.control_flow import of_size
-from .._core.estimate import OUTSIDE_DOMAIN, SUCCESSFUL, safe_norm, status_of
+from .._core.estimate import Evidence, evidence_of, safe_norm
 from .._linalg.factorisations import (
     cholesky,
     divide_by_upper,
@@ -44,7 +44,7 @@ from .._linalg.factorisations import (
 )
 from .._operators.block_operator import BlockOperator, unflatten
 from .leave_one_out import adjoint, matmul, shift_of, square_norms, square_of
-from .nystrom import core_status, shifted_cholesky
+from .nystrom import shifted_cholesky, skew_of_core
 
 #: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
 #: whose padding would add more, the decomposition is compiled once more.)
@@ -158,19 +158,13 @@ class BuiltPreconditioner(eqx.Module):
         for; NaN if no bound is known.
     - `control_variate_weight`: 1 for P = A, and 0 if P leaves out far more than the smallest
         eigenvalue.
-    - `status`: a number that says whether the products that it was built from are those of a
-        definite matrix.
+    - `evidence`: whether the products that it was built from are those of a definite matrix.
     """
 
     factors: LowRankPlusIdentity
     floor: Real[Array, ""]
     control_variate_weight: Real[Array, ""]
-    status: Int[Array, ""]
-
-    def status_with_factors(self) -> Int[Array, ""]:
-        """The status, or that of factors that are not finite."""
-        found = status_of(self.factors.mu, self.factors.eigenvalues)
-        return jnp.maximum(found, self.status)
+    evidence: Evidence = eqx.field(default_factory=Evidence)
 
     def inverse(self, structure: Any = None) -> lx.FunctionLinearOperator:
         """The inverse $P^{-1}$ as a positive definite lineax operator: the preconditioner of
@@ -239,7 +233,7 @@ class LowRank(NamedTuple):
     nu: Real[Array, ""]  # the shift: F F^H approximates K' + nu I
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
-    status: Int[Array, ""] | int = SUCCESSFUL  # whether the products are those of a definite matrix
+    evidence: Evidence  # whether the products are those of a definite matrix
     left_out_by_half: Real[Array, ""] | float = math.inf  # t of the first half of the columns
     dimension: Real[Array, ""] | float = math.inf  # of what is left out: see `nystrom_of`
 
@@ -255,10 +249,9 @@ class LowRank(NamedTuple):
         # Without a known s there is no bound.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
-        status = jnp.asarray(self.status, jnp.int32)
         control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
         factors = self.preconditioner(root)
-        return BuiltPreconditioner(factors, floor, control_variate_weight, status)
+        return BuiltPreconditioner(factors, floor, control_variate_weight, self.evidence)
 
     def built_from(
         self, count: Int[Array, ""], rank: int, root: Real[Array, " n"], known: Bool[Array, ""]
@@ -337,10 +330,8 @@ def nystrom_of(
 
     # Where K' looks semidefinite on the sketch, A' = K' + s I is definite there.
     indefinite = lax.cond(nu <= limit, lambda: jnp.array(False), negative)
-    status = jnp.where(indefinite, OUTSIDE_DOMAIN, SUCCESSFUL)
     norm = jnp.linalg.norm(products)
-    status = core_status(status, core, norm, n, eps)
-    status = jnp.where(jnp.isfinite(norm), status, SUCCESSFUL)  # NaN is reported elsewhere
+    skew = skew_of_core(core, norm, n, eps)
     sketch = sketch + nu.astype(omega.dtype) * omega
     f = divide_by_upper(sketch, factor)
     inverse = divide_by_upper(jnp.eye(m, dtype=omega.dtype), factor)
@@ -368,7 +359,7 @@ def nystrom_of(
         nu=nu,
         shift=shift,
         left_out=left_out(held_out[:m]),
-        status=status,
+        evidence=evidence_of(norm, skew=skew, outside=indefinite),
         left_out_by_half=left_out(held_out[m:]),
         dimension=dimension.astype(one.dtype),
     )

@@ -67,9 +67,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Complex, Inexact, Int, Real
+from jaxtyping import Array, Complex, Inexact, Real
 
-from .._core.estimate import NOT_SEMIDEFINITE, SUCCESSFUL, rounding_of, status_with_symmetry
+from .._core.estimate import Evidence, evidence_of, rounding_of, skew_of
 from .._linalg.factorisations import cholesky, diagonal_of, eigh
 from .leave_one_out import (
     Pairs,
@@ -130,7 +130,7 @@ class Nystrom(NamedTuple):
     directions: Inexact[Array, "m m"]  # V^H S
     probes: Pairs  # of S
     rho: Real[Array, " m"]
-    tag: Int[Array, ""]  # SUCCESSFUL, or the status that says why the tag is wrong
+    evidence: Evidence  # whether the tag is wrong
 
     @property
     def sketch(self) -> Inexact[Array, "n m"]:
@@ -150,8 +150,7 @@ class Nystrom(NamedTuple):
 
     def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
         """The first of each pair or, if the tag is wrong, the second, which needs no tag."""
-        wrong = self.tag != SUCCESSFUL
-        return [jnp.where(wrong, plain, estimated) for estimated, plain in pairs]
+        return [jnp.where(self.evidence.fails, plain, estimated) for estimated, plain in pairs]
 
     def real_shifts(self) -> Real[Array, " c"]:
         """The real shifts that are tried, the first of which is 0."""
@@ -306,10 +305,10 @@ def best_shift(
     return select(best.std_err < WORTH * first.std_err, best, first)
 
 
-def core_status(
-    status: Array, core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
-) -> Array:
-    """The status, or NOT_SYMMETRIC if a core shows that A^H != A.
+def skew_of_core(
+    core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
+) -> Real[Array, ""]:
+    """How far a core shows that A^H != A, see `skew_of`.
 
     Let A = S + X with a Hermitian S and X^H = -X. The core of A differs from its adjoint by
     2 Omega^H X Omega. The core of a Hermitian A differs from its adjoint by rounding alone: by at
@@ -319,13 +318,12 @@ def core_status(
 
     **Arguments:**
 
-    - `status`: the status so far.
     - `core`: Omega^H A Omega.
     - `norm`: ||A Omega||_F.
     - `n`: the size of A.
     - `eps`: the relative precision of a product.
     """
-    return status_with_symmetry(status, jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
+    return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
 
 
 def shifted_cholesky(h, nu):
@@ -351,7 +349,7 @@ def shifted_cholesky(h, nu):
 
 def signed_estimate(
     factors: Nystrom, sign: int, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array]:
     """The estimate for A.
 
     **Arguments:**
@@ -364,13 +362,11 @@ def signed_estimate(
 
     **Returns:**
 
-    The value, its standard error, and the status.
+    The value and its standard error.
     """
     size = factors.products.size
-    status = factors.products.status
-    status = jnp.where(status == SUCCESSFUL, factors.tag, status)
     value = sign * size * value.astype(factors.p.dtype)
-    return value, rescale_error(size, std_err), status
+    return value, rescale_error(size, std_err)
 
 
 def nystrom(
@@ -402,10 +398,9 @@ def nystrom(
     # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
     # than the rounding of the products, the operator is not semidefinite. No eigenvalue is ever
     # truncated: that would bias the estimate.
-    wrong = ~(lowest >= -100 * math.sqrt(n) * least)
+    negative = -lowest / (100 * math.sqrt(n) * least)
+    skew = skew_of_core(core, multiplied.norm, n, eps)
     nu = jnp.maximum(least, -2 * lowest)
-    tag = jnp.where(wrong, NOT_SEMIDEFINITE, SUCCESSFUL)
-    tag = core_status(tag, core, multiplied.norm, n, eps)
 
     # Transposed: the long vectors are stored as rows.
     rest = multiplied.numbers.T - matmul(core.T, p.T)
@@ -422,5 +417,5 @@ def nystrom(
         directions=matmul(adjoint(vectors), s),
         probes=pairs_of(s),
         rho=jnp.abs(column_dots(s, r)),
-        tag=tag,
+        evidence=evidence_of(multiplied.square, skew=skew, negative=negative),
     )
