@@ -275,7 +275,7 @@ MUTATIONS = [
         "std_err=jtu.tree_map(lambda x: size * x",
         "std_err=jtu.tree_map(lambda x: x",
         "the error of a multiple",
-        "tests/estimators/test_transforms.py",
+        RECOVERY,
     ),
     Mutation(
         "traceax/_estimators/rows.py",

@@ -265,6 +265,9 @@ def test_known_parts():
         np.testing.assert_allclose(both.value, alone.value + known, rtol=1e-13)
         np.testing.assert_array_equal(both.std_err, alone.std_err)
         assert np.all(both.std_err > 0)
+        tripled = function(KEY, 3.0 * kernel + noise, K)
+        np.testing.assert_allclose(tripled.value, 3 * alone.value + known, rtol=1e-12)
+        np.testing.assert_allclose(tripled.std_err, 3 * alone.std_err, rtol=1e-12)
         for operator in (2.0 * noise, lx.MatrixLinearOperator(jnp.asarray(matrix)) + noise):
             exact = function(KEY, operator, K)
             (expected,) = truths(what, np.asarray(operator.as_matrix())[None])

@@ -36,7 +36,7 @@ def family(dtype=np.float64):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_sign_and_factor(name):
-    """-A, 2 A, A / 3: value and gradient are those of A, times the factor, on the same key."""
+    """-A, 2 A, A / 3: value, error and gradient are those of A, times the factor."""
     b, c = family()
 
     def tagged(operator):
@@ -52,14 +52,19 @@ def test_sign_and_factor(name):
     @jax.jit
     def run(theta):
         def value(theta, wrap):
-            return tr.trace(KEY, wrap(by_products(b + theta * c, PSD)), K, CLASSES[name]).value
+            operator = wrap(by_products(b + theta * c, PSD))
+            solution = tr.trace(KEY, operator, K, CLASSES[name])
+            return solution.value, solution.std_err
 
-        return [jax.value_and_grad(value)(theta, wrap) for wrap in forms.values()]
+        both = jax.value_and_grad(value, has_aux=True)
+        return [both(theta, wrap) for wrap in forms.values()]
 
-    plain, *others = np.asarray(run(0.3))
-    assert plain[1] != 0
-    for factor, found in zip(list(forms)[1:], others, strict=True):
-        np.testing.assert_allclose(found, factor * plain, rtol=1e-11)
+    ((plain, std_err), slope), *others = run(0.3)
+    assert slope != 0
+    for factor, ((value, error), derivative) in zip(list(forms)[1:], others, strict=True):
+        np.testing.assert_allclose(value, factor * plain, rtol=1e-11)
+        np.testing.assert_allclose(derivative, factor * slope, rtol=1e-11)
+        np.testing.assert_allclose(error, abs(factor) * std_err, rtol=1e-9)
 
 
 PARAMETERS = {"w": jnp.zeros((4, 4)), "b": (jnp.zeros(5), jnp.zeros((1, 3)))}
