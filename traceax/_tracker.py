@@ -45,12 +45,12 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from ._core.estimate import all_finite, rounding_of, safe_norm, scale_of
+from ._core.estimate import evidence_of, make_estimate, rounding_of, safe_norm, scale_of
 from ._core.precision import any_promotion, matmul
-from ._core.verdict import RESULTS
+from ._core.verdict import RESULTS, verdict
 from ._estimators.auto import ExactTraceEstimator
 from ._estimators.estimator import check_budget, check_key
-from ._estimators.solution import Solution
+from ._estimators.solution import Solution, solution_of
 from ._estimators.trace import trace
 from ._linalg.factorisations import qr
 from ._operators.block_operator import BlockOperator
@@ -242,22 +242,17 @@ def _update(
             step = _deltashift(key, block, old, sampler, state.halves, state.k)
         else:
             step = _hutchinson(key, block, sampler, state.k)
-        failed = ~all_finite(step.value, step.norm)
-        std_err = jnp.hypot(step.std_err, rounding_of(step.norm, block.eps))
-        std_err = lax.stop_gradient(jnp.where(failed, jnp.nan, std_err))
+        rounding = rounding_of(step.norm, block.eps)
+        std_err = lax.stop_gradient(jnp.hypot(step.std_err, rounding))
+        counts = step.num_matvecs, step.dof
+        estimate = verdict(make_estimate(step.value, std_err, *counts, evidence_of(step.norm)))
+        failed = estimate.result != RESULTS.successful
         next_state = jtu.tree_map(
             lambda new, old: jnp.where(failed, old, new).astype(old.dtype),
             lax.stop_gradient(step.state),
             state,
         )
-    successful: Any = RESULTS.successful
-    return next_state, Solution(
-        value=jnp.where(failed, jnp.nan, step.value),
-        std_err=std_err,
-        num_matvecs=jnp.asarray(step.num_matvecs, jnp.int32),
-        stats={"std.err": std_err, "dof": jnp.asarray(step.dof, jnp.int32)},
-        result=RESULTS.where(failed, RESULTS.nonfinite_operator, successful),
-    )
+    return next_state, solution_of(estimate)
 
 
 def _recycled(

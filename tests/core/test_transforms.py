@@ -44,8 +44,8 @@ from ..helpers import (
 class OneProbe(tr.AbstractTraceEstimator):
     """v^T A v of one random vector v."""
 
-    def compute(self, key, operator, k):
-        del k
+    def compute(self, key, operator, k, weights):
+        del k, weights
         block = tre.BlockOperator(operator)
         v = jax.random.rademacher(key, (block.n, 1), block.dtype)
         samples = v * block.mm(v)

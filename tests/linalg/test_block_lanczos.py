@@ -78,10 +78,10 @@ def test_start_vectors_that_depend_on_each_other():
 def test_zero_and_nan():
     _, krylov = run(jnp.zeros((N, N)))
     assert krylov.exhausted
-    assert krylov.status == 0
+    assert not krylov.evidence.fails
     assert np.sum(krylov.in_use) == B
     _, krylov = run(jnp.full((N, N), jnp.nan))
-    assert krylov.status != 0
+    assert krylov.evidence.failures.nonfinite
 
 
 def test_vmap_and_jit():

@@ -3,6 +3,7 @@
 """
 
 import math
+from functools import partial, reduce
 from typing import Any, final
 
 import equinox as eqx
@@ -72,9 +73,9 @@ def evidence_of(*products: Array, **numbers: Any) -> Evidence:
     return Evidence(nonfinite=~all_finite(*products), **numbers)
 
 
-def worse(first: Evidence, second: Evidence) -> Evidence:
-    """The evidence of both: of each number the larger one."""
-    return jtu.tree_map(jnp.maximum, first, second)
+def worse(*evidence: Evidence) -> Evidence:
+    """All of the evidence: of each number the largest."""
+    return reduce(partial(jtu.tree_map, jnp.maximum), evidence)
 
 
 def all_finite(*arrays: Array) -> Bool[Array, ""]:

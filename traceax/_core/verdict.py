@@ -86,7 +86,7 @@ def verdict(estimate: Estimate) -> Estimate:
     return dataclasses.replace(estimate, **numbers, result=result)
 
 
-_OUTCOMES = (
+_OUTCOMES = [
     "successful",
     "nonfinite_operator",
     "not_semidefinite",
@@ -94,7 +94,7 @@ _OUTCOMES = (
     "not_converged",
     "wrong_diagonal",
     "not_symmetric",
-)
+]
 
 
 def outcome_of(result: Any) -> str:

@@ -24,7 +24,7 @@ from .._sketch.weights import AbstractWeights
 from .exact import exact
 from .rows import Rows, RowWeights
 from .samples import AbstractSampling
-from .solution import Solution
+from .solution import Solution, solution_of
 
 
 class AbstractEstimator(eqx.Module):
@@ -368,20 +368,7 @@ def solve(
     estimator.check(operator)
     budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
-    value = estimate.value
     if throw:
-        value = estimate.result.error_if(value, estimate.result != RESULTS.successful)
-    stats = {"std.err": estimate.std_err, "dof": estimate.dof}
-    if estimate.columns is not None:
-        stats["columns"] = estimate.columns
-    return Solution(
-        value=value,
-        std_err=estimate.std_err,
-        num_matvecs=estimate.num_matvecs,
-        stats=stats,
-        result=estimate.result,
-        quadrature_error=estimate.quadrature_error,
-        aux=estimate.aux,
-        inflation=estimate.inflation,
-        tail=estimate.tail,
-    )
+        failed = estimate.result != RESULTS.successful
+        estimate = estimate.result.error_if(estimate, failed)
+    return solution_of(estimate)

@@ -9,14 +9,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import (
-    Estimate,
-    evidence_of,
-    make_estimate,
-    rounding_of,
-    safe_norm,
-    worse,
-)
+from .._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, safe_norm, worse
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._operators.width import batch_width

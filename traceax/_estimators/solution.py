@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
+from .._core.estimate import Estimate
 from .._core.verdict import outcome_of
 from .calibration import student_quantile
 
@@ -147,6 +148,24 @@ class Solution(eqx.Module):
         radii = jtu.tree_map(radius, self.std_err, *others)
         lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)
         return lower, jtu.tree_map(lambda value, r: value.real + r, self.value, radii)
+
+
+def solution_of(estimate: Estimate) -> Solution:
+    """The solution that users get of an estimate with a result."""
+    stats = {"std.err": estimate.std_err, "dof": estimate.dof}
+    if estimate.columns is not None:
+        stats["columns"] = estimate.columns
+    return Solution(
+        value=estimate.value,
+        std_err=estimate.std_err,
+        num_matvecs=estimate.num_matvecs,
+        stats=stats,
+        result=estimate.result,
+        quadrature_error=estimate.quadrature_error,
+        aux=estimate.aux,
+        inflation=estimate.inflation,
+        tail=estimate.tail,
+    )
 
 
 def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:

@@ -52,7 +52,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import Evidence, make_estimate, rounding_of, safe_norm, scale_of, worse
+from .._core.estimate import make_estimate, rounding_of, safe_norm, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._core.primitive import spectral_diagonal_p
 from .._estimators.estimator import solve
@@ -85,7 +85,7 @@ from .nodes import (
 from .quadrature_error import (
     entries_std_err,
     entries_truncation_error,
-    unconverged_of,
+    quadrature_estimate,
 )
 
 #: The largest number of vectors in the Krylov space.
@@ -357,12 +357,14 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
             of_space = vectors, space.nodes, differences
             return DiagonalWeights(*of_space, ritz.reshape(n, -1), nodes, omega, shares)
 
-        of_space = domain_evidence(space.counts.astype(real), on_nodes(self.fn, space.nodes))
-        evidence = worse(krylov.evidence, inner.hermitian_evidence(eps))
-        evidence = worse(evidence, worse(of_space, domain_evidence(masses, values)))
-        evidence = worse(evidence, Evidence(unconverged=unconverged_of(value, error, std_err)))
+        evidence = worse(
+            krylov.evidence,
+            inner.hermitian_evidence(eps),
+            domain_evidence(space.counts.astype(real), on_nodes(self.fn, space.nodes)),
+            domain_evidence(masses, values),
+        )
         counts = sizes.spent, max(p - 1, 1)
-        estimate = make_estimate(value, std_err, *counts, evidence, quadrature_error=error)
+        estimate = quadrature_estimate(value, error, std_err, *counts, evidence)
         return estimate, fixed() if weights else None
 
     def exact(self, operator):

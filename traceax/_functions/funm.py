@@ -91,7 +91,7 @@ from .nodes import (
     rounding_of_nodes,
     within_tag,
 )
-from .quadrature_error import unconverged_of
+from .quadrature_error import quadrature_estimate
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -442,13 +442,13 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
         evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(masses, values))
+        least = 0.0
         if self.jumps:  # the bound is far above the error: it does not say that steps are too few
+            least = math.inf
             bounds = sum(jump_error(masses, nodes < jump) for jump in self.jumps)
             error = n * jnp.mean(jnp.where(krylov.exhausted, 0, bounds))
         else:
             error = truncation_error(samples, krylov.exhausted)
-            unconverged = unconverged_of(value, error, std_err)
-            evidence = worse(evidence, Evidence(unconverged=unconverged))
 
         def fixed():
             return SpectralWeights(
@@ -458,5 +458,5 @@ class QuadratureEstimator(AbstractSpectralEstimator):
                 weights=masses * (n / p),
             )
 
-        estimate = make_estimate(value, std_err, p * q, dof, evidence, quadrature_error=error)
+        estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence, least)
         return estimate, fixed() if weights else None

@@ -51,7 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Evidence, make_estimate, rounding_of, scale_of, worse
+from .._core.estimate import rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._linalg.block_lanczos import block_lanczos, ritz_values
 from .._operators.block_operator import BlockOperator
@@ -66,7 +66,7 @@ from .funm import (
     truncation_error,
 )
 from .nodes import Function, changes_by_rounding, divided_differences, on_nodes
-from .quadrature_error import unconverged_of
+from .quadrature_error import quadrature_estimate
 
 #: The smallest budget that is worth a block.
 LEAST = 24
@@ -227,8 +227,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
 
         value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
         evidence = worse(krylov.evidence, domain_evidence(counts.astype(nodes.dtype), values))
-        evidence = worse(evidence, Evidence(unconverged=unconverged_of(value, error, std_err)))
-        estimate = make_estimate(value, std_err, b * s, dof, evidence, quadrature_error=error)
+        estimate = quadrature_estimate(value, error, std_err, b * s, dof, evidence)
         return estimate, fixed() if weights else None
 
 

@@ -73,7 +73,7 @@ from .funm import (
     truncation_error,
 )
 from .nodes import Function, on_nodes, slope_of
-from .quadrature_error import unconverged_of
+from .quadrature_error import quadrature_estimate
 
 
 @final
@@ -141,11 +141,8 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        evidence = Evidence(
-            outside=~real_enough, unconverged=unconverged_of(jnp.abs(value), error, std_err)
-        )
-        evidence = worse(evidence, domain_evidence(jnp.abs(w), values))
-        evidence = worse(evidence, krylov.evidence)
+        domain = domain_evidence(jnp.abs(w), values)
+        evidence = worse(krylov.evidence, domain, Evidence(outside=~real_enough))
 
         def fixed():
             slopes = jnp.where(w != 0, on_nodes(slope_of(self.fn), theta), 0)
@@ -155,7 +152,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
             u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
             return NonHermitianWeights(u, probes, theta.reshape(-1), w.reshape(-1) * (n / p))
 
-        estimate = make_estimate(value, std_err, p * q, dof, evidence, quadrature_error=error)
+        estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence)
         return estimate, fixed() if weights else None
 
     def _error(self, values, nodes, weights, left, first, basis, probes) -> tuple[Array, Array]:

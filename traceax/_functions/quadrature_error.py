@@ -3,28 +3,41 @@ early.
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Real
 
-from .._core.estimate import relative, safe_norm, scale_of
+from .._core.estimate import (
+    Estimate,
+    Evidence,
+    make_estimate,
+    relative,
+    safe_norm,
+    scale_of,
+    worse,
+)
 from .._estimators.calibration import with_ties
 
 
-def unconverged_of(
-    value: Array, error: Array, std_err: Array, least: float = 0.0
-) -> Real[Array, ""]:
-    """The quadrature error relative to what a fixed budget may leave: four standard errors (an
-    average over keys would not reveal such a bias), a twentieth of the value, and `least`.
-
-    **Arguments:**
-
-    - `value`, `error`, `std_err`: of all entries, or of one number.
-    - `least`: an error that is always harmless.
+def quadrature_estimate(
+    value: Array,
+    error: Array,
+    std_err: Array,
+    num_matvecs: Array | int,
+    dof: Array | float,
+    evidence: Evidence,
+    least: float = 0.0,
+    **more: Any,
+) -> Estimate:
+    """An estimate with a quadrature error. For a fixed budget it has not converged where that error
+    exceeds four standard errors (an average over keys would not reveal such a bias), a twentieth of
+    the value, and `least`. (For several entries the norms of all are compared.)
     """
-    size, error, std_err = (safe_norm(jnp.ravel(each)) for each in (value, error, std_err))
-    allowed = jnp.maximum(4 * std_err, size / 20)
-    return relative(error, jnp.maximum(allowed, least))
+    size, bias, scatter = (safe_norm(jnp.ravel(x)) for x in (value, error, std_err))
+    allowed = jnp.maximum(jnp.maximum(4 * scatter, size / 20), least)
+    evidence = worse(evidence, Evidence(unconverged=relative(bias, allowed)))
+    return make_estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
 
 
 def entries_std_err(

@@ -114,13 +114,8 @@ def block_lanczos(
     # If A^H = A, the blocks on the diagonal are Hermitian, and those above the next ones are 0.
     far = jnp.where(of_step[:, None] + 1 < of_step, columns, 0)
     apart = jnp.linalg.norm(within - jnp.conj(within.T) + far)
-    return BlockLanczos(
-        rows=basis,
-        t=t * scale.astype(t.dtype),
-        in_use=in_use,
-        exhausted=exhausted,
-        evidence=evidence_of(size, skew=skew_of(apart, size, n, eps)),
-    )
+    evidence = evidence_of(size, skew=skew_of(apart, size, n, eps))
+    return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, evidence)
 
 
 def ritz_values(

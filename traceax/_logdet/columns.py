@@ -121,19 +121,15 @@ def low_rank_of(kernel: Kernel, pivoted: PivotedCholesky, outside: Any, eps: flo
     left = jnp.maximum(jnp.sum(kernel.diagonal) - jnp.sum(square_norms(f)), 0)
     left_out = left / jnp.maximum(n - pivoted.rank, 1)
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
+    seen = (left_out, pivoted.apart, pivoted.skew)
+    skew, wrong = skew_of(pivoted.skew, size, n, eps), pivoted.apart / size / (64 * eps)
+    evidence = evidence_of(*seen, skew=skew, outside=outside, wrong_diagonal=wrong)
     return LowRank(
         f=f,
         nu=jnp.zeros_like(left_out),
         shift=jnp.where(kernel.shift > 0, kernel.shift, 0.9 * left_out),
         left_out=left_out,
-        evidence=evidence_of(
-            left_out,
-            pivoted.apart,
-            pivoted.skew,
-            skew=skew_of(pivoted.skew, size, n, eps),
-            outside=outside,
-            wrong_diagonal=pivoted.apart / size / (64 * eps),
-        ),
+        evidence=evidence,
     )
 
 

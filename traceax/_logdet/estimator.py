@@ -22,7 +22,7 @@ from .._core.estimate import (
 )
 from .._core.precision import matmul
 from .._estimators.estimator import AbstractEstimator
-from .._functions.quadrature_error import unconverged_of
+from .._functions.quadrature_error import quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, lower_cholesky
 from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
@@ -76,14 +76,9 @@ def estimate_from(run: PreconditionedQuadrature) -> Estimate:
     known, n = run.built.factors.log_det(), run.block.n
     value = known + bounds.value
     error = bounds.error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, bounds.value)
-    return make_estimate(
-        value,
-        bounds.std_err,
-        run.spent,
-        bounds.dof,
-        worse(evidence, Evidence(unconverged=unconverged_of(value, error, bounds.std_err, 1.0))),
-        quadrature_error=error,
-        columns=run.read,
+    counts = run.spent, bounds.dof
+    return quadrature_estimate(
+        value, error, bounds.std_err, *counts, evidence, least=1.0, columns=run.read
     )
 
 
@@ -157,14 +152,10 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     eps = block.eps if spent else float(jnp.finfo(scale.dtype).eps)
     rounding = ROUNDING * eps * entries
     error = jnp.sum(rounding / diagonal) + rounding_of_logarithms(n, *parts)
+    columns = n if has_entries(operator) else None
+    zero = jnp.zeros_like(value)
     estimate = make_estimate(
-        value,
-        jnp.zeros_like(value),
-        spent,
-        0,
-        evidence,
-        quadrature_error=error,
-        columns=n if has_entries(operator) else None,
+        value, zero, spent, 0, evidence, quadrature_error=error, columns=columns
     )
     return ExactLogdet(estimate, factor, scale, rounding * scale)
 

@@ -42,9 +42,9 @@ from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, make_estimate, safe_norm
+from .._core.estimate import Estimate, safe_norm
 from .._estimators.estimator import AbstractEstimator
-from .._functions.quadrature_error import unconverged_of
+from .._functions.quadrature_error import quadrature_estimate
 from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
@@ -146,7 +146,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
         form = self.exact_form(exact)
-        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
+        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs, math.inf)
         return estimate, GaussianWeights(exact.weights(), form.x)
 
     def exact_form(self, exact: ExactLogdet) -> QuadraticForm:
@@ -157,7 +157,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
         return QuadraticForm(inner(self.y, x), left, x)
 
-    def density(self, log_det: Estimate, form: QuadraticForm, spent: Any) -> Estimate:
+    def density(self, log_det: Estimate, form: QuadraticForm, spent: Any, least: float) -> Estimate:
         """The density from its two parts.
 
         **Arguments:**
@@ -165,30 +165,20 @@ class AbstractGaussianEstimator(AbstractEstimator):
         - `log_det`: the log-determinant.
         - `form`: the quadratic forms.
         - `spent`: the number of matvecs for both.
+        - `least`: see `quadrature_estimate`.
         """
         half, (n, t) = self._factor, self.y.shape
         value = log_det.value
         density = log_density(half, n, value, form.value)
         sizes = jnp.sum(jnp.abs(form.value)) + t * (jnp.abs(value) + n * math.log(math.pi / half))
         rounding = float(jnp.finfo(value.dtype).eps) * sizes  # of the sum
-        return make_estimate(
-            density,
-            half * t * log_det.std_err,
-            spent,
-            log_det.dof,
-            log_det.evidence,
-            quadrature_error=half * (jnp.sum(form.left) + t * log_det.quadrature_error + rounding),
-            columns=log_det.columns,
-            aux=(value, form.value, form.x),
-        )
-
-    def density_of_budget(self, log_det: Estimate, form: QuadraticForm, spent: Any) -> Estimate:
-        """As `density`, for a budget that the user gave: the evidence says if it was too small."""
-        estimate = self.density(log_det, form, spent)
-        error = estimate.quadrature_error
-        unconverged = unconverged_of(estimate.value, error, estimate.std_err, 1.0)
-        evidence = dataclasses.replace(estimate.evidence, unconverged=unconverged)
-        return dataclasses.replace(estimate, evidence=evidence)
+        error = half * (jnp.sum(form.left) + t * log_det.quadrature_error + rounding)
+        std_err = half * t * log_det.std_err
+        # That of the density counts, not that of the log-determinant.
+        evidence = dataclasses.replace(log_det.evidence, unconverged=0.0)
+        counts = spent, log_det.dof
+        more = {"columns": log_det.columns, "aux": (value, form.value, form.x)}
+        return quadrature_estimate(density, error, std_err, *counts, evidence, least, **more)
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""
@@ -240,5 +230,5 @@ class GaussianEstimator(AbstractGaussianEstimator):
         left = square_norms(factors.inverse_root(residual)) / floor
         left += rounding_of_form(factors, largest, x, block.eps)
         spent = log_det.num_matvecs + products + t
-        estimate = self.density_of_budget(log_det, QuadraticForm(form, left, x), spent)
+        estimate = self.density(log_det, QuadraticForm(form, left, x), spent, 1.0)
         return estimate, GaussianWeights(made, x) if weights else None

@@ -250,7 +250,7 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
             v = jnp.concatenate([log_det.v, along.v], axis=1)
             return HeldWeights(u, v, scaled * along.x)
 
-        estimate = self.density_of_budget(estimate_from(run), form, run.spent + t * steps)
+        estimate = self.density(estimate_from(run), form, run.spent + t * steps, 1.0)
         return estimate, made() if weights else None
 
 

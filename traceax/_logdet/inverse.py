@@ -39,13 +39,13 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import Evidence, make_estimate, safe_norm, worse
+from .._core.estimate import safe_norm
 from .._core.precision import einsum
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
 from .._estimators.estimator import AbstractEstimator, solve
 from .._estimators.solution import Solution, restructure
 from .._functions.funm import truncation_error, truncations
-from .._functions.quadrature_error import entries_std_err, unconverged_of
+from .._functions.quadrature_error import entries_std_err, quadrature_estimate
 from .._linalg.lanczos import positive_quadrature
 from .._operators.block_operator import unflatten
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
@@ -112,7 +112,6 @@ class InverseEstimator(AbstractEstimator):
         std_err = jnp.hypot(jnp.hypot(scatter, rounding * size), equal)
         error = truncation_error(samples, run.krylov.exhausted)
         error = jnp.maximum(error, jnp.mean(missed) * (known / jnp.sum(known)))
-        evidence = worse(evidence, Evidence(unconverged=unconverged_of(value, error, std_err)))
 
         def made():
             rank, most, _ = run.most
@@ -120,14 +119,8 @@ class InverseEstimator(AbstractEstimator):
             held = jnp.pad(x[0], more), jnp.pad(omega / p, more)
             return InverseWeights(*held, factors.padded(rank), self.of_trace)
 
-        estimate = make_estimate(
-            value,
-            std_err,
-            run.spent,
-            dof,
-            evidence,
-            quadrature_error=error,
-            columns=run.read,
+        estimate = quadrature_estimate(
+            value, error, std_err, run.spent, dof, evidence, columns=run.read
         )
         return estimate, made() if weights else None
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
-from .._core.estimate import Estimate, make_estimate, scale_of
+from .._core.estimate import Estimate, scale_of
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import matmul
 from .._sketch.low_rank import LowRankPlusIdentity
@@ -72,13 +72,5 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, Any]:
     error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
     if of_trace:
         value, error = jnp.sum(value), jnp.sum(error)
-    estimate = make_estimate(
-        value,
-        jnp.zeros_like(value),
-        exact.estimate.num_matvecs,
-        0,
-        exact.estimate.evidence,
-        quadrature_error=error,
-        columns=exact.estimate.columns,
-    )
-    return estimate, ExactInverseWeights(weights, of_trace)
+    numbers = {"value": value, "std_err": jnp.zeros_like(value), "quadrature_error": error}
+    return dataclasses.replace(exact.estimate, **numbers), ExactInverseWeights(weights, of_trace)

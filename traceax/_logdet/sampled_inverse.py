@@ -37,13 +37,13 @@ from typing import ClassVar, final
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._core.estimate import Evidence, make_estimate, safe_norm, worse
+from .._core.estimate import Evidence, safe_norm, worse
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._functions.funm import truncations
 from .._functions.quadrature_error import (
     entries_truncation_error,
-    unconverged_of,
+    quadrature_estimate,
 )
 from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
@@ -116,15 +116,13 @@ class SampledInverseEstimator(AbstractEstimator):
         missed = jnp.mean(residual * (residual / smallest))
         error = entries_truncation_error(means, jnp.all(krylov.exhausted))
         error = jnp.maximum(error, missed / n / jnp.square(root))
-        evidence = Evidence(outside=lost, unconverged=unconverged_of(value, error, std_err))
-        evidence = worse(evidence, krylov.evidence)
 
         def made():
             x = vectors(inverse_root[0]).T
             return InverseWeights(x, jnp.conj(x) / p, factors, False)
 
-        dof = (p + 2) / 5
-        estimate = make_estimate(value, std_err, p * q, dof, evidence, quadrature_error=error)
+        evidence = worse(krylov.evidence, Evidence(outside=lost))
+        estimate = quadrature_estimate(value, error, std_err, p * q, (p + 2) / 5, evidence)
         return estimate, made() if weights else None
 
     def exact(self, operator):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import Evidence, evidence_of, safe_norm, scale_of
+from .._core.estimate import safe_norm, scale_of
 from .._core.precision import matmul as matmul
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
@@ -203,9 +203,7 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
 
 
 class Scaled(NamedTuple):
-    """Products as a scale times numbers of size 1. The norm, the size and the evidence all follow
-    from one sum.
-    """
+    """Products as a scale times numbers of size 1. The norm and the size follow from one sum."""
 
     numbers: Inexact[Array, "n m"]
     scale: Real[Array, ""]
@@ -222,11 +220,6 @@ class Scaled(NamedTuple):
         so that the result is then 0 rather than the rounding error of the shift.
         """
         return jnp.where(self.square != 0, self.scale, jnp.zeros_like(self.scale))
-
-    @property
-    def evidence(self) -> Evidence:
-        """Whether the products are finite."""
-        return evidence_of(self.square)
 
 
 def scaled(products: Inexact[Array, "n m"]) -> Scaled:
