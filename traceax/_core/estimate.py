@@ -109,6 +109,15 @@ def skew_of(apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -
     return relative(apart, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
 
 
+def _count(x: Any) -> Any:
+    return None if x is None else jnp.asarray(x, jnp.int32)
+
+
+def _degrees(x: Any) -> Array:
+    x = jnp.asarray(x)
+    return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
 @final
 class Estimate(eqx.Module):
     """What an estimator's algebra returns: a value, its errors, and counts. See `make_estimate`.
@@ -132,11 +141,11 @@ class Estimate(eqx.Module):
 
     value: PyTree[Inexact[Array, "..."]]
     std_err: PyTree[Real[Array, "..."]]
-    num_matvecs: Int[Array, ""]
-    dof: Real[Array, "..."]
+    num_matvecs: Int[Array, ""] = eqx.field(converter=_count)
+    dof: Real[Array, "..."] = eqx.field(converter=_degrees)
     evidence: Evidence = eqx.field(default_factory=Evidence)
     quadrature_error: Any = None
-    columns: Int[Array, ""] | None = None
+    columns: Int[Array, ""] | None = eqx.field(default=None, converter=_count)
     aux: Any = None
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
@@ -149,12 +158,9 @@ def make_estimate(
     num_matvecs: Array | int,
     dof: Array | float,
     evidence: Evidence | None = None,
-    *,
-    quadrature_error: PyTree[Array] | None = None,
-    columns: Array | int | None = None,
-    aux: Any = None,
+    **more: Any,
 ) -> Estimate:
-    """An `Estimate` with the counts as arrays.
+    """An `Estimate`, with its counts as arrays.
 
     **Arguments:**
 
@@ -166,28 +172,13 @@ def make_estimate(
         samples. They need not be whole.
     - `evidence`: what there is against the estimate, such as `evidence_of(products)`. By default
         nothing. (That the value itself is finite is seen without it.)
-    - `quadrature_error`, `columns`, `aux`: see `Estimate`.
+    - `**more`: further fields of the estimate, see `Estimate`.
 
     **Returns:**
 
     An `Estimate`.
     """
-
-    def integer(x):
-        return jnp.asarray(x, jnp.int32)
-
-    dof = jnp.asarray(dof)
-    whole = jnp.issubdtype(dof.dtype, jnp.integer)
-    return Estimate(
-        value=value,
-        std_err=std_err,
-        num_matvecs=integer(num_matvecs),
-        dof=integer(dof) if whole else dof,
-        evidence=Evidence() if evidence is None else evidence,
-        quadrature_error=quadrature_error,
-        columns=None if columns is None else integer(columns),
-        aux=aux,
-    )
+    return Estimate(value, std_err, num_matvecs, dof, evidence or Evidence(), **more)
 
 
 def as_value(parts: list[Array]) -> Any:
