@@ -286,8 +286,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_core/estimate.py",
-        "limit = max(math.sqrt(eps), 100 * math.sqrt(n) * eps)",
-        "limit = 1e4 * max(math.sqrt(eps), 100 * math.sqrt(n) * eps)",
+        "return relative(apart, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)",
+        "return relative(apart, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps) / 1e4",
         "an operator that is not symmetric",
         ASYMMETRY,
     ),

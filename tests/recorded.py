@@ -104,9 +104,9 @@ TRACES = {
 }
 DIAGONALS = {
     "hutchinson": (tr.HutchinsonEstimator(), "general"),
-    "diag++": (tr.HutchPlusPlusEstimator(), "general"),
-    "xdiag": (tr.XTraceEstimator(), "general"),
-    "xnysdiag": (tr.XNysTraceEstimator(), "hermitian"),
+    "hutch++": (tr.HutchPlusPlusEstimator(), "general"),
+    "xtrace": (tr.XTraceEstimator(), "general"),
+    "xnystrace": (tr.XNysTraceEstimator(), "hermitian"),
     "exact": (tr.ExactTraceEstimator(), "function"),
     "auto": (tr.AutoTraceEstimator(), "hidden psd"),
     "stored": (tr.AutoTraceEstimator(), "psd"),
@@ -140,7 +140,6 @@ def calls():
         )[0]
     for name, (estimator, which) in DIAGONALS.items():
         found[f"diagonal {name}"] = lambda e=estimator, w=which: tr.diagonal(key, ops[w], 14, e)
-        found[f"{type(estimator).__name__} {name}"] = found[f"diagonal {name}"]
     for name, operator in _curvatures().items():
         found[f"curvature {name}"] = lambda op=operator: tr.trace(key, op, 6)
         found[f"block_traces {name}"] = lambda op=operator: tr.block_traces(key, op, 7)

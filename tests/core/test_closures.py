@@ -31,9 +31,9 @@ class CountingSampler(tr.AbstractSampler):
     def _default_dtype(self):
         return float
 
-    def _sample(self, key, n, k, dtype):
-        TRACED.append((n, k))
-        return jr.rademacher(key, (n, k), dtype)
+    def _sample(self, key, shape, k, dtype):
+        TRACED.append((*shape, k))
+        return jr.rademacher(key, (*shape, k), dtype)
 
 
 ESTIMATOR = tr.HutchinsonEstimator(CountingSampler())

@@ -414,7 +414,6 @@ DECIDED = {
     "core.Trace",  # told apart from values, in keys
     "core.Tracer",
     "core.eval_jaxpr",  # as Equinox's closures do
-    "ensure_compile_time_eval",  # shifts that are known are read inside of programs
     "custom_batching.custom_vmap",
     "custom_batching.sequential_vmap",
     "default_backend",  # where there is no default device
@@ -422,8 +421,6 @@ DECIDED = {
     "dtypes.canonicalize_dtype",
     "dtypes.float0",
     "dtypes.prng_key",
-    "experimental.custom_partitioning.custom_partitioning",  # rules for several devices
-    "extend.core.ClosedJaxpr",
     "extend.core.Primitive",
     "interpreters.ad",
     "interpreters.batching",
@@ -432,8 +429,6 @@ DECIDED = {
     "jacrev",
     "numpy_dtype_promotion",
     "numpy_rank_promotion",
-    "pure_callback",  # solves with SciPy's factors, in the command line
-    "sharding.AbstractMesh",
     "sharding.AxisType",
     "sharding.NamedSharding",
     "sharding.PartitionSpec",

@@ -215,12 +215,12 @@ def test_gram_operators():
         (lx.MatrixLinearOperator(wide), np.asarray(wide)),
         (Unregistered(wide.real), np.asarray(wide.real)),
     ):
-        found = gram(operator)
+        found = gram(operator, jnp.ones(()))
         expected = matrix.conj().T @ matrix
         assert lx.is_positive_semidefinite(found)
         products = jax.vmap(found.mv, 1, 1)(jnp.eye(N, dtype=expected.dtype))
         np.testing.assert_allclose(products, expected, rtol=1e-12, atol=1e-12)
-    half = gram(lx.MatrixLinearOperator(jnp.asarray(GENERAL, jnp.bfloat16)))
+    half = gram(lx.MatrixLinearOperator(jnp.asarray(GENERAL, jnp.bfloat16)), jnp.ones(()))
     assert half.in_structure() == half.out_structure() == jax.ShapeDtypeStruct((N,), jnp.float32)
     assert tre.BlockOperator(half).eps >= 2.0**-8
     products = jax.vmap(half.mv, 1, 1)(jnp.eye(N, dtype=jnp.float32))
@@ -368,7 +368,7 @@ def test_mixed_float32_and_float64_structure():
         solution = tr.trace(KEY, given, k, CLASSES[name])
         assert solution.value.dtype == jnp.float64
         assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
-    rows = tr.row_norms(KEY, operator, 2 * N).value
+    rows = tr.row_norms(KEY, operator, 2 * N + 1).value
     np.testing.assert_allclose(rows["half"], np.linalg.norm(POSITIVE, axis=1)[7:], rtol=1e-5)
     identity = lx.IdentityLinearOperator(structure)
     shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
