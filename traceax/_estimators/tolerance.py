@@ -37,6 +37,7 @@ from .._core.estimate import (
     make_estimate,
     norm_of,
     power_of,
+    relative,
     rounding_of,
     worse,
 )
@@ -83,7 +84,7 @@ class Target(NamedTuple):
             whole = root(whole)
             error = root_error(whole, error)
         allowed = self.atol + self.rtol * norm_of(whole)
-        return norm_factor(error) * norm_of(error) / allowed
+        return relative(norm_factor(error) * norm_of(error), allowed)
 
 
 class Samples(NamedTuple):
