@@ -36,6 +36,7 @@ from .._core.estimate import (
     make_estimate,
     norm_of,
     power_of,
+    relative,
     rounding_of,
     worse,
 )
@@ -83,8 +84,7 @@ class Target(NamedTuple):
             whole = root(whole)
             error = root_error(whole, error)
         allowed = self.atol + self.rtol * norm_of(whole)
-        size = norm_factor(error) * norm_of(error)
-        return jnp.where(size == 0, 0, size / allowed)  # no error is allowed for the value 0
+        return relative(norm_factor(error) * norm_of(error), allowed)
 
 
 class Samples(NamedTuple):
