@@ -63,10 +63,13 @@ def verdict(estimate: Estimate) -> Estimate:
     inf, even where it is finite, and what is not defined.
     """
     failures = estimate.evidence.failures
+    # An infinite error says that nothing is known of it.
+    errors = [jnp.where(jnp.isinf(x), 0, x) for x in jtu.tree_leaves(estimate.quadrature_error)]
+    finite = all_finite(*jtu.tree_leaves(estimate.value), *errors)
     # The most serious comes last. A sum of finite products may overflow.
     outcomes = (
         (failures.unconverged, RESULTS.not_converged),
-        (~all_finite(*jtu.tree_leaves(estimate.value)), RESULTS.nonfinite_operator),
+        (~finite, RESULTS.nonfinite_operator),
         (failures.negative, RESULTS.not_semidefinite),
         (failures.outside, RESULTS.outside_domain),
         (failures.wrong_diagonal, RESULTS.wrong_diagonal),
