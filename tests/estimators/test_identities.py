@@ -32,8 +32,8 @@ class Given(tr.AbstractSampler):
     dtype: Any = eqx.field(default=None, static=True)
     rotation_invariant: ClassVar[bool] = True
 
-    def _sample(self, key, n, k, dtype):
-        (block,) = [block for block in self.blocks if block.shape == (n, k)]
+    def _sample(self, key, shape, k, dtype):
+        (block,) = [block for block in self.blocks if block.shape == (*shape, k)]
         return block
 
 

@@ -99,7 +99,9 @@ class Plain(tre.AbstractTraceEstimator):
     smallest: ClassVar[int] = 2
 
     def sampling(self, operator, rows):
-        return tre.RangeSampling(rows, tr.RademacherSampler(), False, sizes=(0,))
+        return tre.RangeSampling(
+            rows=rows, sampler=tr.RademacherSampler(), resphere=False, sizes=(0,)
+        )
 
     def compute(self, key, operator, k, weights):
         block = tre.BlockOperator(operator)
@@ -108,7 +110,7 @@ class Plain(tre.AbstractTraceEstimator):
         if self.mistake == "products":
             products = (products + block.mm(probes)) / 2
         value, std_err = tre.mean_and_std_err(jnp.sum(probes.conj() * products, axis=0))
-        status = tre.status_of(products)
+        evidence = tre.evidence_of(products)
         u = probes / k
         if self.mistake == "bias":
             value = value * 1.02
@@ -119,12 +121,13 @@ class Plain(tre.AbstractTraceEstimator):
         if self.mistake == "error":
             std_err = std_err / 2
         if self.mistake == "nan":  # a number, whatever the products are
-            value, std_err, status = jnp.nan_to_num(value), jnp.nan_to_num(std_err), 0
+            value, std_err = jnp.nan_to_num(value), jnp.nan_to_num(std_err)
+            evidence = None
         if self.mistake == "scale":  # squares underflow
             std_err = jnp.sqrt(jnp.mean(jnp.abs(products) ** 4)) ** 0.5 + std_err
         if self.mistake == "precision":
             value = jnp.mean(jnp.diagonal(probes.conj().T @ products))
-        estimate = tre.make_estimate(value, std_err, k, k - 1, status)
+        estimate = tre.make_estimate(value, std_err, k, k - 1, evidence)
         return estimate, tre.LowRankWeights(u, probes) if weights else None
 
     def compute_rows(self, key, operator, k, rows, weights):
@@ -132,7 +135,7 @@ class Plain(tre.AbstractTraceEstimator):
         probes = tr.RademacherSampler().probes(key, block.n, k, block.dtype)
         products = block.mm(probes)
         value, std_err = tre.mean_and_std_err(rows(probes.conj() * products))
-        estimate = tre.make_estimate(value, std_err, k, k - 1, tre.status_of(products))
+        estimate = tre.make_estimate(value, std_err, k, k - 1, tre.evidence_of(products))
         return estimate, tre.RowWeights(DiagonalWeights(probes / k, probes), rows)
 
 
