@@ -31,7 +31,7 @@ from ._operators.questions import (
     quadratic_form as quadratic_form,
 )
 from ._operators.tags import is_hermitian as is_hermitian
-from ._probes.random import numbered as numbered, split as split
+from ._probes.random import numbered as numbered
 from ._probes.samplers import AbstractSampler as AbstractSampler
 from ._sketch.low_rank import (
     BuiltPreconditioner as BuiltPreconditioner,

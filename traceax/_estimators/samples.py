@@ -221,7 +221,7 @@ class RangeSampling(AbstractSampling):
 
     def prepare(self, key, block, size, weights):
         """See `AbstractSampling`."""
-        sketch = block.mm(self.sampler.probes(key, block.n, size, block.dtype))
+        sketch = block.mm(RademacherSampler().probes(key, block.n, size, block.dtype))
         # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
         q, _ = qr(sketch / scale_of(sketch))
         return _captured(self.rows, block, q)
@@ -256,7 +256,7 @@ class NystromSampling(AbstractSampling):
 
     def prepare(self, key, block, size, weights):
         """See `AbstractSampling`."""
-        p, _ = qr(self.sampler.probes(key, block.n, size, block.dtype))
+        p, _ = qr(RademacherSampler().probes(key, block.n, size, block.dtype))
         sketch = scaled(self.sign * block.mm(p))
         # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
         least = shift_of(math.sqrt(block.n) * sketch.norm, block.n, block.eps)

@@ -95,6 +95,7 @@ class Samples(NamedTuple):
     size: Real[Array, "..."]
     evidence: Evidence
     panels: Int[Array, ""]
+    choice: Int[Array, ""]  # the number of the size to go on with
 
     def deviation(self) -> Real[Array, "..."]:
         """The standard deviation of one sample. (A variance might over- or underflow.)"""
@@ -259,22 +260,33 @@ class _Run:
             )
             evidence = worse(samples.evidence, evidence_of(panel.samples))
             moments = merged(samples.moments, panel.samples)
-            return Samples(moments, least, norm, evidence, samples.panels + 1)
+            grown = Samples(
+                moments=moments,
+                least_deviation=least,
+                size=norm,
+                evidence=evidence,
+                panels=samples.panels + 1,
+                choice=samples.choice,
+            )
+            return grown._replace(choice=self.choice(number, before, prepared, spent, grown))
 
-        def goes_on(samples):
-            return (samples.panels == 0) | (choose(samples) == number)
-
-        choose = partial(self.choice, number, before, prepared, spent)
         zero = jnp.zeros_like(prepared.value.real)
         none = no_samples(prepared.value.shape, self.block.dtype)
-        start = Samples(none, zero, zero, prepared.evidence, jnp.zeros((), jnp.int32))
-        samples = lax.while_loop(goes_on, step, start)
+        start = Samples(
+            moments=none,
+            least_deviation=zero,
+            size=zero,
+            evidence=prepared.evidence,
+            panels=jnp.zeros((), jnp.int32),
+            choice=jnp.asarray(number, jnp.int32),
+        )
+        samples = lax.while_loop(lambda samples: samples.choice == number, step, start)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
             deviation=norm_of(samples.deviation()),
             products=jnp.asarray(spent + self.panel * samples.panels, jnp.int32),
             size=jnp.asarray(number, jnp.int32),
-            wanted=jnp.where(choose(samples) == number, -1, choose(samples)),
+            wanted=samples.choice,
             panels=samples.panels,
             basis=self.bases(number, prepared, before),
         )
