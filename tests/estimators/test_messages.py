@@ -3,15 +3,12 @@
 A `raise` or a warning in the package that no call reaches fails the test of its room.
 """
 
-import argparse
 import ast
 import math
-import sys
 import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import equinox as eqx
 import jax
@@ -21,27 +18,23 @@ import numpy as np
 import pytest
 import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
-from traceax._cli.common import check_exact, write
-from traceax._cli.files import read_matrix
 
 import traceax as tr
-from traceax import curvature, plot
-from traceax._cli import _parse
-from traceax._estimators.solution import _OUTCOMES as solution_outcomes
-from traceax._operators.sparse import _Entries
+import traceax.extend as tre
+from traceax import curvature
+from traceax._cli import _parser, _run
+from traceax._core.verdict import _OUTCOMES
 from traceax.testing import check_estimator
 
 from ..helpers import PSD, by_products, register_tags
 
 PACKAGE = Path(tr.__file__).parent
-BUS = PACKAGE / "data" / "1138_bus.mtx"
 N, KEY = 6, jax.random.key(0)
 EYE, ONES = jnp.eye(N), jnp.ones(N)
 SYMMETRIC = lx.MatrixLinearOperator(EYE, lx.symmetric_tag)
 POSITIVE = lx.MatrixLinearOperator(EYE, PSD)
 LARGE = lx.MatrixLinearOperator(jnp.eye(80), PSD)
 HIDDEN = by_products(jnp.eye(80), PSD)  # what the default estimators cannot read
-SMALLER = by_products(jnp.eye(70), PSD)
 PLAIN = lx.MatrixLinearOperator(EYE)
 COMPLEX = lx.MatrixLinearOperator(EYE.astype(complex))
 FUNCTION = lx.FunctionLinearOperator(lambda v: v, jax.ShapeDtypeStruct((N,), float), PSD)
@@ -81,6 +74,18 @@ class Half(tr.AbstractTraceEstimator):
         return (estimate, None) if self.kept == 2 else estimate
 
 
+class Factors(tre.AbstractPreconditioner):
+    """A preconditioner that returns its factors alone."""
+
+    rank: int | None = eqx.field(default=2, static=True)
+
+    def check(self, operator):
+        pass
+
+    def of_rank(self, key, operator, rank):
+        return tr.NystromPreconditioner().of_rank(key, operator, rank).factors
+
+
 class Short(lx.AbstractLinearOperator):
     """An operator whose products have other sizes than it says."""
 
@@ -109,61 +114,21 @@ def solution(value):
     return tr.Solution(value, jnp.abs(value), jnp.asarray(1), {}, tr.RESULTS.successful)
 
 
-def command(*words, **files):
-    """The command line, up to where it would print the message. `{}` is a folder with the files."""
+def command(*words, a=EYE):
+    """The command line for a file with this array, up to where it would print the message."""
 
-    def call(folder):
-        for name, array in files.items():
-            np.save(folder / f"{name}.npy", array)
-        arguments = _parse([word.format(folder) for word in words])
-        arguments.run(arguments)
-
-    return call
-
-
-def reading(name, content, **options):
-    """Reading such a file."""
-
-    def call(folder):
-        path = folder / name
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        elif content is not None:
-            np.save(path, content)
-        read_matrix(path, **options)
+    def call():
+        with tempfile.TemporaryDirectory() as folder:
+            np.save(f"{folder}/a.npy", a)
+            _run(_parser().parse_args([words[0], f"{folder}/a.npy", *words[1:]]))
 
     return call
-
-
-def without_matplotlib(call):
-    def missing(folder):
-        with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
-            call(folder)
-
-    return missing
-
-
-def full_disk(file):
-    raise OSError("disk full")
-
-
-def unwritable(folder):
-    with mock.patch("os.access", return_value=False):
-        command("diagonal", "a", "--output", "{}/a.npy")(folder)
 
 
 def without_x64():
     """A call for an operator of float64, with 64-bit numbers switched off."""
     with jax.enable_x64(False):
         return tr.trace(jax.random.key(0), PLAIN, 4)
-
-
-def tracking(k=8, operator=LARGE, state=None):
-    def step(state):
-        return tr.Tracker().update(state, KEY, operator, k)
-
-    made = eqx.filter_eval_shape(lambda: tr.Tracker().init(LARGE, 8))
-    return eqx.filter_eval_shape(step, made if state is None else state)
 
 
 def twice(fn):
@@ -188,206 +153,141 @@ def built(how=tr.NystromPreconditioner(rank=2)):
     return how.build(KEY, POSITIVE)
 
 
-def objects():
-    matrix = ss.csr_array(np.eye(2))
-    matrix.data = np.array([None, None], object)
-    return tr.SparseLinearOperator(matrix)
-
-
 CALLS = [
     # The key, the operator, the budget.
-    lambda _: tr.trace(0, PLAIN, 4),
-    lambda _: tr.trace(jax.random.split(KEY, 3), PLAIN, 4),
-    lambda _: tr.trace(KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0))), 4),
-    lambda _: tr.trace(KEY, EYE, 4),
-    lambda _: tr.trace(KEY, Short((9,)), 4),
-    lambda _: tr.trace(KEY, Short((9, 8)), 4),
-    lambda _: tr.trace(KEY, lx.MatrixLinearOperator(EYE[:, :3]), 4),
-    lambda _: tr.eigenvalue_count(KEY, POSITIVE, 3.0, 1, 4),
-    lambda _: tr.trace(KEY, MIXED, 4),
-    lambda _: tr.trace(KEY, Liar(), 4),
-    lambda _: tr.trace(KEY, PLAIN * 1j, 4),
-    lambda _: without_x64(),
-    lambda _: jax.jit(lambda k: tr.trace(KEY, PLAIN, k).value)(4),
-    lambda _: tr.trace(KEY, PLAIN, True),
-    lambda _: tr.trace(KEY, PLAIN, 4.5),
-    lambda _: tr.trace(KEY, PLAIN, 0),
-    lambda _: tr.trace(KEY, PLAIN, 1, tr.XTraceEstimator()),
+    lambda: tr.trace(0, PLAIN, 4),
+    lambda: tr.trace(jax.random.split(KEY, 3), PLAIN, 4),
+    lambda: tr.trace(KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0))), 4),
+    lambda: tr.trace(KEY, EYE, 4),
+    lambda: tr.trace(KEY, Short((9,)), 4),
+    lambda: tr.trace(KEY, Short((9, 8)), 4),
+    lambda: tr.trace(KEY, lx.MatrixLinearOperator(EYE[:, :3]), 4),
+    lambda: tr.eigenvalue_count(KEY, POSITIVE, 3.0, 1, 4),
+    lambda: tr.trace(KEY, MIXED, 4),
+    lambda: tr.trace(KEY, Liar(), 4),
+    lambda: tr.trace(KEY, PLAIN * 1j, 4),
+    without_x64,
+    lambda: jax.jit(lambda k: tr.trace(KEY, PLAIN, k).value)(4),
+    lambda: tr.trace(KEY, PLAIN, True),
+    lambda: tr.trace(KEY, PLAIN, 4.5),
+    lambda: tr.trace(KEY, PLAIN, 0),
+    lambda: tr.trace(KEY, PLAIN, 1, tr.XTraceEstimator()),
     # The estimator.
-    lambda _: tr.trace(KEY, FUNCTION, 4, Half(1)),
-    lambda _: jax.grad(lambda s: tr.trace(KEY, s * FUNCTION, 4, Half(2)).value)(1.0),
-    lambda _: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator),
-    lambda _: tr.trace(KEY, PLAIN, 4, "xtrace"),
-    lambda _: tr.trace(KEY, LARGE, rtol=0.1, max_k=40, estimator=tr.ExactTraceEstimator()),
-    lambda _: tr.trace(KEY, PLAIN, 4, tr.XNysTraceEstimator()),
-    lambda _: tr.diagonal(KEY, HIDDEN, 4, Half(2)),
-    lambda _: tr.HutchinsonEstimator(batch_size=0),
-    lambda _: tr.XTraceEstimator(improved="yes"),
-    lambda _: tr.XTraceEstimator(tr.RademacherSampler(), improved=True),
-    lambda _: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator(tr.NormalSampler(complex))),
-    lambda _: tr.trace(KEY, COMPLEX, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True)),
-    lambda _: tr.NormalSampler(int),
-    lambda _: tr.RademacherSampler(bool),
-    lambda _: tr.SteinhausSampler(float),
+    lambda: tr.trace(KEY, FUNCTION, 4, Half(1)),
+    lambda: jax.grad(lambda s: tr.trace(KEY, s * FUNCTION, 4, Half(2)).value)(1.0),
+    lambda: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator),
+    lambda: tr.trace(KEY, PLAIN, 4, "xtrace"),
+    lambda: tr.trace(KEY, LARGE, rtol=0.1, max_k=40, estimator=tr.ExactTraceEstimator()),
+    lambda: tr.trace(KEY, PLAIN, 4, tr.XNysTraceEstimator()),
+    lambda: tr.diagonal(KEY, HIDDEN, 4, Half(2)),
+    lambda: tr.HutchinsonEstimator(batch_size=0),
+    lambda: tr.XTraceEstimator(improved="yes"),
+    lambda: tr.XTraceEstimator(tr.RademacherSampler(), improved=True),
+    lambda: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator(tr.NormalSampler(complex))),
+    lambda: tr.trace(KEY, COMPLEX, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True)),
+    lambda: tr.NormalSampler(int),
+    lambda: tr.RademacherSampler(bool),
+    lambda: tr.SteinhausSampler(float),
     # A tolerance in place of a budget.
-    lambda _: tr.trace(KEY, PLAIN),
-    lambda _: tr.trace(KEY, PLAIN, 4, rtol=0.1),
-    lambda _: tr.trace(KEY, PLAIN, rtol="small"),
-    lambda _: tr.trace(KEY, PLAIN, rtol=-1.0),
-    lambda _: solution(jnp.ones(())).interval(95),
+    lambda: tr.trace(KEY, PLAIN),
+    lambda: tr.trace(KEY, PLAIN, 4, rtol=0.1),
+    lambda: tr.trace(KEY, PLAIN, rtol="small"),
+    lambda: tr.trace(KEY, PLAIN, rtol=-1.0),
+    lambda: solution(jnp.ones(())).interval(95),
     # Functions of matrices.
-    lambda _: tr.spectral_sum(KEY, jnp.log, PLAIN, 4, shifts=1.0),
-    lambda _: tr.spectral_sum(KEY, jnp.abs, PLAIN, 4),
-    lambda _: tr.spectral_sum(KEY, jnp.floor, PLAIN, 4),
-    lambda _: twice(lambda t: tr.spectral_sum(KEY, jnp.exp, t * PLAIN, 4).value),
-    lambda _: of(mode="jvp"),
-    lambda _: of(predict=jnp.sum, mode="reverse"),
-    lambda _: curvature.of(3),
-    lambda _: of(wrt="params"),
-    lambda _: of(lambda p: 1.0, True)(ONES),
-    lambda _: of(lambda p: (1.0, 2))(ONES),
-    lambda _: of(wrt=lambda *_: False)({"a": ONES}),
-    lambda _: of(weights=len)(ONES),
-    lambda _: curvature.hessian(lambda p, x: p @ x, ONES, batches=jnp.eye(N), weights=[1, 2]),
-    lambda _: of(predict=jnp.sin)(ONES, np.ones(3)),
-    lambda _: of(predict=lambda p: p)(ONES, (ONES,), ()),
-    lambda _: of(groups=lambda path, x: 3)({"a": ONES}),
-    lambda _: of(groups=lambda path, x: "all")([ONES, ONES.astype(jnp.float32)]),
-    lambda _: of().ungroup(ONES, {}),
-    lambda _: tr.eigenpairs(KEY, SYMMETRIC, 4, which="max"),
-    lambda _: tr.eigenpairs(KEY, SYMMETRIC, 4, 7),
-    lambda _: tr.eigenpairs(KEY, LARGE, 4, basis_size=2),
-    lambda _: tr.eigenpairs(KEY, SYMMETRIC, 4, start=jnp.ones(3)),
-    lambda _: twice(
+    lambda: tr.spectral_sum(KEY, jnp.log, PLAIN, 4, shifts=1.0),
+    lambda: tr.spectral_sum(KEY, jnp.abs, PLAIN, 4),
+    lambda: tr.spectral_sum(KEY, jnp.floor, PLAIN, 4),
+    lambda: twice(lambda t: tr.spectral_sum(KEY, jnp.exp, t * PLAIN, 4).value),
+    lambda: of(mode="jvp"),
+    lambda: of(predict=jnp.sum, mode="reverse"),
+    lambda: of(lambda p: 1.0, True)(ONES),
+    lambda: of(lambda p: (1.0, 2))(ONES),
+    lambda: of(wrt=lambda *_: False)({"a": ONES}),
+    lambda: curvature.hessian(lambda p, x: p @ x, ONES, batches=jnp.eye(N), weights=[1, 2]),
+    lambda: of(predict=jnp.sin)(ONES, np.ones(3)),
+    lambda: of(groups=lambda path, x: 3)({"a": ONES}),
+    lambda: of(groups=lambda path, x: "all")([ONES, ONES.astype(jnp.float32)]),
+    lambda: of().ungroup(ONES, {}),
+    lambda: tr.eigenpairs(KEY, SYMMETRIC, 4, which="max"),
+    lambda: tr.eigenpairs(KEY, SYMMETRIC, 4, 7),
+    lambda: tr.eigenpairs(KEY, SYMMETRIC, 4, start=jnp.ones(3)),
+    lambda: twice(
         lambda x: tr.eigenpairs(KEY, lx.MatrixLinearOperator(x * jnp.eye(9), PSD), 4).values[0]
     ),
-    lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=2.0),
-    lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=5),
-    lambda _: tr.spectral_sum(KEY, SYMMETRIC, jnp.log, 4),
-    lambda _: tr.spectral_sum(KEY, lambda x: x.astype(complex), SYMMETRIC, 4),
-    lambda _: tr.spectral_sum(KEY, lambda x: jnp.stack([x, x]), SYMMETRIC, 4),
-    lambda _: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, shifts=1j),
-    lambda _: curvature.hessian(lambda p: p @ p, ONES).mv(jnp.ones(3)),
-    lambda _: tr.schatten_norm(KEY, PLAIN, 4, "nuc"),
-    lambda _: tr.schatten_norm(KEY, PLAIN, 4, math.inf),
-    lambda _: twice(
-        lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4, shifts=jnp.ones(2)).value.sum()
-    ),
-    lambda _: twice(jax.grad(lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4).value)),
-    lambda _: twice(lambda t: tr.spectral_diagonal(KEY, jnp.log, t * POSITIVE, 8).value.sum()),
-    lambda _: tr.spectral_density(KEY, SYMMETRIC, 4, jnp.ones(1)),
-    lambda _: tr.logdet(KEY, PLAIN, 4),
-    lambda _: tr.logdet(KEY, POSITIVE, atol=0.1, shifts=1.0),
-    lambda _: tr.logdet(KEY, POSITIVE, 4, shifts=[]),
-    lambda _: tr.logdet(KEY, POSITIVE, 4, max_k=9),
-    lambda _: tr.logdet(KEY, POSITIVE, 4, shifts=1.0, preconditioner=tr.NystromPreconditioner(2)),
-    lambda _: plot.shifts(ONES[:2], solution(ONES)),
-    lambda _: tr.logdet(KEY, POSITIVE, 4, fallback="cholesky"),
-    lambda _: tr.logdet(KEY, POSITIVE, 4, preconditioner="none"),
-    lambda _: tr.logdet(KEY, LARGE, atol=0.1, preconditioner=None),
-    lambda _: tr.logdet(KEY, LARGE, atol=0.1, max_k=2),
-    lambda _: tr.NystromPreconditioner(rank=0),
-    lambda _: tr.logdet(
+    lambda: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=2.0),
+    lambda: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=5),
+    lambda: tr.spectral_sum(KEY, SYMMETRIC, jnp.log, 4),
+    lambda: tr.spectral_sum(KEY, lambda x: x.astype(complex), SYMMETRIC, 4),
+    lambda: tr.spectral_sum(KEY, lambda x: jnp.stack([x, x]), SYMMETRIC, 4),
+    lambda: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, shifts=1j),
+    lambda: curvature.hessian(lambda p: p @ p, ONES).mv(jnp.ones(3)),
+    lambda: tr.schatten_norm(KEY, PLAIN, 4, "nuc"),
+    lambda: tr.schatten_norm(KEY, PLAIN, 4, math.inf),
+    lambda: twice(lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4).value),
+    lambda: twice(lambda t: tr.spectral_diagonal(KEY, jnp.log, t * POSITIVE, 8).value.sum()),
+    lambda: tr.spectral_density(KEY, SYMMETRIC, 4, jnp.ones(1)),
+    lambda: tr.logdet(KEY, PLAIN, 4),
+    lambda: tr.logdet(KEY, POSITIVE, 4, shifts=[]),
+    lambda: tr.logdet(KEY, POSITIVE, 4, shifts=1.0, preconditioner=tr.NystromPreconditioner(2)),
+    lambda: tr.logdet(KEY, POSITIVE, 4, fallback="cholesky"),
+    lambda: tr.logdet(KEY, POSITIVE, 4, preconditioner="none"),
+    lambda: tr.logdet(KEY, POSITIVE, 4, atol=0.1),
+    lambda: tr.inverse_trace(KEY, POSITIVE, 4, preconditioner=built()),
+    lambda: Factors().build(KEY, POSITIVE),
+    lambda: tr.NystromPreconditioner(rank=0),
+    lambda: tr.logdet(
         KEY, POSITIVE, 4, preconditioner=tr.RPCholeskyPreconditioner(diagonal=ONES[:3])
     ),
-    lambda _: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.RPCholeskyPreconditioner()),
-    lambda _: tr.gaussian_log_density(KEY, POSITIVE, ONES, 4),
-    lambda _: tr.gaussian_log_density(KEY, [1.0] * N, POSITIVE, 4),
-    lambda _: built(tr.NystromPreconditioner()),
-    lambda _: tr.logdet(KEY, LARGE, 4, preconditioner=built()),
-    lambda _: jax.hessian(lambda c: tr.logdet(KEY, c * POSITIVE, 4, preconditioner=built()).value)(
-        1.0
-    ),
-    lambda _: tr.gaussian_log_density(KEY, ONES[:3], POSITIVE, 4),
-    lambda _: tr.gaussian_log_density(KEY, ONES.astype(complex), POSITIVE, 4),
+    lambda: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.RPCholeskyPreconditioner()),
+    lambda: tr.gaussian_log_density(KEY, POSITIVE, ONES, 4),
+    lambda: tr.gaussian_log_density(KEY, [1.0] * N, POSITIVE, 4),
+    lambda: built(tr.NystromPreconditioner()),
+    lambda: tr.logdet(KEY, LARGE, 4, preconditioner=built()),
+    lambda: twice(lambda c: tr.logdet(KEY, c * POSITIVE, 4, preconditioner=built()).value),
+    lambda: tr.gaussian_log_density(KEY, ONES[:3], POSITIVE, 4),
+    lambda: tr.gaussian_log_density(KEY, ONES.astype(complex), POSITIVE, 4),
     # Sequences.
-    lambda _: tr.Tracker("best"),
-    lambda _: tr.Tracker(sampler=tr.SphereSampler),
-    lambda _: tracking(k=9),
-    lambda _: tracking(operator=SMALLER),
+    lambda: tr.Tracker("best"),
+    lambda: tr.Tracker().update(KEY, LARGE, None),
     # Curvature.
-    lambda _: hessian(params={"n": 3}),
-    lambda _: hessian(params={"w": ONES.astype(complex)}),
-    lambda _: hessian(batches=("text",)),
-    lambda _: hessian(batches=(ONES, ONES[:3])),
-    lambda _: hessian(lambda p: p["w"]),
-    lambda _: curvature.jacobian_gram(lambda p: jnp.arange(3), {"w": ONES}).mv({"w": ONES}),
-    lambda _: fisher(key=KEY),
-    lambda _: fisher(num_samples=0),
-    lambda _: fisher(lambda p, x: p["w"] * x[:, None]),
-    lambda _: fisher(sample=lambda key, p, x: x, key=KEY),
+    lambda: hessian(params={"n": 3}),
+    lambda: hessian(params={"w": ONES.astype(complex)}),
+    lambda: hessian(batches=(ONES, ONES[:3])),
+    lambda: hessian(lambda p: p["w"]),
+    lambda: curvature.jacobian_gram(lambda p: jnp.arange(3), {"w": ONES}).mv({"w": ONES}),
+    lambda: fisher(key=KEY),
+    lambda: fisher(num_samples=0),
+    lambda: fisher(lambda p, x: p["w"] * x[:, None]),
+    lambda: fisher(sample=lambda key, p, x: x, key=KEY),
     # Sparse matrices.
-    lambda _: objects(),
-    lambda _: tr.SparseLinearOperator(ss.coo_array(ONES)),
-    lambda _: jax.jit(lambda m: tr.SparseLinearOperator(m).data)(jsparse.BCOO.fromdense(EYE)),
-    lambda _: tr.SparseLinearOperator(jsparse.BCOO.fromdense(EYE, n_batch=1)),
-    lambda _: tr.SparseLinearOperator(EYE),
-    lambda _: SPARSE.with_data(ONES[:3]),
-    lambda _: tr.SparseLinearOperator(_Entries(SPARSE.data, SPARSE.pattern)),
-    lambda _: SPARSE.mv(ONES[:3]),
-    lambda _: SPARSE.pattern.transpose(),
-    lambda _: tr.SparseLinearOperator(jsparse.empty((2**31, 2))),
-    lambda _: tr.SparseLinearOperator(
+    lambda: tr.SparseLinearOperator(ss.coo_array(ONES)),
+    lambda: jax.jit(lambda m: tr.SparseLinearOperator(m).data)(jsparse.BCOO.fromdense(EYE)),
+    lambda: tr.SparseLinearOperator(jsparse.BCOO.fromdense(EYE, n_batch=1)),
+    lambda: tr.SparseLinearOperator(EYE),
+    lambda: SPARSE.with_data(ONES[:3]),
+    lambda: SPARSE.mv(ONES[:3]),
+    lambda: tr.SparseLinearOperator(jsparse.empty((2**31, 2))),
+    lambda: tr.SparseLinearOperator(
         jsparse.BCOO((jnp.ones(1), jnp.array([[-1, 0]])), shape=(2, 2))
     ),
     # Kernels.
-    lambda _: KERNEL(EYE, ONES),
-    lambda _: KERNEL(min, (ONES, ONES[:3])),
-    lambda _: KERNEL(lambda x, y: x * y, ONES, block_size=0),
-    lambda _: KERNEL(lambda x, y: x * y, jnp.ones((3, N))),
-    # Pictures.
-    without_matplotlib(lambda _: plot.interval({"a": solution(jnp.ones(()))})),
-    lambda _: plot.convergence([]),
-    lambda _: plot.convergence([3]),
-    lambda _: plot.convergence([solution(ONES)]),
-    lambda _: plot.spectral_density(ONES[:3], solution(ONES)),
-    lambda _: plot.traces(ONES[:2], [3]),
-    lambda _: plot.traces(ONES[:2], [solution(jnp.ones(()))]),
-    lambda _: plot.traces(ONES[:2], solution(jnp.ones((2, 3)))),
-    lambda _: plot.sharpness(ONES[:1], [3], 0.1),
-    lambda _: plot.sharpness(ONES[:2], [], 0.1),
-    # Files.
-    reading("a.csv", b"1"),
-    reading("a.npy", None),
-    lambda f: (f / "a.npz").mkdir() or read_matrix(f / "a.npz"),
-    reading("a.mtx", b""),
-    reading("a.npy", np.array([["a"]])),
-    reading("a.npy", np.eye(2), dtype="int32"),
-    reading("a.npy", np.eye(2) + 0j, dtype=float),
-    reading("a.npy", np.ones(3)),
-    reading("a.npy", np.ones((2, 3))),
-    reading("a.npy", np.ones((0, 0))),
-    reading("a.npy", np.array([[1.0, 1.0], [0.0, 1.0]]), hermitian=True),
+    lambda: KERNEL(EYE, ONES),
+    lambda: KERNEL(min, (ONES, ONES[:3])),
+    lambda: KERNEL(lambda x, y: x * y, ONES, block_size=0),
+    lambda: KERNEL(lambda x, y: x * y, jnp.ones((3, N))),
     # Commands.
-    command("trace", "a", "-k", "0"),
-    command("logdet", "a", "--shift", "inf"),
-    command("logdet", "a", "--rtol=-1"),
-    command("logdet", "{}/a.npy", "--shift", "2", "--shifts", "1,2", a=EYE),
-    command("logdet", "{}/a.npy", "--plot", "a.png", a=EYE),
-    command("logdet", "a", "--max-k", "9"),
-    command("logdet", "a", "-k", "9", "--rtol", "1"),
-    command("diagonal", "a", "--output", "a.mat"),
-    lambda f: (f / "b.npy").mkdir() or command("diagonal", "a", "--output", "{}/b.npy")(f),
-    command("diagonal", "a", "--output", "{}/none/a.npy"),
-    unwritable,
-    lambda f: write(f / "a", full_disk),
-    command("density", "a", "--width", "-1"),
-    command("density", "a", "--range", "2", "1"),
-    command("density", "a", "--points", "1"),
-    without_matplotlib(command("density", "a", "--plot", "{}/a.png")),
-    command("trace", "{}/a.npy", "--function", "log", a=np.eye(2) + 0j),
-    command("trace", "a", "-k", "9"),
-    lambda _: check_exact(
-        argparse.Namespace(exact=True),
-        lx.IdentityLinearOperator(jax.ShapeDtypeStruct((20000,), float)),
-    ),
-    command("spectral-sum", "a"),
-    command("diagonal", "{}/a.npy", "--function", "exp", "--rtol", "1", a=EYE),
+    command("trace", a=np.array([[None]])),
+    command("trace", a=np.ones((2, 3))),
+    command("trace", "--dtype", "float32", a=1j * np.eye(2)),
+    command("logdet", a=np.tri(2)),
+    command("density", a=np.eye(2) + 0j),
+    command("logdet", "--output", "a.txt"),
     # The checks of an estimator.
-    lambda _: check_estimator(tr.HutchinsonEstimator(), k=10000),
-    lambda _: check_estimator(tr.XNysTraceEstimator(), operators=[PLAIN]),
-    lambda _: check_estimator(tr.XTraceEstimator),
-    lambda _: check_estimator(tr.HutchinsonEstimator(), keys=20, coverage=1.1),
+    lambda: check_estimator(tr.HutchinsonEstimator(), k=10000),
+    lambda: check_estimator(tr.XNysTraceEstimator(), operators=[PLAIN]),
+    lambda: check_estimator(tr.XTraceEstimator),
+    lambda: check_estimator(tr.HutchinsonEstimator(), keys=20, coverage=1.1),
 ]
 
 
@@ -405,12 +305,12 @@ def sites():
     return found
 
 
-def raised(call, folder):
+def raised(call):
     """What this call raises, and the line of the package that did (else None)."""
     chain = AssertionError("nothing was raised")
     try:
-        call(folder)
-    except BaseException as error:  # SystemExit: argparse ends the program with the message
+        call()
+    except Exception as error:
         chain = error
     while True:
         *_, frame = [None, *traceback.extract_tb(chain.__traceback__)]
@@ -424,11 +324,7 @@ def raised(call, folder):
 @cache
 def outcomes():
     """What each call raises, and where."""
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [Path(folder, str(i)) for i in range(len(CALLS))]
-        for made in folders:
-            made.mkdir()
-        return [raised(*pair) for pair in zip(CALLS, folders, strict=True)]
+    return [raised(call) for call in CALLS]
 
 
 SITES = sites()
@@ -450,11 +346,9 @@ def test_every_message_is_a_sentence():
     wrong = []
     for error, place in outcomes():
         text = str(error)
-        sentence = text.endswith(".") or isinstance(error, argparse.ArgumentTypeError)
-        short = "  " not in text and "\n" not in text and len(text) < 500
-        kinds = TypeError, ValueError, NotImplementedError, ImportError, UserWarning
-        caught = isinstance(error, (*kinds, AssertionError, argparse.ArgumentTypeError))
-        if not (place in SITES and sentence and short and caught):
+        sentence = text.endswith(".") and "  " not in text and "\n" not in text and len(text) < 500
+        kinds = TypeError, ValueError, NotImplementedError, UserWarning, AssertionError
+        if not (place in SITES and sentence and isinstance(error, kinds)):
             wrong.append(f"{place}: {type(error).__name__}: {text}")
     assert not wrong, "\n".join(wrong)
 
@@ -462,7 +356,7 @@ def test_every_message_is_a_sentence():
 def test_outcomes():
     """The messages of `RESULTS` are sentences as well."""
     own = set(tr.RESULTS._name_to_item) - set(lx.RESULTS._name_to_item)
-    assert own == set(solution_outcomes) - {"successful"}
+    assert own == set(_OUTCOMES) - {"successful"}
     for name in own:
         text = tr.RESULTS[getattr(tr.RESULTS, name)]
         assert text.count(". ") >= 1

@@ -211,9 +211,11 @@ def test_names_of_extend_are_documented(name):
     doc = inspect.getdoc(value)
     assert doc is not None
     assert len(doc) > 40
+    assert f"`traceax.extend.{name}`" in (ROOT / "docs" / "api.md").read_text()
+    if not value.__module__.startswith("traceax"):  # `split` is JAX's own
+        return
     if inspect.isfunction(inspect.unwrap(value)):
         assert "**Arguments:**" in doc
-    assert f"`traceax.extend.{name}`" in (ROOT / "docs" / "api.md").read_text()
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     assert f"::: traceax.extend.{name}\n" in pages or f"::: traceax.{name}\n" in pages
 
