@@ -258,8 +258,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_estimators/tolerance.py",
-        "return jnp.where(size == 0, 0, size / allowed)",
-        "return size / allowed",
+        "return relative(norm_factor(error) * norm_of(error), allowed)",
+        "return norm_factor(error) * norm_of(error) / allowed",
         "a tolerance of the operator 0",
         TOLERANCE,
     ),
