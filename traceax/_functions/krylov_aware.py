@@ -76,10 +76,11 @@ GROUPS = 4
 
 
 def sizes_of(k: int) -> tuple[int, int, int]:
-    """The number of vectors of a group, the number s of steps of k products, and the depth j. (0.7
-    sqrt(k) vectors were the best of three numbers on the spectra of `benchmarks/spectra.py`.)
+    """The number of vectors of a group, the number s of steps of k products, and the depth j. (With
+    sqrt(k) vectors in all, an operator of low rank is captured, and errors are within 1.4 times
+    those of the best number on the spectra of `benchmarks/spectra.py`.)
     """
-    size = max(1, round(0.7 * math.sqrt(k) / GROUPS))
+    size = max(1, round(math.sqrt(k) / GROUPS))
     s = k // (GROUPS * size)
     return size, s, s - 2 * max(1, s // 8)
 
