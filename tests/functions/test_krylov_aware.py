@@ -95,8 +95,8 @@ def test_budgets_are_kept(k):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("name", ["decaying", "flat", "low rank", "clustered", "indefinite"])
 def test_no_bias_and_bars_that_cover(name, dtype):
-    """400 keys: the means of value and derivative are within 4 standard errors, and 92 % of the 95 %
-    intervals cover (95 % less three standard errors of the count).
+    """400 keys: the means of value and derivative are within 4 standard errors, and 92 % of the
+    intervals of 95 % cover (95 % less three standard errors of the count).
     """
     eigenvalues = {
         "decaying": DECAYING,
