@@ -17,7 +17,7 @@ from .._sketch.weights import AbstractWeights
 from .estimator import AbstractTraceEstimator
 from .exact import exact
 from .hutchinson import HutchinsonEstimator
-from .rows import Rows, RowWeights
+from .rows import Rows
 from .xnystrace import XNysTraceEstimator
 from .xtrace import XTraceEstimator
 
@@ -170,8 +170,7 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        estimate, made = exact(operator, rows)
-        return estimate, RowWeights(made, rows)
+        return exact(operator, rows)
 
 
 ExactTraceEstimator.__init__.__doc__ = """**Arguments:**

@@ -22,7 +22,7 @@ from .._operators.checks import as_operator
 from .._operators.width import in_batches
 from .._sketch.weights import AbstractWeights
 from .exact import exact
-from .rows import Rows, RowWeights
+from .rows import Rows
 from .samples import AbstractSampling
 from .solution import Solution, solution_of
 
@@ -121,7 +121,7 @@ class AbstractEstimator(eqx.Module):
 
         **Returns:**
 
-        A value of the shape of the estimate (of its first leaf, if only that has a derivative).
+        A value of the shape of the estimate.
         """
         return weights.contract(operator)
 
@@ -266,8 +266,7 @@ class RowsEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        estimate, weights = exact(operator, self.rows)
-        return estimate, RowWeights(weights, self.rows)
+        return exact(operator, self.rows)
 
 
 def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:

@@ -14,7 +14,7 @@ from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._operators.width import batch_width
 from .._sketch.weights import AbstractWeights
-from .rows import Rows
+from .rows import Rows, RowWeights
 
 
 class _Entries(NamedTuple):
@@ -84,7 +84,7 @@ class ExactWeights(AbstractWeights):
 
 def exact(
     operator: lx.AbstractLinearOperator, rows: Rows | None = None
-) -> tuple[Estimate, ExactWeights]:
+) -> tuple[Estimate, AbstractWeights]:
     """The trace or the diagonal from products with all unit vectors; known parts take no products.
 
     **Arguments:**
@@ -97,4 +97,6 @@ def exact(
     The estimate, and its weights. The standard error is 0, or that of rounding if products are less
     precise than the dtype.
     """
-    return _exact(operator, rows, linearise=True), ExactWeights(rows is not None)
+    weights = ExactWeights(rows is not None)
+    estimate = _exact(operator, rows, linearise=True)
+    return estimate, weights if rows is None else RowWeights(weights, rows)

@@ -288,7 +288,7 @@ class _Run:
             size=jnp.asarray(number, jnp.int32),
             wanted=samples.choice,
             panels=samples.panels,
-            basis=self.bases(number, prepared, before),
+            basis=self.bases(number, prepared),
         )
 
     def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
@@ -335,9 +335,7 @@ class _Run:
         evidence = worse(samples.evidence, unconverged)
         return make_estimate(value, std_err, spent + drawn, drawn - 1, evidence)
 
-    def bases(
-        self, number: int, prepared: Prepared, before: Outcome | None
-    ) -> tuple[Inexact[Array, "n r"], ...]:
+    def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:
         """The basis of this size, and zeros for the others."""
         if not self.weights:
             return ()
@@ -420,8 +418,7 @@ class ToleranceEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        estimate, weights = exact(operator, self.rows)
-        return estimate, weights if self.rows is None else RowWeights(weights, self.rows)
+        return exact(operator, self.rows)
 
 
 def root(square: Array) -> Array:
