@@ -18,7 +18,6 @@ from traceax._sketch.nystrom import (
     LEAST_PART,
     MULTIPLES,
     PARTS,
-    UNDAMPED,
     WORTH,
 )
 
@@ -104,6 +103,73 @@ def xnystrace_sample(matrix, omega, i, held_out, resphere, z=0):
     return known + factor * form(error, g)
 
 
+def nystrom_error(matrix, omega, held_out):
+    """What the Nystrom approximation from the other probes leaves of A."""
+    basis = np.linalg.qr(np.delete(omega, held_out, axis=1))[0]
+    sketch = matrix @ basis
+    core = basis.conj().T @ sketch
+    return matrix - sketch @ np.linalg.solve((core + core.conj().T) / 2, sketch.conj().T)
+
+
+def range_error(matrix, omega, held_out):
+    """What the projection on the range of the other products leaves of A."""
+    q = np.linalg.qr(matrix @ np.delete(omega, held_out, axis=1))[0]
+    return matrix - q @ (q.conj().T @ matrix)
+
+
+def shrunk(matrix, omega, nystrom, skew=False):
+    """The value, the standard error, and the weights beta_i of shrunk samples, with every quantity
+    that belongs to sample i made anew from the other probes.
+    """
+    n, m = omega.shape
+    error_of = nystrom_error if nystrom else range_error
+    h = hutchinson(matrix, omega)
+    terms = omega.conj() * (matrix @ omega)
+    common = 1 if np.iscomplexobj(omega) else 2
+
+    def residual(i, held_out):
+        """e, the residual probe, and what is left of A and of A omega_i."""
+        used = np.delete(omega if nystrom else matrix @ omega, held_out, axis=1)
+        basis = np.linalg.qr(used)[0]
+        g = omega[:, i] - basis @ (basis.conj().T @ omega[:, i])
+        error = error_of(matrix, omega, held_out)
+        known = np.trace(matrix - error) if nystrom else np.trace(basis.conj().T @ matrix @ basis)
+        return form(error if nystrom else matrix, g), g, known, error @ omega[:, i]
+
+    beta, level, samples = np.zeros(m), np.zeros(m, h.dtype), np.zeros(m, h.dtype)
+    d = np.zeros((m, m), h.dtype)
+    for i in range(m):
+        others = [j for j in range(m) if j != i]
+        pairs = [residual(j, [i, j]) for j in others]
+        square = sum(np.vdot(g, g).real for _, g, _, _ in pairs)
+        level[i] = sum(e for e, _, _, _ in pairs) / square
+        v_t = np.mean(
+            [
+                np.vdot(rest, rest).real - abs(np.vdot(g, rest)) ** 2 / np.vdot(g, g).real
+                for _, g, _, rest in pairs
+            ]
+        )
+        v_h = np.var(terms[:, others], axis=1, ddof=1).sum()
+        seen = np.var(h[others], ddof=1) / common
+        if skew and seen < (1 if m >= 8 else 1e-6 if m == 3 else 1e-3) * v_h:
+            v_h = seen
+        beta[i] = 1 / (1 + (v_t / max(v_h, 1e-100)) ** 2)
+        e, g, known, _ = residual(i, [i])
+        rank = m - 1
+
+        def t(e, g, known, rank, delta):
+            return known + e + delta * (n - rank - np.vdot(g, g).real)
+
+        t_i = t(e, g, known, rank, level[i])
+        samples[i] = h[i] - beta[i] * (h[i] - t_i)
+        for j in others:
+            e, g, known, _ = residual(i, [i, j])
+            d[i, j] = beta[i] * (t_i - t(e, g, known, rank - 1, level[i]))
+    covariance = np.sum(d * d.conj().T).real / (m * (m - 1))
+    variance = samples.var(ddof=1) / m + max(covariance, 0)
+    return samples.mean(), np.sqrt(variance), beta
+
+
 def leave_one_out(sample, matrix, omega, resphere):
     """The value, the standard error, and the customary (too small) s / sqrt(m).
 
@@ -133,7 +199,7 @@ def shift_of_best_error(matrix, omega, resphere, real=False):
     m, p = omega.shape[1], np.linalg.qr(omega)[0]
     eigenvalues = np.linalg.eigvalsh(p.conj().T @ matrix @ p)
     theta = max(0, eigenvalues[0])
-    shifts = [multiple * theta for multiple in (MULTIPLES if real else (0, UNDAMPED))]
+    shifts = [multiple * theta for multiple in MULTIPLES[: None if real else 2]]
     flat = m >= FEWEST and eigenvalues[m // 4] <= FLAT * theta
     if flat and not real:
         middle = [eigenvalues[max(m // part, LEAST_PART)] for part in PARTS]
@@ -206,14 +272,14 @@ def xdiag_samples(matrix, omega, held_out=None):
 
 
 def xnysdiag_samples(matrix, omega, held_out=None):
-    """The samples of XNysDiag, by the probe that tests."""
+    """The samples of XNysDiag, by the probe that tests: real, as the diagonal is."""
     samples = {}
     for i in range(omega.shape[1]):
         others = np.delete(omega, [i, *(held_out or ())], axis=1)
         sketch = matrix @ others
         approximation = sketch @ np.linalg.solve(others.conj().T @ sketch, sketch.conj().T)
         rest = matrix @ omega[:, i] - approximation @ omega[:, i]
-        samples[i] = np.diag(approximation) + omega[:, i].conj() * rest
+        samples[i] = np.real(np.diag(approximation) + omega[:, i].conj() * rest)
     return samples
 
 
@@ -229,3 +295,21 @@ def leave_one_out_diagonal(samples_of, matrix, omega):
     ]
     covariance = np.maximum(np.mean(np.real(products), axis=0), 0)
     return stacked.mean(0), np.sqrt(stacked.var(axis=0, ddof=1) / m + covariance)
+
+
+def shrunk_diagonal(matrix, omega, nystrom):
+    """The diagonal from shrunk samples, with one weight for all entries."""
+    m = omega.shape[1]
+    error_of = nystrom_error if nystrom else range_error
+    terms = omega.conj() * (matrix @ omega)
+    samples = []
+    for i in range(m):
+        others = [j for j in range(m) if j != i]
+        left = [error_of(matrix, omega, [i, j]) @ omega[:, j] for j in others]
+        v_t = np.mean([np.vdot(x, x).real for x in left])
+        v_h = np.var(terms[:, others], axis=1, ddof=1).sum()
+        beta = 1 / (1 + (v_t / v_h) ** 2)
+        error = error_of(matrix, omega, [i])
+        held_out = np.diag(matrix - error) + omega[:, i].conj() * (error @ omega[:, i])
+        samples.append(terms[:, i] - beta * (terms[:, i] - held_out))
+    return np.mean(np.real(samples) if nystrom else samples, axis=0)

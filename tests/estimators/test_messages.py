@@ -183,6 +183,8 @@ CALLS = [
     lambda: tr.HutchinsonEstimator(batch_size=0),
     lambda: tr.XTraceEstimator(improved="yes"),
     lambda: tr.XTraceEstimator(tr.RademacherSampler(), improved=True),
+    lambda: tr.XTraceEstimator(improved=True, shrink=True),
+    lambda: tr.XTraceEstimator(tr.SphereSampler(), shrink=True),
     lambda: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator(tr.NormalSampler(complex))),
     lambda: tr.trace(KEY, COMPLEX, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True)),
     lambda: tr.NormalSampler(int),

@@ -97,11 +97,10 @@ class AutoTraceEstimator(AbstractTraceEstimator):
         """The estimator for an operator without known parts, and for this budget."""
         block = BlockOperator(operator)
         fits = block.n * k * block.dtype.itemsize <= self.memory_limit
-        # The leave-one-out estimators need two probes for a standard error.
-        if fits and k >= 2 and semidefinite_sign(operator) != 0:
-            return XNysTraceEstimator()
-        if fits and k >= 4 and semidefinite_sign(operator) == 0:
-            return XTraceEstimator()
+        definite = semidefinite_sign(operator) != 0
+        estimator = (XNysTraceEstimator if definite else XTraceEstimator)(shrink=True)
+        if fits and k >= estimator.smallest:
+            return estimator
         return HutchinsonEstimator(batch_size=self.batch_size)
 
     def sampling(self, operator, rows):

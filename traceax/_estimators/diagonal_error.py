@@ -15,6 +15,9 @@ With j held out as well, the plane of (l_i, l_j) is lost. With gamma and nu of t
     D_ij = d_i - d_ij = l_ij conj(r_ij) + e_i conj(gamma_ij) / nu_ij conj(omega_i) l_ij.
 
 The standard error of every entry follows from these as for traces.
+
+Samples may be shrunk towards Hutchinson's, conj(omega_i) A omega_i, see `_sketch.shrunk`. All
+entries have one beta_i, from the sums over all rows: V_t is the mean over j of ||B omega_j||^2.
 """
 
 from typing import NamedTuple
@@ -23,7 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._sketch.leave_one_out import Pairs, square_of, usable_covariance
+from .._sketch.leave_one_out import Pairs, adjoint, matmul, square_of, usable_covariance
+from .._sketch.shrunk import plain_samples, shrinkage
 from .calibration import with_ties
 from .rows import Rows
 
@@ -36,28 +40,49 @@ class DiagonalParts(NamedTuple):
     right: Inexact[Array, "n m"]  # r_i
     left_over: Inexact[Array, " m"]  # e_i
     omega: Inexact[Array, "n m"]
+    products: Inexact[Array, "n m"]  # A Omega
     pairs: Pairs
 
 
+def shrinkage_of_rows(parts: DiagonalParts) -> Real[Array, " m"]:
+    """The weights beta_i."""
+    left = parts.left
+    pairs = parts.pairs
+    # B omega_i = e_i / nu_ij times the vector of norm ||l_ji||, as s_j^H r_i = 0.
+    lengths = pairs.forms(matmul(adjoint(left), left)).real.T
+    energy = square_of(parts.left_over)[:, None] / pairs.square * lengths
+    plain = plain_samples(jnp.conj(parts.omega) * parts.products)
+    return shrinkage(plain.variance, jnp.where(pairs.valid, energy, 0))
+
+
 def diagonal_and_error(
-    parts: DiagonalParts, rows: Rows, rounding: Real[Array, " g"]
+    parts: DiagonalParts,
+    beta: Real[Array, " m"],
+    rows: Rows,
+    rounding: Real[Array, " g"],
+    hermitian: bool = False,
 ) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
     """The mean of the d_i and its standard error.
 
     **Arguments:**
 
     - `parts`: the pieces.
+    - `beta`: the weights of the samples; 1 for samples that are not shrunk.
     - `rows`: adds up the rows of each group.
     - `rounding`: the standard error that rounding adds to each estimate, see `leave_one_out_error`.
+    - `hermitian`: whether A^H = A.
 
     **Returns:**
 
     The estimate for every group, and its standard error. Cost: 10 n m^2 operations.
     """
-    base, left, right, left_over, omega, pairs = parts
+    base, left, right, left_over, omega, products, pairs = parts
     m = left.shape[1]
     probes = jnp.conj(omega)
-    corrections = rows(left_over * probes * left - left * jnp.conj(right))
+    plain = probes * products - base[:, None]
+    held = left_over * probes * left - left * jnp.conj(right)
+    part = jnp.real if hermitian else lambda x: x  # the diagonal of a Hermitian matrix is real
+    corrections = rows(part(plain - beta * (plain - held)))
     mean = jnp.mean(corrections, axis=1)
     value = rows.of_vector(base) + mean
     if m == 1:
@@ -79,7 +104,7 @@ def diagonal_and_error(
         d_ij = held_out(l_i, r_i, omega_i, left_over[i], left, right, gamma, nu)
         # gamma_ji = conj(gamma_ij), and the roles of i and j exchanged.
         d_ji = held_out(left, right, probes, left_over, l_i, r_i, jnp.conj(gamma), nu)
-        product = (rows(d_ij) * jnp.conj(rows(d_ji))).real
+        product = beta[i] * beta * (rows(part(d_ij)) * jnp.conj(rows(part(d_ji)))).real
         return total + jnp.sum(jnp.where(pairs.valid[i], product, 0), axis=1)
 
     covariance = lax.fori_loop(0, m, add, jnp.zeros_like(value.real)) / (m * (m - 1))

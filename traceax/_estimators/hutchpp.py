@@ -12,29 +12,16 @@ from .._core.estimate import (
     mean_and_std_err,
     rounding_of,
     safe_norm,
-    scale_of,
 )
-from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
-from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler
+from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
+from .._sketch.ranges import captured_diagonal, range_basis, residual_samples
 from .._sketch.weights import AbstractTwoSidedWeights, LowRankWeights
 from .calibration import CALIBRATION, with_ties
-from .estimator import AbstractTraceEstimator
 from .rows import RowWeights
-from .samples import RangeSampling
-
-
-def residual_samples(q: Array, omega: Array, products: Array, adjoint_products: Array) -> Array:
-    """The samples conj(omega_i) (I - Q Q^H) A omega_i of a diagonal, from A Omega and A^H Q."""
-    inner = matmul(adjoint(adjoint_products), omega)  # Q^H A Omega
-    return jnp.conj(omega) * (products - matmul(q, inner))
-
-
-def captured_diagonal(q: Array, adjoint_products: Array) -> Array:
-    """diag(Q Q^H A), from A^H Q."""
-    return jnp.sum(q * jnp.conj(adjoint_products), axis=1)
+from .sketching import AbstractSketchEstimator
 
 
 @final
@@ -51,7 +38,7 @@ class DiagPlusPlusWeights(AbstractTwoSidedWeights):
 
 
 @final
-class HutchPlusPlusEstimator(AbstractTraceEstimator):
+class HutchPlusPlusEstimator(AbstractSketchEstimator):
     r"""Hutch++: the trace on the range of a sketch, plus Hutchinson's estimate of the rest.
 
     With $Q$ an orthonormal basis of the range of $A \Omega$ ($m = \lfloor k/3 \rfloor$ probes) and
@@ -83,32 +70,18 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
     batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 3
 
-    def __check_init__(self):
-        (self.sampler or SphereSampler()).check_resphering(self.improved)
-
-    def check(self, operator):
-        """Any square operator will do."""
-        dtype = BlockOperator(operator).dtype
-        (self.sampler or SphereSampler()).check_dtype(dtype, self.improved)
-
-    def sampling(self, operator, rows):
-        """See `AbstractTraceEstimator`."""
-        sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
-        resphere = sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return RangeSampling(rows=rows, sampler=sampler, resphere=resphere)
-
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        sampler = self.sampler or SphereSampler()
         block = BlockOperator(operator).linearised()
-        n, m = block.n, k // 3
+        n = block.n
+        m = k // 3
         tested = k - 2 * m
+        sampler = self.sampler_of_trace(block.dtype)
         q, omega = _basis_and_probes(key, block, sampler, m, tested)
         z = block.mm(q)
         g = omega - matmul(q, matmul(adjoint(q), omega))
         products = block.mm(g)
-        resphere = sampler.respheres(self.improved, block.dtype)
-        factor = resphering(float(n - m), square_norms(g), resphere)
+        factor = resphering(float(n - m), square_norms(g), self.respheres(block.dtype))
         residual, std_err = mean_and_std_err(factor * column_dots(g, products))
         value = jnp.sum(jnp.conj(q) * z) + residual
 
@@ -127,7 +100,8 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
         block = BlockOperator(operator).linearised()
         m = k // 3
         tested = k - 2 * m
-        q, omega = _basis_and_probes(key, block, self.sampler or RademacherSampler(), m, tested)
+        sampler = self.sampler_of_rows(block.dtype)
+        q, omega = _basis_and_probes(key, block, sampler, m, tested)
         z = block.adjoint_mm(q)
         samples = residual_samples(q, omega, block.mm(omega), z)
         residual, std_err = mean_and_std_err(rows(samples))
@@ -145,9 +119,7 @@ def _basis_and_probes(
 ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n p"]]:
     """The basis Q = orth(A Omega) of a sketch with m probes, and fresh probes."""
     sketch_key, test_key = split(key)
-    sketch = block.mm(sampler.probes(sketch_key, block.n, m, block.dtype))
-    # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
-    q, _ = qr(sketch / scale_of(sketch))
+    q = range_basis(block, sampler.probes(sketch_key, block.n, m, block.dtype))
     return q, sampler.probes(test_key, block.n, tested, block.dtype)
 
 

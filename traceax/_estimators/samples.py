@@ -42,6 +42,7 @@ from .._sketch.leave_one_out import (
     square_of,
 )
 from .._sketch.nystrom import shifted_cholesky, skew_of_core
+from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .rows import Rows
 
 #: The number of samples that are drawn at once.
@@ -150,7 +151,7 @@ def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"])
         value = jnp.sum(jnp.conj(q) * z)
         return Prepared(q, z, value, safe_norm(z.reshape(-1)), q, evidence_of(z))
     z = block.adjoint_mm(q)
-    value = rows.of_vector(jnp.sum(q * jnp.conj(z), axis=1))
+    value = rows.of_vector(captured_diagonal(q, z))
     return Prepared(q, z, value, rows.norms(z), q, evidence_of(z))
 
 
@@ -192,8 +193,8 @@ def _range_panel(
         return _one_sided_panel(rows, omega, block.mm(omega))
     omega = sampling.sampler.probes(key, n, count, block.dtype)
     if rows is not None:
-        inner = matmul(adjoint(prepared.right), omega)
-        return _one_sided_panel(rows, omega, block.mm(omega) - matmul(q, inner))
+        products = residual_products(q, omega, block.mm(omega), prepared.right)
+        return _one_sided_panel(rows, omega, products)
     g = omega - matmul(q, matmul(adjoint(q), omega))
     images = block.mm(g)
     factor = resphering(float(n - r), square_norms(g), sampling.resphere)
@@ -221,10 +222,8 @@ class RangeSampling(AbstractSampling):
 
     def prepare(self, key, block, size, weights):
         """See `AbstractSampling`."""
-        sketch = block.mm(RademacherSampler().probes(key, block.n, size, block.dtype))
-        # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
-        q, _ = qr(sketch / scale_of(sketch))
-        return _captured(self.rows, block, q)
+        omega = RademacherSampler().probes(key, block.n, size, block.dtype)
+        return _captured(self.rows, block, range_basis(block, omega))
 
     def draw(self, key, block, prepared, count):
         """See `AbstractSampling`."""

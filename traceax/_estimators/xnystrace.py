@@ -1,6 +1,7 @@
 """XNysTrace for traces, and XNysDiag for diagonals."""
 
-from typing import ClassVar, final
+from functools import partial
+from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import check_semidefinite
 from .._operators.tags import semidefinite_sign
-from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler
+from .._probes.samplers import AbstractSampler, SphereSampler
 from .._sketch.leave_one_out import (
+    LeaveOneOut,
     RangeFinder,
+    Samples,
     matmul,
     pairs_of_gram,
+    published_samples,
     quadratic_forms,
     range_finder,
     square_of,
@@ -29,16 +33,17 @@ from .._sketch.nystrom import (
     rounding_of_nystrom,
     signed_estimate,
 )
+from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights
 from .calibration import CALIBRATION
-from .diagonal_error import DiagonalParts, diagonal_and_error
-from .estimator import AbstractTraceEstimator
-from .rows import Rows, RowWeights
+from .diagonal_error import DiagonalParts, diagonal_and_error, shrinkage_of_rows
+from .rows import RowWeights
 from .samples import NystromSampling
-from .xtrace import xdiag_weights
+from .sketching import AbstractLeaveOneOutEstimator
+from .xtrace import XDiagWeights
 
 
 @final
-class XNysTraceEstimator(AbstractTraceEstimator):
+class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
     r"""XNysTrace: the leave-one-out Nystrom estimator for semidefinite operators.
 
     With `k` probes and $\hat A_{(i)}$ the Nystrom approximation of A from all probes but the i-th,
@@ -79,68 +84,98 @@ class XNysTraceEstimator(AbstractTraceEstimator):
     sampler: AbstractSampler | None = None
     improved: bool | None = None
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 1
+    shrink: bool = eqx.field(default=False, static=True)
 
-    def __check_init__(self):
-        (self.sampler or SphereSampler()).check_resphering(self.improved)
+    @property
+    def smallest(self):  # pyright: ignore
+        """The smallest budget."""
+        return FEWEST if self.shrink else 1
 
     def check(self, operator):
         """The operator must be tagged semidefinite."""
-        dtype = BlockOperator(operator).dtype
-        (self.sampler or SphereSampler()).check_dtype(dtype, self.improved)
+        super().check(operator)
         check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
 
     def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
-        sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
+        dtype = BlockOperator(operator).dtype
+        plain = self.sampler or SphereSampler()
+        sampler = plain if rows is None else self.sampler_of_rows(dtype)
         return NystromSampling(rows=rows, sampler=sampler, sign=semidefinite_sign(operator))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        sampler = self.sampler or SphereSampler()
         sign = semidefinite_sign(operator)
         block = BlockOperator(operator).linearised()
-        resphere = sampler.respheres(self.improved, block.dtype)
-        p, r = qr(sampler.probes(key, block.n, k, block.dtype))
+        n = block.n
+        omega = self.sampler_of_trace(block.dtype).probes(key, n, k, block.dtype)
+        p, r = qr(omega)
         factors = nystrom(p, r, sign * block.mm(p), block.eps)
+        resphere = self.respheres(block.dtype)
+        if self.shrink:
+            plain = plain_samples(jnp.conj(omega) * matmul(factors.products.numbers, r))
+            plain = plain._replace(values=plain.values.real)
+            samples_of = partial(shrunk_samples, plain=plain, n=n)
+            values = plain.values
+        else:
+            samples_of = partial(_published, n=n, resphere=resphere)
+            values = quadratic_forms(factors.core, factors.r).real
         rounding = factors.rounding(block.eps)
-        best = best_shift(factors, factors.complex_shifts(), resphere, rounding)
+        best = best_shift(factors, factors.complex_shifts(), samples_of, rounding)
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
-        plain = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
-        value, std_err = factors.unless_wrong((best.value, plain[0]), (best.std_err, plain[1]))
+        without_tag = mean_and_std_err(values)
+        value = factors.unless_wrong(best.value, without_tag[0])
+        std_err = factors.unless_wrong(best.std_err, without_tag[1])
         value, std_err = signed_estimate(factors, sign, value, std_err)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
-        dof = min(k - 1, CALIBRATION["xnystrace"].tail * (max(block.n - k, 1) - 0.2))
+        dof = min(k - 1, CALIBRATION["xnystrace"].tail * (max(n - k, 1) - 0.2))
         estimate = make_estimate(value, std_err, k, dof, factors.evidence)
-        made = xtrace_weights(*_sketch_of_probes(factors, resphere)) if weights else None
-        return CALIBRATION["xnystrace"].applied(estimate), made
+        estimate = CALIBRATION["xnystrace"].applied(estimate)
+        if not weights:
+            return estimate, None
+        ranges = _range_finder(factors, omega)
+        if self.shrink:
+            return estimate, shrunk_weights(omega, ranges, best.weight)
+        return estimate, xtrace_weights(omega, ranges, resphere)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
         sign = semidefinite_sign(operator)
         block = BlockOperator(operator).linearised()
-        sampler = self.sampler or RademacherSampler()
-        p, r = qr(sampler.probes(key, block.n, k, block.dtype))
+        omega = self.sampler_of_rows(block.dtype).probes(key, block.n, k, block.dtype)
+        p, r = qr(omega)
         factors = nystrom(p, r, sign * block.mm(p), block.eps)
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
+        samples_of = partial(_published, n=block.n, resphere=False)
         rounding = factors.rounding(block.eps)
-        best = best_shift(factors, factors.real_shifts(), False, rounding)
-        parts = _diagonal_parts(factors, factors.shifted(best.shift))
-        products = factors.products.numbers
-        rounding = rounding_of_nystrom(rows.norms(products), block.eps)
-        value, std_err = diagonal_and_error(parts, rows, rounding)
-        plain = mean_and_std_err(rows(jnp.conj(parts.omega) * matmul(products, factors.r)))
-        value, std_err = factors.unless_wrong((value, plain[0]), (std_err, plain[1]))
+        best = best_shift(factors, factors.real_shifts(), samples_of, rounding)
+        parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
+        beta = shrinkage_of_rows(parts) if self.shrink else jnp.ones_like(factors.rho)
+        rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), block.eps)
+        value, std_err = diagonal_and_error(parts, beta, rows, rounding, hermitian=True)
+        without_tag = mean_and_std_err(rows(jnp.conj(omega) * parts.products))
+        value = factors.unless_wrong(value, without_tag[0])
+        std_err = factors.unless_wrong(std_err, without_tag[1])
         value, std_err = signed_estimate(factors, sign, value, std_err)
         estimate = make_estimate(value, std_err, k, k - 1, factors.evidence)
-        return estimate, _row_weights(factors, rows) if weights else None
+        if not weights:
+            return estimate, None
+        ranges = _range_finder(factors, omega)
+        made = XDiagWeights(q=ranges.q, s=ranges.s, omega=omega, beta=beta)
+        return estimate, RowWeights(made, rows)
 
 
-def _diagonal_parts(factors: Nystrom, shifted: ShiftedNystrom) -> DiagonalParts:
+def _published(parts: LeaveOneOut, base: Array, n: int, resphere: bool) -> Samples:
+    del base
+    return published_samples(parts, n, resphere)
+
+
+def _diagonal_parts(factors: Nystrom, omega: Array, shifted: ShiftedNystrom) -> DiagonalParts:
     """The pieces of the leave-one-out diagonal of A / scale."""
-    images = matmul(factors.products.numbers - shifted.shift * factors.p, factors.vectors)
+    products = factors.products.numbers
+    images = matmul(products - shifted.shift * factors.p, factors.vectors)
     root = jnp.sqrt(shifted.inverse)
     z = matmul(images, shifted.b * root)
     return DiagonalParts(
@@ -148,21 +183,15 @@ def _diagonal_parts(factors: Nystrom, shifted: ShiftedNystrom) -> DiagonalParts:
         left=z,
         right=z,
         left_over=factors.rho * root,
-        omega=matmul(factors.p, factors.r),
+        omega=omega,
+        products=matmul(products, factors.r),
         pairs=pairs_of_gram(shifted.gram * root[:, None] * root),
     )
 
 
-def _sketch_of_probes(factors: Nystrom, resphere: bool) -> tuple[Array, RangeFinder]:
-    """The probes Omega = P R, and the range finder of their sketch A Omega = (A P) R, which is that
-    of A of either sign.
-    """
-    omega = matmul(factors.p, factors.r)
-    return omega, range_finder(omega, matmul(factors.sketch, factors.r), resphere)
-
-
-def _row_weights(factors: Nystrom, rows: Rows) -> RowWeights:
-    return RowWeights(xdiag_weights(*_sketch_of_probes(factors, False)), rows)
+def _range_finder(factors: Nystrom, omega: Array) -> RangeFinder:
+    """The range finder of the sketch A Omega = (A P) R, which is that of A of either sign."""
+    return range_finder(omega, matmul(factors.sketch, factors.r))
 
 
 XNysTraceEstimator.__init__.__doc__ = """**Arguments:**
@@ -174,4 +203,5 @@ XNysTraceEstimator.__init__.__doc__ = """**Arguments:**
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
     2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
     at once.)
+- `shrink`: see [`traceax.XTraceEstimator`][].
 """

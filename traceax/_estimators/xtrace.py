@@ -1,15 +1,17 @@
 """XTrace for traces, and XDiag for diagonals."""
 
-from typing import ClassVar, final
+from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import evidence_of, make_estimate, rounding_of
 from .._operators.block_operator import BlockOperator
-from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler
+from .._operators.tags import is_hermitian
+from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import (
+    LeaveOneOut,
     RangeFinder,
     adjoint,
     column_dots,
@@ -17,93 +19,104 @@ from .._sketch.leave_one_out import (
     leave_one_out_error,
     matmul,
     pairs_of,
+    published_samples,
     quadratic_forms,
     range_finder,
     rescale_error,
-    resphering,
     sketch_of,
+    square_of,
     xtrace_weights,
+)
+from .._sketch.ranges import captured_diagonal
+from .._sketch.shrunk import (
+    FEWEST,
+    plain_samples,
+    plain_samples_with_skew,
+    shrunk_samples,
+    shrunk_weights,
 )
 from .._sketch.weights import AbstractTwoSidedWeights
 from .calibration import CALIBRATION
-from .diagonal_error import DiagonalParts, diagonal_and_error
-from .estimator import AbstractTraceEstimator
-from .hutchpp import captured_diagonal
+from .diagonal_error import DiagonalParts, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights
-from .samples import RangeSampling
+from .sketching import AbstractLeaveOneOutEstimator
 
 
-def xtrace_samples(factors: RangeFinder, h: Array, t: Array, n: int, resphere: bool):
-    """The samples t_i - tr H and the differences D_ij = t_i - t_ij (see `_sketch.leave_one_out`),
-    from H = Q^H A Q and T = (A Q)^H Omega.
+def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
+    """What leaving out probes does (see `_sketch.leave_one_out`), from H = Q^H A Q and
+    T = (A Q)^H Omega.
 
     With a_i = Q^H A g_i = r_i - H x_i and b_i = (g_i^H A Q)^H = (Z^H omega)_i - H^H x_i,
 
-        g_i^H A g_i = omega_i^H s_i s_i^H r_i - t_i^H x_i + x_i^H H x_i =: e_i
-        t_i         = tr H - s_i^H H s_i + c_i e_i.
+        e_i = g_i^H A g_i = omega_i^H s_i s_i^H r_i - t_i^H x_i + x_i^H H x_i,
 
-    Holding out j as well adds Q u_ij beta to the residual probe, beta = u_ij^H x_i, hence
+    and tr H loses s_i^H H s_i. Holding out j as well adds Q u_ij beta to the residual probe,
+    beta = u_ij^H x_i, hence
 
-        t_ij = tr H - s_i^H H s_i - u_ij^H H u_ij
-               + c_ij (e_i + conj(beta) u_ij^H a_i + beta conj(u_ij^H b_i) + |beta|^2 u_ij^H H u_ij)
+        e_ij = e_i + conj(beta) u_ij^H a_i + beta conj(u_ij^H b_i) + |beta|^2 u_ij^H H u_ij.
 
-    with c_ij = (n - m + 2) / (||g_i||^2 + |beta|^2) if resphered, else 1.
+    As s_j^H r_i = 0, what Q_ij leaves of A omega_i is Q (s_i s_i^H + u_ij u_ij^H) r_i, of norm
+    |s_i^H r_i| / nu_ij and with the inner product g_ij^H A omega_i
+    = (conj(s_i^H w_i) - conj(beta gamma_ij) / nu_ij) s_i^H r_i.
     """
-    _, r, s, w, x, square, factor = factors
-    m = r.shape[0]
-    hx = matmul(h, x)
-    residual = (
-        jnp.conj(column_dots(s, w)) * column_dots(s, r) - column_dots(t, x) + column_dots(x, hx)
-    )
-    samples = factor * residual - quadratic_forms(h, s)
-
+    _, r, s, w, x, square = factors
     s_h = adjoint(s)
+    hx = matmul(h, x)
+    height = column_dots(s, r)
+    along = column_dots(s, w)
+    residual = jnp.conj(along) * height - column_dots(t, x) + column_dots(x, hx)
+
     pairs = pairs_of(s)
     lost = pairs.forms(matmul(s_h, matmul(h, s)))
     beta = pairs.components(matmul(s_h, x))
     towards = pairs.components(matmul(s_h, r - hx))
     against = pairs.components(matmul(s_h, t - matmul(adjoint(h), x)))
-    size = jnp.abs(beta) ** 2
-    pair_residual = (
-        residual[:, None] + jnp.conj(beta) * towards + beta * jnp.conj(against) + size * lost
+    size = square_of(beta)
+    change = jnp.conj(beta) * towards + beta * jnp.conj(against) + size * lost
+    pair_square = square[:, None] + size
+    shared = along[:, None] - beta * pairs.gamma / jnp.sqrt(pairs.square)
+    energy = 1 / pairs.square - square_of(shared) / pair_square
+    return LeaveOneOut(
+        lost=quadratic_forms(h, s),
+        residual=residual,
+        square=square,
+        pair_lost=lost,
+        pair_residual=residual[:, None] + change,
+        pair_square=pair_square,
+        energy=square_of(height)[:, None] * energy,
+        valid=pairs.valid,
     )
-    pair_factor = resphering(n - m + 2.0, square[:, None] + size, resphere)
-    differences = lost + (factor * residual)[:, None] - pair_factor * pair_residual
-    return samples, jnp.where(pairs.valid, differences, jnp.zeros_like(differences))
 
 
 @final
 class XDiagWeights(AbstractTwoSidedWeights):
     """XDiag as a function of A, with the probes and everything computed from them held fixed:
 
-    diag(Q (I - S S^H / m) Q^H A)
-    + mean_i conj(omega_i) (A omega_i - Q (I - s_i s_i^H) Q^H A omega_i)
+        mean_i beta_i diag(Q (I - s_i s_i^H) Q^H A)
+        + mean_i conj(omega_i) (A omega_i - beta_i Q (I - s_i s_i^H) Q^H A omega_i)
 
-    A contraction costs 2 m matvecs, m of them with the adjoint.
+    (beta_i: see `_sketch.shrunk`). A contraction costs 2 m matvecs, m of them with the adjoint.
     """
 
     q: Inexact[Array, "n m"]
     s: Inexact[Array, "m m"]
     omega: Inexact[Array, "n m"]
+    beta: Real[Array, " m"]
 
     def combine(self, products, adjoint_products):
         """See `AbstractTwoSidedWeights`."""
         q = self.q
         s = self.s
-        held_out = q - matmul(q, matmul(s, adjoint(s))) / s.shape[0]
+        lost = matmul(s * self.beta, adjoint(s)) / s.shape[0]
+        held_out = q * jnp.mean(self.beta) - matmul(q, lost)
         inner = matmul(adjoint(adjoint_products), self.omega)  # Q^H A Omega
-        inner = inner - s * column_dots(s, inner)
+        inner = (inner - s * column_dots(s, inner)) * self.beta
         samples = jnp.conj(self.omega) * (products - matmul(q, inner))
         return captured_diagonal(held_out, adjoint_products) + jnp.mean(samples, axis=1)
 
 
-def xdiag_weights(omega: Array, factors: RangeFinder) -> XDiagWeights:
-    """The weights that belong to a sketch."""
-    return XDiagWeights(q=factors.q, s=factors.s, omega=omega)
-
-
 @final
-class XTraceEstimator(AbstractTraceEstimator):
+class XTraceEstimator(AbstractLeaveOneOutEstimator):
     r"""XTrace: Hutch++ made exchangeable, so that every probe serves both as sketch and as test.
 
     With $m = \lfloor k/2 \rfloor$ probes, $Q_{(i)}$ an orthonormal basis of the range of
@@ -134,70 +147,73 @@ class XTraceEstimator(AbstractTraceEstimator):
     sampler: AbstractSampler | None = None
     improved: bool | None = None
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 2
+    shrink: bool = eqx.field(default=False, static=True)
 
-    def __check_init__(self):
-        (self.sampler or SphereSampler()).check_resphering(self.improved)
-
-    def check(self, operator):
-        """Any square operator will do."""
-        dtype = BlockOperator(operator).dtype
-        (self.sampler or SphereSampler()).check_dtype(dtype, self.improved)
-
-    def sampling(self, operator, rows):
-        """See `AbstractTraceEstimator`."""
-        sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
-        resphere = sampler.respheres(self.improved, BlockOperator(operator).dtype)
-        return RangeSampling(rows=rows, sampler=sampler, resphere=resphere)
+    @property
+    def smallest(self):  # pyright: ignore
+        """The smallest budget: a probe takes two products."""
+        return 2 * FEWEST if self.shrink else 2
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        sampler = self.sampler or SphereSampler()
         block = BlockOperator(operator).linearised()
-        n, m = block.n, k // 2
-        resphere = sampler.respheres(self.improved, block.dtype)
-        omega = sampler.probes(key, n, m, block.dtype)
+        n = block.n
+        m = k // 2
+        omega = self.sampler_of_trace(block.dtype).probes(key, n, m, block.dtype)
         sketch = sketch_of(block, omega)  # A Omega / scale + nu Omega
-        factors = range_finder(omega, sketch.shifted, resphere)
+        factors = range_finder(omega, sketch.shifted)
         z = block.mm(factors.q) / sketch.products.scale
         # The shift is added to the small matrices, so that no further block of n rows is made.
         h = matmul(adjoint(factors.q), z) + sketch.nu * jnp.eye(m, dtype=block.dtype)
         t = matmul(adjoint(z), omega) + sketch.nu * factors.w
-        samples, differences = xtrace_samples(factors, h, t, n, resphere)
+        parts = xtrace_parts(factors, h, t)
+        base = jnp.trace(h)
+        resphere = self.respheres(block.dtype)
+        if self.shrink:
+            plain = plain_samples if is_hermitian(operator) else plain_samples_with_skew
+            terms = jnp.conj(omega) * sketch.shifted
+            values, differences, beta = shrunk_samples(parts, base, plain(terms), n)
+            made = shrunk_weights(omega, factors, beta) if weights else None
+        else:
+            values, differences, _ = published_samples(parts, n, resphere)
+            made = xtrace_weights(omega, factors, resphere) if weights else None
 
         size = sketch.products.size
-        value = size * (jnp.trace(h) + jnp.mean(samples) - n * sketch.nu)
+        value = size * (base + jnp.mean(values) - n * sketch.nu)
         rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
-        std_err = rescale_error(size, leave_one_out_error(samples, differences, rounding))
+        std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
         estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence_of(factors.r, h))
-        made = xtrace_weights(omega, factors) if weights else None
         return CALIBRATION["xtrace"].applied(estimate), made
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
         block = BlockOperator(operator).linearised()
         m = k // 2
-        omega = (self.sampler or RademacherSampler()).probes(key, block.n, m, block.dtype)
+        omega = self.sampler_of_rows(block.dtype).probes(key, block.n, m, block.dtype)
         sketch = sketch_of(block, omega)
-        factors = range_finder(omega, sketch.shifted, resphere=False)
+        factors = range_finder(omega, sketch.shifted)
         q = factors.q
         s = factors.s
         z = block.adjoint_mm(q) / sketch.products.scale + sketch.nu * q
         parts = DiagonalParts(
-            base=captured_diagonal(q, z) - sketch.nu,
+            base=captured_diagonal(q, z),
             left=matmul(q, s),
             right=matmul(z, s),
             left_over=column_dots(s, factors.r),
             omega=omega,
+            products=sketch.shifted,
             pairs=pairs_of(s),
         )
-        value, std_err = diagonal_and_error(parts, rows, rounding_of(rows.norms(z), block.eps))
+        beta = shrinkage_of_rows(parts) if self.shrink else jnp.ones(m, block.dtype).real
+        rounding = rounding_of(rows.norms(z), block.eps)
+        value, std_err = diagonal_and_error(parts, beta, rows, rounding)
         size = sketch.products.size
+        value = size * (value - rows.of_vector(jnp.full(block.n, sketch.nu)))
         std_err = rescale_error(size, std_err)
-        evidence = evidence_of(factors.r, z)
-        estimate = make_estimate(size * value, std_err, 2 * m, m - 1, evidence)
-        return estimate, RowWeights(xdiag_weights(omega, factors), rows) if weights else None
+        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence_of(factors.r, z))
+        made = XDiagWeights(q=q, s=s, omega=omega, beta=beta)
+        return estimate, RowWeights(made, rows) if weights else None
 
 
 XTraceEstimator.__init__.__doc__ = """**Arguments:**
@@ -209,4 +225,7 @@ XTraceEstimator.__init__.__doc__ = """**Arguments:**
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
     2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
     at once.)
+- `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is never
+    much worse than the better of both. The probes are random signs (complex phases for complex
+    operators), and are not renormalised.
 """

@@ -253,23 +253,20 @@ class RangeFinder(NamedTuple):
     w: Inexact[Array, "m m"]  # Q^H Omega
     x: Inexact[Array, "m m"]  # x_i = (I - s_i s_i^H) w_i: g_i = omega_i - Q x_i
     square: Real[Array, " m"]  # ||g_i||^2
-    factor: Real[Array, " m"]  # c_i: (n - m + 1) / ||g_i||^2 with resphering, 1 without
 
 
-def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
+def range_finder(omega: Array, sketch: Array) -> RangeFinder:
     """Factorise a (shifted, hence full-rank) sketch.
 
     **Arguments:**
 
     - `omega`: the probes.
     - `sketch`: their products.
-    - `resphere`: whether to renormalise the residual probes.
 
     **Returns:**
 
     A `RangeFinder`. Cost: one QR factorisation (4 n m^2 operations) and 2 n m^2 more.
     """
-    n, m = omega.shape
     q, r = qr(sketch)
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
@@ -277,15 +274,52 @@ def range_finder(omega: Array, sketch: Array, resphere: bool) -> RangeFinder:
     x = w - s * column_dots(s, w)
     norms = square_norms(omega)
     square = jnp.maximum(norms - square_norms(x), jnp.finfo(norms.dtype).eps * norms)
-    return RangeFinder(q, r, s, w, x, square, resphering(n - m + 1.0, square, resphere))
+    return RangeFinder(q, r, s, w, x, square)
 
 
-def xtrace_weights(omega: Array, factors: RangeFinder) -> LowRankWeights:
+class LeaveOneOut(NamedTuple):
+    """What is left without probe i (arrays over i), and without j as well (over i and j)."""
+
+    lost: Inexact[Array, " m"]  # of the trace of the low-rank part
+    residual: Inexact[Array, " m"]  # e_i: what probe i says of the rest
+    square: Real[Array, " m"]  # ||g_i||^2
+    pair_lost: Inexact[Array, "m m"]  # what j takes after i
+    pair_residual: Inexact[Array, "m m"]  # e_ij
+    pair_square: Real[Array, "m m"]  # ||g_ij||^2
+    energy: Real[Array, "m m"]  # V_ij, see `_sketch.shrunk`
+    valid: Bool[Array, "m m"]
+
+
+class Samples(NamedTuple):
+    """Samples t_i of a trace, less what they have in common, and the m x m differences D_ij."""
+
+    values: Inexact[Array, " m"]
+    differences: Inexact[Array, "m m"]
+    weight: Real[Array, " m"]  # beta_i, see `_sketch.shrunk`; 1 for samples that are not shrunk
+
+
+def published_samples(parts: LeaveOneOut, n: int, resphere: bool) -> Samples:
+    """The samples of XTrace and XNysTrace, less the trace of the low-rank part of all probes:
+
+        t_i = c_i e_i - lost_i,    D_ij = t_i - t_ij = pair_lost_ij + c_i e_i - c_ij e_ij
+
+    with c_i = (n - m + 1) / ||g_i||^2 and c_ij = (n - m + 2) / ||g_ij||^2 if resphered, else 1.
+    """
+    m = len(parts.square)
+    tested = resphering(n - m + 1.0, parts.square, resphere) * parts.residual
+    pair_tested = resphering(n - m + 2.0, parts.pair_square, resphere) * parts.pair_residual
+    differences = parts.pair_lost + tested[:, None] - pair_tested
+    differences = jnp.where(parts.valid, differences, jnp.zeros_like(differences))
+    return Samples(tested - parts.lost, differences, jnp.ones_like(parts.square))
+
+
+def xtrace_weights(omega: Array, factors: RangeFinder, resphere: bool) -> LowRankWeights:
     """U = [Q (I - S S^H / m), c_i g_i / m], V = [Q, g_i], with g_i = omega_i - Q x_i."""
-    m = omega.shape[1]
+    n, m = omega.shape
     residual = omega - matmul(factors.q, factors.x)
     held_out = jnp.eye(m, dtype=omega.dtype) - matmul(factors.s, adjoint(factors.s)) / m
-    u = jnp.concatenate([matmul(factors.q, held_out), residual * (factors.factor / m)], axis=1)
+    factor = resphering(n - m + 1.0, factors.square, resphere)
+    u = jnp.concatenate([matmul(factors.q, held_out), residual * (factor / m)], axis=1)
     return LowRankWeights(u.astype(omega.dtype), jnp.concatenate([factors.q, residual], axis=1))
 
 

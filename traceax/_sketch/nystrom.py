@@ -62,6 +62,7 @@ E that the complex shifts are made of, are nearly the same for all probes where 
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -72,7 +73,9 @@ from jaxtyping import Array, Complex, Inexact, Real
 from .._core.estimate import Evidence, evidence_of, rounding_of, skew_of
 from .._linalg.factorisations import cholesky, diagonal_of, eigh
 from .leave_one_out import (
+    LeaveOneOut,
     Pairs,
+    Samples,
     Scaled,
     adjoint,
     column_dots,
@@ -88,18 +91,14 @@ from .leave_one_out import (
     without_zero_pivots,
 )
 
-#: The real shifts that are tried, as multiples of theta (see above). If one part of the error is
-#: proportional to 1 - c and the other to its inverse, the best of them is within 1.75 times the
-#: best of all.
-MULTIPLES = (0.0, 0.7, 0.9, 0.99, 0.999)
+#: The real shifts that are tried, as multiples of theta (see above). The last leaves a flat tail to
+#: rounding.
+MULTIPLES = (0.0, 0.9, 0.99, 0.999, 0.999999)
 
 #: The complex shifts that are tried: for each q the eigenvalue delta of the core that exceeds a
 #: q-th part of them (and two at least), and eta a multiple of its distance from the smallest. With
 #: the multiple 1, or if it exceeds only one, the bias is twice as large.
 PARTS, LEAST_PART, DAMPING = (8, 4, 2), 2, 2.0
-
-#: The multiple of theta that is tried before them.
-UNDAMPED = 0.9
 
 #: Shifts are tried if a quarter of the eigenvalues of the core lie within this multiple of theta.
 #: If the spectrum decays fast, samples have heavy tails, and a gain would be an accident of a few.
@@ -148,9 +147,9 @@ class Nystrom(NamedTuple):
         n, m = self.p.shape
         return rounding_of_nystrom(math.sqrt(n / m) * self.products.norm, eps)
 
-    def unless_wrong(self, *pairs: tuple[Array, Array | int]) -> list[Array]:
-        """The first of each pair or, if the tag is wrong, the second, which needs no tag."""
-        return [jnp.where(self.evidence.fails, plain, estimated) for estimated, plain in pairs]
+    def unless_wrong(self, estimated: Array, plain: Array) -> Array:
+        """The first or, if the tag is wrong, the second, which needs no tag."""
+        return jnp.where(self.evidence.fails, plain, estimated)
 
     def real_shifts(self) -> Real[Array, " c"]:
         """The real shifts that are tried, the first of which is 0."""
@@ -164,7 +163,7 @@ class Nystrom(NamedTuple):
         parts = np.clip([len(self.eigenvalues) // part for part in PARTS], LEAST_PART, None)
         delta = self.eigenvalues[np.minimum(parts, last)]
         eta = jnp.maximum(DAMPING * (delta - self.eigenvalues[0]), self.nu)
-        undamped = jnp.stack([jnp.zeros_like(self.nu), UNDAMPED * self.theta])
+        undamped = jnp.stack([jnp.zeros_like(self.nu), MULTIPLES[1] * self.theta])
         eta = jnp.concatenate([jnp.zeros_like(undamped), eta])
         return lax.complex(jnp.concatenate([undamped, delta]), -eta)
 
@@ -198,61 +197,49 @@ class ShiftedNystrom(NamedTuple):
     inverse: Inexact[Array, " m"]  # 1 / d_i
 
 
-def trace_and_error(
-    factors: Nystrom, shifted: ShiftedNystrom, resphere: bool, rounding: Real[Array, ""]
-) -> tuple[Real[Array, ""], Real[Array, ""]]:
-    """The leave-one-out estimate of the trace of A / scale.
+def trace_of(factors: Nystrom, shifted: ShiftedNystrom) -> Real[Array, ""]:
+    """The trace of the approximation, and of the multiple of the identity that was taken off."""
+    # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
+    n, m = factors.p.shape
+    beyond = jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
+    return jnp.trace(factors.core).real + beyond + float(n - m) * shifted.shift
+
+
+def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
+    """What leaving out probes does to the approximation of A / scale.
 
     Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
-    omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since rho_i = ||g_i||,
+    e_i = omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since s_j^H r_i = 0, with j held out as well
+    the residual changes only by a factor: with gamma' of the pair (q_i, q_j), gamma of (s_i, s_j),
 
-        t_i = ||F||_F^2 - ||F q_i||^2 + alpha_i / d_i,  alpha_i = n - m + 1 (resphered) or rho_i^2.
-
-    With j held out as well, the plane (q_i, q_j) is lost. Because s_j^H r_i = 0, the residual
-    changes only by a factor. With gamma' of the pair (q_i, q_j) and gamma of the pair (s_i, s_j),
-
-        t_ij = ||F||_F^2 - ||F q_i||^2 - ||F u'_ij||^2 + alpha_ij / (d_i (1 - |gamma'_ij|^2)),
-        alpha_ij = (n - m + 2) (1 - |gamma_ij|^2) or rho_i^2.
+        e_ij = e_i / (1 - |gamma'_ij|^2),    ||g_ij||^2 = rho_i^2 / (1 - |gamma_ij|^2),
+        pair_lost_ij = ||F u'_ij||^2,        ||(A - A_ij) omega_i||^2 = e_ij ||F u'_ji||^2.
 
     With a complex shift, the real parts of the same expressions, |gamma'_ij|^2 being gamma'_ij
     gamma'_ji: what is lost is Re tr K^{-1} (L + Gamma), for the 2 x 2 matrices K = S_ij^H G^{-1}
     S_ij, L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair, and what is left on
     the plane is Re Gamma K^{-1} Gamma.
-
-    **Arguments:**
-
-    - `factors`: the pieces.
-    - `shifted`: the approximation that is made of them.
-    - `resphere`: whether to renormalise the residual probes.
-    - `rounding`: the standard error that rounding adds.
-
-    **Returns:**
-
-    The estimate, and its standard error.
     """
     inverse = shifted.inverse
     probes = factors.probes
-    n, m = map(float, factors.p.shape)
-    rho_square = factors.rho**2
-    alpha = jnp.full_like(rho_square, n - m + 1) if resphere else rho_square
-
+    square = factors.rho**2
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
     beyond = shifted.inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
     lengths = probes.gamma * inverse + matmul(adjoint(factors.directions), beyond)
-    samples = (alpha * inverse - diagonal_of(lengths)).real
-
-    pair_alpha = (n - m + 2) * probes.square if resphere else rho_square[:, None]
     pairs = pairs_of_gram(shifted.gram * inverse, hermitian=False)
-    left = (alpha[:, None] - pair_alpha * reciprocal(pairs.square)) * inverse[:, None]
-    differences = (pairs.forms(lengths) + left).real
-    valid = pairs.valid & probes.valid
-    differences = jnp.where(valid, differences, jnp.zeros_like(differences))
-
-    # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
-    beyond = diagonal_of(factors.beyond).real * shifted.inverse_core.real
-    base = jnp.trace(factors.core).real + jnp.sum(beyond) + (n - m) * shifted.shift
-    std_err = leave_one_out_error(samples, differences, rounding)
-    return base + jnp.mean(samples), std_err
+    pair_lost = pairs.forms(lengths).real
+    pair_residual = (square * inverse)[:, None] * reciprocal(pairs.square)
+    pair_square = square[:, None] / probes.square
+    return LeaveOneOut(
+        lost=diagonal_of(lengths).real,
+        residual=square * inverse.real,
+        square=square,
+        pair_lost=pair_lost,
+        pair_residual=pair_residual.real,
+        pair_square=pair_square,
+        energy=pair_residual.real * (pair_lost.T - pair_residual.real / pair_square),
+        valid=pairs.valid & probes.valid,
+    )
 
 
 class BestShift(NamedTuple):
@@ -261,23 +248,28 @@ class BestShift(NamedTuple):
     shift: Inexact[Array, ""]
     value: Real[Array, ""]
     std_err: Real[Array, ""]
+    weight: Real[Array, " m"]  # of the samples
 
 
 def best_shift(
-    factors: Nystrom, shifts: Inexact[Array, " c"], resphere: bool, rounding: Real[Array, ""]
+    factors: Nystrom,
+    shifts: Inexact[Array, " c"],
+    samples_of: Callable[[LeaveOneOut, Array], Samples],
+    rounding: Real[Array, ""],
 ) -> BestShift:
-    """Try one shift after the other while the standard error falls; only the first of them, if the
-    tail of the spectrum is not flat.
+    """Try one shift after the other while the standard error falls; only the first of them, 0, if
+    the tail of the spectrum is not flat.
 
     What the approximation misses of a flat tail falls with the shift, what it misses of the rest
-    grows with it: their sum falls first, and grows from its minimum on. Cost: for each shift, 6 m^3
-    operations if it is real, and 12 m^3 if it is complex.
+    grows with it: their sum falls first, and grows from its minimum on. Cost: for each shift,
+    6 m^3 operations if it is real, and 12 m^3 if it is complex.
 
     **Arguments:**
 
     - `factors`: the pieces of the approximations.
     - `shifts`: those that may be taken. The first is 0, and is kept if the gain is small.
-    - `resphere`: whether to renormalise the residual probes.
+    - `samples_of`: the samples from what leaving out probes does and from the trace of the
+        low-rank part.
     - `rounding`: the standard error that rounding adds.
     """
     m = len(factors.eigenvalues)
@@ -285,13 +277,19 @@ def best_shift(
         shifts = shifts[:1]
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
+    def estimate(z):
+        shifted = factors.shifted(z)
+        base = trace_of(factors, shifted)
+        values, differences, weight = samples_of(xnystrace_parts(factors, shifted), base)
+        std_err = leave_one_out_error(values, differences, rounding)
+        return BestShift(z, base + jnp.mean(values), std_err, weight)
+
     def select(wanted, new, old):
         return BestShift(*[jnp.where(wanted, *pair) for pair in zip(new, old, strict=True)])
 
     def step(state):
         i, _, first, best = state
-        z = shifts[i]
-        found = BestShift(z, *trace_and_error(factors, factors.shifted(z), resphere, rounding))
+        found = estimate(shifts[i])
         better = (i == 0) | (found.std_err < best.std_err)
         return i + 1, better & flat, select(i == 0, found, first), select(better, found, best)
 
@@ -299,7 +297,7 @@ def best_shift(
         return state[1] & (state[0] < shifts.size)
 
     zero = jnp.zeros_like(factors.nu)
-    nothing = BestShift(jnp.zeros_like(shifts[0]), zero, zero)
+    nothing = BestShift(jnp.zeros_like(shifts[0]), zero, zero, jnp.zeros_like(factors.rho))
     start = jnp.zeros((), jnp.int32), jnp.array(True), nothing, nothing
     _, _, first, best = lax.while_loop(goes_on, step, start)
     return select(best.std_err < WORTH * first.std_err, best, first)

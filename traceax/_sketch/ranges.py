@@ -1,0 +1,32 @@
+"""Bases of the range of a sketch, and diagonals on them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+from .._core.estimate import scale_of
+from .._linalg.factorisations import qr
+from .._operators.block_operator import BlockOperator
+from .leave_one_out import adjoint, matmul
+
+
+def range_basis(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+    """An orthonormal basis of the range of A Omega. It holds NaN where A Omega does."""
+    sketch = block.mm(omega)
+    # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
+    q, _ = qr(sketch / scale_of(sketch))
+    return q
+
+
+def residual_samples(q: Array, omega: Array, products: Array, adjoint_products: Array) -> Array:
+    """The samples conj(omega_i) (I - Q Q^H) A omega_i of a diagonal, from A Omega and A^H Q."""
+    return jnp.conj(omega) * residual_products(q, omega, products, adjoint_products)
+
+
+def residual_products(q: Array, omega: Array, products: Array, adjoint_products: Array) -> Array:
+    """(I - Q Q^H) A Omega, from A Omega and A^H Q."""
+    return products - matmul(q, matmul(adjoint(adjoint_products), omega))
+
+
+def captured_diagonal(q: Array, adjoint_products: Array) -> Array:
+    """diag(Q Q^H A), from A^H Q."""
+    return jnp.sum(q * jnp.conj(adjoint_products), axis=1)

@@ -1,0 +1,165 @@
+r"""Leave-one-out samples, shrunk towards Hutchinson's sample of the same probe.
+
+A low-rank part of random vectors cannot capture a spread diagonal, and projecting it off takes the
+exactness of random signs away. But each probe gives two samples. With independent phases (random
+signs) omega_i, h_i = omega_i^H A omega_i is Hutchinson's sample, and t_i is that of XTrace or
+XNysTrace. Given the other probes both have the mean tr A, and so has, for every beta_i that depends
+on the *other* probes alone,
+
+    s_i = h_i - beta_i (h_i - t_i),      beta_i = 1 / (1 + (V_t / V_h)^2).
+
+V_h and V_t are the variances of h_i and t_i, estimated from the probes j != i, but for a factor (2
+for real probes) that both have:
+
+    V_h = sum_r var_{j != i}(u_rj),   u_j = conj(omega_j) o A omega_j,
+    V_t = mean_{j != i} V_ji,         V_ji = ||B omega_j||^2 - |g_ji^H B omega_j|^2 / ||g_ji||^2,
+
+where B is what the low-rank part without i and j leaves of A, and g_ji what probe j has beyond the
+space of the others.
+
+*The variance of the others.* With c_j = u_j - mean(u) and N_j = ||c_j||^2, sum_{j != i} c_j = -c_i,
+hence V_h = (sum_j N_j - N_i m / (m - 1)) / (m - 2).
+
+*Level instead of resphering.* c_i = (n - m + 1) / ||g_i||^2 is right for rotation invariant probes
+only. The flat part of what is left, delta_i = sum_{j != i} e_ji / sum_{j != i} ||g_ji||^2, with i
+held out, is taken off in its place: as E ||g_i||^2 = n - m + 1,
+
+    t_i = tr(Q_i^H A Q_i) + e_i + delta_i (n - m + 1 - ||g_i||^2)
+
+is unbiased for every isotropic probe.
+
+*The standard error* is that of `leave_one_out`, with D_ij = beta_i (t_i - t_ij): as s_i is unbiased
+given the others, the identity holds, but for the change of beta and delta with j.
+
+*Weights.* With c_i = beta_i (n - m + 1 - ||g_i||^2) / (m sum_{j != i} ||g_ji||^2),
+
+    G = 1/m sum_i [ (1 - beta_i) omega_i omega_i^H + beta_i (Q (I - s_i s_i^H) Q^H + g_i g_i^H) ]
+        + sum_{i != j} c_i g_ji g_ji^H.
+
+All of it lies in the span of [Q, g_1 ... g_m]: omega_i = g_i + Q x_i, g_ji = g_j + Q a_ji with
+a_ji = b_ji u_ji, b_ji = u_ji^H x_j. And <G, I> = n exactly, as ||omega_i||^2 = n.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real
+
+from .leave_one_out import (
+    LeaveOneOut,
+    RangeFinder,
+    Samples,
+    adjoint,
+    matmul,
+    pairs_of,
+    square_norms,
+    square_of,
+)
+from .weights import LowRankWeights
+
+#: The fewest probes that tell which of the two samples is the better one.
+FEWEST = 3
+
+#: From how many probes on the sample variance of the h_j is believed where it is smaller than V_h,
+#: which counts the skew part of a matrix as well; and the shares of V_h below which it is believed
+#: for fewer probes, as few samples agree by chance.
+ENOUGH = 8
+BY_CHANCE = {3: 1e-6}
+RARELY = 1e-3
+
+
+class PlainSamples(NamedTuple):
+    """Hutchinson's samples h_i, and V_h, for each of them from the others."""
+
+    values: Inexact[Array, " m"]
+    variance: Real[Array, " m"]
+
+
+def plain_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
+    """The samples of a Hermitian matrix from the terms u = conj(omega) o A omega."""
+    centred = terms - jnp.mean(terms, axis=1, keepdims=True)
+    return PlainSamples(jnp.sum(terms, axis=0), variance_of_others(square_norms(centred)))
+
+
+def plain_samples_with_skew(terms: Inexact[Array, "n m"]) -> PlainSamples:
+    """The same for a matrix that need not be Hermitian. The variance of h_i is that of the
+    Hermitian part alone, and V_h is more: the scatter of the h_j says so.
+    """
+    values, variance = plain_samples(terms)
+    m = len(values)
+    seen = variance_of_others(square_of(values - jnp.mean(values)))
+    if not jnp.iscomplexobj(terms):
+        seen = seen / 2
+    share = 1.0 if m >= ENOUGH else BY_CHANCE.get(m, RARELY)
+    return PlainSamples(values, jnp.where(seen < share * variance, seen, variance))
+
+
+def variance_of_others(squares: Real[Array, " m"]) -> Real[Array, " m"]:
+    """For each i the sample variance of the others, from |c_j|^2 with c_j the deviation from the
+    mean of all.
+    """
+    m = len(squares)
+    return jnp.maximum(jnp.sum(squares) - squares * (m / (m - 1)), 0) / (m - 2)
+
+
+def shrinkage(variance: Real[Array, " m"], energy: Real[Array, "m m"]) -> Real[Array, " m"]:
+    """The weights beta_i, from V_h and from the V_ij (0 where i = j)."""
+    m = len(variance)
+    ratio = jnp.sum(energy, axis=0) / (m - 1) / jnp.maximum(variance, jnp.finfo(energy.dtype).tiny)
+    return 1 / (1 + jnp.square(ratio))
+
+
+def shrunk_samples(parts: LeaveOneOut, base: Array, plain: PlainSamples, n: int) -> Samples:
+    """The samples s_i, less the trace `base` of the low-rank part of all probes."""
+    m = len(parts.square)
+    valid = parts.valid
+    beta = shrinkage(plain.variance, jnp.where(valid, jnp.maximum(parts.energy, 0), 0))
+    level = _level(parts)
+    t = parts.residual + level * (n - m + 1 - parts.square) - parts.lost
+    h = plain.values - base
+
+    grown = parts.pair_square - parts.square[:, None] - 1
+    change = parts.residual[:, None] - parts.pair_residual + level[:, None] * grown
+    differences = beta[:, None] * (parts.pair_lost + change)
+    differences = jnp.where(valid, differences, jnp.zeros_like(differences))
+    return Samples(h - beta * (h - t), differences, beta)
+
+
+def _level(parts: LeaveOneOut) -> Inexact[Array, " m"]:
+    """The flat part delta_i of what is left, for each i from the others."""
+    residual = jnp.sum(jnp.where(parts.valid, parts.pair_residual, 0), axis=0)
+    square = jnp.sum(jnp.where(parts.valid, parts.pair_square, 0), axis=0)
+    return residual / jnp.where(square > 0, square, 1)
+
+
+def shrunk_weights(
+    omega: Inexact[Array, "n m"], factors: RangeFinder, beta: Real[Array, " m"]
+) -> LowRankWeights:
+    """G = [Q, g] K [Q, g]^H with K = [[K_q, K_x], [K_x^H, K_g]], K_g diagonal (see above)."""
+    n, m = omega.shape
+    s = factors.s
+    x = factors.x
+    g = omega - matmul(factors.q, x)
+    pairs = pairs_of(s)
+    # a_ij = b_ij u_ij = s_j along_ij - s_i back_ij
+    b = jnp.where(pairs.valid, pairs.components(matmul(adjoint(s), x)), 0)
+    along = b / jnp.sqrt(pairs.square)
+    back = along * pairs.gamma
+    pair_square = jnp.where(pairs.valid, factors.square[:, None] + square_of(b), 0)
+    total = jnp.sum(pair_square, axis=0)
+    share = beta * (n - m + 1 - factors.square) / (m * jnp.where(total > 0, total, 1))
+    share = jnp.where(pairs.valid, share, 0)  # c_j, over (i, j)
+
+    plain = (1 - beta) / m
+    k_x = x * plain + matmul(s, (share * along).T) - s * jnp.sum(share * back, axis=1)
+    k_g = 1 / m + jnp.sum(share, axis=1)
+    cross = (share * along * jnp.conj(back)).T
+    of_j = jnp.sum(share * square_of(along), axis=0)
+    of_i = jnp.sum(share * square_of(back), axis=1)
+    inner = jnp.diag(of_i + of_j - beta / m).astype(omega.dtype) - cross - adjoint(cross)
+    k_q = matmul(x * plain, adjoint(x)) + matmul(s, matmul(inner, adjoint(s)))
+    k_q = k_q + jnp.mean(beta) * jnp.eye(m, dtype=omega.dtype)
+    u_q = matmul(factors.q, k_q) + matmul(g, adjoint(k_x))
+    u_g = matmul(factors.q, k_x) + g * k_g
+    u = jnp.concatenate([u_q, u_g], axis=1).astype(omega.dtype)
+    return LowRankWeights(u, jnp.concatenate([factors.q, g], axis=1))
