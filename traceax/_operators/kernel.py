@@ -37,14 +37,9 @@ from .unstructured import register_unstructured
 _BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**24
 
 
-@final
-class _Conjugated(eqx.Module):
+def _conjugated(kernel: Callable[..., Any], x: PyTree[Array], y: PyTree[Array]) -> Array:
     """The transpose of a complex kernel, which is Hermitian."""
-
-    kernel: Any
-
-    def __call__(self, x: Any, y: Any) -> Any:
-        return jnp.conj(self.kernel(x, y))
+    return jnp.conj(kernel(x, y))
 
 
 def _of_pairs(kernel: Any, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
@@ -313,7 +308,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         """The transpose: the operator itself, unless the kernel is complex."""
         if not jnp.issubdtype(self._dtype, jnp.complexfloating):
             return self
-        return eqx.tree_at(lambda operator: operator.kernel, self, _Conjugated(self.kernel))
+        conjugated = jtu.Partial(_conjugated, self.kernel)
+        return eqx.tree_at(lambda operator: operator.kernel, self, conjugated)
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         """The structure of the vectors that the operator multiplies."""
