@@ -29,14 +29,14 @@ class KnownPartsWeights(AbstractWeights):
     inner: AbstractWeights | None  # None if nothing was estimated
     rows: Rows | None  # None for traces
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        parts = split_known_parts(operator, diagonal=self.rows is not None)
+        parts = split_known_parts(block.operator, diagonal=self.rows is not None)
         exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
         if self.inner is None or parts.rest is None:
             return exact
-        estimated = self.inner.contract(parts.rest)
-        return add_parts(BlockOperator(operator), exact, parts.scale, estimated)
+        estimated = self.inner.contract(BlockOperator(parts.rest, block.batch_size))
+        return add_parts(block, exact, parts.scale, estimated)
 
 
 def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Array | list[Array]):
@@ -99,9 +99,9 @@ class AutoTraceEstimator(AbstractTraceEstimator):
         fits = block.n * k * block.dtype.itemsize <= self.memory_limit
         # The leave-one-out estimators need two probes for a standard error.
         if fits and k >= 2 and semidefinite_sign(operator) != 0:
-            return XNysTraceEstimator()
+            return XNysTraceEstimator(batch_size=self.batch_size)
         if fits and k >= 4 and semidefinite_sign(operator) == 0:
-            return XTraceEstimator()
+            return XTraceEstimator(batch_size=self.batch_size)
         return HutchinsonEstimator(batch_size=self.batch_size)
 
     def sampling(self, operator, rows):
@@ -166,11 +166,11 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        return exact(operator)
+        return self.exact(operator)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        return exact(operator, rows)
+        return exact(BlockOperator(operator, self.batch_size), rows)
 
 
 ExactTraceEstimator.__init__.__doc__ = """**Arguments:**

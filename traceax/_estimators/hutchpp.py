@@ -100,7 +100,7 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         sampler = self.sampler or SphereSampler()
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         n, m = block.n, k // 3
         tested = k - 2 * m
         q, omega = _basis_and_probes(key, block, sampler, m, tested)
@@ -124,7 +124,7 @@ class HutchPlusPlusEstimator(AbstractTraceEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         m = k // 3
         tested = k - 2 * m
         q, omega = _basis_and_probes(key, block, self.sampler or RademacherSampler(), m, tested)

@@ -99,7 +99,7 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         """See `AbstractEstimator`."""
         sampler = self.sampler or SphereSampler()
         sign = semidefinite_sign(operator)
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         resphere = sampler.respheres(self.improved, block.dtype)
         p, r = qr(sampler.probes(key, block.n, k, block.dtype))
         factors = nystrom(p, r, sign * block.mm(p), block.eps)
@@ -119,7 +119,7 @@ class XNysTraceEstimator(AbstractTraceEstimator):
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
         sign = semidefinite_sign(operator)
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         sampler = self.sampler or RademacherSampler()
         p, r = qr(sampler.probes(key, block.n, k, block.dtype))
         factors = nystrom(p, r, sign * block.mm(p), block.eps)

@@ -153,7 +153,7 @@ class XTraceEstimator(AbstractTraceEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         sampler = self.sampler or SphereSampler()
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         n, m = block.n, k // 2
         resphere = sampler.respheres(self.improved, block.dtype)
         omega = sampler.probes(key, n, m, block.dtype)
@@ -176,7 +176,7 @@ class XTraceEstimator(AbstractTraceEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         m = k // 2
         omega = (self.sampler or RademacherSampler()).probes(key, block.n, m, block.dtype)
         sketch = sketch_of(block, omega)

@@ -24,7 +24,7 @@ from .kernel import KernelLinearOperator
 from .questions import answers
 from .sparse import SparseLinearOperator
 from .tags import is_tagged, parts_of, semidefinite_sign
-from .width import STORED, batch_size_of, in_batches
+from .width import STORED
 
 _MULTIPLES = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
 
@@ -381,8 +381,6 @@ def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) 
         rest = left[0].operator
     elif left:
         rest = reduce(add, [term.written for term in left])
-    if rest is not None:
-        rest = in_batches(rest, batch_size_of(operator))
     # A product would reveal a NaN off the diagonal: this looks at all entries, too.
     read = eqx.filter([term.operator for term in known], eqx.is_inexact_array)
     return KnownParts(
