@@ -241,10 +241,7 @@ def split_rows(
 ) -> list[Inexact[Array, "size ..."]]:
     """The rows that belong to each leaf of a structure."""
     sizes = [math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)]
-    if len(sizes) == 1:
-        return [rows]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [rows[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return jnp.split(rows, np.cumsum(sizes)[:-1])
 
 
 def unflatten(

@@ -163,36 +163,18 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return self.pattern.rows.shape[-1]
 
     def with_data(self, data: Inexact[Array, " nnz"]) -> "SparseLinearOperator":
-        """An operator with the same sparsity and tags, and other entries.
+        """An operator with the same sparsity and tags, and other entries. This costs nothing: the
+        two operators share their layouts.
 
         **Arguments:**
 
         - `data`: the new entries, in the order of `operator.data`; they may be traced.
-
-        **Returns:**
-
-        A `SparseLinearOperator`. This costs nothing: the two operators share their layouts.
-
-        **Raises:**
-
-        - `ValueError`: if the shape is not `(nnz,)`.
         """
         return SparseLinearOperator(_Entries(_inexact(jnp.asarray(data)), self.pattern), self.tags)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
-        """The product with a vector: about `nnz` multiplications and additions.
-
-        **Arguments:**
-
-        - `vector`: a vector of the operator's dtype.
-
-        **Returns:**
-
-        The product, a vector of the same dtype. float16 and bfloat16 are accumulated in float32.
-
-        **Raises:**
-
-        - `ValueError`: if the vector does not have the shape of `operator.in_structure()`.
+        """The product with a vector: about `nnz` multiplications and additions. float16 and
+        bfloat16 are accumulated in float32.
         """
         if jnp.shape(vector) != (self.in_size(),):
             raise ValueError(
