@@ -10,7 +10,7 @@ from .._core.estimate import make_estimate, mean_and_std_err
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import check_semidefinite
-from .._operators.tags import semidefinite_sign
+from .._operators.known_parts import definite_sign
 from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler
 from .._sketch.leave_one_out import (
     RangeFinder,
@@ -93,12 +93,12 @@ class XNysTraceEstimator(AbstractTraceEstimator):
     def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
         sampler = self.sampler or (SphereSampler() if rows is None else RademacherSampler())
-        return NystromSampling(rows=rows, sampler=sampler, sign=semidefinite_sign(operator))
+        return NystromSampling(rows=rows, sampler=sampler, sign=definite_sign(operator))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         sampler = self.sampler or SphereSampler()
-        sign = semidefinite_sign(operator)
+        sign = definite_sign(operator)
         block = BlockOperator(operator, self.batch_size).linearised()
         resphere = sampler.respheres(self.improved, block.dtype)
         p, r = qr(sampler.probes(key, block.n, k, block.dtype))
@@ -118,7 +118,7 @@ class XNysTraceEstimator(AbstractTraceEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        sign = semidefinite_sign(operator)
+        sign = definite_sign(operator)
         block = BlockOperator(operator, self.batch_size).linearised()
         sampler = self.sampler or RademacherSampler()
         p, r = qr(sampler.probes(key, block.n, k, block.dtype))

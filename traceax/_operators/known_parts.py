@@ -393,13 +393,29 @@ def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) 
 
 def sign_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""] | None:
     """1 or -1 for an operator that is positive or negative semidefinite as all its terms are tagged
-    and as its factors are, which may be traced; 0 if terms differ; None if a term is not tagged.
+    (or are stored diagonals) and as its factors are, which may be traced; 0 if terms differ; None
+    if a term is not tagged.
     """
-    found = terms(operator, lambda part: semidefinite_sign(part) or None)
+    found = terms(operator, _sign_of_term)
     if any(term.known is None for term in found):
         return None
     signs = [jnp.sign(jnp.real(term.factor)).astype(float) * term.known for term in found]
     return jnp.where(jnp.all(jnp.stack(signs) == signs[0]), signs[0], 0)
+
+
+def _sign_of_term(operator: lx.AbstractLinearOperator) -> Any:
+    if _is_stored_diagonal(operator):
+        entries = stored_diagonal(operator).real
+        return jnp.where(jnp.all(entries >= 0), 1.0, jnp.where(jnp.all(entries <= 0), -1.0, 0.0))
+    return semidefinite_sign(operator) or None
+
+
+def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
+    """The sign with which an operator counts as positive semidefinite: -1, or 1 (also where terms
+    differ). It is an int if the operator is tagged.
+    """
+    tagged = semidefinite_sign(operator)
+    return jnp.where(sign_of(operator) < 0, -1, 1) if tagged == 0 else tagged
 
 
 # --- the scaling by a shift -----------------------------------------------------------------------
