@@ -514,6 +514,21 @@ def test_signs_are_found_at_run_time():
     assert wrong.result == tr.RESULTS.not_semidefinite
 
 
+def test_a_diagonal_from_which_something_is_taken_is_no_noise():
+    """D - K lies below D: the preconditioner is that of the matrix whose diagonal is not known."""
+    kernel = 0.9 * POSITIVE
+    below = 2 * IDENTITY - function_operator(kernel, PSD)
+    written, whole = (
+        tr.logdet(KEY, operator, K, preconditioner=tr.NystromPreconditioner(4))
+        for operator in (
+            lx.TaggedLinearOperator(below, PSD),
+            function_operator(2 * np.eye(N) - kernel, PSD),
+        )
+    )
+    np.testing.assert_allclose(written.value, whole.value, rtol=1e-10)
+    np.testing.assert_allclose(written.std_err, whole.std_err, rtol=1e-8)
+
+
 def test_exact_budget_spends_nothing_on_what_is_known():
     COLUMNS.clear()
     operator = counting(POSITIVE) + 2.0 * IDENTITY

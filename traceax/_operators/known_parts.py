@@ -442,14 +442,16 @@ def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
     block = BlockOperator(operator)
     real = jnp.finfo(block.dtype).dtype
     one = jnp.ones((), real)
-    shift = split_shift(operator).exact
-    if shift is None:
+    parts = split_shift(operator)
+    if parts.exact is None:
         return Scaling(jnp.ones(block.n, real), one, jnp.array(False))
-    shift = shift.real.astype(real)
+    shift = parts.exact.real.astype(real)
     unit = jnp.max(shift, initial=0.0)
     # Below eps times the diagonal of A, a shift is lost in rounding.
     diagonal = stored_diagonal(operator)
     size = unit if diagonal is None else jnp.abs(diagonal).astype(real)
     usable = jnp.all(shift > block.eps * size) & jnp.isfinite(unit)
+    if parts.sign is not None:  # D - K lies below D, which then is no noise
+        usable &= parts.sign >= 0
     unit = jnp.where(usable, unit, one)
     return Scaling(jnp.sqrt(jnp.where(usable, shift / unit, 1)), unit, usable)
