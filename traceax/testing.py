@@ -342,8 +342,7 @@ def _check_products(subject, k: int) -> None:
         estimator = RowsEstimator(estimator, Rows())
 
     def compute(key, matrix):
-        operator = estimator.batched(_by_products(matrix, _PSD))
-        return estimator.compute(key, operator, k, False)[0]
+        return estimator.compute(key, _by_products(matrix, _PSD), k, False)[0]
 
     with any_promotion():
         program = jax.make_jaxpr(compute)(jr.key(0), structure)

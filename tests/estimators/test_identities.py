@@ -16,6 +16,7 @@ import pytest
 import traceax as tr
 from traceax._estimators.estimator import RowsEstimator
 from traceax._estimators.rows import Rows
+from traceax._operators.block_operator import BlockOperator
 
 from .. import reference
 from ..helpers import NSD, PSD, with_spectrum
@@ -75,7 +76,8 @@ def computed(matrix, unrelated, estimator, k, tags):
         operator = lx.MatrixLinearOperator(matrix, tags)
         estimate, weights = estimator.compute(jr.key(0), operator, k, True)
         others = matrix, jnp.eye(N, dtype=matrix.dtype), unrelated
-        contracted = [weights.contract(lx.MatrixLinearOperator(other, tags)) for other in others]
+        blocks = [BlockOperator(lx.MatrixLinearOperator(other, tags)) for other in others]
+        contracted = [weights.contract(block) for block in blocks]
         return estimate, contracted
 
 

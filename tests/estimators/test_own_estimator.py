@@ -86,8 +86,8 @@ class DiagonalWeights(tre.AbstractWeights):
     u: jax.Array
     v: jax.Array
 
-    def contract(self, operator):
-        return jnp.sum(tre.BlockOperator(operator).mm(self.u) * self.v.conj(), axis=1)
+    def contract(self, block):
+        return jnp.sum(block.mm(self.u) * self.v.conj(), axis=1)
 
 
 @final

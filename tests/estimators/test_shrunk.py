@@ -15,6 +15,7 @@ import pytest
 import traceax as tr
 from traceax._estimators.estimator import RowsEstimator
 from traceax._estimators.rows import Rows
+from traceax._operators.block_operator import BlockOperator
 
 from .. import reference
 from ..helpers import PSD, by_products, with_spectrum
@@ -69,7 +70,7 @@ def computed(matrix, omega, estimator, k, tags, rows):
         operator = lx.MatrixLinearOperator(matrix, tags)
         estimate, weights = made.compute(jr.key(0), operator, k, True)
         identity = lx.MatrixLinearOperator(jnp.eye(N, dtype=matrix.dtype), tags)
-        return estimate, weights.contract(operator), weights.contract(identity)
+        return estimate, *[weights.contract(BlockOperator(x)) for x in (operator, identity)]
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])

@@ -14,7 +14,6 @@ from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 from traceax._operators.block_operator import BlockOperator
-from traceax._operators.width import in_batches
 
 from .. import reference
 from ..helpers import CLASSES, ESTIMATORS, PROBED, PSD, by_products, operator_for, with_spectrum
@@ -328,7 +327,7 @@ def test_default_is_a_block_of_a_documented_size():
     operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
 
     def loops(size):
-        block = BlockOperator(in_batches(operator, size))
+        block = BlockOperator(operator, size)
         program = jax.make_jaxpr(block.mm)(jax.ShapeDtypeStruct((2**24, 20), jnp.float32))
         return str(program).count("scan[")
 

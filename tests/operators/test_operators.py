@@ -17,7 +17,7 @@ import pytest
 import traceax as tr
 import traceax.extend as tre
 from traceax._operators.gram import gram
-from traceax._operators.known_parts import has_entries
+from traceax._operators.known_parts import has_entries, sign_of
 
 from .. import reference
 from ..helpers import CLASSES, PSD, by_products, register_tags, with_spectrum
@@ -470,6 +470,63 @@ def test_tags_of_what_is_left():
         return [tr.trace(KEY, each, K).value for each in (c * kernel, kernel + c * IDENTITY)]
 
     np.testing.assert_allclose(values(2.0), [2 * alone, alone + 2 * N], rtol=1e-13)
+
+
+# Operators from K, a positive number and a negative one, and the sign that they have.
+SIGNED = {
+    "K + s I": (lambda K, s, _: K + s * IDENTITY, 1),
+    "c K": (lambda K, s, _: s * K, 1),
+    "-c K": (lambda K, _, c: c * K, -1),
+    "K / c - D": (lambda K, _, c: K / c - DIAGONAL, -1),
+    "a K - b K": (lambda K, s, c: 3 * s * K + c * K, 0),
+}
+
+
+def test_signs_are_found_at_run_time():
+    """The sign of a traced factor cannot be read. It changes neither value nor error."""
+    kernel = function_operator(POSITIVE, PSD)
+    numbers = 0.1, -0.1
+
+    def estimates(s, c):
+        made = [build(kernel, s, c) for build, _ in SIGNED.values()]
+        named = tr.XNysTraceEstimator()
+        return [(sign_of(each), tr.trace(KEY, each, K, named)) for each in made]
+
+    found = jax.jit(estimates)(*numbers)
+    for (build, sign), (at_run_time, solution) in zip(SIGNED.values(), found, strict=True):
+        assert at_run_time == sign
+        assert solution.result == tr.RESULTS.successful
+        whole = build(lx.MatrixLinearOperator(jnp.asarray(POSITIVE)), *numbers).as_matrix()
+        tagged = by_products(whole, PSD if sign >= 0 else lx.negative_semidefinite_tag)
+        expected = tr.trace(KEY, tagged, K)
+        np.testing.assert_allclose(solution.value, expected.value, rtol=1e-10)
+        np.testing.assert_allclose(solution.std_err, expected.std_err, rtol=1e-8)
+
+    def to_tolerance(c, function=tr.trace):
+        return function(KEY, c * kernel, rtol=0.3, max_k=40, estimator=tr.XNysTraceEstimator())
+
+    for function in (tr.trace, tr.diagonal):
+        slope = jax.jit(jax.grad(lambda c, f=function: jnp.sum(to_tolerance(c, f).value)))(-1.0)
+        expected = to_tolerance(-1.0, function)
+        np.testing.assert_allclose(slope, -jnp.sum(expected.value), rtol=1e-10)
+    # What is neither is an outcome.
+    wrong = jax.jit(lambda s: tr.trace(KEY, kernel - s * IDENTITY, K, tr.XNysTraceEstimator()))(1.0)
+    assert wrong.result == tr.RESULTS.not_semidefinite
+
+
+def test_a_diagonal_from_which_something_is_taken_is_no_noise():
+    """D - K lies below D: the preconditioner is that of the matrix whose diagonal is not known."""
+    kernel = 0.9 * POSITIVE
+    below = 2 * IDENTITY - function_operator(kernel, PSD)
+    written, whole = (
+        tr.logdet(KEY, operator, K, preconditioner=tr.NystromPreconditioner(4))
+        for operator in (
+            lx.TaggedLinearOperator(below, PSD),
+            function_operator(2 * np.eye(N) - kernel, PSD),
+        )
+    )
+    np.testing.assert_allclose(written.value, whole.value, rtol=1e-10)
+    np.testing.assert_allclose(written.std_err, whole.std_err, rtol=1e-8)
 
 
 def test_exact_budget_spends_nothing_on_what_is_known():

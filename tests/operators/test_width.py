@@ -1,5 +1,7 @@
 """Products of blocks: how many vectors at once, and how precise."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -12,7 +14,8 @@ from jax.flatten_util import ravel_pytree
 import traceax as tr
 from traceax._operators.block_operator import BlockOperator
 from traceax._operators.checks import as_operator
-from traceax._operators.width import batch_width, in_batches
+
+from ..helpers import CLASSES, PSD
 
 KEY = jr.key(0)
 
@@ -58,11 +61,39 @@ def test_functions_are_given_64_vectors_at_most():
     size = jax.ShapeDtypeStruct((400,), jnp.float64)
     operator = lx.FunctionLinearOperator(lambda v: 2.0 * v, size)
     for wanted, expected in ((1, 1), (64, 64), (65, 33), (75, 38), (128, 64), (200, 50)):
-        assert batch_width(operator, wanted) == expected
+        assert BlockOperator(operator).batch_width(wanted) == expected
     dense = lx.MatrixLinearOperator(jnp.eye(400))
-    assert batch_width(dense + lx.IdentityLinearOperator(size), 300) == 300
-    assert batch_width(dense + operator, 300) == 60
-    assert batch_width(in_batches(operator, 200), 300) == 200
+    assert BlockOperator(dense + lx.IdentityLinearOperator(size)).batch_width(300) == 300
+    assert BlockOperator(dense + operator).batch_width(300) == 60
+    assert BlockOperator(operator, 200).batch_width(300) == 200
+
+
+def widths(jaxpr, n):
+    """How many columns each product with an n x n matrix has."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from widths(inner, n)
+        shapes = [x.aval.shape for x in equation.invars]
+        if equation.primitive.name == "dot_general" and (n, n) in shapes:
+            yield equation.outvars[0].aval.size // n
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_product_is_wider_than_the_batch_size(name):
+    """Of the value and of the derivative, for traces, diagonals and exact values."""
+    n = 37
+    estimator = type(CLASSES[name])(batch_size=3)
+
+    def value(matrix, function, k):
+        structure = jax.ShapeDtypeStruct((n,), float)
+        operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, PSD)
+        return jnp.sum(function(KEY, operator, k, estimator).value)
+
+    for function, k in ((tr.trace, 12), (tr.diagonal, 12), (tr.trace, n)):
+        program = jax.make_jaxpr(jax.value_and_grad(partial(value, function=function, k=k)))
+        found = set(widths(program(jnp.eye(n)).jaxpr, n))
+        assert max(found) == 3
 
 
 def attention_loss(params, tokens):

@@ -120,7 +120,6 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
 
     def run(operands):
         key, operator, estimator = _rebuild(params, operands)
-        operator = estimator.batched(operator)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
         if params.k >= estimator.size(operator):
@@ -161,7 +160,7 @@ def _tangent(
                 complete[i] = operand
             _, operator, estimator = _rebuild(params, complete)
             rule = estimator.weights_at if of_weights else estimator.contract
-            return rule(weights, estimator.batched(operator))
+            return rule(weights, operator)
 
         primals = tuple(operands[i] for i in moving)
         return jax.jvp(of_moving, (primals,), (tangents,))[1]

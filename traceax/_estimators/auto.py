@@ -29,14 +29,14 @@ class KnownPartsWeights(AbstractWeights):
     inner: AbstractWeights | None  # None if nothing was estimated
     rows: Rows | None  # None for traces
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        parts = split_known_parts(operator, diagonal=self.rows is not None)
+        parts = split_known_parts(block.operator, diagonal=self.rows is not None)
         exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
         if self.inner is None or parts.rest is None:
             return exact
-        estimated = self.inner.contract(parts.rest)
-        return add_parts(BlockOperator(operator), exact, parts.scale, estimated)
+        estimated = self.inner.contract(BlockOperator(parts.rest, block.batch_size))
+        return add_parts(block, exact, parts.scale, estimated)
 
 
 def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Array | list[Array]):
@@ -97,8 +97,8 @@ class AutoTraceEstimator(AbstractTraceEstimator):
         """The estimator for an operator without known parts, and for this budget."""
         block = BlockOperator(operator)
         fits = block.n * k * block.dtype.itemsize <= self.memory_limit
-        definite = semidefinite_sign(operator) != 0
-        estimator = (XNysTraceEstimator if definite else XTraceEstimator)(shrink=True)
+        kind = XNysTraceEstimator if semidefinite_sign(operator) != 0 else XTraceEstimator
+        estimator = kind(batch_size=self.batch_size, shrink=True)
         if fits and k >= estimator.smallest:
             return estimator
         return HutchinsonEstimator(batch_size=self.batch_size)
@@ -165,11 +165,11 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        return exact(operator)
+        return self.exact(operator)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        return exact(operator, rows)
+        return exact(BlockOperator(operator, self.batch_size), rows)
 
 
 ExactTraceEstimator.__init__.__doc__ = """**Arguments:**

@@ -18,8 +18,8 @@ from .._core.counts import checked_count
 from .._core.estimate import Estimate
 from .._core.primitive import Primitive, bind, trace_p
 from .._core.verdict import RESULTS
+from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
-from .._operators.width import in_batches
 from .._sketch.weights import AbstractWeights
 from .exact import exact
 from .rows import Rows
@@ -63,10 +63,6 @@ class AbstractEstimator(eqx.Module):
     def size(self, operator: lx.AbstractLinearOperator) -> int:
         """The budget from which on the value is exact."""
         return operator.in_size()
-
-    def batched(self, operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-        """The operator, multiplied with `batch_size` vectors at once: what the methods get."""
-        return in_batches(operator, self.batch_size)
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
         """Raise a `ValueError` if this estimator cannot take this (square) operator. By default it
@@ -123,7 +119,7 @@ class AbstractEstimator(eqx.Module):
 
         A value of the shape of the estimate.
         """
-        return weights.contract(operator)
+        return weights.contract(BlockOperator(operator, self.batch_size))
 
     def weights_at(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
         """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
@@ -177,7 +173,7 @@ class AbstractTraceEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """The exact trace: see `AbstractEstimator`."""
-        return exact(operator)
+        return exact(BlockOperator(operator, self.batch_size))
 
     def sampling(
         self, operator: lx.AbstractLinearOperator, rows: Rows | None
@@ -266,7 +262,7 @@ class RowsEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        return exact(operator, self.rows)
+        return exact(BlockOperator(operator, self.batch_size), self.rows)
 
 
 def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:

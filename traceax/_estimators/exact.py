@@ -5,14 +5,12 @@ from typing import NamedTuple, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, safe_norm, worse
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
-from .._operators.width import batch_width
 from .._sketch.weights import AbstractWeights
 from .rows import Rows, RowWeights
 
@@ -26,7 +24,7 @@ class _Entries(NamedTuple):
 def _entries(block: BlockOperator) -> _Entries:
     """The entries A_jj = e_j^T A e_j, and how large the products are."""
     n = block.n
-    num_blocks = -(-n // batch_width(block.operator, n))
+    num_blocks = -(-n // block.batch_width(n))
     width = -(-n // max(num_blocks, 1))
     rows = jnp.arange(n)[:, None]
 
@@ -45,16 +43,16 @@ def _entries(block: BlockOperator) -> _Entries:
     return _Entries(entries.reshape(-1)[:n], jnp.max(seen), norms.reshape(-1)[:n])
 
 
-def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None, linearise: bool) -> Estimate:
-    n = operator.in_size()
-    parts = split_known_parts(operator, diagonal=rows is not None)
+def _exact(whole: BlockOperator, rows: Rows | None, linearise: bool) -> Estimate:
+    n = whole.n
+    parts = split_known_parts(whole.operator, diagonal=rows is not None)
     value = parts.exact
     evidence = parts.evidence
     spent = 0
     std_err = jnp.zeros_like(value.real)
     dof = 0
     if parts.rest is not None:
-        block = BlockOperator(parts.rest)
+        block = BlockOperator(parts.rest, whole.batch_size)
         entries = _entries(block.linearised() if linearise else block)
         rest = jnp.sum(entries.diagonal) if rows is None else entries.diagonal
         value = value + parts.scale * rest.astype(value.dtype)
@@ -77,19 +75,17 @@ class ExactWeights(AbstractWeights):
 
     diagonal: bool = eqx.field(static=True)
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        return _exact(operator, Rows() if self.diagonal else None, linearise=False).value
+        return _exact(block, Rows() if self.diagonal else None, linearise=False).value
 
 
-def exact(
-    operator: lx.AbstractLinearOperator, rows: Rows | None = None
-) -> tuple[Estimate, AbstractWeights]:
+def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, AbstractWeights]:
     """The trace or the diagonal from products with all unit vectors; known parts take no products.
 
     **Arguments:**
 
-    - `operator`: a square operator of any kind.
+    - `block`: a square operator of any kind.
     - `rows`: the entries of the diagonal that are wanted; None for the trace.
 
     **Returns:**
@@ -98,5 +94,5 @@ def exact(
     precise than the dtype.
     """
     weights = ExactWeights(rows is not None)
-    estimate = _exact(operator, rows, linearise=True)
+    estimate = _exact(block, rows, linearise=True)
     return estimate, weights if rows is None else RowWeights(weights, rows)

@@ -57,9 +57,8 @@ class TraceOfProbes(AbstractWeights):
 
     probes: Probes
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        block = BlockOperator(operator)
         zero = jnp.zeros((), block.dtype)
 
         def add(total, samples):
@@ -75,9 +74,8 @@ class DiagonalOfProbes(AbstractWeights):
 
     probes: Probes
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        block = BlockOperator(operator)
         zeros = [jnp.zeros(shape, block.dtype) for shape in block.shapes]
 
         def add(totals, samples):
@@ -136,7 +134,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator)
+        block = BlockOperator(operator, self.batch_size)
         block = block if block.has_forms else block.linearised()
         width = self.batch_size or block_width(block.n, k)
         if block.has_forms:
@@ -152,7 +150,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         probes = self._probes(key, k, self.batch_size or block_width(block.n, k))
         zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
         start = [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]

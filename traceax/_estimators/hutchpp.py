@@ -72,7 +72,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         n = block.n
         m = k // 3
         tested = k - 2 * m
@@ -97,7 +97,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         m = k // 3
         tested = k - 2 * m
         sampler = self.sampler_of_rows(block.dtype)

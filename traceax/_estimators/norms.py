@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.primitive import diagonal_p, trace_p
-from .._operators.block_operator import unflatten
+from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
 from .._sketch.weights import AbstractWeights
@@ -144,10 +144,10 @@ class GramWeights(AbstractWeights):
     unit: Real[Array, ""]
     rows: bool = eqx.field(static=True)
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
         assert self.inner is not None
-        return self.inner.contract(gram(operator, self.unit, self.rows))
+        return self.inner.contract(BlockOperator(gram(block.operator, self.unit, self.rows)))
 
 
 def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solution:

@@ -62,9 +62,9 @@ class RowWeights(AbstractWeights):
     inner: AbstractWeights
     rows: Rows
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        diagonal = self.inner.contract(operator)
+        diagonal = self.inner.contract(block)
         if self.rows.sizes is None:
             return diagonal
         if isinstance(diagonal, list):

@@ -25,7 +25,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import Evidence, evidence_of, safe_norm, scale_of
 from .._linalg.factorisations import divide_by_upper, qr
@@ -236,7 +236,7 @@ class NystromSampling(AbstractSampling):
 
     rows: Rows | None
     sampler: AbstractSampler
-    sign: int = eqx.field(static=True)
+    sign: int | Int[Array, ""]  # of the operator
     sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
 
     @property

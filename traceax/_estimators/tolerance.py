@@ -137,18 +137,17 @@ class SampledWeights(AbstractWeights):
         """The number of samples in a panel."""
         return min(PANEL, self.max_k)
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
         rows = self.sampling.rows
-        branches = [partial(self._sampled, i, operator) for i in range(len(self.basis))]
-        if self.max_k >= operator.in_size():
+        branches = [partial(self._sampled, i, block) for i in range(len(self.basis))]
+        if self.max_k >= block.n:
             made = ExactWeights(rows is not None)
             made = made if rows is None else RowWeights(made, rows)
-            branches.append(partial(made.contract, operator))
+            branches.append(partial(made.contract, block))
         return lax.switch(self.size, branches)
 
-    def _sampled(self, number: int, operator: lx.AbstractLinearOperator) -> Array:
-        block = BlockOperator(operator)
+    def _sampled(self, number: int, block: BlockOperator) -> Array:
         prepared = self.sampling.captured(block, self.basis[number])
         key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
         _, keys = _keys(key, number)
@@ -176,7 +175,7 @@ def _keys(key: PRNGKeyArray, number: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 def sample_to_tolerance(
     key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
+    block: BlockOperator,
     sampling: AbstractSampling,
     target: Target,
     max_k: int,
@@ -187,7 +186,7 @@ def sample_to_tolerance(
     **Arguments:**
 
     - `key`: the random key.
-    - `operator`: the operator.
+    - `block`: the operator.
     - `sampling`: what is prepared and drawn.
     - `target`: when to stop.
     - `max_k`: the largest budget.
@@ -197,8 +196,7 @@ def sample_to_tolerance(
 
     The estimate and its weights.
     """
-    block = BlockOperator(operator).linearised()
-    run = _Run(key, block, sampling, target, max_k, weights)
+    run = _Run(key, block.linearised(), sampling, target, max_k, weights)
     outcome = run.sampled(0, None)
     for number in range(1, len(run.sizes)):
         more = partial(run.sampled, number, outcome)
@@ -346,7 +344,7 @@ class _Run:
 
     def exact(self, before: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
-        found, _ = exact(self.block.operator, self.sampling.rows)
+        found, _ = exact(self.block, self.sampling.rows)
         products = before.products + found.num_matvecs
         dof = found.dof.astype(before.estimate.dof.dtype)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
@@ -406,7 +404,8 @@ class ToleranceEstimator(AbstractEstimator):
     def _sampled(self, key, operator, offset, scale, weights):
         sampling = self.inner.sampling(operator, self.rows)
         assert sampling is not None
-        real = jnp.finfo(BlockOperator(operator).dtype).dtype
+        block = BlockOperator(operator, self.batch_size)
+        real = jnp.finfo(block.dtype).dtype
         target = Target(
             rtol=self.rtol.astype(real),
             atol=self.atol.astype(real),
@@ -414,11 +413,11 @@ class ToleranceEstimator(AbstractEstimator):
             scale=scale,
             root=self.root,
         )
-        return sample_to_tolerance(key, operator, sampling, target, self.max_k, weights)
+        return sample_to_tolerance(key, block, sampling, target, self.max_k, weights)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        return exact(operator, self.rows)
+        return exact(BlockOperator(operator, self.batch_size), self.rows)
 
 
 def root(square: Array) -> Array:

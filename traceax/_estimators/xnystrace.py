@@ -11,7 +11,7 @@ from .._core.estimate import make_estimate, mean_and_std_err
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import check_semidefinite
-from .._operators.tags import semidefinite_sign
+from .._operators.known_parts import definite_sign
 from .._probes.samplers import AbstractSampler, SphereSampler
 from .._sketch.leave_one_out import (
     LeaveOneOut,
@@ -101,12 +101,12 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         dtype = BlockOperator(operator).dtype
         plain = self.sampler or SphereSampler()
         sampler = plain if rows is None else self.sampler_of_rows(dtype)
-        return NystromSampling(rows=rows, sampler=sampler, sign=semidefinite_sign(operator))
+        return NystromSampling(rows=rows, sampler=sampler, sign=definite_sign(operator))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        sign = semidefinite_sign(operator)
-        block = BlockOperator(operator).linearised()
+        sign = definite_sign(operator)
+        block = BlockOperator(operator, self.batch_size).linearised()
         n = block.n
         omega = self.sampler_of_trace(block.dtype).probes(key, n, k, block.dtype)
         p, r = qr(omega)
@@ -141,8 +141,8 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        sign = semidefinite_sign(operator)
-        block = BlockOperator(operator).linearised()
+        sign = definite_sign(operator)
+        block = BlockOperator(operator, self.batch_size).linearised()
         omega = self.sampler_of_rows(block.dtype).probes(key, block.n, k, block.dtype)
         p, r = qr(omega)
         factors = nystrom(p, r, sign * block.mm(p), block.eps)

@@ -156,7 +156,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         n = block.n
         m = k // 2
         omega = self.sampler_of_trace(block.dtype).probes(key, n, m, block.dtype)
@@ -188,7 +188,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        block = BlockOperator(operator).linearised()
+        block = BlockOperator(operator, self.batch_size).linearised()
         m = k // 2
         omega = self.sampler_of_rows(block.dtype).probes(key, block.n, m, block.dtype)
         sketch = sketch_of(block, omega)

@@ -244,9 +244,9 @@ class ExactDiagonalWeights(eqx.Module):
     nodes: Real[Array, " n"]
     differences: Real[Array, "n n"]
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        images = BlockOperator(operator).mm(self.basis)
+        images = block.mm(self.basis)
         core = self.differences * matmul(jnp.conj(self.basis.T), images)
         return jnp.sum(matmul(self.basis, core) * jnp.conj(self.basis), axis=1).real
 
@@ -390,7 +390,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The contraction depends on the leaves of `fn`, too."""
         if isinstance(weights, ExactDiagonalWeights):
-            return weights.contract(operator) + self._exact_value(weights)
+            return weights.contract(BlockOperator(operator)) + self._exact_value(weights)
         values = (on_nodes(self.fn, nodes) for nodes in (weights.of_space, weights.of_probes))
         own = jnp.mean(weights.samples(*values), axis=1)
         count = weights.space.shape[1] + weights.probes.shape[1]

@@ -50,9 +50,9 @@ class EigenpairWeights(AbstractWeights):
 
     vectors: Inexact[Array, "num n"]
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        images = BlockOperator(operator).mm(self.vectors.T)
+        images = block.mm(self.vectors.T)
         return jnp.sum(jnp.conj(self.vectors) * images.T, axis=1).real
 
 

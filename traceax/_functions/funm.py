@@ -231,11 +231,11 @@ class SpectralWeights(AbstractWeights):
     nodes: Real[Array, "l m"]
     weights: Real[Array, "l m"]
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
         q, n, p = self.basis.shape
         vectors = jnp.moveaxis(self.basis, 1, 0).reshape(n, q * p)
-        images = BlockOperator(operator).mm(vectors).reshape(n, q, p)
+        images = block.mm(vectors).reshape(n, q, p)
         inner = einsum("anp,nbp->pab", jnp.conj(self.basis), images)
         return einsum("pab...,pab->...", jnp.conj(self.core), inner).real
 
@@ -398,7 +398,8 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         `fn`, too.
         """
         values = on_nodes(self.fn, weights.nodes)
-        return weights.contract(operator) + jnp.sum(weighted(weights.weights, values), axis=0)
+        own = jnp.sum(weighted(weights.weights, values), axis=0)
+        return weights.contract(BlockOperator(operator)) + own
 
 
 def jump_error(weights: Real[Array, "p q"], below: Array) -> Real[Array, " p"]:

@@ -87,9 +87,8 @@ class NonHermitianWeights(AbstractWeights):
     nodes: Complex[Array, " m"]
     weights: Complex[Array, " m"]
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        block = BlockOperator(operator)
         if jnp.iscomplexobj(self.u) and not jnp.issubdtype(block.dtype, jnp.complexfloating):
             images = block.mm(self.u.real) + 1j * block.mm(self.u.imag)
         else:
@@ -218,4 +217,4 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         `fn`, too.
         """
         own, _ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)
-        return weights.contract(operator) + own
+        return weights.contract(BlockOperator(operator)) + own

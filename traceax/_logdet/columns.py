@@ -24,7 +24,7 @@ from .._core.estimate import evidence_of, skew_of
 from .._core.precision import matmul
 from .._linalg.factorisations import eigh
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import columns, has_entries, scaling_of, stored_diagonal, terms_of
+from .._operators.known_parts import columns, has_entries, scaling_of, split_shift, stored_diagonal
 from .._probes.random import numbered, uniform
 from .._sketch.leave_one_out import adjoint, square_norms
 from .._sketch.low_rank import BuiltPreconditioner, LowRank
@@ -78,7 +78,7 @@ def columns_for_flat_part(operator: lx.AbstractLinearOperator) -> int:
     """The number of columns that are read to estimate theta."""
     n = operator.in_size()
     least, most = FOR_FLAT_PART
-    wanted = n if terms_of(operator).shift is None else n // 24
+    wanted = n if split_shift(operator).exact is None else n // 24
     return max(1, min(n // 4, max(least, min(wanted, most))))
 
 
@@ -159,7 +159,7 @@ def preconditioner_from_columns(
     nothing = jnp.zeros_like(unit)
     kernel = Kernel(operator, scaling.relative, unit, nothing, diagonal / unit)
     kernel = kernel.shifted(jnp.where(known, 1, nothing))
-    floor_known, certain = known & terms_of(operator).positive, known
+    floor_known, certain = known & split_shift(operator).is_positive, known
     outside = False
     below = 1.0
     tried = None

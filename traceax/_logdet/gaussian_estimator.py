@@ -111,9 +111,9 @@ class GaussianWeights(AbstractWeights):
     log_det: LogdetWeights | ExactLogdetWeights
     x: Inexact[Array, "n t"]
 
-    def contract(self, operator):
+    def contract(self, block):
         """`t <G, A> - sum_j x_j^H A x_j`. A contraction costs t matvecs more than for `log_det`."""
-        return self.log_det.times_less(self.x.shape[1], self.x).contract(operator)
+        return self.log_det.times_less(self.x.shape[1], self.x).contract(block)
 
     def moved_with(self, operator, y):
         """The weights as a function of A and y: see above."""
@@ -183,7 +183,7 @@ class AbstractGaussianEstimator(AbstractEstimator):
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""
         along = jnp.sum(inner(weights.x, self.y))
-        return -self._factor * (weights.contract(operator) + 2 * along)
+        return -self._factor * (weights.contract(BlockOperator(operator)) + 2 * along)
 
     def weights_at(self, weights, operator):
         """See `AbstractEstimator`."""

@@ -94,9 +94,8 @@ class HeldWeights(AbstractWeights):
     v: Inexact[Array, "n c"]
     x: Inexact[Array, "n t"]
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        block = BlockOperator(operator)
         return jnp.sum(block.forms(block.leaves(self.v), block.leaves(self.u))).real
 
     def weights_at(self, operator) -> NoReturn:

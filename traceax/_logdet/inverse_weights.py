@@ -27,9 +27,9 @@ class InverseWeights(AbstractWeights):
     factors: LowRankPlusIdentity
     of_trace: bool = eqx.field(static=True)
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`. It depends on A as x does."""
-        forms = (self.omega * self.weights_at(operator).x).real
+        forms = (self.omega * self.weights_at(block.operator).x).real
         return jnp.sum(forms) if self.of_trace else jnp.sum(forms, axis=1)
 
     def weights_at(self, operator):
@@ -47,9 +47,9 @@ class ExactInverseWeights(AbstractWeights):
     inverse: ExactLogdetWeights
     of_trace: bool = eqx.field(static=True)
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        diagonal = jnp.diagonal(self.weights_at(operator).inverse.inverse).real
+        diagonal = jnp.diagonal(self.weights_at(block.operator).inverse.inverse).real
         return jnp.sum(diagonal) if self.of_trace else diagonal
 
     def weights_at(self, operator):

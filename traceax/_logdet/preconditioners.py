@@ -20,7 +20,7 @@ from .._core.primitive import compiled_once
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
-from .._operators.known_parts import stored_diagonal, terms_of
+from .._operators.known_parts import split_shift, stored_diagonal
 from .._operators.tags import semidefinite_sign
 from .._sketch.low_rank import BuiltPreconditioner
 from .columns import preconditioner_from_columns
@@ -46,11 +46,8 @@ def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
     """Whether all terms are diagonal or tagged, and their coefficients not known to make the sum
     negative.
     """
-    terms = terms_of(operator)
-    positive = terms.positive
-    known = not isinstance(positive, jax.core.Tracer)
-    negative = terms.has_rest and known and not bool(positive)
-    return terms.semidefinite and not negative
+    sign = split_shift(operator).sign
+    return sign is not None and (isinstance(sign, jax.core.Tracer) or bool(sign > 0))
 
 
 class AbstractPreconditioner(eqx.Module):

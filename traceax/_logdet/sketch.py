@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import scaling_of, terms_of
+from .._operators.known_parts import scaling_of, split_shift
 from .._probes.samplers import NormalSampler
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
 
@@ -41,7 +41,7 @@ class Sketch:
         self._omega = probes / math.sqrt(block.n)
         self.first = self.products(0, first)
         self._unit, self.known = self._scaling.fixed(self.first, block.eps)
-        self._floor_known = self.known & terms_of(operator).positive
+        self._floor_known = self.known & split_shift(operator).is_positive
 
     def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
         """D^{-1/2} A D^{-1/2} times some of the probes, with D relative to its unit."""

@@ -51,9 +51,9 @@ class LogdetWeights(AbstractWeights):
     core: Inexact[Array, "c c"]
     factors: LowRankPlusIdentity
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        return contracted(operator, self.vectors, self.core)
+        return contracted(block.operator, self.vectors, self.core)
 
     def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "LogdetWeights":
         """The weights `t G - X X^H`."""
@@ -83,9 +83,9 @@ class ExactLogdetWeights(AbstractWeights):
     def _matrix(self, operator):
         return matrix_of(BlockOperator(operator))[0]
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        return jnp.sum(jnp.conj(self.inverse) * self._matrix(operator)).real
+        return jnp.sum(jnp.conj(self.inverse) * matrix_of(block)[0]).real
 
     def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "ExactLogdetWeights":
         """The weights `t G - X X^H`."""

@@ -16,7 +16,7 @@ from .._core.precision import any_promotion, at_least_single, matmul
 from .curvature import CurvatureOperator
 from .questions import answers, product_precision, quadratic_form
 from .tags import is_hermitian, leaf_dtypes, without_tags
-from .width import batch_width, by_columns
+from .width import by_columns, default_width
 
 
 @final
@@ -29,18 +29,18 @@ class BlockOperator:
     **Attributes:**
 
     - `operator`: the lineax operator.
+    - `batch_size`: how many vectors to multiply at once. By default a block has at most 2^27
+        numbers, and at most 64 vectors if the operator calls functions. (A stored matrix multiplies
+        all vectors at once, which takes no more memory.)
     - `n`: its size.
     - `dtype`: the working dtype, of probes, products and estimates.
     - `eps`: the relative precision of a product: that of the operator's narrowest dtype, which may
         be bfloat16, also where only the functions inside of it compute in bfloat16.
-
-    The width of a product is what `in_batches` says. Otherwise a block has at most 2^27 numbers,
-    and at most 64 vectors if the operator calls functions. A stored matrix multiplies all vectors
-    at once, which takes no more memory.
     """
 
-    def __init__(self, operator: lx.AbstractLinearOperator):
+    def __init__(self, operator: lx.AbstractLinearOperator, batch_size: int | None = None):
         self.operator = operator
+        self.batch_size = batch_size
         self.n = operator.in_size()
         dtypes = leaf_dtypes(operator) or [jax.dtypes.canonicalize_dtype(float)]
         with any_promotion():
@@ -57,7 +57,7 @@ class BlockOperator:
         primal pass.
         """
         try:
-            linear = BlockOperator(lx.linearise(self.operator))
+            linear = BlockOperator(lx.linearise(self.operator), self.batch_size)
         except NotImplementedError:  # a user's operator that does not register `linearise`
             return self
         linear.eps = self.eps  # the precision of what it is from does not show in it
@@ -118,12 +118,14 @@ class BlockOperator:
         rows = jnp.split(blocks[0].T, np.cumsum(self.sizes)[:-1], axis=1)
         return [jnp.concatenate(self._products(rows, axis=0), axis=1).T]
 
+    def batch_width(self, wanted: int) -> int:
+        """How many vectors to multiply at once, of so many."""
+        return self.batch_size or default_width(self.operator, wanted)
+
     def _width(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> int:
-        """The number of vectors to multiply at once."""
         m = blocks[0].shape[-1]
-        if isinstance(self._untagged(), lx.MatrixLinearOperator):
-            return m
-        return batch_width(self.operator, m)
+        stored = isinstance(self._untagged(), lx.MatrixLinearOperator)
+        return m if stored else self.batch_width(m)
 
     def _products(self, blocks: list[Array], axis: int) -> list[Array]:
         """The products with vectors that are stacked along the first or the last axis of a block
@@ -224,7 +226,7 @@ class BlockOperator:
         if is_hermitian(self.operator):
             return self.mm(block)
         # A^H x = conj(A^T conj(x))
-        transposed = BlockOperator(self.operator.transpose())
+        transposed = BlockOperator(self.operator.transpose(), self.batch_size)
         return jnp.conj(transposed.mm(jnp.conj(block)))
 
     def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
@@ -239,10 +241,7 @@ def split_rows(
 ) -> list[Inexact[Array, "size ..."]]:
     """The rows that belong to each leaf of a structure."""
     sizes = [math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)]
-    if len(sizes) == 1:
-        return [rows]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [rows[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return jnp.split(rows, np.cumsum(sizes)[:-1])
 
 
 def unflatten(

@@ -9,12 +9,13 @@ import jax.tree_util as jtu
 import lineax as lx
 
 from .hoisting import hoist_closures
+from .known_parts import sign_of
 from .tags import leaf_dtypes, semidefinite_sign
 
 
 def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: str) -> None:
-    """Raise a `ValueError` unless the operator is tagged semidefinite."""
-    if semidefinite_sign(operator) == 0:
+    """Raise a `ValueError` unless the operator, or every term of it, is tagged semidefinite."""
+    if semidefinite_sign(operator) == 0 and sign_of(operator) is None:
         raise ValueError(
             f"{name} needs a semidefinite operator, and this {type(operator).__name__} is not "
             "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "

@@ -1,8 +1,5 @@
 """Gram operators."""
 
-from typing import final
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -77,7 +74,8 @@ def _widened(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     wide = jtu.tree_map(_wide_leaf, narrow)
     if wide == narrow:
         return operator
-    return lx.FunctionLinearOperator(_WideProduct(operator), wide, closure_convert=False)
+    product = jtu.Partial(_wide_product, operator)
+    return lx.FunctionLinearOperator(product, wide, closure_convert=False)
 
 
 def _wide_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -85,23 +83,17 @@ def _wide_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, at_least_single(leaf.dtype) if inexact else leaf.dtype)
 
 
-@final
-class _WideProduct(eqx.Module):
-    """The product of an operator of half precision, for vectors of single precision. They are
-    scaled to 1 for it: an image of an image can be beyond half precision.
+def _wide_product(operator: lx.AbstractLinearOperator, vector: PyTree[Array]) -> PyTree[Array]:
+    """The product of an operator of half precision, for a vector of single precision. It is scaled
+    to 1 for it: an image of an image can be beyond half precision.
     """
-
-    operator: lx.AbstractLinearOperator
-
-    def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
-        """See above."""
-        largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(vector)]
-        size = lax.stop_gradient(scale_of(jnp.stack(largest)))
-        narrow = self.operator.in_structure()
-        wide = jtu.tree_map(_wide_leaf, self.operator.out_structure())
-        with any_promotion():  # the factor of a multiple may be of any dtype
-            product = self.operator.mv(_cast(jtu.tree_map(lambda x: x / size, vector), narrow))
-            return jtu.tree_map(lambda x: x * size, _cast(product, wide))
+    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(vector)]
+    size = lax.stop_gradient(scale_of(jnp.stack(largest)))
+    narrow = operator.in_structure()
+    wide = jtu.tree_map(_wide_leaf, operator.out_structure())
+    with any_promotion():  # the factor of a multiple may be of any dtype
+        product = operator.mv(_cast(jtu.tree_map(lambda x: x / size, vector), narrow))
+        return jtu.tree_map(lambda x: x * size, _cast(product, wide))
 
 
 def _cast(tree: PyTree, structure: PyTree) -> PyTree:

@@ -6,7 +6,7 @@ the rules of the primitive.
 
 import dataclasses
 from collections.abc import Callable
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from .._core.programs import (
     is_plain,
 )
 from .questions import product_precision
-from .tags import is_complex, is_tagged, semidefinite_sign
+from .tags import is_complex, is_part, is_tagged, semidefinite_sign
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
@@ -36,37 +36,23 @@ def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
     converted to jaxprs. An operator of somebody else's class is replaced by one that has only its
     product and its tags where a function in it or a static field may hold an array.
     """
-    return jtu.tree_map(_as_array, closed_functions(_with_parts_hoisted(operator)))
-
-
-def _with_parts_hoisted(operator: Any) -> Any:
-    return jtu.tree_map(_hoisted, operator, is_leaf=_is_hoisted)
+    return jtu.tree_map(_as_array, closed_functions(_hoisted(operator)))
 
 
 def _as_array(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-def _is_foreign(node: Any) -> bool:
-    known = type(node).__module__.partition(".")[0] in ("lineax", "traceax")
-    return isinstance(node, lx.AbstractLinearOperator) and not known
-
-
-def _is_hoisted(node: Any) -> bool:
-    """Whether `_hoisted` has a rule for this part of an operator."""
-    functions = lx.FunctionLinearOperator | lx.JacobianLinearOperator
-    multiples = lx.MulLinearOperator | lx.DivLinearOperator
-    return _is_foreign(node) or isinstance(node, functions | multiples)
-
-
 @singledispatch
 def _hoisted(node: Any) -> Any:
-    """A part of an operator, with its arrays as leaves."""
+    """An operator (or a leaf of one) with its arrays as leaves."""
     return node
 
 
 @_hoisted.register(lx.AbstractLinearOperator)
 def _(node):
+    if type(node).__module__.partition(".")[0] in ("lineax", "traceax"):
+        return jtu.tree_map(_hoisted, node, is_leaf=partial(is_part, node))
     leaves, treedef = jtu.tree_flatten(node)
     others = [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
     return node if all(map(is_plain, [treedef, *others])) else by_products(node)
@@ -93,18 +79,11 @@ def _(node):
 @_hoisted.register(lx.MulLinearOperator)
 @_hoisted.register(lx.DivLinearOperator)
 def _(node):
-    return _multiple(type(node), _with_parts_hoisted(node.operator), node.scalar)
-
-
-def _is_closed(function: Callable[..., Any]) -> bool:
-    """Whether all arrays that a function holds are its leaves, or are after `closed_functions`."""
-    return isinstance(function, ClosedFunction) or is_converted(function)
-
-
-def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
-    """A multiple or quotient, tagged semidefinite where the sign of the scalar is known. It must be
-    read here: inside a program the scalar is traced.
+    """Tagged semidefinite where the sign of the scalar is known. It must be read here: inside a
+    program the scalar is traced.
     """
+    operator = _hoisted(node.operator)
+    scalar = node.scalar
     if jnp.iscomplexobj(scalar) and not is_complex(operator):
         raise ValueError(
             f"A real operator was multiplied with (or divided by) the complex number {scalar}, and "
@@ -112,7 +91,7 @@ def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
             "`lineax.MatrixLinearOperator(matrix.astype(complex))`, of a function one with a "
             "complex input structure."
         )
-    multiple = kind(operator, jnp.asarray(scalar))
+    multiple = type(node)(operator, jnp.asarray(scalar))
     sign = semidefinite_sign(operator)
     if sign == 0 or isinstance(scalar, jax.core.Tracer):
         return multiple
@@ -123,6 +102,11 @@ def _multiple(kind: Any, operator: lx.AbstractLinearOperator, scalar: Any):
     positive = (number.real < 0) == (sign < 0)
     tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
     return lx.TaggedLinearOperator(multiple, tag)
+
+
+def _is_closed(function: Callable[..., Any]) -> bool:
+    """Whether all arrays that a function holds are its leaves, or are after `closed_functions`."""
+    return isinstance(function, ClosedFunction) or is_converted(function)
 
 
 def _function_operator(

@@ -1,12 +1,9 @@
 r"""A kernel matrix, K_ij = k(x_i, x_j), which is never formed.
 
-Entries are what a kernel knows: a column costs n evaluations, a product about n^2 / 2. Products go
-over K in square tiles, which are evaluated, multiplied and forgotten. As K is Hermitian, a tile
-beside the diagonal stands for two: it multiplies from either side. Reverse mode evaluates a tile
-again, and with it its derivative, so that products and derivatives both take memory for a tile, not
-for n x n numbers. All vectors that are multiplied at once share the evaluations. (A tile is small
-enough for a cache. Its sums of a thousand products have a quarter of the rounding error of sums
-along whole rows of n = 20,000, which in float32 was the largest error of a solve.)
+Products go over K in square tiles, which are evaluated, multiplied and forgotten. As K is
+Hermitian, a tile beside the diagonal stands for two: it multiplies from either side. Reverse mode
+evaluates a tile again, so that derivatives, too, take memory for a tile alone. All vectors that are
+multiplied at once share the evaluations. (Sums along tiles also round less than sums along rows.)
 
 With c blocks of rows, the j-th one has the rows j, j + c, j + 2 c, ...: where the rows of x are cut
 over devices, each device has the same number of rows of every block.
@@ -37,21 +34,14 @@ from .unstructured import register_unstructured
 _BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**24
 
 
-@final
-class _Conjugated(eqx.Module):
+def _conjugated(kernel: Callable[..., Any], x: PyTree[Array], y: PyTree[Array]) -> Array:
     """The transpose of a complex kernel, which is Hermitian."""
-
-    kernel: Any
-
-    def __call__(self, x: Any, y: Any) -> Any:
-        return jnp.conj(self.kernel(x, y))
+    return jnp.conj(kernel(x, y))
 
 
 def _of_pairs(kernel: Any, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
-    """A kernel of single points, for all pairs of two blocks of points.
-
-    The axes of the pairs are the last ones, in both arguments: `vmap` leaves them there. On CPUs a
-    sum over coordinates that came last would take six times as long.
+    """A kernel of single points, for all pairs of two blocks of points. (The axes of the pairs are
+    the last ones: on CPUs a sum over coordinates that came last would take six times as long.)
     """
     b, m = (jtu.tree_leaves(each)[0].shape[0] for each in (x, y))
 
@@ -99,8 +89,8 @@ def _inputs(x: PyTree[Any]) -> PyTree[Array]:
 
 @final
 class KernelLinearOperator(lx.AbstractLinearOperator):
-    r"""The matrix $K_{ij} = k(x_i, x_j)$ of a kernel at n points, positive semidefinite, without
-    ever forming it.
+    r"""The matrix $K_{ij} = k(x_i, x_j)$ of a kernel at n points, positive semidefinite and never
+    formed.
 
     It is differentiable with respect to the points and to whatever arrays the kernel depends on:
     the fields of a module, or what a function closes over. `amplitude * K + noise * I` with any
@@ -108,9 +98,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     what they are: see [`traceax.extend.columns`][].
 
     Cost: about `n^2 / 2` evaluations of the kernel for a product with any number of vectors at
-    once, and again for its derivative; `block_size` x n numbers of memory for both. `n` evaluations
-    for a column, and for the diagonal. If the rows of `x` are cut over several devices, so is the
-    work.
+    once, and again for its derivative; `block_size` x n numbers of memory. `n` evaluations for a
+    column, and for the diagonal. If the rows of `x` are cut over several devices, so is the work.
 
     !!! Example
 
@@ -174,14 +163,10 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         pair = _point(self.x, rows), _point(self.x, rows)
         value = jax.eval_shape(kernel, *pair)
         if not hasattr(value, "shape") or value.shape != 2 * rows:
-            wanted = (
-                "an array of shape (b, m) for blocks of b and m" if batched else "a number for two"
-            )
             raise ValueError(
-                f"The kernel must return {wanted} points, got "
-                f"{jtu.tree_map(lambda leaf: leaf.shape, value)} for points of shape "
-                f"{jtu.tree_map(lambda leaf: leaf.shape, pair[0])}. With `batched=True` it gets "
-                "blocks of points, otherwise single ones."
+                "The kernel must return a number for two points (with `batched=True` an array of "
+                f"shape (b, m) for blocks of b and m points), got {value} for points "
+                f"{pair[0]}. Add up over the coordinates of a point."
             )
         inexact = jnp.issubdtype(value.dtype, jnp.inexact)
         self._dtype = np.dtype(value.dtype if inexact else jax.dtypes.canonicalize_dtype(float))
@@ -201,17 +186,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         self.kernel, self.batched = closed_function(of_points, point, point), False
 
     def block(self, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
-        """The kernel of all pairs of two blocks of points.
-
-        **Arguments:**
-
-        - `x`: b points.
-        - `y`: m points.
-
-        **Returns:**
-
-        An array of shape `(b, m)`.
-        """
+        """The kernel of all pairs of two blocks of points."""
         values = self.kernel(x, y) if self.batched else _of_pairs(self.kernel, x, y)
         return values.astype(self._dtype)
 
@@ -222,15 +197,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return -(-n // math.isqrt((self.block_size or max(1, most // n)) * n))
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """The product with a vector: about `n^2 / 2` evaluations, as the matrix is Hermitian.
-
-        **Arguments:**
-
-        - `vector`: a vector of the kernel's dtype.
-
-        **Returns:**
-
-        The product. Under `jax.vmap` all vectors share the evaluations.
+        """The product with a vector: about `n^2 / 2` evaluations, which all vectors share under
+        `jax.vmap`.
         """
         n, count = self.in_size(), self._tiles()
         if count == 1:
@@ -252,16 +220,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return total.T.reshape(-1)[:n]
 
     def columns(self, indices: Int[Array, " m"]) -> Inexact[Array, "n m"]:
-        """Columns of the matrix: n evaluations for each.
-
-        **Arguments:**
-
-        - `indices`: their numbers.
-
-        **Returns:**
-
-        An array of shape `(n, m)`.
-        """
+        """Columns of the matrix, by their numbers: n evaluations for each."""
         chosen = jtu.tree_map(lambda leaf: leaf[indices], self.x)
         return self.block(self.x, chosen)
 
@@ -271,17 +230,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         """The number `Re <V C V^H, K>` for a Hermitian C, the sum of the products of entries.
 
         As both matrices are Hermitian, one of two tiles on either side of the diagonal is enough:
-        half of the evaluations, and half of the other operations, n^2 c in all. Memory for a tile
-        of each matrix, in the derivative as well, and for a second block like V.
-
-        **Arguments:**
-
-        - `vectors`: V.
-        - `core`: C.
-
-        **Returns:**
-
-        A real number.
+        half of the evaluations, and n^2 c other operations. Memory for a tile of each matrix, in
+        the derivative as well, and for a second block like V.
         """
         n, count = self.in_size(), self._tiles()
         both = matmul(vectors, core), vectors
@@ -313,7 +263,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         """The transpose: the operator itself, unless the kernel is complex."""
         if not jnp.issubdtype(self._dtype, jnp.complexfloating):
             return self
-        return eqx.tree_at(lambda operator: operator.kernel, self, _Conjugated(self.kernel))
+        conjugated = jtu.Partial(_conjugated, self.kernel)
+        return eqx.tree_at(lambda operator: operator.kernel, self, conjugated)
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         """The structure of the vectors that the operator multiplies."""

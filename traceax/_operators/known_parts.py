@@ -2,11 +2,13 @@
 diagonal, the matrix), the diagonal part of a sum such as K + s I, and the scaling by that part.
 
 Each question is a function that is dispatched on the class of the operator, as `lineax.diagonal`
-is. A class of another package registers with `stored_columns` and `stored_diagonal`.
+is. `terms` asks it of the terms of a sum.
 """
 
+import dataclasses
 from collections.abc import Callable
-from functools import singledispatch
+from functools import partial, reduce, singledispatch
+from operator import add
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,34 +17,69 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
-from .._core.estimate import Evidence, evidence_of, scale_of, worse
+from .._core.estimate import Evidence, evidence_of, scale_of
 from .._core.precision import any_promotion, matmul
 from .block_operator import BlockOperator
 from .kernel import KernelLinearOperator
 from .questions import answers
 from .sparse import SparseLinearOperator
-from .tags import is_tagged, semidefinite_sign
-from .width import STORED, batch_size_of, in_batches
+from .tags import is_tagged, parts_of, semidefinite_sign
+from .width import STORED
 
 _MULTIPLES = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
 
 
-def _factor(operator: Any) -> Inexact[Array, ""]:
+class Term(NamedTuple):
+    """A term c B of a sum."""
+
+    factor: Any  # c
+    operator: lx.AbstractLinearOperator  # B
+    written: lx.AbstractLinearOperator  # c B, with the tags that it has in the sum
+    known: Any  # what answers the question for B, or None
+
+
+def terms(operator: Any, question: Callable[[Any], Any]) -> list[Term]:
+    """The terms of a sum, as far as a question can be answered for them: sums and tagged operators
+    that hold nothing known stay whole.
+
+    A factor is taken out, too, for the sake of the tags of what it multiplies: if c is traced, its
+    sign is unknown and `c K` is not tagged semidefinite, but K is.
+    """
+    if isinstance(operator, _MULTIPLES):
+        factor = _factor(operator)
+        return [
+            term._replace(
+                factor=factor * term.factor,
+                written=dataclasses.replace(operator, operator=term.written),
+            )
+            for term in terms(operator.operator, question)
+        ]
+    is_sum = isinstance(operator, lx.AddLinearOperator)
+    known = None if is_sum else question(operator)
+    if known is None and (is_sum or isinstance(operator, lx.TaggedLinearOperator)):
+        inner = [term for part in parts_of(operator) for term in terms(part, question)]
+        if any(term.known is not None for term in inner):
+            return inner
+    return [Term(factor=1.0, operator=operator, written=operator, known=known)]
+
+
+def _factor(operator: Any) -> Any:
     """The number c of a multiple, quotient or negation c B."""
-    one = jnp.ones((), BlockOperator(operator).dtype)
     if isinstance(operator, lx.NegLinearOperator):
-        return -one
-    scalar = jnp.asarray(operator.scalar).astype(one.dtype)
-    return scalar if isinstance(operator, lx.MulLinearOperator) else one / scalar
+        return -1.0
+    scalar = jnp.asarray(operator.scalar).astype(BlockOperator(operator).dtype)
+    return scalar if isinstance(operator, lx.MulLinearOperator) else 1 / scalar
+
+
+def _sum_of(found: list[Term]) -> Any:
+    """What is known of a sum, if it is linear in the operator; None if a term is not known."""
+    if any(term.known is None for term in found):
+        return None
+    return sum(term.factor * term.known for term in found)
 
 
 def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
     return isinstance(operator, STORED) and is_tagged(lx.is_diagonal, operator)
-
-
-def _diagonal_part(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
-    """The diagonal of a stored diagonal operator."""
-    return stored_diagonal(operator) if _is_stored_diagonal(operator) else None
 
 
 # --- entries --------------------------------------------------------------------------------------
@@ -63,10 +100,6 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
 
     An array of shape `(n,)`, of at least single precision, or None where it cannot be read.
     """
-    return _unit_diagonal(operator)
-
-
-def _unit_diagonal(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"] | None:
     if is_tagged(lx.has_unit_diagonal, operator):
         return jnp.ones(operator.in_size(), BlockOperator(operator).dtype)
     return None
@@ -95,39 +128,26 @@ def stored_columns(
     return None
 
 
-@singledispatch
-def _contraction(operator: Any, vectors: Array, core: Array) -> Inexact[Array, ""]:
-    """See `contracted`; this may be complex."""
-    block = BlockOperator(operator)
-    left = block.leaves(matmul(vectors, core))
-    return jnp.sum(block.forms(left, block.leaves(vectors)))
+for _class in (lx.AddLinearOperator, *_MULTIPLES):
+
+    @stored_diagonal.register(_class)
+    def _(operator):
+        return _sum_of(terms(operator, stored_diagonal))
+
+    @stored_columns.register(_class)
+    def _(operator, indices):
+        return _sum_of(terms(operator, partial(stored_columns, indices=indices)))
 
 
-def _register_linear(question: Any) -> None:
-    """Answer a question for sums, multiples and tagged operators from the answers for their parts:
-    what is asked for is linear in the operator.
-    """
-
-    @question.register(lx.AddLinearOperator)
-    def _(operator, *args):
-        first = question(operator.operator1, *args)
-        second = question(operator.operator2, *args)
-        return None if first is None or second is None else first + second
-
-    def of_multiple(operator, *args):
-        inner = question(operator.operator, *args)
-        return None if inner is None else _factor(operator) * inner
-
-    for kind in _MULTIPLES:
-        question.register(kind)(of_multiple)
-
-    @question.register(lx.TaggedLinearOperator)
-    def _(operator, *args):
-        return question(operator.operator, *args)
+@stored_diagonal.register(lx.TaggedLinearOperator)
+def _(operator):
+    ones = stored_diagonal.dispatch(object)(operator)
+    return stored_diagonal(operator.operator) if ones is None else ones
 
 
-for _question in (stored_diagonal, stored_columns, _contraction):
-    _register_linear(_question)
+@stored_columns.register(lx.TaggedLinearOperator)
+def _(operator, indices):
+    return stored_columns(operator.operator, indices)
 
 
 def _read_diagonal(operator):
@@ -136,12 +156,6 @@ def _read_diagonal(operator):
 
 for _class in (*STORED, KernelLinearOperator):
     stored_diagonal.register(_class)(_read_diagonal)
-
-
-@stored_diagonal.register(lx.TaggedLinearOperator)
-def _(operator):
-    ones = _unit_diagonal(operator)
-    return stored_diagonal(operator.operator) if ones is None else ones
 
 
 @stored_diagonal.register(lx.ComposedLinearOperator)
@@ -161,26 +175,24 @@ def _(operator, indices):
 
 @stored_columns.register(lx.DiagonalLinearOperator)
 @stored_columns.register(lx.IdentityLinearOperator)
-def _(operator, indices):
-    return _columns_of_band(_read_diagonal(operator), indices, 0)
-
-
 @stored_columns.register(lx.TridiagonalLinearOperator)
 def _(operator, indices):
-    dtype = BlockOperator(operator).dtype
-    main, lower, upper = (band.astype(dtype) for band in lx.tridiagonal(operator))
-    below = _columns_of_band(jnp.pad(lower, (0, 1)), indices, 1)
-    above = _columns_of_band(jnp.pad(upper, (1, 0)), indices, -1)
-    return _columns_of_band(main, indices, 0) + below + above
+    return _unit_products(BlockOperator(operator), indices)
 
 
-def _columns_of_band(band: Array, indices: Array | slice, offset: int) -> Array:
-    """Columns of the matrix with entry `band[j]` in column j, so many rows below the diagonal."""
-    rows = jnp.arange(band.shape[0])
-    return jnp.where(rows[:, None] == rows[indices] + offset, band[indices], 0)
+def _unit_products(block: BlockOperator, indices: Array | slice) -> Array:
+    """Columns by products with unit vectors."""
+    rows = jnp.arange(block.n)
+    return block.mm((rows[:, None] == rows[indices]).astype(block.dtype))
 
 
 @stored_columns.register(SparseLinearOperator)
+def _(operator, indices):
+    block = BlockOperator(operator)
+    whole = isinstance(indices, slice)
+    return operator.as_matrix().astype(block.dtype) if whole else _unit_products(block, indices)
+
+
 @stored_columns.register(KernelLinearOperator)
 def _(operator, indices):
     whole = isinstance(indices, slice)
@@ -202,9 +214,21 @@ def _(operator, indices):
     return (scaling[:, None] if by_rows else scaling[indices]) * entries
 
 
+@singledispatch
+def _contraction(operator: Any, vectors: Array, core: Array) -> Inexact[Array, ""]:
+    block = BlockOperator(operator)
+    left = block.leaves(matmul(vectors, core))
+    return jnp.sum(block.forms(left, block.leaves(vectors)))
+
+
 @_contraction.register(KernelLinearOperator)
 def _(operator, vectors, core):
     return operator.contracted(vectors, core).astype(BlockOperator(operator).dtype)
+
+
+@_contraction.register(lx.TaggedLinearOperator)
+def _(operator, vectors, core):
+    return None  # see `terms`: what is inside answers
 
 
 def contracted(
@@ -221,7 +245,7 @@ def contracted(
     - `vectors`: V.
     - `core`: C.
     """
-    return _contraction(operator, vectors, core).real
+    return _sum_of(terms(operator, partial(_contraction, vectors=vectors, core=core))).real
 
 
 def columns(
@@ -252,24 +276,17 @@ def columns(
     block = BlockOperator(operator)
     with any_promotion():
         found = stored_columns(operator, indices)
-        if found is not None:
-            return found.astype(block.dtype)
-        unit = (jnp.arange(block.n)[:, None] == indices).astype(block.dtype)
-        return block.mm(unit)
+        return _unit_products(block, indices) if found is None else found.astype(block.dtype)
 
 
 def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
     """The matrix of an operator, and the number of products that it takes: 0 if the entries are
     stored, n otherwise.
-
-    **Arguments:**
-
-    - `block`: the operator.
     """
     stored = stored_columns(block.operator, slice(None))
-    if stored is not None:
-        return stored.astype(block.dtype), 0
-    return block.mm(jnp.eye(block.n, dtype=block.dtype)), block.n
+    if stored is None:
+        return _unit_products(block, slice(None)), block.n
+    return stored.astype(block.dtype), 0
 
 
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
@@ -283,88 +300,125 @@ def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) ->
     - `operator`: the operator.
     - `sparse`: whether sparse matrices count as well.
     """
-    kinds = _kinds_of_parts(operator)
+    kinds = {term.known for term in terms(operator, _kind)}
     wanted = {"dense", "sparse"} if sparse else {"dense"}
     return kinds <= {"diagonal", *wanted} and bool(kinds & wanted)
 
 
-def _kinds_of_parts(operator: Any) -> set[str]:
-    """What the parts of a sum are: "diagonal", "sparse", "dense" (cheap columns), "unknown"."""
-    if isinstance(operator, lx.AddLinearOperator):
-        return _kinds_of_parts(operator.operator1) | _kinds_of_parts(operator.operator2)
-    if isinstance(operator, (*_MULTIPLES, lx.TaggedLinearOperator)):
-        return _kinds_of_parts(operator.operator)
-    if isinstance(operator, lx.ComposedLinearOperator):
-        factors = operator.operator1, operator.operator2
-        others = [factor for factor in factors if not _is_stored_diagonal(factor)]
-        return _kinds_of_parts(others[0]) if len(others) == 1 else {"unknown"}
+def _kind(operator: Any) -> str | None:
+    """What stores the entries: "diagonal", "sparse", "dense" (cheap columns) or nothing."""
     if _is_stored_diagonal(operator):
-        return {"diagonal"}
+        return "diagonal"
     if isinstance(operator, SparseLinearOperator):
-        return {"sparse"}
+        return "sparse"
+    if isinstance(operator, lx.ComposedLinearOperator):
+        others = [factor for factor in parts_of(operator) if not _is_stored_diagonal(factor)]
+        if len(others) != 1 or not has_entries(others[0], sparse=True):
+            return None
+        return "dense" if has_entries(others[0]) else "sparse"
+    if isinstance(operator, lx.TaggedLinearOperator | lx.TridiagonalLinearOperator):
+        return None
     known = answers(stored_columns, operator) and answers(stored_diagonal, operator)
-    dense = known and not isinstance(operator, lx.TridiagonalLinearOperator)
-    return {"dense"} if dense else {"unknown"}
+    return "dense" if known else None
 
 
-# --- the diagonal part of a sum -------------------------------------------------------------------
+# --- known parts of a sum -------------------------------------------------------------------------
 
 
-class Terms(NamedTuple):
-    """A = diag(shift) + (the rest)."""
+class KnownParts(NamedTuple):
+    """`diag(A) = exact + scale diag(rest)`, or the same for traces."""
 
-    shift: Inexact[Array, " n"] | None  # None if A has no stored diagonal part
-    has_rest: bool
-    semidefinite: bool  # whether every part of the rest is tagged semidefinite
-    sign: Real[Array, ""]  # if so, 1 for positive, -1 for negative (factors may be traced)
+    exact: Inexact[Array, "..."]  # differentiable, as `scale` is
+    scale: Inexact[Array, ""]
+    rest: lx.AbstractLinearOperator | None  # None if nothing is left
+    evidence: Evidence  # whether the parts that were split off are finite
 
     @property
-    def positive(self) -> Bool[Array, ""]:
-        """Whether tags and factors say that the rest is positive semidefinite."""
-        return jnp.asarray(self.semidefinite) & (self.sign > 0)
+    def sign(self) -> Real[Array, ""] | None:
+        """The `sign_of` what is left, 1 if nothing is."""
+        sign = jnp.ones(()) if self.rest is None else sign_of(self.rest)
+        return None if sign is None else sign * jnp.sign(self.scale.real).astype(sign.dtype)
+
+    @property
+    def is_positive(self) -> Bool[Array, ""]:
+        """Whether tags and factors say that what is left is positive semidefinite."""
+        return jnp.array(False) if self.sign is None else self.sign > 0
 
 
-def terms_of(operator: lx.AbstractLinearOperator) -> Terms:
-    """Find the diagonal part of a sum. This takes no product.
+def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
+    """Split off the parts of sums, multiples and quotients whose diagonal can be read.
 
     **Arguments:**
 
-    - `operator`: the operator, whose sums, multiples and tags are taken apart.
-
-    **Returns:**
-
-    The `Terms`.
+    - `operator`: the operator.
+    - `diagonal`: whether `exact` should be the diagonal rather than the trace.
     """
-    parts = _split(operator, _diagonal_part)
-    shift = parts.exact if parts.has_exact else None
-    if parts.rest is None:
-        return Terms(shift=shift, has_rest=False, semidefinite=True, sign=jnp.ones(()))
-    sign = _sign_of(parts.rest)
-    if sign is None:
-        return Terms(shift=shift, has_rest=True, semidefinite=False, sign=jnp.zeros(()))
-    sign = sign * jnp.sign(parts.scale.real).astype(sign.dtype)
-    return Terms(shift=shift, has_rest=True, semidefinite=True, sign=sign)
+    parts = _split(operator, stored_diagonal)
+    exact = jnp.zeros(operator.in_size(), parts.scale.dtype) if parts.exact is None else parts.exact
+    return parts._replace(exact=exact if diagonal else jnp.sum(exact))
 
 
-def _sign_of(operator: Any) -> Real[Array, ""] | None:
-    """1 or -1 for an operator that is positive or negative semidefinite as all its parts are tagged
-    and as its factors are, which may be traced; 0 if parts differ; None if a part is not tagged.
+def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
+    """Split off the terms that are stored diagonals, such as the noise of K + s I. `exact` is None
+    if there is none.
     """
-    sign = semidefinite_sign(operator)
-    if sign != 0:
-        return jnp.asarray(float(sign))
-    if isinstance(operator, lx.AddLinearOperator):
-        first = _sign_of(operator.operator1)
-        second = _sign_of(operator.operator2)
-        if first is None or second is None:
-            return None
-        return jnp.where(first == second, first, 0)
-    if isinstance(operator, (*_MULTIPLES, lx.TaggedLinearOperator)):
-        inner = _sign_of(operator.operator)
-        if inner is not None and isinstance(operator, _MULTIPLES):
-            return inner * jnp.sign(_factor(operator).real).astype(inner.dtype)
-        return inner
-    return None
+
+    def diagonal_of_term(part):
+        return stored_diagonal(part) if _is_stored_diagonal(part) else None
+
+    return _split(operator, diagonal_of_term)
+
+
+def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) -> KnownParts:
+    found = terms(operator, question)
+    known = [term for term in found if term.known is not None]
+    left = [term for term in found if term.known is None]
+    dtype = BlockOperator(operator).dtype
+    scale = 1.0
+    rest = None
+    if len(left) == 1:
+        scale = left[0].factor
+        rest = left[0].operator
+    elif left:
+        rest = reduce(add, [term.written for term in left])
+    # A product would reveal a NaN off the diagonal: this looks at all entries, too.
+    read = eqx.filter([term.operator for term in known], eqx.is_inexact_array)
+    return KnownParts(
+        exact=_sum_of(known).astype(dtype) if known else None,
+        scale=jnp.asarray(scale, dtype),
+        rest=rest,
+        evidence=evidence_of(*jtu.tree_leaves(read)),
+    )
+
+
+def sign_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""] | None:
+    """1 or -1 for an operator that is positive or negative semidefinite as all its terms are tagged
+    (or are stored diagonals) and as its factors are, which may be traced; 0 if terms differ; None
+    if a term is not tagged.
+    """
+    found = terms(operator, _sign_of_term)
+    if any(term.known is None for term in found):
+        return None
+    signs = [jnp.sign(jnp.real(term.factor)).astype(float) * term.known for term in found]
+    return jnp.where(jnp.all(jnp.stack(signs) == signs[0]), signs[0], 0)
+
+
+def _sign_of_term(operator: lx.AbstractLinearOperator) -> Any:
+    if _is_stored_diagonal(operator):
+        entries = stored_diagonal(operator).real
+        return jnp.where(jnp.all(entries >= 0), 1.0, jnp.where(jnp.all(entries <= 0), -1.0, 0.0))
+    return semidefinite_sign(operator) or None
+
+
+def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
+    """The sign with which an operator counts as positive semidefinite: -1, or 1 (also where terms
+    differ). It is an int if the operator is tagged.
+    """
+    tagged = semidefinite_sign(operator)
+    return jnp.where(sign_of(operator) < 0, -1, 1) if tagged == 0 else tagged
+
+
+# --- the scaling by a shift -----------------------------------------------------------------------
 
 
 class Scaling(NamedTuple):
@@ -384,115 +438,20 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
-    """The scaling by the diagonal part of A, or by a scalar if A has no positive diagonal part.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    """
+    """The scaling by the diagonal part of A, or by a scalar if A has no positive diagonal part."""
     block = BlockOperator(operator)
     real = jnp.finfo(block.dtype).dtype
     one = jnp.ones((), real)
-    shift = terms_of(operator).shift
-    if shift is None:
+    parts = split_shift(operator)
+    if parts.exact is None:
         return Scaling(jnp.ones(block.n, real), one, jnp.array(False))
-    shift = shift.real.astype(real)
+    shift = parts.exact.real.astype(real)
     unit = jnp.max(shift, initial=0.0)
     # Below eps times the diagonal of A, a shift is lost in rounding.
     diagonal = stored_diagonal(operator)
     size = unit if diagonal is None else jnp.abs(diagonal).astype(real)
     usable = jnp.all(shift > block.eps * size) & jnp.isfinite(unit)
+    if parts.sign is not None:  # D - K lies below D, which then is no noise
+        usable &= parts.sign >= 0
     unit = jnp.where(usable, unit, one)
     return Scaling(jnp.sqrt(jnp.where(usable, shift / unit, 1)), unit, usable)
-
-
-# --- traces and diagonals -------------------------------------------------------------------------
-
-
-class KnownParts(NamedTuple):
-    """`tr(A) = exact + scale tr(rest)`, or the same for diagonals; `rest=None` if nothing is left.
-
-    `exact` and `scale` are differentiable and of the working dtype. `has_exact` says (statically)
-    whether anything was split off, and `evidence` whether the parts that were split off are finite.
-    """
-
-    exact: Inexact[Array, "..."]
-    scale: Inexact[Array, ""]
-    rest: lx.AbstractLinearOperator | None
-    has_exact: bool
-    evidence: Evidence
-
-
-def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
-    """Split off the parts of sums, multiples and quotients whose diagonal can be read.
-
-    A factor in front of everything is taken out, too, for the sake of the tags of what it
-    multiplies: if c is traced, its sign is unknown and `c K` is not tagged semidefinite, but K is.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `diagonal`: whether `exact` should be the diagonal rather than the trace.
-
-    **Returns:**
-
-    A `KnownParts`.
-    """
-    parts = _split(operator, stored_diagonal)
-    if parts.has_exact and parts.rest is not None:
-        parts = parts._replace(rest=in_batches(parts.rest, batch_size_of(operator)))
-    return parts if diagonal else parts._replace(exact=jnp.sum(parts.exact))
-
-
-def _split(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
-    """Split off the parts whose diagonal a question is answered with; `exact` is a diagonal."""
-    if isinstance(operator, lx.AddLinearOperator):
-        first = _split(operator.operator1, question)
-        second = _split(operator.operator2, question)
-        return _split_sum(operator, first, second)
-    if isinstance(operator, _MULTIPLES):
-        inner = _split(operator.operator, question)
-        factor = _factor(operator)
-        return inner._replace(exact=factor * inner.exact, scale=factor * inner.scale)
-    whole = _split_whole(operator, question)
-    if isinstance(operator, lx.TaggedLinearOperator) and not whole.has_exact:
-        # The tags belong to the whole operator, not to what is left of it.
-        inner = _split(operator.operator, question)
-        return inner if inner.has_exact else whole
-    return whole
-
-
-def _split_sum(operator: Any, first: KnownParts, second: KnownParts) -> KnownParts:
-    """The parts of a sum, from those of its terms."""
-    whole = KnownParts(
-        exact=first.exact + second.exact,
-        scale=jnp.ones_like(first.scale),
-        rest=operator,
-        has_exact=first.has_exact or second.has_exact,
-        evidence=worse(first.evidence, second.evidence),
-    )
-    if not whole.has_exact:
-        return whole
-    if first.rest is None or second.rest is None:
-        left = second if first.rest is None else first
-        return whole._replace(scale=left.scale, rest=left.rest)
-    # A term without an exact part stays as it was written, and so keeps its tags.
-    rest1 = first.rest * first.scale if first.has_exact else operator.operator1
-    rest2 = second.rest * second.scale if second.has_exact else operator.operator2
-    return whole._replace(rest=rest1 + rest2)
-
-
-def _split_whole(operator: Any, question: Callable[[Any], Array | None]) -> KnownParts:
-    """All or nothing: the parts of an operator that is not taken apart."""
-    dtype = BlockOperator(operator).dtype
-    entries = question(operator)
-    known = entries is not None
-    # A product would reveal a NaN off the diagonal: this looks at all entries, too.
-    arrays = jtu.tree_leaves(eqx.filter(operator, eqx.is_inexact_array)) if known else []
-    return KnownParts(
-        exact=entries.astype(dtype) if known else jnp.zeros(operator.in_size(), dtype),
-        scale=jnp.ones((), dtype),
-        rest=None if known else operator,
-        has_exact=known,
-        evidence=evidence_of(*arrays),
-    )

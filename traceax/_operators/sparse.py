@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Inexact, Int
+from jaxtyping import Array, Inexact
 
 from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
 
@@ -34,10 +34,8 @@ def _inexact(data: Any) -> Inexact[Array, " nnz"]:
 
 
 def _scipy_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    csr = matrix.tocsr()
-    if not csr.has_canonical_format:
-        csr = csr.copy() if csr is matrix else csr  # do not sort the user's matrix in place
-        csr.sum_duplicates()
+    csr = matrix.tocsr(copy=True)
+    csr.sum_duplicates()  # in place
     return _row_major_entries(csr.data, csr.indices, csr.indptr)
 
 
@@ -165,36 +163,18 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return self.pattern.rows.shape[-1]
 
     def with_data(self, data: Inexact[Array, " nnz"]) -> "SparseLinearOperator":
-        """An operator with the same sparsity and tags, and other entries.
+        """An operator with the same sparsity and tags, and other entries. This costs nothing: the
+        two operators share their layouts.
 
         **Arguments:**
 
         - `data`: the new entries, in the order of `operator.data`; they may be traced.
-
-        **Returns:**
-
-        A `SparseLinearOperator`. This costs nothing: the two operators share their layouts.
-
-        **Raises:**
-
-        - `ValueError`: if the shape is not `(nnz,)`.
         """
         return SparseLinearOperator(_Entries(_inexact(jnp.asarray(data)), self.pattern), self.tags)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
-        """The product with a vector: about `nnz` multiplications and additions.
-
-        **Arguments:**
-
-        - `vector`: a vector of the operator's dtype.
-
-        **Returns:**
-
-        The product, a vector of the same dtype. float16 and bfloat16 are accumulated in float32.
-
-        **Raises:**
-
-        - `ValueError`: if the vector does not have the shape of `operator.in_structure()`.
+        """The product with a vector: about `nnz` multiplications and additions. float16 and
+        bfloat16 are accumulated in float32.
         """
         if jnp.shape(vector) != (self.in_size(),):
             raise ValueError(
@@ -211,26 +191,6 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         """The dense matrix."""
         zeros = jnp.zeros(self.pattern.shape, self.data.dtype)
         return zeros.at[self.pattern.rows, self.pattern.columns].add(self.data)
-
-    def columns(self, indices: Int[Array, " c"]) -> Inexact[Array, "m c"]:
-        """Columns of the matrix: one comparison for each entry.
-
-        **Arguments:**
-
-        - `indices`: their numbers.
-
-        **Returns:**
-
-        An array of shape `(m, c)`.
-        """
-        m, n = self.pattern.shape
-        count = indices.shape[0]
-        # Where the columns stand in the result. Several equal indices share one place.
-        place = jnp.full(n, count).at[indices].set(jnp.arange(count))
-        found = jnp.zeros((m, count), self.data.dtype)
-        places = place[self.pattern.columns]
-        found = found.at[self.pattern.rows, places].add(self.data, mode="drop")
-        return found[:, place[indices]]
 
     def transpose(self) -> "SparseLinearOperator":
         """The transpose, as fast as the operator itself. A symmetric operator is its own."""

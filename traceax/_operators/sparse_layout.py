@@ -86,14 +86,6 @@ def sparsity_pattern(
 
     - `rows`, `columns`: NumPy arrays of integers, in any order, possibly with duplicates.
     - `shape`: the shape of the matrix.
-
-    **Returns:**
-
-    A `SparsityPattern`.
-
-    **Raises:**
-
-    - `ValueError`: for a negative index, or a size that 32 bits cannot index.
     """
     if _MAX_PADDING * (max(shape) + rows.size) >= np.iinfo(np.int32).max:
         raise ValueError(
@@ -166,13 +158,9 @@ def row_product(
     **Arguments:**
 
     - `layout`: the layout of the matrix.
-    - `data`: its entries.
+    - `data`: its entries. Half precision is accumulated in float32.
     - `vector`: the vector, in the dtype of `data`. Under `jax.vmap` a block `(n, k)`, mapped over
         its last axis, is the fast case.
-
-    **Returns:**
-
-    The product, in the dtype of `data`. Half precision is accumulated in float32.
     """
     dtype = data.dtype
     accumulate = at_least_single(dtype)

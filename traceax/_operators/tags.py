@@ -1,6 +1,8 @@
 """What the tags and the structures of an operator say of it."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +63,12 @@ def leaf_dtypes(operator: lx.AbstractLinearOperator) -> list[np.dtype]:
     return [x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else floating for x in leaves]
 
 
+def is_part(operator: Any, x: Any) -> bool:
+    """Whether x is an operator, but not this one."""
+    return x is not operator and isinstance(x, lx.AbstractLinearOperator)
+
+
 def parts_of(operator: lx.AbstractLinearOperator) -> list[lx.AbstractLinearOperator]:
     """The operators that an operator is made of, without those that these are made of."""
-
-    def is_part(x):
-        return x is not operator and isinstance(x, lx.AbstractLinearOperator)
-
-    return [x for x in jtu.tree_leaves(operator, is_leaf=is_part) if is_part(x)]
+    part = partial(is_part, operator)
+    return list(filter(part, jtu.tree_leaves(operator, is_leaf=part)))

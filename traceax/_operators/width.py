@@ -1,9 +1,7 @@
 """How many vectors are multiplied at once."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -45,46 +43,8 @@ def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
     return max(1, min(wanted, limit // max(n, 1)))
 
 
-@final
-@dataclass(frozen=True)
-class BatchSize:
-    """A tag, of the kind that lineax lets other packages define: how many vectors to multiply with
-    an operator at once.
-    """
-
-    size: int
-
-
-def _batch_size_among(tags: Iterable[object]) -> BatchSize | None:
-    return next((tag for tag in tags if isinstance(tag, BatchSize)), None)
-
-
-# The transpose of an operator has the tag as well.
-lx.transpose_tags_rules.append(_batch_size_among)
-
-
-def in_batches(operator: lx.AbstractLinearOperator, size: int | None) -> lx.AbstractLinearOperator:
-    """The operator, tagged to multiply `size` vectors at once; for None, the operator as it is."""
-    return operator if size is None else lx.TaggedLinearOperator(operator, BatchSize(size))
-
-
-def batch_size_of(operator: lx.AbstractLinearOperator) -> int | None:
-    """The size that an operator was given by `in_batches`, or None."""
-    while isinstance(operator, lx.TaggedLinearOperator):
-        tag = _batch_size_among(operator.tags)
-        if tag is not None:
-            return tag.size
-        operator = operator.operator
-    return None
-
-
-def batch_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
-    """How many vectors to multiply at once: the size from `in_batches`; otherwise as many as are
-    wanted, within the limits.
-    """
-    size = batch_size_of(operator)
-    if size is not None:
-        return size
+def default_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
+    """How many vectors to multiply at once: as many as are wanted, within the limits."""
     width = block_width(operator.in_size(), wanted)
     if calls_functions(operator):
         width = min(width, FUNCTION_LIMIT)

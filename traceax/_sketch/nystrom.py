@@ -346,7 +346,7 @@ def shifted_cholesky(h, nu):
 
 
 def signed_estimate(
-    factors: Nystrom, sign: int, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
+    factors: Nystrom, sign: int | Array, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
 ) -> tuple[Array, Array]:
     """The estimate for A.
 

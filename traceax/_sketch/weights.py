@@ -28,12 +28,12 @@ class AbstractWeights(eqx.Module):
     """
 
     @abc.abstractmethod
-    def contract(self, operator: lx.AbstractLinearOperator) -> Any:
+    def contract(self, block: BlockOperator) -> Any:
         """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator.
 
         **Arguments:**
 
-        - `operator`: the operator A.
+        - `block`: the operator A.
 
         **Returns:**
 
@@ -76,9 +76,8 @@ class AbstractTwoSidedWeights(AbstractWeights):
         A vector.
         """
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        block = BlockOperator(operator)
         return self.combine(block.mm(self.omega), block.adjoint_mm(self.q))
 
 
@@ -97,7 +96,6 @@ class LowRankWeights(AbstractWeights):
     u: Inexact[Array, "n p"]
     v: Inexact[Array, "n p"]
 
-    def contract(self, operator):
+    def contract(self, block):
         """See `AbstractWeights`."""
-        block = BlockOperator(operator)
         return jnp.sum(block.forms(block.leaves(self.v), block.leaves(self.u)))
