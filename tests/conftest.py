@@ -68,7 +68,6 @@ def _compile_quickly(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-
 # --- compiled programs ----------------------------------------------------------------------------
 
 # The README's command compiles no more, all workers together. (A program takes a CPU second, and
