@@ -1,7 +1,7 @@
 """Mistakes in the numerics that the quick tests must notice: they are chosen, not drawn.
 
-`python -m tests.mutations [NUMBER ...]` makes those of `mutations.txt` one by one in a temporary copy
-of the checkout, runs the quick tests of the files named for each (all quick tests, if those pass),
+`python -m tests.mutations [NUMBER ...]` makes those of `mutations.txt` one by one in a copy of the
+checkout, runs the quick tests of the files named for each (all quick tests, if those pass),
 and says which were caught. It exits with 1 if one was not.
 """
 
