@@ -1,5 +1,6 @@
 """Every test runs in float64 and with strict dtype promotion."""
 
+import collections
 import os
 
 # Before NumPy loads it: pytest-xdist runs one process a core, and the threads of several OpenBLAS
@@ -67,8 +68,43 @@ def _compile_quickly(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forget_compiled_programs():
-    """Thousands of compiled programs in one process exhaust its memory maps."""
-    yield
-    jax.clear_caches()
+# --- compiled programs ----------------------------------------------------------------------------
+
+# The README's command compiles no more, all workers together. (A program takes a CPU second, and
+# 20 ms if it is a single operation: references and inputs are computed by NumPy.)
+MOST_PROGRAMS = 3000
+PROGRAMS = collections.Counter()  # by the folder or file of the tests that ask for them
+ASKING = ["imports"]
+
+
+def _count(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        PROGRAMS[ASKING[0]] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def pytest_runtest_logstart(nodeid, location):
+    ASKING[0] = nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    PROGRAMS.update(getattr(node, "workeroutput", {}).get("programs", {}))
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["programs"] = dict(PROGRAMS)
+    is_whole = config.args_source == config.ArgsSource.TESTPATHS and not config.option.keyword
+    is_default = is_whole and config.option.markexpr == "not slow"
+    if is_default and PROGRAMS.total() > MOST_PROGRAMS and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    most = ", ".join(f"{name} {count}" for name, count in PROGRAMS.most_common(5))
+    text = f"compiled programs: {PROGRAMS.total()} (at most {MOST_PROGRAMS}); {most}"
+    terminalreporter.write_line(text)

@@ -24,53 +24,50 @@ OPERATOR = lx.MatrixLinearOperator(jnp.asarray(MATRIX), PSD)
 CALLS = [tr.trace, tr.diagonal, tr.block_traces]
 
 
-@pytest.mark.parametrize(
-    ("value", "remedy"),
-    [
-        (jnp.asarray(MATRIX), "lineax.MatrixLinearOperator"),
-        (MATRIX, "lineax.MatrixLinearOperator"),
-        (MATRIX.tolist(), "lineax.MatrixLinearOperator"),
-        (lambda v: 2.0 * v, "lineax.FunctionLinearOperator"),
-        (scipy.sparse.csr_array(MATRIX), "traceax.SparseLinearOperator"),
-        (scipy.sparse.coo_matrix(MATRIX), "traceax.SparseLinearOperator"),
-        (sparse.BCOO.fromdense(jnp.asarray(MATRIX)), "traceax.SparseLinearOperator"),
-        (None, "lineax.MatrixLinearOperator"),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_what_is_not_an_operator(value, remedy):
-    for call in CALLS:
-        with pytest.raises(TypeError, match=remedy):
-            call(KEY, value, 4)
-    with pytest.raises(TypeError, match=remedy):
-        tr.HutchinsonEstimator().estimate(KEY, value, 4)
+def refused(error, match, *arguments, calls=CALLS, **options):
+    """All of these calls are."""
+    for call in calls:
+        with pytest.raises(error, match=match):
+            call(*arguments, **options)
+
+
+NOT_AN_OPERATOR = [
+    (jnp.asarray(MATRIX), "lineax.MatrixLinearOperator"),
+    (MATRIX, "lineax.MatrixLinearOperator"),
+    (MATRIX.tolist(), "lineax.MatrixLinearOperator"),
+    (lambda v: 2.0 * v, "lineax.FunctionLinearOperator"),
+    (scipy.sparse.csr_array(MATRIX), "traceax.SparseLinearOperator"),
+    (scipy.sparse.coo_matrix(MATRIX), "traceax.SparseLinearOperator"),
+    (sparse.BCOO.fromdense(jnp.asarray(MATRIX)), "traceax.SparseLinearOperator"),
+    (None, "lineax.MatrixLinearOperator"),
+]
 
 
 def test_operators_that_are_refused():
-    """Not square, without columns, mixed, and without the tag that an estimator needs."""
+    """No operator, not square, without columns, mixed, and without the tag that is needed."""
+    for value, remedy in NOT_AN_OPERATOR:
+        refused(TypeError, remedy, KEY, value, 4, calls=(*CALLS, tr.HutchinsonEstimator().estimate))
     to_complex = lx.FunctionLinearOperator(
         lambda v: v.astype(complex) * jnp.asarray(1j), jax.ShapeDtypeStruct((3,), jnp.float64)
     )
-    for call in CALLS:
-        with pytest.raises(ValueError, match="square"):
-            call(KEY, lx.MatrixLinearOperator(jnp.ones((5, 3))), 2)
-        with pytest.raises(ValueError, match="no columns"):
-            call(KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0)), PSD), 3)
-        with pytest.raises(ValueError, match="mixes real and complex"):
-            call(KEY, to_complex, 2)
-        for k in (4, N):  # also where no probe would be drawn
-            untagged = lx.MatrixLinearOperator(OPERATOR.matrix, lx.symmetric_tag)
-            with pytest.raises(ValueError, match="XNysTraceEstimator needs a semidefinite"):
-                call(KEY, untagged, k, tr.XNysTraceEstimator())
+    refused(ValueError, "square", KEY, lx.MatrixLinearOperator(jnp.ones((5, 3))), 2)
+    refused(ValueError, "no columns", KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0)), PSD), 3)
+    refused(ValueError, "mixes real and complex", KEY, to_complex, 2)
+    untagged = lx.MatrixLinearOperator(OPERATOR.matrix, lx.symmetric_tag)
+    for k in (4, N):  # also where no probe would be drawn
+        needs = "XNysTraceEstimator needs a semidefinite"
+        refused(ValueError, needs, KEY, untagged, k, tr.XNysTraceEstimator())
 
 
-@pytest.mark.parametrize("k", [4.0, np.float64(4), True, np.True_, "4", (4,), 0, -3])
-def test_budget_that_is_no_positive_integer(k):
-    for call in CALLS:
-        with pytest.raises((TypeError, ValueError), match=r"budget k must be"):
-            call(KEY, OPERATOR, k)
-        with pytest.raises((TypeError, ValueError), match=r"budget max_k must be"):
-            call(KEY, OPERATOR, rtol=0.1, max_k=k)
+def test_keys_and_budgets_that_are_refused():
+    several = jax.random.split(KEY, 3), jax.random.split(jax.random.PRNGKey(0), 3)
+    for key in (OPERATOR, None, 0, *several, jnp.ones(2), np.ones((), np.int32)):
+        refused(TypeError, "key", key, OPERATOR, 4)
+    for arguments in ((OPERATOR, KEY, 4), (OPERATOR, 4)):
+        refused(TypeError, "first, before the operator", *arguments, calls=[tr.trace])
+    for k in (4.0, np.float64(4), True, np.True_, "4", (4,), 0, -3):
+        refused((TypeError, ValueError), "budget k must be", KEY, OPERATOR, k)
+        refused((TypeError, ValueError), "budget max_k must be", KEY, OPERATOR, rtol=0.1, max_k=k)
 
 
 def test_budgets():
@@ -99,67 +96,37 @@ def test_budget_below_the_smallest_is_raised_with_a_warning():
             assert (solution.value, solution.std_err) == (2.5, 0.0)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        OPERATOR,
-        None,
-        0,
-        jax.random.split(KEY, 3),
-        jax.random.split(jax.random.PRNGKey(0), 3),
-        jnp.ones(2),
-        jnp.ones((), jnp.int32),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_what_is_not_a_key(key):
-    for call in CALLS:
-        with pytest.raises(TypeError, match="key"):
-            call(key, OPERATOR, 4)
-
-
 def test_keys_of_every_make():
-    """Old ones and new ones, and what a user forgot."""
     old, new = jax.random.PRNGKey(3), jax.random.key(3)
     hidden = by_products(MATRIX, PSD)
     values = [tr.trace(key, hidden, 4).value for key in (old, new, np.asarray(old))]
     assert values[0] == values[1] == values[2]
-    with pytest.raises(TypeError, match="first, before the operator"):
-        tr.trace(OPERATOR, KEY, 4)
-    with pytest.raises(TypeError, match="first, before the operator"):
-        tr.trace(OPERATOR, 4)
 
 
 def test_estimators_and_samplers_that_are_refused():
-    for call in CALLS:
-        for estimator in (tr.XNysTraceEstimator, "xtrace", tr.SphereSampler()):
-            with pytest.raises(TypeError, match=r"must be an instance of an AbstractTraceEstim"):
-                call(KEY, OPERATOR, 4, estimator)
+    for estimator in (tr.XNysTraceEstimator, "xtrace", tr.SphereSampler()):
+        refused(
+            TypeError, "must be an instance of an AbstractTraceEstim", KEY, OPERATOR, 4, estimator
+        )
     resphering = tr.HutchPlusPlusEstimator, tr.XTraceEstimator, tr.XNysTraceEstimator
-    for estimator in resphering:
-        for sampler in (tr.RademacherSampler, tr.SteinhausSampler):
-            with pytest.raises(ValueError, match="improved=True"):
-                estimator(sampler(), improved=True)
-        with pytest.raises(ValueError, match="True, False or None"):
-            estimator(improved="yes")
-    for estimator in (*resphering, tr.HutchinsonEstimator, tr.AutoTraceEstimator):
-        assert estimator(batch_size=3).batch_size == 3
-        for size in (0, -1, True, 2.5, "8"):
-            with pytest.raises(ValueError, match="batch_size"):
-                estimator(batch_size=size)
+    for sampler in (tr.RademacherSampler, tr.SteinhausSampler):
+        refused(ValueError, "improved=True", sampler(), improved=True, calls=resphering)
+    refused(ValueError, "True, False or None", improved="yes", calls=resphering)
+    batched = *resphering, tr.HutchinsonEstimator, tr.AutoTraceEstimator
+    assert [estimator(batch_size=3).batch_size for estimator in batched] == [3] * 5
+    for size in (0, -1, True, 2.5, "8"):
+        refused(ValueError, "batch_size", batch_size=size, calls=batched)
     complex_probes = [tr.NormalSampler(complex), tr.SphereSampler(np.complex64)]
     for sampler in (*complex_probes, tr.SteinhausSampler(complex), tr.SteinhausSampler()):
         for estimator in (tr.HutchinsonEstimator, *resphering):
-            with pytest.raises(ValueError, match="Sampler"):
-                tr.trace(KEY, OPERATOR, 4, estimator(sampler))
+            refused(ValueError, "Sampler", KEY, OPERATOR, 4, estimator(sampler), calls=[tr.trace])
     operator = lx.MatrixLinearOperator(jnp.asarray(MATRIX.astype(complex)))
-    with pytest.raises(ValueError, match="improved=True"):
-        tr.trace(KEY, operator, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True))
+    real = tr.XTraceEstimator(tr.NormalSampler(float), improved=True)
+    refused(ValueError, "improved=True", KEY, operator, 4, real, calls=[tr.trace])
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
+def test_tolerances_that_are_refused():
+    for options, error in (
         ({}, TypeError),
         ({"k": 10, "rtol": 0.1}, TypeError),
         ({"k": 10, "max_k": 20}, TypeError),
@@ -168,17 +135,10 @@ def test_estimators_and_samplers_that_are_refused():
         ({"rtol": "small"}, TypeError),
         ({"atol": jnp.ones(2)}, TypeError),
         ({"rtol": 0.1, "estimator": tr.ExactTraceEstimator()}, ValueError),
-    ],
-    ids=lambda x: str(x)[:40],
-)
-def test_tolerances_that_are_refused(options, error):
-    for call in CALLS:
-        with pytest.raises(error, match=r"tolerance|rtol|atol"):
-            call(KEY, OPERATOR, **options)
-    for norm in (tr.frobenius_norm, tr.row_norms):
-        if not {"atol", "estimator"} & set(options):
-            with pytest.raises(error, match=r"tolerance|rtol|atol"):
-                norm(KEY, OPERATOR, **options)
+    ):
+        own = {"atol", "estimator"} & set(options)
+        calls = CALLS if own else (*CALLS, tr.frobenius_norm, tr.row_norms)
+        refused(error, r"tolerance|rtol|atol", KEY, OPERATOR, calls=calls, **options)
 
 
 # ------------------------------------------------------------------------------------ solutions

@@ -93,13 +93,12 @@ def numbers(what, name, dtype):
     return jax.tree.map(np.asarray, program(*arguments)), stack
 
 
-# Traces of real operators run in every nesting below, complex ones and diagonals here.
+# What is complex is the formula; what is real is faster.
 TABLE = [
     *(("trace", name, np.float64) for name in PROBED),
-    *(("diagonal", name, np.float64) for name in PROBED),
-    *(("trace", name, np.complex128) for name in PROBED),
-    ("diagonal", "xtrace", np.complex128),
-    ("diagonal", "xnystrace", np.complex128),
+    *(("trace", name, np.complex128) for name in PROBED if name != "hutchinson"),
+    *(("diagonal", name, np.float64) for name in ("hutchinson", "hutch++")),
+    *(("diagonal", name, np.complex128) for name in ("xtrace", "xnystrace")),
 ]
 table = pytest.mark.parametrize(("what", "name", "dtype"), TABLE)
 
@@ -210,20 +209,27 @@ def test_few_products_and_nearly_n(estimator, k):
 @pytest.mark.parametrize("what", ["trace", "diagonal"])
 @pytest.mark.parametrize("estimator", [tr.XTraceEstimator, tr.XNysTraceEstimator])
 def test_probes_that_coincide(estimator, what):
-    """Of 5 random signs, two vectors agree or are opposite with probability 1 / 16."""
-    matrix = with_spectrum(np.random.default_rng(1), np.linspace(1, 3, 5))
+    """Of 5 random signs, two vectors agree or are opposite with probability 1 / 16. (LAPACK's
+    factor has exact zeros then if the operator is complex, above all of multiples of I.)
+    """
+    general = with_spectrum(np.random.default_rng(1), np.linspace(1, 3, 5))
+    matrices = np.stack([general, 2 * np.eye(5)]).astype(complex)
 
     @jax.jit
-    def run(keys, matrix):
-        operator = lx.MatrixLinearOperator(matrix, PSD)
+    def run(keys, matrices):
         function = tr.diagonal if what == "diagonal" else tr.trace
         given = 4, estimator(tr.RademacherSampler())
-        return jax.lax.map(lambda key: function(key, operator, *given), keys)
 
-    solution = run(keys(500), matrix)
+        def solve(key, matrix):
+            return function(key, lx.MatrixLinearOperator(matrix, PSD), *given)
+
+        return jax.lax.map(lambda key: jax.lax.map(partial(solve, key), matrices), keys)
+
+    solution = run(keys(500), matrices)
     assert np.all(solution.result == tr.RESULTS.successful)
     assert not np.any(np.isnan(solution.std_err))
-    assert_unbiased(np.asarray(solution.value), truth(what, matrix))
+    for values, matrix in zip(np.moveaxis(solution.value, 1, 0), matrices, strict=True):
+        assert_unbiased(values, truth(what, matrix))
 
 
 def test_intervals_next_to_the_whole_space():

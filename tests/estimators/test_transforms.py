@@ -44,7 +44,6 @@ def test_sign_and_factor(name):
     forms = {
         1.0: lambda operator: operator,
         -1.0: lambda operator: -operator,
-        2.0: lambda operator: tagged(2.0 * operator),
         -2 / 3: lambda operator: -tagged(2.0 * operator / 3.0),
     }
 
@@ -66,7 +65,7 @@ def test_sign_and_factor(name):
         np.testing.assert_allclose(error, abs(factor) * std_err, rtol=1e-9)
 
 
-PARAMETERS = {"w": jnp.zeros((4, 4)), "b": (jnp.zeros(5), jnp.zeros((1, 3)))}
+PARAMETERS = {"w": np.zeros((4, 4)), "b": (np.zeros(5), np.zeros((1, 3)))}
 SIZES = [5, 3, 16]  # leaves in the order of the flattened tree: b[0], b[1], w
 
 
@@ -101,14 +100,15 @@ def test_pytrees(name):
     trace, flat, diagonal, blocks = run(matrix)
     value, std_err = flat.value, flat.std_err
     if name == "hutchinson":
-        omega = tr.RademacherSampler().probes_by_leaf(KEY, [(5,), (3,), (16,)], K, matrix.dtype)
+        draw = partial(tr.RademacherSampler().probes_by_leaf, KEY, [(5,), (3,), (16,)], K)
+        omega = jax.jit(lambda: draw(matrix.dtype))()
         samples = reference.hutchinson(np.asarray(matrix), np.concatenate(omega))
         value, std_err = samples.mean(), samples.std(ddof=1) / np.sqrt(K)
     np.testing.assert_allclose(trace.value, value, rtol=1e-10)
     np.testing.assert_allclose(trace.std_err, std_err, rtol=1e-8)
     assert jax.tree.map(jnp.shape, diagonal.value) == jax.tree.map(jnp.shape, PARAMETERS)
     assert jax.tree.structure(blocks.std_err) == jax.tree.structure(PARAMETERS)
-    sums = jax.tree.map(jnp.sum, diagonal.value)
+    sums = jax.tree.map(np.sum, diagonal.value)
     for found, total in zip(jax.tree.leaves(blocks.value), jax.tree.leaves(sums), strict=True):
         np.testing.assert_allclose(found, total, rtol=1e-9, atol=1e-11)
     ends = itertools.pairwise(np.cumsum([0, *SIZES]))
@@ -227,7 +227,8 @@ def test_only_the_value_has_a_derivative():
         solution = tr.trace(KEY, by_products(b + theta * c, PSD), K, tr.XTraceEstimator())
         return solution.value, solution.std_err, solution.stats["std.err"]
 
-    for slope, *zeros in (jax.jacrev(others)(0.3), jax.jvp(others, (0.3,), (1.0,))[1]):
+    both = jax.jit(lambda x: (jax.jacrev(others)(x), jax.jvp(others, (x,), (1.0,))[1]))
+    for slope, *zeros in both(0.3):
         assert slope != 0
         assert zeros == [0, 0]
 
@@ -240,8 +241,8 @@ def test_a_shift_of_a_kernel_has_an_exact_derivative():
         identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((N,), jnp.float64))
         return tr.trace(KEY, kernel + s * identity, K).value
 
-    np.testing.assert_array_equal(jax.grad(f)(0.1), N)
-    np.testing.assert_array_equal(jax.jvp(f, (0.1,), (1.0,))[1], N)
+    both = jax.jit(lambda s: (jax.grad(f)(s), jax.jvp(f, (s,), (1.0,))[1]))
+    np.testing.assert_array_equal(both(0.1), [N, N])
 
 
 def test_estimators_hold_no_arrays():
@@ -266,7 +267,7 @@ def test_batches_change_no_number(what):
 
         return [
             [jax.value_and_grad(value)(weights, made(batch_size=size)) for size in (None, 7)]
-            for made in (tr.XTraceEstimator, tr.XNysTraceEstimator, tr.ExactTraceEstimator)
+            for made in (tr.XTraceEstimator, tr.ExactTraceEstimator)
         ]
 
     for (value, gradient), (batched_value, batched_gradient) in run(weights):
@@ -278,7 +279,8 @@ def test_batches_change_no_number(what):
         found = FUNCTIONS[what](KEY, c * operator, K, tr.HutchinsonEstimator(batch_size=5))
         return found.value, found
 
-    _, slope, batched = jax.jvp(scaled, (1.0,), (1.0,), has_aux=True)
+    run = jax.jit(lambda c: jax.jvp(scaled, (c,), (1.0,), has_aux=True))
+    _, slope, batched = run(1.0)
     np.testing.assert_allclose(slope, batched.value, rtol=1e-12)
     truth = np.diag(family()[0]) if what == "diagonal" else np.trace(family()[0])
     assert np.all(np.abs(batched.value - truth) <= 6 * batched.std_err)

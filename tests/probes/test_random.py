@@ -14,7 +14,12 @@ KEYS = {"new": jr.key(3), "old": jr.PRNGKey(3), "rbg": jr.key(3, impl="rbg")}
 
 
 def vectors_first(array):
-    return jnp.moveaxis(array, -1, 0)
+    return np.moveaxis(np.asarray(array), -1, 0)
+
+
+def data_of(key):
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return np.asarray(jr.key_data(key) if typed else key)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -24,7 +29,7 @@ def test_keys_of_items(name):
     for number in (0, 7, 2**31 - 1, jnp.int32(5)):
         ours, theirs = random.numbered(key, number), jr.fold_in(key, np.uint32(2**31 + int(number)))
         assert ours.dtype == theirs.dtype
-        assert jnp.all(ours == theirs)
+        np.testing.assert_array_equal(*(data_of(key) for key in (ours, theirs)))
 
 
 @pytest.mark.parametrize(
@@ -32,20 +37,29 @@ def test_keys_of_items(name):
     [("new", (), 6), ("new", (3, 64), 6), ("new", (5,), 0), ("old", (3, 64), 6), ("rbg", (7,), 6)],
 )
 def test_numbers(name, shape, k):
-    key, theirs = KEYS[name], (*shape, k)
-    for dtype in map(np.dtype, ("float32", "float64")):
-        ours = random.uniform(key, shape, k, dtype, -1.0, 3.0), random.normal(key, shape, k, dtype)
-        expected = jr.uniform(key, theirs, dtype, -1.0, 3.0), jr.normal(key, theirs, dtype)
-        for found, numbers in zip(ours, expected, strict=True):
-            assert found.dtype == dtype
-            np.testing.assert_array_equal(found, vectors_first(numbers))
-    ours = random.normal(key, shape, k, np.dtype("complex128"))
-    expected = vectors_first(jr.normal(key, theirs, "complex128"))
-    np.testing.assert_allclose(ours, expected, rtol=1e-14, atol=1e-15)
+    sizes, single, double = (*shape, k), np.dtype("float32"), np.dtype("float64")
+
+    @jax.jit
+    def draw(key):
+        """Pairs of ours and of JAX's."""
+        pairs = [
+            (random.normal(key, shape, k, np.dtype(name)), jr.normal(key, sizes, name))
+            for name in ("float32", "float64", "complex128")
+        ]
+        pairs.append((random.normal(key, shape, k, np.dtype(jnp.bfloat16)), pairs[0][1]))
+        for dtype in (single, double):
+            ours = random.uniform(key, shape, k, dtype, -1.0, 3.0)
+            pairs.append((ours, jr.uniform(key, sizes, dtype, -1.0, 3.0)))
+        return pairs
+
+    *real, (ours, theirs), (half, numbers), uniform, wide = draw(KEYS[name])
+    for found, expected in (*real, uniform, wide):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, vectors_first(expected))
+    np.testing.assert_allclose(ours, vectors_first(theirs), rtol=1e-14, atol=1e-15)
     # Numbers that are drawn in bfloat16 have 128 different sizes.
-    ours = random.normal(key, shape, k, np.dtype(jnp.bfloat16))
-    expected = vectors_first(jr.normal(key, theirs, np.float32)).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(ours.astype(np.float32), expected.astype(np.float32))
+    expected = vectors_first(numbers).astype(half.dtype)
+    np.testing.assert_array_equal(half.astype(single), expected.astype(single))
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -1,6 +1,6 @@
 """Distributions of probes: their moments, their entries, and their dtypes."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,14 @@ import pytest
 import traceax as tr
 
 KEY = jax.random.key(0)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def drawn(sampler, n, k, dtype=None):
+    """The probes, in one program."""
+    return sampler(KEY, n, k, dtype)
+
+
 N, COUNT = 6, 100_000
 REAL = {
     "normal": tr.NormalSampler(),
@@ -25,7 +33,7 @@ BOTH = [(name, np.float64) for name in REAL] + [(name, np.complex128) for name i
 @cache
 def draw(name, dtype):
     """The probes of several tests: six numbers each."""
-    return np.asarray(COMPLEX[name](KEY, N, COUNT, dtype))
+    return np.asarray(drawn(COMPLEX[name], N, COUNT, dtype))
 
 
 def check_mean(samples, mean, bound=4.5):
@@ -65,7 +73,7 @@ def test_declared_rotation_invariance_holds(name, dtype):
 
 @pytest.mark.parametrize(("n", "dtype"), [(1, np.float64), (33, np.complex128), (64, np.int32)])
 def test_rademacher_entries_are_signs(n, dtype):
-    probes = tr.RademacherSampler()(KEY, n, 9, dtype)
+    probes = drawn(tr.RademacherSampler(), n, 9, dtype)
     assert probes.shape == (n, 9)
     assert probes.dtype == dtype
     assert np.all((np.asarray(probes) == 1) | (np.asarray(probes) == -1))
@@ -75,7 +83,7 @@ def test_rademacher_entries_are_signs(n, dtype):
 def test_rademacher_unpacks_all_bits(n):
     """Each of the 32 positions in a word is a fair coin, and no two are the same coin."""
     count = 20_000
-    signs = np.asarray(tr.RademacherSampler()(KEY, n, count))
+    signs = np.asarray(drawn(tr.RademacherSampler(), n, count))
     # sum_i z_i^2 over n rows has mean n and variance 2 n.
     chi_square = np.sum((signs.sum(1) / np.sqrt(count)) ** 2)
     assert abs(chi_square - n) < 5 * np.sqrt(2 * n)
@@ -86,25 +94,34 @@ def test_rademacher_unpacks_all_bits(n):
 
 def test_leaves_are_drawn_in_their_shapes():
     """One leaf has the numbers of one long vector; several have keys of their own."""
-    for sampler in COMPLEX.values():
-        dtype = np.dtype(np.complex128)
-        (leaf,) = sampler.probes_by_leaf(KEY, [(3, 32)], 4, dtype)
-        whole = sampler.probes(KEY, 96, 4, dtype)
-        np.testing.assert_allclose(leaf.reshape(96, 4), whole, rtol=1e-14)
-        one, two = sampler.probes_by_leaf(KEY, [(5,), (5,)], 4, dtype)
-        assert not np.any(np.all(one == two, axis=0))
+    dtype = np.dtype(np.complex128)
+
+    @jax.jit
+    def run(key):
+        return {
+            name: (
+                sampler.probes_by_leaf(key, [(3, 32)], 4, dtype)[0],
+                sampler.probes(key, 96, 4, dtype),
+                sampler.probes_by_leaf(key, [(5,), (5,)], 4, dtype),
+            )
+            for name, sampler in COMPLEX.items()
+        }
+
+    for leaf, whole, (one, two) in run(KEY).values():
+        np.testing.assert_allclose(np.reshape(leaf, (96, 4)), whole, rtol=1e-14)
+        assert not np.any(np.all(np.asarray(one) == np.asarray(two), axis=0))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_sphere_probes_have_norm_root_n(dtype):
-    probes = tr.SphereSampler()(KEY, 21, 50, dtype)
+    probes = drawn(tr.SphereSampler(), 21, 50, dtype)
     assert probes.dtype == dtype
     norms = np.linalg.norm(np.asarray(probes), axis=0)
     np.testing.assert_allclose(norms, np.sqrt(21), rtol=10 * np.finfo(dtype).eps)
 
 
 def test_steinhaus_entries_are_phases():
-    probes = tr.SteinhausSampler()(KEY, 30, 400, np.complex64)
+    probes = np.asarray(drawn(tr.SteinhausSampler(), 30, 400, np.complex64))
     assert probes.dtype == np.complex64
     np.testing.assert_allclose(np.abs(probes), 1, rtol=1e-6)
     # Uniform on the circle: the counts in 16 sectors, 15 degrees of freedom.
@@ -128,18 +145,23 @@ def test_dtypes():
     """That of the sampler wins over that of the call; without both it is JAX's. Positional Python
     types, as in 1.0.2.
     """
+
+    def dtype_of(sampler, *dtype):
+        return jax.eval_shape(lambda key: sampler(key, 4, 3, *dtype), KEY).dtype
+
     for name, sampler in COMPLEX.items():
         is_complex = name == "steinhaus"
-        assert sampler(KEY, 4, 3).dtype == (jnp.complex128 if is_complex else jnp.float64)
+        assert dtype_of(sampler) == (jnp.complex128 if is_complex else jnp.float64)
         with jax.enable_x64(False):
-            assert sampler(KEY, 4, 3).dtype == (jnp.complex64 if is_complex else jnp.float32)
+            assert dtype_of(sampler) == (jnp.complex64 if is_complex else jnp.float32)
         chosen = type(sampler)(np.complex64)
         assert chosen.dtype == np.complex64
-        assert chosen(KEY, 4, 3, np.complex128).dtype == np.complex64
-        assert chosen.probes(KEY, 4, 3, np.dtype(np.complex128)).dtype == np.complex128
-        assert sampler(KEY, 4, 3, np.complex64).dtype == np.complex64
-    assert tr.NormalSampler(complex)(KEY, 5, 2).dtype == jnp.complex128
-    assert tr.RademacherSampler(int)(KEY, 5, 2).dtype == jnp.int64
+        assert dtype_of(chosen, np.complex128) == np.complex64
+        assert dtype_of(sampler, np.complex64) == np.complex64
+        wide = jax.eval_shape(lambda key, s=chosen: s.probes(key, 4, 3, np.dtype(complex)), KEY)
+        assert wide.dtype == np.complex128
+    assert dtype_of(tr.NormalSampler(complex)) == jnp.complex128
+    assert dtype_of(tr.RademacherSampler(int)) == jnp.int64
     assert tr.RademacherSampler()(key=KEY, n=5, k=2).shape == (5, 2)
 
 
@@ -154,7 +176,7 @@ def test_samplers_are_hashable_and_compare_by_value():
 
 def test_samplers_with_and_without_a_dtype_are_different_cache_keys():
     # NumPy says `np.dtype("float64") == None`; a compiled estimate must not be shared between them.
-    operator = lx.MatrixLinearOperator(jax.lax.complex(jnp.eye(6), jnp.ones((6, 6))))
+    operator = lx.MatrixLinearOperator(jnp.asarray(np.eye(6) + 1j))
     follows, real = (tr.HutchinsonEstimator(tr.SphereSampler(d)) for d in (None, float))
     assert jax.tree.structure(follows) != jax.tree.structure(real)
     values = [tr.trace(KEY, operator, 4, e).value for e in (follows, real, follows)]
