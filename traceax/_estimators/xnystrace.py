@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._core.estimate import make_estimate, mean_and_std_err
+from .._core.estimate import evidence_of, make_estimate, mean_and_std_err, worse
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import check_semidefinite
@@ -32,7 +32,7 @@ from .._sketch.nystrom import (
 from .calibration import CALIBRATION
 from .diagonal_error import DiagonalParts, diagonal_and_error
 from .estimator import AbstractTraceEstimator
-from .rows import Rows, RowWeights
+from .rows import Rows, RowWeights, without_nonfinite
 from .samples import NystromSampling
 from .xtrace import xdiag_weights
 
@@ -122,7 +122,8 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         block = BlockOperator(operator).linearised()
         sampler = self.sampler or RademacherSampler()
         p, r = qr(sampler.probes(key, block.n, k, block.dtype))
-        factors = nystrom(p, r, sign * block.mm(p), block.eps)
+        products, lost = without_nonfinite(block.mm(p))
+        factors = nystrom(p, r, sign * products, block.eps)
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
         rounding = factors.rounding(block.eps)
@@ -134,7 +135,9 @@ class XNysTraceEstimator(AbstractTraceEstimator):
         plain = mean_and_std_err(rows(jnp.conj(parts.omega) * matmul(products, factors.r)))
         value, std_err = factors.unless_wrong((value, plain[0]), (std_err, plain[1]))
         value, std_err = signed_estimate(factors, sign, value, std_err)
-        estimate = make_estimate(value, std_err, k, k - 1, factors.evidence)
+        value = value + rows.of_vector(lost)
+        evidence = worse(factors.evidence, evidence_of(lost))
+        estimate = make_estimate(value, std_err, k, k - 1, evidence, separate=True)
         return estimate, _row_weights(factors, rows) if weights else None
 
 

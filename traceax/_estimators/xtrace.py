@@ -29,7 +29,7 @@ from .calibration import CALIBRATION
 from .diagonal_error import DiagonalParts, diagonal_and_error
 from .estimator import AbstractTraceEstimator
 from .hutchpp import captured_diagonal
-from .rows import RowWeights
+from .rows import RowWeights, without_nonfinite
 from .samples import RangeSampling
 
 
@@ -157,7 +157,7 @@ class XTraceEstimator(AbstractTraceEstimator):
         n, m = block.n, k // 2
         resphere = sampler.respheres(self.improved, block.dtype)
         omega = sampler.probes(key, n, m, block.dtype)
-        sketch = sketch_of(block, omega)  # A Omega / scale + nu Omega
+        sketch = sketch_of(block, omega, block.mm(omega))  # A Omega / scale + nu Omega
         factors = range_finder(omega, sketch.shifted, resphere)
         z = block.mm(factors.q) / sketch.products.scale
         # The shift is added to the small matrices, so that no further block of n rows is made.
@@ -179,11 +179,14 @@ class XTraceEstimator(AbstractTraceEstimator):
         block = BlockOperator(operator).linearised()
         m = k // 2
         omega = (self.sampler or RademacherSampler()).probes(key, block.n, m, block.dtype)
-        sketch = sketch_of(block, omega)
+        products, lost = without_nonfinite(block.mm(omega))
+        sketch = sketch_of(block, omega, products)
         factors = range_finder(omega, sketch.shifted, resphere=False)
         q = factors.q
         s = factors.s
-        z = block.adjoint_mm(q) / sketch.products.scale + sketch.nu * q
+        products, lost_too = without_nonfinite(block.adjoint_mm(q))
+        lost = lost + lost_too
+        z = products / sketch.products.scale + sketch.nu * q
         parts = DiagonalParts(
             base=captured_diagonal(q, z) - sketch.nu,
             left=matmul(q, s),
@@ -194,9 +197,10 @@ class XTraceEstimator(AbstractTraceEstimator):
         )
         value, std_err = diagonal_and_error(parts, rows, rounding_of(rows.norms(z), block.eps))
         size = sketch.products.size
+        value = size * value + rows.of_vector(lost)
         std_err = rescale_error(size, std_err)
-        evidence = evidence_of(factors.r, z)
-        estimate = make_estimate(size * value, std_err, 2 * m, m - 1, evidence)
+        evidence = evidence_of(factors.r, z, lost)
+        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
         return estimate, RowWeights(xdiag_weights(omega, factors), rows) if weights else None
 
 
