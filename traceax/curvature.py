@@ -15,7 +15,6 @@ function. Everything that does not depend on v is computed once for all products
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, final
@@ -31,16 +30,11 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
 from ._core.precision import at_least_single
-from ._operators import parameters
-from ._operators.curvature import (
-    MODES,
-    CurvatureOperator as CurvatureOperator,
-    make_curvature,
-)
+from ._operators.curvature import MODES, CurvatureOperator as CurvatureOperator, make_curvature
+from ._operators.parameters import Choice, Groups, join, split_params, ungroup as ungroup
 from ._probes.random import numbered, split
 
 _POSITIVE = (lx.positive_semidefinite_tag,)
-_Groups = Callable[[str, Any], str | list[str]]
 
 
 # --- what functions return ------------------------------------------------------------------------
@@ -81,124 +75,19 @@ def _scalar(returned: Any, has_aux: bool) -> Array:
     )
 
 
-def _arrays(what: str, outputs: Any) -> Any:
-    """Outputs that can be differentiated."""
+def _arrays(outputs: Any) -> Any:
+    """What a function returns whose outputs are differentiated."""
     leaves = jtu.tree_leaves(outputs)
     if not leaves or not all(eqx.is_inexact_array(leaf) for leaf in leaves):
         raise ValueError(
-            f"{what} must return (a PyTree of) floating-point arrays, got "
-            f"{eqx.tree_pformat(outputs)}. Convert integers with `.astype(float)`, and say "
-            "`has_aux=True` where there is an auxiliary output."
+            "The function must return (a PyTree of) floating-point arrays, got "
+            f"{eqx.tree_pformat(outputs)}. Convert integers with `.astype(float)`, and leave out "
+            "auxiliary outputs."
         )
     return outputs
 
 
-# --- groups of parameters -------------------------------------------------------------------------
-
-
-def _names_in_groups(moving: Any, groups: _Groups) -> list[Any]:
-    """Of each leaf the name of its group, or the names of the entries along its leading axis."""
-    found = []
-    for path, leaf in parameters.named_leaves(moving):
-        name = groups(path, leaf)
-        several = isinstance(name, tuple | list)
-        if not (leaf.shape[:1] == (len(name),) if several else isinstance(name, str)):
-            raise ValueError(
-                "groups must return a name (a str), or a list of names, one for each entry along "
-                f"the leading axis, got {name!r} for {path!r} of shape {leaf.shape}. Return the "
-                "path for a group of its own."
-            )
-        found.append(name)
-    return found
-
-
-def _grouped(names: list[Any], moving: Any) -> dict[str, Array]:
-    """The parameters as a dictionary with one array of shape `(size,)` for each group."""
-    parts: dict[str, list[Array]] = {}
-    for name, leaf in zip(names, jtu.tree_leaves(moving), strict=True):
-        for each, piece in (
-            [(name, leaf)] if isinstance(name, str) else zip(name, leaf, strict=True)
-        ):
-            parts.setdefault(each, []).append(piece.reshape(-1))
-    for name, pieces in parts.items():
-        dtypes = sorted({str(x.dtype) for x in pieces})
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"The parameters of a group need one dtype, got {dtypes} in {name!r}. Make a group "
-                "of each dtype."
-            )
-    return {name: jnp.concatenate(pieces) for name, pieces in parts.items()}
-
-
-def _ungrouped(names: list[Any], structure: Any, vector: dict[str, Array]) -> Any:
-    """The parameters (or another vector of their structure) from grouped ones."""
-    rest = dict(vector)
-
-    def take(name, shape):
-        size = math.prod(shape)
-        piece = rest[name][:size].reshape(shape)
-        rest[name] = rest[name][size:]
-        return piece
-
-    def leaf_of(name, struct):
-        if isinstance(name, str):
-            return take(name, struct.shape)
-        return jnp.stack([take(each, struct.shape[1:]) for each in name])
-
-    structs, treedef = jtu.tree_flatten(structure)
-    leaves = [leaf_of(*pair) for pair in zip(names, structs, strict=True)]
-    return jtu.tree_unflatten(treedef, leaves)
-
-
-def ungroup(
-    vector: dict[str, Array], params: PyTree, groups: _Groups, wrt: parameters.Choice = None
-) -> PyTree:
-    """A vector by groups, such as one of `Eigenpairs.vectors`, in the structure of the parameters.
-
-    **Arguments:**
-
-    - `vector`: a dictionary of arrays, by names of groups.
-    - `params`, `groups`, `wrt`: as for [`traceax.curvature.hessian`][].
-
-    **Returns:**
-
-    A PyTree like those of the parameters that are differentiated.
-    """
-    moving, _ = parameters.split(params, wrt)
-    return _ungrouped(_names_in_groups(moving, groups), parameters.structure_of(moving), vector)
-
-
 # --- operators ------------------------------------------------------------------------------------
-
-
-def _operator(
-    inner: Callable[..., Any]
-    | None,  # (index of the batch, params, *data) -> outputs; None: params
-    outer: Callable[..., Array],  # (outputs, at, *data) -> a scalar
-    params: PyTree,
-    args: tuple[Any, ...],
-    wrt: parameters.Choice,
-    groups: _Groups | None,
-    **options: Any,
-) -> CurvatureOperator:
-    """The operator of `outer(inner(params))` over the (grouped) parameters."""
-    moving, constant = parameters.split(params, wrt)
-    join = parameters.join
-    if groups is not None:
-        names = _names_in_groups(moving, groups)
-        structure = parameters.structure_of(moving)
-        moving = _grouped(names, moving)
-
-        def join(moving, constant):
-            return parameters.join(_ungrouped(names, structure, moving), constant)
-
-    def outputs(moving, constant, index, *data):
-        return moving if inner is None else inner(index, join(moving, constant), *data)
-
-    def scalar(out, at, constant, *data):
-        return outer(join(out, constant) if inner is None else out, at, *data)
-
-    return make_curvature(outputs, scalar, parameters.Split(moving, constant), args, **options)
 
 
 def hessian(
@@ -405,8 +294,7 @@ def fisher(
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
     def values(params, *data):
-        out = _without_aux(log_likelihood(params, *data), has_aux)
-        out = _arrays("log_likelihood", out)
+        out = _arrays(_without_aux(log_likelihood(params, *data), has_aux))
         if not eqx.is_array(out) or out.ndim > 1:
             raise ValueError(
                 "log_likelihood must return one number an example, an array of shape (N,), got "
@@ -414,36 +302,32 @@ def fisher(
             )
         return out
 
-    options = {"batches": batches, "weights": weights, "tags": _POSITIVE}
     if sample is None or key is None:
-
-        def of_data(index, params, *data):
-            return values(params, *data)
-
-        return _operator(of_data, _mean_square, params, args, wrt, groups, **options)
-    drawn = _values_of_samples(values, sample, key, num_samples)
-    return _operator(drawn, _reweighted_mean_square, params, args, wrt, groups, **options)
+        inner, outer = partial(_at_any_index, values), _mean_square
+    else:
+        inner, outer = partial(_drawn, values, sample, key, num_samples), _reweighted_mean_square
+    curvature = Curvature(inner, outer, wrt, groups, _POSITIVE)
+    return curvature(params, *args, batches=batches, weights=weights)
 
 
-def _values_of_samples(
-    values: Callable[..., Array], sample: Callable[..., Any], key: Array, num_samples: int
-) -> Callable[..., Array]:
-    """The function whose outputs are `values` on labels that are drawn for each batch."""
+def _at_any_index(function: Callable[..., Any], index: Any, params: Any, *data: Any) -> Any:
+    return _arrays(function(params, *data))
 
-    def drawn(index, params, *data):
-        def draw(key):
-            fresh = sample(key, params, *data)
-            if not isinstance(fresh, tuple) or len(fresh) != len(data):
-                raise ValueError(
-                    "sample must return the arguments after `params` as a tuple of "
-                    f"{len(data)}, got {jtu.tree_structure(fresh)}."
-                )
-            fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
-            return values(params, *fixed)
 
-        return jax.vmap(draw)(split(numbered(key, index), num_samples))
+def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, params: Any, *data):
+    """`values` on labels that are drawn for each batch."""
 
-    return drawn
+    def draw(key):
+        fresh = sample(key, params, *data)
+        if not isinstance(fresh, tuple) or len(fresh) != len(data):
+            raise ValueError(
+                "sample must return the arguments after `params` as a tuple of "
+                f"{len(data)}, got {jtu.tree_structure(fresh)}."
+            )
+        fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
+        return values(params, *fixed)
+
+    return jax.vmap(draw)(split(numbered(key, index), num_samples))
 
 
 def _mean_square(out: Array, at: Any, *data: Any) -> Array:
@@ -466,7 +350,6 @@ def jacobian_gram(
     weights: ArrayLike | None = None,
     wrt: Callable[[str, Any], bool] | type | None = None,
     groups: Callable[[str, Any], str | list[str]] | None = None,
-    has_aux: bool = False,
 ) -> CurvatureOperator:
     r"""The Gram matrix $J^\top J$ of the Jacobian of a function of the parameters.
 
@@ -476,7 +359,7 @@ def jacobian_gram(
 
     - `fn`: called as the loss of [`traceax.curvature.hessian`][]; returns a PyTree of
         floating-point arrays.
-    - `params`, `args`, `batches`, `weights`, `wrt`, `groups`, `has_aux`: as there.
+    - `params`, `args`, `batches`, `weights`, `wrt`, `groups`: as there.
 
     **Returns:**
 
@@ -489,14 +372,11 @@ def jacobian_gram(
         arrays.
     """
 
-    def outputs(index, params, *data):
-        return _arrays("fn", _without_aux(fn(params, *data), has_aux))
-
     def square(out, at, *data):
         return _half_square(out)
 
-    options = {"batches": batches, "weights": weights, "tags": _POSITIVE}
-    return _operator(outputs, square, params, args, wrt, groups, **options)
+    curvature = Curvature(partial(_at_any_index, fn), square, wrt, groups, _POSITIVE)
+    return curvature(params, *args, batches=batches, weights=weights)
 
 
 @final
@@ -504,13 +384,12 @@ def jacobian_gram(
 class Curvature:
     """What `traceax.curvature.of` returns: with parameters and data it makes an operator."""
 
-    loss: Callable[..., Any]
-    predict: Callable[..., PyTree] | None
-    wrt: Any
-    groups: Any
-    has_aux: bool
-    convex: bool
-    mode: str
+    inner: Callable[..., Any] | None  # (index of the batch, params, *data) -> outputs; None: params
+    outer: Callable[..., Array]  # (outputs, at, *data) -> a scalar
+    wrt: Choice = None
+    groups: Groups | None = None
+    tags: tuple[object, ...] = ()
+    mode: str = "forward"
     # The programs of this loss, by the structure of all arguments.
     _traced: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -534,29 +413,44 @@ class Curvature:
 
         A [`traceax.curvature.CurvatureOperator`][].
         """
-        options = {"batches": batches, "weights": weights, "mode": self.mode}
-        build = partial(_operator, params=params, args=args, wrt=self.wrt, groups=self.groups)
-        if self.predict is None:
-            return build(None, self._loss_of_params, **options, traced=self._traced)
-        if len(args) != 2 or not all(isinstance(x, tuple) for x in args):
-            raise TypeError(
-                "With `predict` the call is `curvature(params, predict_args, loss_args)`, with "
-                f"two tuples, got {[type(x).__name__ for x in args]}. An empty tuple is none."
-            )
-        options["tags"] = _POSITIVE if self.convex else ()
-        return build(self._outputs, self._loss_of_outputs, **options, traced=self._traced)
+        inner = self.inner
 
-    def _loss_of_params(self, params: Any, at: Any, *data: Any) -> Array:
-        return _scalar(self.loss(params, *data), self.has_aux)
+        def outputs(moving, constant, index, *data):
+            return moving if inner is None else inner(index, join(moving, constant), *data)
 
-    def _outputs(self, index: Any, params: Any, *data: Any) -> Any:
-        *batch, predict_args, _ = data
-        assert self.predict is not None
-        return _arrays("predict", self.predict(params, *batch, *predict_args))
+        def scalar(out, at, constant, *data):
+            return self.outer(join(out, constant) if inner is None else out, at, *data)
 
-    def _loss_of_outputs(self, out: Any, at: Any, *data: Any) -> Array:
-        *batch, _, loss_args = data
-        return _scalar(self.loss(out, *batch, *loss_args), self.has_aux)
+        return make_curvature(
+            outputs,
+            scalar,
+            split_params(params, self.wrt, self.groups),
+            args,
+            batches,
+            weights,
+            tags=self.tags,
+            mode=self.mode,
+            traced=self._traced,
+        )
+
+
+def _loss_of_params(loss: Callable, has_aux: bool, params: Any, at: Any, *data: Any) -> Array:
+    return _scalar(loss(params, *data), has_aux)
+
+
+def _loss_of_outputs(loss: Callable, has_aux: bool, out: Any, at: Any, *data: Any) -> Array:
+    *batch, _, loss_args = data
+    return _scalar(loss(out, *batch, *loss_args), has_aux)
+
+
+def _outputs(predict: Callable, index: Any, params: Any, *data: Any) -> Any:
+    *batch, predict_args, loss_args = data if len(data) > 1 else (None, None)
+    if not isinstance(predict_args, tuple) or not isinstance(loss_args, tuple):
+        raise TypeError(
+            "With `predict` the call is `curvature(params, predict_args, loss_args)`, with two "
+            f"tuples, got {[type(x).__name__ for x in data]}. An empty tuple is none."
+        )
+    return _arrays(predict(params, *batch, *predict_args))
 
 
 def of(
@@ -614,4 +508,9 @@ def of(
             f'mode must be one of {list(MODES)}, and with `predict` "forward", got {mode!r}. '
             "Leave out `predict` for the Hessian."
         )
-    return Curvature(loss, predict, wrt, groups, has_aux, convex, mode)
+    if predict is None:
+        outer = partial(_loss_of_params, loss, has_aux)
+        return Curvature(None, outer, wrt, groups, mode=mode)
+    outer = partial(_loss_of_outputs, loss, has_aux)
+    tags = _POSITIVE if convex else ()
+    return Curvature(partial(_outputs, predict), outer, wrt, groups, tags)

@@ -117,7 +117,9 @@ def test_products_and_forms(kind, batched):
     args, data = ((), {"batches": BATCHES}) if batched else ((INPUTS, LABELS), {})
     operator = make(kind, PARAMS, *args, **data)
     options = {"wrt": lambda path, leaf: path == "b", "groups": lambda path, leaf: "bias"}
-    bias = make(kind, PARAMS, *args, **data, **options, has_aux=True)
+    if kind != "jacobian_gram":
+        options["has_aux"] = True
+    bias = make(kind, PARAMS, *args, **data, **options)
     assert bias.in_structure() == jax.eval_shape(lambda: {"bias": WEIGHTS["b"]})
     # Only what is a floating-point array is differentiated.
     assert operator.in_structure() == jax.eval_shape(lambda: {**WEIGHTS, **dict.fromkeys(REST)})
@@ -530,6 +532,16 @@ def test_selection_and_groups():
     found = ravel_pytree(vector["params"])[0]
     np.testing.assert_allclose(matrix @ found, pairs.values[0] * found, atol=1e-10)
     assert vector["batch_stats"] is None
+
+
+def test_one_factory_for_groups_of_other_shapes():
+    """A group of six numbers does not say which leaves they are."""
+    make_it = curvature.of(lambda p: jnp.sum(p["w"][0] ** 3), groups=lambda path, leaf: "all")
+    for shape in ((2, 3), (3, 2)):
+        params = {"w": jnp.arange(1.0, 7).reshape(shape)}
+        expected = np.where(np.arange(6) < shape[1], 6 * np.arange(1.0, 7), 0)
+        found = make_it(params).mv({"all": jnp.ones(6)})["all"]
+        np.testing.assert_allclose(found, expected)
 
 
 def test_weights_of_ragged_batches():
