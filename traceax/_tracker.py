@@ -6,9 +6,9 @@ phases). For probes on the sphere the part of A z orthogonal to z gives exactly
 
     Var z^H A z = beta E ||A z - z (z^H A z) / n||^2        (A Hermitian; otherwise at most this).
 
-*Recycled Hutch++.* `Q_j = orth(A_{j-1} Q_{j-1})` continues a subspace iteration from step to step,
-and costs nothing: the products with `Q_{j-1}` were made for the trace. As `Q_j` depends only on the
-past, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is unbiased.
+*Recycled Hutch++.* `Q_j = orth(A_{j-1} Q_{j-1})` continues a subspace iteration, without further
+products. As `Q_j` depends only on the past, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is
+unbiased.
 
 *DeltaShift.* With the same l = k // 2 probes on both operators, and a = 1 - gamma,
 
@@ -18,21 +18,19 @@ past, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is unbiased.
 where `N = ||A_{j-1}||_F^2`, `M = ||A_j||_F^2` and `C = Re <A_j, A_{j-1}>`, each of A less the
 multiple of I that adds no variance.
 
-*What `a` may look at.* It multiplies the error of the past, so that what correlates with this error
-is a bias. NOTE: the paper's a looks at the probes of its own step, which is one.
+NOTE: the paper's `a` looks at the probes of its own step. It multiplies the error of the past, so
+that what correlates with this error is a bias: so do the probes and the batch of the step, and the
+batches of the past (one of large curvature has large norms). So each half of the probes has a t of
+its own, whose a comes from what the other half saw at the steps before, in ratios of norms of one
+step:
 
-- Each half of the probes has a t of its own, whose a comes from the norms that the other half sees.
-- The batch of a step is a part of A_j. So a comes from the norms of the steps before.
-- The batches of the past are a part of the error, and a batch of large curvature has large norms.
-  So a comes from ratios of norms of one step. Each half keeps
+    delta = ||A_j - A_{j-1}||_F^2 / (M + N) = 1 - 2 C / (M + N),   w = M / (M + v_j / beta),
 
-      delta = ||A_j - A_{j-1}||_F^2 / (M + N) = 1 - 2 C / (M + N),   w = M / (M + v_j / beta),
+delta smoothed over the steps; then, with N = M of the last step, C = (1 - delta) N, and v brought
+to the scale of N at this step,
 
-  delta smoothed over the steps; then, with N = M of the last step, C = (1 - delta) N, and v brought
-  to the scale of N at this step,
-
-      a = (1 - delta) w / (w + l (1 - w)),
-      a^2 v_{j-1} / beta = N a (1 - delta) (1 - w) / (w + l (1 - w)).
+    a = (1 - delta) w / (w + l (1 - w)),
+    a^2 v_{j-1} / beta = N a (1 - delta) (1 - w) / (w + l (1 - w)).
 """
 
 import math
@@ -74,15 +72,12 @@ class Halves(NamedTuple):
 
 @final
 class TrackState(eqx.Module):
-    """What a [`traceax.Tracker`][] remembers between steps. Its arrays have fixed shapes, so that
-    `lax.scan` can carry it, `vmap` batch it, and `equinox.tree_serialise_leaves` save it.
+    """What a [`traceax.Tracker`][] remembers between steps: arrays of fixed shapes, for `lax.scan`.
 
     **Attributes:**
 
-    - `sketch`: with `"recycled"` the sketch $A_{j-1} Q_{j-1}$, with its columns as rows; otherwise
-        None.
-    - `halves`: with `"deltashift"` the estimate from each half of the probes, its standard error,
-        and how the next step weighs it; otherwise None.
+    - `sketch`: with `"recycled"` the sketch $A_{j-1} Q_{j-1}$, as rows; otherwise None.
+    - `halves`: with `"deltashift"` the estimate from each half of the probes; otherwise None.
     - `k`: the budget of a step (static).
     """
 
@@ -119,25 +114,20 @@ class Tracker(eqx.Module):
             state, solution = tracker.update(key, operator, state)
         ```
 
-    - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products that the
-        trace of that step needed anyway. Half of the budget goes to the subspace, half to residual
-        probes. Best where few eigenvalues stand out, even if their eigenvectors turn fast.
+    - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products of that
+        step. Best where few eigenvalues stand out.
     - `"deltashift"`: the last estimate plus an estimate of the difference, for which half of the
-        budget is spent on the previous operator. The more the operator drifted, the faster older
-        estimates are forgotten. Best where the operator changes little from step to step. With a
-        new batch at every step, give the previous parameters on the new batch: the value is then
-        an average over the batches of recent steps.
+        budget is spent on the previous operator. Best where the operator changes little from step
+        to step. With a new batch at every step, give the previous parameters on the new batch: the
+        value is then an average over the batches of recent steps.
 
     The value of a step, and its derivative with respect to the operator of that step, are unbiased
-    for operators that do not depend on earlier keys. In the derivative the past is a constant.
+    for operators that do not depend on earlier keys. The standard error comes from the products of
+    this step, so that a jump of the operator shows in it. With sphere probes it is right for
+    Hermitian operators, and too large for others.
 
-    The standard error comes from the products of this step, so that a jump of the operator shows
-    in it. With sphere probes it is right for Hermitian operators, and too large for others.
-    DeltaShift forgets by what the steps before have seen: it learns of a jump one step later.
-
-    Cost: `k` matvecs a step, those with the previous operator included; one QR factorisation of
-    `n x k/2` numbers for the recycled subspace, which are the state. That of DeltaShift holds eight
-    numbers.
+    Cost: `k` matvecs a step, those with the previous operator included; the state is `n x k/2`
+    numbers for the recycled subspace, and eight for DeltaShift.
 
     ??? cite "References"
 
@@ -160,16 +150,12 @@ class Tracker(eqx.Module):
             raise ValueError(f"method must be one of {list(_SMALLEST)}, got {self.method!r}.")
 
     def init(self, operator: lx.AbstractLinearOperator, k: int) -> TrackState:
-        """The state before the first step. This takes no products.
+        """The state before the first step, a [`traceax.TrackState`][]. This takes no products.
 
         **Arguments:**
 
         - `operator`: an operator of the size and dtype of those to come.
         - `k`: the budget of matvecs of a step, a static Python int.
-
-        **Returns:**
-
-        A [`traceax.TrackState`][].
 
         **Raises:**
 

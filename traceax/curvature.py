@@ -11,15 +11,13 @@ flags, activation functions) are held constant, and are `None` in that structure
 
 matrix-free and forward-over-reverse, and costs about as much as three to five evaluations of the
 function. Everything that does not depend on v is computed once for all products.
-
-*Batches.* With `batches`, the operator is the mean over slices along their leading axis. The slices
-are accumulated by `lax.scan`, so that the memory is that of one batch.
 """
 
 import dataclasses
-import math
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, final
+from functools import partial
+from typing import Any, Literal, final
 
 import equinox as eqx
 import jax
@@ -28,21 +26,18 @@ import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
 from ._core.precision import at_least_single
-from ._operators.curvature import (
-    Composition,
-    CurvatureOperator as CurvatureOperator,
-    Split,
-    check_mode,
-    make_curvature,
-    path_name,
-    split_params,
-    structure_of,
-)
+from ._operators.curvature import MODES, CurvatureOperator as CurvatureOperator, make_curvature
+from ._operators.parameters import Choice, Groups, join, split_params, ungroup as ungroup
 from ._probes.random import numbered, split
+
+_POSITIVE = (lx.positive_semidefinite_tag,)
+
+
+# --- what functions return ------------------------------------------------------------------------
 
 
 def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
@@ -56,39 +51,54 @@ def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
         return 0.5 * jnp.asarray(sum(squares))
 
 
-def _check_scalar(returned: Any, has_aux: bool = False) -> Array:
-    """What a loss returns, or with `has_aux` the first of a pair: a floating-point scalar."""
-    pair = isinstance(returned, tuple) and len(returned) == 2
-    value: Any = returned[0] if has_aux and pair else returned
-    if has_aux == pair and eqx.is_inexact_array(value) and value.shape == ():
-        return value
+def _without_aux(returned: Any, has_aux: bool) -> Any:
+    """What a function returns, or with `has_aux` the first of a pair."""
+    if not has_aux:
+        return returned
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned[0]
     raise ValueError(
-        f"With has_aux={has_aux} the loss must return a floating-point scalar array"
-        f"{' and an auxiliary output' if has_aux else ''}, got {eqx.tree_pformat(returned)}. "
-        "Reduce it (`jnp.mean(...)`), and say whether there is an auxiliary output: "
-        f"`traceax.curvature.of(loss, has_aux={not has_aux})`."
+        "With has_aux=True the function must return a pair of its value and an auxiliary output, "
+        f"got {eqx.tree_pformat(returned)}. Leave out `has_aux`, or return a pair."
     )
 
 
-def _check_arrays(what: str, outputs: Any) -> Any:
-    """Refuse outputs that cannot be differentiated."""
+def _scalar(returned: Any, has_aux: bool) -> Array:
+    """What a loss returns: a floating-point scalar."""
+    value = _without_aux(returned, has_aux)
+    if eqx.is_inexact_array(value) and value.shape == ():
+        return value
+    raise ValueError(
+        f"The loss must return a floating-point scalar array, got {eqx.tree_pformat(value)}. "
+        "Reduce it (`jnp.mean(...)`), and say `has_aux=True` of one that returns a pair with an "
+        "auxiliary output."
+    )
+
+
+def _arrays(outputs: Any) -> Any:
+    """What a function returns whose outputs are differentiated."""
     leaves = jtu.tree_leaves(outputs)
     if not leaves or not all(eqx.is_inexact_array(leaf) for leaf in leaves):
         raise ValueError(
-            f"{what} must return (a PyTree of) floating-point arrays, got "
+            "The function must return (a PyTree of) floating-point arrays, got "
             f"{eqx.tree_pformat(outputs)}. Convert integers with `.astype(float)`, and leave out "
             "auxiliary outputs."
         )
     return outputs
 
 
+# --- operators ------------------------------------------------------------------------------------
+
+
 def hessian(
-    loss: Callable[..., Inexact[Array, ""]],
+    loss: Callable[..., Any],
     params: PyTree,
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
-    wrt: Callable[[str, Array], bool] | None = None,
+    wrt: Callable[[str, Any], bool] | type | None = None,
+    groups: Callable[[str, Any], str | list[str]] | None = None,
+    has_aux: bool = False,
     mode: Literal["forward", "reverse", "finite-difference"] = "forward",
 ) -> CurvatureOperator:
     r"""The Hessian $\nabla^2 L$ of a loss with respect to its parameters.
@@ -102,30 +112,33 @@ def hessian(
 
     **Arguments:**
 
-    - `loss`: called as `loss(params, *args)`, or `loss(params, batch, *args)` with batches;
-        returns a scalar.
-    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
+    - `loss`: called as `loss(params, *args)`, or `loss(params, batch, *args)` with batches.
+    - `params`: a PyTree, real. An array that stands in two places is two parameters, as for
+        `jax.grad`; a variable of a module of Flax's nnx is one, as for `nnx.grad`.
     - `args`: further arguments, held constant.
     - `batches`: a PyTree of arrays with a leading axis of the same length. Each slice along it is
-        a batch, and the Hessian is averaged over the batches. By default the data are in `args`.
+        a batch, and the Hessian is averaged over the batches, one of them in memory at a time.
     - `weights`: one number for each batch, such as its number of examples where the last batch is
         padded; a batch of weight 0 does not count. By default all weigh the same.
     - `wrt`: called as `wrt(path, leaf)` for each floating-point array, with a path like
-        `"params/Dense_0/kernel"`: whether it is a parameter. Batch statistics, frozen layers and
-        buffers are not. By default all are.
-    - `mode`: how the gradient is differentiated: `"forward"`, in forward mode; `"reverse"`, in
-        reverse mode, for models whose gradients have no forward mode, in two to three times the
-        memory; `"finite-difference"`, by a central difference of two gradients, for models whose
-        gradients have no derivative at all (a `custom_vjp` with an opaque backward pass, a kernel).
-        The products are then good to 4 eps^(2/3), 1e-4 in float32, which is a part of standard
-        errors, if the loss is smooth where no parameter moves by more than eps^(1/3) times the root
-        of their mean square; and estimates have no derivative. (Used at 10^11
-        parameters in arXiv:2602.00816.)
+        `"params/Dense_0/kernel"`: whether it is a parameter. In modules and states of nnx the
+        leaves are variables, and `wrt` may be a type of them. By default all arrays are parameters
+        but statistics and other variables of nnx that are no `nnx.Param`, and what stands beside
+        `"params"` and `"batch_stats"` of linen.
+    - `groups`: called as `groups(path, leaf)`: the name of the group that it belongs to, or a list
+        of names, one for each entry along its leading axis (layers that are stacked for a scan).
+        The operator is then one over a dictionary of groups, with one array of shape `(size,)` for
+        each, which is what `traceax.block_traces` and `traceax.eigenpairs` report by.
+    - `has_aux`: whether the loss returns a pair `(loss, aux)`.
+    - `mode`: how the gradient is differentiated: `"forward"`; `"reverse"`, for models whose
+        gradients have no forward mode, in two to three times the memory; `"finite-difference"`, by
+        a difference of two gradients, for models whose gradients have no derivative at all. The
+        products are then good to 4 eps^(2/3), and estimates have no derivative.
 
     **Returns:**
 
-    A lineax operator over the floating-point leaves of `params`, tagged symmetric. A product costs
-    about four evaluations of the loss (a batch).
+    A lineax operator over the parameters, tagged symmetric. A product costs about four evaluations
+    of the loss (a batch).
 
     **Raises:**
 
@@ -138,18 +151,38 @@ def hessian(
         B. A. Pearlmutter, *Fast exact multiplication by the Hessian*, 1994,
         doi:10.1162/neco.1994.6.1.147.
     """
-    curvature = of(loss, wrt=wrt, mode=mode)
+    curvature = of(loss, wrt=wrt, groups=groups, has_aux=has_aux, mode=mode)
     return curvature(params, *args, batches=batches, weights=weights)
+
+
+def _check_takes(what: str, function: Callable[..., Any], count: int) -> None:
+    """Raise a `TypeError` if a function of a Gauss-Newton matrix does not take so many arguments
+    after the first.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # nothing is known of it
+        return
+    try:
+        signature.bind(None, *[None] * count)
+    except TypeError as error:
+        raise TypeError(
+            f"gauss_newton gives the same {count} further arguments (and batches) to predict and "
+            f"to loss, but {what} takes others ({error}). With arguments of their own: "
+            "`traceax.curvature.of(loss, predict=predict)(params, predict_args, loss_args)`."
+        ) from None
 
 
 def gauss_newton(
     predict: Callable[..., PyTree],
-    loss: Callable[..., Inexact[Array, ""]],
+    loss: Callable[..., Any],
     params: PyTree,
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
-    wrt: Callable[[str, Array], bool] | None = None,
+    wrt: Callable[[str, Any], bool] | type | None = None,
+    groups: Callable[[str, Any], str | list[str]] | None = None,
+    has_aux: bool = False,
     convex: bool = True,
 ) -> CurvatureOperator:
     r"""The (generalised) Gauss-Newton matrix $J^\top H_L J$ of a loss of predictions.
@@ -162,22 +195,21 @@ def gauss_newton(
 
     - `predict`: called as `predict(params, *args)`, or `predict(params, batch, *args)` with
         batches; returns a PyTree of floating-point arrays.
-    - `loss`: called as `loss(predictions, *args)`, or `loss(predictions, batch, *args)`; returns a
-        scalar.
-    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
-    - `args`: further arguments of both functions, held constant.
-    - `batches`, `weights`, `wrt`: as for [`traceax.curvature.hessian`][].
+    - `loss`: called as `loss(predictions, *args)`, or `loss(predictions, batch, *args)`. For a
+        model and a loss with arguments of their own see [`traceax.curvature.of`][].
+    - `params`, `args`, `batches`, `weights`, `wrt`, `groups`, `has_aux`: as for
+        [`traceax.curvature.hessian`][].
     - `convex`: whether the loss is convex in the predictions, as cross entropy and squared error
         are. The operator is then tagged positive semidefinite.
 
     **Returns:**
 
-    A lineax operator over the floating-point leaves of `params`, tagged symmetric, and positive
-    semidefinite if `convex`. A product costs a forward and a reverse pass through the predictions
-    (a batch).
+    A lineax operator over the parameters, tagged symmetric, and positive semidefinite if `convex`.
+    A product costs a forward and a reverse pass through the predictions (a batch).
 
     **Raises:**
 
+    - `TypeError`: for functions that do not both take `args`.
     - `ValueError`: as [`traceax.curvature.hessian`][], and for predictions that are not
         floating-point arrays.
 
@@ -186,17 +218,22 @@ def gauss_newton(
         N. N. Schraudolph, *Fast curvature matrix-vector products for second-order gradient
         descent*, 2002, doi:10.1162/08997660260028683.
     """
-    curvature = of(loss, predict=predict, wrt=wrt, convex=convex)
+    count = len(args) + (batches is not None)
+    _check_takes("predict", predict, count)
+    _check_takes("loss", loss, count)
+    curvature = of(loss, predict=predict, wrt=wrt, groups=groups, has_aux=has_aux, convex=convex)
     return curvature(params, args, args, batches=batches, weights=weights)
 
 
 def fisher(
-    log_likelihood: Callable[..., Inexact[Array, " examples"]],
+    log_likelihood: Callable[..., Any],
     params: PyTree,
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
-    wrt: Callable[[str, Array], bool] | None = None,
+    wrt: Callable[[str, Any], bool] | type | None = None,
+    groups: Callable[[str, Any], str | list[str]] | None = None,
+    has_aux: bool = False,
     sample: Callable[..., tuple[Any, ...]] | None = None,
     key: PRNGKeyArray | None = None,
     num_samples: int = 1,
@@ -205,8 +242,8 @@ def fisher(
     is the gradient of the log-likelihood of the i-th example.
 
     Without `sample` it is the *empirical* matrix, with the labels in the data. With `sample` it is
-    a *Monte Carlo* estimate, with labels drawn from the model. The expectation of this estimate is
-    the true Fisher matrix at the given inputs.
+    a *Monte Carlo* estimate, with labels drawn from the model, whose expectation is the true Fisher
+    matrix at the given inputs.
 
     !!! Example
 
@@ -218,32 +255,26 @@ def fisher(
         def sample(key, params, inputs, labels):
             return inputs, jax.random.categorical(key, predict(params, inputs))
 
-        empirical = tr.curvature.fisher(log_likelihood, params, inputs, labels)
-        monte_carlo = tr.curvature.fisher(
+        operator = tr.curvature.fisher(
             log_likelihood, params, inputs, labels, sample=sample, key=jax.random.key(0)
         )
         ```
 
     **Arguments:**
 
-    - `log_likelihood`: called as `log_likelihood(params, *args)`, or `log_likelihood(params, batch,
-        *args)` with batches; returns the log-likelihood of every example, an array of shape `(N,)`
-        (a scalar counts as one example). The sign matters for derivatives with `sample` alone.
-    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
-    - `args`: further arguments, held constant.
-    - `batches`, `weights`, `wrt`: as for [`traceax.curvature.hessian`][].
+    - `log_likelihood`: called as the loss of [`traceax.curvature.hessian`][]; returns the
+        log-likelihood of every example, an array of shape `(N,)` (a scalar counts as one example).
+    - `params`, `args`, `batches`, `weights`, `wrt`, `groups`, `has_aux`: as there.
     - `sample`: called as `sample(key, params, *args)`, or `sample(key, params, batch, *args)` with
         batches; returns the arguments after `params` as a tuple, with labels drawn from the model.
-        By default the labels in the data are used.
     - `key`: a random key, for `sample`.
     - `num_samples`: how many times to draw the labels.
 
     **Returns:**
 
-    A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite. All
-    products use the same labels, and hence the same matrix. The derivative with respect to the
-    parameters contains that of the probabilities of labels that were drawn: its expectation is the
-    derivative of the true matrix. A product costs a forward and a reverse pass.
+    A lineax operator over the parameters, tagged positive semidefinite. All products use the same
+    labels. The expectation of its derivative is the derivative of the true matrix. A product costs
+    a forward and a reverse pass.
 
     **Raises:**
 
@@ -263,7 +294,7 @@ def fisher(
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
     def values(params, *data):
-        out = _check_arrays("log_likelihood", log_likelihood(params, *data))
+        out = _arrays(_without_aux(log_likelihood(params, *data), has_aux))
         if not eqx.is_array(out) or out.ndim > 1:
             raise ValueError(
                 "log_likelihood must return one number an example, an array of shape (N,), got "
@@ -271,37 +302,44 @@ def fisher(
             )
         return out
 
-    moving = split_params(params, wrt)
-    tags = (lx.positive_semidefinite_tag,)
     if sample is None or key is None:
-        composition = Composition(
-            inner=lambda index, params, *data: values(params, *data),
-            outer=lambda out, at, *data: _half_square(out, 1 / out.size),
-        )
-        return make_curvature(composition, moving, args, batches, weights, tags)
+        inner, outer = partial(_at_any_index, values), _mean_square
+    else:
+        inner, outer = partial(_drawn, values, sample, key, num_samples), _reweighted_mean_square
+    curvature = Curvature(inner, outer, wrt, groups, _POSITIVE)
+    return curvature(params, *args, batches=batches, weights=weights)
 
-    def drawn(index, params, *data):
-        def draw(key):
-            fresh = sample(key, params, *data)
-            if not isinstance(fresh, tuple) or len(fresh) != len(data):
-                raise ValueError(
-                    "sample must return the arguments after `params` as a tuple of "
-                    f"{len(data)}, got {jtu.tree_structure(fresh)}."
-                )
-            held = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
-            return values(params, *held)
 
-        return jax.vmap(draw)(split(numbered(key, index), num_samples))
+def _at_any_index(function: Callable[..., Any], index: Any, params: Any, *data: Any) -> Any:
+    return _arrays(function(params, *data))
 
+
+def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, params: Any, *data):
+    """`values` on labels that are drawn for each batch."""
+
+    def draw(key):
+        fresh = sample(key, params, *data)
+        if not isinstance(fresh, tuple) or len(fresh) != len(data):
+            raise ValueError(
+                "sample must return the arguments after `params` as a tuple of "
+                f"{len(data)}, got {jtu.tree_structure(fresh)}."
+            )
+        fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
+        return values(params, *fixed)
+
+    return jax.vmap(draw)(split(numbered(key, index), num_samples))
+
+
+def _mean_square(out: Array, at: Any, *data: Any) -> Array:
+    return _half_square(out, 1 / out.size)
+
+
+def _reweighted_mean_square(out: Array, at: Array, *data: Any) -> Array:
     # The probabilities of labels that were drawn depend on the parameters: d E[g g^T] =
     # E[d(g g^T) + g g^T d log p]. A factor p / p, of which only the numerator is differentiated,
     # has the derivative d log p.
-    def reweighted(out, at, *data):
-        at = at.astype(at_least_single(at.dtype))
-        return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
-
-    composition = Composition(drawn, reweighted)
-    return make_curvature(composition, moving, args, batches, weights, tags)
+    at = at.astype(at_least_single(at.dtype))
+    return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
 
 
 def jacobian_gram(
@@ -310,7 +348,8 @@ def jacobian_gram(
     *args: Any,
     batches: PyTree = None,
     weights: ArrayLike | None = None,
-    wrt: Callable[[str, Array], bool] | None = None,
+    wrt: Callable[[str, Any], bool] | type | None = None,
+    groups: Callable[[str, Any], str | list[str]] | None = None,
 ) -> CurvatureOperator:
     r"""The Gram matrix $J^\top J$ of the Jacobian of a function of the parameters.
 
@@ -318,97 +357,26 @@ def jacobian_gram(
 
     **Arguments:**
 
-    - `fn`: called as `fn(params, *args)`, or `fn(params, batch, *args)` with batches; returns a
-        PyTree of floating-point arrays.
-    - `params`: a PyTree, real. Leaves that are not floating-point arrays are held constant.
-    - `args`: further arguments, held constant.
-    - `batches`, `weights`, `wrt`: as for [`traceax.curvature.hessian`][].
+    - `fn`: called as the loss of [`traceax.curvature.hessian`][]; returns a PyTree of
+        floating-point arrays.
+    - `params`, `args`, `batches`, `weights`, `wrt`, `groups`: as there.
 
     **Returns:**
 
-    A lineax operator over the floating-point leaves of `params`, tagged positive semidefinite. A
-    product costs a forward and a reverse pass through the function (a batch).
+    A lineax operator over the parameters, tagged positive semidefinite. A product costs a forward
+    and a reverse pass through the function (a batch).
 
     **Raises:**
 
     - `ValueError`: as [`traceax.curvature.hessian`][], and for outputs that are not floating-point
         arrays.
     """
-    composition = Composition(
-        inner=lambda index, params, *data: _check_arrays("fn", fn(params, *data)),
-        outer=lambda out, at, *data: _half_square(out),
-    )
-    tags = (lx.positive_semidefinite_tag,)
-    return make_curvature(composition, split_params(params, wrt), args, batches, weights, tags)
 
+    def square(out, at, *data):
+        return _half_square(out)
 
-class _Groups(NamedTuple):
-    """Parameters in groups: a dictionary with one array of shape `(size,)` for each name."""
-
-    names: list[Any]  # of each leaf the name, or the names of the entries along its leading axis
-    structure: Any
-
-    @classmethod
-    def of(cls, moving: Any, groups: Callable[[str, Any], Any]) -> "_Groups":
-        """The groups of these parameters.
-
-        **Arguments:**
-
-        - `moving`: the parameters that are differentiated.
-        - `groups`: called as `groups(path, leaf)` for each; returns a name, or a list of names, one
-            for each entry along the leading axis of the leaf.
-        """
-        names = []
-        for path, leaf in jtu.tree_leaves_with_path(moving):
-            name = groups(path_name(path), leaf)
-            several = isinstance(name, tuple | list)
-            if not (leaf.shape[:1] == (len(name),) if several else isinstance(name, str)):
-                raise ValueError(
-                    "groups must return a name (a str), or a list of names, one for each entry "
-                    f"along the leading axis, got {name!r} for {path_name(path)!r} of shape "
-                    f"{leaf.shape}. Return the path for a group of its own."
-                )
-            names.append(list(name) if several else name)
-        return cls(names, structure_of(moving))
-
-    def pack(self, moving: Any) -> dict[str, Array]:
-        """The grouped parameters."""
-        parts: dict[str, list[Array]] = {}
-        for names, leaf in zip(self.names, jtu.tree_leaves(moving), strict=True):
-            pieces = zip(names, leaf, strict=True) if isinstance(names, list) else [(names, leaf)]
-            for name, piece in pieces:
-                parts.setdefault(name, []).append(piece.reshape(-1))
-        for name, pieces in parts.items():
-            dtypes = sorted({str(x.dtype) for x in pieces})
-            if len(dtypes) > 1:
-                raise ValueError(
-                    f"The parameters of a group need one dtype, got {dtypes} in {name!r}. Make a "
-                    "group of each dtype."
-                )
-        return {name: jnp.concatenate(pieces) for name, pieces in parts.items()}
-
-    def join(self, grouped: dict[str, Array], constant: Any) -> Any:
-        """All parameters."""
-        return eqx.combine(self.unpack(grouped), constant)
-
-    def unpack(self, grouped: dict[str, Array]) -> Any:
-        """The parameters (or another vector of their structure) from grouped ones."""
-        rest = dict(grouped)
-
-        def take(name, shape):
-            size = math.prod(shape)
-            piece = rest[name][:size].reshape(shape)
-            rest[name] = rest[name][size:]
-            return piece
-
-        def leaf_of(names, struct):
-            if isinstance(names, list):
-                return jnp.stack([take(name, struct.shape[1:]) for name in names])
-            return take(names, struct.shape)
-
-        structs, treedef = jtu.tree_flatten(self.structure)
-        leaves = [leaf_of(*pair) for pair in zip(self.names, structs, strict=True)]
-        return jtu.tree_unflatten(treedef, leaves)
+    curvature = Curvature(partial(_at_any_index, fn), square, wrt, groups, _POSITIVE)
+    return curvature(params, *args, batches=batches, weights=weights)
 
 
 @final
@@ -416,13 +384,12 @@ class _Groups(NamedTuple):
 class Curvature:
     """What `traceax.curvature.of` returns: with parameters and data it makes an operator."""
 
-    loss: Callable[..., Any]
-    predict: Callable[..., PyTree] | None
-    wrt: Callable[[str, Array], bool] | None
-    groups: Callable[[str, Array], str | list[str]] | None
-    has_aux: bool
-    convex: bool
-    mode: str
+    inner: Callable[..., Any] | None  # (index of the batch, params, *data) -> outputs; None: params
+    outer: Callable[..., Array]  # (outputs, at, *data) -> a scalar
+    wrt: Choice = None
+    groups: Groups | None = None
+    tags: tuple[object, ...] = ()
+    mode: str = "forward"
     # The programs of this loss, by the structure of all arguments.
     _traced: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -446,64 +413,52 @@ class Curvature:
 
         A [`traceax.curvature.CurvatureOperator`][].
         """
-        split, join = split_params(params, self.wrt), eqx.combine
-        if self.groups is not None:
-            groups = _Groups.of(split.moving, self.groups)
-            split = Split(groups.pack(split.moving), split.constant)
-            join = groups.join
-        composition = Composition(None, self._loss_of_params, join)
-        tags = ()
-        if self.predict is not None:
-            if len(args) != 2 or not all(isinstance(x, tuple) for x in args):
-                raise TypeError(
-                    "With `predict` the call is `curvature(params, model_args, loss_args)`, with "
-                    f"two tuples, got {[type(x).__name__ for x in args]}. An empty tuple is none."
-                )
-            composition = Composition(self._outputs, self._loss_of_outputs, join)
-            tags = (lx.positive_semidefinite_tag,) if self.convex else ()
+        inner = self.inner
+
+        def outputs(moving, constant, index, *data):
+            return moving if inner is None else inner(index, join(moving, constant), *data)
+
+        def scalar(out, at, constant, *data):
+            return self.outer(join(out, constant) if inner is None else out, at, *data)
+
         return make_curvature(
-            composition, split, args, batches, weights, tags, self.mode, self._traced
+            outputs,
+            scalar,
+            split_params(params, self.wrt, self.groups),
+            args,
+            batches,
+            weights,
+            tags=self.tags,
+            mode=self.mode,
+            traced=self._traced,
         )
 
-    def _loss_of_params(self, params: Any, at: Any, *data: Any) -> Array:
-        return _check_scalar(self.loss(params, *data), self.has_aux)
 
-    def _outputs(self, index: Any, params: Any, *data: Any) -> Any:
-        *batch, model_args, _ = data
-        assert self.predict is not None
-        return _check_arrays("predict", self.predict(params, *batch, *model_args))
+def _loss_of_params(loss: Callable, has_aux: bool, params: Any, at: Any, *data: Any) -> Array:
+    return _scalar(loss(params, *data), has_aux)
 
-    def _loss_of_outputs(self, out: Any, at: Any, *data: Any) -> Array:
-        *batch, _, loss_args = data
-        return _check_scalar(self.loss(out, *batch, *loss_args), self.has_aux)
 
-    def ungroup(self, params: PyTree, vector: dict[str, Array]) -> PyTree:
-        """A vector by groups, such as one of `Eigenpairs.vectors`, in the structure of the
-        parameters.
+def _loss_of_outputs(loss: Callable, has_aux: bool, out: Any, at: Any, *data: Any) -> Array:
+    *batch, _, loss_args = data
+    return _scalar(loss(out, *batch, *loss_args), has_aux)
 
-        **Arguments:**
 
-        - `params`: the parameters.
-        - `vector`: the vector: a dictionary of arrays, by names of groups.
-
-        **Returns:**
-
-        A PyTree like those of the parameters that are differentiated.
-        """
-        if self.groups is None:
-            raise ValueError(
-                "There are no groups, `of` got groups=None: vectors have the structure of the "
-                "parameters already."
-            )
-        return _Groups.of(split_params(params, self.wrt).moving, self.groups).unpack(vector)
+def _outputs(predict: Callable, index: Any, params: Any, *data: Any) -> Any:
+    *batch, predict_args, loss_args = data if len(data) > 1 else (None, None)
+    if not isinstance(predict_args, tuple) or not isinstance(loss_args, tuple):
+        raise TypeError(
+            "With `predict` the call is `curvature(params, predict_args, loss_args)`, with two "
+            f"tuples, got {[type(x).__name__ for x in data]}. An empty tuple is none."
+        )
+    return _arrays(predict(params, *batch, *predict_args))
 
 
 def of(
     loss: Callable[..., Any],
     *,
     predict: Callable[..., PyTree] | None = None,
-    wrt: Callable[[str, Array], bool] | None = None,
-    groups: Callable[[str, Array], str | list[str]] | None = None,
+    wrt: Callable[[str, Any], bool] | type | None = None,
+    groups: Callable[[str, Any], str | list[str]] | None = None,
     has_aux: bool = False,
     convex: bool = True,
     mode: Literal["forward", "reverse", "finite-difference"] = "forward",
@@ -519,42 +474,28 @@ def of(
     !!! Example
 
         ```python
-        curvature = tr.curvature.of(
-            loss,
-            wrt=lambda path, leaf: path.startswith("params/"),  # not the batch statistics
-            groups=lambda path, leaf: path.split("/")[1],  # by layer
-        )
+        curvature = tr.curvature.of(loss, groups=lambda path, leaf: path.split("/")[1])
         for key, (params, batch) in steps:
             layers = tr.block_traces(key, curvature(params, batch), k=20)
             layers.value["Dense_0"], layers.std_err["Dense_0"]
-        ```
 
-        The Gauss-Newton matrix of a model and a loss with arguments of their own:
-
-        ```python
         curvature = tr.curvature.of(cross_entropy, predict=model)
         operator = curvature(params, (inputs,), (labels,))  # model(params, inputs)
         ```
 
     **Arguments:**
 
-    - `loss`: called as `loss(params, *args)`, or `loss(params, batch, *args)` with batches; with
-        `predict` as `loss(predictions, *loss_args)`, or `loss(predictions, batch, *loss_args)`.
-    - `predict`: the model, called as `predict(params, *model_args)`, or `predict(params, batch,
-        *model_args)`. By default the operator is the Hessian.
-    - `wrt`: as for [`traceax.curvature.hessian`][].
-    - `groups`: called as `groups(path, leaf)`: the name of the group that it belongs to, or a list
-        of names, one for each entry along its leading axis (layers that are stacked for a scan).
-        The operator is then one over a dictionary of groups, with one array of shape `(size,)` for
-        each, which is what `traceax.block_traces` and `traceax.eigenpairs` report by.
-    - `has_aux`: whether the loss returns a pair `(loss, aux)`.
-    - `convex`: with `predict`, whether the loss is convex in the predictions.
-    - `mode`: as for [`traceax.curvature.hessian`][].
+    - `loss`: called as for [`traceax.curvature.hessian`][]; with `predict` as
+        `loss(predictions, *loss_args)`, or `loss(predictions, batch, *loss_args)`.
+    - `predict`: the model, called as `predict(params, *predict_args)`, or `predict(params, batch,
+        *predict_args)`. By default the operator is the Hessian.
+    - `wrt`, `groups`, `has_aux`, `mode`: as for [`traceax.curvature.hessian`][].
+    - `convex`: as for [`traceax.curvature.gauss_newton`][].
 
     **Returns:**
 
     A function `curvature(params, *args, batches=None, weights=None)`; with `predict`,
-    `curvature(params, model_args, loss_args, ...)` with two tuples. It returns a
+    `curvature(params, predict_args, loss_args, ...)` with two tuples. It returns a
     [`traceax.curvature.CurvatureOperator`][].
 
     **Raises:**
@@ -562,10 +503,14 @@ def of(
     - `ValueError`: for an unknown `mode`, or any other than `"forward"` with `predict`. Its calls
         raise what [`traceax.curvature.hessian`][] does.
     """
-    check_mode(mode)
-    if predict is not None and mode != "forward":
+    if mode not in (MODES if predict is None else ("forward",)):
         raise ValueError(
-            f"A Gauss-Newton matrix needs the forward mode of the model, got mode={mode!r}. Leave "
-            "out `predict` for the Hessian."
+            f'mode must be one of {list(MODES)}, and with `predict` "forward", got {mode!r}. '
+            "Leave out `predict` for the Hessian."
         )
-    return Curvature(loss, predict, wrt, groups, has_aux, convex, mode)
+    if predict is None:
+        outer = partial(_loss_of_params, loss, has_aux)
+        return Curvature(None, outer, wrt, groups, mode=mode)
+    outer = partial(_loss_of_outputs, loss, has_aux)
+    tags = _POSITIVE if convex else ()
+    return Curvature(partial(_outputs, predict), outer, wrt, groups, tags)

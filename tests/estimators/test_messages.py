@@ -210,7 +210,7 @@ CALLS = [
     lambda: of(predict=jnp.sin)(ONES, np.ones(3)),
     lambda: of(groups=lambda path, x: 3)({"a": ONES}),
     lambda: of(groups=lambda path, x: "all")([ONES, ONES.astype(jnp.float32)]),
-    lambda: of().ungroup(ONES, {}),
+    lambda: curvature.gauss_newton(lambda p, x: p * x, lambda y, x, z: y @ x, ONES, ONES),
     lambda: tr.eigenpairs(KEY, SYMMETRIC, 4, which="max"),
     lambda: tr.eigenpairs(KEY, SYMMETRIC, 4, 7),
     lambda: tr.eigenpairs(KEY, SYMMETRIC, 4, start=jnp.ones(3)),

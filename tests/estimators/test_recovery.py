@@ -109,8 +109,54 @@ def test_scales_and_numbers_that_are_not_finite(what, name):
     np.testing.assert_allclose(std_err, std_err[[0] * count], rtol=1e-2, atol=1e-5 * size)
     failed = np.asarray(solution.result == tr.RESULTS.nonfinite_operator)
     np.testing.assert_array_equal(failed, np.arange(len(matrices)) >= count)
-    assert np.all(np.isnan(solution.value[count:]))
-    assert np.all(np.isnan(solution.std_err[count:]))
+    lost = np.isnan(solution.value[count:])
+    np.testing.assert_array_equal(np.isnan(solution.std_err[count:]), lost)
+    if what == "trace":
+        assert np.all(lost)
+        return
+    # The entries whose rows are finite stand.
+    rows = [[3], [2, 7]] * 3
+    np.testing.assert_array_equal(lost, [np.isin(np.arange(N), row) for row in rows])
+    np.testing.assert_array_equal(solution.stats["nonfinite"], [0] * count + [*map(len, rows)])
+    error = np.abs(np.asarray(solution.value[count:]) - np.diagonal(matrices[0]))
+    assert np.all((error <= 6 * np.asarray(solution.std_err[count:]) + 1e-5 * size) | lost)
+
+
+def test_the_leaf_that_holds_nan_is_named():
+    """The traces of the other leaves stand, as if there were zeros in its place."""
+    good = with_spectrum(np.random.default_rng(6), 0.8 ** np.arange(N), np.float64)
+    good[:8, 8:] = good[8:, :8] = 0
+    sizes = {"broken": 8, "a": 12, "b": N - 20}
+    structure = {name: jax.ShapeDtypeStruct((size,), float) for name, size in sizes.items()}
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def blocks(estimator, options, matrix):
+        def product(v):
+            y = matrix @ jnp.concatenate([v[name] for name in sizes])
+            return dict(zip(sizes, jnp.split(y, [8, 20]), strict=True))
+
+        tags = PSD if isinstance(estimator, tr.XNysTraceEstimator) else ()
+        operator = lx.FunctionLinearOperator(product, structure, tags)
+        return tr.block_traces(KEY, operator, estimator=estimator, **dict(options))
+
+    zeros, nans = good.copy(), good.copy()
+    zeros[:8] = 0
+    nans[:8, :8] = np.nan
+    budget, tolerance = (("k", 16),), (("rtol", 0.3),)
+    for estimator in (*PROBED.values(), tr.ExactTraceEstimator(), "tolerance"):
+        options = tolerance if estimator == "tolerance" else budget
+        estimator = tr.XTraceEstimator() if estimator == "tolerance" else estimator
+        expected = blocks(estimator, options, zeros)
+        solution = blocks(estimator, options, nans)
+        assert solution.result == tr.RESULTS.nonfinite_operator
+        assert solution.stats["nonfinite"] == {"broken": 1, "a": 0, "b": 0}
+        assert np.isnan(solution.value["broken"])
+        assert np.isnan(solution.std_err["broken"])
+        for name in ("a", "b"):
+            within = 6 * solution.std_err[name]
+            if options is budget:  # XNysTrace falls back on Hutchinson's samples for one of them
+                np.testing.assert_allclose(solution.value[name], expected.value[name], rtol=1e-9)
+            assert abs(solution.value[name] - expected.value[name]) < within + 1e-9
 
 
 def test_nan_in_a_lane_of_a_vmap():

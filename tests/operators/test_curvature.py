@@ -82,17 +82,18 @@ def dense(kind):
 def make(kind, params, *args, **kwargs):
     """The operator, on (inputs, labels) as two arguments or as one batch."""
 
-    def on_batches(fn):
-        return (lambda first, batch: fn(first, *batch)) if "batches" in kwargs else fn
+    def called(fn, has_aux=kwargs.get("has_aux", False)):
+        def function(first, *data):
+            value = fn(first, *(data[0] if "batches" in kwargs else data))
+            return (value, data) if has_aux else value
 
-    if kind == "hessian":
-        return curvature.hessian(on_batches(loss), params, *args, **kwargs)
-    if kind == "fisher":
-        return curvature.fisher(on_batches(log_likelihood), params, *args, **kwargs)
-    if kind == "jacobian_gram":
-        return curvature.jacobian_gram(on_batches(predict), params, *args, **kwargs)
-    functions = (on_batches(predict), on_batches(cross_entropy))
-    return curvature.gauss_newton(*functions, params, *args, **kwargs)
+        return function
+
+    if kind == "gauss_newton":
+        functions = called(predict, has_aux=False), called(cross_entropy)
+        return curvature.gauss_newton(*functions, params, *args, **kwargs)
+    functions = {"hessian": loss, "fisher": log_likelihood, "jacobian_gram": predict}
+    return getattr(curvature, kind)(called(functions[kind]), params, *args, **kwargs)
 
 
 KINDS = ("hessian", "gauss_newton", "fisher", "jacobian_gram")
@@ -115,7 +116,11 @@ def test_products_and_forms(kind, batched):
     truth = dense(kind) / (3 if batched and kind == "jacobian_gram" else 1)
     args, data = ((), {"batches": BATCHES}) if batched else ((INPUTS, LABELS), {})
     operator = make(kind, PARAMS, *args, **data)
-    bias = make(kind, PARAMS, *args, **data, wrt=lambda path, leaf: path == "b")
+    options = {"wrt": lambda path, leaf: path == "b", "groups": lambda path, leaf: "bias"}
+    if kind != "jacobian_gram":
+        options["has_aux"] = True
+    bias = make(kind, PARAMS, *args, **data, **options)
+    assert bias.in_structure() == jax.eval_shape(lambda: {"bias": WEIGHTS["b"]})
     # Only what is a floating-point array is differentiated.
     assert operator.in_structure() == jax.eval_shape(lambda: {**WEIGHTS, **dict.fromkeys(REST)})
     assert operator.in_size() == operator.out_size() == N
@@ -503,7 +508,10 @@ def test_selection_and_groups():
     def groups(path, leaf):
         return [f"layer {i}" for i in range(3)] if "stack" in path else path.split("/")[-1]
 
-    make_it = curvature.of(stacked, wrt=lambda p, x: p.startswith("params/"), groups=groups)
+    def of_params(path, leaf):
+        return path.startswith("params/")
+
+    make_it = curvature.of(stacked, wrt=of_params, groups=groups)
     operator = make_it(params, jnp.arange(2.0))
     assert operator.in_size() == 14
     flat, unflatten = ravel_pytree(params["params"])
@@ -518,10 +526,22 @@ def test_selection_and_groups():
     np.testing.assert_allclose([blocks[f"layer {i}"] for i in range(3)], layers, rtol=1e-10)
 
     pairs = tr.eigenpairs(jr.key(0), operator, 14)
-    vector = make_it.ungroup(params, jax.tree.map(lambda x: x[0], pairs.vectors))
+    vector = curvature.ungroup(
+        jax.tree.map(lambda x: x[0], pairs.vectors), params, groups, of_params
+    )
     found = ravel_pytree(vector["params"])[0]
     np.testing.assert_allclose(matrix @ found, pairs.values[0] * found, atol=1e-10)
     assert vector["batch_stats"] is None
+
+
+def test_one_factory_for_groups_of_other_shapes():
+    """A group of six numbers does not say which leaves they are."""
+    make_it = curvature.of(lambda p: jnp.sum(p["w"][0] ** 3), groups=lambda path, leaf: "all")
+    for shape in ((2, 3), (3, 2)):
+        params = {"w": jnp.arange(1.0, 7).reshape(shape)}
+        expected = np.where(np.arange(6) < shape[1], 6 * np.arange(1.0, 7), 0)
+        found = make_it(params).mv({"all": jnp.ones(6)})["all"]
+        np.testing.assert_allclose(found, expected)
 
 
 def test_weights_of_ragged_batches():

@@ -134,6 +134,8 @@ class Estimate(eqx.Module):
         value; None if there is no recurrence.
     - `columns`: the number of columns that were read without a product; None where none can be.
     - `aux`: arrays that belong to the estimate of a particular quantity, or None.
+    - `separate`: whether each number of the value follows from its own rows of the products alone:
+        where others are not finite, it stands.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
         independent nor normal, see `Calibration`; 1 for samples that are both.
     - `result`: a member of `RESULTS`; None until `verdict` makes it of the evidence.
@@ -147,6 +149,7 @@ class Estimate(eqx.Module):
     quadrature_error: Any = None
     columns: Int[Array, ""] | None = eqx.field(default=None, converter=_count)
     aux: Any = None
+    separate: bool = eqx.field(static=True, default=False)
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
     result: Any = None

@@ -17,7 +17,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """
 
     nonfinite_operator = (
-        "A product with the operator holds NaN or inf, so nothing can be estimated from it. "
+        "A product with the operator holds NaN or inf, so nothing can be estimated from it; of a "
+        "diagonal, entries stand whose rows are finite (`stats['nonfinite']` counts the others). "
         "Check the arrays inside the operator (and, in float16 or float32, its products and the "
         "sum of them) for overflow, and the observations of a log density for missing ones; "
         "`jax.config.update('jax_debug_nans', True)` finds the first one. A preconditioner of your "
@@ -60,7 +61,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
 def verdict(estimate: Estimate) -> Estimate:
     """The estimate with its result. What is no estimate becomes NaN: what was computed from NaN or
-    inf, even where it is finite, and what is not defined.
+    inf, even where it is finite (but for entries that are `separate`), and what is not defined.
     """
     failures = estimate.evidence.failures
     # An infinite error says that nothing is known of it.
@@ -81,12 +82,18 @@ def verdict(estimate: Estimate) -> Estimate:
         result = RESULTS.where(failed, outcome, result)
     void = (result == RESULTS.nonfinite_operator) | failures.outside
 
-    def masked(x):
-        return jnp.where(void, jnp.full((), jnp.nan, x.dtype), x)
+    def masked(x, of=None):
+        lost = void if of is None or not estimate.separate else void & ~jnp.isfinite(of)
+        return jnp.where(lost, jnp.full((), jnp.nan, x.dtype), x)
 
-    names = ("value", "std_err", "quadrature_error", "aux")
-    numbers = {name: jtu.tree_map(masked, getattr(estimate, name)) for name in names}
-    return dataclasses.replace(estimate, **numbers, result=result)
+    return dataclasses.replace(
+        estimate,
+        value=jtu.tree_map(masked, estimate.value, estimate.value),
+        std_err=jtu.tree_map(masked, estimate.std_err, estimate.value),
+        quadrature_error=jtu.tree_map(masked, estimate.quadrature_error),
+        aux=jtu.tree_map(masked, estimate.aux),
+        result=result,
+    )
 
 
 _OUTCOMES = [

@@ -68,7 +68,8 @@ def with_known_parts(
 def known_estimate(parts: KnownParts, rows: Rows | None) -> Estimate:
     """The estimate of an operator that is known altogether."""
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
-    return make_estimate(exact, jnp.zeros_like(exact.real), 0, 0, parts.evidence)
+    zero = jnp.zeros_like(exact.real)
+    return make_estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)
 
 
 @final

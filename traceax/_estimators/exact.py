@@ -66,7 +66,7 @@ def _exact(whole: BlockOperator, rows: Rows | None, linearise: bool) -> Estimate
     if rows is not None:
         value = rows.of_vector(value)
         std_err = rows.norms(std_err[:, None])
-    return make_estimate(value, std_err, spent, dof, evidence)
+    return make_estimate(value, std_err, spent, dof, evidence, separate=rows is not None)
 
 
 @final

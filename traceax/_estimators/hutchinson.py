@@ -164,7 +164,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
             jnp.hypot(part.std_err(), rounding_of(jnp.abs(part.mean), block.eps)).reshape(-1)
             for part in moments
         ]
-        estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1)
+        estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, separate=True)
         return estimate, RowWeights(DiagonalOfProbes(probes), rows)
 
 

@@ -20,7 +20,7 @@ from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, sq
 from .._sketch.ranges import captured_diagonal, range_basis, residual_samples
 from .._sketch.weights import AbstractTwoSidedWeights, LowRankWeights
 from .calibration import CALIBRATION, with_ties
-from .rows import RowWeights
+from .rows import RowWeights, without_nonfinite
 from .sketching import AbstractSketchEstimator
 
 
@@ -89,7 +89,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         rest = safe_norm(products.reshape(-1)) / jnp.sqrt(float(tested))
         size = jnp.hypot(safe_norm(z.reshape(-1)), rest.astype(std_err.dtype))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        # A NaN or inf in the sketch shows in the basis, and then in its products.
+        # A NaN or inf in the sketch shows in these products as well.
         estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z, products))
         u = jnp.concatenate([q, g * (factor / tested)], axis=1)
         v = jnp.concatenate([q, g], axis=1)
@@ -102,15 +102,16 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         tested = k - 2 * m
         sampler = self.sampler_of_rows(block.dtype)
         q, omega = _basis_and_probes(key, block, sampler, m, tested)
-        z = block.adjoint_mm(q)
-        samples = residual_samples(q, omega, block.mm(omega), z)
+        z, lost = without_nonfinite(block.adjoint_mm(q))
+        products, lost_too = without_nonfinite(block.mm(omega))
+        lost = lost + lost_too
+        samples = residual_samples(q, omega, products, z)
         residual, std_err = mean_and_std_err(rows(samples))
         if rows.sizes is None:
             std_err = with_ties(std_err, tested)
-        value = rows.of_vector(captured_diagonal(q, z)) + residual
+        value = rows.of_vector(captured_diagonal(q, z) + lost) + residual
         std_err = jnp.hypot(std_err, rounding_of(rows.norms(z), block.eps))
-        # A NaN or inf in the sketch shows in the basis, and then in its products.
-        estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z))
+        estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z, lost), separate=True)
         return estimate, RowWeights(DiagPlusPlusWeights(q, omega), rows)
 
 

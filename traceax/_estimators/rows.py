@@ -55,6 +55,17 @@ class Rows(eqx.Module):
         return self(vector[:, None])[:, 0]
 
 
+def without_nonfinite(
+    products: Inexact[Array, "n m"],
+) -> tuple[Inexact[Array, "n m"], Real[Array, " n"]]:
+    """Products with 0 in the place of NaN and inf; and what makes NaN of the entries of a diagonal
+    whose rows held them, if it is added: NaN, and 0 for all others.
+    """
+    finite = jnp.isfinite(products)
+    lost = jnp.where(jnp.all(finite, axis=1), 0, jnp.nan)
+    return jnp.where(finite, products, 0), lost.astype(products.real.dtype)
+
+
 @final
 class RowWeights(AbstractWeights):
     """The weights of sums of entries: `contract` adds up entries of a contracted diagonal."""

@@ -71,9 +71,10 @@ class Solution(eqx.Module):
     - `stats`: further statistics: `"std.err"`, and `"dof"`, the degrees of freedom of `std_err`:
         the number of averaged samples, less one; a real number. (For functions of matrices the
         standard error comes from the quadrature nodes, and `dof` is about the number of eigenvalues
-        that dominate it, times that of the probes.) Log-determinants add `"columns"`, which were
-        read without a product; log densities `"log_det"`, `"quadratic_form"` and `"solve"`;
-        trackers `"method"`.
+        that dominate it, times that of the probes.) Diagonals and block traces add `"nonfinite"`,
+        the number of entries of each leaf that are not finite. Log-determinants add `"columns"`,
+        which were read without a product; log densities `"log_det"`, `"quadratic_form"` and
+        `"solve"`.
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
         of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
@@ -173,7 +174,8 @@ def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
     value, std_err = fn(solution.value), fn(solution.std_err)
     error = solution.quadrature_error
     error = None if error is None else fn(error)
-    stats = {**solution.stats, "std.err": std_err}
+    lost = jtu.tree_map(lambda x: jnp.sum(~jnp.isfinite(x)), value)
+    stats = {**solution.stats, "std.err": std_err, "nonfinite": lost}
     return dataclasses.replace(
         solution, value=value, std_err=std_err, quadrature_error=error, stats=stats
     )

@@ -289,6 +289,11 @@ class _Run:
             basis=self.bases(number, prepared),
         )
 
+    @property
+    def separate(self) -> bool:
+        """See `Estimate`: at the first size, where NaN and inf end a call, so are all entries."""
+        return self.sampling.rows is not None
+
     def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
         """The standard error that rounding adds, whatever the number of samples."""
         return rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
@@ -331,7 +336,9 @@ class _Run:
         unconverged = Evidence(unconverged=self.ratio(prepared, samples, std_err))
         drawn = self.panel * samples.panels
         evidence = worse(samples.evidence, unconverged)
-        return make_estimate(value, std_err, spent + drawn, drawn - 1, evidence)
+        return make_estimate(
+            value, std_err, spent + drawn, drawn - 1, evidence, separate=self.separate
+        )
 
     def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:
         """The basis of this size, and zeros for the others."""
@@ -349,7 +356,9 @@ class _Run:
         dof = found.dof.astype(before.estimate.dof.dtype)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
         evidence = worse(found.evidence, unconverged)
-        estimate = make_estimate(found.value, found.std_err, products, dof, evidence)
+        estimate = make_estimate(
+            found.value, found.std_err, products, dof, evidence, separate=self.separate
+        )
         return before._replace(
             estimate=estimate,
             size=jnp.asarray(len(self.sizes), jnp.int32),

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._core.estimate import make_estimate, mean_and_std_err
+from .._core.estimate import evidence_of, make_estimate, mean_and_std_err, worse
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import check_semidefinite
@@ -36,7 +36,7 @@ from .._sketch.nystrom import (
 from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights
 from .calibration import CALIBRATION
 from .diagonal_error import DiagonalParts, diagonal_and_error, shrinkage_of_rows
-from .rows import RowWeights
+from .rows import RowWeights, without_nonfinite
 from .samples import NystromSampling
 from .sketching import AbstractLeaveOneOutEstimator
 from .xtrace import XDiagWeights
@@ -145,7 +145,8 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         block = BlockOperator(operator, self.batch_size).linearised()
         omega = self.sampler_of_rows(block.dtype).probes(key, block.n, k, block.dtype)
         p, r = qr(omega)
-        factors = nystrom(p, r, sign * block.mm(p), block.eps)
+        products, lost = without_nonfinite(block.mm(p))
+        factors = nystrom(p, r, sign * products, block.eps)
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
         samples_of = partial(_published, n=block.n, resphere=False)
@@ -159,7 +160,9 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         value = factors.unless_wrong(value, without_tag[0])
         std_err = factors.unless_wrong(std_err, without_tag[1])
         value, std_err = signed_estimate(factors, sign, value, std_err)
-        estimate = make_estimate(value, std_err, k, k - 1, factors.evidence)
+        value = value + rows.of_vector(lost)
+        evidence = worse(factors.evidence, evidence_of(lost))
+        estimate = make_estimate(value, std_err, k, k - 1, evidence, separate=True)
         if not weights:
             return estimate, None
         ranges = _range_finder(factors, omega)

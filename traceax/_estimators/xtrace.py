@@ -38,7 +38,7 @@ from .._sketch.shrunk import (
 from .._sketch.weights import AbstractTwoSidedWeights
 from .calibration import CALIBRATION
 from .diagonal_error import DiagonalParts, diagonal_and_error, shrinkage_of_rows
-from .rows import RowWeights
+from .rows import RowWeights, without_nonfinite
 from .sketching import AbstractLeaveOneOutEstimator
 
 
@@ -160,7 +160,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         n = block.n
         m = k // 2
         omega = self.sampler_of_trace(block.dtype).probes(key, n, m, block.dtype)
-        sketch = sketch_of(block, omega)  # A Omega / scale + nu Omega
+        sketch = sketch_of(block, omega, block.mm(omega))  # A Omega / scale + nu Omega
         factors = range_finder(omega, sketch.shifted)
         z = block.mm(factors.q) / sketch.products.scale
         # The shift is added to the small matrices, so that no further block of n rows is made.
@@ -191,11 +191,14 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         block = BlockOperator(operator, self.batch_size).linearised()
         m = k // 2
         omega = self.sampler_of_rows(block.dtype).probes(key, block.n, m, block.dtype)
-        sketch = sketch_of(block, omega)
+        products, lost = without_nonfinite(block.mm(omega))
+        sketch = sketch_of(block, omega, products)
         factors = range_finder(omega, sketch.shifted)
         q = factors.q
         s = factors.s
-        z = block.adjoint_mm(q) / sketch.products.scale + sketch.nu * q
+        products, lost_too = without_nonfinite(block.adjoint_mm(q))
+        lost = lost + lost_too
+        z = products / sketch.products.scale + sketch.nu * q
         parts = DiagonalParts(
             base=captured_diagonal(q, z),
             left=matmul(q, s),
@@ -210,8 +213,10 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         value, std_err = diagonal_and_error(parts, beta, rows, rounding)
         size = sketch.products.size
         value = size * (value - rows.of_vector(jnp.full(block.n, sketch.nu)))
+        value = value + rows.of_vector(lost)
         std_err = rescale_error(size, std_err)
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence_of(factors.r, z))
+        evidence = evidence_of(factors.r, z, lost)
+        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
         made = XDiagWeights(q=q, s=s, omega=omega, beta=beta)
         return estimate, RowWeights(made, rows) if weights else None
 

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -26,21 +26,14 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import at_least_single, widened
 from .._core.programs import closed_function
+from .parameters import Split, as_jax, structure_of
 from .precision import eps_along, eps_of_product
 from .unstructured import register_unstructured
-
-
-def structure_of(tree: Any, axes: int = 0) -> Any:
-    """The shapes and dtypes of arrays, without so many leading axes. (`jax.eval_shape` would trace
-    a function for them.)
-    """
-    return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[axes:], x.dtype), tree)
 
 
 @final
@@ -51,39 +44,20 @@ class CurvatureOperator(lx.AbstractLinearOperator):
     product: Callable[..., Any]
     form: Callable[..., Any] | None  # the same for the number v^T A v; None: `product` gives it
     params: PyTree[Inexact[Array, "..."]]
-    constant: PyTree[Array]  # the arrays among the parameters that do not move
-    args: PyTree[Array]
+    arrays: PyTree[Array]  # those that are held constant: among the parameters, and in `args`
     batches: PyTree[Array]  # None: the data are in `args`, or inside `product`
+    weights: Array | None  # of the batches; None: all the same
     tags: frozenset[object] = eqx.field(static=True)
-    weights: Array | None = None  # of the batches; None: all the same
     # The relative precision of a product, where the dtypes of the parameters do not show it.
     precision: float | None = eqx.field(default=None, static=True)
     differences: bool = eqx.field(default=False, static=True)  # of gradients: see `hessian`
 
     def mv(self, vector: PyTree[Inexact[Array, "..."]]) -> PyTree[Inexact[Array, "..."]]:
-        """The product with a vector.
-
-        **Arguments:**
-
-        - `vector`: a PyTree like the parameters, of their shapes and dtypes.
-
-        **Returns:**
-
-        The product, a PyTree of the same structure.
-        """
+        """The product with a vector: a PyTree like the parameters, of their shapes and dtypes."""
         return self._mean(self.product, vector)
 
     def quadratic_form(self, vector: PyTree[Inexact[Array, "..."]]) -> Inexact[Array, ""]:
-        """The number `v^T A v`, in about half the time of a product.
-
-        **Arguments:**
-
-        - `vector`: a PyTree like the parameters, of their shapes and dtypes.
-
-        **Returns:**
-
-        A scalar array.
-        """
+        """The number `v^T A v`, in about half the time of a product."""
         if self.form is not None:
             return self._mean(self.form, vector)
         with jax.numpy_dtype_promotion("standard"):
@@ -91,10 +65,9 @@ class CurvatureOperator(lx.AbstractLinearOperator):
             return jnp.asarray(sum(jtu.tree_leaves(dots)))
 
     def _mean(self, fn: Callable[..., Any], vector: Any) -> Any:
-        """The mean over batches of `fn(params, (index, batch), vector, (constant, args))`."""
-        arrays = (self.constant, self.args)
+        """The mean over batches of `fn(params, (index, batch), vector, arrays)`."""
         if self.batches is None:
-            return fn(self.params, (jnp.asarray(0), None), vector, arrays)
+            return fn(self.params, (jnp.asarray(0), None), vector, self.arrays)
         count = jtu.tree_leaves(self.batches)[0].shape[0]
         indexed = (jnp.arange(count), self.batches)
         weights = jnp.ones(count) if self.weights is None else self.weights
@@ -102,7 +75,7 @@ class CurvatureOperator(lx.AbstractLinearOperator):
         shares = weights / lax.stop_gradient(jnp.max(jnp.abs(weights)))
         shares = count * shares / jnp.sum(shares)
         counted = jtu.tree_map(lambda x: x[jnp.argmax(weights != 0)], indexed)
-        wide, narrow = widened((self.params, vector, arrays))
+        wide, narrow = widened((self.params, vector, self.arrays))
 
         # Reverse mode evaluates a batch again, rather than keeping the activations of all batches.
         @jax.checkpoint
@@ -110,8 +83,8 @@ class CurvatureOperator(lx.AbstractLinearOperator):
             params, vector, arrays = narrow(wide)
             return fn(params, indexed, vector, arrays)
 
-        def add(total, each):
-            indexed, share = each
+        def add(total, batch_and_share):
+            indexed, share = batch_and_share
             # A batch of weight 0 may be padding, of which even NaN does not count. It is not even
             # evaluated, since the derivative there would be NaN times 0.
             indexed = jtu.tree_map(lambda x, y: jnp.where(share == 0, y, x), indexed, counted)
@@ -126,12 +99,13 @@ class CurvatureOperator(lx.AbstractLinearOperator):
         total, _ = lax.scan(add, zero, (indexed, shares))
         return jtu.tree_map(lambda x, like: (x / count).astype(like.dtype), total, structure)
 
-    def _function(self) -> lx.FunctionLinearOperator:
+    def as_function(self) -> lx.FunctionLinearOperator:
+        """The same operator as one of lineax's."""
         return lx.FunctionLinearOperator(self.mv, self.in_structure(), self.tags)
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
         """The dense matrix, by `n` products."""
-        return self._function().as_matrix()
+        return self.as_function().as_matrix()
 
     def transpose(self) -> "CurvatureOperator":
         """The operator itself: it is symmetric."""
@@ -152,8 +126,7 @@ def _(operator):
         # A linearisation would hold the activations of all batches; of a difference of gradients
         # it would be the second derivative that does not exist.
         return operator
-    structure = operator.in_structure()
-    origin = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structure)
+    origin = jtu.tree_map(jnp.zeros_like, operator.params)
     _, linear = jax.linearize(operator.mv, origin)
 
     def product(params, indexed, vector, arrays):
@@ -164,105 +137,68 @@ def _(operator):
     return dataclasses.replace(operator, product=product, form=None)
 
 
-@lx.materialise.register(CurvatureOperator)
-def _(operator):
-    return lx.materialise(operator._function())
-
-
-@lx.diagonal.register(CurvatureOperator)
-def _(operator):
-    return lx.diagonal(operator._function())
-
-
-@lx.conj.register(CurvatureOperator)
-def _(operator):
-    return operator  # the parameters are real
-
-
-@lx.is_symmetric.register(CurvatureOperator)
-def _(operator):
-    return True
-
-
-@lx.is_positive_semidefinite.register(CurvatureOperator)
-def _(operator):
-    return lx.positive_semidefinite_tag in operator.tags
-
-
+lx.materialise.register(CurvatureOperator)(lambda operator: lx.materialise(operator.as_function()))
+lx.diagonal.register(CurvatureOperator)(lambda operator: lx.diagonal(operator.as_function()))
+lx.conj.register(CurvatureOperator)(lambda operator: operator)  # the parameters are real
+lx.is_symmetric.register(CurvatureOperator)(lambda operator: True)
+lx.is_positive_semidefinite.register(CurvatureOperator)(
+    lambda operator: lx.positive_semidefinite_tag in operator.tags
+)
 register_unstructured(CurvatureOperator)
 
 
-class Split(NamedTuple):
-    """The parameters to differentiate, and the others: two PyTrees, each with None elsewhere."""
-
-    moving: Any
-    constant: Any
-
-
-def split_params(params: Any, wrt: Callable[[str, Any], bool] | None = None) -> Split:
-    """The parameters to differentiate, and the others.
-
-    **Arguments:**
-
-    - `params`: the parameters.
-    - `wrt`: called as `wrt(path, leaf)` for each floating-point array: whether to differentiate it.
-    """
-    params = jtu.tree_map(
-        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, params
-    )
-    chosen = jtu.tree_map_with_path(
-        lambda path, x: bool(eqx.is_inexact_array(x) and (wrt is None or wrt(path_name(path), x))),
-        params,
-    )
-    moving, constant = eqx.partition(params, chosen)
-    leaves = jtu.tree_leaves(moving)
-    if not leaves:
-        names = [path_name(path) for path, _ in jtu.tree_leaves_with_path(params)]
-        raise ValueError(
-            "`wrt` chose none of the floating-point arrays among the parameters, got leaves "
-            f"{names[:4]} of types {sorted({type(x).__name__ for x in jtu.tree_leaves(params)})}. "
-            "Return True for those to differentiate, and pass arrays (`jnp.asarray(1.0)`)."
-        )
-    if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in leaves):
-        raise ValueError(
-            f"Curvature needs real parameters, got dtypes {sorted({str(x.dtype) for x in leaves})}."
-            " Split complex parameters into their real and imaginary parts."
-        )
-    return Split(moving, constant)
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """The path of a leaf as `"layers/0/weight"`."""
-    return jtu.keystr(path, simple=True, separator="/")
-
-
-def _check_batches(batches: Any) -> Any:
-    """The batches as JAX arrays with the same leading axis."""
+def _check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
+    """The batches as JAX arrays with the same leading axis, and their weights as an array."""
     batches = jtu.tree_map(jnp.asarray, batches)
     shapes = [leaf.shape for leaf in jtu.tree_leaves(batches)]
     axes = {shape[:1] for shape in shapes}
-    if len(axes) != 1 or axes & {(), (0,)}:
+    if batches is not None and (len(axes) != 1 or axes & {(), (0,)}):
         raise ValueError(
             "Every array of `batches` needs the same leading axis, one entry for each, got shapes "
             f"{shapes}. Reshape data of shape (N, ...) to (number of batches, N / number, ...)."
         )
-    return batches
-
-
-def _check_weights(weights: Any, batches: Any) -> Array:
-    """The weights as an array, one for each batch."""
+    if weights is None:
+        return batches, None
     weights = jnp.asarray(weights, float)
-    shapes = {leaf.shape[:1] for leaf in jtu.tree_leaves(batches)}
-    if shapes != {weights.shape}:
+    if axes != {weights.shape}:
         raise ValueError(
             f"`weights` must be one number for each of the `batches`, got shape {weights.shape} "
-            f"for {shapes or 'no batches'}. Weigh the examples of a batch in the loss."
+            f"for {axes or 'no batches'}. Weigh the examples of a batch in the loss."
         )
-    return weights
+    return batches, weights
 
 
-def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: Any) -> Any:
-    """The derivative of the gradient along a vector, by a central difference.
+# --- products -------------------------------------------------------------------------------------
+
+# Each is called as `method(inner, outer, moving, vector)`, where `moving` are the parameters,
+# `inner(moving)` the outputs, and `outer(outputs, at)` the scalar. `at` are the outputs again:
+# products do not differentiate by them, but derivatives of products do.
+
+
+def _product(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
+    """J^T H J v."""
+    out, push = jax.linearize(inner, moving)
+    _, curved = jax.jvp(jax.grad(lambda x: outer(x, out)), (out,), (push(vector),))
+    return jax.linear_transpose(push, moving)(curved)[0]
+
+
+def _form(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Array:
+    """v^T J^T H J v, forward-over-forward."""
+    out, direction = jax.jvp(inner, (moving,), (vector,))
+
+    def slope(x):
+        return jax.jvp(lambda x: outer(x, out), (x,), (direction,))[1]
+
+    return jax.jvp(slope, (out,), (direction,))[1]
+
+
+def _reverse(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
+    """The Hessian times v, reverse-over-reverse."""
+    return jax.vjp(jax.grad(lambda x: outer(inner(x), None)), moving)[1](vector)[0]
+
+
+def _difference(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
+    """The Hessian times v, by a central difference of two gradients.
 
     A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
     gradients, which are about the same for h = eps^(1/3). That is how far the parameter that moves
@@ -270,22 +206,22 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
     less). Steps of one norm would move it sqrt(n) times as far along a unit vector, at an error of
     the difference that is n times as large.
     """
-    gradient = closed_function(gradient, structure_of(params))
-    eps = eps_along(gradient, (params, True))
-
-    def gradient_at(step):
-        def moved(x, v):
-            return x + (step * (v / length)).astype(x.dtype)
-
-        return gradient(jtu.tree_map(moved, params, vector))
-
+    gradient = jax.grad(lambda x: outer(inner(x), None))
+    gradient = closed_function(gradient, structure_of(moving))
+    eps = eps_along(gradient, (moving, True))
     with jax.numpy_dtype_promotion("standard"):
-        wide = [x.astype(at_least_single(x.dtype)) for x in jtu.tree_leaves(params)]
+        wide = [x.astype(at_least_single(x.dtype)) for x in jtu.tree_leaves(moving)]
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in wide))
         step = eps ** (1 / 3) * jnp.maximum(norm, 1) / math.sqrt(sum(x.size for x in wide))
         moves = [jnp.max(jnp.abs(v), initial=0) for v in jtu.tree_leaves(vector)]
         length = jnp.max(jnp.stack(moves))
         length = jnp.where(length > 0, length, 1)
+
+        def gradient_at(step):
+            return gradient(
+                jtu.tree_map(lambda x, v: x + (step * (v / length)).astype(x.dtype), moving, vector)
+            )
+
         return jtu.tree_map(
             lambda ahead, behind: ((ahead - behind) * (length / (2 * step))).astype(ahead.dtype),
             gradient_at(step),
@@ -293,83 +229,24 @@ def _gradient_difference(gradient: Callable[[Any], Any], params: Any, vector: An
         )
 
 
-class Composition(NamedTuple):
-    """The function of the parameters that is differentiated, in two parts."""
-
-    # (index of the batch, params, *data) -> outputs; None: the outputs are the parameters
-    inner: Callable[..., Any] | None
-    # (outputs, at, *data) -> a scalar. `at` are the outputs again: products do not differentiate by
-    # them, but derivatives of products do.
-    outer: Callable[..., Any]
-    join: Callable[[Any, Any], Any] = eqx.combine  # of the moving and the constant parameters
-
-    def parts(self, indexed: Any, arrays: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """`inner`, as a function of the moving parameters, and `outer`, of outputs and `at`."""
-        index, batch = indexed
-        constant, args = arrays
-        data = args if batch is None else (batch, *args)
-
-        def outputs(moving):
-            inner = self.inner
-            return moving if inner is None else inner(index, self.join(moving, constant), *data)
-
-        def scalar(out, at):
-            return self.outer(self.join(out, constant) if self.inner is None else out, at, *data)
-
-        return outputs, scalar
-
-    def product(self, moving: Any, indexed: Any, vector: Any, arrays: Any) -> Any:
-        """J^T H J v."""
-        outputs, scalar = self.parts(indexed, arrays)
-        out, push = jax.linearize(outputs, moving)
-        _, curved = jax.jvp(jax.grad(lambda x: scalar(x, out)), (out,), (push(vector),))
-        (pulled,) = jax.linear_transpose(push, moving)(curved)
-        return pulled
-
-    def form(self, moving: Any, indexed: Any, vector: Any, arrays: Any) -> Array:
-        """v^T J^T H J v, forward-over-forward."""
-        outputs, scalar = self.parts(indexed, arrays)
-        out, direction = jax.jvp(outputs, (moving,), (vector,))
-
-        def slope(x):
-            return jax.jvp(lambda x: scalar(x, out), (x,), (direction,))[1]
-
-        return jax.jvp(slope, (out,), (direction,))[1]
-
-    def gradient(self, indexed: Any, arrays: Any) -> Callable[[Any], Any]:
-        """The gradient of the whole function."""
-        outputs, scalar = self.parts(indexed, arrays)
-        return jax.grad(lambda moving: scalar(outputs(moving), None))
-
-    def reverse(self, moving: Any, indexed: Any, vector: Any, arrays: Any) -> Any:
-        """The Hessian times v, reverse-over-reverse."""
-        return jax.vjp(self.gradient(indexed, arrays), moving)[1](vector)[0]
-
-    def difference(self, moving: Any, indexed: Any, vector: Any, arrays: Any) -> Any:
-        """The Hessian times v, by a difference of two gradients."""
-        return _gradient_difference(self.gradient(indexed, arrays), moving, vector)
-
-
 #: How second derivatives are taken. See `traceax.curvature.hessian`.
-MODES = {
-    "forward": Composition.product,
-    "reverse": Composition.reverse,
-    "finite-difference": Composition.difference,
-}
+MODES = {"forward": _product, "reverse": _reverse, "finite-difference": _difference}
 
 
-def check_mode(mode: Any) -> None:
-    """Raise a `ValueError` for an unknown mode."""
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {list(MODES)}, got {mode!r}.")
-
-
-def _programs(composition: Composition, mode: str, example: Any, static: Any) -> Any:
+def _programs(inner: Callable, outer: Callable, mode: str, example: Any, static: Any) -> Any:
     """The product, the quadratic form and the precision of products, for all arrays like these."""
 
     def close(method):
         def of_arrays(moving, indexed, vector, arrays):
-            return method(composition, moving, indexed, vector, eqx.combine(arrays, static))
+            index, batch = indexed
+            constant, args = eqx.combine(arrays, static)
+            data = args if batch is None else (batch, *args)
+            return method(
+                lambda x: inner(x, constant, index, *data),
+                lambda out, at: outer(out, at, constant, *data),
+                moving,
+                vector,
+            )
 
         return closed_function(of_arrays, *example)
 
@@ -382,17 +259,18 @@ def _programs(composition: Composition, mode: str, example: Any, static: Any) ->
     form = None
     if mode == "forward":
         with suppress(TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
-            form = close(Composition.form)
+            form = close(_form)
     # Many networks compute in half precision with parameters of single precision.
     return product, form, eps_of_product(product, *followed)
 
 
 def make_curvature(
-    composition: Composition,
+    inner: Callable[..., Any],
+    outer: Callable[..., Any],
     split: Split,
     args: tuple[Any, ...],
-    batches: Any = None,
-    weights: Any = None,
+    batches: Any,
+    weights: Any,
     tags: tuple[object, ...] = (),
     mode: str = "forward",
     traced: dict[Any, Any] | None = None,
@@ -402,21 +280,15 @@ def make_curvature(
 
     **Arguments:**
 
-    - `composition`: the functions.
+    - `inner`: called as `inner(moving, constant, index of the batch, *data)`; returns the outputs.
+    - `outer`: called as `outer(outputs, at, constant, *data)`; returns a scalar.
     - `split`: the parameters.
-    - `args`: the other arguments.
-    - `batches`, `weights`: batches along a leading axis, and a weight for each, or None.
+    - `args`, `batches`, `weights`, `mode`: see `traceax.curvature.hessian`.
     - `tags`: further tags of the operator.
-    - `mode`: see `traceax.curvature.hessian`.
     - `traced`: programs of the same functions, by the structure of all arguments.
-
-    **Returns:**
-
-    A `CurvatureOperator`.
     """
-    args = jtu.tree_map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, args)
-    batches = None if batches is None else _check_batches(batches)
-    weights = None if weights is None else _check_weights(weights, batches)
+    args = as_jax(args)
+    batches, weights = _check_batches(batches, weights)
     arrays, static = eqx.partition((split.constant, args), eqx.is_array)
     vector = structure_of(split.moving)
     indexed = (structure_of(jnp.asarray(0)), structure_of(batches, axes=1))
@@ -429,7 +301,7 @@ def make_curvature(
     except TypeError:  # an argument that has no hash
         programs = traced = None
     if programs is None:
-        programs = _programs(composition, mode, example, static)
+        programs = _programs(inner, outer, mode, example, static)
         # Functions that hold traced arrays differ from call to call.
         holds_tracers = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(programs))
         if traced is not None and not holds_tracers:
@@ -439,11 +311,10 @@ def make_curvature(
         product=product,
         form=form,
         params=split.moving,
-        constant=arrays[0],
-        args=arrays[1],
+        arrays=arrays,
         batches=batches,
-        tags=frozenset((lx.symmetric_tag, *tags)),
         weights=weights,
+        tags=frozenset((lx.symmetric_tag, *tags)),
         precision=precision,
         differences=mode == "finite-difference",
     )

@@ -237,9 +237,9 @@ class Sketch(NamedTuple):
     shifted: Inexact[Array, "n m"]
 
 
-def sketch_of(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Sketch:
-    """Multiply probes (of norm sqrt(n)), scale, and shift."""
-    products = scaled(block.mm(omega))
+def sketch_of(block: BlockOperator, omega: Array, products: Inexact[Array, "n m"]) -> Sketch:
+    """Scale and shift the products with probes (of norm sqrt(n))."""
+    products = scaled(products)
     nu = shift_of(products.norm, block.n, block.eps)
     return Sketch(products, nu, products.numbers + nu * omega)
 

@@ -10,8 +10,9 @@ from .leave_one_out import adjoint, matmul
 
 
 def range_basis(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
-    """An orthonormal basis of the range of A Omega. It holds NaN where A Omega does."""
+    """An orthonormal basis of the range of A Omega, in which NaN and inf count as 0."""
     sketch = block.mm(omega)
+    sketch = jnp.where(jnp.isfinite(sketch), sketch, 0)
     # Scaled, so that the QR factorisation does not overflow. The basis stays the same.
     q, _ = qr(sketch / scale_of(sketch))
     return q
