@@ -79,7 +79,8 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
     below = jnp.pad(below, ((0, 0), (0, 1)))
     one = jnp.eye(h.shape[1], dtype=alpha.dtype)
     off = jnp.roll(one, 1, axis=0) * below[:, None, :]
-    t = one * alpha[:, None, :] + off + jnp.swapaxes(off, 1, 2)
+    made = jnp.any(krylov.basis != 0, axis=2)[:, None, :]  # not those after the last step
+    t = one * alpha[:, None, :] + off + jnp.where(made, jnp.swapaxes(off, 1, 2), 0)
     unit = krylov.unit[:, :, 0]
     beta = (below * unit).at[:, -1].set(krylov.residual)
     return Lanczos(
