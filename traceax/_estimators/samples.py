@@ -27,7 +27,7 @@ from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import Evidence, evidence_of, safe_norm, scale_of
+from .._core.estimate import Estimate, Evidence, evidence_of, safe_norm, scale_of
 from .._linalg.factorisations import divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, RademacherSampler
@@ -43,6 +43,7 @@ from .._sketch.leave_one_out import (
 )
 from .._sketch.nystrom import shifted_cholesky, skew_of_core
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
+from .exact import exact
 from .rows import Rows
 
 #: The number of samples that are drawn at once.
@@ -98,11 +99,16 @@ class Prepared(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Samples, the least standard deviation of one, and the norm of what they were made from."""
+    """Samples, the least standard deviation of one, and the norm of what they were made from.
+    Those of a function of a matrix take several products each, and have a quadrature error.
+    """
 
     samples: Inexact[Array, "... m"]
     least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
+    evidence: Evidence
+    steps: Array | int = 1  # the products that each took
+    bias: Array | float = 0.0  # the error that all share
 
 
 class AbstractSampling(eqx.Module):
@@ -111,6 +117,12 @@ class AbstractSampling(eqx.Module):
     rows: AbstractVar[Rows | None]  # the entries of a diagonal that are wanted; None for traces
     sampler: AbstractVar[AbstractSampler]
     sizes: AbstractVar[tuple[int, ...]]  # of what may be prepared, the smallest first
+
+    #: The number of samples that are drawn at once.
+    panel = PANEL
+
+    #: Whether samples have an error that all share, as functions of a matrix do.
+    has_bias = False
 
     @abc.abstractmethod
     def products(self, size: int) -> int:
@@ -126,19 +138,40 @@ class AbstractSampling(eqx.Module):
 
     @abc.abstractmethod
     def draw(
-        self, key: PRNGKeyArray, block: BlockOperator, prepared: Prepared, count: int
+        self,
+        key: PRNGKeyArray,
+        block: BlockOperator,
+        prepared: Prepared,
+        count: int,
+        steps: Int[Array, ""] | int = 0,
     ) -> Panel:
-        """So many samples of what the low-rank part leaves."""
+        """So many samples of what the low-rank part leaves, from as many products each as those of
+        the last panel took; 0 for the first.
+        """
 
     def contracted(
-        self, key: PRNGKeyArray, block: BlockOperator, prepared: Prepared, count: int
+        self,
+        key: PRNGKeyArray,
+        block: BlockOperator,
+        prepared: Prepared,
+        count: int,
+        steps: Int[Array, ""] | int = 0,
     ) -> Inexact[Array, "..."]:
         """The mean of the samples of a panel as a function of A, with the basis held fixed."""
+        del steps
         return jnp.mean(_range_panel(self, key, block, prepared, count).samples, axis=-1)
 
     def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Prepared:
         """Q Q^H A for a basis Q, as a function of A."""
         return _captured(self.rows, block, basis)
+
+    def exact(self, block: BlockOperator) -> tuple[Estimate, Any]:
+        """The exact value and its weights, for the last resort."""
+        return exact(block, self.rows)
+
+    def exactly_contracted(self, block: BlockOperator) -> Inexact[Array, "..."]:
+        """The exact value as a function of A."""
+        return self.exact(block)[1].contract(block)
 
 
 def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"]) -> Prepared:
@@ -163,9 +196,11 @@ def _one_sided_panel(
     deviations = entries - jnp.mean(entries, axis=1, keepdims=True)
     deviation = safe_norm(deviations) / math.sqrt(max(omega.shape[1] - 1, 1))
     size = safe_norm(products) / math.sqrt(omega.shape[1])
+    evidence = evidence_of(entries)
     if rows is None:
-        return Panel(jnp.sum(entries, axis=0), safe_norm(deviation), safe_norm(size))
-    return Panel(rows(entries), rows.norms(deviation[:, None]), rows.norms(size[:, None]))
+        return Panel(jnp.sum(entries, axis=0), safe_norm(deviation), safe_norm(size), evidence)
+    deviation = rows.norms(deviation[:, None])
+    return Panel(rows(entries), deviation, rows.norms(size[:, None]), evidence)
 
 
 def _form_panel(
@@ -179,7 +214,8 @@ def _form_panel(
     scale = scale_of(rest)
     variance = jnp.mean(square_norms(rest / scale) - square_of(forms / scale) / dimension)
     size = safe_norm(images.reshape(-1)) / math.sqrt(forms.shape[0])
-    return Panel(factor * forms, scale * jnp.sqrt(jnp.maximum(variance, 0)), size)
+    deviation = scale * jnp.sqrt(jnp.maximum(variance, 0))
+    return Panel(factor * forms, deviation, size, evidence_of(forms))
 
 
 def _range_panel(
@@ -225,7 +261,7 @@ class RangeSampling(AbstractSampling):
         omega = RademacherSampler().probes(key, block.n, size, block.dtype)
         return _captured(self.rows, block, range_basis(block, omega))
 
-    def draw(self, key, block, prepared, count):
+    def draw(self, key, block, prepared, count, steps=0):
         """See `AbstractSampling`."""
         return _range_panel(self, key, block, prepared, count)
 
@@ -281,7 +317,7 @@ class NystromSampling(AbstractSampling):
     def _norms(self, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
         return safe_norm(block.reshape(-1)) if self.rows is None else self.rows.norms(block)
 
-    def draw(self, key, block, prepared, count):
+    def draw(self, key, block, prepared, count, steps=0):
         """See `AbstractSampling`."""
         n, r = prepared.left.shape
         if r == 0:

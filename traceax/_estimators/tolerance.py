@@ -32,7 +32,6 @@ from .._core.control_flow import if_any
 from .._core.estimate import (
     Estimate,
     Evidence,
-    evidence_of,
     make_estimate,
     norm_of,
     power_of,
@@ -55,9 +54,9 @@ from .estimator import (
     check_key,
     solve,
 )
-from .exact import ExactWeights, exact
-from .rows import Rows, RowWeights
-from .samples import PANEL, AbstractSampling, Moments, Prepared, merged, no_samples
+from .exact import exact
+from .rows import Rows
+from .samples import AbstractSampling, Moments, Prepared, merged, no_samples
 from .solution import Solution
 
 #: The largest budget, if the user gives none (n for operators with fewer rows).
@@ -76,15 +75,29 @@ class Target(NamedTuple):
     scale: Inexact[Array, ""] | float
     root: bool
 
-    def ratio(self, value: Inexact[Array, "..."], std_err: Real[Array, "..."]) -> Real[Array, ""]:
-        """The standard error over the largest one that is allowed, both as Euclidean norms."""
-        whole = self.offset + self.scale * value
+    def ratio(
+        self,
+        value: Inexact[Array, "..."],
+        std_err: Real[Array, "..."],
+        bias: Real[Array, "..."] | float = 0.0,
+    ) -> Real[Array, ""]:
+        """The standard error over the largest one that is allowed beside a bias, all as Euclidean
+        norms.
+        """
         error = jnp.abs(self.scale) * std_err
         if self.root:
-            whole = root(whole)
-            error = root_error(whole, error)
-        allowed = self.atol + self.rtol * norm_of(whole)
-        return relative(norm_factor(error) * norm_of(error), allowed)
+            error = root_error(self.whole(value), error)
+        left = self.limit(value) - norm_of(jnp.asarray(bias, error.dtype))
+        return relative(norm_factor(error) * norm_of(error), jnp.maximum(left, 0))
+
+    def whole(self, value: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+        """The value of interest."""
+        whole = self.offset + self.scale * value
+        return root(whole) if self.root else whole
+
+    def limit(self, value: Inexact[Array, "..."]) -> Real[Array, ""]:
+        """The largest error that is allowed."""
+        return self.atol + self.rtol * norm_of(self.whole(value))
 
 
 class Samples(NamedTuple):
@@ -93,8 +106,10 @@ class Samples(NamedTuple):
     moments: Moments
     least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
+    bias: Real[Array, "..."]
     evidence: Evidence
     panels: Int[Array, ""]
+    steps: Int[Array, ""]  # the products of one sample
     choice: Int[Array, ""]  # the number of the size to go on with
 
     def deviation(self) -> Real[Array, "..."]:
@@ -117,6 +132,7 @@ class Outcome(NamedTuple):
     size: Int[Array, ""]  # the number of the size that the estimate is from
     wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
     panels: Int[Array, ""]
+    steps: Int[Array, ""]
     basis: tuple[Inexact[Array, "n r"], ...]  # for each size, if there are weights
 
 
@@ -130,21 +146,19 @@ class SampledWeights(AbstractWeights):
     basis: tuple[Inexact[Array, "n r"], ...]
     size: Int[Array, ""]
     panels: Int[Array, ""]
+    steps: Int[Array, ""]
     max_k: int = eqx.field(static=True)
 
     @property
     def panel(self) -> int:
         """The number of samples in a panel."""
-        return min(PANEL, self.max_k)
+        return min(self.sampling.panel, self.max_k)
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        rows = self.sampling.rows
         branches = [partial(self._sampled, i, block) for i in range(len(self.basis))]
         if self.max_k >= block.n:
-            made = ExactWeights(rows is not None)
-            made = made if rows is None else RowWeights(made, rows)
-            branches.append(partial(made.contract, block))
+            branches.append(partial(self.sampling.exactly_contracted, block))
         return lax.switch(self.size, branches)
 
     def _sampled(self, number: int, block: BlockOperator) -> Array:
@@ -156,7 +170,8 @@ class SampledWeights(AbstractWeights):
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            return self.sampling.contracted(jr.fold_in(keys, j), block, prepared, self.panel)
+            given = block, prepared, self.panel, self.steps
+            return self.sampling.contracted(jr.fold_in(keys, j), *given)
 
         def add(total, j):
             panel = lax.cond(j < self.panels, one_panel, lambda _: zeros, j)
@@ -212,6 +227,7 @@ def sample_to_tolerance(
         basis=outcome.basis,
         size=outcome.size,
         panels=outcome.panels,
+        steps=outcome.steps,
         max_k=max_k,
     )
     return outcome.estimate, made
@@ -227,10 +243,10 @@ class _Run:
         self.target = target
         self.max_k = max_k
         self.weights = weights
-        self.panel = min(PANEL, max_k)
+        self.panel = min(sampling.panel, max_k)
         products = sampling.products
         # What leaves no room for a second panel is not worth its products.
-        fitting = [size for size in sampling.sizes if products(size) + 2 * PANEL <= max_k]
+        fitting = [size for size in sampling.sizes if products(size) + 2 * self.panel <= max_k]
         self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
         self.may_be_exact = max_k >= block.n
         self.quantiles = _quantiles(self.panel, max_k // self.panel + 1)
@@ -249,43 +265,47 @@ class _Run:
         given = self.block, prepared, self.panel
 
         def step(samples):
-            panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given)
+            panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given, samples.steps)
             share = jnp.asarray(1 / (samples.panels + 1), zero.dtype)
             norm = samples.size + share * (panel.size - samples.size)
             least = jnp.hypot(
                 jnp.sqrt(1 - share) * samples.least_deviation,
                 jnp.sqrt(share) * panel.least_deviation,
             )
-            evidence = worse(samples.evidence, evidence_of(panel.samples))
             moments = merged(samples.moments, panel.samples)
             grown = Samples(
                 moments=moments,
                 least_deviation=least,
                 size=norm,
-                evidence=evidence,
+                bias=samples.bias + share * (panel.bias - samples.bias),
+                evidence=worse(samples.evidence, panel.evidence),
                 panels=samples.panels + 1,
+                steps=jnp.asarray(panel.steps, jnp.int32),
                 choice=samples.choice,
             )
             return grown._replace(choice=self.choice(number, before, prepared, spent, grown))
 
         zero = jnp.zeros_like(prepared.value.real)
-        none = no_samples(prepared.value.shape, self.block.dtype)
+        none = no_samples(prepared.value.shape, prepared.value.dtype)
         start = Samples(
             moments=none,
             least_deviation=zero,
             size=zero,
+            bias=zero,
             evidence=prepared.evidence,
             panels=jnp.zeros((), jnp.int32),
+            steps=jnp.zeros((), jnp.int32),
             choice=jnp.asarray(number, jnp.int32),
         )
         samples = lax.while_loop(lambda samples: samples.choice == number, step, start)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
             deviation=norm_of(samples.deviation()),
-            products=jnp.asarray(spent + self.panel * samples.panels, jnp.int32),
+            products=jnp.asarray(spent + self.products(samples), jnp.int32),
             size=jnp.asarray(number, jnp.int32),
             wanted=samples.choice,
             panels=samples.panels,
+            steps=samples.steps,
             basis=self.bases(number, prepared),
         )
 
@@ -294,16 +314,25 @@ class _Run:
         """See `Estimate`: at the first size, where NaN and inf end a call, so are all entries."""
         return self.sampling.rows is not None
 
+    def products(self, samples: Samples) -> Int[Array, ""]:
+        """The products of the samples so far."""
+        return self.panel * samples.panels * samples.steps
+
     def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
         """The standard error that rounding adds, whatever the number of samples."""
         return rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
 
     def ratio(
-        self, prepared: Prepared, samples: Samples, std_err: Real[Array, "..."]
+        self,
+        prepared: Prepared,
+        samples: Samples,
+        std_err: Real[Array, "..."],
+        bias: Real[Array, "..."] | float,
     ) -> Real[Array, ""]:
         """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
-        return quantile * self.target.ratio(prepared.value + samples.moments.mean, std_err)
+        value = prepared.value + samples.moments.mean
+        return quantile * self.target.ratio(value, std_err, bias)
 
     def choice(
         self, number: int, before: Outcome | None, prepared: Prepared, spent: Any, samples: Samples
@@ -311,21 +340,27 @@ class _Run:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
         # The samples that this size takes in all: their error falls with the root of their number.
-        needed = drawn * jnp.square(self.ratio(prepared, samples, samples.std_err()))
-        more = jnp.maximum(needed - drawn, 0)
-        left = self.max_k - spent - drawn
-        choice = jnp.where(left >= self.panel, number, -1)
+        ratio = self.ratio(prepared, samples, samples.std_err(), samples.bias)
+        needed = drawn * jnp.square(ratio)
+        limit = self.target.limit(prepared.value + samples.moments.mean)
+        biased = norm_of(samples.bias) > limit  # which more samples leave as it is
+        steps = samples.steps
+        more = steps * jnp.maximum(needed - drawn, 0)
+        left = self.max_k - spent - drawn * steps
+        choice = jnp.where(left >= self.panel * steps, number, -1)
         if number + 1 < len(self.sizes):
-            cost = self.sampling.products(self.sizes[number + 1]) + self.panel
+            cost = self.sampling.products(self.sizes[number + 1]) + self.panel * steps
             fall = 0.0
             if before is not None and number > 1:
                 fall = jnp.minimum(norm_of(samples.deviation()) / before.deviation, 1) ** 2
-            pays = (cost + fall * needed < more) & (cost <= left)
+            pays = (cost + fall * needed * steps < more) | biased
+            pays = pays & (cost <= left)
             choice = jnp.where(pays, number + 1, choice)
+        choice = jnp.where(biased & (choice == number), -1, choice)
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
             choice = jnp.where(last_resort, len(self.sizes), choice)
-        hopeless = self.ratio(prepared, samples, self.rounding(prepared, samples)) > 1
+        hopeless = self.ratio(prepared, samples, self.rounding(prepared, samples), 0.0) > 1
         ends = (needed <= drawn) | samples.evidence.fails | hopeless
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 
@@ -333,12 +368,14 @@ class _Run:
         """The estimate from the samples at a size."""
         value = prepared.value + samples.moments.mean
         std_err = jnp.hypot(samples.std_err(), self.rounding(prepared, samples))
-        unconverged = Evidence(unconverged=self.ratio(prepared, samples, std_err))
+        ratio = self.ratio(prepared, samples, std_err, samples.bias)
+        unconverged = Evidence(unconverged=ratio)
         drawn = self.panel * samples.panels
+        products = spent + self.products(samples)
         evidence = worse(samples.evidence, unconverged)
-        return make_estimate(
-            value, std_err, spent + drawn, drawn - 1, evidence, separate=self.separate
-        )
+        more = {"quadrature_error": samples.bias} if self.sampling.has_bias else {}
+        more["separate"] = self.separate
+        return make_estimate(value, std_err, products, drawn - 1, evidence, **more)
 
     def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:
         """The basis of this size, and zeros for the others."""
@@ -351,14 +388,13 @@ class _Run:
 
     def exact(self, before: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
-        found, _ = exact(self.block, self.sampling.rows)
+        found, _ = self.sampling.exact(self.block)
         products = before.products + found.num_matvecs
         dof = found.dof.astype(before.estimate.dof.dtype)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
         evidence = worse(found.evidence, unconverged)
-        estimate = make_estimate(
-            found.value, found.std_err, products, dof, evidence, separate=self.separate
-        )
+        more = {"quadrature_error": found.quadrature_error, "separate": self.separate}
+        estimate = make_estimate(found.value, found.std_err, products, dof, evidence, **more)
         return before._replace(
             estimate=estimate,
             size=jnp.asarray(len(self.sizes), jnp.int32),
@@ -467,13 +503,13 @@ def check_either(name: str, k: Any, rtol: Any, atol: Any, max_k: Any) -> bool:
     return has_tolerance
 
 
-def largest_budget(max_k: int | None, n: int, name: str) -> tuple[int, int]:
+def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> tuple[int, int]:
     """The largest budget of a call with a tolerance, and the budget that the primitive gets, which
     computes the exact value at once from n products on.
     """
     if max_k is None:
         max_k = min(n, DEFAULT_MAX_K)
-    max_k = check_budget(max_k, min(2, n), n, name, "max_k")
+    max_k = check_budget(max_k, min(smallest, n), n, name, "max_k")
     return max_k, max_k if n <= SMALL else min(max_k, n - 1)
 
 

@@ -84,8 +84,12 @@ def _block_by_block(
     blocks = jnp.moveaxis(padded.reshape(n, count, width), 1, 0)
     indices = jnp.minimum(jnp.arange(count * width), c - 1).reshape(count, width)
 
-    def add(total, pair):
-        return total + of_block(*pair), None
+    def add(total, pair):  # recurrences that were not made leave blocks of zeros
+        block, index = pair
+        nothing = jnp.zeros_like(total)
+        return total + lax.cond(
+            jnp.any(block != 0), of_block, lambda *_: nothing, block, index
+        ), None
 
     shape = jax.eval_shape(of_block, blocks[0], indices[0])
     zero = jnp.zeros(shape.shape, shape.dtype)

@@ -91,7 +91,7 @@ from .nodes import (
     rounding_of_nodes,
     within_tag,
 )
-from .quadrature_error import quadrature_estimate
+from .quadrature_error import quadrature_estimate, truncation_error as truncation_error
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -297,43 +297,25 @@ def mean_and_error(
     return n * unit * mean, unit * std_err, dof
 
 
-def truncations(krylov: Lanczos) -> tuple[Lanczos, int]:
+def truncations(krylov: Lanczos, steps: Array | int | None = None) -> tuple[Lanczos, int]:
     """The recurrences after q, q - d and q - 2d steps, side by side, and their number: those with
-    less than one step are left out.
+    less than one step are left out. `steps`, by default all, is the q; at least 4 if traced.
     """
-    q = krylov.alpha.shape[0]
+    q = krylov.alpha.shape[0] if steps is None else steps
     d = (q + 3) // 4
-    orders = [m for m in (q, q - d, q - 2 * d) if m >= 1]
+    orders = [q, q - d, q - 2 * d]
+    if isinstance(q, int):
+        orders = [m for m in orders if m >= 1]
     return ended_after(krylov, orders), len(orders)
 
 
-def ended_after(krylov: Lanczos, orders: Sequence[int]) -> Lanczos:
+def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
     """The recurrences after these numbers of steps, side by side."""
     most = krylov.alpha.shape[0]
     ended = [jnp.where(jnp.arange(most)[:, None] < m - 1, krylov.beta, 0) for m in orders]
     alpha, size = jnp.tile(krylov.alpha, (1, len(orders))), jnp.tile(krylov.size, len(orders))
     beta = jnp.concatenate(ended, axis=1)
     return krylov._replace(alpha=alpha, beta=beta, size=size)
-
-
-def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
-    """The quadrature error of the mean, from the samples after up to three numbers of steps (see
-    above). `exhausted` says for each probe whether its Krylov space is invariant.
-    """
-    if samples.shape[0] == 1:
-        error = jnp.full_like(samples[0], jnp.inf)
-    else:
-        last = jnp.abs(samples[0] - samples[1])
-        rate = jnp.full_like(last, 0.95)
-        if samples.shape[0] == 3:
-            before = jnp.abs(samples[1] - samples[2])
-            rate = jnp.minimum(last / jnp.where(before > 0, before, 1), rate)
-            rate = jnp.where(before > 0, rate, 0.95)
-        error = last * jnp.maximum(1, 8 * rate / (1 - rate))
-        error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    # In an invariant Krylov space the quadrature is exact.
-    shape = (-1, *[1] * (samples.ndim - 2))
-    return jnp.mean(jnp.where(exhausted.reshape(shape), 0, error), axis=0)
 
 
 def domain_evidence(weights: Array, values: Array) -> Evidence:

@@ -58,14 +58,38 @@ def changes_by_rounding(
 
     **Returns:**
 
-    Numbers that are not negative, of the shape of `values`.
+    Numbers that are not negative, of the shape of `values`; inf where f is not finite at a node
+    that rounding may have moved.
     """
     off = 2 * eps * jnp.max(jnp.abs(nodes))
     moved = [on_nodes(fn, within_tag(operator, nodes + x, eps)) for x in (off, -off)]
     changes = [jnp.abs(x.reshape(values.shape) - values) for x in moved]
-    # Where f ends, there is a change on the other side alone.
-    change = jnp.maximum(*(jnp.where(jnp.isfinite(x), x, 0) for x in changes))
+    change = jnp.maximum(*(jnp.where(jnp.isfinite(x), x, jnp.inf) for x in changes))
     return change + 2 * float(jnp.finfo(values.dtype).eps) * jnp.abs(values)
+
+
+def unresolved(fn: Function, nodes: Array, values: Array, residuals: Real[Array, "..."]) -> Array:
+    """How far f may be from its value at a Ritz value that an eigenvalue of half its size, or less,
+    may hide behind: with a residual of more than half of it. Where f is singular at 0 and the
+    spectrum comes close to it, the values after q, q - d and q - 2d steps agree, as none of them
+    has met the small eigenvalues.
+
+    **Arguments:**
+
+    - `fn`: the function f.
+    - `nodes`, `values`, `residuals`: the Ritz values, f at them, and the norms of their residuals.
+
+    **Returns:**
+
+    Numbers of the shape of `values`, at most |f|, and small where f is nearly a line towards 0.
+    """
+    half = on_nodes(fn, nodes / 2)
+    # How far f(x / 4) is from the line through f(x) and f(x / 2), since quadrature is exact for
+    # lines. With this factor it is 1/4 of f for roots, and more than f for 1 / sqrt(x) and 1 / x.
+    change = 4 * jnp.abs(on_nodes(fn, nodes / 4) - half - (half - values) / 2)
+    change = jnp.where(change < jnp.abs(values), change, jnp.abs(values))  # NaN is not smaller
+    hidden = residuals > jnp.abs(nodes) / 2
+    return jnp.where(hidden.reshape(*nodes.shape, *[1] * (values.ndim - nodes.ndim)), change, 0)
 
 
 def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:

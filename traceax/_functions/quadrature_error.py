@@ -65,20 +65,40 @@ def entries_std_err(
     return std_err, unit * jnp.sqrt(2 * jnp.sum(variance))
 
 
+def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
+    """The quadrature error of the mean, from the samples after up to three numbers of steps (`funm`
+    derives it). `exhausted` says for each probe whether its Krylov space is invariant.
+    """
+    if len(samples) == 1:
+        error = jnp.full_like(samples[0], jnp.inf)
+    else:
+        error = jnp.abs(samples[0] - samples[1]) * _share_missed(jnp.abs(jnp.diff(samples, axis=0)))
+    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
+    # In an invariant Krylov space the quadrature is exact.
+    shape = (-1, *[1] * (samples.ndim - 2))
+    return jnp.mean(jnp.where(exhausted.reshape(shape), 0, error), axis=0)
+
+
 def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, ""]) -> Array:
-    """The error of every entry, from its values after up to three numbers of steps: `funm` derives
-    it for one number. The rate r is that of all entries together, as the ratio of two differences
-    of one entry may be anything. So may one of these differences, of which half is the mean.
+    """The error of every entry, from its values after up to three numbers of steps. The rate is
+    that of all entries together, as the ratio of two differences of one entry may be anything. So
+    may one of these differences, of which half is the mean.
     """
     if len(values) == 1:
         return jnp.where(exhausted, 0, jnp.full_like(values[0], jnp.inf))
-    last = values[0] - values[1]
-    rate = jnp.full((), 0.95, last.dtype)
-    if len(values) == 3:
-        before = safe_norm(values[1] - values[2])
-        found = jnp.minimum(safe_norm(last) / jnp.where(before > 0, before, 1), rate)
-        rate = jnp.where(before > 0, found, rate)
-    typical = safe_norm(last) / math.sqrt(last.size)
-    error = jnp.hypot(last, typical) / math.sqrt(2) * jnp.maximum(1, 8 * rate / (1 - rate))
+    norms = safe_norm(jnp.diff(values, axis=0))
+    last = jnp.abs(values[0] - values[1])
+    typical = jnp.hypot(last, norms[0] / math.sqrt(last.size)) / math.sqrt(2)
+    error = typical * _share_missed(norms)
     error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    return jnp.where(exhausted, 0, error)  # in an invariant Krylov space nothing is missing
+    return jnp.where(exhausted, 0, error)
+
+
+def _share_missed(differences: Real[Array, "d ..."]) -> Array:
+    """max(1, 8 r / (1 - r)), with the rate r at which one or two differences fall."""
+    rate = jnp.full_like(differences[0], 0.95)
+    if len(differences) == 2:
+        before = differences[1]
+        known = jnp.minimum(differences[0] / jnp.where(before > 0, before, 1), 0.95)
+        rate = jnp.where(before > 0, known, rate)
+    return jnp.maximum(1, 8 * rate / (1 - rate))

@@ -17,6 +17,7 @@ from .._core.precision import any_promotion
 from .._core.primitive import spectral_density_p, spectral_sum_p
 from .._estimators.estimator import AbstractEstimator, check_budget, solve
 from .._estimators.solution import Solution
+from .._estimators.tolerance import check_either
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.tags import is_complex, is_hermitian
@@ -25,6 +26,7 @@ from .funm import QuadratureEstimator, check_function, checked_num_steps, hoist_
 from .krylov_aware import LEAST, KrylovAwareEstimator
 from .nodes import Function, on_nodes
 from .non_hermitian import ArnoldiEstimator
+from .sampling import sampled_function
 
 
 def _real_dtype(operator: lx.AbstractLinearOperator) -> Any:
@@ -35,8 +37,11 @@ def spectral_sum(
     key: PRNGKeyArray,
     fn: Callable[[Array], Array],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     *,
+    rtol: float | Array | None = None,
+    atol: float | Array | None = None,
+    max_k: int | None = None,
     shifts: ArrayLike | None = None,
     num_steps: int | None = None,
     throw: bool = False,
@@ -138,9 +143,18 @@ def spectral_sum(
     check_function(fn)
     operator = as_operator(operator)
     dtype = _real_dtype(operator)
-    budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
-    num_steps = checked_num_steps(num_steps, int(k))
     estimator: AbstractEstimator
+    if check_either("spectral_sum", k, rtol, atol, max_k):
+        if shifts is not None or num_steps is not None:
+            raise ValueError(
+                "A tolerance is for one function, and chooses the number of steps. Give a budget k "
+                "with `shifts` or `num_steps`."
+            )
+        given = None, hoist_function(fn, dtype), operator, rtol, atol, max_k
+        budget, estimator = sampled_function("spectral_sum", *given)
+        return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
+    budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
+    num_steps = checked_num_steps(num_steps, budget)
     if shifts is None and not is_hermitian(operator):
         function = hoist_function(fn, np.result_type(dtype, np.complex64))
         estimator = ArnoldiEstimator(function, num_steps, _is_real(fn, operator))

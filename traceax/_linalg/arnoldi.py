@@ -1,4 +1,4 @@
-r"""Arnoldi's recurrence for a block of probes: Krylov spaces of operators that are not Hermitian.
+r"""Arnoldi's recurrence for a block of probes: Krylov spaces, one for each.
 
 For any A and a start vector z, q steps give an orthonormal basis V of the Krylov space of z and
 H = V^H A V, upper Hessenberg, with
@@ -6,7 +6,9 @@ H = V^H A V, upper Hessenberg, with
     f(A) z ~ ||z|| V f(H) e_1,      z^H f(A) z ~ ||z||^2 e_1^T f(H) e_1,
 
 exact for polynomials f of degree q - 1 and q. (Y. Saad, *Analysis of some Krylov subspace
-approximations to the matrix exponential operator*, 1992, for the exponential.)
+approximations to the matrix exponential operator*, 1992, for the exponential.) Every new vector is
+made orthogonal to all earlier ones, twice: otherwise copies of converged Ritz values would appear,
+and neither quadrature weights nor a derivative could be trusted.
 """
 
 from collections.abc import Callable
@@ -16,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import Evidence, evidence_of, scale_of
+from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
 from .._core.precision import einsum
-from .lanczos import recurrences
 
 
 class Arnoldi(NamedTuple):
@@ -30,8 +31,10 @@ class Arnoldi(NamedTuple):
 
     basis: Inexact[Array, "p q n"]  # orthonormal for each probe, as rows
     hessenberg: Inexact[Array, "p q q"]
+    following: Inexact[Array, "p n"]  # the next vectors; zero once a space is exhausted
     residual: Real[Array, " p"]  # the norm of what the last product has outside of the space
     size: Real[Array, " p"]  # the largest number in H, before any is set to 0
+    scale: Real[Array, ""]  # the unit of the numbers, while the recurrence goes on
 
     @property
     def exhausted(self) -> Bool[Array, " p"]:
@@ -63,14 +66,91 @@ class Arnoldi(NamedTuple):
         return jnp.where(used[:, :, None] & used[:, None, :], h, filled)
 
 
+def begun(start: Inexact[Array, "n p"], num_steps: int) -> Arnoldi:
+    """The recurrences before their first step, with room for `num_steps`."""
+    n, p = start.shape
+    real = jnp.finfo(start.dtype).dtype
+    norms = jnp.linalg.norm(start.T, axis=1)[:, None]
+    zeros = jnp.zeros(p, real)
+    return Arnoldi(
+        basis=jnp.zeros((p, num_steps, n), start.dtype),
+        hessenberg=jnp.zeros((p, num_steps, num_steps), start.dtype),
+        following=start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype),
+        residual=zeros,
+        size=zeros,
+        scale=jnp.ones((), real),
+    )
+
+
+def advanced(
+    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    krylov: Arnoldi,
+    first: Array | int,
+    last: Array | int,
+    eps: float,
+) -> Arnoldi:
+    """The recurrences after the steps from `first` to `last`, which may be traced. The numbers are
+    in the unit `scale`.
+    """
+    tolerance = rounding_unit(eps, krylov.size.dtype)
+    place = jnp.arange(krylov.basis.shape[1], dtype=jnp.uint32)
+
+    def step(j, krylov):
+        v = krylov.following
+        basis = lax.dynamic_update_index_in_dim(krylov.basis, v, j, axis=1)
+        w = mm(v.T)
+        # The first product fixes a unit, in which no square over- or underflows.
+        scale = jnp.where(j == 0, scale_of(w), krylov.scale)
+        w = (w / scale).T
+        column = jnp.zeros(basis.shape[:2], w.dtype)
+        for _ in range(2):
+            coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
+            w = w - einsum("pjn,pj->pn", basis, coefficients)
+            column = column + coefficients
+        norm = jnp.linalg.norm(w, axis=1)
+        largest = jnp.maximum(jnp.max(jnp.abs(column), axis=1), norm)
+        size = jnp.maximum(krylov.size, largest)
+        exhausted = norm <= tolerance * size
+        norm = jnp.where(exhausted, 0, norm)
+        below = jnp.where(place == j + 1, norm[:, None], 0).astype(w.dtype)
+        unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
+        return Arnoldi(
+            basis=basis,
+            hessenberg=lax.dynamic_update_index_in_dim(
+                krylov.hessenberg, column + below, j, axis=2
+            ),
+            following=jnp.where(exhausted[:, None], 0, w / unit),
+            residual=norm,
+            size=size,
+            scale=scale,
+        )
+
+    # Unsigned: an index that may be negative is one more thing to compile.
+    return lax.fori_loop(jnp.uint32(first), jnp.uint32(last), step, krylov)
+
+
+def in_own_unit(krylov: Arnoldi) -> Arnoldi:
+    """The recurrences with their numbers in the unit of the operator."""
+    scale = krylov.scale
+    return krylov._replace(
+        hessenberg=krylov.hessenberg * scale.astype(krylov.hessenberg.dtype),
+        residual=krylov.residual * scale,
+        size=krylov.size * scale,
+        scale=jnp.ones_like(scale),
+    )
+
+
 def arnoldi(
     mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
     start: Inexact[Array, "n p"],
     num_steps: int,
     eps: float,
 ) -> Arnoldi:
-    """Advance the recurrences of all probes together, one block product per step. Every new vector
-    is made orthogonal to all earlier ones, twice; see `lanczos` for the end of a space.
+    """Advance the recurrences of all probes together, one block product per step.
+
+    A space counts as exhausted when the part of a product outside of it is no larger than the
+    rounding errors of the product. (A few steps too many do no harm: the directions that rounding
+    errors then choose are orthogonal to the others, and Ritz values remain where they are.)
 
     Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
     `8 n p num_steps^2` operations.
@@ -81,27 +161,5 @@ def arnoldi(
     - `start`: the probes z. (Their norms are computed without scaling, and may overflow.)
     - `num_steps`: the number q of steps, `1 <= q <= n`.
     - `eps`: the relative precision of a product.
-
-    **Returns:**
-
-    An `Arnoldi`.
     """
-    n, p = start.shape
-
-    def put(basis, v, j):
-        return lax.dynamic_update_index_in_dim(basis, v, j, axis=1)
-
-    def outside(basis, w, j):
-        along = jnp.zeros((p, num_steps), w.dtype)
-        for _ in range(2):
-            coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
-            w = w - einsum("pjn,pj->pn", basis, coefficients)
-            along = along + coefficients
-        return w, along
-
-    basis = jnp.zeros((p, num_steps, n), start.dtype)
-    krylov = recurrences(mm, start, basis, num_steps, eps, put, outside)
-    h = jnp.transpose(krylov.alpha, (1, 2, 0))
-    below = krylov.beta[:-1].T.astype(h.dtype)
-    h = h + jnp.eye(num_steps, k=-1, dtype=h.dtype) * jnp.pad(below, ((0, 0), (0, 1)))[:, None, :]
-    return Arnoldi(krylov.basis, h, krylov.residual, krylov.size)
+    return in_own_unit(advanced(mm, begun(start, num_steps), 0, num_steps, eps))

@@ -8,8 +8,7 @@ and T = V^H A V, tridiagonal. With T = S Theta S^T and the weights w_j = S_1j^2,
 which is exact for polynomials f of degree 2q - 1. (G. H. Golub, G. Meurant, *Matrices, moments and
 quadrature*, 1994.)
 
-Every new vector is made orthogonal to all earlier ones, twice. Otherwise copies of converged Ritz
-values would appear, and neither the weights nor a derivative could be trusted.
+The recurrence is Arnoldi's (see `arnoldi`), of which T is what a Hermitian A leaves.
 """
 
 from collections.abc import Callable
@@ -17,11 +16,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of, skew_of
-from .._core.precision import einsum
+from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
+from .arnoldi import Arnoldi, advanced, arnoldi, begun, in_own_unit
 from .factorisations import eigh, one_by_one
 
 
@@ -36,7 +36,7 @@ class Lanczos(NamedTuple):
     alpha: Real[Array, "q p"]
     beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
     size: Real[Array, " p"]  # the largest |alpha| or beta, before any beta is set to 0
-    skew: Real[Array, " p"] | None = None  # what A^H = A would make 0: see `lanczos`
+    skew: Real[Array, " p"]  # what A^H = A would make 0: see `tridiagonal`
 
     @property
     def residual(self) -> Real[Array, " p"]:
@@ -60,7 +60,6 @@ class Lanczos(NamedTuple):
 
     def hermitian_evidence(self, eps: float) -> Evidence:
         """The evidence, that A^H != A included. `eps` is the relative precision of a product."""
-        assert self.skew is not None
         n = self.basis.shape[1]
         return evidence_of(self.size, skew=skew_of(jnp.max(self.skew), jnp.max(self.size), n, eps))
 
@@ -70,52 +69,27 @@ def largest_ritz_value(krylov: Lanczos) -> Real[Array, ""]:
     return jnp.max(krylov.alpha + krylov.beta)
 
 
-def recurrences(
-    mm: Callable[[Array], Array],
-    start: Inexact[Array, "n p"],
-    basis: Array,
-    num_steps: int,
-    eps: float | None,
-    put: Callable[[Array, Array, Array], Array],
-    outside: Callable[[Array, Array, Array], tuple[Array, Array]],
-) -> Lanczos:
-    """What `lanczos` and `arnoldi` share. They differ in the layout of the basis:
-    `put` writes a vector of every probe into it, and `outside` makes vectors orthogonal to it,
-    twice, and returns coefficients, too: in Lanczos' recurrence of those that were written last,
-    in Arnoldi's of all. They are the alpha of the result.
+def tridiagonal(krylov: Arnoldi) -> Lanczos:
+    """Arnoldi's recurrence of a Hermitian A, whose H = V^H A V is real and tridiagonal but for
+    rounding: `skew` is the norm of what differs from this.
     """
-    p = start.shape[1]
-    real = jnp.finfo(start.dtype).dtype
-    tolerance = rounding_unit(float(jnp.finfo(real).eps) if eps is None else eps, real)
-
-    norms = jnp.linalg.norm(start.T, axis=1)
-    first = start.T / jnp.where(norms > 0, norms, 1).astype(start.dtype)[:, None]
-
-    def step(j, carry):
-        basis, v, size, scale, alpha, beta = carry
-        basis = put(basis, v, j)
-        w = mm(v.T)
-        # The first product fixes a unit, in which no square over- or underflows.
-        scale = jnp.where(j == 0, scale_of(w), scale)
-        w, along = outside(basis, (w / scale).T, j)
-        norm = jnp.linalg.norm(w, axis=1)
-        largest = jnp.max(jnp.abs(along).reshape(p, -1), axis=1)
-        size = jnp.maximum(size, jnp.maximum(largest, norm))
-        exhausted = norm <= tolerance * size
-        norm = jnp.where(exhausted, 0, norm)
-        unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
-        v = jnp.where(exhausted[:, None], 0, w / unit)
-        alpha = lax.dynamic_update_index_in_dim(alpha, along, j, 0)
-        beta = lax.dynamic_update_index_in_dim(beta, norm, j, 0)
-        return basis, v, size, scale, alpha, beta
-
-    along = jax.eval_shape(lambda: outside(basis, first, jnp.uint32(0))[1])
-    alpha, beta = jnp.zeros((num_steps, *along.shape), along.dtype), jnp.zeros((num_steps, p), real)
-    carry = (basis, first, jnp.zeros((p,), real), jnp.ones((), real), alpha, beta)
-    # Unsigned: an index that may be negative is one more thing to compile.
-    ends = jnp.uint32(0), jnp.uint32(num_steps)
-    basis, _, size, scale, alpha, beta = lax.fori_loop(*ends, step, carry)
-    return Lanczos(basis, alpha * scale, beta * scale, size * scale)
+    h = krylov.hessenberg / krylov.unit.astype(krylov.hessenberg.dtype)
+    alpha = jnp.diagonal(h, axis1=1, axis2=2).real
+    below = jnp.diagonal(h, -1, axis1=1, axis2=2).real
+    below = jnp.pad(below, ((0, 0), (0, 1)))
+    one = jnp.eye(h.shape[1], dtype=alpha.dtype)
+    off = jnp.roll(one, 1, axis=0) * below[:, None, :]
+    made = jnp.any(krylov.basis != 0, axis=2)[:, None, :]  # not those after the last step
+    t = one * alpha[:, None, :] + off + jnp.where(made, jnp.swapaxes(off, 1, 2), 0)
+    unit = krylov.unit[:, :, 0]
+    beta = (below * unit).at[:, -1].set(krylov.residual)
+    return Lanczos(
+        basis=jnp.transpose(krylov.basis, (1, 2, 0)),
+        alpha=(alpha * unit).T,
+        beta=beta.T,
+        size=krylov.size,
+        skew=jnp.linalg.norm(h - t, axis=(1, 2)) * unit[:, 0],
+    )
 
 
 def lanczos(
@@ -124,56 +98,44 @@ def lanczos(
     num_steps: int,
     eps: float | None = None,
 ) -> Lanczos:
-    """Advance the recurrences of all probes together, one block product per step.
+    """Advance the recurrences of all probes together: see `arnoldi` for the arguments, the cost and
+    the end of a space. `eps` is by default that of the dtype.
+    """
+    eps = float(jnp.finfo(start.dtype).eps) if eps is None else eps
+    return tridiagonal(arnoldi(mm, start, num_steps, eps))
 
-    A space counts as exhausted when the part of a product outside of it is no larger than the
-    rounding errors of the product. (A few steps too many do no harm: the directions that rounding
-    errors then choose are orthogonal to the others, and Ritz values remain within the spectrum.)
 
-    The numbers v_i^H A v_j, i <= j, are computed to make A v_j orthogonal to the space. If A^H = A,
-    that of i = j is real, that of i = j - 1 is beta[j-1], and the others are 0. `skew` is the norm
-    of what differs from this.
-
-    Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
-    `8 n p num_steps^2` operations.
+def lanczos_until(
+    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    start: Inexact[Array, "n p"],
+    num_steps: int,
+    eps: float,
+    enough: Callable[[Lanczos, Int[Array, ""]], Bool[Array, ""]],
+) -> tuple[Lanczos, Int[Array, ""]]:
+    """The recurrences after the first number of steps, of few from 4 to `num_steps`, that is
+    enough, and this number. What is later than that is 0.
 
     **Arguments:**
 
-    - `mm`: a Hermitian operator, as a function that multiplies blocks.
-    - `start`: the probes z. (Their norms are computed without scaling, and may overflow.)
-    - `num_steps`: the number q of steps, `1 <= q <= n`.
-    - `eps`: the relative precision of a product, by default that of the dtype.
-
-    **Returns:**
-
-    A `Lanczos`.
+    - `mm`, `start`, `num_steps`, `eps`: as of `lanczos`.
+    - `enough`: whether the recurrences after so many steps are.
     """
-    n, p = start.shape
+    depths = [round(4 * 2 ** (i / 2)) for i in range(2 * num_steps.bit_length())]
+    ends = np.array([0, *[depth for depth in depths if depth < num_steps], num_steps], np.int32)
 
-    def put(basis, v, j):
-        return lax.dynamic_update_index_in_dim(basis, v, j, axis=1)
+    def goes_on(state):
+        stage, _, ended = state
+        return ~ended & (stage < len(ends) - 1)
 
-    place = jnp.arange(num_steps, dtype=jnp.uint32)
+    def advance(state):
+        stage, krylov, _ = state
+        steps = jnp.asarray(ends)[stage + 1]
+        krylov = advanced(mm, krylov, jnp.asarray(ends)[stage], steps, eps)
+        return stage + 1, krylov, enough(tridiagonal(in_own_unit(krylov)), steps)
 
-    def outside(basis, w, j):
-        along = jnp.zeros((p, num_steps), w.dtype)
-        for _ in range(2):
-            coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
-            w = w - einsum("pjn,pj->pn", basis, coefficients)
-            along = along + coefficients
-        last, before = (jnp.where(at == j, along.real, 0) for at in (place, place + 1))
-        others = jnp.linalg.norm(along - last - before, axis=1)
-        return w, jnp.stack([jnp.sum(last, axis=1), jnp.sum(before, axis=1), others], axis=1)
-
-    # Probes come first, so that products with their bases are those of matrices and vectors.
-    basis = jnp.zeros((p, num_steps, n), start.dtype)
-    krylov = recurrences(mm, start, basis, num_steps, eps, put, outside)
-    alpha, before, others = jnp.moveaxis(krylov.alpha, 2, 0)
-    apart = (before[1:] - krylov.beta[:-1], others)
-    skew = jnp.sqrt(sum(jnp.sum(jnp.square(x / krylov.unit.T), axis=0) for x in apart))
-    return krylov._replace(
-        basis=jnp.transpose(krylov.basis, (1, 2, 0)), alpha=alpha, skew=skew * krylov.unit[:, 0]
-    )
+    state = jnp.zeros((), jnp.int32), begun(start, num_steps), jnp.array(False)
+    stage, krylov, _ = lax.while_loop(goes_on, advance, state)
+    return tridiagonal(in_own_unit(krylov)), jnp.asarray(ends)[stage]
 
 
 def quadrature(

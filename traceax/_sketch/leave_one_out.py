@@ -239,9 +239,9 @@ class Sketch(NamedTuple):
 
 def sketch_of(block: BlockOperator, omega: Array, products: Inexact[Array, "n m"]) -> Sketch:
     """Scale and shift the products with probes (of norm sqrt(n))."""
-    products = scaled(products)
-    nu = shift_of(products.norm, block.n, block.eps)
-    return Sketch(products, nu, products.numbers + nu * omega)
+    made = scaled(products)
+    nu = shift_of(made.norm, block.n, block.eps)
+    return Sketch(made, nu, made.numbers + nu * omega)
 
 
 class RangeFinder(NamedTuple):

@@ -1,0 +1,510 @@
+r"""Sums and diagonals of f(A), of a Hermitian A, by samples of what a Krylov space leaves.
+
+*The samples.* With an orthonormal basis V of a block Krylov space, T = V^H A V, R = I - V V^H, and
+probes omega of random signs,
+
+    diag f(A) = diag V f(T) V^H + E[omega o y],      y = f(A) omega - V f(T) V^H omega,
+
+whatever V is. f may be changed by a constant c, as diag(f(A) - c) is c less: what V leaves is often
+near a multiple of the identity. A sample is therefore
+
+    omega o (y - c R omega) + c (1 - diag V V^H),
+
+whose mean does not depend on c. The best c is about omega^H R y / omega^H R omega. So that c has
+nothing to do with the probe, it comes from the other probes. A sum of f over the spectrum is the
+sum of these entries.
+
+*The quadrature error* is that of f(A) omega alone, by Lanczos' recurrence: values after q, q - d
+and q - 2d steps are compared (see `quadrature_error`). With a tolerance, q is the first of few
+numbers of steps with which this error is a third of what is allowed.
+
+*The derivative.* With V, c and the probes held fixed, and with T(A) = V^H A V,
+
+    diag V f(T(A)) V^H + E[omega o (f(A) - V f(T(A)) V^H) omega]
+
+is diag f(A) for every A, and so the derivative of the mean of samples is unbiased. That of f(T) is
+S (D o S^H dT S) S^H, T = S Theta S^H, with the divided differences D of f; that of f(A) omega is
+`frechet`'s sum, and that of omega^H f(A) omega is `funm`'s form.
+"""
+
+import math
+from typing import Any, NamedTuple, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
+
+from .._core.estimate import (
+    Evidence,
+    make_estimate,
+    norm_of,
+    rounding_of,
+    safe_norm,
+    scale_of,
+    worse,
+)
+from .._core.precision import einsum, matmul
+from .._estimators.rows import Rows
+from .._estimators.samples import SIZES, AbstractSampling, Panel
+from .._estimators.tolerance import (
+    SampledWeights,
+    Target,
+    largest_budget,
+    sample_to_tolerance,
+    tolerance_of,
+)
+from .._linalg.block_lanczos import block_lanczos, ritz_values
+from .._linalg.lanczos import Lanczos, lanczos, lanczos_until, quadrature
+from .._operators.block_operator import BlockOperator
+from .._probes.samplers import RademacherSampler
+from .._sketch.leave_one_out import adjoint, square_of
+from .frechet import combined, constant, linear_map, steps_of
+from .funm import (
+    AbstractFunctionEstimator,
+    QuadratureEstimator,
+    check_hermitian,
+    domain_evidence,
+    ended_after,
+    spectrum,
+    truncations,
+    weighted,
+)
+from .nodes import (
+    Function,
+    changes_by_rounding,
+    differences_between,
+    divided_differences,
+    on_nodes,
+    unresolved,
+    within_tag,
+)
+from .quadrature_error import entries_truncation_error, truncation_error
+
+
+class Space(NamedTuple):
+    """f on a block Krylov space, as a function of A to first order: what is prepared."""
+
+    left: Inexact[Array, "n m"]  # V f(T) S
+    right: Inexact[Array, "n m"]  # the Ritz vectors V S
+    nodes: Real[Array, " m"]
+    images: Inexact[Array, "n m"] | None  # A V S; not known where T comes from the recurrence
+    value: Real[Array, "..."]
+    size: Real[Array, "..."]
+    bias: Real[Array, "..."]
+    basis: Inexact[Array, "n m"]
+    removed: Inexact[Array, "n j"]  # the vectors Q
+    evidence: Evidence
+
+
+class Recurrences(NamedTuple):
+    """f(A) z by q steps of Lanczos' recurrence, for p probes, as a function of A."""
+
+    omega: Real[Array, "n p"]
+    z: Inexact[Array, "n p"]
+    basis: Inexact[Array, "q n p"]
+    along: Real[Array, "p q q"]  # column j: the coordinates of x_j a_j, with a Ritz vector x_j
+    nodes: Real[Array, "p q"]
+    steps: Int[Array, ""] | int  # those that were made: later vectors are 0
+
+
+class ExactDiagonalWeights(NamedTuple):
+    """The eigenvectors and the eigenvalues. A contraction costs n matvecs."""
+
+    basis: Inexact[Array, "n n"]
+    nodes: Real[Array, " n"]
+
+
+def known_steps(steps: int) -> int:
+    """The number j of the first steps, whose vectors Q are removed from the probes."""
+    return steps - 2 * max(1, steps // 8)
+
+
+@final
+class FunctionSampling(AbstractSampling):
+    """The samples of above: of the diagonal of f(A), or (`rows=None`) of its trace."""
+
+    rows: Rows | None
+    fn: Function
+    rtol: Real[Array, ""] | float
+    atol: Real[Array, ""] | float
+    max_steps: int = eqx.field(static=True)
+    sampler: RademacherSampler = RademacherSampler()
+    sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
+
+    panel = 4
+    has_bias = True
+
+    def products(self, size):
+        """See `AbstractSampling`."""
+        return size
+
+    def prepare(self, key, block, size, weights):
+        """See `AbstractSampling`: as many vectors as steps."""
+        del weights
+        width = math.isqrt(size)
+        return self.prepared_space(key, block, width, size // width)
+
+    def prepared_space(
+        self, key: PRNGKeyArray, block: BlockOperator, width: int, steps: int
+    ) -> Space:
+        """F on the Krylov space of so many random vectors after so many steps."""
+        start = self.sampler.probes(key, block.n, width, block.dtype)
+        krylov = block_lanczos(block.mm, start, steps, block.eps)
+        basis = krylov.rows.T
+        space = self.space(block, basis, krylov.t, width)
+        j = space.removed.shape[1]
+        step = jnp.arange(krylov.t.shape[0]) // width
+        behind = max(1, steps // 8)
+
+        def on_removed(after):  # the entries of V f(T) V^H Q Q^H after fewer steps
+            nodes, s = ritz_values(krylov.t, krylov.in_use & (step < after))
+            values = on_nodes(self.fn, within_tag(block.operator, nodes, block.eps))
+            values = jnp.where(jnp.any(s != 0, axis=0), values, 0)
+            columns = matmul(s * values, adjoint(s)[:, :j])
+            return jnp.sum(matmul(basis, columns) * jnp.conj(space.removed), axis=1).real
+
+        known = jnp.stack([on_removed(steps - i * behind) for i in range(3)])
+        bias = self._error(known[:, :, None], krylov.exhausted[None])
+        return space._replace(bias=bias, evidence=worse(krylov.evidence, space.evidence))
+
+    def captured(self, block, basis):
+        """See `AbstractSampling`."""
+        size = basis.shape[1]
+        if size == 0:
+            zero = self._rows_of(jnp.zeros((block.n, 1), jnp.finfo(block.dtype).dtype))[..., 0]
+            none = zero.reshape(-1)[:0]
+            return Space(basis, basis, none, basis, zero, zero, zero, basis, basis, Evidence())
+        return self.captured_space(block, basis, math.isqrt(size))
+
+    def captured_space(self, block: BlockOperator, basis: Array, width: int) -> Space:
+        """F on a space that is held fixed, as a function of A."""
+        images = block.mm(basis)
+        space = self.space(block, basis, matmul(adjoint(basis), images), width)
+        s = matmul(adjoint(basis), space.right)
+        return space._replace(images=matmul(images, s))
+
+    def space(
+        self,
+        block: BlockOperator,
+        basis: Inexact[Array, "n m"],
+        t: Inexact[Array, "m m"],
+        width: int,
+    ) -> Space:
+        """V f(T) V^H, and as a function of T to first order."""
+        in_use = jnp.any(basis != 0, axis=0)
+        nodes, s = ritz_values(lax.stop_gradient((t + adjoint(t)) / 2), in_use)
+        nodes = within_tag(block.operator, nodes, block.eps)
+        counts = jnp.any(s != 0, axis=0)
+        values = jnp.where(counts, on_nodes(self.fn, nodes), 0)
+        moved = matmul(adjoint(s), matmul(t - lax.stop_gradient(t), s))
+        differences = divided_differences(constant(self.fn), nodes[None])[0]
+        core = jnp.diag(values).astype(t.dtype) + differences * moved
+        right = matmul(basis, s)
+        left = matmul(right, core)
+        value = self._rows_of(jnp.sum(left * jnp.conj(right), axis=1).real[:, None])[..., 0]
+        changes = changes_by_rounding(self.fn, block.operator, nodes, values, block.eps)
+        changes = jnp.where(counts, changes, 0)
+        return Space(
+            left=left,
+            right=right,
+            nodes=nodes,
+            images=None,
+            value=value,
+            size=self._size(left, matmul(square_of(right), changes), block.eps),
+            bias=jnp.zeros_like(value),
+            basis=basis,
+            removed=basis[:, : width * known_steps(basis.shape[1] // width)],
+            evidence=domain_evidence(counts.astype(nodes.dtype), changes + values),
+        )
+
+    def _rows_of(self, entries: Real[Array, "... n p"]) -> Real[Array, "... p"]:
+        if self.rows is None:
+            return jnp.sum(entries, axis=-2)
+        return self.rows(entries) if entries.ndim == 2 else jax.vmap(self.rows)(entries)
+
+    def _size(self, block: Inexact[Array, "n m"], changes: Real[Array, " n"], eps: float) -> Array:
+        """The norms whose rounding is that of these numbers, together with changes of f."""
+        changes = changes / rounding_of(jnp.ones_like(changes), eps)
+        if self.rows is None:
+            return safe_norm(block.reshape(-1)) + jnp.sum(changes)
+        return self.rows.norms(block) + self.rows.of_vector(changes)
+
+    def _error(self, entries: Real[Array, "o n p"], exhausted: Bool[Array, " p"]) -> Array:
+        """The quadrature error of the mean, from entries after o numbers of steps."""
+        samples = self._rows_of(entries)
+        if self.rows is None:
+            return truncation_error(samples, exhausted)
+        return entries_truncation_error(jnp.mean(samples, axis=2), jnp.all(exhausted))
+
+    def draw(self, key, block, prepared, count, steps=0):
+        """See `AbstractSampling`."""
+        return self.panel_and_recurrences(key, block, prepared, count, steps)[0]
+
+    def panel_and_recurrences(
+        self, key: PRNGKeyArray, block: BlockOperator, space: Space, count: int, steps: Array | int
+    ) -> tuple[Panel, Recurrences]:
+        """So many samples, and what their derivative holds fixed."""
+        n, p, eps = block.n, count, block.eps
+        omega = self.sampler.probes(key, n, p, jnp.finfo(block.dtype).dtype)
+        z = without(space.removed, omega).astype(block.dtype)
+        known = matmul(space.left, matmul(adjoint(space.right), z))
+        norms = safe_norm(z.T)
+        room = jnp.maximum(1 - jnp.sum(square_of(space.right), axis=1)[:, None], 0)
+
+        def rest(krylov, made):
+            """The y of above after q, q - d and q - 2d steps, with the quadrature error of the mean
+            of samples; and the nodes, weights and values of q.
+            """
+            shorter, orders = truncations(krylov, made)
+            nodes, masses, s = quadrature(shorter)
+            nodes = within_tag(block.operator, nodes, eps)
+            values = on_nodes(self.fn, nodes)
+            first = einsum("paq,pq->ap", s, jnp.where(masses > 0, values, 0) * s[:, 0])
+            images = norms * einsum("anp,aop->onp", krylov.basis, first.reshape(-1, orders, p))
+            y = images - known
+            if self.rows is None:  # the trace of P (f(A) - V f(T) V^H) P
+                y = jax.vmap(without, (None, 0))(space.removed, y)
+            error = self._error(omega[None] * y.real, krylov.exhausted)
+            nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, s))
+            residuals = krylov.residual[:, None] * jnp.abs(s[:, made - 1])
+            hidden = unresolved(self.fn, nodes, values, residuals)
+            hidden = room * jnp.mean(weighted(masses, hidden))
+            return y, space.bias + error + self._rows_of(hidden)[..., 0], nodes, masses, values
+
+        def enough(krylov, made):
+            y, error, *_ = rest(krylov, made)
+            value = space.value + jnp.mean(self._rows_of(omega * y[0].real), axis=-1)
+            allowed = (self.atol + self.rtol * norm_of(value)) / 3
+            converged = norm_of(error) <= allowed
+            return jnp.where(jnp.asarray(steps) > 0, made >= steps, converged)
+
+        krylov, made = self._recurrences(block, z, space.basis.shape[1], steps, enough)
+        y, bias, nodes, masses, values = rest(krylov, made)
+        outside = without(space.right, omega)
+        c = level_of_others(outside, y[0])
+        entries = omega * (y[0] - c * outside).real + c * room
+        scatter = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
+        deviation = scatter / math.sqrt(max(p - 1, 1))
+        changes = changes_by_rounding(self.fn, block.operator, nodes, values, eps)
+        domain = domain_evidence(masses, values + changes)
+        changes = room[:, 0] * jnp.mean(weighted(masses, changes))
+        summed = self.rows is None
+        panel = Panel(
+            samples=self._rows_of(entries),
+            # The matrix is Hermitian: the variance of a sum is twice that of its terms.
+            least_deviation=math.sqrt(2) * safe_norm(deviation)
+            if summed
+            else self.rows.norms(deviation[:, None]),
+            size=self._size((y[0] + known) / math.sqrt(p), changes, eps),
+            evidence=worse(krylov.hermitian_evidence(eps), domain),
+            steps=made,
+            bias=bias,
+        )
+        return panel, self.fixed(block, omega, z, krylov, made)
+
+    def _recurrences(
+        self, block: BlockOperator, z: Array, size: int, steps: Array | int, enough: Any
+    ) -> tuple[Lanczos, Array | int]:
+        """As many steps as were made before, or as are enough, with a space of this size."""
+        if isinstance(steps, int) and steps > 0:
+            return lanczos(block.mm, z, steps, block.eps), steps
+        # Where a space makes recurrences shorter, it costs less than long ones.
+        most = max(4, self.max_steps // {0: 4, 16: 2}.get(size, 1))
+        return lanczos_until(block.mm, z, most, block.eps, enough)
+
+    def fixed(
+        self, block: BlockOperator, omega: Array, z: Array, krylov: Lanczos, steps: Array | int
+    ) -> Recurrences:
+        """What the derivative holds fixed."""
+        nodes, _, s = quadrature(ended_after(krylov, [steps]))
+        along = s * s[:, :1] * safe_norm(z.T)[:, None, None]
+        nodes = within_tag(block.operator, nodes, block.eps)
+        return Recurrences(omega, z, krylov.basis, along, nodes, steps)
+
+    def contracted(self, key, block, prepared, count, steps=0):
+        """See `AbstractSampling`. The recurrences are made again."""
+        still = BlockOperator(constant(block.operator)).linearised()
+        omega = self.sampler.probes(key, block.n, count, jnp.finfo(block.dtype).dtype)
+        z = without(prepared.removed, omega).astype(block.dtype)
+        size = prepared.basis.shape[1]
+        krylov, _ = self._recurrences(still, z, size, steps, lambda _, made: made >= steps)
+        return self.mean_of(block, prepared, self.fixed(still, omega, z, krylov, steps))
+
+    def mean_of(self, block: BlockOperator, space: Space, fixed: Recurrences) -> Array:
+        """The mean of the samples, without what c adds, as a function of A."""
+        omega, z, basis, along, nodes, steps = fixed
+        q, n, p = basis.shape
+        ritz = einsum("anp,paq->npq", basis, along)
+        values = jnp.where(jnp.any(along != 0, axis=1), on_nodes(self.fn, nodes), 0)
+        of_z = einsum("npq,pq->np", ritz, values)
+
+        def product(pair):
+            v, j = pair
+            return lax.cond(j < steps, block.mm, jnp.zeros_like, v)
+
+        images = lax.map(product, (basis, jnp.arange(q)))
+        moved = images - lax.stop_gradient(images)
+        if self.rows is None:
+            known = matmul(space.left, matmul(adjoint(space.right), z))
+            inner = einsum("anp,bnp->pab", jnp.conj(basis), moved)
+            differences = divided_differences(constant(self.fn), nodes)
+            core = einsum("paj,pjk,pbk->pab", along, differences, along)
+            own = jnp.sum((jnp.conj(z) * (of_z - known)).real, axis=0)
+            return jnp.mean(own + jnp.sum((core * inner).real, axis=(1, 2)))
+        assert space.images is not None
+        # f(A) omega = f(A) z + f(A) Q Q^H omega, with the Ritz vectors of V for the second term
+        inside = matmul(adjoint(space.right), omega - z)
+        moved = einsum("anp,paq->npq", moved, along).reshape(n, p * q)
+        moved_space = space.images - lax.stop_gradient(space.images)
+        changes = self._changes(
+            block,
+            jnp.concatenate([moved_space, moved], axis=1),
+            jnp.concatenate([space.nodes, nodes.reshape(-1)]),
+            jnp.concatenate([inside, jnp.repeat(jnp.eye(p, dtype=inside.dtype), q, axis=0)]),
+        )
+        known = matmul(space.left, matmul(adjoint(space.right), omega))
+        counts = jnp.any(space.right != 0, axis=0)
+        values = jnp.where(counts, on_nodes(self.fn, space.nodes), 0)
+        of_omega = of_z + matmul(space.right, values[:, None] * inside)
+        return jnp.mean(self.rows(omega * (of_omega - known + changes).real), axis=-1)
+
+    def _changes(
+        self,
+        block: BlockOperator,
+        moved: Inexact[Array, "n c"],
+        nodes: Real[Array, " c"],
+        shares: Inexact[Array, "c p"],
+    ) -> Inexact[Array, "n p"]:
+        """The sums of `frechet` for every probe, from dA x_j and the shares a_j of the probes."""
+        still = constant(block.operator)
+        mm = BlockOperator(still).linearised().mm
+        fn = constant(self.fn)
+        count, p = shares.shape
+        num_steps = steps_of(min(count, block.n), block.n)
+
+        def forward(u):
+            def values(index, theta):
+                theta = within_tag(still, theta, block.eps)
+                at = differences_between(fn, theta, nodes[index][:, None])
+                return at * shares[index][:, None, :]
+
+            return combined(mm, u, values, num_steps, block.eps)
+
+        def transposed(w):
+            def values(index, theta):
+                theta = within_tag(still, theta, block.eps)
+                both = jnp.broadcast_to(nodes, (len(index), count))
+                at = differences_between(fn, theta, both)
+                return at * jnp.conj(shares.T)[index][:, None, :]
+
+            return jnp.conj(combined(mm, jnp.conj(w), values, num_steps, block.eps))
+
+        return linear_map(forward, transposed, moved, p)
+
+    def exact(self, block):
+        """See `AbstractSampling`: by an eigendecomposition."""
+        operator = block.operator
+        if self.rows is None:
+            return self._sum().exact(operator)
+        nodes, basis, evidence = spectrum(operator)
+        values = on_nodes(self.fn, nodes)
+        eps = block.eps
+        changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
+        evidence = worse(evidence, domain_evidence(jnp.ones_like(nodes), values + changes))
+        rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
+        error = self.rows.of_vector(matmul(square_of(basis), changes) + rounding)
+        value = self.rows.of_vector(matmul(square_of(basis), values))
+        zero = jnp.zeros_like(value)
+        estimate = make_estimate(value, zero, nodes.size, 0, evidence, quadrature_error=error)
+        return estimate, ExactDiagonalWeights(basis, nodes)
+
+    def _sum(self) -> QuadratureEstimator:
+        return QuadratureEstimator(self.fn, None, "A spectral sum")
+
+    def contract_exact(self, weights: Any, operator: lx.AbstractLinearOperator) -> Array:
+        """The exact value as a function of A, from what `exact` held fixed."""
+        if self.rows is None:
+            return self._sum().contract(weights, operator)
+        basis, nodes = weights
+        inner = matmul(adjoint(basis), BlockOperator(operator).mm(basis))
+        core = divided_differences(constant(self.fn), nodes[None])[0] * inner
+        moved = jnp.sum(matmul(basis, core) * jnp.conj(basis), axis=1).real
+        return self.rows.of_vector(moved + matmul(square_of(basis), on_nodes(self.fn, nodes)))
+
+    def exactly_contracted(self, block):
+        """See `AbstractSampling`."""
+        _, weights = self.exact(BlockOperator(constant(block.operator)))
+        return self.contract_exact(weights, block.operator)
+
+
+def level_of_others(outside: Inexact[Array, "n p"], y: Inexact[Array, "n p"]) -> Real[Array, " p"]:
+    """The c of each probe, from the other probes."""
+    unit = scale_of(y)
+    products = jnp.sum((jnp.conj(outside) * y).real / unit, axis=0)
+    squares = jnp.sum(square_of(outside), axis=0)
+    others = jnp.sum(squares) - squares
+    return unit * (jnp.sum(products) - products) / jnp.where(others > 0, others, 1)
+
+
+def without(q: Inexact[Array, "n m"], vectors: Array) -> Inexact[Array, "n p"]:
+    """The part of vectors outside of the span of orthonormal columns (those that are not 0)."""
+    for _ in range(2):
+        vectors = vectors - matmul(q, matmul(adjoint(q), vectors))
+    return vectors
+
+
+@final
+class SampledFunctionEstimator(AbstractFunctionEstimator):
+    """A function of a matrix with a tolerance in the place of a budget."""
+
+    sampling: FunctionSampling
+    max_k: int = eqx.field(static=True)
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        check_hermitian(operator, "A tolerance for a function of a matrix")
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        del k
+        real = jnp.finfo(BlockOperator(operator).dtype).dtype
+        rtol = jnp.asarray(self.sampling.rtol, real)
+        atol = jnp.asarray(self.sampling.atol, real)
+        target = Target(rtol=rtol, atol=atol, offset=0.0, scale=1.0, root=False)
+        return sample_to_tolerance(key, operator, self.sampling, target, self.max_k, weights)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return self.sampling.exact(BlockOperator(operator))
+
+    def contract(self, weights, operator):
+        """See `AbstractEstimator`. The contraction depends on the leaves of `fn`, too."""
+        if isinstance(weights, SampledWeights):
+            held = eqx.tree_at(lambda w: w.sampling, weights, self.sampling)
+            return held.contract(BlockOperator(operator))
+        return self.sampling.contract_exact(weights, operator)
+
+
+def sampled_function(
+    name: str,
+    rows: Rows | None,
+    fn: Function,
+    operator: lx.AbstractLinearOperator,
+    rtol: Any,
+    atol: Any,
+    max_k: int | None,
+) -> tuple[int, SampledFunctionEstimator]:
+    """The budget and the estimator of a call with a tolerance."""
+    least = 4 * FunctionSampling.panel
+    max_k, budget = largest_budget(max_k, operator.in_size(), name, least)
+    sampling = FunctionSampling(
+        rows=rows,
+        fn=fn,
+        rtol=tolerance_of(rtol, "rtol"),
+        atol=tolerance_of(atol, "atol"),
+        max_steps=max(4, max_k // (2 * FunctionSampling.panel)),
+    )
+    return budget, SampledFunctionEstimator(sampling, max_k)
