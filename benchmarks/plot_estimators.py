@@ -1,8 +1,10 @@
-"""Error per product of the trace estimators on the six spectra of the XTrace experiment, as a plot.
+"""Error per product of the trace estimators, as plots: on the six spectra of the XTrace experiment,
+and of the default beside the others where the diagonal dominates, where it does not, and between.
 
     python -m benchmarks.plot_estimators
 
-Writes `docs/images/estimators.png` and `benchmarks/results/estimators.json`. About three minutes.
+Writes `docs/images/estimators.png`, `shrunk.png` and `benchmarks/results/estimators.json`. About
+four minutes.
 """
 
 import json
@@ -14,7 +16,9 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 
-from .common import ESTIMATORS, PSD, spectra
+import traceax as tr
+
+from .common import ESTIMATORS, PSD, spectra, with_eigenvalues
 
 N, COUNT = 1000, 20
 BUDGETS = (12, 24, 48, 96, 192, 384)
@@ -44,9 +48,13 @@ def _values(keys, matrix, k, method):
 
 def errors(eigenvalues, methods=OURS, budgets=BUDGETS, count=COUNT):
     """The root mean square relative error of every method at every budget."""
-    n = len(eigenvalues)
-    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
-    matrix, truth = jnp.asarray((basis * eigenvalues) @ basis.T), eigenvalues.sum()
+    return errors_of(with_eigenvalues(eigenvalues), methods, budgets, count)
+
+
+def errors_of(matrix, methods=OURS, budgets=BUDGETS, count=COUNT):
+    """The same for a matrix."""
+    truth = np.trace(matrix)
+    matrix = jnp.asarray(matrix)
     keys = jax.random.split(jax.random.key(0), count)
 
     def rms(k, method):
@@ -56,35 +64,66 @@ def errors(eigenvalues, methods=OURS, budgets=BUDGETS, count=COUNT):
     return {name: [rms(k, method) for k in budgets] for name, method in methods.items()}
 
 
-def main():
-    """Measure, write the numbers, draw the picture."""
+def _default(key, matrix, k):
+    structure = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
+    operator = lx.FunctionLinearOperator(lambda x: matrix @ x, structure, PSD)
+    return tr.trace(key, operator, k).value
+
+
+def three_matrices():
+    """One that a diagonal dominates, one that decays, one that is both."""
+    rng = np.random.default_rng(1)
+    i = np.arange(1, N + 1.0)
+    upper = np.triu(rng.standard_normal((N, N)), 1)
+    few = rng.standard_normal((N, 20))
+    diagonal = np.diag(1 + i % 7)
+    return {
+        "diagonal 1 ... 7, 0.01 off it": diagonal + 0.01 * (upper + upper.T),
+        "eigenvalues $i^{-2}$": with_eigenvalues(i**-2),
+        "diagonal 1 ... 7, plus rank 20": diagonal + few @ few.T / 3,
+    }
+
+
+def picture(found, rows, name):
+    """Draw the lines of every panel, and write the file."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    jax.config.update("jax_enable_x64", True)
-    found = {name: errors(values) for name, values in spectra(N).items()}
-    results = {"n": N, "keys": COUNT, "budgets": BUDGETS, "rms_relative_error": found}
-    (ROOT / "benchmarks/results/estimators.json").write_text(json.dumps(results, indent=1) + "\n")
-
-    figure, axes = plt.subplots(2, 3, figsize=(11, 6.2), sharex=True, layout="constrained")
     styles = {"hutchinson": "o-", "hutch++": "s-", "xtrace": "^-", "xnystrace": "d-"}
-    for axis, (name, lines) in zip(axes.flat, found.items(), strict=True):
-        for estimator, line in lines.items():
-            axis.loglog(BUDGETS, np.maximum(line, 1e-16), styles[estimator], ms=4, label=estimator)
-        axis.set_title(TITLES[name], fontsize=10)
+    height = 3.1 * rows
+    figure, axes = plt.subplots(
+        rows, 3, figsize=(11, height), sharex=True, squeeze=False, layout="constrained"
+    )
+    for axis, (title, lines) in zip(axes.flat, found.items(), strict=True):
+        for method, line in lines.items():
+            style = styles.get(method, "k--")
+            axis.loglog(BUDGETS, np.maximum(line, 1e-16), style, ms=4, label=method)
+        axis.set_title(TITLES.get(title, title), fontsize=10)
         axis.grid(alpha=0.3)
         axis.set_xticks(BUDGETS, [str(k) for k in BUDGETS])
         axis.minorticks_off()
-    for axis in axes[1]:
+    for axis in axes[-1]:
         axis.set_xlabel("products")
     for axis in axes[:, 0]:
         axis.set_ylabel("relative error")
     axes[0, 0].legend(frameon=False)
-    path = ROOT / "docs/images/estimators.png"
+    path = ROOT / "docs/images" / name
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def main():
+    """Measure, write the numbers, draw the pictures."""
+    jax.config.update("jax_enable_x64", True)
+    found = {name: errors(values) for name, values in spectra(N).items()}
+    methods = {**OURS, "default": _default}
+    others = {name: errors_of(matrix, methods) for name, matrix in three_matrices().items()}
+    results = {"n": N, "keys": COUNT, "budgets": BUDGETS, "rms_relative_error": {**found, **others}}
+    (ROOT / "benchmarks/results/estimators.json").write_text(json.dumps(results, indent=1) + "\n")
+    picture(found, 2, "estimators.png")
+    picture(others, 1, "shrunk.png")
 
 
 if __name__ == "__main__":

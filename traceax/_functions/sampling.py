@@ -474,7 +474,8 @@ class SampledFunctionEstimator(AbstractFunctionEstimator):
         rtol = jnp.asarray(self.sampling.rtol, real)
         atol = jnp.asarray(self.sampling.atol, real)
         target = Target(rtol=rtol, atol=atol, offset=0.0, scale=1.0, root=False)
-        return sample_to_tolerance(key, operator, self.sampling, target, self.max_k, weights)
+        block = BlockOperator(operator)
+        return sample_to_tolerance(key, block, self.sampling, target, self.max_k, weights)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
