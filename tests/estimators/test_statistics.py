@@ -274,7 +274,7 @@ def test_two_samples_that_agree_by_symmetry(function, estimator, k):
     assert stated < 1.2 * np.sqrt(np.mean(np.square(errors)))
 
 
-@pytest.mark.parametrize(("name", "k"), [("xtrace", 8), ("hutch++", 12)])
+@pytest.mark.parametrize(("name", "k"), [("xtrace", 6), ("hutch++", 12)])
 def test_ties_of_few_signs_are_in_the_error(name, k):
     """An entry whose row has one large number off the diagonal: with p probes all signs agree with
     probability 2^(1 - p), and then the samples do not scatter, though their mean is far off.
@@ -293,7 +293,8 @@ def test_ties_of_few_signs_are_in_the_error(name, k):
     wrong = np.abs(value - np.diag(matrix)) > 0.05
     assert np.any(wrong)
     assert not np.any(wrong & (std_err < 1e-6))
-    assert np.mean((low <= np.diag(matrix)) & (np.diag(matrix) <= high)) >= 0.92
+    # 99 %; without a least error 87 and 93 %.
+    assert np.mean((low <= np.diag(matrix)) & (np.diag(matrix) <= high)) >= 0.95
 
 
 def test_a_bias_of_truncation():
