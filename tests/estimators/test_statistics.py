@@ -155,7 +155,7 @@ def test_standard_errors_are_those_of_the_values(what, name, dtype):
 
 def test_lanes_of_a_vmap_are_the_calls():
     """Derivatives included, of both kinds, under `vmap` of the keys and of the matrices."""
-    for name in PROBED:
+    for name in ("xtrace", "xnystrace"):
         found, stack = numbers("trace", name, np.float64)
 
         def value(scale, key, matrix, name=name):
@@ -163,7 +163,7 @@ def test_lanes_of_a_vmap_are_the_calls():
             return tr.trace(key, operator, K[name], PROBED[name]).value
 
         both = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0, 0)))
-        lanes = jnp.asarray(np.stack([stack[0]] * 4)) * jnp.arange(1.0, 5)[:, None, None]
+        lanes = np.arange(1.0, 5)[:, None, None] * stack[0]
         values, slopes = both(1.0, keys(COUNT)[:4], lanes)
         expected = np.arange(1, 5) * found.value[:4]
         np.testing.assert_allclose(values, expected, rtol=1e-9)
@@ -182,7 +182,8 @@ SMALL = [
     (tr.XNysTraceEstimator(), 1),
 ]
 CLOSE = [
-    *((tr.XTraceEstimator(sampler), k) for sampler in (None, tr.NormalSampler()) for k in (6, 9)),
+    (tr.XTraceEstimator(), 6),
+    (tr.XTraceEstimator(tr.NormalSampler()), 9),
     *((tr.XNysTraceEstimator(sampler), 9) for sampler in (None, tr.RademacherSampler())),
 ]
 
@@ -273,7 +274,7 @@ def test_two_samples_that_agree_by_symmetry(function, estimator, k):
     assert stated < 1.2 * np.sqrt(np.mean(np.square(errors)))
 
 
-@pytest.mark.parametrize(("name", "k"), [("xtrace", 8), ("hutch++", 12)])
+@pytest.mark.parametrize(("name", "k"), [("xtrace", 6), ("hutch++", 12)])
 def test_ties_of_few_signs_are_in_the_error(name, k):
     """An entry whose row has one large number off the diagonal: with p probes all signs agree with
     probability 2^(1 - p), and then the samples do not scatter, though their mean is far off.
@@ -292,7 +293,8 @@ def test_ties_of_few_signs_are_in_the_error(name, k):
     wrong = np.abs(value - np.diag(matrix)) > 0.05
     assert np.any(wrong)
     assert not np.any(wrong & (std_err < 1e-6))
-    assert np.mean((low <= np.diag(matrix)) & (np.diag(matrix) <= high)) >= 0.92
+    # 99 %; without a least error 87 and 93 %.
+    assert np.mean((low <= np.diag(matrix)) & (np.diag(matrix) <= high)) >= 0.95
 
 
 def test_a_bias_of_truncation():
