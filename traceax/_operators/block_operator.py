@@ -226,7 +226,7 @@ class BlockOperator:
         if is_hermitian(self.operator):
             return self.mm(block)
         # A^H x = conj(A^T conj(x))
-        transposed = BlockOperator(self.operator.transpose(), self.batch_size)
+        transposed = BlockOperator(transpose_of(self.operator), self.batch_size)
         return jnp.conj(transposed.mm(jnp.conj(block)))
 
     def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
@@ -234,6 +234,18 @@ class BlockOperator:
         working dtype).
         """
         return unflatten(self.operator.in_structure(), vector)
+
+
+def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The transpose, or an error that says which product is not linear."""
+    try:
+        return operator.transpose()
+    except AssertionError as error:  # of JAX, without a message
+        raise ValueError(
+            f"JAX cannot transpose the product of this {type(operator).__name__} (with vectors "
+            f"{operator.in_structure()}), as it is not linear in the vector. Give a linear "
+            "function, or the derivative of this one: `lineax.JacobianLinearOperator`."
+        ) from error
 
 
 def split_rows(

@@ -115,10 +115,34 @@ def _function_operator(
     return lx.FunctionLinearOperator(function, structure, tags, closure_convert=False)
 
 
-def by_products(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+def by_products(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """The operator with nothing but its product, its tags and its precision."""
+    return inexact(operator, 0.0)
+
+
+def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.FunctionLinearOperator:
+    """The same operator, whose products are said to be coarser than their dtype, such as solutions
+    by conjugate gradients. Standard errors contain that, and checks of symmetry allow for it.
+
+    !!! Example
+
+        ```python
+        hat = lx.FunctionLinearOperator(smoothed, structure, lx.positive_semidefinite_tag)
+        tr.trace(key, tr.inexact(hat, 1e-6), k=50)  # solved with `rtol=1e-6`
+        ```
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `precision`: the relative error of a product.
+
+    **Returns:**
+
+    A `lineax.FunctionLinearOperator` with the tags of the operator.
+    """
     closed = closed_function(operator.mv, operator.in_structure())
-    closed = dataclasses.replace(closed, precision=product_precision(operator))
+    precision = max(precision, product_precision(operator))
+    closed = dataclasses.replace(closed, precision=precision)
     return _function_operator(closed, operator.in_structure(), _tags(operator))
 
 
