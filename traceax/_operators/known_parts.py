@@ -75,7 +75,8 @@ def _sum_of(found: list[Term]) -> Any:
     """What is known of a sum, if it is linear in the operator; None if a term is not known."""
     if any(term.known is None for term in found):
         return None
-    return sum(term.factor * term.known for term in found)
+    with any_promotion():
+        return sum(term.factor * term.known for term in found)
 
 
 def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
