@@ -99,9 +99,11 @@ class BlockOperator:
 
     def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A @ block`: `m` matvecs."""
-        if all(len(shape) < 2 for shape in self.shapes):
-            return self.join(self.mm_by_leaf(self.leaves(block)))
-        return by_columns(self._products_of_rows, self._width([block]), [block])[0]
+        # For leaves that are matrices, such as the weights of a network, one transpose of the whole
+        # block takes less time than one of each leaf.
+        if any(len(shape) > 1 for shape in self.shapes):
+            return by_columns(self._products_of_rows, self._width([block]), [block])[0]
+        return self.join(self.mm_by_leaf(self.leaves(block)))
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
         """The product `A @ block`, where both the factor and the product are a list with one block
@@ -112,9 +114,7 @@ class BlockOperator:
         return by_columns(products, self._width(blocks), list(blocks))
 
     def _products_of_rows(self, blocks: list[Inexact[Array, "n m"]]) -> list[Array]:
-        """The product with one block, for leaves that are matrices, such as the weights of a
-        network: one transpose of the whole block takes less time than one of each leaf.
-        """
+        """The product with one block, whose transpose is cut into leaves."""
         rows = jnp.split(blocks[0].T, np.cumsum(self.sizes)[:-1], axis=1)
         return [jnp.concatenate(self._products(rows, axis=0), axis=1).T]
 

@@ -229,7 +229,7 @@ def _(operator, vectors, core):
 
 @_contraction.register(lx.TaggedLinearOperator)
 def _(operator, vectors, core):
-    return None  # see `terms`: what is inside answers
+    return None  # so that `terms` asks what is inside
 
 
 def contracted(
@@ -238,13 +238,7 @@ def contracted(
     core: Inexact[Array, "c c"],
 ) -> Real[Array, ""]:
     """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything: c matvecs, or
-    what kernels take for it. Parts are contracted one by one.
-
-    **Arguments:**
-
-    - `operator`: the operator A.
-    - `vectors`: V.
-    - `core`: C.
+    what kernels take for it. Terms are contracted one by one.
     """
     return _sum_of(terms(operator, partial(_contraction, vectors=vectors, core=core))).real
 
@@ -293,13 +287,8 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
     """Whether a column costs far less than a product: dense matrices and kernels (and operators of
     other packages with stored columns and a stored diagonal), their sums with each other and with
-    diagonal operators, multiples and diagonal scalings. (Columns of sparse matrices are cheap, too,
-    but so are their products.)
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `sparse`: whether sparse matrices count as well.
+    diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices are cheap,
+    too, but so are their products.)
     """
     kinds = {term.known for term in terms(operator, _kind)}
     wanted = {"dense", "sparse"} if sparse else {"dense"}
@@ -347,13 +336,7 @@ class KnownParts(NamedTuple):
 
 
 def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
-    """Split off the parts of sums, multiples and quotients whose diagonal can be read.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `diagonal`: whether `exact` should be the diagonal rather than the trace.
-    """
+    """Split off the parts of sums and multiples whose trace (or `diagonal`) can be read."""
     parts = _split(operator, stored_diagonal)
     exact = jnp.zeros(operator.in_size(), parts.scale.dtype) if parts.exact is None else parts.exact
     return parts._replace(exact=exact if diagonal else jnp.sum(exact))
