@@ -25,7 +25,7 @@ from .._core.programs import (
     is_plain,
 )
 from .questions import product_precision
-from .tags import is_complex, is_part, is_tagged, semidefinite_sign
+from .tags import CHECKS, is_complex, is_part, is_tagged, semidefinite_sign
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
@@ -143,17 +143,5 @@ def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.Functio
     closed = closed_function(operator.mv, operator.in_structure())
     precision = max(precision, product_precision(operator))
     closed = dataclasses.replace(closed, precision=precision)
-    return _function_operator(closed, operator.in_structure(), _tags(operator))
-
-
-def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
-    """The tags for what a user's class says of itself."""
-    checks = {
-        lx.symmetric_tag: lx.is_symmetric,
-        lx.diagonal_tag: lx.is_diagonal,
-        lx.tridiagonal_tag: lx.is_tridiagonal,
-        lx.unit_diagonal_tag: lx.has_unit_diagonal,
-        lx.positive_semidefinite_tag: lx.is_positive_semidefinite,
-        lx.negative_semidefinite_tag: lx.is_negative_semidefinite,
-    }
-    return frozenset(tag for tag, check in checks.items() if is_tagged(check, operator))
+    tags = frozenset(tag for tag, check in CHECKS.items() if is_tagged(check, operator))
+    return _function_operator(closed, operator.in_structure(), tags)

@@ -216,7 +216,7 @@ def _(operator, indices):
 
 
 @singledispatch
-def _contraction(operator: Any, vectors: Array, core: Array) -> Inexact[Array, ""]:
+def _contraction(operator: Any, vectors: Array, core: Array) -> Any:
     block = BlockOperator(operator)
     left = block.leaves(matmul(vectors, core))
     return jnp.sum(block.forms(left, block.leaves(vectors)))
@@ -318,7 +318,7 @@ def _kind(operator: Any) -> str | None:
 class KnownParts(NamedTuple):
     """`diag(A) = exact + scale diag(rest)`, or the same for traces."""
 
-    exact: Inexact[Array, "..."]  # differentiable, as `scale` is
+    exact: Any  # differentiable, as `scale` is; None where `split_shift` finds nothing
     scale: Inexact[Array, ""]
     rest: lx.AbstractLinearOperator | None  # None if nothing is left
     evidence: Evidence  # whether the parts that were split off are finite
@@ -348,7 +348,7 @@ def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
     """
 
     def diagonal_of_term(part):
-        return stored_diagonal(part) if _is_stored_diagonal(part) else None
+        return _read_diagonal(part) if _is_stored_diagonal(part) else None
 
     return _split(operator, diagonal_of_term)
 
@@ -389,7 +389,7 @@ def sign_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""] | None:
 
 def _sign_of_term(operator: lx.AbstractLinearOperator) -> Any:
     if _is_stored_diagonal(operator):
-        entries = stored_diagonal(operator).real
+        entries = _read_diagonal(operator).real
         return jnp.where(jnp.all(entries >= 0), 1.0, jnp.where(jnp.all(entries <= 0), -1.0, 0.0))
     return semidefinite_sign(operator) or None
 
@@ -399,7 +399,8 @@ def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
     differ). It is an int if the operator is tagged.
     """
     tagged = semidefinite_sign(operator)
-    return jnp.where(sign_of(operator) < 0, -1, 1) if tagged == 0 else tagged
+    sign: Any = sign_of(operator)
+    return jnp.where(sign < 0, -1, 1) if tagged == 0 else tagged
 
 
 # --- the scaling by a shift -----------------------------------------------------------------------

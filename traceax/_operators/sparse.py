@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
+from .tags import CHECKS
 
 
 @final
@@ -238,6 +239,13 @@ def _(operator):
     return operator.with_data(operator.data.conj())
 
 
+for _tag, _check in CHECKS.items():
+
+    @_check.register(SparseLinearOperator)  # pyright: ignore[reportFunctionMemberAccess]
+    def _(operator, tag=_tag):
+        return tag in operator.tags
+
+
 @lx.is_symmetric.register(SparseLinearOperator)
 def _(operator):
     if lx.symmetric_tag in operator.tags or lx.diagonal_tag in operator.tags:
@@ -256,16 +264,3 @@ def _(operator):
 @lx.is_tridiagonal.register(SparseLinearOperator)
 def _(operator):
     return lx.tridiagonal_tag in operator.tags or lx.diagonal_tag in operator.tags
-
-
-for _check, _tag in (
-    (lx.has_unit_diagonal, lx.unit_diagonal_tag),
-    (lx.is_lower_triangular, lx.lower_triangular_tag),
-    (lx.is_upper_triangular, lx.upper_triangular_tag),
-    (lx.is_positive_semidefinite, lx.positive_semidefinite_tag),
-    (lx.is_negative_semidefinite, lx.negative_semidefinite_tag),
-):
-
-    @_check.register(SparseLinearOperator)
-    def _(operator, tag=_tag):
-        return tag in operator.tags
