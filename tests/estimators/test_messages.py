@@ -38,6 +38,7 @@ HIDDEN = by_products(jnp.eye(80), PSD)  # what the default estimators cannot rea
 PLAIN = lx.MatrixLinearOperator(EYE)
 COMPLEX = lx.MatrixLinearOperator(EYE.astype(complex))
 FUNCTION = lx.FunctionLinearOperator(lambda v: v, jax.ShapeDtypeStruct((N,), float), PSD)
+SQUARE = lx.FunctionLinearOperator(lambda v: v * v, jax.ShapeDtypeStruct((N,), float))
 MIXED = lx.FunctionLinearOperator(lambda v: v.astype(complex), jax.ShapeDtypeStruct((N,), float))
 SPARSE = tr.SparseLinearOperator(ss.eye_array(N).tocsr(), lx.symmetric_tag)
 KERNEL = tr.KernelLinearOperator
@@ -165,6 +166,7 @@ CALLS = [
     lambda: tr.eigenvalue_count(KEY, POSITIVE, 3.0, 1, 4),
     lambda: tr.trace(KEY, MIXED, 4),
     lambda: tr.trace(KEY, Liar(), 4),
+    lambda: tr.diagonal(KEY, SQUARE, 4),
     lambda: tr.trace(KEY, PLAIN * 1j, 4),
     without_x64,
     lambda: jax.jit(lambda k: tr.trace(KEY, PLAIN, k).value)(4),

@@ -205,6 +205,30 @@ def test_transformations():
     assert (shape.std_err.shape, shape.std_err.dtype) == ((), np.float64)
 
 
+def test_the_log_determinant_of_a_diagonal_is_read():
+    """With its derivatives, for sums and multiples, and where it is not defined."""
+    identity = lx.IdentityLinearOperator(STRUCTURE)
+
+    def solution(c, entries=WEIGHTS):
+        operator = 3.0 * lx.DiagonalLinearOperator(jnp.asarray(entries)) + c * identity
+        return tr.logdet(KEY, operator, 4)
+
+    found = solution(0.2)
+    np.testing.assert_allclose(found.value, np.sum(np.log(3 * WEIGHTS + 0.2)), rtol=1e-13)
+    assert found.num_matvecs == 0
+    assert found.std_err == 0
+    assert found.result == tr.RESULTS.successful
+    slope = jax.grad(lambda c: solution(c).value)
+    np.testing.assert_allclose(slope(0.2), np.sum(1 / (3 * WEIGHTS + 0.2)), rtol=1e-13)
+    np.testing.assert_allclose(jax.grad(slope)(0.2), -np.sum((3 * WEIGHTS + 0.2) ** -2), rtol=1e-13)
+    wrong = np.where(np.arange(N) == 3, [[-1.0], [0.0], [np.nan]], WEIGHTS)
+    outcomes = jax.vmap(lambda entries: solution(0.0, entries))(wrong)
+    assert np.all(np.isnan(outcomes.value))
+    names = ["outside_domain", "outside_domain", "nonfinite_operator"]
+    for i, name in enumerate(names):
+        assert (outcomes.result == getattr(tr.RESULTS, name))[i]
+
+
 def test_half_precision_is_added_up_in_float32():
     large = jnp.full((300, 300), 1000.0, jnp.float16)  # the sum is beyond float16
     solution = tr.trace(KEY, matrix(large), 2)

@@ -15,7 +15,7 @@ import traceax as tr
 from traceax._operators.block_operator import BlockOperator
 from traceax._operators.checks import as_operator
 
-from ..helpers import CLASSES, PSD
+from ..helpers import CLASSES, PSD, by_products, with_spectrum
 
 KEY = jr.key(0)
 
@@ -55,6 +55,36 @@ def test_the_precision_of_a_product_is_that_of_what_a_vector_passes_through(kind
 def test_the_precision_of_what_a_function_holds_does_not_matter(kind):
     block = BlockOperator(as_operator(through(kind, jnp.bfloat16)))
     assert block.eps == float(jnp.finfo(jnp.float32).eps)
+
+
+def test_a_function_can_be_given_its_precision():
+    """Products that are symmetric to 1e-6 only, like those of a solver: what errors state, and the
+    checks of symmetry, count with it. It stays through sums, tags, `jit` and derivatives.
+    """
+    n = 60
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(with_spectrum(rng, 0.7 ** np.arange(n)))
+    noise = jnp.asarray(rng.standard_normal((n, n))) / np.sqrt(n)
+    exact = by_products(matrix, PSD)
+
+    @partial(jax.jit, static_argnums=1)
+    def estimate(key, precision, scale=1.0):
+        coarse = by_products(scale * (matrix + 1e-6 * noise), PSD)
+        given = coarse if precision is None else tr.inexact(coarse, precision)
+        return tr.trace(key, given, 40, tr.XNysTraceEstimator())
+
+    given = as_operator(2.0 * tr.inexact(exact, 1e-6) + exact)
+    assert BlockOperator(given).eps == BlockOperator(given).linearised().eps == 1e-6
+    errors = {}
+    for precision in (None, 1e-6):
+        found = jax.vmap(lambda key, p=precision: estimate(key, p))(jr.split(KEY, 40))
+        errors[precision] = np.abs(found.value - jnp.trace(matrix + 1e-6 * noise))
+        covered = errors[precision] <= 3 * found.std_err
+    assert np.all(found.result == tr.RESULTS.successful)
+    assert np.all(covered)
+    assert 100 * np.max(errors[1e-6]) < np.max(errors[None])
+    slope = jax.grad(lambda scale: estimate(KEY, 1e-6, scale).value)(1.0)
+    np.testing.assert_allclose(slope, jnp.trace(matrix), rtol=1e-4)
 
 
 def test_functions_are_given_64_vectors_at_most():

@@ -26,8 +26,9 @@ from .._functions.quadrature_error import quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, lower_cholesky
 from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries, matrix_of, stored_diagonal
+from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
 from .._sketch.leave_one_out import adjoint, square_norms
+from .._sketch.weights import AbstractWeights
 from .budget_policy import BudgetPolicy, PreconditionedQuadrature
 from .weights import ExactLogdetWeights, weights_of
 
@@ -161,6 +162,34 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
 
 
 @final
+class DiagonalLogdetWeights(AbstractWeights):
+    """`G = D^-1` of a stored diagonal D."""
+
+    inverse: Inexact[Array, " n"]
+
+    def contract(self, block):
+        """See `AbstractWeights`."""
+        return jnp.sum(self.inverse * split_shift(block.operator).exact).real
+
+    def weights_at(self, operator):
+        """See above."""
+        return DiagonalLogdetWeights(1 / split_shift(operator).exact)
+
+
+def logdet_of_diagonal(
+    diagonal: Inexact[Array, " n"],
+) -> tuple[Estimate, DiagonalLogdetWeights]:
+    """The log-determinant of a stored diagonal, which takes no product."""
+    entries = diagonal.real
+    value = jnp.sum(jnp.log(entries))
+    evidence = evidence_of(diagonal, outside=jnp.any(entries <= 0))
+    error = rounding_of_logarithms(entries.size, value)
+    zero = jnp.zeros_like(value)
+    estimate = make_estimate(value, zero, 0, 0, evidence, quadrature_error=error)
+    return estimate, DiagonalLogdetWeights(1 / diagonal)
+
+
+@final
 class LogdetEstimator(AbstractEstimator):
     """The log-determinant."""
 
@@ -172,6 +201,10 @@ class LogdetEstimator(AbstractEstimator):
     def label(self):
         """See `AbstractEstimator`."""
         return "logdet"
+
+    def size(self, operator):
+        """See `AbstractEstimator`."""
+        return 0 if split_shift(operator).rest is None else operator.in_size()
 
     def check(self, operator):
         """See `AbstractEstimator`."""
@@ -187,5 +220,8 @@ class LogdetEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
+        parts = split_shift(operator)
+        if parts.rest is None:
+            return logdet_of_diagonal(parts.exact)
         exact = exact_logdet(operator)
         return exact.estimate, exact.weights()

@@ -99,9 +99,11 @@ class BlockOperator:
 
     def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
         """The product `A @ block`: `m` matvecs."""
-        if all(len(shape) < 2 for shape in self.shapes):
-            return self.join(self.mm_by_leaf(self.leaves(block)))
-        return by_columns(self._products_of_rows, self._width([block]), [block])[0]
+        # For leaves that are matrices, such as the weights of a network, one transpose of the whole
+        # block takes less time than one of each leaf.
+        if any(len(shape) > 1 for shape in self.shapes):
+            return by_columns(self._products_of_rows, self._width([block]), [block])[0]
+        return self.join(self.mm_by_leaf(self.leaves(block)))
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
         """The product `A @ block`, where both the factor and the product are a list with one block
@@ -112,9 +114,7 @@ class BlockOperator:
         return by_columns(products, self._width(blocks), list(blocks))
 
     def _products_of_rows(self, blocks: list[Inexact[Array, "n m"]]) -> list[Array]:
-        """The product with one block, for leaves that are matrices, such as the weights of a
-        network: one transpose of the whole block takes less time than one of each leaf.
-        """
+        """The product with one block, whose transpose is cut into leaves."""
         rows = jnp.split(blocks[0].T, np.cumsum(self.sizes)[:-1], axis=1)
         return [jnp.concatenate(self._products(rows, axis=0), axis=1).T]
 
@@ -226,7 +226,7 @@ class BlockOperator:
         if is_hermitian(self.operator):
             return self.mm(block)
         # A^H x = conj(A^T conj(x))
-        transposed = BlockOperator(self.operator.transpose(), self.batch_size)
+        transposed = BlockOperator(transpose_of(self.operator), self.batch_size)
         return jnp.conj(transposed.mm(jnp.conj(block)))
 
     def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
@@ -234,6 +234,18 @@ class BlockOperator:
         working dtype).
         """
         return unflatten(self.operator.in_structure(), vector)
+
+
+def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The transpose, or an error that says which product is not linear."""
+    try:
+        return operator.transpose()
+    except AssertionError as error:  # of JAX, without a message
+        raise ValueError(
+            f"JAX cannot transpose the product of this {type(operator).__name__} (with vectors "
+            f"{operator.in_structure()}), as it is not linear in the vector. Give a linear "
+            "function, or the derivative of this one: `lineax.JacobianLinearOperator`."
+        ) from error
 
 
 def split_rows(

@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree, Real
 
 from .._core.estimate import scale_of
 from .._core.precision import any_promotion, at_least_single
+from .block_operator import transpose_of
 from .hoisting import by_products
 from .tags import is_complex
 
@@ -56,7 +57,7 @@ def as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
 
 def adjoint(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """A^H, as a part of a product."""
-    transpose = as_part(operator.T)
+    transpose = as_part(transpose_of(operator))
     return lx.conj(transpose) if is_complex(operator) else transpose
 
 

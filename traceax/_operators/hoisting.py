@@ -25,7 +25,7 @@ from .._core.programs import (
     is_plain,
 )
 from .questions import product_precision
-from .tags import is_complex, is_part, is_tagged, semidefinite_sign
+from .tags import CHECKS, is_complex, is_part, is_tagged, semidefinite_sign
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
@@ -115,21 +115,33 @@ def _function_operator(
     return lx.FunctionLinearOperator(function, structure, tags, closure_convert=False)
 
 
-def by_products(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+def by_products(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """The operator with nothing but its product, its tags and its precision."""
+    return inexact(operator, 0.0)
+
+
+def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.FunctionLinearOperator:
+    """The same operator, whose products are said to be coarser than their dtype, such as solutions
+    by conjugate gradients. Standard errors contain that, and checks of symmetry allow for it.
+
+    !!! Example
+
+        ```python
+        hat = lx.FunctionLinearOperator(smoothed, structure, lx.positive_semidefinite_tag)
+        tr.trace(key, tr.inexact(hat, 1e-6), k=50)  # solved with `rtol=1e-6`
+        ```
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    - `precision`: the relative error of a product.
+
+    **Returns:**
+
+    A `lineax.FunctionLinearOperator` with the tags of the operator.
+    """
     closed = closed_function(operator.mv, operator.in_structure())
-    closed = dataclasses.replace(closed, precision=product_precision(operator))
-    return _function_operator(closed, operator.in_structure(), _tags(operator))
-
-
-def _tags(operator: lx.AbstractLinearOperator) -> frozenset[object]:
-    """The tags for what a user's class says of itself."""
-    checks = {
-        lx.symmetric_tag: lx.is_symmetric,
-        lx.diagonal_tag: lx.is_diagonal,
-        lx.tridiagonal_tag: lx.is_tridiagonal,
-        lx.unit_diagonal_tag: lx.has_unit_diagonal,
-        lx.positive_semidefinite_tag: lx.is_positive_semidefinite,
-        lx.negative_semidefinite_tag: lx.is_negative_semidefinite,
-    }
-    return frozenset(tag for tag, check in checks.items() if is_tagged(check, operator))
+    precision = max(precision, product_precision(operator))
+    closed = dataclasses.replace(closed, precision=precision)
+    tags = frozenset(tag for tag, check in CHECKS.items() if is_tagged(check, operator))
+    return _function_operator(closed, operator.in_structure(), tags)

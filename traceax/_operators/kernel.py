@@ -234,26 +234,23 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         the derivative as well, and for a second block like V.
         """
         n, count = self.in_size(), self._tiles()
-        both = matmul(vectors, core), vectors
-        if count > 1:
-            # Rows that are 0 do not count, whichever point stands beside them.
-            both = jtu.tree_map(lambda leaf: jnp.pad(leaf, ((0, -n % count), (0, 0))), both)
-        x, left, right = _cut(self.x, count), *_cut(both, count)
+        # Rows that are 0 do not count, whichever point stands beside them.
+        padded = jnp.pad(vectors, ((0, -n % count), (0, 0)))
+        x = _cut(self.x, count)
+        left = _cut(matmul(padded, core), count)
+        right = _cut(padded, count)
         rows, others = np.triu_indices(count)
 
-        def tile(x, left, y, right):
-            weights = jnp.conj(matmul(left, jnp.conj(right).T))
-            return jnp.sum((weights * self.block(x, y).astype(weights.dtype)).real)
-
         @partial(jax.checkpoint, prevent_cse=False)
-        def pair(numbers):
+        def sum_over_tile(numbers):
             i, j = numbers
-            x_i, left_i = jtu.tree_map(lambda leaf: leaf[i], (x, left))
-            y_j, right_j = jtu.tree_map(lambda leaf: leaf[j], (x, right))
-            once = tile(x_i, left_i, y_j, right_j)
-            return jnp.where(i == j, once, 2 * once)
+            x_i, x_j = (jtu.tree_map(itemgetter(number), x) for number in numbers)
+            weights = jnp.conj(matmul(left[i], jnp.conj(right[j]).T))
+            entries = self.block(x_i, x_j).astype(weights.dtype)
+            total = jnp.sum((weights * entries).real)
+            return jnp.where(i == j, total, 2 * total)  # and of the tile across the diagonal
 
-        return jnp.sum(lax.map(pair, (jnp.asarray(rows), jnp.asarray(others))))
+        return jnp.sum(lax.map(sum_over_tile, (jnp.asarray(rows), jnp.asarray(others))))
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
         """The dense matrix: `n^2` evaluations. Its derivative evaluates them again."""

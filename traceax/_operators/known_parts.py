@@ -75,7 +75,8 @@ def _sum_of(found: list[Term]) -> Any:
     """What is known of a sum, if it is linear in the operator; None if a term is not known."""
     if any(term.known is None for term in found):
         return None
-    return sum(term.factor * term.known for term in found)
+    with any_promotion():
+        return sum(term.factor * term.known for term in found)
 
 
 def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
@@ -215,7 +216,7 @@ def _(operator, indices):
 
 
 @singledispatch
-def _contraction(operator: Any, vectors: Array, core: Array) -> Inexact[Array, ""]:
+def _contraction(operator: Any, vectors: Array, core: Array) -> Any:
     block = BlockOperator(operator)
     left = block.leaves(matmul(vectors, core))
     return jnp.sum(block.forms(left, block.leaves(vectors)))
@@ -228,7 +229,7 @@ def _(operator, vectors, core):
 
 @_contraction.register(lx.TaggedLinearOperator)
 def _(operator, vectors, core):
-    return None  # see `terms`: what is inside answers
+    return None  # so that `terms` asks what is inside
 
 
 def contracted(
@@ -237,13 +238,7 @@ def contracted(
     core: Inexact[Array, "c c"],
 ) -> Real[Array, ""]:
     """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything: c matvecs, or
-    what kernels take for it. Parts are contracted one by one.
-
-    **Arguments:**
-
-    - `operator`: the operator A.
-    - `vectors`: V.
-    - `core`: C.
+    what kernels take for it. Terms are contracted one by one.
     """
     return _sum_of(terms(operator, partial(_contraction, vectors=vectors, core=core))).real
 
@@ -292,13 +287,8 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
     """Whether a column costs far less than a product: dense matrices and kernels (and operators of
     other packages with stored columns and a stored diagonal), their sums with each other and with
-    diagonal operators, multiples and diagonal scalings. (Columns of sparse matrices are cheap, too,
-    but so are their products.)
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `sparse`: whether sparse matrices count as well.
+    diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices are cheap,
+    too, but so are their products.)
     """
     kinds = {term.known for term in terms(operator, _kind)}
     wanted = {"dense", "sparse"} if sparse else {"dense"}
@@ -328,7 +318,7 @@ def _kind(operator: Any) -> str | None:
 class KnownParts(NamedTuple):
     """`diag(A) = exact + scale diag(rest)`, or the same for traces."""
 
-    exact: Inexact[Array, "..."]  # differentiable, as `scale` is
+    exact: Any  # differentiable, as `scale` is; None where `split_shift` finds nothing
     scale: Inexact[Array, ""]
     rest: lx.AbstractLinearOperator | None  # None if nothing is left
     evidence: Evidence  # whether the parts that were split off are finite
@@ -346,13 +336,7 @@ class KnownParts(NamedTuple):
 
 
 def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
-    """Split off the parts of sums, multiples and quotients whose diagonal can be read.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `diagonal`: whether `exact` should be the diagonal rather than the trace.
-    """
+    """Split off the parts of sums and multiples whose trace (or `diagonal`) can be read."""
     parts = _split(operator, stored_diagonal)
     exact = jnp.zeros(operator.in_size(), parts.scale.dtype) if parts.exact is None else parts.exact
     return parts._replace(exact=exact if diagonal else jnp.sum(exact))
@@ -364,7 +348,7 @@ def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
     """
 
     def diagonal_of_term(part):
-        return stored_diagonal(part) if _is_stored_diagonal(part) else None
+        return _read_diagonal(part) if _is_stored_diagonal(part) else None
 
     return _split(operator, diagonal_of_term)
 
@@ -405,7 +389,7 @@ def sign_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""] | None:
 
 def _sign_of_term(operator: lx.AbstractLinearOperator) -> Any:
     if _is_stored_diagonal(operator):
-        entries = stored_diagonal(operator).real
+        entries = _read_diagonal(operator).real
         return jnp.where(jnp.all(entries >= 0), 1.0, jnp.where(jnp.all(entries <= 0), -1.0, 0.0))
     return semidefinite_sign(operator) or None
 
@@ -415,7 +399,8 @@ def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
     differ). It is an int if the operator is tagged.
     """
     tagged = semidefinite_sign(operator)
-    return jnp.where(sign_of(operator) < 0, -1, 1) if tagged == 0 else tagged
+    sign: Any = sign_of(operator)
+    return jnp.where(sign < 0, -1, 1) if tagged == 0 else tagged
 
 
 # --- the scaling by a shift -----------------------------------------------------------------------

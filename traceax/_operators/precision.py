@@ -30,20 +30,16 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_genera
 
 
 def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
-    """The rounding that an argument meets on its way through a function: the largest `eps` among
-    the dtypes of all the values that depend on it. (Half precision inside of a function of float32
-    does not show in the dtypes of its arguments and results.) Factors in products of matrices count
-    with the precision that they keep there: on a GPU float32 is multiplied as TF32, unless the user
-    asks for more.
+    """The rounding that arguments meet on their way through a function: the largest `eps` among the
+    dtypes of all the values that depend on them; 0 if none is floating. (Half precision inside of a
+    function of float32 does not show outside.) Factors in products of matrices count with the
+    precision that they keep there: on a GPU float32 is multiplied as TF32, unless the user asks for
+    more.
 
     **Arguments:**
 
     - `function`: the function, which is traced unless it was converted.
     - `args`: of each argument the value or its structure, and whether it is followed.
-
-    **Returns:**
-
-    A float; 0 if there is no floating dtype.
     """
     if is_converted(function):
         function = closed_functions(function)
@@ -62,14 +58,6 @@ def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
     """The relative precision of a product that a function makes: that of `eps_along`, and twice
     that if it is coarser than the argument in single precision, as a function rounds more than
     once.
-
-    **Arguments:**
-
-    - `function`, `args`: as for `eps_along`.
-
-    **Returns:**
-
-    A float; 0 if there is no floating dtype.
     """
     eps = eps_along(function, *args)
     leaves = [leaf for value, follow in args if follow for leaf in jtu.tree_leaves(value)]

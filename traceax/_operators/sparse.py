@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
+from .tags import CHECKS
 
 
 @final
@@ -105,15 +106,13 @@ def _entries(matrix: Any) -> _Entries:
 class SparseLinearOperator(lx.AbstractLinearOperator):
     """A sparse matrix as a linear operator, with fast products with blocks of vectors.
 
-    A product costs one multiplication and one addition for each entry (and for a little padding),
-    and gathers rows of the block instead of scattering terms. The fast case is a block of vectors,
-    `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is what every estimator of this package
-    uses. A product is differentiable with respect to `data` and to the vector. Reverse mode with
-    respect to the vector has to scatter, and is many times slower than `operator.T.mv(cotangent)`,
-    which gives the same numbers and costs one product.
+    A product costs one multiplication and one addition for each entry (and for a little padding).
+    The fast case is a block of vectors, `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is
+    what every estimator uses. A product is differentiable with respect to `data` and to the vector.
+    Reverse mode with respect to the vector has to scatter: `operator.T.mv(cotangent)` gives the
+    same numbers many times as fast.
 
-    Memory: the entries, and some 30 bytes of indices for each entry, which say in which order
-    products with the matrix and with its transpose take the entries. That order is worked out once,
+    Memory: the entries, and some 30 bytes of indices for each entry, which are worked out once,
     with NumPy, when the operator is made.
 
     **Attributes:**
@@ -141,9 +140,8 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
 
         **Raises:**
 
-        - `TypeError`: if `matrix` is not sparse.
-        - `ValueError`: if `matrix` does not have two dimensions or is too large for 32-bit indices,
-            or its indices are traced or negative.
+        - `TypeError`, `ValueError`: for a `matrix` that is not sparse, not two-dimensional, or too
+            large for 32-bit indices, or whose indices are traced or negative.
         """
         self.tags = _as_frozenset(tags)
         entries = _entries(matrix)
@@ -241,6 +239,13 @@ def _(operator):
     return operator.with_data(operator.data.conj())
 
 
+for _tag, _check in CHECKS.items():
+
+    @_check.register(SparseLinearOperator)  # pyright: ignore[reportFunctionMemberAccess]
+    def _(operator, tag=_tag):
+        return tag in operator.tags
+
+
 @lx.is_symmetric.register(SparseLinearOperator)
 def _(operator):
     if lx.symmetric_tag in operator.tags or lx.diagonal_tag in operator.tags:
@@ -259,16 +264,3 @@ def _(operator):
 @lx.is_tridiagonal.register(SparseLinearOperator)
 def _(operator):
     return lx.tridiagonal_tag in operator.tags or lx.diagonal_tag in operator.tags
-
-
-for _check, _tag in (
-    (lx.has_unit_diagonal, lx.unit_diagonal_tag),
-    (lx.is_lower_triangular, lx.lower_triangular_tag),
-    (lx.is_upper_triangular, lx.upper_triangular_tag),
-    (lx.is_positive_semidefinite, lx.positive_semidefinite_tag),
-    (lx.is_negative_semidefinite, lx.negative_semidefinite_tag),
-):
-
-    @_check.register(SparseLinearOperator)
-    def _(operator, tag=_tag):
-        return tag in operator.tags

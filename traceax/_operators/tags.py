@@ -12,6 +12,18 @@ import numpy as np
 
 Check = Callable[[lx.AbstractLinearOperator], bool]
 
+#: lineax's tags, and the functions that ask for them.
+CHECKS: dict[object, Check] = {
+    lx.symmetric_tag: lx.is_symmetric,
+    lx.diagonal_tag: lx.is_diagonal,
+    lx.tridiagonal_tag: lx.is_tridiagonal,
+    lx.unit_diagonal_tag: lx.has_unit_diagonal,
+    lx.lower_triangular_tag: lx.is_lower_triangular,
+    lx.upper_triangular_tag: lx.is_upper_triangular,
+    lx.positive_semidefinite_tag: lx.is_positive_semidefinite,
+    lx.negative_semidefinite_tag: lx.is_negative_semidefinite,
+}
+
 
 def is_tagged(check: Check, operator: lx.AbstractLinearOperator) -> bool:
     """`check(operator)`, or False where a user's operator does not register the check."""
