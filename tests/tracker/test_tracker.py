@@ -173,16 +173,6 @@ def assert_unbiased_and_calibrated(solution, matrices):
     return spread
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_unbiased_and_calibrated(method):
-    solution = run_many(Tracker(method), keys(COUNT), MATRICES)
-    assert_unbiased_and_calibrated(solution, MATRICES)
-    error = np.abs(np.asarray(solution.value) - traces(MATRICES))
-    contained = np.mean(error <= 3 * np.asarray(solution.std_err), axis=0)
-    assert np.all(contained > 0.97), contained
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [np.complex128, np.float64])
 def test_bars_of_few_steps(method, dtype):
@@ -225,12 +215,11 @@ def exponential_loss(params, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [50, 10])
-def test_batches_are_averaged_over_steps(size):
+def test_batches_are_averaged_over_steps():
     """The previous parameters meet the new batch. For the mean over all batches, one of which is
     drawn at every step, there is no bias.
     """
-    rng, steps, count = np.random.default_rng(0), 12, 10_000
+    rng, steps, count, size = np.random.default_rng(0), 12, 10_000, 10
     batches = jnp.asarray(rng.standard_normal((20, size, N)) * 0.8 ** np.arange(N))
     curvature, tracker = tr.curvature.of(exponential_loss), Tracker("deltashift")
     params = jnp.linspace(0.1, 0.1 + 0.02 * np.arange(steps), N, axis=1)
@@ -256,8 +245,7 @@ def test_batches_are_averaged_over_steps(size):
 
     found = np.asarray(jax.lax.map(follow, keys(count), batch_size=100))
     error = found - np.asarray(exact(params)).mean(axis=1)
-    # A factor that looks at the batch of its step has a bias of 0.13 of the rms error with 50
-    # examples, and of 0.36 with 10: z = 13 and 36.
+    # A factor that looks at the batch of its step has a bias of 0.36 of the rms error: z = 36.
     z = np.mean(error, axis=0) / (rms(error) / np.sqrt(count))
     assert np.all(np.abs(z) < 4.5), z
     # The error falls as the steps average over their probes and their batches.
@@ -325,16 +313,6 @@ def test_nan_leaves_the_state_as_it_was(method):
     assert abs(solution.value - jnp.trace(MATRICES[-1])) < 6 * solution.std_err
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_zero_and_back(method):
-    matrices = MATRICES.at[:6].set(0.0)
-    solution = run(Tracker(method), jr.key(0), matrices)[1]
-    assert not np.any(solution.value[:6])
-    assert not np.any(solution.std_err[:6])
-    error = np.asarray(solution.value) - traces(matrices)
-    assert np.all(np.abs(error[6:]) < 5 * np.asarray(solution.std_err)[6:])
-
-
 def test_low_rank_is_exact_after_the_first_steps():
     """Also after zeros: with unit vectors, the iteration would stay where a diagonal operator maps
     them.
@@ -348,24 +326,20 @@ def test_low_rank_is_exact_after_the_first_steps():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_single_precision_at_extreme_scales(method):
-    matrices = MATRICES.astype(np.float32)
+def test_single_precision_at_extreme_scales_and_after_zeros(method):
+    matrices = MATRICES.at[:3].set(0.0).astype(np.float32)
     plain, large, small = (
         run(Tracker(method), jr.key(0), matrices * np.float32(scale))[1]
         for scale in (1, 1e20, 1e-20)
     )
+    assert not np.any(plain.value[:3])
+    assert not np.any(plain.std_err[:3])
+    error = np.asarray(plain.value) - traces(matrices)
+    assert np.all(np.abs(error[3:]) < 5 * np.asarray(plain.std_err)[3:])
     for scaled, scale in ((large, np.float32(1e20)), (small, np.float32(1e-20))):
         assert scaled.value.dtype == scaled.std_err.dtype == np.float32
-        np.testing.assert_allclose(scaled.value / scale, plain.value, rtol=1e-3)
-        np.testing.assert_allclose(scaled.std_err / scale, plain.std_err, rtol=1e-2)
-
-
-def test_half_precision():
-    matrices = MATRICES.astype(jnp.bfloat16)
-    solution = run(Tracker("deltashift"), jr.key(0), matrices)[1]
-    assert solution.value.dtype == np.float32
-    error = np.asarray(solution.value) - traces(np.asarray(matrices, np.float64))
-    assert np.all(np.abs(error) < 5 * np.asarray(solution.std_err) + 0.02 * 25)
+        np.testing.assert_allclose(scaled.value / scale, plain.value, rtol=1e-3, atol=1e-12)
+        np.testing.assert_allclose(scaled.std_err / scale, plain.std_err, rtol=1e-2, atol=1e-12)
 
 
 def test_rounding_is_in_the_error():
@@ -420,18 +394,11 @@ def test_pytrees_other_samplers_and_files(tmp_path):
 
 
 def test_errors():
+    """(The others stand in `test_messages.py`.)"""
     operator = lx.MatrixLinearOperator(jnp.eye(N))
     state = Tracker("recycled").init(operator, K)
     with pytest.raises(TypeError, match="one of the method 'deltashift', got TrackState"):
         Tracker("deltashift").update(jr.key(0), operator, state)
-    with pytest.raises(TypeError, match=r"got\s+None\. Make one with `tracker\.init"):
-        Tracker().update(jr.key(0), operator, None)
-    with pytest.raises(TypeError, match="must be a JAX random key"):
-        Tracker().update(state, operator, state)
-    with pytest.raises(TypeError, match=r"lineax\.AbstractLinearOperator"):
-        Tracker().init(jnp.eye(N), K)
-    with pytest.raises(ValueError, match="method must be one of"):
-        Tracker("best")
 
 
 # --- the experiment ------------------------------------------------------------------------------
