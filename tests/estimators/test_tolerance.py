@@ -271,7 +271,7 @@ def test_degenerate_operators(what, name):
     broken = solve(low_rank)
     assert np.all(broken.result == tr.RESULTS.nonfinite_operator._value)
     assert np.all(broken.num_matvecs == 8)
-    assert np.all(np.isnan(broken.value))
+    assert np.all(np.isnan(broken.value if what == "trace" else broken.value[:, 3]))
     if name == "xnystrace":
         wrong = solve(-matrix("exp0.9"))
         assert np.all(wrong.result == tr.RESULTS.not_semidefinite._value)
