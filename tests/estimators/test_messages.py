@@ -221,6 +221,7 @@ CALLS = [
     ),
     lambda: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=2.0),
     lambda: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, num_steps=5),
+    lambda: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, rtol=0.1, num_steps=5),
     lambda: tr.spectral_sum(KEY, SYMMETRIC, jnp.log, 4),
     lambda: tr.spectral_sum(KEY, lambda x: x.astype(complex), SYMMETRIC, 4),
     lambda: tr.spectral_sum(KEY, lambda x: jnp.stack([x, x]), SYMMETRIC, 4),
