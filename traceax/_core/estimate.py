@@ -218,7 +218,7 @@ def power_of(x: Real[Array, "..."], exponent: float) -> Real[Array, "..."]:
     return jnp.where(positive, jnp.sqrt(x) if exponent == 0.5 else x**exponent, 0)
 
 
-def rounding_of(size: Array, eps: float) -> Array:
+def rounding_of(size: Array, eps: Array | float) -> Array:
     r"""The standard error that rounding adds to an estimate of an operator of this size.
 
     Rounding errors add up like random numbers. Products are exact to `eps`, which is coarser than

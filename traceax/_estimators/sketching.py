@@ -7,7 +7,7 @@ from equinox import AbstractVar
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler, SteinhausSampler
 from .estimator import AbstractTraceEstimator
-from .samples import RangeSampling
+from .samples import AbstractSampling, RangeSampling
 
 
 def phases(dtype: np.dtype) -> AbstractSampler:
@@ -29,7 +29,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         dtype = BlockOperator(operator).dtype
         (self.sampler or SphereSampler()).check_dtype(dtype, self.improved)
 
-    def sampling(self, operator, rows):
+    def sampling(self, operator, rows) -> AbstractSampling | None:
         """See `AbstractTraceEstimator`."""
         dtype = BlockOperator(operator).dtype
         plain = self.sampler or SphereSampler()

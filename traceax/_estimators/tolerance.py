@@ -373,8 +373,8 @@ class _Run:
         drawn = self.panel * samples.panels
         products = spent + self.products(samples)
         evidence = worse(samples.evidence, unconverged)
-        more = {"quadrature_error": samples.bias} if self.sampling.has_bias else {}
-        more["separate"] = self.separate
+        bias = samples.bias if self.sampling.has_bias else None
+        more = {"quadrature_error": bias, "separate": self.separate}
         return make_estimate(value, std_err, products, drawn - 1, evidence, **more)
 
     def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:

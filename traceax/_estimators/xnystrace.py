@@ -120,7 +120,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         else:
             samples_of = partial(_published, n=n, resphere=resphere)
             values = quadratic_forms(factors.core, factors.r).real
-        rounding = factors.rounding(block.eps)
+        rounding = factors.rounding()
         best = best_shift(factors, factors.complex_shifts(), samples_of, rounding)
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         without_tag = mean_and_std_err(values)
@@ -150,11 +150,11 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
         samples_of = partial(_published, n=block.n, resphere=False)
-        rounding = factors.rounding(block.eps)
+        rounding = factors.rounding()
         best = best_shift(factors, factors.real_shifts(), samples_of, rounding)
         parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
         beta = shrinkage_of_rows(parts) if self.shrink else jnp.ones_like(factors.rho)
-        rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), block.eps)
+        rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
         value, std_err = diagonal_and_error(parts, beta, rows, rounding, hermitian=True)
         without_tag = mean_and_std_err(rows(jnp.conj(omega) * parts.products))
         value = factors.unless_wrong(value, without_tag[0])

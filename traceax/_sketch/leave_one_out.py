@@ -323,7 +323,7 @@ def xtrace_weights(omega: Array, factors: RangeFinder, resphere: bool) -> LowRan
     return LowRankWeights(u.astype(omega.dtype), jnp.concatenate([factors.q, residual], axis=1))
 
 
-def shift_of(norm: Array, n: int, eps: float) -> Array:
+def shift_of(norm: Array, n: int, eps: Array | float) -> Array:
     """The shift nu = eps ||Y||_F / sqrt(n), from the norm of a sketch Y of probes of norm sqrt(n).
     It is 1 if the norm is 0.
 

@@ -70,7 +70,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Complex, Inexact, Real
 
-from .._core.estimate import Evidence, evidence_of, rounding_of, skew_of
+from .._core.estimate import Evidence, evidence_of, relative, rounding_of, skew_of
 from .._linalg.factorisations import cholesky, diagonal_of, eigh
 from .leave_one_out import (
     LeaveOneOut,
@@ -129,6 +129,7 @@ class Nystrom(NamedTuple):
     directions: Inexact[Array, "m m"]  # V^H S
     probes: Pairs  # of S
     rho: Real[Array, " m"]
+    precision: Real[Array, ""]  # of the products, see `precision_of_core`
     evidence: Evidence  # whether the tag is wrong
 
     @property
@@ -141,11 +142,11 @@ class Nystrom(NamedTuple):
         """How far shifts may go: the smallest eigenvalue, without nu, or 0."""
         return jnp.maximum(self.eigenvalues[0] - self.nu, 0)
 
-    def rounding(self, eps: float) -> Real[Array, ""]:
-        """The standard error that rounding adds to the trace, for products of precision `eps`."""
+    def rounding(self) -> Real[Array, ""]:
+        """The standard error that rounding adds to the trace."""
         # The orthonormal columns of P are shorter than probes.
         n, m = self.p.shape
-        return rounding_of_nystrom(math.sqrt(n / m) * self.products.norm, eps)
+        return rounding_of_nystrom(math.sqrt(n / m) * self.products.norm, self.precision)
 
     def unless_wrong(self, estimated: Array, plain: Array) -> Array:
         """The first or, if the tag is wrong, the second, which needs no tag."""
@@ -180,7 +181,7 @@ class Nystrom(NamedTuple):
         return ShiftedNystrom(z.real - self.nu, inverse_core, b, gram, inverse)
 
 
-def rounding_of_nystrom(size: Array, eps: float) -> Array:
+def rounding_of_nystrom(size: Array, eps: Array) -> Array:
     """As `rounding_of`, with the rounding errors of the eigenvalues of the core, which are as large
     as the least shift: for operators of a rank below k they were measured as up to 50 units.
     """
@@ -324,6 +325,26 @@ def skew_of_core(
     return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
 
 
+def precision_of_core(
+    core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
+) -> Real[Array, ""]:
+    """The relative precision of the products of a Hermitian A, as far as its core shows it.
+
+    Products that carry the error of a solve are those of A + E with a small E that is not
+    Hermitian. If E is like a random matrix, P^H E P - P^H E^H P has the norm
+    sqrt(2 m / n) ||E P||_F.
+
+    **Arguments:** those of `skew_of_core`.
+
+    **Returns:**
+
+    A number: `eps`, or more where the core says so clearly.
+    """
+    m = core.shape[0]
+    seen = math.sqrt(n / (2 * m)) * relative(jnp.linalg.norm(core - adjoint(core)), norm)
+    return jnp.where(seen > 16 * eps, seen, eps)
+
+
 def shifted_cholesky(h, nu):
     """The upper Cholesky factor of H + nu' I, with the least nu' in nu, 10 nu, ... for which there
     is one, and that nu'.
@@ -388,16 +409,18 @@ def nystrom(
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     multiplied = scaled(products)
-    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-    least = shift_of(math.sqrt(n) * multiplied.norm, n, eps)
     core = matmul(adjoint(p), multiplied.numbers)
+    precision = precision_of_core(core, multiplied.norm, n, eps)
+    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
+    least = shift_of(math.sqrt(n) * multiplied.norm, n, precision)
     eigenvalues, vectors = eigh((core + adjoint(core)) / 2)
     lowest = eigenvalues[0]
     # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
     # than the rounding of the products, the operator is not semidefinite. No eigenvalue is ever
     # truncated: that would bias the estimate.
     negative = -lowest / (100 * math.sqrt(n) * least)
-    skew = skew_of_core(core, multiplied.norm, n, eps)
+    # Below 1e-2, what is not Hermitian counts as the error of solves.
+    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
     nu = jnp.maximum(least, -2 * lowest)
 
     # Transposed: the long vectors are stored as rows.
@@ -415,5 +438,6 @@ def nystrom(
         directions=matmul(adjoint(vectors), s),
         probes=pairs_of(s),
         rho=jnp.abs(column_dots(s, r)),
+        precision=precision,
         evidence=evidence_of(multiplied.square, skew=skew, negative=negative),
     )
