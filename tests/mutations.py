@@ -352,7 +352,14 @@ MUTATIONS = [
         "jnp.all(jnp.stack(signs) == signs[0]), signs[0], 0)",
         "jnp.all(jnp.stack(signs) == signs[0]), signs[0], signs[0])",
         "a sum of operators of both signs passes for one of the first sign",
-        "tests/logdet/test_indefinite.py",
+        "tests/operators/test_operators.py",
+    ),
+    Mutation(
+        "traceax/_operators/known_parts.py",
+        "usable &= parts.sign >= 0",
+        "usable &= True",
+        "a diagonal from which an operator is subtracted is noise",
+        "tests/operators/test_operators.py",
     ),
     Mutation(
         "traceax/_operators/sparse_layout.py",
