@@ -33,7 +33,7 @@ from jaxtyping import Array, Inexact, PyTree
 from .._core.precision import at_least_single, widened
 from .._core.programs import closed_function
 from .precision import eps_along, eps_of_product
-from .unstructured import register_unstructured
+from .tags import register_unstructured
 
 
 def structure_of(tree: Any, axes: int = 0) -> Any:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
 from .._core.programs import closed_function, is_plain
-from .unstructured import register_unstructured
+from .tags import register_unstructured
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
 #: elsewhere, where small tiles do not fill the device.
