@@ -41,7 +41,8 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
         )
     _check_dtypes(operator)
     operator = hoist_closures(operator)
-    rows, columns = operator.out_size(), operator.in_size()
+    rows = operator.out_size()
+    columns = operator.in_size()
     if columns == 0:
         raise ValueError(
             f"The operator has no columns, its input structure is {operator.in_structure()}: there "

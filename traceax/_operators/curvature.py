@@ -33,7 +33,7 @@ from .._core.precision import at_least_single, widened
 from .._core.programs import closed_function
 from .parameters import Split, as_jax, structure_of
 from .precision import eps_along, eps_of_product
-from .unstructured import register_unstructured
+from .tags import register_unstructured
 
 
 @final

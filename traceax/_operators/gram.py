@@ -39,12 +39,15 @@ def gram(
     """
     dtypes = [x.dtype for x in jtu.tree_leaves(operator.in_structure())]
     unit = unit.astype(min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)).real
-    first = as_part(operator) / unit
-    second = adjoint(operator) / unit
-    return semidefinite_product(first, second) if rows else semidefinite_product(second, first)
+    plain = _as_part(operator) / unit
+    transpose = _as_part(transpose_of(operator))
+    adjoint = (lx.conj(transpose) if is_complex(operator) else transpose) / unit
+    second, first = (plain, adjoint) if rows else (adjoint, plain)
+    product = _widened(second) @ _widened(first)
+    return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
 
 
-def as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+def _as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """The operator as a part of a product of lineax, which asks whether its parts are diagonal:
     `by_products`, if it does not say.
     """
@@ -53,20 +56,6 @@ def as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     except NotImplementedError:
         return by_products(operator)
     return operator
-
-
-def adjoint(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """A^H, as a part of a product."""
-    transpose = as_part(transpose_of(operator))
-    return lx.conj(transpose) if is_complex(operator) else transpose
-
-
-def semidefinite_product(
-    second: lx.AbstractLinearOperator, first: lx.AbstractLinearOperator
-) -> lx.AbstractLinearOperator:
-    """The product of an operator and its adjoint, or of multiples of them."""
-    product = _widened(second) @ _widened(first)
-    return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
 
 
 def _widened(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
 from .._core.programs import closed_function, is_plain
-from .unstructured import register_unstructured
+from .tags import register_unstructured
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
 #: elsewhere, where small tiles do not fill the device.
@@ -172,7 +172,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         self._dtype = np.dtype(value.dtype if inexact else jax.dtypes.canonicalize_dtype(float))
         functions = [leaf for leaf in jtu.tree_leaves(kernel) if callable(leaf)]
         if batched and all(map(is_plain, functions)):
-            self.kernel, self.batched = kernel, True
+            self.kernel = kernel
+            self.batched = True
             return
         # Every array that the kernel closes over becomes a leaf, for points of this shape. A kernel
         # of blocks is traced for blocks of a single point, as blocks of all sizes are needed.
@@ -183,7 +184,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
                 return kernel(x, y)
             return kernel(*jtu.tree_map(lambda leaf: leaf[None], (x, y)))[0, 0]
 
-        self.kernel, self.batched = closed_function(of_points, point, point), False
+        self.kernel = closed_function(of_points, point, point)
+        self.batched = False
 
     def block(self, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
         """The kernel of all pairs of two blocks of points."""
@@ -200,10 +202,12 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         """The product with a vector: about `n^2 / 2` evaluations, which all vectors share under
         `jax.vmap`.
         """
-        n, count = self.in_size(), self._tiles()
+        n = self.in_size()
+        count = self._tiles()
         if count == 1:
             return jax.checkpoint(lambda x: matmul(self.block(x, x), vector))(self.x)
-        x, v = _cut(self.x, count), _cut(jnp.pad(vector, (0, -n % count)), count)
+        x = _cut(self.x, count)
+        v = _cut(jnp.pad(vector, (0, -n % count)), count)
 
         @partial(jax.checkpoint, prevent_cse=False)
         def products(i, j):
@@ -233,7 +237,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         half of the evaluations, and n^2 c other operations. Memory for a tile of each matrix, in
         the derivative as well, and for a second block like V.
         """
-        n, count = self.in_size(), self._tiles()
+        n = self.in_size()
+        count = self._tiles()
         # Rows that are 0 do not count, whichever point stands beside them.
         padded = jnp.pad(vectors, ((0, -n % count), (0, 0)))
         x = _cut(self.x, count)

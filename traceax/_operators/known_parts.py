@@ -332,7 +332,8 @@ class KnownParts(NamedTuple):
     @property
     def is_positive(self) -> Bool[Array, ""]:
         """Whether tags and factors say that what is left is positive semidefinite."""
-        return jnp.array(False) if self.sign is None else self.sign > 0
+        sign = self.sign
+        return jnp.array(False) if sign is None else sign > 0
 
 
 def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:

@@ -87,7 +87,8 @@ def _eps_inside(equation: Any, moves: list[bool]) -> tuple[float, list[bool]]:
     """The rounding in an equation that the dtypes of its results do not show, and which of its
     results depend on the operands that move.
     """
-    worst, results = 0.0, [True] * len(equation.outvars)
+    worst = 0.0
+    results = [True] * len(equation.outvars)
     if equation.primitive.name == "reduce_precision":
         worst = 2.0 ** -equation.params["mantissa_bits"]
     if equation.primitive.name in _PRODUCTS:

@@ -108,14 +108,16 @@ def _best_width(lengths: np.ndarray) -> int:
     if distinct.size == 0:
         return 0
     max_slots = _MAX_PADDING * (lengths.sum() + lengths.size)
-    best, best_cost = 0, np.inf
+    best = 0
+    best_cost = np.inf
     for width in range(1, min(int(distinct[-1]), _MAX_WIDTH) + 1):
         num_chunks = int((-(-distinct // width) * counts).sum())
         is_direct = width >= distinct[-1] and num_chunks == lengths.size
         # The last term keeps small matrices from compiling a long loop that saves nothing.
         cost = num_chunks * (width + (0 if is_direct else _CHUNK_COST)) + 16 * width
         if cost < best_cost and num_chunks * width <= max_slots:
-            best, best_cost = width, cost
+            best = width
+            best_cost = cost
     return best
 
 

@@ -25,6 +25,13 @@ CHECKS: dict[object, Check] = {
 }
 
 
+def register_unstructured(kind: type[lx.AbstractLinearOperator]) -> None:
+    """Answer no to what lineax asks of operators that may be symmetric and positive, no more."""
+    for check in CHECKS.values():
+        if check not in (lx.is_symmetric, lx.is_positive_semidefinite):
+            check.register(kind)(lambda operator: False)  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def is_tagged(check: Check, operator: lx.AbstractLinearOperator) -> bool:
     """`check(operator)`, or False where a user's operator does not register the check."""
     try:
