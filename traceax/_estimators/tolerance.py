@@ -291,11 +291,6 @@ class _Run:
             basis=self.bases(number, prepared),
         )
 
-    @property
-    def separate(self) -> bool:
-        """See `Estimate`: at the first size, where NaN and inf end a call, so are all entries."""
-        return self.sampling.rows is not None
-
     def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
         """The standard error that rounding adds, whatever the number of samples."""
         return rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
@@ -339,7 +334,12 @@ class _Run:
         drawn = self.panel * samples.panels
         evidence = worse(samples.evidence, unconverged)
         return make_estimate(
-            value, std_err, spent + drawn, drawn - 1, evidence, separate=self.separate
+            value,
+            std_err,
+            spent + drawn,
+            drawn - 1,
+            evidence,
+            separate=self.sampling.rows is not None,
         )
 
     def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:
@@ -359,7 +359,12 @@ class _Run:
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
         evidence = worse(found.evidence, unconverged)
         estimate = make_estimate(
-            found.value, found.std_err, products, dof, evidence, separate=self.separate
+            found.value,
+            found.std_err,
+            products,
+            dof,
+            evidence,
+            separate=self.sampling.rows is not None,
         )
         return before._replace(
             estimate=estimate,
