@@ -43,7 +43,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from ._core.estimate import evidence_of, make_estimate, rounding_of, safe_norm, scale_of
+from ._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, safe_norm, scale_of
 from ._core.precision import any_promotion, matmul
 from ._core.verdict import RESULTS, verdict
 from ._estimators.auto import ExactTraceEstimator
@@ -87,17 +87,6 @@ class TrackState(eqx.Module):
 
 
 TrackState.__init__.__doc__ = "**Arguments:**" + (TrackState.__doc__ or "").partition("es:**")[2]
-
-
-class _Step(NamedTuple):
-    """The outcome of a step."""
-
-    value: Inexact[Array, ""]  # linear in the products; all else is a constant
-    std_err: Real[Array, ""]
-    norm: Real[Array, ""]  # an estimate of ||A||_F
-    num_matvecs: int
-    dof: int
-    state: TrackState
 
 
 @final
@@ -222,28 +211,34 @@ def _update(
     state = lax.stop_gradient(state)
     with any_promotion():  # the algebra mixes real and complex numbers
         if state.sketch is not None:
-            step = _recycled(key, block, sampler, state.sketch, state.k)
+            estimate, new = _recycled(key, block, sampler, state.sketch, state.k)
         elif state.halves is not None and previous is not None:
             old = BlockOperator(previous).linearised()
-            step = _deltashift(key, block, old, sampler, state.halves, state.k)
+            estimate, new = _deltashift(key, block, old, sampler, state.halves, state.k)
         else:
-            step = _hutchinson(key, block, sampler, state.k)
-        rounding = rounding_of(step.norm, block.eps)
-        std_err = lax.stop_gradient(jnp.hypot(step.std_err, rounding))
-        counts = step.num_matvecs, step.dof
-        estimate = verdict(make_estimate(step.value, std_err, *counts, evidence_of(step.norm)))
+            estimate, new = _hutchinson(key, block, sampler, state.k)
         failed = estimate.result != RESULTS.successful
         next_state = jtu.tree_map(
             lambda new, old: jnp.where(failed, old, new).astype(old.dtype),
-            lax.stop_gradient(step.state),
+            lax.stop_gradient(new),
             state,
         )
     return next_state, solution_of(estimate)
 
 
+def _estimate(
+    block: BlockOperator, value: Array, std_err: Array, norm: Array, num_matvecs: int, dof: int
+) -> Estimate:
+    """The estimate of a step, for an estimate of ||A||_F. Its value is linear in the products; all
+    else is a constant.
+    """
+    std_err = lax.stop_gradient(jnp.hypot(std_err, rounding_of(norm, block.eps)))
+    return verdict(make_estimate(value, std_err, num_matvecs, dof, evidence_of(norm)))
+
+
 def _recycled(
     key: Array, block: BlockOperator, sampler: AbstractSampler, sketch: Array, k: int
-) -> _Step:
+) -> tuple[Estimate, TrackState]:
     """Hutch++ with the subspace of the last step."""
     m, n = sketch.shape
     count = k - m
@@ -270,17 +265,20 @@ def _recycled(
     sizes = jnp.abs(lax.stop_gradient(samples)) / unit
     variance = jnp.mean(jnp.maximum(c * row_squares(h) - sizes**2 / dimension, 0))
     off = unit * jnp.sqrt(variance)  # ||A||_F off the subspace
-    return _Step(
+    estimate = _estimate(
+        block,
         value=value,
         std_err=off * math.sqrt(_beta(sampler, block) / count),
         norm=jnp.hypot(safe_norm(jnp.ravel(known)), off),
         num_matvecs=k,
         dof=count,
-        state=TrackState(known, None, k),
     )
+    return estimate, TrackState(known, None, k)
 
 
-def _hutchinson(key: Array, block: BlockOperator, sampler: AbstractSampler, k: int) -> _Step:
+def _hutchinson(
+    key: Array, block: BlockOperator, sampler: AbstractSampler, k: int
+) -> tuple[Estimate, TrackState]:
     """The first step of DeltaShift: an estimate from each half of the probes."""
     z = _probes(key, sampler, block, k)
     image = _products(block, z)
@@ -289,14 +287,15 @@ def _hutchinson(key: Array, block: BlockOperator, sampler: AbstractSampler, k: i
     norms = _means(row_squares(_off_probes(z, image, unit)))
     std_errs = unit * jnp.sqrt(_beta(sampler, block) * norms / _counts(k))
     trust = _trust(norms, norms / k)[::-1]
-    return _Step(
+    estimate = _estimate(
+        block,
         value=jnp.mean(forms),
         std_err=safe_norm(std_errs * _counts(k) / k),
         norm=unit * jnp.sqrt(jnp.max(norms)),
         num_matvecs=k,
         dof=k,
-        state=TrackState(None, Halves(_means(forms), std_errs, trust, 0 * trust), k),
     )
+    return estimate, TrackState(None, Halves(_means(forms), std_errs, trust, 0 * trust), k)
 
 
 def _deltashift(
@@ -306,7 +305,7 @@ def _deltashift(
     sampler: AbstractSampler,
     past: Halves,
     k: int,
-) -> _Step:
+) -> tuple[Estimate, TrackState]:
     """A step of DeltaShift, for each half of the probes; see the top of this file."""
     count = k // 2
     counts = _counts(count)
@@ -339,14 +338,15 @@ def _deltashift(
     # The geometric mean forgets a jump of the operator within a few steps.
     smooth = jnp.sqrt(past.drift) * jnp.sqrt(drift)
     drift = jnp.where((past.drift > 0) & (drift > 0), smooth, drift)
-    return _Step(
+    estimate = _estimate(
+        block,
         value=jnp.sum(values * counts) / count,
         std_err=safe_norm(std_errs * counts / count),
         norm=unit * jnp.sqrt(jnp.max((m + n) / 2)),
         num_matvecs=2 * count,
         dof=count,
-        state=TrackState(None, Halves(values, std_errs, trust, drift), k),
     )
+    return estimate, TrackState(None, Halves(values, std_errs, trust, drift), k)
 
 
 def _probes(key: Array, sampler: AbstractSampler, block: BlockOperator, count: int) -> Array:

@@ -51,28 +51,15 @@ def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
         return 0.5 * jnp.asarray(sum(squares))
 
 
-def _without_aux(returned: Any, has_aux: bool) -> Any:
-    """What a function returns, or with `has_aux` the first of a pair."""
-    if not has_aux:
-        return returned
-    if isinstance(returned, tuple) and len(returned) == 2:
-        return returned[0]
-    raise ValueError(
-        "With has_aux=True the function must return a pair of its value and an auxiliary output, "
-        f"got {eqx.tree_pformat(returned)}. Leave out `has_aux`, or return a pair."
-    )
-
-
-def _scalar(returned: Any, has_aux: bool) -> Array:
-    """What a loss returns: a floating-point scalar."""
-    value = _without_aux(returned, has_aux)
-    if eqx.is_inexact_array(value) and value.shape == ():
-        return value
-    raise ValueError(
-        f"The loss must return a floating-point scalar array, got {eqx.tree_pformat(value)}. "
-        "Reduce it (`jnp.mean(...)`), and say `has_aux=True` of one that returns a pair with an "
-        "auxiliary output."
-    )
+def _value(returned: Any, has_aux: bool) -> Any:
+    """What a loss returns, or with `has_aux` the first of a pair."""
+    if has_aux != (isinstance(returned, tuple) and len(returned) == 2):
+        raise ValueError(
+            f"With has_aux={has_aux} the loss must return {'a pair' if has_aux else 'an array'}, "
+            f"got {eqx.tree_pformat(returned)}. Say has_aux={not has_aux} if it "
+            f"{'has no' if has_aux else 'returns a pair with an'} auxiliary output."
+        )
+    return returned[0] if has_aux else returned
 
 
 def _arrays(outputs: Any) -> Any:
@@ -142,9 +129,9 @@ def hessian(
 
     **Raises:**
 
-    - `ValueError`: for a loss that does not return a scalar, parameters without a floating-point
-        array, complex parameters, arrays in `batches` with leading axes of different lengths,
-        `weights` that are not one for each batch, or an unknown `mode`.
+    - `ValueError`: for parameters without a floating-point array, complex parameters, arrays in
+        `batches` with leading axes of different lengths, `weights` that are not one for each batch,
+        an unknown `mode`, or a pair where `has_aux` says that there is none.
 
     ??? cite "References"
 
@@ -160,11 +147,9 @@ def _check_takes(what: str, function: Callable[..., Any], count: int) -> None:
     after the first.
     """
     try:
-        signature = inspect.signature(function)
+        inspect.signature(function).bind(None, *[None] * count)
     except ValueError:  # nothing is known of it
-        return
-    try:
-        signature.bind(None, *[None] * count)
+        pass
     except TypeError as error:
         raise TypeError(
             f"gauss_newton gives the same {count} further arguments (and batches) to predict and "
@@ -294,7 +279,7 @@ def fisher(
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
     def values(params, *data):
-        out = _arrays(_without_aux(log_likelihood(params, *data), has_aux))
+        out = _arrays(_value(log_likelihood(params, *data), has_aux))
         if not eqx.is_array(out) or out.ndim > 1:
             raise ValueError(
                 "log_likelihood must return one number an example, an array of shape (N,), got "
@@ -435,12 +420,12 @@ class Curvature:
 
 
 def _loss_of_params(loss: Callable, has_aux: bool, params: Any, at: Any, *data: Any) -> Array:
-    return _scalar(loss(params, *data), has_aux)
+    return _value(loss(params, *data), has_aux)
 
 
 def _loss_of_outputs(loss: Callable, has_aux: bool, out: Any, at: Any, *data: Any) -> Array:
     *batch, _, loss_args = data
-    return _scalar(loss(out, *batch, *loss_args), has_aux)
+    return _value(loss(out, *batch, *loss_args), has_aux)
 
 
 def _outputs(predict: Callable, index: Any, params: Any, *data: Any) -> Any:

@@ -259,7 +259,6 @@ CALLS = [
     lambda: hessian(params={"n": 3}),
     lambda: hessian(params={"w": ONES.astype(complex)}),
     lambda: hessian(batches=(ONES, ONES[:3])),
-    lambda: hessian(lambda p: p["w"]),
     lambda: curvature.jacobian_gram(lambda p: jnp.arange(3), {"w": ONES}).mv({"w": ONES}),
     lambda: fisher(key=KEY),
     lambda: fisher(num_samples=0),

@@ -65,7 +65,7 @@ def split_params(params: Any, wrt: Choice = None, groups: Groups | None = None) 
         return isinstance(leaf, choice) if isinstance(choice, type) else bool(choice(name, leaf))
 
     graph = None
-    if _holds_modules(params):
+    if any(map(_is_module, jtu.tree_leaves(params, is_leaf=_is_module))):
         by_keys = (lambda keys, leaf: is_chosen("/".join(map(str, keys)), leaf), ...)
         graph, moving, others = _nnx().split(params, *by_keys)
     else:
@@ -121,12 +121,9 @@ def _is_variable(leaf: Any) -> bool:
     return nnx is not None and isinstance(leaf, nnx.Variable)
 
 
-def _holds_modules(params: Any) -> bool:
+def _is_module(node: Any) -> bool:
     nnx = _nnx()
-    if nnx is None:
-        return False
-    nodes = jtu.tree_leaves(params, is_leaf=lambda x: isinstance(x, nnx.Pytree))
-    return any(isinstance(x, nnx.Pytree) for x in nodes)
+    return nnx is not None and isinstance(node, nnx.Pytree)
 
 
 # --- groups ---------------------------------------------------------------------------------------
