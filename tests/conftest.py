@@ -68,6 +68,7 @@ def _compile_quickly(request):
 MOST_PROGRAMS = 7000
 PROGRAMS = collections.Counter()  # by the folder or file of the tests that ask for them
 ASKING = ["imports"]
+FORGOTTEN = [0]  # how many of them
 
 
 def _count(event, duration, **_):
@@ -80,6 +81,15 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 def pytest_runtest_logstart(nodeid, location):
     ASKING[0] = nodeid.partition("::")[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_many_programs():
+    """Each takes some thirty memory maps of a process, which may have 65,530."""
+    yield
+    if PROGRAMS.total() > FORGOTTEN[0] + 600:
+        FORGOTTEN[0] = PROGRAMS.total()
+        jax.clear_caches()
 
 
 @pytest.hookimpl(optionalhook=True)
