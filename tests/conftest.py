@@ -7,8 +7,6 @@ import os
 # pools that wait for each other cost more than everything else (seven times on two cores).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -28,15 +26,10 @@ if "TRACEAX_TESTS_COMPILED" not in os.environ:
     for program in compiled.iterdir():  # of code that has changed, for the most part
         if program.stat().st_mtime < time.time() - 7 * 24 * 3600:
             program.unlink(missing_ok=True)
-# XLA's older code generator for CPUs compiles in a third of the time. With XLA_FLAGS in the
-# environment, an empty one too, it is left to choose. (It aborts on flags it does not know, of
-# which this one is from jaxlib 0.12.0.1 on: that is tested with the newer code generator.)
-if "XLA_FLAGS" not in os.environ:
-    quick = "--xla_cpu_use_fusion_emitters=false"
-    probe = [sys.executable, "-c", "import jax; jax.devices()"]
-    env = {**os.environ, "XLA_FLAGS": quick}
-    known = subprocess.run(probe, env=env, capture_output=True, check=False).returncode == 0
-    os.environ["XLA_FLAGS"] = quick if known else ""
+# XLA's older code generator for CPUs, which jaxlib 0.12 lacks, compiles in a third of the time.
+# With XLA_FLAGS in the environment, an empty one too, it is left to choose.
+if jax.__version_info__ < (0, 12):
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 jax.config.update("jax_compilation_cache_dir", os.environ["TRACEAX_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -72,9 +65,10 @@ def _compile_quickly(request):
 
 # The README's command compiles no more, all workers together. (A program takes a CPU second, and
 # 20 ms if it is a single operation: references and inputs are computed by NumPy.)
-MOST_PROGRAMS = 3000
+MOST_PROGRAMS = 7000
 PROGRAMS = collections.Counter()  # by the folder or file of the tests that ask for them
 ASKING = ["imports"]
+FORGOTTEN = [0]  # how many of them
 
 
 def _count(event, duration, **_):
@@ -87,6 +81,15 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 def pytest_runtest_logstart(nodeid, location):
     ASKING[0] = nodeid.partition("::")[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_many_programs():
+    """Each takes some thirty memory maps of a process, which may have 65,530."""
+    yield
+    if PROGRAMS.total() > FORGOTTEN[0] + 600:
+        FORGOTTEN[0] = PROGRAMS.total()
+        jax.clear_caches()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -267,16 +267,3 @@ def test_collectives_over_an_axis_that_nothing_is_batched_in():
 
     values = jax.vmap(trace, axis_name="lane")(jnp.arange(3.0))
     np.testing.assert_allclose(values, 18 + np.arange(3.0))
-
-
-@pytest.mark.parametrize("call", ["estimate", "trace", "diagonal"])
-def test_warnings_point_at_the_caller(call):
-    operator = lx.MatrixLinearOperator(jnp.eye(6) + 1.0)
-    calls = {
-        "estimate": lambda: tr.XTraceEstimator().estimate(KEY, operator, 1),
-        "trace": lambda: tr.trace(KEY, operator, 1, tr.XTraceEstimator()),
-        "diagonal": lambda: tr.diagonal(KEY, operator, 1, tr.XTraceEstimator()),
-    }
-    with pytest.warns(UserWarning, match="k was raised") as caught:
-        calls[call]()
-    assert {warning.filename for warning in caught} == {__file__}

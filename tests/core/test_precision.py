@@ -13,16 +13,10 @@ from traceax._core.precision import platform
 from traceax._operators.block_operator import BlockOperator
 from traceax.testing import _products_for_gpu
 
-from ..helpers import CLASSES, PSD
+from ..helpers import CLASSES, PROBED, PSD
 
 N, K = 64, 24
 KEY = jax.random.key(0)
-DIAGONALS = {
-    "hutchinson": tr.HutchinsonEstimator(),
-    "diag++": tr.HutchPlusPlusEstimator(),
-    "xdiag": tr.XTraceEstimator(),
-    "xnysdiag": tr.XNysTraceEstimator(),
-}
 
 
 def _operator(weights):
@@ -38,7 +32,7 @@ ESTIMATES = {
     },
     **{
         f"diagonal-{name}": lambda w, e=e: jnp.sum(tr.diagonal(KEY, _operator(w), K, e).value ** 2)
-        for name, e in DIAGONALS.items()
+        for name, e in PROBED.items()
     },
     "logdet": lambda w: tr.logdet(KEY, _operator(w), K).value,
 }
