@@ -336,3 +336,18 @@ def test_no_bias_and_bars_that_cover(name, p):
     ratio = np.mean(np.asarray(found.std_err) ** 2) / variance
     assert 0.75 < ratio < 1.35
     assert np.mean((low <= truth.real) & (truth.real <= high)) > 0.92
+
+
+def test_exact_sums_of_matrices_that_are_not_normal_state_their_rounding():
+    """A rotated nilpotent matrix and one with a triangular part."""
+    rng = np.random.default_rng(0)
+    q = np.linalg.qr(rng.standard_normal((40, 40)))[0]
+    triangular = np.eye(40) + q @ np.triu(rng.standard_normal((40, 40)), 1) @ q.T / 4
+    cases = (
+        (q @ np.eye(40, k=1) @ q.T, jnp.exp, 40.0),
+        (triangular, jnp.log, 0.0),
+    )
+    for matrix, fn, truth in cases:
+        operator = lx.MatrixLinearOperator(jnp.asarray(matrix + 0j, jnp.complex64))
+        found = tr.spectral_sum(jax.random.key(0), fn, operator, 40)
+        assert abs(complex(found.value) - truth) <= found.quadrature_error < 0.2

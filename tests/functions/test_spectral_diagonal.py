@@ -11,7 +11,7 @@ import pytest
 
 import traceax as tr
 from traceax._functions.diagonal import sizes_of
-from traceax._functions.sampling import known_steps
+from traceax._functions.sampling import removed_from
 from traceax._linalg.block_lanczos import block_lanczos
 
 from ..helpers import PSD, by_products, keys, with_spectrum
@@ -61,21 +61,21 @@ def parts(key, matrix, k):
     """What the estimator draws and finds for this key: V, T, which of the columns of V are removed
     from the probes, omega, and the number of steps.
     """
-    sizes = sizes_of(k)
+    width, steps, probes, probe_steps = sizes_of(k)
     n, real = len(matrix), jnp.finfo(matrix.dtype).dtype
     eps = float(jnp.finfo(real).eps)
 
     @jax.jit
     def found(key, matrix):
         start_key, probe_key = jr.split(key)
-        start = tr.RademacherSampler()(start_key, n, sizes.block, matrix.dtype)
-        krylov = block_lanczos(lambda x: matrix @ x, start, sizes.steps, eps)
-        return krylov, tr.RademacherSampler()(probe_key, n, sizes.probes, real)
+        start = tr.RademacherSampler()(start_key, n, width, matrix.dtype)
+        krylov = block_lanczos(lambda x: matrix @ x, start, steps, eps)
+        return krylov, tr.RademacherSampler()(probe_key, n, probes, real)
 
     krylov, omega = found(key, matrix)
     v = np.asarray(krylov.rows).T
-    removed = np.arange(v.shape[1]) < sizes.block * known_steps(sizes.steps)
-    return v, np.asarray(krylov.t), removed, np.asarray(omega), sizes.probe_steps
+    removed = np.arange(v.shape[1]) < removed_from(v, width).shape[1]
+    return v, np.asarray(krylov.t), removed, np.asarray(omega), probe_steps
 
 
 def after_steps(matrix, vectors, q, fn):

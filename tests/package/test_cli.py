@@ -172,6 +172,16 @@ def test_traces_of_functions(capsys, tmp_path):
     assert report["value"] == reports[0]["value"] != reports[1]["value"]
 
 
+def test_functions_to_a_tolerance(capsys, tmp_path):
+    path = save(tmp_path)
+    for command in ("trace", "diagonal"):
+        arguments = command, path, "--function", "log", "--rtol", 0.2, "--psd", "--exact"
+        report = run_json(capsys, *arguments)
+        error = np.linalg.norm(np.subtract(report["value"], report["exact"]))
+        assert error <= 0.2 * np.linalg.norm(report["exact"])
+        assert report["result"] == "successful"
+
+
 def test_the_diagonal_of_an_inverse(capsys, tmp_path):
     path, out = save(tmp_path), tmp_path / "out.txt"
     truth = np.linalg.inv(np.load(path)).diagonal()

@@ -13,12 +13,11 @@ tenth of this is taken, before probes are drawn.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
-import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from .._core.estimate import rounding_of, worse
 from .._core.primitive import spectral_diagonal_p
@@ -31,41 +30,23 @@ from .._operators.checks import as_operator
 from .._probes.random import split
 from .funm import AbstractFunctionEstimator, check_function, check_hermitian, hoist_function
 from .quadrature_error import entries_std_err, quadrature_estimate
-from .sampling import ExactDiagonalWeights, FunctionSampling, Recurrences, sampled_function
+from .sampling import ExactDiagonalWeights, FunctionSampling, sampled_function
 
 #: The largest number of vectors in the Krylov space.
 MOST_VECTORS = 512
 
 
-class Sizes(NamedTuple):
-    """How a budget is divided."""
-
-    block: int
-    steps: int  # of the block
-    probes: int
-    probe_steps: int
-
-
-def sizes_of(k: int) -> Sizes:
-    """How a budget of k products is divided. Entries converge half as fast as quadratic forms, and
-    too few steps are a bias: there are more steps than for spectral sums, and as few probes as
-    errors can be told from.
+def sizes_of(k: int) -> tuple[int, int, int, int]:
+    """The number of vectors of the Krylov space, its steps, the number of probes and their steps.
+    Entries converge half as fast as quadratic forms, and too few steps are a bias: there are more
+    steps than for spectral sums, and as few probes as errors can be told from.
     """
     half = min(k // 2, MOST_VECTORS)
     block = max(1, min(round(math.sqrt(k) / 2.75), half // 4))
     steps = half // block
     left = k - block * steps
     probes = max(3 if left >= 12 else 2, round(math.sqrt(left) / 2))
-    return Sizes(block, steps, probes, left // probes)
-
-
-@final
-class DiagonalWeights(eqx.Module):
-    """The Krylov space, from so many vectors, and the recurrences of an estimate."""
-
-    basis: Inexact[Array, "n m"]
-    recurrences: Recurrences
-    width: int = eqx.field(static=True)
+    return block, steps, probes, left // probes
 
 
 @final
@@ -86,22 +67,20 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        sizes = sizes_of(k)
-        p = sizes.probes
+        width, steps, p, probe_steps = sizes_of(k)
         block = BlockOperator(operator).linearised()
         start_key, probe_key = split(key)
-        prepared = self.sampling.prepared_space(start_key, block, sizes.block, sizes.steps)
-        panel, fixed = self.sampling.panel_and_recurrences(
-            probe_key, block, prepared, p, sizes.probe_steps
-        )
+        prepared = self.sampling.prepared_space(start_key, block, width, steps)
+        given = probe_key, block, prepared, p, probe_steps
+        panel, fixed = self.sampling.panel_and_recurrences(*given)
         value = prepared.value + jnp.mean(panel.samples, axis=-1)
         std_err, _ = entries_std_err(panel.samples.T, jnp.asarray(p, value.dtype))
         rounding = rounding_of(jnp.hypot(prepared.size, panel.size), block.eps)
         std_err = jnp.hypot(std_err, rounding)
-        spent = sizes.block * sizes.steps + p * sizes.probe_steps
+        spent = width * steps + p * probe_steps
         evidence = worse(prepared.evidence, panel.evidence)
         estimate = quadrature_estimate(value, panel.bias, std_err, spent, p - 1, evidence)
-        return estimate, DiagonalWeights(prepared.basis, fixed, sizes.block) if weights else None
+        return estimate, (prepared.basis, fixed) if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -112,8 +91,9 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         if isinstance(weights, ExactDiagonalWeights):
             return self.sampling.contract_exact(weights, operator)
         block = BlockOperator(operator)
-        prepared = self.sampling.captured_space(block, weights.basis, weights.width)
-        return prepared.value + self.sampling.mean_of(block, prepared, weights.recurrences)
+        basis, recurrences = weights
+        space = self.sampling.captured_space(block, basis)
+        return space.value + self.sampling.mean_of(block, space, recurrences)
 
 
 def spectral_diagonal(
@@ -162,6 +142,7 @@ def spectral_diagonal(
     - `operator`: a Hermitian lineax operator with `n` rows, between any PyTrees: tagged symmetric
         (if real) or positive or negative semidefinite.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, as of [`traceax.diagonal`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**

@@ -65,7 +65,6 @@ from .._core.estimate import (
     Evidence,
     all_finite,
     evidence_of,
-    make_estimate,
     rounding_of,
     safe_norm,
     scale_of,
@@ -89,9 +88,14 @@ from .nodes import (
     divided_differences,
     on_nodes,
     rounding_of_nodes,
+    unresolved,
     within_tag,
 )
-from .quadrature_error import quadrature_estimate, truncation_error as truncation_error
+from .quadrature_error import (
+    exact_estimate,
+    quadrature_estimate,
+    truncation_error as truncation_error,
+)
 
 
 def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -369,9 +373,8 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         error = jnp.sum(changes[0], axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values[0], 0, -1)), eps)
-        evidence = worse(evidence, domain_evidence(ones, values))
-        zero = jnp.zeros_like(value)
-        estimate = make_estimate(value, zero, nodes.size, 0, evidence, quadrature_error=error)
+        evidence = worse(evidence, domain_evidence(ones, values + changes))
+        estimate = exact_estimate(value, error, nodes.size, evidence)
         slopes = divided_differences(self.fn, nodes.T)
         return estimate, SpectralWeights(basis=basis[None], core=slopes, nodes=nodes, weights=ones)
 
@@ -424,14 +427,17 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
-        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(masses, values))
+        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(masses, values + changes))
         least = 0.0
-        if self.jumps:  # the bound is far above the error: it does not say that steps are too few
-            least = math.inf
+        if self.jumps:  # as far as n is a measure of a count
+            least = n / 20
             bounds = sum(jump_error(masses, nodes < jump) for jump in self.jumps)
             error = n * jnp.mean(jnp.where(krylov.exhausted, 0, bounds))
         else:
+            residuals = krylov.residual[:, None] * jnp.abs(s[:, -1])
+            hidden = unresolved(self.fn, nodes, values, residuals)
             error = truncation_error(samples, krylov.exhausted)
+            error = error + n * jnp.mean(weighted(masses, hidden), axis=0)
 
         def fixed():
             return SpectralWeights(

@@ -65,11 +65,11 @@ from .funm import (
     domain_evidence,
     truncation_error,
 )
-from .nodes import Function, changes_by_rounding, divided_differences, on_nodes
+from .nodes import Function, changes_by_rounding, divided_differences, on_nodes, unresolved
 from .quadrature_error import quadrature_estimate
 
 #: The smallest budget that is worth a block.
-LEAST = 24
+LEAST = 16
 
 #: The number of groups of vectors that are left out in turn.
 GROUPS = 4
@@ -209,7 +209,11 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         masses = captured + einsum("l,ilgm->im", room / b, outside)
         traces = einsum("im,imf->if", masses, values)
         error = truncation_error(traces[:, None], krylov.exhausted[None])
-        error = jnp.where(jnp.isfinite(error), error, jnp.inf)
+        # What is hidden after s - m steps, of which T has the residuals.
+        of_t = matmul(krylov.t, vectors[1]) - vectors[1] * nodes[1]
+        residuals = jnp.linalg.norm(of_t, axis=0)
+        hidden = unresolved(self.fn, nodes[1], values[1].reshape(-1, *shape), residuals, b)
+        error = error + matmul(masses[1], hidden.reshape(len(residuals), -1))
 
         part = rows[:, : (b - size) * max(1, 3 * depth // 4)]
         std_err, dof = standard_error(part, rows, coordinates, turned[0], values[0], n)
@@ -231,7 +235,9 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             return SpectralWeights(basis, core[None], nodes[None], masses[None])
 
         value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
-        evidence = worse(krylov.evidence, domain_evidence(counts.astype(nodes.dtype), values))
+        evidence = worse(
+            krylov.evidence, domain_evidence(counts.astype(nodes.dtype), values + changes)
+        )
         estimate = quadrature_estimate(
             value, error, std_err, b * s, dof, evidence, inflation=INFLATION
         )

@@ -68,9 +68,11 @@ def changes_by_rounding(
     return change + 2 * float(jnp.finfo(values.dtype).eps) * jnp.abs(values)
 
 
-def unresolved(fn: Function, nodes: Array, values: Array, residuals: Real[Array, "..."]) -> Array:
-    """How far f may be from its value at a Ritz value that an eigenvalue of half its size, or less,
-    may hide behind: with a residual of more than half of it. Where f is singular at 0 and the
+def unresolved(
+    fn: Function, nodes: Array, values: Array, residuals: Real[Array, "..."], count: int = 1
+) -> Array:
+    """How far f may be from its value at the Ritz values next to 0 that smaller eigenvalues may
+    hide behind: with a residual of more than half of them. Where f is singular at 0 and the
     spectrum comes close to it, the values after q, q - d and q - 2d steps agree, as none of them
     has met the small eigenvalues.
 
@@ -78,17 +80,25 @@ def unresolved(fn: Function, nodes: Array, values: Array, residuals: Real[Array,
 
     - `fn`: the function f.
     - `nodes`, `values`, `residuals`: the Ritz values, f at them, and the norms of their residuals.
+    - `count`: the number of Ritz values that are next to 0: one for each vector of a block.
 
     **Returns:**
 
     Numbers of the shape of `values`, at most |f|, and small where f is nearly a line towards 0.
     """
+    size = jnp.abs(values)
     half = on_nodes(fn, nodes / 2)
-    # How far f(x / 4) is from the line through f(x) and f(x / 2), since quadrature is exact for
-    # lines. With this factor it is 1/4 of f for roots, and more than f for 1 / sqrt(x) and 1 / x.
-    change = 4 * jnp.abs(on_nodes(fn, nodes / 4) - half - (half - values) / 2)
-    change = jnp.where(change < jnp.abs(values), change, jnp.abs(values))  # NaN is not smaller
-    hidden = residuals > jnp.abs(nodes) / 2
+    quarter = on_nodes(fn, nodes / 4)
+    # How far f(x / 4) is from the line through f(x) and f(x / 2), as quadrature is exact for lines;
+    # but little where f grows by little. It is f / 4 for roots and f for 1 / sqrt(x), and too
+    # little to count for exp and for log.
+    bend = 4 * jnp.abs(quarter - half - (half - values) / 2)
+    growth = jnp.abs(quarter) / jnp.where(size > 0, size, 1) - 1
+    change = jnp.minimum(bend, size * jnp.square(growth))
+    change = jnp.where(change < size, change, size)  # NaN is not smaller
+    change = jnp.where(change > size / 20, change, 0)
+    last = jnp.sort(jnp.abs(nodes), axis=-1)[..., count - 1 : count]
+    hidden = (residuals > jnp.abs(nodes) / 2) & (jnp.abs(nodes) <= last)
     return jnp.where(hidden.reshape(*nodes.shape, *[1] * (values.ndim - nodes.ndim)), change, 0)
 
 

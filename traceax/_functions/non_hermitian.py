@@ -51,7 +51,6 @@ from jaxtyping import Array, Complex, Inexact
 from .._core.estimate import (
     Evidence,
     evidence_of,
-    make_estimate,
     rounding_of,
     safe_norm,
     scale_of,
@@ -73,7 +72,7 @@ from .funm import (
     truncation_error,
 )
 from .nodes import Function, on_nodes, slope_of
-from .quadrature_error import quadrature_estimate
+from .quadrature_error import exact_estimate, quadrature_estimate
 
 
 @final
@@ -195,22 +194,26 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         evidence = evidence_of(matrix, outside=~real_enough)
         evidence = worse(evidence, domain_evidence(jnp.abs(ones), values))
 
-        def fixed():
-            found = diagonalised(scaled)
-            slope = function_of(found, on_nodes(slope_of(self.fn), found.nodes * unit))
-            one = jnp.eye(block.n, dtype=block.dtype)
-            return NonHermitianWeights(slope.real if self.is_real else slope, one, nodes, ones)
+        # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; and |f| where that is less than |f'| ||dA||_F, as
+        # for roots of eigenvalues that are made of rounding.
+        rounding = 2 * block.eps * (unit * safe_norm(scaled.reshape(-1)))
 
-        # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; for normal matrices the first norm is known.
-        slopes = jnp.abs(on_nodes(slope_of(self.fn), nodes))
-        slopes = jnp.where(jnp.isfinite(slopes), slopes, 0)
-        error = 2 * block.eps * (unit * safe_norm(scaled.reshape(-1))) * safe_norm(slopes)
+        def usable_slopes(theta):
+            slopes = on_nodes(slope_of(self.fn), theta)
+            return slopes, jnp.abs(slopes) * rounding <= jnp.abs(on_nodes(self.fn, theta))
+
+        found = diagonalised(scaled)
+        slopes, usable = usable_slopes(found.nodes * unit)
+        norm = safe_norm(function_of(found, jnp.where(usable, slopes, 0)).reshape(-1))
         # The values of f, and their sum, are rounded as well.
-        sizes = jnp.abs(values)
-        error = error + 2 * block.eps * jnp.sum(jnp.where(jnp.isfinite(sizes), sizes, 0))
-        zero = jnp.zeros_like(error)
-        estimate = make_estimate(value, zero, block.n, 0, evidence, quadrature_error=error)
-        return estimate, fixed()
+        sizes = jnp.where(jnp.isfinite(values), jnp.abs(values), 0)
+        shares = jnp.where(usable_slopes(nodes)[1], 2 * block.eps, 1)
+        error = rounding * norm + jnp.sum(shares * sizes)
+        estimate = exact_estimate(value, error, block.n, evidence)
+        slope = function_of(found, slopes)
+        slope = slope.real if self.is_real else slope
+        one = jnp.eye(block.n, dtype=block.dtype)
+        return estimate, NonHermitianWeights(slope, one, nodes, ones)
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of

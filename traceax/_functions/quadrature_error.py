@@ -27,7 +27,7 @@ def quadrature_estimate(
     num_matvecs: Array | int,
     dof: Array | float,
     evidence: Evidence,
-    least: float = 0.0,
+    least: Array | float = 0.0,
     **more: Any,
 ) -> Estimate:
     """An estimate with a quadrature error. For a fixed budget it has not converged where that error
@@ -38,6 +38,15 @@ def quadrature_estimate(
     allowed = jnp.maximum(jnp.maximum(4 * scatter, size / 20), least)
     evidence = worse(evidence, Evidence(unconverged=relative(bias, allowed)))
     return make_estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
+
+
+def exact_estimate(value: Array, error: Array, num_matvecs: int, evidence: Evidence) -> Estimate:
+    """An estimate whose error is a bound on rounding. It has not converged where that is more than
+    half of the value.
+    """
+    zero = jnp.zeros_like(error)
+    least = safe_norm(jnp.ravel(value)) / 2
+    return quadrature_estimate(value, error, zero, num_matvecs, 0, evidence, least)
 
 
 def entries_std_err(

@@ -39,7 +39,6 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import (
     Evidence,
-    make_estimate,
     norm_of,
     rounding_of,
     safe_norm,
@@ -81,7 +80,7 @@ from .nodes import (
     unresolved,
     within_tag,
 )
-from .quadrature_error import entries_truncation_error, truncation_error
+from .quadrature_error import entries_truncation_error, exact_estimate, truncation_error
 
 
 class Space(NamedTuple):
@@ -117,9 +116,10 @@ class ExactDiagonalWeights(NamedTuple):
     nodes: Real[Array, " n"]
 
 
-def known_steps(steps: int) -> int:
-    """The number j of the first steps, whose vectors Q are removed from the probes."""
-    return steps - 2 * max(1, steps // 8)
+def removed_from(basis: Inexact[Array, "n m"], width: int) -> Inexact[Array, "n j"]:
+    """The vectors Q of the first steps, of which f(A) Q is known: all but the last quarter."""
+    steps = basis.shape[1] // width
+    return basis[:, : width * (steps - 2 * max(1, steps // 8))]
 
 
 @final
@@ -150,12 +150,13 @@ class FunctionSampling(AbstractSampling):
     def prepared_space(
         self, key: PRNGKeyArray, block: BlockOperator, width: int, steps: int
     ) -> Space:
-        """F on the Krylov space of so many random vectors after so many steps."""
+        """The function on the Krylov space of so many random vectors after so many steps."""
         start = self.sampler.probes(key, block.n, width, block.dtype)
         krylov = block_lanczos(block.mm, start, steps, block.eps)
         basis = krylov.rows.T
-        space = self.space(block, basis, krylov.t, width)
-        j = space.removed.shape[1]
+        space = self.space(block, basis, krylov.t)
+        removed = removed_from(basis, width)
+        j = removed.shape[1]
         step = jnp.arange(krylov.t.shape[0]) // width
         behind = max(1, steps // 8)
 
@@ -164,11 +165,12 @@ class FunctionSampling(AbstractSampling):
             values = on_nodes(self.fn, within_tag(block.operator, nodes, block.eps))
             values = jnp.where(jnp.any(s != 0, axis=0), values, 0)
             columns = matmul(s * values, adjoint(s)[:, :j])
-            return jnp.sum(matmul(basis, columns) * jnp.conj(space.removed), axis=1).real
+            return jnp.sum(matmul(basis, columns) * jnp.conj(removed), axis=1).real
 
         known = jnp.stack([on_removed(steps - i * behind) for i in range(3)])
         bias = self._error(known[:, :, None], krylov.exhausted[None])
-        return space._replace(bias=bias, evidence=worse(krylov.evidence, space.evidence))
+        evidence = worse(krylov.evidence, space.evidence)
+        return space._replace(bias=bias, removed=removed, evidence=evidence)
 
     def captured(self, block, basis):
         """See `AbstractSampling`."""
@@ -177,12 +179,13 @@ class FunctionSampling(AbstractSampling):
             zero = self._rows_of(jnp.zeros((block.n, 1), jnp.finfo(block.dtype).dtype))[..., 0]
             none = zero.reshape(-1)[:0]
             return Space(basis, basis, none, basis, zero, zero, zero, basis, basis, Evidence())
-        return self.captured_space(block, basis, math.isqrt(size))
+        space = self.captured_space(block, basis)
+        return space._replace(removed=removed_from(basis, math.isqrt(size)))
 
-    def captured_space(self, block: BlockOperator, basis: Array, width: int) -> Space:
-        """F on a space that is held fixed, as a function of A."""
+    def captured_space(self, block: BlockOperator, basis: Array) -> Space:
+        """The function on a space that is held fixed, as a function of A."""
         images = block.mm(basis)
-        space = self.space(block, basis, matmul(adjoint(basis), images), width)
+        space = self.space(block, basis, matmul(adjoint(basis), images))
         s = matmul(adjoint(basis), space.right)
         return space._replace(images=matmul(images, s))
 
@@ -191,7 +194,6 @@ class FunctionSampling(AbstractSampling):
         block: BlockOperator,
         basis: Inexact[Array, "n m"],
         t: Inexact[Array, "m m"],
-        width: int,
     ) -> Space:
         """V f(T) V^H, and as a function of T to first order."""
         in_use = jnp.any(basis != 0, axis=0)
@@ -216,7 +218,7 @@ class FunctionSampling(AbstractSampling):
             size=self._size(left, matmul(square_of(right), changes), block.eps),
             bias=jnp.zeros_like(value),
             basis=basis,
-            removed=basis[:, : width * known_steps(basis.shape[1] // width)],
+            removed=basis[:, :0],
             evidence=domain_evidence(counts.astype(nodes.dtype), changes + values),
         )
 
@@ -272,20 +274,26 @@ class FunctionSampling(AbstractSampling):
             residuals = krylov.residual[:, None] * jnp.abs(s[:, made - 1])
             hidden = unresolved(self.fn, nodes, values, residuals)
             hidden = room * jnp.mean(weighted(masses, hidden))
-            return y, space.bias + error + self._rows_of(hidden)[..., 0], nodes, masses, values
+            error = space.bias + error + self._rows_of(hidden)[..., 0]
+            return y[0], error, nodes, masses, values
 
-        def enough(krylov, made):
-            y, error, *_ = rest(krylov, made)
-            value = space.value + jnp.mean(self._rows_of(omega * y[0].real), axis=-1)
+        def measure(krylov, made):
+            found = rest(krylov, made)
+            value = space.value + jnp.mean(self._rows_of(omega * found[0].real), axis=-1)
             allowed = (self.atol + self.rtol * norm_of(value)) / 3
-            converged = norm_of(error) <= allowed
-            return jnp.where(jnp.asarray(steps) > 0, made >= steps, converged)
+            converged = norm_of(found[1]) <= allowed
+            return jnp.where(jnp.asarray(steps) > 0, made >= steps, converged), found
 
-        krylov, made = self._recurrences(block, z, space.basis.shape[1], steps, enough)
-        y, bias, nodes, masses, values = rest(krylov, made)
+        if isinstance(steps, int) and steps > 0:
+            krylov, made = lanczos(block.mm, z, steps, eps), steps
+            found = rest(krylov, steps)
+        else:
+            most = self._most_steps(space.basis.shape[1])
+            krylov, made, found = lanczos_until(block.mm, z, most, eps, measure)
+        y, bias, nodes, masses, values = found
         outside = without(space.right, omega)
-        c = level_of_others(outside, y[0])
-        entries = omega * (y[0] - c * outside).real + c * room
+        c = level_of_others(outside, y)
+        entries = omega * (y - c * outside).real + c * room
         scatter = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
         deviation = scatter / math.sqrt(max(p - 1, 1))
         changes = changes_by_rounding(self.fn, block.operator, nodes, values, eps)
@@ -298,22 +306,16 @@ class FunctionSampling(AbstractSampling):
             least_deviation=math.sqrt(2) * safe_norm(deviation)
             if summed
             else self.rows.norms(deviation[:, None]),
-            size=self._size((y[0] + known) / math.sqrt(p), changes, eps),
+            size=self._size((y + known) / math.sqrt(p), changes, eps),
             evidence=worse(krylov.hermitian_evidence(eps), domain),
             steps=made,
             bias=bias,
         )
         return panel, self.fixed(block, omega, z, krylov, made)
 
-    def _recurrences(
-        self, block: BlockOperator, z: Array, size: int, steps: Array | int, enough: Any
-    ) -> tuple[Lanczos, Array | int]:
-        """As many steps as were made before, or as are enough, with a space of this size."""
-        if isinstance(steps, int) and steps > 0:
-            return lanczos(block.mm, z, steps, block.eps), steps
-        # Where a space makes recurrences shorter, it costs less than long ones.
-        most = max(4, self.max_steps // {0: 4, 16: 2}.get(size, 1))
-        return lanczos_until(block.mm, z, most, block.eps, enough)
+    def _most_steps(self, size: int) -> int:
+        """Where a space makes recurrences shorter, it costs less than long ones."""
+        return max(4, self.max_steps // {0: 4, 16: 2}.get(size, 1))
 
     def fixed(
         self, block: BlockOperator, omega: Array, z: Array, krylov: Lanczos, steps: Array | int
@@ -329,8 +331,9 @@ class FunctionSampling(AbstractSampling):
         still = BlockOperator(constant(block.operator)).linearised()
         omega = self.sampler.probes(key, block.n, count, jnp.finfo(block.dtype).dtype)
         z = without(prepared.removed, omega).astype(block.dtype)
-        size = prepared.basis.shape[1]
-        krylov, _ = self._recurrences(still, z, size, steps, lambda _, made: made >= steps)
+        most = self._most_steps(prepared.basis.shape[1])
+        measure = lambda _, made: (made >= steps, ())  # noqa: E731
+        krylov, *_ = lanczos_until(still.mm, z, most, block.eps, measure)
         return self.mean_of(block, prepared, self.fixed(still, omega, z, krylov, steps))
 
     def mean_of(self, block: BlockOperator, space: Space, fixed: Recurrences) -> Array:
@@ -417,8 +420,7 @@ class FunctionSampling(AbstractSampling):
         rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
         error = self.rows.of_vector(matmul(square_of(basis), changes) + rounding)
         value = self.rows.of_vector(matmul(square_of(basis), values))
-        zero = jnp.zeros_like(value)
-        estimate = make_estimate(value, zero, nodes.size, 0, evidence, quadrature_error=error)
+        estimate = exact_estimate(value, error, nodes.size, evidence)
         return estimate, ExactDiagonalWeights(basis, nodes)
 
     def _sum(self) -> QuadratureEstimator:
@@ -456,6 +458,10 @@ def without(q: Inexact[Array, "n m"], vectors: Array) -> Inexact[Array, "n p"]:
     return vectors
 
 
+def _with_sampling(weights: SampledWeights, sampling: FunctionSampling | None) -> SampledWeights:
+    return eqx.tree_at(lambda w: w.sampling, weights, sampling, is_leaf=lambda x: x is None)
+
+
 @final
 class SampledFunctionEstimator(AbstractFunctionEstimator):
     """A function of a matrix with a tolerance in the place of a budget."""
@@ -474,8 +480,10 @@ class SampledFunctionEstimator(AbstractFunctionEstimator):
         rtol = jnp.asarray(self.sampling.rtol, real)
         atol = jnp.asarray(self.sampling.atol, real)
         target = Target(rtol=rtol, atol=atol, offset=0.0, scale=1.0, root=False)
-        block = BlockOperator(operator)
-        return sample_to_tolerance(key, block, self.sampling, target, self.max_k, weights)
+        given = key, BlockOperator(operator), self.sampling, target, self.max_k, weights
+        estimate, made = sample_to_tolerance(*given)
+        # The function itself is no weight.
+        return estimate, None if made is None else _with_sampling(made, None)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -484,8 +492,7 @@ class SampledFunctionEstimator(AbstractFunctionEstimator):
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The contraction depends on the leaves of `fn`, too."""
         if isinstance(weights, SampledWeights):
-            held = eqx.tree_at(lambda w: w.sampling, weights, self.sampling)
-            return held.contract(BlockOperator(operator))
+            return _with_sampling(weights, self.sampling).contract(BlockOperator(operator))
         return self.sampling.contract_exact(weights, operator)
 
 

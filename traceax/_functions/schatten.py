@@ -98,15 +98,10 @@ def schatten_norm(
 
 
 def _exponent(p: Any) -> float:
-    if isinstance(p, bool | np.bool_) or not isinstance(p, int | float | np.integer | np.floating):
-        raise TypeError(
-            f"The exponent p of a Schatten norm must be a Python number, got {type(p).__name__}. "
-            "Give 1 for the nuclear norm."
-        )
-    if not 0 < p < math.inf:
+    if not isinstance(p, int | float | np.integer | np.floating) or not 0 < p < math.inf:
         raise ValueError(
-            f"The exponent p of a Schatten norm must be positive and finite, got {p}. For the "
-            "largest singular value use `traceax.eigenpairs` of A^H A."
+            f"The exponent p of a Schatten norm must be a positive finite number, got {p!r}. "
+            "Give 1 for the nuclear norm; the largest singular value is for `traceax.eigenpairs`."
         )
     return float(p)
 

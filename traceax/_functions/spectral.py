@@ -61,7 +61,7 @@ def spectral_sum(
         $\sqrt{\kappa} / 4 \, \ln(1/\varepsilon)$. Where this error is the larger one, raise `k`,
         or shift or precondition the operator.
 
-    With `num_steps`, and below `k = 24`, it is stochastic Lanczos quadrature alone, by default with
+    With `num_steps`, and below `k = 16`, it is stochastic Lanczos quadrature alone, by default with
     $\lfloor\sqrt{k} / 3\rfloor$ probes (at least one).
 
     For all other operators it is the mean over $\lfloor\sqrt{k}\rfloor$ probes z (unless
@@ -106,6 +106,8 @@ def spectral_sum(
         by a tag (symmetric, if real, or positive or negative semidefinite): the same products then
         give a smaller error.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, for operators that are tagged
+        Hermitian: as of [`traceax.trace`][]. Both errors together are then within it.
     - `shifts`: numbers s, a real array of any shape: the value is then tr f(A + s I) for each of
         them. They need not be static.
     - `num_steps`: the number of steps for each probe, a static Python int, at most `k`. The number
@@ -120,7 +122,7 @@ def spectral_sum(
     value (for any of the shifts), or if a value that should be real is not, as for the logarithm
     of a real matrix with negative eigenvalues, the result is `outside_domain` and the value NaN.
     It is `not_converged`, with the best estimate, if the quadrature error exceeds four standard
-    errors and 5 % of the value (for all shifts together).
+    errors and 5 % of the value (for all shifts together), for an exact value half of it.
 
     **Raises:**
 

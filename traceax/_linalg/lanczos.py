@@ -12,7 +12,7 @@ The recurrence is Arnoldi's (see `arnoldi`), of which T is what a Hermitian A le
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
+from .._core.control_flow import nothing_like
 from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
 from .arnoldi import Arnoldi, advanced, arnoldi, begun, in_own_unit
 from .factorisations import eigh, one_by_one
@@ -110,32 +111,34 @@ def lanczos_until(
     start: Inexact[Array, "n p"],
     num_steps: int,
     eps: float,
-    enough: Callable[[Lanczos, Int[Array, ""]], Bool[Array, ""]],
-) -> tuple[Lanczos, Int[Array, ""]]:
+    measure: Callable[[Lanczos, Int[Array, ""]], tuple[Bool[Array, ""], Any]],
+) -> tuple[Lanczos, Int[Array, ""], Any]:
     """The recurrences after the first number of steps, of few from 4 to `num_steps`, that is
-    enough, and this number. What is later than that is 0.
+    enough, this number, and what was measured then. What is later than that is 0.
 
     **Arguments:**
 
     - `mm`, `start`, `num_steps`, `eps`: as of `lanczos`.
-    - `enough`: whether the recurrences after so many steps are.
+    - `measure`: whether the recurrences after so many steps are enough, and a PyTree of arrays.
     """
     depths = [round(4 * 2 ** (i / 2)) for i in range(2 * num_steps.bit_length())]
     ends = np.array([0, *[depth for depth in depths if depth < num_steps], num_steps], np.int32)
 
     def goes_on(state):
-        stage, _, ended = state
+        stage, _, ended, _ = state
         return ~ended & (stage < len(ends) - 1)
 
     def advance(state):
-        stage, krylov, _ = state
+        stage, krylov, *_ = state
         steps = jnp.asarray(ends)[stage + 1]
         krylov = advanced(mm, krylov, jnp.asarray(ends)[stage], steps, eps)
-        return stage + 1, krylov, enough(tridiagonal(in_own_unit(krylov)), steps)
+        return stage + 1, krylov, *measure(tridiagonal(in_own_unit(krylov)), steps)
 
-    state = jnp.zeros((), jnp.int32), begun(start, num_steps), jnp.array(False)
-    stage, krylov, _ = lax.while_loop(goes_on, advance, state)
-    return tridiagonal(in_own_unit(krylov)), jnp.asarray(ends)[stage]
+    krylov = begun(start, num_steps)
+    nothing = nothing_like(measure, tridiagonal(krylov), jnp.asarray(ends)[0])[1]
+    state = jnp.zeros((), jnp.int32), krylov, jnp.array(False), nothing
+    stage, krylov, _, measured = lax.while_loop(goes_on, advance, state)
+    return tridiagonal(in_own_unit(krylov)), jnp.asarray(ends)[stage], measured
 
 
 def quadrature(

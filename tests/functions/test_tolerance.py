@@ -1,0 +1,116 @@
+"""Spectral sums and diagonals of functions with a tolerance: kept, differentiated, in `vmap`."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import traceax as tr
+
+from ..helpers import PSD, by_products, keys, with_spectrum
+
+N = 150
+SPECTRA = {
+    "flat": np.linspace(1, 3, N),
+    "decaying": 1 / np.arange(1.0, N + 1) ** 2,
+    "exponential": 0.8 ** np.arange(N),
+    "step": np.where(np.arange(N) < 20, 1.0, 1e-3),
+}
+FUNCTIONS = {
+    "log1p": jnp.log1p,
+    "sqrt": lambda x: jnp.sqrt(jnp.maximum(x, 0)),
+}
+CALLS = {"sum": tr.spectral_sum, "diagonal": tr.spectral_diagonal}
+
+
+def matrix_of(name):
+    return jnp.asarray(with_spectrum(np.random.default_rng(0), SPECTRA[name]))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_tolerance_is_kept(call):
+    """By 95 % of the calls of every cell, less three standard errors of the count, and by fewer
+    products where it is loose. One program serves all spectra, functions and tolerances.
+    """
+    count = 40
+    allowed = 0.95 - 3 * np.sqrt(0.95 * 0.05 / count)
+
+    @jax.jit
+    def run(matrix, number, rtol, keys):
+        def one(key):
+            fn = lambda x: jax.lax.switch(number, list(FUNCTIONS.values()), x)  # noqa: E731
+            return CALLS[call](key, fn, by_products(matrix, PSD), rtol=rtol)
+
+        return jax.lax.map(one, keys)
+
+    for name in SPECTRA:
+        matrix = matrix_of(name)
+        values, basis = np.linalg.eigh(np.asarray(matrix))
+        for number, fn in enumerate(FUNCTIONS.values()):
+            of_values = np.asarray(fn(values))
+            truth = of_values.sum() if call == "sum" else np.square(basis) @ of_values
+            spent = []
+            for rtol in (1e-1, 1e-2, 1e-3):
+                found = run(matrix, number, rtol, keys(count))
+                errors = np.linalg.norm((found.value - truth).reshape(count, -1), axis=1)
+                within = np.mean(errors <= rtol * np.linalg.norm(truth))
+                assert within >= allowed, (name, number, rtol, within)
+                assert np.all(found.result == tr.RESULTS.successful)
+                quadrature = np.linalg.norm(found.quadrature_error.reshape(count, -1), axis=1)
+                assert np.all(quadrature <= 1.1 * rtol * np.linalg.norm(truth))
+                spent.append(np.median(found.num_matvecs))
+            assert spent[0] <= spent[2]
+            if call == "sum" and fn is jnp.log1p:
+                assert spent[0] < 0.7 * spent[2]
+
+
+@pytest.mark.parametrize(("call", "dtype"), [("sum", np.complex128), ("diagonal", np.float64)])
+def test_derivatives_and_vmap(call, dtype):
+    """A loose tolerance, whose samples converge: the derivatives by the operator and by what the
+    function closes over have no bias over keys, and `vmap` gives what single calls give.
+    """
+    matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), SPECTRA["decaying"], dtype))
+    change = jnp.asarray(with_spectrum(np.random.default_rng(1), np.linspace(-0.5, 1, N), dtype))
+
+    def value(t, shift, key, rtol=0.1):
+        operator = by_products(matrix + t.astype(dtype) * change, PSD)
+        found = CALLS[call](key, lambda x: jnp.log1p(x + shift), operator, rtol=rtol)
+        return jnp.sum(found.value), found
+
+    zero = jnp.zeros(())
+    grad = jax.grad(value, (0, 1), has_aux=True)
+    (by_t, by_shift), found = jax.jit(jax.vmap(grad, (None, None, 0)))(zero, zero, keys(30))
+    values, basis = np.linalg.eigh(np.asarray(matrix))
+    slopes = 1 / (1 + values)
+    inner = (basis.conj().T @ np.asarray(change) @ basis).diagonal().real
+    for samples, truth in ((by_t, slopes @ inner), (by_shift, slopes.sum())):
+        off = abs(np.mean(samples) - truth)
+        assert off < 4 * np.std(samples, ddof=1) / np.sqrt(30) + 1e-6 * abs(truth)
+    (_, single), slope = jax.jit(lambda key: (value(zero, zero, key), grad(zero, zero, key)[0]))(
+        keys(30)[3]
+    )
+    np.testing.assert_allclose(single.value, found.value[3], rtol=1e-9)
+    np.testing.assert_allclose(slope, (by_t[3], by_shift[3]), rtol=1e-6)
+    assert single.num_matvecs == found.num_matvecs[3] < N
+
+
+def test_what_is_refused_and_what_is_told():
+    matrix = matrix_of("decaying")
+    key, operator = jr.key(0), by_products(matrix, PSD)
+    with pytest.raises(TypeError, match="either a budget or a tolerance"):
+        tr.spectral_sum(key, jnp.exp, operator)
+    with pytest.raises(TypeError, match="either a budget or a tolerance"):
+        tr.spectral_diagonal(key, jnp.exp, operator, 40, rtol=0.1)
+    with pytest.raises(ValueError, match="one function"):
+        tr.spectral_sum(key, jnp.exp, operator, rtol=0.1, shifts=jnp.ones(2))
+    with pytest.raises(ValueError, match="Hermitian"):
+        tr.spectral_sum(key, jnp.exp, by_products(matrix), rtol=0.1)
+    short = tr.spectral_sum(key, jnp.exp, operator, rtol=1e-6, max_k=40)
+    assert short.result == tr.RESULTS.not_converged
+    assert short.num_matvecs <= 40
+    outside = tr.spectral_sum(key, lambda x: jnp.log(x - 0.5), operator, rtol=0.1)
+    assert outside.result == tr.RESULTS.outside_domain
+    assert jnp.isnan(outside.value)
+    wrong = tr.spectral_sum(key, jnp.exp, by_products(matrix.at[0, 1].set(jnp.nan), PSD), rtol=0.1)
+    assert wrong.result == tr.RESULTS.nonfinite_operator
