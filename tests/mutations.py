@@ -321,15 +321,15 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_logdet/log_quadrature.py",
-        "0, share)[:, None, None] * (changed - core)",
-        "0, share)[:, None, None] * changed",
+        "core = core + known * (of_radau - core)",
+        "core = core + known * of_radau",
         "the weights of two quadrature rules in the derivative",
         "tests/logdet/test_logdet.py",
     ),
     Mutation(
         "traceax/_logdet/weights.py",
-        "return LogdetWeights(self.vectors - change / 2, self.core, self.factors)",
-        "return LogdetWeights(self.vectors - change, self.core, self.factors)",
+        "jnp.concatenate([moved - change / 2, fixed], axis=1)",
+        "jnp.concatenate([moved - change, fixed], axis=1)",
         "the second derivative of a log-determinant",
         "tests/logdet/test_gaussian.py",
     ),
@@ -402,6 +402,13 @@ MUTATIONS = [
         "dimension = m * m / others",
         "the diagonal among the cosines of what is left out",
         "tests/logdet/test_logdet.py",
+    ),
+    Mutation(
+        "traceax/_logdet/sparse_factor.py",
+        "inner = lax.linalg.triangular_solve(c + eye, eye,",
+        "inner = lax.linalg.triangular_solve(c, eye,",
+        "the root of low rank plus the identity",
+        "tests/logdet/test_sparse_factor.py",
     ),
 ]
 
