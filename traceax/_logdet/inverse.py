@@ -43,6 +43,7 @@ from .._core.estimate import safe_norm
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
 from .._estimators.estimator import AbstractEstimator, check_key, solve
 from .._estimators.solution import Solution, restructure
+from .._functions.funm import truncation_error
 from .._functions.quadrature_error import (
     entries_std_err,
     entries_truncation_error,
@@ -51,7 +52,7 @@ from .._functions.quadrature_error import (
 from .._operators.block_operator import unflatten
 from .estimator import evidence_with, rounding_of
 from .inverse_weights import InverseWeights, exact_inverse
-from .panels import mean_of
+from .panels import mean_of, std_err_of
 from .preconditioners import AbstractPreconditioner
 from .run import Policy, policy_of, run_of
 from .sampled_inverse import SampledInverseEstimator, reads_diagonal_only
@@ -98,11 +99,11 @@ class InverseEstimator(AbstractEstimator):
         means = jnp.sum(samples, axis=1) / p
         if self.of_trace:
             scatter, size = of_sum, safe_norm(known)
-            squares = jnp.square(std_err / jnp.max(std_err))
-            many = jnp.square(jnp.sum(squares)) / jnp.sum(jnp.square(squares))
-            dof = jnp.where(jnp.isfinite(many), dof * many, dof)
+            dof = std_err_of(sums, run.block, inverse=True)[1]
             means, known = jnp.sum(means, axis=1), jnp.sum(known)
-            error = missed
+            totals, none = jnp.sum(samples, axis=2), jnp.full(room, sums.exhausted)
+            # The mean is one over all places, in use or not.
+            error = jnp.maximum(truncation_error(totals, none) * (room / p), missed)
         else:
             error = entries_truncation_error(means, sums.exhausted)
             error = jnp.maximum(error, missed * (known / jnp.sum(known)))

@@ -123,7 +123,7 @@ class Sums(NamedTuple):
     unit: Real[Array, ""]
     first: Real[Array, ""]  # the sum of the quadratures of f(M) - centre, over unit
     second: Real[Array, ""]  # of their squares
-    third: Real[Array, ""]
+    third: Real[Array, ""]  # for 1/x the second and the fourth power of M^{-1} - I
     fourth: Real[Array, ""]
     error: Real[Array, ""]  # the mean quadrature error
     smallest: Real[Array, ""]  # Ritz value
@@ -283,6 +283,9 @@ def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, cou
     unit = jnp.where(initial, scale_of(away), sums.unit)
     away = away / unit
     second, third, fourth = (jnp.sum(masses * away**power) for power in (2, 3, 4))
+    if sampling.inverse:  # how many eigenvalues dominate, the nodes tell
+        share = jnp.where(lengths[:, None] > 0, found.masses, 0)
+        third, fourth = (jnp.sum(share * (found.values - 1) ** power) for power in (2, 4))
     samples = jnp.where(lengths > 0, found.samples - centre, 0)
     return sums._replace(
         count=sums.count + count,
@@ -386,7 +389,8 @@ def std_err_of(
     second = jnp.maximum(sums.second / count - m**2, 0)
     if inverse:
         others = jnp.maximum(count - 1, 1)
-        return n * sums.unit * jnp.sqrt(second * (count / others) / p), others
+        dof = degrees_of_freedom(sums.third / count, sums.fourth / count, n * count)
+        return n * sums.unit * jnp.sqrt(second * (count / others) / p), dof
     complex_ = jnp.issubdtype(block.dtype, jnp.complexfloating)
     c = n / (n + 1) if complex_ else 2 * n / (n + 2)
     m3, m4 = sums.third / count, sums.fourth / count

@@ -56,7 +56,7 @@ from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import columns, scaling_of, stored_diagonal
 from .._operators.submatrices import submatrices
-from .._probes.random import normal, numbered
+from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
 from .._sketch.low_rank import AbstractFactors
 from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky, rows_of
@@ -154,11 +154,13 @@ class SparseFactors(AbstractFactors):
 def gathered_by(
     sets: Int[Array, "n s"], values: Inexact[Array, "n s"], block: Inexact[Array, "n p"]
 ) -> Inexact[Array, "n p"]:
-    """L^H times a block. XLA fuses the loop."""
-    total = jnp.zeros((len(sets), block.shape[1]), block.dtype)
-    for place in range(sets.shape[1]):
-        total = total + jnp.conj(values[:, place, None]) * block[sets[:, place]]
-    return total
+    """L^H times a block, place by place: all at once would take m times the memory."""
+
+    def add(place, total):
+        return total + jnp.conj(values[:, place, None]) * block[sets[:, place]]
+
+    zeros = jnp.zeros((len(sets), block.shape[1]), block.dtype)
+    return lax.fori_loop(0, sets.shape[1], add, zeros)
 
 
 def by_rows(fn, n: int, size: int):
@@ -297,8 +299,11 @@ def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
     from products of F F^H with a few random vectors.
     """
     scaled = f / root[:, None].astype(f.dtype)
-    # A constant key: the sizes of rows need not be unbiased.
-    probes = normal(jax.random.key(0), (len(f),), 8, np.dtype(f.real.dtype)).T.astype(f.dtype)
+    # Vectors whose entries look random: the sizes of rows need not be unbiased.
+    number = jnp.arange(len(f), dtype=root.dtype)[:, None] + 1
+    probes = jnp.sqrt(2.0) * jnp.cos(
+        jnp.square(number) * jnp.arange(1, 9, dtype=root.dtype)
+    ).astype(f.dtype)
     products = matmul(scaled, matmul(adjoint(scaled), probes))
     own = jnp.max(diagonal / jnp.square(root))
     row = jnp.sqrt(jnp.max(jnp.mean(square_of(products), axis=1)))
@@ -364,8 +369,10 @@ def flat_part(key: PRNGKeyArray, kernel: _Kernel, eps: float) -> Real[Array, ""]
     its residual C w - lambda w_P, it is lambda - r, if r <= lambda / 2.
     """
     n = kernel.root.size
-    chosen = jax.random.choice(numbered(key, n + 1), n, (max(1, min(n // 4, 96)),), replace=False)
-    found = kernel.columns(lax.optimization_barrier(chosen))
+    m = max(1, min(n // 4, 96))  # one in each of m equal parts of all indices
+    places = jax.random.uniform(numbered(key, n + 1), (m,)) * (n // m)
+    chosen = lax.optimization_barrier(jnp.arange(m) * (n // m) + places.astype(np.int32))
+    found = kernel.columns(chosen)
     core = found[chosen]
     values, vectors = eigh((core + adjoint(core)) / 2)
     smallest, vector = values[0], vectors[:, :1]
