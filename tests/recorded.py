@@ -158,16 +158,15 @@ def calls():
         "None": None,
         "nystrom": tr.NystromPreconditioner(12),
         "rpcholesky": tr.RPCholeskyPreconditioner(12),
+        "kernel": tr.KernelPreconditioner(12, 6),
     }.items():
-        options = {"preconditioner": preconditioner}
+        options = {"preconditioner": preconditioner, "fallback": None}
         found[f"logdet {name}"] = lambda o=options: tr.logdet(key, kernel, 20, **o)
         found[f"gaussian_log_density {name}"] = lambda o=options: tr.gaussian_log_density(
             key, y, kernel, 20, **o
         )
         for fn in (tr.inverse_trace, tr.inverse_diagonal):
-            found[f"{fn.__name__} {name}"] = lambda o=options, fn=fn: fn(
-                key, kernel, 20, **o, fallback=None
-            )
+            found[f"{fn.__name__} {name}"] = lambda o=options, fn=fn: fn(key, kernel, 20, **o)
         if preconditioner is not None and preconditioner != "auto":
             found[f"{type(preconditioner).__name__} {name}"] = found[f"logdet {name}"]
     held = tr.NystromPreconditioner(12).build(key, kernel)
@@ -178,9 +177,11 @@ def calls():
     found["logdet built"] = lambda: tr.logdet(key, _kernel(0.22), 20, preconditioner=held)
     found["BuiltPreconditioner built"] = found["logdet built"]
     found["gaussian_log_density built"] = lambda: _slope(own, 0.22)
-    found["logdet slope"] = lambda: _slope(lambda s: tr.logdet(key, _kernel(s), 20).value, 0.2)
+    found["logdet slope"] = lambda: _slope(
+        lambda s: tr.logdet(key, _kernel(s), 20, fallback=None).value, 0.2
+    )
     found["gaussian_log_density slope"] = lambda: _slope(
-        lambda s: tr.gaussian_log_density(key, y, _kernel(s), 20).value, 0.2
+        lambda s: tr.gaussian_log_density(key, y, _kernel(s), 20, fallback=None).value, 0.2
     )
 
     def trace_of_kernel(scale):

@@ -34,6 +34,7 @@ from ._logdet.inverse import (
 )
 from ._logdet.logdet import logdet as logdet
 from ._logdet.preconditioners import (
+    KernelPreconditioner as KernelPreconditioner,
     NystromPreconditioner as NystromPreconditioner,
     RPCholeskyPreconditioner as RPCholeskyPreconditioner,
 )

@@ -245,6 +245,8 @@ CALLS = [
         KEY, POSITIVE, 4, preconditioner=tr.RPCholeskyPreconditioner(diagonal=ONES[:3])
     ),
     lambda: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.RPCholeskyPreconditioner()),
+    lambda: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.KernelPreconditioner()),
+    lambda: tr.logdet(KEY, POSITIVE, atol=0.1, shifts=1.0),
     lambda: tr.gaussian_log_density(KEY, POSITIVE, ONES, 4),
     lambda: tr.gaussian_log_density(KEY, [1.0] * N, POSITIVE, 4),
     lambda: built(tr.NystromPreconditioner()),

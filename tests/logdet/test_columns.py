@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._core.precision import any_promotion
-from traceax._logdet.columns import preconditioner_from_columns
 from traceax._logdet.fallback import budget_or_all, exact_is_cheaper
 
 from ..helpers import PSD, by_products, keys
@@ -46,16 +44,14 @@ def exact(theta, x=X):
     return jnp.linalg.slogdet(dense(theta, x))[1]
 
 
-def estimate(theta, x=X, key=0):
-    return tr.logdet(jr.key(key), covariance(theta, x), K)
-
-
 @pytest.mark.slow
 def test_bars_cover():
     """40 keys, two standard errors: fewer than 32 hits have a probability below 1e-3 if 95 % are
     expected.
     """
-    found = jax.jit(jax.vmap(lambda key: tr.logdet(key, covariance(THETA), K)))(keys(40))
+    found = jax.jit(jax.vmap(lambda key: tr.logdet(key, covariance(THETA), K, fallback=None)))(
+        keys(40)
+    )
     errors = jnp.abs(found.value - exact(THETA))
     assert jnp.sum(errors <= 2 * found.std_err + found.quadrature_error) >= 32
     # The mean has no bias that its own scatter does not explain.
@@ -67,9 +63,10 @@ def test_derivatives_against_dense_ones():
     """Hyperparameters, noise and inputs, over 20 keys: within four standard errors of the mean."""
 
     def slopes(key):
-        return jax.grad(lambda theta, x: tr.logdet(key, covariance(theta, x), K).value, (0, 1))(
-            THETA, X
-        )
+        def value(theta, x):
+            return tr.logdet(key, covariance(theta, x), K, fallback=None).value
+
+        return jax.grad(value, (0, 1))(THETA, X)
 
     found = jax.jit(jax.vmap(slopes))(keys(20))
     expected = jax.grad(exact, (0, 1))(THETA, X)
@@ -95,10 +92,12 @@ def test_the_exact_value_where_it_is_cheaper():
     assert solution.stats["columns"] == N
     for options in ({"fallback": None}, {"preconditioner": tr.NystromPreconditioner(10)}):
         assert tr.logdet(jr.key(0), operator, least, **options).std_err > 0
-    assert not exact_is_cheaper(operator, least - 1)
     assert not exact_is_cheaper(by_products(dense(THETA), PSD), N)
-    assert budget_or_all(operator, least, "exact") == N
-    assert budget_or_all(operator, 10, "exact") == 10
+    large = kernel(0.4, jnp.zeros((1200, 2)))
+    for k, chosen in ((199, 199), (200, 1200)):
+        assert budget_or_all(large, k) == chosen
+    assert budget_or_all(large, 1199, tolerance=True) == 1199
+    assert budget_or_all(operator, 2) == N  # few rows
 
 
 @pytest.mark.parametrize(("length", "noise"), [(0.4, 1e-4), (0.05, 1e-2)])
@@ -156,51 +155,9 @@ def test_noise_inside_of_the_matrix_is_found(jitter):
         matrix = matrix + jitter * jnp.eye(N)
     solution = jax.jit(lambda key: tr.logdet(key, K, 30, fallback=None))(jr.key(0))
     assert solution.result == tr.RESULTS.successful
-    assert 20 < solution.stats["columns"] < N
-    assert solution.std_err < 1e-6
-    np.testing.assert_allclose(solution.value, jnp.linalg.slogdet(matrix)[1], rtol=1e-8)
-
-
-def built_from_columns(key, operator, rank):
-    with any_promotion():
-        return preconditioner_from_columns(key, operator, rank).built
-
-
-def test_a_larger_known_noise_is_the_only_one():
-    """Next to it the noise inside does not matter: the bound of the eigenvalues is kept."""
-    K = alone(noisy(noise=0.01))
-    for known in (0.1, 1e-7):
-        operator = K + known * lx.IdentityLinearOperator(K.in_structure())
-        built = built_from_columns(jr.key(0), operator, 40)
-        assert jnp.isfinite(built.floor) == (known == 0.1)
-        if known == 0.1:
-            root = built.factors.inverse_root(operator.as_matrix())
-            smallest = jnp.linalg.eigvalsh(built.factors.inverse_root(root.T))[0]
-            assert 0.5 * smallest < built.floor <= smallest * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("kind", ["tridiagonal", "smooth"])
-def test_columns_stay_small_where_no_flat_part_is_seen(kind):
-    """What is subtracted may exceed the smallest eigenvalue. No column may become large by that.
-    (The smooth kernel: 1200 times too large with half of a Ritz value that is not close.)
-    """
-    if kind == "tridiagonal":
-        matrix = 2.01 * jnp.eye(N) - jnp.eye(N, k=1) - jnp.eye(N, k=-1)
-        operator, rank = alone(matrix), 60
-    else:
-        x = np.random.default_rng(0).uniform(size=(400, 5))
-        square = np.sum((x[:, None] - x) ** 2, axis=-1)
-        matrix = jnp.asarray(np.exp(-2 * square) + 1e-3 * np.eye(400))
-        identity = lx.IdentityLinearOperator(alone(matrix).in_structure())
-        operator, rank = alone(matrix) + 1e-10 * identity, 128
-
-    @jax.jit
-    def largest(key):
-        factors = built_from_columns(key, operator, rank).factors
-        return jnp.max(factors.eigenvalues) * jnp.max(factors.root) ** 2
-
-    limit = 2 * jnp.linalg.norm(matrix, 2)
-    assert all(largest(key) <= limit for key in keys(20))
+    assert solution.stats["columns"] > 20
+    bar = 3 * solution.std_err + solution.quadrature_error
+    assert abs(solution.value - jnp.linalg.slogdet(matrix)[1]) <= bar < 0.3
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import scipy.optimize
 
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 from traceax._core.precision import any_promotion
-from traceax._logdet.budget_policy import no_preconditioner
 from traceax._logdet.conjugate_gradients import definite_solve
+from traceax._logdet.preparation import no_preconditioner
 from traceax._operators.block_operator import BlockOperator
 
 from ..helpers import (
@@ -45,7 +45,7 @@ def observations(n, dtype=np.float64):
 @pytest.mark.parametrize(
     "options",
     [
-        {"k": 30},
+        {"k": 30, "fallback": None},
         {"k": 60, "preconditioner": "held"},
     ],
 )
@@ -290,7 +290,7 @@ def test_pytrees_vmap_and_scan():
         return solution.value, solution.stats["solve"]
 
     ys = jnp.stack([y, 2 * y])
-    plain = jax.jit(jax.vmap(lambda y: density(y, shifted(matrix, 0.3))))(ys)
+    plain = jax.jit(jax.vmap(lambda y: density(y, hidden(matrix, 0.3))))(ys)
     trees = jax.jit(
         lambda ys: jax.lax.scan(lambda c, y: (c, density(tree(y), operator)), 0, ys)[1]
     )(ys)

@@ -13,8 +13,8 @@ from jax import lax
 
 from traceax import RESULTS, logdet
 from traceax._core.precision import any_promotion
-from traceax._logdet.budget_policy import plans, policy_of
 from traceax._logdet.preconditioners import NystromPreconditioner, RPCholeskyPreconditioner
+from traceax._logdet.preparation import preparation_for, ranks
 from traceax._sketch.low_rank import LowRankPlusIdentity, nystrom_of
 
 from ..helpers import (
@@ -136,9 +136,10 @@ def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
     found = built(kind, operator, 12)
     factors, floor = found.factors, found.floor
     dense = matrix + np.diag(diagonal)
-    np.testing.assert_allclose(factors.mm(jnp.eye(N, dtype=dtype)), dense, atol=1e-10)
+    np.testing.assert_allclose(factors.solve(jnp.asarray(dense)), np.eye(N), atol=1e-9)
     np.testing.assert_allclose(factors.log_det(), dense_logdet(dense), rtol=1e-10)
-    np.testing.assert_allclose(floor, 1, atol=1e-8)
+    if kind is NystromPreconditioner:
+        np.testing.assert_allclose(floor, 1, atol=1e-8)
 
 
 @pytest.mark.slow
@@ -209,20 +210,9 @@ def test_a_flat_spectrum_without_an_end_gets_probes():
     n = 200
     x = np.random.default_rng(1).standard_normal((n, n)) / np.sqrt(n)
     operator = by_products(x @ x.T + 0.1 * np.eye(n), PSD)
-    rank = jax.jit(lambda key: policy_of("auto").apply(key, operator, 60, chosen_rank))
+    spent = jax.jit(lambda key: preparation_for(key, operator, 60, "auto", False).spent)
     with any_promotion():
-        assert all(rank(key) == plans(60)[0].rank for key in keys(10))
-
-
-def chosen_rank(run):
-    return jnp.asarray(run.spent - run.probes.shape[1] * run.krylov.alpha.shape[0])
-
-
-def test_plans_keep_to_the_budget():
-    for k in range(24, 2000):
-        for plan in plans(k):
-            assert plan.rank + plan.probes * plan.steps <= k
-            assert min(plan) >= 1
+        assert all(spent(key) == ranks(60, False)[0] for key in keys(10))
 
 
 # --- exact cases ---------------------------------------------------------------------------------
@@ -470,7 +460,7 @@ def test_pytrees_functions_and_closures():
         return logdet(jr.key(0), operator, 30, preconditioner=FIXED).value
 
     def reference(s):
-        return logdet(jr.key(0), shifted(s * matrix, s), 30, preconditioner=FIXED).value
+        return logdet(jr.key(0), hidden(s * matrix, s), 30, preconditioner=FIXED).value
 
     ours, theirs = jax.jit(
         lambda s: (jax.value_and_grad(value)(s), jax.value_and_grad(reference)(s))

@@ -1,10 +1,11 @@
 """Log-determinants, and log densities of Gaussian processes.
 
-A budget is divided between a preconditioner (`preconditioners`) and quadrature (`log_quadrature`)
-by a policy (`budget_policy`); `estimator` makes an estimate of that, and `weights` its unbiased
-derivative. `inverse` has trace and diagonal of the inverse from the same budgets, and
-`sampled_inverse` the diagonal for sparse matrices. `held` has the value whose own derivative is
-exact (`own_derivative`). The `gaussian` modules add the solve (`conjugate_gradients`).
+Every call prepares a preconditioner (`preparation`: from entries, `sparse_factor`, or from
+products), and then draws panels of probes (`panels`) until the budget is spent or a tolerance is
+met: `run`.
+`estimator`, `gaussian_estimator` and `inverse` make estimates of that, and `weights` their unbiased
+derivatives. `sampled_inverse` has the diagonal of the inverse for sparse matrices, `held` the value
+whose own derivative is exact (`own_derivative`).
 
-Begin with `budget_policy`. This room uses `_functions`, `_estimators` and all below them.
+Begin with `run`. This room uses `_functions`, `_estimators` and all below them.
 """

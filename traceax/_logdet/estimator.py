@@ -1,9 +1,9 @@
-"""The log-determinant of a positive definite operator for a given budget. `budget_policy` says how
-it is estimated, `weights` how it is differentiated.
+"""The log-determinant of a positive definite operator: prepare (`preparation`), then sample
+(`panels`). `weights` says how it is differentiated.
 """
 
 import math
-from typing import ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
 import lineax as lx
@@ -24,12 +24,13 @@ from .._core.precision import matmul
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, lower_cholesky
-from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
 from .._sketch.leave_one_out import adjoint, square_norms
+from .._sketch.low_rank import AbstractFactors
 from .._sketch.weights import AbstractWeights
-from .budget_policy import BudgetPolicy, PreconditionedQuadrature
+from .panels import mean_of, std_err_of
+from .run import Policy, Run, run_of
 from .weights import ExactLogdetWeights, weights_of
 
 #: The rounding error of a Cholesky factorisation A = L L^H: log det A is off by at most this many
@@ -47,40 +48,61 @@ def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
     return eps * (4 * n + jnp.sum(jnp.abs(jnp.stack(parts))))
 
 
-def rounding_of_budget(run: PreconditionedQuadrature) -> tuple[Array, Evidence]:
-    """The rounding error of a function of an eigenvalue, relative to what it is of P; and the
-    evidence, with whether rounding hides that the operator is positive definite.
+def rounding_of(
+    factors: AbstractFactors, smallest: Array, largest: Array, eps: float
+) -> tuple[Array, Array]:
+    """The rounding error of a function of an eigenvalue of M, relative to what it is of P; and
+    whether rounding hides that the operator is positive definite, relative to the limit.
+
+    **Arguments:**
+
+    - `factors`: the preconditioner.
+    - `smallest`, `largest`: the extreme Ritz values of M.
+    - `eps`: the relative precision of a product with A.
     """
-    factors, bounds, krylov = run.built.factors, run.bounds, run.krylov
-    eps = run.block.eps
     # Products with A are accurate to eps times its largest eigenvalue; in products with M this
-    # error is divided by mu. Such errors are as good as random, and mostly cancel in the trace.
-    top = jnp.max(factors.eigenvalues, initial=0.0) / factors.mu
-    ritz = largest_ritz_value(krylov)
-    largest = jnp.maximum(top, ritz)
-    smallest = jnp.where(bounds.smallest > 0, bounds.smallest, 1)
-    rounding = eps * largest / smallest
-    outside = jnp.where(bounds.smallest > 0, 2 * rounding, jnp.inf)
+    # error is in the unit of P. Such errors are as good as random, and mostly cancel in the trace.
+    positive = jnp.where(smallest > 0, smallest, 1)
+    rounding = eps * jnp.maximum(factors.top, largest) / positive
+    outside = jnp.where(smallest > 0, 2 * rounding, jnp.inf)
     # The terms of the sums in a product with a random vector have random signs: the largest row of
     # A, rather than its norm, says how large their rounding errors are.
-    row = jnp.maximum(2 * factors.largest_row(), ritz)
-    rounding = jnp.minimum(rounding, eps * row / smallest)
-    # What is not Hermitian has no logarithm either.
-    outside = jnp.maximum(outside, run.evidence.skew)
-    return rounding, worse(run.evidence, Evidence(outside=outside))
+    row = jnp.maximum(2 * factors.row, largest)
+    return jnp.minimum(rounding, eps * row / positive), outside
 
 
-def estimate_from(run: PreconditionedQuadrature) -> Estimate:
-    """The log-determinant and its errors, from the outcome of a budget."""
-    bounds = run.bounds
-    rounding, evidence = rounding_of_budget(run)
-    known, n = run.built.factors.log_det(), run.block.n
-    value = known + bounds.value
-    error = bounds.error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, bounds.value)
-    counts = run.spent, bounds.dof
-    return quadrature_estimate(
-        value, error, bounds.std_err, *counts, evidence, least=1.0, columns=run.read
-    )
+def evidence_with(outside: Array, *evidence: Evidence) -> Evidence:
+    """All of the evidence. What is not Hermitian has no logarithm either."""
+    seen = worse(*evidence)
+    return worse(seen, Evidence(outside=jnp.maximum(outside, seen.skew)))
+
+
+def estimate_of(
+    factors: AbstractFactors,
+    sampled: Array,
+    error: Array,
+    rounding: Array,
+    std_err: Array,
+    *counts: Any,
+    **more: Any,
+) -> Estimate:
+    """The log-determinant from tr log M and its errors; further arguments are those of
+    `quadrature_estimate`.
+    """
+    n, known = factors.shape[0], factors.log_det()
+    error = error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, sampled)
+    return quadrature_estimate(known + sampled, error, std_err, *counts, 1.0, **more)
+
+
+def estimate_from(run: Run) -> Estimate:
+    """The log-determinant and its errors, from what a budget has led to."""
+    built, sums = run.preparation.built, run.sums
+    rounding, outside = rounding_of(built.factors, sums.smallest, sums.largest, run.block.eps)
+    evidence = evidence_with(outside, built.evidence, sums.evidence)
+    value, error = mean_of(sums, run.block.n)
+    std_err, dof = std_err_of(sums, run.block)
+    parts = built.factors, value, error, rounding, std_err
+    return estimate_of(*parts, run.spent, dof, evidence, columns=run.preparation.read)
 
 
 class ExactLogdet(NamedTuple):
@@ -193,7 +215,7 @@ def logdet_of_diagonal(
 class LogdetEstimator(AbstractEstimator):
     """The log-determinant."""
 
-    policy: BudgetPolicy
+    policy: Policy
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
 
@@ -212,11 +234,9 @@ class LogdetEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-
-        def finish(run):
-            return estimate_from(run), weights_of(run) if weights else None
-
-        return self.policy.apply(key, operator, k, finish)
+        run = run_of(key, operator, k, self.policy, weights=weights)
+        made = weights_of(run.preparation.built, run.sums) if weights else None
+        return self.policy.judged(estimate_from(run)), made
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

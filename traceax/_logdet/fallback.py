@@ -2,7 +2,7 @@
 
 A Cholesky factorisation takes n^3 / 3 operations, k products with a stored matrix take 2 n^2 k:
 from k = n / 6 on the exact value is cheaper. The entries must be known (see `known_parts`): to
-compute them by products would take n of them.
+compute them by products would take n of them. With few rows it is cheaper than any budget.
 """
 
 from typing import Any
@@ -15,6 +15,9 @@ from .._operators.known_parts import has_entries
 #: asks for it (k >= n): 1 GiB in float32.
 MOST_ROWS = 2**14
 
+#: Up to so many rows a factorisation takes less time than anything else.
+FEW_ROWS = 1024
+
 
 def check_fallback(fallback: Any) -> None:
     """Raise a `ValueError` unless this is "exact" or None."""
@@ -22,14 +25,6 @@ def check_fallback(fallback: Any) -> None:
         raise ValueError(
             f"fallback must be 'exact' (the exact value where it is cheaper) or None, got "
             f"{fallback!r}."
-        )
-
-
-def check_no_tolerance(atol: Any) -> None:
-    """Raise a `ValueError` if a tolerance is given."""
-    if atol is not None:
-        raise ValueError(
-            f"A tolerance is not available yet, got atol={atol!r}. Give a budget k instead."
         )
 
 
@@ -43,23 +38,24 @@ def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int, *, sparse: boo
     - `sparse`: whether to treat a sparse matrix as a dense one.
     """
     n = operator.in_size()
+    if n <= FEW_ROWS:
+        return has_entries(operator, sparse=True)
     return 6 * k >= n and n <= MOST_ROWS and has_entries(operator, sparse=sparse)
 
 
-def budget_or_all(
-    operator: lx.AbstractLinearOperator, k: Any, fallback: Any, *, sparse: bool = False
-) -> Any:
-    """The budget k, or n, for which the value is exact, where that is cheaper and wanted. (What is
-    wrong with operator or budget is found later.)
+def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: bool = False) -> Any:
+    """The budget k, or n, for which the value is exact, where that is cheaper. (What is wrong with
+    operator or budget is found later.)
 
     **Arguments:**
 
     - `operator`: the operator.
     - `k`: the budget.
-    - `fallback`: the argument of the user, as `check_fallback` accepts it.
     - `sparse`: as for `exact_is_cheaper`.
+    - `tolerance`: whether k is but the most that a tolerance may take.
     """
     known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
-    if fallback is None or not known or operator.in_size() != operator.out_size():
+    if not known or operator.in_size() != operator.out_size():
         return k
-    return max(k, operator.in_size()) if exact_is_cheaper(operator, k, sparse=sparse) else k
+    cheaper = exact_is_cheaper(operator, 1 if tolerance else k, sparse=sparse)
+    return max(k, operator.in_size()) if cheaper else k

@@ -11,16 +11,16 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from .._core.primitive import gaussian_log_density_p
-from .._estimators.estimator import solve
+from .._estimators.estimator import check_key, solve
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
-from .budget_policy import policy_of
-from .fallback import budget_or_all, check_fallback, check_no_tolerance
+from .fallback import check_fallback
 from .gaussian_estimator import GaussianEstimator
-from .held import HeldGaussianEstimator
+from .held import HeldGaussianEstimator, check_budget_alone
 from .preconditioners import AbstractPreconditioner
+from .run import policy_of
 
 
 def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "n t"], bool]:
@@ -65,7 +65,9 @@ def gaussian_log_density(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     *,
-    atol: None = None,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    max_k: int | None = None,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
@@ -100,7 +102,7 @@ def gaussian_log_density(
 
     **Arguments:**
 
-    - `key`, `operator`, `atol`, `preconditioner`, `fallback`, `throw`: as for
+    - `key`, `operator`, `rtol`, `atol`, `max_k`, `preconditioner`, `fallback`, `throw`: as for
         [`traceax.logdet`][].
     - `y`: the observations, with the structure of the operator's input: an array of shape `(n,)`,
         or a PyTree. Several vectors have one more axis, the last one of every leaf.
@@ -125,7 +127,7 @@ def gaussian_log_density(
         optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
     """
     check_fallback(fallback)
-    check_no_tolerance(atol)
+    check_key(key)
     if isinstance(y, lx.AbstractLinearOperator):
         raise TypeError(
             f"The observations y must be an array, got a {type(y).__name__}. The order is "
@@ -133,11 +135,13 @@ def gaussian_log_density(
         )
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
+    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     if isinstance(preconditioner, BuiltPreconditioner):
+        check_budget_alone("A preconditioner that was built before", tolerance)
         estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
     else:
-        policy = policy_of(preconditioner)
-        k = budget_or_all(operator, k, fallback if policy.auto else None)
+        given = "gaussian_log_density", operator, k, preconditioner, fallback
+        policy, k = policy_of(*given, **tolerance)
         estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux

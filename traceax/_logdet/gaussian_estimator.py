@@ -9,7 +9,7 @@ columns of Y, it is the sum of their log densities,
     -(sum_j y_j^H A^{-1} y_j + t (log det A + n log 2 pi)) / 2.
 
 The solve is by conjugate gradients with the preconditioner P of the log-determinant (see
-`budget_policy`). It takes at most the t-th part of t + 4 parts of the budget (a fifth for a single
+`preparation`). It takes at most the t-th part of t + 4 parts of the budget (a fifth for a single
 y), or 2 products for each y. If it ends at x, with r = y - A x,
 
     y^H A^{-1} y = y^H x + x^H r + r^H A^{-1} r.
@@ -35,6 +35,7 @@ which is the derivative of y^H x + x^H r, too. For the second derivative, dx = A
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
@@ -45,18 +46,14 @@ from jaxtyping import Array, Inexact, Real
 from .._core.estimate import Estimate, safe_norm
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import quadrature_estimate
-from .._linalg.lanczos import largest_ritz_value
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
-from .._sketch.low_rank import LowRankPlusIdentity
+from .._sketch.low_rank import AbstractFactors
 from .._sketch.weights import AbstractWeights
-from .budget_policy import BudgetPolicy
-from .conjugate_gradients import conjugate_gradients
+from .conjugate_gradients import finished
 from .estimator import ExactLogdet, estimate_from, exact_logdet
+from .run import Policy, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
-
-#: The residual that ends the solve, relative to its right-hand side R^{-1} y.
-TOLERANCE = 1e-6
 
 
 class QuadraticForm(NamedTuple):
@@ -68,7 +65,7 @@ class QuadraticForm(NamedTuple):
 
 
 def rounding_of_form(
-    factors: LowRankPlusIdentity,
+    factors: AbstractFactors,
     largest: Real[Array, ""],
     x: Inexact[Array, "n t"],
     eps: float,
@@ -82,10 +79,10 @@ def rounding_of_form(
     - `x`: the solutions.
     - `eps`: the relative precision of a product with A.
     """
-    row = jnp.maximum(largest, 1) * factors.mu * (factors.largest_row() + 1)
+    row = jnp.maximum(largest, 1) * factors.row
     share = min(1 / 6, 6 / math.sqrt(len(x)))
     # Not the square of the norm, which overflows for operators of tiny scale.
-    scaled = factors.root[:, None].astype(x.dtype) * x
+    scaled = factors.unit()[:, None].astype(x.dtype) * x
     return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(scaled.T))
 
 
@@ -195,7 +192,7 @@ class GaussianEstimator(AbstractGaussianEstimator):
     """The log density for a given budget."""
 
     y: Inexact[Array, "n t"]
-    policy: BudgetPolicy
+    policy: Policy
 
     @property
     def smallest(self):  # pyright: ignore
@@ -211,24 +208,28 @@ class GaussianEstimator(AbstractGaussianEstimator):
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
 
-        def finish(run):
-            return (
-                estimate_from(run),
-                run.built.factors.padded(run.most[0]),
-                run.floor,
-                largest_ritz_value(run.krylov),
-                weights_of(run) if weights else None,
-            )
+        def value_of(factors, sampled):
+            """The density, with P in the place of A in the quadratic forms."""
+            form = square_norms(factors.inverse_root(self.y))
+            log_det = factors.log_det() + sampled
+            density = log_density(self._factor, self.y.shape[0], log_det, form)
+            return density, jnp.asarray(self._factor * t, density.dtype)
 
-        found = self.policy.apply(key, operator, k - t * most, finish)
-        log_det, factors, floor, largest, made = found
-        block = BlockOperator(operator).linearised()
-        tolerance = max(TOLERANCE, math.sqrt(float(jnp.finfo(block.dtype).eps)))
-        x, products = conjugate_gradients(block, factors, self.y, tolerance, most - 1)
+        given = key, operator, k - t * most, self.policy
+        ride = {"y": self.y, "most_solve": most - 1, "value_of": value_of}
+        run = run_of(*given, weights=weights, **ride)
+        block, factors, start = run.block, run.preparation.built.factors, run.sums.solve
+        assert start is not None
+        solve = finished(partial(factors.preconditioned, block.mm), start, most - 1)
+        x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)
         form = inner(self.y, x) + inner(x, residual)
-        left = square_norms(factors.inverse_root(residual)) / floor
-        left += rounding_of_form(factors, largest, x, block.eps)
-        spent = log_det.num_matvecs + products + t
+        left = square_norms(factors.inverse_root(residual)) / run.floor
+        left += rounding_of_form(factors, run.sums.largest, x, block.eps)
+        log_det = estimate_from(run)
+        spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
         estimate = self.density(log_det, QuadraticForm(form, left, x), spent, 1.0)
-        return estimate, GaussianWeights(made, x) if weights else None
+        estimate = self.policy.judged(estimate)
+        if not weights:
+            return estimate, None
+        return estimate, GaussianWeights(weights_of(run.preparation.built, run.sums), x)

@@ -28,31 +28,31 @@ is larger.
 """
 
 import math
-from typing import ClassVar, NoReturn, final
+from typing import Any, ClassVar, NamedTuple, NoReturn, final
 
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import mean_and_std_err, scale_of, worse
+from .._core.estimate import Estimate, mean_and_std_err, scale_of
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
+from .._functions.funm import mean_and_error
 from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
-from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity
+from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
-from .budget_policy import Plan, PreconditionedQuadrature
-from .estimator import estimate_from, exact_logdet
+from .estimator import estimate_of, evidence_with, exact_logdet, rounding_of
 from .gaussian_estimator import (
     AbstractGaussianEstimator,
     QuadraticForm,
     rounding_of_form,
     steps_of_solve,
 )
-from .log_quadrature import log_quadrature
+from .log_quadrature import quadrature_after
 from .own_derivative import gauss, own_derivative
 from .preconditioners import check_definite
 
@@ -60,22 +60,30 @@ from .preconditioners import check_definite
 SCATTER = 8
 
 
-def held_plan(k: int) -> Plan:
-    """A budget divided into probes and steps. Few steps are enough for an M that is close to the
-    identity, while an optimum gets better with the number of probes.
+def check_budget_alone(what: str, tolerance: dict[str, Any]) -> None:
+    """Raise a `TypeError` if there is a tolerance."""
+    if any(value is not None for value in tolerance.values()):
+        raise TypeError(f"{what} goes with a budget, got {tolerance}. Give a budget: `k=200`.")
+
+
+def held_plan(k: int) -> tuple[int, int]:
+    """The numbers of probes, and of steps for each. Few steps are enough for an M that is close to
+    the identity, while an optimum gets better with the number of probes.
     """
     steps = min(k, max(4, math.isqrt(k) // 2))
-    return Plan(0, k // steps, steps)
+    return k // steps, steps
 
 
 def held_probes(
-    key: PRNGKeyArray, factors: LowRankPlusIdentity, p: int, dtype
+    key: PRNGKeyArray, factors: AbstractFactors, p: int, dtype
 ) -> Inexact[Array, "n p"]:
     """The probes z = U e + w (see above), from vectors g on the sphere: e = U^H g / |U^H g|, entry
     by entry, so that z does not depend on the signs (phases) of the columns of U.
     """
-    n = factors.basis.shape[0]
+    n = factors.shape[0]
     sphere = SphereSampler().probes(key, n, p, dtype)
+    if not isinstance(factors, LowRankPlusIdentity):
+        return sphere
     signs, outside = lax.sign(matmul(adjoint(factors.basis), sphere)), factors.outside(sphere)
     length = jnp.sqrt(square_norms(outside))
     # Columns of U may be 0. If n are not, nothing is outside of U.
@@ -111,6 +119,18 @@ class HeldWeights(AbstractWeights):
         self.weights_at(operator)
 
 
+class _LogDet(NamedTuple):
+    """tr log M, its errors, and what it was computed from."""
+
+    probes: Inexact[Array, "n p"]
+    krylov: Lanczos
+    value: Real[Array, ""]
+    error: Real[Array, ""]
+    std_err: Real[Array, ""]
+    dof: Real[Array, ""]
+    smallest: Real[Array, ""]
+
+
 class _Held:
     """M for one operator and one preconditioner. (It is not a PyTree, as it exists only during a
     trace.)
@@ -129,34 +149,28 @@ class _Held:
         """The recurrences from some vectors."""
         return lanczos(self.mm, start, steps, self.block.eps)
 
-    def log_det(self, key: PRNGKeyArray, k: int) -> PreconditionedQuadrature:
-        """The outcome of a budget for the log-determinant, whose value is Gauss quadrature."""
-        plan, block, factors = held_plan(k), self.block, self.factors
-        probes = held_probes(key, factors, plan.probes, block.dtype)
-        krylov = self.lanczos(probes, plan.steps)
+    def log_det(self, key: PRNGKeyArray, k: int) -> "_LogDet":
+        """The log-determinant from a budget: its value is that of Gauss quadrature."""
+        p, q = held_plan(k)
+        n, dtype = self.block.n, self.block.dtype
+        probes = held_probes(key, self.factors, p, dtype)
+        krylov = self.lanczos(probes, q)
         # P was built for another operator: here no bound of the eigenvalues of M is known. The
         # smallest Ritz value after a few steps may be several times too large. (A length scale of
         # 0.03 instead of 0.1: with a node at a quarter of it, the gap was 0.9 of the error, and at
         # an eighth 1.4.)
-        nodes, _, _ = positive_quadrature(krylov)
+        nodes, masses, _ = positive_quadrature(krylov)
         far_below = jnp.min(nodes[:, 0]) / 8
-        bounds = log_quadrature(krylov, far_below, block.n, jnp.iscomplexobj(probes))
-        samples = gauss(probes, krylov, jnp.log)
-        value, scatter = mean_and_std_err(samples)
-        bounds = bounds._replace(value=value, error=bounds.gap)
-        if plan.probes >= SCATTER:
-            dof = jnp.full_like(bounds.dof, plan.probes - 1)
-            bounds = bounds._replace(std_err=scatter, dof=dof)
-        return PreconditionedQuadrature(
-            block=block,
-            built=self.built,
-            probes=probes,
-            krylov=krylov,
-            bounds=bounds,
-            evidence=worse(self.built.evidence, krylov.evidence),
-            spent=plan.probes * plan.steps,
-            plans=(plan,),
-        )
+        given = krylov, jnp.asarray(q), jnp.zeros_like(krylov.alpha), far_below
+        found, _ = quadrature_after(*given, jnp.ones(p, nodes.dtype), False)
+        value, std_err = mean_and_std_err(gauss(probes, krylov, jnp.log))
+        dof = jnp.full((), p - 1, nodes.dtype)
+        if p < SCATTER:
+            logs = jnp.log(nodes)
+            std_err, dof = mean_and_error(
+                masses, logs, n, self.block.eps, jnp.iscomplexobj(probes)
+            )[1:]
+        return _LogDet(probes, krylov, value, n * found.error, std_err, dof, found.smallest)
 
     def weights(self, probes: Array, krylov: Lanczos, fn, coefficients: Array) -> HeldWeights:
         """The weights of a sum of Gauss quadratures over probes with real coefficients, and x of
@@ -169,7 +183,17 @@ class _Held:
         u, v = jnp.split(both, 2, axis=1)
         return HeldWeights(u, v, self.factors.inverse_root_adjoint(found.start))
 
-    def log_det_weights(self, run: PreconditionedQuadrature, times: int = 1) -> HeldWeights:
+    def estimate(self, log_det: "_LogDet") -> Estimate:
+        """The estimate of the log-determinant."""
+        largest = largest_ritz_value(log_det.krylov)
+        parts = self.factors, log_det.smallest, largest, self.block.eps
+        rounding, outside = rounding_of(*parts)
+        evidence = evidence_with(outside, self.built.evidence, log_det.krylov.evidence)
+        errors = log_det.error, rounding, log_det.std_err
+        spent = log_det.krylov.alpha.size
+        return estimate_of(self.factors, log_det.value, *errors, spent, log_det.dof, evidence)
+
+    def log_det_weights(self, run: "_LogDet", times: int = 1) -> HeldWeights:
         """The weights of the log-determinant, so many times."""
         p = run.probes.shape[1]
         coefficients = jnp.full(p, times / p, jnp.finfo(run.probes.dtype).dtype)
@@ -198,7 +222,7 @@ class HeldLogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         held = _Held(self.preconditioner, operator)
         run = held.log_det(key, k)
-        return estimate_from(run), held.log_det_weights(run) if weights else None
+        return held.estimate(run), held.log_det_weights(run) if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -234,8 +258,8 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
         krylov = held.lanczos(target, steps)
         # Nodes from a right-hand side that is 0 are no Ritz values.
         nodes = jnp.where(square_norms(target)[:, None] > 0, quadrature(krylov)[0], jnp.inf)
-        smallest = jnp.minimum(run.bounds.smallest, jnp.min(nodes))
-        run = run._replace(bounds=run.bounds._replace(smallest=smallest))
+        smallest = jnp.minimum(run.smallest, jnp.min(nodes))
+        run = run._replace(smallest=smallest)
         form = _quadratic_form(held.factors, target, krylov, smallest)
         scaled = unit.astype(target.dtype)
         x, largest = scaled * form.x, largest_ritz_value(krylov)
@@ -249,12 +273,13 @@ class HeldGaussianEstimator(AbstractGaussianEstimator):
             v = jnp.concatenate([log_det.v, along.v], axis=1)
             return HeldWeights(u, v, scaled * along.x)
 
-        estimate = self.density(estimate_from(run), form, run.spent + t * steps, 1.0)
+        log_det = held.estimate(run)
+        estimate = self.density(log_det, form, log_det.num_matvecs + t * steps, 1.0)
         return estimate, made() if weights else None
 
 
 def _quadratic_form(
-    factors: LowRankPlusIdentity,
+    factors: AbstractFactors,
     target: Inexact[Array, "n t"],
     krylov: Lanczos,
     smallest: Real[Array, ""],

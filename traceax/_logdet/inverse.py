@@ -1,6 +1,6 @@
 r"""Trace and diagonal of the inverse of a positive definite operator.
 
-With the preconditioner P = R R^H of a log-determinant (see `budget_policy`), M = R^{-1} A R^{-H}
+With the preconditioner P = R R^H of a log-determinant (see `preparation`), M = R^{-1} A R^{-H}
 and vectors omega of random signs,
 
     A^{-1} = P^{-1} + E[B omega omega^T],      B = A^{-1} - P^{-1} = R^{-H} (M^{-1} - I) R^{-1}.
@@ -30,56 +30,39 @@ sum_j e_j |(A^{-1})_ij|^2.
 E[x omega^T] = A^{-1}, and so at every order. It takes a solve with A for every probe.
 """
 
-import dataclasses
-from functools import partial
+import math
 from typing import ClassVar, Literal, final
 
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jax.typing import ArrayLike
+from jaxtyping import PRNGKeyArray
 
 from .._core.estimate import safe_norm
-from .._core.precision import einsum
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
-from .._estimators.estimator import AbstractEstimator, solve
+from .._estimators.estimator import AbstractEstimator, check_key, solve
 from .._estimators.solution import Solution, restructure
-from .._functions.funm import truncation_error, truncations
-from .._functions.quadrature_error import entries_std_err, quadrature_estimate
-from .._linalg.lanczos import positive_quadrature
+from .._functions.funm import truncation_error
+from .._functions.quadrature_error import (
+    entries_std_err,
+    entries_truncation_error,
+    quadrature_estimate,
+)
 from .._operators.block_operator import unflatten
-from .budget_policy import BudgetPolicy, PreconditionedQuadrature, policy_of
-from .estimator import rounding_of_budget
-from .fallback import budget_or_all, check_fallback
+from .estimator import evidence_with, rounding_of
 from .inverse_weights import InverseWeights, exact_inverse
+from .panels import mean_of, std_err_of
 from .preconditioners import AbstractPreconditioner
+from .run import Policy, policy_of, run_of
 from .sampled_inverse import SampledInverseEstimator, reads_diagonal_only
-
-
-def solutions(
-    run: PreconditionedQuadrature,
-) -> tuple[Inexact[Array, "o n p"], Real[Array, " p"]]:
-    """Solves with A for all probes, after q, q - d and q - 2d steps; and |r|^2 / theta (see above)
-    after q steps.
-    """
-    krylov = run.krylov
-    q, n, p = krylov.basis.shape
-    shorter, orders = truncations(krylov)
-    nodes, _, s = positive_quadrature(shorter)
-    coefficients = einsum("paj,pj->pa", s, s[:, 0, :] / nodes).reshape(orders, p, q)
-    coefficients = coefficients * safe_norm(run.probes.T)[:, None]
-    residual = krylov.residual * jnp.abs(coefficients[0, :, -1])
-    missed = residual * (residual / run.bounds.smallest)
-    inside = einsum("qnp,opq->nop", krylov.basis, coefficients.astype(run.probes.dtype))
-    x = run.built.factors.inverse_root_adjoint(inside.reshape(n, orders * p))
-    return jnp.moveaxis(x.reshape(n, orders, p), 1, 0), missed
 
 
 @final
 class InverseEstimator(AbstractEstimator):
     """The diagonal of the inverse, or its sum."""
 
-    policy: BudgetPolicy
+    policy: Policy
     of_trace: bool = eqx.field(static=True)
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
@@ -90,39 +73,53 @@ class InverseEstimator(AbstractEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        return self.policy.apply(key, operator, k, partial(self._finished, weights))
 
-    def _finished(self, weights: bool, run: PreconditionedQuadrature):
-        """The estimate and its weights, from the outcome of a plan."""
-        factors, omega, (x, missed) = run.built.factors, run.signs, solutions(run)
-        assert omega is not None  # the policy is one for the inverse
-        p = omega.shape[1]
+        def value_of(factors, sampled):
+            known = factors.inverse_diagonal()
+            if self.of_trace:
+                return jnp.sum(known) + sampled, jnp.ones_like(sampled)
+            # The variances of all entries add up to half of that of their sum.
+            return safe_norm(known), jnp.full_like(sampled, math.sqrt(0.5))
+
+        run = run_of(key, operator, k, self.policy, weights=weights, value_of=value_of)
+        built, sums = run.preparation.built, run.sums
+        factors, p = built.factors, sums.count.astype(sums.unit.dtype)
+        omega, starts, solved = sums.kept
+        orders, n, room = solved.shape
+        both = jnp.concatenate([jnp.moveaxis(solved, 0, 1).reshape(n, -1), starts], 1)
+        both = factors.inverse_root_adjoint(both)
+        x = jnp.moveaxis(both[:, : orders * room].reshape(n, orders, room), 1, 0)
+        away = x - both[:, orders * room :]
+        samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
-        away = x - factors.inverse_root_adjoint(run.probes)
-        samples = jnp.moveaxis(omega * away.real, 2, 1)
-        std_err, of_sum = entries_std_err(samples[0], jnp.asarray(p, known.dtype))
-        rounding, evidence = rounding_of_budget(run)
-        scatter, size, dof = std_err, known, jnp.full((), max(p - 1, 1), known.dtype)
+        std_err, of_sum = entries_std_err(samples[0], p)
+        rounding, outside = rounding_of(factors, sums.smallest, sums.largest, run.block.eps)
+        scatter, size, dof = std_err, known, jnp.maximum(p - 1, 1)
+        missed = mean_of(sums, n)[1]
+        means = jnp.sum(samples, axis=1) / p
         if self.of_trace:
             scatter, size = of_sum, safe_norm(known)
-            samples, known, dof = jnp.sum(samples, axis=2), jnp.sum(known), run.bounds.dof
-        value = known + jnp.mean(samples[0], axis=0)
+            dof = std_err_of(sums, run.block, inverse=True)[1]
+            means, known = jnp.sum(means, axis=1), jnp.sum(known)
+            totals, none = jnp.sum(samples, axis=2), jnp.full(room, sums.exhausted)
+            # The mean is one over all places, in use or not.
+            error = jnp.maximum(truncation_error(totals, none) * (room / p), missed)
+        else:
+            error = entries_truncation_error(means, sums.exhausted)
+            error = jnp.maximum(error, missed * (known / jnp.sum(known)))
+        value = known + means[0]
         # The last term is that of equal eigenvalues, whose inverses have the same rounding error.
         equal = 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value)
         std_err = jnp.hypot(jnp.hypot(scatter, rounding * size), equal)
-        error = truncation_error(samples, run.krylov.exhausted)
-        error = jnp.maximum(error, jnp.mean(missed) * (known / jnp.sum(known)))
-
-        def made():
-            rank, most, _ = run.most
-            more = (0, 0), (0, most - p)
-            held = jnp.pad(x[0], more), jnp.pad(omega / p, more)
-            return InverseWeights(*held, factors.padded(rank), self.of_trace)
-
+        evidence = evidence_with(outside, built.evidence, sums.evidence)
+        read = run.preparation.read
         estimate = quadrature_estimate(
-            value, error, std_err, run.spent, dof, evidence, columns=run.read
+            value, error, std_err, run.spent, dof, evidence, columns=read
         )
-        return estimate, made() if weights else None
+        estimate = self.policy.judged(estimate)
+        if not weights:
+            return estimate, None
+        return estimate, InverseWeights(x[0], omega / p, factors, self.of_trace)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -132,8 +129,11 @@ class InverseEstimator(AbstractEstimator):
 def inverse_trace(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    max_k: int | None = None,
     preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
@@ -171,6 +171,7 @@ def inverse_trace(
     - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
         positive semidefinite; or a sum of such an operator and diagonal ones.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
+    - `rtol`, `atol`, `max_k`: as for [`traceax.logdet`][].
     - `preconditioner`: as for [`traceax.logdet`][], but not one that was built before.
     - `fallback`: as for [`traceax.logdet`][]. Sparse matrices count as operators that know their
         entries here: no preconditioner of low rank captures the small eigenvalues, which decide.
@@ -194,15 +195,19 @@ def inverse_trace(
         The estimator of the logarithm is carried over to the inverse:
         `traceax/_logdet/inverse.py` derives it. For the preconditioner see [`traceax.logdet`][].
     """
+    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     arguments = preconditioner, fallback, throw
-    return _inverse(inverse_trace_p, key, operator, k, *arguments)
+    return _inverse(inverse_trace_p, key, operator, k, *arguments, tolerance)
 
 
 def inverse_diagonal(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    max_k: int | None = None,
     preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
@@ -234,6 +239,7 @@ def inverse_diagonal(
 
     - `key`, `operator`, `k`, `preconditioner`, `fallback`, `throw`: as of
         [`traceax.inverse_trace`][].
+    - `rtol`, `atol`, `max_k`: as of [`traceax.logdet`][], with Euclidean norms.
 
     **Returns:**
 
@@ -250,18 +256,23 @@ def inverse_diagonal(
         P. Siden, F. Lindgren, D. Bolin, M. Villani, *Efficient covariance approximations for large
         sparse precision matrices*, 2018, arXiv:1705.08656, for sparse matrices.
     """
+    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     arguments = preconditioner, fallback, throw
-    solution = _inverse(inverse_diagonal_p, key, operator, k, *arguments)
+    solution = _inverse(inverse_diagonal_p, key, operator, k, *arguments, tolerance)
     structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))
 
 
-def _inverse(primitive: Primitive, key, operator, k, preconditioner, fallback, throw) -> Solution:
-    check_fallback(fallback)
-    policy = dataclasses.replace(policy_of(preconditioner), for_inverse=True)
-    k = budget_or_all(operator, k, fallback if policy.auto else None, sparse=True)
+def _inverse(
+    primitive: Primitive, key, operator, k, preconditioner, fallback, throw, tolerance
+) -> Solution:
     of_trace = primitive is inverse_trace_p
+    name = "inverse_trace" if of_trace else "inverse_diagonal"
+    check_key(key)
+    given = name, operator, k, preconditioner, fallback
+    policy, budget = policy_of(*given, inverse=True, **tolerance)
     estimator: AbstractEstimator = InverseEstimator(policy, of_trace)
-    if policy.auto and not of_trace and reads_diagonal_only(operator):
+    plain = policy.preconditioner == "auto" and policy.atol is None
+    if plain and not of_trace and reads_diagonal_only(operator):
         estimator = SampledInverseEstimator()
-    return solve(primitive, key, operator, k, estimator, throw=throw)
+    return solve(primitive, key, operator, budget, estimator, throw=throw)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Inexact
 from .._core.estimate import Estimate, scale_of
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import matmul
-from .._sketch.low_rank import LowRankPlusIdentity
+from .._sketch.low_rank import AbstractFactors
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
 from .estimator import exact_logdet
@@ -24,7 +24,7 @@ class InverseWeights(AbstractWeights):
 
     x: Inexact[Array, "n p"]
     omega: Inexact[Array, "n p"]  # divided by the number of probes
-    factors: LowRankPlusIdentity
+    factors: AbstractFactors
     of_trace: bool = eqx.field(static=True)
 
     def contract(self, block):

@@ -9,15 +9,15 @@ from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
 from .._core.primitive import logdet_p
-from .._estimators.estimator import solve
+from .._estimators.estimator import check_key, solve
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
 from .._sketch.low_rank import BuiltPreconditioner
-from .budget_policy import policy_of
 from .estimator import LogdetEstimator
-from .fallback import budget_or_all, check_fallback, check_no_tolerance
-from .held import HeldLogdetEstimator
+from .fallback import check_fallback
+from .held import HeldLogdetEstimator, check_budget_alone
 from .preconditioners import AbstractPreconditioner
+from .run import policy_of
 
 
 def logdet(
@@ -25,7 +25,9 @@ def logdet(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     *,
-    atol: None = None,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    max_k: int | None = None,
     shifts: ArrayLike | None = None,
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
@@ -60,9 +62,11 @@ def logdet(
     - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
         positive semidefinite; or a sum of such an operator and diagonal ones.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
-    - `atol`: None. (A tolerance is not available yet.)
+    - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, as for [`traceax.trace`][]:
+        probes are drawn until two standard errors are below `atol + rtol |value|`. At most `max_k`
+        products are made, by default 1000. They may be traced.
     - `shifts`: numbers s, a real array of any shape. They need not be static.
-    - `preconditioner`: `"auto"` (see `traceax/_logdet/budget_policy.py`), a
+    - `preconditioner`: `"auto"` (see `traceax/_logdet/preparation.py`), a
         [`traceax.NystromPreconditioner`][], a [`traceax.RPCholeskyPreconditioner`][], a
         [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
     - `fallback`: `"exact"`: with `preconditioner="auto"` and a budget of at least n/6 the value is
@@ -92,17 +96,21 @@ def logdet(
         J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky*, 2024, arXiv:2207.06503. The
         derivative of the logarithm: arXiv:2605.12801; `traceax/_logdet/weights.py` derives it.
     """
-    check_fallback(fallback)
-    check_no_tolerance(atol)
+    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     if shifts is not None:
+        check_fallback(fallback)
         _check_no_preconditioner(preconditioner)
+        check_budget_alone("`logdet` with several shifts", tolerance)
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
     if isinstance(preconditioner, BuiltPreconditioner):
+        check_fallback(fallback)
+        check_budget_alone("A preconditioner that was built before", tolerance)
         held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
         return solve(logdet_p, key, operator, k, held, throw=throw)
-    policy = policy_of(preconditioner)
-    k = budget_or_all(operator, k, fallback if policy.auto else None)
-    return solve(logdet_p, key, operator, k, LogdetEstimator(policy), throw=throw)
+    check_key(key)  # of a call without one, k is missing, too
+    given = "logdet", operator, k, preconditioner, fallback
+    policy, budget = policy_of(*given, **tolerance)
+    return solve(logdet_p, key, operator, budget, LogdetEstimator(policy), throw=throw)
 
 
 def _check_no_preconditioner(preconditioner: Any) -> None:

@@ -19,7 +19,7 @@ probe is 147 with mu = s, 58 with this mu, and 91 without a preconditioner). As 
 no eigenvalue of P^{-1} A is below s / mu.
 """
 
-import dataclasses
+import abc
 import math
 from collections.abc import Callable
 from functools import partial
@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.control_flow import of_size
 from .._core.estimate import Evidence, evidence_of, safe_norm
 from .._linalg.factorisations import (
     cholesky,
@@ -46,13 +46,60 @@ from .._operators.block_operator import BlockOperator, unflatten
 from .leave_one_out import adjoint, matmul, shift_of, square_norms, square_of
 from .nystrom import shifted_cholesky, skew_of_core
 
-#: Padding may add some 20 times as many operations to a decomposition, about 5 ms. (For a rank
-#: whose padding would add more, the decomposition is compiled once more.)
-PADDING = 3.5e7
+
+class AbstractFactors(eqx.Module):
+    """A preconditioner `P = R R^H`, by products with R^{-1} and R^{-H}.
+
+    `row` and `top` are the largest Euclidean norm of a row, and the largest eigenvalue, of the
+    operator that P was made for, scaled by `unit`: they bound rounding errors.
+    """
+
+    row: AbstractVar[Real[Array, ""]]
+    top: AbstractVar[Real[Array, ""]]
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """The number of rows, and the rank."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the vectors that R multiplies."""
+
+    @abc.abstractmethod
+    def log_det(self) -> Real[Array, ""]:
+        """The log-determinant, exactly."""
+
+    @abc.abstractmethod
+    def unit(self) -> Real[Array, " n"]:
+        """The roots of about 1 / (P^{-1})_ii, in which `row` and `top` are measured."""
+
+    @abc.abstractmethod
+    def inverse_root(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """R^{-1} times a block."""
+
+    @abc.abstractmethod
+    def inverse_root_adjoint(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """R^{-H} times a block."""
+
+    @abc.abstractmethod
+    def inverse_diagonal(self) -> Real[Array, " n"]:
+        """The diagonal of P^{-1}."""
+
+    def solve(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """P^{-1} times a block."""
+        return self.inverse_root_adjoint(self.inverse_root(block))
+
+    def preconditioned(
+        self, mm: Callable[[Array], Array], block: Inexact[Array, "n p"]
+    ) -> Inexact[Array, "n p"]:
+        """M = R^{-1} A R^{-H} times a block, where `mm` multiplies with A."""
+        return self.inverse_root(mm(self.inverse_root_adjoint(block)))
 
 
 @final
-class LowRankPlusIdentity(eqx.Module):
+class LowRankPlusIdentity(AbstractFactors):
     """`P = D^{1/2} (U Lambda U^H + mu I) D^{1/2} = R R^H`, with `U^H U = I`.
 
     A product costs `4 n l` operations for each column, with l the rank.
@@ -70,22 +117,42 @@ class LowRankPlusIdentity(eqx.Module):
     eigenvalues: Real[Array, " l"]  # Lambda
     mu: Real[Array, ""]
 
-    def log_det(self) -> Real[Array, ""]:
-        """The log-determinant, exactly."""
+    @property
+    def shape(self):
+        """See `AbstractFactors`."""
+        return self.basis.shape
+
+    @property
+    def dtype(self):
+        """See `AbstractFactors`."""
+        return self.basis.dtype
+
+    @property
+    def row(self):  # pyright: ignore
+        """See `AbstractFactors`."""
+        rows = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues / self.mu))
+        return 1 + jnp.sqrt(jnp.max(rows))
+
+    @property
+    def top(self):  # pyright: ignore
+        """See `AbstractFactors`."""
+        return 1 + jnp.max(self.eigenvalues, initial=0.0) / self.mu
+
+    def unit(self):
+        """See `AbstractFactors`."""
+        return self.root * jnp.sqrt(self.mu)
+
+    def log_det(self):
+        """See `AbstractFactors`."""
         n = self.root.shape[0]
         low_rank = jnp.sum(jnp.log1p(self.eigenvalues / self.mu))
         return low_rank + n * jnp.log(self.mu) + 2 * jnp.sum(jnp.log(self.root))
 
-    def inverse_diagonal(self) -> Real[Array, " n"]:
-        """The diagonal of P^{-1}."""
+    def inverse_diagonal(self):
+        """See `AbstractFactors`."""
         inside = self.eigenvalues / (self.mu * (self.eigenvalues + self.mu))
         captured = jnp.sum(jnp.square(jnp.abs(self.basis)) * inside, axis=1)
         return (1 / self.mu - captured) / jnp.square(self.root)
-
-    def largest_row(self) -> Real[Array, ""]:
-        """The largest Euclidean norm of a row of U Lambda U^H / mu."""
-        rows = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues / self.mu))
-        return jnp.sqrt(jnp.max(rows))
 
     def padded(self, rank: int) -> "LowRankPlusIdentity":
         """The same preconditioner with `rank` columns: those that are added are 0."""
@@ -108,27 +175,17 @@ class LowRankPlusIdentity(eqx.Module):
         """P times a block."""
         return self._scaled(self._power(self._scaled(block, False), 1.0), False)
 
-    def solve(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """P^{-1} times a block."""
-        return self._scaled(self._power(self._scaled(block, True), -1.0), True)
-
     def root_mm(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """R times a block."""
         return self._scaled(self._power(block, 0.5), False)
 
-    def inverse_root(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """R^{-1} times a block."""
+    def inverse_root(self, block):
+        """See `AbstractFactors`."""
         return self._power(self._scaled(block, True), -0.5)
 
-    def inverse_root_adjoint(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """R^{-H} times a block."""
+    def inverse_root_adjoint(self, block):
+        """See `AbstractFactors`."""
         return self._scaled(self._power(block, -0.5), True)
-
-    def preconditioned(
-        self, mm: Callable[[Array], Array], block: Inexact[Array, "n p"]
-    ) -> Inexact[Array, "n p"]:
-        """M = R^{-1} A R^{-H} times a block, where `mm` multiplies with A."""
-        return self.inverse_root(mm(self.inverse_root_adjoint(block)))
 
     def outside(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """(I - U U^H) times a block, orthogonal to U to rounding."""
@@ -153,7 +210,7 @@ class BuiltPreconditioner(eqx.Module):
 
     **Attributes:**
 
-    - `factors`: the low-rank part and the multiple of the identity.
+    - `factors`: the preconditioner, by products.
     - `floor`: a lower bound of the eigenvalues of $P^{-1} A$, for the operator A that it was built
         for; NaN if no bound is known.
     - `control_variate_weight`: 1 for P = A, and 0 if P leaves out far more than the smallest
@@ -161,7 +218,7 @@ class BuiltPreconditioner(eqx.Module):
     - `evidence`: whether the products that it was built from are those of a definite matrix.
     """
 
-    factors: LowRankPlusIdentity
+    factors: AbstractFactors
     floor: Real[Array, ""]
     control_variate_weight: Real[Array, ""]
     evidence: Evidence = eqx.field(default_factory=Evidence)
@@ -195,7 +252,7 @@ class BuiltPreconditioner(eqx.Module):
         """
         factors = lax.stop_gradient(self.factors)
         if structure is None:
-            structure = jax.ShapeDtypeStruct(factors.root.shape, factors.basis.dtype)
+            structure = jax.ShapeDtypeStruct(factors.shape[:1], factors.dtype)
         self.check(lx.IdentityLinearOperator(structure))
 
         def solve(vector):
@@ -211,7 +268,7 @@ class BuiltPreconditioner(eqx.Module):
 
         - `operator`: the operator. Only its structure matters.
         """
-        n, dtype = self.factors.basis.shape[-2], self.factors.basis.dtype
+        n, dtype = self.factors.shape[0], self.factors.dtype
         block = BlockOperator(operator)
         if (n, dtype) != (block.n, block.dtype):
             raise ValueError(
@@ -252,21 +309,6 @@ class LowRank(NamedTuple):
         control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
         factors = self.preconditioner(root)
         return BuiltPreconditioner(factors, floor, control_variate_weight, self.evidence)
-
-    def built_from(
-        self, count: Int[Array, ""], rank: int, root: Real[Array, " n"], known: Bool[Array, ""]
-    ) -> BuiltPreconditioner:
-        """As `built`, where F has `rank` columns at most, of which `count` are not 0: F is cut to a
-        smaller size that holds them, and the factors are padded.
-        """
-
-        def cut(size):
-            found = self._replace(f=self.f[:, :size]).built(root, known)
-            return dataclasses.replace(found, factors=found.factors.padded(rank))
-
-        small = self.f.shape[0] * rank**2 < PADDING
-        sizes = [rank] if small else [rank, 2 * rank // 3, 4 * rank // 9, rank // 4]
-        return of_size(sizes, count, cut)
 
     @property
     def mu(self) -> Real[Array, ""]:

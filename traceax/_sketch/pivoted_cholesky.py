@@ -30,6 +30,7 @@ class PivotedCholesky(NamedTuple):
     """A partial factorisation F F^H of K, to which further pivots may be added."""
 
     rows: Inexact[Array, "r n"]  # F^T; rows that are not in use come last, and are 0
+    pivots: Int[Array, " r"]  # the indices of the pivots; n where a row is not in use
     left: Real[Array, " n"]  # the diagonal of K - F F^H
     largest: Real[Array, ""]  # the largest entry of the diagonal of K, or what it was computed from
     rank: Int[Array, ""]  # the number of rows in use
@@ -53,7 +54,8 @@ def no_pivots(diagonal: Real[Array, " n"], rank: int, block: int, dtype: Any) ->
     none, zero = jnp.zeros_like(largest), jnp.zeros((), jnp.int32)
     # A round writes as many rows as there are proposals.
     rows = jnp.zeros((rank + block, n), dtype)
-    return PivotedCholesky(rows, diagonal, largest, zero, zero, none, none)
+    pivots = jnp.full(rank + block, n, jnp.int32)
+    return PivotedCholesky(rows, pivots, diagonal, largest, zero, zero, none, none)
 
 
 def rows_of(indices: Int[Array, " b"], n: int) -> Bool[Array, "n b"]:
@@ -169,10 +171,12 @@ def pivoted_cholesky(
         spent = accepted.which | (jnp.diagonal(accepted.block).real <= least)
         left = jnp.where(jnp.any(rows_of(pivots, n) & spent, axis=1), 0, left)
         # Accepted columns first: the others, which are 0, are overwritten in the next round.
-        new = new[:, jnp.argsort(~accepted.which, stable=True)]
+        first = jnp.argsort(~accepted.which, stable=True)
+        taken = jnp.where(accepted.which, pivots, n).astype(jnp.int32)[first]
         place = state.rank, jnp.zeros_like(state.rank)
         return PivotedCholesky(
-            lax.dynamic_update_slice(state.rows, new.T, place),
+            lax.dynamic_update_slice(state.rows, new[:, first].T, place),
+            lax.dynamic_update_slice(state.pivots, taken, place[:1]),
             left,
             state.largest,
             state.rank + accepted.number,

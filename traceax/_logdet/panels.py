@@ -1,0 +1,400 @@
+r"""Panels of probes for tr f(M), M = R^{-1} A R^{-H} with a preconditioner P = R R^H, f the
+logarithm or 1/x.
+
+A probe z and j steps of Lanczos' recurrence give Gauss quadrature of z^H f(M) z (see
+`_linalg.lanczos`, `log_quadrature`) and M^{-1} z. How many steps are needed is not known before:
+the first panel has few probes, and goes on until the quadrature error is below a third of the
+standard error that the whole budget will leave,
+
+    3 error <= sd sqrt(j / k),        k / j: the number of probes that k products are enough for,
+
+or below a third of the tolerance. All later panels take as many steps, with as many probes as what
+is left of the budget is enough for, until nothing is left, or the tolerance is met. Probes of a
+panel that are not in use are 0. Their products are not counted: with a kernel, whose entries are
+evaluated once for a panel, they take hardly any time.
+
+*Observations ride along.* Conjugate gradients for M x = R^{-1} y take a step with every step of
+every panel, as further columns of its products, until their residuals are small enough; what they
+lack after the last panel, they get by themselves.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
+
+from .._core.control_flow import if_any
+from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
+from .._core.precision import einsum
+from .._functions.funm import degrees_of_freedom
+from .._linalg.lanczos import Lanczos
+from .._operators.block_operator import BlockOperator
+from .._probes.random import numbered
+from .._probes.samplers import RademacherSampler, SphereSampler
+from .._sketch.low_rank import AbstractFactors
+from .conjugate_gradients import Solve, cg_step
+from .log_quadrature import Quadrature, quadrature_after, solutions_after
+
+#: The most steps of a recurrence.
+MOST_STEPS = 100
+
+
+class Plan(NamedTuple):
+    """The sizes of the arrays of a call."""
+
+    width: int  # of a panel
+    first: int  # the number of probes in the first panel
+    steps: int  # at most
+    probes: int  # at most, of all panels
+    products: int  # at most
+
+
+def plan_of(k: int, n: int, *, wide: bool, fewest: int, panels: int) -> Plan:
+    """The sizes for a budget.
+
+    **Arguments:**
+
+    - `k`: the budget.
+    - `n`: the number of rows.
+    - `wide`: whether further columns of a product take hardly any time.
+    - `fewest`: the least number of probes.
+    - `panels`: so many wide panels, of a single step each, would take the budget.
+    """
+    first = max(fewest, min(k, math.isqrt(4 * k // panels) // 2))
+    width = max(first, k // panels) if wide else first
+    return Plan(width, first, max(1, min(k // first, n, MOST_STEPS)), max(first, k // 3), k)
+
+
+class Bases(NamedTuple):
+    """What derivatives need. Rows and columns that are not in use are 0."""
+
+    starts: Inexact[Array, "n N"]  # z, for each probe
+    rows: Inexact[Array, "k n"]  # the bases of all probes
+    core: Real[Array, "k k"]  # the derivatives of all quadratures by V^H M V, which are added up
+
+    def added(self, panel: "Panel", z: Array, count: Array, sums: "Sums") -> "Bases":
+        """With those of a panel: the bases take as many rows as there were products."""
+        room = len(self.rows)
+        step, probe = jnp.arange(panel.basis.shape[1]), jnp.arange(len(panel.basis))[:, None]
+        used = (step < panel.steps) & (probe < count)
+        at = jnp.where(used, sums.spent + step * count + probe, room)
+        core = panel.found.core * len(z)
+        return Bases(
+            put(self.starts, z, sums.count),
+            self.rows.at[at].set(panel.basis, mode="drop"),
+            self.core.at[at[:, :, None], at[:, None, :]].set(core, mode="drop"),
+        )
+
+
+class Solutions(NamedTuple):
+    """What inverses need, for each probe; 0 for those that are not in use."""
+
+    signs: Real[Array, "n N"]  # omega, with z = R^{-1} omega
+    starts: Inexact[Array, "n N"]
+    solutions: Inexact[Array, "3 n N"]  # M^{-1} z, after three numbers of steps
+
+    def added(self, panel: "Panel", omega: Array, z: Array, count: Array) -> "Solutions":
+        """With those of a panel that begins with the probe of this number."""
+        found = solutions_after(panel.recurrences(), panel.steps, 3)
+        found = (found * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
+        solved = einsum("pqn,opq->onp", panel.basis, found)
+        new = omega.real, z, solved
+        return Solutions(*(put(x, y, count) for x, y in zip(self, new, strict=True)))
+
+
+def put(whole: Array, part: Array, at: Array) -> Array:
+    """Columns in their place."""
+    return lax.dynamic_update_slice_in_dim(whole, part, at, axis=-1)
+
+
+class Sums(NamedTuple):
+    """What all panels so far have given. Numbers of the probes are added up, their functions of M
+    relative to `centre`.
+    """
+
+    count: Int[Array, ""]  # probes
+    spent: Int[Array, ""]  # products
+    panels: Int[Array, ""]
+    steps: Int[Array, ""]  # of the panels after the first
+    centre: Real[Array, ""]
+    unit: Real[Array, ""]
+    first: Real[Array, ""]  # the sum of the quadratures of f(M) - centre, over unit
+    second: Real[Array, ""]  # of their squares
+    third: Real[Array, ""]  # for 1/x the second and the fourth power of M^{-1} - I
+    fourth: Real[Array, ""]
+    error: Real[Array, ""]  # the mean quadrature error
+    smallest: Real[Array, ""]  # Ritz value
+    largest: Real[Array, ""]
+    exhausted: Bool[Array, ""]
+    evidence: Evidence
+    kept: Any  # `Bases` or `Solutions`, if anything is
+    solve: Solve | None
+
+
+class Panel(NamedTuple):
+    """The recurrences of a panel. Probes come first, as products with their bases are then those of
+    matrices and vectors.
+    """
+
+    basis: Inexact[Array, "p q n"]
+    last: Inexact[Array, "p n"]
+    alpha: Real[Array, "q p"]
+    beta: Real[Array, "q p"]
+    size: Real[Array, " p"]
+    scale: Real[Array, ""]
+    steps: Int[Array, ""]
+    history: Real[Array, "q p"]  # Gauss quadrature after each number of steps
+    found: Quadrature
+    ends: Bool[Array, ""]
+    solve: Solve | None
+
+    def recurrences(self) -> Lanczos:
+        """The recurrences, as others know them."""
+        return Lanczos(self.basis, self.alpha, self.beta, self.size)
+
+
+class Sampling(NamedTuple):
+    """What is sampled, and for how long."""
+
+    block: BlockOperator
+    factors: AbstractFactors
+    floor: Real[Array, ""]  # a lower bound of the eigenvalues of M; NaN if none is known
+    plan: Plan
+    inverse: bool  # whether f is 1/x
+    left: Int[Array, ""]  # products
+    allowed: Callable[[Array], Any] | None  # the error of tr f(M) that ends a call, by its value
+    weights: bool  # whether a derivative is taken
+    most_solve: int = 0  # the largest number of steps of the solve
+
+
+def stepped(mm: Callable, panel: Panel, eps: float, most: int) -> Panel:
+    """One step of all recurrences, and of the solve."""
+    j, p = panel.steps, len(panel.last)
+    basis = lax.dynamic_update_index_in_dim(panel.basis, panel.last, j, axis=1)
+    columns = panel.last.T
+    if panel.solve is not None:
+        columns = jnp.concatenate([columns, panel.solve.p], axis=1)
+    products = mm(columns)
+    solve = None if panel.solve is None else cg_step(panel.solve, products[:, p:], most)
+    w = products[:, :p]
+    # The first product fixes a unit, in which no square over- or underflows.
+    scale = jnp.where(j == 0, scale_of(w), panel.scale)
+    w = (w / scale.astype(w.dtype)).T
+    along = jnp.zeros(panel.last.shape[:1], panel.scale.dtype)
+    for _ in range(2):
+        coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
+        w = w - einsum("pjn,pj->pn", basis, coefficients)
+        along = along + coefficients[:, j].real
+    norm = jnp.linalg.norm(w, axis=1)
+    size = jnp.maximum(panel.size / scale, jnp.maximum(jnp.abs(along), norm))
+    norm = jnp.where(norm <= rounding_unit(eps, norm.dtype) * size, 0, norm)
+    unit = jnp.where(norm == 0, 1, norm).astype(w.dtype)[:, None]
+    return panel._replace(
+        basis=basis,
+        last=jnp.where(norm[:, None] == 0, 0, w / unit),
+        alpha=panel.alpha.at[j].set(along * scale),
+        beta=panel.beta.at[j].set(norm * scale),
+        size=size * scale,
+        scale=scale,
+        steps=j + 1,
+        solve=solve,
+    )
+
+
+def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
+    """Draw a panel of probes, and add what it gives."""
+    block, factors, plan, n = sampling.block, sampling.factors, sampling.plan, sampling.block.n
+    pilot = sums.panels == 0
+    left = sampling.left - sums.spent
+    count = number_of_probes(sampling, sums)
+    active = jnp.arange(plan.width) < count
+    drawn = (block.n, plan.width, block.dtype)
+    sampler = RademacherSampler() if sampling.inverse else SphereSampler()
+    omega = jnp.where(active, sampler.probes(numbered(key, sums.panels), *drawn), 0)
+    z = factors.inverse_root(omega) if sampling.inverse else omega
+    norms = jnp.linalg.norm(z, axis=0)
+    lengths = jnp.square(norms) / n
+    real = norms.dtype
+
+    def mm(x):
+        return factors.preconditioned(block.mm, x)
+
+    def assessed(panel: Panel) -> Panel:
+        """The panel with its quadrature, and whether the pilot has gone on for long enough."""
+        given = panel.recurrences(), panel.steps, panel.history
+        quadrature = sampling.floor, lengths, sampling.inverse, sampling.weights
+        found, history = quadrature_after(*given, *quadrature)
+        sums_of_panel = with_moments(sampling, sums, found, lengths, count)
+        sd, _ = std_err_of(sums_of_panel, block, sampling.inverse, one=True)
+        aim = sd * jnp.sqrt(panel.steps / jnp.maximum(left, 1))
+        if sampling.allowed is not None:
+            aim = jnp.maximum(aim, sampling.allowed(n * found.mean) / 2)
+        rounding = 4 * float(jnp.finfo(real).eps) * n * (jnp.sum(lengths) / count)
+        small = 3 * n * found.error <= jnp.maximum(aim, rounding)
+        fits = (panel.steps + 1) * count <= left
+        return panel._replace(found=found, history=history, ends=small | ~fits)
+
+    def step(panel: Panel) -> Panel:
+        panel = stepped(mm, panel, block.eps, sampling.most_solve)
+        last = panel.steps >= jnp.where(pilot, plan.steps, sums.steps)
+        panel = if_any(pilot | last, lambda: assessed(panel), panel)
+        return panel._replace(ends=last | (panel.ends & pilot))
+
+    zeros = jnp.zeros((plan.steps, plan.width), real)
+    unit = (z / jnp.where(norms > 0, norms, 1).astype(z.dtype)).T
+    panel = Panel(
+        basis=jnp.zeros((plan.width, plan.steps, n), z.dtype),
+        last=unit,
+        alpha=zeros,
+        beta=zeros,
+        size=jnp.zeros(plan.width, real),
+        scale=jnp.ones((), real),
+        steps=jnp.zeros((), jnp.int32),
+        history=zeros,
+        found=Quadrature.nothing(plan.width, plan.steps, real),
+        ends=jnp.array(False),
+        solve=sums.solve,
+    )
+    panel = lax.while_loop(lambda panel: ~panel.ends, step, panel)
+    return added(sampling, sums, panel, omega, z, norms, count)
+
+
+def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
+    """How many probes the next panel has; 0 if there is none."""
+    plan, left = sampling.plan, sampling.left - sums.spent
+    few = jnp.maximum(jnp.minimum(plan.first, left // 4), 1)
+    rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.count)
+    return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, plan.width))
+
+
+def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, count) -> Sums:
+    """The sums with the moments of a panel: of f(M) - centre with the masses of quadrature, or for
+    1/x of the samples, whose scatter tells their error.
+    """
+    values, masses = found.values, jnp.where(lengths[:, None] > 0, found.masses, 0)
+    if sampling.inverse:
+        values, masses = found.samples[:, None], (lengths[:, None] > 0).astype(lengths.dtype)
+    initial = sums.panels == 0
+    centre = jnp.where(initial, found.mean, sums.centre)
+    away = jnp.where(masses > 0, values - centre, 0)
+    unit = jnp.where(initial, scale_of(away), sums.unit)
+    away = away / unit
+    second, third, fourth = (jnp.sum(masses * away**power) for power in (2, 3, 4))
+    if sampling.inverse:  # how many eigenvalues dominate, the nodes tell
+        share = jnp.where(lengths[:, None] > 0, found.masses, 0)
+        third, fourth = (jnp.sum(share * (found.values - 1) ** power) for power in (2, 4))
+    samples = jnp.where(lengths > 0, found.samples - centre, 0)
+    return sums._replace(
+        count=sums.count + count,
+        centre=centre,
+        unit=unit,
+        first=sums.first + jnp.sum(samples) / unit,
+        second=sums.second + second,
+        third=sums.third + third,
+        fourth=sums.fourth + fourth,
+    )
+
+
+def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) -> Sums:
+    """The sums with those of a panel."""
+    found, lengths = panel.found, jnp.square(norms) / len(z)
+    nonfinite = evidence_of(panel.size).nonfinite
+    # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
+    error = jnp.where(sums.panels == 0, found.error, sums.error)
+    if sampling.inverse:
+        total = sums.count * sums.error + count * found.error
+        error = total / (sums.count + count)
+    kept = sums.kept
+    if isinstance(kept, Bases):
+        kept = kept.added(panel, z, count, sums)
+    elif isinstance(kept, Solutions):
+        kept = kept.added(panel, omega, z, sums.count)
+    return with_moments(sampling, sums, found, lengths, count)._replace(
+        spent=sums.spent + panel.steps * count,
+        panels=sums.panels + 1,
+        steps=panel.steps,
+        error=error,
+        smallest=jnp.minimum(sums.smallest, found.smallest),
+        largest=jnp.maximum(sums.largest, found.largest),
+        exhausted=sums.exhausted & found.exhausted,
+        evidence=Evidence(nonfinite=jnp.maximum(sums.evidence.nonfinite, nonfinite)),
+        solve=panel.solve,
+        kept=kept,
+    )
+
+
+def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
+    """All panels: see above."""
+    plan, block = sampling.plan, sampling.block
+    real = jnp.finfo(block.dtype).dtype
+    zero = jnp.zeros((), real)
+    none = jnp.zeros((), jnp.int32)
+    room = plan.probes + plan.width
+    starts = jnp.zeros((block.n, room), block.dtype)
+    kept = None
+    if sampling.inverse:
+        kept = Solutions(starts.real, starts, jnp.zeros((3, *starts.shape), block.dtype))
+    elif sampling.weights:
+        rows = jnp.zeros((plan.products, block.n), block.dtype)
+        kept = Bases(starts, rows, jnp.zeros((plan.products, plan.products), real))
+    sums = Sums(
+        count=none,
+        spent=none,
+        panels=none,
+        steps=none,
+        centre=zero,
+        unit=zero + 1,
+        first=zero,
+        second=zero,
+        third=zero,
+        fourth=zero,
+        error=zero,
+        smallest=zero + jnp.inf,
+        largest=zero,
+        exhausted=jnp.array(True),
+        evidence=Evidence(),
+        kept=kept,
+        solve=solve,
+    )
+
+    def more(sums: Sums) -> Array:
+        wanted = number_of_probes(sampling, sums) > 0
+        if sampling.allowed is not None:
+            std_err, _ = std_err_of(sums, block, sampling.inverse)
+            limit = sampling.allowed(mean_of(sums, block.n)[0])
+            wanted &= ~(2 * std_err <= limit)
+        return (wanted | (sums.panels == 0)) & ~sums.evidence.fails
+
+    return lax.while_loop(more, lambda sums: one_panel(key, sampling, sums), sums)
+
+
+def mean_of(sums: Sums, n: int) -> tuple[Array, Array]:
+    """The estimate of tr f(M) (for 1/x of the trace less that of P), and its quadrature error."""
+    mean = sums.centre + sums.unit * (sums.first / sums.count)
+    return n * mean, n * sums.error
+
+
+def std_err_of(
+    sums: Sums, block: BlockOperator, inverse: bool = False, *, one: bool = False
+) -> tuple[Array, Array]:
+    """The standard error, and its degrees of freedom; or with `one` that of a single probe. For the
+    logarithm, of probes on the sphere: see `_functions.funm`. For 1/x, from the scatter.
+    """
+    n, count = block.n, jnp.maximum(sums.count, 1).astype(sums.unit.dtype)
+    p = jnp.ones_like(count) if one else count
+    m = sums.first / count
+    second = jnp.maximum(sums.second / count - m**2, 0)
+    if inverse:
+        others = jnp.maximum(count - 1, 1)
+        dof = degrees_of_freedom(sums.third / count, sums.fourth / count, n * count)
+        return n * sums.unit * jnp.sqrt(second * (count / others) / p), dof
+    complex_ = jnp.issubdtype(block.dtype, jnp.complexfloating)
+    c = n / (n + 1) if complex_ else 2 * n / (n + 2)
+    m3, m4 = sums.third / count, sums.fourth / count
+    fourth = m4 - 4 * m * m3 + 6 * m**2 * (sums.second / count) - 3 * m**4
+    dof = degrees_of_freedom(second, fourth, n * count)
+    variance = n * c * second / p / (1 - c / (n * p)) * (1 + 1 / dof)
+    return sums.unit * jnp.sqrt(variance), dof

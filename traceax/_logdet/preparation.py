@@ -1,0 +1,168 @@
+r"""The preconditioner of a call, and what is left of its budget.
+
+*Entries* (`sparse_factor`) cost no product: all of the budget is left for probes.
+
+*Products.* A sketch takes k/6 products (at least 16, or k/3 if that is less). Let t(l) be the mean
+eigenvalue of the part of K that a Nystrom approximation of rank l leaves out.
+
+1. If t has hardly fallen from half of this rank to all of it (by less than 16 %), or will exceed
+   3 s at a rank of 2k/3, low rank does not pay, and P is the diagonal part alone. The exception is
+   a flat spectrum with an end that the budget reaches (features and noise), which the angles
+   between what is left out of the probes tell.
+2. Otherwise the rank grows to 2k/3.
+3. If t(l) / s, extrapolated to the rank 11k/12, is below 1/3 and promises a smaller error, or if
+   that rank reaches the end, it grows to that.
+
+A matrix has room for the largest rank from the beginning; columns that are not in use are 0.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Int, PRNGKeyArray, Real
+
+from .._core.control_flow import if_any
+from .._operators.block_operator import BlockOperator
+from .._operators.known_parts import has_entries
+from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
+from .preconditioners import (
+    AbstractPreconditioner,
+    KernelPreconditioner,
+    RPCholeskyPreconditioner,
+    built_from,
+    built_of_rank,
+)
+from .sketch import Sketch
+
+#: A smaller budget is not divided.
+SMALLEST = 24
+
+
+class Preparation(NamedTuple):
+    """The preconditioner, and what it took."""
+
+    built: BuiltPreconditioner
+    spent: Int[Array, ""] | int  # products
+    read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
+
+
+def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
+    """The identity in the place of a preconditioner."""
+    real = jnp.finfo(block.dtype).dtype
+    basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
+    one = jnp.ones((), real)
+    factors = LowRankPlusIdentity(jnp.ones(block.n, real), basis, eigenvalues, one)
+    return BuiltPreconditioner(factors, jnp.full((), jnp.nan, real), jnp.zeros((), real))
+
+
+def preparation_for(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    preconditioner: AbstractPreconditioner | str | None,
+    inverse: bool,
+) -> Preparation:
+    """The preconditioner of a call.
+
+    **Arguments:**
+
+    - `key`: the random key.
+    - `operator`: the operator.
+    - `k`: the budget.
+    - `preconditioner`: "auto", a way to build one, or None.
+    - `inverse`: whether it is for the inverse, which more steps are needed for.
+    """
+    entries = has_entries(operator)
+    block = BlockOperator(operator)
+    if isinstance(preconditioner, str):
+        if entries:
+            preconditioner = KernelPreconditioner()
+        elif k >= SMALLEST:
+            return _from_products(key, operator, block, k, inverse)
+        else:
+            return Preparation(no_preconditioner(block), 0)
+    if isinstance(preconditioner, KernelPreconditioner):
+        found = preconditioner.prepared(key, operator)
+        return Preparation(built_from(found), 0, found.read)
+    if preconditioner is None or k <= 2:
+        return Preparation(no_preconditioner(block), 0)
+    free = entries and isinstance(preconditioner, RPCholeskyPreconditioner)
+    rank = preconditioner.rank or 2 * k // 3
+    rank = min(rank, block.n) if free else min(rank, k - 2)
+    built = built_of_rank(preconditioner, key, operator, rank)
+    return Preparation(built, 0 if free else rank, jnp.asarray(rank) if free else None)
+
+
+def ranks(k: int, inverse: bool) -> tuple[int, int, int]:
+    """The ranks of the three stages. (Solves take more steps than logarithms.)"""
+    first = max(k // 6, min(16, k // 3))
+    second = max(first + 1, k // 2 if inverse else 2 * k // 3)
+    few = max(1, k // 60) * (2 if inverse else 1)
+    return first, second, max(second + 1, k - 5 * few)
+
+
+def _from_products(key, operator, block, k: int, inverse: bool) -> Preparation:
+    """The rule of above."""
+    first, second, third = ranks(k, inverse)
+    sketch = Sketch(key, operator, block, first, third)
+    small = sketch.low_rank(sketch.first)
+    later = _extrapolated(small.left_out_by_half, small, first // 2, first, second)
+    grows = (small.left_out <= 0.84 * small.left_out_by_half) & (later <= 3)
+    if not inverse:  # 1/x needs more steps than such a rank leaves
+        grows |= _ends(small, first, third, jnp.where(sketch.known, 1, 1.6))
+
+    def padded(low_rank: LowRank) -> BuiltPreconditioner:
+        built = sketch.built(low_rank)
+        assert isinstance(built.factors, LowRankPlusIdentity)
+        return BuiltPreconditioner(
+            built.factors.padded(third), built.floor, built.control_variate_weight, built.evidence
+        )
+
+    def grown_to(rank: int, y: Array):
+        y = sketch.extended(y, rank)
+        low_rank = sketch.low_rank(y)
+        return padded(low_rank), low_rank._replace(f=jnp.zeros(())), y
+
+    def larger():
+        built, low_rank, y = grown_to(second, sketch.first)
+        promises = _pays(small, low_rank, (first, second, third), k)
+        again = promises if inverse else promises | _ends(low_rank, second, third, 1)
+        spent = jnp.where(again, third, second)
+        return if_any(again, lambda: grown_to(third, y)[0], built), spent
+
+    alone = padded(small)
+    assert isinstance(alone.factors, LowRankPlusIdentity)
+    none = dataclasses.replace(alone.factors, eigenvalues=0 * alone.factors.eigenvalues)
+    zero = jnp.zeros_like(alone.floor)
+    nothing = BuiltPreconditioner(none, alone.floor, zero, alone.evidence)
+    built, spent = if_any(grows, larger, (nothing, jnp.asarray(first)))
+    return Preparation(built, spent)
+
+
+def _extrapolated(before, low_rank: LowRank, rank: int, grown: int, later: int) -> Real[Array, ""]:
+    """T / s at a later rank: t falls like a power of the rank, or faster."""
+    ratio = low_rank.left_out / jnp.where(before > 0, before, 1)
+    slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(grown / rank)
+    return low_rank.left_out / low_rank.shift * (later / grown) ** slope
+
+
+def _ends(low_rank: LowRank, rank: int, third: int, doubt):
+    """Whether a rank beyond the end of a flat spectrum is within reach, which then captures all of
+    it. If d equal eigenvalues are left out, the end is at rank + d; d errs by 2 / rank. (An unknown
+    s is at first taken for half of the smallest Ritz value, and d is then about 1.6 times too
+    small: features + noise, k = 48 to 200.)
+    """
+    return rank + doubt * low_rank.dimension <= 1.1 * third
+
+
+def _pays(before: LowRank, low_rank: LowRank, ranks: tuple[int, int, int], k: int):
+    """Whether the last rank promises a smaller error than the second."""
+    first, second, third = ranks
+    relative = low_rank.left_out / low_rank.shift
+    later = _extrapolated(before.left_out, low_rank, first, second, third)
+    # Five steps are enough only for an M that is close to the identity; else some eight are.
+    gain = (later / (1 + later)) * math.sqrt(max(1, (k - second) // 8) / max(1, (k - third) // 5))
+    return ((later < 1 / 3) & (gain < relative / (1 + relative))) | ~(low_rank.left_out > 0)

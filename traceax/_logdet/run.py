@@ -1,0 +1,184 @@
+"""What every call does: prepare a preconditioner (`preparation`), then sample (`panels`)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+
+from .._core.estimate import Estimate, Evidence, norm_of, relative, worse
+from .._estimators.tolerance import check_either, largest_budget, tolerance_of
+from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
+from .._operators.known_parts import has_entries
+from .._probes.random import split
+from .._sketch.low_rank import BuiltPreconditioner
+from .conjugate_gradients import start_of_solve
+from .fallback import budget_or_all, check_fallback
+from .panels import Sampling, Sums, plan_of, sampled
+from .preconditioners import AbstractPreconditioner, check_definite
+from .preparation import Preparation, preparation_for
+
+#: The residual that ends a solve, relative to its right-hand side R^{-1} y.
+SOLVE_TOLERANCE = 1e-6
+
+
+@final
+class Policy(eqx.Module):
+    """How products are spent: the preconditioner ("auto" stands for the choice of `preparation`),
+    and the tolerance, if there is one.
+    """
+
+    preconditioner: AbstractPreconditioner | str | None
+    inverse: bool = eqx.field(static=True, default=False)  # probes R^{-1} omega: see `inverse`
+    rtol: Real[Array, ""] | None = None
+    atol: Real[Array, ""] | None = None
+
+    def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
+        """Raise a `ValueError` if the operator is not one for this policy."""
+        check_definite(operator, name)
+        if isinstance(self.preconditioner, AbstractPreconditioner):
+            self.preconditioner.check(operator)
+
+    def allowed(self, value: Array) -> Array:
+        """The error of a value that ends a call with a tolerance."""
+        assert self.rtol is not None
+        assert self.atol is not None
+        return self.atol.astype(value.dtype) + self.rtol.astype(value.dtype) * jnp.abs(value)
+
+    def judged(self, estimate: Estimate) -> Estimate:
+        """The estimate, which has not converged where a tolerance was not reached."""
+        if self.atol is None:
+            return estimate
+        error = 2 * norm_of(estimate.std_err)
+        allowed = self.allowed(norm_of(estimate.value))
+        unconverged = Evidence(unconverged=relative(error, allowed))
+        return dataclasses.replace(estimate, evidence=worse(estimate.evidence, unconverged))
+
+
+def policy_of(
+    name: str,
+    operator: Any,
+    k: Any,
+    preconditioner: Any,
+    fallback: Any,
+    *,
+    rtol: Any = None,
+    atol: Any = None,
+    max_k: Any = None,
+    inverse: bool = False,
+) -> tuple[Policy, Any]:
+    """The policy for the arguments of a user, and the budget: n, for which the value is exact,
+    where that is cheaper and wanted. A `TypeError` is raised unless the preconditioner is "auto", a
+    way to build one, or None, and there is either a budget or a tolerance.
+
+    **Arguments:**
+
+    - `name`: the name of the function, for messages.
+    - `inverse`: whether it is one of the inverse, for which sparse matrices count as dense ones.
+    """
+    check_fallback(fallback)
+    auto = isinstance(preconditioner, str) and preconditioner == "auto"
+    if isinstance(preconditioner, BuiltPreconditioner):
+        raise TypeError(
+            "A preconditioner that was built before is taken by `logdet` and "
+            "`gaussian_log_density` alone. Say how to build one: "
+            "`traceax.NystromPreconditioner(rank=100)`."
+        )
+    if not auto and not isinstance(preconditioner, AbstractPreconditioner | None):
+        raise TypeError(
+            "The preconditioner must be 'auto', None, or an instance such as "
+            f"`traceax.NystromPreconditioner(rank=100)`, got {preconditioner!r}."
+        )
+    chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
+    policy = Policy(chosen, inverse)
+    tolerance = check_either(name, k, rtol, atol, max_k)
+    if tolerance:
+        operator = as_operator(operator)
+        _, k = largest_budget(max_k, operator.in_size(), name)
+        policy = Policy(chosen, inverse, tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol"))
+    if auto and fallback == "exact":
+        k = budget_or_all(operator, k, sparse=inverse, tolerance=tolerance)
+    return policy, k
+
+
+class Run(NamedTuple):
+    """What a budget has led to: the preconditioner, and the sums over all panels."""
+
+    block: BlockOperator
+    preparation: Preparation
+    sums: Sums
+
+    @property
+    def floor(self) -> Array:
+        """A lower bound of the eigenvalues of M if one is known; else the smallest Ritz value,
+        which is good enough.
+        """
+        known = self.preparation.built.floor
+        return jnp.where(jnp.isnan(known), self.sums.smallest, known)
+
+    @property
+    def spent(self) -> Array:
+        """The products for the preconditioner and for probes."""
+        return self.preparation.spent + self.sums.spent
+
+
+def run_of(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    policy: Policy,
+    *,
+    weights: bool,
+    y: Inexact[Array, "n t"] | None = None,
+    most_solve: int = 0,
+    value_of: Callable[[Any, Array], tuple[Array, Array]] = lambda factors, sampled: (
+        factors.log_det() + sampled,
+        jnp.ones(()),
+    ),
+) -> Run:
+    """Prepare, then sample.
+
+    **Arguments:**
+
+    - `key`: the random key.
+    - `operator`: the operator.
+    - `k`: the products for the preconditioner and for probes.
+    - `policy`: how they are spent.
+    - `weights`: whether a derivative is taken.
+    - `y`: right-hand sides of a solve, which shares the products, or None.
+    - `most_solve`: the largest number of products for each of them.
+    - `value_of`: a function of the preconditioner and of tr f(M) that returns the value that a
+        tolerance is for, and by how much it changes with tr f(M).
+    """
+    prepare_key, probe_key = split(key)
+    inverse = policy.inverse
+    block = BlockOperator(operator).linearised()
+    prepared = preparation_for(prepare_key, operator, k, policy.preconditioner, inverse)
+    factors = prepared.built.factors
+    # Only the scatter of the probes tells the error of an inverse.
+    fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
+    solve = None if y is None else start_of_solve(factors.inverse_root(y), SOLVE_TOLERANCE)
+
+    panels = 4 if policy.atol is None else max(4, k // 32)
+
+    def allowed(sampled):
+        value, slope = value_of(factors, sampled)
+        return policy.allowed(value) / slope
+
+    sampling = Sampling(
+        block=block,
+        factors=factors,
+        floor=prepared.built.floor,
+        plan=plan_of(k, block.n, wide=has_entries(operator), fewest=fewest, panels=panels),
+        inverse=inverse,
+        left=jnp.asarray(k - prepared.spent, jnp.int32),
+        allowed=allowed if policy.atol is not None else None,
+        weights=weights,
+        most_solve=most_solve,
+    )
+    return Run(block, prepared, sampled(probe_key, sampling, solve))
