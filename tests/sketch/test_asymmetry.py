@@ -56,13 +56,28 @@ def solve(what, array, tag=PSD, count=20):
 )
 def test_an_asymmetric_operator_is_reported(what, dtype):
     """And NaN as such, and nothing for a symmetric one."""
-    for share in (1e-5, 1e-2, 1.0):
+    for share in (0.1, 1.0):
         found = solve(what, lopsided(share, dtype=dtype))
         assert np.all(found.result == tr.RESULTS.not_symmetric), share
     array = lopsided(0.0, dtype=dtype)
     assert not np.any(solve(what, array).result == tr.RESULTS.not_symmetric)
     array[2, 3] = np.nan
     assert np.all(solve(what, array).result == tr.RESULTS.nonfinite_operator)
+
+
+@pytest.mark.parametrize("what", ["trace", "diagonal"])
+@pytest.mark.parametrize("share", [1e-10, 1e-6, 1e-4])
+def test_the_error_of_solves_is_the_precision_of_products(what, share):
+    """Estimates are as good as without it, up to its own size, and error bars hold it."""
+    array = lopsided(share)
+    truth = np.trace(array) if what == "trace" else np.diag(array)
+    found, plain = solve(what, array), solve(what, lopsided(0.0))
+    assert np.all(found.result == tr.RESULTS.successful)
+    error = np.abs(np.asarray(found.value) - truth)
+    usual = np.abs(np.asarray(plain.value) - truth)
+    size = np.linalg.norm(array)
+    assert np.sqrt(np.mean(error**2)) <= 1.5 * np.sqrt(np.mean(usual**2)) + 20 * share * size
+    assert np.mean(error <= 3 * np.asarray(found.std_err)) > 0.95
 
 
 def test_it_is_raised():

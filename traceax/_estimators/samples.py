@@ -41,7 +41,7 @@ from .._sketch.leave_one_out import (
     square_norms,
     square_of,
 )
-from .._sketch.nystrom import shifted_cholesky, skew_of_core
+from .._sketch.nystrom import precision_of_core, shifted_cholesky, skew_of_precision
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .exact import exact
 from .rows import Rows
@@ -293,13 +293,14 @@ class NystromSampling(AbstractSampling):
         """See `AbstractSampling`."""
         p, _ = qr(RademacherSampler().probes(key, block.n, size, block.dtype))
         sketch = scaled(self.sign * block.mm(p))
-        # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-        least = shift_of(math.sqrt(block.n) * sketch.norm, block.n, block.eps)
         core = matmul(adjoint(p), sketch.numbers)
+        precision = precision_of_core(core, sketch.norm, block.n, block.eps)
+        # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
+        least = shift_of(math.sqrt(block.n) * sketch.norm, block.n, precision)
         nu, factor = shifted_cholesky((core + adjoint(core)) / 2, least)
         shifted = sketch.numbers + nu * p
         f = jnp.sqrt(sketch.size) * divide_by_upper(shifted, factor)
-        skew = skew_of_core(core, sketch.norm, block.n, block.eps)
+        skew = skew_of_precision(precision, block.n, block.eps)
         negative = nu / (100 * math.sqrt(block.n) * least)
         squares = jnp.sum(square_of(f), axis=1)
         value = jnp.sum(squares) if self.rows is None else self.rows.of_vector(squares)

@@ -153,7 +153,8 @@ class Panel(NamedTuple):
 
     def recurrences(self) -> Lanczos:
         """The recurrences, as others know them."""
-        return Lanczos(self.basis, self.alpha, self.beta, self.size)
+        none = jnp.zeros_like(self.size)  # M is made Hermitian
+        return Lanczos(self.basis, self.alpha, self.beta, self.size, none)
 
 
 class Sampling(NamedTuple):

@@ -345,6 +345,13 @@ def precision_of_core(
     return jnp.where(seen > 16 * eps, seen, eps)
 
 
+def skew_of_precision(precision: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
+    """How far A^H is from A, relative to the limit: below 1e-2, what is not Hermitian counts as the
+    error of solves. (For the other limit see `skew_of`.)
+    """
+    return precision / max(1e-2, 100 * math.sqrt(n) * eps)
+
+
 def shifted_cholesky(h, nu):
     """The upper Cholesky factor of H + nu' I, with the least nu' in nu, 10 nu, ... for which there
     is one, and that nu'.
@@ -419,8 +426,7 @@ def nystrom(
     # than the rounding of the products, the operator is not semidefinite. No eigenvalue is ever
     # truncated: that would bias the estimate.
     negative = -lowest / (100 * math.sqrt(n) * least)
-    # Below 1e-2, what is not Hermitian counts as the error of solves.
-    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
+    skew = skew_of_precision(precision, n, eps)
     nu = jnp.maximum(least, -2 * lowest)
 
     # Transposed: the long vectors are stored as rows.
