@@ -214,6 +214,8 @@ def calls():
     found["KernelLinearOperator"] = lambda: tr.KernelLinearOperator(
         lambda x, y: jnp.exp(-jnp.square(x - y)), jnp.linspace(0.0, 1.0, 4)
     ).mv(jnp.arange(4.0))
+    coarse = tr.inexact(ops["hidden psd"], 1e-6)
+    found["inexact"] = lambda: tr.trace(key, coarse, 13, tr.XNysTraceEstimator())
     found["SparseLinearOperator"] = lambda: tr.SparseLinearOperator(entries).mv(jnp.arange(4.0))
     return found
 
