@@ -531,8 +531,8 @@ MUTATIONS = [
     ),
     Mutation(
         "traceax/_tracker.py",
-        "std_err = lax.stop_gradient(jnp.hypot(step.std_err, rounding))",
-        "std_err = lax.stop_gradient(step.std_err)",
+        "std_err = lax.stop_gradient(jnp.hypot(std_err, rounding_of(norm, block.eps)))",
+        "std_err = lax.stop_gradient(std_err)",
         "the rounding of a tracked trace",
         "tests/tracker/test_tracker.py",
     ),
