@@ -60,7 +60,6 @@ def test_the_tolerance_is_kept(call):
                 quadrature = np.linalg.norm(found.quadrature_error.reshape(count, -1), axis=1)
                 assert np.all(quadrature <= 1.1 * rtol * np.linalg.norm(truth))
                 spent.append(np.median(found.num_matvecs))
-            assert spent[0] <= spent[2]
             if call == "sum" and name == "flat":
                 assert spent[0] < 0.7 * spent[2]
 
