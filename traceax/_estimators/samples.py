@@ -112,7 +112,9 @@ class Panel(NamedTuple):
 
 
 class AbstractSampling(eqx.Module):
-    """What a call with a tolerance prepares, and which samples it draws."""
+    """What a call with a tolerance prepares, and which samples it draws. What is prepared is a
+    `Prepared`, or has at least its `value`, `size`, `basis` and `evidence`.
+    """
 
     rows: AbstractVar[Rows | None]  # the entries of a diagonal that are wanted; None for traces
     sampler: AbstractVar[AbstractSampler]
@@ -129,9 +131,7 @@ class AbstractSampling(eqx.Module):
         """The number of products that a preparation takes."""
 
     @abc.abstractmethod
-    def prepare(
-        self, key: PRNGKeyArray, block: BlockOperator, size: int, weights: bool
-    ) -> Prepared:
+    def prepare(self, key: PRNGKeyArray, block: BlockOperator, size: int, weights: bool) -> Any:
         """The low-rank part from a sketch with `size` columns, with the basis if there will be
         `weights`.
         """
@@ -141,7 +141,7 @@ class AbstractSampling(eqx.Module):
         self,
         key: PRNGKeyArray,
         block: BlockOperator,
-        prepared: Prepared,
+        prepared: Any,
         count: int,
         steps: Int[Array, ""] | int = 0,
     ) -> Panel:
@@ -153,7 +153,7 @@ class AbstractSampling(eqx.Module):
         self,
         key: PRNGKeyArray,
         block: BlockOperator,
-        prepared: Prepared,
+        prepared: Any,
         count: int,
         steps: Int[Array, ""] | int = 0,
     ) -> Inexact[Array, "..."]:
@@ -161,7 +161,7 @@ class AbstractSampling(eqx.Module):
         del steps
         return jnp.mean(_range_panel(self, key, block, prepared, count).samples, axis=-1)
 
-    def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Prepared:
+    def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Any:
         """Q Q^H A for a basis Q, as a function of A."""
         return _captured(self.rows, block, basis)
 

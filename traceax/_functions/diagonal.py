@@ -79,7 +79,9 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         std_err = jnp.hypot(std_err, rounding)
         spent = width * steps + p * probe_steps
         evidence = worse(prepared.evidence, panel.evidence)
-        estimate = quadrature_estimate(value, panel.bias, std_err, spent, p - 1, evidence)
+        estimate = quadrature_estimate(
+            value, jnp.asarray(panel.bias), std_err, spent, p - 1, evidence
+        )
         return estimate, (prepared.basis, fixed) if weights else None
 
     def exact(self, operator):

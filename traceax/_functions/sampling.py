@@ -241,6 +241,16 @@ class FunctionSampling(AbstractSampling):
             return truncation_error(samples, exhausted)
         return entries_truncation_error(jnp.mean(samples, axis=2), jnp.all(exhausted))
 
+    def _deviation(self, entries: Real[Array, "n p"]) -> Array:
+        """The standard deviation of a sample, from the scatter of its entries, which are
+        independent. (The matrix is Hermitian: the variance of a sum is twice that of its terms.)
+        """
+        scatter = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
+        deviation = scatter / math.sqrt(max(entries.shape[1] - 1, 1))
+        if self.rows is None:
+            return math.sqrt(2) * safe_norm(deviation)
+        return self.rows.norms(deviation[:, None])
+
     def draw(self, key, block, prepared, count, steps=0):
         """See `AbstractSampling`."""
         return self.panel_and_recurrences(key, block, prepared, count, steps)[0]
@@ -294,18 +304,12 @@ class FunctionSampling(AbstractSampling):
         outside = without(space.right, omega)
         c = level_of_others(outside, y)
         entries = omega * (y - c * outside).real + c * room
-        scatter = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
-        deviation = scatter / math.sqrt(max(p - 1, 1))
         changes = changes_by_rounding(self.fn, block.operator, nodes, values, eps)
         domain = domain_evidence(masses, values + changes)
         changes = room[:, 0] * jnp.mean(weighted(masses, changes))
-        summed = self.rows is None
         panel = Panel(
             samples=self._rows_of(entries),
-            # The matrix is Hermitian: the variance of a sum is twice that of its terms.
-            least_deviation=math.sqrt(2) * safe_norm(deviation)
-            if summed
-            else self.rows.norms(deviation[:, None]),
+            least_deviation=self._deviation(entries),
             size=self._size((y + known) / math.sqrt(p), changes, eps),
             evidence=worse(krylov.hermitian_evidence(eps), domain),
             steps=made,
