@@ -73,7 +73,7 @@ def spent(key, operator, k):
         inverse_root = run.preparation.built.factors.inverse_root(jnp.eye(N, dtype=run.block.dtype))
         omega, _, solved = run.sums.kept
         x = run.preparation.built.factors.inverse_root_adjoint(solved[0])
-        return inverse_root, omega, x, run.sums.error * N, run.sums.steps, run.sums.count
+        return inverse_root, omega, x, run.sums.error * N, run.sums.steps, run.sums.drawn
 
     with jax.numpy_dtype_promotion("standard"):  # as inside of the primitive
         inverse_root, omega, x, missed, q, p = eqx.filter_jit(outcome)(key, operator)

@@ -91,7 +91,7 @@ def estimate_of(
     """
     n, known = factors.shape[0], factors.log_det()
     error = error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, sampled)
-    return quadrature_estimate(known + sampled, error, std_err, *counts, 1.0, **more)
+    return quadrature_estimate(known + sampled, error, std_err, *counts, least=1.0, **more)
 
 
 def estimate_from(run: Run) -> Estimate:
@@ -102,7 +102,8 @@ def estimate_from(run: Run) -> Estimate:
     value, error = mean_of(sums, run.block.n)
     std_err, dof = std_err_of(sums, run.block)
     parts = built.factors, value, error, rounding, std_err
-    return estimate_of(*parts, run.spent, dof, evidence, columns=run.preparation.read)
+    counts = run.spent, dof, evidence
+    return estimate_of(*parts, *counts, columns=run.preparation.read)
 
 
 class ExactLogdet(NamedTuple):

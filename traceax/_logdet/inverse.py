@@ -83,7 +83,7 @@ class InverseEstimator(AbstractEstimator):
 
         run = run_of(key, operator, k, self.policy, weights=weights, value_of=value_of)
         built, sums = run.preparation.built, run.sums
-        factors, p = built.factors, sums.count.astype(sums.unit.dtype)
+        factors, p = built.factors, sums.drawn.astype(sums.unit.dtype)
         omega, starts, solved = sums.kept
         orders, n, room = solved.shape
         both = jnp.concatenate([jnp.moveaxis(solved, 0, 1).reshape(n, -1), starts], 1)

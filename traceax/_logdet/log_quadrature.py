@@ -53,7 +53,8 @@ class Quadrature(NamedTuple):
         one, two = jnp.zeros(p, dtype), jnp.zeros((p, q), dtype)
         zero = jnp.zeros((), dtype)
         three = jnp.zeros((p, q, q), dtype)
-        return Quadrature(one, two, two, three, two, *4 * [zero], jnp.array(False), three)
+        numbers = zero, zero, zero, zero
+        return Quadrature(one, two, two, three, two, *numbers, jnp.array(False), three)
 
 
 def quadrature_after(

@@ -83,7 +83,7 @@ class Bases(NamedTuple):
         at = jnp.where(used, sums.spent + step * count + probe, room)
         core = panel.found.core * len(z)
         return Bases(
-            put(self.starts, z, sums.count),
+            put(self.starts, z, sums.drawn),
             self.rows.at[at].set(panel.basis, mode="drop"),
             self.core.at[at[:, :, None], at[:, None, :]].set(core, mode="drop"),
         )
@@ -115,7 +115,7 @@ class Sums(NamedTuple):
     relative to `centre`.
     """
 
-    count: Int[Array, ""]  # probes
+    drawn: Int[Array, ""]  # probes
     spent: Int[Array, ""]  # products
     panels: Int[Array, ""]
     steps: Int[Array, ""]  # of the panels after the first
@@ -267,7 +267,7 @@ def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
     """How many probes the next panel has; 0 if there is none."""
     plan, left = sampling.plan, sampling.left - sums.spent
     few = jnp.maximum(jnp.minimum(plan.first, left // 4), 1)
-    rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.count)
+    rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.drawn)
     return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, plan.width))
 
 
@@ -289,7 +289,7 @@ def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, cou
         third, fourth = (jnp.sum(share * (found.values - 1) ** power) for power in (2, 4))
     samples = jnp.where(lengths > 0, found.samples - centre, 0)
     return sums._replace(
-        count=sums.count + count,
+        drawn=sums.drawn + count,
         centre=centre,
         unit=unit,
         first=sums.first + jnp.sum(samples) / unit,
@@ -306,13 +306,13 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
     # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
     error = jnp.where(sums.panels == 0, found.error, sums.error)
     if sampling.inverse:
-        total = sums.count * sums.error + count * found.error
-        error = total / (sums.count + count)
+        total = sums.drawn * sums.error + count * found.error
+        error = total / (sums.drawn + count)
     kept = sums.kept
     if isinstance(kept, Bases):
         kept = kept.added(panel, z, count, sums)
     elif isinstance(kept, Solutions):
-        kept = kept.added(panel, omega, z, sums.count)
+        kept = kept.added(panel, omega, z, sums.drawn)
     return with_moments(sampling, sums, found, lengths, count)._replace(
         spent=sums.spent + panel.steps * count,
         panels=sums.panels + 1,
@@ -342,7 +342,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
         rows = jnp.zeros((plan.products, block.n), block.dtype)
         kept = Bases(starts, rows, jnp.zeros((plan.products, plan.products), real))
     sums = Sums(
-        count=none,
+        drawn=none,
         spent=none,
         panels=none,
         steps=none,
@@ -374,7 +374,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
 
 def mean_of(sums: Sums, n: int) -> tuple[Array, Array]:
     """The estimate of tr f(M) (for 1/x of the trace less that of P), and its quadrature error."""
-    mean = sums.centre + sums.unit * (sums.first / sums.count)
+    mean = sums.centre + sums.unit * (sums.first / sums.drawn)
     return n * mean, n * sums.error
 
 
@@ -384,7 +384,7 @@ def std_err_of(
     """The standard error, and its degrees of freedom; or with `one` that of a single probe. For the
     logarithm, of probes on the sphere: see `_functions.funm`. For 1/x, from the scatter.
     """
-    n, count = block.n, jnp.maximum(sums.count, 1).astype(sums.unit.dtype)
+    n, count = block.n, jnp.maximum(sums.drawn, 1).astype(sums.unit.dtype)
     p = jnp.ones_like(count) if one else count
     m = sums.first / count
     second = jnp.maximum(sums.second / count - m**2, 0)

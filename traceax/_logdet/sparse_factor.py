@@ -80,7 +80,7 @@ class SparseFactors(AbstractFactors):
     - `g`: G.
     - `core`: J.
     - `log_determinant`: log det P.
-    - `row`, `top`: see `AbstractFactors`.
+    - `largest_row`, `largest_eigenvalue`: see `AbstractFactors`.
     """
 
     sets: Int[Array, "n s"]
@@ -88,8 +88,18 @@ class SparseFactors(AbstractFactors):
     g: Inexact[Array, "n r"]
     core: Inexact[Array, "r r"]
     log_determinant: Real[Array, ""]
-    row: Real[Array, ""]
-    top: Real[Array, ""]
+    largest_row: Real[Array, ""]
+    largest_eigenvalue: Real[Array, ""]
+
+    @property
+    def row(self):
+        """See `AbstractFactors`."""
+        return self.largest_row
+
+    @property
+    def top(self):
+        """See `AbstractFactors`."""
+        return self.largest_eigenvalue
 
     @property
     def shape(self):

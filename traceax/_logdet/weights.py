@@ -126,7 +126,7 @@ def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
     from jax.scipy.linalg import block_diag  # imported only here, because it takes time
 
     factors, (z, rows, bases) = built.factors, sums.kept
-    p, beta = sums.count.astype(bases.dtype), built.control_variate_weight
+    p, beta = sums.drawn.astype(bases.dtype), built.control_variate_weight
     krylov, k = factors.inverse_root_adjoint(rows.T), len(rows)
     one = jnp.eye(z.shape[1], dtype=bases.dtype) / p
     if isinstance(factors, SparseFactors):

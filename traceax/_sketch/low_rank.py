@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
@@ -54,12 +53,19 @@ class AbstractFactors(eqx.Module):
     operator that P was made for, scaled by `unit`: they bound rounding errors.
     """
 
-    row: AbstractVar[Real[Array, ""]]
-    top: AbstractVar[Real[Array, ""]]
+    @property
+    @abc.abstractmethod
+    def row(self) -> Real[Array, ""]:
+        """See above."""
 
     @property
     @abc.abstractmethod
-    def shape(self) -> tuple[int, int]:
+    def top(self) -> Real[Array, ""]:
+        """See above."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
         """The number of rows, and the rank."""
 
     @property
@@ -128,13 +134,13 @@ class LowRankPlusIdentity(AbstractFactors):
         return self.basis.dtype
 
     @property
-    def row(self):  # pyright: ignore
+    def row(self):
         """See `AbstractFactors`."""
         rows = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues / self.mu))
         return 1 + jnp.sqrt(jnp.max(rows))
 
     @property
-    def top(self):  # pyright: ignore
+    def top(self):
         """See `AbstractFactors`."""
         return 1 + jnp.max(self.eigenvalues, initial=0.0) / self.mu
 
