@@ -110,6 +110,7 @@ class AutoTraceEstimator(AbstractTraceEstimator):
         """
         estimator = XTraceEstimator() if semidefinite_sign(operator) == 0 else XNysTraceEstimator()
         sampling = estimator.sampling(operator, rows)
+        assert sampling is not None
         block = BlockOperator(operator)
         bytes_of_column = block.n * block.dtype.itemsize
         sizes = [size for size in sampling.sizes if size * bytes_of_column <= self.memory_limit]
