@@ -33,7 +33,12 @@ _FUNCTIONS = {
     "log": jnp.log,
     "log1p": jnp.log1p,
 }
-_PRECONDITIONERS = {"auto": "auto", "nystrom": tr.NystromPreconditioner(), "none": None}
+_PRECONDITIONERS = {
+    "auto": "auto",
+    "kernel": tr.KernelPreconditioner(),
+    "nystrom": tr.NystromPreconditioner(),
+    "none": None,
+}
 _ROWS_OF_A_CURVE = 25  # the most rows of a curve that are printed
 
 

@@ -204,6 +204,15 @@ def built_from(prepared: Prepared) -> BuiltPreconditioner:
     return BuiltPreconditioner(prepared.factors, jnp.nan * one, one, prepared.evidence)
 
 
+#: Up to so many rows a sparse matrix is formed for its preconditioner.
+FEW_ROWS_OF_SPARSE = 4096
+
+
+def knows_entries(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether entries are to be had that make a sparse factor."""
+    return has_entries(operator, sparse=operator.in_size() <= FEW_ROWS_OF_SPARSE)
+
+
 @final
 class KernelPreconditioner(AbstractPreconditioner):
     r"""Low rank plus a sparse inverse factor of the rest, for operators that know their entries:
@@ -230,7 +239,7 @@ class KernelPreconditioner(AbstractPreconditioner):
 
     def check(self, operator):
         """See `AbstractPreconditioner`."""
-        if not has_entries(operator):
+        if not knows_entries(operator):
             raise ValueError(
                 "KernelPreconditioner needs the entries, which this "
                 f"{type(operator).__name__} does not know. Use NystromPreconditioner()."

@@ -26,7 +26,6 @@ from jaxtyping import Array, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries
 from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
 from .preconditioners import (
     AbstractPreconditioner,
@@ -34,6 +33,7 @@ from .preconditioners import (
     RPCholeskyPreconditioner,
     built_from,
     built_of_rank,
+    knows_entries,
 )
 from .sketch import Sketch
 
@@ -75,8 +75,8 @@ def preparation_for(
     - `preconditioner`: "auto", a way to build one, or None.
     - `inverse`: whether it is for the inverse, which more steps are needed for.
     """
-    entries = has_entries(operator)
     block = BlockOperator(operator)
+    entries = knows_entries(operator)
     if isinstance(preconditioner, str):
         if entries:
             preconditioner = KernelPreconditioner()
