@@ -166,7 +166,7 @@ CALLS = [
     lambda: tr.eigenvalue_count(KEY, POSITIVE, 3.0, 1, 4),
     lambda: tr.trace(KEY, MIXED, 4),
     lambda: tr.trace(KEY, Liar(), 4),
-    lambda: tr.diagonal(KEY, SQUARE, 4),
+    lambda: tr.diagonal(KEY, SQUARE, 4, tr.XTraceEstimator()),
     lambda: tr.trace(KEY, PLAIN * 1j, 4),
     without_x64,
     lambda: jax.jit(lambda k: tr.trace(KEY, PLAIN, k).value)(4),

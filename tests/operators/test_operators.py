@@ -463,7 +463,7 @@ def test_auto_spends_its_matvecs_on_what_is_not_known(form):
 def test_tags_of_what_is_left():
     """They stay where something is split off, and where a traced factor stands in front."""
     kernel = function_operator(POSITIVE, PSD)
-    alone = tr.trace(KEY, kernel, K, tr.XNysTraceEstimator()).value
+    alone = tr.trace(KEY, kernel, K, tr.XNysTraceEstimator(shrink=True)).value
 
     @jax.jit
     def values(c):
@@ -489,7 +489,7 @@ def test_signs_are_found_at_run_time():
 
     def estimates(s, c):
         made = [build(kernel, s, c) for build, _ in SIGNED.values()]
-        named = tr.XNysTraceEstimator()
+        named = tr.XNysTraceEstimator(shrink=True)
         return [(sign_of(each), tr.trace(KEY, each, K, named)) for each in made]
 
     found = jax.jit(estimates)(*numbers)
@@ -554,8 +554,9 @@ def test_exact_budget_spends_nothing_on_what_is_known():
 )
 def test_auto_selects_by_tag(build, chosen, factor):
     solution = tr.trace(KEY, build(), K)
-    tags = {"xnystrace": PSD, "xtrace": ()}[chosen]
-    expected = tr.trace(KEY, matrix_operator(POSITIVE, tags), K, CLASSES[chosen])
+    tags = {"xnystrace": PSD, "xtrace": lx.symmetric_tag}[chosen]
+    estimator = type(CLASSES[chosen])(shrink=True)
+    expected = tr.trace(KEY, matrix_operator(POSITIVE, tags), K, estimator)
     np.testing.assert_allclose(solution.value, factor * expected.value, rtol=1e-13)
     np.testing.assert_allclose(solution.std_err, abs(factor) * expected.std_err, rtol=1e-10)
 
@@ -566,7 +567,7 @@ def test_auto_selects_hutchinson_where_memory_is_short():
     short = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block - 1))
     enough = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block))
     assert short.value == tr.trace(KEY, operator, K, tr.HutchinsonEstimator()).value
-    assert enough.value == tr.trace(KEY, operator, K, tr.XNysTraceEstimator()).value
+    assert enough.value == tr.trace(KEY, operator, K, tr.XNysTraceEstimator(shrink=True)).value
 
 
 def test_auto_selects_hutchinson_for_tiny_budgets():

@@ -82,7 +82,8 @@ def test_a_function_can_be_given_its_precision():
         covered = errors[precision] <= 3 * found.std_err
     assert np.all(found.result == tr.RESULTS.successful)
     assert np.all(covered)
-    assert 100 * np.max(errors[1e-6]) < np.max(errors[None])
+    # Undeclared, the precision is that which the asymmetry of the products shows.
+    assert np.max(errors[1e-6]) < np.max(errors[None]) < 1e-3
     slope = jax.grad(lambda scale: estimate(KEY, 1e-6, scale).value)(1.0)
     np.testing.assert_allclose(slope, jnp.trace(matrix), rtol=1e-4)
 

@@ -234,7 +234,7 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
         if sampling.allowed is not None:
             aim = jnp.maximum(aim, sampling.allowed(n * found.mean) / 2)
         rounding = 4 * float(jnp.finfo(real).eps) * n * (jnp.sum(lengths) / count)
-        small = 3 * n * found.error <= jnp.maximum(aim, rounding)
+        small = n * found.error <= jnp.maximum(aim, rounding)
         fits = (panel.steps + 1) * count <= left
         return panel._replace(found=found, history=history, ends=small | ~fits)
 
@@ -266,7 +266,7 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
     """How many probes the next panel has; 0 if there is none."""
     plan, left = sampling.plan, sampling.left - sums.spent
-    few = jnp.maximum(jnp.minimum(plan.first, left // 4), 1)
+    few = jnp.maximum(jnp.minimum(plan.first, left // 6), 1)
     rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.drawn)
     return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, plan.width))
 

@@ -74,12 +74,8 @@ def policy_of(
 ) -> tuple[Policy, Any]:
     """The policy for the arguments of a user, and the budget: n, for which the value is exact,
     where that is cheaper and wanted. A `TypeError` is raised unless the preconditioner is "auto", a
-    way to build one, or None, and there is either a budget or a tolerance.
-
-    **Arguments:**
-
-    - `name`: the name of the function, for messages.
-    - `inverse`: whether it is one of the inverse, for which sparse matrices count as dense ones.
+    way to build one, or None, and there is either a budget or a tolerance. For functions of the
+    `inverse` sparse matrices count as dense ones; `name` is that of the function in messages.
     """
     check_fallback(fallback)
     auto = isinstance(preconditioner, str) and preconditioner == "auto"
