@@ -234,7 +234,10 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
         if sampling.allowed is not None:
             aim = jnp.maximum(aim, sampling.allowed(n * found.mean) / 2)
         rounding = 4 * float(jnp.finfo(real).eps) * n * (jnp.sum(lengths) / count)
-        small = n * found.error <= jnp.maximum(aim, rounding)
+        error = (3 if sampling.inverse else 1) * n * found.error
+        small = error <= jnp.maximum(aim, rounding)
+        if sampling.inverse:  # fewer steps do not show what they miss
+            small &= panel.steps >= 4
         fits = (panel.steps + 1) * count <= left
         return panel._replace(found=found, history=history, ends=small | ~fits)
 
@@ -266,7 +269,8 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
     """How many probes the next panel has; 0 if there is none."""
     plan, left = sampling.plan, sampling.left - sums.spent
-    few = jnp.maximum(jnp.minimum(plan.first, left // 6), 1)
+    # Logarithms want depth first, inverses several probes, whose scatter alone tells their error.
+    few = jnp.maximum(jnp.minimum(plan.first, left // (4 if sampling.inverse else 6)), 1)
     rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.drawn)
     return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, plan.width))
 
