@@ -234,8 +234,7 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
         if sampling.allowed is not None:
             aim = jnp.maximum(aim, sampling.allowed(n * found.mean) / 2)
         rounding = 4 * float(jnp.finfo(real).eps) * n * (jnp.sum(lengths) / count)
-        error = (3 if sampling.inverse else 1) * n * found.error
-        small = error <= jnp.maximum(aim, rounding)
+        small = 3 * n * found.error <= jnp.maximum(aim, rounding)
         if sampling.inverse:  # fewer steps do not show what they miss
             small &= panel.steps >= 4
         fits = (panel.steps + 1) * count <= left
