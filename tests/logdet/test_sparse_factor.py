@@ -181,7 +181,7 @@ def test_rough_kernels(dim, limit):
     """Where low rank alone is 23 nats off."""
     n, noise = 1500, 1e-2
     x = np.random.default_rng(0).uniform(size=(n, dim)).astype(np.float32)
-    length = 0.3 * np.sqrt(dim / 2)
+    length = 0.3 * float(np.sqrt(dim / 2))
 
     def kernel(a, b):
         return jnp.exp(-jnp.sqrt(jnp.sum((a - b) ** 2) + 1e-20) / length)
