@@ -76,8 +76,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         n = block.n
         m = k // 3
         tested = k - 2 * m
-        sampler = self.sampler_of_trace(block.dtype)
-        q, omega = _basis_and_probes(key, block, sampler, m, tested)
+        q, omega = _basis_and_probes(key, block, self.residual_sampler, m, tested)
         z = block.mm(q)
         g = omega - matmul(q, matmul(adjoint(q), omega))
         products = block.mm(g)
@@ -127,7 +126,8 @@ def _basis_and_probes(
 HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][] for traces, and
-    [`traceax.RademacherSampler`][] for diagonals.
+    for diagonals [`traceax.RademacherSampler`][], or for complex operators
+    [`traceax.SteinhausSampler`][].
 - `improved`: whether to renormalise ("resphere") the residual probes of a trace, which needs a
     rotation invariant distribution. By default wherever that is so.
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of

@@ -174,6 +174,11 @@ class AbstractSampling(eqx.Module):
         return self.exact(block)[1].contract(block)
 
 
+def _norms(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
+    """The norm of a block, or those of its rows."""
+    return safe_norm(block.reshape(-1)) if rows is None else rows.norms(block)
+
+
 def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"]) -> Prepared:
     if q.shape[1] == 0:
         shape = () if rows is None else rows.of_vector(jnp.zeros(block.n)).shape
@@ -182,10 +187,10 @@ def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"])
     if rows is None:
         z = block.mm(q)
         value = jnp.sum(jnp.conj(q) * z)
-        return Prepared(q, z, value, safe_norm(z.reshape(-1)), q, evidence_of(z))
-    z = block.adjoint_mm(q)
-    value = rows.of_vector(captured_diagonal(q, z))
-    return Prepared(q, z, value, rows.norms(z), q, evidence_of(z))
+    else:
+        z = block.adjoint_mm(q)
+        value = rows.of_vector(captured_diagonal(q, z))
+    return Prepared(q, z, value, _norms(rows, z), q, evidence_of(z))
 
 
 def _one_sided_panel(
@@ -196,11 +201,12 @@ def _one_sided_panel(
     deviations = entries - jnp.mean(entries, axis=1, keepdims=True)
     deviation = safe_norm(deviations) / math.sqrt(max(omega.shape[1] - 1, 1))
     size = safe_norm(products) / math.sqrt(omega.shape[1])
-    evidence = evidence_of(entries)
-    if rows is None:
-        return Panel(jnp.sum(entries, axis=0), safe_norm(deviation), safe_norm(size), evidence)
-    deviation = rows.norms(deviation[:, None])
-    return Panel(rows(entries), deviation, rows.norms(size[:, None]), evidence)
+    return Panel(
+        samples=jnp.sum(entries, axis=0) if rows is None else rows(entries),
+        least_deviation=_norms(rows, deviation[:, None]),
+        size=_norms(rows, size[:, None]),
+        evidence=evidence_of(entries),
+    )
 
 
 def _form_panel(
@@ -304,19 +310,14 @@ class NystromSampling(AbstractSampling):
         negative = nu / (100 * math.sqrt(block.n) * least)
         squares = jnp.sum(square_of(f), axis=1)
         value = jnp.sum(squares) if self.rows is None else self.rows.of_vector(squares)
-        images = sketch.size * sketch.numbers
-        size_of_part = self._norms(images)
         return Prepared(
             left=f,
             right=self.sign * f,
             value=(self.sign * value).astype(block.dtype),
-            size=size_of_part,
+            size=_norms(self.rows, sketch.size * sketch.numbers),
             basis=qr(shifted)[0] if weights else f,
             evidence=evidence_of(sketch.square, skew=skew, negative=negative),
         )
-
-    def _norms(self, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
-        return safe_norm(block.reshape(-1)) if self.rows is None else self.rows.norms(block)
 
     def draw(self, key, block, prepared, count, steps=0):
         """See `AbstractSampling`."""

@@ -7,6 +7,7 @@ from equinox import AbstractVar
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler, SteinhausSampler
 from .estimator import AbstractTraceEstimator
+from .rows import Rows
 from .samples import AbstractSampling, RangeSampling
 
 
@@ -22,24 +23,26 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
     improved: AbstractVar[bool | None]
 
     def __check_init__(self):
-        (self.sampler or SphereSampler()).check_resphering(self.improved)
+        self.residual_sampler.check_resphering(self.improved)
 
     def check(self, operator):
         """Any square operator will do."""
-        dtype = BlockOperator(operator).dtype
-        (self.sampler or SphereSampler()).check_dtype(dtype, self.improved)
+        self.residual_sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
+
+    @property
+    def residual_sampler(self) -> AbstractSampler:
+        """The distribution of probes whose residuals may be renormalised."""
+        return self.sampler or SphereSampler()
+
+    def sampler_of_samples(self, rows: Rows | None, dtype: np.dtype) -> AbstractSampler:
+        """The distribution of the probes of a call with a tolerance."""
+        return self.residual_sampler if rows is None else self.sampler_of_rows(dtype)
 
     def sampling(self, operator, rows) -> AbstractSampling | None:
         """See `AbstractTraceEstimator`."""
         dtype = BlockOperator(operator).dtype
-        plain = self.sampler or SphereSampler()
-        sampler = plain if rows is None else self.sampler_of_rows(dtype)
+        sampler = self.sampler_of_samples(rows, dtype)
         return RangeSampling(rows=rows, sampler=sampler, resphere=self.respheres(dtype))
-
-    def sampler_of_trace(self, dtype: np.dtype) -> AbstractSampler:
-        """The distribution of the probes for a trace."""
-        del dtype
-        return self.sampler or SphereSampler()
 
     def sampler_of_rows(self, dtype: np.dtype) -> AbstractSampler:
         """The distribution of the probes for a diagonal."""
@@ -47,7 +50,7 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
 
     def respheres(self, dtype: np.dtype) -> bool:
         """Whether the residual probes of a trace are renormalised."""
-        return (self.sampler or SphereSampler()).respheres(self.improved, dtype)
+        return self.residual_sampler.respheres(self.improved, dtype)
 
 
 class AbstractLeaveOneOutEstimator(AbstractSketchEstimator):
@@ -70,6 +73,6 @@ class AbstractLeaveOneOutEstimator(AbstractSketchEstimator):
                 "RademacherSampler()."
             )
 
-    def sampler_of_trace(self, dtype):
-        """See `AbstractSketchEstimator`."""
-        return self.sampler or (phases(dtype) if self.shrink else SphereSampler())
+    def sampler_of_trace(self, dtype: np.dtype) -> AbstractSampler:
+        """The distribution of the probes for a trace."""
+        return self.sampler_of_rows(dtype) if self.shrink else self.residual_sampler

@@ -12,7 +12,7 @@ from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import check_semidefinite
 from .._operators.known_parts import definite_sign
-from .._probes.samplers import AbstractSampler, SphereSampler
+from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import (
     LeaveOneOut,
     RangeFinder,
@@ -98,9 +98,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
 
     def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
-        dtype = BlockOperator(operator).dtype
-        plain = self.sampler or SphereSampler()
-        sampler = plain if rows is None else self.sampler_of_rows(dtype)
+        sampler = self.sampler_of_samples(rows, BlockOperator(operator).dtype)
         return NystromSampling(rows=rows, sampler=sampler, sign=definite_sign(operator))
 
     def compute(self, key, operator, k, weights):
@@ -200,7 +198,8 @@ def _range_finder(factors: Nystrom, omega: Array) -> RangeFinder:
 XNysTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][] for traces, and
-    [`traceax.RademacherSampler`][] for diagonals.
+    for diagonals and shrunk samples [`traceax.RademacherSampler`][], or for complex operators
+    [`traceax.SteinhausSampler`][].
 - `improved`: whether to renormalise ("resphere") the residual probes of a trace, which needs a
     rotation invariant distribution. By default wherever that is so.
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of

@@ -224,7 +224,8 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
 XTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][] for traces, and
-    [`traceax.RademacherSampler`][] for diagonals.
+    for diagonals and shrunk samples [`traceax.RademacherSampler`][], or for complex operators
+    [`traceax.SteinhausSampler`][].
 - `improved`: whether to renormalise ("resphere") the residual probes of a trace, which needs a
     rotation invariant distribution. By default wherever that is so.
 - `batch_size`: the number of vectors to multiply at once. By default as many as make a block of

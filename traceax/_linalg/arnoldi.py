@@ -82,6 +82,20 @@ def begun(start: Inexact[Array, "n p"], num_steps: int) -> Arnoldi:
     )
 
 
+def outside(
+    basis: Inexact[Array, "p q n"], w: Inexact[Array, "p n"]
+) -> tuple[Inexact[Array, "p n"], Inexact[Array, "p q"]]:
+    """The part of each vector outside of the space of its basis, made orthogonal to it twice, and
+    the coefficients inside.
+    """
+    column = jnp.zeros(basis.shape[:2], w.dtype)
+    for _ in range(2):
+        coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
+        w = w - einsum("pjn,pj->pn", basis, coefficients)
+        column = column + coefficients
+    return w, column
+
+
 def advanced(
     mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
     krylov: Arnoldi,
@@ -102,11 +116,7 @@ def advanced(
         # The first product fixes a unit, in which no square over- or underflows.
         scale = jnp.where(j == 0, scale_of(w), krylov.scale)
         w = (w / scale).T
-        column = jnp.zeros(basis.shape[:2], w.dtype)
-        for _ in range(2):
-            coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
-            w = w - einsum("pjn,pj->pn", basis, coefficients)
-            column = column + coefficients
+        w, column = outside(basis, w)
         norm = jnp.linalg.norm(w, axis=1)
         largest = jnp.maximum(jnp.max(jnp.abs(column), axis=1), norm)
         size = jnp.maximum(krylov.size, largest)

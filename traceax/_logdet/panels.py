@@ -30,6 +30,7 @@ from .._core.control_flow import if_any
 from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
 from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom
+from .._linalg.arnoldi import outside
 from .._linalg.lanczos import Lanczos
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
@@ -183,12 +184,8 @@ def stepped(mm: Callable, panel: Panel, eps: float, most: int) -> Panel:
     w = products[:, :p]
     # The first product fixes a unit, in which no square over- or underflows.
     scale = jnp.where(j == 0, scale_of(w), panel.scale)
-    w = (w / scale.astype(w.dtype)).T
-    along = jnp.zeros(panel.last.shape[:1], panel.scale.dtype)
-    for _ in range(2):
-        coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
-        w = w - einsum("pjn,pj->pn", basis, coefficients)
-        along = along + coefficients[:, j].real
+    w, column = outside(basis, (w / scale.astype(w.dtype)).T)
+    along = column[:, j].real
     norm = jnp.linalg.norm(w, axis=1)
     size = jnp.maximum(panel.size / scale, jnp.maximum(jnp.abs(along), norm))
     norm = jnp.where(norm <= rounding_unit(eps, norm.dtype) * size, 0, norm)

@@ -39,6 +39,7 @@ and the standard deviation of a probe is 1.6 times as large.) An integer holds b
 high bits) and its place in the group (its low bits).
 """
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple, final
 
@@ -117,8 +118,12 @@ class SparseFactors(AbstractFactors):
 
     def unit(self):
         """See `AbstractFactors`: P^{-1} ~ L L^H."""
+        return 1 / jnp.sqrt(self._sparse_diagonal())
+
+    def _sparse_diagonal(self) -> Real[Array, " n"]:
+        """The diagonal of L L^H."""
         squares = square_of(self.values)
-        return 1 / jnp.sqrt(jnp.zeros(len(self.sets), squares.dtype).at[self.sets].add(squares))
+        return jnp.zeros(len(self.sets), squares.dtype).at[self.sets].add(squares)
 
     def inverse_root(self, block):
         """See `AbstractFactors`: W^H times a block."""
@@ -145,9 +150,7 @@ class SparseFactors(AbstractFactors):
 
     def inverse_diagonal(self):
         """See `AbstractFactors`."""
-        squares = square_of(self.values)
-        sparse = jnp.zeros(len(self.sets), squares.dtype).at[self.sets].add(squares)
-        return sparse - jnp.sum(square_of(self.captured()), axis=1)
+        return self._sparse_diagonal() - jnp.sum(square_of(self.captured()), axis=1)
 
     def known_part(self, operator):
         """`Re <L L^H, A>`, from the entries of the neighbourhoods: see `AbstractFactors`."""
@@ -301,7 +304,7 @@ def sparse_factors(
     one = jnp.ones_like(log_det)
     factors = SparseFactors(sets, values, g, core, log_det, one, one)
     row, top = _sizes(f, factors.unit(), diagonal)
-    return SparseFactors(sets, values, g, core, log_det, row, top)
+    return dataclasses.replace(factors, largest_row=row, largest_eigenvalue=top)
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
@@ -425,8 +428,9 @@ def prepare(
     enough = jnp.where(known, float(np.sqrt(eps)) * n, 0)
     pivoted = pivoted_cholesky(key, kernel.columns, none, rank, block=together, enough=enough)
     f = pivoted.rows[:rank].T * kernel.root[:, None].astype(block.dtype)
-    jitter = jitter_of(diagonal, f, known, eps)
-    left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0) + jitter
+    left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)
+    jitter = jitter_of(diagonal, left, known, eps)
+    left = left + jitter
     left_out = jnp.mean(pivoted.left)
     own = jnp.arange(n, dtype=jnp.int32)[:, None]
     nobody = jnp.full((n, m), n, jnp.int32)
@@ -446,11 +450,10 @@ def prepare(
     )
 
 
-def jitter_of(diagonal: Array, f: Array, known: Array, eps: float) -> Real[Array, " n"]:
-    """What is added to the diagonal of R: see above."""
-    left = jnp.mean(jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0))
+def jitter_of(diagonal: Array, left: Array, known: Array, eps: float) -> Real[Array, " n"]:
+    """What is added to the diagonal of R, which is `left` without it: see above."""
     rounding = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
-    return rounding + jnp.where(known, 0, left / 100)
+    return rounding + jnp.where(known, 0, jnp.mean(left) / 100)
 
 
 def _evidence(pivoted: PivotedCholesky, n: int, eps: float) -> Evidence:
