@@ -64,7 +64,7 @@ def plan_of(k: int, n: int, *, wide: bool, fewest: int, panels: int) -> Plan:
     - `fewest`: the least number of probes.
     - `panels`: so many wide panels, of a single step each, would take the budget.
     """
-    first = max(fewest, min(k, math.isqrt(4 * k // panels) // 2))
+    first = max(fewest, min(k, math.isqrt(4 * k // panels) // 3))
     width = max(first, k // panels) if wide else first
     return Plan(width, first, max(1, min(k // first, n, MOST_STEPS)), max(first, k // 3), k)
 
