@@ -33,7 +33,7 @@ from .._core.precision import at_least_single, widened
 from .._core.programs import closed_function
 from .parameters import Split, as_jax, structure_of
 from .precision import eps_along, eps_of_product
-from .tags import register_unstructured
+from .tags import register_tags
 
 
 @final
@@ -140,11 +140,7 @@ def _(operator):
 lx.materialise.register(CurvatureOperator)(lambda operator: lx.materialise(operator.as_function()))
 lx.diagonal.register(CurvatureOperator)(lambda operator: lx.diagonal(operator.as_function()))
 lx.conj.register(CurvatureOperator)(lambda operator: operator)  # the parameters are real
-lx.is_symmetric.register(CurvatureOperator)(lambda operator: True)
-lx.is_positive_semidefinite.register(CurvatureOperator)(
-    lambda operator: lx.positive_semidefinite_tag in operator.tags
-)
-register_unstructured(CurvatureOperator)
+register_tags(CurvatureOperator)
 
 
 def _check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:

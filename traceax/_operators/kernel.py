@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import equinox as eqx
 import jax
@@ -27,7 +27,7 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
 from .._core.programs import closed_function, is_plain
-from .tags import register_unstructured
+from .tags import register_tags
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
 #: elsewhere, where small tiles do not fill the device.
@@ -125,6 +125,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     block_size: int | None = eqx.field(static=True)
     batched: bool = eqx.field(static=True)
     _dtype: np.dtype = eqx.field(static=True)
+    tags: ClassVar[frozenset[object]] = frozenset([lx.positive_semidefinite_tag])
 
     def __init__(
         self,
@@ -326,14 +327,4 @@ def _(operator):
     return operator.transpose()  # the matrix is Hermitian
 
 
-@lx.is_symmetric.register(KernelLinearOperator)
-def _(operator):
-    return not jnp.issubdtype(operator._dtype, jnp.complexfloating)
-
-
-@lx.is_positive_semidefinite.register(KernelLinearOperator)
-def _(operator):
-    return True
-
-
-register_unstructured(KernelLinearOperator)
+register_tags(KernelLinearOperator)

@@ -15,6 +15,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import Evidence, evidence_of, scale_of
@@ -203,16 +204,59 @@ def _(operator, indices):
 
 @stored_columns.register(lx.ComposedLinearOperator)
 def _(operator, indices):
-    by_rows = is_tagged(lx.is_diagonal, operator.operator1)  # D A, or A D
+    question = partial(stored_columns, indices=indices)
+    return _scaled(operator, question, np.s_[:, None], indices)
+
+
+def _scaled(operator: Any, question: Callable[[Any], Any], rows: Any, columns: Any) -> Any:
+    """Entries of D A or A D in these rows and columns, from those of A, or None."""
+    by_rows = is_tagged(lx.is_diagonal, operator.operator1)
     factors = operator.operator1, operator.operator2
     diagonal, other = factors if by_rows else factors[::-1]
     if not is_tagged(lx.is_diagonal, diagonal):
         return None
     scaling = stored_diagonal(diagonal)
-    entries = stored_columns(other, indices)
+    entries = question(other)
     if scaling is None or entries is None:
         return None
-    return (scaling[:, None] if by_rows else scaling[indices]) * entries
+    return scaling[rows if by_rows else columns] * entries
+
+
+def submatrices(
+    operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]
+) -> Inexact[Array, "b s s"]:
+    """The matrices `A[s, s]` for sets s of indices: `b s^2` entries, where columns are not cheaper.
+
+    **Arguments:**
+
+    - `operator`: an operator that knows its entries, see `has_entries`.
+    - `indices`: the sets, one in each row. They may be traced, and indices may be equal.
+    """
+    return _sum_of(terms(operator, partial(_submatrices, indices=indices)))
+
+
+@singledispatch
+def _submatrices(operator: Any, indices: Array) -> Any:
+    matrix = stored_columns(operator, slice(None))
+    return None if matrix is None else matrix[indices[:, :, None], indices[:, None, :]]
+
+
+@_submatrices.register(lx.DiagonalLinearOperator)
+@_submatrices.register(lx.IdentityLinearOperator)
+def _(operator, indices):
+    diagonal = _read_diagonal(operator)[indices][:, :, None]
+    return jnp.where(indices[:, :, None] == indices[:, None, :], diagonal, 0)
+
+
+@_submatrices.register(KernelLinearOperator)
+def _(operator, indices):
+    return operator.submatrices(indices).astype(BlockOperator(operator).dtype)
+
+
+@_submatrices.register(lx.ComposedLinearOperator)
+def _(operator, indices):
+    question = partial(submatrices, indices=indices)
+    return _scaled(operator, question, indices[:, :, None], indices[:, None, :])
 
 
 @singledispatch
@@ -228,7 +272,8 @@ def _(operator, vectors, core):
 
 
 @_contraction.register(lx.TaggedLinearOperator)
-def _(operator, vectors, core):
+@_submatrices.register(lx.TaggedLinearOperator)
+def _(operator, *args, **kwargs):
     return None  # so that `terms` asks what is inside
 
 

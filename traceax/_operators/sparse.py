@@ -13,19 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
-from .tags import CHECKS
-
-
-@final
-class _Entries(eqx.Module):
-    """The parts of a sparse operator: its pattern, and the values of the entries."""
-
-    data: Inexact[Array, " nnz"]
-    pattern: SparsityPattern
-
-
-def _as_frozenset(tags: object) -> frozenset[object]:
-    return frozenset(tags) if isinstance(tags, Iterable) else frozenset([tags])
+from .tags import register_tags
 
 
 def _inexact(data: Any) -> Inexact[Array, " nnz"]:
@@ -80,8 +68,9 @@ def _is_jax_sparse(matrix: Any) -> bool:
     return module is not None and isinstance(matrix, module.BCOO | module.BCSR)
 
 
-def _entries(matrix: Any) -> _Entries:
-    if isinstance(matrix, _Entries):
+def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
+    """The values of the entries and their pattern, of a matrix or from such a pair."""
+    if isinstance(matrix, tuple):
         return matrix
     is_scipy = hasattr(matrix, "tocsr") and hasattr(matrix, "nnz")
     if not is_scipy and not _is_jax_sparse(matrix):
@@ -99,7 +88,7 @@ def _entries(matrix: Any) -> _Entries:
         )
     data, rows, columns = _scipy_entries(matrix) if is_scipy else _jax_entries(matrix)
     m, n = map(int, matrix.shape)
-    return _Entries(_inexact(data), sparsity_pattern(rows, columns, (m, n)))
+    return _inexact(data), sparsity_pattern(rows, columns, (m, n))
 
 
 @final
@@ -143,10 +132,8 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         - `TypeError`, `ValueError`: for a `matrix` that is not sparse, not two-dimensional, or too
             large for 32-bit indices, or whose indices are traced or negative.
         """
-        self.tags = _as_frozenset(tags)
-        entries = _entries(matrix)
-        self.data = entries.data
-        self.pattern = entries.pattern
+        self.tags = frozenset(tags if isinstance(tags, Iterable) else [tags])
+        self.data, self.pattern = _entries(matrix)
 
     def __check_init__(self):
         if self.data.shape != self.pattern.rows.shape:
@@ -168,7 +155,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
 
         - `data`: the new entries, in the order of `operator.data`; they may be traced.
         """
-        return SparseLinearOperator(_Entries(_inexact(jnp.asarray(data)), self.pattern), self.tags)
+        return SparseLinearOperator((_inexact(data), self.pattern), self.tags)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         """The product with a vector: about `nnz` multiplications and additions. float16 and
@@ -194,7 +181,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         """The transpose, as fast as the operator itself. A symmetric operator is its own."""
         if lx.is_symmetric(self):
             return self
-        entries = _Entries(self.data, self.pattern.transpose())
+        entries = self.data, self.pattern.transpose()
         return SparseLinearOperator(entries, lx.transpose_tags(self.tags))
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
@@ -239,28 +226,4 @@ def _(operator):
     return operator.with_data(operator.data.conj())
 
 
-for _tag, _check in CHECKS.items():
-
-    @_check.register(SparseLinearOperator)  # pyright: ignore[reportFunctionMemberAccess]
-    def _(operator, tag=_tag):
-        return tag in operator.tags
-
-
-@lx.is_symmetric.register(SparseLinearOperator)
-def _(operator):
-    if lx.symmetric_tag in operator.tags or lx.diagonal_tag in operator.tags:
-        return True
-    # A semidefinite matrix with complex entries is Hermitian, and need not be symmetric.
-    semidefinite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
-    real = not jnp.issubdtype(operator.data.dtype, jnp.complexfloating)
-    return real and bool(semidefinite & operator.tags)
-
-
-@lx.is_diagonal.register(SparseLinearOperator)
-def _(operator):
-    return lx.diagonal_tag in operator.tags or operator.pattern.shape == (1, 1)
-
-
-@lx.is_tridiagonal.register(SparseLinearOperator)
-def _(operator):
-    return lx.tridiagonal_tag in operator.tags or lx.diagonal_tag in operator.tags
+register_tags(SparseLinearOperator)
