@@ -53,7 +53,6 @@ from ._estimators.trace import trace
 from ._linalg.factorisations import qr
 from ._operators.block_operator import BlockOperator
 from ._operators.checks import as_operator
-from ._operators.width import APART_LIMIT
 from ._probes.random import split
 from ._probes.samplers import AbstractSampler, SphereSampler
 from ._sketch.leave_one_out import adjoint, resphering, row_dots, row_squares, scaled, shift_of
@@ -250,10 +249,10 @@ def _recycled(
     last = scaled(sketch)
     noise = _probes(noise_key, SphereSampler(), block, m)
     q = qr((last.numbers + shift_of(last.norm, n, block.eps) * noise).T)[0].T
-    image = _products(block, q)
+    image = block.mm(q.T).T
     z = _probes(probe_key, sampler, block, count)
     g = z - matmul(matmul(z, adjoint(q)), q)
-    residual = _products(block, g)
+    residual = block.mm(g.T).T
     c = resphering(dimension, row_squares(g), spherical)
     samples = c * row_dots(g, residual)
     value = jnp.sum(row_dots(q, image)) + jnp.mean(samples)
@@ -281,7 +280,7 @@ def _hutchinson(
 ) -> tuple[Estimate, TrackState]:
     """The first step of DeltaShift: an estimate from each half of the probes."""
     z = _probes(key, sampler, block, k)
-    image = _products(block, z)
+    image = block.mm(z.T).T
     forms = row_dots(z, image)
     unit = _unit(image)
     norms = _means(row_squares(_off_probes(z, image, unit)))
@@ -311,8 +310,8 @@ def _deltashift(
     counts = _counts(count)
     beta = _beta(sampler, block)
     z = _probes(key, sampler, block, count)
-    image = _products(block, z)
-    before = lax.stop_gradient(_products(old, z))
+    image = block.mm(z.T).T
+    before = lax.stop_gradient(old.mm(z.T).T)
 
     similarity = jnp.maximum(1 - past.drift, 0)
     share = past.trust + count * (1 - past.trust)
@@ -354,13 +353,6 @@ def _probes(key: Array, sampler: AbstractSampler, block: BlockOperator, count: i
     z = sampler.probes(key, block.n, count, block.dtype).T
     norms = jnp.sqrt(row_squares(z))[:, None] if sampler.rotation_invariant else math.sqrt(block.n)
     return z * (math.sqrt(block.n) / norms)
-
-
-def _products(block: BlockOperator, rows: Inexact[Array, "m n"]) -> Inexact[Array, "m n"]:
-    """The products, one by one where a block is larger than the cache and saves no time."""
-    if block.shares_no_work and rows.size > APART_LIMIT:
-        return lax.map(lambda row: block.mm(row[:, None])[:, 0], rows)
-    return block.mm(rows.T).T
 
 
 def _unit(*arrays: Array) -> Array:

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import any_promotion, at_least_single, matmul
-from .curvature import CurvatureOperator
 from .questions import answers, product_precision, quadratic_form
 from .tags import is_hermitian, leaf_dtypes, without_tags
 from .width import by_columns, default_width
@@ -69,13 +68,6 @@ class BlockOperator:
         those that say so (differences of gradients).
         """
         return self.eps > float(jnp.finfo(self.dtype).eps)
-
-    @property
-    def shares_no_work(self) -> bool:
-        """Whether products, once linearised, take no less time in a block than one by one."""
-        operator = self._untagged()
-        is_curvature = isinstance(operator, CurvatureOperator)
-        return is_curvature and operator.batches is None and not operator.differences
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -228,12 +220,6 @@ class BlockOperator:
         # A^H x = conj(A^T conj(x))
         transposed = BlockOperator(transpose_of(self.operator), self.batch_size)
         return jnp.conj(transposed.mm(jnp.conj(block)))
-
-    def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
-        """A vector, whole or leaf by leaf, as a PyTree of the operator's input structure (in the
-        working dtype).
-        """
-        return unflatten(self.operator.in_structure(), vector)
 
 
 def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
