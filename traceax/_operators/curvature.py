@@ -54,17 +54,9 @@ class CurvatureOperator(lx.AbstractLinearOperator):
 
     def mv(self, vector: PyTree[Inexact[Array, "..."]]) -> PyTree[Inexact[Array, "..."]]:
         """The product with a vector: a PyTree like the parameters, of their shapes and dtypes."""
-        return self._mean(self.product, vector)
+        return self.mean(self.product, vector)
 
-    def quadratic_form(self, vector: PyTree[Inexact[Array, "..."]]) -> Inexact[Array, ""]:
-        """The number `v^T A v`, in about half the time of a product."""
-        if self.form is not None:
-            return self._mean(self.form, vector)
-        with jax.numpy_dtype_promotion("standard"):
-            dots = jtu.tree_map(lambda a, b: jnp.sum(a * b), vector, self.mv(vector))
-            return jnp.asarray(sum(jtu.tree_leaves(dots)))
-
-    def _mean(self, fn: Callable[..., Any], vector: Any) -> Any:
+    def mean(self, fn: Callable[..., Any], vector: Any) -> Any:
         """The mean over batches of `fn(params, (index, batch), vector, arrays)`."""
         if self.batches is None:
             return fn(self.params, (jnp.asarray(0), None), vector, self.arrays)

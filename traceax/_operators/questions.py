@@ -46,7 +46,9 @@ def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
 
 @quadratic_form.register(CurvatureOperator)
 def _(operator, vector):
-    return operator.quadratic_form(vector)
+    if operator.form is None:
+        return quadratic_form.dispatch(object)(operator, vector)
+    return operator.mean(operator.form, vector)
 
 
 @singledispatch

@@ -107,18 +107,13 @@ def _best_width(lengths: np.ndarray) -> int:
     distinct, counts = np.unique(lengths[lengths > 0], return_counts=True)
     if distinct.size == 0:
         return 0
-    max_slots = _MAX_PADDING * (lengths.sum() + lengths.size)
-    best = 0
-    best_cost = np.inf
-    for width in range(1, min(int(distinct[-1]), _MAX_WIDTH) + 1):
-        num_chunks = int((-(-distinct // width) * counts).sum())
-        is_direct = width >= distinct[-1] and num_chunks == lengths.size
-        # The last term keeps small matrices from compiling a long loop that saves nothing.
-        cost = num_chunks * (width + (0 if is_direct else _CHUNK_COST)) + 16 * width
-        if cost < best_cost and num_chunks * width <= max_slots:
-            best = width
-            best_cost = cost
-    return best
+    widths = np.arange(1, min(int(distinct[-1]), _MAX_WIDTH) + 1)
+    num_chunks = counts @ -(-distinct[:, None] // widths)
+    is_direct = (widths >= distinct[-1]) & (num_chunks == lengths.size)
+    # The last term keeps small matrices from compiling a long loop that saves nothing.
+    cost = num_chunks * (widths + np.where(is_direct, 0, _CHUNK_COST)) + 16 * widths
+    fits = num_chunks * widths <= _MAX_PADDING * (lengths.sum() + lengths.size)
+    return int(widths[np.argmin(np.where(fits, cost, np.inf))])
 
 
 def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
