@@ -312,10 +312,6 @@ def bind(
     - `operator`: a checked operator, all of whose arrays are leaves.
     - `k`: the budget, already within bounds.
     - `estimator`: the estimator, whose `compute` (or `exact`, for `k >= n`) does the work.
-
-    **Returns:**
-
-    The estimate, as arrays.
     """
     key_impl = None
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -329,16 +325,8 @@ def bind(
 
 
 def compiled_once(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, compiled once for all arguments that differ in their arrays only.
-
-    **Arguments:**
-
-    - `fn`: the function, a global one. It returns a PyTree of arrays.
-    - `args`: its arguments. All arrays of an operator among them are leaves.
-
-    **Returns:**
-
-    The result.
+    """`fn(*args)`, compiled once for all arguments that differ in their arrays only. The function
+    is a global one, and all arrays of an operator among the arguments are leaves.
     """
     params, operands = _split((fn, *args))
 
