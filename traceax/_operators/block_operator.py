@@ -22,19 +22,16 @@ from .width import by_columns, default_width
 class BlockOperator:
     """A square operator as the estimators see it: `n`, a working dtype, and block products.
 
-    Products run in the operator's own dtypes, everything else in `dtype`: the widest of the
-    operator's dtypes, but at least float32.
-
     **Attributes:**
 
-    - `operator`: the lineax operator.
+    - `operator`: the lineax operator. Products run in its own dtypes.
     - `batch_size`: how many vectors to multiply at once. By default a block has at most 2^27
-        numbers, and at most 64 vectors if the operator calls functions. (A stored matrix multiplies
-        all vectors at once, which takes no more memory.)
+        numbers, and at most 64 vectors if the operator calls functions.
     - `n`: its size.
-    - `dtype`: the working dtype, of probes, products and estimates.
-    - `eps`: the relative precision of a product: that of the operator's narrowest dtype, which may
-        be bfloat16, also where only the functions inside of it compute in bfloat16.
+    - `dtype`: the working dtype, of probes, products and estimates: the widest of the operator's
+        dtypes, but at least float32.
+    - `eps`: the relative precision of a product: that of the narrowest dtype, also of those inside
+        of functions.
     """
 
     def __init__(self, operator: lx.AbstractLinearOperator, batch_size: int | None = None):
@@ -64,9 +61,7 @@ class BlockOperator:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether products are less precise than the working dtype: those of half precision, and
-        those that say so (differences of gradients).
-        """
+        """Whether products are less precise than the working dtype."""
         return self.eps > float(jnp.finfo(self.dtype).eps)
 
     @property
@@ -98,9 +93,8 @@ class BlockOperator:
         return self.join(self.mm_by_leaf(self.leaves(block)))
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
-        """The product `A @ block`, where both the factor and the product are a list with one block
-        for each leaf: no array with all n rows is made. A block may have the axes of its leaf, or
-        one axis of the size of the leaf; its product has the same.
+        """The product `A @ block`, where both are lists with one block for each leaf, of the axes
+        of the leaf or one of its size: no array with all n rows is made.
         """
         products = partial(self._products, axis=-1)
         return by_columns(products, self._width(blocks), list(blocks))
@@ -140,9 +134,7 @@ class BlockOperator:
         return [x.reshape(block.shape) for x, block in zip(leaves, blocks, strict=True)]
 
     def _check_products(self, products: PyTree, m: int) -> None:
-        """Raise a `ValueError` if m products do not have the size that the operator says, or are
-        complex where the operator says that they are real.
-        """
+        """Raise a `ValueError` if m products have another size or field than the operator says."""
         leaves = jtu.tree_leaves(products)
         name = type(self._untagged()).__name__
         real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
@@ -160,9 +152,8 @@ class BlockOperator:
             )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs.
-
-        A function that is registered with `quadratic_form` for the operator computes them.
+        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or what is
+        registered with `quadratic_form` for the operator.
         """
         blocks = list(blocks)
         if not self.has_forms:

@@ -190,9 +190,7 @@ def _difference(inner: Callable, outer: Callable, moving: Any, vector: Any) -> A
 
     A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
     gradients, which are about the same for h = eps^(1/3). That is how far the parameter that moves
-    most does, relative to the root of the mean square of all (whose norm counts as 1 if it is
-    less). Steps of one norm would move it sqrt(n) times as far along a unit vector, at an error of
-    the difference that is n times as large.
+    most does, relative to the root of the mean square of all (whose norm counts as at least 1).
     """
     gradient = jax.grad(lambda x: outer(inner(x), None))
     gradient = closed_function(gradient, structure_of(moving))
@@ -263,17 +261,9 @@ def make_curvature(
     mode: str = "forward",
     traced: dict[Any, Any] | None = None,
 ) -> CurvatureOperator:
-    """The operator v -> J^T H_L J v, where J is the Jacobian of the inner function with respect to
-    the parameters that move, and H_L the Hessian of the outer one with respect to the outputs.
-
-    **Arguments:**
-
-    - `inner`: called as `inner(moving, constant, index of the batch, *data)`; returns the outputs.
-    - `outer`: called as `outer(outputs, at, constant, *data)`; returns a scalar.
-    - `split`: the parameters.
-    - `args`, `batches`, `weights`, `mode`: see `traceax.curvature.hessian`.
-    - `tags`: further tags of the operator.
-    - `traced`: programs of the same functions, by the structure of all arguments.
+    """The operator v -> J^T H_L J v of `inner(moving, constant, index of the batch, *data)`, which
+    returns the outputs, and `outer(outputs, at, constant, *data)`, which returns a scalar. `traced`
+    holds programs of the same functions, by the structure of all arguments.
     """
     args = as_jax(args)
     batches, weights = _check_batches(batches, weights)

@@ -33,11 +33,8 @@ def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
 def gram(
     operator: lx.AbstractLinearOperator, unit: Real[Array, ""], rows: bool = False
 ) -> lx.FunctionLinearOperator:
-    """The Gram operator of A / unit, A^H A or (of its rows) A A^H, tagged positive semidefinite. A
-    may be rectangular.
-
-    Its vectors have at least single precision, in which the products of an operator of half
-    precision are returned.
+    """The Gram operator of A / unit, A^H A or (of its rows) A A^H, tagged positive semidefinite,
+    whose vectors have at least single precision. A may be rectangular.
     """
     transposed = transpose_of(operator)
 

@@ -29,12 +29,9 @@ from .tags import CHECKS, is_complex, is_part, is_tagged, semidefinite_sign
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator with every array that it depends on as a leaf.
-
-    NumPy arrays become JAX arrays, and so do the Python numbers that an operator is multiplied
-    with. Functions (in an operator made with `closure_convert=False`, or without a closure) are
-    converted to jaxprs. An operator of somebody else's class is replaced by one that has only its
-    product and its tags where a function in it or a static field may hold an array.
+    """The operator with every array that it depends on as a leaf: NumPy arrays, numbers that an
+    operator is multiplied with, and what functions hold. An operator of somebody else's class keeps
+    only its product and its tags where a function in it or a static field may hold an array.
     """
     return as_jax(closed_functions(_hoisted(operator)))
 

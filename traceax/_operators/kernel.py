@@ -92,14 +92,13 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     r"""The matrix $K_{ij} = k(x_i, x_j)$ of a kernel at n points, positive semidefinite and never
     formed.
 
-    It is differentiable with respect to the points and to whatever arrays the kernel depends on:
-    the fields of a module, or what a function closes over. `amplitude * K + noise * I` with any
-    (traced) scalars, `K + D`, `K1 + K2` and `D @ K @ D` with diagonal operators `D` are read as
-    what they are: see [`traceax.extend.columns`][].
+    It is differentiable with respect to the points and to whatever arrays the kernel depends on.
+    `amplitude * K + noise * I` with any (traced) scalars, `K + D`, `K1 + K2` and `D @ K @ D` with
+    diagonal operators `D` are read as what they are: see [`traceax.extend.columns`][].
 
     Cost: about `n^2 / 2` evaluations of the kernel for a product with any number of vectors at
-    once, and again for its derivative; `block_size` x n numbers of memory. `n` evaluations for a
-    column, and for the diagonal. If the rows of `x` are cut over several devices, so is the work.
+    once, and again for its derivative; `block_size` x n numbers of memory; n evaluations for a
+    column. If the rows of `x` are cut over several devices, so is the work.
 
     !!! Example
 
@@ -200,9 +199,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return -(-n // math.isqrt((self.block_size or max(1, most // n)) * n))
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """The product with a vector: about `n^2 / 2` evaluations, which all vectors share under
-        `jax.vmap`.
-        """
+        """The product with a vector: `n^2 / 2` evaluations, shared by all vectors of a `vmap`."""
         n = self.in_size()
         count = self._tiles()
         if count == 1:
@@ -230,27 +227,16 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return self.block(self.x, chosen)
 
     def submatrices(self, indices: Int[Array, "b s"]) -> Inexact[Array, "b s s"]:
-        """The matrices `K[s, s]` for sets s of indices: `b s^2` evaluations.
-
-        **Arguments:**
-
-        - `indices`: the sets, one in each row.
-
-        **Returns:**
-
-        An array of shape `(b, s, s)`.
-        """
+        """The matrices `K[s, s]` for sets s of indices, one in each row: `b s^2` evaluations."""
         points = jtu.tree_map(lambda leaf: leaf[indices], self.x)
         return jax.vmap(self.block)(points, points)
 
     def contracted(
         self, vectors: Inexact[Array, "n c"], core: Inexact[Array, "c c"]
     ) -> Real[Array, ""]:
-        """The number `Re <V C V^H, K>` for a Hermitian C, the sum of the products of entries.
+        """The number `Re <V C V^H, K>` for a Hermitian C: about `n^2 / 2` evaluations.
 
-        As both matrices are Hermitian, one of two tiles on either side of the diagonal is enough:
-        half of the evaluations, and n^2 c other operations. Memory for a tile of each matrix, in
-        the derivative as well, and for a second block like V.
+        As both matrices are Hermitian, one of two tiles on either side of the diagonal is enough.
         """
         n = self.in_size()
         count = self._tiles()

@@ -114,9 +114,8 @@ def stored_columns(
     """Columns of an operator, `A[:, indices]`, where they can be read without a product.
 
     A class of operators whose columns cost far less than products registers a function:
-    `traceax.extend.stored_columns.register(Class)(function)`. If it registers with
-    [`traceax.extend.stored_diagonal`][], too, log-determinants make their preconditioner from
-    columns.
+    `traceax.extend.stored_columns.register(Class)(function)`. If its diagonal can be read, too,
+    log-determinants make their preconditioner from columns.
 
     **Arguments:**
 
@@ -293,20 +292,15 @@ def columns(
 ) -> Inexact[Array, "n m"]:
     """Columns of an operator, `A[:, indices]`.
 
-    Entries are read where the operator knows them: dense matrices are sliced, sparse ones looked
-    up, kernels evaluated (and a class of another package says so by
-    [`traceax.extend.stored_columns`][]). Sums, multiples and quotients, tagged operators, and
-    products with a diagonal operator pass the request on. Everything else multiplies unit vectors.
-
-    Cost: no product where the entries are known: n evaluations of a kernel for each column.
-    Otherwise one matvec for each column.
+    Entries are read where the operator knows them, see [`traceax.extend.stored_columns`][]: those
+    of matrices and kernels, also in sums, multiples and products with a diagonal operator.
+    Everything else multiplies unit vectors, at the cost of one matvec for each column.
 
     **Arguments:**
 
-    - `operator`: a lineax operator with n rows and columns. If its vectors are PyTrees, rows and
-        columns are those of all leaves, one after the other.
-    - `indices`: the numbers of the columns, integers from 0 to n - 1; they may be traced, and equal
-        to one another.
+    - `operator`: a lineax operator with n rows and columns: those of all leaves, one after the
+        other, if its vectors are PyTrees.
+    - `indices`: the numbers of the columns, from 0 to n - 1; they may be traced.
 
     **Returns:**
 
@@ -330,10 +324,9 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 
 
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
-    """Whether a column costs far less than a product: dense matrices and kernels (and operators of
-    other packages with stored columns and a stored diagonal), their sums with each other and with
-    diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices are cheap,
-    too, but so are their products.)
+    """Whether a column costs far less than a product, as for dense matrices and kernels, also in
+    sums with diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices are
+    cheap, too, but so are their products.)
     """
     kinds = {term.known for term in terms(operator, _kind)}
     wanted = {"dense", "sparse"} if sparse else {"dense"}
@@ -422,9 +415,8 @@ def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) 
 
 
 def sign_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""] | None:
-    """1 or -1 for an operator that is positive or negative semidefinite as all its terms are tagged
-    (or are stored diagonals) and as its factors are, which may be traced; 0 if terms differ; None
-    if a term is not tagged.
+    """1 or -1 for an operator whose terms are all positive or all negative semidefinite by tags,
+    stored diagonals and factors, which may be traced; 0 if terms differ; None if one says nothing.
     """
     found = terms(operator, _sign_of_term)
     if any(term.known is None for term in found):
@@ -442,7 +434,7 @@ def _sign_of_term(operator: lx.AbstractLinearOperator) -> Any:
 
 def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
     """The sign with which an operator counts as positive semidefinite: -1, or 1 (also where terms
-    differ). It is an int if the operator is tagged.
+    differ); an int if the operator is tagged.
     """
     tagged = semidefinite_sign(operator)
     sign: Any = sign_of(operator)

@@ -191,10 +191,6 @@ def ungroup(vector: dict[str, Array], params: PyTree, groups: Groups, wrt: Choic
 
     - `vector`: a dictionary of arrays, by names of groups.
     - `params`, `groups`, `wrt`: as for [`traceax.curvature.hessian`][].
-
-    **Returns:**
-
-    A PyTree like those of the parameters that are differentiated.
     """
     _, (_, _, grouping) = split_params(params, wrt, groups)
     return _ungrouped(grouping, vector)

@@ -26,9 +26,8 @@ def answers(question: Any, operator: lx.AbstractLinearOperator) -> bool:
 def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
     r"""The number $v^* A v$.
 
-    A class of operators that has it for less than a product registers a function,
-    `traceax.extend.quadratic_form.register(Class)(function)`, which Hutchinson's estimator then
-    calls.
+    A class of operators that has it for less than a product registers a function for Hutchinson's
+    estimator: `traceax.extend.quadratic_form.register(Class)(function)`.
 
     **Arguments:**
 
@@ -56,8 +55,8 @@ def product_precision(operator: Any) -> float:
     """The relative precision of products, where dtypes do not show it.
 
     It is that of half precision inside of functions, and what a class of operators registers with
-    `traceax.extend.product_precision.register(Class)(function)`, because its products are iterative
-    solutions or differences. Errors contain it, and checks of symmetry allow for it.
+    `traceax.extend.product_precision.register(Class)(function)`. Errors contain it, and checks of
+    symmetry allow for it.
 
     **Arguments:**
 

@@ -95,21 +95,18 @@ def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
 class SparseLinearOperator(lx.AbstractLinearOperator):
     """A sparse matrix as a linear operator, with fast products with blocks of vectors.
 
-    A product costs one multiplication and one addition for each entry (and for a little padding).
-    The fast case is a block of vectors, `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is
-    what every estimator uses. A product is differentiable with respect to `data` and to the vector.
-    Reverse mode with respect to the vector has to scatter: `operator.T.mv(cotangent)` gives the
-    same numbers many times as fast.
+    A product costs one multiplication and one addition for each entry. The fast case is a block of
+    vectors, `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is what every estimator uses. A
+    product is differentiable with respect to `data` and to the vector, though for the latter
+    `operator.T.mv(cotangent)` is many times as fast as reverse mode.
 
-    Memory: the entries, and some 30 bytes of indices for each entry, which are worked out once,
-    with NumPy, when the operator is made.
+    Memory: the entries, and some 30 bytes of indices for each, which NumPy works out once, when the
+    operator is made.
 
     **Attributes:**
 
-    - `data`: the values of the entries, of shape `(nnz,)`, with respect to which products are
-        differentiated. From a SciPy matrix they are in row-major order (CSR with sorted columns,
-        duplicates summed). From a BCOO or BCSR they are its `data` in its order: duplicates remain,
-        and products add them; padding is left out.
+    - `data`: the values of the entries, of shape `(nnz,)`: from a SciPy matrix in row-major order,
+        duplicates summed; from a BCOO or BCSR in its order, without padding.
     - `pattern`: the rows and columns of the entries.
     - `tags`: the lineax tags.
     """
@@ -121,11 +118,10 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
     def __init__(self, matrix: Any, tags: object | frozenset[object] = ()):
         """**Arguments:**
 
-        - `matrix`: a two-dimensional sparse matrix: a SciPy sparse array or matrix of any format,
-            or a `BCOO` or `BCSR` of `jax.experimental.sparse`, whose entries may be traced, but
-            whose indices may not. Integers and booleans become floats.
-        - `tags`: lineax tags such as `lineax.symmetric_tag`, which say what is known of the matrix.
-            They are not checked.
+        - `matrix`: a two-dimensional SciPy sparse array or matrix of any format, or a `BCOO` or
+            `BCSR` of `jax.experimental.sparse`, whose entries may be traced, but whose indices may
+            not. Integers and booleans become floats.
+        - `tags`: lineax tags such as `lineax.symmetric_tag`. They are not checked.
 
         **Raises:**
 
@@ -148,8 +144,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return self.pattern.rows.shape[-1]
 
     def with_data(self, data: Inexact[Array, " nnz"]) -> "SparseLinearOperator":
-        """An operator with the same sparsity and tags, and other entries. This costs nothing: the
-        two operators share their layouts.
+        """An operator with the same sparsity and tags, and other entries. This costs nothing.
 
         **Arguments:**
 

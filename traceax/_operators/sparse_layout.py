@@ -8,9 +8,7 @@ the slots, which XLA fuses, computes the sums of all chunks at once:
     s_c = sum_j value[slots[c, j]] x[columns[c, j]]
 
 Where every row is one chunk, these sums are the product. Otherwise they are added to their rows.
-The width is chosen for the least work, so that a single dense row, or rows whose lengths follow a
-power law, cost little padding. (Buckets of rows of different widths, or sums of chunks by gathers
-in a second loop, are ten times slower on a CPU.)
+The width is chosen for the least work, so that a dense row costs little padding.
 """
 
 from typing import final
@@ -77,8 +75,8 @@ class SparsityPattern(eqx.Module):
 def sparsity_pattern(
     rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]
 ) -> SparsityPattern:
-    """Work out the layouts of a sparse matrix, in O(nnz log nnz) on the host. Entries may come in
-    any order, and more than once.
+    """The layouts of a sparse matrix, in O(nnz log nnz) on the host. Entries may come in any order,
+    and more than once.
     """
     if _MAX_PADDING * (max(shape) + rows.size) >= np.iinfo(np.int32).max:
         raise ValueError(
@@ -143,9 +141,8 @@ def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
 def row_product(
     layout: RowLayout, data: Inexact[Array, " nnz"], vector: Inexact[Array, " n"]
 ) -> Inexact[Array, " m"]:
-    """The product of a sparse matrix with a vector of the dtype of its entries: one multiplication
-    for each slot. Half precision is accumulated in float32. Under `jax.vmap` a block `(n, k)`,
-    mapped over its last axis, is the fast case.
+    """The product of a sparse matrix with a vector of the dtype of its entries. Half precision is
+    accumulated in float32. Under `jax.vmap` the last axis of a block is the fast case.
     """
     dtype = data.dtype
     accumulate = at_least_single(dtype)
