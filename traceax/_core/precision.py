@@ -79,13 +79,15 @@ def eps_of_factors(precision: Any, dtypes: Iterable[Any]) -> float:
     any precision if the user asks for an algorithm that rounds. It is 0 if nothing is rounded.
     """
     single = any(dtype in (np.float32, np.complex64) for dtype in dtypes)
-    worst, coarse = 0.0, _BITS_ON.get(platform(), {}) if single else {}
+    coarse = _BITS_ON.get(platform(), {}) if single else {}
+    worst = 0.0
     for each in precision if type(precision) is tuple else (precision,):
         words = getattr(each, "name", "DEFAULT").split("_")
         bits = _BITS_IN.get(words[0], coarse.get(words[0]))
         parts = _PARTS_IN.get(words[-1], 1)
         if hasattr(each, "lhs_precision_type"):  # an algorithm that is described, not named
-            bits, parts = jnp.finfo(each.lhs_precision_type).nmant, each.lhs_component_count
+            bits = jnp.finfo(each.lhs_precision_type).nmant
+            parts = each.lhs_component_count
         if bits is not None:
             worst = max(worst, 2.0 ** -min(23, parts * (bits + 1) - 1))
     return worst

@@ -140,7 +140,8 @@ def _parts(value: Any) -> list[Any] | None:
 
 def _held(function: FunctionType) -> list[Any]:
     """What a function holds in its closure and its defaults."""
-    names, cells = function.__code__.co_freevars, []
+    names = function.__code__.co_freevars
+    cells = []
     for name, cell in zip(names, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a cell that is not filled yet
             if not ("cells" in names and "fn" in names) or name == "fn":  # a cache of `fn`

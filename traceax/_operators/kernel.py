@@ -31,7 +31,8 @@ from .tags import register_tags
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
 #: elsewhere, where small tiles do not fill the device.
-_BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**24
+_BLOCK = 2**20
+_BLOCK_ELSEWHERE = 2**24
 
 
 def _conjugated(kernel: Callable[..., Any], x: PyTree[Array], y: PyTree[Array]) -> Array:
