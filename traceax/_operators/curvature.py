@@ -31,7 +31,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import at_least_single, widened
 from .._core.programs import closed_function
-from .parameters import Split, as_jax, structure_of
+from .parameters import Constant, as_jax, structure_of
 from .precision import eps_along, eps_of_product
 from .tags import register_tags
 
@@ -253,7 +253,7 @@ def _programs(inner: Callable, outer: Callable, mode: str, example: Any, static:
 def make_curvature(
     inner: Callable[..., Any],
     outer: Callable[..., Any],
-    split: Split,
+    params: tuple[Any, Constant],
     args: tuple[Any, ...],
     batches: Any,
     weights: Any,
@@ -265,10 +265,10 @@ def make_curvature(
     returns the outputs, and `outer(outputs, at, constant, *data)`, which returns a scalar. `traced`
     holds programs of the same functions, by the structure of all arguments.
     """
-    args = as_jax(args)
+    moving, constant = params
     batches, weights = _check_batches(batches, weights)
-    arrays, static = eqx.partition((split.constant, args), eqx.is_array)
-    vector = structure_of(split.moving)
+    arrays, static = eqx.partition((constant, as_jax(args)), eqx.is_array)
+    vector = structure_of(moving)
     indexed = (structure_of(jnp.asarray(0)), structure_of(batches, axes=1))
     example = (vector, indexed, vector, structure_of(arrays))
 
@@ -288,7 +288,7 @@ def make_curvature(
     return CurvatureOperator(
         product=product,
         form=form,
-        params=split.moving,
+        params=moving,
         arrays=arrays,
         batches=batches,
         weights=weights,

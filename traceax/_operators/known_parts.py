@@ -174,19 +174,15 @@ def _(operator, indices):
     return operator.matrix[:, indices].astype(BlockOperator(operator).dtype)
 
 
-@stored_columns.register(lx.DiagonalLinearOperator)
-@stored_columns.register(lx.IdentityLinearOperator)
-@stored_columns.register(lx.TridiagonalLinearOperator)
-def _(operator, indices):
-    return _unit_products(BlockOperator(operator), indices)
-
-
 def _unit_products(block: BlockOperator, indices: Array | slice) -> Array:
     """Columns by products with unit vectors."""
     rows = jnp.arange(block.n)
     return block.mm((rows[:, None] == rows[indices]).astype(block.dtype))
 
 
+@stored_columns.register(lx.DiagonalLinearOperator)
+@stored_columns.register(lx.IdentityLinearOperator)
+@stored_columns.register(lx.TridiagonalLinearOperator)
 @stored_columns.register(SparseLinearOperator)
 def _(operator, indices):
     block = BlockOperator(operator)

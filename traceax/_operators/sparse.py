@@ -163,9 +163,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
                 "`jax.vmap(operator.mv, in_axes=1, out_axes=1)`."
             )
         dtype = jnp.result_type(self.data, vector)
-        return row_product(
-            self.pattern.forward, self.data.astype(dtype), jnp.asarray(vector).astype(dtype)
-        )
+        return row_product(self.pattern.forward, self.data.astype(dtype), jnp.asarray(vector))
 
     def as_matrix(self) -> Inexact[Array, "m n"]:
         """The dense matrix."""

@@ -141,7 +141,7 @@ def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
 def row_product(
     layout: RowLayout, data: Inexact[Array, " nnz"], vector: Inexact[Array, " n"]
 ) -> Inexact[Array, " m"]:
-    """The product of a sparse matrix with a vector of the dtype of its entries. Half precision is
+    """The product of a sparse matrix with a vector, in the dtype of its entries. Half precision is
     accumulated in float32. Under `jax.vmap` the last axis of a block is the fast case.
     """
     dtype = data.dtype
