@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import final
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -136,19 +137,14 @@ class BlockOperator:
     def _check_products(self, products: PyTree, m: int) -> None:
         """Raise a `ValueError` if m products have another size or field than the operator says."""
         leaves = jtu.tree_leaves(products)
-        name = type(self._untagged()).__name__
-        real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
-        if real and any(map(jnp.iscomplexobj, leaves)):
-            raise ValueError(
-                f"A product of this {name} is complex, but its structures say that it is real. "
-                "Declare its whole input structure complex."
-            )
         size = sum(x.size for x in leaves) // max(m, 1)
-        if size != self.n:
+        real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
+        if size != self.n or (real and any(map(jnp.iscomplexobj, leaves))):
             raise ValueError(
-                f"A product of this {name} has {size} numbers (leaves "
-                f"{jax.tree.map(jnp.shape, products)}), but its `out_structure` says {self.n}. "
-                "Return from `mv` what `out_structure` says."
+                f"{m} products of this {type(self._untagged()).__name__} are "
+                f"{eqx.tree_pformat(products, width=1000)}, but its structures say {self.n} "
+                f"{'real' if real else 'complex'} numbers each. Return from `mv` what "
+                "`out_structure` says, and declare the input of a complex operator complex."
             )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
