@@ -105,14 +105,12 @@ class Tracker(eqx.Module):
     - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products of that
         step. Best where few eigenvalues stand out.
     - `"deltashift"`: the last estimate plus an estimate of the difference, for which half of the
-        budget is spent on the previous operator. Best where the operator changes little from step
-        to step. With a new batch at every step, give the previous parameters on the new batch: the
-        value is then an average over the batches of recent steps.
+        budget is spent on the previous operator. Best where the operator changes little. With a new
+        batch at every step, give the previous parameters on the new batch.
 
     The value of a step, and its derivative with respect to the operator of that step, are unbiased
     for operators that do not depend on earlier keys. The standard error comes from the products of
-    this step, so that a jump of the operator shows in it. With sphere probes it is right for
-    Hermitian operators, and too large for others.
+    this step; with sphere probes it is too large for operators that are not Hermitian.
 
     Cost: `k` matvecs a step, those with the previous operator included; the state is `n x k/2`
     numbers for the recycled subspace, and eight for DeltaShift.
@@ -144,10 +142,6 @@ class Tracker(eqx.Module):
 
         - `operator`: an operator of the size and dtype of those to come.
         - `k`: the budget of matvecs of a step, a static Python int.
-
-        **Raises:**
-
-        - `TypeError`, `ValueError`: as [`traceax.trace`][].
         """
         block = BlockOperator(as_operator(operator))
         self.sampler.check_dtype(block.dtype)
@@ -178,11 +172,6 @@ class Tracker(eqx.Module):
 
         The next state, and a [`traceax.Solution`][]. If a product holds NaN or inf, the state stays
         as it was.
-
-        **Raises:**
-
-        - `TypeError`, `ValueError`: as [`traceax.trace`][]; and if the state is that of the other
-            method.
         """
         operator = as_operator(operator)
         if not isinstance(state, TrackState) or (state.halves is None) == (

@@ -363,13 +363,9 @@ class Curvature:
         **Arguments:**
 
         - `params`: the parameters.
-        - `args`: the other arguments of the loss. With `predict`: two tuples, the other arguments
-            of the model, and those of the loss.
+        - `args`: the other arguments of the loss; with `predict` two tuples, those of the model and
+            those of the loss.
         - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
-
-        **Returns:**
-
-        A [`traceax.curvature.CurvatureOperator`][].
         """
         inner = self.inner
 

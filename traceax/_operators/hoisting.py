@@ -116,12 +116,8 @@ def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.Functio
 
     **Arguments:**
 
-    - `operator`: the operator.
+    - `operator`: the operator, whose tags stay.
     - `precision`: the relative error of a product.
-
-    **Returns:**
-
-    A `lineax.FunctionLinearOperator` with the tags of the operator.
     """
     structure = operator.in_structure()
     closed = closed_function(operator.mv, structure)

@@ -2,8 +2,7 @@ r"""A kernel matrix, K_ij = k(x_i, x_j), which is never formed.
 
 Products go over K in square tiles, which are evaluated, multiplied and forgotten. As K is
 Hermitian, a tile beside the diagonal stands for two: it multiplies from either side. Reverse mode
-evaluates a tile again, so that derivatives, too, take memory for a tile alone. All vectors that are
-multiplied at once share the evaluations. (Sums along tiles also round less than sums along rows.)
+evaluates a tile again, so that derivatives, too, take memory for a tile alone.
 
 With c blocks of rows, the j-th one has the rows j, j + c, j + 2 c, ...: where the rows of x are cut
 over devices, each device has the same number of rows of every block.
@@ -114,10 +113,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
 
     **Attributes:**
 
-    - `kernel`: the kernel, closure-converted.
-    - `x`: the points.
-    - `block_size`: how many rows' worth of numbers are evaluated at once, or None.
-    - `batched`: whether the kernel takes blocks of points.
+    - `kernel`, `x`, `block_size`, `batched`: as given, the kernel closure-converted.
     """
 
     kernel: Any
@@ -137,19 +133,13 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     ):
         """**Arguments:**
 
-        - `kernel`: the kernel: `kernel(x_i, x_j)` is a number, for any two points. It may be a
-            function or a module, and must be positive semidefinite (which is not checked).
+        - `kernel`: a function or module: `kernel(x_i, x_j)` is a number, for any two points. It
+            must be positive semidefinite (which is not checked).
         - `x`: the points, an array of shape `(n,)` or `(n, d)`, or a PyTree of arrays with n rows.
-        - `block_size`: so many rows' worth of numbers of K, `block_size` x n, are evaluated at
-            once, in a square tile. By default 2^20 numbers, which fit into the cache of a CPU.
+        - `block_size`: so many rows' worth of numbers of K are evaluated at once, in a square tile.
+            By default 2^20 numbers, which fit into the cache of a CPU.
         - `batched`: whether `kernel(X, Y)` takes two blocks of points, of b and m rows, and returns
             an array of shape `(b, m)`, as the kernels of tinygp do.
-
-        **Raises:**
-
-        - `TypeError`: if `kernel` is not callable.
-        - `ValueError`: if the arrays of `x` do not have one row for each point, the values of the
-            kernel do not have the right shape, or `block_size` is not a positive int.
         """
         if not callable(kernel):
             raise TypeError(

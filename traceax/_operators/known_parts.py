@@ -41,10 +41,7 @@ class Term(NamedTuple):
 
 def terms(operator: Any, question: Callable[[Any], Any]) -> list[Term]:
     """The terms of a sum, as far as a question can be answered for them: sums and tagged operators
-    that hold nothing known stay whole.
-
-    A factor is taken out, too, for the sake of the tags of what it multiplies: if c is traced, its
-    sign is unknown and `c K` is not tagged semidefinite, but K is.
+    that hold nothing known stay whole. Factors are taken out, whose sign may be traced.
     """
     if isinstance(operator, _MULTIPLES):
         factor = _factor(operator)
@@ -89,7 +86,7 @@ def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
 
 @singledispatch
 def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
-    """The diagonal, where it can be read without a product.
+    """The diagonal, an array of at least single precision, or None where it takes products.
 
     A class of operators whose diagonal costs far less than a product registers a function:
     `traceax.extend.stored_diagonal.register(Class)(function)`.
@@ -97,10 +94,6 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
     **Arguments:**
 
     - `operator`: a lineax operator with n rows and columns.
-
-    **Returns:**
-
-    An array of shape `(n,)`, of at least single precision, or None where it cannot be read.
     """
     if is_tagged(lx.has_unit_diagonal, operator):
         return jnp.ones(operator.in_size(), BlockOperator(operator).dtype)
@@ -111,7 +104,7 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
 def stored_columns(
     operator: Any, indices: Int[Array, " m"] | slice
 ) -> Inexact[Array, "n m"] | None:
-    """Columns of an operator, `A[:, indices]`, where they can be read without a product.
+    """Columns `A[:, indices]`, of at least single precision, or None where they take products.
 
     A class of operators whose columns cost far less than products registers a function:
     `traceax.extend.stored_columns.register(Class)(function)`. If its diagonal can be read, too,
@@ -121,10 +114,6 @@ def stored_columns(
 
     - `operator`: a lineax operator with n rows and columns.
     - `indices`: the numbers of the columns, which may be traced; `slice(None)` for all of them.
-
-    **Returns:**
-
-    An array of shape `(n, m)`, of at least single precision, or None where they cannot be read.
     """
     return None
 
@@ -220,12 +209,8 @@ def _scaled(operator: Any, question: Callable[[Any], Any], rows: Any, columns: A
 def submatrices(
     operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]
 ) -> Inexact[Array, "b s s"]:
-    """The matrices `A[s, s]` for sets s of indices: `b s^2` entries, where columns are not cheaper.
-
-    **Arguments:**
-
-    - `operator`: an operator that knows its entries, see `has_entries`.
-    - `indices`: the sets, one in each row. They may be traced, and indices may be equal.
+    """The matrices `A[s, s]` for sets s of indices, one in each row, of an operator that knows its
+    entries (see `has_entries`).
     """
     return _sum_of(terms(operator, partial(_submatrices, indices=indices)))
 
@@ -277,8 +262,8 @@ def contracted(
     vectors: Inexact[Array, "n c"],
     core: Inexact[Array, "c c"],
 ) -> Real[Array, ""]:
-    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything: c matvecs, or
-    what kernels take for it. Terms are contracted one by one.
+    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything, term by term:
+    c matvecs, or what kernels take for it.
     """
     return _sum_of(terms(operator, partial(_contraction, vectors=vectors, core=core))).real
 
@@ -286,7 +271,7 @@ def contracted(
 def columns(
     operator: lx.AbstractLinearOperator, indices: Int[ArrayLike, " m"]
 ) -> Inexact[Array, "n m"]:
-    """Columns of an operator, `A[:, indices]`.
+    """Columns of an operator, `A[:, indices]`, of its dtype (at least float32).
 
     Entries are read where the operator knows them, see [`traceax.extend.stored_columns`][]: those
     of matrices and kernels, also in sums, multiples and products with a diagonal operator.
@@ -297,10 +282,6 @@ def columns(
     - `operator`: a lineax operator with n rows and columns: those of all leaves, one after the
         other, if its vectors are PyTrees.
     - `indices`: the numbers of the columns, from 0 to n - 1; they may be traced.
-
-    **Returns:**
-
-    An array of shape `(n, m)`, of the operator's dtype (at least float32).
     """
     indices = jnp.asarray(indices)
     block = BlockOperator(operator)

@@ -33,10 +33,6 @@ def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
 
     - `operator`: the operator A.
     - `vector`: the vector v, of the operator's input structure.
-
-    **Returns:**
-
-    A scalar array.
     """
     with any_promotion():
         products = jtu.tree_map(lambda v, p: jnp.vdot(v, p), vector, operator.mv(vector))
@@ -52,7 +48,7 @@ def _(operator, vector):
 
 @singledispatch
 def product_precision(operator: Any) -> float:
-    """The relative precision of products, where dtypes do not show it.
+    """The relative precision of products, a float, or 0 where dtypes show it.
 
     It is that of half precision inside of functions, and what a class of operators registers with
     `traceax.extend.product_precision.register(Class)(function)`. Errors contain it, and checks of
@@ -61,10 +57,6 @@ def product_precision(operator: Any) -> float:
     **Arguments:**
 
     - `operator`: the operator.
-
-    **Returns:**
-
-    A Python float, 0 where nothing shows it.
     """
     return max(map(product_precision, parts_of(operator)), default=0.0)
 

@@ -122,11 +122,6 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
             `BCSR` of `jax.experimental.sparse`, whose entries may be traced, but whose indices may
             not. Integers and booleans become floats.
         - `tags`: lineax tags such as `lineax.symmetric_tag`. They are not checked.
-
-        **Raises:**
-
-        - `TypeError`, `ValueError`: for a `matrix` that is not sparse, not two-dimensional, or too
-            large for 32-bit indices, or whose indices are traced or negative.
         """
         self.tags = frozenset(tags if isinstance(tags, Iterable) else [tags])
         self.data, self.pattern = _entries(matrix)

@@ -36,8 +36,8 @@ class RowLayout(eqx.Module):
     **Attributes:**
 
     - `slots`: for each slot the position of its entry in the data; for padding, one past the end.
-    - `columns`: for each slot the column of its entry. Padding repeats the first column of its
-        chunk, so that a NaN in a vector reaches only the rows that multiply it.
+    - `columns`: for each slot the column of its entry. Padding repeats the first of its chunk, so
+        that a NaN in a vector reaches only the rows that multiply it.
     - `rows`: the row of each chunk, ascending; None if every row is one chunk.
     - `num_rows`: the number of rows of the matrix.
     """

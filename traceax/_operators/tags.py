@@ -60,10 +60,6 @@ def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     **Arguments:**
 
     - `operator`: the operator.
-
-    **Returns:**
-
-    A Python bool.
     """
     if semidefinite_sign(operator) != 0:
         return True
