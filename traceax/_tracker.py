@@ -53,7 +53,6 @@ from ._estimators.trace import trace
 from ._linalg.factorisations import qr
 from ._operators.block_operator import BlockOperator
 from ._operators.checks import as_operator
-from ._operators.width import APART_LIMIT
 from ._probes.random import split
 from ._probes.samplers import AbstractSampler, SphereSampler
 from ._sketch.leave_one_out import adjoint, resphering, row_dots, row_squares, scaled, shift_of
@@ -106,14 +105,12 @@ class Tracker(eqx.Module):
     - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products of that
         step. Best where few eigenvalues stand out.
     - `"deltashift"`: the last estimate plus an estimate of the difference, for which half of the
-        budget is spent on the previous operator. Best where the operator changes little from step
-        to step. With a new batch at every step, give the previous parameters on the new batch: the
-        value is then an average over the batches of recent steps.
+        budget is spent on the previous operator. Best where the operator changes little. With a new
+        batch at every step, give the previous parameters on the new batch.
 
     The value of a step, and its derivative with respect to the operator of that step, are unbiased
     for operators that do not depend on earlier keys. The standard error comes from the products of
-    this step, so that a jump of the operator shows in it. With sphere probes it is right for
-    Hermitian operators, and too large for others.
+    this step; with sphere probes it is too large for operators that are not Hermitian.
 
     Cost: `k` matvecs a step, those with the previous operator included; the state is `n x k/2`
     numbers for the recycled subspace, and eight for DeltaShift.
@@ -145,10 +142,6 @@ class Tracker(eqx.Module):
 
         - `operator`: an operator of the size and dtype of those to come.
         - `k`: the budget of matvecs of a step, a static Python int.
-
-        **Raises:**
-
-        - `TypeError`, `ValueError`: as [`traceax.trace`][].
         """
         block = BlockOperator(as_operator(operator))
         self.sampler.check_dtype(block.dtype)
@@ -179,11 +172,6 @@ class Tracker(eqx.Module):
 
         The next state, and a [`traceax.Solution`][]. If a product holds NaN or inf, the state stays
         as it was.
-
-        **Raises:**
-
-        - `TypeError`, `ValueError`: as [`traceax.trace`][]; and if the state is that of the other
-            method.
         """
         operator = as_operator(operator)
         if not isinstance(state, TrackState) or (state.halves is None) == (
@@ -250,10 +238,10 @@ def _recycled(
     last = scaled(sketch)
     noise = _probes(noise_key, SphereSampler(), block, m)
     q = qr((last.numbers + shift_of(last.norm, n, block.eps) * noise).T)[0].T
-    image = _products(block, q)
+    image = block.mm(q.T).T
     z = _probes(probe_key, sampler, block, count)
     g = z - matmul(matmul(z, adjoint(q)), q)
-    residual = _products(block, g)
+    residual = block.mm(g.T).T
     c = resphering(dimension, row_squares(g), spherical)
     samples = c * row_dots(g, residual)
     value = jnp.sum(row_dots(q, image)) + jnp.mean(samples)
@@ -281,7 +269,7 @@ def _hutchinson(
 ) -> tuple[Estimate, TrackState]:
     """The first step of DeltaShift: an estimate from each half of the probes."""
     z = _probes(key, sampler, block, k)
-    image = _products(block, z)
+    image = block.mm(z.T).T
     forms = row_dots(z, image)
     unit = _unit(image)
     norms = _means(row_squares(_off_probes(z, image, unit)))
@@ -311,8 +299,8 @@ def _deltashift(
     counts = _counts(count)
     beta = _beta(sampler, block)
     z = _probes(key, sampler, block, count)
-    image = _products(block, z)
-    before = lax.stop_gradient(_products(old, z))
+    image = block.mm(z.T).T
+    before = lax.stop_gradient(old.mm(z.T).T)
 
     similarity = jnp.maximum(1 - past.drift, 0)
     share = past.trust + count * (1 - past.trust)
@@ -354,13 +342,6 @@ def _probes(key: Array, sampler: AbstractSampler, block: BlockOperator, count: i
     z = sampler.probes(key, block.n, count, block.dtype).T
     norms = jnp.sqrt(row_squares(z))[:, None] if sampler.rotation_invariant else math.sqrt(block.n)
     return z * (math.sqrt(block.n) / norms)
-
-
-def _products(block: BlockOperator, rows: Inexact[Array, "m n"]) -> Inexact[Array, "m n"]:
-    """The products, one by one where a block is larger than the cache and saves no time."""
-    if block.shares_no_work and rows.size > APART_LIMIT:
-        return lax.map(lambda row: block.mm(row[:, None])[:, 0], rows)
-    return block.mm(rows.T).T
 
 
 def _unit(*arrays: Array) -> Array:

@@ -100,38 +100,27 @@ def hessian(
     **Arguments:**
 
     - `loss`: called as `loss(params, *args)`, or `loss(params, batch, *args)` with batches.
-    - `params`: a PyTree, real. An array that stands in two places is two parameters, as for
-        `jax.grad`; a variable of a module of Flax's nnx is one, as for `nnx.grad`.
+    - `params`: a PyTree, real. An array in two places is two parameters, a variable of nnx one.
     - `args`: further arguments, held constant.
-    - `batches`: a PyTree of arrays with a leading axis of the same length. Each slice along it is
-        a batch, and the Hessian is averaged over the batches, one of them in memory at a time.
+    - `batches`: a PyTree of arrays with a leading axis of the same length. The Hessian is averaged
+        over the slices along it, one of them in memory at a time.
     - `weights`: one number for each batch, such as its number of examples where the last batch is
         padded; a batch of weight 0 does not count. By default all weigh the same.
-    - `wrt`: called as `wrt(path, leaf)` for each floating-point array, with a path like
-        `"params/Dense_0/kernel"`: whether it is a parameter. In modules and states of nnx the
-        leaves are variables, and `wrt` may be a type of them. By default all arrays are parameters
-        but statistics and other variables of nnx that are no `nnx.Param`, and what stands beside
-        `"params"` and `"batch_stats"` of linen.
+    - `wrt`: called as `wrt(path, leaf)` for each floating-point array (or variable of nnx), with a
+        path like `"params/Dense_0/kernel"`: whether it is a parameter. It may be a type of
+        variables. By default all are but statistics and random states of Flax.
     - `groups`: called as `groups(path, leaf)`: the name of the group that it belongs to, or a list
-        of names, one for each entry along its leading axis (layers that are stacked for a scan).
-        The operator is then one over a dictionary of groups, with one array of shape `(size,)` for
-        each, which is what `traceax.block_traces` and `traceax.eigenpairs` report by.
+        of names, one for each entry along its leading axis. The operator is then one over a
+        dictionary with one array for each group, as `traceax.block_traces` reports by.
     - `has_aux`: whether the loss returns a pair `(loss, aux)`.
-    - `mode`: how the gradient is differentiated: `"forward"`; `"reverse"`, for models whose
-        gradients have no forward mode, in two to three times the memory; `"finite-difference"`, by
-        a difference of two gradients, for models whose gradients have no derivative at all. The
+    - `mode`: how the gradient is differentiated: `"forward"`; `"reverse"`, in two to three times
+        the memory, where it has no forward mode; `"finite-difference"`, where it has no derivative:
         products are then good to 4 eps^(2/3), and estimates have no derivative.
 
     **Returns:**
 
     A lineax operator over the parameters, tagged symmetric. A product costs about four evaluations
     of the loss (a batch).
-
-    **Raises:**
-
-    - `ValueError`: for parameters without a floating-point array, complex parameters, arrays in
-        `batches` with leading axes of different lengths, `weights` that are not one for each batch,
-        an unknown `mode`, or a pair where `has_aux` says that there is none.
 
     ??? cite "References"
 
@@ -180,8 +169,8 @@ def gauss_newton(
 
     - `predict`: called as `predict(params, *args)`, or `predict(params, batch, *args)` with
         batches; returns a PyTree of floating-point arrays.
-    - `loss`: called as `loss(predictions, *args)`, or `loss(predictions, batch, *args)`. For a
-        model and a loss with arguments of their own see [`traceax.curvature.of`][].
+    - `loss`: called as `loss(predictions, *args)`, or `loss(predictions, batch, *args)`. Both take
+        the same `args`; see [`traceax.curvature.of`][] for others.
     - `params`, `args`, `batches`, `weights`, `wrt`, `groups`, `has_aux`: as for
         [`traceax.curvature.hessian`][].
     - `convex`: whether the loss is convex in the predictions, as cross entropy and squared error
@@ -191,12 +180,6 @@ def gauss_newton(
 
     A lineax operator over the parameters, tagged symmetric, and positive semidefinite if `convex`.
     A product costs a forward and a reverse pass through the predictions (a batch).
-
-    **Raises:**
-
-    - `TypeError`: for functions that do not both take `args`.
-    - `ValueError`: as [`traceax.curvature.hessian`][], and for predictions that are not
-        floating-point arrays.
 
     ??? cite "References"
 
@@ -260,11 +243,6 @@ def fisher(
     A lineax operator over the parameters, tagged positive semidefinite. All products use the same
     labels. The expectation of its derivative is the derivative of the true matrix. A product costs
     a forward and a reverse pass.
-
-    **Raises:**
-
-    - `ValueError`: as [`traceax.curvature.hessian`][]; for log-likelihoods with more than one axis;
-        if only one of `sample` and `key` is given, or `num_samples < 1`.
 
     ??? cite "References"
 
@@ -350,11 +328,6 @@ def jacobian_gram(
 
     A lineax operator over the parameters, tagged positive semidefinite. A product costs a forward
     and a reverse pass through the function (a batch).
-
-    **Raises:**
-
-    - `ValueError`: as [`traceax.curvature.hessian`][], and for outputs that are not floating-point
-        arrays.
     """
 
     def square(out, at, *data):
@@ -390,13 +363,9 @@ class Curvature:
         **Arguments:**
 
         - `params`: the parameters.
-        - `args`: the other arguments of the loss. With `predict`: two tuples, the other arguments
-            of the model, and those of the loss.
+        - `args`: the other arguments of the loss; with `predict` two tuples, those of the model and
+            those of the loss.
         - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
-
-        **Returns:**
-
-        A [`traceax.curvature.CurvatureOperator`][].
         """
         inner = self.inner
 
@@ -451,10 +420,8 @@ def of(
     """A factory of curvature operators: the Hessian of a loss, or with `predict` its Gauss-Newton
     matrix, wherever the parameters are.
 
-    The loss is traced once for all calls with arguments of the same structure, shapes and dtypes,
-    so that an eager loop over training steps takes milliseconds a step. So make it once, and (as
-    for `jax.jit`) let the loss take everything that changes as an argument: Python numbers among
-    the arguments, too, are a part of the program.
+    The loss is traced once for all calls with arguments of the same structure, shapes and dtypes.
+    So make it once, and (as for `jax.jit`) let the loss take everything that changes as an array.
 
     !!! Example
 
@@ -482,11 +449,6 @@ def of(
     A function `curvature(params, *args, batches=None, weights=None)`; with `predict`,
     `curvature(params, predict_args, loss_args, ...)` with two tuples. It returns a
     [`traceax.curvature.CurvatureOperator`][].
-
-    **Raises:**
-
-    - `ValueError`: for an unknown `mode`, or any other than `"forward"` with `predict`. Its calls
-        raise what [`traceax.curvature.hessian`][] does.
     """
     if mode not in (MODES if predict is None else ("forward",)):
         raise ValueError(

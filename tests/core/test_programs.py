@@ -318,35 +318,6 @@ def test_rules_that_differ_in_what_they_hold_are_told_apart(held):
 # --- traced values -------------------------------------------------------------------------------
 
 
-class Model(eqx.Module):
-    """One of the traps that this project grew out of."""
-
-    matrix: jax.Array
-    function: object = eqx.field(static=True, default=jnp.sin)
-
-    def __call__(self, key, scale):
-        operator = lx.FunctionLinearOperator(
-            lambda v: scale * self.function(self.matrix) @ v, STRUCTURE
-        )
-        return tr.trace(key, operator, 3).value
-
-
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.jit(jax.grad(f))])
-def test_scanned_module_under_jit_leaks_nothing(transform):
-    model = Model(MATRIX)
-
-    def run(scale):
-        def step(total, key):
-            return total + model(key, scale), None
-
-        return jax.lax.scan(step, jnp.zeros(()), jr.split(KEY, 3))[0]
-
-    with jax.checking_leaks():
-        value = transform(run)(jnp.asarray(1.0))
-    expected = sum(model(key, 1.0) for key in jr.split(KEY, 3))
-    np.testing.assert_allclose(value, expected, rtol=1e-12)
-
-
 def test_ranks_are_combined_whatever_the_user_allows():
     """Also where a factorisation is lowered, long after it was traced."""
     size = jax.ShapeDtypeStruct((83,), jnp.float64)  # of no other test

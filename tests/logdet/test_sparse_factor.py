@@ -13,7 +13,7 @@ import pytest
 import traceax as tr
 from traceax._core.precision import any_promotion
 from traceax._logdet.sparse_factor import neighbours, prepare, sparse_factors
-from traceax._operators.submatrices import submatrices
+from traceax._operators.known_parts import submatrices
 
 from ..helpers import PSD, keys, with_spectrum
 

@@ -200,14 +200,6 @@ def test_exact_trace_is_the_trace_of_the_matrix(name):
     assert solution.result == tr.RESULTS.successful
 
 
-def test_norms_of_an_operator_that_registers_little():
-    """lineax asks the factors of a product whether they are diagonal."""
-    own, known = (kind(jnp.asarray(GENERAL)) for kind in (Unregistered, by_products))
-    for norm in (tr.frobenius_norm, tr.row_norms):
-        found, expected = norm(KEY, own, 6), norm(KEY, known, 6)
-        np.testing.assert_allclose(found.value, expected.value, rtol=1e-10)
-
-
 def test_gram_operators():
     """Of rectangular and complex operators, and of half precision."""
     wide = jnp.asarray(COMPLEX[:5])

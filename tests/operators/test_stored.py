@@ -158,22 +158,6 @@ def test_a_named_estimator_estimates():
     np.testing.assert_allclose(found.std_err, default.std_err, rtol=1e-10)
 
 
-def test_the_stored_part_of_a_sum_is_read():
-    """tr(F + M) = tr(F), estimated, + tr(M), read; so is the derivative."""
-    hidden = by_products(POSITIVE, PSD)
-    alone = tr.trace(KEY, hidden, 6)
-
-    def value(c):
-        solution = tr.trace(KEY, hidden + c * sparse(THIN), 6)
-        return solution.value, solution
-
-    slope, solution = jax.grad(value, has_aux=True)(2.0)
-    np.testing.assert_allclose(solution.value, alone.value + 2 * np.trace(THIN), rtol=1e-13)
-    np.testing.assert_allclose(solution.std_err, alone.std_err, rtol=1e-13)
-    assert solution.num_matvecs == 6
-    np.testing.assert_allclose(slope, np.trace(THIN), rtol=1e-14)
-
-
 @pytest.mark.parametrize(
     ("make", "call"), [(matrix, "budget"), (sparse, "budget"), (matrix, "tolerance")]
 )

@@ -4,8 +4,7 @@
 "some lane goes on", and the lanes that are done keep their values.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,28 +57,3 @@ def nothing_like(fn: Callable[..., Any], *args: Any) -> Any:
     begins with, if a step computes it before it is read.
     """
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *args))
-
-
-def of_size(sizes: Sequence[int], count: Array | int, fn: Callable[[int], Any]) -> Any:
-    """`fn(size)` for the smallest of these sizes that is at least `count` in every lane of a
-    `vmap`. Padded arrays are cut to this size for whatever takes long, so that their padding costs
-    little.
-
-    **Arguments:**
-
-    - `sizes`: the sizes, in any order.
-    - `count`: how many rows, columns, ... of the padded arrays are in use, at most `max(sizes)`.
-    - `fn`: a function of a Python int. Its results must have the same shapes for all sizes.
-
-    **Returns:**
-
-    What `fn` returns.
-    """
-    *smaller, largest = sorted(set(sizes))
-    if isinstance(count, int):
-        return fn(min(size for size in sizes if count <= size))
-    if not smaller:
-        return fn(largest)
-    branches = [partial(fn, size) for size in (*smaller, largest)]
-    exceeded = [any_lane(jnp.asarray(count > size)).astype(jnp.int32) for size in smaller]
-    return lax.switch(sum(exceeded), branches)

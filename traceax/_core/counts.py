@@ -7,19 +7,8 @@ import numpy as np
 
 
 def checked_count(value: Any, name: str, least: int = 1, none: str | None = None) -> Any:
-    """A number of things as a Python int, or None where that is allowed; any integer is one but for
-    a bool.
-
-    **Arguments:**
-
-    - `value`: what the user gave.
-    - `name`: the name of the argument, and what it counts.
-    - `least`: the smallest number that makes sense.
-    - `none`: what None stands for, if None is allowed.
-
-    **Raises:**
-
-    - `ValueError`: for anything else.
+    """A number of things as a Python int, or a `ValueError` with the `name` of the argument; None
+    where `none` says what that stands for. A bool is no number.
     """
     if value is None and none is not None:
         return None

@@ -72,18 +72,8 @@ def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array]) -> Any:
 def with_explicit_axes(
     fn: Callable[..., Any], operands: Sequence[Array], specs: Sequence[PartitionSpec], mesh: Any
 ) -> Any:
-    """`fn(*operands)`, where it was traced in a mesh with explicit axes, along these axes.
-
-    **Arguments:**
-
-    - `fn`: the function.
-    - `operands`: its arguments.
-    - `specs`: how it expects each of them to be cut.
-    - `mesh`: the mesh, or None for one without explicit axes.
-
-    **Returns:**
-
-    The result.
+    """`fn(*operands)`, where it was traced in a mesh with explicit axes (else None), along these
+    axes. The `specs` say how each operand is cut.
     """
     if mesh is None or explicit_axes_of(get_abstract_mesh()):
         return fn(*operands)

@@ -24,18 +24,15 @@ def _number(x: Any) -> Array:
 class Evidence(eqx.Module):
     """What an estimate knows against itself.
 
-    Each number is relative to the largest that is harmless: above 1 the estimate fails, and so it
-    does where the number is NaN. In place of a number, a bool says whether it fails. By default
-    there is nothing against the estimate.
+    Each number is relative to the largest that is harmless: above 1, or where it is NaN, the
+    estimate fails. In place of a number, a bool says whether it fails.
 
     **Attributes:**
 
     - `nonfinite`: whether a product holds NaN or inf, see `evidence_of`.
     - `skew`: how far products are from those of an operator with A^H = A, see `skew_of`.
-    - `negative`: how far below 0 the products of an operator lie that is tagged positive
-        semidefinite (or above, if negative). The value does not rely on the tag then.
-    - `outside`: whether the quantity is not defined, as where a function is not finite, or as far
-        as rounding can tell. The value and its errors are then NaN.
+    - `negative`: how far products contradict the tag semidefinite. The value does not rely on it.
+    - `outside`: whether the quantity is not defined. The value and its errors are then NaN.
     - `wrong_diagonal`: how far the diagonal that was given is from that of the products.
     - `unconverged`: the error over the one that is allowed.
     """
@@ -65,10 +62,6 @@ def evidence_of(*products: Array, **numbers: Any) -> Evidence:
 
     - `*products`: arrays, such as all products with the operator.
     - `**numbers`: further fields of the evidence.
-
-    **Returns:**
-
-    An `Evidence`.
     """
     return Evidence(nonfinite=~all_finite(*products), **numbers)
 
@@ -94,10 +87,9 @@ def relative(number: Real[Array, ""], limit: Real[Array, ""]) -> Real[Array, ""]
 def skew_of(apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
     """How far numbers that are equal if A^H = A are apart, relative to the limit.
 
-    They differ by rounding alone, by at most 2 eps relative to their norm, if each product is
-    rounded once. The limit is larger: sqrt(eps) leaves room for sums of many terms, for products in
-    TensorFloat-32, and for solves; 100 sqrt(n) eps, which is also the limit for negative
-    eigenvalues, leaves room for half precision, where nothing can be decided.
+    Rounding sets them apart by at most 2 eps relative to their norm, if each product is rounded
+    once. The limit is larger: sqrt(eps) leaves room for sums, TensorFloat-32 and solves, and 100
+    sqrt(n) eps, the limit for negative eigenvalues, for half precision.
 
     **Arguments:**
 
@@ -163,23 +155,18 @@ def make_estimate(
     evidence: Evidence | None = None,
     **more: Any,
 ) -> Estimate:
-    """An `Estimate`, with its counts as arrays.
+    """An `Estimate`.
 
     **Arguments:**
 
     - `value`: the value: a scalar, or for diagonals a vector (or a list of its parts).
-    - `std_err`: the standard error, real and of the same structure; inf for a single sample, which
-        says nothing about it. Rounding is part of the standard error, see `rounding_of`.
+    - `std_err`: the standard error, rounding included (see `rounding_of`); inf for a single sample.
     - `num_matvecs`: the number of products that were made.
     - `dof`: the degrees of freedom of the standard error, m - 1 for the mean of m independent
         samples. They need not be whole.
-    - `evidence`: what there is against the estimate, such as `evidence_of(products)`. By default
-        nothing. (That the value itself is finite is seen without it.)
+    - `evidence`: what there is against the estimate, such as `evidence_of(products)`. That the
+        value itself is finite is seen without it.
     - `**more`: further fields of the estimate, see `Estimate`.
-
-    **Returns:**
-
-    An `Estimate`.
     """
     return Estimate(value, std_err, num_matvecs, dof, evidence or Evidence(), **more)
 
@@ -190,11 +177,8 @@ def as_value(parts: list[Array]) -> Any:
 
 
 def scale_of(products: Array, axis: int | None = None) -> Array:
-    """The largest absolute value of these products, of all or along an axis (which is kept), or the
-    largest number whose inverse is a normal one. Divided by it, their squares neither over- nor
-    underflow.
-
-    It is 1, a safe divisor, where the products are all zero or hold NaN or inf.
+    """The largest absolute value of these products, of all or along an axis (which is kept), so
+    that squares of their quotients neither over- nor underflow; 1 where it is 0 or not finite.
     """
     size = jnp.max(jnp.abs(products), initial=0.0, axis=axis, keepdims=axis is not None)
     usable = (size > 0) & jnp.isfinite(size)
@@ -221,36 +205,20 @@ def power_of(x: Real[Array, "..."], exponent: float) -> Real[Array, "..."]:
 def rounding_of(size: Array, eps: Array | float) -> Array:
     r"""The standard error that rounding adds to an estimate of an operator of this size.
 
-    Rounding errors add up like random numbers. Products are exact to `eps`, which is coarser than
-    the working precision for operators of half precision. In traces of operators that a low-rank
-    part captures, the rounding of products with stored matrices was measured as 0.05 to 0.25
-    eps ||A||_F, and that of the algebra as 1 to 9 times ||A||_F times the eps of the working
-    precision. Neither grew with n (100 and 1000) or k (16 and 64). Traces of Hessians of networks
-    that compute in half precision (15 to 230 parameters, bfloat16 and float16) were off by 0.25 to
-    0.55 units of that, and with JAX 0.10 by 0.55 to 0.85 (root of the mean square), as all products
-    share what rounding does to the activations: `eps` of a function is two units.
+    Rounding errors add up like random numbers: half the `eps` of a product, and 7.75 times that of
+    the working precision for the algebra, whatever n and k are.
 
     **Arguments:**
 
     - `size`: ||A||_F for a trace; for the entries of a diagonal the norms of the rows of A.
     - `eps`: the relative precision of a product.
-
-    **Returns:**
-
-    A real array of the same shape.
     """
     return (eps / 2 + 7.75 * float(jnp.finfo(size.dtype).eps)) * size
 
 
 def rounding_unit(eps: float, dtype: Any) -> float:
     """The relative rounding error of an eigenvalue, or of a step of a recurrence: at most one unit
-    of the products and 15 of the working precision. (Products of networks that compute in half
-    precision are off by 0.8 to 0.9 units in the Frobenius norm.)
-
-    **Arguments:**
-
-    - `eps`: the relative precision of a product.
-    - `dtype`: the dtype of what is computed from products.
+    of the products and 15 of the working precision.
     """
     return eps + 15 * float(jnp.finfo(dtype).eps)
 
@@ -267,27 +235,17 @@ def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
     **Arguments:**
 
     - `value`: an array, or a PyTree of arrays.
-
-    **Returns:**
-
-    A scalar array.
     """
     return safe_norm(jnp.stack([safe_norm(x.reshape(-1)) for x in jtu.tree_leaves(value)]))
 
 
 def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
     """The mean of independent samples (along the last axis) and its standard error, s / sqrt(m),
-    where s^2 is the unbiased sample variance.
-
-    One sample says nothing about the spread: its standard error is inf.
+    where s^2 is the unbiased sample variance; inf for one sample.
 
     **Arguments:**
 
     - `samples`: an array of shape `(..., m)`, real or complex.
-
-    **Returns:**
-
-    Two arrays of shape `(...)`; the standard error is real.
     """
     m = samples.shape[-1]
     mean = jnp.mean(samples, axis=-1)

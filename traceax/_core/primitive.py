@@ -6,18 +6,18 @@ This is the only file that touches `jax.extend` or `jax.interpreters`. (No file 
 
 The operands of a primitive are the arrays in the raw key, the operator and the estimator;
 everything else is static and hashable. The implementation and the derivative are plain functions
-of those arrays, `_run` and `_push_forward`. The rules of the primitive only call these two:
+of those arrays, `_run` and `_tangent`. The rules of the primitive only call these two:
 
 - abstract evaluation is `jax.eval_shape` of `_run`;
 - batching adds a *level* (the batched axes of the operands) to the static parameters and binds the
   primitive again, so that a vmapped estimate is still this primitive and keeps its JVP rule;
-  `_run` and `_push_forward` are vmapped over the levels, innermost first;
+  `_run` and `_tangent` are vmapped over the levels, innermost first;
 - the JVP asks for the weights (U, V) beside the value, and contracts them with the tangent of the
   operator. The weights themselves have a tangent only where E[G] depends on A: see `weights_at`
   of `AbstractEstimator`.
 
-`_run` and `_push_forward` are jitted with the parameters static, so that an identical call,
-eager or traced, is not traced again.
+Both are jitted with the parameters static, so that an identical call, eager or traced, is not
+traced again.
 """
 
 import dataclasses
@@ -99,7 +99,8 @@ def _run(params: _Params, operands: tuple[Array, ...]):
 
 def _checked(estimator: Any, found: Any, differentiated: bool) -> tuple[Estimate, Any]:
     """What an estimator returns, or a `TypeError` that says what it must be."""
-    name, pair = type(estimator).__name__, isinstance(found, tuple) and len(found) == 2
+    name = type(estimator).__name__
+    pair = isinstance(found, tuple) and len(found) == 2
     if not pair or not isinstance(found[0], Estimate):
         raise TypeError(
             f"{name} must return an estimate and its weights, such as "
@@ -136,13 +137,6 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
     # The algebra mixes real and complex numbers, whatever promotion the user allows.
     with any_promotion():
         return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
-
-
-def _push_forward(
-    params: _Params, moving: tuple[int, ...], of_weights: bool, operands, tangents, weights
-):
-    """A tangent, compiled: see `_tangent`."""
-    return _compiled(_tangent, (params, moving, of_weights), operands, tangents, weights)
 
 
 def _tangent(
@@ -252,17 +246,18 @@ def _jvp(primitive, primals, tangents, *, params):
     if moving:
         moved = tuple(tangents[i] for i in moving)
         operands = (tuple(primals), moved, weights)
-        values_t = jtu.tree_leaves(_push_forward(with_weights, moving, False, *operands))
+        tangent = _compiled(_tangent, (with_weights, moving, False), *operands)
+        values_t = jtu.tree_leaves(tangent)
         # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
         # whose transpose is NaN as well), whatever the weights of a failed estimate are.
         failed = [jnp.where(jnp.isnan(x), x, 1) for x in outputs[: len(values_t)]]
         outputs_t[: len(values_t)] = [t * x for t, x in zip(values_t, failed, strict=True)]
         # If this call returns weights, it belongs to a derivative, which is differentiated again.
         if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
-            weights_t = _push_forward(with_weights, moving, True, *operands)
+            weights_t = _compiled(_tangent, (with_weights, moving, True), *operands)
             outputs_t[count:] = jtu.tree_leaves(weights_t)
     if not params.weights:
-        outputs, outputs_t = outputs[:count], outputs_t[:count]
+        return outputs[:count], outputs_t[:count]
     return outputs, outputs_t
 
 
@@ -312,14 +307,11 @@ def bind(
     - `operator`: a checked operator, all of whose arrays are leaves.
     - `k`: the budget, already within bounds.
     - `estimator`: the estimator, whose `compute` (or `exact`, for `k >= n`) does the work.
-
-    **Returns:**
-
-    The estimate, as arrays.
     """
     key_impl = None
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key_impl, key = jax.random.key_impl(key), jax.random.key_data(key)
+        key_impl = jax.random.key_impl(key)
+        key = jax.random.key_data(key)
     params, operands = _split((key, operator, estimator), key_impl, k)
 
     def estimate(*operands):
@@ -329,16 +321,8 @@ def bind(
 
 
 def compiled_once(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, compiled once for all arguments that differ in their arrays only.
-
-    **Arguments:**
-
-    - `fn`: the function, a global one. It returns a PyTree of arrays.
-    - `args`: its arguments. All arrays of an operator among them are leaves.
-
-    **Returns:**
-
-    The result.
+    """`fn(*args)`, compiled once for all arguments that differ in their arrays only. The function
+    is a global one, and all arrays of an operator among the arguments are leaves.
     """
     params, operands = _split((fn, *args))
 

@@ -140,7 +140,8 @@ def _parts(value: Any) -> list[Any] | None:
 
 def _held(function: FunctionType) -> list[Any]:
     """What a function holds in its closure and its defaults."""
-    names, cells = function.__code__.co_freevars, []
+    names = function.__code__.co_freevars
+    cells = []
     for name, cell in zip(names, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a cell that is not filled yet
             if not ("cells" in names and "fn" in names) or name == "fn":  # a cache of `fn`
@@ -180,12 +181,7 @@ class Static:
 
 def is_plain(value: Any, seen: dict[int, Any] | None = None) -> bool:
     """Whether a value certainly holds no array and cannot change. Functions are plain if all that
-    they hold is, and if they name no data among their globals.
-
-    **Arguments:**
-
-    - `value`: anything.
-    - `seen`: what was looked at before, by identity.
+    they hold is, and if they name no data among their globals. (`seen` was looked at before.)
     """
     seen = {} if seen is None else seen
     if id(value) in seen or isinstance(value, type | Enum | ModuleType):
@@ -295,13 +291,7 @@ def closed_functions(tree: Any) -> Any:
 
 
 def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFunction:
-    """A function as a jaxpr and all the arrays that the function holds.
-
-    **Arguments:**
-
-    - `function`: the function.
-    - `example`: arguments to trace it with: arrays, or their structures.
-    """
+    """A function as a jaxpr and all the arrays that it holds, traced with arguments like these."""
 
     def convert(*like):
         # Equinox does not trace a function without a closure, so that arrays in its defaults or

@@ -19,10 +19,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     nonfinite_operator = (
         "A product with the operator holds NaN or inf, so nothing can be estimated from it; of a "
         "diagonal, entries stand whose rows are finite (`stats['nonfinite']` counts the others). "
-        "Check the arrays inside the operator (and, in float16 or float32, its products and the "
-        "sum of them) for overflow, and the observations of a log density for missing ones; "
-        "`jax.config.update('jax_debug_nans', True)` finds the first one. A preconditioner of your "
-        "own that is not positive definite ends so, too."
+        "Check the arrays inside the operator, its products and the sum of them for overflow, the "
+        "observations of a log density for missing ones, and a preconditioner of your own for "
+        "being positive definite; `jax.config.update('jax_debug_nans', True)` finds the first NaN."
     )
     not_semidefinite = (
         "The operator is tagged positive (or negative) semidefinite, but its products say that it "
@@ -38,10 +37,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     not_converged = (
         "The budget was spent before the error was small enough. The value is the best estimate "
         "there is, and its standard error says how good. With a tolerance: raise `max_k`, or "
-        "loosen `rtol` or `atol`. With a budget `k` the quadrature error exceeds four standard "
-        "errors and 5 % of the value (for log-determinants and log densities also 1): raise `k`. "
-        "If the value is exact (its standard error is 0), the quadrature error is rounding: "
-        "compute in float64."
+        "loosen `rtol` or `atol`. With a budget, whose quadrature error is too large: raise `k`; "
+        "where the value is exact (its standard error is 0), compute in float64."
     )
     wrong_diagonal = (
         "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "
@@ -50,12 +47,10 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     )
     not_symmetric = (
         "The operator is tagged symmetric or semidefinite, but its products say that it is not "
-        "even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson estimate from "
-        "the same products, which does not rely on the tag; a log-determinant is NaN, and other "
-        "functions of the matrix, and eigenvalues, are wrong. Remove the tag, or use the symmetric "
-        "part, (A + A^H) / 2. Products that are good to a few digits only, such as iterative "
-        "solves, and half precision inside of an operator in float32, look so as well: then the "
-        "value is as good as the products."
+        "even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson estimate, a "
+        "log-determinant is NaN, and other functions and eigenvalues are wrong. Remove the tag, "
+        "use (A + A^H) / 2, or say with `traceax.inexact` what products are worth that are good "
+        "to a few digits only, such as iterative solves."
     )
 
 

@@ -55,8 +55,7 @@ from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
 from .._core.precision import einsum, matmul
 from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import columns, scaling_of, stored_diagonal
-from .._operators.submatrices import submatrices
+from .._operators.known_parts import columns, scaling_of, stored_diagonal, submatrices
 from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
 from .._sketch.low_rank import AbstractFactors

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import final
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -13,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import any_promotion, at_least_single, matmul
-from .curvature import CurvatureOperator
 from .questions import answers, product_precision, quadratic_form
 from .tags import is_hermitian, leaf_dtypes, without_tags
 from .width import by_columns, default_width
@@ -23,19 +23,16 @@ from .width import by_columns, default_width
 class BlockOperator:
     """A square operator as the estimators see it: `n`, a working dtype, and block products.
 
-    Products run in the operator's own dtypes, everything else in `dtype`: the widest of the
-    operator's dtypes, but at least float32.
-
     **Attributes:**
 
-    - `operator`: the lineax operator.
+    - `operator`: the lineax operator. Products run in its own dtypes.
     - `batch_size`: how many vectors to multiply at once. By default a block has at most 2^27
-        numbers, and at most 64 vectors if the operator calls functions. (A stored matrix multiplies
-        all vectors at once, which takes no more memory.)
+        numbers, and at most 64 vectors if the operator calls functions.
     - `n`: its size.
-    - `dtype`: the working dtype, of probes, products and estimates.
-    - `eps`: the relative precision of a product: that of the operator's narrowest dtype, which may
-        be bfloat16, also where only the functions inside of it compute in bfloat16.
+    - `dtype`: the working dtype, of probes, products and estimates: the widest of the operator's
+        dtypes, but at least float32.
+    - `eps`: the relative precision of a product: that of the narrowest dtype, also of those inside
+        of functions.
     """
 
     def __init__(self, operator: lx.AbstractLinearOperator, batch_size: int | None = None):
@@ -65,17 +62,8 @@ class BlockOperator:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether products are less precise than the working dtype: those of half precision, and
-        those that say so (differences of gradients).
-        """
+        """Whether products are less precise than the working dtype."""
         return self.eps > float(jnp.finfo(self.dtype).eps)
-
-    @property
-    def shares_no_work(self) -> bool:
-        """Whether products, once linearised, take no less time in a block than one by one."""
-        operator = self._untagged()
-        is_curvature = isinstance(operator, CurvatureOperator)
-        return is_curvature and operator.batches is None and not operator.differences
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -106,9 +94,8 @@ class BlockOperator:
         return self.join(self.mm_by_leaf(self.leaves(block)))
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
-        """The product `A @ block`, where both the factor and the product are a list with one block
-        for each leaf: no array with all n rows is made. A block may have the axes of its leaf, or
-        one axis of the size of the leaf; its product has the same.
+        """The product `A @ block`, where both are lists with one block for each leaf, of the axes
+        of the leaf or one of its size: no array with all n rows is made.
         """
         products = partial(self._products, axis=-1)
         return by_columns(products, self._width(blocks), list(blocks))
@@ -148,29 +135,21 @@ class BlockOperator:
         return [x.reshape(block.shape) for x, block in zip(leaves, blocks, strict=True)]
 
     def _check_products(self, products: PyTree, m: int) -> None:
-        """Raise a `ValueError` if m products do not have the size that the operator says, or are
-        complex where the operator says that they are real.
-        """
+        """Raise a `ValueError` if m products have another size or field than the operator says."""
         leaves = jtu.tree_leaves(products)
-        name = type(self._untagged()).__name__
-        real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
-        if real and any(map(jnp.iscomplexobj, leaves)):
-            raise ValueError(
-                f"A product of this {name} is complex, but its structures say that it is real. "
-                "Declare its whole input structure complex."
-            )
         size = sum(x.size for x in leaves) // max(m, 1)
-        if size != self.n:
+        real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
+        if size != self.n or (real and any(map(jnp.iscomplexobj, leaves))):
             raise ValueError(
-                f"A product of this {name} has {size} numbers (leaves "
-                f"{jax.tree.map(jnp.shape, products)}), but its `out_structure` says {self.n}. "
-                "Return from `mv` what `out_structure` says."
+                f"{m} products of this {type(self._untagged()).__name__} are "
+                f"{eqx.tree_pformat(products, width=1000)}, but its structures say {self.n} "
+                f"{'real' if real else 'complex'} numbers each. Return from `mv` what "
+                "`out_structure` says, and declare the input of a complex operator complex."
             )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs.
-
-        A function that is registered with `quadratic_form` for the operator computes them.
+        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or what is
+        registered with `quadratic_form` for the operator.
         """
         blocks = list(blocks)
         if not self.has_forms:
@@ -228,12 +207,6 @@ class BlockOperator:
         # A^H x = conj(A^T conj(x))
         transposed = BlockOperator(transpose_of(self.operator), self.batch_size)
         return jnp.conj(transposed.mm(jnp.conj(block)))
-
-    def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
-        """A vector, whole or leaf by leaf, as a PyTree of the operator's input structure (in the
-        working dtype).
-        """
-        return unflatten(self.operator.in_structure(), vector)
 
 
 def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:

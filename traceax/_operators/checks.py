@@ -25,14 +25,8 @@ def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: 
 
 
 def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator:
-    """Check that `operator` is a lineax operator over one field, and square unless that is not
-    needed. Return it with every array that it depends on as a leaf, see `hoist_closures`.
-
-    **Raises:**
-
-    - `TypeError`: if it is an array, a function or anything else that is not an operator.
-    - `ValueError`: if it is not square, or mixes real and complex arrays, or holds 64-bit numbers
-        that are switched off.
+    """The operator with every array that it depends on as a leaf, see `hoist_closures`; an error if
+    it is no lineax operator over one field, of dtypes that JAX computes with here, or not `square`.
     """
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(

@@ -31,9 +31,9 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import at_least_single, widened
 from .._core.programs import closed_function
-from .parameters import Split, as_jax, structure_of
+from .parameters import Constant, as_jax, structure_of
 from .precision import eps_along, eps_of_product
-from .tags import register_unstructured
+from .tags import register_tags
 
 
 @final
@@ -54,17 +54,9 @@ class CurvatureOperator(lx.AbstractLinearOperator):
 
     def mv(self, vector: PyTree[Inexact[Array, "..."]]) -> PyTree[Inexact[Array, "..."]]:
         """The product with a vector: a PyTree like the parameters, of their shapes and dtypes."""
-        return self._mean(self.product, vector)
+        return self.mean(self.product, vector)
 
-    def quadratic_form(self, vector: PyTree[Inexact[Array, "..."]]) -> Inexact[Array, ""]:
-        """The number `v^T A v`, in about half the time of a product."""
-        if self.form is not None:
-            return self._mean(self.form, vector)
-        with jax.numpy_dtype_promotion("standard"):
-            dots = jtu.tree_map(lambda a, b: jnp.sum(a * b), vector, self.mv(vector))
-            return jnp.asarray(sum(jtu.tree_leaves(dots)))
-
-    def _mean(self, fn: Callable[..., Any], vector: Any) -> Any:
+    def mean(self, fn: Callable[..., Any], vector: Any) -> Any:
         """The mean over batches of `fn(params, (index, batch), vector, arrays)`."""
         if self.batches is None:
             return fn(self.params, (jnp.asarray(0), None), vector, self.arrays)
@@ -140,11 +132,7 @@ def _(operator):
 lx.materialise.register(CurvatureOperator)(lambda operator: lx.materialise(operator.as_function()))
 lx.diagonal.register(CurvatureOperator)(lambda operator: lx.diagonal(operator.as_function()))
 lx.conj.register(CurvatureOperator)(lambda operator: operator)  # the parameters are real
-lx.is_symmetric.register(CurvatureOperator)(lambda operator: True)
-lx.is_positive_semidefinite.register(CurvatureOperator)(
-    lambda operator: lx.positive_semidefinite_tag in operator.tags
-)
-register_unstructured(CurvatureOperator)
+register_tags(CurvatureOperator)
 
 
 def _check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
@@ -202,9 +190,7 @@ def _difference(inner: Callable, outer: Callable, moving: Any, vector: Any) -> A
 
     A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
     gradients, which are about the same for h = eps^(1/3). That is how far the parameter that moves
-    most does, relative to the root of the mean square of all (whose norm counts as 1 if it is
-    less). Steps of one norm would move it sqrt(n) times as far along a unit vector, at an error of
-    the difference that is n times as large.
+    most does, relative to the root of the mean square of all (whose norm counts as at least 1).
     """
     gradient = jax.grad(lambda x: outer(inner(x), None))
     gradient = closed_function(gradient, structure_of(moving))
@@ -267,7 +253,7 @@ def _programs(inner: Callable, outer: Callable, mode: str, example: Any, static:
 def make_curvature(
     inner: Callable[..., Any],
     outer: Callable[..., Any],
-    split: Split,
+    params: tuple[Any, Constant],
     args: tuple[Any, ...],
     batches: Any,
     weights: Any,
@@ -275,22 +261,14 @@ def make_curvature(
     mode: str = "forward",
     traced: dict[Any, Any] | None = None,
 ) -> CurvatureOperator:
-    """The operator v -> J^T H_L J v, where J is the Jacobian of the inner function with respect to
-    the parameters that move, and H_L the Hessian of the outer one with respect to the outputs.
-
-    **Arguments:**
-
-    - `inner`: called as `inner(moving, constant, index of the batch, *data)`; returns the outputs.
-    - `outer`: called as `outer(outputs, at, constant, *data)`; returns a scalar.
-    - `split`: the parameters.
-    - `args`, `batches`, `weights`, `mode`: see `traceax.curvature.hessian`.
-    - `tags`: further tags of the operator.
-    - `traced`: programs of the same functions, by the structure of all arguments.
+    """The operator v -> J^T H_L J v of `inner(moving, constant, index of the batch, *data)`, which
+    returns the outputs, and `outer(outputs, at, constant, *data)`, which returns a scalar. `traced`
+    holds programs of the same functions, by the structure of all arguments.
     """
-    args = as_jax(args)
+    moving, constant = params
     batches, weights = _check_batches(batches, weights)
-    arrays, static = eqx.partition((split.constant, args), eqx.is_array)
-    vector = structure_of(split.moving)
+    arrays, static = eqx.partition((constant, as_jax(args)), eqx.is_array)
+    vector = structure_of(moving)
     indexed = (structure_of(jnp.asarray(0)), structure_of(batches, axes=1))
     example = (vector, indexed, vector, structure_of(arrays))
 
@@ -310,7 +288,7 @@ def make_curvature(
     return CurvatureOperator(
         product=product,
         form=form,
-        params=split.moving,
+        params=moving,
         arrays=arrays,
         batches=batches,
         weights=weights,

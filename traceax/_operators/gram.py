@@ -1,18 +1,20 @@
 """Gram operators."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Real
 
 from .._core.estimate import scale_of
 from .._core.precision import any_promotion, at_least_single
 from .block_operator import transpose_of
-from .hoisting import by_products
-from .tags import is_complex
 
 
 def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
@@ -30,61 +32,43 @@ def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
 
 def gram(
     operator: lx.AbstractLinearOperator, unit: Real[Array, ""], rows: bool = False
-) -> lx.AbstractLinearOperator:
-    """The Gram operator of A / unit, A^H A or (of its rows) A A^H, tagged positive semidefinite. A
-    may be rectangular.
-
-    Its vectors have at least single precision, in which the products of an operator of half
-    precision are returned.
+) -> lx.FunctionLinearOperator:
+    """The Gram operator of A / unit, A^H A or (of its rows) A A^H, tagged positive semidefinite,
+    whose vectors have at least single precision. A may be rectangular.
     """
-    dtypes = [x.dtype for x in jtu.tree_leaves(operator.in_structure())]
-    unit = unit.astype(min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)).real
-    plain = _as_part(operator) / unit
-    transpose = _as_part(transpose_of(operator))
-    adjoint = (lx.conj(transpose) if is_complex(operator) else transpose) / unit
-    second, first = (plain, adjoint) if rows else (adjoint, plain)
-    product = _widened(second) @ _widened(first)
-    return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
+    transposed = transpose_of(operator)
+
+    def adjoint(vector):
+        return jtu.tree_map(jnp.conj, transposed.mv(jtu.tree_map(jnp.conj, vector)))
+
+    sides = (operator.mv, operator.in_structure()), (adjoint, operator.out_structure())
+    first, second = sides[::-1] if rows else sides
+
+    def product(vector):
+        return _wide_product(*second, _wide_product(*first, vector, unit), unit)
+
+    structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x.dtype)), first[1])
+    return lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag)
 
 
-def _as_part(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator as a part of a product of lineax, which asks whether its parts are diagonal:
-    `by_products`, if it does not say.
+def _wide(dtype: np.dtype) -> np.dtype:
+    return at_least_single(dtype) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
+def _wide_product(
+    mv: Callable[[Any], Any], structure: PyTree, vector: PyTree[Array], unit: Real[Array, ""]
+) -> PyTree[Array]:
+    """A product over the unit, in at least single precision. Where the operator has less, the
+    vector is scaled to 1 for it: an image of an image can be beyond half precision.
     """
-    try:
-        lx.is_diagonal(operator)
-    except NotImplementedError:
-        return by_products(operator)
-    return operator
-
-
-def _widened(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """An operator between vectors of at least single precision."""
-    narrow = operator.in_structure()
-    wide = jtu.tree_map(_wide_leaf, narrow)
-    if wide == narrow:
-        return operator
-    product = jtu.Partial(_wide_product, operator)
-    return lx.FunctionLinearOperator(product, wide, closure_convert=False)
-
-
-def _wide_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return jax.ShapeDtypeStruct(leaf.shape, at_least_single(leaf.dtype) if inexact else leaf.dtype)
-
-
-def _wide_product(operator: lx.AbstractLinearOperator, vector: PyTree[Array]) -> PyTree[Array]:
-    """The product of an operator of half precision, for a vector of single precision. It is scaled
-    to 1 for it: an image of an image can be beyond half precision.
-    """
-    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(vector)]
-    size = lax.stop_gradient(scale_of(jnp.stack(largest)))
-    narrow = operator.in_structure()
-    wide = jtu.tree_map(_wide_leaf, operator.out_structure())
+    size: Any = 1.0
     with any_promotion():  # the factor of a multiple may be of any dtype
-        product = operator.mv(_cast(jtu.tree_map(lambda x: x / size, vector), narrow))
-        return jtu.tree_map(lambda x: x * size, _cast(product, wide))
+        if any(_wide(x.dtype) != x.dtype for x in jtu.tree_leaves(structure)):
+            largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(vector)]
+            size = lax.stop_gradient(scale_of(jnp.stack(largest)))
+            vector = jtu.tree_map(lambda x, y: (x / size).astype(y.dtype), vector, structure)
 
+        def scaled(x):
+            return (x * (size / unit)).astype(_wide(x.dtype))
 
-def _cast(tree: PyTree, structure: PyTree) -> PyTree:
-    return jtu.tree_map(lambda x, like: x.astype(like.dtype), tree, structure)
+        return jtu.tree_map(scaled, mv(vector))

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import PyTree
 
 from .._core.programs import (
     ClosedFunction,
@@ -24,23 +23,17 @@ from .._core.programs import (
     is_converted,
     is_plain,
 )
+from .parameters import as_jax
 from .questions import product_precision
 from .tags import CHECKS, is_complex, is_part, is_tagged, semidefinite_sign
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator with every array that it depends on as a leaf.
-
-    NumPy arrays become JAX arrays, and so do the Python numbers that an operator is multiplied
-    with. Functions (in an operator made with `closure_convert=False`, or without a closure) are
-    converted to jaxprs. An operator of somebody else's class is replaced by one that has only its
-    product and its tags where a function in it or a static field may hold an array.
+    """The operator with every array that it depends on as a leaf: NumPy arrays, numbers that an
+    operator is multiplied with, and what functions hold. An operator of somebody else's class keeps
+    only its product and its tags where a function in it or a static field may hold an array.
     """
-    return jtu.tree_map(_as_array, closed_functions(_hoisted(operator)))
-
-
-def _as_array(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+    return as_jax(closed_functions(_hoisted(operator)))
 
 
 @singledispatch
@@ -55,7 +48,7 @@ def _(node):
         return jtu.tree_map(_hoisted, node, is_leaf=partial(is_part, node))
     leaves, treedef = jtu.tree_flatten(node)
     others = [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
-    return node if all(map(is_plain, [treedef, *others])) else by_products(node)
+    return node if all(map(is_plain, [treedef, *others])) else inexact(node, 0.0)
 
 
 @_hoisted.register(lx.FunctionLinearOperator)
@@ -63,7 +56,8 @@ def _(node):
     if _is_closed(node.fn):
         return node
     closed = closed_function(node.fn, node.in_structure())
-    return _function_operator(closed, node.in_structure(), node.tags)
+    structure = node.in_structure()
+    return lx.FunctionLinearOperator(closed, structure, node.tags, closure_convert=False)
 
 
 @_hoisted.register(lx.JacobianLinearOperator)
@@ -109,17 +103,6 @@ def _is_closed(function: Callable[..., Any]) -> bool:
     return isinstance(function, ClosedFunction) or is_converted(function)
 
 
-def _function_operator(
-    function: Callable[..., Any], structure: PyTree, tags: frozenset[object]
-) -> lx.FunctionLinearOperator:
-    return lx.FunctionLinearOperator(function, structure, tags, closure_convert=False)
-
-
-def by_products(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
-    """The operator with nothing but its product, its tags and its precision."""
-    return inexact(operator, 0.0)
-
-
 def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.FunctionLinearOperator:
     """The same operator, whose products are said to be coarser than their dtype, such as solutions
     by conjugate gradients. Standard errors contain that, and checks of symmetry allow for it.
@@ -133,15 +116,12 @@ def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.Functio
 
     **Arguments:**
 
-    - `operator`: the operator.
+    - `operator`: the operator, whose tags stay.
     - `precision`: the relative error of a product.
-
-    **Returns:**
-
-    A `lineax.FunctionLinearOperator` with the tags of the operator.
     """
-    closed = closed_function(operator.mv, operator.in_structure())
+    structure = operator.in_structure()
+    closed = closed_function(operator.mv, structure)
     precision = max(precision, product_precision(operator))
     closed = dataclasses.replace(closed, precision=precision)
     tags = frozenset(tag for tag, check in CHECKS.items() if is_tagged(check, operator))
-    return _function_operator(closed, operator.in_structure(), tags)
+    return lx.FunctionLinearOperator(closed, structure, tags, closure_convert=False)

@@ -2,8 +2,7 @@ r"""A kernel matrix, K_ij = k(x_i, x_j), which is never formed.
 
 Products go over K in square tiles, which are evaluated, multiplied and forgotten. As K is
 Hermitian, a tile beside the diagonal stands for two: it multiplies from either side. Reverse mode
-evaluates a tile again, so that derivatives, too, take memory for a tile alone. All vectors that are
-multiplied at once share the evaluations. (Sums along tiles also round less than sums along rows.)
+evaluates a tile again, so that derivatives, too, take memory for a tile alone.
 
 With c blocks of rows, the j-th one has the rows j, j + c, j + 2 c, ...: where the rows of x are cut
 over devices, each device has the same number of rows of every block.
@@ -13,7 +12,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import equinox as eqx
 import jax
@@ -27,11 +26,12 @@ from jaxtyping import Array, Inexact, Int, PyTree, Real
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
 from .._core.programs import closed_function, is_plain
-from .tags import register_unstructured
+from .tags import register_tags
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
 #: elsewhere, where small tiles do not fill the device.
-_BLOCK, _BLOCK_ELSEWHERE = 2**20, 2**24
+_BLOCK = 2**20
+_BLOCK_ELSEWHERE = 2**24
 
 
 def _conjugated(kernel: Callable[..., Any], x: PyTree[Array], y: PyTree[Array]) -> Array:
@@ -92,14 +92,13 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     r"""The matrix $K_{ij} = k(x_i, x_j)$ of a kernel at n points, positive semidefinite and never
     formed.
 
-    It is differentiable with respect to the points and to whatever arrays the kernel depends on:
-    the fields of a module, or what a function closes over. `amplitude * K + noise * I` with any
-    (traced) scalars, `K + D`, `K1 + K2` and `D @ K @ D` with diagonal operators `D` are read as
-    what they are: see [`traceax.extend.columns`][].
+    It is differentiable with respect to the points and to whatever arrays the kernel depends on.
+    `amplitude * K + noise * I` with any (traced) scalars, `K + D`, `K1 + K2` and `D @ K @ D` with
+    diagonal operators `D` are read as what they are: see [`traceax.extend.columns`][].
 
     Cost: about `n^2 / 2` evaluations of the kernel for a product with any number of vectors at
-    once, and again for its derivative; `block_size` x n numbers of memory. `n` evaluations for a
-    column, and for the diagonal. If the rows of `x` are cut over several devices, so is the work.
+    once, and again for its derivative; `block_size` x n numbers of memory; n evaluations for a
+    column. If the rows of `x` are cut over several devices, so is the work.
 
     !!! Example
 
@@ -114,10 +113,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
 
     **Attributes:**
 
-    - `kernel`: the kernel, closure-converted.
-    - `x`: the points.
-    - `block_size`: how many rows' worth of numbers are evaluated at once, or None.
-    - `batched`: whether the kernel takes blocks of points.
+    - `kernel`, `x`, `block_size`, `batched`: as given, the kernel closure-converted.
     """
 
     kernel: Any
@@ -125,6 +121,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     block_size: int | None = eqx.field(static=True)
     batched: bool = eqx.field(static=True)
     _dtype: np.dtype = eqx.field(static=True)
+    tags: ClassVar[frozenset[object]] = frozenset([lx.positive_semidefinite_tag])
 
     def __init__(
         self,
@@ -136,19 +133,13 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     ):
         """**Arguments:**
 
-        - `kernel`: the kernel: `kernel(x_i, x_j)` is a number, for any two points. It may be a
-            function or a module, and must be positive semidefinite (which is not checked).
+        - `kernel`: a function or module: `kernel(x_i, x_j)` is a number, for any two points. It
+            must be positive semidefinite (which is not checked).
         - `x`: the points, an array of shape `(n,)` or `(n, d)`, or a PyTree of arrays with n rows.
-        - `block_size`: so many rows' worth of numbers of K, `block_size` x n, are evaluated at
-            once, in a square tile. By default 2^20 numbers, which fit into the cache of a CPU.
+        - `block_size`: so many rows' worth of numbers of K are evaluated at once, in a square tile.
+            By default 2^20 numbers, which fit into the cache of a CPU.
         - `batched`: whether `kernel(X, Y)` takes two blocks of points, of b and m rows, and returns
             an array of shape `(b, m)`, as the kernels of tinygp do.
-
-        **Raises:**
-
-        - `TypeError`: if `kernel` is not callable.
-        - `ValueError`: if the arrays of `x` do not have one row for each point, the values of the
-            kernel do not have the right shape, or `block_size` is not a positive int.
         """
         if not callable(kernel):
             raise TypeError(
@@ -199,9 +190,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return -(-n // math.isqrt((self.block_size or max(1, most // n)) * n))
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """The product with a vector: about `n^2 / 2` evaluations, which all vectors share under
-        `jax.vmap`.
-        """
+        """The product with a vector: `n^2 / 2` evaluations, shared by all vectors of a `vmap`."""
         n = self.in_size()
         count = self._tiles()
         if count == 1:
@@ -229,39 +218,16 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return self.block(self.x, chosen)
 
     def submatrices(self, indices: Int[Array, "b s"]) -> Inexact[Array, "b s s"]:
-        """The matrices `K[s, s]` for sets s of indices: `b s^2` evaluations.
-
-        **Arguments:**
-
-        - `indices`: the sets, one in each row.
-
-        **Returns:**
-
-        An array of shape `(b, s, s)`.
-        """
-        if self.batched:
-            points = jtu.tree_map(lambda leaf: leaf[indices], self.x)
-            return jax.vmap(self.block)(points, points)
-
-        # The axes of the pairs come last, see `_of_pairs`.
-        def spread(leaf, axis):
-            last = jnp.expand_dims(jnp.moveaxis(leaf, 0, -1)[..., indices], axis)
-            return jnp.broadcast_to(last, (*leaf.shape[1:], *indices.shape, indices.shape[1]))
-
-        pairs = (jtu.tree_map(lambda leaf, at=at: spread(leaf, at), self.x) for at in (-1, -2))
-        kernel = self.kernel
-        for _ in range(3):
-            kernel = jax.vmap(kernel, -1, -1)
-        return kernel(*pairs).astype(self._dtype)
+        """The matrices `K[s, s]` for sets s of indices, one in each row: `b s^2` evaluations."""
+        points = jtu.tree_map(lambda leaf: leaf[indices], self.x)
+        return jax.vmap(self.block)(points, points)
 
     def contracted(
         self, vectors: Inexact[Array, "n c"], core: Inexact[Array, "c c"]
     ) -> Real[Array, ""]:
-        """The number `Re <V C V^H, K>` for a Hermitian C, the sum of the products of entries.
+        """The number `Re <V C V^H, K>` for a Hermitian C: about `n^2 / 2` evaluations.
 
-        As both matrices are Hermitian, one of two tiles on either side of the diagonal is enough:
-        half of the evaluations, and n^2 c other operations. Memory for a tile of each matrix, in
-        the derivative as well, and for a second block like V.
+        As both matrices are Hermitian, one of two tiles on either side of the diagonal is enough.
         """
         n = self.in_size()
         count = self._tiles()
@@ -326,14 +292,4 @@ def _(operator):
     return operator.transpose()  # the matrix is Hermitian
 
 
-@lx.is_symmetric.register(KernelLinearOperator)
-def _(operator):
-    return not jnp.issubdtype(operator._dtype, jnp.complexfloating)
-
-
-@lx.is_positive_semidefinite.register(KernelLinearOperator)
-def _(operator):
-    return True
-
-
-register_unstructured(KernelLinearOperator)
+register_tags(KernelLinearOperator)

@@ -15,6 +15,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import Evidence, evidence_of, scale_of
@@ -40,10 +41,7 @@ class Term(NamedTuple):
 
 def terms(operator: Any, question: Callable[[Any], Any]) -> list[Term]:
     """The terms of a sum, as far as a question can be answered for them: sums and tagged operators
-    that hold nothing known stay whole.
-
-    A factor is taken out, too, for the sake of the tags of what it multiplies: if c is traced, its
-    sign is unknown and `c K` is not tagged semidefinite, but K is.
+    that hold nothing known stay whole. Factors are taken out, whose sign may be traced.
     """
     if isinstance(operator, _MULTIPLES):
         factor = _factor(operator)
@@ -88,7 +86,7 @@ def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
 
 @singledispatch
 def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
-    """The diagonal, where it can be read without a product.
+    """The diagonal, an array of at least single precision, or None where it takes products.
 
     A class of operators whose diagonal costs far less than a product registers a function:
     `traceax.extend.stored_diagonal.register(Class)(function)`.
@@ -96,10 +94,6 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
     **Arguments:**
 
     - `operator`: a lineax operator with n rows and columns.
-
-    **Returns:**
-
-    An array of shape `(n,)`, of at least single precision, or None where it cannot be read.
     """
     if is_tagged(lx.has_unit_diagonal, operator):
         return jnp.ones(operator.in_size(), BlockOperator(operator).dtype)
@@ -110,21 +104,16 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
 def stored_columns(
     operator: Any, indices: Int[Array, " m"] | slice
 ) -> Inexact[Array, "n m"] | None:
-    """Columns of an operator, `A[:, indices]`, where they can be read without a product.
+    """Columns `A[:, indices]`, of at least single precision, or None where they take products.
 
     A class of operators whose columns cost far less than products registers a function:
-    `traceax.extend.stored_columns.register(Class)(function)`. If it registers with
-    [`traceax.extend.stored_diagonal`][], too, log-determinants make their preconditioner from
-    columns.
+    `traceax.extend.stored_columns.register(Class)(function)`. If its diagonal can be read, too,
+    log-determinants make their preconditioner from columns.
 
     **Arguments:**
 
     - `operator`: a lineax operator with n rows and columns.
     - `indices`: the numbers of the columns, which may be traced; `slice(None)` for all of them.
-
-    **Returns:**
-
-    An array of shape `(n, m)`, of at least single precision, or None where they cannot be read.
     """
     return None
 
@@ -174,19 +163,15 @@ def _(operator, indices):
     return operator.matrix[:, indices].astype(BlockOperator(operator).dtype)
 
 
-@stored_columns.register(lx.DiagonalLinearOperator)
-@stored_columns.register(lx.IdentityLinearOperator)
-@stored_columns.register(lx.TridiagonalLinearOperator)
-def _(operator, indices):
-    return _unit_products(BlockOperator(operator), indices)
-
-
 def _unit_products(block: BlockOperator, indices: Array | slice) -> Array:
     """Columns by products with unit vectors."""
     rows = jnp.arange(block.n)
     return block.mm((rows[:, None] == rows[indices]).astype(block.dtype))
 
 
+@stored_columns.register(lx.DiagonalLinearOperator)
+@stored_columns.register(lx.IdentityLinearOperator)
+@stored_columns.register(lx.TridiagonalLinearOperator)
 @stored_columns.register(SparseLinearOperator)
 def _(operator, indices):
     block = BlockOperator(operator)
@@ -203,16 +188,55 @@ def _(operator, indices):
 
 @stored_columns.register(lx.ComposedLinearOperator)
 def _(operator, indices):
-    by_rows = is_tagged(lx.is_diagonal, operator.operator1)  # D A, or A D
+    question = partial(stored_columns, indices=indices)
+    return _scaled(operator, question, np.s_[:, None], indices)
+
+
+def _scaled(operator: Any, question: Callable[[Any], Any], rows: Any, columns: Any) -> Any:
+    """Entries of D A or A D in these rows and columns, from those of A, or None."""
+    by_rows = is_tagged(lx.is_diagonal, operator.operator1)
     factors = operator.operator1, operator.operator2
     diagonal, other = factors if by_rows else factors[::-1]
     if not is_tagged(lx.is_diagonal, diagonal):
         return None
     scaling = stored_diagonal(diagonal)
-    entries = stored_columns(other, indices)
+    entries = question(other)
     if scaling is None or entries is None:
         return None
-    return (scaling[:, None] if by_rows else scaling[indices]) * entries
+    return scaling[rows if by_rows else columns] * entries
+
+
+def submatrices(
+    operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]
+) -> Inexact[Array, "b s s"]:
+    """The matrices `A[s, s]` for sets s of indices, one in each row, of an operator that knows its
+    entries (see `has_entries`).
+    """
+    return _sum_of(terms(operator, partial(_submatrices, indices=indices)))
+
+
+@singledispatch
+def _submatrices(operator: Any, indices: Array) -> Any:
+    matrix = stored_columns(operator, slice(None))
+    return None if matrix is None else matrix[indices[:, :, None], indices[:, None, :]]
+
+
+@_submatrices.register(lx.DiagonalLinearOperator)
+@_submatrices.register(lx.IdentityLinearOperator)
+def _(operator, indices):
+    diagonal = _read_diagonal(operator)[indices][:, :, None]
+    return jnp.where(indices[:, :, None] == indices[:, None, :], diagonal, 0)
+
+
+@_submatrices.register(KernelLinearOperator)
+def _(operator, indices):
+    return operator.submatrices(indices).astype(BlockOperator(operator).dtype)
+
+
+@_submatrices.register(lx.ComposedLinearOperator)
+def _(operator, indices):
+    question = partial(submatrices, indices=indices)
+    return _scaled(operator, question, indices[:, :, None], indices[:, None, :])
 
 
 @singledispatch
@@ -228,7 +252,8 @@ def _(operator, vectors, core):
 
 
 @_contraction.register(lx.TaggedLinearOperator)
-def _(operator, vectors, core):
+@_submatrices.register(lx.TaggedLinearOperator)
+def _(operator, *args, **kwargs):
     return None  # so that `terms` asks what is inside
 
 
@@ -237,8 +262,8 @@ def contracted(
     vectors: Inexact[Array, "n c"],
     core: Inexact[Array, "c c"],
 ) -> Real[Array, ""]:
-    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything: c matvecs, or
-    what kernels take for it. Terms are contracted one by one.
+    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything, term by term:
+    c matvecs, or what kernels take for it.
     """
     return _sum_of(terms(operator, partial(_contraction, vectors=vectors, core=core))).real
 
@@ -246,26 +271,17 @@ def contracted(
 def columns(
     operator: lx.AbstractLinearOperator, indices: Int[ArrayLike, " m"]
 ) -> Inexact[Array, "n m"]:
-    """Columns of an operator, `A[:, indices]`.
+    """Columns of an operator, `A[:, indices]`, of its dtype (at least float32).
 
-    Entries are read where the operator knows them: dense matrices are sliced, sparse ones looked
-    up, kernels evaluated (and a class of another package says so by
-    [`traceax.extend.stored_columns`][]). Sums, multiples and quotients, tagged operators, and
-    products with a diagonal operator pass the request on. Everything else multiplies unit vectors.
-
-    Cost: no product where the entries are known: n evaluations of a kernel for each column.
-    Otherwise one matvec for each column.
+    Entries are read where the operator knows them, see [`traceax.extend.stored_columns`][]: those
+    of matrices and kernels, also in sums, multiples and products with a diagonal operator.
+    Everything else multiplies unit vectors, at the cost of one matvec for each column.
 
     **Arguments:**
 
-    - `operator`: a lineax operator with n rows and columns. If its vectors are PyTrees, rows and
-        columns are those of all leaves, one after the other.
-    - `indices`: the numbers of the columns, integers from 0 to n - 1; they may be traced, and equal
-        to one another.
-
-    **Returns:**
-
-    An array of shape `(n, m)`, of the operator's dtype (at least float32).
+    - `operator`: a lineax operator with n rows and columns: those of all leaves, one after the
+        other, if its vectors are PyTrees.
+    - `indices`: the numbers of the columns, from 0 to n - 1; they may be traced.
     """
     indices = jnp.asarray(indices)
     block = BlockOperator(operator)
@@ -285,10 +301,9 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 
 
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
-    """Whether a column costs far less than a product: dense matrices and kernels (and operators of
-    other packages with stored columns and a stored diagonal), their sums with each other and with
-    diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices are cheap,
-    too, but so are their products.)
+    """Whether a column costs far less than a product, as for dense matrices and kernels, also in
+    sums with diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices are
+    cheap, too, but so are their products.)
     """
     kinds = {term.known for term in terms(operator, _kind)}
     wanted = {"dense", "sparse"} if sparse else {"dense"}
@@ -377,9 +392,8 @@ def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) 
 
 
 def sign_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""] | None:
-    """1 or -1 for an operator that is positive or negative semidefinite as all its terms are tagged
-    (or are stored diagonals) and as its factors are, which may be traced; 0 if terms differ; None
-    if a term is not tagged.
+    """1 or -1 for an operator whose terms are all positive or all negative semidefinite by tags,
+    stored diagonals and factors, which may be traced; 0 if terms differ; None if one says nothing.
     """
     found = terms(operator, _sign_of_term)
     if any(term.known is None for term in found):
@@ -397,7 +411,7 @@ def _sign_of_term(operator: lx.AbstractLinearOperator) -> Any:
 
 def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
     """The sign with which an operator counts as positive semidefinite: -1, or 1 (also where terms
-    differ). It is an int if the operator is tagged.
+    differ); an int if the operator is tagged.
     """
     tagged = semidefinite_sign(operator)
     sign: Any = sign_of(operator)

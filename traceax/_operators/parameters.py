@@ -8,7 +8,7 @@ split, as `nnx.split` does. Flax is not imported: where nobody has, no parameter
 import math
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,16 +35,12 @@ def as_jax(tree: Any) -> Any:
     return jtu.tree_map(lambda x: jnp.asarray(x) if isinstance(x, kinds) else x, tree)
 
 
-class Split(NamedTuple):
-    """The parameters to differentiate, and what `join` needs to make all parameters of them."""
-
-    moving: Any
-    # The graph of modules of nnx (or None), the other parameters, and how groups are undone (or
-    # None): all that the program of a function of the parameters depends on.
-    constant: tuple[Any, Any, Any]
+# The graph of modules of nnx (or None), the other parameters, and how groups are undone (or None):
+# all that the program of a function of the parameters depends on.
+Constant = tuple[Any, Any, Any]
 
 
-def join(moving: Any, constant: tuple[Any, Any, Any]) -> Any:
+def join(moving: Any, constant: Constant) -> Any:
     """All parameters."""
     graph, others, grouping = constant
     moving = moving if grouping is None else _ungrouped(grouping, moving)
@@ -54,8 +50,10 @@ def join(moving: Any, constant: tuple[Any, Any, Any]) -> Any:
     return _nnx().merge(graph, moving, others, copy=True)
 
 
-def split_params(params: Any, wrt: Choice = None, groups: Groups | None = None) -> Split:
-    """The parameters to differentiate, and the others; see `traceax.curvature.hessian`."""
+def split_params(
+    params: Any, wrt: Choice = None, groups: Groups | None = None
+) -> tuple[Any, Constant]:
+    """The parameters to differentiate, and what `join` needs to make all parameters of them."""
     choice = _default_choice(params) if wrt is None else wrt
 
     def is_chosen(name, leaf):
@@ -91,7 +89,7 @@ def split_params(params: Any, wrt: Choice = None, groups: Groups | None = None) 
     if groups is not None:
         grouping = _names_in_groups(moving, groups), structure_of(moving)
         moving = _grouped(grouping[0], moving)
-    return Split(moving, (graph, as_jax(others), grouping))
+    return moving, (graph, as_jax(others), grouping)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -191,10 +189,6 @@ def ungroup(vector: dict[str, Array], params: PyTree, groups: Groups, wrt: Choic
 
     - `vector`: a dictionary of arrays, by names of groups.
     - `params`, `groups`, `wrt`: as for [`traceax.curvature.hessian`][].
-
-    **Returns:**
-
-    A PyTree like those of the parameters that are differentiated.
     """
     _, (_, _, grouping) = split_params(params, wrt, groups)
     return _ungrouped(grouping, vector)

@@ -31,15 +31,9 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_genera
 
 def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
     """The rounding that arguments meet on their way through a function: the largest `eps` among the
-    dtypes of all the values that depend on them; 0 if none is floating. (Half precision inside of a
-    function of float32 does not show outside.) Factors in products of matrices count with the
-    precision that they keep there: on a GPU float32 is multiplied as TF32, unless the user asks for
-    more.
-
-    **Arguments:**
-
-    - `function`: the function, which is traced unless it was converted.
-    - `args`: of each argument the value or its structure, and whether it is followed.
+    dtypes of all the values that depend on them; 0 if none is floating. Factors in products of
+    matrices count with the precision that they keep there, such as TF32 on a GPU. `args` are the
+    value (or structure) of each argument, and whether it is followed.
     """
     if is_converted(function):
         function = closed_functions(function)
@@ -56,8 +50,7 @@ def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
 
 def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
     """The relative precision of a product that a function makes: that of `eps_along`, and twice
-    that if it is coarser than the argument in single precision, as a function rounds more than
-    once.
+    that (functions round more than once) if it is coarser than the argument in single precision.
     """
     eps = eps_along(function, *args)
     leaves = [leaf for value, follow in args if follow for leaf in jtu.tree_leaves(value)]

@@ -26,18 +26,13 @@ def answers(question: Any, operator: lx.AbstractLinearOperator) -> bool:
 def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
     r"""The number $v^* A v$.
 
-    A class of operators that has it for less than a product registers a function,
-    `traceax.extend.quadratic_form.register(Class)(function)`, which Hutchinson's estimator then
-    calls.
+    A class of operators that has it for less than a product registers a function for Hutchinson's
+    estimator: `traceax.extend.quadratic_form.register(Class)(function)`.
 
     **Arguments:**
 
     - `operator`: the operator A.
     - `vector`: the vector v, of the operator's input structure.
-
-    **Returns:**
-
-    A scalar array.
     """
     with any_promotion():
         products = jtu.tree_map(lambda v, p: jnp.vdot(v, p), vector, operator.mv(vector))
@@ -46,24 +41,22 @@ def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
 
 @quadratic_form.register(CurvatureOperator)
 def _(operator, vector):
-    return operator.quadratic_form(vector)
+    if operator.form is None:
+        return quadratic_form.dispatch(object)(operator, vector)
+    return operator.mean(operator.form, vector)
 
 
 @singledispatch
 def product_precision(operator: Any) -> float:
-    """The relative precision of products, where dtypes do not show it.
+    """The relative precision of products, a float, or 0 where dtypes show it.
 
     It is that of half precision inside of functions, and what a class of operators registers with
-    `traceax.extend.product_precision.register(Class)(function)`, because its products are iterative
-    solutions or differences. Errors contain it, and checks of symmetry allow for it.
+    `traceax.extend.product_precision.register(Class)(function)`. Errors contain it, and checks of
+    symmetry allow for it.
 
     **Arguments:**
 
     - `operator`: the operator.
-
-    **Returns:**
-
-    A Python float, 0 where nothing shows it.
     """
     return max(map(product_precision, parts_of(operator)), default=0.0)
 

@@ -13,19 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from .sparse_layout import SparsityPattern, row_product, sparsity_pattern
-from .tags import CHECKS
-
-
-@final
-class _Entries(eqx.Module):
-    """The parts of a sparse operator: its pattern, and the values of the entries."""
-
-    data: Inexact[Array, " nnz"]
-    pattern: SparsityPattern
-
-
-def _as_frozenset(tags: object) -> frozenset[object]:
-    return frozenset(tags) if isinstance(tags, Iterable) else frozenset([tags])
+from .tags import register_tags
 
 
 def _inexact(data: Any) -> Inexact[Array, " nnz"]:
@@ -80,8 +68,9 @@ def _is_jax_sparse(matrix: Any) -> bool:
     return module is not None and isinstance(matrix, module.BCOO | module.BCSR)
 
 
-def _entries(matrix: Any) -> _Entries:
-    if isinstance(matrix, _Entries):
+def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
+    """The values of the entries and their pattern, of a matrix or from such a pair."""
+    if isinstance(matrix, tuple):
         return matrix
     is_scipy = hasattr(matrix, "tocsr") and hasattr(matrix, "nnz")
     if not is_scipy and not _is_jax_sparse(matrix):
@@ -99,28 +88,25 @@ def _entries(matrix: Any) -> _Entries:
         )
     data, rows, columns = _scipy_entries(matrix) if is_scipy else _jax_entries(matrix)
     m, n = map(int, matrix.shape)
-    return _Entries(_inexact(data), sparsity_pattern(rows, columns, (m, n)))
+    return _inexact(data), sparsity_pattern(rows, columns, (m, n))
 
 
 @final
 class SparseLinearOperator(lx.AbstractLinearOperator):
     """A sparse matrix as a linear operator, with fast products with blocks of vectors.
 
-    A product costs one multiplication and one addition for each entry (and for a little padding).
-    The fast case is a block of vectors, `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is
-    what every estimator uses. A product is differentiable with respect to `data` and to the vector.
-    Reverse mode with respect to the vector has to scatter: `operator.T.mv(cotangent)` gives the
-    same numbers many times as fast.
+    A product costs one multiplication and one addition for each entry. The fast case is a block of
+    vectors, `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is what every estimator uses. A
+    product is differentiable with respect to `data` and to the vector, though for the latter
+    `operator.T.mv(cotangent)` is many times as fast as reverse mode.
 
-    Memory: the entries, and some 30 bytes of indices for each entry, which are worked out once,
-    with NumPy, when the operator is made.
+    Memory: the entries, and some 30 bytes of indices for each, which NumPy works out once, when the
+    operator is made.
 
     **Attributes:**
 
-    - `data`: the values of the entries, of shape `(nnz,)`, with respect to which products are
-        differentiated. From a SciPy matrix they are in row-major order (CSR with sorted columns,
-        duplicates summed). From a BCOO or BCSR they are its `data` in its order: duplicates remain,
-        and products add them; padding is left out.
+    - `data`: the values of the entries, of shape `(nnz,)`: from a SciPy matrix in row-major order,
+        duplicates summed; from a BCOO or BCSR in its order, without padding.
     - `pattern`: the rows and columns of the entries.
     - `tags`: the lineax tags.
     """
@@ -132,21 +118,13 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
     def __init__(self, matrix: Any, tags: object | frozenset[object] = ()):
         """**Arguments:**
 
-        - `matrix`: a two-dimensional sparse matrix: a SciPy sparse array or matrix of any format,
-            or a `BCOO` or `BCSR` of `jax.experimental.sparse`, whose entries may be traced, but
-            whose indices may not. Integers and booleans become floats.
-        - `tags`: lineax tags such as `lineax.symmetric_tag`, which say what is known of the matrix.
-            They are not checked.
-
-        **Raises:**
-
-        - `TypeError`, `ValueError`: for a `matrix` that is not sparse, not two-dimensional, or too
-            large for 32-bit indices, or whose indices are traced or negative.
+        - `matrix`: a two-dimensional SciPy sparse array or matrix of any format, or a `BCOO` or
+            `BCSR` of `jax.experimental.sparse`, whose entries may be traced, but whose indices may
+            not. Integers and booleans become floats.
+        - `tags`: lineax tags such as `lineax.symmetric_tag`. They are not checked.
         """
-        self.tags = _as_frozenset(tags)
-        entries = _entries(matrix)
-        self.data = entries.data
-        self.pattern = entries.pattern
+        self.tags = frozenset(tags if isinstance(tags, Iterable) else [tags])
+        self.data, self.pattern = _entries(matrix)
 
     def __check_init__(self):
         if self.data.shape != self.pattern.rows.shape:
@@ -161,14 +139,13 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return self.pattern.rows.shape[-1]
 
     def with_data(self, data: Inexact[Array, " nnz"]) -> "SparseLinearOperator":
-        """An operator with the same sparsity and tags, and other entries. This costs nothing: the
-        two operators share their layouts.
+        """An operator with the same sparsity and tags, and other entries. This costs nothing.
 
         **Arguments:**
 
         - `data`: the new entries, in the order of `operator.data`; they may be traced.
         """
-        return SparseLinearOperator(_Entries(_inexact(jnp.asarray(data)), self.pattern), self.tags)
+        return SparseLinearOperator((_inexact(data), self.pattern), self.tags)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
         """The product with a vector: about `nnz` multiplications and additions. float16 and
@@ -181,9 +158,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
                 "`jax.vmap(operator.mv, in_axes=1, out_axes=1)`."
             )
         dtype = jnp.result_type(self.data, vector)
-        return row_product(
-            self.pattern.forward, self.data.astype(dtype), jnp.asarray(vector).astype(dtype)
-        )
+        return row_product(self.pattern.forward, self.data.astype(dtype), jnp.asarray(vector))
 
     def as_matrix(self) -> Inexact[Array, "m n"]:
         """The dense matrix."""
@@ -194,7 +169,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         """The transpose, as fast as the operator itself. A symmetric operator is its own."""
         if lx.is_symmetric(self):
             return self
-        entries = _Entries(self.data, self.pattern.transpose())
+        entries = self.data, self.pattern.transpose()
         return SparseLinearOperator(entries, lx.transpose_tags(self.tags))
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
@@ -239,28 +214,4 @@ def _(operator):
     return operator.with_data(operator.data.conj())
 
 
-for _tag, _check in CHECKS.items():
-
-    @_check.register(SparseLinearOperator)  # pyright: ignore[reportFunctionMemberAccess]
-    def _(operator, tag=_tag):
-        return tag in operator.tags
-
-
-@lx.is_symmetric.register(SparseLinearOperator)
-def _(operator):
-    if lx.symmetric_tag in operator.tags or lx.diagonal_tag in operator.tags:
-        return True
-    # A semidefinite matrix with complex entries is Hermitian, and need not be symmetric.
-    semidefinite = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
-    real = not jnp.issubdtype(operator.data.dtype, jnp.complexfloating)
-    return real and bool(semidefinite & operator.tags)
-
-
-@lx.is_diagonal.register(SparseLinearOperator)
-def _(operator):
-    return lx.diagonal_tag in operator.tags or operator.pattern.shape == (1, 1)
-
-
-@lx.is_tridiagonal.register(SparseLinearOperator)
-def _(operator):
-    return lx.tridiagonal_tag in operator.tags or lx.diagonal_tag in operator.tags
+register_tags(SparseLinearOperator)

@@ -8,9 +8,7 @@ the slots, which XLA fuses, computes the sums of all chunks at once:
     s_c = sum_j value[slots[c, j]] x[columns[c, j]]
 
 Where every row is one chunk, these sums are the product. Otherwise they are added to their rows.
-The width is chosen for the least work, so that a single dense row, or rows whose lengths follow a
-power law, cost little padding. (Buckets of rows of different widths, or sums of chunks by gathers
-in a second loop, are ten times slower on a CPU.)
+The width is chosen for the least work, so that a dense row costs little padding.
 """
 
 from typing import final
@@ -38,8 +36,8 @@ class RowLayout(eqx.Module):
     **Attributes:**
 
     - `slots`: for each slot the position of its entry in the data; for padding, one past the end.
-    - `columns`: for each slot the column of its entry. Padding repeats the first column of its
-        chunk, so that a NaN in a vector reaches only the rows that multiply it.
+    - `columns`: for each slot the column of its entry. Padding repeats the first of its chunk, so
+        that a NaN in a vector reaches only the rows that multiply it.
     - `rows`: the row of each chunk, ascending; None if every row is one chunk.
     - `num_rows`: the number of rows of the matrix.
     """
@@ -77,8 +75,8 @@ class SparsityPattern(eqx.Module):
 def sparsity_pattern(
     rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]
 ) -> SparsityPattern:
-    """Work out the layouts of a sparse matrix, in O(nnz log nnz) on the host. Entries may come in
-    any order, and more than once.
+    """The layouts of a sparse matrix, in O(nnz log nnz) on the host. Entries may come in any order,
+    and more than once.
     """
     if _MAX_PADDING * (max(shape) + rows.size) >= np.iinfo(np.int32).max:
         raise ValueError(
@@ -107,18 +105,13 @@ def _best_width(lengths: np.ndarray) -> int:
     distinct, counts = np.unique(lengths[lengths > 0], return_counts=True)
     if distinct.size == 0:
         return 0
-    max_slots = _MAX_PADDING * (lengths.sum() + lengths.size)
-    best = 0
-    best_cost = np.inf
-    for width in range(1, min(int(distinct[-1]), _MAX_WIDTH) + 1):
-        num_chunks = int((-(-distinct // width) * counts).sum())
-        is_direct = width >= distinct[-1] and num_chunks == lengths.size
-        # The last term keeps small matrices from compiling a long loop that saves nothing.
-        cost = num_chunks * (width + (0 if is_direct else _CHUNK_COST)) + 16 * width
-        if cost < best_cost and num_chunks * width <= max_slots:
-            best = width
-            best_cost = cost
-    return best
+    widths = np.arange(1, min(int(distinct[-1]), _MAX_WIDTH) + 1)
+    num_chunks = counts @ -(-distinct[:, None] // widths)
+    is_direct = (widths >= distinct[-1]) & (num_chunks == lengths.size)
+    # The last term keeps small matrices from compiling a long loop that saves nothing.
+    cost = num_chunks * (widths + np.where(is_direct, 0, _CHUNK_COST)) + 16 * widths
+    fits = num_chunks * widths <= _MAX_PADDING * (lengths.sum() + lengths.size)
+    return int(widths[np.argmin(np.where(fits, cost, np.inf))])
 
 
 def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
@@ -148,9 +141,8 @@ def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
 def row_product(
     layout: RowLayout, data: Inexact[Array, " nnz"], vector: Inexact[Array, " n"]
 ) -> Inexact[Array, " m"]:
-    """The product of a sparse matrix with a vector of the dtype of its entries: one multiplication
-    for each slot. Half precision is accumulated in float32. Under `jax.vmap` a block `(n, k)`,
-    mapped over its last axis, is the fast case.
+    """The product of a sparse matrix with a vector, in the dtype of its entries. Half precision is
+    accumulated in float32. Under `jax.vmap` the last axis of a block is the fast case.
     """
     dtype = data.dtype
     accumulate = at_least_single(dtype)

@@ -25,11 +25,11 @@ CHECKS: dict[object, Check] = {
 }
 
 
-def register_unstructured(kind: type[lx.AbstractLinearOperator]) -> None:
-    """Answer no to what lineax asks of operators that may be symmetric and positive, no more."""
+def register_tags(kind: type[lx.AbstractLinearOperator]) -> None:
+    """Let a class with the attribute `tags` answer what lineax asks as lineax's matrices do."""
     for check in CHECKS.values():
-        if check not in (lx.is_symmetric, lx.is_positive_semidefinite):
-            check.register(kind)(lambda operator: False)  # pyright: ignore[reportFunctionMemberAccess]
+        registry: Any = check
+        registry.register(kind)(registry.dispatch(lx.MatrixLinearOperator))
 
 
 def is_tagged(check: Check, operator: lx.AbstractLinearOperator) -> bool:
@@ -60,10 +60,6 @@ def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     **Arguments:**
 
     - `operator`: the operator.
-
-    **Returns:**
-
-    A Python bool.
     """
     if semidefinite_sign(operator) != 0:
         return True
