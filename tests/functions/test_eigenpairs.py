@@ -11,6 +11,7 @@ import pytest
 import traceax as tr
 from benchmarks.common import with_eigenvalues
 from traceax._functions.extremes import log_sum, recurrence
+from traceax._linalg.lanczos import tridiagonal
 
 from ..helpers import NSD, PSD, keys, spectra, with_spectrum
 
@@ -45,13 +46,15 @@ def test_sum_of_squares_is_that_of_the_basis():
     start = tr.SphereSampler()(jax.random.key(1), N, 1, float)[:, 0]
     with jax.numpy_dtype_promotion("standard"):
         found = recurrence(lambda x: matrix @ x, start, jax.random.key(2), 12, 1e-16)
-        rows = np.asarray(found.rows)
+        rows = np.concatenate([found.basis[0], found.following])
+        krylov = tridiagonal(found)
         np.testing.assert_allclose(rows @ rows.T, np.eye(13), atol=1e-12)
         u = np.linalg.eigh(matrix)[1]
         first = np.asarray(start) / np.linalg.norm(start) @ u
         for end, sign in ((-1, 1), (0, -1)):
-            x = jnp.asarray([sign * eigenvalues[end] / float(found.scale)])
-            total = log_sum(sign * found.alpha, found.beta, jnp.asarray(1e-30), x)[0]
+            x = jnp.asarray([sign * eigenvalues[end]])
+            alpha, beta = krylov.alpha[:, 0], krylov.beta[:, 0]
+            total = log_sum(sign * alpha, beta, jnp.asarray(1e-30), x)[0]
             truth = np.sum((rows @ u[:, end]) ** 2) / first[end] ** 2
             np.testing.assert_allclose(np.exp(total), truth, rtol=1e-8)
 

@@ -6,7 +6,8 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from traceax._linalg.block_lanczos import block_lanczos, ritz_values
+from traceax._linalg.block_lanczos import block_lanczos
+from traceax._linalg.factorisations import ritz_values
 
 N, B, S = 40, 3, 5
 

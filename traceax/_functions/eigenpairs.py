@@ -21,13 +21,14 @@ from .._core.precision import any_promotion, matmul
 from .._core.primitive import eigenpairs_p
 from .._estimators.estimator import check_budget, solve
 from .._estimators.solution import described
+from .._linalg.lanczos import tridiagonal
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.tags import semidefinite_sign
 from .._probes.random import split
 from .._probes.samplers import SphereSampler
 from .._sketch.weights import AbstractWeights
-from .extremes import Which, bounds, chance, order_of, recurrence
+from .extremes import Which, bounds, chance, order_of, recurrence, ritz_pairs
 from .funm import AbstractFunctionEstimator, check_hermitian, spectrum
 from .nodes import within_tag
 
@@ -78,25 +79,25 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, (first_key, key) = block.n, split(key)
-        start = SphereSampler().probes(first_key, n, 1, block.dtype)[:, 0]
-        start, noise = start / jnp.linalg.norm(start), None
+        first_key, key = split(key)
+        start = SphereSampler().probes(first_key, block.n, 1, block.dtype)[:, 0]
+        start = start / jnp.linalg.norm(start)
+        noise = None
         if self.start is not None:
-            start, noise = self.start.astype(block.dtype) + _NOISE * start, _NOISE
-        found = recurrence(block.mm, start, key, k, block.eps)
-        values, vectors = found.ritz_pairs()
+            start = self.start.astype(block.dtype) + _NOISE * start
+            noise = _NOISE
+        krylov = tridiagonal(recurrence(block.mm, start, key, k, block.eps))
+        values, vectors = ritz_pairs(krylov)
         wanted = order_of(self.which, values, self.num)
         s = vectors[:, wanted]
-        limits = bounds(found, block.eps, chance(n, _PROBABILITY, noise))
-        size = found.scale * jnp.maximum(jnp.abs(values[0]), jnp.abs(values[-1]))
         return self._estimate(
             operator,
-            values=within_tag(operator, found.scale * values[wanted], block.eps),
-            vectors=matmul(s.T.astype(block.dtype), found.rows[:-1]),
-            residuals=found.scale * found.beta[-1] * jnp.abs(s[-1]),
-            bounds=found.scale * limits,
-            rounding=_rounding(block, size),
-            evidence=found.evidence(block.eps),
+            values=within_tag(operator, values[wanted], block.eps),
+            vectors=matmul(s.T.astype(block.dtype), krylov.basis[:, :, 0]),
+            residuals=krylov.residual * jnp.abs(s[-1]),
+            bounds=bounds(krylov, values, block.eps, chance(block.n, _PROBABILITY, noise)),
+            rounding=_rounding(block, jnp.max(jnp.abs(values))),
+            evidence=krylov.hermitian_evidence(block.eps),
             spent=k,
         )
 
@@ -130,15 +131,15 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         if sign < 0:
             high = jnp.minimum(high, jnp.maximum(values[-1], 0))
         residuals = residuals + rounding
-        errors = residuals
-        if self.which == "BE" and self.num > 1:
-            errors = errors.at[0].set(values[0] - low)
+        outermost = {
+            "LA": high - values[0],
+            "SA": values[0] - low,
+            "LM": jnp.maximum(high, -low) - jnp.abs(values[0]),
+            "BE": values[0] - low,
+        }
+        errors = residuals.at[0].set(outermost[self.which])
         if self.which == "BE":
             errors = errors.at[-1].set(high - values[-1])
-        elif self.which == "LM":
-            errors = errors.at[0].set(jnp.maximum(high, -low) - jnp.abs(values[0]))
-        else:
-            errors = errors.at[0].set(high - values[0] if self.which == "LA" else values[0] - low)
         errors = jnp.maximum(errors, rounding)
         aux = (vectors, residuals, jnp.stack([low, high]))
         estimate = make_estimate(values, errors, spent, 0, evidence, aux=aux)

@@ -34,50 +34,20 @@ eigenvalue lies with certainty.
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.control_flow import if_any
-from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of, skew_of
-from .._core.precision import matmul
-from .._linalg.factorisations import eigh
+from .._core.estimate import rounding_unit
+from .._linalg.arnoldi import Arnoldi, advanced, begun, in_own_unit, outside
+from .._linalg.factorisations import ritz_values
+from .._linalg.lanczos import Lanczos, symmetric_tridiagonal
 from .._probes.random import numbered
 from .._probes.samplers import SphereSampler
 
 Which = Literal["LA", "SA", "LM", "BE"]
-
-
-class Recurrence(NamedTuple):
-    """The recurrence after k steps, in a unit in which no square over- or underflows."""
-
-    rows: Inexact[Array, "k+1 n"]  # the basis V, and v_next
-    alpha: Real[Array, " k"]
-    beta: Real[Array, " k"]
-    size: Real[Array, ""]  # the largest |alpha| or beta
-    scale: Real[Array, ""]  # the unit
-    skew: Real[Array, ""]  # how far V^H A V is from T
-
-    def evidence(self, eps: float) -> Evidence:
-        """Whether the numbers are finite, and whether A^H != A."""
-        skew = skew_of(self.skew, self.size, self.rows.shape[1], eps)
-        return evidence_of(self.alpha, self.beta, skew=skew)
-
-    def ritz_pairs(self) -> tuple[Real[Array, " k"], Real[Array, "k k"]]:
-        """The Ritz values, ascending, and the eigenvectors of T."""
-        unit = scale_of(self.size)
-        off = self.beta[:-1] / unit
-        values, vectors = eigh(jnp.diag(self.alpha / unit) + jnp.diag(off, 1) + jnp.diag(off, -1))
-        return values * unit, vectors
-
-
-def _outside(rows: Inexact[Array, "m n"], w: Inexact[Array, " n"]) -> tuple[Array, Array]:
-    """What is orthogonal to the rows, made so twice, and the coefficients of the first time."""
-    inside = matmul(jnp.conj(rows), w)
-    w = w - matmul(inside, rows)
-    return w - matmul(matmul(jnp.conj(rows), w), rows), inside
 
 
 def recurrence(
@@ -86,10 +56,8 @@ def recurrence(
     key: PRNGKeyArray,
     k: int,
     eps: float,
-) -> Recurrence:
+) -> Arnoldi:
     """Make exactly `k` products of a Hermitian operator.
-
-    Cost: `k + 1` vectors, and some `8 n k` operations a product.
 
     **Arguments:**
 
@@ -99,42 +67,19 @@ def recurrence(
     - `k`: the number of products, less than n.
     - `eps`: the relative precision of a product.
     """
-    n, real = start.size, jnp.finfo(start.dtype).dtype
-    place = jnp.arange(k + 1)
 
-    def step(j, state: Recurrence) -> Recurrence:
-        rows, alpha, beta, size, scale, skew = state
-        w = mm(rows[j][:, None])[:, 0]
-        scale = jnp.where(j == 0, scale_of(w), scale)
-        w, inside = _outside(rows, w / scale)
-        # If A^H = A, a column of V^H A V is one of T.
-        here = inside[j].real
-        column = jnp.where(place == j, here, 0)
-        column = column + jnp.where(place + 1 == j, jnp.pad(beta, (0, 1)), 0)
-        skew = jnp.maximum(skew, jnp.linalg.norm(inside - column))
-        norm = jnp.linalg.norm(w)
-        size = jnp.maximum(size, jnp.maximum(jnp.abs(here), norm))
-        exhausted = norm <= rounding_unit(eps, real) * size
+    def fresh(j, basis):
+        probe = SphereSampler().probes(numbered(key, j), start.size, 1, start.dtype)
+        probe, _ = outside(basis, probe.T)
+        return probe / jnp.linalg.norm(probe)
 
-        def fresh():
-            probe = SphereSampler().probes(numbered(key, j), n, 1, start.dtype)[:, 0]
-            probe, _ = _outside(rows, probe)
-            return probe / jnp.linalg.norm(probe)
+    return in_own_unit(advanced(mm, begun(start[:, None], k), 0, k, eps, fresh))
 
-        following = w / jnp.where(exhausted, 1, norm).astype(w.dtype)
-        return Recurrence(
-            rows=rows.at[j + 1].set(if_any(exhausted, fresh, following)),
-            alpha=alpha.at[j].set(here),
-            beta=beta.at[j].set(jnp.where(exhausted, 0, norm)),
-            size=size,
-            scale=scale,
-            skew=skew,
-        )
 
-    zero, none = jnp.zeros((), real), jnp.zeros(k, real)
-    rows = jnp.zeros((k + 1, n), start.dtype).at[0].set(start / jnp.linalg.norm(start))
-    empty = Recurrence(rows=rows, alpha=none, beta=none, size=zero, scale=zero + 1, skew=zero)
-    return lax.fori_loop(0, k, step, empty)
+def ritz_pairs(krylov: Lanczos) -> tuple[Real[Array, " k"], Real[Array, "k k"]]:
+    """The Ritz values, ascending, and the eigenvectors of T."""
+    t = symmetric_tridiagonal(krylov.alpha[:, 0], krylov.beta[:-1, 0])
+    return ritz_values(t, jnp.ones(len(t), bool))
 
 
 def order_of(which: Which, values: Real[Array, " m"], num: int) -> Array:
@@ -162,14 +107,20 @@ def chance(n: int, probability: float, noise: float | None) -> float:
     return -2 * math.log(probability * part / math.sqrt(2 * n / math.pi))
 
 
-def bounds(found: Recurrence, eps: float, log_chance: float) -> Real[Array, " 2"]:
-    """Two numbers between which the whole spectrum lies, but for a small probability; in the unit
-    of the recurrence.
+def bounds(
+    krylov: Lanczos, values: Real[Array, " k"], eps: float, log_chance: float
+) -> Real[Array, " 2"]:
+    """Two numbers between which the whole spectrum lies, but for a small probability, from the
+    recurrence and its Ritz values.
     """
-    values, _ = found.ritz_pairs()
-    high = _upper_bound(found.alpha, found, values[-1], eps, log_chance)
-    low = -_upper_bound(-found.alpha, found, -values[0], eps, log_chance)  # the recurrence of -A
-    return jnp.stack([low, high])
+    unit = krylov.unit[0, 0]
+    alpha = krylov.alpha[:, 0] / unit
+    beta = krylov.beta[:, 0] / unit
+    size = krylov.size[0] / unit
+    high = _upper_bound(alpha, beta, size, values[-1] / unit, eps, log_chance)
+    # The recurrence of -A.
+    low = -_upper_bound(-alpha, beta, size, -values[0] / unit, eps, log_chance)
+    return unit * jnp.stack([low, high])
 
 
 def log_sum(
@@ -198,20 +149,25 @@ def log_sum(
 
 
 def _upper_bound(
-    alpha: Real[Array, " k"], found: Recurrence, end: Array, eps: float, log_chance: float
-) -> Array:
+    alpha: Real[Array, " k"],
+    beta: Real[Array, " k"],
+    size: Real[Array, ""],
+    end: Real[Array, ""],
+    eps: float,
+    log_chance: float,
+) -> Real[Array, ""]:
     """The x above `end` (the largest Ritz value) at which the sum reaches 1 / c^2, rounded up; inf
     if it does not within 10^9 times the size of the operator.
     """
     limits = jnp.finfo(alpha.dtype)
-    smallest = jnp.maximum(rounding_unit(eps, limits.dtype) * found.size, limits.tiny)
+    unit = jnp.maximum(size, limits.tiny)
+    smallest = jnp.maximum(rounding_unit(eps, limits.dtype) * size, limits.tiny)
 
     def crossing(distances):
-        reached = log_sum(alpha, found.beta, smallest, end + distances) >= log_chance
+        reached = log_sum(alpha, beta, smallest, end + distances) >= log_chance
         # The distance after the last at which the sum is too small.
         return jnp.max(jnp.where(reached, -1, jnp.arange(distances.size))) + 1
 
-    unit = jnp.maximum(found.size, limits.tiny)
     ends = math.log(float(limits.eps)), math.log(1e9)
     coarse = unit * jnp.exp(jnp.linspace(*ends, 64, dtype=alpha.dtype))
     index = crossing(coarse)
@@ -219,4 +175,4 @@ def _upper_bound(
     below = jnp.where(index > 0, coarse[jnp.maximum(index - 1, 0)], above)
     fine = below * jnp.exp(jnp.linspace(0, 1, 33, dtype=alpha.dtype) * jnp.log(above / below))
     distance = jnp.where(index < 64, fine[jnp.minimum(crossing(fine), 32)], jnp.inf)
-    return end + jnp.where(found.size > 0, distance, 0)
+    return end + jnp.where(size > 0, distance, 0)

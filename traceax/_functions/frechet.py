@@ -12,22 +12,22 @@ with a_j = x_j^H x. What is left of the integral is a function of A alone, the d
 The vectors dA x_j are not in the space, and so every one of them, or every cotangent of the left
 side, gets a Krylov space of its own. The map from the dA x_j to the left side is linear, and its
 transpose needs one Krylov space for each left side, whereas the map itself needs one for each x_j.
-`linear_map` gives both to JAX.
+`divided_sums` gives both to JAX.
 """
 
 import math
-from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._core.estimate import scale_of
 from .._core.precision import einsum
 from .._linalg.lanczos import lanczos, quadrature
+from .._operators.block_operator import BlockOperator
+from .nodes import Function, differences_between, within_tag
 
 #: The number of vectors whose Krylov spaces are made at once.
 TOGETHER = 8
@@ -38,64 +38,6 @@ def constant(tree: PyTree) -> PyTree:
     return jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, tree)
 
 
-def combined(
-    mm: Callable[[Inexact[Array, "n c"]], Inexact[Array, "n c"]],
-    vectors: Inexact[Array, "n c"],
-    values: Callable[[Int[Array, " w"], Real[Array, "w q"]], Inexact[Array, "w q o"]],
-    num_steps: int,
-    eps: float,
-) -> Inexact[Array, "n o"]:
-    """The sums over i of h_io(A) u_i, for several families o of functions h_io.
-
-    Cost: `c num_steps` products, `8 n num_steps` numbers beside the result.
-
-    **Arguments:**
-
-    - `mm`: a Hermitian operator, as a function that multiplies blocks.
-    - `vectors`: the vectors u_i.
-    - `values`: gives h_io at nodes of the vectors i, called with several i and their nodes.
-    - `num_steps`: the number of steps for each vector.
-    - `eps`: the relative precision of a product.
-    """
-
-    def of_block(block, index):
-        unit = scale_of(block, axis=0)
-        block = block / unit.astype(block.dtype)
-        krylov = lanczos(mm, block, num_steps, eps)
-        nodes, weights, s = quadrature(krylov)
-        norms = jnp.linalg.norm(block, axis=0)
-        counts = (weights > 0) & (norms > 0)[:, None]
-        at_nodes = jnp.where(counts[:, :, None], values(index, nodes), 0)
-        coefficients = s[:, 0, :, None] * at_nodes * (norms * unit[0])[:, None, None]
-        return einsum("anw,wao->no", krylov.basis, einsum("waq,wqo->wao", s, coefficients))
-
-    return _block_by_block(of_block, vectors)
-
-
-def _block_by_block(
-    of_block: Callable[[Inexact[Array, "n w"], Int[Array, " w"]], Inexact[Array, "n o"]],
-    vectors: Inexact[Array, "n c"],
-) -> Inexact[Array, "n o"]:
-    """The sum of a function of a few vectors, and of their numbers, over all vectors."""
-    n, c = vectors.shape
-    width = min(c, TOGETHER)
-    count = -(-c // width)
-    padded = jnp.pad(vectors, ((0, 0), (0, count * width - c)))
-    blocks = jnp.moveaxis(padded.reshape(n, count, width), 1, 0)
-    indices = jnp.minimum(jnp.arange(count * width), c - 1).reshape(count, width)
-
-    def add(total, pair):  # recurrences that were not made leave blocks of zeros
-        block, index = pair
-        nothing = jnp.zeros_like(total)
-        return total + lax.cond(
-            jnp.any(block != 0), of_block, lambda *_: nothing, block, index
-        ), None
-
-    shape = jax.eval_shape(of_block, blocks[0], indices[0])
-    zero = jnp.zeros(shape.shape, shape.dtype)
-    return lax.scan(add, zero, (blocks, indices))[0]
-
-
 def steps_of(count: int, n: int) -> int:
     """The number of steps for a derivative by `count` Ritz vectors of an operator with n rows.
 
@@ -103,35 +45,74 @@ def steps_of(count: int, n: int) -> int:
     vector for degree q. Kernels with little noise need 4 sqrt(k): with k / 4 alone their
     derivatives were wrong.
     """
+    count = min(count, n)
     return min(n, max(8, count // 4, math.ceil(4 * math.sqrt(count))))
 
 
-def linear_map(
-    forward: Callable[[Array], Array],
-    transposed: Callable[[Array], Array],
-    u: Inexact[Array, "n c"],
-    count: int,
-) -> Inexact[Array, "n o"]:
-    """`forward(u)`, whose derivative is itself, and whose transpose is `transposed`: the two agree
-    as far as both have converged. Neither is differentiated by what it closes over.
+def divided_sums(
+    block: BlockOperator,
+    fn: Function,
+    vectors: Inexact[Array, "n c"],
+    nodes: Real[Array, " c"],
+    shares: Inexact[Array, "c p"],
+) -> Inexact[Array, "n p"]:
+    """sum_j f[A, theta_j] u_j a_j, for every column of shares a_j. As a function of the vectors u_j
+    alone it has a derivative, itself, and a transpose: they agree as far as both have converged.
 
-    **Arguments:**
-
-    - `forward`: a linear function of such blocks, to blocks of `count` columns.
-    - `transposed`: its transpose (without a conjugate).
-    - `u`: the argument.
-    - `count`: the number of columns of the result.
+    Cost: a Krylov space for each vector, or for each column of a cotangent; `8 n` numbers for each
+    step of one beside the result.
     """
-    c = u.shape[1]
+    c, p = shares.shape
+    still = BlockOperator(constant(block.operator)).linearised()
+    given = still, constant(fn), steps_of(c, block.n)
 
     # A linear solve is the function of JAX that takes a transpose of its own. The matrix of this
     # one is the identity as far as JAX knows, and works on both blocks side by side.
     def solve(_, both):
-        return jnp.concatenate([jnp.zeros_like(u), forward(both[:, :c])], axis=1)
+        image = _sums(*given, both[:, :c], jnp.tile(nodes[:, None], (1, p)), shares)
+        return jnp.concatenate([jnp.zeros_like(vectors), image], axis=1)
 
     def transpose_solve(_, both):
-        other = jnp.zeros((len(both), count), both.dtype)
-        return jnp.concatenate([transposed(both[:, c:]), other], axis=1)
+        w = jnp.conj(both[:, c:])
+        image = jnp.conj(_sums(*given, w, jnp.tile(nodes, (p, 1)), jnp.conj(shares.T)))
+        return jnp.concatenate([image, jnp.zeros_like(w)], axis=1)
 
-    both = jnp.pad(u, ((0, 0), (0, count)))
+    both = jnp.pad(vectors, ((0, 0), (0, p)))
     return lax.custom_linear_solve(lambda x: x, both, solve, transpose_solve)[:, c:]
+
+
+def _sums(
+    block: BlockOperator,
+    fn: Function,
+    num_steps: int,
+    vectors: Inexact[Array, "n c"],
+    nodes: Real[Array, "c o"],
+    shares: Inexact[Array, "c o"],
+) -> Inexact[Array, "n o"]:
+    """sum_i f[A, theta_io] u_i a_io, from a few Krylov spaces at once."""
+
+    def of_block(rows, theta, share):
+        unit = scale_of(rows, axis=1)
+        rows = rows / unit.astype(rows.dtype)
+        krylov = lanczos(block.mm, rows.T, num_steps, block.eps)
+        ritz, weights, s = quadrature(krylov)
+        ritz = within_tag(block.operator, ritz, block.eps)
+        norms = jnp.linalg.norm(rows, axis=1)[:, None]
+        counts = (weights > 0) & (norms > 0)
+        values = differences_between(fn, ritz, theta) * share[:, None, :]
+        values = jnp.where(counts[:, :, None], values, 0)
+        values = (s[:, 0] * norms * unit)[:, :, None] * values
+        return einsum("anw,wao->no", krylov.basis, einsum("waq,wqo->wao", s, values))
+
+    def in_blocks(x):
+        width = min(len(x), TOGETHER)
+        return jnp.pad(x, ((0, -len(x) % width), (0, 0))).reshape(-1, width, x.shape[1])
+
+    def add(total, given):  # recurrences that were not made leave blocks of zeros
+        nothing = jnp.zeros_like(total)
+        wanted = jnp.any(given[0] != 0)
+        return total + lax.cond(wanted, of_block, lambda *_: nothing, *given), None
+
+    zero = jnp.zeros((block.n, nodes.shape[1]), vectors.dtype)
+    blocks = in_blocks(vectors.T), in_blocks(nodes), in_blocks(shares)
+    return lax.scan(add, zero, blocks)[0]

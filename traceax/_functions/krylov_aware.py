@@ -53,7 +53,8 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
-from .._linalg.block_lanczos import block_lanczos, ritz_values
+from .._linalg.block_lanczos import block_lanczos
+from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import square_of

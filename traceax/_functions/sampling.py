@@ -55,12 +55,13 @@ from .._estimators.tolerance import (
     sample_to_tolerance,
     tolerance_of,
 )
-from .._linalg.block_lanczos import block_lanczos, ritz_values
+from .._linalg.block_lanczos import block_lanczos
+from .._linalg.factorisations import ritz_values
 from .._linalg.lanczos import Lanczos, lanczos, lanczos_until, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import RademacherSampler
 from .._sketch.leave_one_out import adjoint, square_of
-from .frechet import combined, constant, linear_map, steps_of
+from .frechet import constant, divided_sums
 from .funm import (
     AbstractFunctionEstimator,
     QuadratureEstimator,
@@ -74,7 +75,6 @@ from .funm import (
 from .nodes import (
     Function,
     changes_by_rounding,
-    differences_between,
     divided_differences,
     on_nodes,
     unresolved,
@@ -366,8 +366,9 @@ class FunctionSampling(AbstractSampling):
         inside = matmul(adjoint(space.right), omega - z)
         moved = einsum("anp,paq->npq", moved, along).reshape(n, p * q)
         moved_space = space.images - lax.stop_gradient(space.images)
-        changes = self._changes(
+        changes = divided_sums(
             block,
+            self.fn,
             jnp.concatenate([moved_space, moved], axis=1),
             jnp.concatenate([space.nodes, nodes.reshape(-1)]),
             jnp.concatenate([inside, jnp.repeat(jnp.eye(p, dtype=inside.dtype), q, axis=0)]),
@@ -377,39 +378,6 @@ class FunctionSampling(AbstractSampling):
         values = jnp.where(counts, on_nodes(self.fn, space.nodes), 0)
         of_omega = of_z + matmul(space.right, values[:, None] * inside)
         return jnp.mean(self.rows(omega * (of_omega - known + changes).real), axis=-1)
-
-    def _changes(
-        self,
-        block: BlockOperator,
-        moved: Inexact[Array, "n c"],
-        nodes: Real[Array, " c"],
-        shares: Inexact[Array, "c p"],
-    ) -> Inexact[Array, "n p"]:
-        """The sums of `frechet` for every probe, from dA x_j and the shares a_j of the probes."""
-        still = constant(block.operator)
-        mm = BlockOperator(still).linearised().mm
-        fn = constant(self.fn)
-        count, p = shares.shape
-        num_steps = steps_of(min(count, block.n), block.n)
-
-        def forward(u):
-            def values(index, theta):
-                theta = within_tag(still, theta, block.eps)
-                at = differences_between(fn, theta, nodes[index][:, None])
-                return at * shares[index][:, None, :]
-
-            return combined(mm, u, values, num_steps, block.eps)
-
-        def transposed(w):
-            def values(index, theta):
-                theta = within_tag(still, theta, block.eps)
-                both = jnp.broadcast_to(nodes, (len(index), count))
-                at = differences_between(fn, theta, both)
-                return at * jnp.conj(shares.T)[index][:, None, :]
-
-            return jnp.conj(combined(mm, jnp.conj(w), values, num_steps, block.eps))
-
-        return linear_map(forward, transposed, moved, p)
 
     def exact(self, block):
         """See `AbstractSampling`: by an eigendecomposition."""

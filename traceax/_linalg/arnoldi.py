@@ -12,12 +12,14 @@ and neither quadrature weights nor a derivative could be trusted.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
+from .._core.control_flow import if_any
 from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
 from .._core.precision import einsum
 
@@ -102,9 +104,11 @@ def advanced(
     first: Array | int,
     last: Array | int,
     eps: float,
+    fresh: Callable[[Array, Array], Inexact[Array, "p n"]] | None = None,
 ) -> Arnoldi:
     """The recurrences after the steps from `first` to `last`, which may be traced. The numbers are
-    in the unit `scale`.
+    in the unit `scale`. `fresh`, from the number of a step and the basis, has the vectors that go
+    on where a space is exhausted.
     """
     tolerance = rounding_unit(eps, krylov.size.dtype)
     place = jnp.arange(krylov.basis.shape[1], dtype=jnp.uint32)
@@ -124,12 +128,15 @@ def advanced(
         norm = jnp.where(exhausted, 0, norm)
         below = jnp.where(place == j + 1, norm[:, None], 0).astype(w.dtype)
         unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
+        following = jnp.where(exhausted[:, None], 0, w / unit)
+        if fresh is not None:
+            following = if_any(jnp.any(exhausted), partial(fresh, j, basis), following)
         return Arnoldi(
             basis=basis,
             hessenberg=lax.dynamic_update_index_in_dim(
                 krylov.hessenberg, column + below, j, axis=2
             ),
-            following=jnp.where(exhausted[:, None], 0, w / unit),
+            following=following,
             residual=norm,
             size=size,
             scale=scale,

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact
 
 from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of, skew_of
 from .._core.precision import matmul
-from .factorisations import eigh
 
 
 class BlockLanczos(NamedTuple):
@@ -116,19 +115,3 @@ def block_lanczos(
     apart = jnp.linalg.norm(within - jnp.conj(within.T) + far)
     evidence = evidence_of(size, skew=skew_of(apart, size, n, eps))
     return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, evidence)
-
-
-def ritz_values(
-    t: Inexact[Array, "m m"], in_use: Bool[Array, " m"]
-) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """The eigenvalues and eigenvectors of the rows and columns of T that are in use.
-
-    The others give eigenvectors that are 0, and eigenvalues that repeat the first one.
-    """
-    unit = scale_of(jnp.sum(jnp.abs(t), axis=1))
-    inside = in_use[:, None] & in_use
-    # No eigenvalue exceeds 1 in this unit. A 4 stands for what is not in use: it comes last.
-    four = jnp.diag(jnp.where(in_use, jnp.zeros_like(unit), 4)).astype(t.dtype)
-    values, vectors = eigh(jnp.where(inside, t / unit.astype(t.dtype), 0) + four)
-    counts = values < 2
-    return jnp.where(counts, values, values[0]) * unit, jnp.where(counts, vectors, 0)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 from .._core.control_flow import nothing_like
 from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
 from .arnoldi import Arnoldi, advanced, arnoldi, begun, in_own_unit
-from .factorisations import eigh, one_by_one
+from .factorisations import ritz_values
 
 
 class Lanczos(NamedTuple):
@@ -159,25 +159,19 @@ def quadrature(
     which add up to 1; and of T's eigenvectors, the columns of arrays of shape `(p, q, q)`. The
     caller must check that the recurrences are finite.
     """
-    alpha, beta = krylov.alpha.T, krylov.beta.T
-    scale = krylov.unit
+    beta = krylov.beta[:-1].T
     # Not `beta > 0`: NaN must not look like the end of a space.
-    counts = jnp.pad(beta[:, :-1] != 0, ((0, 0), (1, 0)), constant_values=True)
-    # |theta| <= 3 in this unit. A 4 stands for what does not count: it comes last, and by itself.
-    diagonal = jnp.where(counts, alpha / scale, 4)
-    off = jnp.where(jnp.roll(counts, -1, axis=1), beta / scale, 0)
-    q = alpha.shape[1]
-    place = jnp.arange(q)
-    row, column = place[:, None], place
-    t = jnp.where(row == column, diagonal[:, :, None], 0)
-    t = jnp.where(row + 1 == column, off[:, :, None], t)
-    t = jnp.where(row == column + 1, off[:, None, :], t)
-
-    nodes, vectors = jax.vmap(one_by_one(eigh))(t)
-    inside = nodes < 3.5
-    vectors = jnp.where(inside[:, None, :], vectors, 0)
-    nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale
+    counts = jnp.pad(beta != 0, ((0, 0), (1, 0)), constant_values=True)
+    t = jax.vmap(symmetric_tridiagonal)(krylov.alpha.T, beta)
+    nodes, vectors = jax.vmap(ritz_values)(t, counts)
     return nodes, jnp.square(vectors[:, 0, :]), vectors
+
+
+def symmetric_tridiagonal(
+    diagonal: Real[Array, " q"], off: Real[Array, " q-1"]
+) -> Real[Array, "q q"]:
+    """The matrix with these numbers."""
+    return jnp.diag(diagonal) + jnp.diag(off, 1) + jnp.diag(off, -1)
 
 
 def positive_quadrature(
