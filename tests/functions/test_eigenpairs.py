@@ -10,7 +10,7 @@ import pytest
 
 import traceax as tr
 from benchmarks.common import with_eigenvalues
-from traceax._functions.extremes import log_sum, recurrence
+from traceax._functions.eigenpairs import log_sum, recurrence
 from traceax._linalg.lanczos import tridiagonal
 
 from ..helpers import NSD, PSD, keys, spectra, with_spectrum
@@ -120,11 +120,10 @@ def test_a_warm_start_follows_a_drifting_operator():
         assert truth - pairs.values[0] <= pairs.errors[0]
 
 
-@pytest.mark.parametrize("scale", [1e-20])
-def test_degenerate_operators(scale):
+def test_degenerate_operators():
     """Copies of a multiple eigenvalue, the zero operator, rank 1, n = 1: never NaN."""
     step = with_spectrum(np.random.default_rng(0), np.where(np.arange(N) < 4, 1.0, 1e-3))
-    scale = np.float32(scale)
+    scale = np.float32(1e-20)
     pairs = solve(jax.random.key(0), step.astype(np.float32) * scale, 20, 4)
     np.testing.assert_allclose(pairs.values / scale, 1, rtol=1e-5)
     one = np.ones((N, N), np.float32) * scale
@@ -161,7 +160,6 @@ def bound_cases():
         "flat": with_spectrum(rng, flat),
         "outlier": with_spectrum(rng, outlier),
         "cluster": with_spectrum(rng, cluster),
-        "complex": with_spectrum(rng, flat, np.complex128),
     }
 
 
@@ -174,11 +172,8 @@ def test_bounds_hold(name, warm):
     """
     matrix = bound_cases()[name]
     values, vectors = np.linalg.eigh(matrix)
-    tags = PSD if np.iscomplexobj(matrix) else SYM
-    shifted = matrix + 2 * np.eye(60) if np.iscomplexobj(matrix) else matrix
-    values = values + 2 if np.iscomplexobj(matrix) else values
     start = jnp.asarray(vectors[:, 30]) if warm else None
-    found = jax.jit(jax.vmap(lambda key: solve(key, shifted, 8, 1, "LA", start, tags)))(keys(3000))
+    found = jax.jit(jax.vmap(lambda key: solve(key, matrix, 8, 1, "LA", start)))(keys(3000))
     low, high = np.asarray(found.bounds).T
     missed = np.mean((low > values[0]) | (high < values[-1]))
     assert missed <= 0.01 + 0.006
@@ -224,15 +219,11 @@ def test_not_worse_than_eigsh_at_equal_products(name):
     assert np.median(ours) <= 1.05 * np.median(theirs) + 1e-13 * np.ptp(eigenvalues)
 
 
-# --- products, structures, starts ----------------------------------------------------------------
-
-
 # --- derivatives and batching --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.complex128])
-def test_derivatives_and_batches(dtype):
-    rng = np.random.default_rng(0)
+def test_derivatives_and_batches():
+    rng, dtype = np.random.default_rng(0), np.complex128
     base = jnp.asarray(with_spectrum(rng, 0.5 ** np.arange(N), dtype))
     slope = jnp.asarray(with_spectrum(rng, np.linspace(0, 0.1, N), dtype))
 

@@ -23,6 +23,9 @@ from .._core.control_flow import if_any
 from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
 from .._core.precision import einsum
 
+#: An operator, as a function that multiplies blocks.
+Product = Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]]
+
 
 class Arnoldi(NamedTuple):
     """The Krylov spaces of p probes after q steps.
@@ -99,7 +102,7 @@ def outside(
 
 
 def advanced(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    mm: Product,
     krylov: Arnoldi,
     first: Array | int,
     last: Array | int,
@@ -157,12 +160,7 @@ def in_own_unit(krylov: Arnoldi) -> Arnoldi:
     )
 
 
-def arnoldi(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
-    start: Inexact[Array, "n p"],
-    num_steps: int,
-    eps: float,
-) -> Arnoldi:
+def arnoldi(mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float) -> Arnoldi:
     """Advance the recurrences of all probes together, one block product per step.
 
     A space counts as exhausted when the part of a product outside of it is no larger than the
@@ -171,12 +169,5 @@ def arnoldi(
 
     Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
     `8 n p num_steps^2` operations.
-
-    **Arguments:**
-
-    - `mm`: an operator, as a function that multiplies blocks.
-    - `start`: the probes z. (Their norms are computed without scaling, and may overflow.)
-    - `num_steps`: the number q of steps, `1 <= q <= n`.
-    - `eps`: the relative precision of a product.
     """
     return in_own_unit(advanced(mm, begun(start, num_steps), 0, num_steps, eps))
