@@ -21,9 +21,9 @@ from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
 from ._functions.diagonal import spectral_diagonal as spectral_diagonal
 from ._functions.eigenpairs import Eigenpairs as Eigenpairs, eigenpairs as eigenpairs
-from ._functions.schatten import schatten_norm as schatten_norm
 from ._functions.spectral import (
     eigenvalue_count as eigenvalue_count,
+    schatten_norm as schatten_norm,
     spectral_density as spectral_density,
     spectral_sum as spectral_sum,
 )

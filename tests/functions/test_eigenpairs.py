@@ -10,7 +10,8 @@ import pytest
 
 import traceax as tr
 from benchmarks.common import with_eigenvalues
-from traceax._functions.extremes import log_sum, recurrence
+from traceax._functions.eigenpairs import log_sum, recurrence
+from traceax._linalg.lanczos import tridiagonal
 
 from ..helpers import NSD, PSD, keys, spectra, with_spectrum
 
@@ -45,13 +46,15 @@ def test_sum_of_squares_is_that_of_the_basis():
     start = tr.SphereSampler()(jax.random.key(1), N, 1, float)[:, 0]
     with jax.numpy_dtype_promotion("standard"):
         found = recurrence(lambda x: matrix @ x, start, jax.random.key(2), 12, 1e-16)
-        rows = np.asarray(found.rows)
+        rows = np.concatenate([found.basis[0], found.following])
+        krylov = tridiagonal(found)
         np.testing.assert_allclose(rows @ rows.T, np.eye(13), atol=1e-12)
         u = np.linalg.eigh(matrix)[1]
         first = np.asarray(start) / np.linalg.norm(start) @ u
         for end, sign in ((-1, 1), (0, -1)):
-            x = jnp.asarray([sign * eigenvalues[end] / float(found.scale)])
-            total = log_sum(sign * found.alpha, found.beta, jnp.asarray(1e-30), x)[0]
+            x = jnp.asarray([sign * eigenvalues[end]])
+            alpha, beta = krylov.alpha[:, 0], krylov.beta[:, 0]
+            total = log_sum(sign * alpha, beta, jnp.asarray(1e-30), x)[0]
             truth = np.sum((rows @ u[:, end]) ** 2) / first[end] ** 2
             np.testing.assert_allclose(np.exp(total), truth, rtol=1e-8)
 
@@ -117,11 +120,10 @@ def test_a_warm_start_follows_a_drifting_operator():
         assert truth - pairs.values[0] <= pairs.errors[0]
 
 
-@pytest.mark.parametrize("scale", [1e-20])
-def test_degenerate_operators(scale):
+def test_degenerate_operators():
     """Copies of a multiple eigenvalue, the zero operator, rank 1, n = 1: never NaN."""
     step = with_spectrum(np.random.default_rng(0), np.where(np.arange(N) < 4, 1.0, 1e-3))
-    scale = np.float32(scale)
+    scale = np.float32(1e-20)
     pairs = solve(jax.random.key(0), step.astype(np.float32) * scale, 20, 4)
     np.testing.assert_allclose(pairs.values / scale, 1, rtol=1e-5)
     one = np.ones((N, N), np.float32) * scale
@@ -158,7 +160,6 @@ def bound_cases():
         "flat": with_spectrum(rng, flat),
         "outlier": with_spectrum(rng, outlier),
         "cluster": with_spectrum(rng, cluster),
-        "complex": with_spectrum(rng, flat, np.complex128),
     }
 
 
@@ -171,11 +172,8 @@ def test_bounds_hold(name, warm):
     """
     matrix = bound_cases()[name]
     values, vectors = np.linalg.eigh(matrix)
-    tags = PSD if np.iscomplexobj(matrix) else SYM
-    shifted = matrix + 2 * np.eye(60) if np.iscomplexobj(matrix) else matrix
-    values = values + 2 if np.iscomplexobj(matrix) else values
     start = jnp.asarray(vectors[:, 30]) if warm else None
-    found = jax.jit(jax.vmap(lambda key: solve(key, shifted, 8, 1, "LA", start, tags)))(keys(3000))
+    found = jax.jit(jax.vmap(lambda key: solve(key, matrix, 8, 1, "LA", start)))(keys(3000))
     low, high = np.asarray(found.bounds).T
     missed = np.mean((low > values[0]) | (high < values[-1]))
     assert missed <= 0.01 + 0.006
@@ -221,15 +219,11 @@ def test_not_worse_than_eigsh_at_equal_products(name):
     assert np.median(ours) <= 1.05 * np.median(theirs) + 1e-13 * np.ptp(eigenvalues)
 
 
-# --- products, structures, starts ----------------------------------------------------------------
-
-
 # --- derivatives and batching --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.complex128])
-def test_derivatives_and_batches(dtype):
-    rng = np.random.default_rng(0)
+def test_derivatives_and_batches():
+    rng, dtype = np.random.default_rng(0), np.complex128
     base = jnp.asarray(with_spectrum(rng, 0.5 ** np.arange(N), dtype))
     slope = jnp.asarray(with_spectrum(rng, np.linspace(0, 0.1, N), dtype))
 

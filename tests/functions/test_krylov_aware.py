@@ -197,32 +197,15 @@ def test_at_least_as_accurate_as_quadrature_alone():
 SHIFTS = np.array([0.01, 0.1, 1.0, 10.0])
 
 
-def log_dets(matrix):
-    return np.array([np.linalg.slogdet(matrix + s * np.eye(N))[1] for s in SHIFTS])
-
-
-@pytest.mark.parametrize("k", [12])
-def test_shifts_share_the_products(k):
-    matrix = matrix_of(DECAYING - 0.01)
-    operator = by_products(matrix, PSD)
-    solution = tr.spectral_sum(jr.key(0), jnp.log, operator, k, shifts=SHIFTS)
-    assert solution.value.shape == solution.std_err.shape == solution.quadrature_error.shape == (4,)
-    assert solution.num_matvecs <= k
-    errors = np.abs(solution.value - log_dets(np.asarray(matrix)))
-    assert np.all(errors <= 4 * solution.std_err + solution.quadrature_error + 1e-10)
-    assert np.all(np.diff(solution.value) > 0)
-
-
-@pytest.mark.parametrize("k", [K])
-def test_log_determinants_with_shifts_are_this_sum(k):
+def test_log_determinants_with_shifts_are_this_sum():
     operator = by_products(matrix_of(DECAYING - 0.01), PSD)
     shifts = jnp.asarray(SHIFTS)
-    expected = tr.spectral_sum(jr.key(0), jnp.log, operator, k, shifts=shifts)
-    found = tr.logdet(jr.key(0), operator, k, shifts=shifts)
+    expected = tr.spectral_sum(jr.key(0), jnp.log, operator, K, shifts=shifts)
+    found = tr.logdet(jr.key(0), operator, K, shifts=shifts)
     for name in ("value", "std_err", "quadrature_error", "num_matvecs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     # Below its smallest eigenvalue no shift leaves the operator positive definite.
-    assert tr.logdet(jr.key(0), operator, k, shifts=-0.5).result == tr.RESULTS.outside_domain
+    assert tr.logdet(jr.key(0), operator, K, shifts=-0.5).result == tr.RESULTS.outside_domain
 
 
 @pytest.mark.parametrize("k", [K, N])
@@ -248,35 +231,22 @@ def test_derivatives_by_shifts_and_operator(k):
 # --- corners -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [N - 1])
-@pytest.mark.parametrize("dtype", [np.float32])
-def test_exact_where_the_space_is_invariant(k, dtype):
+def test_exact_where_the_space_is_invariant():
     """Zero, a multiple of the identity, a matrix of rank 3."""
     for eigenvalues in (
         np.zeros(N),
         np.full(N, 2.0),
         np.where(np.arange(N) < 3, 1.0 + np.arange(N), 0),
     ):
-        operator = operator_of(matrix_of(eigenvalues, dtype))
-        solution = tr.spectral_sum(jr.key(0), lambda x: x * jnp.cos(x), operator, k)
+        operator = operator_of(matrix_of(eigenvalues, np.float32))
+        solution = tr.spectral_sum(jr.key(0), lambda x: x * jnp.cos(x), operator, N - 1)
         truth = np.sum(eigenvalues * np.cos(eigenvalues))
-        eps = float(jnp.finfo(dtype).eps)
+        eps = float(jnp.finfo(np.float32).eps)
         assert abs(float(solution.value) - truth) <= 2e3 * eps
         assert solution.std_err <= 2e3 * eps
         assert solution.quadrature_error <= 2e3 * eps
-        assert solution.num_matvecs <= k
+        assert solution.num_matvecs <= N - 1
         assert solution.result == tr.RESULTS.successful
-
-
-def test_what_is_not_finite_is_said():
-    bad = by_products(jnp.full((N, N), jnp.nan), lx.symmetric_tag)
-    solution = tr.spectral_sum(jr.key(0), jnp.exp, bad, K)
-    assert solution.result == tr.RESULTS.nonfinite_operator
-    assert jnp.isnan(solution.value)
-    indefinite = by_products(matrix_of(np.cos(np.arange(N))), lx.symmetric_tag)
-    solution = tr.spectral_sum(jr.key(0), jnp.log, indefinite, K)
-    assert solution.result == tr.RESULTS.outside_domain
-    assert jnp.isnan(solution.value)
 
 
 @pytest.mark.slow

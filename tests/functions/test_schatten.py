@@ -65,7 +65,6 @@ def test_bars_cover(hermitian, p):
     errors = np.abs(found.value - norm_of(matrix, p))
     assert np.mean(errors <= 2 * found.std_err + found.quadrature_error + 1e-10) > 0.92
     assert np.all(found.num_matvecs <= k)
-    print(f"\nrelative error {np.sqrt(np.mean(errors**2)) / norm_of(matrix, p):.2g}")
 
 
 @pytest.mark.parametrize("hermitian", [True, False])

@@ -312,25 +312,3 @@ def test_no_bias_and_bars_that_cover(name, dtype):
         bars = np.linalg.norm(std_errs, axis=1)
         if np.linalg.norm(stated) < np.mean(errors) / 10 and np.mean(errors) > 100 * room:
             assert 0.8 <= np.mean(bars) / np.mean(errors) <= 1.25
-
-
-# --- a use: subgraph centralities -----------------------------------------------------------------
-
-
-def test_the_order_of_a_network_by_its_subgraph_centralities():
-    """What the documentation does with a network: hubs come first."""
-    rng = np.random.default_rng(0)
-    adjacency = np.zeros((120, 120))
-    for i in range(1, 120):
-        chances = adjacency[:i].sum(axis=1) + 1
-        for j in rng.choice(i, size=min(i, 2), replace=False, p=chances / chances.sum()):
-            adjacency[i, j] = adjacency[j, i] = 1
-    operator = by_products(adjacency, SYMMETRIC)
-    found = tr.spectral_diagonal(jr.key(0), jnp.exp, operator, k=80)
-    truth = diagonal_of(adjacency)
-    low, high = found.interval()
-    assert np.mean((np.asarray(low) <= truth) & (truth <= np.asarray(high))) >= 0.92
-    # The next two differ by less than their errors, and the fifth by twenty.
-    best, order = np.argsort(-truth), np.argsort(-np.asarray(found.value))
-    np.testing.assert_array_equal(order[:2], best[:2])
-    assert set(order[:4]) == set(best[:4])

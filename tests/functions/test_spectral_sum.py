@@ -77,36 +77,6 @@ def naive_rule(matrix, z, q):
     return theta, s[0] ** 2, v, s
 
 
-@pytest.mark.parametrize("dtype", [np.complex128])
-def test_the_recurrence_is_lanczos(dtype):
-    matrix = example("hard", dtype)
-    q, eps = 25, np.finfo(dtype).eps
-    z = sphere(jax.random.key(3), 3, dtype)
-
-    @jax.jit
-    def run(matrix, z):
-        with jax.numpy_dtype_promotion("standard"):  # as inside the primitive
-            krylov = lanczos(lambda v: matrix @ v, z, q)
-            return krylov, quadrature(krylov)
-
-    krylov, rule = run(jnp.asarray(matrix), jnp.asarray(z))
-    nodes, weights, vectors = map(np.asarray, rule)
-    size = np.abs(spectrum("hard")).max()
-    for i in range(3):
-        v, t = np.asarray(krylov.basis[:, :, i]).T, np.diag(np.asarray(krylov.alpha[:, i]))
-        off = np.asarray(krylov.beta[:-1, i])
-        t = t + np.diag(off, 1) + np.diag(off, -1)
-        assert np.abs(v.conj().T @ v - np.eye(q)).max() < 30 * eps
-        assert np.abs(v.conj().T @ matrix @ v - t).max() < 300 * eps * size
-        residual = np.linalg.norm(matrix @ v - v @ t, axis=0)
-        np.testing.assert_allclose(residual[-1], krylov.beta[-1, i], rtol=0, atol=300 * eps * size)
-        assert residual[:-1].max() < 300 * eps * size
-        rebuilt = (vectors[i] * nodes[i]) @ vectors[i].T
-        assert np.abs(rebuilt - t).max() < 100 * eps * size
-        np.testing.assert_allclose(weights[i], vectors[i, 0] ** 2, rtol=1e-5)
-        np.testing.assert_allclose(weights[i].sum(), 1, rtol=30 * eps)
-
-
 @pytest.mark.parametrize("dtype", [np.float32])
 def test_an_exhausted_space_ends_the_recurrence(dtype):
     rng = np.random.default_rng(0)
@@ -207,9 +177,8 @@ def test_equals_the_naive_formulas_on_the_same_probes(name):
 # --- exact cases ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["complex", "inverse"])
-def test_exact_with_as_many_products_as_rows(name):
-    matrix, tags, function = CASES[name]
+def test_exact_with_as_many_products_as_rows():
+    matrix, tags, function = CASES["complex"]
     solution = estimate(jax.random.key(0), jnp.asarray(matrix), function, N, None, tags)
     truth = np.sum(FUNCTIONS[function][1](np.linalg.eigvalsh(matrix)))
     np.testing.assert_allclose(solution.value, truth, rtol=1e-11)
@@ -218,13 +187,11 @@ def test_exact_with_as_many_products_as_rows(name):
     assert int(solution.num_matvecs) == N
 
 
-@pytest.mark.parametrize("fn", [jnp.reciprocal])
-@pytest.mark.parametrize("noise", [1e-4])
-def test_exact_values_state_their_rounding(fn, noise):
+def test_exact_values_state_their_rounding():
     """In single precision 1 / x of a smooth kernel is off by some 1e-3, and an entry of the
     diagonal by a tenth.
     """
-    x = np.linspace(0, 1, 150)
+    x, fn, noise = np.linspace(0, 1, 150), jnp.reciprocal, 1e-4
     matrix = np.exp(-np.square(x[:, None] - x) / 0.08) + noise * np.eye(150)
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix, jnp.float32), lx.symmetric_tag)
     values, basis = np.linalg.eigh(np.asarray(matrix, np.float32).astype(np.float64))
@@ -238,7 +205,7 @@ def test_exact_values_state_their_rounding(fn, noise):
         assert np.all(stated <= np.abs(truth))
         assert np.all(np.asarray(found.std_err) == 0)
         assert found.result == tr.RESULTS.successful
-    assert noise > 1e-3 or np.max(error) > 1e-4 * np.max(np.abs(truth))  # worth stating
+    assert np.max(error) > 1e-4 * np.max(np.abs(truth))  # worth stating
 
 
 @pytest.mark.parametrize("dtype", [np.complex128])
@@ -489,22 +456,6 @@ def test_density():
         spectral_density(key, operator, 36, 0.0)
 
 
-def test_density_moves_with_the_operator():
-    """A shift of the operator is a shift of the density."""
-    matrix, grid, key = jnp.asarray(example("indefinite")), jnp.linspace(-3, 3, 7), keys(1)[0]
-
-    @jax.jit
-    def slopes(t):
-        def moved(t, s):
-            operator = lx.MatrixLinearOperator(matrix + t * jnp.eye(N), SYM)
-            return spectral_density(key, operator, 20, grid + s, width=1.0).value
-
-        return [jax.jacfwd(moved, i)(t, t) for i in (0, 1)]
-
-    by_operator, by_grid = slopes(jnp.zeros(()))
-    np.testing.assert_allclose(by_operator, -by_grid, rtol=1e-6, atol=1e-9)
-
-
 def test_counts_and_their_bound():
     matrix = example("indefinite")
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix), SYM)
@@ -584,14 +535,18 @@ def test_recurrences_that_end_too_early_say_so(k):
 
 
 def test_shifts_of_any_shape():
-    """Two axes are those of the value, whether it is exact or not, and there is one result."""
+    """They share the products. Two axes are those of the value, exact or not, by both methods."""
     operator = lx.MatrixLinearOperator(jnp.asarray(example("mild")), PSD)
     shifts = jnp.array([[0.0, 0.5, 1.0], [2.0, 3.0, 4.0]])
-    for k in (20, 40, operator.in_size()):
+    truth = np.sum(np.log(np.linspace(0.5, 3, N) + np.asarray(shifts)[..., None]), axis=-1)
+    for k in (12, 20, N):
         solution = spectral_sum(keys(1)[0], jnp.log, operator, k, shifts=shifts)
         flat = spectral_sum(keys(1)[0], jnp.log, operator, k, shifts=shifts.ravel())
         for found, expected in ((solution.value, flat.value), (solution.std_err, flat.std_err)):
             np.testing.assert_allclose(found, expected.reshape(2, 3), rtol=1e-9, atol=1e-12)
+        bound = 4 * solution.std_err + solution.quadrature_error + 1e-10
+        assert np.all(np.abs(solution.value - truth) <= bound)
+        assert solution.num_matvecs <= k
         assert solution.result == tr.RESULTS.successful
         assert tr.logdet(keys(1)[0], operator, k, shifts=shifts).value.shape == (2, 3)
 
@@ -599,7 +554,7 @@ def test_shifts_of_any_shape():
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [10, N])
+@pytest.mark.parametrize("k", [10, 24, N])
 def test_failures_are_told(k):
     key, matrix = jax.random.key(0), jnp.asarray(example("indefinite"))
     outside = spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix, SYM), k)

@@ -1,10 +1,8 @@
-"""Functions of a matrix by Lanczos' recurrence (`funm`): spectral sums, densities and counts of
-eigenvalues (`spectral`), diagonals (`diagonal`), norms (`schatten`), with the error of ending a
-recurrence early (`quadrature_error`), and with what a Krylov space knows taken out
-(`krylov_aware`). Spectral sums of operators that are not Hermitian, by Arnoldi's recurrence
-(`non_hermitian`). Functions at Ritz values and their divided differences (`nodes`), and derivatives
-by them (`frechet`). Extreme eigenvalues and their vectors (`eigenpairs`), with
-bounds on the spectrum (`extremes`).
+"""Functions of a matrix by Lanczos' recurrence (`funm`): spectral sums, densities, counts and norms
+(`spectral`), with what a Krylov space knows taken out (`krylov_aware`), to a tolerance (`sampling`)
+and of operators that are not Hermitian (`non_hermitian`); diagonals (`diagonal`); the error of
+ending a recurrence early (`quadrature_error`); values, divided differences and derivatives at Ritz
+values (`nodes`); extreme eigenvalues and their vectors (`eigenpairs`).
 
 Begin with `funm`. This room uses `_estimators` and all below it.
 """

@@ -1,14 +1,5 @@
 """Diagonals of functions of a Hermitian matrix: `sampling` has the samples, their errors and their
-derivative.
-
-With a budget, half of it is for a Krylov space V, from b vectors and s steps, and the other half
-for probes, with q steps each.
-
-*What is removed from the probes.* Q are the vectors of the first j steps. With D = f(T) - f(T'), T'
-after s/8 steps less, the error of f(A) Q Q^H omega ~ V f(T) V^H Q Q^H omega has about the norm
-e(j) = ||D V^H Q||_F, which grows with j. That of f(A) omega after q steps is known from Lanczos'
-recurrence for T from the start vectors, in comparison with f(T). The largest j with an e(j) below a
-tenth of this is taken, before probes are drawn.
+derivative. With a budget, half of it is for a Krylov space, and the other half for probes.
 """
 
 import math
@@ -30,7 +21,7 @@ from .._operators.checks import as_operator
 from .._probes.random import split
 from .funm import AbstractFunctionEstimator, check_function, check_hermitian, hoist_function
 from .quadrature_error import entries_std_err, quadrature_estimate
-from .sampling import ExactDiagonalWeights, FunctionSampling, sampled_function
+from .sampling import FunctionSampling, Recurrences, sampled_function
 
 #: The largest number of vectors in the Krylov space.
 MOST_VECTORS = 512
@@ -90,10 +81,10 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The contraction depends on the leaves of `fn`, too."""
-        if isinstance(weights, ExactDiagonalWeights):
+        basis, recurrences = weights
+        if not isinstance(recurrences, Recurrences):
             return self.sampling.contract_exact(weights, operator)
         block = BlockOperator(operator)
-        basis, recurrences = weights
         space = self.sampling.captured_space(block, basis)
         return space.value + self.sampling.mean_of(block, space, recurrences)
 
@@ -111,38 +102,29 @@ def spectral_diagonal(
 ) -> Solution:
     r"""Estimate the diagonal of $f(A)$ of a Hermitian operator: subgraph centralities
     ($e^A$ of an adjacency matrix), leverage scores ($x / (x + s)$ of a kernel), and other numbers
-    that every row has. For the inverse of a positive definite operator,
-    [`traceax.inverse_diagonal`][] has a preconditioner, and is better.
+    that every row has. For an inverse, [`traceax.inverse_diagonal`][] is better.
 
     Half of the budget goes to a block Krylov space V, on which f(A) is known, and the other half to
-    probes $\omega$ of random signs, each with Lanczos' recurrence of its own, for what V does not
-    know. Every entry has two errors: that of the probes, `std_err`, and that of ending the
-    recurrences early, `quadrature_error`.
-
-    First derivatives are unbiased, and converge as the value does. With respect to what the
-    operator depends on they cost `k` tangent products and, with q = max(k / 4, 4 sqrt(k)), in
-    reverse mode q products for every probe, and in forward mode `q k` products, as every Ritz
-    vector needs a Krylov space. As these are recurrences of their own, which end early, both modes
-    agree for a given key only as far as they have converged. Derivatives are also taken with
-    respect to the arrays that `fn` closes over. Second derivatives are refused.
+    probes of random signs, with recurrences of their own, for what V does not know. Every entry has
+    two errors: `std_err` of the probes, and `quadrature_error` of short recurrences.
 
     !!! Example
 
         ```python
         centralities = tr.spectral_diagonal(jax.random.key(0), jnp.exp, adjacency, k=120)
-        centralities.value, centralities.std_err, centralities.quadrature_error
         low, high = centralities.interval()  # 95 % for every entry
         ```
 
-    Cost: at most `k` matvecs, in blocks; `k n` numbers for the Krylov bases; about `5 n k^2`
-    operations. With `k >= n`, n matvecs and an eigendecomposition.
+    Cost: at most `k` matvecs, in blocks; `k n` numbers; about `5 n k^2` operations. First
+    derivatives, also with respect to arrays in `fn`, are unbiased. With q = max(k / 4, 4 sqrt(k))
+    they take q products for each probe in reverse mode, `q k` in forward mode, and agree as far as
+    the recurrences have converged.
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `fn`: a JAX function of one real number with real values, as for [`traceax.spectral_sum`][].
-    - `operator`: a Hermitian lineax operator with `n` rows, between any PyTrees: tagged symmetric
-        (if real) or positive or negative semidefinite.
+    - `operator`: a Hermitian lineax operator with `n` rows, between any PyTrees, with a tag.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
     - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, as of [`traceax.diagonal`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
@@ -150,27 +132,12 @@ def spectral_diagonal(
     **Returns:**
 
     A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the structure of
-    the operator's input PyTree, real. If f is not finite at a Ritz value, the result is
-    `outside_domain` and the value NaN. It is `not_converged`, with the best estimate, if the
-    quadrature errors of all entries together exceed four standard errors and 5 % of the value. With
-    three to five probes, two standard errors cover about 81 %; `interval()` covers 95 %. Below
-    some 24 products the recurrences have two to five steps, which do not always show that they end
-    too early: where f or the spectrum varies over many orders of magnitude, as $e^x$ does over 100,
-    take more. (Eigenvalues between 1 and 2, and three above 10,000: 5 to 8 products found nothing
-    of the 97 that $e^{-x}$ sees, and said so in one of twenty runs.) The quadrature error of an
-    exact value is that of rounding.
+    the operator's input PyTree, real. It is `outside_domain` and NaN where f is not finite at a
+    Ritz value, and `not_converged` where the quadrature errors of all entries exceed four standard
+    errors and 5 % of the value. Below some 24 products, recurrences of two to five steps may end
+    too early and not show it.
 
-    **Raises:**
-
-    - `TypeError`: for a key, function, operator or `k` of the wrong type.
-    - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, or a
-        function that does not return a scalar.
-    - `NotImplementedError`: for a second derivative.
-
-    ??? cite "References"
-
-        T. Chen, E. Hallman, *Krylov-aware stochastic trace estimation*, 2023, arXiv:2205.01736, is
-        for traces: `traceax/_functions/diagonal.py` derives the diagonal and its derivative.
+    **Raises:** those of [`traceax.spectral_sum`][].
     """
     check_function(fn)
     operator = as_operator(operator)

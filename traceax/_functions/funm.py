@@ -6,38 +6,23 @@ weights w_j (see `_linalg.lanczos`). The estimate is the mean over p probes of
     a = n sum_j w_j f(theta_j)  ~  z^H f(A) z,      E[z^H B z] = tr(B).
 
 *The standard error.* For such probes Var(z^H B z) = c (||B||_F^2 - tr(B)^2 / n), with c = 2n/(n+2)
-over the reals and n/(n+1) over the complex numbers. As ||f(A)||_F^2 = E[z^H f(A)^2 z] comes from
-the same nodes, even a single probe gives a standard error. With the mean a over all probes,
+over the reals and n/(n+1) over the complex numbers. As ||f(A)||_F^2 = E[z^H f(A)^2 z], the same
+nodes give it, with the mean a over all probes (the last factor corrects for a^2):
 
     X = mean over probes of n sum_j w_j (f(theta_j) - a/n)^2,
-    std_err^2 = (c X / p) / (1 - c / (n p)),
-
-where the last factor corrects for a^2, which is on average larger than tr(f(A))^2. The scatter of
-the p samples adds nothing to what X says, and is not used.
+    std_err^2 = (c X / p) / (1 - c / (n p)).
 
 *The degrees of freedom.* X is a sum of squares of normal numbers, one for each eigenvalue and
-probe, with the coefficients b_i = (f(lambda_i) - tr(f(A)) / n)^2. Its relative variance is
-2 sum_i b_i^2 / (p (sum_i b_i)^2), which is that of chi^2 with
-
-    nu = p (sum_i b_i)^2 / sum_i b_i^2  ~  n p m_2^2 / m_4
-
-degrees of freedom (Satterthwaite's rule), where m_2 and m_4 are the means of the second and fourth
-power of f - a/n over the nodes with their weights. If one eigenvalue dominates, and a single probe
-has hardly any part along its eigenvector, then the error of the value and that of X are the same.
-Student's interval with nu = 1, the least that is used, then covers 95 %, and the normal one 74 %.
+probe, with the coefficients (f(lambda_i) - tr(f(A)) / n)^2. Its relative variance is that of chi^2
+with nu ~ n p m_2^2 / m_4 degrees of freedom (Satterthwaite's rule), where m_2 and m_4 are the means
+of the second and fourth power of f - a/n over the nodes; nu >= 1.
 
 *The quadrature error.* For each probe the values after q, q - d and q - 2d steps are compared, with
 d = q/4 rounded up: D_1 = |a_q - a_(q-d)|, D_2 = |a_(q-d) - a_(q-2d)|. Convergence at the rate
 r = D_1 / D_2 leaves an error of r / (1 - r) D_1; the reported error is D_1 max(1, 8 r / (1 - r))
-with r <= 0.95: several times the error in the median. It covers least where f is singular within
-the spectrum, as sqrt(|x|) is: convergence is erratic there.
-
-Where f jumps, by 1 at most, there is a bound. By the inequalities of Chebyshev, Markov and
-Stieltjes the spectral measure below a number is at least the sum of the weights of the nodes below
-it without the last one, and at most their sum with the next one.
-
-*Probes and steps.* The k = p q products go into many steps for few probes: p = sqrt(k) / 3. Too
-many steps multiply the standard error, which the user sees; too few cause a bias.
+with r <= 0.95. Where f jumps, by 1 at most, there is a bound (Chebyshev, Markov and Stieltjes): the
+spectral measure below a number is at least the sum of the weights of the nodes below it without the
+last one, and at most their sum with the next one.
 
 *The derivative* needs the forward pass only (arXiv:2605.12801). With the probe, V and S held fixed,
 
@@ -51,7 +36,7 @@ and is refused. What f itself depends on is differentiated through sum_j w_j f(t
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn, final
+from typing import Any, ClassVar, NamedTuple, NoReturn, final
 
 import equinox as eqx
 import jax
@@ -81,7 +66,6 @@ from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.nystrom import skew_of_core
-from .._sketch.weights import AbstractWeights
 from .nodes import (
     Function,
     changes_by_rounding,
@@ -102,10 +86,9 @@ def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
     """Raise a `ValueError` unless the tags say that A^H = A."""
     if not is_hermitian(operator):
         raise ValueError(
-            f"{name} needs a Hermitian operator, and this {type(operator).__name__} is not tagged "
-            "so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
-            "lineax.symmetric_tag)` (real operators) or `lineax.positive_semidefinite_tag` or "
-            "`lineax.negative_semidefinite_tag` (real and complex)."
+            f"{name} needs a Hermitian operator, and this {type(operator).__name__} has no tag. Say "
+            "so with `lineax.TaggedLinearOperator(operator, tag)`, where the tag is "
+            "`lineax.symmetric_tag` (if real) or a semidefinite one."
         )
 
 
@@ -113,25 +96,12 @@ def checked_num_steps(num_steps: Any, k: int) -> int | None:
     """None, or a Python int with `1 <= num_steps <= k`; anything else raises a `ValueError`."""
     steps = checked_count(num_steps, "num_steps", none="it is chosen from the budget")
     if steps is not None and steps > k:
-        raise ValueError(
-            f"num_steps must be at most the budget k={k} (one probe takes that many matvecs), got "
-            f"{steps}."
-        )
+        raise ValueError(f"num_steps must be at most the budget k={k}, got {steps}.")
     return steps
 
 
 def plan(k: int, num_steps: int | None) -> tuple[int, int]:
-    """How many probes, and how many steps for each: `p q <= k`.
-
-    **Arguments:**
-
-    - `k`: the budget.
-    - `num_steps`: the number of steps that the user asks for, or None.
-
-    **Returns:**
-
-    The pair (p, q).
-    """
+    """The number p of probes and the number q of steps for each, with `p q <= k`."""
     if num_steps is not None:
         return k // num_steps, num_steps
     p = max(1, math.isqrt(k) // 3)
@@ -148,24 +118,8 @@ def check_function(fn: Any) -> None:
 
 
 def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
-    """A function of one number as a PyTree, with every array that it depends on as a leaf.
-
-    **Arguments:**
-
-    - `fn`: the function of the user.
-    - `dtype`: the dtype of the argument and of the values of `fn`: real, or complex for
-        holomorphic functions.
-    - `scalar`: whether the values of `fn` must be scalars.
-
-    **Returns:**
-
-    A PyTree that can be called.
-
-    **Raises:**
-
-    - `TypeError`: if the values of `fn` are complex though the dtype is real, or real though it is
-        complex, or if `fn` cannot take a complex number.
-    - `ValueError`: if they are not scalars, but must be.
+    """A function of one number as a PyTree, with all arrays that it depends on as leaves. The dtype
+    of its argument and values is real, or complex for holomorphic functions.
     """
     holomorphic = jnp.issubdtype(dtype, jnp.complexfloating)
     # A holomorphic function may mix its complex argument with real parameters.
@@ -180,17 +134,12 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
                 raise
             raise TypeError(f"{_HOLOMORPHIC} With one, it fails: {error}") from error
         if holomorphic != jnp.issubdtype(value.dtype, jnp.complexfloating):
-            got = f"got {value.dtype}"
-            raise TypeError(
-                f"{_HOLOMORPHIC} Its values for complex numbers must be complex, {got}."
-                if holomorphic
-                else f"fn must have real values, {got}. Take its real and its imaginary part one "
-                "at a time."
-            )
+            what = _HOLOMORPHIC if holomorphic else "fn must have real values, part by part."
+            raise TypeError(f"{what} Its values have the dtype {value.dtype}.")
         if scalar and value.shape != ():
             raise ValueError(
-                f"fn is given one number and must return one, got shape {value.shape}. For "
-                "several functions, make one call for each, with the same key."
+                f"fn must return one number, got shape {value.shape}. For several functions, make "
+                "one call for each, with the same key."
             )
         return value.astype(dtype)
 
@@ -198,9 +147,8 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
 
 
 _HOLOMORPHIC = (
-    "For an operator that is not Hermitian (or not tagged so, by `lineax.symmetric_tag` or a "
-    "semidefinite tag), fn must be a holomorphic function that takes complex numbers, as the "
-    "eigenvalues may be."
+    "For an operator without a tag, such as `lineax.symmetric_tag`, fn must be a holomorphic "
+    "function with complex values for complex numbers, as eigenvalues may be."
 )
 
 
@@ -224,8 +172,7 @@ def derivative_core(
     return einsum("pai,pij...,pbj->pab...", along, divided_differences(fn, nodes), along)
 
 
-@final
-class SpectralWeights(AbstractWeights):
+class SpectralWeights(NamedTuple):
     """`G = sum_p V_p C_p V_p^H`, of several functions at once if the cores have more axes, and the
     quadrature. A contraction costs a matvec for each vector, in one block.
     """
@@ -235,25 +182,16 @@ class SpectralWeights(AbstractWeights):
     nodes: Real[Array, "l m"]
     weights: Real[Array, "l m"]
 
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        q, n, p = self.basis.shape
-        vectors = jnp.moveaxis(self.basis, 1, 0).reshape(n, q * p)
-        images = block.mm(vectors).reshape(n, q, p)
-        inner = einsum("anp,nbp->pab", jnp.conj(self.basis), images)
-        return einsum("pab...,pab->...", jnp.conj(self.core), inner).real
-
-
-def _counted(weights: Array, values: Array) -> tuple[Array, Array]:
-    """The weights with as many axes as the values, and the values, 0 where the weight is 0."""
-    shaped = weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
-    return shaped, jnp.where(shaped > 0, values, 0)
-
 
 def weighted(weights: Real[Array, "p q"], values: Real[Array, "p q ..."]) -> Real[Array, "p ..."]:
-    """sum_j w_j f_j for every probe. A node of weight 0 does not count, even where f is NaN."""
-    shaped, values = _counted(weights, values)
-    return jnp.sum(shaped * values, axis=1)
+    """sum_j w_j f_j for every probe."""
+    return einsum("pq,pq...->p...", weights, values)
+
+
+def form_error(x: Array, n: int | Array, p: int, is_complex: bool) -> Array:
+    """The standard error of the mean of p quadratic forms, from the number X of above."""
+    c = n / (n + 1) if is_complex else 2 * n / (n + 2)
+    return jnp.sqrt(c * x / p / (1 - c / (n * p)))
 
 
 def degrees_of_freedom(second: Array, fourth: Array, samples: Array | int) -> Array:
@@ -270,32 +208,22 @@ def mean_and_error(
     eps: float,
     is_complex: bool,
 ) -> tuple[Array, Array, Array]:
-    """The mean over probes of n sum_j w_j f_j, and its standard error, from the nodes.
-
-    **Arguments:**
-
-    - `weights`, `values`: the weights w_j and the values of f.
-    - `n`: the dimension of the space of the probes.
-    - `eps`: the relative precision of a product.
-    - `is_complex`: whether the probes are complex.
-
-    **Returns:**
-
-    A 3-tuple of the value, its standard error, and the degrees of freedom of the standard error.
+    """The mean over probes of n sum_j w_j f_j, from the values of f (0 where the weight is), its
+    standard error, and the degrees of freedom of that. `eps` is the relative precision of a
+    product, `n` the dimension of the space of the probes.
     """
     p = weights.shape[0]
-    c = n / (n + 1) if is_complex else 2 * n / (n + 2)
 
     def mean_of(x):
-        return jnp.sum(weighted(weights, x), axis=0) / p
+        return jnp.mean(weighted(weights, x), axis=0)
 
-    unit = scale_of(_counted(weights, values)[1])
+    unit = scale_of(values)
     mean = mean_of(values / unit)
     squares = jnp.square(values / unit - mean)
     spread = mean_of(squares)
     dof = degrees_of_freedom(spread, mean_of(squares**2), n * p)
     # The a of above is n times this mean, and X is n times this spread.
-    std_err = jnp.sqrt(n * c * spread / p / (1 - c / (n * p)))
+    std_err = form_error(n * spread, n, p, is_complex)
     size = n * mean_of(jnp.abs(values / unit))
     std_err = jnp.hypot(std_err, rounding_of(size, eps))
     return n * unit * mean, unit * std_err, dof
@@ -322,9 +250,9 @@ def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
     return krylov._replace(alpha=alpha, beta=beta, size=size)
 
 
-def domain_evidence(weights: Array, values: Array) -> Evidence:
-    """Whether f is finite at all nodes of positive weight."""
-    return Evidence(outside=~all_finite(_counted(weights, values)[1]))
+def domain_evidence(*values: Array) -> Evidence:
+    """Whether f is finite at all nodes that count."""
+    return Evidence(outside=~all_finite(*values))
 
 
 class AbstractFunctionEstimator(AbstractEstimator):
@@ -337,8 +265,7 @@ class AbstractFunctionEstimator(AbstractEstimator):
     def weights_at(self, weights, operator) -> NoReturn:
         """See `AbstractEstimator`: the derivative of the weights is not known."""
         raise NotImplementedError(
-            "Functions of a matrix and eigenvalues have a first derivative only: what it holds "
-            "fixed depends on the operator, and a second one would be wrong. Use "
+            "Functions of a matrix and eigenvalues have a first derivative only. Use "
             "`lax.stop_gradient` on whatever need not be differentiated twice, or finite "
             "differences of the gradient with the same key."
         )
@@ -373,7 +300,7 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         error = jnp.sum(changes[0], axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values[0], 0, -1)), eps)
-        evidence = worse(evidence, domain_evidence(ones, values + changes))
+        evidence = worse(evidence, domain_evidence(values, changes))
         estimate = exact_estimate(value, error, nodes.size, evidence)
         slopes = divided_differences(self.fn, nodes.T)
         return estimate, SpectralWeights(basis=basis[None], core=slopes, nodes=nodes, weights=ones)
@@ -382,9 +309,13 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
         `fn`, too.
         """
-        values = on_nodes(self.fn, weights.nodes)
-        own = jnp.sum(weighted(weights.weights, values), axis=0)
-        return weights.contract(BlockOperator(operator)) + own
+        basis, core, nodes, masses = weights
+        q, n, p = basis.shape
+        vectors = jnp.moveaxis(basis, 1, 0).reshape(n, q * p)
+        images = BlockOperator(operator).mm(vectors).reshape(n, q, p)
+        inner = einsum("anp,nbp->pab", jnp.conj(basis), images)
+        own = jnp.sum(weighted(masses, on_nodes(self.fn, nodes, masses > 0)), axis=0)
+        return einsum("pab...,pab->...", jnp.conj(core), inner).real + own
 
 
 def jump_error(weights: Real[Array, "p q"], below: Array) -> Real[Array, " p"]:
@@ -419,15 +350,15 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         shorter, orders = truncations(krylov)
         nodes, masses, vectors = quadrature(shorter)
         nodes = self.nodes_of(operator, nodes, eps)
-        values = on_nodes(self.fn, nodes)
+        values = on_nodes(self.fn, nodes, masses > 0)
         samples = n * weighted(masses, values)
         samples = samples.reshape(orders, p, *samples.shape[1:])
 
         nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, vectors))
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
-        changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
+        changes = changes_by_rounding(self.fn, operator, nodes, values, eps, masses > 0)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
-        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(masses, values + changes))
+        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(values, changes))
         least = 0.0
         if self.jumps:  # as far as n is a measure of a count
             least = n / 20
@@ -439,13 +370,13 @@ class QuadratureEstimator(AbstractSpectralEstimator):
             error = truncation_error(samples, krylov.exhausted)
             error = error + n * jnp.mean(weighted(masses, hidden), axis=0)
 
-        def fixed():
-            return SpectralWeights(
-                basis=krylov.basis,
-                core=derivative_core(self.fn, nodes, s) * (n / p),
-                nodes=nodes,
-                weights=masses * (n / p),
-            )
-
         estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence, least)
-        return estimate, fixed() if weights else None
+        if not weights:
+            return estimate, None
+        made = SpectralWeights(
+            basis=krylov.basis,
+            core=derivative_core(self.fn, nodes, s) * (n / p),
+            nodes=nodes,
+            weights=masses * (n / p),
+        )
+        return estimate, made

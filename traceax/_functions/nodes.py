@@ -1,22 +1,48 @@
-"""Functions at nodes, the Ritz values of Krylov spaces, and their divided differences."""
+r"""Functions at nodes, the Ritz values of Krylov spaces; their divided differences; and derivatives
+of f(A) x for a Hermitian A and fixed vectors x.
+
+With the resolvent R(t) = (t - A)^{-1} and a contour around the spectrum,
+
+    f(A) x = 1/(2 pi i) \oint f(t) R(t) x dt,      d(f(A) x) = 1/(2 pi i) \oint f(t) R dA R x dt.
+
+In a Krylov space of x with the Ritz pairs (theta_j, x_j), R(t) x ~ sum_j a_j x_j / (t - theta_j)
+with a_j = x_j^H x. What is left of the integral is a function of A alone, the divided difference
+
+    d(f(A) x) ~ sum_j h_j(A) dA x_j a_j,      h_j(t) = f[t, theta_j].
+
+The vectors dA x_j are not in the space, and so every one of them, or every cotangent of the left
+side, gets a Krylov space of its own. The map from the dA x_j to the left side is linear, and its
+transpose needs one Krylov space for each left side, whereas the map itself needs one for each x_j.
+`divided_sums` gives both to JAX.
+"""
 
 import math
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Real
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
-from .._core.estimate import rounding_unit
+from .._core.estimate import rounding_unit, scale_of
+from .._core.precision import einsum
+from .._linalg.lanczos import lanczos, quadrature
+from .._operators.block_operator import BlockOperator
 from .._operators.tags import semidefinite_sign
 
 Function = Callable[[Array], Array]
 
 
-def on_nodes(fn: Function, nodes: Array) -> Array:
-    """The values of `fn` at an array of nodes, with the axes of a single value last."""
+def on_nodes(fn: Function, nodes: Array, counts: Bool[Array, "..."] | None = None) -> Array:
+    """The values of `fn` at an array of nodes, with the axes of a single value last; 0 at nodes
+    that do not count, even where `fn` is NaN.
+    """
     flat = jax.vmap(fn)(nodes.reshape(-1))
+    if counts is not None:
+        flat = jnp.where(counts.reshape(-1, *[1] * (flat.ndim - 1)), flat, 0)
     return flat.reshape(*nodes.shape, *flat.shape[1:])
 
 
@@ -40,30 +66,20 @@ def rounding_of_nodes(
 
 
 def changes_by_rounding(
-    fn: Function, operator: lx.AbstractLinearOperator, nodes: Array, values: Array, eps: float
+    fn: Function,
+    operator: lx.AbstractLinearOperator,
+    nodes: Array,
+    values: Array,
+    eps: float,
+    counts: Bool[Array, "..."] | None = None,
 ) -> Array:
     """How far f changes if a node moves by the rounding errors of the products, which are those of
     the largest eigenvalue: far, for 1 / x and a small x; and the rounding of f itself and of sums
-    of its values. (1 / x, log, roots and exp of kernels and other matrices with 60 to 800 rows, in
-    single precision, by all eigenvectors: traces were off by up to 0.6 times the sum of these
-    changes, and mostly by less than a tenth of it, as the errors of eigenvalues are independent;
-    entries of diagonals, if f is steep, by up to 0.8 times theirs.)
-
-    **Arguments:**
-
-    - `fn`: the function f.
-    - `operator`: the operator, for its tags.
-    - `nodes`, `values`: eigenvalues or Ritz values, and f at them.
-    - `eps`: the relative precision of a product.
-
-    **Returns:**
-
-    Numbers that are not negative, of the shape of `values`; inf where f is not finite at a node
-    that rounding may have moved.
+    of its values. It is inf where f is not finite at a node that rounding may have moved.
     """
     off = 2 * eps * jnp.max(jnp.abs(nodes))
-    moved = [on_nodes(fn, within_tag(operator, nodes + x, eps)) for x in (off, -off)]
-    changes = [jnp.abs(x.reshape(values.shape) - values) for x in moved]
+    moved = [on_nodes(fn, within_tag(operator, nodes + x, eps), counts) for x in (off, -off)]
+    changes = [jnp.abs(x - values) for x in moved]
     change = jnp.maximum(*(jnp.where(jnp.isfinite(x), x, jnp.inf) for x in changes))
     return change + 2 * float(jnp.finfo(values.dtype).eps) * jnp.abs(values)
 
@@ -71,20 +87,11 @@ def changes_by_rounding(
 def unresolved(
     fn: Function, nodes: Array, values: Array, residuals: Real[Array, "..."], count: int = 1
 ) -> Array:
-    """How far f may be from its value at the Ritz values next to 0 that smaller eigenvalues may
-    hide behind: with a residual of more than half of them. Where f is singular at 0 and the
-    spectrum comes close to it, the values after q, q - d and q - 2d steps agree, as none of them
-    has met the small eigenvalues.
-
-    **Arguments:**
-
-    - `fn`: the function f.
-    - `nodes`, `values`, `residuals`: the Ritz values, f at them, and the norms of their residuals.
-    - `count`: the number of Ritz values that are next to 0: one for each vector of a block.
-
-    **Returns:**
-
-    Numbers of the shape of `values`, at most |f|, and small where f is nearly a line towards 0.
+    """How far f may be from its values at the `count` Ritz values next to 0 (one for each vector of
+    a block) that smaller eigenvalues may hide behind: with a residual of more than half of them.
+    Where f is singular at 0 and the spectrum comes close to it, the values after q, q - d and
+    q - 2d steps agree, as none of them has met the small eigenvalues. The numbers are at most |f|,
+    and small where f is nearly a line towards 0.
     """
     size = jnp.abs(values)
     half = on_nodes(fn, nodes / 2)
@@ -108,28 +115,34 @@ def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, 
 
 
 def differences_between(
-    fn: Function, first: Real[Array, "p a"], second: Real[Array, "p b"]
+    fn: Function, left: Real[Array, "p a"], right: Real[Array, "p b"]
 ) -> Real[Array, "p a b ..."]:
-    """D_ij = (f(theta_i) - f(eta_j)) / (theta_i - eta_j).
+    """D_ij = (f(theta_i) - f(eta_j)) / (theta_i - eta_j) of the nodes theta on the left and eta on
+    the right, for each probe, with the axes of a single value of `fn` last.
 
     Where this difference would cancel, D_ij is the mean of f' between the two nodes, by Gauss
     quadrature with two points. The error of that mean is estimated from its distance to f' at the
     middle, relative to f' and squared, because it is of higher order. So no length scale of f need
     be known.
-
-    **Arguments:**
-
-    - `fn`: the function.
-    - `first`, `second`: the nodes theta and eta, for each probe.
-
-    **Returns:**
-
-    The differences, with the axes of a single value of `fn` last.
     """
-    of_first = on_nodes(fn, first)
-    of_second = of_first if second is first else on_nodes(fn, second)
-    pairs = (first[:, :, None], second[:, None, :]), (of_first[:, :, None], of_second[:, None, :])
-    return _quotient(fn, *pairs)
+    of_left = on_nodes(fn, left)[:, :, None]
+    of_right = on_nodes(fn, right)[:, None, :]
+    left = left[:, :, None]
+    right = right[:, None, :]
+    gap = left - right
+    middle = left - gap / 2
+    half = gap / (2 * math.sqrt(3))
+    at = jnp.stack([middle, middle + half, middle - half])
+    centre, above, below = on_nodes(slope_of(fn), at)
+    mean = (above + below) / 2
+
+    gap = gap.reshape(*gap.shape, *[1] * (of_left.ndim - gap.ndim))
+    divisor = jnp.where(gap == 0, 1, gap)
+    eps = float(jnp.finfo(gap.dtype).eps)
+    rounding = eps * (jnp.abs(of_left) + jnp.abs(of_right)) / jnp.abs(divisor)
+    # Two roots, because the product would over- or underflow for operators of extreme scale.
+    close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
+    return jnp.where((gap == 0) | close, mean, (of_left - of_right) / divisor)
 
 
 def slope_of(fn: Function) -> Function:
@@ -137,22 +150,88 @@ def slope_of(fn: Function) -> Function:
     return lambda x: jax.jvp(fn, (x,), (jnp.ones((), x.dtype),))[1]
 
 
-def _quotient(fn: Function, nodes: tuple[Array, Array], values: tuple[Array, Array]) -> Array:
-    """Of all pairs of nodes, whose shapes are broadcast. See `differences_between`."""
-    (left, right), (of_left, of_right) = nodes, values
-    eps = float(jnp.finfo(left.dtype).eps)
+#: The number of vectors whose Krylov spaces are made at once.
+TOGETHER = 8
 
-    def slope(x):
-        return on_nodes(slope_of(fn), x)
 
-    middle, half = left + (right - left) / 2, (left - right) / (2 * math.sqrt(3))
-    centre = slope(middle)
-    mean = (slope(middle - half) + slope(middle + half)) / 2
+def constant(tree: PyTree) -> PyTree:
+    """A tree whose arrays have no derivative."""
+    return jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, tree)
 
-    gap = left - right
-    gap = gap.reshape(*gap.shape, *[1] * (of_left.ndim - gap.ndim))
-    divisor = jnp.where(gap == 0, 1, gap)
-    rounding = eps * (jnp.abs(of_left) + jnp.abs(of_right)) / jnp.abs(divisor)
-    # Two roots, because the product would over- or underflow for operators of extreme scale.
-    close = jnp.abs(mean - centre) <= jnp.sqrt(rounding) * jnp.sqrt(jnp.abs(centre))
-    return jnp.where((gap == 0) | close, mean, (of_left - of_right) / divisor)
+
+def steps_of(count: int, n: int) -> int:
+    """The number of steps for a derivative by `count` Ritz vectors of an operator with n rows.
+    Quadrature with s steps is exact for degree 2s, and what q steps make of one vector for degree
+    q; kernels with little noise need 4 sqrt(k).
+    """
+    count = min(count, n)
+    return min(n, max(8, count // 4, math.ceil(4 * math.sqrt(count))))
+
+
+def divided_sums(
+    block: BlockOperator,
+    fn: Function,
+    vectors: Inexact[Array, "n c"],
+    nodes: Real[Array, " c"],
+    shares: Inexact[Array, "c p"],
+) -> Inexact[Array, "n p"]:
+    """sum_j f[A, theta_j] u_j a_j, for every column of shares a_j. As a function of the vectors u_j
+    alone it has a derivative, itself, and a transpose: they agree as far as both have converged.
+
+    Cost: a Krylov space for each vector, or for each column of a cotangent; `8 n` numbers for each
+    step of one beside the result.
+    """
+    c, p = shares.shape
+    still = BlockOperator(constant(block.operator)).linearised()
+    given = still, constant(fn), steps_of(c, block.n)
+
+    # A linear solve is the function of JAX that takes a transpose of its own. The matrix of this
+    # one is the identity as far as JAX knows, and works on both blocks side by side.
+    def solve(_, both):
+        image = _sums(*given, both[:, :c], jnp.tile(nodes[:, None], (1, p)), shares)
+        return jnp.concatenate([jnp.zeros_like(vectors), image], axis=1)
+
+    def transpose_solve(_, both):
+        w = jnp.conj(both[:, c:])
+        image = jnp.conj(_sums(*given, w, jnp.tile(nodes, (p, 1)), jnp.conj(shares.T)))
+        return jnp.concatenate([image, jnp.zeros_like(w)], axis=1)
+
+    both = jnp.pad(vectors, ((0, 0), (0, p)))
+    return lax.custom_linear_solve(lambda x: x, both, solve, transpose_solve)[:, c:]
+
+
+def _sums(
+    block: BlockOperator,
+    fn: Function,
+    num_steps: int,
+    vectors: Inexact[Array, "n c"],
+    nodes: Real[Array, "c o"],
+    shares: Inexact[Array, "c o"],
+) -> Inexact[Array, "n o"]:
+    """sum_i f[A, theta_io] u_i a_io, from a few Krylov spaces at once."""
+
+    def of_block(rows, theta, share):
+        unit = scale_of(rows, axis=1)
+        rows = rows / unit.astype(rows.dtype)
+        krylov = lanczos(block.mm, rows.T, num_steps, block.eps)
+        ritz, weights, s = quadrature(krylov)
+        ritz = within_tag(block.operator, ritz, block.eps)
+        norms = jnp.linalg.norm(rows, axis=1)[:, None]
+        counts = (weights > 0) & (norms > 0)
+        values = differences_between(fn, ritz, theta) * share[:, None, :]
+        values = jnp.where(counts[:, :, None], values, 0)
+        values = (s[:, 0] * norms * unit)[:, :, None] * values
+        return einsum("anw,wao->no", krylov.basis, einsum("waq,wqo->wao", s, values))
+
+    def in_blocks(x):
+        width = min(len(x), TOGETHER)
+        return jnp.pad(x, ((0, -len(x) % width), (0, 0))).reshape(-1, width, x.shape[1])
+
+    def add(total, given):  # recurrences that were not made leave blocks of zeros
+        nothing = jnp.zeros_like(total)
+        wanted = jnp.any(given[0] != 0)
+        return total + lax.cond(wanted, of_block, lambda *_: nothing, *given), None
+
+    zero = jnp.zeros((block.n, nodes.shape[1]), vectors.dtype)
+    blocks = in_blocks(vectors.T), in_blocks(nodes), in_blocks(shares)
+    return lax.scan(add, zero, blocks)[0]

@@ -15,33 +15,27 @@ n/(n+1) ||B||_F^2. Over the reals it is that of the symmetric part S = (B + B^T)
     ||S||_F^2 = (||B||_F^2 + tr(B conj(B))) / 2 = E t,   t = (||B z||^2 + Re z^T B conj(B) z) / 2,
 
 all of this comes from the same spaces: B z ~ sqrt(n) V u with u = (f(H) - a/n) e_1, and
-B conj(B) is a function of A, too. So even a single probe gives a standard error, and one that is
-that of the symmetric part: for a skew-symmetric f(A), which every z^T f(A) z is blind to, it is 0.
+B conj(B) is a function of A, too. For a skew-symmetric f(A) the error is 0, as it should be.
 As single t may be negative, X = mean |t| is taken, which is not smaller on average. Then, as for
 Hermitian operators (see `funm`),
 
-    std_err^2 = (c X / p) / (1 - c / (n p)),      nu = p X^2 / max(||B^2||_F^2, ||B^H B||_F^2)
+    std_err^2 = (c X / p) / (1 - c / (n p)),      nu = p X^2 / max(||B^2||_F^2, ||B^H B||_F^2),
 
-with E ||B^2 z||^2 and, for two probes, E |z^H B^H B z'|^2 for the norms. (One probe knows only the
-first. Both are the same for normal matrices, and the second is larger where B is nearly nilpotent.)
+with E ||B^2 z||^2 and, for two probes, E |z^H B^H B z'|^2 for the norms.
 
 *The quadrature error* compares q, q - d and q - 2d steps, see `funm`.
 
-*Probes and steps.* Of entire functions a recurrence soon converges, so that there are about sqrt(k)
-probes, three times as many as for Hermitian operators. (For exp, k = 120 and three matrices with
-1000 rows, those of `benchmarks.bench_functions`, the errors of 10 probes were 0.48 to 0.55 times
-those of 3.)
+*Probes and steps.* A recurrence soon converges for entire functions: there are sqrt(k) probes.
 
 *The derivative.* d tr f(A) = tr(f'(A) dA) = E[z^H dA f'(A) z], and f'(A) z ~ sqrt(n) V f'(H) e_1.
 What f itself depends on is differentiated through sum_j w_j f(theta_j).
 
-*Real values.* Of a real operator nodes and weights come in conjugate pairs. If f is real on the
-real line, the value is therefore real. It is not where f has a cut along the real line, as the
-logarithm has: an imaginary part that rounding does not explain is reported, not dropped.
+*Real values.* Of a real operator nodes and weights come in conjugate pairs, and the value is real
+if f is real on the real line; unless f has a cut there, as the logarithm has, which is reported.
 """
 
 import math
-from typing import final
+from typing import NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -50,6 +44,7 @@ from jaxtyping import Array, Complex, Inexact
 
 from .._core.estimate import (
     Evidence,
+    all_finite,
     evidence_of,
     rounding_of,
     safe_norm,
@@ -63,20 +58,12 @@ from .._linalg.factorisations import eigenvalues
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
-from .._sketch.weights import AbstractWeights
-from .funm import (
-    AbstractFunctionEstimator,
-    degrees_of_freedom,
-    domain_evidence,
-    plan,
-    truncation_error,
-)
+from .funm import AbstractFunctionEstimator, degrees_of_freedom, form_error, plan, truncation_error
 from .nodes import Function, on_nodes, slope_of
 from .quadrature_error import exact_estimate, quadrature_estimate
 
 
-@final
-class NonHermitianWeights(AbstractWeights):
+class NonHermitianWeights(NamedTuple):
     """`G = U V^H`, and the quadrature. A contraction costs a product for each column of U (two for
     complex columns and a real operator).
     """
@@ -86,14 +73,6 @@ class NonHermitianWeights(AbstractWeights):
     nodes: Complex[Array, " m"]
     weights: Complex[Array, " m"]
 
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        if jnp.iscomplexobj(self.u) and not jnp.issubdtype(block.dtype, jnp.complexfloating):
-            images = block.mm(self.u.real) + 1j * block.mm(self.u.imag)
-        else:
-            images = block.mm(self.u)
-        return jnp.sum(jnp.conj(self.v) * images)
-
 
 def _quadrature(
     fn: Function, nodes: Complex[Array, "..."], weights: Complex[Array, "..."], is_real: bool
@@ -101,7 +80,7 @@ def _quadrature(
     """The sum of w f(theta) along the last axis, and whether it has no imaginary part though it
     should be real. A node of weight 0 does not count, even where f is NaN.
     """
-    terms = weights * jnp.where(weights != 0, on_nodes(fn, nodes), 0)
+    terms = weights * on_nodes(fn, nodes, weights != 0)
     total = jnp.sum(terms, axis=-1)
     if not is_real:
         return total, jnp.array(True)
@@ -121,7 +100,8 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, (p, q) = block.n, plan(k, self.num_steps or k // math.isqrt(k))
+        n = block.n
+        p, q = plan(k, self.num_steps or k // math.isqrt(k))
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = arnoldi(block.mm, probes, q, block.eps)
         d = (q + 3) // 4
@@ -135,29 +115,27 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         value = n * jnp.mean(forms[:p])
 
         theta, w, left, first = nodes[:p], masses[:p], found.left[:p], found.right[:p, :, 0]
-        values = jnp.where(w != 0, on_nodes(self.fn, theta), 0)
+        values = on_nodes(self.fn, theta, w != 0)
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
-        domain = domain_evidence(jnp.abs(w), values)
-        evidence = worse(krylov.evidence, domain, Evidence(outside=~real_enough))
-
-        def fixed():
-            slopes = jnp.where(w != 0, on_nodes(slope_of(self.fn), theta), 0)
-            along = einsum("pij,pj->pi", left, slopes * first)
-            if self.is_real:
-                along = along.real
-            u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
-            return NonHermitianWeights(u, probes, theta.reshape(-1), w.reshape(-1) * (n / p))
+        usable = real_enough & all_finite(values)
+        evidence = worse(krylov.evidence, Evidence(outside=~usable))
 
         estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence)
-        return estimate, fixed() if weights else None
+        if not weights:
+            return estimate, None
+        slopes = on_nodes(slope_of(self.fn), theta, w != 0)
+        along = einsum("pij,pj->pi", left, slopes * first)
+        along = along.real if self.is_real else along
+        u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
+        rule = theta.reshape(-1), w.reshape(-1) * (n / p)
+        return estimate, NonHermitianWeights(u, probes, *rule)
 
     def _error(self, values, nodes, weights, left, first, basis, probes) -> tuple[Array, Array]:
         """The standard error, and its degrees of freedom: see above."""
         n, p = probes.shape
         is_complex = jnp.iscomplexobj(probes)
-        c = n / (n + 1) if is_complex else 2 * n / (n + 2)
         unit = scale_of(values)
         mean = jnp.mean(jnp.sum(weights * values, axis=1)) / unit
         away = values / unit - mean
@@ -174,7 +152,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
             product = away * (jnp.where(weights != 0, conjugate, 0) / unit - jnp.conj(mean))
             t = jnp.abs(t + jnp.sum(weights * product, axis=1).real) / 2
         spread = jnp.mean(t)
-        std_err = unit * jnp.sqrt(n * c * spread / p / (1 - c / (n * p)))
+        std_err = unit * form_error(n * spread, n, p, is_complex)
         fourth = jnp.mean(jnp.sum(jnp.square(jnp.abs(applied(away**2))), axis=1))
         pairs = jnp.sum(gram * (1 - jnp.eye(p))) / max(p * (p - 1), 1)
         return std_err, degrees_of_freedom(spread, jnp.maximum(fourth, n * pairs), n * p)
@@ -191,24 +169,19 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         ones = jnp.ones_like(nodes)
         value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
         values = on_nodes(self.fn, nodes)
-        evidence = evidence_of(matrix, outside=~real_enough)
-        evidence = worse(evidence, domain_evidence(jnp.abs(ones), values))
-
+        evidence = evidence_of(matrix, outside=~(real_enough & all_finite(values)))
         # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; and |f| where that is less than |f'| ||dA||_F, as
         # for roots of eigenvalues that are made of rounding.
         rounding = 2 * block.eps * (unit * safe_norm(scaled.reshape(-1)))
-
-        def usable_slopes(theta):
-            slopes = on_nodes(slope_of(self.fn), theta)
-            return slopes, jnp.abs(slopes) * rounding <= jnp.abs(on_nodes(self.fn, theta))
-
         found = diagonalised(scaled)
-        slopes, usable = usable_slopes(found.nodes * unit)
-        norm = safe_norm(function_of(found, jnp.where(usable, slopes, 0)).reshape(-1))
+        slopes = on_nodes(slope_of(self.fn), found.nodes * unit)
+        most = jnp.abs(on_nodes(self.fn, found.nodes * unit))
+        usable = jnp.abs(slopes) * rounding <= most
+        limited = jnp.where(usable, slopes, most / jnp.where(rounding > 0, rounding, 1))
+        norm = safe_norm(function_of(found, limited).reshape(-1))
         # The values of f, and their sum, are rounded as well.
         sizes = jnp.where(jnp.isfinite(values), jnp.abs(values), 0)
-        shares = jnp.where(usable_slopes(nodes)[1], 2 * block.eps, 1)
-        error = rounding * norm + jnp.sum(shares * sizes)
+        error = rounding * norm + 2 * block.eps * jnp.sum(sizes)
         estimate = exact_estimate(value, error, block.n, evidence)
         slope = function_of(found, slopes)
         slope = slope.real if self.is_real else slope
@@ -219,5 +192,11 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
         `fn`, too.
         """
+        block = BlockOperator(operator)
+        u = weights.u
         own, _ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)
-        return weights.contract(BlockOperator(operator)) + own
+        if jnp.iscomplexobj(u) and not jnp.issubdtype(block.dtype, jnp.complexfloating):
+            images = block.mm(u.real) + 1j * block.mm(u.imag)
+        else:
+            images = block.mm(u)
+        return jnp.sum(jnp.conj(weights.v) * images) + own

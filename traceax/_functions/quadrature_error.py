@@ -8,15 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Real
 
-from .._core.estimate import (
-    Estimate,
-    Evidence,
-    make_estimate,
-    relative,
-    safe_norm,
-    scale_of,
-    worse,
-)
+from .._core.estimate import Estimate, Evidence, make_estimate, relative, safe_norm, scale_of, worse
 from .._estimators.calibration import with_ties
 
 
@@ -52,16 +44,12 @@ def exact_estimate(value: Array, error: Array, num_matvecs: int, evidence: Evide
 def entries_std_err(
     samples: Real[Array, "p n"], count: Real[Array, ""]
 ) -> tuple[Real[Array, " n"], Real[Array, ""]]:
-    """The standard errors of the entries of a mean, and of their sum.
+    """The standard errors of the entries of a mean of so many samples (later ones are 0), and of
+    their sum. From a single sample nothing is known.
 
     Entry i of a sample is y_i = omega_i (B omega)_i, with omega of random signs: it has the mean
     B_ii and the variance sum_{j != i} B_ij^2 = E y_i^2 - B_ii^2 (over the complex numbers with the
     real part of B). The sum of the entries has twice the sum of these variances.
-
-    **Arguments:**
-
-    - `samples`: the samples; 0 for those that are not in use.
-    - `count`: the number of samples in use. From a single one nothing is known.
     """
     unit = scale_of(samples)
     samples = samples / unit
@@ -76,16 +64,13 @@ def entries_std_err(
 
 def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
     """The quadrature error of the mean, from the samples after up to three numbers of steps (`funm`
-    derives it). `exhausted` says for each probe whether its Krylov space is invariant.
+    derives it). `exhausted` says for each probe whether its Krylov space is invariant: quadrature
+    is exact there.
     """
-    if len(samples) == 1:
-        error = jnp.full_like(samples[0], jnp.inf)
-    else:
-        error = jnp.abs(samples[0] - samples[1]) * _share_missed(jnp.abs(jnp.diff(samples, axis=0)))
-    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    # In an invariant Krylov space the quadrature is exact.
+    changes = jnp.abs(_changes(samples))
     shape = (-1, *[1] * (samples.ndim - 2))
-    return jnp.mean(jnp.where(exhausted.reshape(shape), 0, error), axis=0)
+    error = jnp.where(exhausted.reshape(shape), 0, _missed(changes[0], changes))
+    return jnp.mean(error, axis=0)
 
 
 def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, ""]) -> Array:
@@ -93,21 +78,25 @@ def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, 
     that of all entries together, as the ratio of two differences of one entry may be anything. So
     may one of these differences, of which half is the mean.
     """
+    changes = _changes(values)
+    norms = safe_norm(changes)
+    typical = jnp.hypot(changes[0], norms[0] / math.sqrt(values.shape[1])) / math.sqrt(2)
+    return jnp.where(exhausted, 0, _missed(typical, norms))
+
+
+def _changes(values: Real[Array, "o ..."]) -> Real[Array, "d ..."]:
+    """One or two differences. Of a single value nothing is known."""
     if len(values) == 1:
-        return jnp.where(exhausted, 0, jnp.full_like(values[0], jnp.inf))
-    norms = safe_norm(jnp.diff(values, axis=0))
-    last = jnp.abs(values[0] - values[1])
-    typical = jnp.hypot(last, norms[0] / math.sqrt(last.size)) / math.sqrt(2)
-    error = typical * _share_missed(norms)
-    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    return jnp.where(exhausted, 0, error)
+        return jnp.full_like(values, jnp.inf)
+    return jnp.diff(values, axis=0)
 
 
-def _share_missed(differences: Real[Array, "d ..."]) -> Array:
-    """max(1, 8 r / (1 - r)), with the rate r at which one or two differences fall."""
-    rate = jnp.full_like(differences[0], 0.95)
-    if len(differences) == 2:
-        before = differences[1]
-        known = jnp.minimum(differences[0] / jnp.where(before > 0, before, 1), 0.95)
+def _missed(last: Real[Array, "..."], changes: Real[Array, "d ..."]) -> Real[Array, "..."]:
+    """The last change times max(1, 8 r / (1 - r)), with the rate r at which changes fall."""
+    rate = jnp.full_like(changes[0], 0.95)
+    if len(changes) == 2:
+        before = changes[1]
+        known = jnp.minimum(changes[0] / jnp.where(before > 0, before, 1), 0.95)
         rate = jnp.where(before > 0, known, rate)
-    return jnp.maximum(1, 8 * rate / (1 - rate))
+    error = last * jnp.maximum(1, 8 * rate / (1 - rate))
+    return jnp.where(jnp.isfinite(error), error, jnp.inf)

@@ -5,14 +5,12 @@ probes omega of random signs,
 
     diag f(A) = diag V f(T) V^H + E[omega o y],      y = f(A) omega - V f(T) V^H omega,
 
-whatever V is. f may be changed by a constant c, as diag(f(A) - c) is c less: what V leaves is often
-near a multiple of the identity. A sample is therefore
+whatever V is. As diag(f(A) - c) is c less for any constant c, a sample is
 
     omega o (y - c R omega) + c (1 - diag V V^H),
 
-whose mean does not depend on c. The best c is about omega^H R y / omega^H R omega. So that c has
-nothing to do with the probe, it comes from the other probes. A sum of f over the spectrum is the
-sum of these entries.
+with a c near omega^H R y / omega^H R omega, from the other probes. A sum of f over the spectrum is
+the sum of these entries.
 
 *The quadrature error* is that of f(A) omega alone, by Lanczos' recurrence: values after q, q - d
 and q - 2d steps are compared (see `quadrature_error`). With a tolerance, q is the first of few
@@ -24,7 +22,7 @@ numbers of steps with which this error is a third of what is allowed.
 
 is diag f(A) for every A, and so the derivative of the mean of samples is unbiased. That of f(T) is
 S (D o S^H dT S) S^H, T = S Theta S^H, with the divided differences D of f; that of f(A) omega is
-`frechet`'s sum, and that of omega^H f(A) omega is `funm`'s form.
+the sum of `nodes`, and that of omega^H f(A) omega is `funm`'s form.
 """
 
 import math
@@ -37,14 +35,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import (
-    Evidence,
-    norm_of,
-    rounding_of,
-    safe_norm,
-    scale_of,
-    worse,
-)
+from .._core.estimate import Evidence, norm_of, rounding_of, safe_norm, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._estimators.rows import Rows
 from .._estimators.samples import SIZES, AbstractSampling, Panel
@@ -55,15 +46,14 @@ from .._estimators.tolerance import (
     sample_to_tolerance,
     tolerance_of,
 )
-from .._linalg.block_lanczos import block_lanczos, ritz_values
+from .._linalg.block_lanczos import block_lanczos
+from .._linalg.factorisations import ritz_values
 from .._linalg.lanczos import Lanczos, lanczos, lanczos_until, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import RademacherSampler
 from .._sketch.leave_one_out import adjoint, square_of
-from .frechet import combined, constant, linear_map, steps_of
 from .funm import (
     AbstractFunctionEstimator,
-    QuadratureEstimator,
     check_hermitian,
     domain_evidence,
     ended_after,
@@ -74,8 +64,9 @@ from .funm import (
 from .nodes import (
     Function,
     changes_by_rounding,
-    differences_between,
+    constant,
     divided_differences,
+    divided_sums,
     on_nodes,
     unresolved,
     within_tag,
@@ -107,13 +98,6 @@ class Recurrences(NamedTuple):
     along: Real[Array, "p q q"]  # column j: the coordinates of x_j a_j, with a Ritz vector x_j
     nodes: Real[Array, "p q"]
     steps: Int[Array, ""] | int  # those that were made: later vectors are 0
-
-
-class ExactDiagonalWeights(NamedTuple):
-    """The eigenvectors and the eigenvalues. A contraction costs n matvecs."""
-
-    basis: Inexact[Array, "n n"]
-    nodes: Real[Array, " n"]
 
 
 def removed_from(basis: Inexact[Array, "n m"], width: int) -> Inexact[Array, "n j"]:
@@ -162,8 +146,8 @@ class FunctionSampling(AbstractSampling):
 
         def on_removed(after):  # the entries of V f(T) V^H Q Q^H after fewer steps
             nodes, s = ritz_values(krylov.t, krylov.in_use & (step < after))
-            values = on_nodes(self.fn, within_tag(block.operator, nodes, block.eps))
-            values = jnp.where(jnp.any(s != 0, axis=0), values, 0)
+            nodes = within_tag(block.operator, nodes, block.eps)
+            values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
             columns = matmul(s * values, adjoint(s)[:, :j])
             return jnp.sum(matmul(basis, columns) * jnp.conj(removed), axis=1).real
 
@@ -176,7 +160,7 @@ class FunctionSampling(AbstractSampling):
         """See `AbstractSampling`."""
         size = basis.shape[1]
         if size == 0:
-            zero = self._rows_of(jnp.zeros((block.n, 1), jnp.finfo(block.dtype).dtype))[..., 0]
+            zero = self._added(jnp.zeros(block.n, jnp.finfo(block.dtype).dtype))
             none = zero.reshape(-1)[:0]
             return Space(basis, basis, none, basis, zero, zero, zero, basis, basis, Evidence())
         space = self.captured_space(block, basis)
@@ -190,25 +174,21 @@ class FunctionSampling(AbstractSampling):
         return space._replace(images=matmul(images, s))
 
     def space(
-        self,
-        block: BlockOperator,
-        basis: Inexact[Array, "n m"],
-        t: Inexact[Array, "m m"],
+        self, block: BlockOperator, basis: Inexact[Array, "n m"], t: Inexact[Array, "m m"]
     ) -> Space:
         """V f(T) V^H, and as a function of T to first order."""
         in_use = jnp.any(basis != 0, axis=0)
         nodes, s = ritz_values(lax.stop_gradient((t + adjoint(t)) / 2), in_use)
         nodes = within_tag(block.operator, nodes, block.eps)
         counts = jnp.any(s != 0, axis=0)
-        values = jnp.where(counts, on_nodes(self.fn, nodes), 0)
+        values = on_nodes(self.fn, nodes, counts)
         moved = matmul(adjoint(s), matmul(t - lax.stop_gradient(t), s))
         differences = divided_differences(constant(self.fn), nodes[None])[0]
         core = jnp.diag(values).astype(t.dtype) + differences * moved
         right = matmul(basis, s)
         left = matmul(right, core)
-        value = self._rows_of(jnp.sum(left * jnp.conj(right), axis=1).real[:, None])[..., 0]
-        changes = changes_by_rounding(self.fn, block.operator, nodes, values, block.eps)
-        changes = jnp.where(counts, changes, 0)
+        value = self._added(jnp.sum(left * jnp.conj(right), axis=1).real)
+        changes = changes_by_rounding(self.fn, block.operator, nodes, values, block.eps, counts)
         return Space(
             left=left,
             right=right,
@@ -219,13 +199,16 @@ class FunctionSampling(AbstractSampling):
             bias=jnp.zeros_like(value),
             basis=basis,
             removed=basis[:, :0],
-            evidence=domain_evidence(counts.astype(nodes.dtype), changes + values),
+            evidence=domain_evidence(values, changes),
         )
 
     def _rows_of(self, entries: Real[Array, "... n p"]) -> Real[Array, "... p"]:
         if self.rows is None:
             return jnp.sum(entries, axis=-2)
         return self.rows(entries) if entries.ndim == 2 else jax.vmap(self.rows)(entries)
+
+    def _added(self, entries: Real[Array, " n"]) -> Array:
+        return self._rows_of(entries[:, None])[..., 0]
 
     def _size(self, block: Inexact[Array, "n m"], changes: Real[Array, " n"], eps: float) -> Array:
         """The norms whose rounding is that of these numbers, together with changes of f."""
@@ -264,7 +247,7 @@ class FunctionSampling(AbstractSampling):
         z = without(space.removed, omega).astype(block.dtype)
         known = matmul(space.left, matmul(adjoint(space.right), z))
         norms = safe_norm(z.T)
-        room = jnp.maximum(1 - jnp.sum(square_of(space.right), axis=1)[:, None], 0)
+        room = jnp.maximum(1 - jnp.sum(square_of(space.right), axis=1), 0)
 
         def rest(krylov, made):
             """The y of above after q, q - d and q - 2d steps, with the quadrature error of the mean
@@ -273,8 +256,8 @@ class FunctionSampling(AbstractSampling):
             shorter, orders = truncations(krylov, made)
             nodes, masses, s = quadrature(shorter)
             nodes = within_tag(block.operator, nodes, eps)
-            values = on_nodes(self.fn, nodes)
-            first = einsum("paq,pq->ap", s, jnp.where(masses > 0, values, 0) * s[:, 0])
+            values = on_nodes(self.fn, nodes, masses > 0)
+            first = einsum("paq,pq->ap", s, values * s[:, 0])
             images = norms * einsum("anp,aop->onp", krylov.basis, first.reshape(-1, orders, p))
             y = images - known
             if self.rows is None:  # the trace of P (f(A) - V f(T) V^H) P
@@ -284,29 +267,28 @@ class FunctionSampling(AbstractSampling):
             residuals = krylov.residual[:, None] * jnp.abs(s[:, made - 1])
             hidden = unresolved(self.fn, nodes, values, residuals)
             hidden = room * jnp.mean(weighted(masses, hidden))
-            error = space.bias + error + self._rows_of(hidden)[..., 0]
+            error = space.bias + error + self._added(hidden)
             return y[0], error, nodes, masses, values
 
-        def measure(krylov, made):
-            found = rest(krylov, made)
-            value = space.value + jnp.mean(self._rows_of(omega * found[0].real), axis=-1)
-            allowed = (self.atol + self.rtol * norm_of(value)) / 3
-            converged = norm_of(found[1]) <= allowed
-            return jnp.where(jnp.asarray(steps) > 0, made >= steps, converged), found
+        def enough(krylov, made):
+            y, error, *_ = rest(krylov, made)
+            value = space.value + jnp.mean(self._rows_of(omega * y.real), axis=-1)
+            converged = norm_of(error) <= (self.atol + self.rtol * norm_of(value)) / 3
+            return jnp.where(jnp.asarray(steps) > 0, made >= steps, converged)
 
         if isinstance(steps, int) and steps > 0:
             krylov, made = lanczos(block.mm, z, steps, eps), steps
-            found = rest(krylov, steps)
         else:
             most = self._most_steps(space.basis.shape[1])
-            krylov, made, found = lanczos_until(block.mm, z, most, eps, measure)
-        y, bias, nodes, masses, values = found
+            krylov, made = lanczos_until(block.mm, z, most, eps, enough)
+        y, bias, nodes, masses, values = rest(krylov, made)
         outside = without(space.right, omega)
         c = level_of_others(outside, y)
-        entries = omega * (y - c * outside).real + c * room
-        changes = changes_by_rounding(self.fn, block.operator, nodes, values, eps)
-        domain = domain_evidence(masses, values + changes)
-        changes = room[:, 0] * jnp.mean(weighted(masses, changes))
+        entries = omega * (y - c * outside).real + c * room[:, None]
+        counts = masses > 0
+        changes = changes_by_rounding(self.fn, block.operator, nodes, values, eps, counts)
+        domain = domain_evidence(values, changes)
+        changes = room * jnp.mean(weighted(masses, changes))
         panel = Panel(
             samples=self._rows_of(entries),
             least_deviation=self._deviation(entries),
@@ -336,8 +318,7 @@ class FunctionSampling(AbstractSampling):
         omega = self.sampler.probes(key, block.n, count, jnp.finfo(block.dtype).dtype)
         z = without(prepared.removed, omega).astype(block.dtype)
         most = self._most_steps(prepared.basis.shape[1])
-        measure = lambda _, made: (made >= steps, ())  # noqa: E731
-        krylov, *_ = lanczos_until(still.mm, z, most, block.eps, measure)
+        krylov, _ = lanczos_until(still.mm, z, most, block.eps, lambda _, made: made >= steps)
         return self.mean_of(block, prepared, self.fixed(still, omega, z, krylov, steps))
 
     def mean_of(self, block: BlockOperator, space: Space, fixed: Recurrences) -> Array:
@@ -345,7 +326,7 @@ class FunctionSampling(AbstractSampling):
         omega, z, basis, along, nodes, steps = fixed
         q, n, p = basis.shape
         ritz = einsum("anp,paq->npq", basis, along)
-        values = jnp.where(jnp.any(along != 0, axis=1), on_nodes(self.fn, nodes), 0)
+        values = on_nodes(self.fn, nodes, jnp.any(along != 0, axis=1))
         of_z = einsum("npq,pq->np", ritz, values)
 
         def product(pair):
@@ -366,79 +347,37 @@ class FunctionSampling(AbstractSampling):
         inside = matmul(adjoint(space.right), omega - z)
         moved = einsum("anp,paq->npq", moved, along).reshape(n, p * q)
         moved_space = space.images - lax.stop_gradient(space.images)
-        changes = self._changes(
+        changes = divided_sums(
             block,
+            self.fn,
             jnp.concatenate([moved_space, moved], axis=1),
             jnp.concatenate([space.nodes, nodes.reshape(-1)]),
             jnp.concatenate([inside, jnp.repeat(jnp.eye(p, dtype=inside.dtype), q, axis=0)]),
         )
         known = matmul(space.left, matmul(adjoint(space.right), omega))
-        counts = jnp.any(space.right != 0, axis=0)
-        values = jnp.where(counts, on_nodes(self.fn, space.nodes), 0)
+        values = on_nodes(self.fn, space.nodes, jnp.any(space.right != 0, axis=0))
         of_omega = of_z + matmul(space.right, values[:, None] * inside)
         return jnp.mean(self.rows(omega * (of_omega - known + changes).real), axis=-1)
 
-    def _changes(
-        self,
-        block: BlockOperator,
-        moved: Inexact[Array, "n c"],
-        nodes: Real[Array, " c"],
-        shares: Inexact[Array, "c p"],
-    ) -> Inexact[Array, "n p"]:
-        """The sums of `frechet` for every probe, from dA x_j and the shares a_j of the probes."""
-        still = constant(block.operator)
-        mm = BlockOperator(still).linearised().mm
-        fn = constant(self.fn)
-        count, p = shares.shape
-        num_steps = steps_of(min(count, block.n), block.n)
-
-        def forward(u):
-            def values(index, theta):
-                theta = within_tag(still, theta, block.eps)
-                at = differences_between(fn, theta, nodes[index][:, None])
-                return at * shares[index][:, None, :]
-
-            return combined(mm, u, values, num_steps, block.eps)
-
-        def transposed(w):
-            def values(index, theta):
-                theta = within_tag(still, theta, block.eps)
-                both = jnp.broadcast_to(nodes, (len(index), count))
-                at = differences_between(fn, theta, both)
-                return at * jnp.conj(shares.T)[index][:, None, :]
-
-            return jnp.conj(combined(mm, jnp.conj(w), values, num_steps, block.eps))
-
-        return linear_map(forward, transposed, moved, p)
-
     def exact(self, block):
         """See `AbstractSampling`: by an eigendecomposition."""
-        operator = block.operator
-        if self.rows is None:
-            return self._sum().exact(operator)
+        operator, eps = block.operator, block.eps
         nodes, basis, evidence = spectrum(operator)
         values = on_nodes(self.fn, nodes)
-        eps = block.eps
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
-        evidence = worse(evidence, domain_evidence(jnp.ones_like(nodes), values + changes))
+        evidence = worse(evidence, domain_evidence(values, changes))
         rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
-        error = self.rows.of_vector(matmul(square_of(basis), changes) + rounding)
-        value = self.rows.of_vector(matmul(square_of(basis), values))
-        estimate = exact_estimate(value, error, nodes.size, evidence)
-        return estimate, ExactDiagonalWeights(basis, nodes)
-
-    def _sum(self) -> QuadratureEstimator:
-        return QuadratureEstimator(self.fn, None, "A spectral sum")
+        error = self._added(matmul(square_of(basis), changes) + rounding)
+        value = self._added(matmul(square_of(basis), values))
+        return exact_estimate(value, error, nodes.size, evidence), (basis, nodes)
 
     def contract_exact(self, weights: Any, operator: lx.AbstractLinearOperator) -> Array:
         """The exact value as a function of A, from what `exact` held fixed."""
-        if self.rows is None:
-            return self._sum().contract(weights, operator)
         basis, nodes = weights
         inner = matmul(adjoint(basis), BlockOperator(operator).mm(basis))
         core = divided_differences(constant(self.fn), nodes[None])[0] * inner
         moved = jnp.sum(matmul(basis, core) * jnp.conj(basis), axis=1).real
-        return self.rows.of_vector(moved + matmul(square_of(basis), on_nodes(self.fn, nodes)))
+        return self._added(moved + matmul(square_of(basis), on_nodes(self.fn, nodes)))
 
     def exactly_contracted(self, block):
         """See `AbstractSampling`."""

@@ -1,5 +1,6 @@
-"""Spectral sums, spectral densities and eigenvalue counts: the functions that users call."""
+"""Spectral sums, densities, eigenvalue counts and Schatten norms: the functions that users call."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +14,20 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray
 
+from .._core.estimate import power_of
 from .._core.precision import any_promotion
-from .._core.primitive import spectral_density_p, spectral_sum_p
-from .._estimators.estimator import AbstractEstimator, check_budget, solve
+from .._core.primitive import compiled_once, spectral_density_p, spectral_sum_p
+from .._estimators.estimator import AbstractEstimator, check_budget, check_key, solve
 from .._estimators.solution import Solution
 from .._estimators.tolerance import check_either
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
+from .._operators.gram import gram, unit_of
 from .._operators.tags import is_complex, is_hermitian
-from .frechet import constant
+from .._probes.random import split
 from .funm import QuadratureEstimator, check_function, checked_num_steps, hoist_function, plan
 from .krylov_aware import LEAST, KrylovAwareEstimator
-from .nodes import Function, on_nodes
+from .nodes import Function, constant, on_nodes
 from .non_hermitian import ArnoldiEstimator
 from .sampling import sampled_function
 
@@ -49,35 +52,11 @@ def spectral_sum(
     r"""Estimate $\mathrm{tr}\, f(A) = \sum_i f(\lambda_i)$ of an operator, or of a Hermitian one
     $\mathrm{tr}\, f(A + s I)$ for many shifts s at once.
 
-    For operators that are tagged Hermitian, a block of random vectors builds a Krylov space, on
-    which f(A) is known. A quarter of the vectors in turn is left out, and tests what the space of
-    the others leaves of f(A), by no further product. The value has two errors:
-
-    - that of the random probes, with the standard error `std_err`, which is known even from a
-        single probe.
-    - the bias of ending Lanczos' recurrence. The field `quadrature_error` is an estimate of it,
-        usually several times too large. The number of steps that are needed grows with the
-        condition number: for functions that are singular at 0 it is about
-        $\sqrt{\kappa} / 4 \, \ln(1/\varepsilon)$. Where this error is the larger one, raise `k`,
-        or shift or precondition the operator.
-
-    With `num_steps`, and below `k = 16`, it is stochastic Lanczos quadrature alone, by default with
-    $\lfloor\sqrt{k} / 3\rfloor$ probes (at least one).
-
-    For all other operators it is the mean over $\lfloor\sqrt{k}\rfloor$ probes z (unless
-    `num_steps` is given) of $z^H f(A) z$ by Arnoldi's recurrence, with the same two errors. f must
-    then be holomorphic, on the field of values of A and a little beyond: exponentials, polynomials
-    and other entire functions always are, and converge at a rate that only the norm of A decides.
-    The Hessenberg matrices may be defective: functions of them are exact to some 1e-10 (5e-5 in
-    single precision). A function that is holomorphic only in parts of the plane, as
-    `jnp.maximum(x, 0)` is, is not noticed.
-
-    First derivatives, in forward and reverse mode, are taken with the probes held fixed, and
-    converge as the value does. With respect to what the operator depends on they cost
-    `k` tangent products in one block; they are also taken with respect to the arrays
-    that `fn` closes over, and to `shifts`. Second derivatives are refused. f must be differentiable
-    at the eigenvalues: derivatives of the root of a singular operator are NaN. Take
-    $\sqrt{x + \varepsilon}$, or [`traceax.schatten_norm`][], which has subgradients.
+    Hermitian operators: a block Krylov space, of which a quarter of the start vectors in turn tests
+    what the others leave. With `num_steps`, and below `k = 16`: stochastic Lanczos quadrature.
+    Others: Arnoldi's recurrence, for f holomorphic on the field of values and a little beyond.
+    `std_err` is the error of random probes, `quadrature_error` the bias of short recurrences (often
+    several times too large; where it is the larger one, raise `k`, or shift or precondition).
 
     !!! Example
 
@@ -85,62 +64,34 @@ def spectral_sum(
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
         solution = tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120)  # log det
         solution.value, solution.std_err, solution.quadrature_error
-
-        noise = jnp.logspace(-3, 0, 20)  # log det(A + s I) for 20 values of s, by the same products
-        tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120, shifts=noise).value
         ```
 
-    Cost: at most `k` matvecs, in blocks; `k n` numbers for the Krylov bases; about `5 n k^2`
-    operations, and `8 n k num_steps` with `num_steps`. Every shift costs some `k^3` operations
-    more, and no product. With `k >= n`, n matvecs and an eigendecomposition: `n x n` numbers and
-    some `10 n^3` operations. For operators that are not Hermitian, `k n` numbers and
-    `8 n k num_steps` operations, and with `k >= n` some `25 n^3`.
+    Cost: at most `k` matvecs, in blocks; `k n` numbers; some `5 n k^2` operations (`8 n k
+    num_steps` with `num_steps` or without a tag), and `k^3` for every shift. First derivatives,
+    also with respect to `shifts` and to arrays in `fn`, take `k` tangent products.
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
-    - `fn`: a JAX function of one real number with real values, such as `jax.numpy.log`. It is
-        applied to (approximate) eigenvalues, all of which lie within the spectrum. If the operator
-        is not Hermitian: a holomorphic function of one complex number, such as `jax.numpy.exp`.
-    - `operator`: a lineax operator with `n` rows, between any PyTrees. If it is Hermitian, say so
-        by a tag (symmetric, if real, or positive or negative semidefinite): the same products then
-        give a smaller error.
+    - `fn`: a JAX function of one real number with real values, such as `jax.numpy.log`; of an
+        operator without a tag a holomorphic one of a complex number, such as `jax.numpy.exp`.
+    - `operator`: a square lineax operator, between any PyTrees; if it is Hermitian, with a tag.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
-    - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, for operators that are tagged
-        Hermitian: as of [`traceax.trace`][]. Both errors together are then within it.
-    - `shifts`: numbers s, a real array of any shape: the value is then tr f(A + s I) for each of
-        them. They need not be static.
-    - `num_steps`: the number of steps for each probe, a static Python int, at most `k`. The number
-        of probes is then `k // num_steps`.
+    - `rtol`, `atol`, `max_k`: a tolerance instead, as of [`traceax.trace`][], for both errors.
+    - `shifts`: numbers s, a real array of any shape, for tr f(A + s I).
+    - `num_steps`: the number of products for each probe, a static Python int.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value and with a `quadrature_error`, which have the shape
-    of `shifts`. The value is complex if the operator is complex and not tagged Hermitian, or if it
-    is not Hermitian and `fn` has complex values for real numbers. If f is not finite at a Ritz
-    value (for any of the shifts), or if a value that should be real is not, as for the logarithm
-    of a real matrix with negative eigenvalues, the result is `outside_domain` and the value NaN.
-    It is `not_converged`, with the best estimate, if the quadrature error exceeds four standard
-    errors and 5 % of the value (for all shifts together), for an exact value half of it.
+    A [`traceax.Solution`][], of the shape of `shifts`. It is `outside_domain` where f is not finite
+    at a Ritz value, and `not_converged`, with the best estimate, where the quadrature error exceeds
+    four standard errors and 5 % of the value (for an exact value half of it).
 
-    **Raises:**
+    **Raises:** `TypeError` or `ValueError` for arguments that cannot be used, and
+    `NotImplementedError` for a second derivative.
 
-    - `TypeError`: for complex shifts, for a function that cannot take the complex numbers that an
-        operator asks for, and for a key, function, operator or `k` of the wrong type.
-    - `ValueError`: for an operator that is not square, or with `shifts` not tagged Hermitian, for
-        an empty array of shifts, `k < 1`, a `num_steps` that is no int from 1 to `k`, or a function
-        that does not return a scalar.
-    - `NotImplementedError`: for a second derivative.
-
-    ??? cite "References"
-
-        S. Ubaru, J. Chen, Y. Saad, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*,
-        2017, doi:10.1137/16M1104974. T. Chen, E. Hallman, *Krylov-aware stochastic trace
-        estimation*, 2023, arXiv:2205.01736. The derivative:
-        arXiv:2605.12801. `traceax/_functions/funm.py` derives both errors,
-        `traceax/_functions/krylov_aware.py` the choices, and `traceax/_functions/non_hermitian.py`
-        both errors of operators that are not Hermitian.
+    S. Ubaru, J. Chen, Y. Saad, doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.
     """
     check_function(fn)
     operator = as_operator(operator)
@@ -182,13 +133,11 @@ def _is_real(fn: Callable[[Array], Array], operator: lx.AbstractLinearOperator) 
 def _shifted(fn: Function, shifts: ArrayLike, dtype: Any) -> Function:
     """The function x -> f(x + s) for all shifts s."""
     shifts = jnp.asarray(shifts)
-    if jnp.issubdtype(shifts.dtype, jnp.complexfloating):
+    if jnp.issubdtype(shifts.dtype, jnp.complexfloating) or shifts.size == 0:
         raise TypeError(
-            f"shifts must be real numbers, got an array of {shifts.dtype}. If the imaginary parts "
-            "are 0, take the real part."
+            f"shifts must be real numbers, at least one, got an array of {shifts.dtype} of shape "
+            f"{shifts.shape}. If the imaginary parts are 0, take the real part."
         )
-    if shifts.size == 0:
-        raise ValueError(f"shifts has the shape {shifts.shape}: give one number at least.")
     shifts = shifts.astype(dtype)
     return hoist_function(lambda x: on_nodes(fn, x + shifts), dtype, scalar=False)
 
@@ -208,16 +157,8 @@ def spectral_density(
     $$\phi(t) = \frac{1}{n} \sum_i \frac{1}{\sigma \sqrt{2 \pi}}
     \exp\left(-\frac{(t - \lambda_i)^2}{2 \sigma^2}\right), \qquad \int \phi(t) \, dt = 1.$$
 
-    For each point of the grid this is the spectral sum of a Gaussian. All points share the same
-    products: see [`traceax.spectral_sum`][] for the errors, derivatives and cost.
-
-    !!! Example
-
-        ```python
-        grid = jnp.linspace(-1.0, 5.0, 200)
-        density = tr.spectral_density(jax.random.key(0), operator, 100, grid)
-        density.value, density.std_err  # arrays of the shape of the grid
-        ```
+    Each point of the grid is the spectral sum of a Gaussian, from the same products: see
+    [`traceax.spectral_sum`][] for the errors, derivatives and cost.
 
     **Arguments:**
 
@@ -233,23 +174,14 @@ def spectral_density(
 
     **Returns:**
 
-    A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the shape of the
-    grid. At a point to which only one or two eigenvalues contribute, all probes may have missed
-    these eigenvalues, above all at the ends of the spectrum, of which Lanczos' recurrence sees the
-    inside ([`traceax.eigenpairs`][] has bounds). The error is then larger than stated, but not on
-    average over the grid.
+    A [`traceax.Solution`][] of the shape of the grid. Where only one or two eigenvalues contribute,
+    as at the ends of the spectrum, all probes may have missed them, and the error is larger than
+    stated ([`traceax.eigenpairs`][] has bounds).
 
-    **Raises:**
+    **Raises:** those of [`traceax.spectral_sum`][].
 
-    - `TypeError`: for a key, operator or `k` of the wrong type.
-    - `ValueError`: for an operator that is not square or not tagged Hermitian, `k < 1`, a
-        `num_steps` that is not between 1 and `k`, or no `width` for a grid of a single point.
-    - `NotImplementedError`: for a second derivative.
-
-    ??? cite "References"
-
-        L. Lin, Y. Saad, C. Yang, *Approximating spectral densities of large matrices*, 2016,
-        doi:10.1137/130934283.
+    L. Lin, Y. Saad, C. Yang, *Approximating spectral densities of large matrices*, 2016,
+    doi:10.1137/130934283.
     """
     operator = as_operator(operator)
     dtype, n = _real_dtype(operator), operator.in_size()
@@ -263,9 +195,8 @@ def spectral_density(
                 "`width`, or more points."
             )
         # The smallest width that the steps resolve.
-        sigma = (jnp.max(points) - jnp.min(points)) / plan(budget, num_steps)[1]
-    else:
-        sigma = jnp.asarray(width).astype(dtype)
+        width = (jnp.max(points) - jnp.min(points)) / plan(budget, num_steps)[1]
+    sigma = jnp.asarray(width).astype(dtype)
 
     def gaussian(theta):
         height = 1 / (n * math.sqrt(2 * math.pi) * sigma)
@@ -289,11 +220,10 @@ def eigenvalue_count(
     r"""Estimate how many eigenvalues of a Hermitian operator lie in the interval $[a, b]$.
 
     This is the spectral sum of a function that is 1 in the interval and 0 elsewhere; see
-    [`traceax.spectral_sum`][] for the errors and the cost. The `quadrature_error` is a bound, by
-    the inequalities of Chebyshev, Markov and Stieltjes, and falls only like `n / num_steps`: a
-    count is accurate where few eigenvalues lie near `a` and `b`. Eigenvalues that are as close to
-    `a` or `b` as rounding errors are counted, and their number is part of the errors. The
-    derivative of a count is 0.
+    [`traceax.spectral_sum`][] for the errors and the cost. The `quadrature_error` is a bound, and
+    falls only like `n / num_steps`: a count is accurate where few eigenvalues lie near `a` and `b`.
+    Eigenvalues that are as close to `a` or `b` as rounding errors are counted, and their number is
+    part of the errors. The derivative of a count is 0.
 
     **Arguments:**
 
@@ -305,20 +235,12 @@ def eigenvalue_count(
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
-    **Returns:**
+    **Returns:** a [`traceax.Solution`][] with a real value and with a `quadrature_error`.
 
-    A [`traceax.Solution`][] with a real value and with a `quadrature_error`.
+    **Raises:** those of [`traceax.spectral_sum`][], and `ValueError` for `a > b`.
 
-    **Raises:**
-
-    - `TypeError`: for a key, operator or `k` of the wrong type.
-    - `ValueError`: for an operator that is not square or not tagged Hermitian, `a > b`, `k < 1`, or
-        a `num_steps` that is not between 1 and `k`.
-
-    ??? cite "References"
-
-        E. Di Napoli, E. Polizzi, Y. Saad, *Efficient estimation of eigenvalue counts in an
-        interval*, 2016, doi:10.1002/nla.2048.
+    E. Di Napoli, E. Polizzi, Y. Saad, *Efficient estimation of eigenvalue counts in an interval*,
+    2016, doi:10.1002/nla.2048.
     """
     operator = as_operator(operator)
     traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
@@ -334,3 +256,77 @@ def eigenvalue_count(
     step = hoist_function(lambda x: ((x >= lower) & (x <= upper)).astype(dtype), dtype)
     estimator = QuadratureEstimator(step, num_steps, "An eigenvalue count", (lower, upper))
     return solve(spectral_sum_p, key, constant(operator), k, estimator, throw=throw)
+
+
+def schatten_norm(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    p: float = 1.0,
+    *,
+    num_steps: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the Schatten norm $\|A\|_p = (\sum_i \sigma_i^p)^{1/p}$ with the singular values
+    $\sigma_i$: the nuclear norm for p = 1.
+
+    The p-th power is the spectral sum of $|x|^p$ if A is tagged Hermitian, and otherwise that of
+    $x^{p/2}$ for $A^* A$ (or $A A^*$, if that is smaller), which takes two products for one. One
+    more product finds a unit. See [`traceax.spectral_sum`][] for errors, derivatives and cost. (For
+    p = 2, [`traceax.frobenius_norm`][] is closer; for p = inf, take [`traceax.eigenpairs`][].)
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a lineax operator between any PyTrees, real or complex, square or not. `n` is the
+        smaller of its numbers of rows and columns.
+    - `k`: the budget of matvecs, a static Python int. With `k > n` (`k > 2 n` for an operator that
+        is not tagged Hermitian) the norm is exact.
+    - `p`: the exponent, a positive Python number. Below 1 it is a quasi-norm.
+    - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. As the root of an
+    unbiased estimate the value is biased, by about the square of its relative error. At 0, and
+    where a singular value is 0, the derivative is a subgradient (p = 1), or 0.
+
+    **Raises:** those of [`traceax.spectral_sum`][], and `ValueError` for a `p` that is not positive
+    and finite.
+    """
+    if not isinstance(p, int | float | np.integer | np.floating) or not 0 < p < math.inf:
+        raise ValueError(
+            f"The exponent p of a Schatten norm must be a positive finite number, got {p!r}. "
+            "Give 1 for the nuclear norm; the largest singular value is for `traceax.eigenpairs`."
+        )
+    p = float(p)
+    operator = as_operator(operator, square=False)
+    n = min(operator.out_size(), operator.in_size())
+    hermitian = is_hermitian(operator)
+    products = 1 if hermitian else 2
+    k = check_budget(k, products + 1, products * n + 1, "A Schatten norm") - 1
+    unit_key, key = split(check_key(key))
+    unit = compiled_once(unit_of, unit_key, operator)
+
+    def fn(x):
+        return power_of(jnp.abs(x) / unit, p) if hermitian else power_of(jnp.abs(x), p / 2)
+
+    target = operator if hermitian else gram(operator, unit, rows=operator.out_size() == n)
+    found = spectral_sum(key, fn, target, k // products, num_steps=num_steps, throw=throw)
+    value = unit * power_of(found.value, 1 / p)
+
+    def root_error(error):
+        """How far the norm is from that of a power that is larger or smaller by an error."""
+        roots = [unit * power_of(found.value + x, 1 / p) for x in (error, -error)]
+        return lax.stop_gradient(jnp.maximum(roots[0] - value, value - roots[1]))
+
+    std_err = root_error(found.std_err)
+    return dataclasses.replace(
+        found,
+        value=value,
+        std_err=std_err,
+        quadrature_error=root_error(jnp.asarray(found.quadrature_error)),
+        num_matvecs=products * found.num_matvecs + 1,
+        stats={**found.stats, "std.err": std_err},
+    )

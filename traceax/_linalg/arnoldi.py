@@ -12,14 +12,19 @@ and neither quadrature weights nor a derivative could be trusted.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
+from .._core.control_flow import if_any
 from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
 from .._core.precision import einsum
+
+#: An operator, as a function that multiplies blocks.
+Product = Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]]
 
 
 class Arnoldi(NamedTuple):
@@ -97,14 +102,16 @@ def outside(
 
 
 def advanced(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    mm: Product,
     krylov: Arnoldi,
     first: Array | int,
     last: Array | int,
     eps: float,
+    fresh: Callable[[Array, Array], Inexact[Array, "p n"]] | None = None,
 ) -> Arnoldi:
     """The recurrences after the steps from `first` to `last`, which may be traced. The numbers are
-    in the unit `scale`.
+    in the unit `scale`. `fresh`, from the number of a step and the basis, has the vectors that go
+    on where a space is exhausted.
     """
     tolerance = rounding_unit(eps, krylov.size.dtype)
     place = jnp.arange(krylov.basis.shape[1], dtype=jnp.uint32)
@@ -124,12 +131,15 @@ def advanced(
         norm = jnp.where(exhausted, 0, norm)
         below = jnp.where(place == j + 1, norm[:, None], 0).astype(w.dtype)
         unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
+        following = jnp.where(exhausted[:, None], 0, w / unit)
+        if fresh is not None:
+            following = if_any(jnp.any(exhausted), partial(fresh, j, basis), following)
         return Arnoldi(
             basis=basis,
             hessenberg=lax.dynamic_update_index_in_dim(
                 krylov.hessenberg, column + below, j, axis=2
             ),
-            following=jnp.where(exhausted[:, None], 0, w / unit),
+            following=following,
             residual=norm,
             size=size,
             scale=scale,
@@ -150,12 +160,7 @@ def in_own_unit(krylov: Arnoldi) -> Arnoldi:
     )
 
 
-def arnoldi(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
-    start: Inexact[Array, "n p"],
-    num_steps: int,
-    eps: float,
-) -> Arnoldi:
+def arnoldi(mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float) -> Arnoldi:
     """Advance the recurrences of all probes together, one block product per step.
 
     A space counts as exhausted when the part of a product outside of it is no larger than the
@@ -164,12 +169,5 @@ def arnoldi(
 
     Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
     `8 n p num_steps^2` operations.
-
-    **Arguments:**
-
-    - `mm`: an operator, as a function that multiplies blocks.
-    - `start`: the probes z. (Their norms are computed without scaling, and may overflow.)
-    - `num_steps`: the number q of steps, `1 <= q <= n`.
-    - `eps`: the relative precision of a product.
     """
     return in_own_unit(advanced(mm, begun(start, num_steps), 0, num_steps, eps))

@@ -6,16 +6,15 @@ computing eigenvalues*, 1977.) Every new block is made orthogonal to all earlier
 is read off the coefficients.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Inexact
 
 from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of, skew_of
 from .._core.precision import matmul
-from .factorisations import eigh
+from .arnoldi import Product
 
 
 class BlockLanczos(NamedTuple):
@@ -48,28 +47,17 @@ def _orthonormal(block: Array, least: Array | float) -> Array:
 
 
 def block_lanczos(
-    mm: Callable[[Inexact[Array, "n b"]], Inexact[Array, "n b"]],
+    mm: Product,
     start: Inexact[Array, "n b"],
     num_steps: int,
     eps: float,
     negligible: float | None = None,
 ) -> BlockLanczos:
-    """Advance the recurrence by `num_steps` products with a block of b vectors.
+    """The recurrence after `num_steps` products with a block of b vectors Z, of any length that is
+    neither tiny nor huge. Step j has the rows from `b j` to `b (j + 1)`. A new vector whose length,
+    relative to the longest image, is `negligible` is taken to be 0: by default a `rounding_unit`.
 
     Cost: `n b num_steps` numbers, and `12 n (b num_steps)^2` operations.
-
-    **Arguments:**
-
-    - `mm`: a Hermitian operator, as a function that multiplies blocks.
-    - `start`: the vectors Z, of any length that is neither tiny nor huge.
-    - `num_steps`: the number s of steps, `1 <= b s <= n`.
-    - `eps`: the relative precision of a product.
-    - `negligible`: the length, relative to the longest image, up to which a new vector is taken to
-        be 0. By default a `rounding_unit`, as such a vector is made of rounding errors.
-
-    **Returns:**
-
-    A `BlockLanczos`. Step j has the rows from `b j` to `b (j + 1)`.
     """
     n, b = start.shape
     m, real = b * num_steps, jnp.finfo(start.dtype).dtype
@@ -116,19 +104,3 @@ def block_lanczos(
     apart = jnp.linalg.norm(within - jnp.conj(within.T) + far)
     evidence = evidence_of(size, skew=skew_of(apart, size, n, eps))
     return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, evidence)
-
-
-def ritz_values(
-    t: Inexact[Array, "m m"], in_use: Bool[Array, " m"]
-) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """The eigenvalues and eigenvectors of the rows and columns of T that are in use.
-
-    The others give eigenvectors that are 0, and eigenvalues that repeat the first one.
-    """
-    unit = scale_of(jnp.sum(jnp.abs(t), axis=1))
-    inside = in_use[:, None] & in_use
-    # No eigenvalue exceeds 1 in this unit. A 4 stands for what is not in use: it comes last.
-    four = jnp.diag(jnp.where(in_use, jnp.zeros_like(unit), 4)).astype(t.dtype)
-    values, vectors = eigh(jnp.where(inside, t / unit.astype(t.dtype), 0) + four)
-    counts = values < 2
-    return jnp.where(counts, values, values[0]) * unit, jnp.where(counts, vectors, 0)

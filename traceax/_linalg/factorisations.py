@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import jaxlib.version
 from jax import lax
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
+from .._core.estimate import scale_of
 from .._core.precision import matmul
 
 
@@ -162,6 +163,22 @@ def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m
     finite = jnp.where(jnp.isfinite(h), h, 0)
     values, vectors = jnp.linalg.eigh(finite, symmetrize_input=False)
     return values, vectors
+
+
+def ritz_values(
+    t: Inexact[Array, "m m"], in_use: Bool[Array, " m"]
+) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
+    """The eigenvalues and eigenvectors of the rows and columns of T that are in use.
+
+    The others give eigenvectors that are 0, and eigenvalues that repeat the first one.
+    """
+    unit = scale_of(jnp.sum(jnp.abs(t), axis=1))
+    inside = in_use[:, None] & in_use
+    # No eigenvalue exceeds 1 in this unit. A 4 stands for what is not in use: it comes last.
+    four = jnp.diag(jnp.where(in_use, jnp.zeros_like(unit), 4)).astype(t.dtype)
+    values, vectors = eigh(jnp.where(inside, t / unit.astype(t.dtype), 0) + four)
+    counts = values < 2
+    return jnp.where(counts, values, values[0]) * unit, jnp.where(counts, vectors, 0)
 
 
 @one_by_one

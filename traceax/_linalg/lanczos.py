@@ -12,18 +12,16 @@ The recurrence is Arnoldi's (see `arnoldi`), of which T is what a Hermitian A le
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, Real
 
-from .._core.control_flow import nothing_like
 from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
-from .arnoldi import Arnoldi, advanced, arnoldi, begun, in_own_unit
-from .factorisations import eigh, one_by_one
+from .arnoldi import Arnoldi, Product, advanced, arnoldi, begun, in_own_unit
+from .factorisations import ritz_values
 
 
 class Lanczos(NamedTuple):
@@ -74,30 +72,23 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
     """Arnoldi's recurrence of a Hermitian A, whose H = V^H A V is real and tridiagonal but for
     rounding: `skew` is the norm of what differs from this.
     """
-    h = krylov.hessenberg / krylov.unit.astype(krylov.hessenberg.dtype)
+    made = jnp.any(krylov.basis != 0, axis=2)  # not those after the last step
+    h = jnp.where(made[:, :, None], krylov.hessenberg / krylov.unit.astype(krylov.basis.dtype), 0)
     alpha = jnp.diagonal(h, axis1=1, axis2=2).real
     below = jnp.diagonal(h, -1, axis1=1, axis2=2).real
-    below = jnp.pad(below, ((0, 0), (0, 1)))
-    one = jnp.eye(h.shape[1], dtype=alpha.dtype)
-    off = jnp.roll(one, 1, axis=0) * below[:, None, :]
-    made = jnp.any(krylov.basis != 0, axis=2)[:, None, :]  # not those after the last step
-    t = one * alpha[:, None, :] + off + jnp.where(made, jnp.swapaxes(off, 1, 2), 0)
+    t = jax.vmap(symmetric_tridiagonal)(alpha, below)
     unit = krylov.unit[:, :, 0]
-    beta = (below * unit).at[:, -1].set(krylov.residual)
     return Lanczos(
         basis=jnp.transpose(krylov.basis, (1, 2, 0)),
         alpha=(alpha * unit).T,
-        beta=beta.T,
+        beta=jnp.concatenate([below * unit, krylov.residual[:, None]], axis=1).T,
         size=krylov.size,
         skew=jnp.linalg.norm(h - t, axis=(1, 2)) * unit[:, 0],
     )
 
 
 def lanczos(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
-    start: Inexact[Array, "n p"],
-    num_steps: int,
-    eps: float | None = None,
+    mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float | None = None
 ) -> Lanczos:
     """Advance the recurrences of all probes together: see `arnoldi` for the arguments, the cost and
     the end of a space. `eps` is by default that of the dtype.
@@ -107,88 +98,60 @@ def lanczos(
 
 
 def lanczos_until(
-    mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
+    mm: Product,
     start: Inexact[Array, "n p"],
     num_steps: int,
     eps: float,
-    measure: Callable[[Lanczos, Int[Array, ""]], tuple[Bool[Array, ""], Any]],
-) -> tuple[Lanczos, Int[Array, ""], Any]:
+    enough: Callable[[Lanczos, Int[Array, ""]], Bool[Array, ""]],
+) -> tuple[Lanczos, Int[Array, ""]]:
     """The recurrences after the first number of steps, of few from 4 to `num_steps`, that is
-    enough, this number, and what was measured then. What is later than that is 0.
-
-    **Arguments:**
-
-    - `mm`, `start`, `num_steps`, `eps`: as of `lanczos`.
-    - `measure`: whether the recurrences after so many steps are enough, and a PyTree of arrays.
+    `enough`, and this number. What is later than that is 0.
     """
     depths = [round(4 * 2 ** (i / 2)) for i in range(2 * num_steps.bit_length())]
-    ends = np.array([0, *[depth for depth in depths if depth < num_steps], num_steps], np.int32)
+    ends = jnp.asarray([0, *[depth for depth in depths if depth < num_steps], num_steps], jnp.int32)
 
     def goes_on(state):
-        stage, _, ended, _ = state
+        stage, _, ended = state
         return ~ended & (stage < len(ends) - 1)
 
     def advance(state):
-        stage, krylov, *_ = state
-        steps = jnp.asarray(ends)[stage + 1]
-        krylov = advanced(mm, krylov, jnp.asarray(ends)[stage], steps, eps)
-        return stage + 1, krylov, *measure(tridiagonal(in_own_unit(krylov)), steps)
+        stage, krylov, _ = state
+        krylov = advanced(mm, krylov, ends[stage], ends[stage + 1], eps)
+        return stage + 1, krylov, enough(tridiagonal(in_own_unit(krylov)), ends[stage + 1])
 
-    krylov = begun(start, num_steps)
-    nothing = nothing_like(measure, tridiagonal(krylov), jnp.asarray(ends)[0])[1]
-    state = jnp.zeros((), jnp.int32), krylov, jnp.array(False), nothing
-    stage, krylov, _, measured = lax.while_loop(goes_on, advance, state)
-    return tridiagonal(in_own_unit(krylov)), jnp.asarray(ends)[stage], measured
+    state = jnp.zeros((), jnp.int32), begun(start, num_steps), jnp.array(False)
+    stage, krylov, _ = lax.while_loop(goes_on, advance, state)
+    return tridiagonal(in_own_unit(krylov)), ends[stage]
 
 
 def quadrature(
     krylov: Lanczos,
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
-    """The nodes theta, the weights w and the eigenvectors S of every probe's T.
-
-    If a space is exhausted after m steps, only the first m nodes count. The others repeat the first
-    node, with weights and eigenvectors that are exactly 0.
-
-    **Arguments:**
-
-    - `krylov`: the recurrences.
-
-    **Returns:**
-
-    A 3-tuple of the nodes, of shape `(p, q)`, ascending as far as they count; of their weights,
-    which add up to 1; and of T's eigenvectors, the columns of arrays of shape `(p, q, q)`. The
-    caller must check that the recurrences are finite.
+    """The nodes theta, the weights w and the eigenvectors S of every probe's T. If a space
+    is exhausted after m steps, only the first m nodes count, in ascending order. The others repeat
+    the first node, with weights and eigenvectors that are exactly 0. The caller must check that the
+    recurrences are finite.
     """
-    alpha, beta = krylov.alpha.T, krylov.beta.T
-    scale = krylov.unit
+    beta = krylov.beta[:-1].T
     # Not `beta > 0`: NaN must not look like the end of a space.
-    counts = jnp.pad(beta[:, :-1] != 0, ((0, 0), (1, 0)), constant_values=True)
-    # |theta| <= 3 in this unit. A 4 stands for what does not count: it comes last, and by itself.
-    diagonal = jnp.where(counts, alpha / scale, 4)
-    off = jnp.where(jnp.roll(counts, -1, axis=1), beta / scale, 0)
-    q = alpha.shape[1]
-    place = jnp.arange(q)
-    row, column = place[:, None], place
-    t = jnp.where(row == column, diagonal[:, :, None], 0)
-    t = jnp.where(row + 1 == column, off[:, :, None], t)
-    t = jnp.where(row == column + 1, off[:, None, :], t)
-
-    nodes, vectors = jax.vmap(one_by_one(eigh))(t)
-    inside = nodes < 3.5
-    vectors = jnp.where(inside[:, None, :], vectors, 0)
-    nodes = jnp.where(inside, nodes, nodes[:, :1]) * scale
+    counts = jnp.pad(beta != 0, ((0, 0), (1, 0)), constant_values=True)
+    t = jax.vmap(symmetric_tridiagonal)(krylov.alpha.T, beta)
+    nodes, vectors = jax.vmap(ritz_values)(t, counts)
     return nodes, jnp.square(vectors[:, 0, :]), vectors
+
+
+def symmetric_tridiagonal(
+    diagonal: Real[Array, " q"], off: Real[Array, " q-1"]
+) -> Real[Array, "q q"]:
+    """The matrix with these numbers."""
+    return jnp.diag(diagonal) + jnp.diag(off, 1) + jnp.diag(off, -1)
 
 
 def positive_quadrature(
     krylov: Lanczos,
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
-    """The quadrature of a positive definite operator. (Tiny numbers replace nodes that are not
-    positive, to avoid NaN. The caller must report such nodes.)
-
-    **Arguments:**
-
-    - `krylov`: as for `quadrature`.
+    """The quadrature of a positive definite operator. Tiny numbers replace nodes that are not
+    positive, to avoid NaN; the caller must report them.
     """
     nodes, weights, vectors = quadrature(krylov)
     tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
