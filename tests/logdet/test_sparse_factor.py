@@ -48,7 +48,7 @@ def test_the_factors_are_those_of_loops(dtype):
     a = kernel + np.diag(noise)
     operator = operator_of(kernel, noise)
     found = prepared(operator)
-    pivots, sets = map(np.asarray, found.structure)
+    pivots, sets = map(np.asarray, (found.pivots, found.sets))
     assert len(set(pivots)) == RANK
     columns = kernel[:, pivots]
     f = columns @ np.linalg.inv(np.linalg.cholesky(kernel[np.ix_(pivots, pivots)])).conj().T

@@ -199,9 +199,9 @@ NEIGHBOURS = 24
 
 
 def built_from(prepared: Prepared) -> BuiltPreconditioner:
-    """The preconditioner. No lower bound of the eigenvalues of P^{-1} A is known."""
-    one = jnp.ones_like(prepared.factors.row)
-    return BuiltPreconditioner(prepared.factors, jnp.nan * one, one, prepared.evidence)
+    """The preconditioner."""
+    one = jnp.ones_like(prepared.floor)
+    return BuiltPreconditioner(prepared.factors, prepared.floor, one, prepared.evidence)
 
 
 #: Up to so many rows a sparse matrix is formed for its preconditioner.

@@ -55,7 +55,7 @@ from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
 from .._core.precision import einsum, matmul
 from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import columns, scaling_of, stored_diagonal
+from .._operators.known_parts import columns, scaling_of, split_shift, stored_diagonal
 from .._operators.submatrices import submatrices
 from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
@@ -326,21 +326,15 @@ def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
     return jnp.maximum(row, own), jnp.maximum(top, own)
 
 
-class Structure(NamedTuple):
-    """What is discrete in P: it may be held while the operator changes."""
-
-    pivots: Int[Array, " r"]  # n for places that are not in use
-    sets: Int[Array, "n s"]
-
-
 class Prepared(NamedTuple):
     """P and what was seen on the way."""
 
     factors: SparseFactors
-    structure: Structure
+    pivots: Int[Array, " r"]  # n for places that are not in use
+    sets: Int[Array, "n s"]
+    floor: Real[Array, ""]  # see `BuiltPreconditioner`
     evidence: Evidence
     read: Int[Array, ""]  # columns
-    left_out: Real[Array, ""]  # the mean of what F leaves of the diagonal of K
 
 
 class _Kernel(NamedTuple):
@@ -431,22 +425,24 @@ def prepare(
     left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)
     jitter = jitter_of(diagonal, left, known, eps)
     left = left + jitter
-    left_out = jnp.mean(pivoted.left)
+    near = ((jnp.mean(pivoted.left) > SMALL) | ~known) & (m > 0)
     own = jnp.arange(n, dtype=jnp.int32)[:, None]
     nobody = jnp.full((n, m), n, jnp.int32)
     order = jax.random.bits(numbered(key, n), (n,))
-    chosen = (
-        if_any((left_out > SMALL) | ~known, lambda: neighbours(operator, f, left, order, m), nobody)
-        if m
-        else nobody
-    )
+    chosen = nobody
+    if m:
+        chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), nobody)
+    # Where L is diagonal, P = F F^H + D + E with 0 <= E, and A >= F F^H + D.
+    bounded = known & split_shift(operator).is_positive & ~near
+    noise = kernel.shift * jnp.square(kernel.root)
     sets = jnp.concatenate([chosen, own], axis=1)
     return Prepared(
         factors=sparse_factors(operator, f, sets, diagonal, jitter),
-        structure=Structure(pivoted.pivots[:rank], sets),
+        pivots=pivoted.pivots[:rank],
+        sets=sets,
+        floor=jnp.where(bounded, jnp.min(noise / left), jnp.nan),
         evidence=_evidence(pivoted, n, eps),
         read=pivoted.columns,
-        left_out=left_out,
     )
 
 
