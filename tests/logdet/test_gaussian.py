@@ -12,7 +12,7 @@ import scipy.optimize
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 from traceax._core.precision import any_promotion
 from traceax._logdet.conjugate_gradients import definite_solve
-from traceax._logdet.preparation import no_preconditioner
+from traceax._logdet.preconditioners import no_preconditioner
 from traceax._operators.block_operator import BlockOperator
 
 from ..helpers import (

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from .._core.primitive import gaussian_log_density_p
@@ -16,9 +15,7 @@ from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
-from .fallback import check_fallback
 from .gaussian_estimator import GaussianEstimator
-from .held import HeldGaussianEstimator, check_budget_alone
 from .preconditioners import AbstractPreconditioner
 from .run import policy_of
 
@@ -126,7 +123,6 @@ def gaussian_log_density(
         J. Wenger et al., *Preconditioning for scalable Gaussian process hyperparameter
         optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
     """
-    check_fallback(fallback)
     check_key(key)
     if isinstance(y, lx.AbstractLinearOperator):
         raise TypeError(
@@ -135,14 +131,9 @@ def gaussian_log_density(
         )
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
-    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
-    if isinstance(preconditioner, BuiltPreconditioner):
-        check_budget_alone("A preconditioner that was built before", tolerance)
-        estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
-    else:
-        given = "gaussian_log_density", operator, k, preconditioner, fallback
-        policy, k = policy_of(*given, **tolerance)
-        estimator = GaussianEstimator(observed, policy)
+    given = "gaussian_log_density", operator, k, preconditioner, fallback
+    policy, k = policy_of(*given, rtol=rtol, atol=atol, max_k=max_k)
+    estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux
     unflatten = BlockOperator(operator).unflatten

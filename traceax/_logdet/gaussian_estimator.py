@@ -17,14 +17,9 @@ y), or 2 products for each y. If it ends at x, with r = y - A x,
 The last term is left out. With P = R R^H and M = R^{-1} A R^{-H} it is at most
 ||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of this eigenvalue is known; otherwise the
 smallest Ritz value of the probes stands for it. Half of this bound is part of the quadrature error.
-So is half of the rounding error of x^H A x, which is large where x is: some ||y|| / s. With the
-scaling D by a diagonal (where the noise is not the same everywhere, x is large where it is small)
-and a the largest row of D^{-1/2} A D^{-1/2}, for which that of P stands, it is a share of
-eps ||a|| ||D^{1/2} x||^2. (In float32, for random x and kernels with 200 to 8000 points and equal
-noise, stored or by entries, this share was on average 0.08 for up to 1000 points, and 2.7 / sqrt(n)
-for more, as products are sums of blocks. Stated is twice that. The forms of kernels with 200 and
-1000 points, noise 1e-1 to 1e-4 and three kinds of y were off by at most 0.13 beyond the bound of
-above.)
+So is half of the rounding error of x^H A x. With a the largest row of D^{-1/2} A D^{-1/2}, D the
+diagonal scaling, for which that of P stands, it is a share of eps ||a|| ||D^{1/2} x||^2, which is
+large where x is: some ||y|| / s.
 
 *Derivatives.* With x held fixed,
 
@@ -39,19 +34,20 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
-from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, safe_norm
+from .._core.estimate import Estimate, safe_norm, scale_of
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import quadrature_estimate
+from .._linalg.lanczos import largest_ritz_value, quadrature
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
-from .._sketch.low_rank import AbstractFactors
+from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import finished
 from .estimator import ExactLogdet, estimate_from, exact_logdet
+from .held import Held, HeldWeights
 from .run import Policy, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
@@ -119,7 +115,8 @@ class GaussianWeights(AbstractWeights):
         return GaussianWeights(self.log_det.weights_at(operator), x)
 
 
-class AbstractGaussianEstimator(AbstractEstimator):
+@final
+class GaussianEstimator(AbstractEstimator):
     """The sum of the log densities at the columns of y. `aux` of the estimate has three parts: the
     log-determinant, the quadratic forms, and x.
 
@@ -127,13 +124,23 @@ class AbstractGaussianEstimator(AbstractEstimator):
     for y, and they are functions of both (`moved_with`).
     """
 
-    y: AbstractVar[Inexact[Array, "n t"]]
+    y: Inexact[Array, "n t"]
+    policy: Policy
     weights_depend_on_operator: ClassVar[bool] = True
 
     @property
     def label(self):
         """See `AbstractEstimator`."""
         return "gaussian_log_density"
+
+    @property
+    def smallest(self):  # pyright: ignore
+        """Two products for the log-determinant, and for each right-hand side."""
+        return 2 * self.y.shape[1] + 2
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        self.policy.check(operator, "A Gaussian log density")
 
     @property
     def _factor(self) -> float:
@@ -186,25 +193,11 @@ class AbstractGaussianEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         return weights.moved_with(operator, self.y)
 
-
-@final
-class GaussianEstimator(AbstractGaussianEstimator):
-    """The log density for a given budget."""
-
-    y: Inexact[Array, "n t"]
-    policy: Policy
-
-    @property
-    def smallest(self):  # pyright: ignore
-        """Two products for the log-determinant, and for each right-hand side."""
-        return 2 * self.y.shape[1] + 2
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        self.policy.check(operator, "A Gaussian log density")
-
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
+        built = self.policy.preconditioner
+        if isinstance(built, BuiltPreconditioner):
+            return self.with_held(Held(built, operator), key, k, weights)
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
 
@@ -233,3 +226,31 @@ class GaussianEstimator(AbstractGaussianEstimator):
         if not weights:
             return estimate, None
         return estimate, GaussianWeights(weights_of(run.preparation.built, run.sums), x)
+
+    def with_held(self, held: Held, key, k: int, weights: bool) -> tuple[Estimate, Any]:
+        """The same with a preconditioner that is held."""
+        t = self.y.shape[1]
+        steps = steps_of_solve(k, t)
+        run = held.log_det(key, k - t * steps)
+        target = held.factors.inverse_root(self.y)
+        unit = scale_of(target, axis=0)[0]
+        scaled = unit.astype(target.dtype)
+        target = target / scaled
+        krylov = held.lanczos(target, steps)
+        # Nodes from a right-hand side that is 0 are no Ritz values.
+        nodes = jnp.where(square_norms(target)[:, None] > 0, quadrature(krylov)[0], jnp.inf)
+        run = run._replace(smallest=jnp.minimum(run.smallest, jnp.min(nodes)))
+        value, left, x = held.quadratic_forms(target, krylov, run.smallest)
+        x = scaled * x
+        largest = largest_ritz_value(krylov)
+        rounding = rounding_of_form(held.factors, largest, x, held.block.eps)
+        form = QuadraticForm(unit**2 * value, unit**2 * left + rounding, x)
+        log_det = held.estimate(run)
+        estimate = self.density(log_det, form, log_det.num_matvecs + t * steps, 1.0)
+        if not weights:
+            return estimate, None
+        of_log_det = held.log_det_weights(run, t)
+        of_forms = held.weights(target, krylov, jnp.reciprocal, unit**2)
+        u = jnp.concatenate([of_log_det.u, of_forms.u], axis=1)
+        v = jnp.concatenate([of_log_det.v, of_forms.v], axis=1)
+        return estimate, HeldWeights(u, v, scaled * of_forms.x)

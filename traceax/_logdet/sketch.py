@@ -60,4 +60,4 @@ class Sketch:
     def built(self, low_rank: LowRank) -> BuiltPreconditioner:
         """The preconditioner from an approximation."""
         root = jnp.sqrt(self._unit) * self._scaling.relative
-        return low_rank.built(root, self._floor_known)
+        return low_rank.built(root, self._floor_known, self._omega.shape[1])

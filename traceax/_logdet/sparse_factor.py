@@ -20,10 +20,8 @@ Vecchia's approximation.
     P = L^{-H} L^{-1} + F F^H = L^{-H} (I + G G^H) L^{-1},
     W = L (I - G J G^H),      W W^H = P^{-1},      log det P = -2 sum log L_ii + 2 sum log C_ii.
 
-(With T = I - G J G^H, T T^H = I - G (J + J^H - J (N - I) J^H) G^H. As J = C^{-H} (C + I)^{-1}, the
-bracket is C^{-H} [(C + I)^{-1} C + C^H (C + I)^{-H} - (C + I)^{-1} (C C^H - I) (C + I)^{-H}] C^{-1}
-= C^{-H} C^{-1} = N^{-1}, as with X = (C + I)^{-1} and X C = I - X the inner bracket is
-2 I - X - X^H - (I - X) (I - X)^H + X X^H = I. And T T^H = (I + G G^H)^{-1}.)
+(With X = (C + I)^{-1}, X C = I - X, and J + J^H - J (N - I) J^H = C^{-H} [X C + C^H X^H
+- X (C C^H - I) X^H] C^{-1} = C^{-H} [2 I - X - X^H - (I - X) (I - X)^H + X X^H] C^{-1} = N^{-1}.)
 
 Products with W and W^H take gathers, a scatter and two wide products; there is no triangular solve
 with n rows.
@@ -34,8 +32,7 @@ fails all the same counts as uncorrelated. P is then a little different, and sti
 factors say.
 
 *Neighbours* are found in blocks of rows: the two largest numbers in each of 8 m strided groups of
-points, and the m largest of these, which hardly misses one. (With the largest alone 6 % are missed,
-and the standard deviation of a probe is 1.6 times as large.) An integer holds both the number (its
+points, and the m largest of these, which hardly misses one. An integer holds both the number (its
 high bits) and its place in the group (its low bits).
 """
 
@@ -59,7 +56,7 @@ from .._operators.known_parts import columns, scaling_of, split_shift, stored_di
 from .._operators.submatrices import submatrices
 from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
-from .._sketch.low_rank import AbstractFactors
+from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky, rows_of
 
 #: The numbers in a block of rows, and the groups of points for each neighbour.
@@ -78,39 +75,19 @@ class SparseFactors(AbstractFactors):
 
     - `sets`: the neighbourhoods, i last.
     - `values`: the columns of L, at the places of `sets`; 0 for places that are not in use.
-    - `g`: G.
+    - `basis`: G.
     - `core`: J.
     - `log_determinant`: log det P.
-    - `largest_row`, `largest_eigenvalue`: see `AbstractFactors`.
+    - `row`, `top`: see `AbstractFactors`.
     """
 
     sets: Int[Array, "n s"]
     values: Inexact[Array, "n s"]
-    g: Inexact[Array, "n r"]
+    basis: Inexact[Array, "n r"]
     core: Inexact[Array, "r r"]
     log_determinant: Real[Array, ""]
-    largest_row: Real[Array, ""]
-    largest_eigenvalue: Real[Array, ""]
-
-    @property
-    def row(self):
-        """See `AbstractFactors`."""
-        return self.largest_row
-
-    @property
-    def top(self):
-        """See `AbstractFactors`."""
-        return self.largest_eigenvalue
-
-    @property
-    def shape(self):
-        """See `AbstractFactors`."""
-        return self.g.shape
-
-    @property
-    def dtype(self):
-        """See `AbstractFactors`."""
-        return self.g.dtype
+    row: Real[Array, ""]
+    top: Real[Array, ""]
 
     def log_det(self):
         """See `AbstractFactors`."""
@@ -128,13 +105,13 @@ class SparseFactors(AbstractFactors):
     def inverse_root(self, block):
         """See `AbstractFactors`: W^H times a block."""
         gathered = gathered_by(self.sets, self.values, block)
-        inside = matmul(adjoint(self.core), matmul(adjoint(self.g), gathered))
-        return gathered - matmul(self.g, inside)
+        inside = matmul(adjoint(self.core), matmul(adjoint(self.basis), gathered))
+        return gathered - matmul(self.basis, inside)
 
     def inverse_root_adjoint(self, block):
         """See `AbstractFactors`: W times a block."""
-        inside = matmul(self.core, matmul(adjoint(self.g), block))
-        return self._scattered(block - matmul(self.g, inside))
+        inside = matmul(self.core, matmul(adjoint(self.basis), block))
+        return self._scattered(block - matmul(self.basis, inside))
 
     def _scattered(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """L times a block."""
@@ -143,10 +120,10 @@ class SparseFactors(AbstractFactors):
 
     def captured(self) -> Inexact[Array, "n r"]:
         """E = L G C^{-H}, with P^{-1} = L L^H - E E^H."""
-        n = matmul(adjoint(self.g), self.g) + jnp.eye(self.g.shape[1], dtype=self.g.dtype)
-        factor = lower_cholesky(n)
+        g = self.basis
+        factor = lower_cholesky(matmul(adjoint(g), g) + jnp.eye(g.shape[1], dtype=g.dtype))
         solve = partial(lax.linalg.triangular_solve, factor, left_side=False, lower=True)
-        return self._scattered(solve(self.g, transpose_a=True, conjugate_a=True))
+        return self._scattered(solve(g, transpose_a=True, conjugate_a=True))
 
     def inverse_diagonal(self):
         """See `AbstractFactors`."""
@@ -304,7 +281,7 @@ def sparse_factors(
     one = jnp.ones_like(log_det)
     factors = SparseFactors(sets, values, g, core, log_det, one, one)
     row, top = _sizes(f, factors.unit(), diagonal)
-    return dataclasses.replace(factors, largest_row=row, largest_eigenvalue=top)
+    return dataclasses.replace(factors, row=row, top=top)
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
@@ -324,17 +301,6 @@ def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
     again = matmul(scaled, matmul(adjoint(scaled), products / unit))
     top = jnp.sqrt(jnp.max(square_norms(again) / jnp.maximum(square_norms(products / unit), 1e-30)))
     return jnp.maximum(row, own), jnp.maximum(top, own)
-
-
-class Prepared(NamedTuple):
-    """P and what was seen on the way."""
-
-    factors: SparseFactors
-    pivots: Int[Array, " r"]  # n for places that are not in use
-    sets: Int[Array, "n s"]
-    floor: Real[Array, ""]  # see `BuiltPreconditioner`
-    evidence: Evidence
-    read: Int[Array, ""]  # columns
 
 
 class _Kernel(NamedTuple):
@@ -397,8 +363,8 @@ def prepare(
     *,
     diagonal: Real[Array, " n"] | None = None,
     together: int | None = None,
-) -> Prepared:
-    """Choose pivots and neighbours, and build P.
+) -> tuple[BuiltPreconditioner, Int[Array, ""]]:
+    """Choose pivots and neighbours, and build P. Also the number of columns that were read.
 
     **Arguments:**
 
@@ -436,14 +402,10 @@ def prepare(
     bounded = known & split_shift(operator).is_positive & ~near
     noise = kernel.shift * jnp.square(kernel.root)
     sets = jnp.concatenate([chosen, own], axis=1)
-    return Prepared(
-        factors=sparse_factors(operator, f, sets, diagonal, jitter),
-        pivots=pivoted.pivots[:rank],
-        sets=sets,
-        floor=jnp.where(bounded, jnp.min(noise / left), jnp.nan),
-        evidence=_evidence(pivoted, n, eps),
-        read=pivoted.columns,
-    )
+    factors = sparse_factors(operator, f, sets, diagonal, jitter)
+    floor = jnp.where(bounded, jnp.min(noise / left), jnp.nan)
+    evidence = _evidence(pivoted, n, eps)
+    return BuiltPreconditioner(factors, floor, jnp.ones_like(floor), evidence), pivoted.columns
 
 
 def jitter_of(diagonal: Array, left: Array, known: Array, eps: float) -> Real[Array, " n"]:

@@ -5,8 +5,7 @@ r"""The weights of a log-determinant: G with E[G] = A^{-1}, and how G changes wi
     <L(M)[z z^H], R^{-1} dA R^{-H}>.
 
 With w = R^{-H} z, a control variate is beta (tr(P^{-1} dA) - w^H dA w). If M is close to the
-identity and beta = 1, nearly everything cancels. (With P held fixed, and without this, a variance
-would remain that no rank removes.)
+identity and beta = 1, nearly everything cancels.
 
 *Low rank plus a sparse factor.* P^{-1} = L L^H - E E^H, and beta = 1: tr(P^{-1} dA) is known from
 the entries of the neighbourhoods and from r wide products.
@@ -14,11 +13,10 @@ the entries of the neighbourhoods and from r wide products.
 *Low rank plus a multiple of the identity.* tr(P^{-1} dA) would take the diagonal of dA. Only the
 part D = dA - (I - U U^H) dA (I - U U^H) of dA (in scaled coordinates) has a trace
 tr(P^{-1} D) = sum_j u_j^H dA u_j / (lambda_j + mu) that is known, from l products, and the control
-variate is beta (tr(P^{-1} D) - w^H D w). If the rank is too small, beta = 1 would add more variance
-than it removes: beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out, is close to
-the best one on all kernels tried. Let w_2 be the part of w outside of U: w_2 w_2^H has mean
-(I - U U^H) / mu. It is normalised to its mean length, so that the derivative with respect to s is
-nearly free of error.
+variate is beta (tr(P^{-1} D) - w^H D w). If the rank is too small, beta = 1 would add variance:
+beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out. The part w_2 of w outside of
+U, with the mean (I - U U^H) / mu of w_2 w_2^H, is normalised to its mean length, so that the
+derivative with respect to s is nearly free of error.
 
 The sum of all this is <G, dA>, with G = V C V^H (+ L L^H), and converges as the value does.
 
