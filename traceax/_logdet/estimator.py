@@ -93,7 +93,8 @@ def estimate_of(
 
 def estimate_from(run: Run) -> Estimate:
     """The log-determinant and its errors, from what a budget has led to."""
-    built, sums = run.preparation.built, run.sums
+    built = run.preparation.built
+    sums = run.sums
     rounding, outside = rounding_of(built.factors, sums.smallest, sums.largest, run.block.eps)
     evidence = evidence_with(outside, built.evidence, sums.evidence)
     value, error = mean_of(sums, run.block.n)
@@ -134,7 +135,8 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     known = stored_diagonal(operator)
     entries = (jnp.diagonal(matrix) if known is None else known).real
     scale = scale_of(entries)  # no entry of a definite matrix exceeds its largest diagonal entry
-    matrix, entries = matrix / scale, entries / scale
+    matrix = matrix / scale
+    entries = entries / scale
     factor = lower_cholesky(matrix)
     diagonal = jnp.square(jnp.diagonal(factor).real)
 
@@ -149,7 +151,8 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     # Nothing of a factor shows that A^H != A. With a fixed vector z, whose entries look random, A z
     # and A^H z do: apart from rounding they agree, or differ by 2 X z, X the part with X^H = -X.
     z = jnp.cos(jnp.square(jnp.arange(n, dtype=scale.dtype)))[:, None].astype(matrix.dtype)
-    forward, backward = matmul(matrix, z), adjoint(matmul(adjoint(z), matrix))
+    forward = matmul(matrix, z)
+    backward = adjoint(matmul(adjoint(z), matrix))
     size = jnp.maximum(safe_norm(forward[:, 0]), jnp.mean(entries) * jnp.linalg.norm(z))
     skew = skew_of(safe_norm((forward - backward)[:, 0]), size, n, block.eps)
 

@@ -106,7 +106,8 @@ class GaussianWeights(AbstractWeights):
 
     def contract(self, block):
         """`t <G, A> - sum_j x_j^H A x_j`. A contraction costs t matvecs more than for `log_det`."""
-        return self.log_det.times_less(self.x.shape[1], self.x).contract(block)
+        x = block.leaves(self.x)
+        return self.x.shape[1] * self.log_det.contract(block) - jnp.sum(block.forms(x, x)).real
 
     def moved_with(self, operator, y):
         """The weights as a function of A and y: see above."""
@@ -127,11 +128,7 @@ class GaussianEstimator(AbstractEstimator):
     y: Inexact[Array, "n t"]
     policy: Policy
     weights_depend_on_operator: ClassVar[bool] = True
-
-    @property
-    def label(self):
-        """See `AbstractEstimator`."""
-        return "gaussian_log_density"
+    label = "gaussian_log_density"  # pyright: ignore
 
     @property
     def smallest(self):  # pyright: ignore
@@ -171,7 +168,8 @@ class GaussianEstimator(AbstractEstimator):
         - `spent`: the number of matvecs for both.
         - `least`: see `quadrature_estimate`.
         """
-        half, (n, t) = self._factor, self.y.shape
+        half = self._factor
+        n, t = self.y.shape
         value = log_det.value
         density = log_density(half, n, value, form.value)
         sizes = jnp.sum(jnp.abs(form.value)) + t * (jnp.abs(value) + n * math.log(math.pi / half))
@@ -211,9 +209,9 @@ class GaussianEstimator(AbstractEstimator):
         given = key, operator, k - t * most, self.policy
         ride = {"y": self.y, "most_solve": most - 1, "value_of": value_of}
         run = run_of(*given, weights=weights, **ride)
-        block, factors, start = run.block, run.preparation.built.factors, run.sums.solve
-        assert start is not None
-        solve = finished(partial(factors.preconditioned, block.mm), start, most - 1)
+        block = run.block
+        factors = run.preparation.built.factors
+        solve = finished(partial(factors.preconditioned, block.mm), run.sums.solve, most - 1)
         x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)
         form = inner(self.y, x) + inner(x, residual)

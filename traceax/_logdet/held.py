@@ -64,16 +64,11 @@ def held_probes(
     """The probes z = U e + w (see above), from vectors g on the sphere: e = U^H g / |U^H g|, entry
     by entry, so that z does not depend on the signs (phases) of the columns of U.
     """
-    n = factors.basis.shape[0]
-    sphere = SphereSampler().probes(key, n, p, dtype)
+    sphere = SphereSampler().probes(key, factors.basis.shape[0], p, dtype)
     if not isinstance(factors, LowRankPlusIdentity):
         return sphere
-    signs, outside = lax.sign(matmul(adjoint(factors.basis), sphere)), factors.outside(sphere)
-    length = jnp.sqrt(square_norms(outside))
-    # Columns of U may be 0. If n are not, nothing is outside of U.
-    wanted = jnp.sqrt(jnp.maximum(n - jnp.sum(square_norms(factors.basis)), 0))
-    outside = outside * (wanted / jnp.where(length > 0, length, 1)).astype(dtype)
-    return matmul(factors.basis, signs) + outside
+    signs = lax.sign(matmul(adjoint(factors.basis), sphere))
+    return matmul(factors.basis, signs) + factors.outside(sphere)
 
 
 @final
@@ -121,7 +116,6 @@ class Held:
     def log_det(self, key: PRNGKeyArray, k: int) -> "HeldLogdet":
         """The log-determinant from a budget: its value is that of Gauss quadrature."""
         p, q = held_plan(k)
-        n, eps = self.block.n, self.block.eps
         probes = held_probes(key, self.factors, p, self.block.dtype)
         krylov = self.lanczos(probes, q)
         # P was built for another operator: no bound of the eigenvalues of M is known here, and the
@@ -134,8 +128,10 @@ class Held:
         dof = jnp.full((), p - 1, nodes.dtype)
         if p < SCATTER:
             complex_ = jnp.iscomplexobj(probes)
-            _, std_err, dof = mean_and_error(masses, jnp.log(nodes), n, eps, complex_)
-        return HeldLogdet(probes, krylov, value, n * found.error, std_err, dof, found.smallest)
+            parts = masses, jnp.log(nodes), self.block.n, self.block.eps, complex_
+            _, std_err, dof = mean_and_error(*parts)
+        error = self.block.n * found.error
+        return HeldLogdet(probes, krylov, value, error, std_err, dof, found.smallest)
 
     def estimate(self, log_det: "HeldLogdet") -> Estimate:
         """The estimate of the log-determinant."""

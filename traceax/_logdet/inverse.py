@@ -30,6 +30,7 @@ import math
 from typing import ClassVar, Literal, final
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.typing import ArrayLike
@@ -78,36 +79,35 @@ class InverseEstimator(AbstractEstimator):
             return safe_norm(known), jnp.full_like(sampled, math.sqrt(0.5))
 
         run = run_of(key, operator, k, self.policy, weights=weights, value_of=value_of)
-        built, sums = run.preparation.built, run.sums
-        factors, p = built.factors, sums.drawn.astype(sums.unit.dtype)
+        sums = run.sums
+        factors = run.preparation.built.factors
+        p = sums.drawn.astype(sums.unit.dtype)
         omega, starts, solved = sums.kept
-        orders, n, room = solved.shape
-        both = jnp.concatenate([jnp.moveaxis(solved, 0, 1).reshape(n, -1), starts], 1)
-        both = factors.inverse_root_adjoint(both)
-        x = jnp.moveaxis(both[:, : orders * room].reshape(n, orders, room), 1, 0)
-        away = x - both[:, orders * room :]
+        n, room = omega.shape
+        away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
         std_err, of_sum = entries_std_err(samples[0], p)
         rounding, outside = rounding_of(factors, sums.smallest, sums.largest, run.block.eps)
-        scatter, size, dof = std_err, known, jnp.maximum(p - 1, 1)
         missed = mean_of(sums, n)[1]
         means = jnp.sum(samples, axis=1) / p
         if self.of_trace:
-            scatter, size = of_sum, safe_norm(known)
+            std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
             dof = std_err_of(sums, run.block, inverse=True)[1]
-            means, known = jnp.sum(means, axis=1), jnp.sum(known)
-            totals, none = jnp.sum(samples, axis=2), jnp.full(room, sums.exhausted)
+            value = jnp.sum(known + means[0])
             # The mean is one over all places, in use or not.
-            error = jnp.maximum(truncation_error(totals, none) * (room / p), missed)
+            none = jnp.full(room, sums.exhausted)
+            error = truncation_error(jnp.sum(samples, axis=2), none) * (room / p)
         else:
+            std_err = jnp.hypot(std_err, rounding * known)
+            dof = jnp.maximum(p - 1, 1)
+            value = known + means[0]
             error = entries_truncation_error(means, sums.exhausted)
-            error = jnp.maximum(error, missed * (known / jnp.sum(known)))
-        value = known + means[0]
-        # The last term is that of equal eigenvalues, whose inverses have the same rounding error.
-        equal = 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value)
-        std_err = jnp.hypot(jnp.hypot(scatter, rounding * size), equal)
-        evidence = evidence_with(outside, built.evidence, sums.evidence)
+            missed = missed * (known / jnp.sum(known))
+        error = jnp.maximum(error, missed)
+        # Equal eigenvalues, whose inverses have the same rounding error.
+        std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
+        evidence = evidence_with(outside, run.preparation.built.evidence, sums.evidence)
         read = run.preparation.read
         estimate = quadrature_estimate(
             value, error, std_err, run.spent, dof, evidence, columns=read
@@ -115,7 +115,8 @@ class InverseEstimator(AbstractEstimator):
         estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None
-        return estimate, InverseWeights(x[0], omega / p, factors, self.of_trace)
+        x = factors.inverse_root_adjoint(solved[0])
+        return estimate, InverseWeights(x, omega / p, factors, self.of_trace)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

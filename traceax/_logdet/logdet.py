@@ -28,11 +28,7 @@ class LogdetEstimator(AbstractEstimator):
     policy: Policy
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
-
-    @property
-    def label(self):
-        """See `AbstractEstimator`."""
-        return "logdet"
+    label = "logdet"  # pyright: ignore
 
     def size(self, operator):
         """See `AbstractEstimator`."""

@@ -79,7 +79,8 @@ class Bases(NamedTuple):
         """With those of a panel: the bases take as many rows as there were products."""
         room = len(self.rows)
         basis = panel.krylov.basis
-        step, probe = jnp.arange(basis.shape[1]), jnp.arange(len(basis))[:, None]
+        step = jnp.arange(basis.shape[1])
+        probe = jnp.arange(len(basis))[:, None]
         used = (step < panel.steps) & (probe < count)
         at = jnp.where(used, sums.spent + step * count + probe, room)
         core = panel.found.core * len(z)
@@ -129,7 +130,7 @@ class Sums(NamedTuple):
     exhausted: Bool[Array, ""]
     evidence: Evidence
     kept: Any  # `Bases` or `Solutions`, if anything is
-    solve: Solve | None
+    solve: Any  # a `Solve`, if there is one
 
 
 class Panel(NamedTuple):
@@ -177,7 +178,10 @@ def stepped(mm: Callable, panel: Panel, eps: float, most: int) -> Panel:
 
 def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     """Draw a panel of probes, and add what it gives."""
-    block, factors, plan, n = sampling.block, sampling.factors, sampling.plan, sampling.block.n
+    block = sampling.block
+    factors = sampling.factors
+    plan = sampling.plan
+    n = block.n
     pilot = sums.panels == 0
     left = sampling.left - sums.spent
     count = number_of_probes(sampling, sums)
@@ -231,7 +235,8 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 
 def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
     """How many probes the next panel has; 0 if there is none."""
-    plan, left = sampling.plan, sampling.left - sums.spent
+    plan = sampling.plan
+    left = sampling.left - sums.spent
     # Logarithms want depth first, inverses several probes, whose scatter alone tells their error.
     few = jnp.maximum(jnp.minimum(plan.first, left // (4 if sampling.inverse else 6)), 1)
     rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.drawn)
@@ -242,9 +247,10 @@ def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, cou
     """The sums with the moments of a panel: of f(M) - centre with the masses of quadrature, or for
     1/x of the samples, whose scatter tells their error.
     """
-    values, masses = found.values, jnp.where(lengths[:, None] > 0, found.masses, 0)
-    if sampling.inverse:
-        values, masses = found.samples[:, None], (lengths[:, None] > 0).astype(lengths.dtype)
+    active = lengths[:, None] > 0
+    shares = jnp.where(active, found.masses, 0)
+    values = found.samples[:, None] if sampling.inverse else found.values
+    masses = active.astype(lengths.dtype) if sampling.inverse else shares
     initial = sums.panels == 0
     centre = jnp.where(initial, found.mean, sums.centre)
     away = jnp.where(masses > 0, values - centre, 0)
@@ -252,7 +258,6 @@ def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, cou
     away = away / unit
     higher = [jnp.sum(masses * away**power) for power in (2, 3, 4)]
     if sampling.inverse:  # how many eigenvalues dominate, the nodes tell
-        shares = jnp.where(lengths[:, None] > 0, found.masses, 0)
         higher[1:] = [jnp.sum(shares * (found.values - 1) ** power) for power in (2, 4)]
     samples = jnp.where(lengths > 0, found.samples - centre, 0)
     return sums._replace(
@@ -265,7 +270,8 @@ def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, cou
 
 def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) -> Sums:
     """The sums with those of a panel."""
-    found, lengths = panel.found, jnp.square(norms) / len(z)
+    found = panel.found
+    lengths = jnp.square(norms) / len(z)
     nonfinite = panel.krylov.evidence.nonfinite
     # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
     error = jnp.where(sums.panels == 0, found.error, sums.error)
@@ -345,7 +351,8 @@ def std_err_of(
     """The standard error, and its degrees of freedom; or with `one` that of a single probe. For the
     logarithm, of probes on the sphere: see `_functions.funm`. For 1/x, from the scatter.
     """
-    n, count = block.n, jnp.maximum(sums.drawn, 1).astype(sums.unit.dtype)
+    n = block.n
+    count = jnp.maximum(sums.drawn, 1).astype(sums.unit.dtype)
     p = jnp.ones_like(count) if one else count
     m, m2, m3, m4 = sums.moments / count
     spread = jnp.maximum(m2 - m**2, 0)

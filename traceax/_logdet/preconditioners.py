@@ -22,7 +22,7 @@ from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries, split_shift, stored_diagonal
 from .._operators.tags import semidefinite_sign
-from .._sketch.low_rank import BuiltPreconditioner, LowRankPlusIdentity
+from .._sketch.low_rank import BuiltPreconditioner, diagonal_factors
 from .sketch import Sketch
 from .sparse_factor import prepare
 
@@ -65,9 +65,7 @@ class Preparation(NamedTuple):
 def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
     """The identity in the place of a preconditioner."""
     real = jnp.finfo(block.dtype).dtype
-    basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
-    one = jnp.ones((), real)
-    factors = LowRankPlusIdentity(jnp.ones(block.n, real), basis, eigenvalues, one)
+    factors = diagonal_factors(jnp.ones(block.n, real), block.dtype)
     return BuiltPreconditioner(factors, jnp.full((), jnp.nan, real), jnp.zeros((), real))
 
 
@@ -202,7 +200,7 @@ class NystromPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        sketch = Sketch(key, operator, BlockOperator(operator), rank, rank)
+        sketch = Sketch(key, operator, rank, rank)
         return sketch.built(sketch.low_rank(sketch.first))
 
 

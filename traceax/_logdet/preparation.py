@@ -17,6 +17,7 @@ A matrix has room for the largest rank from the beginning; columns that are not 
 """
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -27,7 +28,6 @@ from .._core.control_flow import if_any
 from .._operators.block_operator import BlockOperator
 from .._sketch.low_rank import LowRank
 from .preconditioners import (
-    AbstractPreconditioner,
     KernelPreconditioner,
     Preparation,
     knows_entries,
@@ -43,7 +43,7 @@ def preparation_for(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
     k: int,
-    preconditioner: AbstractPreconditioner | str | None,
+    preconditioner: Any,
     inverse: bool,
 ) -> Preparation:
     """The preconditioner of a call.
@@ -76,7 +76,7 @@ def ranks(k: int, inverse: bool) -> tuple[int, int, int]:
 def _from_products(key, operator, k: int, inverse: bool) -> Preparation:
     """The rule of above."""
     first, second, third = ranks(k, inverse)
-    sketch = Sketch(key, operator, BlockOperator(operator), first, third)
+    sketch = Sketch(key, operator, first, third)
     small = sketch.low_rank(sketch.first)
     later = _extrapolated(small.left_out_by_half, small, first // 2, first, second)
     grows = (small.left_out <= 0.84 * small.left_out_by_half) & (later <= 3)

@@ -45,7 +45,7 @@ from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, stored_diagonal
 from .._probes.samplers import RademacherSampler
-from .._sketch.low_rank import LowRankPlusIdentity
+from .._sketch.low_rank import diagonal_factors
 from .inverse_weights import InverseWeights, exact_inverse
 from .preconditioners import check_definite
 
@@ -77,13 +77,13 @@ class SampledInverseEstimator(AbstractEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, (p, q) = block.n, numbers_of(k)
+        n = block.n
+        p, q = numbers_of(k)
         diagonal = stored_diagonal(operator)
         assert diagonal is not None  # the estimator is one for such operators
         diagonal = diagonal.real
         root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))
-        none = jnp.zeros((n, 0), block.dtype), jnp.zeros(0, root.dtype)
-        factors = LowRankPlusIdentity(root, *none, jnp.ones((), root.dtype))
+        factors = diagonal_factors(root, block.dtype)
         z = RademacherSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
 

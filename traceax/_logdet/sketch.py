@@ -21,7 +21,6 @@ class Sketch:
         self,
         key: PRNGKeyArray,
         operator: lx.AbstractLinearOperator,
-        block: BlockOperator,
         first: int,
         most: int,
     ):
@@ -31,10 +30,10 @@ class Sketch:
 
         - `key`: the random key of the probes.
         - `operator`: the operator.
-        - `block`: the operator, as it is multiplied.
         - `first`: the number of the first products.
         - `most`: the largest number of products.
         """
+        block = BlockOperator(operator)
         self._block = block
         self._scaling = scaling_of(operator)
         probes = NormalSampler().probes(key, block.n, most, block.dtype)

@@ -323,7 +323,8 @@ def kernel_of(
     key: PRNGKeyArray, operator: lx.AbstractLinearOperator, diagonal: Array
 ) -> tuple[_Kernel, Bool[Array, ""]]:
     """K', and whether D is known."""
-    scaling, eps = scaling_of(operator), BlockOperator(operator).eps
+    scaling = scaling_of(operator)
+    eps = BlockOperator(operator).eps
     relative = diagonal / jnp.square(scaling.relative)
     unit, known = scaling.fixed(relative, eps)
     root = jnp.sqrt(unit) * scaling.relative
@@ -348,7 +349,8 @@ def flat_part(key: PRNGKeyArray, kernel: _Kernel, eps: float) -> Real[Array, ""]
     found = kernel.columns(chosen)
     core = found[chosen]
     values, vectors = eigh((core + adjoint(core)) / 2)
-    smallest, vector = values[0], vectors[:, :1]
+    smallest = values[0]
+    vector = vectors[:, :1]
     inside = jnp.zeros((n, 1), found.dtype).at[chosen].set(smallest.astype(found.dtype) * vector)
     size = jnp.sqrt(square_norms(matmul(found, vector) - inside))[0]
     counts = (smallest > 16 * eps * jnp.maximum(values[-1], 0)) & (size <= smallest / 2)
@@ -376,7 +378,8 @@ def prepare(
     - `together`: how many columns are read at once; None for as many as suit the rank.
     """
     block = BlockOperator(operator)
-    n, eps = block.n, block.eps
+    n = block.n
+    eps = block.eps
     diagonal = stored_diagonal(operator) if diagonal is None else diagonal
     assert diagonal is not None
     diagonal = jnp.asarray(diagonal).real
@@ -416,6 +419,7 @@ def jitter_of(diagonal: Array, left: Array, known: Array, eps: float) -> Real[Ar
 
 def _evidence(pivoted: PivotedCholesky, n: int, eps: float) -> Evidence:
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
-    skew, wrong = skew_of(pivoted.skew, size, n, eps), pivoted.apart / size / (64 * eps)
+    skew = skew_of(pivoted.skew, size, n, eps)
+    wrong = pivoted.apart / size / (64 * eps)
     seen = (jnp.sum(pivoted.left), pivoted.apart, pivoted.skew)
     return evidence_of(*seen, skew=skew, wrong_diagonal=wrong)

@@ -150,10 +150,21 @@ class LowRankPlusIdentity(AbstractFactors):
         return self._inner(block) / self.root[:, None].astype(block.dtype)
 
     def outside(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """(I - U U^H) times a block, orthogonal to U to rounding."""
+        """(I - U U^H) times a block, orthogonal to U to rounding. Its columns get the length that
+        those of vectors with the mean (I - U U^H) of w w^H have on average.
+        """
         for _ in range(2):
             block = block - matmul(self.basis, matmul(adjoint(self.basis), block))
-        return block
+        length = jnp.sqrt(square_norms(block))
+        rank = jnp.sum(square_norms(self.basis))  # columns of U may be 0
+        wanted = jnp.sqrt(jnp.maximum(len(block) - rank, 0))  # 0: nothing is outside of U
+        return block * (wanted / jnp.where(length > 0, length, 1)).astype(block.dtype)
+
+
+def diagonal_factors(root: Real[Array, " n"], dtype: Any) -> LowRankPlusIdentity:
+    """The factors of a diagonal P with this root."""
+    none = jnp.zeros((root.size, 0), dtype), jnp.zeros(0, root.dtype)
+    return LowRankPlusIdentity(root, *none, jnp.ones((), root.dtype))  # pyright: ignore
 
 
 @final
@@ -266,7 +277,8 @@ class LowRank(NamedTuple):
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
         more = rank - eigenvalues.size
         basis = jnp.pad(matmul(q, u), ((0, 0), (0, more)))
-        return LowRankPlusIdentity(root, basis, jnp.pad(eigenvalues, (0, more)), self.mu)
+        parts = root, basis, jnp.pad(eigenvalues, (0, more)), self.mu
+        return LowRankPlusIdentity(*parts)  # pyright: ignore
 
     def built(
         self, root: Real[Array, " n"], known: Bool[Array, ""], rank: int
