@@ -75,17 +75,11 @@ def gaussian_log_density(
 
     such as the marginal likelihood of a Gaussian process, $A = K + s I$. (For complex $A$, circular
     distributions: $-(y^* A^{-1} y + \log\det A + n \log \pi)$.) Several vectors, the columns of
-    `y`, are independent draws: the value is the sum of their log densities, from one
-    log-determinant. If the mean of the distribution is not zero, subtract it from `y`.
+    `y`, are independent draws: the value is the sum of their log densities.
 
     The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget for
     a single vector. The rest goes to a solve by conjugate gradients with the same preconditioner.
-    By default the gradient is unbiased over the keys, which suits Adam and expectations; with a
-    [`traceax.BuiltPreconditioner`][] it is exactly that of the value, which suits L-BFGS.
-
-    Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives
-    take as many tangent products (and `k` more products with a preconditioner that was built
-    before).
+    Derivatives and cost are those of [`traceax.logdet`][].
 
     !!! Example
 
@@ -115,13 +109,12 @@ def gaussian_log_density(
 
     **Raises:**
 
-    - `TypeError`, `ValueError`: for arguments that do not fit.
-    - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
+    - `TypeError`, `ValueError`, `NotImplementedError`: as [`traceax.logdet`][].
 
     ??? cite "References"
 
         J. Wenger et al., *Preconditioning for scalable Gaussian process hyperparameter
-        optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
+        optimization*, 2022, arXiv:2107.00243.
     """
     check_key(key)
     if isinstance(y, lx.AbstractLinearOperator):

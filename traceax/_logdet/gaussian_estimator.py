@@ -46,7 +46,7 @@ from .._sketch.leave_one_out import square_norms
 from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import finished
-from .estimator import ExactLogdet, estimate_from, exact_logdet
+from .estimator import estimate_from, exact_logdet
 from .held import Held, HeldWeights
 from .run import Policy, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -146,17 +146,13 @@ class GaussianEstimator(AbstractEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
-        form = self.exact_form(exact)
-        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs, math.inf)
-        return estimate, GaussianWeights(exact.weights(), form.x)
-
-    def exact_form(self, exact: ExactLogdet) -> QuadraticForm:
-        """The quadratic forms from a Cholesky factorisation."""
         x = exact.solve(self.y)
         # A backward error of the matrix that changes no pivot by more than the rounding changes
         # a quadratic form by at most this.
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
-        return QuadraticForm(inner(self.y, x), left, x)
+        form = QuadraticForm(inner(self.y, x), left, x)
+        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs, math.inf)
+        return estimate, GaussianWeights(exact.weights(), x)
 
     def density(self, log_det: Estimate, form: QuadraticForm, spent: Any, least: float) -> Estimate:
         """The density from its two parts.
@@ -215,7 +211,10 @@ class GaussianEstimator(AbstractEstimator):
         x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)
         form = inner(self.y, x) + inner(x, residual)
-        left = square_norms(factors.inverse_root(residual)) / run.floor
+        # Where no lower bound is known, the smallest Ritz value is good enough.
+        floor = run.preparation.built.floor
+        floor = jnp.where(jnp.isnan(floor), run.sums.smallest, floor)
+        left = square_norms(factors.inverse_root(residual)) / floor
         left += rounding_of_form(factors, run.sums.largest, x, block.eps)
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t

@@ -58,13 +58,7 @@ class ExactInverseWeights(AbstractWeights):
 
 
 def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, Any]:
-    """The diagonal of the inverse, or its sum, from a factorisation: the estimate and its weights.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `of_trace`: whether the sum is wanted.
-    """
+    """The diagonal of the inverse, or its sum, from a factorisation, and its weights."""
     exact = exact_logdet(operator)
     weights = exact.weights()
     inverse = weights.inverse

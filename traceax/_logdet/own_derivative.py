@@ -59,10 +59,7 @@ class OwnDerivative(NamedTuple):
 def gauss(
     probes: Inexact[Array, "n p"], krylov: Lanczos, fn: Callable[[Array], Array]
 ) -> Real[Array, " p"]:
-    """F, for every probe.
-
-    **Arguments:** those of `own_derivative`.
-    """
+    """F, for every probe."""
     nodes, weights, _ = positive_quadrature(krylov)
     return square_norms(probes) * jnp.sum(weights * on_nodes(fn, nodes), axis=1)
 

@@ -53,16 +53,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(k: int, n: int, *, wide: bool, fewest: int, panels: int) -> Plan:
-    """The sizes for a budget.
-
-    **Arguments:**
-
-    - `k`: the budget.
-    - `n`: the number of rows.
-    - `wide`: whether further columns of a product take hardly any time.
-    - `fewest`: the least number of probes.
-    - `panels`: so many wide panels, of a single step each, would take the budget.
-    """
+    """The sizes for a budget."""
     first = max(fewest, min(k, math.isqrt(4 * k // panels) // 2))
     width = max(first, k // panels) if wide else first
     return Plan(width, first, max(1, min(k // first, n, MOST_STEPS)), max(first, k // 3), k)

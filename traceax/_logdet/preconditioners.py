@@ -3,6 +3,7 @@ or of low rank plus a sparse inverse factor (`sparse_factor`).
 """
 
 import abc
+from functools import partial
 from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
@@ -26,13 +27,8 @@ from .._sketch.low_rank import BuiltPreconditioner, diagonal_factors
 from .sketch import Sketch
 from .sparse_factor import prepare
 
-
-def _checked_rank(rank: int | None) -> int | None:
-    return checked_count(rank, "rank", none="it is chosen from the budget")
-
-
-def _checked_neighbours(neighbours: int | None) -> int | None:
-    return checked_count(neighbours, "neighbours", none="24")
+_checked_rank = partial(checked_count, name="rank", none="it is chosen from the budget")
+_checked_neighbours = partial(checked_count, name="neighbours", none="24")
 
 
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:

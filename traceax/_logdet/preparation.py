@@ -46,16 +46,7 @@ def preparation_for(
     preconditioner: Any,
     inverse: bool,
 ) -> Preparation:
-    """The preconditioner of a call.
-
-    **Arguments:**
-
-    - `key`: the random key.
-    - `operator`: the operator.
-    - `k`: the budget.
-    - `preconditioner`: "auto", a way to build one, or None.
-    - `inverse`: whether it is for the inverse, which more steps are needed for.
-    """
+    """The preconditioner of a call."""
     if isinstance(preconditioner, str):
         if not knows_entries(operator) and k >= SMALLEST:
             return _from_products(key, operator, k, inverse)

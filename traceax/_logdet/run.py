@@ -121,14 +121,6 @@ class Run(NamedTuple):
     sums: Sums
 
     @property
-    def floor(self) -> Array:
-        """A lower bound of the eigenvalues of M if one is known; else the smallest Ritz value,
-        which is good enough.
-        """
-        known = self.preparation.built.floor
-        return jnp.where(jnp.isnan(known), self.sums.smallest, known)
-
-    @property
     def spent(self) -> Array:
         """The products for the preconditioner and for probes."""
         return self.preparation.spent + self.sums.spent

@@ -57,12 +57,6 @@ def reads_diagonal_only(operator) -> bool:
     return not has_entries(operator) and has_entries(operator, sparse=True)
 
 
-def numbers_of(k: int) -> tuple[int, int]:
-    """How many samples, and how many steps for each."""
-    p = max(min(k, 2), math.isqrt(k) // 2)
-    return p, k // p
-
-
 @final
 class SampledInverseEstimator(AbstractEstimator):
     """The diagonal of the inverse of an operator whose diagonal is known."""
@@ -78,7 +72,8 @@ class SampledInverseEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         n = block.n
-        p, q = numbers_of(k)
+        p = max(min(k, 2), math.isqrt(k) // 2)
+        q = k // p
         diagonal = stored_diagonal(operator)
         assert diagonal is not None  # the estimator is one for such operators
         diagonal = diagonal.real

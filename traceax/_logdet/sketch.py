@@ -24,15 +24,7 @@ class Sketch:
         first: int,
         most: int,
     ):
-        """Make the first products, which fix the unit of D.
-
-        **Arguments:**
-
-        - `key`: the random key of the probes.
-        - `operator`: the operator.
-        - `first`: the number of the first products.
-        - `most`: the largest number of products.
-        """
+        """Make the first of at most so many products. They fix the unit of D."""
         block = BlockOperator(operator)
         self._block = block
         self._scaling = scaling_of(operator)

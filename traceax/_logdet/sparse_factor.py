@@ -171,16 +171,7 @@ def neighbours(
     order: Real[Array, " n"],
     m: int,
 ) -> Int[Array, "n m"]:
-    """The m points before each that correlate most with it under R; n where there are fewer.
-
-    **Arguments:**
-
-    - `operator`: A.
-    - `f`: F.
-    - `diagonal`: the diagonal of R, positive.
-    - `order`: numbers that say which point comes before which.
-    - `m`: how many.
-    """
+    """The m points before each that correlate most with it under R; n where there are fewer."""
     n = len(order)
     groups = min(n, GROUPS * m)
     size = -(-n // groups)
@@ -253,16 +244,7 @@ def sparse_factors(
     diagonal: Real[Array, " n"],
     jitter: Real[Array, " n"],
 ) -> SparseFactors:
-    """P from F and the neighbourhoods: see above.
-
-    **Arguments:**
-
-    - `operator`: A.
-    - `f`: F.
-    - `sets`: the neighbourhoods, i last; n for places that are not in use.
-    - `diagonal`: the diagonal of A.
-    - `jitter`: what is added to the diagonal of R.
-    """
+    """P from F and the neighbourhoods: see above."""
     n, r = f.shape
     if sets.shape[1] == 1:  # no entry is needed but the diagonal
         left = diagonal - jnp.sum(square_of(f), axis=1)
@@ -392,7 +374,8 @@ def prepare(
     pivoted = pivoted_cholesky(key, kernel.columns, none, rank, block=together, enough=enough)
     f = pivoted.rows[:rank].T * kernel.root[:, None].astype(block.dtype)
     left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)
-    jitter = jitter_of(diagonal, left, known, eps)
+    jitter = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
+    jitter = jitter + jnp.where(known, 0, jnp.mean(left) / 100)
     left = left + jitter
     near = ((jnp.mean(pivoted.left) > SMALL) | ~known) & (m > 0)
     own = jnp.arange(n, dtype=jnp.int32)[:, None]
@@ -409,12 +392,6 @@ def prepare(
     floor = jnp.where(bounded, jnp.min(noise / left), jnp.nan)
     evidence = _evidence(pivoted, n, eps)
     return BuiltPreconditioner(factors, floor, jnp.ones_like(floor), evidence), pivoted.columns
-
-
-def jitter_of(diagonal: Array, left: Array, known: Array, eps: float) -> Real[Array, " n"]:
-    """What is added to the diagonal of R, which is `left` without it: see above."""
-    rounding = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
-    return rounding + jnp.where(known, 0, jnp.mean(left) / 100)
 
 
 def _evidence(pivoted: PivotedCholesky, n: int, eps: float) -> Evidence:

@@ -40,15 +40,7 @@ class PivotedCholesky(NamedTuple):
 
 
 def no_pivots(diagonal: Real[Array, " n"], rank: int, block: int, dtype: Any) -> PivotedCholesky:
-    """The factorisation F = 0.
-
-    **Arguments:**
-
-    - `diagonal`: the diagonal of K.
-    - `rank`: the largest number of pivots that will be added.
-    - `block`: the number of proposals in a round.
-    - `dtype`: the dtype of the columns of K.
-    """
+    """The factorisation F = 0."""
     n = diagonal.shape[0]
     largest = jnp.max(jnp.abs(diagonal), initial=0.0)
     none = jnp.zeros_like(largest)
