@@ -7,12 +7,11 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-import scipy.optimize
 
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 from traceax._core.precision import any_promotion
 from traceax._logdet.conjugate_gradients import definite_solve
-from traceax._logdet.preparation import no_preconditioner
+from traceax._logdet.preconditioners import no_preconditioner
 from traceax._operators.block_operator import BlockOperator
 
 from ..helpers import (
@@ -20,7 +19,7 @@ from ..helpers import (
     by_products,
     keys,
 )
-from .test_logdet import KERNELS, N, decaying, distances, hidden, identity, matern32, shifted
+from .test_logdet import N, decaying, distances, hidden, identity, matern32, shifted
 
 FIXED = NystromPreconditioner(rank=38)
 
@@ -321,49 +320,6 @@ def test_what_is_not_positive_definite():
 
 
 # --- Gaussian processes --------------------------------------------------------------------------
-
-
-def process(n, name, seed=5):
-    """Points, and a draw from the process with the kernel of the table."""
-    kernel, dim, length, s, _, _ = KERNELS[name]
-    r = distances(n, dim)
-    dense = np.asarray(kernel(r, length)) + s * np.eye(n)
-    return r, kernel, np.linalg.cholesky(dense) @ np.random.default_rng(seed).standard_normal(n)
-
-
-@pytest.mark.slow
-def test_lbfgs_ends_where_cholesky_does():
-    """n = 1000: length scale, noise and amplitude within 2 %."""
-    r, kernel, y = process(1000, "rbf-2")
-    r, y = jnp.asarray(r), jnp.asarray(y)
-
-    @jax.jit
-    def estimated(theta, r, y):
-        def loss(theta):
-            length, s, amplitude = jnp.exp(theta)
-            covariance = shifted(amplitude * kernel(r, length), s)
-            return -gaussian_log_density(jr.key(0), y, covariance, 200).value
-
-        return jax.value_and_grad(loss)(theta)
-
-    @jax.jit
-    def exact(theta, r, y):
-        def loss(theta):
-            length, s, amplitude = jnp.exp(theta)
-            return -cholesky_density(y, amplitude * kernel(r, length) + s * jnp.eye(len(y)))
-
-        return jax.value_and_grad(loss)(theta)
-
-    def minimise(function):
-        def loss(theta):
-            value, gradient = function(jnp.asarray(theta), r, y)
-            return float(value), np.asarray(gradient)
-
-        return scipy.optimize.minimize(loss, np.log([0.4, 0.5, 2.0]), jac=True, method="L-BFGS-B")
-
-    ours, theirs = minimise(estimated), minimise(exact)
-    print(np.exp(ours.x), np.exp(theirs.x), ours.nfev, theirs.nfev)
-    np.testing.assert_allclose(np.exp(ours.x), np.exp(theirs.x), rtol=0.02)
 
 
 @pytest.mark.slow

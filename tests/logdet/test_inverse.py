@@ -210,42 +210,19 @@ def test_no_bias_and_bars_that_cover(name, dtype, hidden):
         assert bars <= 2 * np.sqrt(np.mean(errors**2)) + 1e3 * rounding
 
 
-@pytest.mark.parametrize("fn", [tr.inverse_trace])
-def test_small_eigenvalues_that_only_begin_to_show_are_not_missed(fn):
+def test_small_eigenvalues_that_only_begin_to_show_are_not_missed():
     """Five eigenvalues of 1e-5 to 1e-3 below 195 of 1 to 3 make nearly all of the trace. After 13,
     9 and 5 steps the values agree with each other, and are a tenth of the truth.
     """
     matrix = matrix_of(np.r_[np.logspace(-5, -3, 5), np.linspace(1, 3, 195)])
     operator = lx.MatrixLinearOperator(matrix, PSD)
-    diagonal = np.diag(np.linalg.inv(np.asarray(matrix)))
-    truth = diagonal.sum() if fn is tr.inverse_trace else diagonal
-    found = jax.jit(jax.vmap(lambda key: fn(key, operator, 40, fallback=None)))(keys(20))
-    if fn is tr.inverse_trace:
-        assert np.median(found.value) < truth / 2  # far too few steps
+    truth = np.trace(np.linalg.inv(np.asarray(matrix)))
+    solve = jax.jit(jax.vmap(lambda key: tr.inverse_trace(key, operator, 40, fallback=None)))
+    found = solve(keys(20))
+    assert np.median(found.value) < truth / 2  # far too few steps
     assert np.all(found.quadrature_error > found.value / 2)
     low, high = jax.vmap(lambda s: s.interval())(found)
     assert np.mean((low <= truth) & (truth <= high)) > 0.92
-
-
-@pytest.mark.slow
-def test_far_better_than_quadrature_where_low_rank_pays():
-    """RBF kernel, d = 2, noise 1e-3, n = 1000, k = 120: at least 20 times the accuracy."""
-    x = np.random.default_rng(0).uniform(size=(1000, 2))
-    squares = np.sum((x[:, None] - x) ** 2, axis=-1)
-    matrix = jnp.asarray(np.exp(-squares / (2 * 0.3**2)))
-    operator = lx.TaggedLinearOperator(shifted(matrix, 1e-3), PSD)
-    truth = np.trace(np.linalg.inv(dense(matrix, 1e-3)))
-
-    def rms(solve):
-        values = jax.jit(jax.vmap(solve))(keys(20)).value
-        return float(jnp.sqrt(jnp.mean(jnp.square(values - truth))))
-
-    ours = rms(lambda key: tr.inverse_trace(key, operator, 120))
-    plain = rms(lambda key: tr.spectral_sum(key, jnp.reciprocal, operator, 120, num_steps=24))
-    krylov = rms(lambda key: tr.spectral_sum(key, jnp.reciprocal, operator, 120))
-    print(f"\nrelative: {ours / truth:.2g}, quadrature {plain / truth:.2g}, {krylov / truth:.2g}")
-    assert ours < plain / 1000
-    assert ours < krylov / 20
 
 
 # --- derivatives ---------------------------------------------------------------------------------
@@ -309,8 +286,7 @@ def test_derivatives_have_no_bias():
 # --- transformations, structures, what is wrong --------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [24])
-def test_pytrees_and_intervals(k):
+def test_pytrees_and_intervals():
     """Value, both errors and the interval have the structure of the input."""
     matrix = decaying()
     structure = {
@@ -323,7 +299,7 @@ def test_pytrees_and_intervals(k):
         return {"a": y[:40].reshape(20, 2), "b": y[40:]}
 
     operator = lx.FunctionLinearOperator(product, structure, PSD)
-    found = tr.inverse_diagonal(jr.key(0), operator, k)
+    found = tr.inverse_diagonal(jr.key(0), operator, 24)
     low, high = found.interval()
     for tree in (found.value, found.std_err, found.quadrature_error, low, high):
         assert jax.tree.map(lambda x: x.shape, tree) == {"a": (20, 2), "b": (20,)}

@@ -63,9 +63,7 @@ def test_the_inverse_is_a_preconditioner_of_lineax():
     kind = NystromPreconditioner
     operator = lx.TaggedLinearOperator(shifted(decaying(), 1e-3), PSD)
     p, b = built(kind, operator, 30), jnp.cos(jnp.arange(N, dtype=float))
-    np.testing.assert_allclose(
-        p.inverse().as_matrix() @ p.factors.mm(jnp.eye(N)), jnp.eye(N), atol=1e-9
-    )
+    np.testing.assert_allclose(p.inverse().as_matrix(), p.factors.solve(jnp.eye(N)), rtol=1e-9)
 
     def solve(operator, b, options):
         solver = lx.CG(rtol=1e-10, atol=1e-10)
@@ -109,13 +107,12 @@ def test_factors_against_dense_matrices():
     dense = root[:, None] * inner * root
     block = jnp.asarray(random_unitary(rng, N, dtype)[:, :4])
     np.testing.assert_allclose(factors.log_det(), dense_logdet(dense), rtol=1e-12)
-    np.testing.assert_allclose(factors.mm(block), dense @ block, atol=1e-12)
     np.testing.assert_allclose(dense @ factors.solve(block), block, atol=1e-12)
-    np.testing.assert_allclose(factors.root_mm(factors.inverse_root(block)), block, atol=1e-12)
     again = factors.inverse_root_adjoint(factors.inverse_root(block))
     np.testing.assert_allclose(again, factors.solve(block), atol=1e-12)
-    outside = np.asarray(factors.outside(block))
-    np.testing.assert_allclose(outside, block - basis @ (basis.conj().T @ block), atol=1e-13)
+    outside = block - basis @ (basis.conj().T @ block)
+    outside = outside * np.sqrt(N - 7) / np.linalg.norm(outside, axis=0)
+    np.testing.assert_allclose(factors.outside(block), outside, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -442,32 +439,6 @@ def test_lanes_of_a_vmap_choose_by_themselves():
         assert 20 <= spent <= 30
 
 
-def test_pytrees_functions_and_closures():
-    """A function of PyTrees that closes over a traced value, against the same matrix."""
-    matrix = decaying()
-    structure = {
-        "a": jax.ShapeDtypeStruct((20,), jnp.float64),
-        "b": jax.ShapeDtypeStruct((8, 5), float),
-    }
-
-    def value(s):
-        def product(x):
-            flat = matrix @ jnp.concatenate([x["a"], x["b"].reshape(-1)]) * s
-            return {"a": flat[:20], "b": flat[20:].reshape(8, 5)}
-
-        kernel = lx.FunctionLinearOperator(product, structure, PSD)
-        operator = kernel + s * lx.IdentityLinearOperator(structure)
-        return logdet(jr.key(0), operator, 30, preconditioner=FIXED).value
-
-    def reference(s):
-        return logdet(jr.key(0), hidden(s * matrix, s), 30, preconditioner=FIXED).value
-
-    ours, theirs = jax.jit(
-        lambda s: (jax.value_and_grad(value)(s), jax.value_and_grad(reference)(s))
-    )(0.3)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("preconditioner", "budgets"), [(None, (40,)), (NystromPreconditioner(), (3, 40))]
 )
@@ -494,12 +465,11 @@ def test_every_preconditioner(preconditioner, budgets):
 # --- what cannot be done -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [30, N])
-def test_indefinite_and_nonfinite(k):
+def test_indefinite_and_nonfinite_without_probes():
     spectrum = np.linspace(-1, 3, N)
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), spectrum))
     solve = eqx.filter_jit(
-        lambda m: logdet(jr.key(0), lx.MatrixLinearOperator(m, PSD), k, preconditioner=FIXED)
+        lambda m: logdet(jr.key(0), lx.MatrixLinearOperator(m, PSD), N, preconditioner=FIXED)
     )
     solution = solve(matrix)
     assert solution.result == RESULTS.outside_domain

@@ -155,7 +155,6 @@ def test_few_products_say_that_they_are_few(k):
     solution = estimate(jr.key(0), sparse(matrix), k)
     lower, upper = solution.interval()
     truth = np.diag(np.linalg.inv(matrix))
-    assert np.all(np.isfinite(solution.value))
     assert np.all(np.asarray(solution.value) >= 1 / np.diag(matrix))
     assert np.mean((np.asarray(lower) <= truth) & (truth <= np.asarray(upper))) > 0.9
     assert solution.num_matvecs <= k

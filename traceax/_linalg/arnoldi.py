@@ -101,6 +101,30 @@ def outside(
     return w, column
 
 
+def with_product(krylov: Arnoldi, j: Array, products: Inexact[Array, "n p"], eps: float) -> Arnoldi:
+    """The recurrences after step j, from the products with the vectors `following`."""
+    basis = lax.dynamic_update_index_in_dim(krylov.basis, krylov.following, j, axis=1)
+    # The first product fixes a unit, in which no square over- or underflows.
+    scale = jnp.where(j == 0, scale_of(products), krylov.scale)
+    w, column = outside(basis, (products / scale).T)
+    norm = jnp.linalg.norm(w, axis=1)
+    largest = jnp.maximum(jnp.max(jnp.abs(column), axis=1), norm)
+    size = jnp.maximum(krylov.size, largest)
+    exhausted = norm <= rounding_unit(eps, krylov.size.dtype) * size
+    norm = jnp.where(exhausted, 0, norm)
+    place = jnp.arange(basis.shape[1], dtype=j.dtype)
+    below = jnp.where(place == j + 1, norm[:, None], 0).astype(w.dtype)
+    unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
+    return Arnoldi(
+        basis=basis,
+        hessenberg=lax.dynamic_update_index_in_dim(krylov.hessenberg, column + below, j, axis=2),
+        following=jnp.where(exhausted[:, None], 0, w / unit),
+        residual=norm,
+        size=size,
+        scale=scale,
+    )
+
+
 def advanced(
     mm: Product,
     krylov: Arnoldi,
@@ -113,37 +137,14 @@ def advanced(
     in the unit `scale`. `fresh`, from the number of a step and the basis, has the vectors that go
     on where a space is exhausted.
     """
-    tolerance = rounding_unit(eps, krylov.size.dtype)
-    place = jnp.arange(krylov.basis.shape[1], dtype=jnp.uint32)
 
     def step(j, krylov):
-        v = krylov.following
-        basis = lax.dynamic_update_index_in_dim(krylov.basis, v, j, axis=1)
-        w = mm(v.T)
-        # The first product fixes a unit, in which no square over- or underflows.
-        scale = jnp.where(j == 0, scale_of(w), krylov.scale)
-        w = (w / scale).T
-        w, column = outside(basis, w)
-        norm = jnp.linalg.norm(w, axis=1)
-        largest = jnp.maximum(jnp.max(jnp.abs(column), axis=1), norm)
-        size = jnp.maximum(krylov.size, largest)
-        exhausted = norm <= tolerance * size
-        norm = jnp.where(exhausted, 0, norm)
-        below = jnp.where(place == j + 1, norm[:, None], 0).astype(w.dtype)
-        unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
-        following = jnp.where(exhausted[:, None], 0, w / unit)
-        if fresh is not None:
-            following = if_any(jnp.any(exhausted), partial(fresh, j, basis), following)
-        return Arnoldi(
-            basis=basis,
-            hessenberg=lax.dynamic_update_index_in_dim(
-                krylov.hessenberg, column + below, j, axis=2
-            ),
-            following=following,
-            residual=norm,
-            size=size,
-            scale=scale,
-        )
+        krylov = with_product(krylov, j, mm(krylov.following.T), eps)
+        if fresh is None:
+            return krylov
+        more = partial(fresh, j, krylov.basis)
+        exhausted = jnp.any(krylov.residual == 0)
+        return krylov._replace(following=if_any(exhausted, more, krylov.following))
 
     # Unsigned: an index that may be negative is one more thing to compile.
     return lax.fori_loop(jnp.uint32(first), jnp.uint32(last), step, krylov)

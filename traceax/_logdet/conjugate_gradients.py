@@ -10,9 +10,8 @@ updated, never computed anew, goes to 0 in spite of rounding errors; what is lef
 to compute. The columns of a block share the products of a step, and each of them ends by itself,
 or where p^H M p is not positive: then M is not definite.
 
-(`lineax.CG` takes p^H M p <= 200 eps n r^H r for a breakdown, whatever the size of M. In float32
-this is so for every positive definite M of norm 1 with more than 42,000 rows, and with fewer rows
-for small multiples of such matrices. It has no complex numbers either.)
+(`lineax.CG` takes p^H M p <= 200 eps n r^H r for a breakdown, which depends on the scale of M, and
+has no complex numbers.)
 """
 
 from collections.abc import Callable

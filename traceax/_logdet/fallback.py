@@ -1,8 +1,7 @@
 """The exact value, where it costs less than what a budget asks for.
 
 A Cholesky factorisation takes n^3 / 3 operations, k products with a stored matrix take 2 n^2 k:
-from k = n / 6 on the exact value is cheaper. The entries must be known (see `known_parts`): to
-compute them by products would take n of them. With few rows it is cheaper than any budget.
+from k = n / 6 on the exact value is cheaper. With few rows it always is.
 """
 
 from typing import Any
@@ -29,13 +28,8 @@ def check_fallback(fallback: Any) -> None:
 
 
 def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int, *, sparse: bool = False) -> bool:
-    """Whether a factorisation takes fewer operations than k products.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `k`: the number of products.
-    - `sparse`: whether to treat a sparse matrix as a dense one.
+    """Whether a factorisation takes fewer operations than k products. `sparse` matrices may count
+    as dense ones.
     """
     n = operator.in_size()
     if n <= FEW_ROWS:
@@ -45,14 +39,7 @@ def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int, *, sparse: boo
 
 def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: bool = False) -> Any:
     """The budget k, or n, for which the value is exact, where that is cheaper. (What is wrong with
-    operator or budget is found later.)
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `k`: the budget.
-    - `sparse`: as for `exact_is_cheaper`.
-    - `tolerance`: whether k is but the most that a tolerance may take.
+    operator or budget is found later.) With a `tolerance` k is but the most that it may take.
     """
     known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
     if not known or operator.in_size() != operator.out_size():

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jax import lax
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from .._core.primitive import gaussian_log_density_p
@@ -16,9 +15,7 @@ from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
-from .fallback import check_fallback
 from .gaussian_estimator import GaussianEstimator
-from .held import HeldGaussianEstimator, check_budget_alone
 from .preconditioners import AbstractPreconditioner
 from .run import policy_of
 
@@ -78,17 +75,11 @@ def gaussian_log_density(
 
     such as the marginal likelihood of a Gaussian process, $A = K + s I$. (For complex $A$, circular
     distributions: $-(y^* A^{-1} y + \log\det A + n \log \pi)$.) Several vectors, the columns of
-    `y`, are independent draws: the value is the sum of their log densities, from one
-    log-determinant. If the mean of the distribution is not zero, subtract it from `y`.
+    `y`, are independent draws: the value is the sum of their log densities.
 
     The log-determinant is that of [`traceax.logdet`][], with at least four fifths of the budget for
     a single vector. The rest goes to a solve by conjugate gradients with the same preconditioner.
-    By default the gradient is unbiased over the keys, which suits Adam and expectations; with a
-    [`traceax.BuiltPreconditioner`][] it is exactly that of the value, which suits L-BFGS.
-
-    Cost: at most `k` matvecs; memory and operations as for [`traceax.logdet`][]. First derivatives
-    take as many tangent products (and `k` more products with a preconditioner that was built
-    before).
+    Derivatives and cost are those of [`traceax.logdet`][].
 
     !!! Example
 
@@ -118,15 +109,13 @@ def gaussian_log_density(
 
     **Raises:**
 
-    - `TypeError`, `ValueError`: for arguments that do not fit.
-    - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
+    - `TypeError`, `ValueError`, `NotImplementedError`: as [`traceax.logdet`][].
 
     ??? cite "References"
 
         J. Wenger et al., *Preconditioning for scalable Gaussian process hyperparameter
-        optimization*, 2022, arXiv:2107.00243; and those of [`traceax.logdet`][].
+        optimization*, 2022, arXiv:2107.00243.
     """
-    check_fallback(fallback)
     check_key(key)
     if isinstance(y, lx.AbstractLinearOperator):
         raise TypeError(
@@ -135,14 +124,9 @@ def gaussian_log_density(
         )
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
-    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
-    if isinstance(preconditioner, BuiltPreconditioner):
-        check_budget_alone("A preconditioner that was built before", tolerance)
-        estimator = HeldGaussianEstimator(observed, lax.stop_gradient(preconditioner))
-    else:
-        given = "gaussian_log_density", operator, k, preconditioner, fallback
-        policy, k = policy_of(*given, **tolerance)
-        estimator = GaussianEstimator(observed, policy)
+    given = "gaussian_log_density", operator, k, preconditioner, fallback
+    policy, k = policy_of(*given, rtol=rtol, atol=atol, max_k=max_k)
+    estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux
     unflatten = BlockOperator(operator).unflatten

@@ -17,14 +17,9 @@ y), or 2 products for each y. If it ends at x, with r = y - A x,
 The last term is left out. With P = R R^H and M = R^{-1} A R^{-H} it is at most
 ||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of this eigenvalue is known; otherwise the
 smallest Ritz value of the probes stands for it. Half of this bound is part of the quadrature error.
-So is half of the rounding error of x^H A x, which is large where x is: some ||y|| / s. With the
-scaling D by a diagonal (where the noise is not the same everywhere, x is large where it is small)
-and a the largest row of D^{-1/2} A D^{-1/2}, for which that of P stands, it is a share of
-eps ||a|| ||D^{1/2} x||^2. (In float32, for random x and kernels with 200 to 8000 points and equal
-noise, stored or by entries, this share was on average 0.08 for up to 1000 points, and 2.7 / sqrt(n)
-for more, as products are sums of blocks. Stated is twice that. The forms of kernels with 200 and
-1000 points, noise 1e-1 to 1e-4 and three kinds of y were off by at most 0.13 beyond the bound of
-above.)
+So is half of the rounding error of x^H A x. With a the largest row of D^{-1/2} A D^{-1/2}, D the
+diagonal scaling, for which that of P stands, it is a share of eps ||a|| ||D^{1/2} x||^2, which is
+large where x is: some ||y|| / s.
 
 *Derivatives.* With x held fixed,
 
@@ -39,19 +34,20 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
-from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, safe_norm
+from .._core.estimate import Estimate, safe_norm, scale_of
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import quadrature_estimate
+from .._linalg.lanczos import largest_ritz_value, quadrature
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
-from .._sketch.low_rank import AbstractFactors
+from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import finished
-from .estimator import ExactLogdet, estimate_from, exact_logdet
+from .estimator import estimate_from, exact_logdet
+from .held import Held, HeldWeights
 from .run import Policy, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
@@ -110,7 +106,8 @@ class GaussianWeights(AbstractWeights):
 
     def contract(self, block):
         """`t <G, A> - sum_j x_j^H A x_j`. A contraction costs t matvecs more than for `log_det`."""
-        return self.log_det.times_less(self.x.shape[1], self.x).contract(block)
+        x = block.leaves(self.x)
+        return self.x.shape[1] * self.log_det.contract(block) - jnp.sum(block.forms(x, x)).real
 
     def moved_with(self, operator, y):
         """The weights as a function of A and y: see above."""
@@ -119,7 +116,8 @@ class GaussianWeights(AbstractWeights):
         return GaussianWeights(self.log_det.weights_at(operator), x)
 
 
-class AbstractGaussianEstimator(AbstractEstimator):
+@final
+class GaussianEstimator(AbstractEstimator):
     """The sum of the log densities at the columns of y. `aux` of the estimate has three parts: the
     log-determinant, the quadratic forms, and x.
 
@@ -127,13 +125,19 @@ class AbstractGaussianEstimator(AbstractEstimator):
     for y, and they are functions of both (`moved_with`).
     """
 
-    y: AbstractVar[Inexact[Array, "n t"]]
+    y: Inexact[Array, "n t"]
+    policy: Policy
     weights_depend_on_operator: ClassVar[bool] = True
+    label = "gaussian_log_density"  # pyright: ignore
 
     @property
-    def label(self):
+    def smallest(self):  # pyright: ignore
+        """Two products for the log-determinant, and for each right-hand side."""
+        return 2 * self.y.shape[1] + 2
+
+    def check(self, operator):
         """See `AbstractEstimator`."""
-        return "gaussian_log_density"
+        self.policy.check(operator, "A Gaussian log density")
 
     @property
     def _factor(self) -> float:
@@ -142,17 +146,13 @@ class AbstractGaussianEstimator(AbstractEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
-        form = self.exact_form(exact)
-        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs, math.inf)
-        return estimate, GaussianWeights(exact.weights(), form.x)
-
-    def exact_form(self, exact: ExactLogdet) -> QuadraticForm:
-        """The quadratic forms from a Cholesky factorisation."""
         x = exact.solve(self.y)
         # A backward error of the matrix that changes no pivot by more than the rounding changes
         # a quadratic form by at most this.
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
-        return QuadraticForm(inner(self.y, x), left, x)
+        form = QuadraticForm(inner(self.y, x), left, x)
+        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs, math.inf)
+        return estimate, GaussianWeights(exact.weights(), x)
 
     def density(self, log_det: Estimate, form: QuadraticForm, spent: Any, least: float) -> Estimate:
         """The density from its two parts.
@@ -164,7 +164,8 @@ class AbstractGaussianEstimator(AbstractEstimator):
         - `spent`: the number of matvecs for both.
         - `least`: see `quadrature_estimate`.
         """
-        half, (n, t) = self._factor, self.y.shape
+        half = self._factor
+        n, t = self.y.shape
         value = log_det.value
         density = log_density(half, n, value, form.value)
         sizes = jnp.sum(jnp.abs(form.value)) + t * (jnp.abs(value) + n * math.log(math.pi / half))
@@ -186,25 +187,11 @@ class AbstractGaussianEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         return weights.moved_with(operator, self.y)
 
-
-@final
-class GaussianEstimator(AbstractGaussianEstimator):
-    """The log density for a given budget."""
-
-    y: Inexact[Array, "n t"]
-    policy: Policy
-
-    @property
-    def smallest(self):  # pyright: ignore
-        """Two products for the log-determinant, and for each right-hand side."""
-        return 2 * self.y.shape[1] + 2
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        self.policy.check(operator, "A Gaussian log density")
-
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
+        built = self.policy.preconditioner
+        if isinstance(built, BuiltPreconditioner):
+            return self.with_held(Held(built, operator), key, k, weights)
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
 
@@ -218,13 +205,16 @@ class GaussianEstimator(AbstractGaussianEstimator):
         given = key, operator, k - t * most, self.policy
         ride = {"y": self.y, "most_solve": most - 1, "value_of": value_of}
         run = run_of(*given, weights=weights, **ride)
-        block, factors, start = run.block, run.preparation.built.factors, run.sums.solve
-        assert start is not None
-        solve = finished(partial(factors.preconditioned, block.mm), start, most - 1)
+        block = run.block
+        factors = run.preparation.built.factors
+        solve = finished(partial(factors.preconditioned, block.mm), run.sums.solve, most - 1)
         x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)
         form = inner(self.y, x) + inner(x, residual)
-        left = square_norms(factors.inverse_root(residual)) / run.floor
+        # Where no lower bound is known, the smallest Ritz value is good enough.
+        floor = run.preparation.built.floor
+        floor = jnp.where(jnp.isnan(floor), run.sums.smallest, floor)
+        left = square_norms(factors.inverse_root(residual)) / floor
         left += rounding_of_form(factors, run.sums.largest, x, block.eps)
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
@@ -233,3 +223,31 @@ class GaussianEstimator(AbstractGaussianEstimator):
         if not weights:
             return estimate, None
         return estimate, GaussianWeights(weights_of(run.preparation.built, run.sums), x)
+
+    def with_held(self, held: Held, key, k: int, weights: bool) -> tuple[Estimate, Any]:
+        """The same with a preconditioner that is held."""
+        t = self.y.shape[1]
+        steps = steps_of_solve(k, t)
+        run = held.log_det(key, k - t * steps)
+        target = held.factors.inverse_root(self.y)
+        unit = scale_of(target, axis=0)[0]
+        scaled = unit.astype(target.dtype)
+        target = target / scaled
+        krylov = held.lanczos(target, steps)
+        # Nodes from a right-hand side that is 0 are no Ritz values.
+        nodes = jnp.where(square_norms(target)[:, None] > 0, quadrature(krylov)[0], jnp.inf)
+        run = run._replace(smallest=jnp.minimum(run.smallest, jnp.min(nodes)))
+        value, left, x = held.quadratic_forms(target, krylov, run.smallest)
+        x = scaled * x
+        largest = largest_ritz_value(krylov)
+        rounding = rounding_of_form(held.factors, largest, x, held.block.eps)
+        form = QuadraticForm(unit**2 * value, unit**2 * left + rounding, x)
+        log_det = held.estimate(run)
+        estimate = self.density(log_det, form, log_det.num_matvecs + t * steps, 1.0)
+        if not weights:
+            return estimate, None
+        of_log_det = held.log_det_weights(run, t)
+        of_forms = held.weights(target, krylov, jnp.reciprocal, unit**2)
+        u = jnp.concatenate([of_log_det.u, of_forms.u], axis=1)
+        v = jnp.concatenate([of_log_det.v, of_forms.v], axis=1)
+        return estimate, HeldWeights(u, v, scaled * of_forms.x)

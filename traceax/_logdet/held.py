@@ -20,50 +20,34 @@ when its hyperparameters change); outside of them it is nearly a multiple of the
                                                            sqrt(n - l) of the complement of U:
 
 E[z z^H] = I, and neither a diagonal U^H B U nor a multiple of the identity outside causes any
-variance. (Matern-1/2, d = 2, and Matern-3/2, d = 5, one length scale for each dimension, n = 500,
-k = 200, 20 probes, three keys: after one rebuild 0.02 to 0.07 and 0.07 to 0.14 nats are lost; with
-probes on the sphere 0.07 to 0.12 and 0.23 to 0.36.) The standard error comes from the scatter of
-the probes, which shows this gain. For fewer than 8 probes it is that of probes on the sphere, which
-is larger.
+variance. The standard error comes from the scatter of the probes, which shows this gain. For fewer
+than 8 probes it is that of probes on the sphere, which is larger.
 """
 
 import math
-from typing import Any, ClassVar, NamedTuple, NoReturn, final
+from functools import partial
+from typing import NamedTuple, NoReturn, final
 
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import Estimate, mean_and_std_err, scale_of
+from .._core.estimate import Estimate, mean_and_std_err
 from .._core.precision import einsum
-from .._estimators.estimator import AbstractEstimator
 from .._functions.funm import mean_and_error
-from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature, quadrature
+from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
-from .estimator import estimate_of, evidence_with, exact_logdet, rounding_of
-from .gaussian_estimator import (
-    AbstractGaussianEstimator,
-    QuadraticForm,
-    rounding_of_form,
-    steps_of_solve,
-)
+from .estimator import estimate_of, evidence_with, rounding_of
 from .log_quadrature import quadrature_after
 from .own_derivative import gauss, own_derivative
-from .preconditioners import check_definite
 
 #: From this number of probes on, their scatter gives the standard error.
 SCATTER = 8
-
-
-def check_budget_alone(what: str, tolerance: dict[str, Any]) -> None:
-    """Raise a `TypeError` if there is a tolerance."""
-    if any(value is not None for value in tolerance.values()):
-        raise TypeError(f"{what} goes with a budget, got {tolerance}. Give a budget: `k=200`.")
 
 
 def held_plan(k: int) -> tuple[int, int]:
@@ -80,16 +64,11 @@ def held_probes(
     """The probes z = U e + w (see above), from vectors g on the sphere: e = U^H g / |U^H g|, entry
     by entry, so that z does not depend on the signs (phases) of the columns of U.
     """
-    n = factors.shape[0]
-    sphere = SphereSampler().probes(key, n, p, dtype)
+    sphere = SphereSampler().probes(key, factors.basis.shape[0], p, dtype)
     if not isinstance(factors, LowRankPlusIdentity):
         return sphere
-    signs, outside = lax.sign(matmul(adjoint(factors.basis), sphere)), factors.outside(sphere)
-    length = jnp.sqrt(square_norms(outside))
-    # Columns of U may be 0. If n are not, nothing is outside of U.
-    wanted = jnp.sqrt(jnp.maximum(n - jnp.sum(square_norms(factors.basis)), 0))
-    outside = outside * (wanted / jnp.where(length > 0, length, 1)).astype(dtype)
-    return matmul(factors.basis, signs) + outside
+    signs = lax.sign(matmul(adjoint(factors.basis), sphere))
+    return matmul(factors.basis, signs) + factors.outside(sphere)
 
 
 @final
@@ -119,19 +98,7 @@ class HeldWeights(AbstractWeights):
         self.weights_at(operator)
 
 
-class _LogDet(NamedTuple):
-    """tr log M, its errors, and what it was computed from."""
-
-    probes: Inexact[Array, "n p"]
-    krylov: Lanczos
-    value: Real[Array, ""]
-    error: Real[Array, ""]
-    std_err: Real[Array, ""]
-    dof: Real[Array, ""]
-    smallest: Real[Array, ""]
-
-
-class _Held:
+class Held:
     """M for one operator and one preconditioner. (It is not a PyTree, as it exists only during a
     trace.)
     """
@@ -141,24 +108,18 @@ class _Held:
         self.factors = preconditioner.factors
         self.block = BlockOperator(operator).linearised()
 
-    def mm(self, vectors: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """M times a block."""
-        return self.factors.preconditioned(self.block.mm, vectors)
-
     def lanczos(self, start: Inexact[Array, "n p"], steps: int) -> Lanczos:
-        """The recurrences from some vectors."""
-        return lanczos(self.mm, start, steps, self.block.eps)
+        """The recurrences of M from some vectors."""
+        mm = partial(self.factors.preconditioned, self.block.mm)
+        return lanczos(mm, start, steps, self.block.eps)
 
-    def log_det(self, key: PRNGKeyArray, k: int) -> "_LogDet":
+    def log_det(self, key: PRNGKeyArray, k: int) -> "HeldLogdet":
         """The log-determinant from a budget: its value is that of Gauss quadrature."""
         p, q = held_plan(k)
-        n, dtype = self.block.n, self.block.dtype
-        probes = held_probes(key, self.factors, p, dtype)
+        probes = held_probes(key, self.factors, p, self.block.dtype)
         krylov = self.lanczos(probes, q)
-        # P was built for another operator: here no bound of the eigenvalues of M is known. The
-        # smallest Ritz value after a few steps may be several times too large. (A length scale of
-        # 0.03 instead of 0.1: with a node at a quarter of it, the gap was 0.9 of the error, and at
-        # an eighth 1.4.)
+        # P was built for another operator: no bound of the eigenvalues of M is known here, and the
+        # smallest Ritz value after a few steps may be several times too large.
         nodes, masses, _ = positive_quadrature(krylov)
         far_below = jnp.min(nodes[:, 0]) / 8
         given = krylov, jnp.asarray(q), jnp.zeros_like(krylov.alpha), far_below
@@ -166,129 +127,61 @@ class _Held:
         value, std_err = mean_and_std_err(gauss(probes, krylov, jnp.log))
         dof = jnp.full((), p - 1, nodes.dtype)
         if p < SCATTER:
-            logs = jnp.log(nodes)
-            std_err, dof = mean_and_error(
-                masses, logs, n, self.block.eps, jnp.iscomplexobj(probes)
-            )[1:]
-        return _LogDet(probes, krylov, value, n * found.error, std_err, dof, found.smallest)
+            complex_ = jnp.iscomplexobj(probes)
+            parts = masses, jnp.log(nodes), self.block.n, self.block.eps, complex_
+            _, std_err, dof = mean_and_error(*parts)
+        error = self.block.n * found.error
+        return HeldLogdet(probes, krylov, value, error, std_err, dof, found.smallest)
+
+    def estimate(self, log_det: "HeldLogdet") -> Estimate:
+        """The estimate of the log-determinant."""
+        largest = largest_ritz_value(log_det.krylov)
+        rounding, outside = rounding_of(self.factors, log_det.smallest, largest, self.block.eps)
+        evidence = evidence_with(outside, self.built.evidence, log_det.krylov.evidence)
+        errors = log_det.error, rounding, log_det.std_err
+        spent = log_det.krylov.alpha.size
+        return estimate_of(self.factors, log_det.value, *errors, spent, log_det.dof, evidence)
 
     def weights(self, probes: Array, krylov: Lanczos, fn, coefficients: Array) -> HeldWeights:
         """The weights of a sum of Gauss quadratures over probes with real coefficients, and x of
         every probe.
         """
         n = probes.shape[0]
-        found = own_derivative(self.mm, probes, krylov, fn)
+        mm = partial(self.factors.preconditioned, self.block.mm)
+        found = own_derivative(mm, probes, krylov, fn)
         both = jnp.stack([found.basis, found.left * coefficients.astype(probes.dtype)])
         both = self.factors.inverse_root_adjoint(both.transpose(2, 0, 1, 3).reshape(n, -1))
         u, v = jnp.split(both, 2, axis=1)
         return HeldWeights(u, v, self.factors.inverse_root_adjoint(found.start))
 
-    def estimate(self, log_det: "_LogDet") -> Estimate:
-        """The estimate of the log-determinant."""
-        largest = largest_ritz_value(log_det.krylov)
-        parts = self.factors, log_det.smallest, largest, self.block.eps
-        rounding, outside = rounding_of(*parts)
-        evidence = evidence_with(outside, self.built.evidence, log_det.krylov.evidence)
-        errors = log_det.error, rounding, log_det.std_err
-        spent = log_det.krylov.alpha.size
-        return estimate_of(self.factors, log_det.value, *errors, spent, log_det.dof, evidence)
-
-    def log_det_weights(self, run: "_LogDet", times: int = 1) -> HeldWeights:
+    def log_det_weights(self, log_det: "HeldLogdet", times: int = 1) -> HeldWeights:
         """The weights of the log-determinant, so many times."""
-        p = run.probes.shape[1]
-        coefficients = jnp.full(p, times / p, jnp.finfo(run.probes.dtype).dtype)
-        return self.weights(run.probes, run.krylov, jnp.log, coefficients)
+        p = log_det.probes.shape[1]
+        coefficients = jnp.full(p, times / p, log_det.value.dtype)
+        return self.weights(log_det.probes, log_det.krylov, jnp.log, coefficients)
+
+    def quadratic_forms(
+        self, target: Inexact[Array, "n t"], krylov: Lanczos, smallest: Real[Array, ""]
+    ) -> tuple[Array, Array, Array]:
+        """b^H M^{-1} b for every b, a bound of what it leaves out, and R^{-H} M^{-1} b, where
+        `smallest` stands for the smallest eigenvalue of M.
+        """
+        nodes, _, vectors = positive_quadrature(krylov)
+        length = jnp.sqrt(square_norms(target))[:, None]
+        solved = length * einsum("paj,pj->pa", vectors, vectors[:, 0, :] / nodes)
+        solution = einsum("qnp,pq->np", krylov.basis, solved.astype(target.dtype))
+        left = jnp.square(krylov.beta[-1] * solved[:, -1]) / smallest
+        value = gauss(target, krylov, jnp.reciprocal)
+        return value, left, self.factors.inverse_root_adjoint(solution)
 
 
-@final
-class HeldLogdetEstimator(AbstractEstimator):
-    """The log-determinant."""
+class HeldLogdet(NamedTuple):
+    """tr log M, its errors, and what it was computed from."""
 
-    preconditioner: BuiltPreconditioner
-    smallest: ClassVar[int] = 2
-    weights_depend_on_operator: ClassVar[bool] = True
-
-    @property
-    def label(self):
-        """See `AbstractEstimator`."""
-        return "logdet"
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_definite(operator, "A log-determinant")
-        self.preconditioner.check(operator)
-
-    def compute(self, key, operator, k, weights):
-        """See `AbstractEstimator`."""
-        held = _Held(self.preconditioner, operator)
-        run = held.log_det(key, k)
-        return held.estimate(run), held.log_det_weights(run) if weights else None
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        exact = exact_logdet(operator)
-        return exact.estimate, exact.weights()
-
-
-@final
-class HeldGaussianEstimator(AbstractGaussianEstimator):
-    """The log density."""
-
-    y: Inexact[Array, "n t"]
-    preconditioner: BuiltPreconditioner
-
-    @property
-    def smallest(self):  # pyright: ignore
-        """Two products for the log-determinant, and for each right-hand side."""
-        return 2 * self.y.shape[1] + 2
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_definite(operator, "A Gaussian log density")
-        self.preconditioner.check(operator)
-
-    def compute(self, key, operator, k, weights):
-        """See `AbstractEstimator`."""
-        held, t = _Held(self.preconditioner, operator), self.y.shape[1]
-        steps = steps_of_solve(k, t)
-        run = held.log_det(key, k - t * steps)
-        target = held.factors.inverse_root(self.y)
-        unit = scale_of(target, axis=0)[0]
-        target = target / unit.astype(target.dtype)
-        krylov = held.lanczos(target, steps)
-        # Nodes from a right-hand side that is 0 are no Ritz values.
-        nodes = jnp.where(square_norms(target)[:, None] > 0, quadrature(krylov)[0], jnp.inf)
-        smallest = jnp.minimum(run.smallest, jnp.min(nodes))
-        run = run._replace(smallest=smallest)
-        form = _quadratic_form(held.factors, target, krylov, smallest)
-        scaled = unit.astype(target.dtype)
-        x, largest = scaled * form.x, largest_ritz_value(krylov)
-        rounding = rounding_of_form(held.factors, largest, x, held.block.eps)
-        form = QuadraticForm(unit**2 * form.value, unit**2 * form.left + rounding, x)
-
-        def made():
-            log_det = held.log_det_weights(run, t)
-            along = held.weights(target, krylov, jnp.reciprocal, unit**2)
-            u = jnp.concatenate([log_det.u, along.u], axis=1)
-            v = jnp.concatenate([log_det.v, along.v], axis=1)
-            return HeldWeights(u, v, scaled * along.x)
-
-        log_det = held.estimate(run)
-        estimate = self.density(log_det, form, log_det.num_matvecs + t * steps, 1.0)
-        return estimate, made() if weights else None
-
-
-def _quadratic_form(
-    factors: AbstractFactors,
-    target: Inexact[Array, "n t"],
-    krylov: Lanczos,
-    smallest: Real[Array, ""],
-) -> QuadraticForm:
-    """b^H M^{-1} b for every b, where `smallest` stands for the smallest eigenvalue of M."""
-    nodes, _, vectors = positive_quadrature(krylov)
-    length = jnp.sqrt(square_norms(target))[:, None]
-    solved = length * einsum("paj,pj->pa", vectors, vectors[:, 0, :] / nodes)
-    solution = einsum("qnp,pq->np", krylov.basis, solved.astype(target.dtype))
-    left = jnp.square(krylov.beta[-1] * solved[:, -1]) / smallest
-    value = gauss(target, krylov, jnp.reciprocal)
-    return QuadraticForm(value, left, factors.inverse_root_adjoint(solution))
+    probes: Inexact[Array, "n p"]
+    krylov: Lanczos
+    value: Real[Array, ""]
+    error: Real[Array, ""]
+    std_err: Real[Array, ""]
+    dof: Real[Array, ""]
+    smallest: Real[Array, ""]

@@ -12,16 +12,12 @@ as the entries.
 
 *Standard errors.* Entry i of a sample, y_i = omega_i (B omega)_i, has the mean B_ii and the
 variance sum_{j != i} B_ij^2 = E y_i^2 - B_ii^2 (over the complex numbers with the real part of B);
-the sum of the entries has twice the sum of these variances. The scatter of the probes gives both;
-there are two to four of them at least, if the budget allows. (For log-determinants, where probes
-are rotation invariant, one is enough. Here the diagonal of B would then add to the error.)
+the sum of the entries has twice the sum of these variances. The scatter of the probes gives both.
 
 *Quadrature errors.* The samples after q, q - d and q - 2d steps are compared, entry by entry, as
-in `_functions.funm`. They may agree while small eigenvalues are only beginning to show. (Five
-eigenvalues of 1e-5 to 1e-3 below others of 1 to 3, n = 400, q = 13: all samples are about 15 % of
-the truth.) But the error of the sum of the entries is known to be r^H M^{-1} r, with the residual r
-of the solve with M. What is stated is therefore at least |r|^2 / theta, theta the smallest Ritz
-value, which is 1 to 10 times r^H M^{-1} r once theta is accurate. Entries have shares of it in
+in `_functions.funm`. They may agree while small eigenvalues are only beginning to show. But the
+error of the sum of the entries is r^H M^{-1} r, with the residual r of the solve with M: what is
+stated is at least |r|^2 / theta, theta the smallest Ritz value. Entries have shares of it in
 proportion to those of P^{-1}. The quadrature errors of an exact inverse are its rounding errors: a
 change e_j of every squared pivot (see `estimator`) changes (A^{-1})_ii by
 sum_j e_j |(A^{-1})_ij|^2.
@@ -34,6 +30,7 @@ import math
 from typing import ClassVar, Literal, final
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.typing import ArrayLike
@@ -82,36 +79,35 @@ class InverseEstimator(AbstractEstimator):
             return safe_norm(known), jnp.full_like(sampled, math.sqrt(0.5))
 
         run = run_of(key, operator, k, self.policy, weights=weights, value_of=value_of)
-        built, sums = run.preparation.built, run.sums
-        factors, p = built.factors, sums.drawn.astype(sums.unit.dtype)
+        sums = run.sums
+        factors = run.preparation.built.factors
+        p = sums.drawn.astype(sums.unit.dtype)
         omega, starts, solved = sums.kept
-        orders, n, room = solved.shape
-        both = jnp.concatenate([jnp.moveaxis(solved, 0, 1).reshape(n, -1), starts], 1)
-        both = factors.inverse_root_adjoint(both)
-        x = jnp.moveaxis(both[:, : orders * room].reshape(n, orders, room), 1, 0)
-        away = x - both[:, orders * room :]
+        n, room = omega.shape
+        away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
         std_err, of_sum = entries_std_err(samples[0], p)
         rounding, outside = rounding_of(factors, sums.smallest, sums.largest, run.block.eps)
-        scatter, size, dof = std_err, known, jnp.maximum(p - 1, 1)
         missed = mean_of(sums, n)[1]
         means = jnp.sum(samples, axis=1) / p
         if self.of_trace:
-            scatter, size = of_sum, safe_norm(known)
+            std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
             dof = std_err_of(sums, run.block, inverse=True)[1]
-            means, known = jnp.sum(means, axis=1), jnp.sum(known)
-            totals, none = jnp.sum(samples, axis=2), jnp.full(room, sums.exhausted)
+            value = jnp.sum(known + means[0])
             # The mean is one over all places, in use or not.
-            error = jnp.maximum(truncation_error(totals, none) * (room / p), missed)
+            none = jnp.full(room, sums.exhausted)
+            error = truncation_error(jnp.sum(samples, axis=2), none) * (room / p)
         else:
+            std_err = jnp.hypot(std_err, rounding * known)
+            dof = jnp.maximum(p - 1, 1)
+            value = known + means[0]
             error = entries_truncation_error(means, sums.exhausted)
-            error = jnp.maximum(error, missed * (known / jnp.sum(known)))
-        value = known + means[0]
-        # The last term is that of equal eigenvalues, whose inverses have the same rounding error.
-        equal = 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value)
-        std_err = jnp.hypot(jnp.hypot(scatter, rounding * size), equal)
-        evidence = evidence_with(outside, built.evidence, sums.evidence)
+            missed = missed * (known / jnp.sum(known))
+        error = jnp.maximum(error, missed)
+        # Equal eigenvalues, whose inverses have the same rounding error.
+        std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
+        evidence = evidence_with(outside, run.preparation.built.evidence, sums.evidence)
         read = run.preparation.read
         estimate = quadrature_estimate(
             value, error, std_err, run.spent, dof, evidence, columns=read
@@ -119,7 +115,8 @@ class InverseEstimator(AbstractEstimator):
         estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None
-        return estimate, InverseWeights(x[0], omega / p, factors, self.of_trace)
+        x = factors.inverse_root_adjoint(solved[0])
+        return estimate, InverseWeights(x, omega / p, factors, self.of_trace)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -141,16 +138,9 @@ def inverse_trace(
     r"""Estimate $\mathrm{tr}\, A^{-1}$ of a positive definite operator, such as $K + s I$.
 
     $\mathrm{tr}\, A^{-1} = \mathrm{tr}\, P^{-1} + E[\omega^T (A^{-1} - P^{-1}) \omega]$ with the
-    preconditioner P of [`traceax.logdet`][], which is built and paid for as there, and with solves
-    for as many probes and as many steps. The first term is exact, and the second is small if P is
-    good: for a smooth kernel the error is thousands of times less than that of
-    [`traceax.spectral_sum`][] with `jnp.reciprocal`.
-
-    There are two errors: `std_err` comes from the random probes, and `quadrature_error` from ending
-    the recurrence of the solves early. The quadrature error of an exact value is that of rounding.
-
-    Derivatives, at every order, are unbiased as far as the solves have converged. They take a
-    product and a solve for every probe.
+    preconditioner P of [`traceax.logdet`][], and with solves for as many probes and as many steps.
+    The first term is exact, and the second is small if P is good. Derivatives, at every order, are
+    unbiased as far as the solves have converged. They take a product and a solve for every probe.
 
     !!! Example
 
@@ -161,39 +151,25 @@ def inverse_trace(
         effective_dimension = n - noise * solution.value  # tr K (K + noise I)^-1
         ```
 
-    Cost: at most `k` matvecs; some six blocks of `n x k` numbers; about `30 n k^2` operations.
-    With `k >= n`, n matvecs (none if the entries are stored), and a Cholesky factorisation with the
-    inverse of its factor: the value is exact.
+    Cost: that of [`traceax.logdet`][].
 
     **Arguments:**
 
-    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
-    - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
-        positive semidefinite; or a sum of such an operator and diagonal ones.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
-    - `rtol`, `atol`, `max_k`: as for [`traceax.logdet`][].
+    - `key`, `operator`, `k`, `rtol`, `atol`, `max_k`, `throw`: as for [`traceax.logdet`][].
     - `preconditioner`: as for [`traceax.logdet`][], but not one that was built before.
     - `fallback`: as for [`traceax.logdet`][]. Sparse matrices count as operators that know their
         entries here: no preconditioner of low rank captures the small eigenvalues, which decide.
-    - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
-    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. Its result is
-    `outside_domain` or `not_symmetric`, and the value NaN, as for [`traceax.logdet`][]. It is
-    `not_converged`, with the best estimate, if the quadrature error exceeds four standard errors
-    and 5 % of the value.
+    A [`traceax.Solution`][] with a real value and two errors: `std_err` of the probes, and
+    `quadrature_error` of ending the solves early, or of rounding. It is `not_converged`, with the
+    best estimate, if the quadrature error exceeds four standard errors and 5 % of the value; other
+    results are those of [`traceax.logdet`][].
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or preconditioner of the wrong type.
-    - `ValueError`: for an operator that is not square or not tagged positive semidefinite,
-        `k < 1`, another `fallback`, or a preconditioner that cannot be built for this operator.
-
-    ??? cite "References"
-
-        The estimator of the logarithm is carried over to the inverse:
-        `traceax/_logdet/inverse.py` derives it. For the preconditioner see [`traceax.logdet`][].
+    - `TypeError`, `ValueError`: for arguments that do not fit.
     """
     tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     arguments = preconditioner, fallback, throw
@@ -219,11 +195,9 @@ def inverse_diagonal(
     probes of [`traceax.inverse_trace`][], and has errors of its own.
 
     With `preconditioner="auto"`, sparse matrices, and their sums with diagonal operators, take
-    samples x with the covariance $A^{-1}$ instead, about $\sqrt{k} / 2$ of them. The variance of
-    $x_i$ given all other entries is $1 / A_{ii}$, and the variance of its mean given them is
-    estimated (Rao-Blackwell). The error is relative to the entry, whatever the range of the
-    correlations: 2 to 4 times smaller for Markov random fields on grids. As the samples are few,
-    `interval` is wider than two standard errors.
+    about $\sqrt{k} / 2$ samples x with the covariance $A^{-1}$ instead. The variance of $x_i$ given
+    all other entries is $1 / A_{ii}$, and the variance of its mean given them is estimated
+    (Rao-Blackwell): the error is relative to the entry, whatever the range of the correlations.
 
     !!! Example
 

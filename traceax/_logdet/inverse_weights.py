@@ -58,19 +58,15 @@ class ExactInverseWeights(AbstractWeights):
 
 
 def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, Any]:
-    """The diagonal of the inverse, or its sum, from a factorisation: the estimate and its weights.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `of_trace`: whether the sum is wanted.
-    """
+    """The diagonal of the inverse, or its sum, from a factorisation, and its weights."""
     exact = exact_logdet(operator)
     weights = exact.weights()
     inverse = weights.inverse
-    value, unit = jnp.diagonal(inverse).real, scale_of(inverse)
+    value = jnp.diagonal(inverse).real
+    unit = scale_of(inverse)
     error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
     if of_trace:
-        value, error = jnp.sum(value), jnp.sum(error)
+        value = jnp.sum(value)
+        error = jnp.sum(error)
     numbers = {"value": value, "std_err": jnp.zeros_like(value), "quadrature_error": error}
     return dataclasses.replace(exact.estimate, **numbers), ExactInverseWeights(weights, of_trace)

@@ -2,20 +2,17 @@ r"""Gauss and Gauss-Radau quadrature of a logarithm, or of 1/x, with the errors 
 
 *The value.* Every derivative of the logarithm has a constant sign. Hence Gauss quadrature of
 z^H log(M) z is never too small, and Gauss-Radau quadrature with a node at a <= lambda_min(M) is
-never too large: the truth lies in between. For K + s I and P of low rank, a is known
-(lambda_min(M) >= s / mu). Radau's rule of q nodes is Gauss' rule for T', which is T with its last
-entry reduced by 1 / r, r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors
-are of about the same size, so that a mean of the two rules is far better than either. Radau's rule
-has the weight min(0.6, a / theta_1), with theta_1 the smallest Ritz value: nearly nothing if a is
-far too small. The quadrature error is the largest that the two bounds leave possible. If a is a
-guess, they are no bounds, and the error that `_functions.funm` estimates from shorter recurrences
-is added.
+never too large. For K + s I and P of low rank, a is known (lambda_min(M) >= s / mu). Radau's rule
+of q nodes is Gauss' rule for T', which is T with its last entry reduced by 1 / r,
+r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors are of about the same
+size: Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest Ritz value. The
+quadrature error is the largest that the two bounds leave possible. If no a is known, Gauss' rule
+stands alone, with the error that `_functions.funm` estimates from shorter recurrences.
 
 *The derivative* of Gauss quadrature is <L(T)[e_1 e_1^T], dT>, with L the derivative of the
-logarithm and dT = V^H dM V (see `_functions.funm`): it converges as the value does. In the
-direction dM = M it is 1. For Radau's rule, with T', this would be lost; it is restored by
-d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h. If a is a
-guess, which does not follow the operator, the derivative is that of Gauss' rule alone.
+logarithm and dT = V^H dM V (see `_functions.funm`). In the direction dM = M it is 1. For Radau's
+rule, with T', this would be lost; it is restored by
+d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h.
 
 *1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r, with the residual r of M x = z: at
 most |r|^2 / theta_1, where theta_1 stands for the smallest eigenvalue.
@@ -47,15 +44,6 @@ class Quadrature(NamedTuple):
     exhausted: Bool[Array, ""]  # whether all spaces are
     core: Real[Array, "p q q"]  # the derivative of the samples by V^H M V, if wanted
 
-    @staticmethod
-    def nothing(p: int, q: int, dtype) -> "Quadrature":
-        """Zeros."""
-        one, two = jnp.zeros(p, dtype), jnp.zeros((p, q), dtype)
-        zero = jnp.zeros((), dtype)
-        three = jnp.zeros((p, q, q), dtype)
-        numbers = zero, zero, zero, zero
-        return Quadrature(one, two, two, three, two, *numbers, jnp.array(False), three)
-
 
 def quadrature_after(
     krylov: Lanczos,
@@ -82,61 +70,37 @@ def quadrature_after(
 
     The quadrature, and the history with that of Gauss.
     """
-    fn = jnp.reciprocal if inverse else jnp.log
     active = lengths > 0
     residual = krylov.beta[j - 1]
     exhausted = residual == 0
     ended = ended_after(krylov, [j])  # pyright: ignore[reportArgumentType]
     nodes, masses, vectors = quadrature(ended)
     smallest = jnp.min(jnp.where(active, nodes[:, 0], jnp.inf))
-    eps = float(jnp.finfo(nodes.dtype).eps)
-    tiny = eps**2 * krylov.unit
-    nodes = jnp.maximum(nodes, tiny)
-    values = fn(nodes)
+    nodes = jnp.maximum(nodes, float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit)
+    values = 1 / nodes if inverse else jnp.log(nodes)
     gauss = jnp.sum(masses * values, axis=1)
     history = history.at[j - 1].set(gauss)
-    last = vectors[:, j - 1, :]
-
-    def by_radau():
-        # Without a known bound, the residual of the smallest Ritz pair tells how far below it the
-        # smallest eigenvalue may lie.
-        reach = nodes[:, 0] - residual * jnp.abs(last[:, 0])
-        guess = jnp.clip(reach, nodes[:, 0] / 4, nodes[:, 0])
-        a = jnp.where(jnp.isnan(floor), guess, floor)
-        a = jnp.minimum(a, nodes[:, 0] * (1 - math.sqrt(eps)))
-        a = jnp.maximum(a, tiny[:, 0] / 2)
-        reduction = 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
-        # On an exhausted space Gauss' rule is exact.
-        reduction = jnp.where(exhausted, 0, reduction)
-        changed = ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
-        radau_nodes, radau_masses, radau_vectors = quadrature(changed)
-        radau_nodes = jnp.maximum(radau_nodes, tiny)
-        radau = jnp.sum(radau_masses * jnp.log(radau_nodes), axis=1)
+    core = jnp.zeros_like(vectors)
+    if inverse:
+        last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
+        samples = lengths * (gauss - 1)
+        error = lengths * jnp.square(residual * last) / nodes[:, 0]
+    else:
+        share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
+        reduction = reduction_of_last(nodes, vectors[:, j - 1, :], floor)
+        reduction = jnp.where(exhausted, 0, reduction)  # Gauss' rule is exact
+        radau_rule = positive_quadrature(
+            ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
+        )
+        radau = jnp.sum(radau_rule[1] * jnp.log(radau_rule[0]), axis=1)
         gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
-        share = jnp.minimum(0.6, a / nodes[:, 0])
-        error = jnp.maximum(share, 1 - share) * gap
-        guessed = error + jnp.where(exhausted, 0, truncation_error_at(history, j))
-        core = jnp.zeros_like(vectors)
+        samples = gauss - share * gap
+        missed = jnp.where(exhausted, 0, truncation_error_at(history, j))
+        error = jnp.where(jnp.isnan(floor), missed, jnp.maximum(share, 1 - share) * gap)
         if weights:
             core = derivative_core(jnp.log, nodes, vectors)
-            of_radau = derivative_core(jnp.log, radau_nodes, radau_vectors)
-            largest = jnp.max(jnp.where(masses > 0, nodes, 0), axis=1)
-            top = jnp.take_along_axis(vectors, jnp.argmax(nodes, axis=1)[:, None, None], axis=2)[
-                :, :, 0
-            ]
-            lost = (of_radau[:, j - 1, j - 1] * reduction / largest)[:, None, None]
-            of_radau = of_radau - lost * top[:, :, None] * top[:, None, :]
-            known = jnp.where(jnp.isnan(floor), 0, share)[:, None, None]
-            core = core + known * (of_radau - core)
-        return gauss - share * gap, jnp.where(jnp.isnan(floor), guessed, error), core
-
-    if inverse:
-        coefficient = jnp.sum(last * vectors[:, 0, :] / nodes, axis=1)
-        samples = lengths * (gauss - 1)
-        error = lengths * jnp.square(residual * coefficient) / nodes[:, 0]
-        core = jnp.zeros_like(vectors)
-    else:
-        samples, error, core = by_radau()
+            of_radau = core_of_radau(radau_rule, j, reduction, (nodes, masses, vectors))
+            core = core + share[:, None, None] * (of_radau - core)
     count = jnp.maximum(jnp.sum(active), 1)
     found = Quadrature(
         samples=samples,
@@ -152,6 +116,28 @@ def quadrature_after(
         core=core,
     )
     return found, history
+
+
+def reduction_of_last(nodes: Array, last: Array, floor: Array) -> Real[Array, " p"]:
+    """By how much Radau's rule with a node at the floor reduces the last entry of T. (Without a
+    floor it is not used.)
+    """
+    eps = float(jnp.finfo(nodes.dtype).eps)
+    # A positive number below the smallest Ritz value.
+    a = jnp.where(jnp.isnan(floor), 0, jnp.minimum(floor, nodes[:, 0] * (1 - math.sqrt(eps))))
+    a = jnp.maximum(a, eps**2 * nodes[:, -1])
+    return 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
+
+
+def core_of_radau(radau_rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
+    """The derivative of Radau's rule by V^H M V: see above."""
+    nodes, masses, vectors = gauss_rule
+    core = derivative_core(jnp.log, radau_rule[0], radau_rule[2])
+    largest = jnp.max(jnp.where(masses > 0, nodes, 0), axis=1)
+    at = jnp.argmax(nodes, axis=1)[:, None, None]
+    top = jnp.take_along_axis(vectors, at, axis=2)
+    lost = core[:, j - 1, j - 1] * reduction / largest
+    return core - lost[:, None, None] * top * jnp.swapaxes(top, 1, 2)
 
 
 def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[Array, " p"]:

@@ -1,23 +1,61 @@
 """The log-determinant of a positive definite operator: the function that users call."""
 
-from typing import Any, Literal
+from typing import ClassVar, Literal, final
 
 import jax.numpy as jnp
 import lineax as lx
-from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
 from .._core.primitive import logdet_p
-from .._estimators.estimator import check_key, solve
+from .._estimators.estimator import AbstractEstimator, check_key, solve
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
+from .._operators.known_parts import split_shift
 from .._sketch.low_rank import BuiltPreconditioner
-from .estimator import LogdetEstimator
+from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
 from .fallback import check_fallback
-from .held import HeldLogdetEstimator, check_budget_alone
+from .held import Held
 from .preconditioners import AbstractPreconditioner
-from .run import policy_of
+from .run import Policy, check_budget_alone, policy_of, run_of
+from .weights import weights_of
+
+
+@final
+class LogdetEstimator(AbstractEstimator):
+    """The log-determinant."""
+
+    policy: Policy
+    smallest: ClassVar[int] = 2
+    weights_depend_on_operator: ClassVar[bool] = True
+    label = "logdet"  # pyright: ignore
+
+    def size(self, operator):
+        """See `AbstractEstimator`."""
+        return 0 if split_shift(operator).rest is None else operator.in_size()
+
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        self.policy.check(operator, "A log-determinant")
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        built = self.policy.preconditioner
+        if isinstance(built, BuiltPreconditioner):
+            held = Held(built, operator)
+            log_det = held.log_det(key, k)
+            return held.estimate(log_det), held.log_det_weights(log_det) if weights else None
+        run = run_of(key, operator, k, self.policy, weights=weights)
+        made = weights_of(run.preparation.built, run.sums) if weights else None
+        return self.policy.judged(estimate_from(run)), made
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        parts = split_shift(operator)
+        if parts.rest is None:
+            return logdet_of_diagonal(parts.exact)
+        exact = exact_logdet(operator)
+        return exact.estimate, exact.weights()
 
 
 def logdet(
@@ -35,17 +73,15 @@ def logdet(
 ) -> Solution:
     r"""Estimate $\log\det A$ of a positive definite operator, such as $K + s I$.
 
-    $\log\det A = \log\det P + \mathrm{tr} \log(P^{-1/2} A P^{-1/2})$ with a preconditioner P of low
-    rank plus a multiple of the identity, and stochastic Lanczos quadrature for the second term. A
-    diagonal part (`K + s I`, `K + D`) is read off. With a [`traceax.BuiltPreconditioner`][] the
-    value, for a fixed key, is a smooth function of the operator, and the first derivative is
-    exactly that of this function (for L-BFGS); else derivatives of every order are unbiased as far
-    as the quadrature has converged. With `shifts` the values are log det(A + s I) for all of them,
-    from one set of products, without a preconditioner ([`traceax.spectral_sum`][]).
+    $\log\det A = \log\det P + \mathrm{tr} \log(P^{-1/2} A P^{-1/2})$ with a preconditioner P, by
+    stochastic Lanczos quadrature. A diagonal part (`K + s I`, `K + D`) is read off. With a
+    [`traceax.BuiltPreconditioner`][] the value, for a fixed key, is a smooth function of the
+    operator, and the first derivative is exactly that of this function; else derivatives of every
+    order are unbiased as far as the quadrature has converged.
 
     Cost: at most `k` matvecs (first derivatives: as many tangent products); some six blocks of
-    `n x k` numbers; about `30 n k^2` operations. With `k >= n`, n matvecs (none if the entries are
-    stored) and a Cholesky factorisation: the value is exact.
+    `n x k` numbers; about `30 n k^2` operations. With `k >= n` the value is exact: n matvecs (none
+    if the entries are stored) and a Cholesky factorisation.
 
     !!! Example
 
@@ -58,31 +94,27 @@ def logdet(
 
     **Arguments:**
 
-    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `key`: a random key.
     - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
         positive semidefinite; or a sum of such an operator and diagonal ones.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
-    - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, as for [`traceax.trace`][]:
-        probes are drawn until two standard errors are below `atol + rtol |value|`. At most `max_k`
-        products are made, by default 1000. They may be traced.
-    - `shifts`: numbers s, a real array of any shape. They need not be static.
-    - `preconditioner`: `"auto"` (see `traceax/_logdet/preparation.py`), a
-        [`traceax.NystromPreconditioner`][], a [`traceax.RPCholeskyPreconditioner`][], a
-        [`traceax.BuiltPreconditioner`][], or None for plain stochastic Lanczos quadrature.
+    - `k`: the budget of matvecs, a static Python int.
+    - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, as for [`traceax.trace`][].
+    - `shifts`: numbers s: values are those of A + s I for all of them, from one set of products,
+        without a preconditioner ([`traceax.spectral_sum`][]).
+    - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
+        [`traceax.KernelPreconditioner`][], a [`traceax.RPCholeskyPreconditioner`][], a
+        [`traceax.BuiltPreconditioner`][], or None.
     - `fallback`: `"exact"`: with `preconditioner="auto"` and a budget of at least n/6 the value is
-        exact, without products, if the operator knows its entries (a dense matrix, or a kernel of
-        at most 16,384 points). None: it is not.
+        exact, without products, if the operator knows its entries. None: it is not.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
     A [`traceax.Solution`][] with two errors: `std_err` of the probes, and `quadrature_error` of
-    ending the recurrence early (a bound if K is tagged semidefinite and the diagonal part is
-    written down) and of rounding. The result is `outside_domain`, and the value NaN, if the
-    operator is found not to be positive definite to rounding (negative eigenvalues that are few, or
-    tiny beside the largest, may remain unseen); `not_symmetric`, and NaN, if it is found not to be
-    Hermitian; `not_converged` if the quadrature error exceeds four standard errors, 5 % of the
-    value, and 1. `stats["columns"]` is the number of columns that were read.
+    ending the recurrence early and of rounding. The value is NaN if the operator is found not to be
+    positive definite (`outside_domain`) or Hermitian (`not_symmetric`). The result is
+    `not_converged` if the quadrature error exceeds four standard errors, 5 % of the value, and 1.
+    `stats["columns"]` is the number of columns that were read.
 
     **Raises:**
 
@@ -91,33 +123,21 @@ def logdet(
 
     ??? cite "References"
 
-        A. Cortinovis, P. Toni, 2026, arXiv:2601.05778; Z. Frangella, J. A. Tropp, M. Udell,
-        *Randomized Nystrom preconditioning*, 2023, arXiv:2110.02820; Y. Chen, E. N. Epperly,
-        J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky*, 2024, arXiv:2207.06503. The
-        derivative of the logarithm: arXiv:2605.12801; `traceax/_logdet/weights.py` derives it.
+        A. Cortinovis, P. Toni, 2026, arXiv:2601.05778; Z. Frangella, J. A. Tropp, M. Udell, 2023,
+        arXiv:2110.02820; the derivative of the logarithm: arXiv:2605.12801.
     """
     tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     if shifts is not None:
         check_fallback(fallback)
-        _check_no_preconditioner(preconditioner)
+        if preconditioner is not None and preconditioner != "auto":
+            raise ValueError(
+                "Log-determinants for several shifts share a Krylov space of A, which a "
+                f"preconditioner would change, got {type(preconditioner).__name__}: leave "
+                "`preconditioner` out, or make one call for each shift."
+            )
         check_budget_alone("`logdet` with several shifts", tolerance)
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
-    if isinstance(preconditioner, BuiltPreconditioner):
-        check_fallback(fallback)
-        check_budget_alone("A preconditioner that was built before", tolerance)
-        held = HeldLogdetEstimator(lax.stop_gradient(preconditioner))
-        return solve(logdet_p, key, operator, k, held, throw=throw)
     check_key(key)  # of a call without one, k is missing, too
     given = "logdet", operator, k, preconditioner, fallback
     policy, budget = policy_of(*given, **tolerance)
     return solve(logdet_p, key, operator, budget, LogdetEstimator(policy), throw=throw)
-
-
-def _check_no_preconditioner(preconditioner: Any) -> None:
-    """Raise a `ValueError` if shifts cannot share their products."""
-    if preconditioner is not None and preconditioner != "auto":
-        raise ValueError(
-            "Log-determinants for several shifts share a Krylov space of A, which a preconditioner "
-            f"would change, got {type(preconditioner).__name__}: leave `preconditioner` out, or "
-            "make one call for each shift."
-        )

@@ -59,10 +59,7 @@ class OwnDerivative(NamedTuple):
 def gauss(
     probes: Inexact[Array, "n p"], krylov: Lanczos, fn: Callable[[Array], Array]
 ) -> Real[Array, " p"]:
-    """F, for every probe.
-
-    **Arguments:** those of `own_derivative`.
-    """
+    """F, for every probe."""
     nodes, weights, _ = positive_quadrature(krylov)
     return square_norms(probes) * jnp.sum(weights * on_nodes(fn, nodes), axis=1)
 
@@ -87,8 +84,9 @@ def own_derivative(
     An `OwnDerivative`. Cost: `q` block products, as many as the recurrences took, and twice their
     other operations.
     """
-    basis, alpha, beta = krylov.basis, krylov.alpha, krylov.beta
-    q, dtype = alpha.shape[0], probes.dtype
+    basis, alpha, beta, *_ = krylov
+    q = len(alpha)
+    dtype = probes.dtype
     nodes, _, vectors = positive_quadrature(krylov)
     along = vectors * vectors[:, :1, :]
     core = einsum("pai,pij,pbj->pab", along, divided_differences(fn, nodes), along).astype(dtype)
@@ -120,7 +118,8 @@ def own_derivative(
     # Index j stands for v_(j+1). At the start of the recurrence there is no division.
     before = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
     end = outside(last[-1] * residual, q)
-    mu, zero = divided(end, before[-1]), jnp.zeros_like(residual)
+    mu = divided(end, before[-1])
+    zero = jnp.zeros_like(residual)
     given = jnp.arange(q - 1), last[:-1], alpha[:-1], beta[:-1], before[:-1]
     (first, _), mus = lax.scan(step, (mu, zero), given, reverse=True)
     mus = jnp.concatenate([mus, zero[None]])

@@ -10,8 +10,7 @@ standard error that the whole budget will leave,
 
 or below a third of the tolerance. All later panels take as many steps, with as many probes as what
 is left of the budget is enough for, until nothing is left, or the tolerance is met. Probes of a
-panel that are not in use are 0. Their products are not counted: with a kernel, whose entries are
-evaluated once for a panel, they take hardly any time.
+panel that are not in use are 0, and not counted.
 
 *Observations ride along.* Conjugate gradients for M x = R^{-1} y take a step with every step of
 every panel, as further columns of its products, until their residuals are small enough; what they
@@ -26,12 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.control_flow import if_any
-from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
+from .._core.control_flow import if_any, nothing_like
+from .._core.estimate import Evidence, scale_of
 from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom
-from .._linalg.arnoldi import outside
-from .._linalg.lanczos import Lanczos
+from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
+from .._linalg.lanczos import Lanczos, tridiagonal
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
 from .._probes.samplers import RademacherSampler, SphereSampler
@@ -54,16 +53,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(k: int, n: int, *, wide: bool, fewest: int, panels: int) -> Plan:
-    """The sizes for a budget.
-
-    **Arguments:**
-
-    - `k`: the budget.
-    - `n`: the number of rows.
-    - `wide`: whether further columns of a product take hardly any time.
-    - `fewest`: the least number of probes.
-    - `panels`: so many wide panels, of a single step each, would take the budget.
-    """
+    """The sizes for a budget."""
     first = max(fewest, min(k, math.isqrt(4 * k // panels) // 3))
     width = max(first, k // panels) if wide else first
     return Plan(width, first, max(1, min(k // first, n, MOST_STEPS)), max(first, k // 3), k)
@@ -79,13 +69,15 @@ class Bases(NamedTuple):
     def added(self, panel: "Panel", z: Array, count: Array, sums: "Sums") -> "Bases":
         """With those of a panel: the bases take as many rows as there were products."""
         room = len(self.rows)
-        step, probe = jnp.arange(panel.basis.shape[1]), jnp.arange(len(panel.basis))[:, None]
+        basis = panel.krylov.basis
+        step = jnp.arange(basis.shape[1])
+        probe = jnp.arange(len(basis))[:, None]
         used = (step < panel.steps) & (probe < count)
         at = jnp.where(used, sums.spent + step * count + probe, room)
         core = panel.found.core * len(z)
         return Bases(
             put(self.starts, z, sums.drawn),
-            self.rows.at[at].set(panel.basis, mode="drop"),
+            self.rows.at[at].set(basis, mode="drop"),
             self.core.at[at[:, :, None], at[:, None, :]].set(core, mode="drop"),
         )
 
@@ -101,7 +93,7 @@ class Solutions(NamedTuple):
         """With those of a panel that begins with the probe of this number."""
         found = solutions_after(panel.recurrences(), panel.steps, 3)
         found = (found * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
-        solved = einsum("pqn,opq->onp", panel.basis, found)
+        solved = einsum("pqn,opq->onp", panel.krylov.basis, found)
         new = omega.real, z, solved
         return Solutions(*(put(x, y, count) for x, y in zip(self, new, strict=True)))
 
@@ -122,17 +114,14 @@ class Sums(NamedTuple):
     steps: Int[Array, ""]  # of the panels after the first
     centre: Real[Array, ""]
     unit: Real[Array, ""]
-    first: Real[Array, ""]  # the sum of the quadratures of f(M) - centre, over unit
-    second: Real[Array, ""]  # of their squares
-    third: Real[Array, ""]  # for 1/x the second and the fourth power of M^{-1} - I
-    fourth: Real[Array, ""]
+    moments: Real[Array, "4"]  # quadrature of the powers of f(M) - centre, over unit: see below
     error: Real[Array, ""]  # the mean quadrature error
     smallest: Real[Array, ""]  # Ritz value
     largest: Real[Array, ""]
     exhausted: Bool[Array, ""]
     evidence: Evidence
     kept: Any  # `Bases` or `Solutions`, if anything is
-    solve: Solve | None
+    solve: Any  # a `Solve`, if there is one
 
 
 class Panel(NamedTuple):
@@ -140,22 +129,16 @@ class Panel(NamedTuple):
     matrices and vectors.
     """
 
-    basis: Inexact[Array, "p q n"]
-    last: Inexact[Array, "p n"]
-    alpha: Real[Array, "q p"]
-    beta: Real[Array, "q p"]
-    size: Real[Array, " p"]
-    scale: Real[Array, ""]
+    krylov: Arnoldi  # in a unit of its own
     steps: Int[Array, ""]
     history: Real[Array, "q p"]  # Gauss quadrature after each number of steps
-    found: Quadrature
+    found: Any  # `Quadrature`, once there is one
     ends: Bool[Array, ""]
     solve: Solve | None
 
     def recurrences(self) -> Lanczos:
-        """The recurrences, as others know them."""
-        none = jnp.zeros_like(self.size)  # M is made Hermitian
-        return Lanczos(self.basis, self.alpha, self.beta, self.size, none)
+        """The recurrences, as others know them. M is made Hermitian."""
+        return tridiagonal(in_own_unit(self.krylov))
 
 
 class Sampling(NamedTuple):
@@ -174,37 +157,22 @@ class Sampling(NamedTuple):
 
 def stepped(mm: Callable, panel: Panel, eps: float, most: int) -> Panel:
     """One step of all recurrences, and of the solve."""
-    j, p = panel.steps, len(panel.last)
-    basis = lax.dynamic_update_index_in_dim(panel.basis, panel.last, j, axis=1)
-    columns = panel.last.T
+    columns = panel.krylov.following.T
     if panel.solve is not None:
         columns = jnp.concatenate([columns, panel.solve.p], axis=1)
     products = mm(columns)
+    p = len(panel.krylov.following)
+    krylov = with_product(panel.krylov, panel.steps, products[:, :p], eps)
     solve = None if panel.solve is None else cg_step(panel.solve, products[:, p:], most)
-    w = products[:, :p]
-    # The first product fixes a unit, in which no square over- or underflows.
-    scale = jnp.where(j == 0, scale_of(w), panel.scale)
-    w, column = outside(basis, (w / scale.astype(w.dtype)).T)
-    along = column[:, j].real
-    norm = jnp.linalg.norm(w, axis=1)
-    size = jnp.maximum(panel.size / scale, jnp.maximum(jnp.abs(along), norm))
-    norm = jnp.where(norm <= rounding_unit(eps, norm.dtype) * size, 0, norm)
-    unit = jnp.where(norm == 0, 1, norm).astype(w.dtype)[:, None]
-    return panel._replace(
-        basis=basis,
-        last=jnp.where(norm[:, None] == 0, 0, w / unit),
-        alpha=panel.alpha.at[j].set(along * scale),
-        beta=panel.beta.at[j].set(norm * scale),
-        size=size * scale,
-        scale=scale,
-        steps=j + 1,
-        solve=solve,
-    )
+    return panel._replace(krylov=krylov, steps=panel.steps + 1, solve=solve)
 
 
 def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     """Draw a panel of probes, and add what it gives."""
-    block, factors, plan, n = sampling.block, sampling.factors, sampling.plan, sampling.block.n
+    block = sampling.block
+    factors = sampling.factors
+    plan = sampling.plan
+    n = block.n
     pilot = sums.panels == 0
     left = sampling.left - sums.spent
     count = number_of_probes(sampling, sums)
@@ -243,28 +211,23 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
         panel = if_any(pilot | last, lambda: assessed(panel), panel)
         return panel._replace(ends=last | (panel.ends & pilot))
 
-    zeros = jnp.zeros((plan.steps, plan.width), real)
-    unit = (z / jnp.where(norms > 0, norms, 1).astype(z.dtype)).T
     panel = Panel(
-        basis=jnp.zeros((plan.width, plan.steps, n), z.dtype),
-        last=unit,
-        alpha=zeros,
-        beta=zeros,
-        size=jnp.zeros(plan.width, real),
-        scale=jnp.ones((), real),
+        krylov=begun(z, plan.steps),
         steps=jnp.zeros((), jnp.int32),
-        history=zeros,
-        found=Quadrature.nothing(plan.width, plan.steps, real),
+        history=jnp.zeros((plan.steps, plan.width), real),
+        found=None,
         ends=jnp.array(False),
         solve=sums.solve,
     )
+    panel = panel._replace(found=nothing_like(lambda: assessed(panel).found))
     panel = lax.while_loop(lambda panel: ~panel.ends, step, panel)
     return added(sampling, sums, panel, omega, z, norms, count)
 
 
 def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
     """How many probes the next panel has; 0 if there is none."""
-    plan, left = sampling.plan, sampling.left - sums.spent
+    plan = sampling.plan
+    left = sampling.left - sums.spent
     # Logarithms want depth first, inverses several probes, whose scatter alone tells their error.
     few = jnp.maximum(jnp.minimum(plan.first, left // (4 if sampling.inverse else 6)), 1)
     rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.drawn)
@@ -275,34 +238,32 @@ def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, cou
     """The sums with the moments of a panel: of f(M) - centre with the masses of quadrature, or for
     1/x of the samples, whose scatter tells their error.
     """
-    values, masses = found.values, jnp.where(lengths[:, None] > 0, found.masses, 0)
-    if sampling.inverse:
-        values, masses = found.samples[:, None], (lengths[:, None] > 0).astype(lengths.dtype)
+    active = lengths[:, None] > 0
+    shares = jnp.where(active, found.masses, 0)
+    values = found.samples[:, None] if sampling.inverse else found.values
+    masses = active.astype(lengths.dtype) if sampling.inverse else shares
     initial = sums.panels == 0
     centre = jnp.where(initial, found.mean, sums.centre)
     away = jnp.where(masses > 0, values - centre, 0)
     unit = jnp.where(initial, scale_of(away), sums.unit)
     away = away / unit
-    second, third, fourth = (jnp.sum(masses * away**power) for power in (2, 3, 4))
+    higher = [jnp.sum(masses * away**power) for power in (2, 3, 4)]
     if sampling.inverse:  # how many eigenvalues dominate, the nodes tell
-        share = jnp.where(lengths[:, None] > 0, found.masses, 0)
-        third, fourth = (jnp.sum(share * (found.values - 1) ** power) for power in (2, 4))
+        higher[1:] = [jnp.sum(shares * (found.values - 1) ** power) for power in (2, 4)]
     samples = jnp.where(lengths > 0, found.samples - centre, 0)
     return sums._replace(
         drawn=sums.drawn + count,
         centre=centre,
         unit=unit,
-        first=sums.first + jnp.sum(samples) / unit,
-        second=sums.second + second,
-        third=sums.third + third,
-        fourth=sums.fourth + fourth,
+        moments=sums.moments + jnp.stack([jnp.sum(samples) / unit, *higher]),
     )
 
 
 def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) -> Sums:
     """The sums with those of a panel."""
-    found, lengths = panel.found, jnp.square(norms) / len(z)
-    nonfinite = evidence_of(panel.size).nonfinite
+    found = panel.found
+    lengths = jnp.square(norms) / len(z)
+    nonfinite = panel.krylov.evidence.nonfinite
     # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
     error = jnp.where(sums.panels == 0, found.error, sums.error)
     if sampling.inverse:
@@ -348,10 +309,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
         steps=none,
         centre=zero,
         unit=zero + 1,
-        first=zero,
-        second=zero,
-        third=zero,
-        fourth=zero,
+        moments=jnp.zeros(4, real),
         error=zero,
         smallest=zero + jnp.inf,
         largest=zero,
@@ -374,7 +332,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
 
 def mean_of(sums: Sums, n: int) -> tuple[Array, Array]:
     """The estimate of tr f(M) (for 1/x of the trace less that of P), and its quadrature error."""
-    mean = sums.centre + sums.unit * (sums.first / sums.drawn)
+    mean = sums.centre + sums.unit * (sums.moments[0] / sums.drawn)
     return n * mean, n * sums.error
 
 
@@ -384,18 +342,18 @@ def std_err_of(
     """The standard error, and its degrees of freedom; or with `one` that of a single probe. For the
     logarithm, of probes on the sphere: see `_functions.funm`. For 1/x, from the scatter.
     """
-    n, count = block.n, jnp.maximum(sums.drawn, 1).astype(sums.unit.dtype)
+    n = block.n
+    count = jnp.maximum(sums.drawn, 1).astype(sums.unit.dtype)
     p = jnp.ones_like(count) if one else count
-    m = sums.first / count
-    second = jnp.maximum(sums.second / count - m**2, 0)
+    m, m2, m3, m4 = sums.moments / count
+    spread = jnp.maximum(m2 - m**2, 0)
     if inverse:
         others = jnp.maximum(count - 1, 1)
-        dof = degrees_of_freedom(sums.third / count, sums.fourth / count, n * count)
-        return n * sums.unit * jnp.sqrt(second * (count / others) / p), dof
+        dof = degrees_of_freedom(m3, m4, n * count)
+        return n * sums.unit * jnp.sqrt(spread * (count / others) / p), dof
     complex_ = jnp.issubdtype(block.dtype, jnp.complexfloating)
     c = n / (n + 1) if complex_ else 2 * n / (n + 2)
-    m3, m4 = sums.third / count, sums.fourth / count
-    fourth = m4 - 4 * m * m3 + 6 * m**2 * (sums.second / count) - 3 * m**4
-    dof = degrees_of_freedom(second, fourth, n * count)
-    variance = n * c * second / p / (1 - c / (n * p)) * (1 + 1 / dof)
+    fourth = m4 - 4 * m * m3 + 6 * m**2 * m2 - 3 * m**4
+    dof = degrees_of_freedom(spread, fourth, n * count)
+    variance = n * c * spread / p / (1 - c / (n * p)) * (1 + 1 / dof)
     return sums.unit * jnp.sqrt(variance), dof

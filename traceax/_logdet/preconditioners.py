@@ -3,7 +3,8 @@ or of low rank plus a sparse inverse factor (`sparse_factor`).
 """
 
 import abc
-from typing import ClassVar, final
+from functools import partial
+from typing import ClassVar, NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, PRNGKeyArray, Real
+from jaxtyping import Array, Int, PRNGKeyArray, Real
 
 from .._core.counts import checked_count
 from .._core.primitive import compiled_once
@@ -22,17 +23,12 @@ from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries, split_shift, stored_diagonal
 from .._operators.tags import semidefinite_sign
-from .._sketch.low_rank import BuiltPreconditioner
+from .._sketch.low_rank import BuiltPreconditioner, diagonal_factors
 from .sketch import Sketch
-from .sparse_factor import Prepared, prepare
+from .sparse_factor import prepare
 
-
-def _checked_rank(rank: int | None) -> int | None:
-    return checked_count(rank, "rank", none="it is chosen from the budget")
-
-
-def _checked_neighbours(neighbours: int | None) -> int | None:
-    return checked_count(neighbours, "neighbours", none="24")
+_checked_rank = partial(checked_count, name="rank", none="it is chosen from the budget")
+_checked_neighbours = partial(checked_count, name="neighbours", none="24")
 
 
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
@@ -52,6 +48,21 @@ def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
     """
     sign = split_shift(operator).sign
     return sign is not None and (isinstance(sign, jax.core.Tracer) or bool(sign > 0))
+
+
+class Preparation(NamedTuple):
+    """The preconditioner of a call, and what it took."""
+
+    built: BuiltPreconditioner
+    spent: Int[Array, ""] | int  # products
+    read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
+
+
+def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
+    """The identity in the place of a preconditioner."""
+    real = jnp.finfo(block.dtype).dtype
+    factors = diagonal_factors(jnp.ones(block.n, real), block.dtype)
+    return BuiltPreconditioner(factors, jnp.full((), jnp.nan, real), jnp.zeros((), real))
 
 
 class AbstractPreconditioner(eqx.Module):
@@ -91,6 +102,15 @@ class AbstractPreconditioner(eqx.Module):
         A `BuiltPreconditioner`.
         """
 
+    def prepared(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> Preparation:
+        """The preconditioner of a call with a budget."""
+        if k <= 2:
+            return Preparation(no_preconditioner(BlockOperator(operator)), 0)
+        rank = min(self.rank or 2 * k // 3, k - 2)
+        return Preparation(built_of_rank(self, key, operator, rank), rank)
+
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
         """Build the preconditioner, to be held while the operator changes.
 
@@ -105,7 +125,7 @@ class AbstractPreconditioner(eqx.Module):
 
         **Arguments:**
 
-        - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+        - `key`: a random key.
         - `operator`: the operator to build it for, as for [`traceax.logdet`][].
 
         **Returns:**
@@ -176,7 +196,7 @@ class NystromPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        sketch = Sketch(key, operator, BlockOperator(operator), rank, rank)
+        sketch = Sketch(key, operator, rank, rank)
         return sketch.built(sketch.low_rank(sketch.first))
 
 
@@ -198,12 +218,6 @@ def rank_of_entries(n: int) -> int:
 NEIGHBOURS = 24
 
 
-def built_from(prepared: Prepared) -> BuiltPreconditioner:
-    """The preconditioner. No lower bound of the eigenvalues of P^{-1} A is known."""
-    one = jnp.ones_like(prepared.factors.row)
-    return BuiltPreconditioner(prepared.factors, jnp.nan * one, one, prepared.evidence)
-
-
 #: Up to so many rows a sparse matrix is formed for its preconditioner.
 FEW_ROWS_OF_SPARSE = 4096
 
@@ -220,8 +234,7 @@ class KernelPreconditioner(AbstractPreconditioner):
 
     $P = F F^* + (L L^*)^{-1}$: F from a randomly pivoted partial Cholesky factorisation, and L from
     the entries of each point and of the `neighbours` points, among those before it in a random
-    order, that correlate most with it beyond F. It fits rough kernels and many dimensions, where
-    low rank alone does not. `traceax/_logdet/sparse_factor.py` derives it.
+    order, that correlate most with it beyond F. It fits rough kernels and many dimensions, too.
 
     Cost: no product. Entries: two passes over the matrix, of columns; `n x (rank + neighbours)`
     numbers; `n^2 rank` operations.
@@ -245,15 +258,16 @@ class KernelPreconditioner(AbstractPreconditioner):
                 f"{type(operator).__name__} does not know. Use NystromPreconditioner()."
             )
 
-    def prepared(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> Prepared:
-        """What `of_rank` returns, and what was seen on the way."""
+    def prepared(self, key, operator, k):
+        """See `AbstractPreconditioner`."""
         n = operator.in_size()
         m = min(self.neighbours or NEIGHBOURS, n - 1)
-        return prepare(key, operator, min(self.rank or rank_of_entries(n), n), m)
+        built, read = prepare(key, operator, min(self.rank or rank_of_entries(n), n), m)
+        return Preparation(built, 0, read)
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        return built_from(self.prepared(key, operator))
+        return self.prepared(key, operator, rank).built
 
 
 KernelPreconditioner.__init__.__doc__ = """**Arguments:**
@@ -268,14 +282,12 @@ KernelPreconditioner.__init__.__doc__ = """**Arguments:**
 class RPCholeskyPreconditioner(AbstractPreconditioner):
     r"""A randomly pivoted partial Cholesky factorisation, for operators with a known diagonal.
 
-    $P = F F^* + D$ with F from at most `rank` columns of the operator, picked with
-    probabilities proportional to what is left of the diagonal. Picking ends early when rounding
-    errors are all that is left. What is left of the diagonal of the operator is kept.
+    $P = F F^* + D$ with F from at most `rank` columns of the operator, picked with probabilities
+    proportional to what is left of the diagonal, which is kept. Picking ends early when rounding
+    errors are all that is left.
 
-    Cost: where the operator knows its entries (see [`traceax.extend.columns`][]) no product;
-    columns are read in blocks, up to an eighth of the rank at once, some of them in vain.
-    Otherwise `rank` matvecs, one column each, one after the other. `n x rank` numbers, about
-    `15 n rank^2` operations.
+    Cost: where the operator knows its entries (see [`traceax.extend.columns`][]) no product; else
+    `rank` matvecs, one after the other. `n x rank` numbers, about `15 n rank^2` operations.
 
     ??? cite "References"
 
@@ -309,8 +321,14 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
         together = None if has_entries(operator) else 1
-        found = prepare(key, operator, rank, 0, diagonal=self.diagonal, together=together)
-        return built_from(found)
+        return prepare(key, operator, rank, 0, diagonal=self.diagonal, together=together)[0]
+
+    def prepared(self, key, operator, k):
+        """See `AbstractPreconditioner`: columns that are known cost no product."""
+        if k <= 2 or not has_entries(operator):
+            return AbstractPreconditioner.prepared(self, key, operator, k)
+        rank = min(self.rank or 2 * k // 3, operator.in_size())
+        return Preparation(self.of_rank(key, operator, rank), 0, jnp.asarray(rank))
 
 
 RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**

@@ -16,24 +16,22 @@ eigenvalue of the part of K that a Nystrom approximation of rank l leaves out.
 A matrix has room for the largest rank from the beginning; columns that are not in use are 0.
 """
 
-import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Int, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
 from .._operators.block_operator import BlockOperator
-from .._sketch.low_rank import BuiltPreconditioner, LowRank, LowRankPlusIdentity
+from .._sketch.low_rank import LowRank
 from .preconditioners import (
-    AbstractPreconditioner,
     KernelPreconditioner,
-    RPCholeskyPreconditioner,
-    built_from,
-    built_of_rank,
+    Preparation,
     knows_entries,
+    no_preconditioner,
 )
 from .sketch import Sketch
 
@@ -41,59 +39,21 @@ from .sketch import Sketch
 SMALLEST = 24
 
 
-class Preparation(NamedTuple):
-    """The preconditioner, and what it took."""
-
-    built: BuiltPreconditioner
-    spent: Int[Array, ""] | int  # products
-    read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
-
-
-def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
-    """The identity in the place of a preconditioner."""
-    real = jnp.finfo(block.dtype).dtype
-    basis, eigenvalues = jnp.zeros((block.n, 0), block.dtype), jnp.zeros(0, real)
-    one = jnp.ones((), real)
-    factors = LowRankPlusIdentity(jnp.ones(block.n, real), basis, eigenvalues, one)
-    return BuiltPreconditioner(factors, jnp.full((), jnp.nan, real), jnp.zeros((), real))
-
-
 def preparation_for(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
     k: int,
-    preconditioner: AbstractPreconditioner | str | None,
+    preconditioner: Any,
     inverse: bool,
 ) -> Preparation:
-    """The preconditioner of a call.
-
-    **Arguments:**
-
-    - `key`: the random key.
-    - `operator`: the operator.
-    - `k`: the budget.
-    - `preconditioner`: "auto", a way to build one, or None.
-    - `inverse`: whether it is for the inverse, which more steps are needed for.
-    """
-    block = BlockOperator(operator)
-    entries = knows_entries(operator)
+    """The preconditioner of a call."""
     if isinstance(preconditioner, str):
-        if entries:
-            preconditioner = KernelPreconditioner()
-        elif k >= SMALLEST:
-            return _from_products(key, operator, block, k, inverse)
-        else:
-            return Preparation(no_preconditioner(block), 0)
-    if isinstance(preconditioner, KernelPreconditioner):
-        found = preconditioner.prepared(key, operator)
-        return Preparation(built_from(found), 0, found.read)
-    if preconditioner is None or k <= 2:
-        return Preparation(no_preconditioner(block), 0)
-    free = entries and isinstance(preconditioner, RPCholeskyPreconditioner)
-    rank = preconditioner.rank or 2 * k // 3
-    rank = min(rank, block.n) if free else min(rank, k - 2)
-    built = built_of_rank(preconditioner, key, operator, rank)
-    return Preparation(built, 0 if free else rank, jnp.asarray(rank) if free else None)
+        if not knows_entries(operator) and k >= SMALLEST:
+            return _from_products(key, operator, k, inverse)
+        preconditioner = KernelPreconditioner() if knows_entries(operator) else None
+    if preconditioner is None:
+        return Preparation(no_preconditioner(BlockOperator(operator)), 0)
+    return preconditioner.prepared(key, operator, k)
 
 
 def ranks(k: int, inverse: bool) -> tuple[int, int, int]:
@@ -104,42 +64,34 @@ def ranks(k: int, inverse: bool) -> tuple[int, int, int]:
     return first, second, max(second + 1, k - 5 * few)
 
 
-def _from_products(key, operator, block, k: int, inverse: bool) -> Preparation:
+def _from_products(key, operator, k: int, inverse: bool) -> Preparation:
     """The rule of above."""
     first, second, third = ranks(k, inverse)
-    sketch = Sketch(key, operator, block, first, third)
+    sketch = Sketch(key, operator, first, third)
     small = sketch.low_rank(sketch.first)
     later = _extrapolated(small.left_out_by_half, small, first // 2, first, second)
     grows = (small.left_out <= 0.84 * small.left_out_by_half) & (later <= 3)
     if not inverse:  # 1/x needs more steps than such a rank leaves
         grows |= _ends(small, first, third, jnp.where(sketch.known, 1, 1.6))
 
-    def padded(low_rank: LowRank) -> BuiltPreconditioner:
-        built = sketch.built(low_rank)
-        assert isinstance(built.factors, LowRankPlusIdentity)
-        return BuiltPreconditioner(
-            built.factors.padded(third), built.floor, built.control_variate_weight, built.evidence
-        )
-
-    def grown_to(rank: int, y: Array):
-        y = sketch.extended(y, rank)
-        low_rank = sketch.low_rank(y)
-        return padded(low_rank), low_rank._replace(f=jnp.zeros(())), y
-
     def larger():
-        built, low_rank, y = grown_to(second, sketch.first)
-        promises = _pays(small, low_rank, (first, second, third), k)
-        again = promises if inverse else promises | _ends(low_rank, second, third, 1)
-        spent = jnp.where(again, third, second)
-        return if_any(again, lambda: grown_to(third, y)[0], built), spent
+        y = sketch.extended(sketch.first, second)
+        low_rank = sketch.low_rank(y)
+        again = _pays(small, low_rank, (first, second, third), k)
+        if not inverse:
+            again |= _ends(low_rank, second, third, 1)
 
-    alone = padded(small)
-    assert isinstance(alone.factors, LowRankPlusIdentity)
-    none = dataclasses.replace(alone.factors, eigenvalues=0 * alone.factors.eigenvalues)
-    zero = jnp.zeros_like(alone.floor)
-    nothing = BuiltPreconditioner(none, alone.floor, zero, alone.evidence)
-    built, spent = if_any(grows, larger, (nothing, jnp.asarray(first)))
-    return Preparation(built, spent)
+        def largest():
+            return sketch.built(sketch.low_rank(sketch.extended(y, third)))
+
+        return if_any(again, largest, sketch.built(low_rank)), jnp.where(again, third, second)
+
+    diagonal_part = eqx.tree_at(
+        lambda built: (built.factors.eigenvalues, built.control_variate_weight),
+        sketch.built(small),
+        replace_fn=jnp.zeros_like,
+    )
+    return Preparation(*if_any(grows, larger, (diagonal_part, jnp.asarray(first))))
 
 
 def _extrapolated(before, low_rank: LowRank, rank: int, grown: int, later: int) -> Real[Array, ""]:

@@ -20,8 +20,8 @@ from .._sketch.low_rank import BuiltPreconditioner
 from .conjugate_gradients import start_of_solve
 from .fallback import budget_or_all, check_fallback
 from .panels import Sampling, Sums, plan_of, sampled
-from .preconditioners import AbstractPreconditioner, check_definite
-from .preparation import Preparation, preparation_for
+from .preconditioners import AbstractPreconditioner, Preparation, check_definite
+from .preparation import preparation_for
 
 #: The residual that ends a solve, relative to its right-hand side R^{-1} y.
 SOLVE_TOLERANCE = 1e-6
@@ -33,7 +33,7 @@ class Policy(eqx.Module):
     and the tolerance, if there is one.
     """
 
-    preconditioner: AbstractPreconditioner | str | None
+    preconditioner: AbstractPreconditioner | BuiltPreconditioner | str | None
     inverse: bool = eqx.field(static=True, default=False)  # probes R^{-1} omega: see `inverse`
     rtol: Real[Array, ""] | None = None
     atol: Real[Array, ""] | None = None
@@ -41,7 +41,7 @@ class Policy(eqx.Module):
     def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
         """Raise a `ValueError` if the operator is not one for this policy."""
         check_definite(operator, name)
-        if isinstance(self.preconditioner, AbstractPreconditioner):
+        if isinstance(self.preconditioner, AbstractPreconditioner | BuiltPreconditioner):
             self.preconditioner.check(operator)
 
     def allowed(self, value: Array) -> Array:
@@ -60,6 +60,12 @@ class Policy(eqx.Module):
         return dataclasses.replace(estimate, evidence=worse(estimate.evidence, unconverged))
 
 
+def check_budget_alone(what: str, tolerance: dict[str, Any]) -> None:
+    """Raise a `TypeError` if there is a tolerance."""
+    if any(value is not None for value in tolerance.values()):
+        raise TypeError(f"{what} goes with a budget, got {tolerance}. Give a budget: `k=200`.")
+
+
 def policy_of(
     name: str,
     operator: Any,
@@ -74,24 +80,29 @@ def policy_of(
 ) -> tuple[Policy, Any]:
     """The policy for the arguments of a user, and the budget: n, for which the value is exact,
     where that is cheaper and wanted. A `TypeError` is raised unless the preconditioner is "auto", a
-    way to build one, or None, and there is either a budget or a tolerance. For functions of the
-    `inverse` sparse matrices count as dense ones; `name` is that of the function in messages.
+    way to build one, one that was built, or None, and there is either a budget or a tolerance. For
+    functions of the `inverse` sparse matrices count as dense ones; `name` is that of the function.
     """
     check_fallback(fallback)
     auto = isinstance(preconditioner, str) and preconditioner == "auto"
-    if isinstance(preconditioner, BuiltPreconditioner):
+    held = isinstance(preconditioner, BuiltPreconditioner)
+    if held and inverse:
         raise TypeError(
             "A preconditioner that was built before is taken by `logdet` and "
             "`gaussian_log_density` alone. Say how to build one: "
             "`traceax.NystromPreconditioner(rank=100)`."
         )
-    if not auto and not isinstance(preconditioner, AbstractPreconditioner | None):
+    if not (auto or held or isinstance(preconditioner, AbstractPreconditioner | None)):
         raise TypeError(
             "The preconditioner must be 'auto', None, or an instance such as "
             f"`traceax.NystromPreconditioner(rank=100)`, got {preconditioner!r}."
         )
     chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
     policy = Policy(chosen, inverse)
+    if held:
+        what = "A preconditioner that was built before"
+        check_budget_alone(what, {"rtol": rtol, "atol": atol, "max_k": max_k})
+        return policy, k
     tolerance = check_either(name, k, rtol, atol, max_k)
     if tolerance:
         operator = as_operator(operator)
@@ -108,14 +119,6 @@ class Run(NamedTuple):
     block: BlockOperator
     preparation: Preparation
     sums: Sums
-
-    @property
-    def floor(self) -> Array:
-        """A lower bound of the eigenvalues of M if one is known; else the smallest Ritz value,
-        which is good enough.
-        """
-        known = self.preparation.built.floor
-        return jnp.where(jnp.isnan(known), self.sums.smallest, known)
 
     @property
     def spent(self) -> Array:

@@ -10,22 +10,18 @@ given all other entries is then y_i, and its variance given them is 1 / D_i, wit
     y = x - D^{-1} A x = D^{-1/2} (M^{-1/2} - M^{1/2}) z,      (A^{-1})_ii = 1 / D_i + E |y_i|^2
 
 (Rao-Blackwell; P. Siden, F. Lindgren, D. Bolin, M. Villani, *Efficient covariance approximations
-for large sparse precision matrices*, 2018, arXiv:1705.08656). The identity needs E z z^H = I alone:
-the diagonal of D^{-1/2} (M^{-1} - 2 I + M) D^{-1/2} is that of A^{-1} less 1 / D_i, as the diagonal
-of M is 1. The error of an entry is relative to |y_i|^2, whatever the range of the correlations,
-while probes omega o A^{-1} omega see all of them: their variance is sum_{j != i} (A^{-1})_ij^2.
+for large sparse precision matrices*, 2018, arXiv:1705.08656). The identity needs E z z^H = I alone,
+as the diagonal of M is 1. The error of an entry is relative to |y_i|^2, whatever the range of the
+correlations, while probes omega o A^{-1} omega see all of them.
 
 *The roots* come from Lanczos' recurrence for M from z, M^{1/2} z ~ ||z|| V T^{1/2} e_1.
 
-*Standard errors.* z is not normal, but y_i is a sum of many of its entries, so that |y_i|^2 has
-the variance 2 (E |y_i|^2)^2 at most. With p probes and their mean m, the variance of m is 2 / (p +
-2) times the mean of m^2. With (p + 2) / 5 degrees of freedom, intervals of 95 % around the mean of
-p squares of normal numbers hold their variance in 94.4 to 95.5 % of cases (p = 2 to 50). (The
-scatter of a few squares says nothing: its relative variance is 12 / p + 2 / (p - 1).)
+*Standard errors.* |y_i|^2 has the variance 2 (E |y_i|^2)^2 at most. With p probes and their mean m,
+the variance of m is 2 / (p + 2) times the mean of m^2. Intervals have (p + 2) / 5 degrees of
+freedom. (The scatter of a few squares says nothing: its relative variance is 12 / p + 2 / (p - 1).)
 
 *Quadrature errors* are those of other functions, entry by entry, but the error of sum_i D_i |x_i|^2
-is also known: it is that of Gauss quadrature for z^H M^{-1} z, r^H M^{-1} r <= |r|^2 / theta, see
-`inverse`. Entries have shares of it in proportion to 1 / D_i.
+is also known (see `inverse`), of which entries have shares in proportion to 1 / D_i.
 
 *The derivative* is that of the mean of conj(x_i) x_i(A), dx = -A^{-1} dA x, with the factor
 conj(x_i) held fixed: E x x(A)^H = A^{-1} at every A, so that it is unbiased at every order.
@@ -49,7 +45,7 @@ from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, stored_diagonal
 from .._probes.samplers import RademacherSampler
-from .._sketch.low_rank import LowRankPlusIdentity
+from .._sketch.low_rank import diagonal_factors
 from .inverse_weights import InverseWeights, exact_inverse
 from .preconditioners import check_definite
 
@@ -59,12 +55,6 @@ def reads_diagonal_only(operator) -> bool:
     matrices, their sums with diagonal ones, and multiples.
     """
     return not has_entries(operator) and has_entries(operator, sparse=True)
-
-
-def numbers_of(k: int) -> tuple[int, int]:
-    """How many samples, and how many steps for each."""
-    p = max(min(k, 2), math.isqrt(k) // 2)
-    return p, k // p
 
 
 @final
@@ -81,13 +71,14 @@ class SampledInverseEstimator(AbstractEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, (p, q) = block.n, numbers_of(k)
+        n = block.n
+        p = max(min(k, 2), math.isqrt(k) // 2)
+        q = k // p
         diagonal = stored_diagonal(operator)
         assert diagonal is not None  # the estimator is one for such operators
         diagonal = diagonal.real
         root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))
-        none = jnp.zeros((n, 0), block.dtype), jnp.zeros(0, root.dtype)
-        factors = LowRankPlusIdentity(root, *none, jnp.ones((), root.dtype))
+        factors = diagonal_factors(root, block.dtype)
         z = RademacherSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
 

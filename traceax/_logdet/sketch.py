@@ -21,20 +21,11 @@ class Sketch:
         self,
         key: PRNGKeyArray,
         operator: lx.AbstractLinearOperator,
-        block: BlockOperator,
         first: int,
         most: int,
     ):
-        """Make the first products, which fix the unit of D.
-
-        **Arguments:**
-
-        - `key`: the random key of the probes.
-        - `operator`: the operator.
-        - `block`: the operator, as it is multiplied.
-        - `first`: the number of the first products.
-        - `most`: the largest number of products.
-        """
+        """Make the first of at most so many products. They fix the unit of D."""
+        block = BlockOperator(operator)
         self._block = block
         self._scaling = scaling_of(operator)
         probes = NormalSampler().probes(key, block.n, most, block.dtype)
@@ -60,4 +51,4 @@ class Sketch:
     def built(self, low_rank: LowRank) -> BuiltPreconditioner:
         """The preconditioner from an approximation."""
         root = jnp.sqrt(self._unit) * self._scaling.relative
-        return low_rank.built(root, self._floor_known)
+        return low_rank.built(root, self._floor_known, self._omega.shape[1])

@@ -20,10 +20,8 @@ Vecchia's approximation.
     P = L^{-H} L^{-1} + F F^H = L^{-H} (I + G G^H) L^{-1},
     W = L (I - G J G^H),      W W^H = P^{-1},      log det P = -2 sum log L_ii + 2 sum log C_ii.
 
-(With T = I - G J G^H, T T^H = I - G (J + J^H - J (N - I) J^H) G^H. As J = C^{-H} (C + I)^{-1}, the
-bracket is C^{-H} [(C + I)^{-1} C + C^H (C + I)^{-H} - (C + I)^{-1} (C C^H - I) (C + I)^{-H}] C^{-1}
-= C^{-H} C^{-1} = N^{-1}, as with X = (C + I)^{-1} and X C = I - X the inner bracket is
-2 I - X - X^H - (I - X) (I - X)^H + X X^H = I. And T T^H = (I + G G^H)^{-1}.)
+(With X = (C + I)^{-1}, X C = I - X, and J + J^H - J (N - I) J^H = C^{-H} [X C + C^H X^H
+- X (C C^H - I) X^H] C^{-1} = C^{-H} [2 I - X - X^H - (I - X) (I - X)^H + X X^H] C^{-1} = N^{-1}.)
 
 Products with W and W^H take gathers, a scatter and two wide products; there is no triangular solve
 with n rows.
@@ -34,8 +32,7 @@ fails all the same counts as uncorrelated. P is then a little different, and sti
 factors say.
 
 *Neighbours* are found in blocks of rows: the two largest numbers in each of 8 m strided groups of
-points, and the m largest of these, which hardly misses one. (With the largest alone 6 % are missed,
-and the standard deviation of a probe is 1.6 times as large.) An integer holds both the number (its
+points, and the m largest of these, which hardly misses one. An integer holds both the number (its
 high bits) and its place in the group (its low bits).
 """
 
@@ -55,10 +52,16 @@ from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
 from .._core.precision import einsum, matmul
 from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import columns, scaling_of, stored_diagonal, submatrices
+from .._operators.known_parts import (
+    columns,
+    scaling_of,
+    split_shift,
+    stored_diagonal,
+    submatrices,
+)
 from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
-from .._sketch.low_rank import AbstractFactors
+from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky, rows_of
 
 #: The numbers in a block of rows, and the groups of points for each neighbour.
@@ -77,39 +80,19 @@ class SparseFactors(AbstractFactors):
 
     - `sets`: the neighbourhoods, i last.
     - `values`: the columns of L, at the places of `sets`; 0 for places that are not in use.
-    - `g`: G.
+    - `basis`: G.
     - `core`: J.
     - `log_determinant`: log det P.
-    - `largest_row`, `largest_eigenvalue`: see `AbstractFactors`.
+    - `row`, `top`: see `AbstractFactors`.
     """
 
     sets: Int[Array, "n s"]
     values: Inexact[Array, "n s"]
-    g: Inexact[Array, "n r"]
+    basis: Inexact[Array, "n r"]
     core: Inexact[Array, "r r"]
     log_determinant: Real[Array, ""]
-    largest_row: Real[Array, ""]
-    largest_eigenvalue: Real[Array, ""]
-
-    @property
-    def row(self):
-        """See `AbstractFactors`."""
-        return self.largest_row
-
-    @property
-    def top(self):
-        """See `AbstractFactors`."""
-        return self.largest_eigenvalue
-
-    @property
-    def shape(self):
-        """See `AbstractFactors`."""
-        return self.g.shape
-
-    @property
-    def dtype(self):
-        """See `AbstractFactors`."""
-        return self.g.dtype
+    row: Real[Array, ""]
+    top: Real[Array, ""]
 
     def log_det(self):
         """See `AbstractFactors`."""
@@ -127,13 +110,13 @@ class SparseFactors(AbstractFactors):
     def inverse_root(self, block):
         """See `AbstractFactors`: W^H times a block."""
         gathered = gathered_by(self.sets, self.values, block)
-        inside = matmul(adjoint(self.core), matmul(adjoint(self.g), gathered))
-        return gathered - matmul(self.g, inside)
+        inside = matmul(adjoint(self.core), matmul(adjoint(self.basis), gathered))
+        return gathered - matmul(self.basis, inside)
 
     def inverse_root_adjoint(self, block):
         """See `AbstractFactors`: W times a block."""
-        inside = matmul(self.core, matmul(adjoint(self.g), block))
-        return self._scattered(block - matmul(self.g, inside))
+        inside = matmul(self.core, matmul(adjoint(self.basis), block))
+        return self._scattered(block - matmul(self.basis, inside))
 
     def _scattered(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """L times a block."""
@@ -142,10 +125,10 @@ class SparseFactors(AbstractFactors):
 
     def captured(self) -> Inexact[Array, "n r"]:
         """E = L G C^{-H}, with P^{-1} = L L^H - E E^H."""
-        n = matmul(adjoint(self.g), self.g) + jnp.eye(self.g.shape[1], dtype=self.g.dtype)
-        factor = lower_cholesky(n)
+        g = self.basis
+        factor = lower_cholesky(matmul(adjoint(g), g) + jnp.eye(g.shape[1], dtype=g.dtype))
         solve = partial(lax.linalg.triangular_solve, factor, left_side=False, lower=True)
-        return self._scattered(solve(self.g, transpose_a=True, conjugate_a=True))
+        return self._scattered(solve(g, transpose_a=True, conjugate_a=True))
 
     def inverse_diagonal(self):
         """See `AbstractFactors`."""
@@ -193,16 +176,7 @@ def neighbours(
     order: Real[Array, " n"],
     m: int,
 ) -> Int[Array, "n m"]:
-    """The m points before each that correlate most with it under R; n where there are fewer.
-
-    **Arguments:**
-
-    - `operator`: A.
-    - `f`: F.
-    - `diagonal`: the diagonal of R, positive.
-    - `order`: numbers that say which point comes before which.
-    - `m`: how many.
-    """
+    """The m points before each that correlate most with it under R; n where there are fewer."""
     n = len(order)
     groups = min(n, GROUPS * m)
     size = -(-n // groups)
@@ -275,16 +249,7 @@ def sparse_factors(
     diagonal: Real[Array, " n"],
     jitter: Real[Array, " n"],
 ) -> SparseFactors:
-    """P from F and the neighbourhoods: see above.
-
-    **Arguments:**
-
-    - `operator`: A.
-    - `f`: F.
-    - `sets`: the neighbourhoods, i last; n for places that are not in use.
-    - `diagonal`: the diagonal of A.
-    - `jitter`: what is added to the diagonal of R.
-    """
+    """P from F and the neighbourhoods: see above."""
     n, r = f.shape
     if sets.shape[1] == 1:  # no entry is needed but the diagonal
         left = diagonal - jnp.sum(square_of(f), axis=1)
@@ -303,7 +268,7 @@ def sparse_factors(
     one = jnp.ones_like(log_det)
     factors = SparseFactors(sets, values, g, core, log_det, one, one)
     row, top = _sizes(f, factors.unit(), diagonal)
-    return dataclasses.replace(factors, largest_row=row, largest_eigenvalue=top)
+    return dataclasses.replace(factors, row=row, top=top)
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
@@ -323,23 +288,6 @@ def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
     again = matmul(scaled, matmul(adjoint(scaled), products / unit))
     top = jnp.sqrt(jnp.max(square_norms(again) / jnp.maximum(square_norms(products / unit), 1e-30)))
     return jnp.maximum(row, own), jnp.maximum(top, own)
-
-
-class Structure(NamedTuple):
-    """What is discrete in P: it may be held while the operator changes."""
-
-    pivots: Int[Array, " r"]  # n for places that are not in use
-    sets: Int[Array, "n s"]
-
-
-class Prepared(NamedTuple):
-    """P and what was seen on the way."""
-
-    factors: SparseFactors
-    structure: Structure
-    evidence: Evidence
-    read: Int[Array, ""]  # columns
-    left_out: Real[Array, ""]  # the mean of what F leaves of the diagonal of K
 
 
 class _Kernel(NamedTuple):
@@ -362,7 +310,8 @@ def kernel_of(
     key: PRNGKeyArray, operator: lx.AbstractLinearOperator, diagonal: Array
 ) -> tuple[_Kernel, Bool[Array, ""]]:
     """K', and whether D is known."""
-    scaling, eps = scaling_of(operator), BlockOperator(operator).eps
+    scaling = scaling_of(operator)
+    eps = BlockOperator(operator).eps
     relative = diagonal / jnp.square(scaling.relative)
     unit, known = scaling.fixed(relative, eps)
     root = jnp.sqrt(unit) * scaling.relative
@@ -387,7 +336,8 @@ def flat_part(key: PRNGKeyArray, kernel: _Kernel, eps: float) -> Real[Array, ""]
     found = kernel.columns(chosen)
     core = found[chosen]
     values, vectors = eigh((core + adjoint(core)) / 2)
-    smallest, vector = values[0], vectors[:, :1]
+    smallest = values[0]
+    vector = vectors[:, :1]
     inside = jnp.zeros((n, 1), found.dtype).at[chosen].set(smallest.astype(found.dtype) * vector)
     size = jnp.sqrt(square_norms(matmul(found, vector) - inside))[0]
     counts = (smallest > 16 * eps * jnp.maximum(values[-1], 0)) & (size <= smallest / 2)
@@ -402,8 +352,8 @@ def prepare(
     *,
     diagonal: Real[Array, " n"] | None = None,
     together: int | None = None,
-) -> Prepared:
-    """Choose pivots and neighbours, and build P.
+) -> tuple[BuiltPreconditioner, Int[Array, ""]]:
+    """Choose pivots and neighbours, and build P. Also the number of columns that were read.
 
     **Arguments:**
 
@@ -415,7 +365,8 @@ def prepare(
     - `together`: how many columns are read at once; None for as many as suit the rank.
     """
     block = BlockOperator(operator)
-    n, eps = block.n, block.eps
+    n = block.n
+    eps = block.eps
     diagonal = stored_diagonal(operator) if diagonal is None else diagonal
     assert diagonal is not None
     diagonal = jnp.asarray(diagonal).real
@@ -428,35 +379,29 @@ def prepare(
     pivoted = pivoted_cholesky(key, kernel.columns, none, rank, block=together, enough=enough)
     f = pivoted.rows[:rank].T * kernel.root[:, None].astype(block.dtype)
     left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)
-    jitter = jitter_of(diagonal, left, known, eps)
+    jitter = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
+    jitter = jitter + jnp.where(known, 0, jnp.mean(left) / 100)
     left = left + jitter
-    left_out = jnp.mean(pivoted.left)
+    near = ((jnp.mean(pivoted.left) > SMALL) | ~known) & (m > 0)
     own = jnp.arange(n, dtype=jnp.int32)[:, None]
     nobody = jnp.full((n, m), n, jnp.int32)
     order = jax.random.bits(numbered(key, n), (n,))
-    chosen = (
-        if_any((left_out > SMALL) | ~known, lambda: neighbours(operator, f, left, order, m), nobody)
-        if m
-        else nobody
-    )
+    chosen = nobody
+    if m:
+        chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), nobody)
+    # Where L is diagonal, P = F F^H + D + E with 0 <= E, and A >= F F^H + D.
+    bounded = known & split_shift(operator).is_positive & ~near
+    noise = kernel.shift * jnp.square(kernel.root)
     sets = jnp.concatenate([chosen, own], axis=1)
-    return Prepared(
-        factors=sparse_factors(operator, f, sets, diagonal, jitter),
-        structure=Structure(pivoted.pivots[:rank], sets),
-        evidence=_evidence(pivoted, n, eps),
-        read=pivoted.columns,
-        left_out=left_out,
-    )
-
-
-def jitter_of(diagonal: Array, left: Array, known: Array, eps: float) -> Real[Array, " n"]:
-    """What is added to the diagonal of R, which is `left` without it: see above."""
-    rounding = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
-    return rounding + jnp.where(known, 0, jnp.mean(left) / 100)
+    factors = sparse_factors(operator, f, sets, diagonal, jitter)
+    floor = jnp.where(bounded, jnp.min(noise / left), jnp.nan)
+    evidence = _evidence(pivoted, n, eps)
+    return BuiltPreconditioner(factors, floor, jnp.ones_like(floor), evidence), pivoted.columns
 
 
 def _evidence(pivoted: PivotedCholesky, n: int, eps: float) -> Evidence:
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
-    skew, wrong = skew_of(pivoted.skew, size, n, eps), pivoted.apart / size / (64 * eps)
+    skew = skew_of(pivoted.skew, size, n, eps)
+    wrong = pivoted.apart / size / (64 * eps)
     seen = (jnp.sum(pivoted.left), pivoted.apart, pivoted.skew)
     return evidence_of(*seen, skew=skew, wrong_diagonal=wrong)

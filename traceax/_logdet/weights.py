@@ -5,8 +5,7 @@ r"""The weights of a log-determinant: G with E[G] = A^{-1}, and how G changes wi
     <L(M)[z z^H], R^{-1} dA R^{-H}>.
 
 With w = R^{-H} z, a control variate is beta (tr(P^{-1} dA) - w^H dA w). If M is close to the
-identity and beta = 1, nearly everything cancels. (With P held fixed, and without this, a variance
-would remain that no rank removes.)
+identity and beta = 1, nearly everything cancels.
 
 *Low rank plus a sparse factor.* P^{-1} = L L^H - E E^H, and beta = 1: tr(P^{-1} dA) is known from
 the entries of the neighbourhoods and from r wide products.
@@ -14,11 +13,10 @@ the entries of the neighbourhoods and from r wide products.
 *Low rank plus a multiple of the identity.* tr(P^{-1} dA) would take the diagonal of dA. Only the
 part D = dA - (I - U U^H) dA (I - U U^H) of dA (in scaled coordinates) has a trace
 tr(P^{-1} D) = sum_j u_j^H dA u_j / (lambda_j + mu) that is known, from l products, and the control
-variate is beta (tr(P^{-1} D) - w^H D w). If the rank is too small, beta = 1 would add more variance
-than it removes: beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out, is close to
-the best one on all kernels tried. Let w_2 be the part of w outside of U: w_2 w_2^H has mean
-(I - U U^H) / mu. It is normalised to its mean length, so that the derivative with respect to s is
-nearly free of error.
+variate is beta (tr(P^{-1} D) - w^H D w). If the rank is too small, beta = 1 would add variance:
+beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out. The part w_2 of w outside of
+U, with the mean (I - U U^H) / mu of w_2 w_2^H, is normalised to its mean length, so that the
+derivative with respect to s is nearly free of error.
 
 The sum of all this is <G, dA>, with G = V C V^H (+ L L^H), and converges as the value does.
 
@@ -42,7 +40,7 @@ from jaxtyping import Array, Inexact
 
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import contracted, matrix_of
-from .._sketch.leave_one_out import adjoint, matmul, square_norms
+from .._sketch.leave_one_out import matmul
 from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
@@ -52,31 +50,22 @@ from .sparse_factor import SparseFactors
 
 @final
 class LogdetWeights(AbstractWeights):
-    """`G = V C V^H` with Hermitian C, and `times L L^H` for a sparse factor. A contraction costs as
-    many matvecs as `V` has columns, or one pass over the entries of a kernel.
+    """`G = V C V^H` with Hermitian C, and `L L^H` for a sparse factor. A contraction costs as many
+    matvecs as `V` has columns, or one pass over the entries of a kernel.
     """
 
     vectors: Inexact[Array, "n c"]
     core: Inexact[Array, "c c"]
     factors: AbstractFactors
     moving: int = eqx.field(static=True)  # the number of columns that change with A
-    times: int = eqx.field(static=True, default=1)
 
     def contract(self, block):
         """See `AbstractWeights`."""
         operator = block.operator
         value = contracted(operator, self.vectors, self.core)
         if isinstance(self.factors, SparseFactors):
-            value = value + self.times * self.factors.known_part(operator)
+            value = value + self.factors.known_part(operator)
         return value
-
-    def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "LogdetWeights":
-        """The weights `t G - X X^H`."""
-        vectors = jnp.concatenate([self.vectors, x], axis=1)
-        more = (0, x.shape[1]), (0, x.shape[1])
-        beyond = jnp.arange(vectors.shape[1]) >= self.vectors.shape[1]
-        core = jnp.pad(t * self.core, more) - jnp.diag(beyond.astype(self.core.dtype))
-        return LogdetWeights(vectors, core, self.factors, self.moving, t * self.times)
 
     def solve(self, operator, rhs):
         """`A^{-1} rhs`."""
@@ -97,16 +86,9 @@ class ExactLogdetWeights(AbstractWeights):
 
     inverse: Inexact[Array, "n n"]
 
-    def _matrix(self, operator):
-        return matrix_of(BlockOperator(operator))[0]
-
     def contract(self, block):
         """See `AbstractWeights`."""
         return jnp.sum(jnp.conj(self.inverse) * matrix_of(block)[0]).real
-
-    def times_less(self, t: int, x: Inexact[Array, "n t"]) -> "ExactLogdetWeights":
-        """The weights `t G - X X^H`."""
-        return ExactLogdetWeights(t * self.inverse - matmul(x, adjoint(x)))
 
     def solve(self, _, rhs):
         """`A^{-1} rhs`."""
@@ -114,7 +96,7 @@ class ExactLogdetWeights(AbstractWeights):
 
     def weights_at(self, operator):
         """See above."""
-        matrix = self._matrix(operator)
+        matrix, _ = matrix_of(BlockOperator(operator))
         change = matmul(self.inverse, matmul(matrix - lax.stop_gradient(matrix), self.inverse))
         return ExactLogdetWeights(self.inverse - change)
 
@@ -125,25 +107,22 @@ def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
     """
     from jax.scipy.linalg import block_diag  # imported only here, because it takes time
 
-    factors, (z, rows, bases) = built.factors, sums.kept
-    p, beta = sums.drawn.astype(bases.dtype), built.control_variate_weight
-    krylov, k = factors.inverse_root_adjoint(rows.T), len(rows)
+    factors = built.factors
+    z, rows, bases = sums.kept
+    p = sums.drawn.astype(bases.dtype)
+    beta = built.control_variate_weight
     one = jnp.eye(z.shape[1], dtype=bases.dtype) / p
+    vectors = [factors.inverse_root_adjoint(rows.T), factors.inverse_root_adjoint(z)]
+    cores = [bases / p, -beta * one]
+    moving = len(rows)
     if isinstance(factors, SparseFactors):
-        known = factors.captured()
-        w = factors.inverse_root_adjoint(z)
-        core = block_diag(bases / p, -beta * one, -jnp.eye(known.shape[1], dtype=bases.dtype))
-        vectors = jnp.concatenate([krylov, w, known], axis=1)
-        return LogdetWeights(vectors, core.astype(z.dtype), factors, k)
-    assert isinstance(factors, LowRankPlusIdentity)
-    root = factors.root.astype(z.dtype)[:, None]
-    outside = factors.outside(z)
-    length = jnp.sqrt(square_norms(outside))
-    rank = jnp.sum(square_norms(factors.basis))  # columns may be 0
-    wanted = jnp.sqrt(jnp.maximum(len(z) - rank, 0) / factors.mu)
-    outside = outside * (wanted / jnp.where(length > 0, length, 1)).astype(z.dtype) / root
-    w = factors.inverse_root_adjoint(z)
-    known = beta / (factors.eigenvalues + factors.mu)
-    core = block_diag(bases / p, -beta * one, jnp.diag(known), beta * one)
-    vectors = jnp.concatenate([krylov, w, factors.basis / root, outside], axis=1)
-    return LogdetWeights(vectors, core.astype(z.dtype), factors, vectors.shape[1])
+        vectors.append(factors.captured())
+        cores.append(-jnp.eye(factors.basis.shape[1], dtype=bases.dtype))
+    elif isinstance(factors, LowRankPlusIdentity):
+        root = factors.root.astype(z.dtype)[:, None]
+        outside = factors.outside(z) / jnp.sqrt(factors.mu).astype(z.dtype)
+        vectors += [factors.basis / root, outside / root]
+        cores += [jnp.diag(beta / (factors.eigenvalues + factors.mu)), beta * one]
+        moving = sum(block.shape[1] for block in vectors)
+    core = block_diag(*cores).astype(z.dtype)
+    return LogdetWeights(jnp.concatenate(vectors, axis=1), core, factors, moving)

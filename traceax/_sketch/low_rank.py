@@ -13,10 +13,8 @@ eigenvalue of the part of K' that it leaves out, the preconditioner is
     P = D^{1/2} (U Lambda U^H + mu I) D^{1/2},      mu = s + t / 10.
 
 If K' decays slowly, then with mu = s the part that is left out would be far larger than mu I, and
-the low-rank part of little use. On all kernels tried, t / 10 was close to the best choice, better
-than less and than more (Matern-1/2, n = 2000, noise 1e-4, rank 250: the standard deviation of one
-probe is 147 with mu = s, 58 with this mu, and 91 without a preconditioner). As U Lambda U^H <= K',
-no eigenvalue of P^{-1} A is below s / mu.
+the low-rank part of little use: t / 10 is close to the best choice on many kernels. As
+U Lambda U^H <= K', no eigenvalue of P^{-1} A is below s / mu.
 """
 
 import abc
@@ -30,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
@@ -49,29 +48,14 @@ from .nystrom import shifted_cholesky, skew_of_core
 class AbstractFactors(eqx.Module):
     """A preconditioner `P = R R^H`, by products with R^{-1} and R^{-H}.
 
-    `row` and `top` are the largest Euclidean norm of a row, and the largest eigenvalue, of the
-    operator that P was made for, scaled by `unit`: they bound rounding errors.
+    `basis` has the shape and the dtype of the low-rank part. `row` and `top` are the largest
+    Euclidean norm of a row, and the largest eigenvalue, of the operator that P was made for, scaled
+    by `unit`: they bound rounding errors.
     """
 
-    @property
-    @abc.abstractmethod
-    def row(self) -> Real[Array, ""]:
-        """See above."""
-
-    @property
-    @abc.abstractmethod
-    def top(self) -> Real[Array, ""]:
-        """See above."""
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The number of rows, and the rank."""
-
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> Any:
-        """The dtype of the vectors that R multiplies."""
+    basis: AbstractVar[Inexact[Array, "n l"]]
+    row: AbstractVar[Real[Array, ""]]
+    top: AbstractVar[Real[Array, ""]]
 
     @abc.abstractmethod
     def log_det(self) -> Real[Array, ""]:
@@ -124,16 +108,6 @@ class LowRankPlusIdentity(AbstractFactors):
     mu: Real[Array, ""]
 
     @property
-    def shape(self):
-        """See `AbstractFactors`."""
-        return self.basis.shape
-
-    @property
-    def dtype(self):
-        """See `AbstractFactors`."""
-        return self.basis.dtype
-
-    @property
     def row(self):
         """See `AbstractFactors`."""
         rows = matmul(jnp.square(jnp.abs(self.basis)), jnp.square(self.eigenvalues / self.mu))
@@ -160,44 +134,37 @@ class LowRankPlusIdentity(AbstractFactors):
         captured = jnp.sum(jnp.square(jnp.abs(self.basis)) * inside, axis=1)
         return (1 / self.mu - captured) / jnp.square(self.root)
 
-    def padded(self, rank: int) -> "LowRankPlusIdentity":
-        """The same preconditioner with `rank` columns: those that are added are 0."""
-        more = rank - self.basis.shape[1]
-        basis = jnp.pad(self.basis, ((0, 0), (0, more)))
-        return LowRankPlusIdentity(self.root, basis, jnp.pad(self.eigenvalues, (0, more)), self.mu)
-
-    def _power(self, block: Inexact[Array, "n p"], power: float) -> Inexact[Array, "n p"]:
-        """(U Lambda U^H + mu I)^power times a block."""
-        outside = self.mu**power
-        inside = (self.eigenvalues + self.mu) ** power - outside
+    def _inner(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """(U Lambda U^H + mu I)^{-1/2} times a block."""
+        outside = 1 / jnp.sqrt(self.mu)
+        inside = 1 / jnp.sqrt(self.eigenvalues + self.mu) - outside
         captured = inside.astype(block.dtype)[:, None] * matmul(adjoint(self.basis), block)
         return matmul(self.basis, captured) + outside.astype(block.dtype) * block
 
-    def _scaled(self, block: Inexact[Array, "n p"], inverse: bool) -> Inexact[Array, "n p"]:
-        root = self.root[:, None].astype(block.dtype)
-        return block / root if inverse else block * root
-
-    def mm(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """P times a block."""
-        return self._scaled(self._power(self._scaled(block, False), 1.0), False)
-
-    def root_mm(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """R times a block."""
-        return self._scaled(self._power(block, 0.5), False)
-
     def inverse_root(self, block):
         """See `AbstractFactors`."""
-        return self._power(self._scaled(block, True), -0.5)
+        return self._inner(block / self.root[:, None].astype(block.dtype))
 
     def inverse_root_adjoint(self, block):
         """See `AbstractFactors`."""
-        return self._scaled(self._power(block, -0.5), True)
+        return self._inner(block) / self.root[:, None].astype(block.dtype)
 
     def outside(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """(I - U U^H) times a block, orthogonal to U to rounding."""
+        """(I - U U^H) times a block, orthogonal to U to rounding. Its columns get the length that
+        those of vectors with the mean (I - U U^H) of w w^H have on average.
+        """
         for _ in range(2):
             block = block - matmul(self.basis, matmul(adjoint(self.basis), block))
-        return block
+        length = jnp.sqrt(square_norms(block))
+        rank = jnp.sum(square_norms(self.basis))  # columns of U may be 0
+        wanted = jnp.sqrt(jnp.maximum(len(block) - rank, 0))  # 0: nothing is outside of U
+        return block * (wanted / jnp.where(length > 0, length, 1)).astype(block.dtype)
+
+
+def diagonal_factors(root: Real[Array, " n"], dtype: Any) -> LowRankPlusIdentity:
+    """The factors of a diagonal P with this root."""
+    none = jnp.zeros((root.size, 0), dtype), jnp.zeros(0, root.dtype)
+    return LowRankPlusIdentity(root, *none, jnp.ones((), root.dtype))  # pyright: ignore
 
 
 @final
@@ -258,7 +225,7 @@ class BuiltPreconditioner(eqx.Module):
         """
         factors = lax.stop_gradient(self.factors)
         if structure is None:
-            structure = jax.ShapeDtypeStruct(factors.shape[:1], factors.dtype)
+            structure = jax.ShapeDtypeStruct(factors.basis.shape[:1], factors.basis.dtype)
         self.check(lx.IdentityLinearOperator(structure))
 
         def solve(vector):
@@ -274,7 +241,8 @@ class BuiltPreconditioner(eqx.Module):
 
         - `operator`: the operator. Only its structure matters.
         """
-        n, dtype = self.factors.shape[0], self.factors.dtype
+        n = self.factors.basis.shape[0]
+        dtype = self.factors.basis.dtype
         block = BlockOperator(operator)
         if (n, dtype) != (block.n, block.dtype):
             raise ValueError(
@@ -300,20 +268,27 @@ class LowRank(NamedTuple):
     left_out_by_half: Real[Array, ""] | float = math.inf  # t of the first half of the columns
     dimension: Real[Array, ""] | float = math.inf  # of what is left out: see `nystrom_of`
 
-    def preconditioner(self, root: Real[Array, " n"]) -> LowRankPlusIdentity:
-        """The factors of P. Cost: a QR factorisation, and l^3 operations."""
+    def preconditioner(self, root: Real[Array, " n"], rank: int) -> LowRankPlusIdentity:
+        """The factors of P, with `rank` columns: those that are added are 0. Cost: a QR
+        factorisation, and l^3 operations.
+        """
         q, r = qr(self.f)
         u, sigma, _ = svd(r)
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
-        return LowRankPlusIdentity(root, matmul(q, u), eigenvalues, self.mu)
+        more = rank - eigenvalues.size
+        basis = jnp.pad(matmul(q, u), ((0, 0), (0, more)))
+        parts = root, basis, jnp.pad(eigenvalues, (0, more)), self.mu
+        return LowRankPlusIdentity(*parts)  # pyright: ignore
 
-    def built(self, root: Real[Array, " n"], known: Bool[Array, ""]) -> BuiltPreconditioner:
+    def built(
+        self, root: Real[Array, " n"], known: Bool[Array, ""], rank: int
+    ) -> BuiltPreconditioner:
         """The preconditioner, with the lower bound of the eigenvalues."""
         # Without a known s there is no bound.
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
         control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
-        factors = self.preconditioner(root)
+        factors = self.preconditioner(root, rank)
         return BuiltPreconditioner(factors, floor, control_variate_weight, self.evidence)
 
     @property

@@ -40,18 +40,11 @@ class PivotedCholesky(NamedTuple):
 
 
 def no_pivots(diagonal: Real[Array, " n"], rank: int, block: int, dtype: Any) -> PivotedCholesky:
-    """The factorisation F = 0.
-
-    **Arguments:**
-
-    - `diagonal`: the diagonal of K.
-    - `rank`: the largest number of pivots that will be added.
-    - `block`: the number of proposals in a round.
-    - `dtype`: the dtype of the columns of K.
-    """
+    """The factorisation F = 0."""
     n = diagonal.shape[0]
     largest = jnp.max(jnp.abs(diagonal), initial=0.0)
-    none, zero = jnp.zeros_like(largest), jnp.zeros((), jnp.int32)
+    none = jnp.zeros_like(largest)
+    zero = jnp.zeros((), jnp.int32)
     # A round writes as many rows as there are proposals.
     rows = jnp.zeros((rank + block, n), dtype)
     pivots = jnp.full(rank + block, n, jnp.int32)
@@ -136,33 +129,30 @@ def pivoted_cholesky(
     was given and the entry of the column; its `skew` that between entries of columns of the same
     round that should be equal. Cost: `2 n rank^2` operations.
     """
-    n, dtype, real = before.left.shape[0], before.rows.dtype, before.left.dtype
-    floor = 16 * float(jnp.finfo(real).eps) * before.largest
+    n = before.left.size
+    real = before.left.dtype
 
     def least_of(state: PivotedCholesky) -> Array:
-        """A pivot that is no larger than this consists of rounding errors to a large part. The
-        column made from such a pivot would amplify the errors, from pivot to pivot. (Errors grow
-        with the rank: for a kernel of 50,000 rows in float32, rank 768, 0.6 times `floor`.)
+        """Pivots that are no larger consist of rounding errors to a large part, which the columns
+        made from them would amplify.
         """
-        return jnp.maximum(floor, 8 * state.apart)
-
-    def uniforms(key: PRNGKeyArray) -> Array:
-        return uniform(key, (block,), 1, real)[0]
+        return jnp.maximum(16 * float(jnp.finfo(real).eps) * state.largest, 8 * state.apart)
 
     def step(state: PivotedCholesky) -> PivotedCholesky:
         least = least_of(state)
         keys = split(numbered(key, state.columns // block))
+        uniforms = jax.vmap(lambda key: uniform(key, (block,), 1, real)[0])(keys)
         # Without a barrier each use would compute them anew, see `_probes.random`.
-        to_draw, to_accept = lax.optimization_barrier(jax.vmap(uniforms)(keys))
+        to_draw, to_accept = lax.optimization_barrier(uniforms)
         below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
         # Comparisons with all of them compile in less time than a bisection.
         found = jnp.searchsorted(below, to_draw * below[-1], side="right", method="compare_all")
         pivots = jnp.minimum(found, n - 1)
         known = matmul(adjoint(state.rows[:, pivots]), state.rows).T
-        residual = columns(pivots).astype(dtype) - known
+        residual = columns(pivots).astype(state.rows.dtype) - known
         h = residual[pivots]
-        sizes = jnp.diagonal(h).real
-        apart = jnp.maximum(state.apart, jnp.max(jnp.abs(sizes - state.left[pivots])))
+        apart = jnp.max(jnp.abs(jnp.diagonal(h).real - state.left[pivots]))
+        apart = jnp.maximum(state.apart, apart)
         skew = jnp.maximum(state.skew, jnp.max(jnp.abs(h - adjoint(h))))
         accepted = _accept(to_accept, h, least, rank - state.rank)
         new = divide_by_upper(jnp.where(accepted.which, residual, 0), adjoint(accepted.factor))
@@ -173,16 +163,15 @@ def pivoted_cholesky(
         # Accepted columns first: the others, which are 0, are overwritten in the next round.
         first = jnp.argsort(~accepted.which, stable=True)
         taken = jnp.where(accepted.which, pivots, n).astype(jnp.int32)[first]
-        place = state.rank, jnp.zeros_like(state.rank)
-        return PivotedCholesky(
-            lax.dynamic_update_slice(state.rows, new[:, first].T, place),
-            lax.dynamic_update_slice(state.pivots, taken, place[:1]),
-            left,
-            state.largest,
-            state.rank + accepted.number,
-            state.columns + block,
-            apart,
-            skew,
+        at = state.rank
+        return state._replace(
+            rows=lax.dynamic_update_slice_in_dim(state.rows, new[:, first].T, at, 0),
+            pivots=lax.dynamic_update_slice_in_dim(state.pivots, taken, at, 0),
+            left=left,
+            rank=at + accepted.number,
+            columns=state.columns + block,
+            apart=apart,
+            skew=skew,
         )
 
     def goes_on(state: PivotedCholesky) -> Array:
