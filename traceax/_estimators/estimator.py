@@ -265,15 +265,6 @@ class RowsEstimator(AbstractEstimator):
         return exact(BlockOperator(operator, self.batch_size), self.rows)
 
 
-def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:
-    """Raise a `TypeError` unless the estimator is an instance of this kind."""
-    if not isinstance(estimator, kind):
-        raise TypeError(
-            f"The estimator must be an instance of an {kind.__name__}, such as "
-            f"`traceax.{example}()`, got {described(estimator)}."
-        )
-
-
 def described(value: Any) -> str:
     """What was given in place of an instance, in the words of a message."""
     return f"the class {value.__name__}" if isinstance(value, type) else repr(value)

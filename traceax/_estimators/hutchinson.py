@@ -6,7 +6,6 @@ from typing import Any, ClassVar, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
@@ -18,8 +17,8 @@ from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.weights import AbstractWeights
 from .calibration import CALIBRATION
 from .estimator import AbstractTraceEstimator
-from .rows import RowWeights
-from .samples import RangeSampling, merged, no_samples
+from .rows import Rows
+from .samples import Moments, RangeSampling, merged, no_samples
 
 
 @final
@@ -28,8 +27,7 @@ class Probes(eqx.Module):
     keeps more than one block of them.
     """
 
-    key_data: Array
-    key_impl: Any = eqx.field(static=True)
+    key: PRNGKeyArray
     sampler: AbstractSampler
     k: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
@@ -40,11 +38,10 @@ class Probes(eqx.Module):
         def drawn(key, m):
             return samples(self.sampler.probes_by_leaf(key, shapes, m, dtype))
 
-        key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
         whole, rest = divmod(self.k, self.width)
         if whole == 1 and rest == 0:
-            return add(carry, drawn(key, self.k))
-        keys = split(key, whole + 1)
+            return add(carry, drawn(self.key, self.k))
+        keys = split(self.key, whole + 1)
         # Without the checkpoint, reverse mode would store each block's probes.
         one_block = jax.checkpoint(lambda key: drawn(key, self.width), prevent_cse=False)
         carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])
@@ -70,19 +67,27 @@ class TraceOfProbes(AbstractWeights):
 
 @final
 class DiagonalOfProbes(AbstractWeights):
-    """The diagonal of `A Omega Omega^H / k`."""
+    """Entries of the diagonal of `A Omega Omega^H / k`."""
 
     probes: Probes
+    rows: Rows
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        zeros = [jnp.zeros(shape, block.dtype) for shape in block.shapes]
 
         def add(totals, samples):
-            return [t + jnp.sum(x, axis=-1) for t, x in zip(totals, samples, strict=True)]
+            pairs = zip(totals, self.rows.by_leaf(samples), strict=True)
+            return [t + jnp.sum(x, axis=-1) for t, x in pairs]
 
+        zeros = [m.mean for m in none_of(block, self.rows)]
         totals = self.probes.fold(entries(block), add, zeros, block.shapes, block.dtype)
         return as_value([total.reshape(-1) / self.probes.k for total in totals])
+
+
+def none_of(block: BlockOperator, rows: Rows) -> list[Moments]:
+    """The moments to begin with, leaf by leaf."""
+    zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
+    return [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
 
 
 def entries(block: BlockOperator) -> Callable[[list[Array]], list[Array]]:
@@ -130,7 +135,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         return RangeSampling(rows=rows, sampler=self.sampler, resphere=False, sizes=(0,))
 
     def _probes(self, key: PRNGKeyArray, k: int, width: int) -> Probes:
-        return Probes(jr.key_data(key), jr.key_impl(key), self.sampler, k, min(k, width))
+        return Probes(key, self.sampler, k, min(k, width))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -152,20 +157,18 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         """See `AbstractTraceEstimator`."""
         block = BlockOperator(operator, self.batch_size).linearised()
         probes = self._probes(key, k, self.batch_size or block_width(block.n, k))
-        zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
-        start = [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
 
         def add(moments, samples):
             return [merged(*pair) for pair in zip(moments, rows.by_leaf(samples), strict=True)]
 
-        moments = probes.fold(entries(block), add, start, block.shapes, block.dtype)
+        moments = probes.fold(entries(block), add, none_of(block, rows), block.shapes, block.dtype)
         values = [part.mean.reshape(-1) for part in moments]
         std_errs = [
             jnp.hypot(part.std_err(), rounding_of(jnp.abs(part.mean), block.eps)).reshape(-1)
             for part in moments
         ]
         estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, separate=True)
-        return estimate, RowWeights(DiagonalOfProbes(probes), rows)
+        return estimate, DiagonalOfProbes(probes, rows)
 
 
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**

@@ -122,15 +122,15 @@ class GramEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         unit_key, key = jr.split(key)
         unit = unit_of(unit_key, operator)
-        estimate, made = self.inner.compute(key, gram(operator, unit, self.rows), k, weights)
-        spent = 2 * estimate.num_matvecs + 1
-        estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
-        return estimate, GramWeights(made, unit, self.rows)
+        found = self.inner.compute(key, gram(operator, unit, self.rows), k, weights)
+        return self._with_unit(unit, *found)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         unit = unit_of(jr.key(0), operator)
-        estimate, made = self.inner.exact(gram(operator, unit, self.rows))
+        return self._with_unit(unit, *self.inner.exact(gram(operator, unit, self.rows)))
+
+    def _with_unit(self, unit, estimate, made):
         spent = 2 * estimate.num_matvecs + 1
         estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
         return estimate, GramWeights(made, unit, self.rows)

@@ -15,6 +15,7 @@ No product of an earlier size is used again. Under `vmap` a size is prepared if 
 and a lane gets what it would get by itself.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -42,9 +43,8 @@ from .._core.estimate import (
 from .._core.primitive import Primitive
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
-from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
-from .auto import AutoTraceEstimator, KnownPartsWeights, known_estimate, with_known_parts
+from .auto import AutoTraceEstimator
 from .calibration import norm_factor
 from .estimator import (
     AbstractEstimator,
@@ -52,9 +52,10 @@ from .estimator import (
     RowsEstimator,
     check_budget,
     check_key,
+    described,
     solve,
 )
-from .exact import exact
+from .exact import exact, with_known_parts
 from .rows import Rows
 from .samples import AbstractSampling, Moments, Prepared, merged, no_samples
 from .solution import Solution
@@ -128,7 +129,6 @@ class Outcome(NamedTuple):
 
     estimate: Estimate
     deviation: Real[Array, ""]  # of one sample, all entries together
-    products: Int[Array, ""]
     size: Int[Array, ""]  # the number of the size that the estimate is from
     wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
     panels: Int[Array, ""]
@@ -141,8 +141,7 @@ class SampledWeights(AbstractWeights):
     """The weights of the size that a call ended with. The probes are drawn again."""
 
     sampling: AbstractSampling
-    key_data: Array
-    key_impl: Any = eqx.field(static=True)
+    key: PRNGKeyArray
     basis: tuple[Inexact[Array, "n r"], ...]
     size: Int[Array, ""]
     panels: Int[Array, ""]
@@ -163,8 +162,7 @@ class SampledWeights(AbstractWeights):
 
     def _sampled(self, number: int, block: BlockOperator) -> Array:
         prepared = self.sampling.captured(block, self.basis[number])
-        key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
-        _, keys = _keys(key, number)
+        _, keys = _keys(self.key, number)
         zeros = jnp.zeros_like(prepared.value)
 
         # Without the checkpoint, reverse mode would store the probes of all panels.
@@ -222,8 +220,7 @@ def sample_to_tolerance(
         return outcome.estimate, None
     made = SampledWeights(
         sampling=sampling,
-        key_data=jr.key_data(key),
-        key_impl=jr.key_impl(key),
+        key=key,
         basis=outcome.basis,
         size=outcome.size,
         panels=outcome.panels,
@@ -260,23 +257,22 @@ class _Run:
             prepared = self.sampling.captured(self.block, empty)
         else:
             prepared = self.sampling.prepare(prepare_key, self.block, size, self.weights)
-        spent = self.sampling.products(size) + (0 if before is None else before.products)
-
+        spent = self.sampling.products(size)
+        if before is not None:
+            spent = spent + before.estimate.num_matvecs
         given = self.block, prepared, self.panel
 
         def step(samples):
             panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given, samples.steps)
             share = jnp.asarray(1 / (samples.panels + 1), zero.dtype)
-            norm = samples.size + share * (panel.size - samples.size)
             least = jnp.hypot(
                 jnp.sqrt(1 - share) * samples.least_deviation,
                 jnp.sqrt(share) * panel.least_deviation,
             )
-            moments = merged(samples.moments, panel.samples)
             grown = Samples(
-                moments=moments,
+                moments=merged(samples.moments, panel.samples),
                 least_deviation=least,
-                size=norm,
+                size=samples.size + share * (panel.size - samples.size),
                 bias=samples.bias + share * (panel.bias - samples.bias),
                 evidence=worse(samples.evidence, panel.evidence),
                 panels=samples.panels + 1,
@@ -286,9 +282,8 @@ class _Run:
             return grown._replace(choice=self.choice(number, before, prepared, spent, grown))
 
         zero = jnp.zeros_like(prepared.value.real)
-        none = no_samples(prepared.value.shape, prepared.value.dtype)
         start = Samples(
-            moments=none,
+            moments=no_samples(prepared.value.shape, prepared.value.dtype),
             least_deviation=zero,
             size=zero,
             bias=zero,
@@ -301,22 +296,12 @@ class _Run:
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
             deviation=norm_of(samples.deviation()),
-            products=jnp.asarray(spent + self.products(samples), jnp.int32),
             size=jnp.asarray(number, jnp.int32),
             wanted=samples.choice,
             panels=samples.panels,
             steps=samples.steps,
             basis=self.bases(number, prepared),
         )
-
-    @property
-    def separate(self) -> bool:
-        """See `Estimate`: at the first size, where NaN and inf end a call, so are all entries."""
-        return self.sampling.rows is not None
-
-    def products(self, samples: Samples) -> Int[Array, ""]:
-        """The products of the samples so far."""
-        return self.panel * samples.panels * samples.steps
 
     def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
         """The standard error that rounding adds, whatever the number of samples."""
@@ -347,16 +332,14 @@ class _Run:
         steps = samples.steps
         more = steps * jnp.maximum(needed - drawn, 0)
         left = self.max_k - spent - drawn * steps
-        choice = jnp.where(left >= self.panel * steps, number, -1)
+        choice = jnp.where((left >= self.panel * steps) & ~biased, number, -1)
         if number + 1 < len(self.sizes):
             cost = self.sampling.products(self.sizes[number + 1]) + self.panel * steps
             fall = 0.0
             if before is not None and number > 1:
                 fall = jnp.minimum(norm_of(samples.deviation()) / before.deviation, 1) ** 2
             pays = (cost + fall * needed * steps < more) | biased
-            pays = pays & (cost <= left)
-            choice = jnp.where(pays, number + 1, choice)
-        choice = jnp.where(biased & (choice == number), -1, choice)
+            choice = jnp.where(pays & (cost <= left), number + 1, choice)
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
             choice = jnp.where(last_resort, len(self.sizes), choice)
@@ -369,13 +352,17 @@ class _Run:
         value = prepared.value + samples.moments.mean
         std_err = jnp.hypot(samples.std_err(), self.rounding(prepared, samples))
         ratio = self.ratio(prepared, samples, std_err, samples.bias)
-        unconverged = Evidence(unconverged=ratio)
         drawn = self.panel * samples.panels
-        products = spent + self.products(samples)
-        evidence = worse(samples.evidence, unconverged)
-        bias = samples.bias if self.sampling.has_bias else None
-        more = {"quadrature_error": bias, "separate": self.separate}
-        return make_estimate(value, std_err, products, drawn - 1, evidence, **more)
+        return make_estimate(
+            value,
+            std_err,
+            spent + drawn * samples.steps,
+            drawn - 1,
+            worse(samples.evidence, Evidence(unconverged=ratio)),
+            quadrature_error=samples.bias if self.sampling.has_bias else None,
+            # At the first size, where NaN and inf end a call, entries are.
+            separate=self.sampling.rows is not None,
+        )
 
     def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:
         """The basis of this size, and zeros for the others."""
@@ -389,12 +376,16 @@ class _Run:
     def exact(self, before: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
         found, _ = self.sampling.exact(self.block)
-        products = before.products + found.num_matvecs
-        dof = found.dof.astype(before.estimate.dof.dtype)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
-        evidence = worse(found.evidence, unconverged)
-        more = {"quadrature_error": found.quadrature_error, "separate": self.separate}
-        estimate = make_estimate(found.value, found.std_err, products, dof, evidence, **more)
+        estimate = dataclasses.replace(
+            before.estimate,
+            value=found.value,
+            std_err=found.std_err,
+            num_matvecs=before.estimate.num_matvecs + found.num_matvecs,
+            dof=found.dof.astype(before.estimate.dof.dtype),
+            evidence=worse(found.evidence, unconverged),
+            quadrature_error=found.quadrature_error,
+        )
         return before._replace(
             estimate=estimate,
             size=jnp.asarray(len(self.sizes), jnp.int32),
@@ -437,16 +428,11 @@ class ToleranceEstimator(AbstractEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`. The default estimator reads known parts."""
         if not isinstance(self.inner, AutoTraceEstimator):
-            return self._sampled(key, operator, 0.0, 1.0, weights)
-        parts = split_known_parts(operator, diagonal=self.rows is not None)
-        if parts.rest is None:
-            return known_estimate(parts, self.rows), KnownPartsWeights(None, self.rows)
-        offset = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
-        inner, made = self._sampled(key, parts.rest, offset, parts.scale, weights)
-        estimate = with_known_parts(operator, parts, inner, self.rows)
-        return estimate, KnownPartsWeights(made, self.rows)
+            return self._sampled(key, weights, operator, 0.0, 1.0)
+        sampled = partial(self._sampled, key, weights)
+        return with_known_parts(operator, self.rows, sampled)
 
-    def _sampled(self, key, operator, offset, scale, weights):
+    def _sampled(self, key, weights, operator, offset, scale):
         sampling = self.inner.sampling(operator, self.rows)
         assert sampling is not None
         block = BlockOperator(operator, self.batch_size)
@@ -528,6 +514,11 @@ def solve_either(
     throw: bool,
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance."""
+    if not isinstance(estimator, AbstractTraceEstimator):
+        raise TypeError(
+            "The estimator must be an instance of an AbstractTraceEstimator, such as "
+            f"`traceax.XTraceEstimator()`, got {described(estimator)}."
+        )
     check_key(key)  # of a call without one, k is missing, too
     if not check_either(name, k, rtol, atol, max_k):
         budgeted = estimator if rows is None else RowsEstimator(estimator, rows)

@@ -10,7 +10,7 @@ from .._core.primitive import diagonal_p, trace_p
 from .._operators.block_operator import unflatten
 from .._operators.checks import as_operator
 from .auto import AutoTraceEstimator
-from .estimator import AbstractTraceEstimator, check_estimator
+from .estimator import AbstractTraceEstimator
 from .rows import Rows
 from .solution import Solution, restructure
 from .tolerance import solve_either
@@ -75,7 +75,6 @@ def trace(
     - `ValueError`: for an operator that is not square, `k < 1`, an operator without the tag that
         the estimator needs, an estimator that cannot work to a tolerance, or a negative tolerance.
     """
-    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     return solve_either("trace", trace_p, key, operator, k, estimator, None, **options)
 
@@ -114,7 +113,6 @@ def diagonal(
 
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
-    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     given = "diagonal", diagonal_p, key, operator, k, estimator, Rows()
     solution = solve_either(*given, **options)
@@ -154,7 +152,6 @@ def block_traces(
 
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
-    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     structure = as_operator(operator).in_structure()
     rows = Rows(tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)))
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}

@@ -4,7 +4,7 @@ from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array
 
 from .._core.estimate import evidence_of, make_estimate, rounding_of
 from .._operators.block_operator import BlockOperator
@@ -35,9 +35,8 @@ from .._sketch.shrunk import (
     shrunk_samples,
     shrunk_weights,
 )
-from .._sketch.weights import AbstractTwoSidedWeights
 from .calibration import CALIBRATION
-from .diagonal_error import DiagonalParts, diagonal_and_error, shrinkage_of_rows
+from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights, without_nonfinite
 from .sketching import AbstractLeaveOneOutEstimator
 
@@ -77,6 +76,7 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
     shared = along[:, None] - beta * pairs.gamma / jnp.sqrt(pairs.square)
     energy = 1 / pairs.square - square_of(shared) / pair_square
     return LeaveOneOut(
+        base=jnp.trace(h),
         lost=quadratic_forms(h, s),
         residual=residual,
         square=square,
@@ -86,33 +86,6 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
         energy=square_of(height)[:, None] * energy,
         valid=pairs.valid,
     )
-
-
-@final
-class XDiagWeights(AbstractTwoSidedWeights):
-    """XDiag as a function of A, with the probes and everything computed from them held fixed:
-
-        mean_i beta_i diag(Q (I - s_i s_i^H) Q^H A)
-        + mean_i conj(omega_i) (A omega_i - beta_i Q (I - s_i s_i^H) Q^H A omega_i)
-
-    (beta_i: see `_sketch.shrunk`). A contraction costs 2 m matvecs, m of them with the adjoint.
-    """
-
-    q: Inexact[Array, "n m"]
-    s: Inexact[Array, "m m"]
-    omega: Inexact[Array, "n m"]
-    beta: Real[Array, " m"]
-
-    def combine(self, products, adjoint_products):
-        """See `AbstractTwoSidedWeights`."""
-        q = self.q
-        s = self.s
-        lost = matmul(s * self.beta, adjoint(s)) / s.shape[0]
-        held_out = q * jnp.mean(self.beta) - matmul(q, lost)
-        inner = matmul(adjoint(adjoint_products), self.omega)  # Q^H A Omega
-        inner = (inner - s * column_dots(s, inner)) * self.beta
-        samples = jnp.conj(self.omega) * (products - matmul(q, inner))
-        return captured_diagonal(held_out, adjoint_products) + jnp.mean(samples, axis=1)
 
 
 @final
@@ -167,19 +140,18 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         h = matmul(adjoint(factors.q), z) + sketch.nu * jnp.eye(m, dtype=block.dtype)
         t = matmul(adjoint(z), omega) + sketch.nu * factors.w
         parts = xtrace_parts(factors, h, t)
-        base = jnp.trace(h)
         resphere = self.respheres(block.dtype)
         if self.shrink:
             plain = plain_samples if is_hermitian(operator) else plain_samples_with_skew
             terms = jnp.conj(omega) * sketch.shifted
-            values, differences, beta = shrunk_samples(parts, base, plain(terms), n)
+            values, differences, beta = shrunk_samples(parts, plain(terms), n)
             made = shrunk_weights(omega, factors, beta) if weights else None
         else:
             values, differences, _ = published_samples(parts, n, resphere)
             made = xtrace_weights(omega, factors, resphere) if weights else None
 
         size = sketch.products.size
-        value = size * (base + jnp.mean(values) - n * sketch.nu)
+        value = size * (parts.base + jnp.mean(values) - n * sketch.nu)
         rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
@@ -217,7 +189,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         std_err = rescale_error(size, std_err)
         evidence = evidence_of(factors.r, z, lost)
         estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
-        made = XDiagWeights(q=q, s=s, omega=omega, beta=beta)
+        made = DiagonalWeights(q=q, s=s, omega=omega, beta=beta)
         return estimate, RowWeights(made, rows) if weights else None
 
 

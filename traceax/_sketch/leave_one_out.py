@@ -280,7 +280,8 @@ def range_finder(omega: Array, sketch: Array) -> RangeFinder:
 class LeaveOneOut(NamedTuple):
     """What is left without probe i (arrays over i), and without j as well (over i and j)."""
 
-    lost: Inexact[Array, " m"]  # of the trace of the low-rank part
+    base: Inexact[Array, ""]  # the trace of the low-rank part of all probes
+    lost: Inexact[Array, " m"]  # what it loses of that
     residual: Inexact[Array, " m"]  # e_i: what probe i says of the rest
     square: Real[Array, " m"]  # ||g_i||^2
     pair_lost: Inexact[Array, "m m"]  # what j takes after i
@@ -291,7 +292,7 @@ class LeaveOneOut(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples t_i of a trace, less what they have in common, and the m x m differences D_ij."""
+    """Samples t_i of a trace, less `base`, and the m x m differences D_ij."""
 
     values: Inexact[Array, " m"]
     differences: Inexact[Array, "m m"]
@@ -299,7 +300,7 @@ class Samples(NamedTuple):
 
 
 def published_samples(parts: LeaveOneOut, n: int, resphere: bool) -> Samples:
-    """The samples of XTrace and XNysTrace, less the trace of the low-rank part of all probes:
+    """The samples of XTrace and XNysTrace:
 
         t_i = c_i e_i - lost_i,    D_ij = t_i - t_ij = pair_lost_ij + c_i e_i - c_ij e_ij
 

@@ -148,9 +148,17 @@ class Nystrom(NamedTuple):
         n, m = self.p.shape
         return rounding_of_nystrom(math.sqrt(n / m) * self.products.norm, self.precision)
 
-    def unless_wrong(self, estimated: Array, plain: Array) -> Array:
-        """The first or, if the tag is wrong, the second, which needs no tag."""
-        return jnp.where(self.evidence.fails, plain, estimated)
+    def estimate(
+        self, sign: int | Array, estimated: tuple[Array, Array], plain: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """The value and the standard error for A, where the factors are those of sign * A / scale:
+        from the first or, if the tag is wrong, from the second, which needs no tag.
+        """
+        wrong = self.evidence.fails
+        size = self.products.size
+        value = jnp.where(wrong, plain[0], estimated[0]).astype(self.p.dtype)
+        std_err = jnp.where(wrong, plain[1], estimated[1])
+        return sign * size * value, rescale_error(size, std_err)
 
     def real_shifts(self) -> Real[Array, " c"]:
         """The real shifts that are tried, the first of which is 0."""
@@ -232,6 +240,7 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     pair_residual = (square * inverse)[:, None] * reciprocal(pairs.square)
     pair_square = square[:, None] / probes.square
     return LeaveOneOut(
+        base=trace_of(factors, shifted),
         lost=diagonal_of(lengths).real,
         residual=square * inverse.real,
         square=square,
@@ -255,7 +264,7 @@ class BestShift(NamedTuple):
 def best_shift(
     factors: Nystrom,
     shifts: Inexact[Array, " c"],
-    samples_of: Callable[[LeaveOneOut, Array], Samples],
+    samples_of: Callable[[LeaveOneOut], Samples],
     rounding: Real[Array, ""],
 ) -> BestShift:
     """Try one shift after the other while the standard error falls; only the first of them, 0, if
@@ -269,8 +278,7 @@ def best_shift(
 
     - `factors`: the pieces of the approximations.
     - `shifts`: those that may be taken. The first is 0, and is kept if the gain is small.
-    - `samples_of`: the samples from what leaving out probes does and from the trace of the
-        low-rank part.
+    - `samples_of`: the samples from what leaving out probes does.
     - `rounding`: the standard error that rounding adds.
     """
     m = len(factors.eigenvalues)
@@ -279,11 +287,10 @@ def best_shift(
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
     def estimate(z):
-        shifted = factors.shifted(z)
-        base = trace_of(factors, shifted)
-        values, differences, weight = samples_of(xnystrace_parts(factors, shifted), base)
+        parts = xnystrace_parts(factors, factors.shifted(z))
+        values, differences, weight = samples_of(parts)
         std_err = leave_one_out_error(values, differences, rounding)
-        return BestShift(z, base + jnp.mean(values), std_err, weight)
+        return BestShift(z, parts.base + jnp.mean(values), std_err, weight)
 
     def select(wanted, new, old):
         return BestShift(*[jnp.where(wanted, *pair) for pair in zip(new, old, strict=True)])
@@ -371,28 +378,6 @@ def shifted_cholesky(h, nu):
     start = jnp.array(True), jnp.zeros_like(nu), nu, h
     _, nu, _, factor = lax.while_loop(lambda state: state[0], factorise, start)
     return nu, factor
-
-
-def signed_estimate(
-    factors: Nystrom, sign: int | Array, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
-) -> tuple[Array, Array]:
-    """The estimate for A.
-
-    **Arguments:**
-
-    - `factors`: the factors.
-    - `sign`: 1 or -1: the factors are those of `sign * A / scale`.
-    - `value`: the value of the estimate from the factors. If the tag is wrong, the value from
-        Hutchinson's samples, which need no tag.
-    - `std_err`: the standard error of the value.
-
-    **Returns:**
-
-    The value and its standard error.
-    """
-    size = factors.products.size
-    value = sign * size * value.astype(factors.p.dtype)
-    return value, rescale_error(size, std_err)
 
 
 def nystrom(

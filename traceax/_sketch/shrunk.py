@@ -109,14 +109,14 @@ def shrinkage(variance: Real[Array, " m"], energy: Real[Array, "m m"]) -> Real[A
     return 1 / (1 + jnp.square(ratio))
 
 
-def shrunk_samples(parts: LeaveOneOut, base: Array, plain: PlainSamples, n: int) -> Samples:
-    """The samples s_i, less the trace `base` of the low-rank part of all probes."""
+def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
+    """The samples s_i."""
     m = len(parts.square)
     valid = parts.valid
     beta = shrinkage(plain.variance, jnp.where(valid, jnp.maximum(parts.energy, 0), 0))
     level = _level(parts)
     t = parts.residual + level * (n - m + 1 - parts.square) - parts.lost
-    h = plain.values - base
+    h = plain.values - parts.base
 
     grown = parts.pair_square - parts.square[:, None] - 1
     change = parts.residual[:, None] - parts.pair_residual + level[:, None] * grown

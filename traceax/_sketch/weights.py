@@ -15,7 +15,6 @@ from typing import Any, final
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from equinox import AbstractVar
 from jaxtyping import Array, Inexact
 
 from .._operators.block_operator import BlockOperator
@@ -52,33 +51,6 @@ class AbstractWeights(eqx.Module):
         Weights of the same structure. E[G] = I does not depend on A.
         """
         return self
-
-
-class AbstractTwoSidedWeights(AbstractWeights):
-    """A diagonal as a function of products with A and with its adjoint, linear in all of them."""
-
-    q: AbstractVar[Inexact[Array, "n m"]]
-    omega: AbstractVar[Inexact[Array, "n p"]]
-
-    @abc.abstractmethod
-    def combine(
-        self, products: Inexact[Array, "n p"], adjoint_products: Inexact[Array, "n m"]
-    ) -> Inexact[Array, " n"]:
-        """The diagonal.
-
-        **Arguments:**
-
-        - `products`: A Omega.
-        - `adjoint_products`: A^H Q.
-
-        **Returns:**
-
-        A vector.
-        """
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        return self.combine(block.mm(self.omega), block.adjoint_mm(self.q))
 
 
 @final
