@@ -137,7 +137,7 @@ class Estimate(eqx.Module):
     - `separate`: whether each number of the value follows from its own rows of the products alone:
         where others are not finite, it stands.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
-        independent nor normal, see `Calibration`; 1 for samples that are both.
+        independent nor normal, see `CALIBRATION`; 1 for samples that are both.
     - `result`: a member of `RESULTS`; None until `verdict` makes it of the evidence.
     """
 

@@ -100,7 +100,7 @@ def diagonal_and_error(
     rounding: Real[Array, " g"],
     hermitian: bool = False,
 ) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
-    """The mean of the d_i and its standard error.
+    """The mean of the d_i and its standard error, for every group. Cost: 10 n m^2 operations.
 
     **Arguments:**
 
@@ -109,10 +109,6 @@ def diagonal_and_error(
     - `rows`: adds up the rows of each group.
     - `rounding`: the standard error that rounding adds to each estimate, see `leave_one_out_error`.
     - `hermitian`: whether A^H = A.
-
-    **Returns:**
-
-    The estimate for every group, and its standard error. Cost: 10 n m^2 operations.
     """
     base, left, right, left_over, omega, products, pairs = parts
     m = left.shape[1]

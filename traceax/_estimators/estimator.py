@@ -32,8 +32,7 @@ class AbstractEstimator(eqx.Module):
     order).
 
     A final subclass implements `compute` and `exact`. It declares `smallest` if one product is too
-    few, and overrides `check` if it does not take every square operator. The checks of the
-    arguments, the primitive, its derivative and its batching are the same for all estimators.
+    few, and overrides `check` if it does not take every square operator.
     """
 
     #: Whether E[G] depends on A, as for functions of a matrix. Second derivatives then need the
@@ -65,12 +64,8 @@ class AbstractEstimator(eqx.Module):
         return operator.in_size()
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if this estimator cannot take this (square) operator. By default it
-        takes every square operator.
-
-        **Arguments:**
-
-        - `operator`: the operator, of which only the structure and the tags are looked at.
+        """Raise a `ValueError` if this estimator cannot take this (square) operator, of which only
+        the structure and the tags are looked at. By default it takes every square operator.
         """
 
     @abc.abstractmethod
@@ -83,8 +78,7 @@ class AbstractEstimator(eqx.Module):
 
         - `key`: the random key.
         - `operator`: a square operator.
-        - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact`
-            instead.)
+        - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact` instead.)
         - `weights`: whether a derivative is taken.
 
         **Returns:**
@@ -95,41 +89,19 @@ class AbstractEstimator(eqx.Module):
 
     @abc.abstractmethod
     def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, Any]:
-        """The exact value of the quantity, from `n` products, for budgets `k >= n`.
-
-        **Arguments:**
-
-        - `operator`: a square operator.
-
-        **Returns:**
-
-        As `compute`, with standard error 0.
+        """The exact value of the quantity, from `n` products, for budgets `k >= n`: what `compute`
+        returns, with standard error 0.
         """
 
     def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
-        """The value as a function of A, and of the arrays inside the estimator, with fixed weights.
-        The derivative of an estimate is that of this function.
-
-        **Arguments:**
-
-        - `weights`: the weights that came with the estimate.
-        - `operator`: the operator.
-
-        **Returns:**
-
-        A value of the shape of the estimate.
+        """The value as a function of A, and of the arrays inside the estimator, with fixed weights:
+        those that came with the estimate. The derivative of an estimate is that of this function.
         """
         return weights.contract(BlockOperator(operator, self.batch_size))
 
     def weights_at(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
         """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
         `weights`. Second derivatives need its derivative if `weights_depend_on_operator` is set.
-
-        **Arguments:** those of `contract`.
-
-        **Returns:**
-
-        The weights, with the structure of `weights`.
         """
         return weights.weights_at(operator)
 
@@ -140,11 +112,7 @@ class AbstractTraceEstimator(AbstractEstimator):
     A final subclass needs one method, `compute`; for diagonals also `compute_rows`. It declares the
     class variable `smallest` if one product is too few, overrides `check` if it does not take every
     square operator, and has a field `batch_size` if a user may choose how many vectors are
-    multiplied at once.
-
-    Derivatives of every order follow from the weights that `compute` returns. `jit`, `vmap` and
-    exact values for `k >= n` come from this class. [`traceax.testing.check_estimator`][] checks
-    what is expected of a subclass.
+    multiplied at once. [`traceax.testing.check_estimator`][] checks a subclass.
     """
 
     def compute_rows(
@@ -155,17 +123,10 @@ class AbstractTraceEstimator(AbstractEstimator):
         rows: Rows,
         weights: bool,
     ) -> tuple[Estimate, AbstractWeights | None]:
-        """The algorithm for a diagonal. By default it is refused. (`compute` would not be enough:
-        the standard error of a sum of entries does not follow from those of the entries.)
-
-        **Arguments:** those of `compute`, and
-
-        - `rows`: the entries, or sums of entries, whose values and standard errors are wanted.
-
-        **Returns:**
-
-        The estimate of these entries or sums, and its weights, see
-        [`traceax.extend.RowWeights`][].
+        """The algorithm for a diagonal: the estimate of these entries or sums of entries, and its
+        weights, see [`traceax.extend.RowWeights`][]. By default it is refused. (`compute` would not
+        be enough: the standard error of a sum of entries does not follow from those of the
+        entries.)
         """
         raise ValueError(
             f"{self.label} estimates traces only. Use `traceax.XTraceEstimator()` for a diagonal."
@@ -178,13 +139,8 @@ class AbstractTraceEstimator(AbstractEstimator):
     def sampling(
         self, operator: lx.AbstractLinearOperator, rows: Rows | None
     ) -> AbstractSampling | None:
-        """What a call with a tolerance draws. None, the default, stands for an algorithm that needs
-        a budget.
-
-        **Arguments:**
-
-        - `operator`: the operator, of which only the structure and the tags are looked at.
-        - `rows`: the entries of the diagonal that are wanted; None for the trace.
+        """What a call with a tolerance draws, for the trace (`rows=None`) or these entries of the
+        diagonal. None, the default, stands for an algorithm that needs a budget.
         """
         del operator, rows
         return None
@@ -192,21 +148,20 @@ class AbstractTraceEstimator(AbstractEstimator):
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
-        """Estimate the trace of `operator`.
+        """Estimate the trace of `operator`. (An estimator may also be called: `estimator(key,
+        ...)`.)
 
         !!! Example
 
             ```python
             value, stats = tr.HutchinsonEstimator().estimate(key, operator, k=10)
-            value, stats = tr.HutchinsonEstimator()(key, operator, k=10)  # the same
             ```
 
         **Arguments:**
 
         - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
         - `operator`: a square lineax operator with `n` rows.
-        - `k`: the number of matvecs to spend, a Python int. More than `n` are never spent; with
-            `k >= n` the trace is exact.
+        - `k`: the number of matvecs to spend, a Python int. With `k >= n` the trace is exact.
 
         **Returns:**
 
@@ -215,9 +170,7 @@ class AbstractTraceEstimator(AbstractEstimator):
 
         **Raises:**
 
-        - `TypeError`: for a key, operator or `k` of the wrong type.
-        - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the
-            tag that the estimator needs.
+        - `TypeError`, `ValueError`: as [`traceax.trace`][].
         """
         solution = solve(trace_p, key, operator, k, self)
         extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}

@@ -94,18 +94,9 @@ def with_known_parts(
     rows: Rows | None,
     estimate_rest: Callable[..., tuple[Estimate, AbstractWeights | None]],
 ) -> tuple[Estimate, KnownPartsWeights]:
-    """What is known of an operator exactly, and an estimate of the rest.
-
-    **Arguments:**
-
-    - `operator`: the operator.
-    - `rows`: the entries of the diagonal that are wanted; None for the trace.
-    - `estimate_rest`: the function that estimates the rest. Its arguments are the rest, the part of
-        the value that is known, and the factor of the rest.
-
-    **Returns:**
-
-    The estimate of the whole, and its weights.
+    """The estimate of the whole of an operator, and its weights: what is known exactly, and an
+    estimate of the rest by `estimate_rest(rest, known value, factor of the rest)`. Without `rows`
+    the trace.
     """
     parts = split_known_parts(operator, diagonal=rows is not None)
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
@@ -125,17 +116,9 @@ def with_known_parts(
 
 
 def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, AbstractWeights]:
-    """The trace or the diagonal from products with all unit vectors; known parts take no products.
-
-    **Arguments:**
-
-    - `block`: a square operator of any kind.
-    - `rows`: the entries of the diagonal that are wanted; None for the trace.
-
-    **Returns:**
-
-    The estimate, and its weights. The standard error is 0, or that of rounding if products are less
-    precise than the dtype.
+    """The trace (`rows=None`) or entries of the diagonal, from products of a block with all unit
+    vectors; known parts take no products. The standard error is 0, or that of rounding if products
+    are less precise than the dtype.
     """
 
     def of_rest(rest, known, scale):

@@ -150,8 +150,8 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         # What rounding does to all samples alike does not show in their scatter.
         size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.number))
         std_err = jnp.hypot(moments.std_err(), rounding_of(size, block.eps))
-        estimate = make_estimate(moments.mean, std_err, k, k - 1)
-        return CALIBRATION["hutchinson"].applied(estimate), TraceOfProbes(probes)
+        estimate = make_estimate(moments.mean, std_err, k, k - 1, **CALIBRATION["hutchinson"])
+        return estimate, TraceOfProbes(probes)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""

@@ -71,10 +71,12 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         size = jnp.hypot(safe_norm(z.reshape(-1)), rest.astype(std_err.dtype))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         # A NaN or inf in the sketch shows in these products as well.
-        estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z, products))
+        evidence = evidence_of(z, products)
+        more = CALIBRATION["hutch++"]
+        estimate = make_estimate(value, std_err, k, tested - 1, evidence, **more)
         u = jnp.concatenate([q, g * (factor / tested)], axis=1)
         v = jnp.concatenate([q, g], axis=1)
-        return CALIBRATION["hutch++"].applied(estimate), LowRankWeights(u, v)
+        return estimate, LowRankWeights(u, v)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""

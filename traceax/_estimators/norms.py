@@ -44,9 +44,7 @@ def frobenius_norm(
 
     The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes two products, one
     with A and one with its adjoint. One further product gives the unit in which squares neither
-    over- nor underflow.
-
-    Cost: at most `k` matvecs, half of them with the adjoint; four blocks of `n x k/2` numbers.
+    over- nor underflow. Cost: at most `k` matvecs; four blocks of `n x k/2` numbers.
 
     **Arguments:**
 
@@ -62,8 +60,7 @@ def frobenius_norm(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or `rtol` of the wrong type.
-    - `ValueError`: for `k < 1` or a negative tolerance.
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
     return _root_of_gram(trace_p, key, operator, k, None, rtol, max_k, throw)
@@ -78,13 +75,11 @@ def row_norms(
     max_k: int | None = None,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate the Euclidean norms of the rows of A.
+    """Estimate the Euclidean norms of the rows of A.
 
-    Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag. A probe takes two
-    products, one with A and one with its adjoint. If the estimate of a square is below 0, the norm
-    is 0.
-
-    Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2` numbers.
+    Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag; where one is below
+    0, the norm is 0. Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2`
+    numbers.
 
     **Arguments:**
 
@@ -98,7 +93,7 @@ def row_norms(
 
     **Raises:**
 
-    - `TypeError`, `ValueError`: as [`traceax.frobenius_norm`][].
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
     solution = _root_of_gram(diagonal_p, key, operator, k, Rows(), rtol, max_k, throw)
@@ -174,6 +169,6 @@ def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solu
         value=unit.astype(value.dtype) * value,
         std_err=std_err,
         stats={**solution.stats, "std.err": std_err},
-        tail=CALIBRATION["xnystrace, squares"].tail if rows is None else solution.tail,
+        tail=CALIBRATION["xnystrace, squares"]["tail"] if rows is None else solution.tail,
         aux=None,
     )

@@ -1,4 +1,4 @@
-r"""Calls with a tolerance: prepare, then samples.
+"""Calls with a tolerance: prepare, then samples.
 
 Something is prepared from a few products (see `samples`), and then panels of 8 independent samples
 of what is left are averaged until their error is small enough,
@@ -7,12 +7,9 @@ of what is left are averaged until their error is small enough,
 
 with Student's 97.5 % quantile t. What is prepared has one of few sizes, all of them static: 0, 16,
 64, 256 columns. The first panel at a size predicts how many samples are still needed; if the next
-size costs less than they do, it is prepared, from new products. For a size after the first, the
-variance is assumed to fall as much again as it fell before. The last resort, where the budget
-allows n products, is the exact value.
-
-No product of an earlier size is used again. Under `vmap` a size is prepared if any lane wants it,
-and a lane gets what it would get by itself.
+size costs less than they do, it is prepared, from new products. (After the first, the variance is
+assumed to fall as much again as it fell before.) The last resort, where the budget allows n
+products, is the exact value. Under `vmap` a lane gets what it would get by itself.
 """
 
 import dataclasses
@@ -113,15 +110,14 @@ class Samples(NamedTuple):
     steps: Int[Array, ""]  # the products of one sample
     choice: Int[Array, ""]  # the number of the size to go on with
 
-    def deviation(self) -> Real[Array, "..."]:
-        """The standard deviation of one sample. (A variance might over- or underflow.)"""
-        others = self.moments.number - 1
-        scatter = self.moments.spread / jnp.sqrt(jnp.maximum(others, 1))
-        return jnp.maximum(jnp.where(others > 0, scatter, jnp.inf), self.least_deviation)
-
     def std_err(self) -> Real[Array, "..."]:
         """The standard error of the mean."""
-        return self.deviation() / jnp.sqrt(self.moments.number)
+        least = self.least_deviation / jnp.sqrt(self.moments.number)
+        return jnp.maximum(self.moments.std_err(), least)
+
+    def deviation(self) -> Real[Array, ""]:
+        """The standard deviation of one sample, of all entries together."""
+        return norm_of(self.std_err()) * jnp.sqrt(self.moments.number)
 
 
 class Outcome(NamedTuple):
@@ -194,20 +190,8 @@ def sample_to_tolerance(
     max_k: int,
     weights: bool,
 ) -> tuple[Estimate, SampledWeights | None]:
-    """Prepare, draw samples, and prepare more while that costs less than further samples.
-
-    **Arguments:**
-
-    - `key`: the random key.
-    - `block`: the operator.
-    - `sampling`: what is prepared and drawn.
-    - `target`: when to stop.
-    - `max_k`: the largest budget.
-    - `weights`: whether a derivative is taken.
-
-    **Returns:**
-
-    The estimate and its weights.
+    """The estimate and, if a derivative is taken, its weights: prepare, draw samples until the
+    target is met, and prepare more while that costs less than further samples.
     """
     run = _Run(key, block.linearised(), sampling, target, max_k, weights)
     outcome = run.sampled(0, None)
@@ -295,7 +279,7 @@ class _Run:
         samples = lax.while_loop(lambda samples: samples.choice == number, step, start)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
-            deviation=norm_of(samples.deviation()),
+            deviation=samples.deviation(),
             size=jnp.asarray(number, jnp.int32),
             wanted=samples.choice,
             panels=samples.panels,
@@ -337,7 +321,7 @@ class _Run:
             cost = self.sampling.products(self.sizes[number + 1]) + self.panel * steps
             fall = 0.0
             if before is not None and number > 1:
-                fall = jnp.minimum(norm_of(samples.deviation()) / before.deviation, 1) ** 2
+                fall = jnp.minimum(samples.deviation() / before.deviation, 1) ** 2
             pays = (cost + fall * needed * steps < more) | biased
             choice = jnp.where(pays & (cost <= left), number + 1, choice)
         if self.may_be_exact:

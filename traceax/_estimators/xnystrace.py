@@ -44,26 +44,18 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
 
     where $g_i$ is the part of $\omega_i$ orthogonal to the other probes, and for a diagonal
     (XNysDiag) that of $\mathrm{diag}(\hat A_{(i)}) + \bar\omega_i \circ (A - \hat A_{(i)})
-    \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes. A negative
-    semidefinite operator is negated.
+    \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes.
 
-    A multiple of the identity, delta I, is taken off A first, and its trace is added afterwards.
-    This takes no products. If the tail of the spectrum is flat, or narrow, a complex shift (for a
-    diagonal a real one) inverts what remains; of several shifts, 0 among them, that with the
-    smallest standard error of the trace is taken. Where a few large eigenvalues stand above such a
-    tail, the error is up to 100,000 times smaller than without; where the eigenvalues decay, the
-    shift is 0. As the shift depends on the probes, there is a bias where it is not 0, of at most
-    some tenth of the standard error (`docs/shifts.md`).
-
-    A multiplies an orthonormal basis of the probes, which gives the same approximation in exact
-    arithmetic as the published algorithm, and a better one in floating point. The standard error
-    includes the correlation between the samples (see [`traceax.XTraceEstimator`][]), without which
-    it would be too small by 1.3 to 4 times.
+    If the tail of the spectrum is flat, or narrow, a multiple of the identity is taken off A first
+    (no products), and a complex shift (for a diagonal a real one) inverts what remains; of several
+    shifts, 0 among them, that with the smallest standard error of the trace is taken. The error is
+    then up to 100,000 times smaller. As the shift depends on the probes, there is a bias where it
+    is not 0, of at most some tenth of the standard error (`docs/shifts.md`).
 
     Cost: `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or for a diagonal);
     `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The
-    derivative takes `2k` tangent products. It uses XTrace's weights from the same sketch, because
-    the derivative of A need not be semidefinite.
+    derivative takes `2k` tangent products, with XTrace's weights from the same sketch, because the
+    derivative of A need not be semidefinite.
 
     ??? cite "References"
 
@@ -115,9 +107,9 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         value, std_err = factors.estimate(sign, (best.value, best.std_err), without_tag)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
-        dof = min(k - 1, CALIBRATION["xnystrace"].tail * (max(n - k, 1) - 0.2))
-        estimate = make_estimate(value, std_err, k, dof, factors.evidence)
-        estimate = CALIBRATION["xnystrace"].applied(estimate)
+        more = CALIBRATION["xnystrace"]
+        dof = min(k - 1, more["tail"] * (max(n - k, 1) - 0.2))
+        estimate = make_estimate(value, std_err, k, dof, factors.evidence, **more)
         if not weights:
             return estimate, None
         ranges = _range_finder(factors, omega)

@@ -98,17 +98,14 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
     $$\mathrm{tr}(Q_{(i)}^* A Q_{(i)}) + c_i \, g_i^* A g_i, \qquad
     c_i = (n - m + 1) / \|g_i\|^2 \text{ if improved, else } 1,$$
 
-    and for a diagonal (XDiag) that of
-    $\mathrm{diag}(Q_{(i)} Q_{(i)}^* A) + \bar\omega_i \circ (I - Q_{(i)} Q_{(i)}^*) A \omega_i$.
-    It is unbiased, and exact to rounding if the rank of A is less than m. The standard error
-    includes the correlation between the samples, which is estimated without bias from their
-    leave-two-out counterparts, without further products. The customary standard error is too small
-    by 1.1 to 4 times.
+    and for a diagonal (XDiag) that of $\mathrm{diag}(Q_{(i)} Q_{(i)}^* A) + \bar\omega_i \circ (I -
+    Q_{(i)} Q_{(i)}^*) A \omega_i$. It is unbiased, and exact to rounding if the rank of A is less
+    than m. The standard error includes the correlation between the samples, estimated without bias
+    and without further products.
 
     Cost: `2 floor(k/2)` matvecs (for a diagonal half of them with the adjoint, or with A itself
-    where it is tagged symmetric or semidefinite); four blocks of `n x k/2` numbers (six with the
-    gradient); `10 n m^2` operations beside the products, `20 n m^2` for a diagonal. (As each probe
-    takes two matvecs, one of an odd budget is left over.)
+    where it is tagged symmetric); four blocks of `n x k/2` numbers (six with the gradient); `10 n
+    m^2` operations beside the products, `20 n m^2` for a diagonal.
 
     ??? cite "References"
 
@@ -155,8 +152,9 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence_of(factors.r, h))
-        return CALIBRATION["xtrace"].applied(estimate), made
+        evidence = evidence_of(factors.r, h)
+        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, **CALIBRATION["xtrace"])
+        return estimate, made
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""

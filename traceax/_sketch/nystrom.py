@@ -1,22 +1,16 @@
-r"""The Nystrom approximation of a semidefinite operator A, what leaving out a probe does to it, and
+"""The Nystrom approximation of a semidefinite operator A, what leaving out a probe does to it, and
 the multiple of the identity that is best taken off A before.
 
-With probes Omega = P R, P orthonormal, H = P^H A P = C^H C and F = A P C^{-1}, the approximation is
+With probes Omega = P R, P orthonormal (better in floating point than Omega, whose columns are
+nearly dependent for k close to n), H = P^H A P = C^H C and F = A P C^{-1}, the approximation is
 F F^H. Without probe i it is F (I - q_i q_i^H) F^H, where q_i = cn(C^{-H} s_i), s_i = cn(R^{-H})_i.
 The difference between A and that, applied to omega_i, is z_i rho_i / sqrt(d_i), where z_i = F q_i,
 d_i = ||C^{-H} s_i||^2 and rho_i = s_i^H r_i.
 
-A multiplies an orthonormal basis P of the probes rather than the probes themselves. In exact
-arithmetic this is the same. In floating point it is better, because it does not matter that the
-probes are nearly dependent if k is close to n.
-
-*Real shifts.* A Nystrom approximation has rank m: where A has a few large eigenvalues over a flat
-tail, t I plus something small, the approximation misses (n - m) t of the trace, and the probes have
-to estimate that. The approximation of A - delta I misses little for delta ~ t, and the trace of
-delta I is known. Nothing above needs A to be definite: for any delta below the smallest eigenvalue
-theta of H, H - delta I and all its principal submatrices are positive definite, and for a delta
-that does not depend on the probes every leave-one-out sample remains unbiased. The products are
-those of A: (A - delta I) P = A P - delta P.
+*Real shifts.* Of a flat tail, t I plus something small, an approximation of rank m misses
+(n - m) t. That of A - delta I misses little for delta ~ t, and the trace of delta I is known. For
+any delta below the smallest eigenvalue theta of H that does not depend on the probes, all of the
+above holds. The products are those of A.
 
 *Complex shifts.* Where the tail is not quite flat, delta should lie in the middle of it; but there
 H - delta I is nearly singular. So let z = delta - i eta, with eta about as large as the tail is
@@ -24,41 +18,25 @@ wide, and approximate A - delta I by
 
     B = Re F (H - z I)^{-1} F^H,      F = (A - delta I) P,      Re X = (X + X^H) / 2.
 
-With x an eigenvalue of H - delta I, 1 / x becomes x / (x^2 + eta^2): nearly the same for large x,
-and never more than 1 / (2 eta). B does not reproduce the products. So what it leaves of the space
-that the probes other than i span (a projector Pi_i) is added exactly, and probe i tests the rest:
+B does not reproduce the products. So what it leaves of the space that the probes other than i span
+(a projector Pi_i) is added exactly, and probe i tests the rest:
 
     t_i = n delta + tr B_i + tr Pi_i (A - delta I - B_i) + c_i g_i^H (A - delta I - B_i) g_i,
 
 g_i = (I - Pi_i) omega_i = rho_i P s_i. For a z that does not depend on the probes this is unbiased.
 
 *All shifts for one decomposition.* Let H = V E V^H, D = E - delta, G = E - z, S' = V^H S, and X =
-(I - P P^H) A P V, the part of the products that is orthogonal to the probes. Then F V = P V D + X.
-Without probe i the inverse core is W_i = G^{-1} - b_i a_i^H / d_i, with b_i = G^{-1} s'_i,
-a_i^H = s'_i^H G^{-1}, d_i = s'_i^H G^{-1} s'_i, so that with M = X^H X
+(I - P P^H) A P V. Then F V = P V D + X. Without probe i the inverse core is
+W_i = G^{-1} - b_i a_i^H / d_i, with b_i = G^{-1} s'_i, a_i^H = s'_i^H G^{-1},
+d_i = s'_i^H G^{-1} s'_i, so that with the Gram matrix M = X^H X
 
     tr B_i + tr P^H (A - delta I - B_i) P = tr D + Re tr W_i M,
-
-as tr W_i D^2 cancels, and because of D = G + (delta - z) I, s'_i^H D b_i = 1 + (delta - z) d_i,
-
     s'_i^H (D - Re D W_i D) s'_i = Re 1 / d_i,
-
-the same as without eta. All that depends on z are a diagonal matrix and numbers made with it, in
-m x m matrices. For real z B_i is F F^H - z_i z_i^H, with
-
     q_i^H q_j = s'_i^H b_j / sqrt(d_i d_j),
-    z_i^H z_j = (s_i^H s_j + a_i^H M b_j) / sqrt(d_i d_j),
+    z_i^H z_j = (s_i^H s_j + a_i^H M b_j) / sqrt(d_i d_j).
 
-and the traces below are written with these numbers for complex z as well. Nothing cancels: M is a
-Gram matrix, and for real z the diagonals are sums of positive numbers.
-
-*Which shift.* For spectra that decay, a shift is bad: where H - delta I is nearly singular, B is a
-large matrix that is not close to A - delta I, and a large eta leaves much of A out. So several
-shifts are tried if the smallest eigenvalues of H are alike, for as long as the leave-one-out
-standard error falls (`best_shift`). Then the shift depends on the probes, and the samples are no
-longer exactly unbiased. The bias is small where the shift is worth it: theta, and the quantiles of
-E that the complex shifts are made of, are nearly the same for all probes where the tail is flat.
-`benchmarks/regret.py` measures it.
+*Which shift.* For spectra that decay a shift is bad. Several are tried if the smallest eigenvalues
+of H are alike (`best_shift`). The shift then depends on the probes: there is a small bias.
 """
 
 import math
@@ -224,10 +202,10 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
         e_ij = e_i / (1 - |gamma'_ij|^2),    ||g_ij||^2 = rho_i^2 / (1 - |gamma_ij|^2),
         pair_lost_ij = ||F u'_ij||^2,        ||(A - A_ij) omega_i||^2 = e_ij ||F u'_ji||^2.
 
-    With a complex shift, the real parts of the same expressions, |gamma'_ij|^2 being gamma'_ij
-    gamma'_ji: what is lost is Re tr K^{-1} (L + Gamma), for the 2 x 2 matrices K = S_ij^H G^{-1}
-    S_ij, L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair, and what is left on
-    the plane is Re Gamma K^{-1} Gamma.
+    With a complex shift, the real parts of the same expressions, with gamma'_ij gamma'_ji for
+    |gamma'_ij|^2: what is lost is Re tr K^{-1} (L + Gamma), and what is left on the plane
+    Re Gamma K^{-1} Gamma, with the 2 x 2 matrices K = S_ij^H G^{-1} S_ij,
+    L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair.
     """
     inverse = shifted.inverse
     probes = factors.probes
@@ -267,12 +245,8 @@ def best_shift(
     samples_of: Callable[[LeaveOneOut], Samples],
     rounding: Real[Array, ""],
 ) -> BestShift:
-    """Try one shift after the other while the standard error falls; only the first of them, 0, if
-    the tail of the spectrum is not flat.
-
-    What the approximation misses of a flat tail falls with the shift, what it misses of the rest
-    grows with it: their sum falls first, and grows from its minimum on. Cost: for each shift,
-    6 m^3 operations if it is real, and 12 m^3 if it is complex.
+    """Try one shift after the other while the standard error falls (it has one minimum); only the
+    first of them, 0, if the tail of the spectrum is not flat.
 
     **Arguments:**
 
@@ -314,13 +288,11 @@ def best_shift(
 def skew_of_core(
     core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
 ) -> Real[Array, ""]:
-    """How far a core shows that A^H != A, see `skew_of`.
+    """How far a core Omega^H A Omega shows that A^H != A, see `skew_of`.
 
-    Let A = S + X with a Hermitian S and X^H = -X. The core of A differs from its adjoint by
-    2 Omega^H X Omega. The core of a Hermitian A differs from its adjoint by rounding alone: by at
-    most 2 eps ||Y||_F, if the entries of Y = A Omega are rounded once and Omega has norm 1. An X
-    below the limit does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <=
-    ||X P||_F^2 / nu, with nu >= eps ||Y||_F.
+    For A = S + X with X^H = -X the core differs from its adjoint by 2 Omega^H X Omega, and without
+    X by rounding alone: at most 2 eps ||Y||_F with Y = A Omega, ||Omega|| = 1. An X below the limit
+    does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu.
 
     **Arguments:**
 
@@ -332,31 +304,25 @@ def skew_of_core(
     return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
 
 
-def precision_of_core(
-    core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
-) -> Real[Array, ""]:
-    """The relative precision of the products of a Hermitian A, as far as its core shows it.
+def core_of(
+    p: Inexact[Array, "n m"], products: Scaled, eps: float
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The core H of the products with an orthonormal basis P, and what it shows of A: the relative
+    precision of the products (`eps`, or more where H says so clearly), the least shift, how far an
+    eigenvalue may be below 0, and how far A^H is from A, relative to the limit.
 
-    Products that carry the error of a solve are those of A + E with a small E that is not
-    Hermitian. If E is like a random matrix, P^H E P - P^H E^H P has the norm
-    sqrt(2 m / n) ||E P||_F.
-
-    **Arguments:** those of `skew_of_core`.
-
-    **Returns:**
-
-    A number: `eps`, or more where the core says so clearly.
+    Products with the error of a solve are those of A + E. If E is like a random matrix,
+    P^H E P - P^H E^H P has the norm sqrt(2 m / n) ||E P||_F.
     """
-    m = core.shape[0]
-    seen = math.sqrt(n / (2 * m)) * relative(jnp.linalg.norm(core - adjoint(core)), norm)
-    return jnp.where(seen > 16 * eps, seen, eps)
-
-
-def skew_of_precision(precision: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
-    """How far A^H is from A, relative to the limit: below 1e-2, what is not Hermitian counts as the
-    error of solves. (For the other limit see `skew_of`.)
-    """
-    return precision / max(1e-2, 100 * math.sqrt(n) * eps)
+    n, m = p.shape
+    core = matmul(adjoint(p), products.numbers)
+    seen = math.sqrt(n / (2 * m)) * relative(jnp.linalg.norm(core - adjoint(core)), products.norm)
+    precision = jnp.where(seen > 16 * eps, seen, eps)
+    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
+    least = shift_of(math.sqrt(n) * products.norm, n, precision)
+    # Below 1e-2, what is not Hermitian counts as the error of solves. (Else see `skew_of`.)
+    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
+    return core, precision, least, 100 * math.sqrt(n) * least, skew
 
 
 def shifted_cholesky(h, nu):
@@ -383,35 +349,18 @@ def shifted_cholesky(h, nu):
 def nystrom(
     p: Inexact[Array, "n m"], r: Inexact[Array, "m m"], products: Inexact[Array, "n m"], eps: float
 ) -> Nystrom:
-    """The pieces of the Nystrom approximations from products with the basis of the probes
-    Omega = P R, in `8 n m^2` operations.
-
-    **Arguments:**
-
-    - `p`: the basis.
-    - `r`: the triangular factor.
-    - `products`: those of the basis, with +A or -A, whichever is positive.
-    - `eps`: the relative precision of a product.
-
-    **Returns:**
-
-    A `Nystrom`.
+    """The pieces of the Nystrom approximations, in `8 n m^2` operations, from a basis P of the
+    probes P R, and its products with +A or -A, whichever is positive.
     """
-    n = p.shape[0]
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     multiplied = scaled(products)
-    core = matmul(adjoint(p), multiplied.numbers)
-    precision = precision_of_core(core, multiplied.norm, n, eps)
-    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-    least = shift_of(math.sqrt(n) * multiplied.norm, n, precision)
+    core, precision, least, limit, skew = core_of(p, multiplied, eps)
     eigenvalues, vectors = eigh((core + adjoint(core)) / 2)
     lowest = eigenvalues[0]
     # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
     # than the rounding of the products, the operator is not semidefinite. No eigenvalue is ever
     # truncated: that would bias the estimate.
-    negative = -lowest / (100 * math.sqrt(n) * least)
-    skew = skew_of_precision(precision, n, eps)
     nu = jnp.maximum(least, -2 * lowest)
 
     # Transposed: the long vectors are stored as rows.
@@ -430,5 +379,5 @@ def nystrom(
         probes=pairs_of(s),
         rho=jnp.abs(column_dots(s, r)),
         precision=precision,
-        evidence=evidence_of(multiplied.square, skew=skew, negative=negative),
+        evidence=evidence_of(multiplied.square, skew=skew, negative=-lowest / limit),
     )

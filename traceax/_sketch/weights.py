@@ -28,36 +28,24 @@ class AbstractWeights(eqx.Module):
 
     @abc.abstractmethod
     def contract(self, block: BlockOperator) -> Any:
-        """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator.
+        """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator A, of its working
+        dtype.
 
         **Arguments:**
 
         - `block`: the operator A.
-
-        **Returns:**
-
-        A scalar array of the operator's working dtype.
         """
 
     def weights_at(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
-        """The weights themselves, as a function of the operator: see `AbstractEstimator`.
-
-        **Arguments:**
-
-        - `operator`: the operator A.
-
-        **Returns:**
-
-        Weights of the same structure. E[G] = I does not depend on A.
+        """The weights as a function of the operator, see `AbstractEstimator`: themselves, where
+        E[G] = I.
         """
         return self
 
 
 @final
 class LowRankWeights(AbstractWeights):
-    """`G = U V^H` with explicit factors, for traces.
-
-    A contraction costs as many matvecs as `U` has columns.
+    """`G = U V^H`, for traces. A contraction costs as many matvecs as `U` has columns.
 
     **Attributes:**
 
