@@ -439,7 +439,7 @@ def test_the_norm_of_many_errors_is_more_certain():
     for entries in (2, 2000):
         nu = max(1, entries / 2)
         exact = np.sqrt(chdtri(nu, 0.05) / nu / chdtri(1, 0.05))
-        equal = [1e-30 * np.ones(entries), np.zeros(7)]
+        equal = np.repeat([1e-30, 0.0], [entries, 7])
         np.testing.assert_allclose(factor(equal), exact, rtol=0.03)
     # No error at all counts as infinitely many.
     none = factor(np.zeros(3))

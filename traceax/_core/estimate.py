@@ -7,7 +7,6 @@ from functools import partial, reduce
 from typing import Any, final
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
@@ -253,11 +252,6 @@ def rounding_unit(eps: float, dtype: Any) -> float:
     - `dtype`: the dtype of what is computed from products.
     """
     return eps + 15 * float(jnp.finfo(dtype).eps)
-
-
-def is_scalar(value: PyTree[Array]) -> bool:
-    """Whether the value of an estimate is one number."""
-    return isinstance(value, jax.Array) and value.ndim == 0
 
 
 def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:

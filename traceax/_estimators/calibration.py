@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, PyTree, Real
+from jaxtyping import Array, Real
 
-from .._core.estimate import is_scalar, norm_of, safe_norm
+from .._core.estimate import norm_of, safe_norm
 
 #: For estimators of traces, the fields of an `Estimate`: `inflation`, the factor by which Student's
 #: intervals from many samples are too short, on the worst of six spectra; `tail`, the number of
@@ -24,7 +23,7 @@ CALIBRATION: dict[str, dict[str, Any]] = {
 }
 
 
-def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:
+def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
     """The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, divided by that of
     |error| / std_err for a single one: 1 for one error, 0.52 for infinitely many of the same size.
 
@@ -35,10 +34,10 @@ def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:
     sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2. Hence nu is at least half of its
     value for uncorrelated errors. (So it is for sums over groups of entries of a symmetric B.)
     """
-    if is_scalar(std_err):
+    if std_err.ndim == 0:
         return 1.0
     norm = norm_of(std_err)
-    shares = jtu.tree_map(lambda s: (s / jnp.where(norm > 0, norm, 1)) ** 2, std_err)
+    shares = jnp.square(std_err / jnp.where(norm > 0, norm, 1))
     nu = jnp.maximum(1, 1 / (2 * norm_of(shares) ** 2))
     return _chi_square_root(nu) / _chi_square_root(1.0)
 

@@ -3,22 +3,18 @@ matrices.
 """
 
 import dataclasses
-from typing import ClassVar, final
 
-import equinox as eqx
 import jax.random as jr
 import lineax as lx
-from jax import lax
-from jaxtyping import Array, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray
 
-from .._core.primitive import diagonal_p, trace_p
-from .._operators.block_operator import BlockOperator, unflatten
+from .._core.primitive import compiled_once, diagonal_p, trace_p
+from .._operators.block_operator import unflatten
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
-from .._sketch.weights import AbstractWeights
 from .auto import AutoTraceEstimator
 from .calibration import CALIBRATION
-from .estimator import AbstractEstimator, RowsEstimator, check_budget, solve
+from .estimator import AbstractEstimator, RowsEstimator, check_budget, check_key, solve
 from .rows import Rows
 from .solution import Solution, restructure
 from .tolerance import (
@@ -101,74 +97,32 @@ def row_norms(
     return restructure(solution, lambda vector: unflatten(structure, vector))
 
 
-@final
-class GramEstimator(AbstractEstimator):
-    """An estimate for the Gram operator of A / unit. The unit is `aux` of the estimate."""
-
-    inner: AbstractEstimator
-    rows: bool = eqx.field(static=True)
-    square: ClassVar[bool] = False
-
-    def size(self, operator):
-        """See `AbstractEstimator`."""
-        return operator.out_size() if self.rows else operator.in_size()
-
-    def compute(self, key, operator, k, weights):
-        """See `AbstractEstimator`."""
-        unit_key, key = jr.split(key)
-        unit = unit_of(unit_key, operator)
-        found = self.inner.compute(key, gram(operator, unit, self.rows), k, weights)
-        return self._with_unit(unit, *found)
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        unit = unit_of(jr.key(0), operator)
-        return self._with_unit(unit, *self.inner.exact(gram(operator, unit, self.rows)))
-
-    def _with_unit(self, unit, estimate, made):
-        spent = 2 * estimate.num_matvecs + 1
-        estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
-        return estimate, GramWeights(made, unit, self.rows)
-
-
-@final
-class GramWeights(AbstractWeights):
-    """The weights of the Gram operator."""
-
-    inner: AbstractWeights | None
-    unit: Real[Array, ""]
-    rows: bool = eqx.field(static=True)
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        assert self.inner is not None
-        return self.inner.contract(BlockOperator(gram(block.operator, self.unit, self.rows)))
-
-
 def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solution:
     name = "frobenius_norm" if rows is None else "row_norms"
     n = operator.in_size() if rows is None else operator.out_size()
-    default = AutoTraceEstimator()
+    estimator: AbstractEstimator = AutoTraceEstimator()
     if check_either(name, k, rtol, None, max_k):
         max_k, budget = largest_budget(max_k, 2 * n + 1, name)
         most = max((max_k - 1) // 2, 1)
         given = tolerance_of(rtol, "rtol"), tolerance_of(None, "atol"), most
-        inner: AbstractEstimator = ToleranceEstimator(default, rows, *given, root=True)
+        estimator = ToleranceEstimator(AutoTraceEstimator(), rows, *given, root=True)
     else:
         budget = check_budget(k, 3, 2 * n + 1, name)
-        inner = default if rows is None else RowsEstimator(default, rows)
+        estimator = estimator if rows is None else RowsEstimator(AutoTraceEstimator(), rows)
     budget = max((budget - 1) // 2, 1)
-    estimator = GramEstimator(inner, rows is not None)
-    solution = solve(primitive, key, operator, budget, estimator, throw=throw)
-    unit = lax.stop_gradient(solution.aux)
+    unit_key, key = jr.split(check_key(key))
+    unit = compiled_once(unit_of, unit_key, operator)
+    squares = gram(operator, unit, rows is not None)
+    solution = solve(primitive, key, squares, budget, estimator, throw=throw)
 
+    unit = unit.astype(solution.std_err.dtype)
     value = root(solution.value)
-    std_err = unit.astype(value.dtype) * root_error(value, solution.std_err)
+    std_err = unit * root_error(value, solution.std_err)
     return dataclasses.replace(
         solution,
-        value=unit.astype(value.dtype) * value,
+        value=unit * value,
         std_err=std_err,
+        num_matvecs=2 * solution.num_matvecs + 1,
         stats={**solution.stats, "std.err": std_err},
         tail=CALIBRATION["xnystrace, squares"]["tail"] if rows is None else solution.tail,
-        aux=None,
     )

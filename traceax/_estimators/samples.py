@@ -136,26 +136,12 @@ class AbstractSampling(eqx.Module):
         """
 
     @abc.abstractmethod
-    def draw(
-        self,
-        key: PRNGKeyArray,
-        block: BlockOperator,
-        prepared: Any,
-        count: int,
-        steps: Int[Array, ""] | int = 0,
-    ) -> Panel:
+    def draw(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Panel:
         """So many samples of what the low-rank part leaves, from as many products each as those of
         the last panel took; 0 for the first.
         """
 
-    def contracted(
-        self,
-        key: PRNGKeyArray,
-        block: BlockOperator,
-        prepared: Any,
-        count: int,
-        steps: Int[Array, ""] | int = 0,
-    ) -> Inexact[Array, "..."]:
+    def contracted(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Array:
         """The mean of the samples of a panel as a function of A, with the basis held fixed."""
         del steps
         return jnp.mean(_range_panel(self, key, block, prepared, count).samples, axis=-1)
@@ -280,10 +266,8 @@ class NystromSampling(AbstractSampling):
     sign: int | Int[Array, ""]  # of the operator
     sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
 
-    @property
-    def plain_sampler(self) -> AbstractSampler:
-        """See `RangeSampling`."""
-        return RademacherSampler()
+    #: See `RangeSampling`.
+    plain_sampler = RademacherSampler()
 
     @property
     def resphere(self) -> bool:

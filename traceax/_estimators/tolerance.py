@@ -21,7 +21,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.random as jr
-import lineax as lx
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
@@ -37,7 +36,6 @@ from .._core.estimate import (
     rounding_of,
     worse,
 )
-from .._core.primitive import Primitive
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._sketch.weights import AbstractWeights
@@ -73,12 +71,7 @@ class Target(NamedTuple):
     scale: Inexact[Array, ""] | float
     root: bool
 
-    def ratio(
-        self,
-        value: Inexact[Array, "..."],
-        std_err: Real[Array, "..."],
-        bias: Real[Array, "..."] | float = 0.0,
-    ) -> Real[Array, ""]:
+    def ratio(self, value: Array, std_err: Array, bias: Array | float = 0.0) -> Real[Array, ""]:
         """The standard error over the largest one that is allowed beside a bias, all as Euclidean
         norms.
         """
@@ -183,12 +176,7 @@ def _keys(key: PRNGKeyArray, number: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 
 def sample_to_tolerance(
-    key: PRNGKeyArray,
-    block: BlockOperator,
-    sampling: AbstractSampling,
-    target: Target,
-    max_k: int,
-    weights: bool,
+    key, block: BlockOperator, sampling: AbstractSampling, target: Target, max_k: int, weights: bool
 ) -> tuple[Estimate, SampledWeights | None]:
     """The estimate and, if a derivative is taken, its weights: prepare, draw samples until the
     target is met, and prepare more while that costs less than further samples.
@@ -230,7 +218,11 @@ class _Run:
         fitting = [size for size in sampling.sizes if products(size) + 2 * self.panel <= max_k]
         self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
         self.may_be_exact = max_k >= block.n
-        self.quantiles = _quantiles(self.panel, max_k // self.panel + 1)
+        # Student's 97.5 % quantile by the number of panels.
+        from scipy.special import stdtrit  # imported only here, because it takes time
+
+        panels = np.arange(max_k // self.panel + 2)
+        self.quantiles = stdtrit(np.maximum(self.panel * panels - 1, 1), 0.975)
 
     def sampled(self, number: int, before: Outcome | None) -> Outcome:
         """The outcome of samples at a size."""
@@ -287,21 +279,17 @@ class _Run:
             basis=self.bases(number, prepared),
         )
 
-    def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
-        """The standard error that rounding adds, whatever the number of samples."""
-        return rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+    def std_err(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
+        """The standard error, with what rounding adds, whatever the number of samples."""
+        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+        return jnp.hypot(samples.std_err(), rounding)
 
-    def ratio(
-        self,
-        prepared: Prepared,
-        samples: Samples,
-        std_err: Real[Array, "..."],
-        bias: Real[Array, "..."] | float,
-    ) -> Real[Array, ""]:
+    def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
         """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
+        std_err = self.std_err(prepared, samples)
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
         value = prepared.value + samples.moments.mean
-        return quantile * self.target.ratio(value, std_err, bias)
+        return quantile * self.target.ratio(value, std_err, samples.bias)
 
     def choice(
         self, number: int, before: Outcome | None, prepared: Prepared, spent: Any, samples: Samples
@@ -309,8 +297,7 @@ class _Run:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
         # The samples that this size takes in all: their error falls with the root of their number.
-        ratio = self.ratio(prepared, samples, samples.std_err(), samples.bias)
-        needed = drawn * jnp.square(ratio)
+        needed = drawn * jnp.square(self.ratio(prepared, samples))
         limit = self.target.limit(prepared.value + samples.moments.mean)
         biased = norm_of(samples.bias) > limit  # which more samples leave as it is
         steps = samples.steps
@@ -327,22 +314,18 @@ class _Run:
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
             choice = jnp.where(last_resort, len(self.sizes), choice)
-        hopeless = self.ratio(prepared, samples, self.rounding(prepared, samples), 0.0) > 1
-        ends = (needed <= drawn) | samples.evidence.fails | hopeless
+        ends = (needed <= drawn) | samples.evidence.fails
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 
     def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
         """The estimate from the samples at a size."""
-        value = prepared.value + samples.moments.mean
-        std_err = jnp.hypot(samples.std_err(), self.rounding(prepared, samples))
-        ratio = self.ratio(prepared, samples, std_err, samples.bias)
         drawn = self.panel * samples.panels
         return make_estimate(
-            value,
-            std_err,
+            prepared.value + samples.moments.mean,
+            self.std_err(prepared, samples),
             spent + drawn * samples.steps,
             drawn - 1,
-            worse(samples.evidence, Evidence(unconverged=ratio)),
+            worse(samples.evidence, Evidence(unconverged=self.ratio(prepared, samples))),
             quadrature_error=samples.bias if self.sampling.has_bias else None,
             # At the first size, where NaN and inf end a call, entries are.
             separate=self.sampling.rows is not None,
@@ -377,13 +360,6 @@ class _Run:
         )
 
 
-def _quantiles(panel: int, panels: int) -> np.ndarray:
-    """Student's 97.5 % quantile by the number of panels."""
-    from scipy.special import stdtrit  # imported only here, because it takes time
-
-    return stdtrit(np.maximum(panel * np.arange(panels + 1) - 1, 1), 0.975)
-
-
 @final
 class ToleranceEstimator(AbstractEstimator):
     """An estimator with a tolerance in the place of a budget."""
@@ -412,11 +388,10 @@ class ToleranceEstimator(AbstractEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`. The default estimator reads known parts."""
         if not isinstance(self.inner, AutoTraceEstimator):
-            return self._sampled(key, weights, operator, 0.0, 1.0)
-        sampled = partial(self._sampled, key, weights)
-        return with_known_parts(operator, self.rows, sampled)
+            return self._sampled(key, weights, operator)
+        return with_known_parts(operator, self.rows, partial(self._sampled, key, weights))
 
-    def _sampled(self, key, weights, operator, offset, scale):
+    def _sampled(self, key, weights, operator, offset=0.0, scale=1.0):
         sampling = self.inner.sampling(operator, self.rows)
         assert sampling is not None
         block = BlockOperator(operator, self.batch_size)
@@ -484,18 +459,7 @@ def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> t
 
 
 def solve_either(
-    name: str,
-    primitive: Primitive,
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    k: int | None,
-    estimator: AbstractTraceEstimator,
-    rows: Rows | None,
-    *,
-    rtol: Any,
-    atol: Any,
-    max_k: int | None,
-    throw: bool,
+    name, primitive, key, operator, k, estimator, rows: Rows | None, *, rtol, atol, max_k, throw
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance."""
     if not isinstance(estimator, AbstractTraceEstimator):

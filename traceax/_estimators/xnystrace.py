@@ -94,16 +94,13 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         resphere = self.respheres(block.dtype)
         if self.shrink:
             plain = plain_samples(jnp.conj(omega) * matmul(factors.products.numbers, r))
-            plain = plain._replace(values=plain.values.real)
             samples_of = partial(shrunk_samples, plain=plain, n=n)
-            values = plain.values
         else:
             samples_of = partial(published_samples, n=n, resphere=resphere)
-            values = quadratic_forms(factors.core, factors.r).real
         rounding = factors.rounding()
         best = best_shift(factors, factors.complex_shifts(), samples_of, rounding)
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
-        without_tag = mean_and_std_err(values)
+        without_tag = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
         value, std_err = factors.estimate(sign, (best.value, best.std_err), without_tag)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
@@ -165,7 +162,8 @@ def _diagonal_parts(factors: Nystrom, omega: Array, shifted: ShiftedNystrom) -> 
 
 def _range_finder(factors: Nystrom, omega: Array) -> RangeFinder:
     """The range finder of the sketch A Omega = (A P) R, which is that of A of either sign."""
-    return range_finder(omega, matmul(factors.sketch, factors.r))
+    sketch = factors.products.numbers + factors.nu * factors.p
+    return range_finder(omega, matmul(sketch, factors.r))
 
 
 XNysTraceEstimator.__init__.__doc__ = """**Arguments:**

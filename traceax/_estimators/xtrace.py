@@ -15,7 +15,6 @@ from .._sketch.leave_one_out import (
     RangeFinder,
     adjoint,
     column_dots,
-    frobenius_norm_of,
     leave_one_out_error,
     matmul,
     pairs_of,
@@ -24,6 +23,7 @@ from .._sketch.leave_one_out import (
     range_finder,
     rescale_error,
     sketch_of,
+    square_norms,
     square_of,
     xtrace_weights,
 )
@@ -149,7 +149,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
 
         size = sketch.products.size
         value = size * (parts.base + jnp.mean(values) - n * sketch.nu)
-        rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
+        rounding = rounding_of(jnp.sqrt(jnp.mean(square_norms(factors.r))), block.eps)
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
         evidence = evidence_of(factors.r, h)

@@ -75,13 +75,6 @@ def reciprocal(x: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
     return jnp.conj(x) / square_of(x) if jnp.iscomplexobj(x) else 1 / x
 
 
-def frobenius_norm_of(sketch: Inexact[Array, "n m"]) -> Real[Array, ""]:
-    """An estimate of ||A||_F, whose square is unbiased: the root mean square of the norms of the
-    columns of a sketch, or of its triangular factor R.
-    """
-    return jnp.sqrt(jnp.mean(square_norms(sketch)))
-
-
 def quadratic_forms(h, x):
     """The numbers x_i^H H x_i."""
     return column_dots(x, matmul(h, x))

@@ -111,11 +111,6 @@ class Nystrom(NamedTuple):
     evidence: Evidence  # whether the tag is wrong
 
     @property
-    def sketch(self) -> Inexact[Array, "n m"]:
-        """(A / scale + nu I) P."""
-        return self.products.numbers + self.nu * self.p
-
-    @property
     def theta(self) -> Real[Array, ""]:
         """How far shifts may go: the smallest eigenvalue, without nu, or 0."""
         return jnp.maximum(self.eigenvalues[0] - self.nu, 0)

@@ -72,14 +72,15 @@ class PlainSamples(NamedTuple):
 def plain_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The samples of a Hermitian matrix from the terms u = conj(omega) o A omega."""
     centred = terms - jnp.mean(terms, axis=1, keepdims=True)
-    return PlainSamples(jnp.sum(terms, axis=0), variance_of_others(square_norms(centred)))
+    return PlainSamples(jnp.sum(terms, axis=0).real, variance_of_others(square_norms(centred)))
 
 
 def plain_samples_with_skew(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The same for a matrix that need not be Hermitian. The variance of h_i is that of the
     Hermitian part alone, and V_h is more: the scatter of the h_j says so.
     """
-    values, variance = plain_samples(terms)
+    variance = plain_samples(terms).variance
+    values = jnp.sum(terms, axis=0)
     m = len(values)
     seen = variance_of_others(square_of(values - jnp.mean(values)))
     if not jnp.iscomplexobj(terms):
