@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,8 @@ from .._sketch.weights import AbstractWeights
 from .rows import Rows
 
 
-class _Entries(NamedTuple):
-    diagonal: Inexact[Array, " n"]
-    seen: Real[Array, ""]  # the largest |entry| of A (NaN and inf included)
-    norms: Real[Array, " n"]  # of the columns of A; 0 where products are exact to rounding
-
-
-def _entries(block: BlockOperator) -> _Entries:
-    """The entries A_jj = e_j^T A e_j, and how large the products are."""
+def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " n"]]:
+    """The entries A_jj = e_j^T A e_j, and the norms of the columns of A (NaN and inf included)."""
     n = block.n
     num_blocks = -(-n // block.batch_width(n))
     width = -(-n // max(num_blocks, 1))
@@ -35,15 +29,13 @@ def _entries(block: BlockOperator) -> _Entries:
     def one_block(start):
         unit = rows == start + jnp.arange(width)[None, :]  # columns past the n-th are all False
         products = block.mm(unit.astype(block.dtype))
-        fixed = lax.stop_gradient(products)
-        seen = jnp.max(jnp.abs(fixed), initial=0.0)
-        norms = safe_norm(fixed.T) if block.is_inexact else jnp.zeros(width, seen.dtype)
-        return jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0), seen, norms
+        diagonal = jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0)
+        return diagonal, safe_norm(lax.stop_gradient(products).T)
 
     if num_blocks <= 1:
-        return _Entries(*one_block(jnp.asarray(0)))
-    entries, seen, norms = lax.map(one_block, width * jnp.arange(num_blocks))
-    return _Entries(entries.reshape(-1)[:n], jnp.max(seen), norms.reshape(-1)[:n])
+        return one_block(jnp.asarray(0))
+    entries, norms = lax.map(one_block, width * jnp.arange(num_blocks))
+    return entries.reshape(-1)[:n], norms.reshape(-1)[:n]
 
 
 def _added(diagonal: Inexact[Array, " n"], rows: Rows | None) -> Inexact[Array, "..."]:
@@ -58,7 +50,7 @@ class ExactWeights(AbstractWeights):
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        return _added(_entries(block).diagonal, self.rows)
+        return _added(_entries(block)[0], self.rows)
 
 
 @final
@@ -124,15 +116,14 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
     def of_rest(rest, known, scale):
         del known, scale
         other = BlockOperator(rest, block.batch_size)
-        entries = _entries(other.linearised())
-        norms = entries.norms
+        diagonal, norms = _entries(other.linearised())
         size = safe_norm(norms) if rows is None else rows.norms(norms[:, None])
         estimate = make_estimate(
-            _added(entries.diagonal, rows),
-            rounding_of(size, other.eps),
+            _added(diagonal, rows),
+            rounding_of(size, other.eps) if other.is_inexact else jnp.zeros_like(size),
             other.n,
             other.n if other.is_inexact else 0,
-            evidence_of(entries.seen),
+            evidence_of(norms),
             separate=rows is not None,
         )
         return estimate, ExactWeights(rows)
