@@ -84,7 +84,7 @@ def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real
 def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[Array, "..."]:
     """The number t with P(|T| > t) = `beyond`."""
     # P(|T| > t) = I_x(dof / 2, 1 / 2), x = dof / (dof + t^2), by bisection of log t.
-    low, high = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
+    ends = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
     safe = jnp.where(dof > 0, dof, 1)
     half = jnp.full_like(dof, 0.5)
 
@@ -95,5 +95,5 @@ def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[
         below = outside > beyond
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
-    _, high = lax.fori_loop(0, 60, halve, (low, high))
+    _, high = lax.fori_loop(0, 60, halve, ends)
     return jnp.where(dof > 0, jnp.exp(high), jnp.inf)

@@ -134,7 +134,8 @@ def diagonal_and_error(
         l_i, r_i, omega_i = (
             lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (left, right, probes)
         )
-        gamma, nu = pairs.gamma[i], root[i]
+        gamma = pairs.gamma[i]
+        nu = root[i]
         d_ij = held_out(l_i, r_i, omega_i, left_over[i], left, right, gamma, nu)
         # gamma_ji = conj(gamma_ij), and the roles of i and j exchanged.
         d_ji = held_out(left, right, probes, left_over, l_i, r_i, jnp.conj(gamma), nu)

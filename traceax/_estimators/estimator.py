@@ -239,12 +239,14 @@ def _level_of_caller() -> int:
     """The stack level, for a warning, of the first frame outside of this package and of those that
     wrap its methods.
     """
-    level, frame = 1, sys._getframe(1)
+    level = 1
+    frame = sys._getframe(1)
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("traceax", "equinox", "jaxtyping"):
             break
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     return level
 
 

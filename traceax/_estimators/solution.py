@@ -117,9 +117,8 @@ class Solution(eqx.Module):
             raise ValueError(
                 f"The level must lie between 0 and 1, got {level!r}. For 95 % give 0.95."
             )
-        dof, quadrature_error = self.stats["dof"], self.quadrature_error
         # However heavy the tails, one degree of freedom is left.
-        dof = jnp.asarray(dof, float)
+        dof = jnp.asarray(self.stats["dof"], float)
         dof = jnp.where(dof > 1, jnp.maximum(dof / _aligned(self.tail, dof), 1), dof)
 
         def radius(std_err, *quadrature_error):
@@ -128,7 +127,7 @@ class Solution(eqx.Module):
             known = jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
             return sum(quadrature_error, known)
 
-        others = () if quadrature_error is None else (quadrature_error,)
+        others = () if self.quadrature_error is None else (self.quadrature_error,)
         radii = jtu.tree_map(radius, self.std_err, *others)
         lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)
         return lower, jtu.tree_map(lambda value, r: value.real + r, self.value, radii)
@@ -154,7 +153,8 @@ def solution_of(estimate: Estimate) -> Solution:
 
 def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
     """The solution with `fn` applied to its value and its errors."""
-    value, std_err = fn(solution.value), fn(solution.std_err)
+    value = fn(solution.value)
+    std_err = fn(solution.std_err)
     error = solution.quadrature_error
     error = None if error is None else fn(error)
     lost = jtu.tree_map(lambda x: jnp.sum(~jnp.isfinite(x)), value)

@@ -123,7 +123,8 @@ class Pairs(NamedTuple):
 
     def forms(self, k: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         """u_ij^H H u_ij from K = S^H H S."""
-        gamma, diagonal = self.gamma, diagonal_of(k)
+        gamma = self.gamma
+        diagonal = diagonal_of(k)
         cross = gamma * k.T + gamma.T * k
         expanded = diagonal[None, :] - cross + gamma * gamma.T * diagonal[:, None]
         return expanded * reciprocal(self.square)

@@ -76,7 +76,9 @@ MULTIPLES = (0.0, 0.9, 0.99, 0.999, 0.999999)
 #: The complex shifts that are tried: for each q the eigenvalue delta of the core that exceeds a
 #: q-th part of them (and two at least), and eta a multiple of its distance from the smallest. With
 #: the multiple 1, or if it exceeds only one, the bias is twice as large.
-PARTS, LEAST_PART, DAMPING = (8, 4, 2), 2, 2.0
+PARTS = (8, 4, 2)
+LEAST_PART = 2
+DAMPING = 2.0
 
 #: Shifts are tried if a quarter of the eigenvalues of the core lie within this multiple of theta.
 #: If the spectrum decays fast, samples have heavy tails, and a gain would be an accident of a few.
