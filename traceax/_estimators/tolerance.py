@@ -101,7 +101,6 @@ class Samples(NamedTuple):
     evidence: Evidence
     panels: Int[Array, ""]
     steps: Int[Array, ""]  # the products of one sample
-    choice: Int[Array, ""]  # the number of the size to go on with
 
     def std_err(self) -> Real[Array, "..."]:
         """The standard error of the mean."""
@@ -137,11 +136,6 @@ class SampledWeights(AbstractWeights):
     steps: Int[Array, ""]
     max_k: int = eqx.field(static=True)
 
-    @property
-    def panel(self) -> int:
-        """The number of samples in a panel."""
-        return min(self.sampling.panel, self.max_k)
-
     def contract(self, block):
         """See `AbstractWeights`."""
         branches = [partial(self._sampled, i, block) for i in range(len(self.basis))]
@@ -151,28 +145,21 @@ class SampledWeights(AbstractWeights):
 
     def _sampled(self, number: int, block: BlockOperator) -> Array:
         prepared = self.sampling.captured(block, self.basis[number])
-        _, keys = _keys(self.key, number)
+        _, keys = jr.split(jr.fold_in(self.key, number))
         zeros = jnp.zeros_like(prepared.value)
+        panel = min(self.sampling.panel, self.max_k)
 
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            given = block, prepared, self.panel, self.steps
+            given = block, prepared, panel, self.steps
             return self.sampling.contracted(jr.fold_in(keys, j), *given)
 
         def add(total, j):
-            panel = lax.cond(j < self.panels, one_panel, lambda _: zeros, j)
-            return total + panel, None
+            return total + lax.cond(j < self.panels, one_panel, lambda _: zeros, j), None
 
-        most = self.max_k // self.panel
-        total, _ = lax.scan(add, zeros, jnp.arange(most, dtype=jnp.int32))
+        total, _ = lax.scan(add, zeros, jnp.arange(self.max_k // panel, dtype=jnp.int32))
         return prepared.value + total / self.panels.astype(total.real.dtype)
-
-
-def _keys(key: PRNGKeyArray, number: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """The keys of what is prepared at a size, and of its panels, which fold in their number."""
-    first, second = jr.split(jr.fold_in(key, number))
-    return first, second
 
 
 def sample_to_tolerance(
@@ -226,19 +213,20 @@ class _Run:
 
     def sampled(self, number: int, before: Outcome | None) -> Outcome:
         """The outcome of samples at a size."""
-        prepare_key, keys = _keys(self.key, number)
+        # The second key is that of the panels, which fold in their number.
+        prepare_key, keys = jr.split(jr.fold_in(self.key, number))
         size = self.sizes[number]
         if size == 0:
             empty = jnp.zeros((self.block.n, 0), self.block.dtype)
             prepared = self.sampling.captured(self.block, empty)
         else:
             prepared = self.sampling.prepare(prepare_key, self.block, size, self.weights)
-        spent = self.sampling.products(size)
-        if before is not None:
-            spent = spent + before.estimate.num_matvecs
+        already = 0 if before is None else before.estimate.num_matvecs
+        spent = already + self.sampling.products(size)
         given = self.block, prepared, self.panel
 
-        def step(samples):
+        def step(state):
+            _, samples = state
             panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given, samples.steps)
             share = jnp.asarray(1 / (samples.panels + 1), zero.dtype)
             least = jnp.hypot(
@@ -253,9 +241,8 @@ class _Run:
                 evidence=worse(samples.evidence, panel.evidence),
                 panels=samples.panels + 1,
                 steps=jnp.asarray(panel.steps, jnp.int32),
-                choice=samples.choice,
             )
-            return grown._replace(choice=self.choice(number, before, prepared, spent, grown))
+            return self.choice(number, before, prepared, spent, grown), grown
 
         zero = jnp.zeros_like(prepared.value.real)
         start = Samples(
@@ -266,14 +253,14 @@ class _Run:
             evidence=prepared.evidence,
             panels=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
-            choice=jnp.asarray(number, jnp.int32),
         )
-        samples = lax.while_loop(lambda samples: samples.choice == number, step, start)
+        state = jnp.asarray(number, jnp.int32), start
+        wanted, samples = lax.while_loop(lambda state: state[0] == number, step, state)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
             deviation=samples.deviation(),
             size=jnp.asarray(number, jnp.int32),
-            wanted=samples.choice,
+            wanted=wanted,
             panels=samples.panels,
             steps=samples.steps,
             basis=self.bases(number, prepared),
