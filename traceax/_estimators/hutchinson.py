@@ -32,11 +32,11 @@ class Probes(eqx.Module):
     k: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
 
-    def fold(self, samples: Callable[..., Any], add: Callable[..., Any], carry: Any, shapes, dtype):
+    def fold(self, block: BlockOperator, samples: Callable, add: Callable, carry: Any) -> Any:
         """The carry after `add(carry, samples(omega))` for all blocks omega, given leaf by leaf."""
 
         def drawn(key, m):
-            return samples(self.sampler.probes_by_leaf(key, shapes, m, dtype))
+            return samples(self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype))
 
         whole, rest = divmod(self.k, self.width)
         if whole == 1 and rest == 0:
@@ -61,8 +61,7 @@ class TraceOfProbes(AbstractWeights):
         def add(total, samples):
             return total + jnp.sum(samples)
 
-        fold = self.probes.fold
-        return fold(block.quadratic_forms, add, zero, block.shapes, block.dtype) / self.probes.k
+        return self.probes.fold(block, block.quadratic_forms, add, zero) / self.probes.k
 
 
 @final
@@ -80,7 +79,7 @@ class DiagonalOfProbes(AbstractWeights):
             return [t + jnp.sum(x, axis=-1) for t, x in pairs]
 
         zeros = [m.mean for m in none_of(block, self.rows)]
-        totals = self.probes.fold(entries(block), add, zeros, block.shapes, block.dtype)
+        totals = self.probes.fold(block, entries(block), add, zeros)
         return as_value([total.reshape(-1) / self.probes.k for total in totals])
 
 
@@ -98,6 +97,12 @@ def entries(block: BlockOperator) -> Callable[[list[Array]], list[Array]]:
         return [jnp.conj(o) * p for o, p in zip(omega, products, strict=True)]
 
     return samples
+
+
+def _std_err(moments: Moments, eps: float) -> Array:
+    # What rounding does to all samples alike does not show in their scatter.
+    size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.number))
+    return jnp.hypot(moments.std_err(), rounding_of(size, eps))
 
 
 @final
@@ -146,10 +151,8 @@ class HutchinsonEstimator(AbstractTraceEstimator):
             width = block_width(block.n, width, APART_LIMIT)
         probes = self._probes(key, k, width)
         start = no_samples((), block.dtype)
-        moments = probes.fold(block.quadratic_forms, merged, start, block.shapes, block.dtype)
-        # What rounding does to all samples alike does not show in their scatter.
-        size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.number))
-        std_err = jnp.hypot(moments.std_err(), rounding_of(size, block.eps))
+        moments = probes.fold(block, block.quadratic_forms, merged, start)
+        std_err = _std_err(moments, block.eps)
         estimate = make_estimate(moments.mean, std_err, k, k - 1, **CALIBRATION["hutchinson"])
         return estimate, TraceOfProbes(probes)
 
@@ -161,12 +164,9 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         def add(moments, samples):
             return [merged(*pair) for pair in zip(moments, rows.by_leaf(samples), strict=True)]
 
-        moments = probes.fold(entries(block), add, none_of(block, rows), block.shapes, block.dtype)
+        moments = probes.fold(block, entries(block), add, none_of(block, rows))
         values = [part.mean.reshape(-1) for part in moments]
-        std_errs = [
-            jnp.hypot(part.std_err(), rounding_of(jnp.abs(part.mean), block.eps)).reshape(-1)
-            for part in moments
-        ]
+        std_errs = [_std_err(part, block.eps).reshape(-1) for part in moments]
         estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, separate=True)
         return estimate, DiagonalOfProbes(probes, rows)
 
