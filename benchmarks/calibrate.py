@@ -131,9 +131,9 @@ def tail_constant(estimator, interval, power=1):
 def tails(results):
     """The tails of all estimators of traces."""
     for name, estimator in ESTIMATORS.items():
-        measured = tail_constant(estimator, CALIBRATION[name].interval)
+        measured = tail_constant(estimator, CALIBRATION[name]["inflation"])
         results[name] = max(LEAST_TAIL, measured)
-    interval = CALIBRATION["xnystrace"].interval
+    interval = CALIBRATION["xnystrace"]["inflation"]
     results["xnystrace, squares"] = tail_constant(ESTIMATORS["xnystrace"], interval, 2)
     print(results)
 

@@ -15,7 +15,6 @@ from ._core.estimate import (
     rounding_of as rounding_of,
 )
 from ._core.precision import matmul as matmul
-from ._estimators.calibration import Calibration as Calibration
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
 from ._estimators.rows import Rows as Rows, RowWeights as RowWeights
 from ._estimators.samples import NystromSampling as NystromSampling, RangeSampling as RangeSampling

@@ -23,10 +23,8 @@ ALL = {
 }
 TAGS = {
     "none": (),
-    "diagonal": lx.diagonal_tag,
     "symmetric": lx.symmetric_tag,
     "lower": lx.lower_triangular_tag,
-    "unit": lx.unit_diagonal_tag,
 }
 
 
@@ -34,10 +32,8 @@ def matrix_with(tag, size, dtype):
     """A random matrix that has what its tag says."""
     matrix = np.random.default_rng(size).standard_normal((size, size))
     shape = {
-        lx.diagonal_tag: lambda a: np.diag(np.diag(a)),
         lx.symmetric_tag: lambda a: a + a.T,
         lx.lower_triangular_tag: np.tril,
-        lx.unit_diagonal_tag: lambda a: a - np.diag(np.diag(a)) + np.eye(size),
         PSD: lambda a: a @ a.T,
         NSD: lambda a: -a @ a.T,
     }.get(tag, lambda a: a)
@@ -81,11 +77,6 @@ def test_matrices(name, tag, size, k, dtype):
     tag = TAGS.get(tag, tag)
     matrix = matrix_with(tag, size, dtype)
     check(ALL[name], lx.MatrixLinearOperator(matrix, tag), matrix, k)
-
-
-def test_diagonal_operator():
-    matrix = matrix_with(lx.diagonal_tag, 50, jnp.float32)
-    check(ALL["xtrace"], lx.DiagonalLinearOperator(jnp.diag(matrix)), matrix, 10)
 
 
 @pytest.mark.parametrize("name", ["hutchinson", "xnystrace"])

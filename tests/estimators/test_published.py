@@ -101,19 +101,6 @@ def test_coverage(estimator, k):
             assert 0.8 <= ratio <= (2.5 if past else 1.25), (name, ratio)
 
 
-@pytest.mark.parametrize(
-    ("method", "k", "name", "factor"),
-    [("xtrace", 100, "step1e-3", 3), ("xnystrace", 60, "exp0.9", 2)],
-)
-def test_the_customary_formula_is_too_small(method, k, name, factor):
-    """The contrast: s / sqrt(m) leaves out the correlation of the leave-one-out samples."""
-    samples = published(method, k, name, 500, 300)
-    customary = samples.std(axis=1, ddof=1) / np.sqrt(samples.shape[1])
-    assert np.std(samples.mean(axis=1)) > factor * np.sqrt(np.mean(customary**2))
-    error, std_err = errors(method, k, name)
-    assert 0.8 <= np.mean(std_err**2) / np.var(error, ddof=1) <= 1.25
-
-
 def uncovered(call, truth, n, count):
     """The spectra on which 95 % intervals cover less than 92 %, over other keys than the constants
     were measured with, entry by entry.

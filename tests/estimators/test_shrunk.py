@@ -203,17 +203,3 @@ def test_derivative_by_a_multiple_of_the_identity():
 
     for tags, k in ((PSD, 5), (lx.symmetric_tag, 10)):
         np.testing.assert_allclose(jax.grad(value)(0.3, tags, k), N, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"improved": True}, "does not resphere"),
-        ({"sampler": tr.SphereSampler()}, "modulus 1"),
-        ({"sampler": tr.NormalSampler()}, "modulus 1"),
-    ],
-)
-def test_what_cannot_be_shrunk(options, message):
-    for estimator in (tr.XTraceEstimator, tr.XNysTraceEstimator):
-        with pytest.raises(ValueError, match=message):
-            estimator(shrink=True, **options)

@@ -12,7 +12,7 @@ import pytest
 from scipy.special import chdtri, stdtrit
 
 import traceax as tr
-from traceax._estimators import calibration, tolerance
+from traceax._estimators import calibration
 
 from ..helpers import PROBED, PSD, by_products, keys, random_unitary, spectra, with_spectrum
 
@@ -196,7 +196,7 @@ def test_the_first_panel_ends_the_call_if_students_quantile_says_so():
 def test_samples_are_those_of_hutchinson():
     """Panels of eight, each with probes of its own; the error is no smaller than their scatter."""
     found = numbers("trace", "hutchinson", "flat", 0.005)
-    _, folded = tolerance._keys(keys(COUNT)[0], 0)
+    _, folded = jr.split(jr.fold_in(keys(COUNT)[0], 0))
     panels = int(found.num_matvecs[0]) // 8
     assert panels > 1
     draw = jax.jit(lambda j: tr.RademacherSampler()(jr.fold_in(folded, j), N, 8, float))
@@ -439,7 +439,7 @@ def test_the_norm_of_many_errors_is_more_certain():
     for entries in (2, 2000):
         nu = max(1, entries / 2)
         exact = np.sqrt(chdtri(nu, 0.05) / nu / chdtri(1, 0.05))
-        equal = [1e-30 * np.ones(entries), np.zeros(7)]
+        equal = np.repeat([1e-30, 0.0], [entries, 7])
         np.testing.assert_allclose(factor(equal), exact, rtol=0.03)
     # No error at all counts as infinitely many.
     none = factor(np.zeros(3))

@@ -233,18 +233,6 @@ def test_only_the_value_has_a_derivative():
         assert zeros == [0, 0]
 
 
-def test_a_shift_of_a_kernel_has_an_exact_derivative():
-    """d/ds tr(K + s I) = n, as the default estimator takes it apart."""
-    kernel = by_products(family()[0], PSD)
-
-    def f(s):
-        identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((N,), jnp.float64))
-        return tr.trace(KEY, kernel + s * identity, K).value
-
-    both = jax.jit(lambda s: (jax.grad(f)(s), jax.jvp(f, (s,), (1.0,))[1]))
-    np.testing.assert_array_equal(both(0.1), [N, N])
-
-
 def test_estimators_hold_no_arrays():
     """They are static: an estimator inside a model adds no leaf to it."""
     for estimator in ESTIMATORS.values():

@@ -7,7 +7,6 @@ from functools import partial, reduce
 from typing import Any, final
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
@@ -129,7 +128,7 @@ class Estimate(eqx.Module):
     - `separate`: whether each number of the value follows from its own rows of the products alone:
         where others are not finite, it stands.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
-        independent nor normal, see `Calibration`; 1 for samples that are both.
+        independent nor normal, see `CALIBRATION`; 1 for samples that are both.
     - `result`: a member of `RESULTS`; None until `verdict` makes it of the evidence.
     """
 
@@ -221,11 +220,6 @@ def rounding_unit(eps: float, dtype: Any) -> float:
     of the products and 15 of the working precision.
     """
     return eps + 15 * float(jnp.finfo(dtype).eps)
-
-
-def is_scalar(value: PyTree[Array]) -> bool:
-    """Whether the value of an estimate is one number."""
-    return isinstance(value, jax.Array) and value.ndim == 0
 
 
 def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:

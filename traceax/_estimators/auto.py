@@ -4,72 +4,15 @@ import dataclasses
 from typing import ClassVar, final
 
 import equinox as eqx
-import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array
 
-from .._core.estimate import Estimate, evidence_of, make_estimate, worse
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import KnownParts, split_known_parts
 from .._operators.tags import semidefinite_sign
-from .._sketch.weights import AbstractWeights
 from .estimator import AbstractTraceEstimator
-from .exact import exact
+from .exact import exact, with_known_parts
 from .hutchinson import HutchinsonEstimator
-from .rows import Rows
 from .xnystrace import XNysTraceEstimator
 from .xtrace import XTraceEstimator
-
-
-@final
-class KnownPartsWeights(AbstractWeights):
-    """The weights of the estimated part. The exact part is differentiated itself."""
-
-    inner: AbstractWeights | None  # None if nothing was estimated
-    rows: Rows | None  # None for traces
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        parts = split_known_parts(block.operator, diagonal=self.rows is not None)
-        exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
-        if self.inner is None or parts.rest is None:
-            return exact
-        estimated = self.inner.contract(BlockOperator(parts.rest, block.batch_size))
-        return add_parts(block, exact, parts.scale, estimated)
-
-
-def add_parts(block: BlockOperator, exact: Array, scale: Array, estimated: Array | list[Array]):
-    """`exact + scale * estimated`, leaf by leaf if the estimate is a list of leaves."""
-
-    def add(exact, estimated):
-        return exact + scale * estimated.astype(scale.dtype)
-
-    if isinstance(estimated, list):
-        return [add(*pair) for pair in zip(block.leaves(exact), estimated, strict=True)]
-    return add(exact, estimated)
-
-
-def with_known_parts(
-    operator: lx.AbstractLinearOperator, parts: KnownParts, inner: Estimate, rows: Rows | None
-) -> Estimate:
-    """The estimate of A from the estimate of the rest that the known parts leave."""
-    exact = parts.exact if rows is None else rows.of_vector(parts.exact)
-    size = jnp.abs(parts.scale)
-    known = worse(parts.evidence, evidence_of(exact, parts.scale))
-    return dataclasses.replace(
-        inner,
-        value=add_parts(BlockOperator(operator), exact, parts.scale, inner.value),
-        std_err=jtu.tree_map(lambda x: size * x.astype(size.dtype), inner.std_err),
-        evidence=worse(inner.evidence, known),
-    )
-
-
-def known_estimate(parts: KnownParts, rows: Rows | None) -> Estimate:
-    """The estimate of an operator that is known altogether."""
-    exact = parts.exact if rows is None else rows.of_vector(parts.exact)
-    zero = jnp.zeros_like(exact.real)
-    return make_estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)
 
 
 @final
@@ -118,23 +61,19 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        parts = split_known_parts(operator)
-        if parts.rest is None:
-            return known_estimate(parts, None), KnownPartsWeights(None, None)
-        estimator = self.select(parts.rest, k)
-        inner, inner_weights = estimator.compute(key, parts.rest, k, weights)
-        estimate = with_known_parts(operator, parts, inner, None)
-        return estimate, KnownPartsWeights(inner_weights, None) if weights else None
+
+        def compute(rest, *_):
+            return self.select(rest, k).compute(key, rest, k, weights)
+
+        return with_known_parts(operator, None, compute)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        parts = split_known_parts(operator, diagonal=True)
-        if parts.rest is None:
-            return known_estimate(parts, rows), KnownPartsWeights(None, rows)
-        estimator = self.select(parts.rest, k)
-        inner, inner_weights = estimator.compute_rows(key, parts.rest, k, rows, weights)
-        estimate = with_known_parts(operator, parts, inner, rows)
-        return estimate, KnownPartsWeights(inner_weights, rows) if weights else None
+
+        def compute(rest, *_):
+            return self.select(rest, k).compute_rows(key, rest, k, rows, weights)
+
+        return with_known_parts(operator, rows, compute)
 
 
 AutoTraceEstimator.__init__.__doc__ = """**Arguments:**

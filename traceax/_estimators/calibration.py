@@ -1,73 +1,43 @@
 """How many standard errors make an error bar: constants, measured by `benchmarks/calibrate.py`."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, PyTree, Real
+from jaxtyping import Array, Real
 
-from .._core.estimate import Estimate, is_scalar, norm_of, safe_norm
+from .._core.estimate import norm_of, safe_norm
 
-
-class Calibration(NamedTuple):
-    """The measured constants of the error bars of an estimator of traces.
-
-    **Attributes:**
-
-    - `interval`: the factor by which Student's intervals from many samples are too short, on the
-        worst of six spectra; 1 for independent normal samples.
-    - `tail`: the number of samples that tell as much of their spread as one normal sample does, on
-        the worst of eight spectra with 8 to 60 products: more than 1 if a few eigenvalues dominate,
-        so that samples have heavy tails. An interval has as many degrees of freedom as its
-        estimate, divided by this number.
-    """
-
-    interval: float
-    tail: float
-
-    def applied(self, estimate: Estimate) -> Estimate:
-        """The estimate with the constants that its intervals need."""
-        return dataclasses.replace(estimate, inflation=self.interval, tail=self.tail)
-
-
-#: Entries of diagonals need none: many rows share what few samples say.
-CALIBRATION = {
-    "hutchinson": Calibration(interval=1.02, tail=5.0),
-    "hutch++": Calibration(interval=1.09, tail=4.5),
-    "xtrace": Calibration(interval=1.15, tail=3.0),
-    "xnystrace": Calibration(interval=1.11, tail=3.0),
+#: For estimators of traces, the fields of an `Estimate`: `inflation`, the factor by which Student's
+#: intervals from many samples are too short, on the worst of six spectra; `tail`, the number of
+#: samples that tell as much of their spread as one normal sample does, on the worst of eight.
+#: Entries of diagonals need neither: many rows share what few samples say.
+CALIBRATION: dict[str, dict[str, Any]] = {
+    "hutchinson": {"inflation": 1.02, "tail": 5.0},
+    "hutch++": {"inflation": 1.09, "tail": 4.5},
+    "xtrace": {"inflation": 1.15, "tail": 3.0},
+    "xnystrace": {"inflation": 1.11, "tail": 3.0},
     # For the Frobenius norm: the trace of a Gram matrix, whose eigenvalues decay twice as fast.
-    "xnystrace, squares": Calibration(interval=1.11, tail=9.0),
+    "xnystrace, squares": {"inflation": 1.11, "tail": 9.0},
 }
 
 
-def norm_factor(std_err: PyTree[Real[Array, "..."]]) -> Array | float:
-    r"""The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, divided by that of
-    |error| / std_err for a single one.
+def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
+    """The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, divided by that of
+    |error| / std_err for a single one: 1 for one error, 0.52 for infinitely many of the same size.
 
-    For normal errors e with covariance C, ||e||^2 is to good accuracy tr(C) times chi^2 / nu with
+    For normal errors e with covariance C, ||e||^2 is about tr(C) times chi^2 / nu with
     nu = tr(C)^2 / tr(C^2) degrees of freedom. The std_err show only the diagonal of C. But for
     samples conj(omega_i) (B omega)_i with independent omega_i of modulus 1, in the real case
     C_ij = B_ij B_ji for i != j, and C_ii = sum_{j != i} B_ij^2, so that
     sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2. Hence nu is at least half of its
-    value for uncorrelated errors. (The same holds for sums over groups of entries of a symmetric
-    B.)
-
-    **Arguments:**
-
-    - `std_err`: the standard errors.
-
-    **Returns:**
-
-    The factor: 1 for a single error, 0.52 for infinitely many of the same size.
+    value for uncorrelated errors. (So it is for sums over groups of entries of a symmetric B.)
     """
-    if is_scalar(std_err):
+    if std_err.ndim == 0:
         return 1.0
     norm = norm_of(std_err)
-    shares = jtu.tree_map(lambda s: (s / jnp.where(norm > 0, norm, 1)) ** 2, std_err)
+    shares = jnp.square(std_err / jnp.where(norm > 0, norm, 1))
     nu = jnp.maximum(1, 1 / (2 * norm_of(shares) ** 2))
     return _chi_square_root(nu) / _chi_square_root(1.0)
 
@@ -87,10 +57,9 @@ def with_ties(std_err: Real[Array, " n"], probes: int | Real[Array, ""]) -> Real
     """The standard errors of entries, none of which is close to 0 by chance.
 
     If a row has one large number a off the diagonal, a sample of its entry is off by plus or minus
-    a, a product of two random signs. With probability 2^(1 - p) all p products are equal: then the
-    samples do not scatter, and their mean is off by a. As such an entry should have the standard
-    error a / sqrt(p), and others like it have, no standard error is smaller than that with which an
-    interval reaches a quarter further than sqrt(p) times the typical one.
+    a. With probability 2^(1 - p) all p samples are equal, and their mean is off by a. As others
+    like it have the standard error a / sqrt(p), none is smaller than that with which an interval
+    reaches a quarter further than sqrt(p) times the typical one.
 
     **Arguments:**
 
@@ -103,17 +72,8 @@ def with_ties(std_err: Real[Array, " n"], probes: int | Real[Array, ""]) -> Real
 
 
 def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
-    """Student's quantile t, with P(|T| <= t) = `level`; inf for `dof=0`.
-
-    **Arguments:**
-
-    - `level`: the probability.
-    - `dof`: the degrees of freedom, which need not be whole.
-    - `like`: an array of the wanted precision.
-
-    **Returns:**
-
-    A real array.
+    """Student's quantile t, with P(|T| <= t) = `level`, in the precision of `like`; inf for
+    `dof=0`.
     """
     real = jnp.finfo(like.dtype).dtype
     # The difference is that of Python numbers: in float32 a level next to 1 would be rounded to 1.
@@ -124,7 +84,7 @@ def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real
 def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[Array, "..."]:
     """The number t with P(|T| > t) = `beyond`."""
     # P(|T| > t) = I_x(dof / 2, 1 / 2), x = dof / (dof + t^2), by bisection of log t.
-    low, high = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
+    ends = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
     safe = jnp.where(dof > 0, dof, 1)
     half = jnp.full_like(dof, 0.5)
 
@@ -135,5 +95,5 @@ def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[
         below = outside > beyond
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
-    _, high = lax.fori_loop(0, 60, halve, (low, high))
+    _, high = lax.fori_loop(0, 60, halve, ends)
     return jnp.where(dof > 0, jnp.exp(high), jnp.inf)

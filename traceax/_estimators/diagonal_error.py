@@ -20,16 +20,54 @@ Samples may be shrunk towards Hutchinson's, conj(omega_i) A omega_i, see `_sketc
 entries have one beta_i, from the sums over all rows: V_t is the mean over j of ||B omega_j||^2.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._sketch.leave_one_out import Pairs, adjoint, matmul, square_of, usable_covariance
+from .._sketch.leave_one_out import (
+    Pairs,
+    adjoint,
+    column_dots,
+    matmul,
+    square_of,
+    usable_covariance,
+)
+from .._sketch.ranges import captured_diagonal
 from .._sketch.shrunk import plain_samples, shrinkage
+from .._sketch.weights import AbstractWeights
 from .calibration import with_ties
 from .rows import Rows
+
+
+@final
+class DiagonalWeights(AbstractWeights):
+    """XDiag as a function of A, with the probes and everything computed from them held fixed:
+
+        mean_i beta_i diag(Q (I - s_i s_i^H) Q^H A)
+        + mean_i conj(omega_i) (A omega_i - beta_i Q (I - s_i s_i^H) Q^H A omega_i)
+
+    (beta_i: see `_sketch.shrunk`). With s_i = 0 and beta_i = 1 it is Diag++. A contraction costs a
+    product with each probe, and one with the adjoint for each column of Q.
+    """
+
+    q: Inexact[Array, "n m"]
+    s: Inexact[Array, "m p"]
+    omega: Inexact[Array, "n p"]
+    beta: Real[Array, " p"]
+
+    def contract(self, block):
+        """See `AbstractWeights`."""
+        q = self.q
+        s = self.s
+        adjoint_products = block.adjoint_mm(q)
+        lost = matmul(s * self.beta, adjoint(s)) / s.shape[1]
+        held_out = q * jnp.mean(self.beta) - matmul(q, lost)
+        inner = matmul(adjoint(adjoint_products), self.omega)  # Q^H A Omega
+        inner = (inner - s * column_dots(s, inner)) * self.beta
+        samples = jnp.conj(self.omega) * (block.mm(self.omega) - matmul(q, inner))
+        return captured_diagonal(held_out, adjoint_products) + jnp.mean(samples, axis=1)
 
 
 class DiagonalParts(NamedTuple):
@@ -62,7 +100,7 @@ def diagonal_and_error(
     rounding: Real[Array, " g"],
     hermitian: bool = False,
 ) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
-    """The mean of the d_i and its standard error.
+    """The mean of the d_i and its standard error, for every group. Cost: 10 n m^2 operations.
 
     **Arguments:**
 
@@ -71,10 +109,6 @@ def diagonal_and_error(
     - `rows`: adds up the rows of each group.
     - `rounding`: the standard error that rounding adds to each estimate, see `leave_one_out_error`.
     - `hermitian`: whether A^H = A.
-
-    **Returns:**
-
-    The estimate for every group, and its standard error. Cost: 10 n m^2 operations.
     """
     base, left, right, left_over, omega, products, pairs = parts
     m = left.shape[1]
@@ -100,7 +134,8 @@ def diagonal_and_error(
         l_i, r_i, omega_i = (
             lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (left, right, probes)
         )
-        gamma, nu = pairs.gamma[i], root[i]
+        gamma = pairs.gamma[i]
+        nu = root[i]
         d_ij = held_out(l_i, r_i, omega_i, left_over[i], left, right, gamma, nu)
         # gamma_ji = conj(gamma_ij), and the roles of i and j exchanged.
         d_ji = held_out(left, right, probes, left_over, l_i, r_i, jnp.conj(gamma), nu)

@@ -1,7 +1,6 @@
 """The contract of an estimator, and the checks in front of every call."""
 
 import abc
-import operator as op
 import sys
 import warnings
 from typing import Any, ClassVar, final
@@ -32,8 +31,7 @@ class AbstractEstimator(eqx.Module):
     order).
 
     A final subclass implements `compute` and `exact`. It declares `smallest` if one product is too
-    few, and overrides `check` if it does not take every square operator. The checks of the
-    arguments, the primitive, its derivative and its batching are the same for all estimators.
+    few, and overrides `check` if it does not take every square operator.
     """
 
     #: Whether E[G] depends on A, as for functions of a matrix. Second derivatives then need the
@@ -57,20 +55,13 @@ class AbstractEstimator(eqx.Module):
         """The name of the estimator in messages."""
         return type(self).__name__
 
-    #: Whether the operator must be square.
-    square: ClassVar[bool] = True
-
     def size(self, operator: lx.AbstractLinearOperator) -> int:
         """The budget from which on the value is exact."""
         return operator.in_size()
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if this estimator cannot take this (square) operator. By default it
-        takes every square operator.
-
-        **Arguments:**
-
-        - `operator`: the operator, of which only the structure and the tags are looked at.
+        """Raise a `ValueError` if this estimator cannot take this (square) operator, of which only
+        the structure and the tags are looked at. By default it takes every square operator.
         """
 
     @abc.abstractmethod
@@ -83,8 +74,7 @@ class AbstractEstimator(eqx.Module):
 
         - `key`: the random key.
         - `operator`: a square operator.
-        - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact`
-            instead.)
+        - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact` instead.)
         - `weights`: whether a derivative is taken.
 
         **Returns:**
@@ -95,41 +85,19 @@ class AbstractEstimator(eqx.Module):
 
     @abc.abstractmethod
     def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, Any]:
-        """The exact value of the quantity, from `n` products, for budgets `k >= n`.
-
-        **Arguments:**
-
-        - `operator`: a square operator.
-
-        **Returns:**
-
-        As `compute`, with standard error 0.
+        """The exact value of the quantity, from `n` products, for budgets `k >= n`: what `compute`
+        returns, with standard error 0.
         """
 
     def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
-        """The value as a function of A, and of the arrays inside the estimator, with fixed weights.
-        The derivative of an estimate is that of this function.
-
-        **Arguments:**
-
-        - `weights`: the weights that came with the estimate.
-        - `operator`: the operator.
-
-        **Returns:**
-
-        A value of the shape of the estimate.
+        """The value as a function of A, and of the arrays inside the estimator, with fixed weights:
+        those that came with the estimate. The derivative of an estimate is that of this function.
         """
         return weights.contract(BlockOperator(operator, self.batch_size))
 
     def weights_at(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
         """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
         `weights`. Second derivatives need its derivative if `weights_depend_on_operator` is set.
-
-        **Arguments:** those of `contract`.
-
-        **Returns:**
-
-        The weights, with the structure of `weights`.
         """
         return weights.weights_at(operator)
 
@@ -140,11 +108,7 @@ class AbstractTraceEstimator(AbstractEstimator):
     A final subclass needs one method, `compute`; for diagonals also `compute_rows`. It declares the
     class variable `smallest` if one product is too few, overrides `check` if it does not take every
     square operator, and has a field `batch_size` if a user may choose how many vectors are
-    multiplied at once.
-
-    Derivatives of every order follow from the weights that `compute` returns. `jit`, `vmap` and
-    exact values for `k >= n` come from this class. [`traceax.testing.check_estimator`][] checks
-    what is expected of a subclass.
+    multiplied at once. [`traceax.testing.check_estimator`][] checks a subclass.
     """
 
     def compute_rows(
@@ -155,17 +119,10 @@ class AbstractTraceEstimator(AbstractEstimator):
         rows: Rows,
         weights: bool,
     ) -> tuple[Estimate, AbstractWeights | None]:
-        """The algorithm for a diagonal. By default it is refused. (`compute` would not be enough:
-        the standard error of a sum of entries does not follow from those of the entries.)
-
-        **Arguments:** those of `compute`, and
-
-        - `rows`: the entries, or sums of entries, whose values and standard errors are wanted.
-
-        **Returns:**
-
-        The estimate of these entries or sums, and its weights, see
-        [`traceax.extend.RowWeights`][].
+        """The algorithm for a diagonal: the estimate of these entries or sums of entries, and its
+        weights, see [`traceax.extend.RowWeights`][]. By default it is refused. (`compute` would not
+        be enough: the standard error of a sum of entries does not follow from those of the
+        entries.)
         """
         raise ValueError(
             f"{self.label} estimates traces only. Use `traceax.XTraceEstimator()` for a diagonal."
@@ -178,13 +135,8 @@ class AbstractTraceEstimator(AbstractEstimator):
     def sampling(
         self, operator: lx.AbstractLinearOperator, rows: Rows | None
     ) -> AbstractSampling | None:
-        """What a call with a tolerance draws. None, the default, stands for an algorithm that needs
-        a budget.
-
-        **Arguments:**
-
-        - `operator`: the operator, of which only the structure and the tags are looked at.
-        - `rows`: the entries of the diagonal that are wanted; None for the trace.
+        """What a call with a tolerance draws, for the trace (`rows=None`) or these entries of the
+        diagonal. None, the default, stands for an algorithm that needs a budget.
         """
         del operator, rows
         return None
@@ -192,21 +144,20 @@ class AbstractTraceEstimator(AbstractEstimator):
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
-        """Estimate the trace of `operator`.
+        """Estimate the trace of `operator`. (An estimator may also be called: `estimator(key,
+        ...)`.)
 
         !!! Example
 
             ```python
             value, stats = tr.HutchinsonEstimator().estimate(key, operator, k=10)
-            value, stats = tr.HutchinsonEstimator()(key, operator, k=10)  # the same
             ```
 
         **Arguments:**
 
         - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
         - `operator`: a square lineax operator with `n` rows.
-        - `k`: the number of matvecs to spend, a Python int. More than `n` are never spent; with
-            `k >= n` the trace is exact.
+        - `k`: the number of matvecs to spend, a Python int. With `k >= n` the trace is exact.
 
         **Returns:**
 
@@ -215,9 +166,7 @@ class AbstractTraceEstimator(AbstractEstimator):
 
         **Raises:**
 
-        - `TypeError`: for a key, operator or `k` of the wrong type.
-        - `ValueError`: for an operator that is not square, `k < 1`, or an operator without the
-            tag that the estimator needs.
+        - `TypeError`, `ValueError`: as [`traceax.trace`][].
         """
         solution = solve(trace_p, key, operator, k, self)
         extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}
@@ -265,15 +214,6 @@ class RowsEstimator(AbstractEstimator):
         return exact(BlockOperator(operator, self.batch_size), self.rows)
 
 
-def check_estimator(estimator: Any, kind: type[AbstractEstimator], example: str) -> None:
-    """Raise a `TypeError` unless the estimator is an instance of this kind."""
-    if not isinstance(estimator, kind):
-        raise TypeError(
-            f"The estimator must be an instance of an {kind.__name__}, such as "
-            f"`traceax.{example}()`, got {described(estimator)}."
-        )
-
-
 def described(value: Any) -> str:
     """What was given in place of an instance, in the words of a message."""
     return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
@@ -281,21 +221,17 @@ def described(value: Any) -> str:
 
 def check_key(key: Any) -> Array:
     """Return the key as an array, or raise a `TypeError` that says what a key is."""
-    hint = "make one with `jax.random.key(0)` and pass it first, before the operator"
-    if isinstance(key, np.ndarray):
-        key = jnp.asarray(key)
-    if not isinstance(key, jax.Array):
-        raise TypeError(f"The key must be a JAX random key, got {type(key).__name__}: {hint}.")
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if typed and key.ndim == 0:
-        return key
-    if not typed and key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
-        return key
-    if key.ndim > 0 and (typed or key.dtype == jnp.uint32):
-        hint = "use `jax.vmap` for a batch of keys"
+    key = jnp.asarray(key) if isinstance(key, np.ndarray) else key
+    if isinstance(key, jax.Array):
+        got = f"an array of shape {key.shape} and dtype {key.dtype}"
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim == 0 if typed else key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
+            return key
+    else:
+        got = type(key).__name__
     raise TypeError(
-        f"The key must be a single JAX random key, got an array of shape {key.shape} and dtype "
-        f"{key.dtype}: {hint}."
+        f"The key must be a single JAX random key, got {got}. Make one with `jax.random.key(0)` "
+        "and pass it first, before the operator; for a batch of keys use `jax.vmap`."
     )
 
 
@@ -303,12 +239,14 @@ def _level_of_caller() -> int:
     """The stack level, for a warning, of the first frame outside of this package and of those that
     wrap its methods.
     """
-    level, frame = 1, sys._getframe(1)
+    level = 1
+    frame = sys._getframe(1)
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("traceax", "equinox", "jaxtyping"):
             break
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     return level
 
 
@@ -324,20 +262,7 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
             f"depend on it. Mark it static (`jax.jit(..., static_argnames='{argument}')`) or close "
             "over it."
         )
-    if isinstance(k, bool | np.bool_):
-        raise TypeError(
-            f"The budget {argument} must be a Python int, got the bool {k}. Give a number of "
-            f"matvecs: {argument}=100."
-        )
-    try:
-        budget = op.index(k)
-    except TypeError:
-        raise TypeError(
-            f"The budget {argument} must be a Python int (a number of matvecs), got {k!r} of type "
-            f"{type(k).__name__}. Round it: `int({argument})`."
-        ) from None
-    if budget < 1:
-        raise ValueError(f"The budget {argument} must be at least 1 matvec, got {budget}.")
+    budget = checked_count(k, f"The budget {argument}")
     least = min(smallest, n)
     if budget < least:
         warnings.warn(
@@ -350,16 +275,16 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
 
 def solve(
     primitive: Primitive,
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
+    key: Any,
+    operator: Any,
     k: Any,
     estimator: AbstractEstimator,
     *,
-    throw: bool = False,
+    throw=False,
 ) -> Solution:
     """Check the arguments, bind the primitive, and turn its result into a `Solution`."""
     key = check_key(key)
-    operator = as_operator(operator, estimator.square)
+    operator = as_operator(operator)
     estimator.check(operator)
     budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)

@@ -1,10 +1,13 @@
 """Exact traces and diagonals: known parts read off, the rest from products with unit vectors."""
 
-from typing import NamedTuple, final
+import dataclasses
+from collections.abc import Callable
+from typing import final
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
@@ -12,17 +15,11 @@ from .._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, 
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
-from .rows import Rows, RowWeights
+from .rows import Rows
 
 
-class _Entries(NamedTuple):
-    diagonal: Inexact[Array, " n"]
-    seen: Real[Array, ""]  # the largest |entry| of A (NaN and inf included)
-    norms: Real[Array, " n"]  # of the columns of A; 0 where products are exact to rounding
-
-
-def _entries(block: BlockOperator) -> _Entries:
-    """The entries A_jj = e_j^T A e_j, and how large the products are."""
+def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " n"]]:
+    """The entries A_jj = e_j^T A e_j, and the norms of the columns of A (NaN and inf included)."""
     n = block.n
     num_blocks = -(-n // block.batch_width(n))
     width = -(-n // max(num_blocks, 1))
@@ -32,67 +29,103 @@ def _entries(block: BlockOperator) -> _Entries:
     def one_block(start):
         unit = rows == start + jnp.arange(width)[None, :]  # columns past the n-th are all False
         products = block.mm(unit.astype(block.dtype))
-        fixed = lax.stop_gradient(products)
-        seen = jnp.max(jnp.abs(fixed), initial=0.0)
-        norms = safe_norm(fixed.T) if block.is_inexact else jnp.zeros(width, seen.dtype)
-        return jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0), seen, norms
+        diagonal = jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0)
+        return diagonal, safe_norm(lax.stop_gradient(products).T)
 
     if num_blocks <= 1:
-        return _Entries(*one_block(jnp.asarray(0)))
-    entries, seen, norms = lax.map(one_block, width * jnp.arange(num_blocks))
-    return _Entries(entries.reshape(-1)[:n], jnp.max(seen), norms.reshape(-1)[:n])
+        return one_block(jnp.asarray(0))
+    entries, norms = lax.map(one_block, width * jnp.arange(num_blocks))
+    return entries.reshape(-1)[:n], norms.reshape(-1)[:n]
 
 
-def _exact(whole: BlockOperator, rows: Rows | None, linearise: bool) -> Estimate:
-    n = whole.n
-    parts = split_known_parts(whole.operator, diagonal=rows is not None)
-    value = parts.exact
-    evidence = parts.evidence
-    spent = 0
-    std_err = jnp.zeros_like(value.real)
-    dof = 0
-    if parts.rest is not None:
-        block = BlockOperator(parts.rest, whole.batch_size)
-        entries = _entries(block.linearised() if linearise else block)
-        rest = jnp.sum(entries.diagonal) if rows is None else entries.diagonal
-        value = value + parts.scale * rest.astype(value.dtype)
-        spent = block.n
-        evidence = worse(evidence, evidence_of(entries.seen))
-        if block.is_inexact:
-            size = safe_norm(entries.norms) if rows is None else entries.norms
-            rounding = jnp.abs(parts.scale) * rounding_of(size, block.eps)
-            std_err = rounding.astype(std_err.dtype)
-            dof = n
-    if rows is not None:
-        value = rows.of_vector(value)
-        std_err = rows.norms(std_err[:, None])
-    return make_estimate(value, std_err, spent, dof, evidence, separate=rows is not None)
+def _added(diagonal: Inexact[Array, " n"], rows: Rows | None) -> Inexact[Array, "..."]:
+    return jnp.sum(diagonal) if rows is None else rows.of_vector(diagonal)
 
 
 @final
 class ExactWeights(AbstractWeights):
     """`G = I`: the derivative is that of the exact value. A contraction costs `n` matvecs."""
 
-    diagonal: bool = eqx.field(static=True)
+    rows: Rows | None
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        return _exact(block, Rows() if self.diagonal else None, linearise=False).value
+        return _added(_entries(block)[0], self.rows)
+
+
+@final
+class KnownPartsWeights(AbstractWeights):
+    """The weights of the estimated part. The exact part is differentiated itself."""
+
+    inner: AbstractWeights | None  # None if nothing was estimated
+    rows: Rows | None  # None for traces
+
+    def contract(self, block):
+        """See `AbstractWeights`."""
+        parts = split_known_parts(block.operator, diagonal=self.rows is not None)
+        exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
+        if self.inner is None or parts.rest is None:
+            return exact
+        estimated = self.inner.contract(BlockOperator(parts.rest, block.batch_size))
+        return _whole(block, exact, parts.scale, estimated)
+
+
+def _whole(block: BlockOperator, exact: Array, scale: Array, estimated: Array | list[Array]):
+    """`exact + scale * estimated`, leaf by leaf if the estimate is a list of leaves."""
+
+    def add(exact, estimated):
+        return exact + scale * estimated.astype(scale.dtype)
+
+    if isinstance(estimated, list):
+        return [add(*pair) for pair in zip(block.leaves(exact), estimated, strict=True)]
+    return add(exact, estimated)
+
+
+def with_known_parts(
+    operator: lx.AbstractLinearOperator,
+    rows: Rows | None,
+    estimate_rest: Callable[..., tuple[Estimate, AbstractWeights | None]],
+) -> tuple[Estimate, KnownPartsWeights]:
+    """The estimate of the whole of an operator, and its weights: what is known exactly, and an
+    estimate of the rest by `estimate_rest(rest, known value, factor of the rest)`. Without `rows`
+    the trace.
+    """
+    parts = split_known_parts(operator, diagonal=rows is not None)
+    exact = parts.exact if rows is None else rows.of_vector(parts.exact)
+    if parts.rest is None:
+        zero = jnp.zeros_like(exact.real)
+        known = make_estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)
+        return known, KnownPartsWeights(None, rows)
+    inner, made = estimate_rest(parts.rest, exact, parts.scale)
+    size = jnp.abs(parts.scale)
+    whole = dataclasses.replace(
+        inner,
+        value=_whole(BlockOperator(operator), exact, parts.scale, inner.value),
+        std_err=jtu.tree_map(lambda x: size * x.astype(size.dtype), inner.std_err),
+        evidence=worse(inner.evidence, parts.evidence, evidence_of(exact, parts.scale)),
+    )
+    return whole, KnownPartsWeights(made, rows)
 
 
 def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, AbstractWeights]:
-    """The trace or the diagonal from products with all unit vectors; known parts take no products.
-
-    **Arguments:**
-
-    - `block`: a square operator of any kind.
-    - `rows`: the entries of the diagonal that are wanted; None for the trace.
-
-    **Returns:**
-
-    The estimate, and its weights. The standard error is 0, or that of rounding if products are less
-    precise than the dtype.
+    """The trace (`rows=None`) or entries of the diagonal, from products of a block with all unit
+    vectors; known parts take no products. The standard error is 0, or that of rounding if products
+    are less precise than the dtype.
     """
-    weights = ExactWeights(rows is not None)
-    estimate = _exact(block, rows, linearise=True)
-    return estimate, weights if rows is None else RowWeights(weights, rows)
+
+    def of_rest(rest, known, scale):
+        del known, scale
+        other = BlockOperator(rest, block.batch_size)
+        diagonal, norms = _entries(other.linearised())
+        size = safe_norm(norms) if rows is None else rows.norms(norms[:, None])
+        estimate = make_estimate(
+            _added(diagonal, rows),
+            rounding_of(size, other.eps) if other.is_inexact else jnp.zeros_like(size),
+            other.n,
+            other.n if other.is_inexact else 0,
+            evidence_of(norms),
+            separate=rows is not None,
+        )
+        return estimate, ExactWeights(rows)
+
+    return with_known_parts(block.operator, rows, of_rest)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
@@ -18,8 +17,8 @@ from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.weights import AbstractWeights
 from .calibration import CALIBRATION
 from .estimator import AbstractTraceEstimator
-from .rows import RowWeights
-from .samples import RangeSampling, merged, no_samples
+from .rows import Rows
+from .samples import Moments, RangeSampling, merged, no_samples
 
 
 @final
@@ -28,23 +27,21 @@ class Probes(eqx.Module):
     keeps more than one block of them.
     """
 
-    key_data: Array
-    key_impl: Any = eqx.field(static=True)
+    key: PRNGKeyArray
     sampler: AbstractSampler
     k: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
 
-    def fold(self, samples: Callable[..., Any], add: Callable[..., Any], carry: Any, shapes, dtype):
+    def fold(self, block: BlockOperator, samples: Callable, add: Callable, carry: Any) -> Any:
         """The carry after `add(carry, samples(omega))` for all blocks omega, given leaf by leaf."""
 
         def drawn(key, m):
-            return samples(self.sampler.probes_by_leaf(key, shapes, m, dtype))
+            return samples(self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype))
 
-        key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
         whole, rest = divmod(self.k, self.width)
         if whole == 1 and rest == 0:
-            return add(carry, drawn(key, self.k))
-        keys = split(key, whole + 1)
+            return add(carry, drawn(self.key, self.k))
+        keys = split(self.key, whole + 1)
         # Without the checkpoint, reverse mode would store each block's probes.
         one_block = jax.checkpoint(lambda key: drawn(key, self.width), prevent_cse=False)
         carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])
@@ -64,25 +61,32 @@ class TraceOfProbes(AbstractWeights):
         def add(total, samples):
             return total + jnp.sum(samples)
 
-        fold = self.probes.fold
-        return fold(block.quadratic_forms, add, zero, block.shapes, block.dtype) / self.probes.k
+        return self.probes.fold(block, block.quadratic_forms, add, zero) / self.probes.k
 
 
 @final
 class DiagonalOfProbes(AbstractWeights):
-    """The diagonal of `A Omega Omega^H / k`."""
+    """Entries of the diagonal of `A Omega Omega^H / k`."""
 
     probes: Probes
+    rows: Rows
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        zeros = [jnp.zeros(shape, block.dtype) for shape in block.shapes]
 
         def add(totals, samples):
-            return [t + jnp.sum(x, axis=-1) for t, x in zip(totals, samples, strict=True)]
+            pairs = zip(totals, self.rows.by_leaf(samples), strict=True)
+            return [t + jnp.sum(x, axis=-1) for t, x in pairs]
 
-        totals = self.probes.fold(entries(block), add, zeros, block.shapes, block.dtype)
+        zeros = [m.mean for m in none_of(block, self.rows)]
+        totals = self.probes.fold(block, entries(block), add, zeros)
         return as_value([total.reshape(-1) / self.probes.k for total in totals])
+
+
+def none_of(block: BlockOperator, rows: Rows) -> list[Moments]:
+    """The moments to begin with, leaf by leaf."""
+    zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
+    return [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
 
 
 def entries(block: BlockOperator) -> Callable[[list[Array]], list[Array]]:
@@ -93,6 +97,12 @@ def entries(block: BlockOperator) -> Callable[[list[Array]], list[Array]]:
         return [jnp.conj(o) * p for o, p in zip(omega, products, strict=True)]
 
     return samples
+
+
+def _std_err(moments: Moments, eps: float) -> Array:
+    # What rounding does to all samples alike does not show in their scatter.
+    size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.number))
+    return jnp.hypot(moments.std_err(), rounding_of(size, eps))
 
 
 @final
@@ -130,7 +140,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         return RangeSampling(rows=rows, sampler=self.sampler, resphere=False, sizes=(0,))
 
     def _probes(self, key: PRNGKeyArray, k: int, width: int) -> Probes:
-        return Probes(jr.key_data(key), jr.key_impl(key), self.sampler, k, min(k, width))
+        return Probes(key, self.sampler, k, min(k, width))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -141,31 +151,24 @@ class HutchinsonEstimator(AbstractTraceEstimator):
             width = block_width(block.n, width, APART_LIMIT)
         probes = self._probes(key, k, width)
         start = no_samples((), block.dtype)
-        moments = probes.fold(block.quadratic_forms, merged, start, block.shapes, block.dtype)
-        # What rounding does to all samples alike does not show in their scatter.
-        size = jnp.hypot(jnp.abs(moments.mean), moments.spread / jnp.sqrt(moments.number))
-        std_err = jnp.hypot(moments.std_err(), rounding_of(size, block.eps))
-        estimate = make_estimate(moments.mean, std_err, k, k - 1)
-        return CALIBRATION["hutchinson"].applied(estimate), TraceOfProbes(probes)
+        moments = probes.fold(block, block.quadratic_forms, merged, start)
+        std_err = _std_err(moments, block.eps)
+        estimate = make_estimate(moments.mean, std_err, k, k - 1, **CALIBRATION["hutchinson"])
+        return estimate, TraceOfProbes(probes)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
         block = BlockOperator(operator, self.batch_size).linearised()
         probes = self._probes(key, k, self.batch_size or block_width(block.n, k))
-        zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
-        start = [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
 
         def add(moments, samples):
             return [merged(*pair) for pair in zip(moments, rows.by_leaf(samples), strict=True)]
 
-        moments = probes.fold(entries(block), add, start, block.shapes, block.dtype)
+        moments = probes.fold(block, entries(block), add, none_of(block, rows))
         values = [part.mean.reshape(-1) for part in moments]
-        std_errs = [
-            jnp.hypot(part.std_err(), rounding_of(jnp.abs(part.mean), block.eps)).reshape(-1)
-            for part in moments
-        ]
+        std_errs = [_std_err(part, block.eps).reshape(-1) for part in moments]
         estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, separate=True)
-        return estimate, RowWeights(DiagonalOfProbes(probes), rows)
+        return estimate, DiagonalOfProbes(probes, rows)
 
 
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**

@@ -6,35 +6,17 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._core.estimate import (
-    evidence_of,
-    make_estimate,
-    mean_and_std_err,
-    rounding_of,
-    safe_norm,
-)
+from .._core.estimate import evidence_of, make_estimate, mean_and_std_err, rounding_of, safe_norm
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
-from .._sketch.ranges import captured_diagonal, range_basis, residual_samples
-from .._sketch.weights import AbstractTwoSidedWeights, LowRankWeights
+from .._sketch.ranges import captured_diagonal, range_basis, residual_products
+from .._sketch.weights import LowRankWeights
 from .calibration import CALIBRATION, with_ties
+from .diagonal_error import DiagonalWeights
 from .rows import RowWeights, without_nonfinite
 from .sketching import AbstractSketchEstimator
-
-
-@final
-class DiagPlusPlusWeights(AbstractTwoSidedWeights):
-    """Diag++ as a function of A, with Q and the probes held fixed."""
-
-    q: Inexact[Array, "n m"]
-    omega: Inexact[Array, "n p"]
-
-    def combine(self, products, adjoint_products):
-        """See `AbstractTwoSidedWeights`."""
-        samples = residual_samples(self.q, self.omega, products, adjoint_products)
-        return captured_diagonal(self.q, adjoint_products) + jnp.mean(samples, axis=1)
 
 
 @final
@@ -89,10 +71,12 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         size = jnp.hypot(safe_norm(z.reshape(-1)), rest.astype(std_err.dtype))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         # A NaN or inf in the sketch shows in these products as well.
-        estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z, products))
+        evidence = evidence_of(z, products)
+        more = CALIBRATION["hutch++"]
+        estimate = make_estimate(value, std_err, k, tested - 1, evidence, **more)
         u = jnp.concatenate([q, g * (factor / tested)], axis=1)
         v = jnp.concatenate([q, g], axis=1)
-        return CALIBRATION["hutch++"].applied(estimate), LowRankWeights(u, v)
+        return estimate, LowRankWeights(u, v)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
@@ -104,14 +88,16 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         z, lost = without_nonfinite(block.adjoint_mm(q))
         products, lost_too = without_nonfinite(block.mm(omega))
         lost = lost + lost_too
-        samples = residual_samples(q, omega, products, z)
+        samples = jnp.conj(omega) * residual_products(q, omega, products, z)
         residual, std_err = mean_and_std_err(rows(samples))
         if rows.sizes is None:
             std_err = with_ties(std_err, tested)
         value = rows.of_vector(captured_diagonal(q, z) + lost) + residual
         std_err = jnp.hypot(std_err, rounding_of(rows.norms(z), block.eps))
         estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z, lost), separate=True)
-        return estimate, RowWeights(DiagPlusPlusWeights(q, omega), rows)
+        s = jnp.zeros((m, tested), block.dtype)
+        made = DiagonalWeights(q=q, s=s, omega=omega, beta=jnp.ones_like(s[0].real))
+        return estimate, RowWeights(made, rows)
 
 
 def _basis_and_probes(

@@ -3,22 +3,18 @@ matrices.
 """
 
 import dataclasses
-from typing import ClassVar, final
 
-import equinox as eqx
 import jax.random as jr
 import lineax as lx
-from jax import lax
-from jaxtyping import Array, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray
 
-from .._core.primitive import diagonal_p, trace_p
-from .._operators.block_operator import BlockOperator, unflatten
+from .._core.primitive import compiled_once, diagonal_p, trace_p
+from .._operators.block_operator import unflatten
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
-from .._sketch.weights import AbstractWeights
 from .auto import AutoTraceEstimator
 from .calibration import CALIBRATION
-from .estimator import AbstractEstimator, RowsEstimator, check_budget, solve
+from .estimator import AbstractEstimator, RowsEstimator, check_budget, check_key, solve
 from .rows import Rows
 from .solution import Solution, restructure
 from .tolerance import (
@@ -44,9 +40,7 @@ def frobenius_norm(
 
     The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes two products, one
     with A and one with its adjoint. One further product gives the unit in which squares neither
-    over- nor underflow.
-
-    Cost: at most `k` matvecs, half of them with the adjoint; four blocks of `n x k/2` numbers.
+    over- nor underflow. Cost: at most `k` matvecs; four blocks of `n x k/2` numbers.
 
     **Arguments:**
 
@@ -62,8 +56,7 @@ def frobenius_norm(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or `rtol` of the wrong type.
-    - `ValueError`: for `k < 1` or a negative tolerance.
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
     return _root_of_gram(trace_p, key, operator, k, None, rtol, max_k, throw)
@@ -78,13 +71,11 @@ def row_norms(
     max_k: int | None = None,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate the Euclidean norms of the rows of A.
+    """Estimate the Euclidean norms of the rows of A.
 
-    Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag. A probe takes two
-    products, one with A and one with its adjoint. If the estimate of a square is below 0, the norm
-    is 0.
-
-    Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2` numbers.
+    Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag; where one is below
+    0, the norm is 0. Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2`
+    numbers.
 
     **Arguments:**
 
@@ -98,7 +89,7 @@ def row_norms(
 
     **Raises:**
 
-    - `TypeError`, `ValueError`: as [`traceax.frobenius_norm`][].
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
     solution = _root_of_gram(diagonal_p, key, operator, k, Rows(), rtol, max_k, throw)
@@ -106,74 +97,32 @@ def row_norms(
     return restructure(solution, lambda vector: unflatten(structure, vector))
 
 
-@final
-class GramEstimator(AbstractEstimator):
-    """An estimate for the Gram operator of A / unit. The unit is `aux` of the estimate."""
-
-    inner: AbstractEstimator
-    rows: bool = eqx.field(static=True)
-    square: ClassVar[bool] = False
-
-    def size(self, operator):
-        """See `AbstractEstimator`."""
-        return operator.out_size() if self.rows else operator.in_size()
-
-    def compute(self, key, operator, k, weights):
-        """See `AbstractEstimator`."""
-        unit_key, key = jr.split(key)
-        unit = unit_of(unit_key, operator)
-        estimate, made = self.inner.compute(key, gram(operator, unit, self.rows), k, weights)
-        spent = 2 * estimate.num_matvecs + 1
-        estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
-        return estimate, GramWeights(made, unit, self.rows)
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        unit = unit_of(jr.key(0), operator)
-        estimate, made = self.inner.exact(gram(operator, unit, self.rows))
-        spent = 2 * estimate.num_matvecs + 1
-        estimate = dataclasses.replace(estimate, num_matvecs=spent, aux=unit)
-        return estimate, GramWeights(made, unit, self.rows)
-
-
-@final
-class GramWeights(AbstractWeights):
-    """The weights of the Gram operator."""
-
-    inner: AbstractWeights | None
-    unit: Real[Array, ""]
-    rows: bool = eqx.field(static=True)
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        assert self.inner is not None
-        return self.inner.contract(BlockOperator(gram(block.operator, self.unit, self.rows)))
-
-
 def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solution:
     name = "frobenius_norm" if rows is None else "row_norms"
     n = operator.in_size() if rows is None else operator.out_size()
-    default = AutoTraceEstimator()
+    estimator: AbstractEstimator = AutoTraceEstimator()
     if check_either(name, k, rtol, None, max_k):
         max_k, budget = largest_budget(max_k, 2 * n + 1, name)
         most = max((max_k - 1) // 2, 1)
         given = tolerance_of(rtol, "rtol"), tolerance_of(None, "atol"), most
-        inner: AbstractEstimator = ToleranceEstimator(default, rows, *given, root=True)
+        estimator = ToleranceEstimator(AutoTraceEstimator(), rows, *given, root=True)
     else:
         budget = check_budget(k, 3, 2 * n + 1, name)
-        inner = default if rows is None else RowsEstimator(default, rows)
+        estimator = estimator if rows is None else RowsEstimator(AutoTraceEstimator(), rows)
     budget = max((budget - 1) // 2, 1)
-    estimator = GramEstimator(inner, rows is not None)
-    solution = solve(primitive, key, operator, budget, estimator, throw=throw)
-    unit = lax.stop_gradient(solution.aux)
+    unit_key, key = jr.split(check_key(key))
+    unit = compiled_once(unit_of, unit_key, operator)
+    squares = gram(operator, unit, rows is not None)
+    solution = solve(primitive, key, squares, budget, estimator, throw=throw)
 
+    unit = unit.astype(solution.std_err.dtype)
     value = root(solution.value)
-    std_err = unit.astype(value.dtype) * root_error(value, solution.std_err)
+    std_err = unit * root_error(value, solution.std_err)
     return dataclasses.replace(
         solution,
-        value=unit.astype(value.dtype) * value,
+        value=unit * value,
         std_err=std_err,
+        num_matvecs=2 * solution.num_matvecs + 1,
         stats={**solution.stats, "std.err": std_err},
-        tail=CALIBRATION["xnystrace, squares"].tail if rows is None else solution.tail,
-        aux=None,
+        tail=CALIBRATION["xnystrace, squares"]["tail"] if rows is None else solution.tail,
     )

@@ -1,6 +1,7 @@
 """Entries of a diagonal, one by one or added up."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import final
 
 import equinox as eqx
@@ -31,10 +32,8 @@ class Rows(eqx.Module):
         """Add up rows, column by column."""
         if self.sizes is None:
             return block
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        ends = [start + size for start, size in zip(starts, self.sizes, strict=True)]
-        sums = [jnp.sum(block[a:b], axis=0) for a, b in zip(starts, ends, strict=True)]
-        return jnp.stack(sums)
+        groups = jnp.split(block, list(accumulate(self.sizes))[:-1])
+        return jnp.stack([jnp.sum(group, axis=0) for group in groups])
 
     def by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Inexact[Array, "... m"]]:
         """Add up rows that come as one array for each leaf: return one block with a row of sums for
@@ -75,10 +74,4 @@ class RowWeights(AbstractWeights):
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        diagonal = self.inner.contract(block)
-        if self.rows.sizes is None:
-            return diagonal
-        if isinstance(diagonal, list):
-            (sums,) = self.rows.by_leaf([part[:, None] for part in diagonal])
-            return sums[:, 0]
-        return self.rows.of_vector(diagonal)
+        return self.rows.of_vector(self.inner.contract(block))

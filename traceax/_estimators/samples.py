@@ -37,11 +37,10 @@ from .._sketch.leave_one_out import (
     matmul,
     resphering,
     scaled,
-    shift_of,
     square_norms,
     square_of,
 )
-from .._sketch.nystrom import precision_of_core, shifted_cholesky, skew_of_precision
+from .._sketch.nystrom import core_of, shifted_cholesky
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .exact import exact
 from .rows import Rows
@@ -137,26 +136,12 @@ class AbstractSampling(eqx.Module):
         """
 
     @abc.abstractmethod
-    def draw(
-        self,
-        key: PRNGKeyArray,
-        block: BlockOperator,
-        prepared: Any,
-        count: int,
-        steps: Int[Array, ""] | int = 0,
-    ) -> Panel:
+    def draw(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Panel:
         """So many samples of what the low-rank part leaves, from as many products each as those of
         the last panel took; 0 for the first.
         """
 
-    def contracted(
-        self,
-        key: PRNGKeyArray,
-        block: BlockOperator,
-        prepared: Any,
-        count: int,
-        steps: Int[Array, ""] | int = 0,
-    ) -> Inexact[Array, "..."]:
+    def contracted(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Array:
         """The mean of the samples of a panel as a function of A, with the basis held fixed."""
         del steps
         return jnp.mean(_range_panel(self, key, block, prepared, count).samples, axis=-1)
@@ -281,10 +266,8 @@ class NystromSampling(AbstractSampling):
     sign: int | Int[Array, ""]  # of the operator
     sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
 
-    @property
-    def plain_sampler(self) -> AbstractSampler:
-        """See `RangeSampling`."""
-        return RademacherSampler()
+    #: See `RangeSampling`.
+    plain_sampler = RademacherSampler()
 
     @property
     def resphere(self) -> bool:
@@ -299,15 +282,10 @@ class NystromSampling(AbstractSampling):
         """See `AbstractSampling`."""
         p, _ = qr(RademacherSampler().probes(key, block.n, size, block.dtype))
         sketch = scaled(self.sign * block.mm(p))
-        core = matmul(adjoint(p), sketch.numbers)
-        precision = precision_of_core(core, sketch.norm, block.n, block.eps)
-        # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-        least = shift_of(math.sqrt(block.n) * sketch.norm, block.n, precision)
-        nu, factor = shifted_cholesky((core + adjoint(core)) / 2, least)
+        core, _, least, limit, skew = core_of(p, sketch, block.eps)
+        nu, factor = shifted_cholesky(core, least)
         shifted = sketch.numbers + nu * p
         f = jnp.sqrt(sketch.size) * divide_by_upper(shifted, factor)
-        skew = skew_of_precision(precision, block.n, block.eps)
-        negative = nu / (100 * math.sqrt(block.n) * least)
         squares = jnp.sum(square_of(f), axis=1)
         value = jnp.sum(squares) if self.rows is None else self.rows.of_vector(squares)
         return Prepared(
@@ -316,7 +294,7 @@ class NystromSampling(AbstractSampling):
             value=(self.sign * value).astype(block.dtype),
             size=_norms(self.rows, sketch.size * sketch.numbers),
             basis=qr(shifted)[0] if weights else f,
-            evidence=evidence_of(sketch.square, skew=skew, negative=negative),
+            evidence=evidence_of(sketch.square, skew=skew, negative=nu / limit),
         )
 
     def draw(self, key, block, prepared, count, steps=0):

@@ -11,11 +11,6 @@ from .rows import Rows
 from .samples import AbstractSampling, RangeSampling
 
 
-def phases(dtype: np.dtype) -> AbstractSampler:
-    """Probes with independent entries of modulus 1: random signs, or complex phases."""
-    return SteinhausSampler() if jnp.issubdtype(dtype, jnp.complexfloating) else RademacherSampler()
-
-
 class AbstractSketchEstimator(AbstractTraceEstimator):
     """An estimator with a sketch, whose residual probes may be renormalised ("resphered")."""
 
@@ -45,8 +40,9 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         return RangeSampling(rows=rows, sampler=sampler, resphere=self.respheres(dtype))
 
     def sampler_of_rows(self, dtype: np.dtype) -> AbstractSampler:
-        """The distribution of the probes for a diagonal."""
-        return self.sampler or phases(dtype)
+        """The distribution of the probes for a diagonal: independent entries of modulus 1."""
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        return self.sampler or (SteinhausSampler() if is_complex else RademacherSampler())
 
     def respheres(self, dtype: np.dtype) -> bool:
         """Whether the residual probes of a trace are renormalised."""

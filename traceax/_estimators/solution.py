@@ -29,15 +29,8 @@ def _shown(tree: PyTree, entries: bool) -> str:
 def described(
     name: str, parts: dict[str, PyTree], result: Any = None, *, entries: bool = False
 ) -> str:
-    """What a class of results prints: the numbers, where they are known; inside `jit`, and of
-    batches, the shapes.
-
-    **Arguments:**
-
-    - `name`: the name of the class.
-    - `parts`: its fields, by name.
-    - `result`: a member of `RESULTS`, which is shown if `num_matvecs` is known; or None.
-    - `entries`: whether the entries of vectors are shown as well.
+    """What a class of results prints: its name and fields, and the name of the result where
+    `num_matvecs` is known. Inside `jit`, and of batches, shapes stand for numbers.
     """
     shown = [f"{field}={_shown(part, entries)}" for field, part in parts.items()]
     if result is not None and _is_number(parts["num_matvecs"]):
@@ -56,30 +49,25 @@ def _aligned(x: Array, like: Array) -> Array:
 
 @final
 class Solution(eqx.Module):
-    """An estimate with its error bar.
-
-    Only `value` carries a derivative; the derivative of every other field is zero.
+    """An estimate with its error bar. Only `value` carries a derivative.
 
     **Attributes:**
 
     - `value`: the estimate, of the operator's dtype (float32 for half precision): a scalar array,
         or for diagonals a PyTree of arrays.
-    - `std_err`: the estimated standard deviation of `value` (real, of the same structure),
-        rounding included. It is 0 if the value is exact, and inf if there was a single probe, which
-        shows no scatter.
+    - `std_err`: the estimated standard deviation of `value` (real, of the same structure), rounding
+        included. It is 0 if the value is exact, and inf if there was a single probe.
     - `num_matvecs`: the number of products with the operator that were spent.
-    - `stats`: further statistics: `"std.err"`, and `"dof"`, the degrees of freedom of `std_err`:
-        the number of averaged samples, less one; a real number. (For functions of matrices the
-        standard error comes from the quadrature nodes, and `dof` is about the number of eigenvalues
-        that dominate it, times that of the probes.) Diagonals and block traces add `"nonfinite"`,
-        the number of entries of each leaf that are not finite. Log-determinants add `"columns"`,
-        which were read without a product; log densities `"log_det"`, `"quadratic_form"` and
-        `"solve"`.
+    - `stats`: further statistics: `"std.err"`, and `"dof"`, the degrees of freedom of `std_err`, a
+        real number: that of averaged samples, less one (for functions of matrices about that of the
+        eigenvalues that dominate the error, times that of the probes). Diagonals and block traces
+        add `"nonfinite"`, the number of entries of each leaf that are not finite; log-determinants
+        `"columns"`, which were read without a product; log densities `"log_det"`,
+        `"quadratic_form"` and `"solve"`.
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
-        of the error from ending Lanczos' recurrence early. It is not a part of `std_err`, and inf
-        if nothing is known of it. Of exact values (log-determinants, inverses and other functions
-        of a matrix) it is the error of rounding. None for estimates that have no such error.
+        of the error from ending a recurrence early (of exact values, from rounding). It is not a
+        part of `std_err`, and inf if nothing is known of it. None where there is no such error.
     - `aux`: what belongs to the estimate of a particular quantity; else None.
     - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """
@@ -106,16 +94,11 @@ class Solution(eqx.Module):
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         r"""The interval that holds the true value (its real part) with probability `level`.
 
-        It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t. For
-        independent normal samples this is right with c = 1 and `stats["dof"]` degrees of freedom.
-        For other samples two constants were measured
-        (`benchmarks/calibrate.py`): c is `inflation` (1 to 1.15), and the degrees of freedom are
-        divided by `tail` (1 to 9), the number of samples that tell as much as a normal one. For
-        functions of matrices the quadrature error is added.
-
-        With 8 products or more, 95 % intervals hold the true value in at least 92 % of cases, on
-        spectra from flat to a single eigenvalue that exceeds all others. With fewer products they
-        may not: a few samples cannot report what they have not met.
+        It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t, c =
+        `inflation` and `stats["dof"] / tail` degrees of freedom: two measured constants, 1 for
+        independent normal samples. For functions of matrices the quadrature error is added. With 8
+        products or more, 95 % intervals hold the true value in at least 92 % of cases, on spectra
+        from flat to a single eigenvalue that exceeds all others.
 
         **Arguments:**
 
@@ -134,9 +117,8 @@ class Solution(eqx.Module):
             raise ValueError(
                 f"The level must lie between 0 and 1, got {level!r}. For 95 % give 0.95."
             )
-        dof, quadrature_error = self.stats["dof"], self.quadrature_error
         # However heavy the tails, one degree of freedom is left.
-        dof = jnp.asarray(dof, float)
+        dof = jnp.asarray(self.stats["dof"], float)
         dof = jnp.where(dof > 1, jnp.maximum(dof / _aligned(self.tail, dof), 1), dof)
 
         def radius(std_err, *quadrature_error):
@@ -145,7 +127,7 @@ class Solution(eqx.Module):
             known = jnp.where(std_err == 0, jnp.zeros_like(std_err), factor * std_err)
             return sum(quadrature_error, known)
 
-        others = () if quadrature_error is None else (quadrature_error,)
+        others = () if self.quadrature_error is None else (self.quadrature_error,)
         radii = jtu.tree_map(radius, self.std_err, *others)
         lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)
         return lower, jtu.tree_map(lambda value, r: value.real + r, self.value, radii)
@@ -171,7 +153,8 @@ def solution_of(estimate: Estimate) -> Solution:
 
 def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
     """The solution with `fn` applied to its value and its errors."""
-    value, std_err = fn(solution.value), fn(solution.std_err)
+    value = fn(solution.value)
+    std_err = fn(solution.std_err)
     error = solution.quadrature_error
     error = None if error is None else fn(error)
     lost = jtu.tree_map(lambda x: jnp.sum(~jnp.isfinite(x)), value)

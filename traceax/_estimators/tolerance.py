@@ -1,4 +1,4 @@
-r"""Calls with a tolerance: prepare, then samples.
+"""Calls with a tolerance: prepare, then samples.
 
 Something is prepared from a few products (see `samples`), and then panels of 8 independent samples
 of what is left are averaged until their error is small enough,
@@ -7,14 +7,12 @@ of what is left are averaged until their error is small enough,
 
 with Student's 97.5 % quantile t. What is prepared has one of few sizes, all of them static: 0, 16,
 64, 256 columns. The first panel at a size predicts how many samples are still needed; if the next
-size costs less than they do, it is prepared, from new products. For a size after the first, the
-variance is assumed to fall as much again as it fell before. The last resort, where the budget
-allows n products, is the exact value.
-
-No product of an earlier size is used again. Under `vmap` a size is prepared if any lane wants it,
-and a lane gets what it would get by itself.
+size costs less than they do, it is prepared, from new products. (After the first, the variance is
+assumed to fall as much again as it fell before.) The last resort, where the budget allows n
+products, is the exact value. Under `vmap` a lane gets what it would get by itself.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -23,7 +21,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.random as jr
-import lineax as lx
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
@@ -39,12 +36,10 @@ from .._core.estimate import (
     rounding_of,
     worse,
 )
-from .._core.primitive import Primitive
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
-from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
-from .auto import AutoTraceEstimator, KnownPartsWeights, known_estimate, with_known_parts
+from .auto import AutoTraceEstimator
 from .calibration import norm_factor
 from .estimator import (
     AbstractEstimator,
@@ -52,9 +47,10 @@ from .estimator import (
     RowsEstimator,
     check_budget,
     check_key,
+    described,
     solve,
 )
-from .exact import exact
+from .exact import exact, with_known_parts
 from .rows import Rows
 from .samples import AbstractSampling, Moments, Prepared, merged, no_samples
 from .solution import Solution
@@ -75,12 +71,7 @@ class Target(NamedTuple):
     scale: Inexact[Array, ""] | float
     root: bool
 
-    def ratio(
-        self,
-        value: Inexact[Array, "..."],
-        std_err: Real[Array, "..."],
-        bias: Real[Array, "..."] | float = 0.0,
-    ) -> Real[Array, ""]:
+    def ratio(self, value: Array, std_err: Array, bias: Array | float = 0.0) -> Real[Array, ""]:
         """The standard error over the largest one that is allowed beside a bias, all as Euclidean
         norms.
         """
@@ -110,17 +101,15 @@ class Samples(NamedTuple):
     evidence: Evidence
     panels: Int[Array, ""]
     steps: Int[Array, ""]  # the products of one sample
-    choice: Int[Array, ""]  # the number of the size to go on with
-
-    def deviation(self) -> Real[Array, "..."]:
-        """The standard deviation of one sample. (A variance might over- or underflow.)"""
-        others = self.moments.number - 1
-        scatter = self.moments.spread / jnp.sqrt(jnp.maximum(others, 1))
-        return jnp.maximum(jnp.where(others > 0, scatter, jnp.inf), self.least_deviation)
 
     def std_err(self) -> Real[Array, "..."]:
         """The standard error of the mean."""
-        return self.deviation() / jnp.sqrt(self.moments.number)
+        least = self.least_deviation / jnp.sqrt(self.moments.number)
+        return jnp.maximum(self.moments.std_err(), least)
+
+    def deviation(self) -> Real[Array, ""]:
+        """The standard deviation of one sample, of all entries together."""
+        return norm_of(self.std_err()) * jnp.sqrt(self.moments.number)
 
 
 class Outcome(NamedTuple):
@@ -128,7 +117,6 @@ class Outcome(NamedTuple):
 
     estimate: Estimate
     deviation: Real[Array, ""]  # of one sample, all entries together
-    products: Int[Array, ""]
     size: Int[Array, ""]  # the number of the size that the estimate is from
     wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
     panels: Int[Array, ""]
@@ -141,18 +129,12 @@ class SampledWeights(AbstractWeights):
     """The weights of the size that a call ended with. The probes are drawn again."""
 
     sampling: AbstractSampling
-    key_data: Array
-    key_impl: Any = eqx.field(static=True)
+    key: PRNGKeyArray
     basis: tuple[Inexact[Array, "n r"], ...]
     size: Int[Array, ""]
     panels: Int[Array, ""]
     steps: Int[Array, ""]
     max_k: int = eqx.field(static=True)
-
-    @property
-    def panel(self) -> int:
-        """The number of samples in a panel."""
-        return min(self.sampling.panel, self.max_k)
 
     def contract(self, block):
         """See `AbstractWeights`."""
@@ -163,53 +145,28 @@ class SampledWeights(AbstractWeights):
 
     def _sampled(self, number: int, block: BlockOperator) -> Array:
         prepared = self.sampling.captured(block, self.basis[number])
-        key = jr.wrap_key_data(self.key_data, impl=self.key_impl)
-        _, keys = _keys(key, number)
+        _, keys = jr.split(jr.fold_in(self.key, number))
         zeros = jnp.zeros_like(prepared.value)
+        panel = min(self.sampling.panel, self.max_k)
 
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            given = block, prepared, self.panel, self.steps
+            given = block, prepared, panel, self.steps
             return self.sampling.contracted(jr.fold_in(keys, j), *given)
 
         def add(total, j):
-            panel = lax.cond(j < self.panels, one_panel, lambda _: zeros, j)
-            return total + panel, None
+            return total + lax.cond(j < self.panels, one_panel, lambda _: zeros, j), None
 
-        most = self.max_k // self.panel
-        total, _ = lax.scan(add, zeros, jnp.arange(most, dtype=jnp.int32))
+        total, _ = lax.scan(add, zeros, jnp.arange(self.max_k // panel, dtype=jnp.int32))
         return prepared.value + total / self.panels.astype(total.real.dtype)
 
 
-def _keys(key: PRNGKeyArray, number: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """The keys of what is prepared at a size, and of its panels, which fold in their number."""
-    first, second = jr.split(jr.fold_in(key, number))
-    return first, second
-
-
 def sample_to_tolerance(
-    key: PRNGKeyArray,
-    block: BlockOperator,
-    sampling: AbstractSampling,
-    target: Target,
-    max_k: int,
-    weights: bool,
+    key, block: BlockOperator, sampling: AbstractSampling, target: Target, max_k: int, weights: bool
 ) -> tuple[Estimate, SampledWeights | None]:
-    """Prepare, draw samples, and prepare more while that costs less than further samples.
-
-    **Arguments:**
-
-    - `key`: the random key.
-    - `block`: the operator.
-    - `sampling`: what is prepared and drawn.
-    - `target`: when to stop.
-    - `max_k`: the largest budget.
-    - `weights`: whether a derivative is taken.
-
-    **Returns:**
-
-    The estimate and its weights.
+    """The estimate and, if a derivative is taken, its weights: prepare, draw samples until the
+    target is met, and prepare more while that costs less than further samples.
     """
     run = _Run(key, block.linearised(), sampling, target, max_k, weights)
     outcome = run.sampled(0, None)
@@ -222,8 +179,7 @@ def sample_to_tolerance(
         return outcome.estimate, None
     made = SampledWeights(
         sampling=sampling,
-        key_data=jr.key_data(key),
-        key_impl=jr.key_impl(key),
+        key=key,
         basis=outcome.basis,
         size=outcome.size,
         panels=outcome.panels,
@@ -249,90 +205,78 @@ class _Run:
         fitting = [size for size in sampling.sizes if products(size) + 2 * self.panel <= max_k]
         self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
         self.may_be_exact = max_k >= block.n
-        self.quantiles = _quantiles(self.panel, max_k // self.panel + 1)
+        # Student's 97.5 % quantile by the number of panels.
+        from scipy.special import stdtrit  # imported only here, because it takes time
+
+        panels = np.arange(max_k // self.panel + 2)
+        self.quantiles = stdtrit(np.maximum(self.panel * panels - 1, 1), 0.975)
 
     def sampled(self, number: int, before: Outcome | None) -> Outcome:
         """The outcome of samples at a size."""
-        prepare_key, keys = _keys(self.key, number)
+        # The second key is that of the panels, which fold in their number.
+        prepare_key, keys = jr.split(jr.fold_in(self.key, number))
         size = self.sizes[number]
         if size == 0:
             empty = jnp.zeros((self.block.n, 0), self.block.dtype)
             prepared = self.sampling.captured(self.block, empty)
         else:
             prepared = self.sampling.prepare(prepare_key, self.block, size, self.weights)
-        spent = self.sampling.products(size) + (0 if before is None else before.products)
-
+        already = 0 if before is None else before.estimate.num_matvecs
+        spent = already + self.sampling.products(size)
         given = self.block, prepared, self.panel
 
-        def step(samples):
+        def step(state):
+            _, samples = state
             panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given, samples.steps)
             share = jnp.asarray(1 / (samples.panels + 1), zero.dtype)
-            norm = samples.size + share * (panel.size - samples.size)
             least = jnp.hypot(
                 jnp.sqrt(1 - share) * samples.least_deviation,
                 jnp.sqrt(share) * panel.least_deviation,
             )
-            moments = merged(samples.moments, panel.samples)
             grown = Samples(
-                moments=moments,
+                moments=merged(samples.moments, panel.samples),
                 least_deviation=least,
-                size=norm,
+                size=samples.size + share * (panel.size - samples.size),
                 bias=samples.bias + share * (panel.bias - samples.bias),
                 evidence=worse(samples.evidence, panel.evidence),
                 panels=samples.panels + 1,
                 steps=jnp.asarray(panel.steps, jnp.int32),
-                choice=samples.choice,
             )
-            return grown._replace(choice=self.choice(number, before, prepared, spent, grown))
+            return self.choice(number, before, prepared, spent, grown), grown
 
         zero = jnp.zeros_like(prepared.value.real)
-        none = no_samples(prepared.value.shape, prepared.value.dtype)
         start = Samples(
-            moments=none,
+            moments=no_samples(prepared.value.shape, prepared.value.dtype),
             least_deviation=zero,
             size=zero,
             bias=zero,
             evidence=prepared.evidence,
             panels=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
-            choice=jnp.asarray(number, jnp.int32),
         )
-        samples = lax.while_loop(lambda samples: samples.choice == number, step, start)
+        state = jnp.asarray(number, jnp.int32), start
+        wanted, samples = lax.while_loop(lambda state: state[0] == number, step, state)
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
-            deviation=norm_of(samples.deviation()),
-            products=jnp.asarray(spent + self.products(samples), jnp.int32),
+            deviation=samples.deviation(),
             size=jnp.asarray(number, jnp.int32),
-            wanted=samples.choice,
+            wanted=wanted,
             panels=samples.panels,
             steps=samples.steps,
             basis=self.bases(number, prepared),
         )
 
-    @property
-    def separate(self) -> bool:
-        """See `Estimate`: at the first size, where NaN and inf end a call, so are all entries."""
-        return self.sampling.rows is not None
+    def std_err(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
+        """The standard error, with what rounding adds, whatever the number of samples."""
+        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+        return jnp.hypot(samples.std_err(), rounding)
 
-    def products(self, samples: Samples) -> Int[Array, ""]:
-        """The products of the samples so far."""
-        return self.panel * samples.panels * samples.steps
-
-    def rounding(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
-        """The standard error that rounding adds, whatever the number of samples."""
-        return rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
-
-    def ratio(
-        self,
-        prepared: Prepared,
-        samples: Samples,
-        std_err: Real[Array, "..."],
-        bias: Real[Array, "..."] | float,
-    ) -> Real[Array, ""]:
+    def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
         """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
+        std_err = self.std_err(prepared, samples)
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
         value = prepared.value + samples.moments.mean
-        return quantile * self.target.ratio(value, std_err, bias)
+        return quantile * self.target.ratio(value, std_err, samples.bias)
 
     def choice(
         self, number: int, before: Outcome | None, prepared: Prepared, spent: Any, samples: Samples
@@ -340,42 +284,39 @@ class _Run:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
         # The samples that this size takes in all: their error falls with the root of their number.
-        ratio = self.ratio(prepared, samples, samples.std_err(), samples.bias)
-        needed = drawn * jnp.square(ratio)
+        needed = drawn * jnp.square(self.ratio(prepared, samples))
         limit = self.target.limit(prepared.value + samples.moments.mean)
         biased = norm_of(samples.bias) > limit  # which more samples leave as it is
         steps = samples.steps
         more = steps * jnp.maximum(needed - drawn, 0)
         left = self.max_k - spent - drawn * steps
-        choice = jnp.where(left >= self.panel * steps, number, -1)
+        choice = jnp.where((left >= self.panel * steps) & ~biased, number, -1)
         if number + 1 < len(self.sizes):
             cost = self.sampling.products(self.sizes[number + 1]) + self.panel * steps
             fall = 0.0
             if before is not None and number > 1:
-                fall = jnp.minimum(norm_of(samples.deviation()) / before.deviation, 1) ** 2
+                fall = jnp.minimum(samples.deviation() / before.deviation, 1) ** 2
             pays = (cost + fall * needed * steps < more) | biased
-            pays = pays & (cost <= left)
-            choice = jnp.where(pays, number + 1, choice)
-        choice = jnp.where(biased & (choice == number), -1, choice)
+            choice = jnp.where(pays & (cost <= left), number + 1, choice)
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
             choice = jnp.where(last_resort, len(self.sizes), choice)
-        hopeless = self.ratio(prepared, samples, self.rounding(prepared, samples), 0.0) > 1
-        ends = (needed <= drawn) | samples.evidence.fails | hopeless
+        ends = (needed <= drawn) | samples.evidence.fails
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 
     def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
         """The estimate from the samples at a size."""
-        value = prepared.value + samples.moments.mean
-        std_err = jnp.hypot(samples.std_err(), self.rounding(prepared, samples))
-        ratio = self.ratio(prepared, samples, std_err, samples.bias)
-        unconverged = Evidence(unconverged=ratio)
         drawn = self.panel * samples.panels
-        products = spent + self.products(samples)
-        evidence = worse(samples.evidence, unconverged)
-        bias = samples.bias if self.sampling.has_bias else None
-        more = {"quadrature_error": bias, "separate": self.separate}
-        return make_estimate(value, std_err, products, drawn - 1, evidence, **more)
+        return make_estimate(
+            prepared.value + samples.moments.mean,
+            self.std_err(prepared, samples),
+            spent + drawn * samples.steps,
+            drawn - 1,
+            worse(samples.evidence, Evidence(unconverged=self.ratio(prepared, samples))),
+            quadrature_error=samples.bias if self.sampling.has_bias else None,
+            # At the first size, where NaN and inf end a call, entries are.
+            separate=self.sampling.rows is not None,
+        )
 
     def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:
         """The basis of this size, and zeros for the others."""
@@ -389,24 +330,21 @@ class _Run:
     def exact(self, before: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
         found, _ = self.sampling.exact(self.block)
-        products = before.products + found.num_matvecs
-        dof = found.dof.astype(before.estimate.dof.dtype)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
-        evidence = worse(found.evidence, unconverged)
-        more = {"quadrature_error": found.quadrature_error, "separate": self.separate}
-        estimate = make_estimate(found.value, found.std_err, products, dof, evidence, **more)
+        estimate = dataclasses.replace(
+            before.estimate,
+            value=found.value,
+            std_err=found.std_err,
+            num_matvecs=before.estimate.num_matvecs + found.num_matvecs,
+            dof=found.dof.astype(before.estimate.dof.dtype),
+            evidence=worse(found.evidence, unconverged),
+            quadrature_error=found.quadrature_error,
+        )
         return before._replace(
             estimate=estimate,
             size=jnp.asarray(len(self.sizes), jnp.int32),
             wanted=jnp.asarray(-1, jnp.int32),
         )
-
-
-def _quantiles(panel: int, panels: int) -> np.ndarray:
-    """Student's 97.5 % quantile by the number of panels."""
-    from scipy.special import stdtrit  # imported only here, because it takes time
-
-    return stdtrit(np.maximum(panel * np.arange(panels + 1) - 1, 1), 0.975)
 
 
 @final
@@ -437,16 +375,10 @@ class ToleranceEstimator(AbstractEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`. The default estimator reads known parts."""
         if not isinstance(self.inner, AutoTraceEstimator):
-            return self._sampled(key, operator, 0.0, 1.0, weights)
-        parts = split_known_parts(operator, diagonal=self.rows is not None)
-        if parts.rest is None:
-            return known_estimate(parts, self.rows), KnownPartsWeights(None, self.rows)
-        offset = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
-        inner, made = self._sampled(key, parts.rest, offset, parts.scale, weights)
-        estimate = with_known_parts(operator, parts, inner, self.rows)
-        return estimate, KnownPartsWeights(made, self.rows)
+            return self._sampled(key, weights, operator)
+        return with_known_parts(operator, self.rows, partial(self._sampled, key, weights))
 
-    def _sampled(self, key, operator, offset, scale, weights):
+    def _sampled(self, key, weights, operator, offset=0.0, scale=1.0):
         sampling = self.inner.sampling(operator, self.rows)
         assert sampling is not None
         block = BlockOperator(operator, self.batch_size)
@@ -514,20 +446,14 @@ def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> t
 
 
 def solve_either(
-    name: str,
-    primitive: Primitive,
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    k: int | None,
-    estimator: AbstractTraceEstimator,
-    rows: Rows | None,
-    *,
-    rtol: Any,
-    atol: Any,
-    max_k: int | None,
-    throw: bool,
+    name, primitive, key, operator, k, estimator, rows: Rows | None, *, rtol, atol, max_k, throw
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance."""
+    if not isinstance(estimator, AbstractTraceEstimator):
+        raise TypeError(
+            "The estimator must be an instance of an AbstractTraceEstimator, such as "
+            f"`traceax.XTraceEstimator()`, got {described(estimator)}."
+        )
     check_key(key)  # of a call without one, k is missing, too
     if not check_either(name, k, rtol, atol, max_k):
         budgeted = estimator if rows is None else RowsEstimator(estimator, rows)

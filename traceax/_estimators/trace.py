@@ -10,7 +10,7 @@ from .._core.primitive import diagonal_p, trace_p
 from .._operators.block_operator import unflatten
 from .._operators.checks import as_operator
 from .auto import AutoTraceEstimator
-from .estimator import AbstractTraceEstimator, check_estimator
+from .estimator import AbstractTraceEstimator
 from .rows import Rows
 from .solution import Solution, restructure
 from .tolerance import solve_either
@@ -27,42 +27,34 @@ def trace(
     max_k: int | None = None,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, or from as many as a
-    tolerance takes, with an error bar.
+    r"""Estimate $\mathrm{tr}(A)$ from at most `k` products $A v$, or from as many as a tolerance
+    takes, with an error bar.
 
     With a budget the estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its
-    derivative at every order: it is $\sum_j v_j^* \, dA \, u_j$ with weights $u_j, v_j$ held fixed.
-    Where the entries are stored, the default estimator reads the trace, which is then exact.
+    derivative at every order. Where the entries are stored, the default estimator reads the trace.
 
     *With a tolerance* samples are drawn until about two standard errors are within
-    `atol + rtol |value|`; 95 % of calls end within the tolerance. If `max_k` allows n products, the
-    last resort is the exact trace, from n further products. Otherwise the result is
-    `RESULTS.not_converged`, with the best estimate. (A call ends where its error looks small, and
-    so there is a small bias.) All of this works under `jit`, `vmap` and `grad`.
+    `atol + rtol |value|`; 95 % of calls end within the tolerance (with a small bias, as a call ends
+    where its error looks small). The last resort, if `max_k` allows it, is the exact trace, from n
+    further products. Otherwise the result is `RESULTS.not_converged`, with the best estimate.
 
     !!! Example
 
         ```python
         operator = lx.FunctionLinearOperator(product, input_structure)
-        solution = tr.trace(jax.random.key(0), operator, k=100)
-        solution.value, solution.std_err
-
         solution = tr.trace(jax.random.key(0), operator, rtol=1e-3)
-        solution.value, solution.num_matvecs, solution.result
+        solution.value, solution.std_err, solution.num_matvecs, solution.result
         ```
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
-    - `k`: the budget of matvecs, a static Python int. With `k >= n` the trace is exact. None with
-        a tolerance.
+    - `k`: the budget of matvecs, a static Python int. With `k >= n` the trace is exact.
     - `estimator`: by default [`traceax.AutoTraceEstimator`][].
     - `rtol`, `atol`: the relative and the absolute tolerance, which may be traced.
-    - `max_k`: the largest budget for a tolerance, a static Python int. By default n, but 1000 for
-        operators with more rows.
-    - `throw`: whether to raise an error (at run time, also under `jit`) if the result is not
-        `RESULTS.successful`.
+    - `max_k`: the largest budget for a tolerance, by default n, or 1000 for more rows.
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
@@ -70,12 +62,9 @@ def trace(
 
     **Raises:**
 
-    - `TypeError`: for a key, operator, `k` or tolerance of the wrong type, or unless either `k` or
-        a tolerance is given.
-    - `ValueError`: for an operator that is not square, `k < 1`, an operator without the tag that
-        the estimator needs, an estimator that cannot work to a tolerance, or a negative tolerance.
+    - `TypeError`: for arguments of the wrong type, or not either `k` or a tolerance.
+    - `ValueError`: for an operator that the estimator does not take, `k < 1`, a negative tolerance.
     """
-    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     return solve_either("trace", trace_p, key, operator, k, estimator, None, **options)
 
@@ -91,13 +80,12 @@ def diagonal(
     max_k: int | None = None,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
-    as a tolerance takes.
+    """Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
+    as a tolerance takes (of the Euclidean norms of the errors and of the diagonal).
 
     Where the entries are stored, the default estimator reads the diagonal, and it is exact.
     Otherwise every entry is unbiased, and has a standard error of its own. It has a derivative like
-    that of [`traceax.trace`][]. A tolerance works as there, with the Euclidean norms of the errors
-    and of the diagonal.
+    that of [`traceax.trace`][].
 
     **Arguments:**
 
@@ -107,14 +95,12 @@ def diagonal(
 
     **Returns:**
 
-    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's input
-    PyTree.
+    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's input.
 
     **Raises:**
 
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
-    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     given = "diagonal", diagonal_p, key, operator, k, estimator, Rows()
     solution = solve_either(*given, **options)
@@ -154,7 +140,6 @@ def block_traces(
 
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
-    check_estimator(estimator, AbstractTraceEstimator, "XTraceEstimator")
     structure = as_operator(operator).in_structure()
     rows = Rows(tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)))
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}

@@ -14,9 +14,7 @@ from .._operators.checks import check_semidefinite
 from .._operators.known_parts import definite_sign
 from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import (
-    LeaveOneOut,
     RangeFinder,
-    Samples,
     matmul,
     pairs_of_gram,
     published_samples,
@@ -25,21 +23,13 @@ from .._sketch.leave_one_out import (
     square_of,
     xtrace_weights,
 )
-from .._sketch.nystrom import (
-    Nystrom,
-    ShiftedNystrom,
-    best_shift,
-    nystrom,
-    rounding_of_nystrom,
-    signed_estimate,
-)
+from .._sketch.nystrom import Nystrom, ShiftedNystrom, best_shift, nystrom, rounding_of_nystrom
 from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights
 from .calibration import CALIBRATION
-from .diagonal_error import DiagonalParts, diagonal_and_error, shrinkage_of_rows
+from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights, without_nonfinite
 from .samples import NystromSampling
 from .sketching import AbstractLeaveOneOutEstimator
-from .xtrace import XDiagWeights
 
 
 @final
@@ -54,26 +44,18 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
 
     where $g_i$ is the part of $\omega_i$ orthogonal to the other probes, and for a diagonal
     (XNysDiag) that of $\mathrm{diag}(\hat A_{(i)}) + \bar\omega_i \circ (A - \hat A_{(i)})
-    \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes. A negative
-    semidefinite operator is negated.
+    \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes.
 
-    A multiple of the identity, delta I, is taken off A first, and its trace is added afterwards.
-    This takes no products. If the tail of the spectrum is flat, or narrow, a complex shift (for a
-    diagonal a real one) inverts what remains; of several shifts, 0 among them, that with the
-    smallest standard error of the trace is taken. Where a few large eigenvalues stand above such a
-    tail, the error is up to 100,000 times smaller than without; where the eigenvalues decay, the
-    shift is 0. As the shift depends on the probes, there is a bias where it is not 0, of at most
-    some tenth of the standard error (`docs/shifts.md`).
-
-    A multiplies an orthonormal basis of the probes, which gives the same approximation in exact
-    arithmetic as the published algorithm, and a better one in floating point. The standard error
-    includes the correlation between the samples (see [`traceax.XTraceEstimator`][]), without which
-    it would be too small by 1.3 to 4 times.
+    If the tail of the spectrum is flat, or narrow, a multiple of the identity is taken off A first
+    (no products), and a complex shift (for a diagonal a real one) inverts what remains; of several
+    shifts, 0 among them, that with the smallest standard error of the trace is taken. The error is
+    then up to 100,000 times smaller. As the shift depends on the probes, there is a bias where it
+    is not 0, of at most some tenth of the standard error (`docs/shifts.md`).
 
     Cost: `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or for a diagonal);
     `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The
-    derivative takes `2k` tangent products. It uses XTrace's weights from the same sketch, because
-    the derivative of A need not be semidefinite.
+    derivative takes `2k` tangent products, with XTrace's weights from the same sketch, because the
+    derivative of A need not be semidefinite.
 
     ??? cite "References"
 
@@ -112,24 +94,19 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         resphere = self.respheres(block.dtype)
         if self.shrink:
             plain = plain_samples(jnp.conj(omega) * matmul(factors.products.numbers, r))
-            plain = plain._replace(values=plain.values.real)
             samples_of = partial(shrunk_samples, plain=plain, n=n)
-            values = plain.values
         else:
-            samples_of = partial(_published, n=n, resphere=resphere)
-            values = quadratic_forms(factors.core, factors.r).real
+            samples_of = partial(published_samples, n=n, resphere=resphere)
         rounding = factors.rounding()
         best = best_shift(factors, factors.complex_shifts(), samples_of, rounding)
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
-        without_tag = mean_and_std_err(values)
-        value = factors.unless_wrong(best.value, without_tag[0])
-        std_err = factors.unless_wrong(best.std_err, without_tag[1])
-        value, std_err = signed_estimate(factors, sign, value, std_err)
+        without_tag = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
+        value, std_err = factors.estimate(sign, (best.value, best.std_err), without_tag)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
-        dof = min(k - 1, CALIBRATION["xnystrace"].tail * (max(n - k, 1) - 0.2))
-        estimate = make_estimate(value, std_err, k, dof, factors.evidence)
-        estimate = CALIBRATION["xnystrace"].applied(estimate)
+        more = CALIBRATION["xnystrace"]
+        dof = min(k - 1, more["tail"] * (max(n - k, 1) - 0.2))
+        estimate = make_estimate(value, std_err, k, dof, factors.evidence, **more)
         if not weights:
             return estimate, None
         ranges = _range_finder(factors, omega)
@@ -147,30 +124,23 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         factors = nystrom(p, r, sign * products, block.eps)
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
-        samples_of = partial(_published, n=block.n, resphere=False)
+        samples_of = partial(published_samples, n=block.n, resphere=False)
         rounding = factors.rounding()
         best = best_shift(factors, factors.real_shifts(), samples_of, rounding)
         parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
         beta = shrinkage_of_rows(parts) if self.shrink else jnp.ones_like(factors.rho)
         rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
-        value, std_err = diagonal_and_error(parts, beta, rows, rounding, hermitian=True)
+        estimated = diagonal_and_error(parts, beta, rows, rounding, hermitian=True)
         without_tag = mean_and_std_err(rows(jnp.conj(omega) * parts.products))
-        value = factors.unless_wrong(value, without_tag[0])
-        std_err = factors.unless_wrong(std_err, without_tag[1])
-        value, std_err = signed_estimate(factors, sign, value, std_err)
+        value, std_err = factors.estimate(sign, estimated, without_tag)
         value = value + rows.of_vector(lost)
         evidence = worse(factors.evidence, evidence_of(lost))
         estimate = make_estimate(value, std_err, k, k - 1, evidence, separate=True)
         if not weights:
             return estimate, None
         ranges = _range_finder(factors, omega)
-        made = XDiagWeights(q=ranges.q, s=ranges.s, omega=omega, beta=beta)
+        made = DiagonalWeights(q=ranges.q, s=ranges.s, omega=omega, beta=beta)
         return estimate, RowWeights(made, rows)
-
-
-def _published(parts: LeaveOneOut, base: Array, n: int, resphere: bool) -> Samples:
-    del base
-    return published_samples(parts, n, resphere)
 
 
 def _diagonal_parts(factors: Nystrom, omega: Array, shifted: ShiftedNystrom) -> DiagonalParts:
@@ -192,7 +162,8 @@ def _diagonal_parts(factors: Nystrom, omega: Array, shifted: ShiftedNystrom) -> 
 
 def _range_finder(factors: Nystrom, omega: Array) -> RangeFinder:
     """The range finder of the sketch A Omega = (A P) R, which is that of A of either sign."""
-    return range_finder(omega, matmul(factors.sketch, factors.r))
+    sketch = factors.products.numbers + factors.nu * factors.p
+    return range_finder(omega, matmul(sketch, factors.r))
 
 
 XNysTraceEstimator.__init__.__doc__ = """**Arguments:**

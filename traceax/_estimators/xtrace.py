@@ -4,7 +4,7 @@ from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array
 
 from .._core.estimate import evidence_of, make_estimate, rounding_of
 from .._operators.block_operator import BlockOperator
@@ -15,7 +15,6 @@ from .._sketch.leave_one_out import (
     RangeFinder,
     adjoint,
     column_dots,
-    frobenius_norm_of,
     leave_one_out_error,
     matmul,
     pairs_of,
@@ -24,6 +23,7 @@ from .._sketch.leave_one_out import (
     range_finder,
     rescale_error,
     sketch_of,
+    square_norms,
     square_of,
     xtrace_weights,
 )
@@ -35,9 +35,8 @@ from .._sketch.shrunk import (
     shrunk_samples,
     shrunk_weights,
 )
-from .._sketch.weights import AbstractTwoSidedWeights
 from .calibration import CALIBRATION
-from .diagonal_error import DiagonalParts, diagonal_and_error, shrinkage_of_rows
+from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights, without_nonfinite
 from .sketching import AbstractLeaveOneOutEstimator
 
@@ -77,6 +76,7 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
     shared = along[:, None] - beta * pairs.gamma / jnp.sqrt(pairs.square)
     energy = 1 / pairs.square - square_of(shared) / pair_square
     return LeaveOneOut(
+        base=jnp.trace(h),
         lost=quadratic_forms(h, s),
         residual=residual,
         square=square,
@@ -89,33 +89,6 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
 
 
 @final
-class XDiagWeights(AbstractTwoSidedWeights):
-    """XDiag as a function of A, with the probes and everything computed from them held fixed:
-
-        mean_i beta_i diag(Q (I - s_i s_i^H) Q^H A)
-        + mean_i conj(omega_i) (A omega_i - beta_i Q (I - s_i s_i^H) Q^H A omega_i)
-
-    (beta_i: see `_sketch.shrunk`). A contraction costs 2 m matvecs, m of them with the adjoint.
-    """
-
-    q: Inexact[Array, "n m"]
-    s: Inexact[Array, "m m"]
-    omega: Inexact[Array, "n m"]
-    beta: Real[Array, " m"]
-
-    def combine(self, products, adjoint_products):
-        """See `AbstractTwoSidedWeights`."""
-        q = self.q
-        s = self.s
-        lost = matmul(s * self.beta, adjoint(s)) / s.shape[0]
-        held_out = q * jnp.mean(self.beta) - matmul(q, lost)
-        inner = matmul(adjoint(adjoint_products), self.omega)  # Q^H A Omega
-        inner = (inner - s * column_dots(s, inner)) * self.beta
-        samples = jnp.conj(self.omega) * (products - matmul(q, inner))
-        return captured_diagonal(held_out, adjoint_products) + jnp.mean(samples, axis=1)
-
-
-@final
 class XTraceEstimator(AbstractLeaveOneOutEstimator):
     r"""XTrace: Hutch++ made exchangeable, so that every probe serves both as sketch and as test.
 
@@ -125,17 +98,14 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
     $$\mathrm{tr}(Q_{(i)}^* A Q_{(i)}) + c_i \, g_i^* A g_i, \qquad
     c_i = (n - m + 1) / \|g_i\|^2 \text{ if improved, else } 1,$$
 
-    and for a diagonal (XDiag) that of
-    $\mathrm{diag}(Q_{(i)} Q_{(i)}^* A) + \bar\omega_i \circ (I - Q_{(i)} Q_{(i)}^*) A \omega_i$.
-    It is unbiased, and exact to rounding if the rank of A is less than m. The standard error
-    includes the correlation between the samples, which is estimated without bias from their
-    leave-two-out counterparts, without further products. The customary standard error is too small
-    by 1.1 to 4 times.
+    and for a diagonal (XDiag) that of $\mathrm{diag}(Q_{(i)} Q_{(i)}^* A) + \bar\omega_i \circ (I -
+    Q_{(i)} Q_{(i)}^*) A \omega_i$. It is unbiased, and exact to rounding if the rank of A is less
+    than m. The standard error includes the correlation between the samples, estimated without bias
+    and without further products.
 
     Cost: `2 floor(k/2)` matvecs (for a diagonal half of them with the adjoint, or with A itself
-    where it is tagged symmetric or semidefinite); four blocks of `n x k/2` numbers (six with the
-    gradient); `10 n m^2` operations beside the products, `20 n m^2` for a diagonal. (As each probe
-    takes two matvecs, one of an odd budget is left over.)
+    where it is tagged symmetric); four blocks of `n x k/2` numbers (six with the gradient); `10 n
+    m^2` operations beside the products, `20 n m^2` for a diagonal.
 
     ??? cite "References"
 
@@ -167,24 +137,24 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         h = matmul(adjoint(factors.q), z) + sketch.nu * jnp.eye(m, dtype=block.dtype)
         t = matmul(adjoint(z), omega) + sketch.nu * factors.w
         parts = xtrace_parts(factors, h, t)
-        base = jnp.trace(h)
         resphere = self.respheres(block.dtype)
         if self.shrink:
             plain = plain_samples if is_hermitian(operator) else plain_samples_with_skew
             terms = jnp.conj(omega) * sketch.shifted
-            values, differences, beta = shrunk_samples(parts, base, plain(terms), n)
+            values, differences, beta = shrunk_samples(parts, plain(terms), n)
             made = shrunk_weights(omega, factors, beta) if weights else None
         else:
             values, differences, _ = published_samples(parts, n, resphere)
             made = xtrace_weights(omega, factors, resphere) if weights else None
 
         size = sketch.products.size
-        value = size * (base + jnp.mean(values) - n * sketch.nu)
-        rounding = rounding_of(frobenius_norm_of(factors.r), block.eps)
+        value = size * (parts.base + jnp.mean(values) - n * sketch.nu)
+        rounding = rounding_of(jnp.sqrt(jnp.mean(square_norms(factors.r))), block.eps)
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence_of(factors.r, h))
-        return CALIBRATION["xtrace"].applied(estimate), made
+        evidence = evidence_of(factors.r, h)
+        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, **CALIBRATION["xtrace"])
+        return estimate, made
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
@@ -217,7 +187,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         std_err = rescale_error(size, std_err)
         evidence = evidence_of(factors.r, z, lost)
         estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
-        made = XDiagWeights(q=q, s=s, omega=omega, beta=beta)
+        made = DiagonalWeights(q=q, s=s, omega=omega, beta=beta)
         return estimate, RowWeights(made, rows) if weights else None
 
 

@@ -1,4 +1,4 @@
-r"""Leave-one-out algebra, each piece written once.
+"""Leave-one-out algebra, each piece written once.
 
 Throughout, `Omega` (n x m) holds the probes, `Y = A Omega` is the sketch, and `Y = Q R`.
 
@@ -21,8 +21,7 @@ The sample variance of the t_i has mean Var(t_i) - Cov(t_i, t_j), hence
 
     E[ s^2 / m + mean_{i != j} Re D_ij conj(D_ji) ] = Var(mean_i t_i)     exactly.
 
-The customary s^2 / m leaves the covariance out. Its root is too small by up to 4 times for
-XNysTrace on decaying spectra, and for XTrace at the edge of a spectrum.
+The customary s^2 / m leaves the covariance out.
 """
 
 import math
@@ -76,21 +75,14 @@ def reciprocal(x: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
     return jnp.conj(x) / square_of(x) if jnp.iscomplexobj(x) else 1 / x
 
 
-def frobenius_norm_of(sketch: Inexact[Array, "n m"]) -> Real[Array, ""]:
-    """An estimate of ||A||_F, whose square is unbiased: the root mean square of the norms of the
-    columns of a sketch, or of its triangular factor R.
-    """
-    return jnp.sqrt(jnp.mean(square_norms(sketch)))
-
-
 def quadratic_forms(h, x):
     """The numbers x_i^H H x_i."""
     return column_dots(x, matmul(h, x))
 
 
 def resphering(dimension: float, square: Array, resphere: bool) -> Array:
-    """The factors c = dimension / ||g||^2 for residual probes g in a space of this dimension, or 1
-    without resphering. (The dimension is a float, as it need not fit into an int32.)
+    """The factors c = dimension / ||g||^2 for residual probes g in a space of this dimension (a
+    float, which may exceed an int32), or 1 without resphering.
     """
     return dimension / square if resphere else jnp.ones_like(square)
 
@@ -103,10 +95,9 @@ def rescale_error(size: Array, std_err: Array) -> Array:
 def without_zero_pivots(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """R, the triangular factor of probes or of a sketch of size 1, with no zero on its diagonal.
 
-    Probes of few distinct values can coincide, and a probe in the span of those before it has
-    R_jj = 0. Any tiny number in the place of this zero will do. The direction s_j is then that of
-    the arbitrary column q_j, and this is right: if one of two equal probes is held out, nothing
-    else leaves the range.
+    A probe in the span of those before it has R_jj = 0. Any tiny number in its place will do: s_j
+    is then the direction of the arbitrary column q_j, which is right, as nothing else leaves the
+    range if one of two equal probes is held out.
     """
     least = float(jnp.finfo(r.dtype).eps) ** 2
     zero = jnp.eye(r.shape[0], dtype=bool) & (jnp.abs(r) < least)
@@ -132,7 +123,8 @@ class Pairs(NamedTuple):
 
     def forms(self, k: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
         """u_ij^H H u_ij from K = S^H H S."""
-        gamma, diagonal = self.gamma, diagonal_of(k)
+        gamma = self.gamma
+        diagonal = diagonal_of(k)
         cross = gamma * k.T + gamma.T * k
         expanded = diagonal[None, :] - cross + gamma * gamma.T * diagonal[:, None]
         return expanded * reciprocal(self.square)
@@ -160,18 +152,11 @@ def pairs_of_gram(gamma: Inexact[Array, "m m"], hermitian: bool = True) -> Pairs
 
 
 def usable_covariance(covariance: Array, variance: Array, rounding: Array, m: int) -> Array:
-    """The covariance of two samples, as estimated from the D_ij, or 0 where they say nothing.
+    """The covariance of two of m samples, as estimated from the D_ij, or 0 where they say nothing.
 
-    If the samples agree to within rounding, then m - 1 probes already capture the operator, and the
-    D_ij, which hold two probes out, say nothing about the error. But two samples may agree because
-    either is symmetric in the two probes, as those of a multiple of I are.
-
-    **Arguments:**
-
-    - `covariance`: the estimated covariance, of one or of several numbers.
-    - `variance`: the variance of the mean, as the samples scatter, of all numbers together.
-    - `rounding`: the same of rounding.
-    - `m`: the number of samples.
+    If the samples scatter (`variance`, of the mean) by less than `rounding`, m - 1 probes already
+    capture the operator, and the D_ij, which hold two out, say nothing. But two samples may agree
+    because either is symmetric in the two probes, as those of a multiple of I are.
     """
     if m < 3:
         return jnp.maximum(covariance, 0)
@@ -179,18 +164,9 @@ def usable_covariance(covariance: Array, variance: Array, rounding: Array, m: in
 
 
 def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> Array:
-    """The standard error of the mean of leave-one-out samples t_i.
-
-    **Arguments:**
-
-    - `samples`: the m values t_i.
-    - `differences`: the m x m values D_ij = t_i - t_ij, zero where i = j.
-    - `rounding`: the standard error that rounding adds to the mean.
-
-    **Returns:**
-
-    The root of `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2`; inf for a single
-    sample.
+    """The standard error of the mean of m leave-one-out samples t_i, from the differences
+    D_ij = t_i - t_ij (0 for i = j) and the standard error that rounding adds: the root of
+    `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2`; inf for a single sample.
     """
     m = samples.shape[0]
     if m == 1:
@@ -256,16 +232,8 @@ class RangeFinder(NamedTuple):
 
 
 def range_finder(omega: Array, sketch: Array) -> RangeFinder:
-    """Factorise a (shifted, hence full-rank) sketch.
-
-    **Arguments:**
-
-    - `omega`: the probes.
-    - `sketch`: their products.
-
-    **Returns:**
-
-    A `RangeFinder`. Cost: one QR factorisation (4 n m^2 operations) and 2 n m^2 more.
+    """The factors of a (shifted, hence full-rank) sketch, the products with the probes. Cost: one
+    QR factorisation (4 n m^2 operations) and 2 n m^2 more.
     """
     q, r = qr(sketch)
     r = without_zero_pivots(r)
@@ -280,7 +248,8 @@ def range_finder(omega: Array, sketch: Array) -> RangeFinder:
 class LeaveOneOut(NamedTuple):
     """What is left without probe i (arrays over i), and without j as well (over i and j)."""
 
-    lost: Inexact[Array, " m"]  # of the trace of the low-rank part
+    base: Inexact[Array, ""]  # the trace of the low-rank part of all probes
+    lost: Inexact[Array, " m"]  # what it loses of that
     residual: Inexact[Array, " m"]  # e_i: what probe i says of the rest
     square: Real[Array, " m"]  # ||g_i||^2
     pair_lost: Inexact[Array, "m m"]  # what j takes after i
@@ -291,7 +260,7 @@ class LeaveOneOut(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples t_i of a trace, less what they have in common, and the m x m differences D_ij."""
+    """Samples t_i of a trace, less `base`, and the m x m differences D_ij."""
 
     values: Inexact[Array, " m"]
     differences: Inexact[Array, "m m"]
@@ -299,7 +268,7 @@ class Samples(NamedTuple):
 
 
 def published_samples(parts: LeaveOneOut, n: int, resphere: bool) -> Samples:
-    """The samples of XTrace and XNysTrace, less the trace of the low-rank part of all probes:
+    """The samples of XTrace and XNysTrace:
 
         t_i = c_i e_i - lost_i,    D_ij = t_i - t_ij = pair_lost_ij + c_i e_i - c_ij e_ij
 
@@ -324,11 +293,9 @@ def xtrace_weights(omega: Array, factors: RangeFinder, resphere: bool) -> LowRan
 
 
 def shift_of(norm: Array, n: int, eps: Array | float) -> Array:
-    """The shift nu = eps ||Y||_F / sqrt(n), from the norm of a sketch Y of probes of norm sqrt(n).
-    It is 1 if the norm is 0.
-
-    With A + nu I in place of A no factor is singular, and estimates remain unbiased: the trace of
-    the shift, nu n, is known and subtracted.
+    """The shift nu = eps ||Y||_F / sqrt(n), from the norm of a sketch Y of probes of norm sqrt(n),
+    or 1 for the norm 0. With A + nu I no factor is singular, and estimates remain unbiased: nu n is
+    known.
     """
     shift = eps / math.sqrt(n) * norm
     return jnp.where(shift > 0, shift, jnp.ones_like(shift))

@@ -33,13 +33,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._core.estimate import Evidence, evidence_of, safe_norm
-from .._linalg.factorisations import (
-    cholesky,
-    divide_by_upper,
-    eigh,
-    qr,
-    svd,
-)
+from .._linalg.factorisations import cholesky, divide_by_upper, eigh, qr, svd
 from .._operators.block_operator import BlockOperator, unflatten
 from .leave_one_out import adjoint, matmul, shift_of, square_norms, square_of
 from .nystrom import shifted_cholesky, skew_of_core

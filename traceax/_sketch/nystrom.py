@@ -1,22 +1,16 @@
-r"""The Nystrom approximation of a semidefinite operator A, what leaving out a probe does to it, and
+"""The Nystrom approximation of a semidefinite operator A, what leaving out a probe does to it, and
 the multiple of the identity that is best taken off A before.
 
-With probes Omega = P R, P orthonormal, H = P^H A P = C^H C and F = A P C^{-1}, the approximation is
+With probes Omega = P R, P orthonormal (better in floating point than Omega, whose columns are
+nearly dependent for k close to n), H = P^H A P = C^H C and F = A P C^{-1}, the approximation is
 F F^H. Without probe i it is F (I - q_i q_i^H) F^H, where q_i = cn(C^{-H} s_i), s_i = cn(R^{-H})_i.
 The difference between A and that, applied to omega_i, is z_i rho_i / sqrt(d_i), where z_i = F q_i,
 d_i = ||C^{-H} s_i||^2 and rho_i = s_i^H r_i.
 
-A multiplies an orthonormal basis P of the probes rather than the probes themselves. In exact
-arithmetic this is the same. In floating point it is better, because it does not matter that the
-probes are nearly dependent if k is close to n.
-
-*Real shifts.* A Nystrom approximation has rank m: where A has a few large eigenvalues over a flat
-tail, t I plus something small, the approximation misses (n - m) t of the trace, and the probes have
-to estimate that. The approximation of A - delta I misses little for delta ~ t, and the trace of
-delta I is known. Nothing above needs A to be definite: for any delta below the smallest eigenvalue
-theta of H, H - delta I and all its principal submatrices are positive definite, and for a delta
-that does not depend on the probes every leave-one-out sample remains unbiased. The products are
-those of A: (A - delta I) P = A P - delta P.
+*Real shifts.* Of a flat tail, t I plus something small, an approximation of rank m misses
+(n - m) t. That of A - delta I misses little for delta ~ t, and the trace of delta I is known. For
+any delta below the smallest eigenvalue theta of H that does not depend on the probes, all of the
+above holds. The products are those of A.
 
 *Complex shifts.* Where the tail is not quite flat, delta should lie in the middle of it; but there
 H - delta I is nearly singular. So let z = delta - i eta, with eta about as large as the tail is
@@ -24,41 +18,25 @@ wide, and approximate A - delta I by
 
     B = Re F (H - z I)^{-1} F^H,      F = (A - delta I) P,      Re X = (X + X^H) / 2.
 
-With x an eigenvalue of H - delta I, 1 / x becomes x / (x^2 + eta^2): nearly the same for large x,
-and never more than 1 / (2 eta). B does not reproduce the products. So what it leaves of the space
-that the probes other than i span (a projector Pi_i) is added exactly, and probe i tests the rest:
+B does not reproduce the products. So what it leaves of the space that the probes other than i span
+(a projector Pi_i) is added exactly, and probe i tests the rest:
 
     t_i = n delta + tr B_i + tr Pi_i (A - delta I - B_i) + c_i g_i^H (A - delta I - B_i) g_i,
 
 g_i = (I - Pi_i) omega_i = rho_i P s_i. For a z that does not depend on the probes this is unbiased.
 
 *All shifts for one decomposition.* Let H = V E V^H, D = E - delta, G = E - z, S' = V^H S, and X =
-(I - P P^H) A P V, the part of the products that is orthogonal to the probes. Then F V = P V D + X.
-Without probe i the inverse core is W_i = G^{-1} - b_i a_i^H / d_i, with b_i = G^{-1} s'_i,
-a_i^H = s'_i^H G^{-1}, d_i = s'_i^H G^{-1} s'_i, so that with M = X^H X
+(I - P P^H) A P V. Then F V = P V D + X. Without probe i the inverse core is
+W_i = G^{-1} - b_i a_i^H / d_i, with b_i = G^{-1} s'_i, a_i^H = s'_i^H G^{-1},
+d_i = s'_i^H G^{-1} s'_i, so that with the Gram matrix M = X^H X
 
     tr B_i + tr P^H (A - delta I - B_i) P = tr D + Re tr W_i M,
-
-as tr W_i D^2 cancels, and because of D = G + (delta - z) I, s'_i^H D b_i = 1 + (delta - z) d_i,
-
     s'_i^H (D - Re D W_i D) s'_i = Re 1 / d_i,
-
-the same as without eta. All that depends on z are a diagonal matrix and numbers made with it, in
-m x m matrices. For real z B_i is F F^H - z_i z_i^H, with
-
     q_i^H q_j = s'_i^H b_j / sqrt(d_i d_j),
-    z_i^H z_j = (s_i^H s_j + a_i^H M b_j) / sqrt(d_i d_j),
+    z_i^H z_j = (s_i^H s_j + a_i^H M b_j) / sqrt(d_i d_j).
 
-and the traces below are written with these numbers for complex z as well. Nothing cancels: M is a
-Gram matrix, and for real z the diagonals are sums of positive numbers.
-
-*Which shift.* For spectra that decay, a shift is bad: where H - delta I is nearly singular, B is a
-large matrix that is not close to A - delta I, and a large eta leaves much of A out. So several
-shifts are tried if the smallest eigenvalues of H are alike, for as long as the leave-one-out
-standard error falls (`best_shift`). Then the shift depends on the probes, and the samples are no
-longer exactly unbiased. The bias is small where the shift is worth it: theta, and the quantiles of
-E that the complex shifts are made of, are nearly the same for all probes where the tail is flat.
-`benchmarks/regret.py` measures it.
+*Which shift.* For spectra that decay a shift is bad. Several are tried if the smallest eigenvalues
+of H are alike (`best_shift`). The shift then depends on the probes: there is a small bias.
 """
 
 import math
@@ -98,7 +76,9 @@ MULTIPLES = (0.0, 0.9, 0.99, 0.999, 0.999999)
 #: The complex shifts that are tried: for each q the eigenvalue delta of the core that exceeds a
 #: q-th part of them (and two at least), and eta a multiple of its distance from the smallest. With
 #: the multiple 1, or if it exceeds only one, the bias is twice as large.
-PARTS, LEAST_PART, DAMPING = (8, 4, 2), 2, 2.0
+PARTS = (8, 4, 2)
+LEAST_PART = 2
+DAMPING = 2.0
 
 #: Shifts are tried if a quarter of the eigenvalues of the core lie within this multiple of theta.
 #: If the spectrum decays fast, samples have heavy tails, and a gain would be an accident of a few.
@@ -133,11 +113,6 @@ class Nystrom(NamedTuple):
     evidence: Evidence  # whether the tag is wrong
 
     @property
-    def sketch(self) -> Inexact[Array, "n m"]:
-        """(A / scale + nu I) P."""
-        return self.products.numbers + self.nu * self.p
-
-    @property
     def theta(self) -> Real[Array, ""]:
         """How far shifts may go: the smallest eigenvalue, without nu, or 0."""
         return jnp.maximum(self.eigenvalues[0] - self.nu, 0)
@@ -148,9 +123,17 @@ class Nystrom(NamedTuple):
         n, m = self.p.shape
         return rounding_of_nystrom(math.sqrt(n / m) * self.products.norm, self.precision)
 
-    def unless_wrong(self, estimated: Array, plain: Array) -> Array:
-        """The first or, if the tag is wrong, the second, which needs no tag."""
-        return jnp.where(self.evidence.fails, plain, estimated)
+    def estimate(
+        self, sign: int | Array, estimated: tuple[Array, Array], plain: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """The value and the standard error for A, where the factors are those of sign * A / scale:
+        from the first or, if the tag is wrong, from the second, which needs no tag.
+        """
+        wrong = self.evidence.fails
+        size = self.products.size
+        value = jnp.where(wrong, plain[0], estimated[0]).astype(self.p.dtype)
+        std_err = jnp.where(wrong, plain[1], estimated[1])
+        return sign * size * value, rescale_error(size, std_err)
 
     def real_shifts(self) -> Real[Array, " c"]:
         """The real shifts that are tried, the first of which is 0."""
@@ -216,10 +199,10 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
         e_ij = e_i / (1 - |gamma'_ij|^2),    ||g_ij||^2 = rho_i^2 / (1 - |gamma_ij|^2),
         pair_lost_ij = ||F u'_ij||^2,        ||(A - A_ij) omega_i||^2 = e_ij ||F u'_ji||^2.
 
-    With a complex shift, the real parts of the same expressions, |gamma'_ij|^2 being gamma'_ij
-    gamma'_ji: what is lost is Re tr K^{-1} (L + Gamma), for the 2 x 2 matrices K = S_ij^H G^{-1}
-    S_ij, L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair, and what is left on
-    the plane is Re Gamma K^{-1} Gamma.
+    With a complex shift, the real parts of the same expressions, with gamma'_ij gamma'_ji for
+    |gamma'_ij|^2: what is lost is Re tr K^{-1} (L + Gamma), and what is left on the plane
+    Re Gamma K^{-1} Gamma, with the 2 x 2 matrices K = S_ij^H G^{-1} S_ij,
+    L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair.
     """
     inverse = shifted.inverse
     probes = factors.probes
@@ -232,6 +215,7 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     pair_residual = (square * inverse)[:, None] * reciprocal(pairs.square)
     pair_square = square[:, None] / probes.square
     return LeaveOneOut(
+        base=trace_of(factors, shifted),
         lost=diagonal_of(lengths).real,
         residual=square * inverse.real,
         square=square,
@@ -255,22 +239,17 @@ class BestShift(NamedTuple):
 def best_shift(
     factors: Nystrom,
     shifts: Inexact[Array, " c"],
-    samples_of: Callable[[LeaveOneOut, Array], Samples],
+    samples_of: Callable[[LeaveOneOut], Samples],
     rounding: Real[Array, ""],
 ) -> BestShift:
-    """Try one shift after the other while the standard error falls; only the first of them, 0, if
-    the tail of the spectrum is not flat.
-
-    What the approximation misses of a flat tail falls with the shift, what it misses of the rest
-    grows with it: their sum falls first, and grows from its minimum on. Cost: for each shift,
-    6 m^3 operations if it is real, and 12 m^3 if it is complex.
+    """Try one shift after the other while the standard error falls (it has one minimum); only the
+    first of them, 0, if the tail of the spectrum is not flat.
 
     **Arguments:**
 
     - `factors`: the pieces of the approximations.
     - `shifts`: those that may be taken. The first is 0, and is kept if the gain is small.
-    - `samples_of`: the samples from what leaving out probes does and from the trace of the
-        low-rank part.
+    - `samples_of`: the samples from what leaving out probes does.
     - `rounding`: the standard error that rounding adds.
     """
     m = len(factors.eigenvalues)
@@ -279,11 +258,10 @@ def best_shift(
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
     def estimate(z):
-        shifted = factors.shifted(z)
-        base = trace_of(factors, shifted)
-        values, differences, weight = samples_of(xnystrace_parts(factors, shifted), base)
+        parts = xnystrace_parts(factors, factors.shifted(z))
+        values, differences, weight = samples_of(parts)
         std_err = leave_one_out_error(values, differences, rounding)
-        return BestShift(z, base + jnp.mean(values), std_err, weight)
+        return BestShift(z, parts.base + jnp.mean(values), std_err, weight)
 
     def select(wanted, new, old):
         return BestShift(*[jnp.where(wanted, *pair) for pair in zip(new, old, strict=True)])
@@ -307,13 +285,11 @@ def best_shift(
 def skew_of_core(
     core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
 ) -> Real[Array, ""]:
-    """How far a core shows that A^H != A, see `skew_of`.
+    """How far a core Omega^H A Omega shows that A^H != A, see `skew_of`.
 
-    Let A = S + X with a Hermitian S and X^H = -X. The core of A differs from its adjoint by
-    2 Omega^H X Omega. The core of a Hermitian A differs from its adjoint by rounding alone: by at
-    most 2 eps ||Y||_F, if the entries of Y = A Omega are rounded once and Omega has norm 1. An X
-    below the limit does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <=
-    ||X P||_F^2 / nu, with nu >= eps ||Y||_F.
+    For A = S + X with X^H = -X the core differs from its adjoint by 2 Omega^H X Omega, and without
+    X by rounding alone: at most 2 eps ||Y||_F with Y = A Omega, ||Omega|| = 1. An X below the limit
+    does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu.
 
     **Arguments:**
 
@@ -325,31 +301,25 @@ def skew_of_core(
     return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
 
 
-def precision_of_core(
-    core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
-) -> Real[Array, ""]:
-    """The relative precision of the products of a Hermitian A, as far as its core shows it.
+def core_of(
+    p: Inexact[Array, "n m"], products: Scaled, eps: float
+) -> tuple[Array, Array, Array, Array, Array]:
+    """The core H of the products with an orthonormal basis P, and what it shows of A: the relative
+    precision of the products (`eps`, or more where H says so clearly), the least shift, how far an
+    eigenvalue may be below 0, and how far A^H is from A, relative to the limit.
 
-    Products that carry the error of a solve are those of A + E with a small E that is not
-    Hermitian. If E is like a random matrix, P^H E P - P^H E^H P has the norm
-    sqrt(2 m / n) ||E P||_F.
-
-    **Arguments:** those of `skew_of_core`.
-
-    **Returns:**
-
-    A number: `eps`, or more where the core says so clearly.
+    Products with the error of a solve are those of A + E. If E is like a random matrix,
+    P^H E P - P^H E^H P has the norm sqrt(2 m / n) ||E P||_F.
     """
-    m = core.shape[0]
-    seen = math.sqrt(n / (2 * m)) * relative(jnp.linalg.norm(core - adjoint(core)), norm)
-    return jnp.where(seen > 16 * eps, seen, eps)
-
-
-def skew_of_precision(precision: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
-    """How far A^H is from A, relative to the limit: below 1e-2, what is not Hermitian counts as the
-    error of solves. (For the other limit see `skew_of`.)
-    """
-    return precision / max(1e-2, 100 * math.sqrt(n) * eps)
+    n, m = p.shape
+    core = matmul(adjoint(p), products.numbers)
+    seen = math.sqrt(n / (2 * m)) * relative(jnp.linalg.norm(core - adjoint(core)), products.norm)
+    precision = jnp.where(seen > 16 * eps, seen, eps)
+    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
+    least = shift_of(math.sqrt(n) * products.norm, n, precision)
+    # Below 1e-2, what is not Hermitian counts as the error of solves. (Else see `skew_of`.)
+    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
+    return core, precision, least, 100 * math.sqrt(n) * least, skew
 
 
 def shifted_cholesky(h, nu):
@@ -373,60 +343,21 @@ def shifted_cholesky(h, nu):
     return nu, factor
 
 
-def signed_estimate(
-    factors: Nystrom, sign: int | Array, value: Inexact[Array, "..."], std_err: Real[Array, "..."]
-) -> tuple[Array, Array]:
-    """The estimate for A.
-
-    **Arguments:**
-
-    - `factors`: the factors.
-    - `sign`: 1 or -1: the factors are those of `sign * A / scale`.
-    - `value`: the value of the estimate from the factors. If the tag is wrong, the value from
-        Hutchinson's samples, which need no tag.
-    - `std_err`: the standard error of the value.
-
-    **Returns:**
-
-    The value and its standard error.
-    """
-    size = factors.products.size
-    value = sign * size * value.astype(factors.p.dtype)
-    return value, rescale_error(size, std_err)
-
-
 def nystrom(
     p: Inexact[Array, "n m"], r: Inexact[Array, "m m"], products: Inexact[Array, "n m"], eps: float
 ) -> Nystrom:
-    """The pieces of the Nystrom approximations from products with the basis of the probes
-    Omega = P R, in `8 n m^2` operations.
-
-    **Arguments:**
-
-    - `p`: the basis.
-    - `r`: the triangular factor.
-    - `products`: those of the basis, with +A or -A, whichever is positive.
-    - `eps`: the relative precision of a product.
-
-    **Returns:**
-
-    A `Nystrom`.
+    """The pieces of the Nystrom approximations, in `8 n m^2` operations, from a basis P of the
+    probes P R, and its products with +A or -A, whichever is positive.
     """
-    n = p.shape[0]
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     multiplied = scaled(products)
-    core = matmul(adjoint(p), multiplied.numbers)
-    precision = precision_of_core(core, multiplied.norm, n, eps)
-    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-    least = shift_of(math.sqrt(n) * multiplied.norm, n, precision)
+    core, precision, least, limit, skew = core_of(p, multiplied, eps)
     eigenvalues, vectors = eigh((core + adjoint(core)) / 2)
     lowest = eigenvalues[0]
     # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
     # than the rounding of the products, the operator is not semidefinite. No eigenvalue is ever
     # truncated: that would bias the estimate.
-    negative = -lowest / (100 * math.sqrt(n) * least)
-    skew = skew_of_precision(precision, n, eps)
     nu = jnp.maximum(least, -2 * lowest)
 
     # Transposed: the long vectors are stored as rows.
@@ -445,5 +376,5 @@ def nystrom(
         probes=pairs_of(s),
         rho=jnp.abs(column_dots(s, r)),
         precision=precision,
-        evidence=evidence_of(multiplied.square, skew=skew, negative=negative),
+        evidence=evidence_of(multiplied.square, skew=skew, negative=-lowest / limit),
     )

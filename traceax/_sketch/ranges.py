@@ -18,11 +18,6 @@ def range_basis(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Inexact[A
     return q
 
 
-def residual_samples(q: Array, omega: Array, products: Array, adjoint_products: Array) -> Array:
-    """The samples conj(omega_i) (I - Q Q^H) A omega_i of a diagonal, from A Omega and A^H Q."""
-    return jnp.conj(omega) * residual_products(q, omega, products, adjoint_products)
-
-
 def residual_products(q: Array, omega: Array, products: Array, adjoint_products: Array) -> Array:
     """(I - Q Q^H) A Omega, from A Omega and A^H Q."""
     return products - matmul(q, matmul(adjoint(adjoint_products), omega))

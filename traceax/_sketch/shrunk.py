@@ -1,10 +1,9 @@
-r"""Leave-one-out samples, shrunk towards Hutchinson's sample of the same probe.
+"""Leave-one-out samples, shrunk towards Hutchinson's sample of the same probe.
 
-A low-rank part of random vectors cannot capture a spread diagonal, and projecting it off takes the
-exactness of random signs away. But each probe gives two samples. With independent phases (random
-signs) omega_i, h_i = omega_i^H A omega_i is Hutchinson's sample, and t_i is that of XTrace or
-XNysTrace. Given the other probes both have the mean tr A, and so has, for every beta_i that depends
-on the *other* probes alone,
+Projecting a low-rank part off takes the exactness of random signs for the diagonal away. But each
+probe gives two samples: with independent phases (random signs) omega_i, h_i = omega_i^H A omega_i
+is Hutchinson's, and t_i that of XTrace or XNysTrace. Given the other probes both have the mean
+tr A, and so has, for every beta_i that depends on the *other* probes alone,
 
     s_i = h_i - beta_i (h_i - t_i),      beta_i = 1 / (1 + (V_t / V_h)^2).
 
@@ -15,21 +14,16 @@ for real probes) that both have:
     V_t = mean_{j != i} V_ji,         V_ji = ||B omega_j||^2 - |g_ji^H B omega_j|^2 / ||g_ji||^2,
 
 where B is what the low-rank part without i and j leaves of A, and g_ji what probe j has beyond the
-space of the others.
+space of the others. With c_j = u_j - mean(u) and N_j = ||c_j||^2, sum_{j != i} c_j = -c_i, hence
+V_h = (sum_j N_j - N_i m / (m - 1)) / (m - 2).
 
-*The variance of the others.* With c_j = u_j - mean(u) and N_j = ||c_j||^2, sum_{j != i} c_j = -c_i,
-hence V_h = (sum_j N_j - N_i m / (m - 1)) / (m - 2).
-
-*Level instead of resphering.* c_i = (n - m + 1) / ||g_i||^2 is right for rotation invariant probes
-only. The flat part of what is left, delta_i = sum_{j != i} e_ji / sum_{j != i} ||g_ji||^2, with i
-held out, is taken off in its place: as E ||g_i||^2 = n - m + 1,
+*Level instead of resphering,* which is right for rotation invariant probes only. The flat part of
+what is left, delta_i = sum_{j != i} e_ji / sum_{j != i} ||g_ji||^2, is taken off in its place: as
+E ||g_i||^2 = n - m + 1, this is unbiased for every isotropic probe:
 
     t_i = tr(Q_i^H A Q_i) + e_i + delta_i (n - m + 1 - ||g_i||^2)
 
-is unbiased for every isotropic probe.
-
-*The standard error* is that of `leave_one_out`, with D_ij = beta_i (t_i - t_ij): as s_i is unbiased
-given the others, the identity holds, but for the change of beta and delta with j.
+*The standard error* is that of `leave_one_out`, with D_ij = beta_i (t_i - t_ij).
 
 *Weights.* With c_i = beta_i (n - m + 1 - ||g_i||^2) / (m sum_{j != i} ||g_ji||^2),
 
@@ -78,14 +72,15 @@ class PlainSamples(NamedTuple):
 def plain_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The samples of a Hermitian matrix from the terms u = conj(omega) o A omega."""
     centred = terms - jnp.mean(terms, axis=1, keepdims=True)
-    return PlainSamples(jnp.sum(terms, axis=0), variance_of_others(square_norms(centred)))
+    return PlainSamples(jnp.sum(terms, axis=0).real, variance_of_others(square_norms(centred)))
 
 
 def plain_samples_with_skew(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The same for a matrix that need not be Hermitian. The variance of h_i is that of the
     Hermitian part alone, and V_h is more: the scatter of the h_j says so.
     """
-    values, variance = plain_samples(terms)
+    variance = plain_samples(terms).variance
+    values = jnp.sum(terms, axis=0)
     m = len(values)
     seen = variance_of_others(square_of(values - jnp.mean(values)))
     if not jnp.iscomplexobj(terms):
@@ -109,14 +104,14 @@ def shrinkage(variance: Real[Array, " m"], energy: Real[Array, "m m"]) -> Real[A
     return 1 / (1 + jnp.square(ratio))
 
 
-def shrunk_samples(parts: LeaveOneOut, base: Array, plain: PlainSamples, n: int) -> Samples:
-    """The samples s_i, less the trace `base` of the low-rank part of all probes."""
+def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
+    """The samples s_i."""
     m = len(parts.square)
     valid = parts.valid
     beta = shrinkage(plain.variance, jnp.where(valid, jnp.maximum(parts.energy, 0), 0))
     level = _level(parts)
     t = parts.residual + level * (n - m + 1 - parts.square) - parts.lost
-    h = plain.values - base
+    h = plain.values - parts.base
 
     grown = parts.pair_square - parts.square[:, None] - 1
     change = parts.residual[:, None] - parts.pair_residual + level[:, None] * grown

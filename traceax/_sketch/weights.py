@@ -15,7 +15,6 @@ from typing import Any, final
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from equinox import AbstractVar
 from jaxtyping import Array, Inexact
 
 from .._operators.block_operator import BlockOperator
@@ -29,63 +28,24 @@ class AbstractWeights(eqx.Module):
 
     @abc.abstractmethod
     def contract(self, block: BlockOperator) -> Any:
-        """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator.
+        """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator A, of its working
+        dtype.
 
         **Arguments:**
 
         - `block`: the operator A.
-
-        **Returns:**
-
-        A scalar array of the operator's working dtype.
         """
 
     def weights_at(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
-        """The weights themselves, as a function of the operator: see `AbstractEstimator`.
-
-        **Arguments:**
-
-        - `operator`: the operator A.
-
-        **Returns:**
-
-        Weights of the same structure. E[G] = I does not depend on A.
+        """The weights as a function of the operator, see `AbstractEstimator`: themselves, where
+        E[G] = I.
         """
         return self
 
 
-class AbstractTwoSidedWeights(AbstractWeights):
-    """A diagonal as a function of products with A and with its adjoint, linear in all of them."""
-
-    q: AbstractVar[Inexact[Array, "n m"]]
-    omega: AbstractVar[Inexact[Array, "n p"]]
-
-    @abc.abstractmethod
-    def combine(
-        self, products: Inexact[Array, "n p"], adjoint_products: Inexact[Array, "n m"]
-    ) -> Inexact[Array, " n"]:
-        """The diagonal.
-
-        **Arguments:**
-
-        - `products`: A Omega.
-        - `adjoint_products`: A^H Q.
-
-        **Returns:**
-
-        A vector.
-        """
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        return self.combine(block.mm(self.omega), block.adjoint_mm(self.q))
-
-
 @final
 class LowRankWeights(AbstractWeights):
-    """`G = U V^H` with explicit factors, for traces.
-
-    A contraction costs as many matvecs as `U` has columns.
+    """`G = U V^H`, for traces. A contraction costs as many matvecs as `U` has columns.
 
     **Attributes:**
 
