@@ -1,6 +1,7 @@
 """What several test files share: the table of estimators, matrices, and naive references."""
 
 import os
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,16 @@ def operator_for(estimator, matrix, tags=()):
 def keys(count, seed=0):
     """A fixed number of fixed seeds."""
     return jax.random.split(jax.random.key(seed), count)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3, 4))
+def _drawn(sampler, key, n, k, dtype):
+    return sampler(key, n, k, dtype)
+
+
+def drawn(sampler, key, n, k, dtype=float):
+    """The probes of an estimate, drawn by one program."""
+    return np.asarray(_drawn(sampler, key, n, k, np.dtype(dtype)))
 
 
 def compilations(caplog, fn):

@@ -13,7 +13,7 @@ from benchmarks.common import with_eigenvalues
 from traceax._functions.eigenpairs import log_sum, recurrence
 from traceax._linalg.lanczos import tridiagonal
 
-from ..helpers import NSD, PSD, keys, spectra, with_spectrum
+from ..helpers import NSD, PSD, drawn, keys, spectra, with_spectrum
 
 SYM = lx.symmetric_tag
 N = 40
@@ -43,7 +43,7 @@ def test_sum_of_squares_is_that_of_the_basis():
     """sum_j <v_j, u>^2 = <v_0, u>^2 sum_j pi_j(x)^2, at both ends."""
     eigenvalues = np.linspace(-1, 2, N)
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), eigenvalues))
-    start = tr.SphereSampler()(jax.random.key(1), N, 1, float)[:, 0]
+    start = jnp.asarray(drawn(tr.SphereSampler(), jax.random.key(1), N, 1)[:, 0])
     with jax.numpy_dtype_promotion("standard"):
         found = recurrence(lambda x: matrix @ x, start, jax.random.key(2), 12, 1e-16)
         rows = np.concatenate([found.basis[0], found.following])

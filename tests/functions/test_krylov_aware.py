@@ -10,7 +10,7 @@ import pytest
 import traceax as tr
 from traceax._functions.krylov_aware import GROUPS, sizes_of
 
-from ..helpers import PSD, by_products, keys, with_spectrum
+from ..helpers import PSD, by_products, drawn, keys, with_spectrum
 
 N, K = 80, 32
 
@@ -72,7 +72,7 @@ def test_the_identity_and_its_derivative_on_the_same_vectors(dtype, k):
 
     (found, spent), slope = jax.value_and_grad(value, has_aux=True)(0.0)
     a, da = np.asarray(matrix), np.asarray(tangent)
-    start = np.asarray(tr.SphereSampler()(key, N, GROUPS * size, dtype))
+    start = drawn(tr.SphereSampler(), key, N, GROUPS * size, dtype)
     v, w = krylov_basis(a, start, steps), weights_of(a, start, depth)
 
     def form(t):

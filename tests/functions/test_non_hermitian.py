@@ -16,7 +16,7 @@ import traceax as tr
 from traceax._linalg.arnoldi import arnoldi
 from traceax._linalg.diagonalisation import diagonalised, function_of
 
-from ..helpers import by_products, keys
+from ..helpers import by_products, drawn, keys
 from ..reference import each
 
 N = 70
@@ -32,7 +32,7 @@ def gaussian(dtype=np.float64, seed=0, n=N):
 
 
 def sphere(key, p, dtype):
-    return np.asarray(tr.SphereSampler()(key, N, p, dtype))
+    return drawn(tr.SphereSampler(), key, N, p, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("fn", "k", "num_steps"))

@@ -13,7 +13,7 @@ import scipy.sparse
 
 import traceax as tr
 
-from ..helpers import PSD, by_products, keys
+from ..helpers import PSD, by_products, drawn, keys
 
 SIDE, K = 12, 60
 N = SIDE**2
@@ -53,7 +53,7 @@ def test_the_identity_on_the_same_signs(dtype):
     matrix, key = precision(2, dtype), jr.key(3)
     d = np.diag(matrix).real
     scaled = matrix / np.sqrt(d)[:, None] / np.sqrt(d)
-    z = np.asarray(tr.RademacherSampler().probes(key, N, PROBES, dtype))
+    z = drawn(tr.RademacherSampler(), key, N, PROBES, dtype)
     assert set(np.unique(z)) == {-1.0, 1.0}
     y = (root_of(scaled, -0.5) - root_of(scaled, 0.5)) @ z / np.sqrt(d)[:, None]
     mean = np.mean(np.abs(y) ** 2, axis=1)
