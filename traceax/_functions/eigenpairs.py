@@ -29,6 +29,7 @@ order, a second derivative with v_j held fixed would be wrong, and is refused.
 """
 
 import math
+from functools import partial
 from typing import Any, Literal, final
 
 import equinox as eqx
@@ -48,7 +49,7 @@ from .._estimators.solution import described
 from .._linalg.arnoldi import Arnoldi, Product, advanced, begun, in_own_unit, outside
 from .._linalg.factorisations import ritz_values
 from .._linalg.lanczos import Lanczos, symmetric_tridiagonal, tridiagonal
-from .._operators.block_operator import BlockOperator
+from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
 from .._operators.tags import semidefinite_sign
 from .._probes.random import numbered, split
@@ -383,7 +384,7 @@ def eigenpairs(
         errors=lax.stop_gradient(solution.std_err),
         residuals=residuals,
         bounds=bounds,
-        vectors=jax.vmap(block.unflatten)(vectors),
+        vectors=jax.vmap(partial(unflatten, operator.in_structure()))(vectors),
         num_matvecs=solution.num_matvecs,
         result=solution.result,
     )

@@ -1,6 +1,7 @@
 """The log density of a normal distribution: the function that users call."""
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 from .._core.primitive import gaussian_log_density_p
 from .._estimators.estimator import check_key, solve
 from .._estimators.solution import Solution
-from .._operators.block_operator import BlockOperator
+from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
 from .._sketch.low_rank import BuiltPreconditioner
 from .gaussian_estimator import GaussianEstimator
@@ -129,10 +130,10 @@ def gaussian_log_density(
     estimator = GaussianEstimator(observed, policy)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux
-    unflatten = BlockOperator(operator).unflatten
+    shaped = partial(unflatten, operator.in_structure())
     if alone:
-        form, unflat = form[0], unflatten(x[:, 0])
+        form, unflat = form[0], shaped(x[:, 0])
     else:
-        unflat = jax.vmap(unflatten, -1, -1)(x)
+        unflat = jax.vmap(shaped, -1, -1)(x)
     stats = {"log_det": log_det, "quadratic_form": form, "solve": unflat}
     return dataclasses.replace(solution, stats={**solution.stats, **stats}, aux=None)
