@@ -265,10 +265,11 @@ def fisher(
             )
         return out
 
-    if sample is None or key is None:
-        inner, outer = partial(_at_any_index, values), _mean_square
-    else:
-        inner, outer = partial(_drawn, values, sample, key, num_samples), _reweighted_mean_square
+    inner = partial(_at_any_index, values)
+    outer = _mean_square
+    if sample is not None and key is not None:
+        inner = partial(_drawn, values, sample, key, num_samples)
+        outer = _reweighted_mean_square
     curvature = Curvature(inner, outer, wrt, groups, _POSITIVE)
     return curvature(params, *args, batches=batches, weights=weights)
 

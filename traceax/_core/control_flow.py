@@ -27,29 +27,13 @@ def _any_lane(axis_size, in_batched, flag):
     return any_lane(jnp.any(flag)), False
 
 
-@custom_vmap
-def keep(done: Bool[Array, ""], old: Any, new: Any) -> Any:
-    """`old` in the lanes that are done, `new` in the others. (Outside of `vmap` it is `new`:
-    callers get here only where something is left to do.)
-    """
-    del done, old
-    return new
-
-
-@keep.def_vmap
-def _keep(axis_size, in_batched, done, old, new):
-    del axis_size
-
-    def select(done, old, new):
-        return jtu.tree_map(lambda o, n: jnp.where(done, o, n), old, new)
-
-    axes = jtu.tree_map(lambda batched: 0 if batched else None, tuple(in_batched))
-    return jax.vmap(select, axes)(done, old, new), jtu.tree_map(lambda _: True, new)
-
-
 def if_any(wanted: Bool[Array, ""], new: Callable[[], Any], old: Any) -> Any:
     """`new()` if it is wanted, else `old`. It is computed only if any lane of a `vmap` wants it."""
-    return lax.cond(any_lane(wanted), lambda: keep(~wanted, old, new()), lambda: old)
+
+    def chosen():
+        return jtu.tree_map(lambda x, y: jnp.where(wanted, x, y), new(), old)
+
+    return lax.cond(any_lane(wanted), chosen, lambda: old)
 
 
 def nothing_like(fn: Callable[..., Any], *args: Any) -> Any:

@@ -31,7 +31,7 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             "The operator must be a lineax.AbstractLinearOperator, got "
-            f"{_description(operator)}: {_wrapper(operator)}."
+            f"{type(operator).__name__}: {_wrapper(operator)}."
         )
     _check_dtypes(operator)
     operator = hoist_closures(operator)
@@ -57,12 +57,6 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
             "not linear over one field. Declare its whole input structure complex."
         )
     return operator
-
-
-def _description(value: Any) -> str:
-    if eqx.is_array(value):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"
 
 
 def _wrapper(value: Any) -> str:

@@ -74,12 +74,10 @@ def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
         return matrix
     is_scipy = hasattr(matrix, "tocsr") and hasattr(matrix, "nnz")
     if not is_scipy and not _is_jax_sparse(matrix):
-        hint = "Convert it with `scipy.sparse.csr_array(matrix)`."
-        if eqx.is_array_like(matrix) or isinstance(matrix, list):
-            hint = "Wrap a dense matrix in `lineax.MatrixLinearOperator(matrix)`."
         raise TypeError(
             "A sparse operator is made from a SciPy sparse array, a BCOO or a BCSR, got "
-            f"{type(matrix).__name__}. {hint}"
+            f"{type(matrix).__name__}. Convert it with `scipy.sparse.csr_array(matrix)`, or wrap a "
+            "dense matrix in `lineax.MatrixLinearOperator(matrix)`."
         )
     if len(matrix.shape) != 2:
         raise ValueError(
