@@ -86,8 +86,8 @@ def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
     """Raise a `ValueError` unless the tags say that A^H = A."""
     if not is_hermitian(operator):
         raise ValueError(
-            f"{name} needs a Hermitian operator, and this {type(operator).__name__} has no tag. Say "
-            "so with `lineax.TaggedLinearOperator(operator, tag)`, where the tag is "
+            f"{name} needs a Hermitian operator, and this {type(operator).__name__} has no tag. "
+            "Say so with `lineax.TaggedLinearOperator(operator, tag)`, where the tag is "
             "`lineax.symmetric_tag` (if real) or a semidefinite one."
         )
 
@@ -343,7 +343,8 @@ class QuadratureEstimator(AbstractSpectralEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, eps = block.n, block.eps
+        n = block.n
+        eps = block.eps
         p, q = plan(k, self.num_steps)
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(block.mm, probes, q, eps)
