@@ -77,7 +77,7 @@ def test_the_derivative_of_a_textbook_recurrence(fn, q, dtype):
         @jax.jit
         def ours():
             mm = lambda v: matrix @ v  # noqa: E731
-            krylov = lanczos(mm, z, q)
+            krylov = lanczos(mm, z, q, 2e-16)
             found = own_derivative(mm, z, krylov, fn)
             of_matrix = jnp.einsum("qnp,nm,qmp->p", found.left.conj(), change, found.basis).real
             of_probes = 2 * jnp.sum(found.start.conj() * dz, axis=0).real
@@ -102,7 +102,7 @@ def test_a_space_that_is_exhausted():
 
     @jax.jit
     def run(z):
-        krylov = lanczos(lambda v: matrix @ v, z, 6)
+        krylov = lanczos(lambda v: matrix @ v, z, 6, 2e-16)
         return krylov, own_derivative(lambda v: matrix @ v, z, krylov, jnp.log)
 
     with jax.numpy_dtype_promotion("standard"):

@@ -343,7 +343,8 @@ class QuadratureEstimator(AbstractSpectralEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, eps = block.n, block.eps
+        n = block.n
+        eps = block.eps
         p, q = plan(k, self.num_steps)
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(block.mm, probes, q, eps)

@@ -152,7 +152,8 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
-        n, eps = block.n, block.eps
+        n = block.n
+        eps = block.eps
         size, s, depth = sizes_of(k)
         b = GROUPS * size
         omega = SphereSampler().probes(key, n, b, block.dtype)
@@ -193,10 +194,8 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         std_err = jnp.hypot(std_err, rounding)
         evidence = worse(krylov.evidence, domain_evidence(values, changes))
         value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
-        spent = krylov.in_use.size
-        estimate = quadrature_estimate(
-            value, error, std_err, spent, dof, evidence, inflation=INFLATION
-        )
+        given = value, error, std_err, krylov.in_use.size, dof, evidence
+        estimate = quadrature_estimate(*given, inflation=INFLATION)
         if not weights:
             return estimate, None
         w = einsum("lra,lrb->ab", z, jnp.conj(z))

@@ -114,7 +114,10 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         error = truncation_error(n * forms.reshape(-1, p), krylov.exhausted)
         value = n * jnp.mean(forms[:p])
 
-        theta, w, left, first = nodes[:p], masses[:p], found.left[:p], found.right[:p, :, 0]
+        theta = nodes[:p]
+        w = masses[:p]
+        left = found.left[:p]
+        first = found.right[:p, :, 0]
         values = on_nodes(self.fn, theta, w != 0)
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))

@@ -242,11 +242,10 @@ class FunctionSampling(AbstractSampling):
         self, key: PRNGKeyArray, block: BlockOperator, space: Space, count: int, steps: Array | int
     ) -> tuple[Panel, Recurrences]:
         """So many samples, and what their derivative holds fixed."""
-        n, p, eps = block.n, count, block.eps
-        omega = self.sampler.probes(key, n, p, jnp.finfo(block.dtype).dtype)
+        eps = block.eps
+        omega = self.sampler.probes(key, block.n, count, jnp.finfo(block.dtype).dtype)
         z = without(space.removed, omega).astype(block.dtype)
         known = matmul(space.left, matmul(adjoint(space.right), z))
-        norms = safe_norm(z.T)
         room = jnp.maximum(1 - jnp.sum(square_of(space.right), axis=1), 0)
 
         def rest(krylov, made):
@@ -257,17 +256,16 @@ class FunctionSampling(AbstractSampling):
             nodes, masses, s = quadrature(shorter)
             nodes = within_tag(block.operator, nodes, eps)
             values = on_nodes(self.fn, nodes, masses > 0)
-            first = einsum("paq,pq->ap", s, values * s[:, 0])
-            images = norms * einsum("anp,aop->onp", krylov.basis, first.reshape(-1, orders, p))
+            first = einsum("paq,pq->ap", s, values * s[:, 0]).reshape(-1, orders, count)
+            images = safe_norm(z.T) * einsum("anp,aop->onp", krylov.basis, first)
             y = images - known
             if self.rows is None:  # the trace of P (f(A) - V f(T) V^H) P
                 y = jax.vmap(without, (None, 0))(space.removed, y)
             error = self._error(omega[None] * y.real, krylov.exhausted)
-            nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, s))
+            nodes, masses, values, s = (x[:count] for x in (nodes, masses, values, s))
             residuals = krylov.residual[:, None] * jnp.abs(s[:, made - 1])
-            hidden = unresolved(self.fn, nodes, values, residuals)
-            hidden = room * jnp.mean(weighted(masses, hidden))
-            error = space.bias + error + self._added(hidden)
+            hidden = jnp.mean(weighted(masses, unresolved(self.fn, nodes, values, residuals)))
+            error = space.bias + error + self._added(room * hidden)
             return y[0], error, nodes, masses, values
 
         def enough(krylov, made):
@@ -292,7 +290,7 @@ class FunctionSampling(AbstractSampling):
         panel = Panel(
             samples=self._rows_of(entries),
             least_deviation=self._deviation(entries),
-            size=self._size((y + known) / math.sqrt(p), changes, eps),
+            size=self._size((y + known) / math.sqrt(count), changes, eps),
             evidence=worse(krylov.hermitian_evidence(eps), domain),
             steps=made,
             bias=bias,
@@ -361,12 +359,11 @@ class FunctionSampling(AbstractSampling):
 
     def exact(self, block):
         """See `AbstractSampling`: by an eigendecomposition."""
-        operator, eps = block.operator, block.eps
-        nodes, basis, evidence = spectrum(operator)
+        nodes, basis, evidence = spectrum(block.operator)
         values = on_nodes(self.fn, nodes)
-        changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
+        changes = changes_by_rounding(self.fn, block.operator, nodes, values, block.eps)
         evidence = worse(evidence, domain_evidence(values, changes))
-        rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
+        rounding = rounding_of(safe_norm(jnp.abs(basis) * values), block.eps)
         error = self._added(matmul(square_of(basis), changes) + rounding)
         value = self._added(matmul(square_of(basis), values))
         return exact_estimate(value, error, nodes.size, evidence), (basis, nodes)

@@ -53,22 +53,21 @@ def spectral_sum(
     $\mathrm{tr}\, f(A + s I)$ for many shifts s at once.
 
     Hermitian operators: a block Krylov space, of which a quarter of the start vectors in turn tests
-    what the others leave. With `num_steps`, and below `k = 16`: stochastic Lanczos quadrature.
+    what the others leave; with `num_steps`, and below `k = 16`, stochastic Lanczos quadrature.
     Others: Arnoldi's recurrence, for f holomorphic on the field of values and a little beyond.
-    `std_err` is the error of random probes, `quadrature_error` the bias of short recurrences (often
-    several times too large; where it is the larger one, raise `k`, or shift or precondition).
+    `std_err` is the error of random probes, `quadrature_error` the bias of short recurrences, often
+    several times too large: where it is larger, raise `k`.
 
     !!! Example
 
         ```python
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        solution = tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120)  # log det
-        solution.value, solution.std_err, solution.quadrature_error
+        tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120).value  # log det
         ```
 
-    Cost: at most `k` matvecs, in blocks; `k n` numbers; some `5 n k^2` operations (`8 n k
-    num_steps` with `num_steps` or without a tag), and `k^3` for every shift. First derivatives,
-    also with respect to `shifts` and to arrays in `fn`, take `k` tangent products.
+    Cost: at most `k` matvecs; `k n` numbers; some `5 n k^2` operations (`8 n k num_steps` with
+    `num_steps` or without a tag), and `k^3` for every shift. First derivatives, also with respect
+    to `shifts` and to arrays in `fn`, take `k` tangent products.
 
     **Arguments:**
 
@@ -77,21 +76,19 @@ def spectral_sum(
         operator without a tag a holomorphic one of a complex number, such as `jax.numpy.exp`.
     - `operator`: a square lineax operator, between any PyTrees; if it is Hermitian, with a tag.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
-    - `rtol`, `atol`, `max_k`: a tolerance instead, as of [`traceax.trace`][], for both errors.
+    - `rtol`, `atol`, `max_k`: a tolerance instead, as of [`traceax.trace`][].
     - `shifts`: numbers s, a real array of any shape, for tr f(A + s I).
     - `num_steps`: the number of products for each probe, a static Python int.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**
 
-    A [`traceax.Solution`][], of the shape of `shifts`. It is `outside_domain` where f is not finite
-    at a Ritz value, and `not_converged`, with the best estimate, where the quadrature error exceeds
-    four standard errors and 5 % of the value (for an exact value half of it).
+    A [`traceax.Solution`][], of the shape of `shifts`: `outside_domain` where f is not finite at a
+    Ritz value, `not_converged` where the quadrature error exceeds four standard errors and 5 % of
+    the value (for an exact value half of it).
 
-    **Raises:** `TypeError` or `ValueError` for arguments that cannot be used, and
-    `NotImplementedError` for a second derivative.
-
-    S. Ubaru, J. Chen, Y. Saad, doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.
+    **Raises:** `TypeError`, `ValueError`; `NotImplementedError` for a second derivative.
+    (S. Ubaru et al., doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.)
     """
     check_function(fn)
     operator = as_operator(operator)

@@ -87,13 +87,10 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
     )
 
 
-def lanczos(
-    mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float | None = None
-) -> Lanczos:
+def lanczos(mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float) -> Lanczos:
     """Advance the recurrences of all probes together: see `arnoldi` for the arguments, the cost and
-    the end of a space. `eps` is by default that of the dtype.
+    the end of a space.
     """
-    eps = float(jnp.finfo(start.dtype).eps) if eps is None else eps
     return tridiagonal(arnoldi(mm, start, num_steps, eps))
 
 
