@@ -229,30 +229,9 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return self.block(self.x, chosen)
 
     def submatrices(self, indices: Int[Array, "b s"]) -> Inexact[Array, "b s s"]:
-        """The matrices `K[s, s]` for sets s of indices: `b s^2` evaluations.
-
-        **Arguments:**
-
-        - `indices`: the sets, one in each row.
-
-        **Returns:**
-
-        An array of shape `(b, s, s)`.
-        """
-        if self.batched:
-            points = jtu.tree_map(lambda leaf: leaf[indices], self.x)
-            return jax.vmap(self.block)(points, points)
-
-        # The axes of the pairs come last, see `_of_pairs`.
-        def spread(leaf, axis):
-            last = jnp.expand_dims(jnp.moveaxis(leaf, 0, -1)[..., indices], axis)
-            return jnp.broadcast_to(last, (*leaf.shape[1:], *indices.shape, indices.shape[1]))
-
-        pairs = (jtu.tree_map(lambda leaf, at=at: spread(leaf, at), self.x) for at in (-1, -2))
-        kernel = self.kernel
-        for _ in range(3):
-            kernel = jax.vmap(kernel, -1, -1)
-        return kernel(*pairs).astype(self._dtype)
+        """The matrices `K[s, s]` for sets s of indices, one in each row: `b s^2` evaluations."""
+        points = jtu.tree_map(lambda leaf: leaf[indices], self.x)
+        return jax.vmap(self.block)(points, points)
 
     def contracted(
         self, vectors: Inexact[Array, "n c"], core: Inexact[Array, "c c"]
