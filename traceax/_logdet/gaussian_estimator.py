@@ -66,14 +66,8 @@ def rounding_of_form(
     x: Inexact[Array, "n t"],
     eps: float,
 ) -> Real[Array, " t"]:
-    """The rounding error of a quadratic form, from its solution x: see above.
-
-    **Arguments:**
-
-    - `factors`: the preconditioner P = R R^H.
-    - `largest`: the largest Ritz value of R^{-1} A R^{-H}.
-    - `x`: the solutions.
-    - `eps`: the relative precision of a product with A.
+    """The rounding error of a quadratic form, from its solution x: see above. `largest` is the
+    largest Ritz value of R^{-1} A R^{-H}, and `eps` the relative precision of a product with A.
     """
     row = jnp.maximum(largest, 1) * factors.row
     share = min(1 / 6, 6 / math.sqrt(len(x)))

@@ -288,7 +288,8 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
 
 def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
     """All panels: see above."""
-    plan, block = sampling.plan, sampling.block
+    plan = sampling.plan
+    block = sampling.block
     real = jnp.finfo(block.dtype).dtype
     zero = jnp.zeros((), real)
     none = jnp.zeros((), jnp.int32)
