@@ -1,5 +1,5 @@
-"""The log-determinant of a positive definite operator: prepare (`preparation`), then sample
-(`panels`). `weights` says how it is differentiated.
+"""The log-determinant of a positive definite operator: its value and errors, from what a budget has
+led to (`run`), from a Cholesky factorisation, or from a stored diagonal.
 """
 
 import math

@@ -1,5 +1,4 @@
-r"""The log density of a normal distribution whose covariance is known by its products: what all
-estimators of it share, and the estimator for a given budget.
+r"""The log density of a normal distribution whose covariance is known by its products.
 
     log N(y; 0, A) = -(y^H A^{-1} y + log det A + n log 2 pi) / 2
 
