@@ -110,7 +110,7 @@ def test_factors_against_dense_matrices():
     np.testing.assert_allclose(dense @ factors.solve(block), block, atol=1e-12)
     again = factors.inverse_root_adjoint(factors.inverse_root(block))
     np.testing.assert_allclose(again, factors.solve(block), atol=1e-12)
-    outside = block - basis @ (basis.conj().T @ block)
+    outside = np.asarray(block - basis @ (basis.conj().T @ block))
     outside = outside * np.sqrt(N - 7) / np.linalg.norm(outside, axis=0)
     np.testing.assert_allclose(factors.outside(block), outside, atol=1e-12)
 
@@ -486,29 +486,6 @@ def test_a_singular_operator_is_found_at_any_scale():
     for exponent in (0, -10, -30, 30):
         solution = solve(jnp.asarray(matrix * 2.0**exponent, jnp.float32))
         assert solution.result == RESULTS.outside_domain, exponent
-
-
-def test_derivatives_from_few_products():
-    """With 8 products and no known lower bound of the eigenvalues, the derivative by the length
-    scale was 9 times too large: that of Radau's rule, whose node does not follow the operator.
-    """
-    n, k = 100, 8
-    x = np.random.default_rng(9).random((n, 2))
-    squares = jnp.asarray(np.sum((x[:, None] - x) ** 2, axis=-1))
-    at = jnp.array([-2.0, -3.0])
-
-    def matrix_at(parameters):
-        length, noise = jnp.exp(parameters)
-        return jnp.exp(-squares / length) + noise * jnp.eye(n)
-
-    def make(parameters):
-        return by_products(matrix_at(parameters), PSD)
-
-    exact = jax.grad(lambda p: jnp.linalg.slogdet(matrix_at(p))[1])(at)
-
-    gradient = jax.grad(lambda p, key: logdet(key, make(p), k).value)
-    gradients = jax.jit(lambda keys: lax.map(lambda key: gradient(at, key), keys))(keys(60))
-    assert np.all(np.abs(np.mean(gradients, axis=0) - exact) <= 0.7 * np.abs(exact))
 
 
 def test_noise_of_very_different_sizes():

@@ -1,5 +1,5 @@
-"""The log-determinant of a positive definite operator: prepare (`preparation`), then sample
-(`panels`). `weights` says how it is differentiated.
+"""The log-determinant of a positive definite operator: its value and errors, from what a budget has
+led to (`run`), from a Cholesky factorisation, or from a stored diagonal.
 """
 
 import math
@@ -50,11 +50,8 @@ def rounding_of(
     """The rounding error of a function of an eigenvalue of M, relative to what it is of P; and
     whether rounding hides that the operator is positive definite, relative to the limit.
 
-    **Arguments:**
-
-    - `factors`: the preconditioner.
-    - `smallest`, `largest`: the extreme Ritz values of M.
-    - `eps`: the relative precision of a product with A.
+    `smallest` and `largest` are the extreme Ritz values of M, `eps` is the relative precision of a
+    product with A.
     """
     # Products with A are accurate to eps times its largest eigenvalue; in products with M this
     # error is in the unit of P. Such errors are as good as random, and mostly cancel in the trace.
@@ -122,12 +119,8 @@ class ExactLogdet(NamedTuple):
 
 
 def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
-    """The log-determinant of a positive definite operator, from its matrix.
-
-    **Arguments:**
-
-    - `operator`: the operator. Its entries are read if they are stored, and else computed by n
-        products.
+    """The log-determinant of a positive definite operator, from its matrix: entries that are not
+    stored take n products.
     """
     block = BlockOperator(operator)
     matrix, spent = matrix_of(block)

@@ -27,16 +27,6 @@ def check_fallback(fallback: Any) -> None:
         )
 
 
-def exact_is_cheaper(operator: lx.AbstractLinearOperator, k: int, *, sparse: bool = False) -> bool:
-    """Whether a factorisation takes fewer operations than k products. `sparse` matrices may count
-    as dense ones.
-    """
-    n = operator.in_size()
-    if n <= FEW_ROWS:
-        return has_entries(operator, sparse=True)
-    return 6 * k >= n and n <= MOST_ROWS and has_entries(operator, sparse=sparse)
-
-
 def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: bool = False) -> Any:
     """The budget k, or n, for which the value is exact, where that is cheaper. (What is wrong with
     operator or budget is found later.) With a `tolerance` k is but the most that it may take.
@@ -44,5 +34,7 @@ def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: boo
     known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
     if not known or operator.in_size() != operator.out_size():
         return k
-    cheaper = exact_is_cheaper(operator, 1 if tolerance else k, sparse=sparse)
-    return max(k, operator.in_size()) if cheaper else k
+    n = operator.in_size()
+    few = n <= FEW_ROWS
+    worth = few or (n <= MOST_ROWS and 6 * (1 if tolerance else k) >= n)
+    return max(k, n) if worth and has_entries(operator, sparse=sparse or few) else k

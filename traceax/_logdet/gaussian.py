@@ -25,13 +25,14 @@ def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "
     """The observations as columns of the working dtype, and whether there is one vector without an
     axis of its own; or an error that says what is wrong.
     """
-    structure, dtype = operator.in_structure(), BlockOperator(operator).dtype
+    structure = operator.in_structure()
+    dtype = BlockOperator(operator).dtype
     if isinstance(y, list | tuple) and isinstance(structure, jax.ShapeDtypeStruct):
         raise TypeError(
             f"The observations y must be an array, got a {type(y).__name__}. Pass "
             "`jax.numpy.asarray(y)`."
         )
-    leaves, shapes = jtu.tree_leaves(y), jtu.tree_map(jnp.shape, y)
+    leaves = jtu.tree_leaves(y)
     fits = jtu.tree_structure(y) == jtu.tree_structure(structure)
     wanted = [leaf.shape for leaf in jtu.tree_leaves(structure)]
     found = [jnp.shape(leaf) for leaf in leaves]
@@ -43,7 +44,7 @@ def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "
         raise ValueError(
             f"The observations y must look like the operator's input, {structure}, or have one "
             "more axis at the end of every leaf, for several vectors; their shape is "
-            f"{shapes}. If the vectors are rows, pass `y.T`."
+            f"{jtu.tree_map(jnp.shape, y)}. If the vectors are rows, pass `y.T`."
         )
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     real = not jnp.issubdtype(dtype, jnp.complexfloating)
@@ -132,7 +133,8 @@ def gaussian_log_density(
     log_det, form, x = solution.aux
     shaped = partial(unflatten, operator.in_structure())
     if alone:
-        form, unflat = form[0], shaped(x[:, 0])
+        form = form[0]
+        unflat = shaped(x[:, 0])
     else:
         unflat = jax.vmap(shaped, -1, -1)(x)
     stats = {"log_det": log_det, "quadratic_form": form, "solve": unflat}

@@ -1,5 +1,4 @@
-r"""The log density of a normal distribution whose covariance is known by its products: what all
-estimators of it share, and the estimator for a given budget.
+r"""The log density of a normal distribution whose covariance is known by its products.
 
     log N(y; 0, A) = -(y^H A^{-1} y + log det A + n log 2 pi) / 2
 
@@ -66,14 +65,8 @@ def rounding_of_form(
     x: Inexact[Array, "n t"],
     eps: float,
 ) -> Real[Array, " t"]:
-    """The rounding error of a quadratic form, from its solution x: see above.
-
-    **Arguments:**
-
-    - `factors`: the preconditioner P = R R^H.
-    - `largest`: the largest Ritz value of R^{-1} A R^{-H}.
-    - `x`: the solutions.
-    - `eps`: the relative precision of a product with A.
+    """The rounding error of a quadratic form, from its solution x: see above. `largest` is the
+    largest Ritz value of R^{-1} A R^{-H}, and `eps` the relative precision of a product with A.
     """
     row = jnp.maximum(largest, 1) * factors.row
     share = min(1 / 6, 6 / math.sqrt(len(x)))

@@ -15,7 +15,6 @@ from .._sketch.low_rank import AbstractFactors
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
 from .estimator import exact_logdet
-from .weights import ExactLogdetWeights
 
 
 @final
@@ -24,7 +23,7 @@ class InverseWeights(AbstractWeights):
 
     x: Inexact[Array, "n p"]
     omega: Inexact[Array, "n p"]  # divided by the number of probes
-    factors: AbstractFactors
+    factors: AbstractFactors | None  # None if x is the inverse, and omega the identity
     of_trace: bool = eqx.field(static=True)
 
     def contract(self, block):
@@ -36,32 +35,18 @@ class InverseWeights(AbstractWeights):
         """See above."""
         block = BlockOperator(operator)
         images = block.mm(self.x)
-        change = definite_solve(block, self.factors, images - lax.stop_gradient(images))
+        moved = images - lax.stop_gradient(images)
+        if self.factors is None:
+            change = matmul(self.x, moved)
+        else:
+            change = definite_solve(block, self.factors, moved)
         return dataclasses.replace(self, x=self.x - change)
-
-
-@final
-class ExactInverseWeights(AbstractWeights):
-    """The same for the exact inverse."""
-
-    inverse: ExactLogdetWeights
-    of_trace: bool = eqx.field(static=True)
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        diagonal = jnp.diagonal(self.weights_at(block.operator).inverse.inverse).real
-        return jnp.sum(diagonal) if self.of_trace else diagonal
-
-    def weights_at(self, operator):
-        """See above."""
-        return dataclasses.replace(self, inverse=self.inverse.weights_at(operator))
 
 
 def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, Any]:
     """The diagonal of the inverse, or its sum, from a factorisation, and its weights."""
     exact = exact_logdet(operator)
-    weights = exact.weights()
-    inverse = weights.inverse
+    inverse = exact.weights().inverse
     value = jnp.diagonal(inverse).real
     unit = scale_of(inverse)
     error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
@@ -69,4 +54,6 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, Any]:
         value = jnp.sum(value)
         error = jnp.sum(error)
     numbers = {"value": value, "std_err": jnp.zeros_like(value), "quadrature_error": error}
-    return dataclasses.replace(exact.estimate, **numbers), ExactInverseWeights(weights, of_trace)
+    one = jnp.eye(len(inverse), dtype=inverse.dtype)
+    weights = InverseWeights(inverse, one, None, of_trace)
+    return dataclasses.replace(exact.estimate, **numbers), weights

@@ -66,7 +66,7 @@ class Bases(NamedTuple):
     rows: Inexact[Array, "k n"]  # the bases of all probes
     core: Real[Array, "k k"]  # the derivatives of all quadratures by V^H M V, which are added up
 
-    def added(self, panel: "Panel", z: Array, count: Array, sums: "Sums") -> "Bases":
+    def added(self, panel: "Panel", sums: "Sums", _, z: Array, count: Array) -> "Bases":
         """With those of a panel: the bases take as many rows as there were products."""
         room = len(self.rows)
         basis = panel.krylov.basis
@@ -89,13 +89,13 @@ class Solutions(NamedTuple):
     starts: Inexact[Array, "n N"]
     solutions: Inexact[Array, "3 n N"]  # M^{-1} z, after three numbers of steps
 
-    def added(self, panel: "Panel", omega: Array, z: Array, count: Array) -> "Solutions":
-        """With those of a panel that begins with the probe of this number."""
+    def added(self, panel: "Panel", sums: "Sums", omega: Array, z: Array, _) -> "Solutions":
+        """With those of a panel."""
         found = solutions_after(panel.recurrences(), panel.steps, 3)
         found = (found * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
         solved = einsum("pqn,opq->onp", panel.krylov.basis, found)
         new = omega.real, z, solved
-        return Solutions(*(put(x, y, count) for x, y in zip(self, new, strict=True)))
+        return Solutions(*(put(x, y, sums.drawn) for x, y in zip(self, new, strict=True)))
 
 
 def put(whole: Array, part: Array, at: Array) -> Array:
@@ -270,10 +270,8 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
         total = sums.drawn * sums.error + count * found.error
         error = total / (sums.drawn + count)
     kept = sums.kept
-    if isinstance(kept, Bases):
-        kept = kept.added(panel, z, count, sums)
-    elif isinstance(kept, Solutions):
-        kept = kept.added(panel, omega, z, sums.drawn)
+    if kept is not None:
+        kept = kept.added(panel, sums, omega, z, count)
     return with_moments(sampling, sums, found, lengths, count)._replace(
         spent=sums.spent + panel.steps * count,
         panels=sums.panels + 1,
@@ -290,7 +288,8 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
 
 def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
     """All panels: see above."""
-    plan, block = sampling.plan, sampling.block
+    plan = sampling.plan
+    block = sampling.block
     real = jnp.finfo(block.dtype).dtype
     zero = jnp.zeros((), real)
     none = jnp.zeros((), jnp.int32)

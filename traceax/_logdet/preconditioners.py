@@ -139,7 +139,8 @@ class AbstractPreconditioner(eqx.Module):
         - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
             semidefinite, or if the preconditioner cannot be built for it.
         """
-        key, operator = check_key(key), as_operator(operator)
+        key = check_key(key)
+        operator = as_operator(operator)
         check_definite(operator, "A preconditioner")
         self.check(operator)
         if self.rank is None and self.needs_rank:

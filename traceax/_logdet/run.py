@@ -140,19 +140,9 @@ def run_of(
         jnp.ones(()),
     ),
 ) -> Run:
-    """Prepare, then sample.
-
-    **Arguments:**
-
-    - `key`: the random key.
-    - `operator`: the operator.
-    - `k`: the products for the preconditioner and for probes.
-    - `policy`: how they are spent.
-    - `weights`: whether a derivative is taken.
-    - `y`: right-hand sides of a solve, which shares the products, or None.
-    - `most_solve`: the largest number of products for each of them.
-    - `value_of`: a function of the preconditioner and of tr f(M) that returns the value that a
-        tolerance is for, and by how much it changes with tr f(M).
+    """Prepare with a part of k products, then sample with the rest. `y` are right-hand sides of a
+    solve, which shares the products, in at most `most_solve` steps; `value_of` returns, from the
+    preconditioner and tr f(M), the value that a tolerance is for, and its derivative by tr f(M).
     """
     prepare_key, probe_key = split(key)
     inverse = policy.inverse

@@ -64,8 +64,11 @@ from .._sketch.leave_one_out import adjoint, square_norms, square_of
 from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky, rows_of
 
-#: The numbers in a block of rows, and the groups of points for each neighbour.
-BLOCK, GROUPS = 2**21, 8
+#: The numbers in a block of rows.
+BLOCK = 2**21
+
+#: The groups of points for each neighbour.
+GROUPS = 8
 
 #: Unless the mean of what is left of the diagonal is below this share of D, neighbours matter.
 SMALL = 3e-3
@@ -357,10 +360,8 @@ def prepare(
 
     **Arguments:**
 
-    - `key`: the random key.
-    - `operator`: A.
-    - `rank`: the largest rank of F.
-    - `m`: the number of neighbours.
+    - `key`, `operator`: the random key, and A.
+    - `rank`, `m`: the largest rank of F, and the number of neighbours.
     - `diagonal`: the diagonal of A, or None if it is known.
     - `together`: how many columns are read at once; None for as many as suit the rank.
     """
