@@ -1,7 +1,7 @@
 """The default estimator, and exact values as an estimator."""
 
 import dataclasses
-from typing import ClassVar, final
+from typing import final
 
 import equinox as eqx
 import lineax as lx
@@ -32,10 +32,6 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     memory_limit: int = eqx.field(default=2**32, static=True)
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 1
-
-    def check(self, operator):
-        """Any square operator will do."""
 
     def select(self, operator: lx.AbstractLinearOperator, k: int) -> AbstractTraceEstimator:
         """The estimator for an operator without known parts, and for this budget."""
@@ -99,10 +95,6 @@ class ExactTraceEstimator(AbstractTraceEstimator):
     """
 
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 1
-
-    def check(self, operator):
-        """Any square operator will do."""
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

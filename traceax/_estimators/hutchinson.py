@@ -1,7 +1,7 @@
 """The Girard-Hutchinson estimator, of traces and of diagonals."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -129,7 +129,6 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     sampler: AbstractSampler = RademacherSampler()
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 1
 
     def check(self, operator):
         """Any square operator will do."""
