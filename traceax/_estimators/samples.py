@@ -43,7 +43,7 @@ from .._sketch.leave_one_out import (
 from .._sketch.nystrom import core_of, shifted_cholesky
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .exact import exact
-from .rows import Rows
+from .rows import Rows, added
 
 #: The number of samples that are drawn at once.
 PANEL = 8
@@ -166,8 +166,7 @@ def _norms(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."
 
 def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"]) -> Prepared:
     if q.shape[1] == 0:
-        shape = () if rows is None else rows.of_vector(jnp.zeros(block.n)).shape
-        value = jnp.zeros(shape, block.dtype)
+        value = added(rows, jnp.zeros(block.n, block.dtype))
         return Prepared(q, q, value, value.real, q, Evidence())
     if rows is None:
         z = block.mm(q)
@@ -286,8 +285,7 @@ class NystromSampling(AbstractSampling):
         nu, factor = shifted_cholesky(core, least)
         shifted = sketch.numbers + nu * p
         f = jnp.sqrt(sketch.size) * divide_by_upper(shifted, factor)
-        squares = jnp.sum(square_of(f), axis=1)
-        value = jnp.sum(squares) if self.rows is None else self.rows.of_vector(squares)
+        value = added(self.rows, jnp.sum(square_of(f), axis=1))
         return Prepared(
             left=f,
             right=self.sign * f,
@@ -303,8 +301,7 @@ class NystromSampling(AbstractSampling):
         if r == 0:
             return _range_panel(self, key, block, prepared, count)
         omega = self.sampler.probes(key, n, count, block.dtype)
-        captured = matmul(prepared.left, matmul(adjoint(prepared.right), omega))
-        images = block.mm(omega) - captured
+        images = residual_products(prepared.left, omega, block.mm(omega), prepared.right)
         if self.rows is None and self.sampler.rotation_invariant:
             return _form_panel(column_dots(omega, images), 1.0, images, images, n)
         return _one_sided_panel(self.rows, omega, images)
