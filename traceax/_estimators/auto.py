@@ -76,9 +76,7 @@ AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 - `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
     Hutchinson's estimator, which needs no sketch, takes over.
-- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
-    at once.)
+- `batch_size`: as of [`traceax.XTraceEstimator`][].
 """
 
 
@@ -107,7 +105,5 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
 ExactTraceEstimator.__init__.__doc__ = """**Arguments:**
 
-- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
-    at once.)
+- `batch_size`: as of [`traceax.XTraceEstimator`][].
 """

@@ -173,6 +173,5 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
-- `batch_size`: the number of probes to multiply at once. By default as many as make a block of
-    2^27 numbers.
+- `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
 """
