@@ -31,15 +31,7 @@ from .._core.estimate import Estimate, Evidence, evidence_of, safe_norm, scale_o
 from .._linalg.factorisations import divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, RademacherSampler
-from .._sketch.leave_one_out import (
-    adjoint,
-    column_dots,
-    matmul,
-    resphering,
-    scaled,
-    square_norms,
-    square_of,
-)
+from .._sketch.leave_one_out import column_dots, resphering, scaled, square_norms, square_of
 from .._sketch.nystrom import core_of, shifted_cholesky
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .exact import exact
@@ -221,10 +213,10 @@ def _range_panel(
     if rows is not None:
         products = residual_products(q, omega, block.mm(omega), prepared.right)
         return _one_sided_panel(rows, omega, products)
-    g = omega - matmul(q, matmul(adjoint(q), omega))
+    g = residual_products(q, omega, omega, q)
     images = block.mm(g)
     factor = resphering(float(n - r), square_norms(g), sampling.resphere)
-    rest = images - matmul(q, matmul(adjoint(q), images))
+    rest = residual_products(q, images, images, q)
     return _form_panel(column_dots(g, images), factor, images, rest, n - r)
 
 

@@ -28,13 +28,7 @@ from .._sketch.leave_one_out import (
     xtrace_weights,
 )
 from .._sketch.ranges import captured_diagonal
-from .._sketch.shrunk import (
-    FEWEST,
-    plain_samples,
-    plain_samples_with_skew,
-    shrunk_samples,
-    shrunk_weights,
-)
+from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights, skew_samples
 from .calibration import CALIBRATION
 from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights, without_nonfinite
@@ -139,7 +133,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         parts = xtrace_parts(factors, h, t)
         resphere = self.respheres(block.dtype)
         if self.shrink:
-            plain = plain_samples if is_hermitian(operator) else plain_samples_with_skew
+            plain = plain_samples if is_hermitian(operator) else skew_samples
             terms = jnp.conj(omega) * sketch.shifted
             values, differences, beta = shrunk_samples(parts, plain(terms), n)
             made = shrunk_weights(omega, factors, beta) if weights else None
