@@ -1,7 +1,7 @@
 """The default estimator, and exact values as an estimator."""
 
 import dataclasses
-from typing import ClassVar, final
+from typing import final
 
 import equinox as eqx
 import lineax as lx
@@ -32,10 +32,6 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     memory_limit: int = eqx.field(default=2**32, static=True)
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 1
-
-    def check(self, operator):
-        """Any square operator will do."""
 
     def select(self, operator: lx.AbstractLinearOperator, k: int) -> AbstractTraceEstimator:
         """The estimator for an operator without known parts, and for this budget."""
@@ -80,9 +76,7 @@ AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 - `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
     Hutchinson's estimator, which needs no sketch, takes over.
-- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
-    at once.)
+- `batch_size`: as of [`traceax.XTraceEstimator`][].
 """
 
 
@@ -99,10 +93,6 @@ class ExactTraceEstimator(AbstractTraceEstimator):
     """
 
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 1
-
-    def check(self, operator):
-        """Any square operator will do."""
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -115,7 +105,5 @@ class ExactTraceEstimator(AbstractTraceEstimator):
 
 ExactTraceEstimator.__init__.__doc__ = """**Arguments:**
 
-- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
-    at once.)
+- `batch_size`: as of [`traceax.XTraceEstimator`][].
 """

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Real
 
-from .._core.estimate import norm_of, safe_norm
+from .._core.estimate import norm_of, power_of, safe_norm
 
 #: For estimators of traces, the fields of an `Estimate`: `inflation`, the factor by which Student's
 #: intervals from many samples are too short, on the worst of six spectra; `tail`, the number of
@@ -69,6 +69,20 @@ def with_ties(std_err: Real[Array, " n"], probes: int | Real[Array, ""]) -> Real
     reach = sum(jnp.where(probes == p, share, 0) for p, share in _REACH.items())
     typical = jnp.where(reach > 0, safe_norm(std_err) / std_err.size**0.5, 0)
     return jnp.maximum(std_err, reach * typical)
+
+
+def root(square: Array) -> Array:
+    """The root of an estimated square, 0 where that is negative."""
+    return power_of(square.real, 0.5)
+
+
+def root_error(value: Array, std_err: Array) -> Array:
+    """The standard error of a root, from the root and the standard error of the square."""
+    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
+    value = lax.stop_gradient(value)
+    slope = 1 / jnp.where(value == 0, 1, 2 * value)
+    largest = jnp.sqrt(std_err)
+    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
 
 
 def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:

@@ -26,14 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._sketch.leave_one_out import (
-    Pairs,
-    adjoint,
-    column_dots,
-    matmul,
-    square_of,
-    usable_covariance,
-)
+from .._core.precision import matmul
+from .._sketch.leave_one_out import Pairs, adjoint, column_dots, square_of, usable_covariance
 from .._sketch.ranges import captured_diagonal
 from .._sketch.shrunk import plain_samples, shrinkage
 from .._sketch.weights import AbstractWeights

@@ -15,7 +15,7 @@ from .._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, 
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
-from .rows import Rows
+from .rows import Rows, added
 
 
 def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " n"]]:
@@ -38,10 +38,6 @@ def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " 
     return entries.reshape(-1)[:n], norms.reshape(-1)[:n]
 
 
-def _added(diagonal: Inexact[Array, " n"], rows: Rows | None) -> Inexact[Array, "..."]:
-    return jnp.sum(diagonal) if rows is None else rows.of_vector(diagonal)
-
-
 @final
 class ExactWeights(AbstractWeights):
     """`G = I`: the derivative is that of the exact value. A contraction costs `n` matvecs."""
@@ -50,7 +46,7 @@ class ExactWeights(AbstractWeights):
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        return _added(_entries(block)[0], self.rows)
+        return added(self.rows, _entries(block)[0])
 
 
 @final
@@ -119,7 +115,7 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
         diagonal, norms = _entries(other.linearised())
         size = safe_norm(norms) if rows is None else rows.norms(norms[:, None])
         estimate = make_estimate(
-            _added(diagonal, rows),
+            added(rows, diagonal),
             rounding_of(size, other.eps) if other.is_inexact else jnp.zeros_like(size),
             other.n,
             other.n if other.is_inexact else 0,

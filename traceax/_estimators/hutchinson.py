@@ -1,7 +1,7 @@
 """The Girard-Hutchinson estimator, of traces and of diagonals."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -129,7 +129,6 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     sampler: AbstractSampler = RademacherSampler()
     batch_size: int | None = eqx.field(default=None, static=True)
-    smallest: ClassVar[int] = 1
 
     def check(self, operator):
         """Any square operator will do."""
@@ -174,6 +173,5 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
 
 - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
-- `batch_size`: the number of probes to multiply at once. By default as many as make a block of
-    2^27 numbers.
+- `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
 """

@@ -111,12 +111,5 @@ def _basis_and_probes(
 
 HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
 
-- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][] for traces, and
-    for diagonals [`traceax.RademacherSampler`][], or for complex operators
-    [`traceax.SteinhausSampler`][].
-- `improved`: whether to renormalise ("resphere") the residual probes of a trace, which needs a
-    rotation invariant distribution. By default wherever that is so.
-- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
-    at once.)
+- `sampler`, `improved`, `batch_size`: as of [`traceax.XTraceEstimator`][].
 """

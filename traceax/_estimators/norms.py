@@ -13,18 +13,11 @@ from .._operators.block_operator import unflatten
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
 from .auto import AutoTraceEstimator
-from .calibration import CALIBRATION
+from .calibration import CALIBRATION, root, root_error
 from .estimator import AbstractEstimator, RowsEstimator, check_budget, check_key, solve
 from .rows import Rows
 from .solution import Solution, restructure
-from .tolerance import (
-    ToleranceEstimator,
-    check_either,
-    largest_budget,
-    root,
-    root_error,
-    tolerance_of,
-)
+from .tolerance import ToleranceEstimator, check_either, largest_budget, tolerance_of
 
 
 def frobenius_norm(

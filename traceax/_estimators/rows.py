@@ -54,6 +54,11 @@ class Rows(eqx.Module):
         return self(vector[:, None])[:, 0]
 
 
+def added(rows: Rows | None, diagonal: Inexact[Array, " n"]) -> Inexact[Array, "..."]:
+    """The trace of what has this diagonal, or sums of its entries."""
+    return jnp.sum(diagonal) if rows is None else rows.of_vector(diagonal)
+
+
 def without_nonfinite(
     products: Inexact[Array, "n m"],
 ) -> tuple[Inexact[Array, "n m"], Real[Array, " n"]]:

@@ -31,19 +31,11 @@ from .._core.estimate import Estimate, Evidence, evidence_of, safe_norm, scale_o
 from .._linalg.factorisations import divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler, RademacherSampler
-from .._sketch.leave_one_out import (
-    adjoint,
-    column_dots,
-    matmul,
-    resphering,
-    scaled,
-    square_norms,
-    square_of,
-)
+from .._sketch.leave_one_out import column_dots, resphering, scaled, square_norms, square_of
 from .._sketch.nystrom import core_of, shifted_cholesky
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .exact import exact
-from .rows import Rows
+from .rows import Rows, added
 
 #: The number of samples that are drawn at once.
 PANEL = 8
@@ -166,8 +158,7 @@ def _norms(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."
 
 def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"]) -> Prepared:
     if q.shape[1] == 0:
-        shape = () if rows is None else rows.of_vector(jnp.zeros(block.n)).shape
-        value = jnp.zeros(shape, block.dtype)
+        value = added(rows, jnp.zeros(block.n, block.dtype))
         return Prepared(q, q, value, value.real, q, Evidence())
     if rows is None:
         z = block.mm(q)
@@ -222,10 +213,10 @@ def _range_panel(
     if rows is not None:
         products = residual_products(q, omega, block.mm(omega), prepared.right)
         return _one_sided_panel(rows, omega, products)
-    g = omega - matmul(q, matmul(adjoint(q), omega))
+    g = residual_products(q, omega, omega, q)
     images = block.mm(g)
     factor = resphering(float(n - r), square_norms(g), sampling.resphere)
-    rest = images - matmul(q, matmul(adjoint(q), images))
+    rest = residual_products(q, images, images, q)
     return _form_panel(column_dots(g, images), factor, images, rest, n - r)
 
 
@@ -286,8 +277,7 @@ class NystromSampling(AbstractSampling):
         nu, factor = shifted_cholesky(core, least)
         shifted = sketch.numbers + nu * p
         f = jnp.sqrt(sketch.size) * divide_by_upper(shifted, factor)
-        squares = jnp.sum(square_of(f), axis=1)
-        value = jnp.sum(squares) if self.rows is None else self.rows.of_vector(squares)
+        value = added(self.rows, jnp.sum(square_of(f), axis=1))
         return Prepared(
             left=f,
             right=self.sign * f,
@@ -303,8 +293,7 @@ class NystromSampling(AbstractSampling):
         if r == 0:
             return _range_panel(self, key, block, prepared, count)
         omega = self.sampler.probes(key, n, count, block.dtype)
-        captured = matmul(prepared.left, matmul(adjoint(prepared.right), omega))
-        images = block.mm(omega) - captured
+        images = residual_products(prepared.left, omega, block.mm(omega), prepared.right)
         if self.rows is None and self.sampler.rotation_invariant:
             return _form_panel(column_dots(omega, images), 1.0, images, images, n)
         return _one_sided_panel(self.rows, omega, images)

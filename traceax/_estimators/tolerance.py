@@ -31,7 +31,6 @@ from .._core.estimate import (
     Evidence,
     make_estimate,
     norm_of,
-    power_of,
     relative,
     rounding_of,
     worse,
@@ -40,7 +39,7 @@ from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._sketch.weights import AbstractWeights
 from .auto import AutoTraceEstimator
-from .calibration import norm_factor
+from .calibration import norm_factor, root, root_error
 from .estimator import (
     AbstractEstimator,
     AbstractTraceEstimator,
@@ -395,20 +394,6 @@ class ToleranceEstimator(AbstractEstimator):
     def exact(self, operator):
         """See `AbstractEstimator`."""
         return exact(BlockOperator(operator, self.batch_size), self.rows)
-
-
-def root(square: Array) -> Array:
-    """The root of an estimated square, 0 where that is negative."""
-    return power_of(square.real, 0.5)
-
-
-def root_error(value: Array, std_err: Array) -> Array:
-    """The standard error of a root, from the root and the standard error of the square."""
-    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
-    value = lax.stop_gradient(value)
-    slope = 1 / jnp.where(value == 0, 1, 2 * value)
-    largest = jnp.sqrt(std_err)
-    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
 
 
 def tolerance_of(value: Any, name: str) -> Array:

@@ -166,15 +166,4 @@ def _range_finder(factors: Nystrom, omega: Array) -> RangeFinder:
     return range_finder(omega, matmul(sketch, factors.r))
 
 
-XNysTraceEstimator.__init__.__doc__ = """**Arguments:**
-
-- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][] for traces, and
-    for diagonals and shrunk samples [`traceax.RademacherSampler`][], or for complex operators
-    [`traceax.SteinhausSampler`][].
-- `improved`: whether to renormalise ("resphere") the residual probes of a trace, which needs a
-    rotation invariant distribution. By default wherever that is so.
-- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
-    at once.)
-- `shrink`: see [`traceax.XTraceEstimator`][].
-"""
+XNysTraceEstimator.__init__.__doc__ = "**Arguments:** as [`traceax.XTraceEstimator`][]."

@@ -28,13 +28,7 @@ from .._sketch.leave_one_out import (
     xtrace_weights,
 )
 from .._sketch.ranges import captured_diagonal
-from .._sketch.shrunk import (
-    FEWEST,
-    plain_samples,
-    plain_samples_with_skew,
-    shrunk_samples,
-    shrunk_weights,
-)
+from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights, skew_samples
 from .calibration import CALIBRATION
 from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights, without_nonfinite
@@ -98,14 +92,14 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
     $$\mathrm{tr}(Q_{(i)}^* A Q_{(i)}) + c_i \, g_i^* A g_i, \qquad
     c_i = (n - m + 1) / \|g_i\|^2 \text{ if improved, else } 1,$$
 
-    and for a diagonal (XDiag) that of $\mathrm{diag}(Q_{(i)} Q_{(i)}^* A) + \bar\omega_i \circ (I -
-    Q_{(i)} Q_{(i)}^*) A \omega_i$. It is unbiased, and exact to rounding if the rank of A is less
-    than m. The standard error includes the correlation between the samples, estimated without bias
-    and without further products.
+    and for a diagonal (XDiag) that of
+    $\mathrm{diag}(Q_{(i)} Q_{(i)}^* A) + \bar\omega_i \circ (I - Q_{(i)} Q_{(i)}^*) A \omega_i$.
+    It is unbiased, and exact to rounding if the rank of A is less than m. The standard error
+    includes the correlation between the samples, estimated without further products.
 
     Cost: `2 floor(k/2)` matvecs (for a diagonal half of them with the adjoint, or with A itself
-    where it is tagged symmetric); four blocks of `n x k/2` numbers (six with the gradient); `10 n
-    m^2` operations beside the products, `20 n m^2` for a diagonal.
+    where it is tagged symmetric); four blocks of `n x k/2` numbers (six with the gradient);
+    `10 n m^2` operations beside the products, `20 n m^2` for a diagonal.
 
     ??? cite "References"
 
@@ -139,7 +133,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         parts = xtrace_parts(factors, h, t)
         resphere = self.respheres(block.dtype)
         if self.shrink:
-            plain = plain_samples if is_hermitian(operator) else plain_samples_with_skew
+            plain = plain_samples if is_hermitian(operator) else skew_samples
             terms = jnp.conj(omega) * sketch.shifted
             values, differences, beta = shrunk_samples(parts, plain(terms), n)
             made = shrunk_weights(omega, factors, beta) if weights else None
@@ -193,15 +187,12 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
 
 XTraceEstimator.__init__.__doc__ = """**Arguments:**
 
-- `sampler`: the distribution of the probes. By default [`traceax.SphereSampler`][] for traces, and
-    for diagonals and shrunk samples [`traceax.RademacherSampler`][], or for complex operators
-    [`traceax.SteinhausSampler`][].
-- `improved`: whether to renormalise ("resphere") the residual probes of a trace, which needs a
-    rotation invariant distribution. By default wherever that is so.
-- `batch_size`: the number of vectors to multiply at once. By default as many as make a block of
-    2^27 numbers, or 64 vectors for operators that call functions. (A dense matrix is multiplied
-    at once.)
+- `sampler`: the distribution of the probes: by default [`traceax.SphereSampler`][], and for
+    diagonals and shrunk samples random signs (phases for complex operators).
+- `improved`: whether to renormalise ("resphere") the residual probes of a trace: by default
+    wherever the distribution is rotation invariant.
+- `batch_size`: the number of vectors to multiply at once; by default a block of 2^27 numbers, or 64
+    vectors for operators that call functions.
 - `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is never
-    much worse than the better of both. The probes are random signs (complex phases for complex
-    operators), and are not renormalised.
+    much worse than the better of both. Such samples are not renormalised.
 """

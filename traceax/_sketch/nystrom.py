@@ -109,7 +109,7 @@ class Nystrom(NamedTuple):
     directions: Inexact[Array, "m m"]  # V^H S
     probes: Pairs  # of S
     rho: Real[Array, " m"]
-    precision: Real[Array, ""]  # of the products, see `precision_of_core`
+    precision: Real[Array, ""]  # of the products, see `core_of`
     evidence: Evidence  # whether the tag is wrong
 
     @property

@@ -19,7 +19,7 @@ def range_basis(block: BlockOperator, omega: Inexact[Array, "n m"]) -> Inexact[A
 
 
 def residual_products(q: Array, omega: Array, products: Array, adjoint_products: Array) -> Array:
-    """(I - Q Q^H) A Omega, from A Omega and A^H Q."""
+    """(I - Q Q^H) A Omega, from A Omega and A^H Q. (For A = I that is what is orthogonal to Q.)"""
     return products - matmul(q, matmul(adjoint(adjoint_products), omega))
 
 

@@ -75,7 +75,7 @@ def plain_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
     return PlainSamples(jnp.sum(terms, axis=0).real, variance_of_others(square_norms(centred)))
 
 
-def plain_samples_with_skew(terms: Inexact[Array, "n m"]) -> PlainSamples:
+def skew_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The same for a matrix that need not be Hermitian. The variance of h_i is that of the
     Hermitian part alone, and V_h is more: the scatter of the h_j says so.
     """
