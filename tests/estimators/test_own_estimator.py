@@ -175,16 +175,6 @@ def test_mistakes_are_found(mistake, message):
         check_estimator(Plain(mistake), keys=1000)
 
 
-def test_arguments_of_the_check():
-    identity = lx.MatrixLinearOperator(jnp.asarray(np.eye(30)))
-    with pytest.raises(ValueError, match="accepts none"):
-        check_estimator(tr.XNysTraceEstimator(), operators=[identity])
-    with pytest.raises(ValueError, match="below the number of rows"):
-        check_estimator(Plain(), operators=[lx.MatrixLinearOperator(np.eye(10))])
-    with pytest.raises(TypeError, match="got the class XTraceEstimator"):
-        check_estimator(tr.XTraceEstimator)
-
-
 def test_a_tolerance_and_a_diagonal_of_a_stranger():
     dense = np.diag(np.linspace(1.0, 2.0, 200)) + 0.02
     operator, options = by_products(dense), {"estimator": Plain(), "max_k": 150}
