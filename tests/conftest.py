@@ -43,10 +43,27 @@ if jax.default_backend() != "cpu":
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file goes to one worker, so that no two compile its programs."""
+    """A file goes to one worker, so that no two compile its programs. Pages and notebooks have
+    processes of their own.
+    """
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log)
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            apart = nodeid.startswith(("tests/package/test_docs", "tests/package/test_notebooks"))
+            return nodeid if apart else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The files with the most code to run come first, so that all workers end at the same time."""
+    cost = collections.Counter()
+    for item in items:
+        cost[item.path] += len(item.function.__code__.co_code)
+    items.sort(key=lambda item: (-cost[item.path], item.path))
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +82,7 @@ def _compile_quickly(request):
 
 # The README's command compiles no more, all workers together. (A program takes a CPU second, and
 # 20 ms if it is a single operation: references and inputs are computed by NumPy.)
-MOST_PROGRAMS = 7500
+MOST_PROGRAMS = 6700
 PROGRAMS = collections.Counter()  # by the folder or file of the tests that ask for them
 ASKING = ["imports"]
 FORGOTTEN = [0]  # how many of them

@@ -47,8 +47,8 @@ def test_published_experiment(method, k):
     at its median, 0.67 s), the ratio of two to 23 %: e^(3 * 0.23) = 2 is three deviations.
     """
     n, count = 1000, 50
-    for name, eigenvalues in spectra(n).items():
-        truth = eigenvalues.sum()
+    for name in ("exp0.7", "step1e-8") if k == 300 else spectra(n):
+        truth = spectra(n)[name].sum()
         given = keys(count), jnp.asarray(matrix(name, n)), k, PROBED[method], PSD
         ours = np.abs(np.asarray(reference.solutions(*given).value) / truth - 1)
         theirs = np.abs(published(method, k, name, n, count).mean(axis=1) / truth - 1)
@@ -73,9 +73,8 @@ def errors(estimator, k, name):
 FOUR = ("flat", "poly", "exp0.9", "step1e-3")
 
 
-@pytest.mark.parametrize("k", [60, 120])
 @pytest.mark.parametrize("estimator", PROBED)
-def test_coverage(estimator, k):
+def test_coverage(estimator):
     """1.96 standard errors cover the truth in 92 to 98 % of cases, Hutch++ in 90 % at least; and
     E[std_err^2] = Var(value), which with 1000 keys is known to 4.5 %, with heavy tails to less.
 
@@ -84,21 +83,14 @@ def test_coverage(estimator, k):
     """
     least = 0.90 if estimator == "hutch++" else 0.92
     for name in FOUR:
-        error, std_err = errors(estimator, k, name)
+        error, std_err = errors(estimator, 60, name)
         coverage = np.mean(np.abs(error) <= 1.96 * std_err)
         relative = np.sqrt(np.mean(error**2)) / spectra(500)[name].sum()
         ratio = np.mean(std_err**2) / np.var(error, ddof=1)
-        if (estimator, k, name) == ("xnystrace", 120, "step1e-3"):
-            assert relative < 1e-14  # computed to rounding, whose errors have another distribution
-            assert coverage > least
-            continue
         assert relative > 1e-12, name
         assert least <= coverage <= 0.98, (name, coverage)
-        # Past the edge of the step samples hardly correlate, and as a negative estimate of their
-        # covariance is cut to zero, the error bar is too careful.
-        past = (estimator, k, name) == ("xtrace", 120, "step1e-3")
         if estimator in METHODS:
-            assert 0.8 <= ratio <= (2.5 if past else 1.25), (name, ratio)
+            assert 0.8 <= ratio <= 1.25, (name, ratio)
 
 
 def uncovered(call, truth, n, count):
@@ -122,14 +114,14 @@ def uncovered(call, truth, n, count):
     return {name: share for name, share in found.items() if share < 0.92}
 
 
-@pytest.mark.parametrize("k", [8, 12, 24, 60])
+@pytest.mark.parametrize("k", [8, 12, 24])
 @pytest.mark.parametrize("name", PROBED)
 def test_intervals_of_traces_from_few_products(name, k):
     call = partial(tr.trace, k=k, estimator=PROBED[name])
     assert uncovered(call, jnp.trace, 200, 1000) == {}
 
 
-@pytest.mark.parametrize("k", [8, 16, 40])
+@pytest.mark.parametrize("k", [8, 16])
 @pytest.mark.parametrize("name", [*PROBED, "frobenius_norm", "row_norms"])
 def test_intervals_of_diagonals_and_norms_from_few_products(name, k):
     if name in PROBED:

@@ -214,8 +214,9 @@ def test_probes():
     basis[:, -1] = 0  # as of an operator of lower rank
     one = jnp.ones(())
     factors = LowRankPlusIdentity(jnp.ones(n), jnp.asarray(basis), jnp.ones(rank), one)
+    draw = jax.jit(lambda key: held_probes(key, factors, count, np.dtype(dtype)))
     with jax.numpy_dtype_promotion("standard"):
-        z = np.asarray(held_probes(jr.key(0), factors, count, np.dtype(dtype)))
+        z = np.asarray(draw(jr.key(0)))
     inner = (basis * rng.standard_normal(rank)) @ basis.conj().T
     b = inner + 0.7 * (np.eye(n) - basis @ basis.conj().T)
     forms = np.sum(z.conj() * (b @ z), axis=0).real

@@ -182,7 +182,7 @@ def test_the_derivative_of_a_monte_carlo_fisher_is_unbiased():
     for samples, truth in zip(found, jax.jit(jax.value_and_grad(true))(params), strict=True):
         standard = np.std(samples, axis=0) / np.sqrt(2000)
         assert np.all(np.abs(np.mean(samples, axis=0) - truth) < 4.5 * standard)
-    assert np.max(np.abs(jax.grad(true)(params)) / standard) > 20  # what would be missed
+    assert np.max(np.abs(truth) / standard) > 20  # what would be missed
 
 
 def test_monte_carlo_fisher_with_batches_and_samples():
@@ -457,14 +457,13 @@ def test_selection_and_groups():
     operator = make_it(params, jnp.arange(2.0))
     assert operator.in_size() == 14
     flat, unflatten = ravel_pytree(params["params"])
-    matrix = jax.hessian(lambda v: stacked({**params, "params": unflatten(v)}, jnp.arange(2.0)))(
-        flat
-    )
+    hessian = jax.hessian(lambda v: stacked({**params, "params": unflatten(v)}, jnp.arange(2.0)))
+    matrix = np.asarray(jax.jit(hessian)(flat))
     blocks = tr.block_traces(jr.key(0), operator, 14).value
-    diagonal = unflatten(jnp.diag(matrix))
+    diagonal = jax.device_get(unflatten(jnp.asarray(np.diag(matrix))))
     assert len(blocks) == 4
-    np.testing.assert_allclose(blocks["out"], jnp.sum(diagonal["out"]), rtol=1e-10)
-    layers = jnp.sum(diagonal["stack"], axis=(1, 2))
+    np.testing.assert_allclose(blocks["out"], np.sum(diagonal["out"]), rtol=1e-10)
+    layers = np.sum(diagonal["stack"], axis=(1, 2))
     np.testing.assert_allclose([blocks[f"layer {i}"] for i in range(3)], layers, rtol=1e-10)
 
     pairs = tr.eigenpairs(jr.key(0), operator, 14)
@@ -598,22 +597,23 @@ opaque.defvjp(lambda x: (opaque(x), x), _opaque_bwd)
 def test_gradients_without_a_derivative():
     """Differences of gradients are good to eps^(2/3), and say so."""
     dtype = np.float32
-    x = jnp.linspace(-1, 2, 12).astype(dtype)
+    x = jnp.asarray(np.linspace(-1, 2, 12).astype(dtype))
 
     def total(x):
         return opaque(x) + jnp.sum(x) ** 2
 
     operator = curvature.hessian(total, x, mode="finite-difference")
-    slopes = jax.vmap(jax.grad(jax.grad(lambda x: jnp.tanh(x) * x)))(x)
-    truth = np.asarray(jnp.diag(slopes) + 2)
+    slopes = jax.jit(jax.vmap(jax.grad(jax.grad(lambda x: jnp.tanh(x) * x))))(x)
+    truth = np.diag(slopes) + dtype(2)
     error = np.finfo(dtype).eps ** (2 / 3) * np.linalg.norm(truth)
-    found = np.asarray(operator.as_matrix())
+    found = np.asarray(jax.jit(lambda: operator.as_matrix())())
     assert found.dtype == dtype
     # The matrix is not exact: a test with no error at all would test something else.
     assert 0 < np.max(np.abs(found - truth)) < 2 * error
-    huge = operator.mv(1e30 * jnp.ones_like(x))
+    product = jax.jit(lambda v: operator.mv(v))
+    huge = np.asarray(product(np.full_like(x, 1e30)))
     np.testing.assert_allclose(huge / dtype(1e30), truth.sum(1), atol=20 * error)
-    np.testing.assert_array_equal(operator.mv(jnp.zeros_like(x)), 0)
+    np.testing.assert_array_equal(product(np.zeros_like(x)), 0)
     solution = tr.trace(jr.key(0), operator, 6)
     assert solution.std_err > error / 4
     assert abs(float(solution.value) - np.trace(truth)) < 5 * float(solution.std_err)

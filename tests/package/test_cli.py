@@ -1,8 +1,7 @@
-"""The command line, in this process (`main`) and once as a program."""
+"""The command line, in this process (`main`). (As a program it runs in `test_readme.py`.)"""
 
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import scipy.sparse
 
 from traceax._cli import main, read_operator
 
-from ..helpers import environment, with_spectrum
+from ..helpers import with_spectrum
 
 BUS = Path(__file__).parents[2] / "traceax" / "data" / "1138_bus.mtx"
 SPECTRUM = np.linspace(0.5, 4, 40)
@@ -118,14 +117,12 @@ def test_bad_files_exit_with_2_and_one_line(capsys, tmp_path):
 # --- what is read --------------------------------------------------------------------------------
 
 
-def test_the_trace_of_the_sample_matrix_as_a_program():
-    command = [sys.executable, "-m", "traceax", "trace", BUS]
-    options = {"capture_output": True, "text": True, "check": True}
-    result = subprocess.run(command, **options, env=environment())
-    rows = {line[:16].rstrip(): line[17:] for line in result.stdout.splitlines()}
+def test_the_trace_of_the_sample_matrix(capsys):
+    code, out, err = run(capsys, "trace", BUS)
+    rows = {line[:16].rstrip(): line[17:] for line in out.splitlines()}
     assert (rows["value"], rows["std_err"]) == ("973900.4097", "0")
     assert (rows["n"], rows["num_matvecs"], rows["result"]) == ("1138", "0", "successful")
-    assert result.stderr == ""
+    assert (code, err) == (0, "")
 
 
 def test_the_diagonal_of_the_sample_matrix(capsys, tmp_path):
