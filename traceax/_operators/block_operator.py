@@ -208,10 +208,6 @@ class BlockOperator:
         transposed = BlockOperator(transpose_of(self.operator), self.batch_size)
         return jnp.conj(transposed.mm(jnp.conj(block)))
 
-    def unflatten(self, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]) -> PyTree:
-        """A vector, whole or leaf by leaf, as a PyTree of the operator's input structure."""
-        return unflatten(self.operator.in_structure(), vector)
-
 
 def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """The transpose, or an error that says which product is not linear."""
