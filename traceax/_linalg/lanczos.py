@@ -72,18 +72,19 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
     """Arnoldi's recurrence of a Hermitian A, whose H = V^H A V is real and tridiagonal but for
     rounding: `skew` is the norm of what differs from this.
     """
-    made = jnp.any(krylov.basis != 0, axis=2)  # not those after the last step
-    h = jnp.where(made[:, :, None], krylov.hessenberg / krylov.unit.astype(krylov.basis.dtype), 0)
+    h = krylov.hessenberg / krylov.unit.astype(krylov.basis.dtype)
     alpha = jnp.diagonal(h, axis1=1, axis2=2).real
     below = jnp.diagonal(h, -1, axis1=1, axis2=2).real
-    t = jax.vmap(symmetric_tridiagonal)(alpha, below)
+    # The last step so far has left a number in the row of a vector that is not in the basis yet.
+    made = jnp.any(krylov.basis != 0, axis=2)
+    t = jax.vmap(symmetric_tridiagonal)(alpha, jnp.where(made[:, 1:], below, 0))
     unit = krylov.unit[:, :, 0]
     return Lanczos(
         basis=jnp.transpose(krylov.basis, (1, 2, 0)),
         alpha=(alpha * unit).T,
         beta=jnp.concatenate([below * unit, krylov.residual[:, None]], axis=1).T,
         size=krylov.size,
-        skew=jnp.linalg.norm(h - t, axis=(1, 2)) * unit[:, 0],
+        skew=jnp.linalg.norm(jnp.where(made[:, :, None], h - t, 0), axis=(1, 2)) * unit[:, 0],
     )
 
 
