@@ -265,6 +265,8 @@ def fisher(
             )
         return out
 
+    # sum_i g_i g_i^T / N = J^T H J: J of the log-likelihoods (`inner`), H = I / N of the mean
+    # square (`outer`).
     inner = partial(_at_any_index, values)
     outer = _mean_square
     if sample is not None and key is not None:

@@ -38,6 +38,7 @@ def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
         return 1.0
     norm = norm_of(std_err)
     shares = jnp.square(std_err / jnp.where(norm > 0, norm, 1))
+    # tr(C)^2 / tr(C^2) >= 1 / (2 sum_i shares_i^2); a single number has nu = 1.
     nu = jnp.maximum(1, 1 / (2 * norm_of(shares) ** 2))
     return _chi_square_root(nu) / _chi_square_root(1.0)
 

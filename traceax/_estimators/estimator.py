@@ -282,7 +282,10 @@ def solve(
     *,
     throw=False,
 ) -> Solution:
-    """Check the arguments, bind the primitive, and turn its result into a `Solution`."""
+    """The entrance of every public function (no linear solve): check the arguments, estimate by
+    `compute` (or `exact`, for a budget of `size`: see `bind`), which `verdict` judges there, and
+    return a `Solution`. With `throw` an unsuccessful result raises at run time.
+    """
     key = check_key(key)
     operator = as_operator(operator)
     estimator.check(operator)

@@ -154,8 +154,9 @@ def spectral_density(
     $$\phi(t) = \frac{1}{n} \sum_i \frac{1}{\sigma \sqrt{2 \pi}}
     \exp\left(-\frac{(t - \lambda_i)^2}{2 \sigma^2}\right), \qquad \int \phi(t) \, dt = 1.$$
 
-    Each point of the grid is the spectral sum of a Gaussian, from the same products: see
-    [`traceax.spectral_sum`][] for the errors, derivatives and cost.
+    Each point of the grid is the spectral sum of a Gaussian, by stochastic Lanczos quadrature from
+    the same products: for the errors, derivatives and cost see [`traceax.spectral_sum`][] with
+    `num_steps`.
 
     **Arguments:**
 
@@ -192,7 +193,8 @@ def spectral_density(
                 "`width`, or more points."
             )
         # The smallest width that the steps resolve.
-        width = (jnp.max(points) - jnp.min(points)) / plan(budget, num_steps)[1]
+        _, steps = plan(budget, num_steps)
+        width = (jnp.max(points) - jnp.min(points)) / steps
     sigma = jnp.asarray(width).astype(dtype)
 
     def gaussian(theta):

@@ -108,6 +108,7 @@ def _shifted_cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
         failed = jnp.isfinite(defect) & ~jnp.isfinite(jnp.sum(jnp.abs(factor)))
         factor = jnp.where(failed, eye, factor) * length
         inverse = partial(_solve_upper, eye, factor)
+        # The last factor is well conditioned, and needs no refinement.
         y = lax.cond(is_last, lambda: matmul(y, inverse()), lambda: _divide_by_products(y, factor))
         shift = jnp.where(failed, 100 * shift, shift)
         return y, matmul(factor, r), shift, is_last | ~jnp.isfinite(defect), count + 1

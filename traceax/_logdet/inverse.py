@@ -82,22 +82,22 @@ class InverseEstimator(AbstractEstimator):
         sums = run.sums
         factors = run.preparation.built.factors
         p = sums.drawn.astype(sums.unit.dtype)
-        omega, starts, solved = sums.kept
+        omega, starts, solved = sums.kept  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
         n, room = omega.shape
         away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
         std_err, of_sum = entries_std_err(samples[0], p)
         rounding, outside = rounding_of(factors, sums.smallest, sums.largest, run.block.eps)
-        missed = mean_of(sums, n)[1]
+        _, missed = mean_of(sums, n)
         means = jnp.sum(samples, axis=1) / p
         if self.of_trace:
             std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
             dof = std_err_of(sums, run.block, inverse=True)[1]
             value = jnp.sum(known + means[0])
             # The mean is one over all places, in use or not.
-            none = jnp.full(room, sums.exhausted)
-            error = truncation_error(jnp.sum(samples, axis=2), none) * (room / p)
+            exhausted = jnp.full(room, sums.exhausted)
+            error = truncation_error(jnp.sum(samples, axis=2), exhausted) * (room / p)
         else:
             std_err = jnp.hypot(std_err, rounding * known)
             dof = jnp.maximum(p - 1, 1)

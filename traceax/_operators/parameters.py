@@ -162,7 +162,9 @@ def _grouped(names: list[Any], moving: Any) -> dict[str, Array]:
 
 
 def _ungrouped(grouping: tuple[list[Any], Any], vector: dict[str, Array]) -> Any:
-    """The parameters (or another vector of their structure) from grouped ones."""
+    """The inverse of `_grouped`, for the parameters or another vector of their structure: takes the
+    pieces off the front of each group, in the order in which `_grouped` put them there.
+    """
     names, structure = grouping
     rest = dict(vector)
 

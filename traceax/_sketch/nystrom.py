@@ -355,14 +355,11 @@ def nystrom(
     core, precision, least, limit, skew = core_of(p, multiplied, eps)
     eigenvalues, vectors = eigh((core + adjoint(core)) / 2)
     lowest = eigenvalues[0]
-    # An eigenvalue of the core is a Rayleigh quotient of the operator. If one is below zero by more
-    # than the rounding of the products, the operator is not semidefinite. No eigenvalue is ever
-    # truncated: that would bias the estimate.
+    # With nu the core is positive definite. To truncate an eigenvalue would bias the estimate.
     nu = jnp.maximum(least, -2 * lowest)
 
-    # Transposed: the long vectors are stored as rows.
-    rest = multiplied.numbers.T - matmul(core.T, p.T)
-    beyond = matmul(vectors.T, rest)
+    # X^T = V^T (A P - P H)^T: the long vectors are stored as rows.
+    rows = matmul(vectors.T, multiplied.numbers.T - matmul(core.T, p.T))
     return Nystrom(
         products=multiplied,
         nu=nu,
@@ -371,10 +368,11 @@ def nystrom(
         core=core,
         eigenvalues=eigenvalues + nu,
         vectors=vectors,
-        beyond=matmul(jnp.conj(beyond), beyond.T),
+        beyond=matmul(jnp.conj(rows), rows.T),
         directions=matmul(adjoint(vectors), s),
         probes=pairs_of(s),
         rho=jnp.abs(column_dots(s, r)),
         precision=precision,
+        # Its eigenvalues are Rayleigh quotients: one below -limit is no semidefinite operator's.
         evidence=evidence_of(multiplied.square, skew=skew, negative=-lowest / limit),
     )
