@@ -79,11 +79,6 @@ def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
             f"{type(matrix).__name__}. Convert it with `scipy.sparse.csr_array(matrix)`, or wrap a "
             "dense matrix in `lineax.MatrixLinearOperator(matrix)`."
         )
-    if len(matrix.shape) != 2:
-        raise ValueError(
-            f"A sparse operator needs a two-dimensional matrix, got shape {tuple(matrix.shape)}. "
-            "Reshape it, or make an operator for each slice."
-        )
     data, rows, columns = _scipy_entries(matrix) if is_scipy else _jax_entries(matrix)
     m, n = map(int, matrix.shape)
     return _inexact(data), sparsity_pattern(rows, columns, (m, n))
