@@ -184,27 +184,13 @@ def _offset_diagonal(operator: SparseLinearOperator, offset: int) -> Inexact[Arr
     return jnp.zeros(size, operator.data.dtype).at[place].add(operator.data, mode="drop")
 
 
-@lx.linearise.register(SparseLinearOperator)
-@lx.materialise.register(SparseLinearOperator)
-def _(operator):
-    return operator
-
-
-@lx.diagonal.register(SparseLinearOperator)
-def _(operator):
-    return _offset_diagonal(operator, 0)
-
-
 @lx.tridiagonal.register(SparseLinearOperator)
 def _(operator):
-    below = _offset_diagonal(operator, -1)
-    above = _offset_diagonal(operator, 1)
-    return _offset_diagonal(operator, 0), below, above
+    return tuple(_offset_diagonal(operator, offset) for offset in (0, -1, 1))
 
 
-@lx.conj.register(SparseLinearOperator)
-def _(operator):
-    return operator.with_data(operator.data.conj())
-
-
+lx.linearise.register(SparseLinearOperator)(lambda operator: operator)
+lx.materialise.register(SparseLinearOperator)(lambda operator: operator)
+lx.diagonal.register(SparseLinearOperator)(lambda operator: _offset_diagonal(operator, 0))
+lx.conj.register(SparseLinearOperator)(lambda operator: operator.with_data(operator.data.conj()))
 register_tags(SparseLinearOperator)
