@@ -186,7 +186,8 @@ def _offset_diagonal(operator: SparseLinearOperator, offset: int) -> Inexact[Arr
 
 @lx.tridiagonal.register(SparseLinearOperator)
 def _(operator):
-    return tuple(_offset_diagonal(operator, offset) for offset in (0, -1, 1))
+    below, above = (_offset_diagonal(operator, offset) for offset in (-1, 1))
+    return _offset_diagonal(operator, 0), below, above
 
 
 lx.linearise.register(SparseLinearOperator)(lambda operator: operator)
