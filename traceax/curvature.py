@@ -14,7 +14,6 @@ function. Everything that does not depend on v is computed once for all products
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, final
@@ -131,22 +130,6 @@ def hessian(
     return curvature(params, *args, batches=batches, weights=weights)
 
 
-def _check_takes(what: str, function: Callable[..., Any], count: int) -> None:
-    """Raise a `TypeError` if a function of a Gauss-Newton matrix does not take so many arguments
-    after the first.
-    """
-    try:
-        inspect.signature(function).bind(None, *[None] * count)
-    except ValueError:  # nothing is known of it
-        pass
-    except TypeError as error:
-        raise TypeError(
-            f"gauss_newton gives the same {count} further arguments (and batches) to predict and "
-            f"to loss, but {what} takes others ({error}). With arguments of their own: "
-            "`traceax.curvature.of(loss, predict=predict)(params, predict_args, loss_args)`."
-        ) from None
-
-
 def gauss_newton(
     predict: Callable[..., PyTree],
     loss: Callable[..., Any],
@@ -186,9 +169,6 @@ def gauss_newton(
         N. N. Schraudolph, *Fast curvature matrix-vector products for second-order gradient
         descent*, 2002, doi:10.1162/08997660260028683.
     """
-    count = len(args) + (batches is not None)
-    _check_takes("predict", predict, count)
-    _check_takes("loss", loss, count)
     curvature = of(loss, predict=predict, wrt=wrt, groups=groups, has_aux=has_aux, convex=convex)
     return curvature(params, args, args, batches=batches, weights=weights)
 

@@ -20,7 +20,7 @@ from jax import lax
 from ._core.precision import any_promotion, matmul
 from ._core.programs import is_jaxpr
 from ._core.verdict import RESULTS
-from ._estimators.estimator import AbstractTraceEstimator, RowsEstimator, described
+from ._estimators.estimator import AbstractTraceEstimator, RowsEstimator
 from ._estimators.rows import Rows
 from ._estimators.trace import diagonal as diagonal_of, trace
 from ._operators.block_operator import unflatten
@@ -80,15 +80,9 @@ def check_estimator(
 
     **Raises:**
 
-    - `TypeError`: for anything but an instance of an estimator.
     - `AssertionError`: with the name of the first property that the estimator lacks.
     - `ValueError`: if the estimator accepts none of the operators, or `k` is not below their sizes.
     """
-    if not isinstance(estimator, AbstractTraceEstimator):
-        raise TypeError(
-            "`check_estimator` checks instances of AbstractTraceEstimator, such as "
-            f"`traceax.XTraceEstimator()`, got {described(estimator)}."
-        )
     subject = _Subject(estimator, diagonal)
     given = list(_default_operators() if operators is None else operators)
     accepted = [operator for operator in given if subject.accepts(operator)]
@@ -354,11 +348,6 @@ def _check_transforms(subject, _: int) -> None:
     values, gradients = (jnp.stack(x) for x in zip(*single, strict=True))
     second = jax.vmap(jnp.diag)(jnp.stack([gradients[:, 0], gradients[:, 1] / points[:, 1]], 1))
     mapped = jax.jit(lambda p, q: lax.map(lambda pair: jax.grad(f)(*pair), (p, q)))
-    second_orders = {
-        "jacfwd of grad": (jax.jacfwd(jax.grad(f)), second[0]),
-        "jacrev of jacfwd": (jax.jacrev(jax.jacfwd(f)), second[0]),
-        "grad of jvp": (jax.jacrev(lambda p, q: along(p, q)[1]), second[0] @ direction),
-    }
     found = {
         "an eager call": (f(*first), values[0]),
         "jit": (jax.jit(f)(*first), values[0]),
@@ -373,7 +362,7 @@ def _check_transforms(subject, _: int) -> None:
             jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(f))))(points, keys),
             second,
         ),
-        **{what: (jax.jit(g)(*first), expected) for what, (g, expected) in second_orders.items()},
+        "jacrev of jacfwd": (jax.jit(jax.jacrev(jax.jacfwd(f)))(*first), second[0]),
     }
     rtol = 1e3 * float(jnp.finfo(_floating()).eps) ** 0.75
     for what, pair in found.items():

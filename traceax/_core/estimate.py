@@ -104,11 +104,6 @@ def _count(x: Any) -> Any:
     return None if x is None else jnp.asarray(x, jnp.int32)
 
 
-def _degrees(x: Any) -> Array:
-    x = jnp.asarray(x)
-    return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
-
-
 @final
 class Estimate(eqx.Module):
     """What an estimator's algebra returns: a value, its errors, and counts. See `make_estimate`.
@@ -135,7 +130,7 @@ class Estimate(eqx.Module):
     value: PyTree[Inexact[Array, "..."]]
     std_err: PyTree[Real[Array, "..."]]
     num_matvecs: Int[Array, ""] = eqx.field(converter=_count)
-    dof: Real[Array, "..."] = eqx.field(converter=_degrees)
+    dof: Real[Array, "..."] = eqx.field(converter=jnp.asarray)
     evidence: Evidence = eqx.field(default_factory=Evidence)
     quadrature_error: Any = None
     columns: Int[Array, ""] | None = eqx.field(default=None, converter=_count)

@@ -97,25 +97,6 @@ def _run(params: _Params, operands: tuple[Array, ...]):
     return _compiled(_implementation, (params,), operands)
 
 
-def _checked(estimator: Any, found: Any, differentiated: bool) -> tuple[Estimate, Any]:
-    """What an estimator returns, or a `TypeError` that says what it must be."""
-    name = type(estimator).__name__
-    pair = isinstance(found, tuple) and len(found) == 2
-    if not pair or not isinstance(found[0], Estimate):
-        raise TypeError(
-            f"{name} must return an estimate and its weights, such as "
-            "`(traceax.extend.make_estimate(...), traceax.extend.LowRankWeights(u, v))`, got a "
-            f"{type(found).__name__}."
-        )
-    if differentiated and found[1] is None:
-        raise TypeError(
-            f"{name} returned None as the weights of its estimate, which then has no derivative. "
-            "Return weights, such as `traceax.extend.LowRankWeights(u, v)`, or take the estimate "
-            "through `lax.stop_gradient`."
-        )
-    return found
-
-
 def _implementation(params: _Params, operands: tuple[Array, ...]):
     """The implementation: (Estimate, weights or None)."""
 
@@ -124,10 +105,9 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
         if params.k >= estimator.size(operator):
-            found = estimator.exact(operator)
+            estimate, weights = estimator.exact(operator)
         else:
-            found = estimator.compute(key, operator, params.k, params.weights)
-        estimate, weights = _checked(estimator, found, params.weights)
+            estimate, weights = estimator.compute(key, operator, params.k, params.weights)
         estimate = verdict(estimate)
         # Whole or not, degrees of freedom are of one dtype: `lax.cond` between two estimators.
         dof = estimate.dof.astype(jtu.tree_leaves(estimate.std_err)[0].dtype)

@@ -138,9 +138,6 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         """See `AbstractTraceEstimator`."""
         return RangeSampling(rows=rows, sampler=self.sampler, resphere=False, sizes=(0,))
 
-    def _probes(self, key: PRNGKeyArray, k: int, width: int) -> Probes:
-        return Probes(key, self.sampler, k, min(k, width))
-
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator, self.batch_size)
@@ -148,7 +145,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
         width = self.batch_size or block_width(block.n, k)
         if block.has_forms:
             width = block_width(block.n, width, APART_LIMIT)
-        probes = self._probes(key, k, width)
+        probes = Probes(key, self.sampler, k, min(k, width))
         start = no_samples((), block.dtype)
         moments = probes.fold(block, block.quadratic_forms, merged, start)
         std_err = _std_err(moments, block.eps)
@@ -158,7 +155,8 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
         block = BlockOperator(operator, self.batch_size).linearised()
-        probes = self._probes(key, k, self.batch_size or block_width(block.n, k))
+        width = self.batch_size or block_width(block.n, k)
+        probes = Probes(key, self.sampler, k, min(k, width))
 
         def add(moments, samples):
             return [merged(*pair) for pair in zip(moments, rows.by_leaf(samples), strict=True)]

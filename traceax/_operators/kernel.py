@@ -269,11 +269,6 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         return self.in_structure()
 
 
-@lx.linearise.register(KernelLinearOperator)
-def _(operator):
-    return operator
-
-
 @lx.materialise.register(KernelLinearOperator)
 def _(operator):
     return lx.MatrixLinearOperator(operator.as_matrix(), lx.positive_semidefinite_tag)
@@ -287,9 +282,6 @@ def _(operator):
     return jax.checkpoint(jax.vmap(entry))(operator.x)
 
 
-@lx.conj.register(KernelLinearOperator)
-def _(operator):
-    return operator.transpose()  # the matrix is Hermitian
-
-
+lx.linearise.register(KernelLinearOperator)(lambda operator: operator)
+lx.conj.register(KernelLinearOperator)(lambda operator: operator.T)  # the matrix is Hermitian
 register_tags(KernelLinearOperator)

@@ -12,8 +12,6 @@ from .._core.precision import at_least_single, eps_of_factors
 from .._core.programs import (
     ClosedFunction,
     closed_function,
-    closed_functions,
-    is_converted,
     is_jaxpr,
     is_literal,
     opened,
@@ -35,9 +33,7 @@ def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
     matrices count with the precision that they keep there, such as TF32 on a GPU. `args` are the
     value (or structure) of each argument, and whether it is followed.
     """
-    if is_converted(function):
-        function = closed_functions(function)
-    elif not isinstance(function, ClosedFunction):
+    if not isinstance(function, ClosedFunction):
         function = closed_function(function, *(value for value, _ in args))
     followed = [
         follow

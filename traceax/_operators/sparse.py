@@ -79,11 +79,6 @@ def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
             f"{type(matrix).__name__}. Convert it with `scipy.sparse.csr_array(matrix)`, or wrap a "
             "dense matrix in `lineax.MatrixLinearOperator(matrix)`."
         )
-    if len(matrix.shape) != 2:
-        raise ValueError(
-            f"A sparse operator needs a two-dimensional matrix, got shape {tuple(matrix.shape)}. "
-            "Reshape it, or make an operator for each slice."
-        )
     data, rows, columns = _scipy_entries(matrix) if is_scipy else _jax_entries(matrix)
     m, n = map(int, matrix.shape)
     return _inexact(data), sparsity_pattern(rows, columns, (m, n))
@@ -189,27 +184,14 @@ def _offset_diagonal(operator: SparseLinearOperator, offset: int) -> Inexact[Arr
     return jnp.zeros(size, operator.data.dtype).at[place].add(operator.data, mode="drop")
 
 
-@lx.linearise.register(SparseLinearOperator)
-@lx.materialise.register(SparseLinearOperator)
-def _(operator):
-    return operator
-
-
-@lx.diagonal.register(SparseLinearOperator)
-def _(operator):
-    return _offset_diagonal(operator, 0)
-
-
 @lx.tridiagonal.register(SparseLinearOperator)
 def _(operator):
-    below = _offset_diagonal(operator, -1)
-    above = _offset_diagonal(operator, 1)
+    below, above = (_offset_diagonal(operator, offset) for offset in (-1, 1))
     return _offset_diagonal(operator, 0), below, above
 
 
-@lx.conj.register(SparseLinearOperator)
-def _(operator):
-    return operator.with_data(operator.data.conj())
-
-
+lx.linearise.register(SparseLinearOperator)(lambda operator: operator)
+lx.materialise.register(SparseLinearOperator)(lambda operator: operator)
+lx.diagonal.register(SparseLinearOperator)(lambda operator: _offset_diagonal(operator, 0))
+lx.conj.register(SparseLinearOperator)(lambda operator: operator.with_data(operator.data.conj()))
 register_tags(SparseLinearOperator)
