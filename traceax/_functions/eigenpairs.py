@@ -50,11 +50,10 @@ from .._linalg.arnoldi import Arnoldi, Product, advanced, begun, in_own_unit, ou
 from .._linalg.factorisations import ritz_values
 from .._linalg.lanczos import Lanczos, symmetric_tridiagonal, tridiagonal
 from .._operators.block_operator import BlockOperator, unflatten
-from .._operators.checks import as_operator
 from .._operators.tags import semidefinite_sign
 from .._probes.random import numbered, split
 from .._probes.samplers import SphereSampler
-from .funm import AbstractFunctionEstimator, check_hermitian, spectrum
+from .funm import AbstractFunctionEstimator, hermitian_operator, spectrum
 from .nodes import within_tag
 
 Which = Literal["LA", "SA", "LM", "BE"]
@@ -168,15 +167,6 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
     start: Inexact[Array, " n"] | None
     num: int = eqx.field(static=True)
     which: Which = eqx.field(static=True)
-
-    @property
-    def smallest(self):  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As many products as pairs."""
-        return self.num
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, "`eigenpairs`")
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -364,7 +354,7 @@ def eigenpairs(
     **Raises:** `TypeError` or `ValueError` for arguments that cannot be used, and
     `NotImplementedError` for a second derivative.
     """
-    operator = as_operator(operator)
+    operator = hermitian_operator(operator, "`eigenpairs`")
     if which not in ("LA", "SA", "LM", "BE"):
         raise ValueError(f"which must be one of 'LA', 'SA', 'LM' and 'BE', got {which!r}.")
     block = BlockOperator(operator)

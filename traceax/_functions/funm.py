@@ -61,6 +61,7 @@ from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, lanczos, quadrature
 from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._operators.known_parts import matrix_of
 from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
@@ -82,14 +83,16 @@ from .quadrature_error import (
 )
 
 
-def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
-    """Raise a `ValueError` unless the tags say that A^H = A."""
+def hermitian_operator(operator: Any, name: str) -> lx.AbstractLinearOperator:
+    """The operator, see `as_operator`. Its tags must say that A^H = A."""
+    operator = as_operator(operator)
     if not is_hermitian(operator):
         raise ValueError(
             f"{name} needs a Hermitian operator, and this {type(operator).__name__} has no tag. "
             "Say so with `lineax.TaggedLinearOperator(operator, tag)`, where the tag is "
             "`lineax.symmetric_tag` (if real) or a semidefinite one."
         )
+    return operator
 
 
 def checked_num_steps(num_steps: Any, k: int) -> int | None:
@@ -106,15 +109,6 @@ def plan(k: int, num_steps: int | None) -> tuple[int, int]:
         return k // num_steps, num_steps
     p = max(1, math.isqrt(k) // 3)
     return p, k // p
-
-
-def check_function(fn: Any) -> None:
-    """Raise a `TypeError` unless this can be a function of one number."""
-    if isinstance(fn, lx.AbstractLinearOperator) or not callable(fn):
-        raise TypeError(
-            "fn must be a JAX function of one number, such as `jax.numpy.log`, got a "
-            f"{type(fn).__name__}. The order is `spectral_sum(key, fn, operator, k)`."
-        )
 
 
 def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
@@ -332,13 +326,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
 
     fn: Function
     num_steps: int | None = eqx.field(static=True)
-    name: str = eqx.field(static=True)
     jumps: tuple[Real[Array, ""], ...] = ()
-    smallest: ClassVar[int] = 1
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, self.name)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

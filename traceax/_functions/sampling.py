@@ -54,7 +54,6 @@ from .._probes.samplers import RademacherSampler
 from .._sketch.leave_one_out import adjoint, square_of
 from .funm import (
     AbstractFunctionEstimator,
-    check_hermitian,
     domain_evidence,
     ended_after,
     spectrum,
@@ -408,10 +407,6 @@ class SampledFunctionEstimator(AbstractFunctionEstimator):
 
     sampling: FunctionSampling
     max_k: int = eqx.field(static=True)
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, "A tolerance for a function of a matrix")
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
