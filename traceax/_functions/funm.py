@@ -78,6 +78,7 @@ from .nodes import (
 )
 from .quadrature_error import (
     exact_estimate,
+    orders_of,
     quadrature_estimate,
     truncation_error as truncation_error,
 )
@@ -223,18 +224,6 @@ def mean_and_error(
     return n * unit * mean, unit * std_err, dof
 
 
-def truncations(krylov: Lanczos, steps: Array | int | None = None) -> tuple[Lanczos, int]:
-    """The recurrences after q, q - d and q - 2d steps, side by side, and their number: those with
-    less than one step are left out. `steps`, by default all, is the q; at least 4 if traced.
-    """
-    q = krylov.alpha.shape[0] if steps is None else steps
-    d = (q + 3) // 4
-    orders = [q, q - d, q - 2 * d]
-    if isinstance(q, int):
-        orders = [m for m in orders if m >= 1]
-    return ended_after(krylov, orders), len(orders)
-
-
 def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
     """The recurrences after these numbers of steps, side by side."""
     most = krylov.alpha.shape[0]
@@ -336,12 +325,11 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         p, q = plan(k, self.num_steps)
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(block.mm, probes, q, eps)
-        shorter, orders = truncations(krylov)
-        nodes, masses, vectors = quadrature(shorter)
+        nodes, masses, vectors = quadrature(ended_after(krylov, orders_of(q)))
         nodes = self.nodes_of(operator, nodes, eps)
         values = on_nodes(self.fn, nodes, masses > 0)
         samples = n * weighted(masses, values)
-        samples = samples.reshape(orders, p, *samples.shape[1:])
+        samples = samples.reshape(-1, p, *samples.shape[1:])
 
         nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, vectors))
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
