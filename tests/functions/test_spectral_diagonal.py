@@ -267,7 +267,7 @@ def test_failures_are_told():
         )
     with pytest.raises(ValueError, match="Hermitian"):
         tr.spectral_diagonal(key, jnp.exp, by_products(matrix_of()), K)
-    with pytest.raises(TypeError, match="fn must be"):
+    with pytest.raises(TypeError, match="must be a lineax"):
         tr.spectral_diagonal(key, operator_of(matrix_of()), jnp.exp, K)
 
 

@@ -151,7 +151,7 @@ class AbstractSampling(eqx.Module):
         return self.exact(block)[1].contract(block)
 
 
-def _norms(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
+def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
     """The norm of a block, or those of its rows."""
     return safe_norm(block.reshape(-1)) if rows is None else rows.norms(block)
 
@@ -166,7 +166,7 @@ def _captured(rows: Rows | None, block: BlockOperator, q: Inexact[Array, "n r"])
     else:
         z = block.adjoint_mm(q)
         value = rows.of_vector(captured_diagonal(q, z))
-    return Prepared(q, z, value, _norms(rows, z), q, evidence_of(z))
+    return Prepared(q, z, value, norms_of(rows, z), q, evidence_of(z))
 
 
 def _one_sided_panel(
@@ -179,8 +179,8 @@ def _one_sided_panel(
     size = safe_norm(products) / math.sqrt(omega.shape[1])
     return Panel(
         samples=jnp.sum(entries, axis=0) if rows is None else rows(entries),
-        least_deviation=_norms(rows, deviation[:, None]),
-        size=_norms(rows, size[:, None]),
+        least_deviation=norms_of(rows, deviation[:, None]),
+        size=norms_of(rows, size[:, None]),
         evidence=evidence_of(entries),
     )
 
@@ -282,7 +282,7 @@ class NystromSampling(AbstractSampling):
             left=f,
             right=self.sign * f,
             value=(self.sign * value).astype(block.dtype),
-            size=_norms(self.rows, sketch.size * sketch.numbers),
+            size=norms_of(self.rows, sketch.size * sketch.numbers),
             basis=qr(shifted)[0] if weights else f,
             evidence=evidence_of(sketch.square, skew=skew, negative=nu / limit),
         )

@@ -4,7 +4,7 @@ derivative. With a budget, half of it is for a Krylov space, and the other half 
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, final
+from typing import final
 
 import jax.numpy as jnp
 import lineax as lx
@@ -12,14 +12,13 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._core.estimate import rounding_of, worse
 from .._core.primitive import spectral_diagonal_p
-from .._estimators.estimator import solve
+from .._estimators.estimator import check_budget, solve
 from .._estimators.rows import Rows
 from .._estimators.solution import Solution, restructure
 from .._estimators.tolerance import check_either
 from .._operators.block_operator import BlockOperator, unflatten
-from .._operators.checks import as_operator
 from .._probes.random import split
-from .funm import AbstractFunctionEstimator, check_function, check_hermitian, hoist_function
+from .funm import AbstractFunctionEstimator, hermitian_operator, hoist_function
 from .quadrature_error import entries_std_err, quadrature_estimate
 from .sampling import FunctionSampling, Recurrences, sampled_function
 
@@ -45,16 +44,6 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
     """The diagonal of f(A) from a budget."""
 
     sampling: FunctionSampling
-    smallest: ClassVar[int] = 8
-
-    @property
-    def label(self):
-        """See `AbstractEstimator`."""
-        return "The diagonal of a function"
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, self.label)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -139,15 +128,16 @@ def spectral_diagonal(
 
     **Raises:** those of [`traceax.spectral_sum`][].
     """
-    check_function(fn)
-    operator = as_operator(operator)
+    name = "The diagonal of a function"
+    operator = hermitian_operator(operator, name)
     function = hoist_function(fn, jnp.finfo(BlockOperator(operator).dtype).dtype)
     if check_either("spectral_diagonal", k, rtol, atol, max_k):
         given = Rows(), function, operator, rtol, atol, max_k
         budget, estimator = sampled_function("spectral_diagonal", *given)
     else:
         sampling = FunctionSampling(rows=Rows(), fn=function, rtol=0.0, atol=0.0, max_steps=0)
-        budget, estimator = k, SpectralDiagonalEstimator(sampling)
+        budget = check_budget(k, 8, operator.in_size(), name)
+        estimator = SpectralDiagonalEstimator(sampling)
     solution = solve(spectral_diagonal_p, key, operator, budget, estimator, throw=throw)
     structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))

@@ -50,11 +50,10 @@ from .._linalg.arnoldi import Arnoldi, Product, advanced, begun, in_own_unit, ou
 from .._linalg.factorisations import ritz_values
 from .._linalg.lanczos import Lanczos, symmetric_tridiagonal, tridiagonal
 from .._operators.block_operator import BlockOperator, unflatten
-from .._operators.checks import as_operator
 from .._operators.tags import semidefinite_sign
 from .._probes.random import numbered, split
 from .._probes.samplers import SphereSampler
-from .funm import AbstractFunctionEstimator, check_hermitian, spectrum
+from .funm import AbstractFunctionEstimator, hermitian_operator, spectrum
 from .nodes import within_tag
 
 Which = Literal["LA", "SA", "LM", "BE"]
@@ -92,14 +91,6 @@ def order_of(which: Which, values: Real[Array, " m"], num: int) -> Array:
     return place[::-1][:num] if which == "LA" else place[:num]
 
 
-def chance(n: int, probability: float, noise: float | None) -> float:
-    """The number log(1 / c^2) of above, for the probability that the bound of one end is wrong, and
-    the size eps of the random part beside a given unit vector (None if all is random).
-    """
-    part = 1.0 if noise is None else noise / (1 + noise)
-    return -2 * math.log(probability * part / math.sqrt(2 * n / math.pi))
-
-
 def log_sum(
     alpha: Real[Array, " k"], beta: Real[Array, " k"], smallest: Array, x: Real[Array, " g"]
 ) -> Real[Array, " g"]:
@@ -110,19 +101,18 @@ def log_sum(
     tiny = float(jnp.finfo(x.dtype).tiny) ** 0.5
 
     def step(carry, coefficients):
-        before, log_a, total, ended = carry  # the last beta / rho; log a_j; sum of a_i^2 / a_j^2
+        before, log_a, total = carry  # the last beta / rho; log a_j; log of the sum of a_i^2
         alpha, beta = coefficients
         floor = jnp.maximum(beta, smallest)
         rho = jnp.maximum((x - alpha - before) / floor, tiny)
-        new = floor / rho, log_a + jnp.log(rho), 1 + total / jnp.square(rho)
+        log_a = log_a + jnp.log(rho)
+        total = jnp.logaddexp(total, 2 * log_a)
         # Behind an invariant space comes a random vector, of which nothing is known.
-        new = tuple(jnp.where(ended, o, n) for o, n in zip(carry[:3], new, strict=True))
-        return (*new, ended | (beta == 0)), None
+        return (floor / rho, jnp.where(beta == 0, -jnp.inf, log_a), total), None
 
     zero = jnp.zeros_like(x)
-    carry = (zero, zero, zero + 1, jnp.zeros((), bool))
-    (_, log_a, total, _), _ = lax.scan(step, carry, (alpha, beta))
-    return 2 * log_a + jnp.log(total)
+    (_, _, total), _ = lax.scan(step, (zero, zero, zero), (alpha, beta))
+    return total
 
 
 def bounds(
@@ -137,23 +127,18 @@ def bounds(
     beta = krylov.beta[:, 0] / unit
     limits = jnp.finfo(beta.dtype)
     smallest = jnp.maximum(rounding_unit(eps, limits.dtype) * size, limits.tiny)
+    # Points 3 % apart.
     ends = math.log(float(limits.eps)), math.log(1e9)
-    coarse = jnp.maximum(size, limits.tiny) * jnp.exp(jnp.linspace(*ends, 64, dtype=beta.dtype))
+    distances = jnp.exp(jnp.linspace(*ends, 2017, dtype=beta.dtype))
+    distances = jnp.maximum(size, limits.tiny) * distances
 
     def distance(sign):  # from the last Ritz value, of A or -A
         alpha = sign * krylov.alpha[:, 0] / unit
         end = jnp.max(sign * values) / unit
-
-        def crossing(distances):
-            reached = log_sum(alpha, beta, smallest, end + distances) >= log_chance
-            # The distance after the last at which the sum is too small.
-            return jnp.max(jnp.where(reached, -1, jnp.arange(distances.size))) + 1
-
-        index = crossing(coarse)
-        above = coarse[jnp.minimum(index, 63)]
-        below = jnp.where(index > 0, coarse[jnp.maximum(index - 1, 0)], above)
-        fine = below * jnp.exp(jnp.linspace(0, 1, 33, dtype=beta.dtype) * jnp.log(above / below))
-        found = jnp.where(index < 64, fine[jnp.minimum(crossing(fine), 32)], jnp.inf)
+        reached = log_sum(alpha, beta, smallest, end + distances) >= log_chance
+        # The distance after the last at which the sum is too small.
+        index = jnp.max(jnp.where(reached, -1, jnp.arange(distances.size))) + 1
+        found = jnp.append(distances, jnp.inf)[index]
         return unit * jnp.where(size > 0, found, 0)
 
     return jnp.stack([values[0] - distance(-1), values[-1] + distance(1)])
@@ -169,25 +154,16 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
     num: int = eqx.field(static=True)
     which: Which = eqx.field(static=True)
 
-    @property
-    def smallest(self):  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As many products as pairs."""
-        return self.num
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, "`eigenpairs`")
-
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         block = BlockOperator(operator).linearised()
         first_key, key = split(key)
         start = SphereSampler().probes(first_key, block.n, 1, block.dtype)[:, 0]
         start = start / jnp.linalg.norm(start)
-        noise = None
+        least = _PROBABILITY / math.sqrt(2 * block.n / math.pi)  # the c of above
         if self.start is not None:
             start = self.start.astype(block.dtype) + _NOISE * start
-            noise = _NOISE
+            least = least * _NOISE / (1 + _NOISE)
         krylov = tridiagonal(recurrence(block.mm, start, key, k, block.eps))
         t = symmetric_tridiagonal(krylov.alpha[:, 0], krylov.beta[:-1, 0])
         values, vectors = ritz_values(t, jnp.ones(k, bool))
@@ -195,13 +171,12 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         s = vectors[:, wanted]
         return self._estimate(
             operator,
-            values=within_tag(operator, values[wanted], block.eps),
+            values,
+            wanted,
             vectors=matmul(s.T.astype(block.dtype), krylov.basis[:, :, 0]),
             residuals=krylov.residual * jnp.abs(s[-1]),
-            bounds=bounds(krylov, values, block.eps, chance(block.n, _PROBABILITY, noise)),
-            size=jnp.max(jnp.abs(values)),
+            bounds=bounds(krylov, values, block.eps, -2 * math.log(least)),
             evidence=krylov.hermitian_evidence(block.eps),
-            spent=k,
         )
 
     def exact(self, operator):
@@ -210,24 +185,27 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         wanted = order_of(self.which, values, self.num)
         return self._estimate(
             operator,
-            values=values[wanted],
+            values,
+            wanted,
             vectors=vectors[:, wanted].T,
             residuals=jnp.zeros(self.num, values.dtype),
             bounds=values[jnp.array([0, -1])],
-            size=jnp.max(jnp.abs(values)),
             evidence=evidence,
-            spent=values.size,
         )
 
     def _estimate(
-        self, operator, values, vectors, residuals, bounds, size, evidence, spent: int
+        self, operator, values, wanted, vectors, residuals, bounds, evidence
     ) -> tuple[Estimate, Array]:
-        """The estimate, whose standard errors are bounds for the outermost values, and residuals
-        for the others.
+        """The estimate of the `wanted` ones of all Ritz values, whose standard errors are bounds
+        for the outermost values, and residuals for the others.
         """
+        spent = values.size
+        size = jnp.max(jnp.abs(values))
+        eps = BlockOperator(operator).eps
+        values = within_tag(operator, values, eps)[wanted]
         sign = semidefinite_sign(operator)
         # Four units: products of differences of gradients are not all the same, see `hessian`.
-        rounding = rounding_unit(4 * BlockOperator(operator).eps, size.dtype) * size
+        rounding = rounding_unit(4 * eps, size.dtype) * size
         low = bounds[0] - rounding
         high = bounds[1] + rounding
         if sign > 0:
@@ -237,11 +215,9 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         residuals = residuals + rounding
         outermost = {
             "LA": high - values[0],
-            "SA": values[0] - low,
             "LM": jnp.maximum(high, -low) - jnp.abs(values[0]),
-            "BE": values[0] - low,
         }
-        errors = residuals.at[0].set(outermost[self.which])
+        errors = residuals.at[0].set(outermost.get(self.which, values[0] - low))
         if self.which == "BE":
             errors = errors.at[-1].set(high - values[-1])
         errors = jnp.maximum(errors, rounding)
@@ -300,8 +276,8 @@ def _start_vector(start: Any, block: BlockOperator) -> Array:
     """
     structure = block.operator.in_structure()
     several = isinstance(start, Eigenpairs)
-    tree = start.vectors if several else start
-    leaves = [jnp.asarray(x) if several else jnp.asarray(x)[None] for x in jtu.tree_leaves(tree)]
+    tree = start.vectors if several else jtu.tree_map(lambda x: jnp.asarray(x)[None], start)
+    leaves = jtu.tree_leaves(tree)
     shapes = [x.shape[1:] for x in leaves]
     if jtu.tree_structure(tree) != jtu.tree_structure(structure) or shapes != block.shapes:
         raise ValueError(
@@ -364,7 +340,7 @@ def eigenpairs(
     **Raises:** `TypeError` or `ValueError` for arguments that cannot be used, and
     `NotImplementedError` for a second derivative.
     """
-    operator = as_operator(operator)
+    operator = hermitian_operator(operator, "`eigenpairs`")
     if which not in ("LA", "SA", "LM", "BE"):
         raise ValueError(f"which must be one of 'LA', 'SA', 'LM' and 'BE', got {which!r}.")
     block = BlockOperator(operator)

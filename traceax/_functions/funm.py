@@ -61,6 +61,7 @@ from .._estimators.estimator import AbstractEstimator
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, lanczos, quadrature
 from .._operators.block_operator import BlockOperator
+from .._operators.checks import as_operator
 from .._operators.known_parts import matrix_of
 from .._operators.tags import is_hermitian
 from .._probes.samplers import SphereSampler
@@ -77,19 +78,22 @@ from .nodes import (
 )
 from .quadrature_error import (
     exact_estimate,
+    orders_of,
     quadrature_estimate,
     truncation_error as truncation_error,
 )
 
 
-def check_hermitian(operator: lx.AbstractLinearOperator, name: str) -> None:
-    """Raise a `ValueError` unless the tags say that A^H = A."""
+def hermitian_operator(operator: Any, name: str) -> lx.AbstractLinearOperator:
+    """The operator, see `as_operator`. Its tags must say that A^H = A."""
+    operator = as_operator(operator)
     if not is_hermitian(operator):
         raise ValueError(
             f"{name} needs a Hermitian operator, and this {type(operator).__name__} has no tag. "
             "Say so with `lineax.TaggedLinearOperator(operator, tag)`, where the tag is "
             "`lineax.symmetric_tag` (if real) or a semidefinite one."
         )
+    return operator
 
 
 def checked_num_steps(num_steps: Any, k: int) -> int | None:
@@ -106,15 +110,6 @@ def plan(k: int, num_steps: int | None) -> tuple[int, int]:
         return k // num_steps, num_steps
     p = max(1, math.isqrt(k) // 3)
     return p, k // p
-
-
-def check_function(fn: Any) -> None:
-    """Raise a `TypeError` unless this can be a function of one number."""
-    if isinstance(fn, lx.AbstractLinearOperator) or not callable(fn):
-        raise TypeError(
-            "fn must be a JAX function of one number, such as `jax.numpy.log`, got a "
-            f"{type(fn).__name__}. The order is `spectral_sum(key, fn, operator, k)`."
-        )
 
 
 def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
@@ -229,18 +224,6 @@ def mean_and_error(
     return n * unit * mean, unit * std_err, dof
 
 
-def truncations(krylov: Lanczos, steps: Array | int | None = None) -> tuple[Lanczos, int]:
-    """The recurrences after q, q - d and q - 2d steps, side by side, and their number: those with
-    less than one step are left out. `steps`, by default all, is the q; at least 4 if traced.
-    """
-    q = krylov.alpha.shape[0] if steps is None else steps
-    d = (q + 3) // 4
-    orders = [q, q - d, q - 2 * d]
-    if isinstance(q, int):
-        orders = [m for m in orders if m >= 1]
-    return ended_after(krylov, orders), len(orders)
-
-
 def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
     """The recurrences after these numbers of steps, side by side."""
     most = krylov.alpha.shape[0]
@@ -332,13 +315,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
 
     fn: Function
     num_steps: int | None = eqx.field(static=True)
-    name: str = eqx.field(static=True)
     jumps: tuple[Real[Array, ""], ...] = ()
-    smallest: ClassVar[int] = 1
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, self.name)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -348,12 +325,11 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         p, q = plan(k, self.num_steps)
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(block.mm, probes, q, eps)
-        shorter, orders = truncations(krylov)
-        nodes, masses, vectors = quadrature(shorter)
+        nodes, masses, vectors = quadrature(ended_after(krylov, orders_of(q)))
         nodes = self.nodes_of(operator, nodes, eps)
         values = on_nodes(self.fn, nodes, masses > 0)
         samples = n * weighted(masses, values)
-        samples = samples.reshape(orders, p, *samples.shape[1:])
+        samples = samples.reshape(-1, p, *samples.shape[1:])
 
         nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, vectors))
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))

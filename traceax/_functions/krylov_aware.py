@@ -36,7 +36,7 @@ with the divided differences D of f. As E[W] = I whatever A is, this has the mea
 
 import math
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,6 @@ from .._sketch.leave_one_out import square_of
 from .funm import (
     AbstractSpectralEstimator,
     SpectralWeights,
-    check_hermitian,
     degrees_of_freedom,
     domain_evidence,
     form_error,
@@ -143,11 +142,6 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
     """The estimator of above."""
 
     fn: Function
-    smallest: ClassVar[int] = LEAST
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, "A spectral sum with `shifts`")
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

@@ -60,7 +60,7 @@ from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
 from .funm import AbstractFunctionEstimator, degrees_of_freedom, form_error, plan, truncation_error
 from .nodes import Function, on_nodes, slope_of
-from .quadrature_error import exact_estimate, quadrature_estimate
+from .quadrature_error import exact_estimate, orders_of, quadrature_estimate
 
 
 class NonHermitianWeights(NamedTuple):
@@ -104,8 +104,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         p, q = plan(k, self.num_steps or k // math.isqrt(k))
         probes = SphereSampler().probes(key, n, p, block.dtype)
         krylov = arnoldi(block.mm, probes, q, block.eps)
-        d = (q + 3) // 4
-        orders = [m for m in (q, q - d, q - 2 * d) if m >= 1]
+        orders = orders_of(q)
         ended = jnp.concatenate([krylov.ended_after(m) for m in orders])
         found = jax.vmap(diagonalised)(ended)
         nodes = found.nodes * jnp.tile(krylov.unit[:, 0], (len(orders), 1))

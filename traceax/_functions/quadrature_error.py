@@ -62,6 +62,14 @@ def entries_std_err(
     return std_err, unit * jnp.sqrt(2 * jnp.sum(variance))
 
 
+def orders_of(q: Any) -> list[Any]:
+    """The numbers of steps q, q - d and q - 2d (see `funm`), without those below 1. A traced q is
+    at least 4.
+    """
+    d = (q + 3) // 4
+    return [m for m in (q, q - d, q - 2 * d) if not isinstance(m, int) or m >= 1]
+
+
 def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
     """The quadrature error of the mean, from the samples after up to three numbers of steps (`funm`
     derives it). `exhausted` says for each probe whether its Krylov space is invariant: quadrature

@@ -37,8 +37,8 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import Evidence, norm_of, rounding_of, safe_norm, scale_of, worse
 from .._core.precision import einsum, matmul
-from .._estimators.rows import Rows
-from .._estimators.samples import SIZES, AbstractSampling, Panel
+from .._estimators.rows import Rows, added
+from .._estimators.samples import SIZES, AbstractSampling, Panel, norms_of
 from .._estimators.tolerance import (
     SampledWeights,
     Target,
@@ -54,11 +54,9 @@ from .._probes.samplers import RademacherSampler
 from .._sketch.leave_one_out import adjoint, square_of
 from .funm import (
     AbstractFunctionEstimator,
-    check_hermitian,
     domain_evidence,
     ended_after,
     spectrum,
-    truncations,
     weighted,
 )
 from .nodes import (
@@ -71,7 +69,12 @@ from .nodes import (
     unresolved,
     within_tag,
 )
-from .quadrature_error import entries_truncation_error, exact_estimate, truncation_error
+from .quadrature_error import (
+    entries_truncation_error,
+    exact_estimate,
+    orders_of,
+    truncation_error,
+)
 
 
 class Space(NamedTuple):
@@ -160,7 +163,7 @@ class FunctionSampling(AbstractSampling):
         """See `AbstractSampling`."""
         size = basis.shape[1]
         if size == 0:
-            zero = self._added(jnp.zeros(block.n, jnp.finfo(block.dtype).dtype))
+            zero = added(self.rows, jnp.zeros(block.n, jnp.finfo(block.dtype).dtype))
             none = zero.reshape(-1)[:0]
             return Space(basis, basis, none, basis, zero, zero, zero, basis, basis, Evidence())
         space = self.captured_space(block, basis)
@@ -187,7 +190,7 @@ class FunctionSampling(AbstractSampling):
         core = jnp.diag(values).astype(t.dtype) + differences * moved
         right = matmul(basis, s)
         left = matmul(right, core)
-        value = self._added(jnp.sum(left * jnp.conj(right), axis=1).real)
+        value = added(self.rows, jnp.sum(left * jnp.conj(right), axis=1).real)
         changes = changes_by_rounding(self.fn, block.operator, nodes, values, block.eps, counts)
         return Space(
             left=left,
@@ -207,15 +210,10 @@ class FunctionSampling(AbstractSampling):
             return jnp.sum(entries, axis=-2)
         return self.rows(entries) if entries.ndim == 2 else jax.vmap(self.rows)(entries)
 
-    def _added(self, entries: Real[Array, " n"]) -> Array:
-        return self._rows_of(entries[:, None])[..., 0]
-
     def _size(self, block: Inexact[Array, "n m"], changes: Real[Array, " n"], eps: float) -> Array:
         """The norms whose rounding is that of these numbers, together with changes of f."""
         changes = changes / rounding_of(jnp.ones_like(changes), eps)
-        if self.rows is None:
-            return safe_norm(block.reshape(-1)) + jnp.sum(changes)
-        return self.rows.norms(block) + self.rows.of_vector(changes)
+        return norms_of(self.rows, block) + added(self.rows, changes)
 
     def _error(self, entries: Real[Array, "o n p"], exhausted: Bool[Array, " p"]) -> Array:
         """The quadrature error of the mean, from entries after o numbers of steps."""
@@ -230,9 +228,7 @@ class FunctionSampling(AbstractSampling):
         """
         scatter = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
         deviation = scatter / math.sqrt(max(entries.shape[1] - 1, 1))
-        if self.rows is None:
-            return math.sqrt(2) * safe_norm(deviation)
-        return self.rows.norms(deviation[:, None])
+        return math.sqrt(2 if self.rows is None else 1) * norms_of(self.rows, deviation[:, None])
 
     def draw(self, key, block, prepared, count, steps=0):
         """See `AbstractSampling`."""
@@ -252,11 +248,11 @@ class FunctionSampling(AbstractSampling):
             """The y of above after q, q - d and q - 2d steps, with the quadrature error of the mean
             of samples; and the nodes, weights and values of q.
             """
-            shorter, orders = truncations(krylov, made)
-            nodes, masses, s = quadrature(shorter)
+            orders = orders_of(made)
+            nodes, masses, s = quadrature(ended_after(krylov, orders))
             nodes = within_tag(block.operator, nodes, eps)
             values = on_nodes(self.fn, nodes, masses > 0)
-            first = einsum("paq,pq->ap", s, values * s[:, 0]).reshape(-1, orders, count)
+            first = einsum("paq,pq->ap", s, values * s[:, 0]).reshape(-1, len(orders), count)
             images = safe_norm(z.T) * einsum("anp,aop->onp", krylov.basis, first)
             y = images - known
             if self.rows is None:  # the trace of P (f(A) - V f(T) V^H) P
@@ -265,7 +261,7 @@ class FunctionSampling(AbstractSampling):
             nodes, masses, values, s = (x[:count] for x in (nodes, masses, values, s))
             residuals = krylov.residual[:, None] * jnp.abs(s[:, made - 1])
             hidden = jnp.mean(weighted(masses, unresolved(self.fn, nodes, values, residuals)))
-            error = space.bias + error + self._added(room * hidden)
+            error = space.bias + error + added(self.rows, room * hidden)
             return y[0], error, nodes, masses, values
 
         def enough(krylov, made):
@@ -364,8 +360,8 @@ class FunctionSampling(AbstractSampling):
         changes = changes_by_rounding(self.fn, block.operator, nodes, values, block.eps)
         evidence = worse(evidence, domain_evidence(values, changes))
         rounding = rounding_of(safe_norm(jnp.abs(basis) * values), block.eps)
-        error = self._added(matmul(square_of(basis), changes) + rounding)
-        value = self._added(matmul(square_of(basis), values))
+        error = added(self.rows, matmul(square_of(basis), changes) + rounding)
+        value = added(self.rows, matmul(square_of(basis), values))
         return exact_estimate(value, error, nodes.size, evidence), (basis, nodes)
 
     def contract_exact(self, weights: Any, operator: lx.AbstractLinearOperator) -> Array:
@@ -374,7 +370,7 @@ class FunctionSampling(AbstractSampling):
         inner = matmul(adjoint(basis), BlockOperator(operator).mm(basis))
         core = divided_differences(constant(self.fn), nodes[None])[0] * inner
         moved = jnp.sum(matmul(basis, core) * jnp.conj(basis), axis=1).real
-        return self._added(moved + matmul(square_of(basis), on_nodes(self.fn, nodes)))
+        return added(self.rows, moved + matmul(square_of(basis), on_nodes(self.fn, nodes)))
 
     def exactly_contracted(self, block):
         """See `AbstractSampling`."""
@@ -408,10 +404,6 @@ class SampledFunctionEstimator(AbstractFunctionEstimator):
 
     sampling: FunctionSampling
     max_k: int = eqx.field(static=True)
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        check_hermitian(operator, "A tolerance for a function of a matrix")
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""

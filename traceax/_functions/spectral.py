@@ -25,7 +25,7 @@ from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
 from .._operators.tags import is_complex, is_hermitian
 from .._probes.random import split
-from .funm import QuadratureEstimator, check_function, checked_num_steps, hoist_function, plan
+from .funm import QuadratureEstimator, checked_num_steps, hermitian_operator, hoist_function, plan
 from .krylov_aware import LEAST, KrylovAwareEstimator
 from .nodes import Function, constant, on_nodes
 from .non_hermitian import ArnoldiEstimator
@@ -90,11 +90,13 @@ def spectral_sum(
     **Raises:** `TypeError`, `ValueError`; `NotImplementedError` for a second derivative.
     (S. Ubaru et al., doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.)
     """
-    check_function(fn)
     operator = as_operator(operator)
     dtype = _real_dtype(operator)
     estimator: AbstractEstimator
-    if check_either("spectral_sum", k, rtol, atol, max_k):
+    tolerance = check_either("spectral_sum", k, rtol, atol, max_k)
+    if tolerance or shifts is not None:
+        operator = hermitian_operator(operator, "A spectral sum with a tolerance or `shifts`")
+    if tolerance:
         if shifts is not None or num_steps is not None:
             raise ValueError(
                 "A tolerance is for one function, and chooses the number of steps. Give a budget k "
@@ -105,7 +107,7 @@ def spectral_sum(
         return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
     budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
     num_steps = checked_num_steps(num_steps, budget)
-    if shifts is None and not is_hermitian(operator):
+    if not is_hermitian(operator):
         function = hoist_function(fn, np.result_type(dtype, np.complex64))
         estimator = ArnoldiEstimator(function, num_steps, _is_real(fn, operator))
         return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
@@ -114,7 +116,7 @@ def spectral_sum(
         function = _shifted(function, shifts, dtype)
     estimator = KrylovAwareEstimator(function)
     if num_steps is not None or budget < LEAST:
-        estimator = QuadratureEstimator(function, num_steps, "A spectral sum with `shifts`")
+        estimator = QuadratureEstimator(function, num_steps)
     return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
 
 
@@ -181,7 +183,7 @@ def spectral_density(
     L. Lin, Y. Saad, C. Yang, *Approximating spectral densities of large matrices*, 2016,
     doi:10.1137/130934283.
     """
-    operator = as_operator(operator)
+    operator = hermitian_operator(operator, "A spectral density")
     dtype, n = _real_dtype(operator), operator.in_size()
     budget = check_budget(k, 1, n, "A spectral density")
     num_steps = checked_num_steps(num_steps, int(k))
@@ -202,7 +204,7 @@ def spectral_density(
         return height * jnp.exp(-jnp.square((points - theta) / sigma) / 2)
 
     function = hoist_function(gaussian, dtype, scalar=False)
-    estimator = QuadratureEstimator(function, num_steps, "A spectral density")
+    estimator = QuadratureEstimator(function, num_steps)
     return solve(spectral_density_p, key, operator, budget, estimator, throw=throw)
 
 
@@ -241,7 +243,7 @@ def eigenvalue_count(
     E. Di Napoli, E. Polizzi, Y. Saad, *Efficient estimation of eigenvalue counts in an interval*,
     2016, doi:10.1002/nla.2048.
     """
-    operator = as_operator(operator)
+    operator = hermitian_operator(operator, "An eigenvalue count")
     traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
     if not traced and not np.asarray(a) <= np.asarray(b):
         raise ValueError(
@@ -253,7 +255,7 @@ def eigenvalue_count(
     num_steps = checked_num_steps(num_steps, int(k))
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
     step = hoist_function(lambda x: ((x >= lower) & (x <= upper)).astype(dtype), dtype)
-    estimator = QuadratureEstimator(step, num_steps, "An eigenvalue count", (lower, upper))
+    estimator = QuadratureEstimator(step, num_steps, (lower, upper))
     return solve(spectral_sum_p, key, constant(operator), k, estimator, throw=throw)
 
 

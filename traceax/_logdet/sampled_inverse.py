@@ -36,9 +36,10 @@ from jaxtyping import Array
 from .._core.estimate import Evidence, safe_norm, worse
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
-from .._functions.funm import truncations
+from .._functions.funm import ended_after
 from .._functions.quadrature_error import (
     entries_truncation_error,
+    orders_of,
     quadrature_estimate,
 )
 from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
@@ -82,14 +83,13 @@ class SampledInverseEstimator(AbstractEstimator):
         z = RademacherSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
 
-        shorter, orders = truncations(krylov)
-        nodes, _, s = positive_quadrature(shorter)
+        nodes, _, s = positive_quadrature(ended_after(krylov, orders_of(q)))
         length = safe_norm(z.T)
 
         def along(values: Array) -> Array:
             """What f(T) e_1 ||z|| is in the basis, from the values of f."""
             found = einsum("paj,pj->pa", s, s[:, 0, :] * values)
-            return found.reshape(orders, p, q) * length[:, None]
+            return found.reshape(-1, p, q) * length[:, None]
 
         def vectors(coefficients: Array) -> Array:
             return einsum("qnp,...pq->...pn", krylov.basis, coefficients.astype(block.dtype)) / root
