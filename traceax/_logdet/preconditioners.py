@@ -34,20 +34,15 @@ _checked_neighbours = partial(checked_count, name="neighbours", none="24")
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
     """Raise a `ValueError` unless the operator, or its parts, are tagged positive semidefinite."""
     # c K + s I is not tagged if c or s is traced: the products will tell if it is not positive.
-    if semidefinite_sign(operator) != 1 and not _may_be_definite(operator):
+    # All terms must be diagonal or tagged, and their coefficients not known to make it negative.
+    sign = None if semidefinite_sign(operator) == 1 else split_shift(operator).sign
+    traced = isinstance(sign, jax.core.Tracer)
+    if semidefinite_sign(operator) != 1 and (sign is None or not (traced or sign > 0)):
         raise ValueError(
             f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
             "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
             "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
         )
-
-
-def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether all terms are diagonal or tagged, and their coefficients not known to make the sum
-    negative.
-    """
-    sign = split_shift(operator).sign
-    return sign is not None and (isinstance(sign, jax.core.Tracer) or bool(sign > 0))
 
 
 class Preparation(NamedTuple):
@@ -215,10 +210,6 @@ def rank_of_entries(n: int) -> int:
     return max(1, min(n // 2, max(64, n // 10), 512))
 
 
-#: The number of neighbours.
-NEIGHBOURS = 24
-
-
 #: Up to so many rows a sparse matrix is formed for its preconditioner.
 FEW_ROWS_OF_SPARSE = 4096
 
@@ -262,7 +253,7 @@ class KernelPreconditioner(AbstractPreconditioner):
     def prepared(self, key, operator, k):
         """See `AbstractPreconditioner`."""
         n = operator.in_size()
-        m = min(self.neighbours or NEIGHBOURS, n - 1)
+        m = min(self.neighbours or 24, n - 1)
         built, read = prepare(key, operator, min(self.rank or rank_of_entries(n), n), m)
         return Preparation(built, 0, read)
 
@@ -321,8 +312,7 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        together = None if has_entries(operator) else 1
-        return prepare(key, operator, rank, 0, diagonal=self.diagonal, together=together)[0]
+        return prepare(key, operator, rank, 0, self.diagonal)[0]
 
     def prepared(self, key, operator, k):
         """See `AbstractPreconditioner`: columns that are known cost no product."""
