@@ -14,10 +14,9 @@ from .._functions.spectral import spectral_sum
 from .._operators.known_parts import split_shift
 from .._sketch.low_rank import BuiltPreconditioner
 from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
-from .fallback import check_fallback
 from .held import Held
 from .preconditioners import AbstractPreconditioner
-from .run import Policy, check_budget_alone, policy_of, run_of
+from .run import Policy, check_budget_alone, check_fallback, policy_of, run_of
 from .weights import weights_of
 
 
@@ -42,9 +41,8 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         built = self.policy.preconditioner
         if isinstance(built, BuiltPreconditioner):
-            held = Held(built, operator)
-            log_det = held.log_det(key, k)
-            return held.estimate(log_det), held.log_det_weights(log_det) if weights else None
+            estimate, held_weights, _ = Held(built, operator).log_det(key, k)
+            return estimate, held_weights() if weights else None
         run = run_of(key, operator, k, self.policy, weights=weights)
         made = weights_of(run.preparation.built, run.sums) if weights else None
         return self.policy.judged(estimate_from(run)), made

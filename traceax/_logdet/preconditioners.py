@@ -33,11 +33,12 @@ _checked_neighbours = partial(checked_count, name="neighbours", none="24")
 
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
     """Raise a `ValueError` unless the operator, or its parts, are tagged positive semidefinite."""
+    if semidefinite_sign(operator) == 1:
+        return
     # c K + s I is not tagged if c or s is traced: the products will tell if it is not positive.
     # All terms must be diagonal or tagged, and their coefficients not known to make it negative.
-    sign = None if semidefinite_sign(operator) == 1 else split_shift(operator).sign
-    traced = isinstance(sign, jax.core.Tracer)
-    if semidefinite_sign(operator) != 1 and (sign is None or not (traced or sign > 0)):
+    sign = split_shift(operator).sign
+    if sign is None or not (isinstance(sign, jax.core.Tracer) or sign > 0):
         raise ValueError(
             f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
             "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
