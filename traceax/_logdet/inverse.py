@@ -191,8 +191,7 @@ def inverse_diagonal(
     r"""Estimate the diagonal of $A^{-1}$ of a positive definite operator: the marginal variances,
     if A is a precision matrix.
 
-    Every entry is that of $P^{-1}$ and the mean of $\omega \circ (A^{-1} - P^{-1}) \omega$ over the
-    probes of [`traceax.inverse_trace`][], and has errors of its own.
+    Every entry is $(P^{-1})_{ii}$ and a mean over the probes of [`traceax.inverse_trace`][].
 
     With `preconditioner="auto"`, sparse matrices, and their sums with diagonal operators, take
     about $\sqrt{k} / 2$ samples x with the covariance $A^{-1}$ instead. The variance of $x_i$ given
@@ -227,8 +226,7 @@ def inverse_diagonal(
 
     ??? cite "References"
 
-        P. Siden, F. Lindgren, D. Bolin, M. Villani, *Efficient covariance approximations for large
-        sparse precision matrices*, 2018, arXiv:1705.08656, for sparse matrices.
+        P. Siden, F. Lindgren, D. Bolin, M. Villani, 2018, arXiv:1705.08656, for sparse matrices.
     """
     given = key, operator, k, preconditioner, fallback, throw
     solution = _inverse(inverse_diagonal_p, *given, rtol=rtol, atol=atol, max_k=max_k)

@@ -10,10 +10,8 @@ largest, and i itself, which is last. With R[s_i, s_i] = C C^H, column i of L ha
 
     l_i = C^{-H} e_last     at s_i.
 
-It is z / sqrt(z_i) with z = R[s_i, s_i]^{-1} e_i: the factor that is nearest to R^{-1} in
-Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, *Sparse Cholesky factorization by
-Kullback-Leibler minimization*, 2020, arXiv:2004.14455), the factorised sparse approximate inverse,
-Vecchia's approximation.
+It is nearest to R^{-1} in Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, 2020,
+arXiv:2004.14455): Vecchia's approximation.
 
 *Both.* With G = L^H F, N = I + G^H G = C C^H (C lower triangular), J = C^{-H} (C + I)^{-1},
 
