@@ -27,11 +27,6 @@ def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "
     """
     structure = operator.in_structure()
     dtype = BlockOperator(operator).dtype
-    if isinstance(y, list | tuple) and isinstance(structure, jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"The observations y must be an array, got a {type(y).__name__}. Pass "
-            "`jax.numpy.asarray(y)`."
-        )
     leaves = jtu.tree_leaves(y)
     fits = jtu.tree_structure(y) == jtu.tree_structure(structure)
     wanted = [leaf.shape for leaf in jtu.tree_leaves(structure)]
@@ -109,11 +104,6 @@ def gaussian_log_density(
         J. Wenger et al., 2022, arXiv:2107.00243.
     """
     check_key(key)
-    if isinstance(y, lx.AbstractLinearOperator):
-        raise TypeError(
-            f"The observations y must be an array, got a {type(y).__name__}. The order is "
-            "`gaussian_log_density(key, y, operator, k)`."
-        )
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
     given = "gaussian_log_density", operator, k, preconditioner, fallback

@@ -105,7 +105,7 @@ class AbstractPreconditioner(eqx.Module):
         if k <= 2:
             return Preparation(no_preconditioner(BlockOperator(operator)), 0)
         rank = min(self.rank or 2 * k // 3, k - 2)
-        return Preparation(built_of_rank(self, key, operator, rank), rank)
+        return Preparation(self.of_rank(key, operator, rank), rank)
 
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
         """Build the preconditioner, to be held while the operator changes.
@@ -130,8 +130,7 @@ class AbstractPreconditioner(eqx.Module):
 
         **Raises:**
 
-        - `TypeError`: for a key or operator of the wrong type, or an `of_rank` that returns
-            something else.
+        - `TypeError`: for a key or operator of the wrong type.
         - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
             semidefinite, or if the preconditioner cannot be built for it.
         """
@@ -151,23 +150,7 @@ class AbstractPreconditioner(eqx.Module):
             return lax.stop_gradient(x) if eqx.is_array(x) else x
 
         chosen, operator = jtu.tree_map(fixed, (self, operator))
-        return compiled_once(built_of_rank, chosen, key, operator, rank)
-
-
-def built_of_rank(
-    preconditioner: AbstractPreconditioner,
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    rank: int,
-) -> BuiltPreconditioner:
-    """What `of_rank` returns, or a `TypeError` if this is no `BuiltPreconditioner`."""
-    built = preconditioner.of_rank(key, operator, rank)
-    if not isinstance(built, BuiltPreconditioner):
-        raise TypeError(
-            f"`{type(preconditioner).__name__}.of_rank` must return a BuiltPreconditioner, got a "
-            f"{type(built).__name__}. Return `traceax.extend.BuiltPreconditioner(factors, ...)`."
-        )
-    return built
+        return compiled_once(type(self).of_rank, chosen, key, operator, rank)
 
 
 @final
