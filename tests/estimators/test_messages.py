@@ -20,7 +20,6 @@ import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
 
 import traceax as tr
-import traceax.extend as tre
 from traceax import curvature
 from traceax._cli import _parser, _run
 from traceax._core.verdict import _OUTCOMES
@@ -70,18 +69,6 @@ class OfTraces(tr.AbstractTraceEstimator):
 
     def compute(self, key, operator, k, weights):
         return tr.HutchinsonEstimator().compute(key, operator, k, weights)
-
-
-class Factors(tre.AbstractPreconditioner):
-    """A preconditioner that returns its factors alone."""
-
-    rank: int | None = eqx.field(default=2, static=True)
-
-    def check(self, operator):
-        pass
-
-    def of_rank(self, key, operator, rank):
-        return tr.NystromPreconditioner().of_rank(key, operator, rank).factors
 
 
 class Short(lx.AbstractLinearOperator):
@@ -233,7 +220,6 @@ CALLS = [
     lambda: tr.logdet(KEY, POSITIVE, 4, preconditioner="none"),
     lambda: tr.logdet(KEY, POSITIVE, 4, atol=0.1),
     lambda: tr.inverse_trace(KEY, POSITIVE, 4, preconditioner=built()),
-    lambda: Factors().build(KEY, POSITIVE),
     lambda: tr.NystromPreconditioner(rank=0),
     lambda: tr.logdet(
         KEY, POSITIVE, 4, preconditioner=tr.RPCholeskyPreconditioner(diagonal=ONES[:3])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._logdet.fallback import budget_or_all
+from traceax._logdet.run import budget_or_all
 
 from ..helpers import PSD, by_products, keys
 

@@ -14,8 +14,6 @@ or where p^H M p is not positive: then M is not definite.
 has no complex numbers.)
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -78,13 +76,16 @@ def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
     )
 
 
-def finished(mm: Callable[[Array], Array], state: Solve, most: int) -> Solve:
-    """The state after all steps that are left, without the company of probes."""
-    return lax.while_loop(
+def solution(
+    block: BlockOperator, factors: AbstractFactors, state: Solve, most: int
+) -> tuple[Inexact[Array, "n t"], Solve]:
+    """The solution x, and the state after all steps that are left, without company of probes."""
+    end = lax.while_loop(
         lambda state: jnp.any(goes_on(state, most)),
-        lambda state: cg_step(state, mm(state.p), most),
+        lambda state: cg_step(state, factors.preconditioned(block.mm, state.p), most),
         state,
     )
+    return factors.inverse_root_adjoint(end.z * end.unit), end
 
 
 def _to_real(x: Inexact[Array, "n m"]) -> Real[Array, "..."]:
@@ -123,9 +124,8 @@ def definite_solve(
     def solve(_, rhs):
         target = factors.inverse_root(_from_real(rhs, block.dtype))
         start = start_of_solve(target, tolerance)
-        end = finished(partial(factors.preconditioned, block.mm), start, 10 * block.n)
-        found = factors.inverse_root_adjoint(end.z * end.unit)
+        found, end = solution(block, factors, start, 10 * block.n)
         return _to_real(jnp.where(end.square <= end.goal, found, jnp.nan))
 
-    solution = lax.custom_linear_solve(product, _to_real(rhs), solve, symmetric=True)
-    return _from_real(solution, block.dtype)
+    found = lax.custom_linear_solve(product, _to_real(rhs), solve, symmetric=True)
+    return _from_real(found, block.dtype)

@@ -2,6 +2,7 @@
 led to (`run`), from a Cholesky factorisation, or from a stored diagonal.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple, final
 
@@ -29,7 +30,7 @@ from .._sketch.low_rank import AbstractFactors
 from .._sketch.weights import AbstractWeights
 from .panels import mean_of, std_err_of
 from .run import Run
-from .weights import ExactLogdetWeights
+from .weights import ExactLogdetWeights, InverseWeights
 
 #: The rounding error of a Cholesky factorisation A = L L^H: log det A is off by at most this many
 #: times eps sum_i A_ii / L_ii^2, as L_ii^2 = A_ii - sum_j |L_ij|^2 is accurate to some eps A_ii.
@@ -163,6 +164,22 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
         value, zero, spent, 0, evidence, quadrature_error=error, columns=columns
     )
     return ExactLogdet(estimate, factor, scale, rounding * scale)
+
+
+def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
+    """The diagonal of the inverse, or its sum, from a factorisation, and its weights."""
+    exact = exact_logdet(operator)
+    inverse = exact.weights().inverse
+    value = jnp.diagonal(inverse).real
+    unit = scale_of(inverse)
+    error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
+    if of_trace:
+        value = jnp.sum(value)
+        error = jnp.sum(error)
+    numbers = {"value": value, "std_err": jnp.zeros_like(value), "quadrature_error": error}
+    one = jnp.eye(len(inverse), dtype=inverse.dtype)
+    weights = InverseWeights(inverse, one, None, of_trace)
+    return dataclasses.replace(exact.estimate, **numbers), weights
 
 
 @final

@@ -29,7 +29,6 @@ which is the derivative of y^H x + x^H r, too. For the second derivative, dx = A
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.weights import AbstractWeights
-from .conjugate_gradients import finished
+from .conjugate_gradients import solution
 from .estimator import estimate_from, exact_logdet
 from .held import Held, HeldWeights
 from .run import Policy, run_of
@@ -102,7 +101,7 @@ class GaussianWeights(AbstractWeights):
         x = block.leaves(self.x)
         return self.x.shape[1] * self.log_det.contract(block) - jnp.sum(block.forms(x, x)).real
 
-    def moved_with(self, operator, y):
+    def weights_at(self, operator, y):  # pyright: ignore[reportIncompatibleMethodOverride]
         """The weights as a function of A and y: see above."""
         residual = y - BlockOperator(operator).mm(self.x)
         x = self.x + self.log_det.solve(operator, residual - lax.stop_gradient(residual))
@@ -115,7 +114,7 @@ class GaussianEstimator(AbstractEstimator):
     log-determinant, the quadratic forms, and x.
 
     The weights are those of `t log det A + sum_j y_j^H A^{-1} y_j`: `contract` is for A, their `x`
-    for y, and they are functions of both (`moved_with`).
+    for y, and they are functions of both (`weights_at`).
     """
 
     y: Inexact[Array, "n t"]
@@ -178,7 +177,7 @@ class GaussianEstimator(AbstractEstimator):
 
     def weights_at(self, weights, operator):
         """See `AbstractEstimator`."""
-        return weights.moved_with(operator, self.y)
+        return weights.weights_at(operator, self.y)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -200,8 +199,7 @@ class GaussianEstimator(AbstractEstimator):
         run = run_of(*given, weights=weights, **ride)
         block = run.block
         factors = run.preparation.built.factors
-        solve = finished(partial(factors.preconditioned, block.mm), run.sums.solve, most - 1)
-        x = factors.inverse_root_adjoint(solve.z * solve.unit)
+        x, solve = solution(block, factors, run.sums.solve, most - 1)
         residual = self.y - block.mm(x)
         form = inner(self.y, x) + inner(x, residual)
         # Where no lower bound is known, the smallest Ritz value is good enough.
@@ -221,7 +219,6 @@ class GaussianEstimator(AbstractEstimator):
         """The same with a preconditioner that is held."""
         t = self.y.shape[1]
         steps = steps_of_solve(k, t)
-        run = held.log_det(key, k - t * steps)
         target = held.factors.inverse_root(self.y)
         unit = scale_of(target, axis=0)[0]
         scaled = unit.astype(target.dtype)
@@ -229,17 +226,17 @@ class GaussianEstimator(AbstractEstimator):
         krylov = held.lanczos(target, steps)
         # Nodes from a right-hand side that is 0 are no Ritz values.
         nodes = jnp.where(square_norms(target)[:, None] > 0, quadrature(krylov)[0], jnp.inf)
-        run = run._replace(smallest=jnp.minimum(run.smallest, jnp.min(nodes)))
-        value, left, x = held.quadratic_forms(target, krylov, run.smallest)
+        given = key, k - t * steps, jnp.min(nodes)
+        log_det, log_det_weights, smallest = held.log_det(*given)
+        value, left, x = held.quadratic_forms(target, krylov, smallest)
         x = scaled * x
         largest = largest_ritz_value(krylov)
         rounding = rounding_of_form(held.factors, largest, x, held.block.eps)
         form = QuadraticForm(unit**2 * value, unit**2 * left + rounding, x)
-        log_det = held.estimate(run)
         estimate = self.density(log_det, form, log_det.num_matvecs + t * steps, 1.0)
         if not weights:
             return estimate, None
-        of_log_det = held.log_det_weights(run, t)
+        of_log_det = log_det_weights(t)
         of_forms = held.weights(target, krylov, jnp.reciprocal, unit**2)
         u = jnp.concatenate([of_log_det.u, of_forms.u], axis=1)
         v = jnp.concatenate([of_log_det.v, of_forms.v], axis=1)

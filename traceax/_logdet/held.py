@@ -25,13 +25,14 @@ than 8 probes it is that of probes on the sphere, which is larger.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, NoReturn, final
+from typing import NoReturn, final
 
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, Real
 
 from .._core.estimate import Estimate, mean_and_std_err
 from .._core.precision import einsum
@@ -85,17 +86,13 @@ class HeldWeights(AbstractWeights):
         """See `AbstractWeights`."""
         return jnp.sum(block.forms(block.leaves(self.v), block.leaves(self.u))).real
 
-    def weights_at(self, operator) -> NoReturn:
+    def weights_at(self, operator, *_) -> NoReturn:
         """There is no second derivative."""
         raise NotImplementedError(
             "With a preconditioner that was built before, log-determinants and log densities have "
             "first derivatives only. Second derivatives are those of the default mode: "
             "`preconditioner='auto'` or `traceax.NystromPreconditioner(rank=...)`."
         )
-
-    def moved_with(self, operator, _) -> NoReturn:
-        """There is no second derivative."""
-        self.weights_at(operator)
 
 
 class Held:
@@ -113,8 +110,12 @@ class Held:
         mm = partial(self.factors.preconditioned, self.block.mm)
         return lanczos(mm, start, steps, self.block.eps)
 
-    def log_det(self, key: PRNGKeyArray, k: int) -> "HeldLogdet":
-        """The log-determinant from a budget: its value is that of Gauss quadrature."""
+    def log_det(
+        self, key: PRNGKeyArray, k: int, smallest: ArrayLike = math.inf
+    ) -> tuple[Estimate, Callable[..., HeldWeights], Real[Array, ""]]:
+        """The log-determinant from a budget: its value is that of Gauss quadrature. Also a function
+        that returns its weights (so many times), and the smallest Ritz value, `smallest` included.
+        """
         p, q = held_plan(k)
         probes = held_probes(key, self.factors, p, self.block.dtype)
         krylov = self.lanczos(probes, q)
@@ -130,17 +131,17 @@ class Held:
             complex_ = jnp.iscomplexobj(probes)
             parts = masses, jnp.log(nodes), self.block.n, self.block.eps, complex_
             _, std_err, dof = mean_and_error(*parts)
-        error = self.block.n * found.error
-        return HeldLogdet(probes, krylov, value, error, std_err, dof, found.smallest)
+        smallest = jnp.minimum(found.smallest, smallest)
+        largest = largest_ritz_value(krylov)
+        rounding, outside = rounding_of(self.factors, smallest, largest, self.block.eps)
+        evidence = evidence_with(outside, self.built.evidence, krylov.evidence)
+        errors = self.block.n * found.error, rounding, std_err
+        estimate = estimate_of(self.factors, value, *errors, p * q, dof, evidence)
 
-    def estimate(self, log_det: "HeldLogdet") -> Estimate:
-        """The estimate of the log-determinant."""
-        largest = largest_ritz_value(log_det.krylov)
-        rounding, outside = rounding_of(self.factors, log_det.smallest, largest, self.block.eps)
-        evidence = evidence_with(outside, self.built.evidence, log_det.krylov.evidence)
-        errors = log_det.error, rounding, log_det.std_err
-        spent = log_det.krylov.alpha.size
-        return estimate_of(self.factors, log_det.value, *errors, spent, log_det.dof, evidence)
+        def weights(times: int = 1) -> HeldWeights:
+            return self.weights(probes, krylov, jnp.log, jnp.full(p, times / p, value.dtype))
+
+        return estimate, weights, smallest
 
     def weights(self, probes: Array, krylov: Lanczos, fn, coefficients: Array) -> HeldWeights:
         """The weights of a sum of Gauss quadratures over probes with real coefficients, and x of
@@ -148,17 +149,11 @@ class Held:
         """
         n = probes.shape[0]
         mm = partial(self.factors.preconditioned, self.block.mm)
-        found = own_derivative(mm, probes, krylov, fn)
-        both = jnp.stack([found.basis, found.left * coefficients.astype(probes.dtype)])
+        left, start = own_derivative(mm, probes, krylov, fn)
+        both = jnp.stack([krylov.basis, left * coefficients.astype(probes.dtype)])
         both = self.factors.inverse_root_adjoint(both.transpose(2, 0, 1, 3).reshape(n, -1))
         u, v = jnp.split(both, 2, axis=1)
-        return HeldWeights(u, v, self.factors.inverse_root_adjoint(found.start))
-
-    def log_det_weights(self, log_det: "HeldLogdet", times: int = 1) -> HeldWeights:
-        """The weights of the log-determinant, so many times."""
-        p = log_det.probes.shape[1]
-        coefficients = jnp.full(p, times / p, log_det.value.dtype)
-        return self.weights(log_det.probes, log_det.krylov, jnp.log, coefficients)
+        return HeldWeights(u, v, self.factors.inverse_root_adjoint(start))
 
     def quadratic_forms(
         self, target: Inexact[Array, "n t"], krylov: Lanczos, smallest: Real[Array, ""]
@@ -173,15 +168,3 @@ class Held:
         left = jnp.square(krylov.beta[-1] * solved[:, -1]) / smallest
         value = gauss(target, krylov, jnp.reciprocal)
         return value, left, self.factors.inverse_root_adjoint(solution)
-
-
-class HeldLogdet(NamedTuple):
-    """tr log M, its errors, and what it was computed from."""
-
-    probes: Inexact[Array, "n p"]
-    krylov: Lanczos
-    value: Real[Array, ""]
-    error: Real[Array, ""]
-    std_err: Real[Array, ""]
-    dof: Real[Array, ""]
-    smallest: Real[Array, ""]

@@ -47,12 +47,13 @@ from .._functions.quadrature_error import (
     quadrature_estimate,
 )
 from .._operators.block_operator import unflatten
-from .estimator import evidence_with, rounding_of
-from .inverse_weights import InverseWeights, exact_inverse
+from .._operators.known_parts import has_entries
+from .estimator import evidence_with, exact_inverse, rounding_of
 from .panels import mean_of, std_err_of
 from .preconditioners import AbstractPreconditioner
 from .run import Policy, policy_of, run_of
-from .sampled_inverse import SampledInverseEstimator, reads_diagonal_only
+from .sampled_inverse import SampledInverseEstimator
+from .weights import InverseWeights
 
 
 @final
@@ -171,9 +172,8 @@ def inverse_trace(
 
     - `TypeError`, `ValueError`: for arguments that do not fit.
     """
-    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
-    arguments = preconditioner, fallback, throw
-    return _inverse(inverse_trace_p, key, operator, k, *arguments, tolerance)
+    given = key, operator, k, preconditioner, fallback, throw
+    return _inverse(inverse_trace_p, *given, rtol=rtol, atol=atol, max_k=max_k)
 
 
 def inverse_diagonal(
@@ -191,8 +191,7 @@ def inverse_diagonal(
     r"""Estimate the diagonal of $A^{-1}$ of a positive definite operator: the marginal variances,
     if A is a precision matrix.
 
-    Every entry is that of $P^{-1}$ and the mean of $\omega \circ (A^{-1} - P^{-1}) \omega$ over the
-    probes of [`traceax.inverse_trace`][], and has errors of its own.
+    Every entry is $(P^{-1})_{ii}$ and a mean over the probes of [`traceax.inverse_trace`][].
 
     With `preconditioner="auto"`, sparse matrices, and their sums with diagonal operators, take
     about $\sqrt{k} / 2$ samples x with the covariance $A^{-1}$ instead. The variance of $x_i$ given
@@ -227,18 +226,16 @@ def inverse_diagonal(
 
     ??? cite "References"
 
-        P. Siden, F. Lindgren, D. Bolin, M. Villani, *Efficient covariance approximations for large
-        sparse precision matrices*, 2018, arXiv:1705.08656, for sparse matrices.
+        P. Siden, F. Lindgren, D. Bolin, M. Villani, 2018, arXiv:1705.08656, for sparse matrices.
     """
-    tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
-    arguments = preconditioner, fallback, throw
-    solution = _inverse(inverse_diagonal_p, key, operator, k, *arguments, tolerance)
+    given = key, operator, k, preconditioner, fallback, throw
+    solution = _inverse(inverse_diagonal_p, *given, rtol=rtol, atol=atol, max_k=max_k)
     structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))
 
 
 def _inverse(
-    primitive: Primitive, key, operator, k, preconditioner, fallback, throw, tolerance
+    primitive: Primitive, key, operator, k, preconditioner, fallback, throw, **tolerance
 ) -> Solution:
     of_trace = primitive is inverse_trace_p
     name = "inverse_trace" if of_trace else "inverse_diagonal"
@@ -247,6 +244,8 @@ def _inverse(
     policy, budget = policy_of(*given, inverse=True, **tolerance)
     estimator: AbstractEstimator = InverseEstimator(policy, of_trace)
     plain = policy.preconditioner == "auto" and policy.atol is None
-    if plain and not of_trace and reads_diagonal_only(operator):
+    # Of sparse matrices the diagonal is known, but no cheap columns to make a preconditioner of.
+    diagonal_only = not has_entries(operator) and has_entries(operator, sparse=True)
+    if plain and not of_trace and diagonal_only:
         estimator = SampledInverseEstimator()
     return solve(primitive, key, operator, budget, estimator, throw=throw)

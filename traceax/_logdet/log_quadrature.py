@@ -33,9 +33,7 @@ class Quadrature(NamedTuple):
     """Quadrature for the probes of a panel."""
 
     samples: Real[Array, " p"]  # z^H log(M) z / n, or z^H (M^{-1} - I) z / n
-    nodes: Real[Array, "p q"]
     masses: Real[Array, "p q"]
-    vectors: Real[Array, "p q q"]
     values: Real[Array, "p q"]  # of f at the nodes
     mean: Real[Array, ""]
     error: Real[Array, ""]  # the mean over the probes
@@ -104,9 +102,7 @@ def quadrature_after(
     count = jnp.maximum(jnp.sum(active), 1)
     found = Quadrature(
         samples=samples,
-        nodes=nodes,
         masses=masses,
-        vectors=vectors,
         values=values,
         mean=jnp.sum(jnp.where(active, samples, 0)) / count,
         error=jnp.sum(jnp.where(active, error, 0)) / count,

@@ -14,10 +14,9 @@ from .._functions.spectral import spectral_sum
 from .._operators.known_parts import split_shift
 from .._sketch.low_rank import BuiltPreconditioner
 from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
-from .fallback import check_fallback
 from .held import Held
 from .preconditioners import AbstractPreconditioner
-from .run import Policy, check_budget_alone, policy_of, run_of
+from .run import Policy, check_budget_alone, check_fallback, policy_of, run_of
 from .weights import weights_of
 
 
@@ -42,9 +41,8 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         built = self.policy.preconditioner
         if isinstance(built, BuiltPreconditioner):
-            held = Held(built, operator)
-            log_det = held.log_det(key, k)
-            return held.estimate(log_det), held.log_det_weights(log_det) if weights else None
+            estimate, held_weights, _ = Held(built, operator).log_det(key, k)
+            return estimate, held_weights() if weights else None
         run = run_of(key, operator, k, self.policy, weights=weights)
         made = weights_of(run.preparation.built, run.sums) if weights else None
         return self.policy.judged(estimate_from(run)), made
@@ -75,19 +73,13 @@ def logdet(
 
     $\log\det A = \log\det P + \mathrm{tr} \log(P^{-1/2} A P^{-1/2})$ with a preconditioner P, by
     stochastic Lanczos quadrature. A diagonal part (`K + s I`, `K + D`) is read off. With a
-    [`traceax.BuiltPreconditioner`][] the value, for a fixed key, is a smooth function of the
-    operator, and the first derivative is exactly that of this function; else derivatives of every
-    order are unbiased as far as the quadrature has converged.
-
-    Cost: at most `k` matvecs (first derivatives: as many tangent products); some six blocks of
-    `n x k` numbers; about `30 n k^2` operations. With `k >= n` the value is exact: n matvecs (none
-    if the entries are stored) and a Cholesky factorisation.
+    [`traceax.BuiltPreconditioner`][] the first derivative is exactly that of the value for a fixed
+    key; else derivatives of every order are unbiased as far as the quadrature has converged.
+    Cost: `k` matvecs, six blocks of `n x k` numbers. From `k = n` on the value is exact.
 
     !!! Example
 
         ```python
-        kernel = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        identity = lx.IdentityLinearOperator(kernel.in_structure())
         solution = tr.logdet(jax.random.key(0), kernel + noise * identity, k=120)
         solution.value, solution.std_err, solution.quadrature_error
         ```
@@ -95,36 +87,27 @@ def logdet(
     **Arguments:**
 
     - `key`: a random key.
-    - `operator`: a lineax operator with `n` rows, between any PyTrees, real or complex, tagged
-        positive semidefinite; or a sum of such an operator and diagonal ones.
+    - `operator`: an operator that is tagged positive semidefinite, or its sum with diagonal ones.
     - `k`: the budget of matvecs, a static Python int.
     - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, as for [`traceax.trace`][].
-    - `shifts`: numbers s: values are those of A + s I for all of them, from one set of products,
-        without a preconditioner ([`traceax.spectral_sum`][]).
-    - `preconditioner`: `"auto"`, a [`traceax.NystromPreconditioner`][], a
-        [`traceax.KernelPreconditioner`][], a [`traceax.RPCholeskyPreconditioner`][], a
+    - `shifts`: numbers s, for the values of all A + s I ([`traceax.spectral_sum`][]).
+    - `preconditioner`: `"auto"`, one such as [`traceax.NystromPreconditioner`][], a
         [`traceax.BuiltPreconditioner`][], or None.
-    - `fallback`: `"exact"`: with `preconditioner="auto"` and a budget of at least n/6 the value is
-        exact, without products, if the operator knows its entries. None: it is not.
-    - `throw`: whether to raise an error (at run time) if the result is not successful.
+    - `fallback`: `"exact"`: from a budget of n/6 on the value is exact, without products, if the
+        operator knows its entries and the preconditioner is `"auto"`. None: it is not.
+    - `throw`: whether to raise an error if the result is not successful.
 
     **Returns:**
 
     A [`traceax.Solution`][] with two errors: `std_err` of the probes, and `quadrature_error` of
     ending the recurrence early and of rounding. The value is NaN if the operator is found not to be
-    positive definite (`outside_domain`) or Hermitian (`not_symmetric`). The result is
-    `not_converged` if the quadrature error exceeds four standard errors, 5 % of the value, and 1.
-    `stats["columns"]` is the number of columns that were read.
-
-    **Raises:**
-
-    - `TypeError`, `ValueError`: for arguments that do not fit.
-    - `NotImplementedError`: for second derivatives with a preconditioner that was built before.
+    positive definite (`outside_domain`) or Hermitian (`not_symmetric`), `not_converged` if the
+    quadrature error exceeds four standard errors, 5 % of the value, and 1. `stats["columns"]`
+    is the number of columns that were read.
 
     ??? cite "References"
 
-        A. Cortinovis, P. Toni, 2026, arXiv:2601.05778; Z. Frangella, J. A. Tropp, M. Udell, 2023,
-        arXiv:2110.02820; the derivative of the logarithm: arXiv:2605.12801.
+        A. Cortinovis, P. Toni, 2026, arXiv:2601.05778.
     """
     tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     if shifts is not None:

@@ -36,7 +36,6 @@ arXiv:2405.17277, run the general adjoint, which T = V^H M V reduces to this.)
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -46,14 +45,6 @@ from .._core.precision import einsum
 from .._functions.nodes import divided_differences, on_nodes
 from .._linalg.lanczos import Lanczos, positive_quadrature
 from .._sketch.leave_one_out import square_norms
-
-
-class OwnDerivative(NamedTuple):
-    """The derivative of F, for a block of probes."""
-
-    left: Inexact[Array, "q n p"]  # the columns of ||z||^2 (V C + 2 mu), probe by probe
-    basis: Inexact[Array, "q n p"]  # V
-    start: Inexact[Array, "n p"]  # x
 
 
 def gauss(
@@ -69,7 +60,7 @@ def own_derivative(
     probes: Inexact[Array, "n p"],
     krylov: Lanczos,
     fn: Callable[[Array], Array],
-) -> OwnDerivative:
+) -> tuple[Inexact[Array, "q n p"], Inexact[Array, "n p"]]:
     """The derivative of Gauss quadrature with respect to M and to the probes (see above).
 
     **Arguments:**
@@ -81,8 +72,8 @@ def own_derivative(
 
     **Returns:**
 
-    An `OwnDerivative`. Cost: `q` block products, as many as the recurrences took, and twice their
-    other operations.
+    The columns of `||z||^2 (V C + 2 mu)`, probe by probe, and x. Cost: `q` block products, as many
+    as the recurrences took, and twice their other operations.
     """
     basis, alpha, beta, *_ = krylov
     q = len(alpha)
@@ -128,4 +119,4 @@ def own_derivative(
     left = einsum("anp,pab->bnp", basis, core) + 2 * mus
     start = einsum("qnp,pq->np", basis, of_first) + first
     length = jnp.sqrt(size).astype(dtype)
-    return OwnDerivative(size.astype(dtype) * left, basis, length * start)
+    return size.astype(dtype) * left, length * start

@@ -33,21 +33,17 @@ _checked_neighbours = partial(checked_count, name="neighbours", none="24")
 
 def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
     """Raise a `ValueError` unless the operator, or its parts, are tagged positive semidefinite."""
+    if semidefinite_sign(operator) == 1:
+        return
     # c K + s I is not tagged if c or s is traced: the products will tell if it is not positive.
-    if semidefinite_sign(operator) != 1 and not _may_be_definite(operator):
+    # All terms must be diagonal or tagged, and their coefficients not known to make it negative.
+    sign = split_shift(operator).sign
+    if sign is None or not (isinstance(sign, jax.core.Tracer) or sign > 0):
         raise ValueError(
             f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
             "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
             "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
         )
-
-
-def _may_be_definite(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether all terms are diagonal or tagged, and their coefficients not known to make the sum
-    negative.
-    """
-    sign = split_shift(operator).sign
-    return sign is not None and (isinstance(sign, jax.core.Tracer) or bool(sign > 0))
 
 
 class Preparation(NamedTuple):
@@ -109,7 +105,7 @@ class AbstractPreconditioner(eqx.Module):
         if k <= 2:
             return Preparation(no_preconditioner(BlockOperator(operator)), 0)
         rank = min(self.rank or 2 * k // 3, k - 2)
-        return Preparation(built_of_rank(self, key, operator, rank), rank)
+        return Preparation(self.of_rank(key, operator, rank), rank)
 
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
         """Build the preconditioner, to be held while the operator changes.
@@ -134,8 +130,7 @@ class AbstractPreconditioner(eqx.Module):
 
         **Raises:**
 
-        - `TypeError`: for a key or operator of the wrong type, or an `of_rank` that returns
-            something else.
+        - `TypeError`: for a key or operator of the wrong type.
         - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
             semidefinite, or if the preconditioner cannot be built for it.
         """
@@ -155,23 +150,7 @@ class AbstractPreconditioner(eqx.Module):
             return lax.stop_gradient(x) if eqx.is_array(x) else x
 
         chosen, operator = jtu.tree_map(fixed, (self, operator))
-        return compiled_once(built_of_rank, chosen, key, operator, rank)
-
-
-def built_of_rank(
-    preconditioner: AbstractPreconditioner,
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    rank: int,
-) -> BuiltPreconditioner:
-    """What `of_rank` returns, or a `TypeError` if this is no `BuiltPreconditioner`."""
-    built = preconditioner.of_rank(key, operator, rank)
-    if not isinstance(built, BuiltPreconditioner):
-        raise TypeError(
-            f"`{type(preconditioner).__name__}.of_rank` must return a BuiltPreconditioner, got a "
-            f"{type(built).__name__}. Return `traceax.extend.BuiltPreconditioner(factors, ...)`."
-        )
-    return built
+        return compiled_once(type(self).of_rank, chosen, key, operator, rank)
 
 
 @final
@@ -213,10 +192,6 @@ def rank_of_entries(n: int) -> int:
     3 n rank^2 others, are then at most those of a Cholesky factorisation, n^3 / 3.
     """
     return max(1, min(n // 2, max(64, n // 10), 512))
-
-
-#: The number of neighbours.
-NEIGHBOURS = 24
 
 
 #: Up to so many rows a sparse matrix is formed for its preconditioner.
@@ -262,7 +237,7 @@ class KernelPreconditioner(AbstractPreconditioner):
     def prepared(self, key, operator, k):
         """See `AbstractPreconditioner`."""
         n = operator.in_size()
-        m = min(self.neighbours or NEIGHBOURS, n - 1)
+        m = min(self.neighbours or 24, n - 1)
         built, read = prepare(key, operator, min(self.rank or rank_of_entries(n), n), m)
         return Preparation(built, 0, read)
 
@@ -321,8 +296,7 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        together = None if has_entries(operator) else 1
-        return prepare(key, operator, rank, 0, diagonal=self.diagonal, together=together)[0]
+        return prepare(key, operator, rank, 0, self.diagonal)[0]
 
     def prepared(self, key, operator, k):
         """See `AbstractPreconditioner`: columns that are known cost no product."""

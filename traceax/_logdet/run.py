@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray
 
 from .._core.estimate import Estimate, Evidence, norm_of, relative, worse
 from .._estimators.tolerance import check_either, largest_budget, tolerance_of
@@ -18,13 +18,44 @@ from .._operators.known_parts import has_entries
 from .._probes.random import split
 from .._sketch.low_rank import BuiltPreconditioner
 from .conjugate_gradients import start_of_solve
-from .fallback import budget_or_all, check_fallback
 from .panels import Sampling, Sums, plan_of, sampled
 from .preconditioners import AbstractPreconditioner, Preparation, check_definite
 from .preparation import preparation_for
 
 #: The residual that ends a solve, relative to its right-hand side R^{-1} y.
 SOLVE_TOLERANCE = 1e-6
+
+# A Cholesky factorisation takes n^3 / 3 operations, k products with a stored matrix take 2 n^2 k:
+# from k = n / 6 on the exact value is cheaper. With few rows it always is.
+
+#: The most rows of a kernel whose matrix is formed for the sake of an exact value, unless the user
+#: asks for it (k >= n): 1 GiB in float32.
+MOST_ROWS = 2**14
+
+#: Up to so many rows a factorisation takes less time than anything else.
+FEW_ROWS = 1024
+
+
+def check_fallback(fallback: Any) -> None:
+    """Raise a `ValueError` unless this is "exact" or None."""
+    if fallback not in ("exact", None):
+        raise ValueError(
+            f"fallback must be 'exact' (the exact value where it is cheaper) or None, got "
+            f"{fallback!r}."
+        )
+
+
+def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: bool = False) -> Any:
+    """The budget k, or n, for which the value is exact, where that is cheaper. (What is wrong with
+    operator or budget is found later.) With a `tolerance` k is but the most that it may take.
+    """
+    known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
+    if not known or operator.in_size() != operator.out_size():
+        return k
+    n = operator.in_size()
+    few = n <= FEW_ROWS
+    worth = few or (n <= MOST_ROWS and 6 * (1 if tolerance else k) >= n)
+    return max(k, n) if worth and has_entries(operator, sparse=sparse or few) else k
 
 
 @final
@@ -35,8 +66,8 @@ class Policy(eqx.Module):
 
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | str | None
     inverse: bool = eqx.field(static=True, default=False)  # probes R^{-1} omega: see `inverse`
-    rtol: Real[Array, ""] | None = None
-    atol: Real[Array, ""] | None = None
+    rtol: Any = None
+    atol: Any = None
 
     def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
         """Raise a `ValueError` if the operator is not one for this policy."""
@@ -46,8 +77,6 @@ class Policy(eqx.Module):
 
     def allowed(self, value: Array) -> Array:
         """The error of a value that ends a call with a tolerance."""
-        assert self.rtol is not None
-        assert self.atol is not None
         return self.atol.astype(value.dtype) + self.rtol.astype(value.dtype) * jnp.abs(value)
 
     def judged(self, estimate: Estimate) -> Estimate:
@@ -119,11 +148,7 @@ class Run(NamedTuple):
     block: BlockOperator
     preparation: Preparation
     sums: Sums
-
-    @property
-    def spent(self) -> Array:
-        """The products for the preconditioner and for probes."""
-        return self.preparation.spent + self.sums.spent
+    spent: Int[Array, ""]  # products for the preconditioner and for probes
 
 
 def run_of(
@@ -170,4 +195,5 @@ def run_of(
         weights=weights,
         most_solve=most_solve,
     )
-    return Run(block, prepared, sampled(probe_key, sampling, solve))
+    sums = sampled(probe_key, sampling, solve)
+    return Run(block, prepared, sums, prepared.spent + sums.spent)

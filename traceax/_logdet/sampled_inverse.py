@@ -44,18 +44,12 @@ from .._functions.quadrature_error import (
 )
 from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries, stored_diagonal
+from .._operators.known_parts import stored_diagonal
 from .._probes.samplers import RademacherSampler
 from .._sketch.low_rank import diagonal_factors
-from .inverse_weights import InverseWeights, exact_inverse
+from .estimator import exact_inverse
 from .preconditioners import check_definite
-
-
-def reads_diagonal_only(operator) -> bool:
-    """Whether the diagonal is known, but no cheap columns to make a preconditioner of: sparse
-    matrices, their sums with diagonal ones, and multiples.
-    """
-    return not has_entries(operator) and has_entries(operator, sparse=True)
+from .weights import InverseWeights
 
 
 @final
@@ -107,14 +101,12 @@ class SampledInverseEstimator(AbstractEstimator):
         missed = jnp.mean(residual * (residual / smallest))
         error = entries_truncation_error(means, jnp.all(krylov.exhausted))
         error = jnp.maximum(error, missed / n / jnp.square(root))
-
-        def made():
-            x = vectors(inverse_root[0]).T
-            return InverseWeights(x, jnp.conj(x) / p, factors, False)
-
         evidence = worse(krylov.evidence, Evidence(outside=lost))
         estimate = quadrature_estimate(value, error, std_err, p * q, (p + 2) / 5, evidence)
-        return estimate, made() if weights else None
+        if not weights:
+            return estimate, None
+        x = vectors(inverse_root[0]).T
+        return estimate, InverseWeights(x, jnp.conj(x) / p, factors, False)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

@@ -10,10 +10,8 @@ largest, and i itself, which is last. With R[s_i, s_i] = C C^H, column i of L ha
 
     l_i = C^{-H} e_last     at s_i.
 
-It is z / sqrt(z_i) with z = R[s_i, s_i]^{-1} e_i: the factor that is nearest to R^{-1} in
-Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, *Sparse Cholesky factorization by
-Kullback-Leibler minimization*, 2020, arXiv:2004.14455), the factorised sparse approximate inverse,
-Vecchia's approximation.
+It is nearest to R^{-1} in Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, 2020,
+arXiv:2004.14455): Vecchia's approximation.
 
 *Both.* With G = L^H F, N = I + G^H G = C C^H (C lower triangular), J = C^{-H} (C + I)^{-1},
 
@@ -30,10 +28,6 @@ with n rows.
 not known, by a hundredth of its mean, as R is 0 at the pivots. A neighbourhood whose factorisation
 fails all the same counts as uncorrelated. P is then a little different, and still what its
 factors say.
-
-*Neighbours* are found in blocks of rows: the two largest numbers in each of 8 m strided groups of
-points, and the m largest of these, which hardly misses one. An integer holds both the number (its
-high bits) and its place in the group (its low bits).
 """
 
 import dataclasses
@@ -48,12 +42,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
+from .._core.estimate import evidence_of, scale_of, skew_of
 from .._core.precision import einsum, matmul
 from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import (
     columns,
+    has_entries,
     scaling_of,
     split_shift,
     stored_diagonal,
@@ -62,13 +57,10 @@ from .._operators.known_parts import (
 from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
 from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
-from .._sketch.pivoted_cholesky import PivotedCholesky, no_pivots, pivoted_cholesky, rows_of
+from .._sketch.pivoted_cholesky import no_pivots, pivoted_cholesky, rows_of
 
 #: The numbers in a block of rows.
 BLOCK = 2**21
-
-#: The groups of points for each neighbour.
-GROUPS = 8
 
 #: Unless the mean of what is left of the diagonal is below this share of D, neighbours matter.
 SMALL = 3e-3
@@ -103,12 +95,8 @@ class SparseFactors(AbstractFactors):
 
     def unit(self):
         """See `AbstractFactors`: P^{-1} ~ L L^H."""
-        return 1 / jnp.sqrt(self._sparse_diagonal())
-
-    def _sparse_diagonal(self) -> Real[Array, " n"]:
-        """The diagonal of L L^H."""
         squares = square_of(self.values)
-        return jnp.zeros(len(self.sets), squares.dtype).at[self.sets].add(squares)
+        return 1 / jnp.sqrt(jnp.zeros(len(squares), squares.dtype).at[self.sets].add(squares))
 
     def inverse_root(self, block):
         """See `AbstractFactors`: W^H times a block."""
@@ -135,7 +123,7 @@ class SparseFactors(AbstractFactors):
 
     def inverse_diagonal(self):
         """See `AbstractFactors`."""
-        return self._sparse_diagonal() - jnp.sum(square_of(self.captured()), axis=1)
+        return 1 / jnp.square(self.unit()) - jnp.sum(square_of(self.captured()), axis=1)
 
     def known_part(self, operator):
         """`Re <L L^H, A>`, from the entries of the neighbourhoods: see `AbstractFactors`."""
@@ -181,11 +169,7 @@ def neighbours(
 ) -> Int[Array, "n m"]:
     """The m points before each that correlate most with it under R; n where there are fewer."""
     n = len(order)
-    groups = min(n, GROUPS * m)
-    size = -(-n // groups)
-    places = (1 << (size - 1).bit_length()) - 1  # the low bits
     scale = 1 / diagonal.astype(np.float32)
-    place = jnp.arange(size, dtype=jnp.int32)[:, None, None]
 
     def of_block(rows):
         entries = columns(operator, rows) - matmul(f, adjoint(f[rows]))
@@ -193,16 +177,8 @@ def neighbours(
         # In units of R_ii a score is the square of a correlation: no inf, and no denormal number.
         score = jnp.clip(score * scale[rows], 1e-30, 1.0)
         score = jnp.where(order[:, None] < order[rows], score, 0)
-        score = jnp.pad(score, ((0, size * groups - n), (0, 0)))
-        code = lax.bitcast_convert_type(score, np.int32) & ~np.int32(places)
-        code = code.reshape(size, groups, len(rows))
-        code = jnp.where(code > 0, code | place, 0)
-        best = jnp.max(code, axis=0)
-        second = jnp.max(jnp.where(code == best, 0, code), axis=0)
-        best = lax.bitcast_convert_type(jnp.concatenate([best, second]).T, np.float32)
-        values, at = lax.top_k(best, min(m, 2 * groups))
-        row = lax.bitcast_convert_type(values, np.int32) & np.int32(places)
-        return jnp.where(values > 0, row * groups + at % groups, n).astype(jnp.int32)
+        values, at = lax.top_k(score.T, m)
+        return jnp.where(values > 0, at, n).astype(jnp.int32)
 
     return by_rows(of_block, n, n)
 
@@ -253,15 +229,14 @@ def sparse_factors(
     jitter: Real[Array, " n"],
 ) -> SparseFactors:
     """P from F and the neighbourhoods: see above."""
-    n, r = f.shape
     if sets.shape[1] == 1:  # no entry is needed but the diagonal
         left = diagonal - jnp.sum(square_of(f), axis=1)
         values = (1 / jnp.sqrt(jnp.maximum(left, 0) + jitter))[:, None].astype(f.dtype)
     else:
         values = columns_of_factor(operator, f, sets, jitter)
-    sets = jnp.minimum(sets, n - 1)
+    sets = jnp.minimum(sets, len(f) - 1)
     g = gathered_by(sets, values, f)
-    eye = jnp.eye(r, dtype=f.dtype)
+    eye = jnp.eye(f.shape[1], dtype=f.dtype)
     c = lower_cholesky(matmul(adjoint(g), g) + eye)
     solve = partial(lax.linalg.triangular_solve, c, left_side=True, lower=True)
     inner = lax.linalg.triangular_solve(c + eye, eye, left_side=True, lower=True)
@@ -352,18 +327,10 @@ def prepare(
     operator: lx.AbstractLinearOperator,
     rank: int,
     m: int,
-    *,
     diagonal: Real[Array, " n"] | None = None,
-    together: int | None = None,
 ) -> tuple[BuiltPreconditioner, Int[Array, ""]]:
-    """Choose pivots and neighbours, and build P. Also the number of columns that were read.
-
-    **Arguments:**
-
-    - `key`, `operator`: the random key, and A.
-    - `rank`, `m`: the largest rank of F, and the number of neighbours.
-    - `diagonal`: the diagonal of A, or None if it is known.
-    - `together`: how many columns are read at once; None for as many as suit the rank.
+    """P with F of at most this rank, and with m neighbours. Also the number of columns that were
+    read. `diagonal` is that of A, or None if it is known.
     """
     block = BlockOperator(operator)
     n = block.n
@@ -371,8 +338,9 @@ def prepare(
     diagonal = stored_diagonal(operator) if diagonal is None else diagonal
     assert diagonal is not None
     diagonal = jnp.asarray(diagonal).real
+    # Columns that are products are read one after the other.
     kernel, known = kernel_of(key, operator, diagonal)
-    together = min(128, max(1, rank // 8)) if together is None else together
+    together = min(128, max(1, rank // 8)) if m or has_entries(operator) else 1
     none = no_pivots(kernel.diagonal, rank, together, block.dtype)
     # Entries were rounded before the shift was subtracted.
     none = none._replace(largest=none.largest + kernel.shift)
@@ -385,24 +353,19 @@ def prepare(
     left = left + jitter
     near = ((jnp.mean(pivoted.left) > SMALL) | ~known) & (m > 0)
     own = jnp.arange(n, dtype=jnp.int32)[:, None]
-    nobody = jnp.full((n, m), n, jnp.int32)
-    order = jax.random.bits(numbered(key, n), (n,))
-    chosen = nobody
+    chosen = jnp.full((n, m), n, jnp.int32)
     if m:
-        chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), nobody)
+        order = jax.random.bits(numbered(key, n), (n,))
+        chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), chosen)
     # Where L is diagonal, P = F F^H + D + E with 0 <= E, and A >= F F^H + D.
     bounded = known & split_shift(operator).is_positive & ~near
     noise = kernel.shift * jnp.square(kernel.root)
     sets = jnp.concatenate([chosen, own], axis=1)
     factors = sparse_factors(operator, f, sets, diagonal, jitter)
     floor = jnp.where(bounded, jnp.min(noise / left), jnp.nan)
-    evidence = _evidence(pivoted, n, eps)
-    return BuiltPreconditioner(factors, floor, jnp.ones_like(floor), evidence), pivoted.columns
-
-
-def _evidence(pivoted: PivotedCholesky, n: int, eps: float) -> Evidence:
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
     skew = skew_of(pivoted.skew, size, n, eps)
     wrong = pivoted.apart / size / (64 * eps)
-    seen = (jnp.sum(pivoted.left), pivoted.apart, pivoted.skew)
-    return evidence_of(*seen, skew=skew, wrong_diagonal=wrong)
+    seen = jnp.sum(pivoted.left), pivoted.apart, pivoted.skew
+    evidence = evidence_of(*seen, skew=skew, wrong_diagonal=wrong)
+    return BuiltPreconditioner(factors, floor, jnp.ones_like(floor), evidence), pivoted.columns

@@ -101,6 +101,32 @@ class ExactLogdetWeights(AbstractWeights):
         return ExactLogdetWeights(self.inverse - change)
 
 
+@final
+class InverseWeights(AbstractWeights):
+    """The samples as functions of A. A contraction costs a matvec and a solve for every probe."""
+
+    x: Inexact[Array, "n p"]
+    omega: Inexact[Array, "n p"]  # divided by the number of probes
+    factors: AbstractFactors | None  # None if x is the inverse, and omega the identity
+    of_trace: bool = eqx.field(static=True)
+
+    def contract(self, block):
+        """See `AbstractWeights`. It depends on A as x does."""
+        forms = (self.omega * self.weights_at(block.operator).x).real
+        return jnp.sum(forms) if self.of_trace else jnp.sum(forms, axis=1)
+
+    def weights_at(self, operator):
+        """See above."""
+        block = BlockOperator(operator)
+        images = block.mm(self.x)
+        moved = images - lax.stop_gradient(images)
+        if self.factors is None:
+            change = matmul(self.x, moved)
+        else:
+            change = definite_solve(block, self.factors, moved)
+        return dataclasses.replace(self, x=self.x - change)
+
+
 def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
     """G (see above), from the preconditioner and the probes, of which those that are not in use
     are 0.
