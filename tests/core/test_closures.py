@@ -78,6 +78,9 @@ def hessian_of(loss):
 FRESH = {
     "function": lambda s: lx.FunctionLinearOperator(lambda v: s * jnp.eye(N) @ v, STRUCTURE),
     "of jit": lambda s: lx.FunctionLinearOperator(jax.jit(lambda v: s * jnp.eye(N) @ v), STRUCTURE),
+    "kernel": lambda s: tr.KernelLinearOperator(
+        lambda x, y: s[0] * jnp.exp(-jnp.square(x - y)), jnp.arange(6.0)
+    ),
     **{fn.__name__: hessian_of(fn) for fn in (loss, relu_loss, batched, rematerialised)},
 }
 

@@ -33,38 +33,6 @@ def family(dtype=np.float64):
 # ---------------------------------------------------------------------------- forms of operators
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_sign_and_factor(name):
-    """-A, 2 A, A / 3: value, error and gradient are those of A, times the factor."""
-    b, c = family()
-
-    def tagged(operator):
-        return lx.TaggedLinearOperator(operator, PSD)
-
-    forms = {
-        1.0: lambda operator: operator,
-        -1.0: lambda operator: -operator,
-        -2 / 3: lambda operator: -tagged(2.0 * operator / 3.0),
-    }
-
-    @jax.jit
-    def run(theta):
-        def value(theta, wrap):
-            operator = wrap(by_products(b + theta * c, PSD))
-            solution = tr.trace(KEY, operator, K, CLASSES[name])
-            return solution.value, solution.std_err
-
-        both = jax.value_and_grad(value, has_aux=True)
-        return [both(theta, wrap) for wrap in forms.values()]
-
-    ((plain, std_err), slope), *others = run(0.3)
-    assert slope != 0
-    for factor, ((value, error), derivative) in zip(list(forms)[1:], others, strict=True):
-        np.testing.assert_allclose(value, factor * plain, rtol=1e-11)
-        np.testing.assert_allclose(derivative, factor * slope, rtol=1e-11)
-        np.testing.assert_allclose(error, abs(factor) * std_err, rtol=1e-9)
-
-
 PARAMETERS = {"w": np.zeros((4, 4)), "b": (np.zeros(5), np.zeros((1, 3)))}
 SIZES = [5, 3, 16]  # leaves in the order of the flattened tree: b[0], b[1], w
 
@@ -218,19 +186,6 @@ def test_weights_are_made_only_for_a_derivative():
     asked.clear()
     jax.jit(jax.grad(f)).lower(1.0, 2.0)
     assert True in asked
-
-
-def test_only_the_value_has_a_derivative():
-    b, c = family()
-
-    def others(theta):
-        solution = tr.trace(KEY, by_products(b + theta * c, PSD), K, tr.XTraceEstimator())
-        return solution.value, solution.std_err, solution.stats["std.err"]
-
-    both = jax.jit(lambda x: (jax.jacrev(others)(x), jax.jvp(others, (x,), (1.0,))[1]))
-    for slope, *zeros in both(0.3):
-        assert slope != 0
-        assert zeros == [0, 0]
 
 
 def test_estimators_hold_no_arrays():

@@ -122,31 +122,6 @@ def test_site_has_no_tex_and_needs_no_network(tmp_path):
         assert pages[f"{name}/index.html"].tags.count("math") >= 5
 
 
-@needs_site
-def test_site_is_not_built_with_a_formula_that_is_not_typeset():
-    from mkdocs.exceptions import PluginError
-
-    class page:
-        class file:
-            src_uri = "page.md"
-
-    convert = runpy.run_path(str(DOCS / "formulas.py"))["on_page_content"]
-
-    def converted(tag, source):
-        content = f'<p>before <{tag} class="arithmatex">{source}</{tag}> after</p>'
-        return convert(content, page=page, config=None, files=None)
-
-    text = converted("span", r"\(a &lt; \mathtt{std\_err}\)")
-    assert "<mi>a</mi><mo>&lt;</mo>" in text
-    assert "\\" not in text
-    assert 'display="block"' in converted(
-        "div", "\\[\\begin{aligned} a &amp;= b \n\\end{aligned}\\]"
-    )
-    for source in (r"\(\nosuchcommand x\)", r"\(\frac{a\)", "$a$"):
-        with pytest.raises(PluginError, match=r"page\.md: (the|a) formula .*is not"):
-            converted("span", source)
-
-
 # --- the page for maintainers --------------------------------------------------------------------
 
 

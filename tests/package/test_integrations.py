@@ -1,11 +1,5 @@
-"""With other libraries, as their users would: Optax, Flax, Equinox, tinygp, BlackJAX.
+"""With other libraries, as their users would: Flax, Equinox, tinygp."""
 
-NumPyro stands in `test_gaussian.py`, SciPy's and JAX's sparse matrices in `test_sparse.py`.
-"""
-
-from typing import Any, NamedTuple
-
-import blackjax
 import equinox as eqx
 import flax.linen
 import jax
@@ -13,7 +7,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-import optax
 import pytest
 import tinygp
 from flax import nnx
@@ -24,85 +17,6 @@ import traceax as tr
 from ..helpers import PSD
 
 pytestmark = pytest.mark.slow
-
-# --- Optax: a preconditioner from the diagonal of the Hessian ------------------------------------
-
-
-class CurvatureState(NamedTuple):
-    key: Any
-    count: Any
-    moment: Any
-    square: Any
-
-
-def scale_by_curvature(estimator, k, decays=(0.9, 0.99)):
-    """AdaHessian's direction (arXiv:2006.00719): averaged gradients over averaged diagonals."""
-
-    def init(params):
-        zeros = optax.tree.zeros_like(params)
-        return CurvatureState(jr.key(0), jnp.asarray(0), zeros, zeros)
-
-    def update(gradient, state, params=None, *, hessian, **_):
-        key, own = jr.split(state.key)
-        diagonal = tr.diagonal(own, hessian, k, estimator).value
-        count = state.count + 1
-        moment = optax.tree.update_moment(gradient, state.moment, decays[0], 1)
-        square = optax.tree.update_moment(diagonal, state.square, decays[1], 2)
-        averages = (
-            optax.tree.bias_correction(moment, decays[0], count),
-            optax.tree.bias_correction(square, decays[1], count),
-        )
-        direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + 1e-12), *averages)
-        return direction, CurvatureState(key, count, moment, square)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def scaled_regression():
-    """Logistic regression whose features have scales from 1 to 1000, and its minimum."""
-    keys = jr.split(jr.key(1), 3)
-    inputs = jr.normal(keys[0], (200, 8)) * jnp.logspace(0, 3, 8)
-    truth = {"w": jr.normal(keys[1], (8,)) / jnp.logspace(0, 3, 8), "b": jnp.asarray(0.5)}
-    labels = jr.bernoulli(keys[2], jax.nn.sigmoid(inputs @ truth["w"] + truth["b"]))
-    labels = labels.astype(inputs.dtype)
-
-    def loss(params, inputs, labels):
-        logits = inputs @ params["w"] + params["b"]
-        return jnp.mean(jax.nn.softplus(logits) - labels * logits)
-
-    return loss, (inputs, labels), jax.tree.map(jnp.zeros_like, truth)
-
-
-def test_optax_preconditioner():
-    """Trains as with exact diagonals, and far better than gradient descent at its best rate."""
-    loss, data, start = scaled_regression()
-
-    def train(optimiser):
-        def step(carry, _):
-            params, state = carry
-            value, gradient = jax.value_and_grad(loss)(params, *data)
-            hessian = tr.curvature.hessian(loss, params, *data)
-            updates, state = optimiser.update(gradient, state, params, hessian=hessian)
-            return (optax.apply_updates(params, updates), state), value
-
-        carry = start, optimiser.init(start)
-        return jax.lax.scan(step, carry, None, length=150)[1]
-
-    def preconditioned(estimator, k):
-        return optax.chain(scale_by_curvature(estimator, k), optax.scale_by_learning_rate(0.3))
-
-    def descent(rate):
-        return train(optax.with_extra_args_support(optax.sgd(rate)))
-
-    with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes
-        ours = jax.jit(lambda: train(preconditioned(tr.HutchinsonEstimator(), 4)))()
-        exact = jax.jit(lambda: train(preconditioned(tr.ExactTraceEstimator(), 9)))()
-        plain = jax.jit(jax.vmap(descent))(jnp.logspace(-8, 0, 25))
-    best = jnp.nanmin(plain[:, -1])
-    print("losses:", ours[-1], exact[-1], best)
-    assert jnp.nanargmin(plain[:, -1]) not in (0, 24)  # its best rate is one of these
-    assert abs(ours[-1] - exact[-1]) < 0.02 * (best - exact[-1])
-
 
 # --- Flax, Equinox: curvature of their models ----------------------------------------------------
 
@@ -279,40 +193,3 @@ def test_kernels_of_tinygp():
     print(value - truth, solution.std_err, solution.quadrature_error, slope - expected)
     assert abs(value - truth) < 4 * solution.std_err + solution.quadrature_error
     np.testing.assert_allclose(slope, expected, rtol=1e-4)
-
-
-# --- BlackJAX: a sampler on the estimated density ------------------------------------------------
-
-
-def test_nuts_of_blackjax():
-    """With the same keys the chain is that of the exact density, trajectory by trajectory."""
-    preconditioner = tr.NystromPreconditioner(rank=50)
-
-    def prior(theta):
-        return -jnp.sum((theta - THETA) ** 2) / 2
-
-    def estimated(theta):
-        return prior(theta) + density(theta, 60, preconditioner=preconditioner)[0]
-
-    def exact(theta):
-        return prior(theta) + exact_density(theta)
-
-    def chain(log_density):
-        nuts = blackjax.nuts(log_density, step_size=0.15, inverse_mass_matrix=jnp.ones(3))
-
-        def step(state, key):
-            state, info = nuts.step(key, state)
-            return state, (state.position, info.acceptance_rate, info.is_divergent)
-
-        start = nuts.init(jnp.zeros(3))
-        return jax.lax.scan(step, start, jr.split(jr.key(6), 10))[1]
-
-    with jax.numpy_dtype_promotion("standard"):  # BlackJAX mixes dtypes
-        positions, acceptance, divergent = jax.jit(lambda: chain(estimated))()
-        expected, *_ = jax.jit(lambda: chain(exact))()
-    print(np.max(np.abs(positions - expected), axis=1), acceptance)
-    np.testing.assert_allclose(positions, expected, rtol=0, atol=1e-3)
-    # It went somewhere.
-    assert not np.any(divergent)
-    assert np.mean(acceptance) > 0.5
-    assert np.all(np.std(positions, axis=0) > 0.2)
