@@ -233,32 +233,6 @@ def test_no_array_is_part_of_a_key(holder):
     hash(closed[0].program)
 
 
-def plain_functions():
-    """Values and whether a program that was compiled with them may be kept for good."""
-    matrix, scale = MATRIX, 2.0
-    return [
-        (jnp.tanh, True),
-        (lambda v: 2 * v, True),
-        (lambda v: scale * v, True),
-        (lambda v: matrix @ v, False),
-        (lambda v: (lambda u: MATRIX @ u)(v), False),  # a global
-        (lambda v, m=matrix: m @ v, False),
-        (functools.partial(multiply, matrix), False),
-        (jax.jit(lambda v: matrix @ v), False),
-        (Scaled(matrix, 1.0).mv, False),
-        (Callable(2.0).__call__, False),  # it may change
-        ([1, "a", None, {"b": (2.0, jnp.float32)}], True),
-        ({"c": [np.arange(3)]}, False),
-        (jax.tree.structure(Scaled(None, 1.0)), True),
-        (jax.tree.structure(Scaled(None, Callable(1.0))), False),
-    ]
-
-
-def test_what_is_plain_holds_no_array_and_cannot_change():
-    for value, expected in plain_functions():
-        assert programs.is_plain(value) == expected, value
-
-
 CALLS = {
     "trace": lambda op: tr.trace(KEY, op, 3),
     "tolerance": lambda op: tr.trace(KEY, op, rtol=0.1),

@@ -15,6 +15,7 @@ from traceax._functions.sampling import removed_from
 from traceax._linalg.block_lanczos import block_lanczos
 
 from ..helpers import PSD, by_products, keys, with_spectrum
+from ..reference import function_of, krylov_basis
 
 N, K = 60, 48
 SYMMETRIC = lx.symmetric_tag
@@ -29,11 +30,6 @@ def matrix_of(eigenvalues=SPECTRUM, dtype=np.float64, seed=0):
 def operator_of(matrix):
     """Complex matrices are positive definite here: lineax has no tag for the others."""
     return by_products(matrix, PSD if jnp.iscomplexobj(matrix) else SYMMETRIC)
-
-
-def function_of(matrix, fn):
-    values, basis = np.linalg.eigh(np.asarray(matrix))
-    return (basis * np.asarray(fn(values))) @ basis.conj().T
 
 
 def diagonal_of(matrix, fn=np.exp):
@@ -82,13 +78,7 @@ def after_steps(matrix, vectors, q, fn):
     """f(A) z for each of the vectors, within an explicit basis of the Krylov space of q steps."""
     a, found = np.asarray(matrix), []
     for z in vectors.T:
-        basis = [z / np.linalg.norm(z)]
-        for _ in range(q - 1):
-            w = a @ basis[-1]
-            for _ in range(2):
-                w = w - np.stack(basis, 1) @ (np.stack(basis, 1).conj().T @ w)
-            basis.append(w / np.linalg.norm(w))
-        w = np.stack(basis, axis=1)
+        w = krylov_basis(a, z[:, None], q)
         found.append(w @ (function_of(w.conj().T @ a @ w, fn) @ (w.conj().T @ z)))
     return np.stack(found, axis=1)
 

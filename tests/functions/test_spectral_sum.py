@@ -14,7 +14,7 @@ from traceax._functions.nodes import divided_differences
 from traceax._functions.spectral import eigenvalue_count, spectral_density, spectral_sum
 
 from ..helpers import NSD, PSD, drawn, keys, random_unitary, with_spectrum
-from ..reference import each
+from ..reference import each, function_of, krylov_basis
 
 SYM = lx.symmetric_tag
 N = 40
@@ -53,24 +53,12 @@ def sphere(key, p, dtype=np.float64):
     return drawn(tr.SphereSampler(), key, N, p, dtype)
 
 
-def function_of(matrix, fn):
-    values, vectors = np.linalg.eigh(matrix)
-    return (vectors * fn(values)) @ vectors.conj().T
-
-
 # --- the recurrence ------------------------------------------------------------------------------
 
 
 def naive_rule(matrix, z, q):
     """Nodes, weights, basis and eigenvectors from an orthonormal basis of the Krylov space."""
-    basis = [z / np.linalg.norm(z)]
-    for _ in range(q - 1):
-        w = matrix @ basis[-1]
-        for _ in range(3):
-            for v in basis:
-                w = w - v * np.vdot(v, w)
-        basis.append(w / np.linalg.norm(w))
-    v = np.array(basis).T
+    v = krylov_basis(matrix, z[:, None], q)
     t = (v.conj().T @ matrix @ v).real
     theta, s = np.linalg.eigh((t + t.T) / 2)
     return theta, s[0] ** 2, v, s

@@ -287,33 +287,6 @@ def test_kernels():
     assert np.mean(inside) >= 0.93
 
 
-@pytest.mark.slow
-def test_gradient_of_a_kernel():
-    """Length scale, noise and amplitude: unbiased, and the first to better than 1 %."""
-    n, count = 1000, 25
-    r = jnp.asarray(distances(n, 2))
-
-    def dense(theta):
-        return theta[2] * rbf(r, theta[0]), theta[1]
-
-    @jax.jit
-    def gradient(key, theta, r):
-        def value(theta):
-            return logdet(key, hidden(theta[2] * rbf(r, theta[0]), theta[1]), 120).value
-
-        return jax.grad(value)(theta)
-
-    theta = jnp.array([0.2, 0.1, 1.0])
-    kernel, s = dense(theta)
-    inverse = np.linalg.inv(kernel + s * np.eye(n))
-    derivative = jax.jvp(lambda x: rbf(r, x), (theta[0],), (jnp.ones(()),))[1]
-    truth = np.array([np.sum(inverse * x) for x in (derivative, np.eye(n), kernel)])
-    samples = np.array([gradient(key, theta, r) for key in keys(count)])
-    std = samples.std(axis=0, ddof=1)
-    assert np.all(std < 0.01 * np.abs(truth))
-    assert np.all(np.abs(samples.mean(axis=0) - truth) < 4 * std / np.sqrt(count))
-
-
 # --- derivatives and transformations -------------------------------------------------------------
 
 

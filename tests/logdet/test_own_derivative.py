@@ -10,7 +10,6 @@ import lineax as lx
 import numpy as np
 import pytest
 
-import traceax as tr
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 from traceax._linalg.lanczos import lanczos
 from traceax._logdet.held import held_plan, held_probes
@@ -280,20 +279,9 @@ def test_an_eager_loop_that_builds_compiles_once(caplog):
 
 
 def test_what_is_wrong_is_reported():
-    """Bad arguments at once; an operator that is not definite, or holds NaN, in the result."""
+    """An operator that is not definite, or holds NaN, in the result."""
     parts, theta, held = family(np.float64)
     y, operator = parts(theta)
-    other = shifted(decay(np.complex128), 0.1)
-    with pytest.raises(ValueError, match=r"but this .* has 30 rows of float64"):
-        logdet(jr.key(0), shifted(decay(np.float64, 30), 0.1), 20, preconditioner=held)
-    with pytest.raises(ValueError, match=r"60 rows of float64, but .* of complex128"):
-        gaussian_log_density(jr.key(0), y.astype(complex), other, 20, preconditioner=held)
-    with pytest.raises(ValueError, match="needs its rank"):
-        NystromPreconditioner().build(jr.key(0), operator)
-    with pytest.raises(ValueError, match="A preconditioner needs a positive definite operator"):
-        NystromPreconditioner(rank=5).build(jr.key(0), lx.MatrixLinearOperator(decay(np.float64)))
-    with pytest.raises(TypeError, match="that was built before is taken by `logdet` and"):
-        tr.inverse_trace(jr.key(0), operator, 30, preconditioner=held)  # pyright: ignore
 
     @jax.jit
     def solve(matrix):

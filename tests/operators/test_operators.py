@@ -355,18 +355,6 @@ def test_auto_spends_its_matvecs_on_what_is_not_known(form):
     assert sum(COLUMNS) == k
 
 
-def test_tags_of_what_is_left():
-    """They stay where something is split off, and where a traced factor stands in front."""
-    kernel = function_operator(POSITIVE, PSD)
-    alone = tr.trace(KEY, kernel, K, tr.XNysTraceEstimator(shrink=True)).value
-
-    @jax.jit
-    def values(c):
-        return [tr.trace(KEY, each, K).value for each in (c * kernel, kernel + c * IDENTITY)]
-
-    np.testing.assert_allclose(values(2.0), [2 * alone, alone + 2 * N], rtol=1e-13)
-
-
 # Operators from K, a positive number and a negative one, and the sign that they have.
 SIGNED = {
     "K + s I": (lambda K, s, _: K + s * IDENTITY, 1),

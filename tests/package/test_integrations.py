@@ -1,6 +1,5 @@
 """With other libraries, as their users would: Flax, Equinox, tinygp."""
 
-import equinox as eqx
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -26,61 +25,6 @@ TARGETS = jnp.sin(jnp.sum(INPUTS, axis=1))
 
 def square(outputs):
     return jnp.mean((outputs[:, 0] - TARGETS) ** 2)
-
-
-def nnx_model():
-    rngs = nnx.Rngs(0)
-    linear = {"param_dtype": jnp.float64, "rngs": rngs}
-    model = nnx.Sequential(
-        nnx.Linear(6, 4, **linear), nnx.LayerNorm(4, **linear), jnp.tanh, nnx.Linear(4, 1, **linear)
-    )
-    graph, params = nnx.split(model, nnx.Param)
-    return lambda params: square(nnx.merge(graph, params)(INPUTS)), params
-
-
-def linen_model():
-    dense = {"param_dtype": jnp.float64}
-    layers = [flax.linen.Dense(4, **dense), jnp.tanh, flax.linen.Dense(1, **dense)]
-    model = flax.linen.Sequential(layers)
-    return lambda params: square(model.apply(params, INPUTS)), model.init(jr.key(0), INPUTS)
-
-
-def equinox_model():
-    keys = jr.split(jr.key(0))
-    model = eqx.nn.Sequential(
-        [
-            eqx.nn.Conv1d(1, 3, 3, key=keys[0]),
-            eqx.nn.Lambda(jnp.tanh),
-            eqx.nn.Lambda(jnp.ravel),
-            eqx.nn.Linear(12, 1, key=keys[1]),
-        ]
-    )
-    return lambda model: square(jax.vmap(model)(INPUTS[:, None])), model
-
-
-@pytest.mark.parametrize("make", [nnx_model, linen_model, equinox_model])
-def test_models(make):
-    """Trace and diagonal of the Hessian, against the dense one, in the structure of the model."""
-    with jax.numpy_dtype_promotion("standard"):  # Flax mixes dtypes
-        check_model(*make())
-
-
-def check_model(loss, params):
-    moving, rest = eqx.partition(params, eqx.is_inexact_array)
-    flat, unflatten = ravel_pytree(moving)
-    dense = jax.jit(jax.hessian(lambda v: loss(eqx.combine(unflatten(v), rest))))(flat)
-
-    @eqx.filter_jit
-    def estimates(key, params):
-        hessian = tr.curvature.hessian(loss, params)
-        exact = tr.diagonal(key, hessian, flat.size, tr.ExactTraceEstimator()).value
-        return tr.trace(key, hessian, 20), exact
-
-    solution, diagonal = estimates(jr.key(1), params)
-    assert jax.tree.structure(diagonal) == jax.tree.structure(moving)
-    np.testing.assert_allclose(ravel_pytree(diagonal)[0], jnp.diagonal(dense), atol=1e-10)
-    assert abs(solution.value - jnp.trace(dense)) < 4 * solution.std_err
-    assert solution.std_err < 0.15 * jnp.trace(dense)
 
 
 class Tied(nnx.Module):
