@@ -44,15 +44,9 @@ NOT_AN_OPERATOR = [
 
 
 def test_operators_that_are_refused():
-    """No operator, not square, without columns, mixed, and without the tag that is needed."""
+    """No operator, and one without the tag that is needed."""
     for value, remedy in NOT_AN_OPERATOR:
         refused(TypeError, remedy, KEY, value, 4, calls=(*CALLS, tr.HutchinsonEstimator().estimate))
-    to_complex = lx.FunctionLinearOperator(
-        lambda v: v.astype(complex) * jnp.asarray(1j), jax.ShapeDtypeStruct((3,), jnp.float64)
-    )
-    refused(ValueError, "square", KEY, lx.MatrixLinearOperator(jnp.ones((5, 3))), 2)
-    refused(ValueError, "no columns", KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0)), PSD), 3)
-    refused(ValueError, "mixes real and complex", KEY, to_complex, 2)
     untagged = lx.MatrixLinearOperator(OPERATOR.matrix, lx.symmetric_tag)
     for k in (4, N):  # also where no probe would be drawn
         needs = "XNysTraceEstimator needs a semidefinite"
@@ -158,5 +152,3 @@ def test_intervals(caplog):
     lower, upper = tr.diagonal(KEY, hidden, 30).interval(0.9)
     assert lower.shape == (40,)
     assert np.all(lower < upper)
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        exact.interval(95)

@@ -178,8 +178,3 @@ def test_names_of_extend_are_documented(name):
         assert "**Arguments:**" in doc
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     assert f"::: traceax.extend.{name}\n" in pages or f"::: traceax.{name}\n" in pages
-
-
-def test_names_of_testing_are_documented():
-    assert traceax.testing.check_estimator.__doc__
-    assert "traceax.testing.check_estimator" in (ROOT / "docs" / "api.md").read_text()

@@ -162,32 +162,6 @@ def test_what_is_not_differentiated_costs_nothing(name):
     assert 0.5 * np.trace(c) < gradient < 2 * np.trace(c)
 
 
-class Watched(tr.AbstractTraceEstimator):
-    """Hutchinson's estimator, which notes whether weights were asked for."""
-
-    asked: list = eqx.field(static=True)
-
-    def compute(self, key, operator, k, weights):
-        self.asked.append(weights)
-        return tr.HutchinsonEstimator().compute(key, operator, k, weights)
-
-
-def test_weights_are_made_only_for_a_derivative():
-    """And not for one in something else."""
-    asked = []
-
-    def f(theta, x):
-        watched = Watched(asked)
-        return x * tr.trace(KEY, by_products(theta * family()[0]), K, watched).value
-
-    jax.jit(f).lower(1.0, 2.0)
-    jax.jit(jax.grad(f, 1)).lower(1.0, 2.0)
-    assert set(asked) == {False}
-    asked.clear()
-    jax.jit(jax.grad(f)).lower(1.0, 2.0)
-    assert True in asked
-
-
 def test_estimators_hold_no_arrays():
     """They are static: an estimator inside a model adds no leaf to it."""
     for estimator in ESTIMATORS.values():

@@ -378,8 +378,6 @@ def test_density():
         if given is not None:
             bound = 4 * density.std_err + density.quadrature_error + 1e-12
             assert np.all(np.abs(density.value - truth) < bound)
-    with pytest.raises(ValueError, match="width"):
-        spectral_density(key, operator, 36, 0.0)
 
 
 def test_counts_and_their_bound():
@@ -492,8 +490,6 @@ def test_failures_are_told(k):
         solution = spectral_sum(key, jnp.exp, operator, k)
         assert solution.result == tr.RESULTS.nonfinite_operator
         assert np.isnan(solution.value)
-        with pytest.raises(Exception, match="NaN or inf"):
-            spectral_sum(key, jnp.exp, operator, k, throw=True)
     with pytest.raises(Exception, match="Ritz value"):
         spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix, SYM), k, throw=True)
 

@@ -290,16 +290,15 @@ def test_pytrees_vmap_and_scan():
 
 
 def test_what_is_not_positive_definite():
+    """Or holds NaN, by a preconditioner of the call and by one that was built before."""
     matrix, y = decaying(), observations(N)
-    solve = eqx.filter_jit(
-        lambda y, m: gaussian_log_density(
-            jr.key(0), y, lx.MatrixLinearOperator(m, PSD), 30, preconditioner=FIXED
+    for preconditioner in (FIXED, FIXED.build(jr.key(1), shifted(matrix, 0.1))):
+        solve = eqx.filter_jit(
+            lambda m, p=preconditioner: gaussian_log_density(
+                jr.key(0), y, lx.MatrixLinearOperator(m, PSD), 44, preconditioner=p
+            )
         )
-    )
-    solution = solve(y, -matrix)
-    assert solution.result == RESULTS.outside_domain
-    assert np.isnan(solution.value)
-    assert solve(y.at[0].set(jnp.nan), matrix).result == RESULTS.nonfinite_operator
-
-
-# --- Gaussian processes --------------------------------------------------------------------------
+        outside, nonfinite = solve(-matrix), solve(matrix.at[3, 4].set(jnp.nan))
+        assert outside.result == RESULTS.outside_domain
+        assert nonfinite.result == RESULTS.nonfinite_operator
+        assert np.all(np.isnan([outside.value, nonfinite.value]))

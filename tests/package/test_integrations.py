@@ -1,23 +1,17 @@
-"""With other libraries, as their users would: Flax, Equinox, tinygp."""
+"""With other libraries, as their users would: Flax."""
 
 import flax.linen
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import lineax as lx
 import numpy as np
 import pytest
-import tinygp
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 
-from ..helpers import PSD
-
 pytestmark = pytest.mark.slow
-
-# --- Flax, Equinox: curvature of their models ----------------------------------------------------
 
 INPUTS = jr.normal(jr.key(3), (16, 6))
 TARGETS = jnp.sin(jnp.sum(INPUTS, axis=1))
@@ -95,45 +89,3 @@ def test_statistics_of_linen():
         operator = tr.curvature.hessian(lambda v: square(model.apply(v, INPUTS)), variables)
     assert operator.in_structure()["batch_stats"] == {"layers_0": {"mean": None, "var": None}}
     assert operator.in_size() == 6 + 6 + 6 + 1
-
-
-# --- tinygp: its kernels as operators ------------------------------------------------------------
-
-POINTS = jnp.sort(jr.uniform(jr.key(4), (80,)))
-OBSERVED = jnp.sin(12 * POINTS) + 0.3 * jr.normal(jr.key(5), POINTS.shape)
-THETA = jnp.log(jnp.array([0.2, 1.5, 0.1]))  # length, scale, noise
-
-
-def kernel_of(theta):
-    length, scale, _ = jnp.exp(theta)
-    return scale * tinygp.kernels.ExpSquared(length) + 0.2 * tinygp.kernels.Cosine(0.5)
-
-
-def covariance(theta):
-    """K + s I, by rows: the matrix is never formed."""
-    kernel = kernel_of(theta)
-
-    def product(v):
-        return jax.lax.map(lambda x: kernel(x[None], POINTS)[0] @ v, POINTS)
-
-    rows = lx.FunctionLinearOperator(product, jax.eval_shape(lambda: POINTS), PSD)
-    return rows + jnp.exp(theta[2]) * lx.IdentityLinearOperator(rows.in_structure())
-
-
-def exact_density(theta):
-    process = tinygp.GaussianProcess(kernel_of(theta), POINTS, diag=jnp.exp(theta[2]))
-    return process.log_probability(OBSERVED)
-
-
-def density(theta, k=50, **options):
-    solution = tr.gaussian_log_density(jr.key(0), OBSERVED, covariance(theta), k, **options)
-    return solution.value, solution
-
-
-def test_kernels_of_tinygp():
-    """The marginal likelihood and its gradient: those of tinygp's Cholesky factorisation."""
-    (value, solution), slope = jax.jit(jax.value_and_grad(density, has_aux=True))(THETA)
-    truth, expected = jax.jit(jax.value_and_grad(exact_density))(THETA)
-    print(value - truth, solution.std_err, solution.quadrature_error, slope - expected)
-    assert abs(value - truth) < 4 * solution.std_err + solution.quadrature_error
-    np.testing.assert_allclose(slope, expected, rtol=1e-4)

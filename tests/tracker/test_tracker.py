@@ -195,18 +195,6 @@ def test_bars_of_few_steps(method, dtype):
 
 
 @pytest.mark.slow
-def test_the_error_of_a_static_operator_decreases():
-    matrices = np.broadcast_to(MATRICES[0], (STEPS, N, N))
-    spread = assert_unbiased_and_calibrated(
-        run_many(Tracker("deltashift"), keys(COUNT), matrices), matrices
-    )
-    # All probes so far are weighted alike: K at first, K / 2 at each later step. The rms of 1000
-    # samples is good to some 3 %.
-    expected = spread[0] * np.sqrt(2 / (2 + np.arange(STEPS)))
-    np.testing.assert_allclose(spread, expected, rtol=0.12)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_jump_shows_in_the_error_bar(method):
     before, after = drifting(6, drift=0.01), 50 * drifting(6, drift=0.01, seed=5)
