@@ -187,23 +187,6 @@ def test_exact_with_n_products(dtype):
     np.testing.assert_allclose(slope, expected, atol=1e4 * eps * np.abs(expected).max())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_derivatives_without_bias(dtype):
-    """Of sums with random coefficients: entries share their probes."""
-    matrix, change = matrix_of(definite(dtype), dtype), direction_of(dtype)
-    along = np.random.default_rng(5).standard_normal((4, N))
-    truth = along @ np.diag(frechet(matrix, change, np.exp, np.exp)).real
-
-    def sums(t, key):
-        operator = operator_of(matrix + t * change)
-        return along @ tr.spectral_diagonal(key, jnp.exp, operator, K).value
-
-    found = jax.jit(jax.vmap(jax.jacrev(sums), (None, 0)))(0.0, keys(300))
-    scatter = np.std(found, axis=0, ddof=1) / np.sqrt(len(found))
-    assert np.all(np.abs(np.mean(found, axis=0) - truth) <= 4 * scatter)
-
-
 # --- accuracy ------------------------------------------------------------------------------------
 
 

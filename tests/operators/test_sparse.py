@@ -199,16 +199,6 @@ def test_products(name):
         assert operator.nnz <= layout.slots.size <= _MAX_PADDING * (operator.nnz + length)
 
 
-def test_one_dense_row_costs_little():
-    n = 20_000
-    dense_row = ss.coo_array(
-        (np.ones(n), (np.full(n, 7), np.arange(n, dtype=np.int64))), shape=(n, n)
-    )
-    operator = SparseLinearOperator(ss.eye_array(n).tocoo() + dense_row)
-    for layout in (operator.pattern.forward, operator.pattern.backward):
-        assert layout.slots.size <= 2 * (operator.nnz + n)
-
-
 def test_half_precision_is_accumulated_in_float32():
     # 1 + 1 + ... stops at 256 when summed up in bfloat16.
     n = 8192
