@@ -1,7 +1,10 @@
 """What several test files share: the table of estimators, matrices, and naive references."""
 
 import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import traceax as tr
 from benchmarks.common import spectra as spectra
 from traceax.testing import _by_products
 
+ROOT = Path(__file__).parents[1]
 PSD = lx.positive_semidefinite_tag
 NSD = lx.negative_semidefinite_tag
 
@@ -98,6 +102,15 @@ def environment(quick=True):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def output_of(*command, quick=True, variables=None, **options):
+    """What a program prints that ends well."""
+    env = environment(quick) | (variables or {})
+    options = {"capture_output": True, "text": True, "check": False, "cwd": ROOT, **options}
+    run = subprocess.run([sys.executable, *command], env=env, **options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 def register_tags(cls, positive):

@@ -6,7 +6,9 @@ authors give them, with their own shifts, and without resphering.
 """
 
 import functools
+from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 
@@ -39,6 +41,35 @@ def solutions(keys, matrix, k, estimator, tags=()):
     """The `Solution` for each of the keys, one after the other."""
     operator = operator_for(estimator, matrix, tags)
     return jax.lax.map(lambda key: tr.trace(key, operator, k, estimator), keys)
+
+
+def function_of(matrix, fn):
+    """f(A) of a Hermitian matrix."""
+    values, vectors = np.linalg.eigh(np.asarray(matrix))
+    return (vectors * np.asarray(fn(values))) @ vectors.conj().T
+
+
+def krylov_basis(matrix, start, steps):
+    """An orthonormal basis of the (block) Krylov space, by QR factorisations."""
+    basis, block = np.zeros((len(start), 0), start.dtype), start
+    for _ in range(steps):
+        for _ in range(3):
+            block = np.linalg.qr(block - basis @ (basis.conj().T @ block))[0]
+        basis = np.concatenate([basis, block], axis=1)
+        block = np.asarray(matrix) @ block
+    return basis
+
+
+class GivenProbes(tr.AbstractSampler):
+    """A sampler that returns, of these blocks of probes, the one with as many as are asked for."""
+
+    blocks: tuple[jax.Array, ...]
+    dtype: Any = eqx.field(default=None, static=True)
+    rotation_invariant: bool = eqx.field(default=True, static=True)
+
+    def _sample(self, key, shape, k, dtype):
+        (block,) = [block for block in self.blocks if block.shape == (*shape, k)]
+        return block
 
 
 def form(matrix, x):

@@ -4,13 +4,10 @@
 devices of one of 2 processes. (How many there are is for the environment to say.)
 """
 
-import contextlib
-import io
 import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import traceax as tr
 from traceax._linalg import factorisations
 
-PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 PSD = lx.positive_semidefinite_tag
 N, K = 2**14, 24  # blocks of 8 columns are large: see `_LARGE_BLOCK`
 ESTIMATORS = {
@@ -211,16 +207,6 @@ def batches(mesh):
     }
 
 
-def page():
-    """What the last program of the page gathers, which takes a model as one vector."""
-    names: dict = {"__name__": "page"}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile("\n".join(blocks), PAGE.name, "exec"), names)
-    program = names["of_model"].lower(jax.random.key(0), names["params"]).compile()
-    return gathers(program.as_text())
-
-
 def virtual():
     auto = AxisType.Auto
     mesh = jax.make_mesh((8,), ("d",), axis_types=(auto,))
@@ -242,7 +228,6 @@ def virtual():
     report["explicit axes"] = explicit_axes(jax.make_mesh((8,), ("d",)))
     report["data"] = data_parallel(mesh)
     report["batches"] = batches(mesh)
-    report["page"] = page()
     return report
 
 

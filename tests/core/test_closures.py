@@ -78,6 +78,9 @@ def hessian_of(loss):
 FRESH = {
     "function": lambda s: lx.FunctionLinearOperator(lambda v: s * jnp.eye(N) @ v, STRUCTURE),
     "of jit": lambda s: lx.FunctionLinearOperator(jax.jit(lambda v: s * jnp.eye(N) @ v), STRUCTURE),
+    "kernel": lambda s: tr.KernelLinearOperator(
+        lambda x, y: s[0] * jnp.exp(-jnp.square(x - y)), jnp.arange(6.0)
+    ),
     **{fn.__name__: hessian_of(fn) for fn in (loss, relu_loss, batched, rematerialised)},
 }
 
@@ -97,7 +100,7 @@ def test_an_operator_made_anew_is_not_compiled_again(name):
 
 
 class Scale:
-    """An ordinary object that holds a number."""
+    """An ordinary object that holds a number, or weights that are trained in place."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -194,27 +197,17 @@ register_tags(HiddenField, lambda operator: False)
 FOREIGN = {"leaf": Foreign, "static": lambda fn: HiddenField(None, fn)}
 
 
-class Weights:
-    """A model that is trained in place, as far as JAX knows a constant."""
-
-    def __init__(self, weights):
-        self.weights = weights
-
-    def __call__(self, vector):
-        return self.weights * vector
-
-
 @pytest.mark.parametrize("made", FOREIGN)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_arrays_that_change_inside_of_an_operator_are_seen(made, in_place):
     """What was compiled with other numbers is not used again, and other arrays compile nothing."""
-    model = Weights(np.ones(N))
+    model = Scale(np.ones(N))
     identity = lx.IdentityLinearOperator(STRUCTURE)
     for number in (1.0, 2.0, 3.0, 2.0):
         if in_place:
-            model.weights[:] = number
+            model.scale[:] = number
         else:
-            model.weights = jnp.full(N, number)
+            model.scale = jnp.full(N, number)
         operator = FOREIGN[made](model)
         again, found = traces_of(lambda op=operator: tr.trace(KEY, op, 2, ESTIMATOR).value)
         assert again == 0 or number == 1

@@ -77,7 +77,6 @@ def test_the_parts(report):
     assert report["batches"]["shard_map"] < 1e-11
     assert report["batches"]["vmap"] < 1e-11
     assert report["batches"]["gathers"] == []
-    assert report["page"] == [[512, 10]]  # its block is a small one, for LAPACK
 
 
 @pytest.mark.slow

@@ -59,25 +59,6 @@ def test_products_with_a_matrix_are_those_of_lineax():
     assert lacking == []
 
 
-def test_gradients_of_narrow_operators():
-    """Products in the narrow dtype, everything else in float32, and the derivative in the dtype of
-    the parameters: what float32 gives for the same probes, but for the rounding of the products.
-    """
-
-    def value(scale):
-        weights = scale * jnp.linspace(1.0, 2.0, N).astype(scale.dtype)
-        return tr.trace(KEY, _operator(weights), K, tr.XTraceEstimator()).value
-
-    both = jax.jit(jax.value_and_grad(value))
-    narrow, slope = both(jnp.ones((), jnp.bfloat16))
-    wide, wide_slope = both(jnp.ones((), jnp.float32))
-    assert narrow.dtype == wide.dtype == jnp.float32
-    assert slope.dtype == jnp.bfloat16
-    rounding = 4 * float(jnp.finfo(jnp.bfloat16).eps)
-    np.testing.assert_allclose(narrow, wide, rtol=rounding)
-    np.testing.assert_allclose(float(slope), wide_slope, rtol=rounding)
-
-
 # --- factors of single precision, which a GPU keeps as TF32 ---------------------------------------
 
 TF32 = 2.0**-10

@@ -3,8 +3,6 @@
 A sampler that returns given probes is an operand: one program serves all rows of a table.
 """
 
-from typing import Any, ClassVar
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -24,18 +22,6 @@ from ..helpers import NSD, PSD, with_spectrum
 N = 18
 # (A - A_i) cancels to about 1e-3 |A| and d_i, a square, to 1e-6: some 1e4 roundings at most.
 RTOL = 1e-10
-
-
-class Given(tr.AbstractSampler):
-    """A sampler that returns, of these blocks of probes, the one with as many as are asked for."""
-
-    blocks: tuple[jax.Array, ...]
-    dtype: Any = eqx.field(default=None, static=True)
-    rotation_invariant: ClassVar[bool] = True
-
-    def _sample(self, key, shape, k, dtype):
-        (block,) = [block for block in self.blocks if block.shape == (*shape, k)]
-        return block
 
 
 def sphere_probes(m, dtype, seed=0):
@@ -84,7 +70,7 @@ def computed(matrix, unrelated, estimator, k, tags):
 def estimated(matrix, estimator, k, *blocks, diagonal=False, improved=None, tags=()):
     """The same, as NumPy arrays, with these probes."""
     options = {} if estimator is tr.HutchinsonEstimator else {"improved": improved}
-    made = estimator(Given(tuple(map(jnp.asarray, blocks))), **options)
+    made = estimator(reference.GivenProbes(tuple(map(jnp.asarray, blocks))), **options)
     made = RowsEstimator(made, Rows()) if diagonal else made
     unrelated = jnp.asarray(general(matrix.dtype, seed=5))
     estimate, contracted = computed(jnp.asarray(matrix), unrelated, made, k, tags)

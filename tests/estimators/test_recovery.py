@@ -159,21 +159,6 @@ def test_the_leaf_that_holds_nan_is_named():
             assert abs(solution.value[name] - expected.value[name]) < within + 1e-9
 
 
-def test_nan_in_a_lane_of_a_vmap():
-    """It changes nothing in the others."""
-    matrices, powers = troubled(np.float32)
-
-    @jax.jit
-    @jax.vmap
-    def lanes(matrix):
-        return tr.trace(KEY, lx.MatrixLinearOperator(matrix, PSD), 16, tr.XTraceEstimator())
-
-    broken, sound = lanes(matrices[:6]), lanes(matrices[[0, 1, 2, 3, 4, 0]])
-    np.testing.assert_array_equal(broken.value[: len(powers)], sound.value[: len(powers)])
-    failed = np.asarray(broken.result == tr.RESULTS.nonfinite_operator)
-    np.testing.assert_array_equal(failed, np.arange(6) == 5)
-
-
 def test_overflow_is_reported():
     """All products are finite in float32, and the trace is not; or in float16 the products."""
     structure = jax.ShapeDtypeStruct((40,), jnp.float32)
@@ -224,19 +209,6 @@ def test_half_precision(what, name, dtype):
     rounding = 4 * float(jnp.finfo(dtype).eps) * np.abs(truth)
     assert np.all(error <= 6 * np.asarray(solution.std_err, np.float64) + rounding)
     assert np.mean(np.asarray(solution.std_err)) < np.mean(truth) / 3
-
-
-@pytest.mark.parametrize("what", FUNCTIONS)
-def test_budgets_of_n_or_more(what):
-    """Exact, from n products, for every estimator."""
-    for name, n, dtype in (("hutchinson", 1, np.float64), ("xtrace", 5, np.complex64)):
-        dense = with_spectrum(np.random.default_rng(n), np.arange(1.0, n + 1), dtype)
-        for k in (n, 10 * n):
-            solution = FUNCTIONS[what](KEY, by_products(dense, PSD), k, CLASSES[name])
-            (truth,) = truths(what, dense[None])
-            np.testing.assert_allclose(solution.value, truth, rtol=10 * np.finfo(dtype).eps)
-            assert np.all(solution.std_err == 0)
-            assert solution.num_matvecs == n
 
 
 def test_exact_values_of_half_precision_state_its_rounding():

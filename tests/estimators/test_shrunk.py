@@ -2,8 +2,6 @@
 better of the two.
 """
 
-from typing import Any, ClassVar
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -23,17 +21,6 @@ from ..helpers import PSD, by_products, with_spectrum
 N = 24
 XTRACE = tr.XTraceEstimator(shrink=True)
 XNYSTRACE = tr.XNysTraceEstimator(shrink=True)
-
-
-class GivenSigns(tr.AbstractSampler):
-    """A sampler that returns a given block."""
-
-    block: jax.Array
-    dtype: Any = eqx.field(default=None, static=True)
-    rotation_invariant: ClassVar[bool] = False
-
-    def _sample(self, key, shape, k, dtype):
-        return self.block
 
 
 def phases(m, dtype, seed=0):
@@ -65,7 +52,8 @@ def matrices(dtype):
 def computed(matrix, omega, estimator, k, tags, rows):
     """The estimate, and its weights contracted with A and with I."""
     with jax.numpy_dtype_promotion("standard"):  # as the primitive does it
-        made = type(estimator)(GivenSigns(omega), shrink=True)
+        probes = reference.GivenProbes((omega,), rotation_invariant=False)
+        made = type(estimator)(probes, shrink=True)
         made = made if rows is None else RowsEstimator(made, rows)
         operator = lx.MatrixLinearOperator(matrix, tags)
         estimate, weights = made.compute(jr.key(0), operator, k, True)

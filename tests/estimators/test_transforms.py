@@ -33,38 +33,6 @@ def family(dtype=np.float64):
 # ---------------------------------------------------------------------------- forms of operators
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_sign_and_factor(name):
-    """-A, 2 A, A / 3: value, error and gradient are those of A, times the factor."""
-    b, c = family()
-
-    def tagged(operator):
-        return lx.TaggedLinearOperator(operator, PSD)
-
-    forms = {
-        1.0: lambda operator: operator,
-        -1.0: lambda operator: -operator,
-        -2 / 3: lambda operator: -tagged(2.0 * operator / 3.0),
-    }
-
-    @jax.jit
-    def run(theta):
-        def value(theta, wrap):
-            operator = wrap(by_products(b + theta * c, PSD))
-            solution = tr.trace(KEY, operator, K, CLASSES[name])
-            return solution.value, solution.std_err
-
-        both = jax.value_and_grad(value, has_aux=True)
-        return [both(theta, wrap) for wrap in forms.values()]
-
-    ((plain, std_err), slope), *others = run(0.3)
-    assert slope != 0
-    for factor, ((value, error), derivative) in zip(list(forms)[1:], others, strict=True):
-        np.testing.assert_allclose(value, factor * plain, rtol=1e-11)
-        np.testing.assert_allclose(derivative, factor * slope, rtol=1e-11)
-        np.testing.assert_allclose(error, abs(factor) * std_err, rtol=1e-9)
-
-
 PARAMETERS = {"w": np.zeros((4, 4)), "b": (np.zeros(5), np.zeros((1, 3)))}
 SIZES = [5, 3, 16]  # leaves in the order of the flattened tree: b[0], b[1], w
 
@@ -116,18 +84,6 @@ def test_pytrees(name):
     leaves = jax.tree.leaves(blocks.value), jax.tree.leaves(blocks.std_err)
     for found, error, total in zip(*leaves, expected, strict=True):
         assert abs(found - total) <= 6 * error
-
-
-def test_gradient_of_block_traces_selects_the_block():
-    def block(matrix, key):
-        return tr.block_traces(key, tree_operator(matrix), K, tr.XTraceEstimator()).value["b"][1]
-
-    run = jax.jit(lambda keys: jax.lax.map(lambda key: jax.grad(block)(family()[0], key), keys))
-    gradients = run(jr.split(KEY, 300))
-    truth = np.diag(np.r_[np.zeros(5), np.ones(3), np.zeros(16)])
-    mean, deviation = np.mean(gradients, axis=0), np.std(gradients, axis=0, ddof=1)
-    # 576 entries, each unbiased: |z| < 5 (3e-4 in all).
-    assert np.max(np.abs(mean - truth) / (deviation / np.sqrt(300) + 1e-12)) < 5
 
 
 @pytest.mark.parametrize("dtype", [None, int, float])
@@ -192,45 +148,6 @@ def test_what_is_not_differentiated_costs_nothing(name):
     assert plain == int(solution.num_matvecs) == sum(spent)
     np.testing.assert_allclose(value, solution.value, rtol=1e-12)
     assert 0.5 * np.trace(c) < gradient < 2 * np.trace(c)
-
-
-class Watched(tr.AbstractTraceEstimator):
-    """Hutchinson's estimator, which notes whether weights were asked for."""
-
-    asked: list = eqx.field(static=True)
-
-    def compute(self, key, operator, k, weights):
-        self.asked.append(weights)
-        return tr.HutchinsonEstimator().compute(key, operator, k, weights)
-
-
-def test_weights_are_made_only_for_a_derivative():
-    """And not for one in something else."""
-    asked = []
-
-    def f(theta, x):
-        watched = Watched(asked)
-        return x * tr.trace(KEY, by_products(theta * family()[0]), K, watched).value
-
-    jax.jit(f).lower(1.0, 2.0)
-    jax.jit(jax.grad(f, 1)).lower(1.0, 2.0)
-    assert set(asked) == {False}
-    asked.clear()
-    jax.jit(jax.grad(f)).lower(1.0, 2.0)
-    assert True in asked
-
-
-def test_only_the_value_has_a_derivative():
-    b, c = family()
-
-    def others(theta):
-        solution = tr.trace(KEY, by_products(b + theta * c, PSD), K, tr.XTraceEstimator())
-        return solution.value, solution.std_err, solution.stats["std.err"]
-
-    both = jax.jit(lambda x: (jax.jacrev(others)(x), jax.jvp(others, (x,), (1.0,))[1]))
-    for slope, *zeros in both(0.3):
-        assert slope != 0
-        assert zeros == [0, 0]
 
 
 def test_estimators_hold_no_arrays():

@@ -11,6 +11,7 @@ import traceax as tr
 from traceax._functions.krylov_aware import GROUPS, sizes_of
 
 from ..helpers import PSD, by_products, drawn, keys, with_spectrum
+from ..reference import function_of, krylov_basis
 
 N, K = 80, 32
 
@@ -27,17 +28,6 @@ def operator_of(matrix):
     return by_products(matrix, tag)
 
 
-def krylov_basis(matrix, start, steps):
-    """An orthonormal basis of the block Krylov space, by QR factorisations."""
-    basis, block = np.zeros((len(start), 0), start.dtype), start
-    for _ in range(steps):
-        for _ in range(3):
-            block = np.linalg.qr(block - basis @ (basis.conj().T @ block))[0]
-        basis = np.concatenate([basis, block], axis=1)
-        block = matrix @ block
-    return basis
-
-
 def weights_of(matrix, start, depth):
     """W of the estimator, an n x n matrix, from the definition."""
     n, b = start.shape
@@ -50,12 +40,6 @@ def weights_of(matrix, start, depth):
             share = (n - q.shape[1]) / np.vdot(g, g).real
             total = total + (q @ q.conj().T + share * np.outer(g, g.conj())) / b
     return total
-
-
-def function_of(matrix, fn):
-    matrix = np.asarray(matrix)
-    values, vectors = np.linalg.eigh(matrix)
-    return (vectors * fn(values)) @ vectors.conj().T
 
 
 @pytest.mark.parametrize(("dtype", "k"), [(np.float64, 32), (np.complex128, 75)])

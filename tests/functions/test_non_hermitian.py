@@ -13,7 +13,6 @@ import pytest
 from scipy.linalg import expm
 
 import traceax as tr
-from traceax._linalg.arnoldi import arnoldi
 from traceax._linalg.diagonalisation import diagonalised, function_of
 
 from ..helpers import by_products, drawn, keys
@@ -81,44 +80,6 @@ def test_functions_of_small_matrices(dtype):
         error = np.linalg.norm(value - truth) / np.linalg.norm(truth)
         # Rounding by eigenvectors that are as good as is asked for, or of both neighbours.
         assert error < (100 * eps if name in others else 30 * eps ** (2 / 3)), (name, error)
-
-
-@pytest.mark.parametrize("dtype", [np.complex128])
-def test_the_recurrence_is_arnoldi(dtype):
-    q, p, eps = 9, 2, np.finfo(dtype).eps
-    z = sphere(jr.key(3), p, dtype)
-
-    @jax.jit
-    def run(matrix):
-        with jax.numpy_dtype_promotion("standard"):
-            krylov = arnoldi(lambda v: matrix @ v, jnp.asarray(z), q, float(eps))
-            return krylov, krylov.exhausted, krylov.ended_after(q) * krylov.unit
-
-    matrix = gaussian(dtype)
-    krylov, exhausted, _ = run(matrix)
-    assert not np.any(exhausted)
-    for i in range(p):
-        v, h = np.asarray(krylov.basis[i]).T, np.asarray(krylov.hessenberg[i])
-        assert np.abs(v.conj().T @ v - np.eye(q)).max() < 30 * eps
-        np.testing.assert_allclose(v[:, 0], z[:, i] / np.linalg.norm(z[:, i]), atol=10 * eps)
-        assert np.abs(v.conj().T @ matrix @ v - h).max() < 100 * eps
-        assert np.all(np.tril(h, -2) == 0)
-        rest = np.linalg.norm((matrix @ v - v @ h), axis=0)
-        np.testing.assert_allclose(rest[-1], krylov.residual[i], atol=100 * eps)
-        assert rest[:-1].max() < 100 * eps
-
-    for scale in (1.0, 1e20, 1e-20):  # A^4 = 0
-        nilpotent = np.zeros((N, N), dtype)
-        nilpotent[:3, 1:4] = scale * np.diag([1.0, 2.0, 3.0])
-        krylov, exhausted, ended = run(nilpotent)
-        assert np.all(exhausted)
-        for i in range(p):
-            steps = 4
-            assert np.all(np.asarray(krylov.basis[i, steps + 1 :]) == 0)
-            v, h = np.asarray(krylov.basis[i, :steps]).T, np.asarray(ended[i])
-            inner = v.conj().T @ nilpotent @ v
-            assert np.abs(h[:steps, :steps] - inner).max() < 100 * eps * scale
-            assert np.all(h[steps + 1 :, steps + 1 :] == h[0, 0] * np.eye(q - steps - 1))
 
 
 # --- the estimate on the same probes -------------------------------------------------------------

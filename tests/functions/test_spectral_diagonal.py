@@ -15,6 +15,7 @@ from traceax._functions.sampling import removed_from
 from traceax._linalg.block_lanczos import block_lanczos
 
 from ..helpers import PSD, by_products, keys, with_spectrum
+from ..reference import function_of, krylov_basis
 
 N, K = 60, 48
 SYMMETRIC = lx.symmetric_tag
@@ -29,11 +30,6 @@ def matrix_of(eigenvalues=SPECTRUM, dtype=np.float64, seed=0):
 def operator_of(matrix):
     """Complex matrices are positive definite here: lineax has no tag for the others."""
     return by_products(matrix, PSD if jnp.iscomplexobj(matrix) else SYMMETRIC)
-
-
-def function_of(matrix, fn):
-    values, basis = np.linalg.eigh(np.asarray(matrix))
-    return (basis * np.asarray(fn(values))) @ basis.conj().T
 
 
 def diagonal_of(matrix, fn=np.exp):
@@ -82,13 +78,7 @@ def after_steps(matrix, vectors, q, fn):
     """f(A) z for each of the vectors, within an explicit basis of the Krylov space of q steps."""
     a, found = np.asarray(matrix), []
     for z in vectors.T:
-        basis = [z / np.linalg.norm(z)]
-        for _ in range(q - 1):
-            w = a @ basis[-1]
-            for _ in range(2):
-                w = w - np.stack(basis, 1) @ (np.stack(basis, 1).conj().T @ w)
-            basis.append(w / np.linalg.norm(w))
-        w = np.stack(basis, axis=1)
+        w = krylov_basis(a, z[:, None], q)
         found.append(w @ (function_of(w.conj().T @ a @ w, fn) @ (w.conj().T @ z)))
     return np.stack(found, axis=1)
 
@@ -195,23 +185,6 @@ def test_exact_with_n_products(dtype):
     slope = jax.jacrev(lambda t: solve(t).value)(0.0)
     expected = np.diag(frechet(matrix, change, np.exp, np.exp)).real
     np.testing.assert_allclose(slope, expected, atol=1e4 * eps * np.abs(expected).max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_derivatives_without_bias(dtype):
-    """Of sums with random coefficients: entries share their probes."""
-    matrix, change = matrix_of(definite(dtype), dtype), direction_of(dtype)
-    along = np.random.default_rng(5).standard_normal((4, N))
-    truth = along @ np.diag(frechet(matrix, change, np.exp, np.exp)).real
-
-    def sums(t, key):
-        operator = operator_of(matrix + t * change)
-        return along @ tr.spectral_diagonal(key, jnp.exp, operator, K).value
-
-    found = jax.jit(jax.vmap(jax.jacrev(sums), (None, 0)))(0.0, keys(300))
-    scatter = np.std(found, axis=0, ddof=1) / np.sqrt(len(found))
-    assert np.all(np.abs(np.mean(found, axis=0) - truth) <= 4 * scatter)
 
 
 # --- accuracy ------------------------------------------------------------------------------------

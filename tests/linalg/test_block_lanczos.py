@@ -9,16 +9,13 @@ import pytest
 from traceax._linalg.block_lanczos import block_lanczos
 from traceax._linalg.factorisations import ritz_values
 
+from ..helpers import with_spectrum
+
 N, B, S = 40, 3, 5
 
 
-def hermitian(eigenvalues, dtype):
-    rng = np.random.default_rng(0)
-    square = rng.standard_normal((N, N))
-    if np.issubdtype(dtype, np.complexfloating):
-        square = square + 1j * rng.standard_normal((N, N))
-    q = np.linalg.qr(square)[0]
-    return jnp.asarray((q * eigenvalues) @ q.conj().T, dtype)
+def spectral(eigenvalues, dtype):
+    return jnp.asarray(with_spectrum(np.random.default_rng(0), eigenvalues, dtype))
 
 
 @jax.jit
@@ -32,7 +29,7 @@ def run(matrix, start=None):
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
 def test_the_space_and_the_matrix_in_it(dtype, scale):
-    matrix = hermitian(scale / np.arange(1, N + 1) ** 1.5, dtype)
+    matrix = spectral(scale / np.arange(1, N + 1) ** 1.5, dtype)
     start, krylov, _ = run(matrix)
     v, eps = np.asarray(krylov.rows).T, float(np.finfo(dtype).eps)
     np.testing.assert_allclose(v.conj().T @ v, np.eye(B * S), atol=50 * eps)
@@ -53,7 +50,7 @@ def test_the_space_and_the_matrix_in_it(dtype, scale):
 @pytest.mark.parametrize(("distinct", "size"), [(1, 3), (2, 6), (4, 12)])
 def test_an_invariant_space(distinct, size):
     """A matrix with few different eigenvalues: there are no more vectors than b times as many."""
-    matrix = hermitian(1 + np.arange(N) % distinct, np.float64)
+    matrix = spectral(1 + np.arange(N) % distinct, np.float64)
     _, krylov, (values, vectors) = run(matrix)
     assert np.sum(krylov.in_use) == size
     assert krylov.exhausted
@@ -65,7 +62,7 @@ def test_an_invariant_space(distinct, size):
 
 
 def test_start_vectors_that_depend_on_each_other():
-    matrix = hermitian(1 / np.arange(1, N + 1), np.float64)
+    matrix = spectral(1 / np.arange(1, N + 1), np.float64)
     one = jr.normal(jr.key(0), (N, 1))
     start = jnp.concatenate([one, 2 * one, one], axis=1)
     _, krylov, (values, vectors) = run(matrix, start)

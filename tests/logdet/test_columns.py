@@ -16,7 +16,6 @@ from ..helpers import PSD, by_products, keys
 
 N, K = 250, 30
 X = jnp.asarray(np.random.default_rng(0).uniform(size=(N, 2)))
-Y = jnp.sin(9 * X[:, 0])
 
 
 def kernel(length, x=X):
@@ -98,19 +97,6 @@ def test_exact_values_state_their_rounding(length, noise):
     assert error <= stated + 1e-6 * abs(truth)
     assert stated <= 1
     assert solution.result == tr.RESULTS.successful
-
-
-@pytest.mark.parametrize("preconditioner", ["auto", None])
-def test_an_unknown_fallback_is_refused_by_every_preconditioner(preconditioner):
-    options = {"preconditioner": preconditioner, "fallback": "cholesky"}
-    calls = (
-        lambda: tr.logdet(jr.key(0), covariance(THETA), K, **options),
-        lambda: tr.gaussian_log_density(jr.key(0), Y, covariance(THETA), K, **options),
-        lambda: tr.inverse_trace(jr.key(0), covariance(THETA), K, **options),
-    )
-    for call in calls:
-        with pytest.raises(ValueError, match="fallback must be 'exact'"):
-            call()
 
 
 def noisy(rank=20, noise=0.01):

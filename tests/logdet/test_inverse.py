@@ -267,22 +267,6 @@ def test_two_derivatives(k, name, dtype):
     np.testing.assert_allclose(found, curvature, atol=1e-6 * size[1])
 
 
-@pytest.mark.slow
-def test_derivatives_have_no_bias():
-    """400 keys, of a decaying kernel: within 4.5 standard errors."""
-    matrix = decaying()
-    tangent = matrix_of(np.cos(np.arange(N)))
-    inverse = np.linalg.inv(dense(matrix))
-    expected = -np.diag(inverse @ np.asarray(tangent) @ inverse)
-
-    def slope(key):
-        fn = lambda t: _value("diagonal", key, matrix, tangent, t, K)  # noqa: E731
-        return jax.jvp(fn, (jnp.zeros(()),), (jnp.ones(()),))[1]
-
-    errors = np.asarray(jax.jit(jax.vmap(slope))(keys(400))) - expected
-    assert np.all(np.abs(errors.mean(axis=0)) <= 4.5 * errors.std(axis=0) / 20 + 1e-9)
-
-
 # --- transformations, structures, what is wrong --------------------------------------------------
 
 
@@ -317,8 +301,6 @@ def test_no_silent_nan(fn, k):
     solution = fn(jr.key(0), shifted(jnp.full((N, N), jnp.nan)), k)
     assert solution.result == tr.RESULTS.nonfinite_operator
     assert np.all(np.isnan(solution.value))
-    with pytest.raises(ValueError, match="positive definite operator"):
-        fn(jr.key(0), by_products(decaying()), k)
 
 
 def test_a_derivative_that_does_not_exist_is_nan():

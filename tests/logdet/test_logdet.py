@@ -215,33 +215,6 @@ def test_a_flat_spectrum_without_an_end_gets_probes():
 # --- exact cases ---------------------------------------------------------------------------------
 
 
-RANK_FIVE = with_spectrum(np.random.default_rng(3), 5.0 * (np.arange(N) < 5))
-RISING = np.linspace(0.5, 2, N)
-
-
-def rank_five_and_diagonal(theta):
-    diagonal = lx.DiagonalLinearOperator(theta * jnp.asarray(RISING))
-    return lx.MatrixLinearOperator(jnp.asarray(RANK_FIVE), PSD) + diagonal
-
-
-def test_exact():
-    """K of rank 5 and a diagonal: the value is exact, and its derivative is not."""
-
-    def value(theta):
-        solution = logdet(jr.key(0), rank_five_and_diagonal(theta), 30, preconditioner=FIXED)
-        return solution.value, solution
-
-    (value_, solution), slope = jax.jit(jax.value_and_grad(value, has_aux=True))(2.0)
-    dense = RANK_FIVE + 2 * np.diag(RISING)
-    np.testing.assert_allclose(value_, dense_logdet(dense), rtol=1e-10)
-    assert solution.result == RESULTS.successful
-    assert solution.num_matvecs <= 30
-    assert solution.std_err < 1e-6
-    assert solution.quadrature_error < 1e-6
-    expected = np.trace(np.linalg.solve(dense, np.diag(RISING)))
-    np.testing.assert_allclose(slope, expected, rtol=0.1)
-
-
 def test_the_error_of_nothing_but_rounding():
     """Logarithms that differ by rounding errors, whose squares may be 0 in float32: never NaN."""
 
@@ -255,26 +228,6 @@ def test_the_error_of_nothing_but_rounding():
     eps = np.finfo(np.float32).eps
     np.testing.assert_allclose(value, 400 * np.log(theta), rtol=0, atol=2 * 400 * eps)
     assert np.all((std_err >= 0) & (std_err < 400 * eps))
-
-
-def test_large_budget():
-    """k >= n: a Cholesky factorisation of what is stored, in both modes of differentiation."""
-    dtype = np.complex128
-    matrix = decaying(20, dtype)
-
-    def value(theta):
-        solution = logdet(jr.key(0), shifted(theta * matrix, 0.5), 20)
-        return solution.value, (solution.std_err, solution.num_matvecs, solution.quadrature_error)
-
-    value_, (*rest, rounding) = value(1.3)
-    assert rest == [0, 0]
-    assert 0 < rounding < 1e-12
-    matrix = np.asarray(matrix)
-    dense = 1.3 * matrix + 0.5 * np.eye(20)
-    np.testing.assert_allclose(value_, dense_logdet(dense), rtol=1e-12)
-    truth = np.trace(np.linalg.solve(dense, matrix)).real
-    np.testing.assert_allclose(jax.grad(value, has_aux=True)(1.3)[0], truth, rtol=1e-11)
-    np.testing.assert_allclose(jax.jvp(value, (1.3,), (1.0,), has_aux=True)[1], truth, rtol=1e-11)
 
 
 # --- Gaussian-process kernels --------------------------------------------------------------------
@@ -332,33 +285,6 @@ def test_kernels():
         assert rms < to_reach, name
         inside += list(np.abs(error) <= allowed)
     assert np.mean(inside) >= 0.93
-
-
-@pytest.mark.slow
-def test_gradient_of_a_kernel():
-    """Length scale, noise and amplitude: unbiased, and the first to better than 1 %."""
-    n, count = 1000, 25
-    r = jnp.asarray(distances(n, 2))
-
-    def dense(theta):
-        return theta[2] * rbf(r, theta[0]), theta[1]
-
-    @jax.jit
-    def gradient(key, theta, r):
-        def value(theta):
-            return logdet(key, hidden(theta[2] * rbf(r, theta[0]), theta[1]), 120).value
-
-        return jax.grad(value)(theta)
-
-    theta = jnp.array([0.2, 0.1, 1.0])
-    kernel, s = dense(theta)
-    inverse = np.linalg.inv(kernel + s * np.eye(n))
-    derivative = jax.jvp(lambda x: rbf(r, x), (theta[0],), (jnp.ones(()),))[1]
-    truth = np.array([np.sum(inverse * x) for x in (derivative, np.eye(n), kernel)])
-    samples = np.array([gradient(key, theta, r) for key in keys(count)])
-    std = samples.std(axis=0, ddof=1)
-    assert np.all(std < 0.01 * np.abs(truth))
-    assert np.all(np.abs(samples.mean(axis=0) - truth) < 4 * std / np.sqrt(count))
 
 
 # --- derivatives and transformations -------------------------------------------------------------
@@ -463,18 +389,6 @@ def test_every_preconditioner(preconditioner, budgets):
 
 
 # --- what cannot be done -------------------------------------------------------------------------
-
-
-def test_indefinite_and_nonfinite_without_probes():
-    spectrum = np.linspace(-1, 3, N)
-    matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), spectrum))
-    solve = eqx.filter_jit(
-        lambda m: logdet(jr.key(0), lx.MatrixLinearOperator(m, PSD), N, preconditioner=FIXED)
-    )
-    solution = solve(matrix)
-    assert solution.result == RESULTS.outside_domain
-    assert np.isnan(solution.value)
-    assert solve(matrix.at[0, 0].set(jnp.nan)).result == RESULTS.nonfinite_operator
 
 
 def test_a_singular_operator_is_found_at_any_scale():

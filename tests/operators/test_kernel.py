@@ -188,26 +188,6 @@ def test_which_columns_are_cheap():
         assert has_entries(STORED[name][0]())
 
 
-def test_a_loop_over_new_kernels_compiles_once():
-    traces = []
-
-    def estimate(length):
-        def k(x, y):
-            traces.append(None)
-            return jnp.exp(-jnp.sum((x - y) ** 2) / length)
-
-        K = tr.KernelLinearOperator(k, X)
-        noise = lx.IdentityLinearOperator(K.in_structure())
-        solution = tr.logdet(jr.key(0), K + 0.1 * noise, 8, preconditioner=None)
-        return solution.value
-
-    values = {float(estimate(jnp.asarray(length))) for length in (0.5, 1.0)}
-    first = len(traces)
-    estimate(jnp.asarray(2.0))
-    assert len(values) == 2
-    assert len(traces) - first <= 2  # the shape of its values, and the conversion
-
-
 def test_memory_is_that_of_blocks():
     """Neither value nor derivative has an array of n^2 numbers."""
     n = 1500

@@ -16,10 +16,8 @@ import pytest
 
 import traceax as tr
 import traceax.extend as tre
-from traceax._operators.gram import gram
 from traceax._operators.known_parts import has_entries, sign_of
 
-from .. import reference
 from ..helpers import CLASSES, PSD, by_products, register_tags, with_spectrum
 
 N, K = 12, 8
@@ -30,7 +28,6 @@ _rng = np.random.default_rng(1)
 GENERAL = _rng.standard_normal((N, N)) + np.diag(np.arange(N))
 OTHER = _rng.standard_normal((N, N))
 POSITIVE = with_spectrum(_rng, 0.6 ** np.arange(N))
-COMPLEX = GENERAL + 1j * OTHER
 HERMITIAN = with_spectrum(_rng, 0.6 ** np.arange(N), np.complex128)
 BANDED = np.triu(np.tril(GENERAL, 1), -1)
 
@@ -58,10 +55,6 @@ class Own(lx.AbstractLinearOperator):
 
 class MatrixOfMyOwn(Own):
     """It registers lineax's checks, but neither `linearise` nor `diagonal`."""
-
-
-class PositiveOfMyOwn(Own):
-    """The same for a positive semidefinite matrix."""
 
 
 class Unregistered(Own):
@@ -109,7 +102,6 @@ def counting(matrix, positive=False):
 
 
 register_tags(MatrixOfMyOwn, lambda operator: False)
-register_tags(PositiveOfMyOwn, lambda operator: True)
 register_tags(Counting, lambda operator: operator.positive)
 
 
@@ -200,26 +192,6 @@ def test_exact_trace_is_the_trace_of_the_matrix(name):
     assert solution.result == tr.RESULTS.successful
 
 
-def test_gram_operators():
-    """Of rectangular and complex operators, and of half precision."""
-    wide = jnp.asarray(COMPLEX[:5])
-    for operator, matrix in (
-        (lx.MatrixLinearOperator(wide), np.asarray(wide)),
-        (Unregistered(wide.real), np.asarray(wide.real)),
-    ):
-        found = gram(operator, jnp.ones(()))
-        expected = matrix.conj().T @ matrix
-        assert lx.is_positive_semidefinite(found)
-        products = jax.vmap(found.mv, 1, 1)(jnp.eye(N, dtype=expected.dtype))
-        np.testing.assert_allclose(products, expected, rtol=1e-12, atol=1e-12)
-    half = gram(lx.MatrixLinearOperator(jnp.asarray(GENERAL, jnp.bfloat16)), jnp.ones(()))
-    assert half.in_structure() == half.out_structure() == jax.ShapeDtypeStruct((N,), jnp.float32)
-    assert tre.BlockOperator(half).eps >= 2.0**-8
-    products = jax.vmap(half.mv, 1, 1)(jnp.eye(N, dtype=jnp.float32))
-    rounding = 2e-2 * np.linalg.norm(GENERAL) ** 2
-    np.testing.assert_allclose(products, GENERAL.T @ GENERAL, atol=rounding)
-
-
 def test_entries_that_a_class_of_a_user_registers():
     """With columns alone, traces and log-determinants are estimated as from products."""
     matrix = jnp.asarray(GENERAL @ GENERAL.T)
@@ -239,58 +211,11 @@ def test_entries_that_a_class_of_a_user_registers():
     np.testing.assert_allclose(solution.value, expected, rtol=1e-12)
 
 
-def test_estimates_of_unusual_operators():
-    """The same as for the plain matrix, up to the order of summation."""
-    own = tr.trace(KEY, CASES["own"].build(), K, tr.XTraceEstimator())
-    expected = tr.trace(KEY, matrix_operator(GENERAL), K, tr.XTraceEstimator())
-    np.testing.assert_allclose(own.value, expected.value, rtol=1e-10)
-    np.testing.assert_allclose(own.std_err, expected.std_err, rtol=1e-8)
-    # Probes are drawn leaf by leaf.
-    operator = CASES["function-dictionary"].build()
-    solution = tr.trace(KEY, operator, K, tr.HutchinsonEstimator())
-    shapes = [leaf.shape for leaf in jax.tree.leaves(operator.in_structure())]
-    draw = jax.jit(lambda key: tr.RademacherSampler().probes_by_leaf(key, shapes, K, GENERAL.dtype))
-    blocks = jax.device_get(draw(KEY))
-    omega = np.concatenate([block.reshape(-1, K) for block in blocks])
-    samples = reference.hutchinson(GENERAL, omega)
-    np.testing.assert_allclose(solution.value, samples.mean(), rtol=1e-10)
-    np.testing.assert_allclose(solution.std_err, samples.std(ddof=1) / np.sqrt(K), rtol=1e-8)
-
-
 # --- dtypes --------------------------------------------------------------------------------------
 
 
 def precision(dtype):
     return float(jnp.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("hutchinson", jnp.float16),
-        ("hutch++", jnp.bfloat16),
-        ("xtrace", jnp.complex64),
-        ("xnystrace", jnp.bfloat16),
-    ],
-)
-def test_dtype_of_value_follows_the_operator(name, dtype):
-    expected = jnp.complex64 if dtype == jnp.complex64 else jnp.float32
-    source = HERMITIAN if jnp.issubdtype(dtype, jnp.complexfloating) else POSITIVE
-    matrix = jnp.asarray(source).astype(dtype)
-    truth = np.trace(np.asarray(matrix).astype(np.complex128))
-    operator = lx.MatrixLinearOperator(matrix, PSD)
-    # The exact trace (k = n) does not depend on the estimator.
-    for k in (K, N) if name == "hutchinson" else (K,):
-        solution = tr.trace(KEY, operator, k, CLASSES[name])
-        assert solution.value.dtype == expected
-        assert solution.std_err.dtype == jnp.finfo(expected).dtype
-        assert solution.num_matvecs.dtype == jnp.int32
-        assert not solution.value.weak_type
-        assert not solution.std_err.weak_type
-        rounding = 30 * precision(dtype) * np.linalg.norm(source)
-        assert abs(complex(solution.value) - truth) <= 6 * float(solution.std_err) + rounding
-        if k == N:
-            assert solution.std_err == 0
 
 
 @pytest.mark.parametrize(
@@ -310,22 +235,6 @@ def test_dtype_of_gradient_is_that_of_the_parameter(name, dtype):
     assert slope.dtype == real
     # An estimate is homogeneous: its slope in a factor is the value by the factor.
     np.testing.assert_allclose(float(slope), float(value) / 1.5, rtol=100 * precision(dtype))
-
-
-def test_integers_are_promoted():
-    """Probes are not integers."""
-    matrix = jnp.asarray(np.random.default_rng(5).integers(0, 2, (N, N)), jnp.bool_)
-    operator = lx.MatrixLinearOperator(matrix)
-    solution = tr.trace(KEY, operator, K, tr.HutchinsonEstimator())
-    assert solution.value.dtype == operator.out_structure().dtype == jnp.float32
-    truth = np.trace(np.asarray(matrix, float))
-    assert abs(float(solution.value) - truth) <= 6 * float(solution.std_err)
-    structure = jax.ShapeDtypeStruct((N,), jnp.int32)
-    operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
-    for k in (K, N):
-        solution = tr.trace(KEY, operator, k, tr.HutchinsonEstimator())
-        assert solution.value == 2 * N
-        assert solution.value.dtype == jnp.float64
 
 
 @pytest.mark.parametrize("factor", [0.0, np.nan])
@@ -388,13 +297,6 @@ def test_no_more_products_than_the_budget(name):
         assert budget - (budget % 2 if budget < N else 0) <= sum(COLUMNS) <= budget
 
 
-@pytest.mark.parametrize("name", SMALLEST)
-def test_num_matvecs_is_what_was_multiplied(name):
-    COLUMNS.clear()
-    solution = tr.trace(KEY, counting(POSITIVE, True), 5, CLASSES[name])
-    assert solution.num_matvecs == sum(COLUMNS)
-
-
 # --- what is known is not estimated --------------------------------------------------------------
 
 
@@ -453,18 +355,6 @@ def test_auto_spends_its_matvecs_on_what_is_not_known(form):
     assert sum(COLUMNS) == k
 
 
-def test_tags_of_what_is_left():
-    """They stay where something is split off, and where a traced factor stands in front."""
-    kernel = function_operator(POSITIVE, PSD)
-    alone = tr.trace(KEY, kernel, K, tr.XNysTraceEstimator(shrink=True)).value
-
-    @jax.jit
-    def values(c):
-        return [tr.trace(KEY, each, K).value for each in (c * kernel, kernel + c * IDENTITY)]
-
-    np.testing.assert_allclose(values(2.0), [2 * alone, alone + 2 * N], rtol=1e-13)
-
-
 # Operators from K, a positive number and a negative one, and the sign that they have.
 SIGNED = {
     "K + s I": (lambda K, s, _: K + s * IDENTITY, 1),
@@ -520,54 +410,3 @@ def test_a_diagonal_from_which_something_is_taken_is_no_noise():
     )
     np.testing.assert_allclose(written.value, whole.value, rtol=1e-10)
     np.testing.assert_allclose(written.std_err, whole.std_err, rtol=1e-8)
-
-
-def test_exact_budget_spends_nothing_on_what_is_known():
-    COLUMNS.clear()
-    operator = counting(POSITIVE) + 2.0 * IDENTITY
-    solution = tr.trace(KEY, operator, N)
-    assert sum(COLUMNS) == N == solution.num_matvecs
-    np.testing.assert_allclose(solution.value, np.trace(POSITIVE) + 2 * N, rtol=1e-14)
-    known = 3.0 * DIAGONAL - IDENTITY / 2.0
-    solution = tr.trace(KEY, known, 1, tr.ExactTraceEstimator())
-    assert solution.num_matvecs == 0
-    np.testing.assert_allclose(solution.value, 3 * _diagonal.sum() - N / 2, rtol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("build", "chosen", "factor"),
-    [
-        (lambda: function_operator(POSITIVE, PSD), "xnystrace", 1.0),
-        (lambda: -function_operator(POSITIVE, PSD), "xnystrace", -1.0),
-        (lambda: function_operator(POSITIVE, PSD) / 8.0, "xnystrace", 0.125),
-        (lambda: function_operator(POSITIVE, lx.symmetric_tag), "xtrace", 1.0),
-        (lambda: PositiveOfMyOwn(jnp.asarray(POSITIVE)), "xnystrace", 1.0),
-        (lambda: lx.TaggedLinearOperator(function_operator(POSITIVE), PSD), "xnystrace", 1.0),
-    ],
-)
-def test_auto_selects_by_tag(build, chosen, factor):
-    solution = tr.trace(KEY, build(), K)
-    tags = {"xnystrace": PSD, "xtrace": lx.symmetric_tag}[chosen]
-    estimator = type(CLASSES[chosen])(shrink=True)
-    expected = tr.trace(KEY, matrix_operator(POSITIVE, tags), K, estimator)
-    np.testing.assert_allclose(solution.value, factor * expected.value, rtol=1e-13)
-    np.testing.assert_allclose(solution.std_err, abs(factor) * expected.std_err, rtol=1e-10)
-
-
-def test_auto_selects_hutchinson_where_memory_is_short():
-    operator = function_operator(POSITIVE, PSD)
-    block = N * K * 8
-    short = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block - 1))
-    enough = tr.trace(KEY, operator, K, tr.AutoTraceEstimator(memory_limit=block))
-    assert short.value == tr.trace(KEY, operator, K, tr.HutchinsonEstimator()).value
-    assert enough.value == tr.trace(KEY, operator, K, tr.XNysTraceEstimator(shrink=True)).value
-
-
-def test_auto_selects_hutchinson_for_tiny_budgets():
-    """Leave-one-out with a single probe would leave nothing to estimate the error from."""
-    for k, tags in ((3, ()), (1, PSD)):
-        operator = function_operator(POSITIVE, tags)
-        solution = tr.trace(KEY, operator, k)
-        expected = tr.trace(KEY, operator, k, tr.HutchinsonEstimator())
-        assert solution.value == expected.value
-        assert solution.num_matvecs == k

@@ -133,15 +133,6 @@ def test_buffers_longer_than_the_entries():
         np.testing.assert_array_equal(_matrix(SparseLinearOperator(matrix)), np.diag([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("kind", ["BCOO", "BCSR"])
-def test_jax_formats(kind):
-    dense = STRUCTURES["uniform"]
-    matrix = getattr(jsparse, kind).fromdense(jnp.asarray(dense))
-    operator = SparseLinearOperator(matrix)
-    np.testing.assert_array_equal(operator.data, matrix.data)
-    np.testing.assert_array_equal(_matrix(operator), dense)
-
-
 def test_unsorted_bcoo_with_duplicates_and_padding():
     """The order of the data remains, duplicates are added, and padding may hold anything."""
     indices = jnp.array([[2, 0], [0, 1], [3, 3], [2, 0], [1, 1], [2, 2]])
@@ -177,15 +168,6 @@ def test_integers_become_floats():
         assert SparseLinearOperator(ss.csr_array(1.0 * dense)).data.dtype == jnp.float32
 
 
-def test_with_data():
-    dense = _dense(8, 6)
-    operator = _operator(dense, tags=lx.lower_triangular_tag)
-    other = operator.with_data(2 * np.asarray(operator.data))
-    assert other.tags == operator.tags
-    assert other.nnz == operator.nnz == np.count_nonzero(dense)
-    np.testing.assert_array_equal(_matrix(other), 2 * dense)
-
-
 # --- products -------------------------------------------------------------------------------
 
 
@@ -215,39 +197,6 @@ def test_products(name):
     pattern = operator.pattern
     for layout, length in ((pattern.forward, m), (pattern.backward, n)):
         assert operator.nnz <= layout.slots.size <= _MAX_PADDING * (operator.nnz + length)
-
-
-def test_one_dense_row_costs_little():
-    n = 20_000
-    dense_row = ss.coo_array(
-        (np.ones(n), (np.full(n, 7), np.arange(n, dtype=np.int64))), shape=(n, n)
-    )
-    operator = SparseLinearOperator(ss.eye_array(n).tocoo() + dense_row)
-    for layout in (operator.pattern.forward, operator.pattern.backward):
-        assert layout.slots.size <= 2 * (operator.nnz + n)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("uniform", "float16"),
-        ("uniform", "complex64"),
-        ("power_law", "bfloat16"),
-        ("power_law", "complex128"),
-    ],
-)
-def test_products_in_every_dtype(name, dtype):
-    dense = _dense(*STRUCTURES[name].shape, dtype=jnp.dtype(dtype))
-    if dtype == "bfloat16":
-        dense = STRUCTURES[name]
-    operator = _operator(dense, dtype)
-    assert operator.in_structure() == jax.ShapeDtypeStruct(dense.shape[1:], dtype)
-    rounded = np.asarray(_matrix(operator)).astype("complex128")
-    block = _block((dense.shape[1], 3), dtype=dtype)
-    exact = rounded @ np.asarray(block).astype("complex128")
-    if jnp.dtype(dtype).kind != "c":
-        exact = exact.real
-    _assert_close(_mm(operator, block), exact, dtype)
 
 
 def test_half_precision_is_accumulated_in_float32():
@@ -328,28 +277,6 @@ def test_transformations(name, dtype):
         _assert_close(side, np.diagonal(_matrix(operator), offset), dtype)
 
 
-def test_the_tangent_and_the_gradient_of_an_operator():
-    operator, block = _operator(STRUCTURES["uniform"]), _block((20, 3))
-    change = _vector(operator.nnz, 8)
-    tangent = eqx.tree_at(
-        lambda op: op.data, eqx.filter(operator, False), change, is_leaf=lambda x: x is None
-    )
-    product = _mm(lx.TangentLinearOperator(operator, tangent), block)
-    _assert_close(product, np.asarray(_matrix(operator.with_data(change))) @ np.asarray(block))
-    gradient = eqx.filter_jit(eqx.filter_grad(lambda op: jnp.sum(_mm(op, block) ** 2)))(operator)
-    residual = 2 * np.asarray(_matrix(operator)) @ np.asarray(block) @ np.asarray(block).T
-    _assert_close(gradient.data, residual[operator.pattern.rows, operator.pattern.columns])
-
-
-def test_pytree_round_trip():
-    operator = _operator(STRUCTURES["arrow"], tags=lx.symmetric_tag)
-    leaves, treedef = jtu.tree_flatten(operator)
-    assert bool(eqx.tree_equal(operator, jtu.tree_unflatten(treedef, leaves)))
-    inexact, rest = eqx.partition(operator, eqx.is_inexact_array)
-    assert [leaf.shape for leaf in jtu.tree_leaves(inexact)] == [(operator.nnz,)]
-    np.testing.assert_array_equal(_matrix(eqx.combine(inexact, rest)), _matrix(operator))
-
-
 # --- lineax ---------------------------------------------------------------------------------
 
 
@@ -379,25 +306,3 @@ def test_conj_and_the_transpose_of_a_hermitian_matrix():
     _assert_close(_matrix(conjugate), hermitian.conj(), "complex128")
     vector = _vector(5, dtype="complex128")
     _assert_close(operator.T.mv(vector), hermitian.T @ vector, "complex128")
-
-
-@pytest.mark.parametrize("solver", [lx.CG(rtol=1e-13, atol=1e-13), lx.Cholesky()])
-def test_linear_solve(solver):
-    """The solution, and its derivative."""
-    factor, vector = _dense(20, 20, 0.1), _vector(20)
-    operator = _operator(factor @ factor.T + 20 * np.eye(20), tags=lx.positive_semidefinite_tag)
-
-    def fast(data, b):
-        solution = lx.linear_solve(operator.with_data(data), b, solver).value
-        return jnp.sum(solution**3), solution
-
-    def slow(data, b):
-        solution = jnp.linalg.solve(_dense_of(operator, data), b)
-        return jnp.sum(solution**3), solution
-
-    found, expected = (
-        jax.jit(jax.grad(function, (0, 1), has_aux=True))(operator.data, vector)
-        for function in (fast, slow)
-    )
-    for ours, theirs in zip(*map(jtu.tree_leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-12)

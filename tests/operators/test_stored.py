@@ -148,16 +148,6 @@ def test_the_derivative_is_exact():
         np.testing.assert_array_equal(moved[j], np.diag(np.eye(N)[j]))
 
 
-def test_a_named_estimator_estimates():
-    """So does the default, where nothing is stored."""
-    found = tr.trace(KEY, matrix(POSITIVE, PSD), 6, tr.XNysTraceEstimator(shrink=True))
-    assert found.num_matvecs == 6
-    assert found.std_err > 0
-    default = tr.trace(KEY, by_products(POSITIVE, PSD), 6)
-    np.testing.assert_allclose(found.value, default.value, rtol=1e-12)
-    np.testing.assert_allclose(found.std_err, default.std_err, rtol=1e-10)
-
-
 @pytest.mark.parametrize(
     ("make", "call"), [(matrix, "budget"), (sparse, "budget"), (matrix, "tolerance")]
 )

@@ -9,7 +9,6 @@ import lineax as lx
 import numpy as np
 import pytest
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 from traceax._operators.block_operator import BlockOperator
@@ -125,43 +124,3 @@ def test_no_product_is_wider_than_the_batch_size(name):
         program = jax.make_jaxpr(jax.value_and_grad(partial(value, function=function, k=k)))
         found = set(widths(program(jnp.eye(n)).jaxpr, n))
         assert max(found) == 3
-
-
-def attention_loss(params, tokens):
-    """A small transformer whose layers are scanned over."""
-    hidden = params["embedding"][tokens]
-
-    def layer(hidden, weights):
-        normal = (hidden - hidden.mean(-1, keepdims=True)) / (hidden.std(-1, keepdims=True) + 1e-3)
-        scores = jnp.einsum("bqd,de,bke->bqk", normal, weights["a"], normal)
-        hidden = hidden + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), normal)
-        return hidden + jax.nn.gelu(hidden @ weights["b"]) @ weights["b"].T, None
-
-    hidden, _ = jax.lax.scan(layer, hidden, params["layers"])
-    log_probs = jax.nn.log_softmax(hidden @ params["embedding"].T)
-    return -jnp.mean(jnp.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], -1))
-
-
-@pytest.mark.slow
-def test_wide_products_of_a_scanned_transformer():
-    """Each vector of a block has the product that it has by itself: 100 vectors, 6400 tokens."""
-    d, words = 8, 11
-    keys = jr.split(KEY, 4)
-    layers = {"a": jr.normal(keys[1], (2, d, d)) / d, "b": jr.normal(keys[2], (2, d, 16)) / d}
-    params = {"embedding": jr.normal(keys[0], (words, d)), "layers": layers}
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    tokens = jr.randint(keys[3], (4, 16), 0, words)
-    operator = tr.curvature.hessian(attention_loss, params, tokens)
-    n = operator.in_size()
-    block = BlockOperator(operator)
-    probes = jr.normal(KEY, (n, 100), jnp.float32)
-    found = jax.jit(block.mm)(probes)
-    flat, unravel = ravel_pytree(params)
-
-    def product(v):
-        gradient = jax.grad(lambda x: attention_loss(unravel(x), tokens))
-        return jax.jvp(gradient, (flat,), (v,))[1]
-
-    # `unravel` has the leaves in the order of the operator.
-    expected = jax.jit(lambda x: jax.lax.map(product, x.T).T)(probes)
-    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.max(jnp.abs(expected))))

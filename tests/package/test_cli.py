@@ -117,14 +117,6 @@ def test_bad_files_exit_with_2_and_one_line(capsys, tmp_path):
 # --- what is read --------------------------------------------------------------------------------
 
 
-def test_the_trace_of_the_sample_matrix(capsys):
-    code, out, err = run(capsys, "trace", BUS)
-    rows = {line[:16].rstrip(): line[17:] for line in out.splitlines()}
-    assert (rows["value"], rows["std_err"]) == ("973900.4097", "0")
-    assert (rows["n"], rows["num_matvecs"], rows["result"]) == ("1138", "0", "successful")
-    assert (code, err) == (0, "")
-
-
 def test_the_diagonal_of_the_sample_matrix(capsys, tmp_path):
     """Exactly, without products: the entries that are largest in magnitude, and all in a file."""
     out = tmp_path / "out.txt"
@@ -137,15 +129,6 @@ def test_the_diagonal_of_the_sample_matrix(capsys, tmp_path):
     table = np.loadtxt(out)
     assert table[:, 1].sum() == pytest.approx(973900.4097233, rel=1e-12)
     assert out.read_text().startswith("# index value std_err low high\n")
-
-
-def test_a_complex_matrix(capsys, tmp_path):
-    matrix = np.diag([1 + 2j, -3j, 0.5]) + np.tri(3, k=-1)
-    np.save(tmp_path / "a.npy", matrix)
-    assert complex(run_json(capsys, "trace", tmp_path / "a.npy")["value"]) == 1.5 - 1j
-    code, out, _ = run(capsys, "diagonal", tmp_path / "a.npy")
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["1", "0", "2"]
 
 
 # --- estimates -----------------------------------------------------------------------------------

@@ -3,18 +3,14 @@
 import importlib.util
 import re
 import runpy
-import subprocess
-import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 import traceax as tr
 
-from ..helpers import environment
+from ..helpers import ROOT, output_of
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -26,15 +22,7 @@ PROGRAMS = {page: BLOCK.findall((DOCS / page).read_text()) for page in PAGES}
 def test_programs_run(page):
     """The blocks of a page are one program, in a process of its own."""
     program = "\n".join(block for _, block in PROGRAMS[page])
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-"],
-        input=program,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(quick=False),
-    )
-    assert run.returncode == 0, run.stderr
+    output_of("-W", "error", "-", quick=False, input=program)
 
 
 def test_programs_are_python():
@@ -104,11 +92,7 @@ LINK = ("link", "href")
 @pytest.mark.slow
 @needs_site
 def test_site_has_no_tex_and_needs_no_network(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment()
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    output_of("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
     pages = {str(path.relative_to(tmp_path)): Page(path) for path in tmp_path.rglob("*.html")}
     assert len(pages) > 25
     for name, page in pages.items():
@@ -120,31 +104,6 @@ def test_site_has_no_tex_and_needs_no_network(tmp_path):
     # Formulas of a page, of docstrings, and of a notebook.
     for name in ("gradients", "api/traces", "notebooks/gp_co2"):
         assert pages[f"{name}/index.html"].tags.count("math") >= 5
-
-
-@needs_site
-def test_site_is_not_built_with_a_formula_that_is_not_typeset():
-    from mkdocs.exceptions import PluginError
-
-    class page:
-        class file:
-            src_uri = "page.md"
-
-    convert = runpy.run_path(str(DOCS / "formulas.py"))["on_page_content"]
-
-    def converted(tag, source):
-        content = f'<p>before <{tag} class="arithmatex">{source}</{tag}> after</p>'
-        return convert(content, page=page, config=None, files=None)
-
-    text = converted("span", r"\(a &lt; \mathtt{std\_err}\)")
-    assert "<mi>a</mi><mo>&lt;</mo>" in text
-    assert "\\" not in text
-    assert 'display="block"' in converted(
-        "div", "\\[\\begin{aligned} a &amp;= b \n\\end{aligned}\\]"
-    )
-    for source in (r"\(\nosuchcommand x\)", r"\(\frac{a\)", "$a$"):
-        with pytest.raises(PluginError, match=r"page\.md: (the|a) formula .*is not"):
-            converted("span", source)
 
 
 # --- the page for maintainers --------------------------------------------------------------------

@@ -2,17 +2,13 @@
 
 import ast
 import re
-import subprocess
-import sys
 
 import nbformat
 import pytest
 
 from notebooks.execute import HERE, NAMES, source
 
-from ..helpers import environment
-
-ROOT = HERE.parent
+from ..helpers import ROOT, output_of
 
 
 def cells(notebook):
@@ -34,10 +30,8 @@ def test_it_finishes(name, tmp_path):
     """With outputs of the kinds that the committed pair has, and nothing on the error stream."""
     committed = nbformat.read(HERE / f"{name}.ipynb", as_version=4)
     assert cells(committed) == cells(source(name)), f"run `python notebooks/execute.py {name}`"
-    command = [sys.executable, HERE / "execute.py", name, "--output", tmp_path]
-    env = environment(quick=False) | {"TRACEAX_NOTEBOOK_POINTS": "2000"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert run.returncode == 0, run.stdout + run.stderr
+    points = {"TRACEAX_NOTEBOOK_POINTS": "2000"}
+    output_of(HERE / "execute.py", name, "--output", tmp_path, quick=False, variables=points)
     found = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
     for new, old in zip(code(found), code(committed), strict=True):
         assert kinds(new) == kinds(old), new.source

@@ -109,21 +109,6 @@ def test_no_symmetric_operator_is(dtype):
             assert not np.any(solve("trace", given).result == tr.RESULTS.not_symmetric)
 
 
-def test_products_that_are_rounded_more_coarsely():
-    """Of a float32 function whose products have 11 bits, as TensorFloat-32 has."""
-    array = with_spectrum(np.random.default_rng(5), 0.8 ** np.arange(N)).astype(np.float32)
-    short = jnp.asarray(array).astype(jnp.float16)
-
-    def mv(v):
-        size = jnp.max(jnp.abs(v))
-        product = short.astype(jnp.float32) @ (v / size).astype(jnp.float16).astype(jnp.float32)
-        return size * product
-
-    operator = lx.FunctionLinearOperator(mv, jax.ShapeDtypeStruct((N,), jnp.float32), PSD)
-    run = jax.jit(lambda keys: jax.lax.map(lambda key: ESTIMATES["trace"](key, operator), keys))
-    assert not np.any(run(keys(20)).result == tr.RESULTS.not_symmetric)
-
-
 def test_what_stays_below_the_limit_does_little_harm():
     """The steepest spectrum there is, with an asymmetry just below the limit of float64."""
     array = lopsided(1e-8, decay=0.6)
