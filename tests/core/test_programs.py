@@ -1,9 +1,11 @@
 """What a compiled program is found again by: everything that it depends on, and no array."""
 
+import ast
 import functools
 import gc
 import itertools
 import weakref
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -19,6 +21,8 @@ from traceax._core import programs
 from .test_closures import ESTIMATOR, KEY, STRUCTURE, N, traces_of
 
 MATRIX = jnp.asarray(np.random.default_rng(0).standard_normal((N, N)))
+SOURCES = sorted((Path(__file__).parents[2] / "traceax").rglob("*.py"))
+
 # --- no two programs under one key ---------------------------------------------------------------
 
 
@@ -233,6 +237,32 @@ def test_no_array_is_part_of_a_key(holder):
     hash(closed[0].program)
 
 
+def plain_functions():
+    """Values and whether a program that was compiled with them may be kept for good."""
+    matrix, scale = MATRIX, 2.0
+    return [
+        (jnp.tanh, True),
+        (lambda v: 2 * v, True),
+        (lambda v: scale * v, True),
+        (lambda v: matrix @ v, False),
+        (lambda v: (lambda u: MATRIX @ u)(v), False),  # a global
+        (lambda v, m=matrix: m @ v, False),
+        (functools.partial(multiply, matrix), False),
+        (jax.jit(lambda v: matrix @ v), False),
+        (Scaled(matrix, 1.0).mv, False),
+        (Callable(2.0).__call__, False),  # it may change
+        ([1, "a", None, {"b": (2.0, jnp.float32)}], True),
+        ({"c": [np.arange(3)]}, False),
+        (jax.tree.structure(Scaled(None, 1.0)), True),
+        (jax.tree.structure(Scaled(None, Callable(1.0))), False),
+    ]
+
+
+def test_what_is_plain_holds_no_array_and_cannot_change():
+    for value, expected in plain_functions():
+        assert programs.is_plain(value) == expected, value
+
+
 CALLS = {
     "trace": lambda op: tr.trace(KEY, op, 3),
     "tolerance": lambda op: tr.trace(KEY, op, rtol=0.1),
@@ -329,3 +359,75 @@ def test_vmap_keeps_the_axis_of_the_mesh(batched):
 
 
 # --- what is used of JAX -------------------------------------------------------------------------
+
+# Modules and functions that anybody uses: no decision to be made about these.
+ORDINARY = {
+    *("numpy", "lax", "random", "tree", "tree_util", "scipy", "nn", "Array", "ShapeDtypeStruct"),
+    *("jit", "vmap", "grad", "jvp", "vjp", "hessian", "linearize", "linear_transpose"),
+    *("eval_shape",),
+    *("checkpoint", "custom_jvp", "custom_vjp", "make_jaxpr", "block_until_ready", "typeof"),
+}
+# Everything else, each a decision: what it is for, and that its replacement is known.
+DECIDED = {
+    "config.update",  # precision of the command line
+    "config.values",  # the default device, on which products are rounded as its platform does
+    "core.ShapedArray",  # abstract values, in the file of the primitive
+    "core.Trace",  # told apart from values, in keys
+    "core.Tracer",
+    "core.eval_jaxpr",  # as Equinox's closures do
+    "custom_batching.custom_vmap",
+    "custom_batching.sequential_vmap",
+    "default_backend",  # where there is no default device
+    "default_matmul_precision",  # the checks of an estimator: TF32
+    "dtypes.canonicalize_dtype",
+    "dtypes.float0",
+    "dtypes.prng_key",
+    "extend.core.Primitive",
+    "interpreters.ad",
+    "interpreters.batching",
+    "interpreters.mlir",
+    "jacfwd",  # the checks of an estimator: every nesting
+    "jacrev",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "sharding.AxisType",
+    "sharding.NamedSharding",
+    "sharding.PartitionSpec",
+    "sharding.auto_axes",
+    "sharding.explicit_axes",
+    "sharding.get_abstract_mesh",
+    "sharding.use_abstract_mesh",
+    "typing.ArrayLike",
+    "typing.DTypeLike",
+    "value_and_grad",
+}
+
+
+def used_of_jax(source):
+    """The dotted names under `jax` that a file uses or imports."""
+    found = set()
+
+    def dotted(node):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        return [node.id, *parts[::-1]] if isinstance(node, ast.Name) else []
+
+    inner = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax":
+            prefix = node.module.split(".")[1:]
+            found |= {".".join([*prefix, name.name]) for name in node.names}
+        if isinstance(node, ast.Attribute) and node not in inner:
+            inner |= {x for x in ast.walk(node) if isinstance(x, ast.Attribute)}
+            parts = dotted(node)
+            if parts[:1] == ["jax"]:
+                found.add(".".join(parts[1:]))
+    return found
+
+
+def test_what_is_used_of_jax_is_a_decision():
+    used = set().union(*(used_of_jax(path.read_text()) for path in SOURCES))
+    special = {name for name in used if name.split(".")[0] not in ORDINARY}
+    assert special == DECIDED

@@ -33,6 +33,7 @@ from ..helpers import (
     PSD,
     by_products,
     keys,
+    register_tags,
     with_spectrum,
 )
 
@@ -296,7 +297,46 @@ def test_operator_closing_over_tracers_inside_while_loop(closure_convert):
     close(slopes, np.ones(3) * unit, rtol=1e-8)
 
 
-# --- one equation --------------------------------------------------------------------------------
+# --- no second trace, and one equation -----------------------------------------------------------
+
+TRACED: list[int] = []  # one entry for each time a product is traced
+
+
+class CountingOperator(lx.AbstractLinearOperator):
+    matrix: jax.Array
+
+    def mv(self, vector):
+        TRACED.append(1)
+        return self.matrix @ vector
+
+    def as_matrix(self):
+        return self.matrix
+
+    def transpose(self):
+        return CountingOperator(self.matrix.T)
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
+
+    out_structure = in_structure
+
+
+register_tags(CountingOperator, lambda operator: True)
+
+
+def test_second_call_with_same_structure_does_not_trace_again():
+    def f(matrix, key):
+        return estimated(key, CountingOperator(matrix)).value
+
+    results = []
+    for function in (f, jax.jit(f), jax.value_and_grad(f), jax.jit(jax.value_and_grad(f))):
+        results.append(function(jnp.asarray(B), KEYS[0]))
+        before = len(TRACED)
+        results.append(function(jnp.asarray(C), KEYS[1]))
+        assert len(TRACED) == before > 0, "the second call was traced again"
+    close(results[0], results[2])
+    close(results[1], results[3])
+    assert float(results[0]) != float(results[1])
 
 
 def test_jaxpr_holds_one_equation():
@@ -318,6 +358,26 @@ def test_jaxpr_holds_one_equation():
 
 
 # --- vmap ----------------------------------------------------------------------------------------
+
+
+def test_vmap_over_keys_operators_and_both():
+    """And in a scan."""
+    expected, one = reference(), jax.value_and_grad(value)
+    diagonal = (np.arange(3), np.arange(3))
+
+    def step(carry, key):
+        return carry + 1, jax.vmap(one, (0, None))(BATCH, key)
+
+    @jax.jit
+    def run():
+        return (
+            jax.vmap(one, (None, 0))(PARAMS, KEYS),
+            jax.vmap(one, (0, None))(BATCH, KEYS[1]),
+            jax.vmap(one)(BATCH, KEYS),
+            lax.scan(step, 0, KEYS)[1],
+        )
+
+    close(run(), (at(np.s_[:, 0], expected), at(1, expected), at(diagonal, expected), expected))
 
 
 @pytest.mark.parametrize("name", ["trace", "diagonal", "xtrace"])
@@ -360,6 +420,14 @@ def test_vmap_axes_that_are_not_zero():
     one = jax.jit(jax.grad(lambda m, k: f(m, k)[0]))
     alone = np.stack([one(matrices[..., j], raw[:, j]) for j in range(3)], axis=2)
     close(slopes, alone, rtol=1e-9)
+
+
+def test_vmap_over_filtered_operators():
+    """`eqx.filter_vmap` over an operator as a PyTree."""
+    stacked = eqx.filter_vmap(lambda m: lx.MatrixLinearOperator(m, PSD))(np.stack([B, C, D]))
+    values = eqx.filter_vmap(lambda op, key: estimated(key, op).value)(stacked, KEYS)
+    alone = jax.jit(lambda m, key: estimated(key, lx.MatrixLinearOperator(m, PSD)).value)
+    close(values, np.array([alone(m, key) for m, key in zip((B, C, D), KEYS, strict=True)]))
 
 
 def test_vmap_axis_name_with_psum_in_the_operator():
@@ -415,6 +483,13 @@ def test_derivatives_in_every_mode():
 
 
 # --- keys, and what else an operator may hold ----------------------------------------------------
+
+
+def test_raw_and_typed_keys_give_the_same_numbers():
+    raw, typed = (solve(PARAMS, make(0)) for make in (jax.random.PRNGKey, jax.random.key))
+    assert raw.value == typed.value
+    assert raw.std_err == typed.std_err
+    assert solve(PARAMS, jax.random.key(1)).value != typed.value
 
 
 def test_other_key_implementations():

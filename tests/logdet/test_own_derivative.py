@@ -9,8 +9,10 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+import scipy.optimize
 
-from traceax import NystromPreconditioner, gaussian_log_density, logdet
+import traceax as tr
+from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 from traceax._linalg.lanczos import lanczos
 from traceax._logdet.held import held_plan, held_probes
 from traceax._logdet.own_derivative import gauss, own_derivative
@@ -24,7 +26,7 @@ from ..helpers import (
     with_spectrum,
 )
 from .test_gaussian import cholesky_density, observations
-from .test_logdet import dense_logdet, shifted
+from .test_logdet import dense_logdet, distances, shifted
 
 N = 60
 
@@ -76,9 +78,9 @@ def test_the_derivative_of_a_textbook_recurrence(fn, q, dtype):
         def ours():
             mm = lambda v: matrix @ v  # noqa: E731
             krylov = lanczos(mm, z, q, 2e-16)
-            left, start = own_derivative(mm, z, krylov, fn)
-            of_matrix = jnp.einsum("qnp,nm,qmp->p", left.conj(), change, krylov.basis).real
-            of_probes = 2 * jnp.sum(start.conj() * dz, axis=0).real
+            found = own_derivative(mm, z, krylov, fn)
+            of_matrix = jnp.einsum("qnp,nm,qmp->p", found.left.conj(), change, found.basis).real
+            of_probes = 2 * jnp.sum(found.start.conj() * dz, axis=0).real
             return gauss(z, krylov, fn), of_matrix + of_probes
 
         ours_value, ours_slope = ours()
@@ -104,9 +106,9 @@ def test_a_space_that_is_exhausted():
         return krylov, own_derivative(lambda v: matrix @ v, z, krylov, jnp.log)
 
     with jax.numpy_dtype_promotion("standard"):
-        krylov, (left, _) = run(z)
+        krylov, found = run(z)
     assert np.any(krylov.exhausted)
-    slope = np.einsum("qnp,nm,qmp->p", *map(np.asarray, (left, change, krylov.basis)))
+    slope = np.einsum("qnp,nm,qmp->p", *map(np.asarray, (found.left, change, found.basis)))
     apart = np.subtract.outer(values, values)
     logs = np.subtract.outer(np.log(values), np.log(values))
     differences = np.where(apart == 0, 1 / values, logs / np.where(apart == 0, 1, apart))
@@ -278,7 +280,118 @@ def test_an_eager_loop_that_builds_compiles_once(caplog):
         np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-8)
 
 
+def test_second_derivatives_are_refused():
+    parts, theta, held = family(np.float64)
+
+    def value(theta):
+        y, operator = parts(theta)
+        return gaussian_log_density(jr.key(0), y, operator, 40, preconditioner=held).value
+
+    def log_det(theta):
+        return logdet(jr.key(0), parts(theta)[1], 40, preconditioner=held).value
+
+    for function in (value, log_det):
+        with pytest.raises(NotImplementedError, match="those of the default mode"):
+            jax.eval_shape(jax.hessian(function), theta)
+
+
+def test_what_is_wrong_is_reported():
+    """Bad arguments at once; an operator that is not definite, or holds NaN, in the result."""
+    parts, theta, held = family(np.float64)
+    y, operator = parts(theta)
+    other = shifted(decay(np.complex128), 0.1)
+    with pytest.raises(ValueError, match=r"but this .* has 30 rows of float64"):
+        logdet(jr.key(0), shifted(decay(np.float64, 30), 0.1), 20, preconditioner=held)
+    with pytest.raises(ValueError, match=r"60 rows of float64, but .* of complex128"):
+        gaussian_log_density(jr.key(0), y.astype(complex), other, 20, preconditioner=held)
+    with pytest.raises(ValueError, match="needs its rank"):
+        NystromPreconditioner().build(jr.key(0), operator)
+    with pytest.raises(ValueError, match="A preconditioner needs a positive definite operator"):
+        NystromPreconditioner(rank=5).build(jr.key(0), lx.MatrixLinearOperator(decay(np.float64)))
+    with pytest.raises(TypeError, match="that was built before is taken by `logdet` and"):
+        tr.inverse_trace(jr.key(0), operator, 30, preconditioner=held)  # pyright: ignore
+
+    @jax.jit
+    def solve(matrix):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        given = gaussian_log_density(jr.key(0), y, operator, 30, preconditioner=held)
+        return (
+            given.value,
+            given.result == RESULTS.outside_domain,
+            given.result == (RESULTS.nonfinite_operator),
+        )
+
+    matrix = operator.as_matrix()
+    value, outside, _ = solve(matrix - 2 * jnp.eye(N))
+    assert np.isnan(value)
+    assert outside
+    value, _, nonfinite = solve(matrix.at[3, 4].set(jnp.nan))
+    assert np.isnan(value)
+    assert nonfinite
+
+
 # --- line searches --------------------------------------------------------------------------------
+
+
+def matern(r, name):
+    return jnp.exp(-r) if name == "1/2" else (1 + jnp.sqrt(3.0) * r) * jnp.exp(-jnp.sqrt(3.0) * r)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dim", "noise"), [("1/2", 2, 0.1), ("3/2", 5, 0.01)])
+def test_lbfgs_converges(name, dim, noise):
+    """Length scale, amplitude and noise, k = 200: no line search fails, and after one rebuild the
+    exact density is within 0.1 nats of its optimum.
+    """
+    n = 500
+    r = jnp.asarray(distances(n, dim))
+    truth = np.log([0.4 if dim == 2 else 1.0, 1.0, noise])
+
+    def dense(theta, r):
+        length, amplitude, _ = jnp.exp(theta)
+        return amplitude * matern(r / length, name)
+
+    factor = np.linalg.cholesky(np.asarray(dense(truth, r)) + noise * np.eye(n))
+    y = jnp.asarray(factor @ np.random.default_rng(5).standard_normal(n))
+
+    @jax.jit
+    def exact(theta, r, y):
+        def loss(theta):
+            return -cholesky_density(y, dense(theta, r) + jnp.exp(theta[2]) * jnp.eye(n))
+
+        return jax.value_and_grad(loss)(theta)
+
+    @jax.jit
+    def build(key, theta, r):
+        operator = shifted(dense(theta, r), jnp.exp(theta[2]))
+        return NystromPreconditioner(rank=200).build(key, operator)
+
+    @jax.jit
+    def estimated(theta, held, r, y):
+        def loss(theta):
+            operator = shifted(dense(theta, r), jnp.exp(theta[2]))
+            return -gaussian_log_density(jr.key(0), y, operator, 200, preconditioner=held).value
+
+        return jax.value_and_grad(loss)(theta)
+
+    def minimise(function, theta, *arguments):
+        def loss(theta):
+            value, gradient = function(jnp.asarray(theta), *arguments)
+            return float(value), np.asarray(gradient)
+
+        found = scipy.optimize.minimize(loss, theta, jac=True, method="L-BFGS-B")
+        assert found.success, found.message
+        return found
+
+    start = truth + np.log(2) * np.array([1, -1, 1])
+    optimum = minimise(exact, start, r, y)
+    theta, lost = start, []
+    for key in keys(2):
+        held = build(key, jnp.asarray(theta), r)
+        theta = minimise(estimated, theta, held, r, y).x
+        lost.append(float(exact(jnp.asarray(theta), r, y)[0]) - optimum.fun)
+    print(lost)
+    assert lost[-1] < 0.1
 
 
 def test_quadrature_error_far_from_where_it_was_built():

@@ -1,17 +1,110 @@
-"""With other libraries, as their users would: Flax."""
+"""With other libraries, as their users would: Optax, Flax, Equinox, tinygp, BlackJAX.
 
+NumPyro stands in `test_gaussian.py`, SciPy's and JAX's sparse matrices in `test_sparse.py`.
+"""
+
+from typing import Any, NamedTuple
+
+import blackjax
+import equinox as eqx
 import flax.linen
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 import numpy as np
+import optax
 import pytest
+import tinygp
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
 
+from ..helpers import PSD
+
 pytestmark = pytest.mark.slow
+
+# --- Optax: a preconditioner from the diagonal of the Hessian ------------------------------------
+
+
+class CurvatureState(NamedTuple):
+    key: Any
+    count: Any
+    moment: Any
+    square: Any
+
+
+def scale_by_curvature(estimator, k, decays=(0.9, 0.99)):
+    """AdaHessian's direction (arXiv:2006.00719): averaged gradients over averaged diagonals."""
+
+    def init(params):
+        zeros = optax.tree.zeros_like(params)
+        return CurvatureState(jr.key(0), jnp.asarray(0), zeros, zeros)
+
+    def update(gradient, state, params=None, *, hessian, **_):
+        key, own = jr.split(state.key)
+        diagonal = tr.diagonal(own, hessian, k, estimator).value
+        count = state.count + 1
+        moment = optax.tree.update_moment(gradient, state.moment, decays[0], 1)
+        square = optax.tree.update_moment(diagonal, state.square, decays[1], 2)
+        averages = (
+            optax.tree.bias_correction(moment, decays[0], count),
+            optax.tree.bias_correction(square, decays[1], count),
+        )
+        direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + 1e-12), *averages)
+        return direction, CurvatureState(key, count, moment, square)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scaled_regression():
+    """Logistic regression whose features have scales from 1 to 1000, and its minimum."""
+    keys = jr.split(jr.key(1), 3)
+    inputs = jr.normal(keys[0], (200, 8)) * jnp.logspace(0, 3, 8)
+    truth = {"w": jr.normal(keys[1], (8,)) / jnp.logspace(0, 3, 8), "b": jnp.asarray(0.5)}
+    labels = jr.bernoulli(keys[2], jax.nn.sigmoid(inputs @ truth["w"] + truth["b"]))
+    labels = labels.astype(inputs.dtype)
+
+    def loss(params, inputs, labels):
+        logits = inputs @ params["w"] + params["b"]
+        return jnp.mean(jax.nn.softplus(logits) - labels * logits)
+
+    return loss, (inputs, labels), jax.tree.map(jnp.zeros_like, truth)
+
+
+def test_optax_preconditioner():
+    """Trains as with exact diagonals, and far better than gradient descent at its best rate."""
+    loss, data, start = scaled_regression()
+
+    def train(optimiser):
+        def step(carry, _):
+            params, state = carry
+            value, gradient = jax.value_and_grad(loss)(params, *data)
+            hessian = tr.curvature.hessian(loss, params, *data)
+            updates, state = optimiser.update(gradient, state, params, hessian=hessian)
+            return (optax.apply_updates(params, updates), state), value
+
+        carry = start, optimiser.init(start)
+        return jax.lax.scan(step, carry, None, length=150)[1]
+
+    def preconditioned(estimator, k):
+        return optax.chain(scale_by_curvature(estimator, k), optax.scale_by_learning_rate(0.3))
+
+    def descent(rate):
+        return train(optax.with_extra_args_support(optax.sgd(rate)))
+
+    with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes
+        ours = jax.jit(lambda: train(preconditioned(tr.HutchinsonEstimator(), 4)))()
+        exact = jax.jit(lambda: train(preconditioned(tr.ExactTraceEstimator(), 9)))()
+        plain = jax.jit(jax.vmap(descent))(jnp.logspace(-8, 0, 25))
+    best = jnp.nanmin(plain[:, -1])
+    print("losses:", ours[-1], exact[-1], best)
+    assert jnp.nanargmin(plain[:, -1]) not in (0, 24)  # its best rate is one of these
+    assert abs(ours[-1] - exact[-1]) < 0.02 * (best - exact[-1])
+
+
+# --- Flax, Equinox: curvature of their models ----------------------------------------------------
 
 INPUTS = jr.normal(jr.key(3), (16, 6))
 TARGETS = jnp.sin(jnp.sum(INPUTS, axis=1))
@@ -19,6 +112,61 @@ TARGETS = jnp.sin(jnp.sum(INPUTS, axis=1))
 
 def square(outputs):
     return jnp.mean((outputs[:, 0] - TARGETS) ** 2)
+
+
+def nnx_model():
+    rngs = nnx.Rngs(0)
+    linear = {"param_dtype": jnp.float64, "rngs": rngs}
+    model = nnx.Sequential(
+        nnx.Linear(6, 4, **linear), nnx.LayerNorm(4, **linear), jnp.tanh, nnx.Linear(4, 1, **linear)
+    )
+    graph, params = nnx.split(model, nnx.Param)
+    return lambda params: square(nnx.merge(graph, params)(INPUTS)), params
+
+
+def linen_model():
+    dense = {"param_dtype": jnp.float64}
+    layers = [flax.linen.Dense(4, **dense), jnp.tanh, flax.linen.Dense(1, **dense)]
+    model = flax.linen.Sequential(layers)
+    return lambda params: square(model.apply(params, INPUTS)), model.init(jr.key(0), INPUTS)
+
+
+def equinox_model():
+    keys = jr.split(jr.key(0))
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv1d(1, 3, 3, key=keys[0]),
+            eqx.nn.Lambda(jnp.tanh),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.Linear(12, 1, key=keys[1]),
+        ]
+    )
+    return lambda model: square(jax.vmap(model)(INPUTS[:, None])), model
+
+
+@pytest.mark.parametrize("make", [nnx_model, linen_model, equinox_model])
+def test_models(make):
+    """Trace and diagonal of the Hessian, against the dense one, in the structure of the model."""
+    with jax.numpy_dtype_promotion("standard"):  # Flax mixes dtypes
+        check_model(*make())
+
+
+def check_model(loss, params):
+    moving, rest = eqx.partition(params, eqx.is_inexact_array)
+    flat, unflatten = ravel_pytree(moving)
+    dense = jax.jit(jax.hessian(lambda v: loss(eqx.combine(unflatten(v), rest))))(flat)
+
+    @eqx.filter_jit
+    def estimates(key, params):
+        hessian = tr.curvature.hessian(loss, params)
+        exact = tr.diagonal(key, hessian, flat.size, tr.ExactTraceEstimator()).value
+        return tr.trace(key, hessian, 20), exact
+
+    solution, diagonal = estimates(jr.key(1), params)
+    assert jax.tree.structure(diagonal) == jax.tree.structure(moving)
+    np.testing.assert_allclose(ravel_pytree(diagonal)[0], jnp.diagonal(dense), atol=1e-10)
+    assert abs(solution.value - jnp.trace(dense)) < 4 * solution.std_err
+    assert solution.std_err < 0.15 * jnp.trace(dense)
 
 
 class Tied(nnx.Module):
@@ -89,3 +237,82 @@ def test_statistics_of_linen():
         operator = tr.curvature.hessian(lambda v: square(model.apply(v, INPUTS)), variables)
     assert operator.in_structure()["batch_stats"] == {"layers_0": {"mean": None, "var": None}}
     assert operator.in_size() == 6 + 6 + 6 + 1
+
+
+# --- tinygp: its kernels as operators ------------------------------------------------------------
+
+POINTS = jnp.sort(jr.uniform(jr.key(4), (80,)))
+OBSERVED = jnp.sin(12 * POINTS) + 0.3 * jr.normal(jr.key(5), POINTS.shape)
+THETA = jnp.log(jnp.array([0.2, 1.5, 0.1]))  # length, scale, noise
+
+
+def kernel_of(theta):
+    length, scale, _ = jnp.exp(theta)
+    return scale * tinygp.kernels.ExpSquared(length) + 0.2 * tinygp.kernels.Cosine(0.5)
+
+
+def covariance(theta):
+    """K + s I, by rows: the matrix is never formed."""
+    kernel = kernel_of(theta)
+
+    def product(v):
+        return jax.lax.map(lambda x: kernel(x[None], POINTS)[0] @ v, POINTS)
+
+    rows = lx.FunctionLinearOperator(product, jax.eval_shape(lambda: POINTS), PSD)
+    return rows + jnp.exp(theta[2]) * lx.IdentityLinearOperator(rows.in_structure())
+
+
+def exact_density(theta):
+    process = tinygp.GaussianProcess(kernel_of(theta), POINTS, diag=jnp.exp(theta[2]))
+    return process.log_probability(OBSERVED)
+
+
+def density(theta, k=50, **options):
+    solution = tr.gaussian_log_density(jr.key(0), OBSERVED, covariance(theta), k, **options)
+    return solution.value, solution
+
+
+def test_kernels_of_tinygp():
+    """The marginal likelihood and its gradient: those of tinygp's Cholesky factorisation."""
+    (value, solution), slope = jax.jit(jax.value_and_grad(density, has_aux=True))(THETA)
+    truth, expected = jax.jit(jax.value_and_grad(exact_density))(THETA)
+    print(value - truth, solution.std_err, solution.quadrature_error, slope - expected)
+    assert abs(value - truth) < 4 * solution.std_err + solution.quadrature_error
+    np.testing.assert_allclose(slope, expected, rtol=1e-4)
+
+
+# --- BlackJAX: a sampler on the estimated density ------------------------------------------------
+
+
+def test_nuts_of_blackjax():
+    """With the same keys the chain is that of the exact density, trajectory by trajectory."""
+    preconditioner = tr.NystromPreconditioner(rank=50)
+
+    def prior(theta):
+        return -jnp.sum((theta - THETA) ** 2) / 2
+
+    def estimated(theta):
+        return prior(theta) + density(theta, 60, preconditioner=preconditioner)[0]
+
+    def exact(theta):
+        return prior(theta) + exact_density(theta)
+
+    def chain(log_density):
+        nuts = blackjax.nuts(log_density, step_size=0.15, inverse_mass_matrix=jnp.ones(3))
+
+        def step(state, key):
+            state, info = nuts.step(key, state)
+            return state, (state.position, info.acceptance_rate, info.is_divergent)
+
+        start = nuts.init(jnp.zeros(3))
+        return jax.lax.scan(step, start, jr.split(jr.key(6), 10))[1]
+
+    with jax.numpy_dtype_promotion("standard"):  # BlackJAX mixes dtypes
+        positions, acceptance, divergent = jax.jit(lambda: chain(estimated))()
+        expected, *_ = jax.jit(lambda: chain(exact))()
+    print(np.max(np.abs(positions - expected), axis=1), acceptance)
+    np.testing.assert_allclose(positions, expected, rtol=0, atol=1e-3)
+    # It went somewhere.
+    assert not np.any(divergent)
+    assert np.mean(acceptance) > 0.5
+    assert np.all(np.std(positions, axis=0) > 0.2)
