@@ -24,9 +24,10 @@ def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
     leaves, treedef = jtu.tree_flatten(operator.in_structure())
     keys = jr.split(key, len(leaves))
     draws = [jr.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    product = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, draws)))
-    sizes = [scale_of(x.astype(at_least_single(x.dtype))) for x in product]
-    size = lax.stop_gradient(jnp.max(jnp.stack(sizes)))
+    with any_promotion():  # leaves may be of several dtypes
+        product = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, draws)))
+        sizes = [scale_of(x.astype(at_least_single(x.dtype))) for x in product]
+        size = lax.stop_gradient(jnp.max(jnp.stack(sizes)))
     return jnp.ldexp(jnp.ones_like(size), jnp.frexp(size)[1] - 1)
 
 
@@ -48,7 +49,8 @@ def gram(
         return _wide_product(*second, _wide_product(*first, vector, unit), unit)
 
     structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x.dtype)), first[1])
-    return lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag)
+    with any_promotion():  # leaves may be of several dtypes
+        return lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag)
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
