@@ -37,7 +37,5 @@ def if_any(wanted: Bool[Array, ""], new: Callable[[], Any], old: Any) -> Any:
 
 
 def nothing_like(fn: Callable[..., Any], *args: Any) -> Any:
-    """Zeros in the structure of what `fn` returns, which is not computed: what the state of a loop
-    begins with, if a step computes it before it is read.
-    """
+    """Zeros like the result of `fn`, which is not computed: the first state of a loop."""
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *args))

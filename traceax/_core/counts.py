@@ -7,9 +7,7 @@ import numpy as np
 
 
 def checked_count(value: Any, name: str, least: int = 1, none: str | None = None) -> Any:
-    """A number of things as a Python int, or a `ValueError` with the `name` of the argument; None
-    where `none` says what that stands for. A bool is no number.
-    """
+    """A count (no bool) as a Python int, or a `ValueError`; None where `none` explains None."""
     if value is None and none is not None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Meshes with explicit axes, which `jax.make_mesh` returns unless it is told otherwise: there a
-sharding is a part of the type of an array, and every inner product of columns would have to name
-that of its result. Within an estimate the axes are automatic, and XLA partitions the program.
+"""Meshes with explicit axes, the default of `jax.make_mesh`: a sharding is part of the type of an
+array, and every inner product of columns must name that of its result. Within an estimate the axes
+are automatic, and XLA partitions the program.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ def replicated(tree: Any) -> Any:
 
 
 def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array]) -> Any:
-    """`fn(*operands)`, where XLA propagates the shardings of intermediate arrays. A result is cut
-    as the first operand of its shape, and else whole on every device.
+    """`fn(*operands)`, where XLA propagates shardings. A result is cut as the first operand of its
+    shape; without such an operand it is whole on every device.
     """
     mesh = explicit_mesh_of(operands)
     if mesh is None:
@@ -72,9 +72,7 @@ def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array]) -> Any:
 def with_explicit_axes(
     fn: Callable[..., Any], operands: Sequence[Array], specs: Sequence[PartitionSpec], mesh: Any
 ) -> Any:
-    """`fn(*operands)`, where it was traced in a mesh with explicit axes (else None), along these
-    axes. The `specs` say how each operand is cut.
-    """
+    """`fn(*operands)` along the explicit axes of its mesh (if any); `specs` cut the operands."""
     if mesh is None or explicit_axes_of(get_abstract_mesh()):
         return fn(*operands)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)

@@ -1,6 +1,4 @@
-"""From samples to an estimate: the mean, its standard error, and the evidence against them.
-`verdict` makes the result of it.
-"""
+"""From samples to an estimate: mean, standard error, evidence; `verdict` makes the result."""
 
 import math
 from functools import partial, reduce
@@ -86,16 +84,10 @@ def relative(number: Real[Array, ""], limit: Real[Array, ""]) -> Real[Array, ""]
 def skew_of(apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
     """How far numbers that are equal if A^H = A are apart, relative to the limit.
 
-    Rounding sets them apart by at most 2 eps relative to their norm, if each product is rounded
-    once. The limit is larger: sqrt(eps) leaves room for sums, TensorFloat-32 and solves, and 100
-    sqrt(n) eps, the limit for negative eigenvalues, for half precision.
-
-    **Arguments:**
-
-    - `apart`: the norm of the differences of these numbers.
-    - `size`: the norm of these numbers, or less.
-    - `n`: the size of A.
-    - `eps`: the relative precision of a product.
+    `apart` is the norm of the differences, and `size` that of the numbers, or less. Rounding makes
+    differences of at most 2 eps relative to the norm, if each product is rounded once. The limit is
+    larger: sqrt(eps) leaves room for sums, TensorFloat-32 and solves, and 100 sqrt(n) eps, the
+    limit for negative eigenvalues, for half precision.
     """
     return relative(apart, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
 
@@ -106,7 +98,7 @@ def _count(x: Any) -> Any:
 
 @final
 class Estimate(eqx.Module):
-    """What an estimator's algebra returns: a value, its errors, and counts. See `make_estimate`.
+    """What the algorithm of an estimator returns: a value, its errors, and counts.
 
     **Attributes:**
 
@@ -120,11 +112,11 @@ class Estimate(eqx.Module):
         value; None if there is no recurrence.
     - `columns`: the number of columns that were read without a product; None where none can be.
     - `aux`: arrays that belong to the estimate of a particular quantity, or None.
-    - `separate`: whether each number of the value follows from its own rows of the products alone:
-        where others are not finite, it stands.
+    - `separate`: whether each number of the value follows from its own rows of the products alone,
+        and stands where others are not finite.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
         independent nor normal, see `CALIBRATION`; 1 for samples that are both.
-    - `result`: a member of `RESULTS`; None until `verdict` makes it of the evidence.
+    - `result`: a member of `RESULTS`, from `verdict`; None before.
     """
 
     value: PyTree[Inexact[Array, "..."]]
@@ -171,8 +163,8 @@ def as_value(parts: list[Array]) -> Any:
 
 
 def scale_of(products: Array, axis: int | None = None) -> Array:
-    """The largest absolute value of these products, of all or along an axis (which is kept), so
-    that squares of their quotients neither over- nor underflow; 1 where it is 0 or not finite.
+    """The largest absolute value of these products, of all or along an axis (which is kept), or 1
+    where that is 0 or not finite: squares of quotients neither over- nor underflow.
     """
     size = jnp.max(jnp.abs(products), initial=0.0, axis=axis, keepdims=axis is not None)
     usable = (size > 0) & jnp.isfinite(size)
@@ -188,7 +180,7 @@ def safe_norm(x: Inexact[Array, "... m"]) -> Real[Array, "..."]:
 
 
 def power_of(x: Real[Array, "..."], exponent: float) -> Real[Array, "..."]:
-    """A power of what is not negative but for its error: 0, with the slope 0, where x is not
+    """A power of a number that only its error makes negative: 0, with the slope 0, where x is not
     positive. (Powers below 1 have an infinite slope at 0.)
     """
     positive = ~(x <= 0)  # NaN stays NaN
@@ -197,7 +189,7 @@ def power_of(x: Real[Array, "..."], exponent: float) -> Real[Array, "..."]:
 
 
 def rounding_of(size: Array, eps: Array | float) -> Array:
-    r"""The standard error that rounding adds to an estimate of an operator of this size.
+    """The standard error that rounding adds to an estimate of an operator of this size.
 
     Rounding errors add up like random numbers: half the `eps` of a product, and 7.75 times that of
     the working precision for the algebra, whatever n and k are.
@@ -211,15 +203,13 @@ def rounding_of(size: Array, eps: Array | float) -> Array:
 
 
 def rounding_unit(eps: float, dtype: Any) -> float:
-    """The relative rounding error of an eigenvalue, or of a step of a recurrence: at most one unit
-    of the products and 15 of the working precision.
-    """
+    """The relative rounding of an eigenvalue or of a step: a unit of products, 15 of the dtype."""
     return eps + 15 * float(jnp.finfo(dtype).eps)
 
 
 def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
-    """The Euclidean norm of all numbers in a value (or in its error), without over- or underflow of
-    the squares.
+    """The Euclidean norm of all numbers in a value or its error; squares neither over- nor
+    underflow.
 
     **Arguments:**
 

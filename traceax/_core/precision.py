@@ -1,6 +1,4 @@
-"""Arithmetic that does not depend on the user's settings of JAX: products in full precision (on a
-GPU, no TF32), and promotion of dtypes and ranks.
-"""
+"""Arithmetic independent of the user's settings: full precision (no TF32), any promotion."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,8 +14,7 @@ from jaxtyping import Array
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """The product of two matrices (or of stacks of them) in full precision, whatever the default of
-    the user is.
+    """The product of two matrices (or stacks) in full precision, whatever the user's default is.
 
     **Arguments:**
 
@@ -74,9 +71,9 @@ def platform() -> str:
 
 
 def eps_of_factors(precision: Any, dtypes: Iterable[Any]) -> float:
-    """The rounding of factors in a product of matrices: of single precision more than that of
-    float32 on GPUs (TF32) and TPUs (bfloat16), unless the user asks for the highest precision; of
-    any precision if the user asks for an algorithm that rounds. It is 0 if nothing is rounded.
+    """The rounding of factors in a product of matrices, or 0. It exceeds that of float32 for single
+    precision on GPUs (TF32) and TPUs (bfloat16), unless the user asks for the highest precision,
+    and for any precision if the user asks for an algorithm that rounds.
     """
     single = any(dtype in (np.float32, np.complex64) for dtype in dtypes)
     coarse = _BITS_ON.get(platform(), {}) if single else {}
@@ -95,8 +92,6 @@ def eps_of_factors(precision: Any, dtypes: Iterable[Any]) -> float:
 
 @contextmanager
 def any_promotion() -> Iterator[None]:
-    """A context in which arrays of different dtypes and ranks may be combined: the algebra of
-    estimates mixes real and complex numbers, scalars and blocks.
-    """
+    """A context in which arrays of any dtypes and ranks combine: real, complex, scalars, blocks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -1,8 +1,8 @@
-"""The JAX primitives behind every estimate, such as `trace_p`, and `compiled_once`, for what is no
-estimate.
+"""The JAX primitives behind every estimate, such as `trace_p`, and `compiled_once` for other
+functions.
 
-This is the only file that touches `jax.extend` or `jax.interpreters`. (No file touches
-`equinox.internal` or `jax._src`.) `programs` says what may be static in a program.
+No other file touches `jax.extend` or `jax.interpreters`. (No file touches `equinox.internal` or
+`jax._src`.) `programs` says what may be static in a program.
 
 The operands of a primitive are the arrays in the raw key, the operator and the estimator;
 everything else is static and hashable. The implementation and the derivative are plain functions
@@ -13,11 +13,10 @@ of those arrays, `_run` and `_tangent`. The rules of the primitive only call the
   primitive again, so that a vmapped estimate is still this primitive and keeps its JVP rule;
   `_run` and `_tangent` are vmapped over the levels, innermost first;
 - the JVP asks for the weights (U, V) beside the value, and contracts them with the tangent of the
-  operator. The weights themselves have a tangent only where E[G] depends on A: see `weights_at`
-  of `AbstractEstimator`.
+  operator. The weights have a tangent only where E[G] depends on A: see `weights_at` of
+  `AbstractEstimator`.
 
-Both are jitted with the parameters static, so that an identical call, eager or traced, is not
-traced again.
+Both are jitted with static parameters: an identical call, eager or traced, is not traced again.
 """
 
 import dataclasses
@@ -81,9 +80,9 @@ def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
 def _compiled(fn: Callable[..., Any], static: tuple[Any, ...], *operands: Any) -> Any:
     """`fn(*static, *operands)`, jitted; the parameters come first in `static`.
 
-    JAX keeps a compiled program and its static arguments for good, and so would keep the arrays
-    that static values hold. Of the programs that may hold some only a few are therefore kept, and
-    none that is a part of another one, whose tracers they may be.
+    JAX never frees a compiled program and its static arguments, which may hold arrays. So only a
+    few programs with such arguments are kept, and none that is a part of another one, whose tracers
+    the arrays may be.
     """
     if static[0].plain:
         return _forever[fn](*static, *operands)
@@ -123,8 +122,7 @@ def _tangent(
     params: _Params, moving: tuple[int, ...], of_weights: bool, operands, tangents, weights
 ):
     """The tangent of the value, sum_j v_j^H dA u_j by `contract`, or with `of_weights` that of the
-    weights by `weights_at`. `tangents` are those of the operands numbered `moving`; the other
-    operands have none.
+    weights by `weights_at`. The operands numbered `moving` have `tangents`, the others none.
     """
 
     def push(operands, tangents, weights):
@@ -173,9 +171,7 @@ def _flat_run(*operands, params):
 
 
 def _outputs(params, avals):
-    """The shapes of what `_run` returns. (`_run` is called with shapes, not with `avals`, so that
-    all callers share one trace.)
-    """
+    """The shapes of the results of `_run`, called with shapes, not `avals`: calls share a trace."""
     structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)
     with use_abstract_mesh(get_abstract_mesh()):
         return jax.eval_shape(partial(_run, params), structs)
@@ -278,15 +274,10 @@ def _split(tree: Any, key_impl: Any = None, k: int = 0) -> tuple[_Params, list[A
 def bind(
     primitive: Primitive, key: Array, operator: lx.AbstractLinearOperator, k: int, estimator: Any
 ) -> Estimate:
-    """Estimate through a primitive.
+    """Estimate through a primitive, such as `trace_p`, with a raw or typed scalar `key`.
 
-    **Arguments:**
-
-    - `primitive`: the primitive of the quantity, such as `trace_p`.
-    - `key`: a scalar random key, typed or raw.
-    - `operator`: a checked operator, all of whose arrays are leaves.
-    - `k`: the budget, already within bounds.
-    - `estimator`: the estimator, whose `compute` (or `exact`, for `k >= n`) does the work.
+    The operator is checked, with all arrays as leaves; `k` is within bounds. `compute` of the
+    estimator does the work, or `exact` for `k >= n`.
     """
     key_impl = None
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -301,8 +292,8 @@ def bind(
 
 
 def compiled_once(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, compiled once for all arguments that differ in their arrays only. The function
-    is a global one, and all arrays of an operator among the arguments are leaves.
+    """`fn(*args)`, compiled once for all arguments that differ in their arrays only. `fn` is a
+    global function; all arrays of an operator among the arguments are leaves.
     """
     params, operands = _split((fn, *args))
 

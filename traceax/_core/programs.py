@@ -65,9 +65,7 @@ def _constants(jaxpr: Any) -> list[Any]:
 
 
 def _described(jaxpr: Any) -> list[Any]:
-    """A jaxpr without the names of its variables. (Functions in an operator are traced anew for
-    every operator that is made.)
-    """
+    """A jaxpr without the names of its variables: every new operator traces its functions anew."""
     numbers: dict[Any, int] = {}
     arguments = _numbered(variables(jaxpr), numbers)
     equations = [_described_equation(equation, numbers) for equation in jaxpr.eqns]
@@ -91,9 +89,7 @@ def _numbered(atoms: Sequence[Any], ids: dict[Any, int]) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether a program cannot tell two static values apart. (In Python 1, 1.0 and True are equal,
-    but programs traced with them differ.)
-    """
+    """Whether a program cannot tell two static values apart (as it can 1, 1.0 and True)."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, jax.Array | np.ndarray):
@@ -113,10 +109,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """What determines a value, or None for one that counts by its own comparison.
+    """What determines a value, or None for a value that is compared by its own `==`.
 
-    The rule of a `jax.custom_jvp` in a jaxpr is a function of JAX's, made anew at every trace
-    around the user's function. It is its code and what it holds. The user's counts by identity.
+    The rule of a `jax.custom_jvp` in a jaxpr is a function of JAX's around the user's, made anew at
+    every trace. Its code and contents count; the user's function counts by identity.
     """
     if is_jaxpr(value):
         return _described(value)
@@ -158,9 +154,7 @@ def _is_of_library(module: str | None) -> bool:
 
 @final
 class Static:
-    """A value that is no array, such as a leaf, a jaxpr, or the structure of all leaves: hashable,
-    and compared by `same`.
-    """
+    """A value that is no array, such as a leaf or a jaxpr: hashable, and compared by `same`."""
 
     __slots__ = ("_hash", "value")
 
@@ -180,8 +174,8 @@ class Static:
 
 
 def is_plain(value: Any, seen: dict[int, Any] | None = None) -> bool:
-    """Whether a value certainly holds no array and cannot change. Functions are plain if all that
-    they hold is, and if they name no data among their globals. (`seen` was looked at before.)
+    """Whether a value certainly holds no array and cannot change. A function is plain if everything
+    it holds is, and if it names no data among its globals. (`seen`: values under way.)
     """
     seen = {} if seen is None else seen
     if id(value) in seen or isinstance(value, type | Enum | ModuleType):
@@ -272,9 +266,7 @@ def is_converted(node: Any) -> bool:
 
 
 def closed_functions(tree: Any) -> Any:
-    """The PyTree with a `ClosedFunction` in place of every converted function, whose jaxpr may hold
-    arrays.
-    """
+    """The PyTree with a `ClosedFunction`, whose jaxpr may hold arrays, for converted functions."""
 
     def close(node):
         if not is_converted(node):
@@ -309,8 +301,8 @@ def closed_function(function: Callable[..., Any], *example: Any) -> ClosedFuncti
 
 
 def _without_calls(jaxpr: Any, constants: list[Array]) -> tuple[Any, list[Array]]:
-    """The jaxpr and its constants; where it calls `jax.jit` functions that hold arrays, with what
-    these do in place of the calls. (JAX itself makes operands of the arrays in its control flow.)
+    """The jaxpr and its constants, with calls of `jax.jit` functions that hold arrays replaced by
+    what the functions do. (JAX itself makes operands of the arrays in control flow.)
     """
     if not any(map(_is_call_with_constants, jaxpr.eqns)):
         return opened(jaxpr), constants

@@ -55,8 +55,8 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def verdict(estimate: Estimate) -> Estimate:
-    """The estimate with its result. What is no estimate becomes NaN: what was computed from NaN or
-    inf, even where it is finite (but for entries that are `separate`), and what is not defined.
+    """The estimate with its result. What is no estimate becomes NaN: values computed from NaN or
+    inf, even finite ones (but for `separate` entries), and values that are not defined.
     """
     failures = estimate.evidence.failures
     # An infinite error says that nothing is known of it.

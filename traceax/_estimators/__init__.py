@@ -1,8 +1,8 @@
-"""Estimators of traces and diagonals, one algorithm a file: `hutchinson`, `hutchpp`, `xtrace`,
-`xnystrace`; `auto`, the choice among them, and exact values.
+"""Estimators of traces and diagonals: `hutchinson`, `hutchpp`, `xtrace`, `xnystrace`, `exact`, and
+`auto`, which chooses among these.
 
-`estimator` has the contract and the checks in front of every call, `trace` and `norms` the public
-functions, `tolerance` what stops when the error is small enough, `calibration` and `solution` error
-bars and results. Begin with `estimator`, then `xtrace`. This room uses `_core`, `_probes`,
-`_linalg`, `_operators` and `_sketch`.
+`estimator` has the contract and the checks of a call, `trace` and `norms` the public functions,
+`tolerance` the calls with a tolerance, `calibration` and `solution` error bars and results. Begin
+with `estimator`, then `xtrace`. This room uses `_core`, `_probes`, `_linalg`, `_operators` and
+`_sketch`.
 """

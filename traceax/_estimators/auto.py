@@ -17,13 +17,13 @@ from .xtrace import XTraceEstimator
 
 @final
 class AutoTraceEstimator(AbstractTraceEstimator):
-    """Reads off what is known exactly, and chooses the best estimator for the rest.
+    """Reads known parts exactly, and chooses an estimator for the rest.
 
-    1. Stored parts (dense, sparse, diagonal, tridiagonal) and identity and unit-diagonal parts, of
-       sums, multiples and negations, are read off exactly: `tr(K + s I)` spends its matvecs on
-       `K` alone, and spends none if `K` is stored, too.
-    2. What is left goes to [`traceax.HutchinsonEstimator`][] if a block of `n x k` numbers would
-       exceed `memory_limit`,
+    1. Stored parts (dense, sparse, diagonal, tridiagonal), identities and unit diagonals are read,
+       in sums, multiples and negations too: `tr(K + s I)` spends its matvecs on `K` alone, and none
+       if `K` is stored.
+    2. The rest goes to [`traceax.HutchinsonEstimator`][] if a block of `n x k` numbers exceeds
+       `memory_limit`,
     3. to [`traceax.XNysTraceEstimator`][] if it is tagged positive or negative semidefinite,
     4. and to [`traceax.XTraceEstimator`][] otherwise.
 
@@ -44,9 +44,7 @@ class AutoTraceEstimator(AbstractTraceEstimator):
         return HutchinsonEstimator(batch_size=self.batch_size)
 
     def sampling(self, operator, rows):
-        """See `AbstractTraceEstimator`: the largest budget need not be within the memory limit, but
-        what is prepared must be.
-        """
+        """The memory limit bounds what is prepared, and not the largest budget."""
         estimator = XTraceEstimator() if semidefinite_sign(operator) == 0 else XNysTraceEstimator()
         sampling = estimator.sampling(operator, rows)
         assert sampling is not None
@@ -82,14 +80,13 @@ AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
 
 @final
 class ExactTraceEstimator(AbstractTraceEstimator):
-    r"""The exact trace $\sum_j e_j^* A e_j$, or diagonal, from products with unit vectors; standard
-    error 0.
+    r"""The exact trace $\sum_j e_j^* A e_j$, or diagonal, from products with unit vectors; the
+    standard error is 0.
 
-    Parts whose diagonal is known (stored, diagonal, tridiagonal, identity, and sums and multiples
-    of them) are read off without products. The budget `k` is ignored.
+    Known parts (stored, diagonal, tridiagonal, identity, and sums and multiples of these) take no
+    products. The budget `k` is ignored.
 
-    Cost: `n` matvecs for the parts that are not known; one block of unit vectors and its products,
-    of at most 2^27 numbers.
+    Cost: `n` matvecs for the rest; a block of unit vectors and its products, at most 2^27 numbers.
     """
 
     batch_size: int | None = eqx.field(default=None, static=True)

@@ -24,15 +24,15 @@ CALIBRATION: dict[str, dict[str, Any]] = {
 
 
 def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
-    """The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, divided by that of
-    |error| / std_err for a single one: 1 for one error, 0.52 for infinitely many of the same size.
+    """The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, over that of
+    |error| / std_err for a single error: 1 for one error, 0.52 for infinitely many of equal size.
 
     For normal errors e with covariance C, ||e||^2 is about tr(C) times chi^2 / nu with
-    nu = tr(C)^2 / tr(C^2) degrees of freedom. The std_err show only the diagonal of C. But for
-    samples conj(omega_i) (B omega)_i with independent omega_i of modulus 1, in the real case
+    nu = tr(C)^2 / tr(C^2) degrees of freedom. The std_err show the diagonal of C alone. But for
+    samples conj(omega_i) (B omega)_i with independent real omega_i of modulus 1,
     C_ij = B_ij B_ji for i != j, and C_ii = sum_{j != i} B_ij^2, so that
     sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2. Hence nu is at least half of its
-    value for uncorrelated errors. (So it is for sums over groups of entries of a symmetric B.)
+    value for uncorrelated errors. (The same holds for sums over groups of entries, B symmetric.)
     """
     if std_err.ndim == 0:
         return 1.0
@@ -55,17 +55,12 @@ _REACH = {2: 0.14, 3: 0.5, 4: 0.79}
 
 
 def with_ties(std_err: Real[Array, " n"], probes: int | Real[Array, ""]) -> Real[Array, " n"]:
-    """The standard errors of entries, none of which is close to 0 by chance.
+    """The standard errors of entries, from `probes` (p) independent probes, with a least value.
 
-    If a row has one large number a off the diagonal, a sample of its entry is off by plus or minus
-    a. With probability 2^(1 - p) all p samples are equal, and their mean is off by a. As others
-    like it have the standard error a / sqrt(p), none is smaller than that with which an interval
-    reaches a quarter further than sqrt(p) times the typical one.
-
-    **Arguments:**
-
-    - `std_err`: the standard errors of the entries.
-    - `probes`: the number p of independent probes.
+    If a row has one large number a off the diagonal, each sample of its entry errs by plus or minus
+    a. With probability 2^(1 - p) all p samples are equal, and their mean errs by a. Similar rows
+    have the standard error a / sqrt(p). The least value is the one whose interval reaches a quarter
+    further than sqrt(p) times the typical standard error.
     """
     reach = sum(jnp.where(probes == p, share, 0) for p, share in _REACH.items())
     typical = jnp.where(reach > 0, safe_norm(std_err) / std_err.size**0.5, 0)
@@ -87,9 +82,7 @@ def root_error(value: Array, std_err: Array) -> Array:
 
 
 def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
-    """Student's quantile t, with P(|T| <= t) = `level`, in the precision of `like`; inf for
-    `dof=0`.
-    """
+    """Student's quantile t, P(|T| <= t) = `level`, in the precision of `like`; inf for `dof=0`."""
     real = jnp.finfo(like.dtype).dtype
     # The difference is that of Python numbers: in float32 a level next to 1 would be rounded to 1.
     return _student_quantile(jnp.asarray(1 - level, real), jnp.asarray(dof, real))

@@ -1,23 +1,23 @@
 """The leave-one-out diagonal, shared by XDiag and XNysDiag.
 
-In both, leaving probe i out takes l_i r_i^H from the low-rank part. The difference between A and
-what remains of that part, applied to omega_i, is e_i l_i:
+Without probe i the low-rank part loses l_i r_i^H. The difference between A and the remaining
+low-rank part, applied to omega_i, is e_i l_i:
 
     d_i = diag(low rank) - l_i conj(r_i) + e_i conj(omega_i) l_i                  (entrywise)
 
     XDiag:    low rank = Q Q^H A, l_i = Q s_i, r_i = A^H Q s_i, e_i = (s_i^H R)_i
     XNysDiag: low rank = F F^H,   l_i = r_i = F q_i,            e_i = rho_i / sqrt(d_i)
 
-With j held out as well, the plane of (l_i, l_j) is lost. With gamma and nu of that pair (see
+Without probe j as well, the plane of (l_i, l_j) is lost. With gamma and nu of that pair (see
 `_sketch.leave_one_out`), let l_ij = (l_j - l_i gamma_ij) / nu_ij, and r_ij likewise. Because
 (s_j^H R)_i = 0,
 
     D_ij = d_i - d_ij = l_ij conj(r_ij) + e_i conj(gamma_ij) / nu_ij conj(omega_i) l_ij.
 
-The standard error of every entry follows from these as for traces.
+The standard error of every entry follows from the D_ij as for traces.
 
 Samples may be shrunk towards Hutchinson's, conj(omega_i) A omega_i, see `_sketch.shrunk`. All
-entries have one beta_i, from the sums over all rows: V_t is the mean over j of ||B omega_j||^2.
+entries share beta_i, from the sums over all rows: V_t is the mean over j of ||B omega_j||^2.
 """
 
 from typing import NamedTuple, final
@@ -37,7 +37,7 @@ from .rows import Rows
 
 @final
 class DiagonalWeights(AbstractWeights):
-    """XDiag as a function of A, with the probes and everything computed from them held fixed:
+    """XDiag as a function of A, with the probes and everything computed from the probes held fixed:
 
         mean_i beta_i diag(Q (I - s_i s_i^H) Q^H A)
         + mean_i conj(omega_i) (A omega_i - beta_i Q (I - s_i s_i^H) Q^H A omega_i)
@@ -94,21 +94,14 @@ def diagonal_and_error(
     rounding: Real[Array, " g"],
     hermitian: bool = False,
 ) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
-    """The mean of the d_i and its standard error, for every group. Cost: 10 n m^2 operations.
-
-    **Arguments:**
-
-    - `parts`: the pieces.
-    - `beta`: the weights of the samples; 1 for samples that are not shrunk.
-    - `rows`: adds up the rows of each group.
-    - `rounding`: the standard error that rounding adds to each estimate, see `leave_one_out_error`.
-    - `hermitian`: whether A^H = A.
+    """The mean of the d_i, shrunk by `beta` (1: not at all), and its standard error, for every
+    group of `rows`; if `hermitian`, A^H = A. Cost: 10 n m^2 operations.
     """
     base, left, right, left_over, omega, products, pairs = parts
     m = left.shape[1]
     probes = jnp.conj(omega)
-    plain = probes * products - base[:, None]
-    held = left_over * probes * left - left * jnp.conj(right)
+    plain = probes * products - base[:, None]  # Hutchinson's, less base
+    held = left_over * probes * left - left * jnp.conj(right)  # d_i - base
     part = jnp.real if hermitian else lambda x: x  # the diagonal of a Hermitian matrix is real
     corrections = rows(part(plain - beta * (plain - held)))
     mean = jnp.mean(corrections, axis=1)

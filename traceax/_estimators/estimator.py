@@ -60,44 +60,41 @@ class AbstractEstimator(eqx.Module):
         return operator.in_size()
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if this estimator cannot take this (square) operator, of which only
-        the structure and the tags are looked at. By default it takes every square operator.
+        """Raise a `ValueError` if this estimator does not take this square operator, judged by its
+        structure and tags. By default it takes every one.
         """
 
     @abc.abstractmethod
     def compute(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, weights: bool
     ) -> tuple[Estimate, Any]:
-        """The algorithm itself, in ordinary JAX operations; called by the primitive only.
+        """The algorithm itself, in ordinary JAX operations; the primitive alone calls it.
 
         **Arguments:**
 
         - `key`: the random key.
         - `operator`: a square operator.
-        - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact` instead.)
+        - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact`.)
         - `weights`: whether a derivative is taken.
 
         **Returns:**
 
-        The estimate, and the weights with which it is differentiated. If no derivative is taken
-        they may be None.
+        The estimate and its weights; without a derivative the weights may be None.
         """
 
     @abc.abstractmethod
     def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, Any]:
-        """The exact value of the quantity, from `n` products, for budgets `k >= n`: what `compute`
-        returns, with standard error 0.
-        """
+        """The exact value, as from `compute`, for `k >= n`: `n` products, standard error 0."""
 
     def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
         """The value as a function of A, and of the arrays inside the estimator, with fixed weights:
-        those that came with the estimate. The derivative of an estimate is that of this function.
+        the function whose derivative is that of the estimate.
         """
         return weights.contract(BlockOperator(operator, self.batch_size))
 
     def weights_at(self, weights: Any, operator: lx.AbstractLinearOperator) -> Any:
-        """The weights as a function of A, and of the arrays inside the estimator. Its value at A is
-        `weights`. Second derivatives need its derivative if `weights_depend_on_operator` is set.
+        """The weights as a function of A, and of the arrays inside the estimator; at A they are
+        `weights`. Second derivatives differentiate it if `weights_depend_on_operator` is set.
         """
         return weights.weights_at(operator)
 
@@ -120,9 +117,8 @@ class AbstractTraceEstimator(AbstractEstimator):
         weights: bool,
     ) -> tuple[Estimate, AbstractWeights | None]:
         """The algorithm for a diagonal: the estimate of these entries or sums of entries, and its
-        weights, see [`traceax.extend.RowWeights`][]. By default it is refused. (`compute` would not
-        be enough: the standard error of a sum of entries does not follow from those of the
-        entries.)
+        weights, see [`traceax.extend.RowWeights`][]. The default raises an error. (`compute` is not
+        enough: the standard error of a sum does not follow from those of the entries.)
         """
         raise ValueError(
             f"{self.label} estimates traces only. Use `traceax.XTraceEstimator()` for a diagonal."
@@ -236,9 +232,7 @@ def check_key(key: Any) -> Array:
 
 
 def _level_of_caller() -> int:
-    """The stack level, for a warning, of the first frame outside of this package and of those that
-    wrap its methods.
-    """
+    """The stack level, for a warning, of the first frame outside of this package and wrappers."""
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -251,11 +245,7 @@ def _level_of_caller() -> int:
 
 
 def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") -> int:
-    """The budget within bounds, `min(max(k, smallest), n)`, as a Python int.
-
-    The shapes of all samples follow from it, and shapes must be static. So it is computed with
-    Python's `min` and `max`: `jnp.minimum` would make it a tracer.
-    """
+    """`min(max(k, smallest), n)` as a Python int, and no tracer of `jnp.minimum`, for shapes."""
     if isinstance(k, jax.core.Tracer):
         raise TypeError(
             f"The budget {argument} must be a static Python int, got the traced value {k}: shapes "
@@ -282,9 +272,9 @@ def solve(
     *,
     throw=False,
 ) -> Solution:
-    """The entrance of every public function (no linear solve): check the arguments, estimate by
-    `compute` (or `exact`, for a budget of `size`: see `bind`), which `verdict` judges there, and
-    return a `Solution`. With `throw` an unsuccessful result raises at run time.
+    """Check the arguments of a public function (no linear solve), estimate by `compute` (or
+    `exact`, for a budget of `size`: see `bind`), judge the estimate by `verdict`, and return a
+    `Solution`. With `throw` an unsuccessful result raises an error at run time.
     """
     key = check_key(key)
     operator = as_operator(operator)

@@ -104,9 +104,8 @@ def with_known_parts(
 
 
 def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, AbstractWeights]:
-    """The trace (`rows=None`) or entries of the diagonal, from products of a block with all unit
-    vectors; known parts take no products. The standard error is 0, or that of rounding if products
-    are less precise than the dtype.
+    """The trace (`rows=None`) or entries of the diagonal, by products with all unit vectors; known
+    parts take none. The standard error is 0, or the rounding of products coarser than the dtype.
     """
 
     def of_rest(rest, known, scale):

@@ -23,9 +23,7 @@ from .samples import Moments, RangeSampling, merged, no_samples
 
 @final
 class Probes(eqx.Module):
-    """Probes that are drawn block by block from their key, so that neither forward nor reverse mode
-    keeps more than one block of them.
-    """
+    """Probes, drawn block by block from a key: forward and reverse mode keep one block at most."""
 
     key: PRNGKeyArray
     sampler: AbstractSampler
@@ -112,8 +110,8 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     It is unbiased. For a real symmetric A and Rademacher probes the variance of the trace is
     $\frac{2}{k} \sum_{i \ne j} A_{ij}^2$, and that of a diagonal entry is
-    $\frac{1}{k} \sum_{j \ne i} |A_{ij}|^2$ for any A. It is best where the spectrum is flat, where
-    the diagonal dominates, and where memory allows no sketch.
+    $\frac{1}{k} \sum_{j \ne i} |A_{ij}|^2$ for any A. It is best for flat spectra, for dominant
+    diagonals, and where memory allows no sketch.
 
     Cost: `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient (about
     five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).

@@ -29,12 +29,11 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
     $$\mathrm{tr}(Q^* A Q) + \frac{1}{m'} \sum_i c_i \, g_i^* A g_i, \qquad
     c_i = (n - m) / \|g_i\|^2 \text{ if improved, else } 1.$$
 
-    For a diagonal it is Diag++,
+    For a diagonal it is Diag++ (the published one drops the cross terms, and is biased),
 
     $$\mathrm{diag}(Q Q^* A) + \frac{1}{m'} \sum_i \bar\omega_i \circ (I - Q Q^*) A \omega_i.$$
 
-    Both are unbiased. (Diag++ as published projects on both sides, drops the cross terms, and is
-    biased.) Given $Q$ the samples are independent, so the standard error is the plain one.
+    Both are unbiased, and the samples are independent given $Q$.
 
     Cost: `k` matvecs (`2 floor(k/3)` for the sketch and its basis, the rest for probes; for a
     diagonal those of the basis are with the adjoint); about seven blocks of `n x k/3` numbers.
@@ -57,12 +56,12 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         block = BlockOperator(operator, self.batch_size).linearised()
         n = block.n
         m = k // 3
-        tested = k - 2 * m
+        tested = k - 2 * m  # m'
         q, omega = _basis_and_probes(key, block, self.residual_sampler, m, tested)
         z = block.mm(q)
         g = omega - matmul(q, matmul(adjoint(q), omega))
         products = block.mm(g)
-        factor = resphering(float(n - m), square_norms(g), self.respheres(block.dtype))
+        factor = resphering(float(n - m), square_norms(g), self.respheres(block.dtype))  # c_i
         residual, std_err = mean_and_std_err(factor * column_dots(g, products))
         value = jnp.sum(jnp.conj(q) * z) + residual
 
@@ -82,7 +81,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         """See `AbstractTraceEstimator`."""
         block = BlockOperator(operator, self.batch_size).linearised()
         m = k // 3
-        tested = k - 2 * m
+        tested = k - 2 * m  # m'
         sampler = self.sampler_of_rows(block.dtype)
         q, omega = _basis_and_probes(key, block, sampler, m, tested)
         z, lost = without_nonfinite(block.adjoint_mm(q))

@@ -1,6 +1,4 @@
-"""`traceax.frobenius_norm` and `traceax.row_norms`: roots of a trace and a diagonal of Gram
-matrices.
-"""
+"""`frobenius_norm` and `row_norms`: roots of a trace and of a diagonal of Gram matrices."""
 
 import dataclasses
 
@@ -31,16 +29,16 @@ def frobenius_norm(
 ) -> Solution:
     r"""Estimate the Frobenius norm $\|A\|_F = \sqrt{\mathrm{tr}(A^* A)}$.
 
-    The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes two products, one
-    with A and one with its adjoint. One further product gives the unit in which squares neither
-    over- nor underflow. Cost: at most `k` matvecs; four blocks of `n x k/2` numbers.
+    The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes a product with A
+    and one with its adjoint. One more product gives a unit in which squares neither over- nor
+    underflow. Cost: at most `k` matvecs; four blocks of `n x k/2` numbers.
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a lineax operator with `n` columns, square or not, between any PyTrees.
     - `k`: the budget of matvecs, a static Python int. With `k > 2 n` the norm is exact.
-    - `rtol`, `max_k`: a relative tolerance in the place of a budget, as of [`traceax.trace`][].
+    - `rtol`, `max_k`: a relative tolerance in place of a budget, as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
     **Returns:**

@@ -17,9 +17,8 @@ from .._sketch.weights import AbstractWeights
 class Rows(eqx.Module):
     """Which entries of a diagonal to add up: none (`sizes=None`), or consecutive groups.
 
-    If the sizes are those of the leaves of a PyTree, the sums are the traces of its diagonal
-    blocks. A call takes samples of a diagonal as columns, and returns samples of the entries or
-    sums.
+    With the sizes of the leaves of a PyTree, the sums are the traces of the diagonal blocks. A call
+    takes samples of a diagonal as columns, and returns samples of the entries or sums.
 
     **Attributes:**
 
@@ -36,9 +35,8 @@ class Rows(eqx.Module):
         return jnp.stack([jnp.sum(group, axis=0) for group in groups])
 
     def by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Inexact[Array, "... m"]]:
-        """Add up rows that come as one array for each leaf: return one block with a row of sums for
-        each leaf (`sizes` must be the sizes of the leaves), or the arrays themselves if `sizes` is
-        None.
+        """Add up one array for each leaf: a block with a row of sums for each leaf if `sizes` are
+        those of the leaves, the arrays themselves if `sizes` is None.
         """
         if self.sizes is None:
             return list(blocks)
@@ -62,9 +60,7 @@ def added(rows: Rows | None, diagonal: Inexact[Array, " n"]) -> Inexact[Array, "
 def without_nonfinite(
     products: Inexact[Array, "n m"],
 ) -> tuple[Inexact[Array, "n m"], Real[Array, " n"]]:
-    """Products with 0 in the place of NaN and inf; and what makes NaN of the entries of a diagonal
-    whose rows held them, if it is added: NaN, and 0 for all others.
-    """
+    """Products with 0 for NaN and inf; and a vector, NaN for rows that held them, 0 for others."""
     finite = jnp.isfinite(products)
     lost = jnp.where(jnp.all(finite, axis=1), 0, jnp.nan)
     return jnp.where(finite, products, 0), lost.astype(products.real.dtype)

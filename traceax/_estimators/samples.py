@@ -90,8 +90,8 @@ class Prepared(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Samples, the least standard deviation of one, and the norm of what they were made from.
-    Those of a function of a matrix take several products each, and have a quadrature error.
+    """Samples, the least standard deviation of one, and the norm of what they were made from; for
+    functions of matrices also the products of a sample and a quadrature error.
     """
 
     samples: Inexact[Array, "... m"]
@@ -103,8 +103,8 @@ class Panel(NamedTuple):
 
 
 class AbstractSampling(eqx.Module):
-    """What a call with a tolerance prepares, and which samples it draws. What is prepared is a
-    `Prepared`, or has at least its `value`, `size`, `basis` and `evidence`.
+    """What a call with a tolerance prepares (a `Prepared`, or an object with at least `value`,
+    `size`, `basis` and `evidence`), and which samples it draws.
     """
 
     rows: AbstractVar[Rows | None]  # the entries of a diagonal that are wanted; None for traces
@@ -123,15 +123,11 @@ class AbstractSampling(eqx.Module):
 
     @abc.abstractmethod
     def prepare(self, key: PRNGKeyArray, block: BlockOperator, size: int, weights: bool) -> Any:
-        """The low-rank part from a sketch with `size` columns, with the basis if there will be
-        `weights`.
-        """
+        """The low-rank part from a sketch of `size` columns; its basis too, if `weights`."""
 
     @abc.abstractmethod
     def draw(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Panel:
-        """So many samples of what the low-rank part leaves, from as many products each as those of
-        the last panel took; 0 for the first.
-        """
+        """`count` samples of the rest, of as many products as in the last panel; 0 at first."""
 
     def contracted(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Array:
         """The mean of the samples of a panel as a function of A, with the basis held fixed."""
@@ -215,7 +211,7 @@ def _range_panel(
         return _one_sided_panel(rows, omega, products)
     g = residual_products(q, omega, omega, q)
     images = block.mm(g)
-    factor = resphering(float(n - r), square_norms(g), sampling.resphere)
+    factor = resphering(float(n - r), square_norms(g), sampling.resphere)  # c
     rest = residual_products(q, images, images, q)
     return _form_panel(column_dots(g, images), factor, images, rest, n - r)
 

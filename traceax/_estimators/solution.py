@@ -95,10 +95,8 @@ class Solution(eqx.Module):
         r"""The interval that holds the true value (its real part) with probability `level`.
 
         It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t, c =
-        `inflation` and `stats["dof"] / tail` degrees of freedom: two measured constants, 1 for
-        independent normal samples. For functions of matrices the quadrature error is added. With 8
-        products or more, 95 % intervals hold the true value in at least 92 % of cases, on spectra
-        from flat to a single eigenvalue that exceeds all others.
+        `inflation` and `stats["dof"] / tail` degrees of freedom; `inflation` and `tail` are 1 for
+        independent normal samples. For functions of matrices the quadrature error is added.
 
         **Arguments:**
 

@@ -71,9 +71,7 @@ class Target(NamedTuple):
     root: bool
 
     def ratio(self, value: Array, std_err: Array, bias: Array | float = 0.0) -> Real[Array, ""]:
-        """The standard error over the largest one that is allowed beside a bias, all as Euclidean
-        norms.
-        """
+        """The standard error over the largest that is allowed beside `bias`, as Euclidean norms."""
         error = jnp.abs(self.scale) * std_err
         if self.root:
             error = root_error(self.whole(value), error)
@@ -164,7 +162,7 @@ class SampledWeights(AbstractWeights):
 def sample_to_tolerance(
     key, block: BlockOperator, sampling: AbstractSampling, target: Target, max_k: int, weights: bool
 ) -> tuple[Estimate, SampledWeights | None]:
-    """The estimate and, if a derivative is taken, its weights: prepare, draw samples until the
+    """The estimate, and its weights if a derivative is taken: prepare, draw samples until the
     target is met, and prepare more while that costs less than further samples.
     """
     run = _Run(key, block.linearised(), sampling, target, max_k, weights)
@@ -421,9 +419,7 @@ def check_either(name: str, k: Any, rtol: Any, atol: Any, max_k: Any) -> bool:
 
 
 def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> tuple[int, int]:
-    """The largest budget of a call with a tolerance, and the budget that the primitive gets, which
-    computes the exact value at once from n products on.
-    """
+    """The largest budget of a call with a tolerance; and the primitive's, where n means exact."""
     if max_k is None:
         max_k = min(n, DEFAULT_MAX_K)
     max_k = check_budget(max_k, min(smallest, n), n, name, "max_k")

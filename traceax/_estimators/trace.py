@@ -31,7 +31,7 @@ def trace(
     takes, with an error bar.
 
     With a budget the estimate is unbiased, $E[\mathtt{value}] = \mathrm{tr}(A)$, and so is its
-    derivative at every order. Where the entries are stored, the default estimator reads the trace.
+    derivative at every order. The default estimator reads stored entries without a product.
 
     *With a tolerance* samples are drawn until about two standard errors are within
     `atol + rtol |value|`; 95 % of calls end within the tolerance (with a small bias, as a call ends
@@ -41,7 +41,6 @@ def trace(
     !!! Example
 
         ```python
-        operator = lx.FunctionLinearOperator(product, input_structure)
         solution = tr.trace(jax.random.key(0), operator, rtol=1e-3)
         solution.value, solution.std_err, solution.num_matvecs, solution.result
         ```
@@ -80,12 +79,11 @@ def diagonal(
     max_k: int | None = None,
     throw: bool = False,
 ) -> Solution:
-    """Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
+    r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
     as a tolerance takes (of the Euclidean norms of the errors and of the diagonal).
 
-    Where the entries are stored, the default estimator reads the diagonal, and it is exact.
-    Otherwise every entry is unbiased, and has a standard error of its own. It has a derivative like
-    that of [`traceax.trace`][].
+    Every entry is unbiased, $E[\mathtt{value}_i] = A_{ii}$, has its own standard error, and has a
+    derivative as for [`traceax.trace`][]. The default estimator reads stored entries.
 
     **Arguments:**
 

@@ -46,11 +46,10 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
     (XNysDiag) that of $\mathrm{diag}(\hat A_{(i)}) + \bar\omega_i \circ (A - \hat A_{(i)})
     \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes.
 
-    If the tail of the spectrum is flat, or narrow, a multiple of the identity is taken off A first
-    (no products), and a complex shift (for a diagonal a real one) inverts what remains; of several
-    shifts, 0 among them, that with the smallest standard error of the trace is taken. The error is
-    then up to 100,000 times smaller. As the shift depends on the probes, there is a bias where it
-    is not 0, of at most some tenth of the standard error (`docs/shifts.md`).
+    If the tail of the spectrum is flat or narrow, a multiple of the identity is taken off A first,
+    without products, and a complex shift (for a diagonal a real one) inverts the rest. Of several
+    shifts, 0 among them, the one with the smallest standard error of the trace is taken. As the
+    shift depends on the probes, a nonzero shift has a small bias (`docs/shifts.md`).
 
     Cost: `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or for a diagonal);
     `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The

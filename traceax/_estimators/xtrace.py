@@ -43,7 +43,7 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
 
         e_i = g_i^H A g_i = omega_i^H s_i s_i^H r_i - t_i^H x_i + x_i^H H x_i,
 
-    and tr H loses s_i^H H s_i. Holding out j as well adds Q u_ij beta to the residual probe,
+    and tr H loses s_i^H H s_i. Without j as well the residual probe gains Q u_ij beta,
     beta = u_ij^H x_i, hence
 
         e_ij = e_i + conj(beta) u_ij^H a_i + beta conj(u_ij^H b_i) + |beta|^2 u_ij^H H u_ij.
@@ -57,13 +57,13 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
     hx = matmul(h, x)
     height = column_dots(s, r)
     along = column_dots(s, w)
-    residual = jnp.conj(along) * height - column_dots(t, x) + column_dots(x, hx)
+    residual = jnp.conj(along) * height - column_dots(t, x) + column_dots(x, hx)  # e_i
 
     pairs = pairs_of(s)
     lost = pairs.forms(matmul(s_h, matmul(h, s)))
     beta = pairs.components(matmul(s_h, x))
-    towards = pairs.components(matmul(s_h, r - hx))
-    against = pairs.components(matmul(s_h, t - matmul(adjoint(h), x)))
+    towards = pairs.components(matmul(s_h, r - hx))  # u_ij^H a_i
+    against = pairs.components(matmul(s_h, t - matmul(adjoint(h), x)))  # u_ij^H b_i
     size = square_of(beta)
     change = jnp.conj(beta) * towards + beta * jnp.conj(against) + size * lost
     pair_square = square[:, None] + size

@@ -69,8 +69,8 @@ def square_of(a: Inexact[Array, "..."]) -> Real[Array, "..."]:
 
 
 def reciprocal(x: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-    """1 / x, for numbers whose squares are representable. (A complex division guards against others
-    by scaling, which takes five times as long to compile.)
+    """1 / x, for numbers whose squares are representable. (A complex division scales against
+    others, and compiles for longer.)
     """
     return jnp.conj(x) / square_of(x) if jnp.iscomplexobj(x) else 1 / x
 
@@ -81,9 +81,7 @@ def quadratic_forms(h, x):
 
 
 def resphering(dimension: float, square: Array, resphere: bool) -> Array:
-    """The factors c = dimension / ||g||^2 for residual probes g in a space of this dimension (a
-    float, which may exceed an int32), or 1 without resphering.
-    """
+    """The factors c = dimension / ||g||^2 for residual probes g, or 1 without resphering."""
     return dimension / square if resphere else jnp.ones_like(square)
 
 
@@ -95,9 +93,9 @@ def rescale_error(size: Array, std_err: Array) -> Array:
 def without_zero_pivots(r: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """R, the triangular factor of probes or of a sketch of size 1, with no zero on its diagonal.
 
-    A probe in the span of those before it has R_jj = 0. Any tiny number in its place will do: s_j
-    is then the direction of the arbitrary column q_j, which is right, as nothing else leaves the
-    range if one of two equal probes is held out.
+    A probe in the span of earlier ones has R_jj = 0. Any tiny number in its place will do: s_j then
+    has the direction of the arbitrary column q_j, which is right, as the range loses nothing else
+    if one of two equal probes is held out.
     """
     least = float(jnp.finfo(r.dtype).eps) ** 2
     zero = jnp.eye(r.shape[0], dtype=bool) & (jnp.abs(r) < least)
@@ -141,8 +139,8 @@ def pairs_of(s: Inexact[Array, "m m"]) -> Pairs:
 
 
 def pairs_of_gram(gamma: Inexact[Array, "m m"], hermitian: bool = True) -> Pairs:
-    """The planes spanned by pairs of the unit columns of S, from their Gram matrix S^H S, or from
-    one whose columns are scaled so that its diagonal is 1 (which then is not Hermitian).
+    """The planes of pairs of the unit columns of S, from the Gram matrix S^H S, or from one that is
+    not Hermitian: of columns scaled to a diagonal of 1.
     """
     m = gamma.shape[0]
     square = 1 - (square_of(gamma) if hermitian else gamma * gamma.T)
@@ -152,11 +150,11 @@ def pairs_of_gram(gamma: Inexact[Array, "m m"], hermitian: bool = True) -> Pairs
 
 
 def usable_covariance(covariance: Array, variance: Array, rounding: Array, m: int) -> Array:
-    """The covariance of two of m samples, as estimated from the D_ij, or 0 where they say nothing.
+    """The covariance of two of m samples, from the D_ij, or 0 where the D_ij say nothing.
 
-    If the samples scatter (`variance`, of the mean) by less than `rounding`, m - 1 probes already
-    capture the operator, and the D_ij, which hold two out, say nothing. But two samples may agree
-    because either is symmetric in the two probes, as those of a multiple of I are.
+    If the samples scatter (`variance`, of the mean) by less than `rounding`, m - 1 probes capture
+    the operator, and the D_ij, which hold two out, say nothing. (For m = 2 the samples may agree
+    because each is symmetric in the probes, as those of a multiple of I are.)
     """
     if m < 3:
         return jnp.maximum(covariance, 0)
@@ -164,9 +162,10 @@ def usable_covariance(covariance: Array, variance: Array, rounding: Array, m: in
 
 
 def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> Array:
-    """The standard error of the mean of m leave-one-out samples t_i, from the differences
-    D_ij = t_i - t_ij (0 for i = j) and the standard error that rounding adds: the root of
-    `s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2`; inf for a single sample.
+    """The standard error of the mean of m samples t_i (inf for m = 1), from the D_ij (0 for i = j)
+    and the standard error of rounding:
+
+        sqrt(s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2).
     """
     m = samples.shape[0]
     if m == 1:
@@ -192,8 +191,8 @@ class Scaled(NamedTuple):
 
     @property
     def size(self) -> Real[Array, ""]:
-        """The factor from results for A / scale to results for A. It is 0 if all products vanish,
-        so that the result is then 0 rather than the rounding error of the shift.
+        """The factor from results for A / scale to results for A; 0 if all products vanish: the
+        result is then 0, and not the rounding error of the shift.
         """
         return jnp.where(self.square != 0, self.scale, jnp.zeros_like(self.scale))
 
@@ -232,9 +231,7 @@ class RangeFinder(NamedTuple):
 
 
 def range_finder(omega: Array, sketch: Array) -> RangeFinder:
-    """The factors of a (shifted, hence full-rank) sketch, the products with the probes. Cost: one
-    QR factorisation (4 n m^2 operations) and 2 n m^2 more.
-    """
+    """The factors of a (shifted, hence full-rank) sketch. Cost: about `6 n m^2` operations."""
     q, r = qr(sketch)
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
@@ -294,7 +291,7 @@ def xtrace_weights(omega: Array, factors: RangeFinder, resphere: bool) -> LowRan
 
 def shift_of(norm: Array, n: int, eps: Array | float) -> Array:
     """The shift nu = eps ||Y||_F / sqrt(n), from the norm of a sketch Y of probes of norm sqrt(n),
-    or 1 for the norm 0. With A + nu I no factor is singular, and estimates remain unbiased: nu n is
+    or 1 for the norm 0: A + nu I has no singular factor, and estimates stay unbiased, as nu n is
     known.
     """
     shift = eps / math.sqrt(n) * norm

@@ -1,20 +1,19 @@
-r"""Low rank plus a multiple of the identity: the factors of a preconditioner.
+"""Low rank plus a multiple of the identity: the factors of a preconditioner.
 
 Everything is computed for the scaled operator A' = D^{-1/2} A D^{-1/2} = K' + s I. If the operator
-is written as a sum with a diagonal part D, that part is read off (`_operators.known_parts`), and
-s = 1. Otherwise D is a scalar unit and s is estimated: with theta the smallest Ritz value on the
-span of the sketch, and r the norm of its residual, s = theta - min(r, theta / 2). (A
-Gaussian-process kernel of low numerical rank plus s I has r = 0 to rounding, so that K' is free of
-the flat tail.)
+is a sum with a diagonal part D, that part is read (`_operators.known_parts`), and s = 1. Otherwise
+D is a scalar unit and s is estimated: with theta the smallest Ritz value on the span of the sketch,
+and r the norm of its residual, s = theta - min(r, theta / 2). (A Gaussian-process kernel of low
+numerical rank plus s I has r = 0 to rounding, so that K' is free of the flat tail.)
 
 A Nystrom approximation or a partial Cholesky factorisation gives K' ~ U Lambda U^H. With t the mean
-eigenvalue of the part of K' that it leaves out, the preconditioner is
+eigenvalue of the part of K' that is left out, the preconditioner is
 
     P = D^{1/2} (U Lambda U^H + mu I) D^{1/2},      mu = s + t / 10.
 
-If K' decays slowly, then with mu = s the part that is left out would be far larger than mu I, and
-the low-rank part of little use: t / 10 is close to the best choice on many kernels. As
-U Lambda U^H <= K', no eigenvalue of P^{-1} A is below s / mu.
+If K' decays slowly, the part left out is far larger than s I, and with mu = s the low-rank part
+of little use: t / 10 is close to the best choice on many kernels. As U Lambda U^H <= K', no
+eigenvalue of P^{-1} A is below s / mu.
 """
 
 import abc
@@ -42,9 +41,9 @@ from .nystrom import shifted_cholesky, skew_of_core
 class AbstractFactors(eqx.Module):
     """A preconditioner `P = R R^H`, by products with R^{-1} and R^{-H}.
 
-    `basis` has the shape and the dtype of the low-rank part. `row` and `top` are the largest
-    Euclidean norm of a row, and the largest eigenvalue, of the operator that P was made for, scaled
-    by `unit`: they bound rounding errors.
+    `basis` has the shape and dtype of the low-rank part. `row`, the largest Euclidean norm of a
+    row, and `top`, the largest eigenvalue, of the operator / `unit` that P was made for bound
+    rounding.
     """
 
     basis: AbstractVar[Inexact[Array, "n l"]]
@@ -144,8 +143,8 @@ class LowRankPlusIdentity(AbstractFactors):
         return self._inner(block) / self.root[:, None].astype(block.dtype)
 
     def outside(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """(I - U U^H) times a block, orthogonal to U to rounding. Its columns get the length that
-        those of vectors with the mean (I - U U^H) of w w^H have on average.
+        """(I - U U^H) times a block, orthogonal to U to rounding. Its columns get the mean length
+        of (I - U U^H) w for vectors w whose w w^H has the mean I - U U^H.
         """
         for _ in range(2):
             block = block - matmul(self.basis, matmul(adjoint(self.basis), block))
@@ -163,17 +162,16 @@ def diagonal_factors(root: Real[Array, " n"], dtype: Any) -> LowRankPlusIdentity
 
 @final
 class BuiltPreconditioner(eqx.Module):
-    r"""A preconditioner that was built before, by the method `build` of
-    [`traceax.NystromPreconditioner`][] or [`traceax.RPCholeskyPreconditioner`][].
+    """A preconditioner from the method `build` of [`traceax.NystromPreconditioner`][] or
+    [`traceax.RPCholeskyPreconditioner`][].
 
     As the `preconditioner` of [`traceax.logdet`][] and [`traceax.gaussian_log_density`][] it stays
     the same while the operator changes. For a given key the value is then a smooth function of the
     operator, and the derivative is exactly that of this function.
 
-    It can be used for operators with as many rows and of the same working dtype. The closer they
-    are to the operator that it was built for, the better it works. It is a PyTree of arrays, with
-    `n x rank` numbers: it may be an argument of a jitted function, and `vmap` may batch it. No
-    derivative flows into it.
+    It fits operators with as many rows and the same working dtype, and works best for those close
+    to the operator it was built for. It is a PyTree of arrays, with `n x rank` numbers: an argument
+    of jitted functions, which `vmap` may batch. No derivative flows into it.
 
     **Attributes:**
 
@@ -206,8 +204,7 @@ class BuiltPreconditioner(eqx.Module):
 
         **Arguments:**
 
-        - `structure`: the structure of the vectors, `operator.in_structure()`. By default that of
-            one array, of shape `(n,)`.
+        - `structure`: that of the vectors, `operator.in_structure()`; by default a single array.
 
         **Returns:**
 
@@ -263,9 +260,7 @@ class LowRank(NamedTuple):
     dimension: Real[Array, ""] | float = math.inf  # of what is left out: see `nystrom_of`
 
     def preconditioner(self, root: Real[Array, " n"], rank: int) -> LowRankPlusIdentity:
-        """The factors of P, with `rank` columns: those that are added are 0. Cost: a QR
-        factorisation, and l^3 operations.
-        """
+        """The factors of P, with `rank` columns, the last ones 0. Cost: a QR factorisation, l^3."""
         q, r = qr(self.f)
         u, sigma, _ = svd(r)
         eigenvalues = jnp.maximum(jnp.square(sigma) - self.nu, 0)
@@ -293,15 +288,15 @@ class LowRank(NamedTuple):
 
 
 def _smallest(omega: Array, products: Array, eps: float) -> Array:
-    """An estimate of the smallest eigenvalue (see above)."""
+    """An estimate of the smallest eigenvalue, s (see above)."""
     factor = cholesky(matmul(adjoint(omega), omega))
     # Omega C^{-1} is orthonormal. C is well-conditioned: its inverse is as good as solving with it.
     inverse = divide_by_upper(jnp.eye(factor.shape[0], dtype=factor.dtype), factor)
     core = matmul(adjoint(inverse), matmul(matmul(adjoint(omega), products), inverse))
-    values, vectors = eigh((core + adjoint(core)) / 2)
+    values, vectors = eigh((core + adjoint(core)) / 2)  # theta = values[0]
     vector = matmul(inverse, vectors[:, :1])
     residual = matmul(products, vector) - values[0] * matmul(omega, vector)
-    size = jnp.sqrt(square_norms(residual))[0]
+    size = jnp.sqrt(square_norms(residual))[0]  # r
     floor = 4 * eps * jnp.max(jnp.abs(values))
     return jnp.maximum(values[0] - jnp.clip(size, floor, jnp.maximum(values[0] / 2, floor)), floor)
 
@@ -312,25 +307,15 @@ def nystrom_of(
     known: Bool[Array, ""],
     eps: float,
 ) -> LowRank:
-    """The Nystrom approximation of K' = A' - s I from products with normal probes.
+    """The Nystrom approximation of K' = A' - s I from products of A' with normal probes of norm
+    about 1; s = 1 if `known`, and is estimated otherwise.
 
-    The mean eigenvalue t of what it leaves out is estimated without a further product, by holding
-    out one probe after the other as XNysTrace does.
-
-    **Arguments:**
-
-    - `omega`: the probes, of norm about 1.
-    - `products`: A' times the probes.
-    - `known`: whether s = 1; otherwise s is estimated.
-    - `eps`: the relative precision of a product.
-
-    **Returns:**
-
-    A `LowRank`. Cost: about `8 n l^2` operations.
+    Holding out one probe after the other, as in XNysTrace, estimates the mean eigenvalue t of the
+    part left out, without a product. Cost: about `8 n l^2` operations.
     """
     n, m = omega.shape
     one = jnp.ones((), jnp.finfo(omega.dtype).dtype)
-    shift = lax.cond(known, lambda *_: one, partial(_smallest, eps=eps), omega, products)
+    shift = lax.cond(known, lambda *_: one, partial(_smallest, eps=eps), omega, products)  # s
     sketch = products - shift.astype(omega.dtype) * omega
     # shift_of expects probes of norm sqrt(n). Its norm is that of A', as the products with A' were
     # rounded, not those with K'.

@@ -94,8 +94,8 @@ WORTH = 0.8
 
 
 class Nystrom(NamedTuple):
-    """The pieces of the approximations of A / scale + (nu - delta) I for all delta (of a positive
-    semidefinite A). The eigenbasis is that of the core.
+    """The pieces of the approximations of A / scale + (nu - delta) I for all delta (A positive
+    semidefinite), in the eigenbasis of the core.
     """
 
     products: Scaled  # A P, as multiplied
@@ -140,9 +140,7 @@ class Nystrom(NamedTuple):
         return jnp.asarray(MULTIPLES, self.nu.dtype) * self.theta
 
     def complex_shifts(self) -> Complex[Array, " c"]:
-        """The shifts that are tried where complex ones may be: 0, a multiple of theta, and those
-        that damp a part of the eigenvalues.
-        """
+        """The complex shifts to try: 0, a multiple of theta, some that damp eigenvalues in part."""
         last = len(self.eigenvalues) - 1  # if there are so few, none of the shifts is taken
         parts = np.clip([len(self.eigenvalues) // part for part in PARTS], LEAST_PART, None)
         delta = self.eigenvalues[np.minimum(parts, last)]
@@ -152,9 +150,7 @@ class Nystrom(NamedTuple):
         return lax.complex(jnp.concatenate([undamped, delta]), -eta)
 
     def shifted(self, z: Inexact[Array, ""]) -> "ShiftedNystrom":
-        """The approximation with the shift z: a real number below the smallest eigenvalue, or a
-        complex one.
-        """
+        """The approximation with the shift z: real, below the smallest eigenvalue, or complex."""
         hermitian = not jnp.iscomplexobj(z)
         inverse_core = reciprocal(self.eigenvalues - z)
         b = self.directions * inverse_core[:, None]
@@ -165,9 +161,7 @@ class Nystrom(NamedTuple):
 
 
 def rounding_of_nystrom(size: Array, eps: Array) -> Array:
-    """As `rounding_of`, with the rounding errors of the eigenvalues of the core, which are as large
-    as the least shift: for operators of a rank below k they were measured as up to 50 units.
-    """
+    """`rounding_of` and the rounding of the core's eigenvalues, as large as the least shift."""
     return rounding_of(size, eps) + 32 * float(jnp.finfo(size.dtype).eps) * size
 
 
@@ -209,8 +203,8 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     square = factors.rho**2
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
     beyond = shifted.inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
-    lengths = probes.gamma * inverse + matmul(adjoint(factors.directions), beyond)
-    pairs = pairs_of_gram(shifted.gram * inverse, hermitian=False)
+    lengths = probes.gamma * inverse + matmul(adjoint(factors.directions), beyond)  # z_i^H z_j
+    pairs = pairs_of_gram(shifted.gram * inverse, hermitian=False)  # gamma'_ij, of (q_i, q_j)
     pair_lost = pairs.forms(lengths).real
     pair_residual = (square * inverse)[:, None] * reciprocal(pairs.square)
     pair_square = square[:, None] / probes.square
@@ -243,14 +237,7 @@ def best_shift(
     rounding: Real[Array, ""],
 ) -> BestShift:
     """Try one shift after the other while the standard error falls (it has one minimum); only the
-    first of them, 0, if the tail of the spectrum is not flat.
-
-    **Arguments:**
-
-    - `factors`: the pieces of the approximations.
-    - `shifts`: those that may be taken. The first is 0, and is kept if the gain is small.
-    - `samples_of`: the samples from what leaving out probes does.
-    - `rounding`: the standard error that rounding adds.
+    first one, 0, if the tail of the spectrum is not flat. A small gain keeps 0.
     """
     m = len(factors.eigenvalues)
     if m < FEWEST:
@@ -285,18 +272,11 @@ def best_shift(
 def skew_of_core(
     core: Inexact[Array, "m m"], norm: Real[Array, ""], n: int, eps: float
 ) -> Real[Array, ""]:
-    """How far a core Omega^H A Omega shows that A^H != A, see `skew_of`.
+    """How far a core Omega^H A Omega shows that A^H != A, see `skew_of`; `norm` is ||A Omega||_F.
 
     For A = S + X with X^H = -X the core differs from its adjoint by 2 Omega^H X Omega, and without
     X by rounding alone: at most 2 eps ||Y||_F with Y = A Omega, ||Omega|| = 1. An X below the limit
     does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu.
-
-    **Arguments:**
-
-    - `core`: Omega^H A Omega.
-    - `norm`: ||A Omega||_F.
-    - `n`: the size of A.
-    - `eps`: the relative precision of a product.
     """
     return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
 
@@ -304,7 +284,7 @@ def skew_of_core(
 def core_of(
     p: Inexact[Array, "n m"], products: Scaled, eps: float
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """The core H of the products with an orthonormal basis P, and what it shows of A: the relative
+    """The core H of the products with an orthonormal basis P, and what H shows of A: the relative
     precision of the products (`eps`, or more where H says so clearly), the least shift, how far an
     eigenvalue may be below 0, and how far A^H is from A, relative to the limit.
 
@@ -323,10 +303,8 @@ def core_of(
 
 
 def shifted_cholesky(h, nu):
-    """The upper Cholesky factor of H + nu' I, with the least nu' in nu, 10 nu, ... for which there
-    is one, and that nu'.
-
-    H is symmetrised. No eigenvalue is ever truncated: that would bias the estimate.
+    """The upper Cholesky factor of the symmetrised H + nu' I, and nu', the least of nu, 10 nu, ...
+    with a factor. (A truncated eigenvalue would bias the estimate.)
     """
     eye = jnp.eye(h.shape[0], dtype=h.dtype)
 

@@ -1,13 +1,13 @@
-r"""Randomly pivoted partial Cholesky factorisation, F F^H ~ K, from columns of K alone.
+"""Randomly pivoted partial Cholesky factorisation, F F^H ~ K, from columns of K alone.
 
-Pivots are drawn with probabilities proportional to the diagonal d of what is left, K - F F^H. A
-column of its own for each pivot makes products of a matrix and a vector; so b pivots are proposed
-at once, from the d at the start of a round. Rejection sampling corrects for that: one after the
-other, the proposal i is accepted with the probability h / d_i, with h what the pivots accepted
-before have left of its diagonal entry. The accepted pivots have the distribution of those that are
-drawn one by one. With H the b x b block of K - F F^H at the proposals, this takes the steps of a
-Cholesky factorisation of H, which also gives the L with H = L L^H on the accepted ones: the new
-columns of F are those of (K - F F^H) L^{-H}.
+Pivots are drawn with probabilities proportional to the diagonal d of the residual K - F F^H. Pivots
+drawn one by one make products of a matrix and a vector; so b pivots are proposed at once, from the
+d at the start of a round. Rejection sampling corrects for that: one after the other, proposal i is
+accepted with the probability h / d_i, with h what the accepted pivots have left of its diagonal
+entry. The accepted pivots have the distribution of pivots drawn one by one. With H the b x b block
+of K - F F^H at the proposals, these are the steps of a Cholesky factorisation of H, which also
+gives the L with H = L L^H on the accepted ones: the new columns of F are those of
+(K - F F^H) L^{-H}.
 
 E. N. Epperly, J. A. Tropp, R. J. Webber, *Embrace rejection: kernel matrix approximation by
 accelerated randomly pivoted Cholesky*, 2024, arXiv:2410.03969.
@@ -31,7 +31,7 @@ class PivotedCholesky(NamedTuple):
 
     rows: Inexact[Array, "r n"]  # F^T; rows that are not in use come last, and are 0
     pivots: Int[Array, " r"]  # the indices of the pivots; n where a row is not in use
-    left: Real[Array, " n"]  # the diagonal of K - F F^H
+    left: Real[Array, " n"]  # d, the diagonal of K - F F^H
     largest: Real[Array, ""]  # the largest entry of the diagonal of K, or what it was computed from
     rank: Int[Array, ""]  # the number of rows in use
     columns: Int[Array, ""]  # of K that were evaluated
@@ -52,9 +52,7 @@ def no_pivots(diagonal: Real[Array, " n"], rank: int, block: int, dtype: Any) ->
 
 
 def rows_of(indices: Int[Array, " b"], n: int) -> Bool[Array, "n b"]:
-    """Where the unit vectors of these indices are 1. (A `where` is fused with what follows, and
-    compiles with it; a scatter is not.)
-    """
+    """Where the unit vectors of these indices are 1. (XLA fuses a `where`, and no scatter.)"""
     return jnp.arange(n, dtype=indices.dtype)[:, None] == indices
 
 
@@ -70,21 +68,15 @@ class _Accepted(NamedTuple):
 def _accept(
     uniforms: Real[Array, " b"], block: Inexact[Array, "b b"], least: Array, room: Int[Array, ""]
 ) -> _Accepted:
-    """Accept or reject proposals (see above), at most as many as there is room for.
-
-    **Arguments:**
-
-    - `uniforms`: independent uniform numbers between 0 and 1.
-    - `block`: H.
-    - `least`: pivots up to this size are rounding errors, and rejected.
-    - `room`: the number of columns that may still be added.
+    """Accept or reject proposals from uniform numbers and their block H, `room` at most (see
+    above). Pivots up to `least` are rounding errors, and rejected.
     """
     b = block.shape[0]
     threshold = uniforms * jnp.diagonal(block).real
     place = jnp.arange(b)
 
     def step(i, state):
-        size = state.block[i, i].real
+        size = state.block[i, i].real  # h
         taken = (size > jnp.maximum(threshold[i], least)) & (state.number < room)
         column = state.block[:, i] / jnp.sqrt(jnp.where(taken, size, 1)).astype(block.dtype)
         column = jnp.where(taken & (place >= i), column, 0)
@@ -111,31 +103,21 @@ def pivoted_cholesky(
     block: int = 1,
     enough: float | Real[Array, ""] = 0.0,
 ) -> PivotedCholesky:
-    """Randomly pivoted partial Cholesky factorisation: add pivots to those before.
+    """Randomly pivoted partial Cholesky factorisation: add pivots to those of `before`.
 
-    **Arguments:**
+    One `key` serves all pivots. `columns` maps indices, some of which may be equal, to columns of
+    K. A round proposes `block` (b) pivots; with 1, as many columns are evaluated as are used. The
+    factorisation ends with `rank` pivots, or where the trace of K - F F^H is `enough`.
 
-    - `key`: the random key, the same for all pivots of a factorisation.
-    - `columns`: a function from indices, some of which may be equal, to columns of K.
-    - `before`: the factorisation so far: `no_pivots`, or what this function returned.
-    - `rank`: the number of pivots that ends the factorisation, with those before.
-    - `block`: the number b of proposals in a round. With 1, as many columns are evaluated as are
-        used.
-    - `enough`: the trace of K - F F^H that ends the factorisation.
-
-    **Returns:**
-
-    A `PivotedCholesky`. Its `apart` is the largest difference at a pivot between the diagonal that
-    was given and the entry of the column; its `skew` that between entries of columns of the same
-    round that should be equal. Cost: `2 n rank^2` operations.
+    In the result, `apart` is the largest difference at a pivot between the given diagonal and the
+    entry of the column; `skew` that between entries of columns of one round that should be equal.
+    Cost: `2 n rank^2` operations.
     """
     n = before.left.size
     real = before.left.dtype
 
     def least_of(state: PivotedCholesky) -> Array:
-        """Pivots that are no larger consist of rounding errors to a large part, which the columns
-        made from them would amplify.
-        """
+        """The largest pivot that is mostly rounding errors, which its column would amplify."""
         return jnp.maximum(16 * float(jnp.finfo(real).eps) * state.largest, 8 * state.apart)
 
     def step(state: PivotedCholesky) -> PivotedCholesky:
@@ -149,7 +131,7 @@ def pivoted_cholesky(
         found = jnp.searchsorted(below, to_draw * below[-1], side="right", method="compare_all")
         pivots = jnp.minimum(found, n - 1)
         known = matmul(adjoint(state.rows[:, pivots]), state.rows).T
-        residual = columns(pivots).astype(state.rows.dtype) - known
+        residual = columns(pivots).astype(state.rows.dtype) - known  # of K - F F^H
         h = residual[pivots]
         apart = jnp.max(jnp.abs(jnp.diagonal(h).real - state.left[pivots]))
         apart = jnp.maximum(state.apart, apart)

@@ -71,16 +71,16 @@ class PlainSamples(NamedTuple):
 
 def plain_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The samples of a Hermitian matrix from the terms u = conj(omega) o A omega."""
-    centred = terms - jnp.mean(terms, axis=1, keepdims=True)
+    centred = terms - jnp.mean(terms, axis=1, keepdims=True)  # c_j
     return PlainSamples(jnp.sum(terms, axis=0).real, variance_of_others(square_norms(centred)))
 
 
 def skew_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
-    """The same for a matrix that need not be Hermitian. The variance of h_i is that of the
-    Hermitian part alone, and V_h is more: the scatter of the h_j says so.
+    """The same for any matrix. The variance of h_i is that of the Hermitian part, and may be less
+    than V_h: the scatter of the h_j shows that.
     """
-    variance = plain_samples(terms).variance
-    values = jnp.sum(terms, axis=0)
+    variance = plain_samples(terms).variance  # V_h
+    values = jnp.sum(terms, axis=0)  # h_i
     m = len(values)
     seen = variance_of_others(square_of(values - jnp.mean(values)))
     if not jnp.iscomplexobj(terms):
@@ -90,9 +90,7 @@ def skew_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
 
 
 def variance_of_others(squares: Real[Array, " m"]) -> Real[Array, " m"]:
-    """For each i the sample variance of the others, from |c_j|^2 with c_j the deviation from the
-    mean of all.
-    """
+    """For each i the sample variance of the others, from the squared deviations N_j."""
     m = len(squares)
     return jnp.maximum(jnp.sum(squares) - squares * (m / (m - 1)), 0) / (m - 2)
 
@@ -109,21 +107,21 @@ def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     m = len(parts.square)
     valid = parts.valid
     beta = shrinkage(plain.variance, jnp.where(valid, jnp.maximum(parts.energy, 0), 0))
-    level = _level(parts)
+    level = _level(parts)  # delta_i
     t = parts.residual + level * (n - m + 1 - parts.square) - parts.lost
     h = plain.values - parts.base
 
     grown = parts.pair_square - parts.square[:, None] - 1
     change = parts.residual[:, None] - parts.pair_residual + level[:, None] * grown
-    differences = beta[:, None] * (parts.pair_lost + change)
+    differences = beta[:, None] * (parts.pair_lost + change)  # D_ij
     differences = jnp.where(valid, differences, jnp.zeros_like(differences))
     return Samples(h - beta * (h - t), differences, beta)
 
 
 def _level(parts: LeaveOneOut) -> Inexact[Array, " m"]:
     """The flat part delta_i of what is left, for each i from the others."""
-    residual = jnp.sum(jnp.where(parts.valid, parts.pair_residual, 0), axis=0)
-    square = jnp.sum(jnp.where(parts.valid, parts.pair_square, 0), axis=0)
+    residual = jnp.sum(jnp.where(parts.valid, parts.pair_residual, 0), axis=0)  # sum of the e_ji
+    square = jnp.sum(jnp.where(parts.valid, parts.pair_square, 0), axis=0)  # of the ||g_ji||^2
     return residual / jnp.where(square > 0, square, 1)
 
 
@@ -140,7 +138,7 @@ def shrunk_weights(
     b = jnp.where(pairs.valid, pairs.components(matmul(adjoint(s), x)), 0)
     along = b / jnp.sqrt(pairs.square)
     back = along * pairs.gamma
-    pair_square = jnp.where(pairs.valid, factors.square[:, None] + square_of(b), 0)
+    pair_square = jnp.where(pairs.valid, factors.square[:, None] + square_of(b), 0)  # ||g_ij||^2
     total = jnp.sum(pair_square, axis=0)
     share = beta * (n - m + 1 - factors.square) / (m * jnp.where(total > 0, total, 1))
     share = jnp.where(pairs.valid, share, 0)  # c_j, over (i, j)

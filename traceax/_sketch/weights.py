@@ -37,9 +37,7 @@ class AbstractWeights(eqx.Module):
         """
 
     def weights_at(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
-        """The weights as a function of the operator, see `AbstractEstimator`: themselves, where
-        E[G] = I.
-        """
+        """The weights as a function of A, see `AbstractEstimator`: constant where E[G] = I."""
         return self
 
 
