@@ -1,4 +1,4 @@
-r"""The trace of an operator that changes from step to step: `Tracker`.
+"""The trace of an operator that changes from step to step: `Tracker`.
 
 Blocks of vectors are rows. Below, probes z have the norm sqrt(n), k is the budget of a step, and
 beta is 2 for real probes and 1 for complex ones (for which `E[z z^T] = 0`, as for independent
@@ -6,8 +6,8 @@ phases). For probes on the sphere the part of A z orthogonal to z gives exactly
 
     Var z^H A z = beta E ||A z - z (z^H A z) / n||^2        (A Hermitian; otherwise at most this).
 
-*Recycled Hutch++.* `Q_j = orth(A_{j-1} Q_{j-1})` continues a subspace iteration, without further
-products. As `Q_j` depends only on the past, `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is
+*Recycled Hutch++.* `Q_j = orth(A_{j-1} Q_{j-1})` continues a subspace iteration without further
+products. It depends on the past alone: `tr(Q^H A Q) + mean c g^H A g`, `g = (I - Q Q^H) z`, is
 unbiased.
 
 *DeltaShift.* With the same l = k // 2 probes on both operators, and a = 1 - gamma,
@@ -18,11 +18,10 @@ unbiased.
 where `N = ||A_{j-1}||_F^2`, `M = ||A_j||_F^2` and `C = Re <A_j, A_{j-1}>`, each of A less the
 multiple of I that adds no variance.
 
-NOTE: the paper's `a` looks at the probes of its own step. It multiplies the error of the past, so
-that what correlates with this error is a bias: so do the probes and the batch of the step, and the
-batches of the past (one of large curvature has large norms). So each half of the probes has a t of
-its own, whose a comes from what the other half saw at the steps before, in ratios of norms of one
-step:
+NOTE: the paper's `a` depends on the probes of its own step. It multiplies the error of the past, so
+everything that correlates with that error is a bias: the probes and the batch of the step, and the
+batches of the past (large curvature has large norms). So each half of the probes has its own t,
+with an a from the earlier steps of the other half, in ratios of norms of one step:
 
     delta = ||A_j - A_{j-1}||_F^2 / (M + N) = 1 - 2 C / (M + N),   w = M / (M + v_j / beta),
 
@@ -90,8 +89,8 @@ TrackState.__init__.__doc__ = "**Arguments:**" + (TrackState.__doc__ or "").part
 
 @final
 class Tracker(eqx.Module):
-    r"""Estimates tr(A_1), tr(A_2), ...: the traces of an operator that changes slowly, such as the
-    Hessian of a network in training. Each step makes use of the steps before it.
+    """Estimates tr(A_1), tr(A_2), ...: the traces of an operator that changes slowly, such as the
+    Hessian of a network in training. Each step uses the steps before it.
 
     !!! Example
 
@@ -217,9 +216,7 @@ def _update(
 def _estimate(
     block: BlockOperator, value: Array, std_err: Array, norm: Array, num_matvecs: int, dof: int
 ) -> Estimate:
-    """The estimate of a step, for an estimate of ||A||_F. Its value is linear in the products; all
-    else is a constant.
-    """
+    """The estimate of a step; its value is linear in the products, and all else is constant."""
     std_err = lax.stop_gradient(jnp.hypot(std_err, rounding_of(norm, block.eps)))
     return verdict(make_estimate(value, std_err, num_matvecs, dof, evidence_of(norm)))
 
@@ -295,14 +292,14 @@ def _deltashift(
     k: int,
 ) -> tuple[Estimate, TrackState]:
     """A step of DeltaShift, for each half of the probes; see the top of this file."""
-    count = k // 2
+    count = k // 2  # l
     counts = _counts(count)
     beta = _beta(sampler, block)
     z = _probes(key, sampler, block, count)
     image = block.mm(z.T).T
     before = lax.stop_gradient(old.mm(z.T).T)
 
-    similarity = jnp.maximum(1 - past.drift, 0)
+    similarity = jnp.maximum(1 - past.drift, 0)  # 1 - delta
     share = past.trust + count * (1 - past.trust)
     a = similarity * past.trust / share
     values = _means(row_dots(z, image)) + a * (past.values - _means(row_dots(z, before)))
@@ -310,7 +307,7 @@ def _deltashift(
     unit = _unit(image, before, past.std_errs)
     parts = [_off_probes(z, x, unit) for x in (image, before)]
     parts.append(parts[0] - parts[1])
-    norms = jnp.stack([_means(row_squares(x)) for x in parts])
+    norms = jnp.stack([_means(row_squares(x)) for x in parts])  # M, N, ||A_j - A_{j-1}||_F^2
 
     def added(m, n, d):
         # M + a^2 N - 2 a C, with 2 C = M + N - ||A_j - A_{j-1}||^2, in a form without cancellation.
@@ -320,9 +317,9 @@ def _deltashift(
     variances = a**2 * jnp.square(past.std_errs / unit) + beta * added(*norms) / counts
     std_errs = unit * jnp.sqrt(variances)
     m, n, d = norms[:, ::-1]  # each half takes the norms of the other
-    past_variance = n * a * similarity * (1 - past.trust) / share
-    trust = _trust(m, past_variance + added(m, n, d) / count)
-    drift = _ratio(d, m + n)
+    past_variance = n * a * similarity * (1 - past.trust) / share  # a^2 v_{j-1} / beta
+    trust = _trust(m, past_variance + added(m, n, d) / count)  # w
+    drift = _ratio(d, m + n)  # delta
     # The geometric mean forgets a jump of the operator within a few steps.
     smooth = jnp.sqrt(past.drift) * jnp.sqrt(drift)
     drift = jnp.where((past.drift > 0) & (drift > 0), smooth, drift)

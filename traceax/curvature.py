@@ -1,11 +1,11 @@
-r"""Curvature of functions of parameters, as lineax operators over the parameter PyTree.
+"""Curvature of functions of parameters, as lineax operators over the parameter PyTree.
 
 Each function here returns a square, symmetric `lineax.AbstractLinearOperator` for
-[`traceax.trace`][], [`traceax.diagonal`][] and the other functions. The input and output structure
-of the operator is that of the parameters. Leaves that are not floating-point arrays (integers,
-flags, activation functions) are held constant, and are `None` in that structure.
+[`traceax.trace`][], [`traceax.diagonal`][] and the other functions, with the structure of the
+parameters. Leaves that are not floating-point arrays (integers, flags, activation functions) are
+constants, and `None` in that structure.
 
-*Products.* Let the function be `L(f(params))`, of which `f` is linearised. Every product is
+*Products.* For a function `L(f(params))`, of which `f` is linearised, every product is
 
     A v = J^T (H_L) J v,     J the Jacobian of f, H_L the Hessian of L at f(params),
 
@@ -40,9 +40,8 @@ _POSITIVE = (lx.positive_semidefinite_tag,)
 
 
 def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
-    """Half the squared norm, each number of which counts `scale` times: the Hessian is diagonal,
-    with the entries `scale`. It is computed in float32 at least, in which a scale 1 / N is exact
-    enough, and sums of many terms are.
+    """Half the squared norm, with a diagonal Hessian of entries `scale`, in float32 at least: there
+    a scale 1 / N and sums of many terms are exact enough.
     """
     with jax.numpy_dtype_promotion("standard"):
         wide = [x.astype(at_least_single(x.dtype)) for x in jtu.tree_leaves(outputs)]
@@ -145,15 +144,15 @@ def gauss_newton(
     r"""The (generalised) Gauss-Newton matrix $J^\top H_L J$ of a loss of predictions.
 
     This is the Hessian of `loss(predict(params))` with the predictions linearised in the
-    parameters. For the mean of a cross entropy, or of half a squared error, it is the exact Fisher
+    parameters: for the mean of a cross entropy, or of half a squared error, the exact Fisher
     matrix.
 
     **Arguments:**
 
     - `predict`: called as `predict(params, *args)`, or `predict(params, batch, *args)` with
         batches; returns a PyTree of floating-point arrays.
-    - `loss`: called as `loss(predictions, *args)`, or `loss(predictions, batch, *args)`. Both take
-        the same `args`; see [`traceax.curvature.of`][] for others.
+    - `loss`: called as `loss(predictions, *args)`, or `loss(predictions, batch, *args)`, with the
+        same `args`; see [`traceax.curvature.of`][] for others.
     - `params`, `args`, `batches`, `weights`, `wrt`, `groups`, `has_aux`: as for
         [`traceax.curvature.hessian`][].
     - `convex`: whether the loss is convex in the predictions, as cross entropy and squared error
@@ -186,12 +185,11 @@ def fisher(
     key: PRNGKeyArray | None = None,
     num_samples: int = 1,
 ) -> CurvatureOperator:
-    r"""The Fisher information matrix $\frac{1}{N} \sum_i g_i g_i^\top$ of N examples, where $g_i$
-    is the gradient of the log-likelihood of the i-th example.
+    r"""The Fisher information matrix $\frac{1}{N} \sum_i g_i g_i^\top$ of N examples, with $g_i$
+    the gradient of the log-likelihood of the i-th example.
 
-    Without `sample` it is the *empirical* matrix, with the labels in the data. With `sample` it is
-    a *Monte Carlo* estimate, with labels drawn from the model, whose expectation is the true Fisher
-    matrix at the given inputs.
+    Without `sample` it is the *empirical* matrix, with the labels in the data; with `sample` a
+    *Monte Carlo* estimate, whose expectation is the true Fisher matrix at the given inputs.
 
     !!! Example
 
@@ -200,29 +198,25 @@ def fisher(
             log_probs = jax.nn.log_softmax(predict(params, inputs))
             return jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
 
-        def sample(key, params, inputs, labels):
-            return inputs, jax.random.categorical(key, predict(params, inputs))
-
-        operator = tr.curvature.fisher(
-            log_likelihood, params, inputs, labels, sample=sample, key=jax.random.key(0)
-        )
+        operator = tr.curvature.fisher(log_likelihood, params, inputs, labels)
         ```
 
     **Arguments:**
 
-    - `log_likelihood`: called as the loss of [`traceax.curvature.hessian`][]; returns the
-        log-likelihood of every example, an array of shape `(N,)` (a scalar counts as one example).
+    - `log_likelihood`: called as the loss of [`traceax.curvature.hessian`][]; returns an array of
+        shape `(N,)`, one number for each example (a scalar counts as one example).
     - `params`, `args`, `batches`, `weights`, `wrt`, `groups`, `has_aux`: as there.
     - `sample`: called as `sample(key, params, *args)`, or `sample(key, params, batch, *args)` with
-        batches; returns the arguments after `params` as a tuple, with labels drawn from the model.
+        batches; returns the arguments after `params` as a tuple, with labels drawn from the model,
+        such as `(inputs, jax.random.categorical(key, predict(params, inputs)))`.
     - `key`: a random key, for `sample`.
     - `num_samples`: how many times to draw the labels.
 
     **Returns:**
 
-    A lineax operator over the parameters, tagged positive semidefinite. All products use the same
-    labels. The expectation of its derivative is the derivative of the true matrix. A product costs
-    a forward and a reverse pass.
+    A lineax operator over the parameters, tagged positive semidefinite, with the same labels in all
+    products. The expectation of its derivative is the derivative of the true matrix. A product
+    costs a forward and a reverse pass.
 
     ??? cite "References"
 
@@ -401,10 +395,10 @@ def of(
     mode: Literal["forward", "reverse", "finite-difference"] = "forward",
 ) -> Curvature:
     """A factory of curvature operators: the Hessian of a loss, or with `predict` its Gauss-Newton
-    matrix, wherever the parameters are.
+    matrix, at any parameters.
 
     The loss is traced once for all calls with arguments of the same structure, shapes and dtypes.
-    So make it once, and (as for `jax.jit`) let the loss take everything that changes as an array.
+    So make the factory once, and (as for `jax.jit`) let the loss take arrays for what changes.
 
     !!! Example
 

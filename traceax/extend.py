@@ -1,8 +1,8 @@
-"""What authors of estimators, samplers and preconditioners need, under public names.
+"""Public names for authors of estimators, samplers and preconditioners.
 
 `import traceax.extend as tre`. The page "Write your own estimator" of the documentation shows how
-these parts go together, and [`traceax.testing.check_estimator`][] checks what comes out. The rules
-for public names hold for these as well.
+these parts go together, and [`traceax.testing.check_estimator`][] checks the result. The rules for
+public names hold here as well.
 """
 
 from ._core.estimate import (

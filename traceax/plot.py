@@ -202,8 +202,8 @@ def sharpness(
         axes = tr.plot.sharpness(steps, pairs, learning_rate=0.1)
         ```
 
-    The value is the largest Ritz value; the eigenvalue lies in the band above, which is as high as
-    the error (but for a probability of 1 %).
+    The value is the largest Ritz value; with a probability of 99 % the eigenvalue lies in the band
+    above, which is as high as the error.
 
     **Arguments:**
 

@@ -48,21 +48,19 @@ def check_estimator(
     !!! Example
 
         ```python
-        import traceax as tr
         from traceax.testing import check_estimator
-
         check_estimator(tr.HutchPlusPlusEstimator())
         ```
 
-    The keys are fixed. The mean of the values over many of them is the trace (or the diagonal), and
+    The keys are fixed. The mean of the values over many keys is the trace (or the diagonal), and
     the mean of the derivatives that of a direction unrelated to A; the derivative along A is the
     value; intervals hold the true value; for `k >= n` the value is exact; no program has more
     products than the budget; `jit`, `vmap`, `grad`, `jvp`, `lax.map` and second derivatives agree
     with single calls; all dtypes, scales, ranks and NaN end as they should; products of matrices
     are made in full precision where the default is TF32; a call with a tolerance meets it.
 
-    An operator that the estimator's `check` refuses is left out. All of this takes about half a
-    minute, most of it for compilation.
+    Operators that the estimator's `check` refuses are left out. Most of the time goes to
+    compilation.
 
     **Arguments:**
 
@@ -322,8 +320,8 @@ def _check_products(subject, k: int) -> None:
 
 
 def _check_transforms(subject, _: int) -> None:
-    """Check transforms of an estimate of A(a, b) = exp(a) B + b^2 C. As weights are held fixed,
-    all its derivatives follow from the first ones.
+    """Check transforms of an estimate of A(a, b) = exp(a) B + b^2 C. With weights held fixed, all
+    derivatives follow from the first ones.
     """
     n = max(12, subject.estimator.smallest + 5)
     k = max(7, subject.estimator.smallest)
@@ -375,9 +373,7 @@ def _check_transforms(subject, _: int) -> None:
 
 
 def _check_near(subject, operator, matrix, k: int, what: str, slack: float) -> Any:
-    """The value and its standard error, after checking that the value is finite and within ten
-    standard errors of the truth.
-    """
+    """The value and its standard error; the value must be within ten standard errors of exact."""
     solution = jax.jit(lambda key: subject.solve(key, operator, k))(jr.key(3))
     value, std_err = (np.asarray(_flat(x)) for x in (solution.value, solution.std_err))
     subject.require(np.isfinite(value).all(), f"{what}: the value is not finite")
@@ -429,9 +425,7 @@ def _check_scale(subject, k: int) -> None:
 def _products_for_gpu(
     function: Callable[..., Any], *structures: Any
 ) -> tuple[list[str], list[str]]:
-    """The products of matrices in the program for a GPU, where the default is TF32; and those of
-    them that are in less than full precision.
-    """
+    """Products of matrices in a GPU's program where TF32 is the default; and the less precise."""
     with jax.default_matmul_precision("tensorfloat32"):
         traced = jax.jit(function).trace(*structures)
         program = traced.lower(lowering_platforms=("cuda",)).as_text()

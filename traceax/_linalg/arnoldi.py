@@ -57,9 +57,9 @@ class Arnoldi(NamedTuple):
         return scale_of(self.size[:, None, None], axis=1)
 
     def ended_after(self, steps: int) -> Inexact[Array, "p q q"]:
-        """H / `unit` after so many steps. Rows and columns of later steps, and of those after the
-        end of a space, have the number H_11 on the diagonal and 0 elsewhere: a block of its own,
-        with an eigenvalue within the field of values, that e_1 knows nothing of.
+        """H / `unit` after so many steps. Rows and columns of later steps, and after the end of a
+        space, have H_11 on the diagonal and 0 elsewhere: a separate block, whose eigenvalue is
+        within the field of values and has no part in e_1.
         """
         q = self.hessenberg.shape[1]
         below = jnp.diagonal(self.hessenberg, -1, axis1=1, axis2=2)
@@ -90,9 +90,7 @@ def begun(start: Inexact[Array, "n p"], num_steps: int) -> Arnoldi:
 def outside(
     basis: Inexact[Array, "p q n"], w: Inexact[Array, "p n"]
 ) -> tuple[Inexact[Array, "p n"], Inexact[Array, "p q"]]:
-    """The part of each vector outside of the space of its basis, made orthogonal to it twice, and
-    the coefficients inside.
-    """
+    """The part of each vector orthogonal to its basis, by two passes, and the coefficients."""
     column = jnp.zeros(basis.shape[:2], w.dtype)
     for _ in range(2):
         coefficients = einsum("pjn,pn->pj", jnp.conj(basis), w)
@@ -133,9 +131,8 @@ def advanced(
     eps: float,
     fresh: Callable[[Array, Array], Inexact[Array, "p n"]] | None = None,
 ) -> Arnoldi:
-    """The recurrences after the steps from `first` to `last`, which may be traced. The numbers are
-    in the unit `scale`. `fresh`, from the number of a step and the basis, has the vectors that go
-    on where a space is exhausted.
+    """The recurrences after the steps from `first` to `last`, which may be traced, in the unit
+    `scale`; `fresh(j, basis)` returns the vectors that continue exhausted spaces.
     """
 
     def step(j, krylov):

@@ -18,8 +18,8 @@ from .arnoldi import Product
 
 
 class BlockLanczos(NamedTuple):
-    """A block Krylov space after s steps. A vector that has no part outside of the earlier ones is
-    not in use: it is 0, and so are its row and column of T.
+    """A block Krylov space after s steps. A vector in the span of earlier ones is not in use: it is
+    0, and so are its row and column of T.
     """
 
     rows: Inexact[Array, "s*b n"]  # the vectors v_i, one in each row
@@ -30,9 +30,7 @@ class BlockLanczos(NamedTuple):
 
 
 def _orthonormal(block: Array, least: Array | float) -> Array:
-    """The rows of a block by the method of Gram and Schmidt, twice for each. What remains of a row
-    is 0 if its norm is not above `least`.
-    """
+    """Gram and Schmidt's method, twice for each row; a rest of norm at most `least` becomes 0."""
 
     def one(i, found):
         v = lax.dynamic_index_in_dim(block, i, keepdims=False)
@@ -53,11 +51,11 @@ def block_lanczos(
     eps: float,
     negligible: float | None = None,
 ) -> BlockLanczos:
-    """The recurrence after `num_steps` products with a block of b vectors Z, of any length that is
-    neither tiny nor huge. Step j has the rows from `b j` to `b (j + 1)`. A new vector whose length,
-    relative to the longest image, is `negligible` is taken to be 0: by default a `rounding_unit`.
+    """The recurrence after `num_steps` products with a block of b vectors Z, neither tiny nor huge.
 
-    Cost: `n b num_steps` numbers, and `12 n (b num_steps)^2` operations.
+    Step j has the rows from `b j` to `b (j + 1)`. A new vector becomes 0 if its length, relative to
+    the longest image, is at most `negligible`, by default a `rounding_unit`. Cost: `n b num_steps`
+    numbers, and `12 n (b num_steps)^2` operations.
     """
     n, b = start.shape
     m, real = b * num_steps, jnp.finfo(start.dtype).dtype

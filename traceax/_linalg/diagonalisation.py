@@ -1,15 +1,15 @@
-r"""Functions of small matrices that are not Hermitian, by eigenvectors.
+"""Functions of small matrices that are not Hermitian, by eigenvectors.
 
 *The perturbation.* With H = X diag(theta) X^{-1}, f(H) = X diag(f(theta)) X^{-1}, whose rounding
 errors are eps times the condition number of X: infinite for a Jordan block. But matrices nearby
 have better eigenvectors (E. B. Davies, *Approximate diagonalization*, 2007): those of H + delta E
-have a condition number of about 1 / delta. One such matrix would leave an error of delta; the mean
+have a condition number of about 1 / delta. One such matrix leaves an error of delta; the mean
 
     f(H) ~ (f(H + delta E) + f(H - delta E)) / 2
 
 is right to first order, and leaves delta^2. Together with eps / delta from rounding this is least
-for delta = eps^(1/3), and eps^(2/3) then (4e-11 and 2e-5). H itself is taken where its eigenvectors
-are better than that, that is where their condition number is at most eps^(-1/3).
+for delta = eps^(1/3), and then eps^(2/3). H itself is taken where its eigenvectors are better:
+where their condition number is at most eps^(-1/3).
 """
 
 import math
@@ -25,8 +25,8 @@ from .factorisations import eigenpairs, one_by_one
 
 
 class Diagonalised(NamedTuple):
-    """A square matrix H as `left diag(nodes) right`, by which functions of it are computed: the
-    eigenpairs of both neighbours of H, or twice those of H itself.
+    """A square matrix H as `left diag(nodes) right`, for functions of H: the eigenpairs of both
+    neighbours of H, or those of H itself, twice.
     """
 
     nodes: Complex[Array, "... 2q"]
@@ -36,8 +36,7 @@ class Diagonalised(NamedTuple):
 
 @one_by_one
 def diagonalised(h: Inexact[Array, "q q"]) -> Diagonalised:
-    """The eigenpairs by which f(H) is computed: see above. The largest number in H should be about
-    1; NaN and inf are replaced by 0.
+    """The eigenpairs for f(H), see above; 0 replaces NaN and inf. The largest number is about 1.
 
     Cost: up to three eigendecompositions.
     """

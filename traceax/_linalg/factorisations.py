@@ -20,8 +20,8 @@ def diagonal_of(h: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
 
 
 def one_by_one(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`; before jaxlib 0.11.1 in a loop over lanes on CPUs. There two batched LAPACK calls at
-    once can wait for each other forever, as each blocks a thread of the pool that both need.
+    """`fn`; before jaxlib 0.11.1 in a loop over lanes on CPUs: two batched LAPACK calls at once can
+    wait for each other forever, as each blocks a thread of the pool that both need.
     """
     if jaxlib.version.__version_info__ >= (0, 11, 1):
         return fn
@@ -55,8 +55,8 @@ def _solve_upper(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexact[
 def _divide_by_products(
     f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]
 ) -> Inexact[Array, "n m"]:
-    """F R^{-1} from the inverse, with one step of refinement. Without it the residual F - X R would
-    have the size of cond(R) rounding errors.
+    """F R^{-1} from the inverse, with one step of refinement, without which the residual F - X R
+    has the size of cond(R) rounding errors.
     """
     inverse = _solve_upper(jnp.eye(r.shape[0], dtype=r.dtype), r)
     x = matmul(f, inverse)
@@ -69,9 +69,7 @@ def divide_by_upper(f: Inexact[Array, "n m"], r: Inexact[Array, "m m"]) -> Inexa
 
 
 def qr(block: Inexact[Array, "n m"]) -> tuple[Inexact[Array, "n m"], Inexact[Array, "m m"]]:
-    """The reduced QR factorisation: Q is orthonormal to rounding for every finite block. Rows that
-    live on several devices stay there.
-    """
+    """The reduced QR factorisation, Q orthonormal to rounding; cut rows stay on their devices."""
     return _shifted_cholesky_qr(block) if block.size >= _LARGE_BLOCK else _householder_qr(block)
 
 
@@ -121,9 +119,7 @@ def _shifted_cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
 
 
 def _generic(block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
-    """Columns of about norm 1 that are linearly independent, also of those of any block that does
-    not consist of cosines itself.
-    """
+    """Independent columns of norm about 1, also of those of a block not made of cosines itself."""
     n, m = block.shape
     dtype = block.real.dtype
     angles = jnp.pi * jnp.mod(jnp.arange(1, m + 1, dtype=dtype) * 0.6180339887498949, 1)
@@ -141,9 +137,7 @@ def cholesky(h: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
 
 
 def lower_cholesky(a: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
-    """The lower triangular factor L of a large Hermitian matrix L L^H; NaN if that is not positive
-    definite. Only one of its triangles is read.
-    """
+    """The lower Cholesky factor of a large Hermitian A, from one triangle; NaN if there is none."""
     # LAPACK stores matrices by columns: it gets A^H, which is A stored by rows.
     return lax.linalg.cholesky(jnp.conj(a).T, symmetrize_input=False)
 
@@ -158,9 +152,7 @@ def cholesky_solve(
 
 @one_by_one
 def eigh(h: Inexact[Array, "m m"]) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
-    """Eigenvalues and eigenvectors of a matrix that is Hermitian to the last bit. NaN and inf in it
-    are replaced by 0: they must not get to LAPACK.
-    """
+    """Eigenpairs of an exactly Hermitian matrix. LAPACK gets 0 in place of NaN and inf."""
     finite = jnp.where(jnp.isfinite(h), h, 0)
     values, vectors = jnp.linalg.eigh(finite, symmetrize_input=False)
     return values, vectors
@@ -189,8 +181,8 @@ def eigenvalues(a: Inexact[Array, "m m"]) -> Inexact[Array, " m"]:
 
 
 def eigenpairs(a: Inexact[Array, "m m"]) -> tuple[Array, Array, Array]:
-    """Eigenvalues and eigenvectors of norm 1 of any square matrix, and the inverse of the latter:
-    inf or NaN if there is none. (To be called within `one_by_one`.)
+    """Eigenvalues and unit eigenvectors of a square matrix, and the inverse of the eigenvectors
+    (inf or NaN if there is none). Call it within `one_by_one`.
     """
     values, vectors = jnp.linalg.eig(a)
     return values, vectors, jnp.linalg.inv(vectors)

@@ -69,8 +69,8 @@ def largest_ritz_value(krylov: Lanczos) -> Real[Array, ""]:
 
 
 def tridiagonal(krylov: Arnoldi) -> Lanczos:
-    """Arnoldi's recurrence of a Hermitian A, whose H = V^H A V is real and tridiagonal but for
-    rounding: `skew` is the norm of what differs from this.
+    """Arnoldi's recurrence of a Hermitian A: H = V^H A V is real and tridiagonal but for rounding.
+    `skew` is the norm of the difference.
     """
     h = krylov.hessenberg / krylov.unit.astype(krylov.basis.dtype)
     alpha = jnp.diagonal(h, axis1=1, axis2=2).real
@@ -89,9 +89,7 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
 
 
 def lanczos(mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float) -> Lanczos:
-    """Advance the recurrences of all probes together: see `arnoldi` for the arguments, the cost and
-    the end of a space.
-    """
+    """Advance the recurrences of all probes together, see `arnoldi`."""
     return tridiagonal(arnoldi(mm, start, num_steps, eps))
 
 
@@ -102,8 +100,8 @@ def lanczos_until(
     eps: float,
     enough: Callable[[Lanczos, Int[Array, ""]], Bool[Array, ""]],
 ) -> tuple[Lanczos, Int[Array, ""]]:
-    """The recurrences after the first number of steps, of few from 4 to `num_steps`, that is
-    `enough`, and this number. What is later than that is 0.
+    """The recurrences after the first number of steps (few are tried, from 4 to `num_steps`) that
+    is `enough`, and this number. Later steps are 0.
     """
     depths = [round(4 * 2 ** (i / 2)) for i in range(2 * num_steps.bit_length())]
     ends = jnp.asarray([0, *[depth for depth in depths if depth < num_steps], num_steps], jnp.int32)
@@ -125,10 +123,11 @@ def lanczos_until(
 def quadrature(
     krylov: Lanczos,
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
-    """The nodes theta, the weights w and the eigenvectors S of every probe's T. If a space
-    is exhausted after m steps, only the first m nodes count, in ascending order. The others repeat
-    the first node, with weights and eigenvectors that are exactly 0. The caller must check that the
-    recurrences are finite.
+    """The nodes theta, the weights w and the eigenvectors S of every probe's T.
+
+    If a space is exhausted after m steps, the first m nodes count, in ascending order. The others
+    repeat the first node, with weights and eigenvectors that are exactly 0. The caller must check
+    that the recurrences are finite.
     """
     beta = krylov.beta[:-1].T
     # Not `beta > 0`: NaN must not look like the end of a space.
@@ -149,7 +148,7 @@ def positive_quadrature(
     krylov: Lanczos,
 ) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
     """The quadrature of a positive definite operator. Tiny numbers replace nodes that are not
-    positive, to avoid NaN; the caller must report them.
+    positive, against NaN; the caller must report such nodes.
     """
     nodes, weights, vectors = quadrature(krylov)
     tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit

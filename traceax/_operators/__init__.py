@@ -1,7 +1,6 @@
-"""Lineax operators: the checks of what users pass (`checks`, `hoisting`), how blocks of vectors are
-multiplied (`block_operator`, `width`), what tags and classes say of an operator (`tags`,
-`questions`), what is known of it without a product (`known_parts`), and operators that lineax does
-not have (`sparse`, `kernel`, `curvature`, `gram`).
+"""Lineax operators: checks of arguments (`checks`, `hoisting`), products with blocks of vectors
+(`block_operator`, `width`), what tags and classes say (`tags`, `questions`), known parts
+(`known_parts`), and operators that lineax lacks (`sparse`, `kernel`, `curvature`, `gram`).
 
 Begin with `block_operator`. This room uses `_core` and `_linalg`.
 """

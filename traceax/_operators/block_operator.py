@@ -28,11 +28,10 @@ class BlockOperator:
     - `operator`: the lineax operator. Products run in its own dtypes.
     - `batch_size`: how many vectors to multiply at once. By default a block has at most 2^27
         numbers, and at most 64 vectors if the operator calls functions.
-    - `n`: its size.
+    - `n`: the number of rows.
     - `dtype`: the working dtype, of probes, products and estimates: the widest of the operator's
         dtypes, but at least float32.
-    - `eps`: the relative precision of a product: that of the narrowest dtype, also of those inside
-        of functions.
+    - `eps`: the relative precision of a product: that of the narrowest dtype, in functions too.
     """
 
     def __init__(self, operator: lx.AbstractLinearOperator, batch_size: int | None = None):
@@ -50,9 +49,7 @@ class BlockOperator:
         return max(product_precision(self.operator), *of_dtypes)
 
     def linearised(self) -> "BlockOperator":
-        """The same operator, with the work that all products share done once: for a Jacobian, the
-        primal pass.
-        """
+        """The operator with the shared work of products done once: a Jacobian's primal pass."""
         try:
             linear = BlockOperator(lx.linearise(self.operator), self.batch_size)
         except NotImplementedError:  # a user's operator that does not register `linearise`
@@ -94,8 +91,8 @@ class BlockOperator:
         return self.join(self.mm_by_leaf(self.leaves(block)))
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
-        """The product `A @ block`, where both are lists with one block for each leaf, of the axes
-        of the leaf or one of its size: no array with all n rows is made.
+        """The product `A @ block` of lists with one block for each leaf, of the axes of the leaf or
+        one of its size: no array has all n rows.
         """
         products = partial(self._products, axis=-1)
         return by_columns(products, self._width(blocks), list(blocks))
@@ -115,9 +112,7 @@ class BlockOperator:
         return m if stored else self.batch_width(m)
 
     def _products(self, blocks: list[Array], axis: int) -> list[Array]:
-        """The products with vectors that are stacked along the first or the last axis of a block
-        for each leaf, as blocks of the same shapes.
-        """
+        """The products with vectors along the first or last axis of one block for each leaf."""
         vectors = self._as_vectors(blocks, axis)
         operator = self._untagged()
         if isinstance(operator, lx.MatrixLinearOperator):
@@ -148,8 +143,8 @@ class BlockOperator:
             )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or what is
-        registered with `quadratic_form` for the operator.
+        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or the registered
+        `quadratic_form` of the operator.
         """
         blocks = list(blocks)
         if not self.has_forms:
@@ -185,9 +180,7 @@ class BlockOperator:
         return without_tags(self.operator)
 
     def _as_vectors(self, blocks: Sequence[Array], axis: int) -> PyTree:
-        """Blocks, of vectors along the first or the last axis, as a PyTree of arrays of the shapes
-        and dtypes of the operator.
-        """
+        """Blocks of vectors (first or last axis) with the shapes and dtypes of the operator."""
         leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
         floating = jax.dtypes.canonicalize_dtype(float)
         m = blocks[0].shape[axis]

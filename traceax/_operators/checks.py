@@ -25,8 +25,8 @@ def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: 
 
 
 def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator:
-    """The operator with every array that it depends on as a leaf, see `hoist_closures`; an error if
-    it is no lineax operator over one field, of dtypes that JAX computes with here, or not `square`.
+    """The operator with every array as a leaf, see `hoist_closures`; an error if it is no lineax
+    operator over one field, of dtypes that JAX computes with here, or not `square`.
     """
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(

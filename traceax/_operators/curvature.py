@@ -189,8 +189,8 @@ def _difference(inner: Callable, outer: Callable, moving: Any, vector: Any) -> A
     """The Hessian times v, by a central difference of two gradients.
 
     A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
-    gradients, which are about the same for h = eps^(1/3). That is how far the parameter that moves
-    most does, relative to the root of the mean square of all (whose norm counts as at least 1).
+    gradients, about equal for h = eps^(1/3). The parameter that moves most moves that far, relative
+    to the root of the mean square of all (whose norm counts as at least 1).
     """
     gradient = jax.grad(lambda x: outer(inner(x), None))
     gradient = closed_function(gradient, structure_of(moving))
@@ -262,8 +262,8 @@ def make_curvature(
     traced: dict[Any, Any] | None = None,
 ) -> CurvatureOperator:
     """The operator v -> J^T H_L J v of `inner(moving, constant, index of the batch, *data)`, which
-    returns the outputs, and `outer(outputs, at, constant, *data)`, which returns a scalar. `traced`
-    holds programs of the same functions, by the structure of all arguments.
+    returns the outputs, and the scalar `outer(outputs, at, constant, *data)`. `traced` holds
+    programs of the same functions, by the structure of all arguments.
     """
     moving, constant = params
     batches, weights = _check_batches(batches, weights)

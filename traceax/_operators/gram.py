@@ -18,8 +18,8 @@ from .block_operator import transpose_of
 
 
 def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
-    """A power of two near the largest number in a product with a random vector: divided by it, the
-    operator has squares and powers that neither over- nor underflow. Cost: one product.
+    """A power of two near the largest number in a product with a random vector (one product):
+    squares and powers of A over the unit neither over- nor underflow.
     """
     leaves, treedef = jtu.tree_flatten(operator.in_structure())
     keys = jr.split(key, len(leaves))
@@ -34,8 +34,8 @@ def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
 def gram(
     operator: lx.AbstractLinearOperator, unit: Real[Array, ""], rows: bool = False
 ) -> lx.FunctionLinearOperator:
-    """The Gram operator of A / unit, A^H A or (of its rows) A A^H, tagged positive semidefinite,
-    whose vectors have at least single precision. A may be rectangular.
+    """The Gram operator of A / unit, A^H A or (`rows`) A A^H, tagged positive semidefinite, with
+    vectors of at least single precision. A may be rectangular.
     """
     transposed = transpose_of(operator)
 
@@ -60,8 +60,8 @@ def _wide(dtype: np.dtype) -> np.dtype:
 def _wide_product(
     mv: Callable[[Any], Any], structure: PyTree, vector: PyTree[Array], unit: Real[Array, ""]
 ) -> PyTree[Array]:
-    """A product over the unit, in at least single precision. Where the operator has less, the
-    vector is scaled to 1 for it: an image of an image can be beyond half precision.
+    """A product over the unit, in at least single precision. For operators of less precision the
+    vector is scaled to 1: an image of an image can exceed half precision.
     """
     size: Any = 1.0
     with any_promotion():  # the factor of a multiple may be of any dtype

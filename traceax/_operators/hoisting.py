@@ -1,7 +1,5 @@
-"""Every array that an operator depends on, as a leaf of it.
-
-Inside of a function an array would be a constant of the program, and a tracer would be invisible to
-the rules of the primitive.
+"""Every array that an operator depends on, as a leaf of it: within a function an array would be a
+constant of the program, and a tracer invisible to the rules of the primitive.
 """
 
 import dataclasses
@@ -29,9 +27,9 @@ from .tags import CHECKS, is_complex, is_part, is_tagged, semidefinite_sign
 
 
 def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator with every array that it depends on as a leaf: NumPy arrays, numbers that an
-    operator is multiplied with, and what functions hold. An operator of somebody else's class keeps
-    only its product and its tags where a function in it or a static field may hold an array.
+    """The operator with every array as a leaf: NumPy arrays, numbers that multiply an operator, and
+    contents of functions. An operator of another package keeps only its product and its tags where
+    a function in it or a static field may hold an array.
     """
     return as_jax(closed_functions(_hoisted(operator)))
 
@@ -73,9 +71,7 @@ def _(node):
 @_hoisted.register(lx.MulLinearOperator)
 @_hoisted.register(lx.DivLinearOperator)
 def _(node):
-    """Tagged semidefinite where the sign of the scalar is known. It must be read here: inside a
-    program the scalar is traced.
-    """
+    """Tagged semidefinite by the sign of the scalar, read here, as programs trace the scalar."""
     operator = _hoisted(node.operator)
     scalar = node.scalar
     if jnp.iscomplexobj(scalar) and not is_complex(operator):
@@ -104,8 +100,8 @@ def _is_closed(function: Callable[..., Any]) -> bool:
 
 
 def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.FunctionLinearOperator:
-    """The same operator, whose products are said to be coarser than their dtype, such as solutions
-    by conjugate gradients. Standard errors contain that, and checks of symmetry allow for it.
+    """The same operator, with products declared coarser than their dtype, such as solutions by
+    conjugate gradients. Standard errors and checks of symmetry allow for that.
 
     !!! Example
 

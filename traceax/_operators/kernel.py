@@ -40,8 +40,8 @@ def _conjugated(kernel: Callable[..., Any], x: PyTree[Array], y: PyTree[Array]) 
 
 
 def _of_pairs(kernel: Any, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
-    """A kernel of single points, for all pairs of two blocks of points. (The axes of the pairs are
-    the last ones: on CPUs a sum over coordinates that came last would take six times as long.)
+    """A kernel of single points, for all pairs of two blocks. (The axes of the pairs are the last
+    ones: on CPUs a sum over a last axis of coordinates is slow.)
     """
     b, m = (jtu.tree_leaves(each)[0].shape[0] for each in (x, y))
 
@@ -61,9 +61,7 @@ def _point(x: PyTree[Array], rows: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStru
 
 
 def _cut(rows: PyTree[Array], count: int) -> PyTree[Array]:
-    """So many blocks of rows, see above. The rows that are added to the last ones are the first
-    one: nothing is evaluated at other points.
-    """
+    """`count` blocks of rows, see above. Copies of the first row fill up the last blocks."""
 
     def cut(leaf):
         more = jnp.broadcast_to(leaf[:1], (-leaf.shape[0] % count, *leaf.shape[1:]))
@@ -89,12 +87,12 @@ def _inputs(x: PyTree[Any]) -> PyTree[Array]:
 
 @final
 class KernelLinearOperator(lx.AbstractLinearOperator):
-    r"""The matrix $K_{ij} = k(x_i, x_j)$ of a kernel at n points, positive semidefinite and never
+    """The matrix $K_{ij} = k(x_i, x_j)$ of a kernel at n points, positive semidefinite and never
     formed.
 
-    It is differentiable with respect to the points and to whatever arrays the kernel depends on.
+    It is differentiable with respect to the points and to all arrays that the kernel depends on.
     `amplitude * K + noise * I` with any (traced) scalars, `K + D`, `K1 + K2` and `D @ K @ D` with
-    diagonal operators `D` are read as what they are: see [`traceax.extend.columns`][].
+    diagonal operators `D` are recognised: see [`traceax.extend.columns`][].
 
     Cost: about `n^2 / 2` evaluations of the kernel for a product with any number of vectors at
     once, and again for its derivative; `block_size` x n numbers of memory; n evaluations for a
@@ -192,7 +190,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         """The product with a vector: `n^2 / 2` evaluations, shared by all vectors of a `vmap`."""
         n = self.in_size()
-        count = self._tiles()
+        count = self._tiles()  # c
         if count == 1:
             return jax.checkpoint(lambda x: matmul(self.block(x, x), vector))(self.x)
         x = _cut(self.x, count)
@@ -225,12 +223,9 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     def contracted(
         self, vectors: Inexact[Array, "n c"], core: Inexact[Array, "c c"]
     ) -> Real[Array, ""]:
-        """The number `Re <V C V^H, K>` for a Hermitian C: about `n^2 / 2` evaluations.
-
-        As both matrices are Hermitian, one of two tiles on either side of the diagonal is enough.
-        """
+        """The number `Re <V C V^H, K>` for a Hermitian C: about `n^2 / 2` evaluations."""
         n = self.in_size()
-        count = self._tiles()
+        count = self._tiles()  # c
         # Rows that are 0 do not count, whichever point stands beside them.
         padded = jnp.pad(vectors, ((0, -n % count), (0, 0)))
         x = _cut(self.x, count)

@@ -1,8 +1,8 @@
-"""What is known of an operator without a product, from the way it is written: entries (columns, the
-diagonal, the matrix), the diagonal part of a sum such as K + s I, and the scaling by that part.
+"""Known parts of an operator, from the way it is written: entries (columns, the diagonal, the
+matrix), the diagonal part of a sum such as K + s I, and the scaling by that part.
 
 Each question is a function that is dispatched on the class of the operator, as `lineax.diagonal`
-is. `terms` asks it of the terms of a sum.
+is. `terms` asks the question of the terms of a sum.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class Term(NamedTuple):
 
 
 def terms(operator: Any, question: Callable[[Any], Any]) -> list[Term]:
-    """The terms of a sum, as far as a question can be answered for them: sums and tagged operators
-    that hold nothing known stay whole. Factors are taken out, whose sign may be traced.
+    """The terms of a sum, as far as they answer a question: sums and tagged operators without known
+    parts stay whole. Factors are taken out; their signs may be traced.
     """
     if isinstance(operator, _MULTIPLES):
         factor = _factor(operator)
@@ -209,9 +209,7 @@ def _scaled(operator: Any, question: Callable[[Any], Any], rows: Any, columns: A
 def submatrices(
     operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]
 ) -> Inexact[Array, "b s s"]:
-    """The matrices `A[s, s]` for sets s of indices, one in each row, of an operator that knows its
-    entries (see `has_entries`).
-    """
+    """The matrices `A[s, s]` of an operator with `has_entries`, for a set s of indices a row."""
     return _sum_of(terms(operator, partial(_submatrices, indices=indices)))
 
 
@@ -262,9 +260,7 @@ def contracted(
     vectors: Inexact[Array, "n c"],
     core: Inexact[Array, "c c"],
 ) -> Real[Array, ""]:
-    """The number `Re <V C V^H, A>` for a Hermitian C, differentiable in everything, term by term:
-    c matvecs, or what kernels take for it.
-    """
+    """The number `Re <V C V^H, A>` for a Hermitian C: c matvecs, or n^2 / 2 entries of a kernel."""
     return _sum_of(terms(operator, partial(_contraction, vectors=vectors, core=core))).real
 
 
@@ -291,9 +287,7 @@ def columns(
 
 
 def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
-    """The matrix of an operator, and the number of products that it takes: 0 if the entries are
-    stored, n otherwise.
-    """
+    """The matrix of an operator, and its number of products: 0 for stored entries, n otherwise."""
     stored = stored_columns(block.operator, slice(None))
     if stored is None:
         return _unit_products(block, slice(None)), block.n
@@ -302,8 +296,8 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
     """Whether a column costs far less than a product, as for dense matrices and kernels, also in
-    sums with diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices are
-    cheap, too, but so are their products.)
+    sums with diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices
+    cost as little as products.)
     """
     kinds = {term.known for term in terms(operator, _kind)}
     wanted = {"dense", "sparse"} if sparse else {"dense"}
@@ -359,9 +353,7 @@ def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = Fals
 
 
 def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
-    """Split off the terms that are stored diagonals, such as the noise of K + s I. `exact` is None
-    if there is none.
-    """
+    """Split off stored diagonals, such as the s I of K + s I; without any, `exact` is None."""
 
     def diagonal_of_term(part):
         return _read_diagonal(part) if _is_stored_diagonal(part) else None
@@ -392,8 +384,8 @@ def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) 
 
 
 def sign_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""] | None:
-    """1 or -1 for an operator whose terms are all positive or all negative semidefinite by tags,
-    stored diagonals and factors, which may be traced; 0 if terms differ; None if one says nothing.
+    """1 or -1 for terms that are all positive or all negative semidefinite by tags, stored
+    diagonals and factors, which may be traced; 0 if terms differ; None if a term says nothing.
     """
     found = terms(operator, _sign_of_term)
     if any(term.known is None for term in found):
@@ -410,9 +402,7 @@ def _sign_of_term(operator: lx.AbstractLinearOperator) -> Any:
 
 
 def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
-    """The sign with which an operator counts as positive semidefinite: -1, or 1 (also where terms
-    differ); an int if the operator is tagged.
-    """
+    """-1 for negative semidefinite operators, else 1 (if terms differ, too); an int if tagged."""
     tagged = semidefinite_sign(operator)
     sign: Any = sign_of(operator)
     return jnp.where(sign < 0, -1, 1) if tagged == 0 else tagged
@@ -422,9 +412,7 @@ def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
 
 
 class Scaling(NamedTuple):
-    """The scaling D of `_sketch.low_rank`, as a unit and as numbers relative to it. Where the unit
-    is not known, the first products determine it.
-    """
+    """The scaling D of `_sketch.low_rank`: a unit, perhaps unknown, and numbers relative to it."""
 
     relative: Real[Array, " n"]  # (D / unit)^(1/2)
     unit: Real[Array, ""]  # the unit, if it is known, otherwise 1

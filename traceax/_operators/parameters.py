@@ -1,8 +1,8 @@
 """Which arrays of a PyTree are parameters, and what they are called.
 
-The PyTrees may be modules of Flax's nnx. Their graphs know which variables stand in several places
-(tied weights) and which layers share a random state; as PyTrees they do not. So such modules are
-split, as `nnx.split` does. Flax is not imported: where nobody has, no parameter can be its own.
+The PyTrees may be modules of Flax's nnx. Their graphs, and not the PyTrees, know shared variables
+(tied weights) and shared random states. So modules are split as by `nnx.split`. Flax is not
+imported: without an import by the user no parameter can be of nnx.
 """
 
 import math
@@ -23,9 +23,7 @@ Groups = Callable[[str, Any], str | list[str]]
 
 
 def structure_of(tree: Any, axes: int = 0) -> Any:
-    """The shapes and dtypes of arrays, without so many leading axes. (`jax.eval_shape` would trace
-    a function for them.)
-    """
+    """The shapes and dtypes of arrays, less leading axes, without a trace by `jax.eval_shape`."""
     return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape[axes:], x.dtype), tree)
 
 
@@ -162,8 +160,8 @@ def _grouped(names: list[Any], moving: Any) -> dict[str, Array]:
 
 
 def _ungrouped(grouping: tuple[list[Any], Any], vector: dict[str, Array]) -> Any:
-    """The inverse of `_grouped`, for the parameters or another vector of their structure: takes the
-    pieces off the front of each group, in the order in which `_grouped` put them there.
+    """The inverse of `_grouped`, for any vector with the structure of the parameters: take the
+    pieces off the front of each group, in the order of `_grouped`.
     """
     names, structure = grouping
     rest = dict(vector)

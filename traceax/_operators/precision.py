@@ -29,9 +29,9 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_genera
 
 def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
     """The rounding that arguments meet on their way through a function: the largest `eps` among the
-    dtypes of all the values that depend on them; 0 if none is floating. Factors in products of
-    matrices count with the precision that they keep there, such as TF32 on a GPU. `args` are the
-    value (or structure) of each argument, and whether it is followed.
+    dtypes of all values that depend on them; 0 if none is floating. Factors in products of matrices
+    count with their precision in the product, such as TF32 on a GPU. `args` are pairs: the value
+    (or structure) of an argument, and whether it is followed.
     """
     if not isinstance(function, ClosedFunction):
         function = closed_function(function, *(value for value, _ in args))
@@ -45,8 +45,8 @@ def eps_along(function: Any, *args: tuple[Any, bool]) -> float:
 
 
 def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
-    """The relative precision of a product that a function makes: that of `eps_along`, and twice
-    that (functions round more than once) if it is coarser than the argument in single precision.
+    """The relative precision of a function's product: `eps_along`, and twice that (functions round
+    more than once) if it is coarser than the argument in single precision.
     """
     eps = eps_along(function, *args)
     leaves = [leaf for value, follow in args if follow for leaf in jtu.tree_leaves(value)]
@@ -55,9 +55,7 @@ def eps_of_product(function: Any, *args: tuple[Any, bool]) -> float:
 
 
 def _eps_along(jaxpr: Any, followed: Sequence[bool]) -> tuple[float, list[bool]]:
-    """The largest `eps` among the values that depend on some of the last arguments of a jaxpr, and
-    which of its results do.
-    """
+    """The largest `eps` of values that depend on followed arguments, and which results do."""
     last = variables(jaxpr)[-len(followed) :] if followed else []
     moving = {x for x, follow in zip(last, followed, strict=True) if follow}
     worst = 0.0
@@ -73,9 +71,7 @@ def _eps_along(jaxpr: Any, followed: Sequence[bool]) -> tuple[float, list[bool]]
 
 
 def _eps_inside(equation: Any, moves: list[bool]) -> tuple[float, list[bool]]:
-    """The rounding in an equation that the dtypes of its results do not show, and which of its
-    results depend on the operands that move.
-    """
+    """The rounding in an equation that the dtypes of the results hide, and which results move."""
     worst = 0.0
     results = [True] * len(equation.outvars)
     if equation.primitive.name == "reduce_precision":

@@ -1,6 +1,4 @@
-"""Questions that a class of operators may answer for itself: a function is registered for the
-class, as with `lineax.diagonal`. (The questions for entries are in `known_parts`.)
-"""
+"""Questions, answered by functions registered for a class of operators, as `lineax.diagonal`."""
 
 from functools import singledispatch
 from typing import Any

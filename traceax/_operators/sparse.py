@@ -141,9 +141,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return SparseLinearOperator((_inexact(data), self.pattern), self.tags)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
-        """The product with a vector: about `nnz` multiplications and additions. float16 and
-        bfloat16 are accumulated in float32.
-        """
+        """The product with a vector: about `nnz` multiply-adds, of half precision in float32."""
         if jnp.shape(vector) != (self.in_size(),):
             raise ValueError(
                 f"The operator has shape {self.pattern.shape}: it multiplies vectors of shape "

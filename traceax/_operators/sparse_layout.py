@@ -75,9 +75,7 @@ class SparsityPattern(eqx.Module):
 def sparsity_pattern(
     rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]
 ) -> SparsityPattern:
-    """The layouts of a sparse matrix, in O(nnz log nnz) on the host. Entries may come in any order,
-    and more than once.
-    """
+    """The layouts of a sparse matrix, in O(nnz log nnz) on the host; any order, any repeats."""
     if _MAX_PADDING * (max(shape) + rows.size) >= np.iinfo(np.int32).max:
         raise ValueError(
             f"A sparse operator is indexed with 32 bits, got shape {shape} with {rows.size} "
@@ -141,8 +139,8 @@ def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
 def row_product(
     layout: RowLayout, data: Inexact[Array, " nnz"], vector: Inexact[Array, " n"]
 ) -> Inexact[Array, " m"]:
-    """The product of a sparse matrix with a vector, in the dtype of its entries. Half precision is
-    accumulated in float32. Under `jax.vmap` the last axis of a block is the fast case.
+    """The product of a sparse matrix with a vector, in the dtype of the entries (half precision
+    is added in float32). Under `jax.vmap` the last axis of a block is the fast case.
     """
     dtype = data.dtype
     accumulate = at_least_single(dtype)

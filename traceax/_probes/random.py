@@ -2,12 +2,10 @@
 
 For CPUs JAX writes the threefry hash (J. K. Salmon et al., *Parallel random numbers: as easy as 1,
 2, 3*, 2011, doi:10.1145/2063384.2063405) as a loop over its rounds, each of which reads and writes
-the whole block: a trace then takes up to three times as long (`benchmarks/bench_replacements.py`).
-Unrolled, the hash is one elementwise expression of a counter, which XLA fuses into one pass. The
-number of the vector is its first axis, because XLA does not vectorise over a short last axis.
-
-Barriers keep XLA from copying the hash into every expression that reads the numbers. (Before JAX
-0.12 they change nothing.)
+the whole block (`benchmarks/bench_replacements.py`). Unrolled, the hash is one elementwise
+expression of a counter, which XLA fuses into one pass. The number of the vector is the first axis,
+because XLA does not vectorise over a short last axis. Barriers keep XLA from copying the hash into
+every expression that reads the numbers. (Before JAX 0.12 they change nothing.)
 """
 
 import math
@@ -103,9 +101,7 @@ def uniform(
 def normal(
     key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
 ) -> Inexact[Array, "k ..."]:
-    """Those of `jax.random.normal(key, (*shape, k))`, of shape `(k, *shape)`. Numbers of less than
-    32 bits are rounded.
-    """
+    """`jax.random.normal(key, (*shape, k))`, of shape `(k, *shape)`; short dtypes are rounded."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = (normal(part, shape, k, jnp.finfo(dtype).dtype) for part in split(key))
         return lax.complex(*parts) / dtype.type(np.sqrt(2))

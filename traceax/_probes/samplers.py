@@ -25,10 +25,8 @@ def _canonical(dtype: DTypeLike | None) -> Any:
 class AbstractSampler(eqx.Module):
     """A distribution of probes: random vectors `omega` with `E[omega omega^H] = I`.
 
-    A sampler is called as `sampler(key, n, k)` and returns `k` independent probes as the
-    columns of an array of shape `(n, k)`.
-
-    A subclass is final; it declares `rotation_invariant`, and implements `_sample`.
+    A call `sampler(key, n, k)` returns `k` independent probes as the columns of an array of shape
+    `(n, k)`. A subclass is final; it declares `rotation_invariant`, and implements `_sample`.
     """
 
     dtype: AbstractVar[np.dtype | None]
@@ -46,14 +44,14 @@ class AbstractSampler(eqx.Module):
     def _sample(
         self, key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
     ) -> Shaped[Array, "*shape k"]:
-        """`k` probes with the entries of a leaf of this shape. Drawn in that shape, rather than
-        along one long axis, a leaf that is cut along any of its axes stays on its devices.
+        """`k` probes with the entries of a leaf of this shape, drawn in this shape, not along one
+        long axis: a leaf that is cut along any axis stays on its devices.
         """
 
     def __call__(
         self, key: PRNGKeyArray, n: int, k: int, dtype: DTypeLike | None = None
     ) -> Shaped[Array, "n k"]:
-        r"""Draw `k` probes of size `n`.
+        """Draw `k` probes of size `n`.
 
         !!! Example
 
@@ -66,8 +64,8 @@ class AbstractSampler(eqx.Module):
         - `key`: a JAX random key.
         - `n`: the size of one probe.
         - `k`: the number of probes.
-        - `dtype`: the dtype of the probes, unless the sampler was made with a dtype. Estimators
-            pass the operator's. By default JAX's default floating dtype.
+        - `dtype`: the dtype of the probes, unless the sampler has one. Estimators pass the
+            operator's. By default JAX's default floating dtype.
 
         **Returns:**
 
@@ -247,9 +245,8 @@ SphereSampler.__init__.__doc__ = NormalSampler.__init__.__doc__
 class RademacherSampler(AbstractSampler):
     r"""Probes with independent entries $\pm 1$, each with probability one half.
 
-    Not rotation invariant. For Hutchinson's estimator these have the least variance of all real
-    probes with independent entries, because the diagonal of the operator adds no variance. Cost:
-    `n k` random bits.
+    Not rotation invariant. Among real probes with independent entries these give Hutchinson's
+    estimator the least variance: none comes from the diagonal. Cost: `n k` random bits.
     """
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
