@@ -1,4 +1,4 @@
-"""The command line: a matrix in a file, one estimate of it. The numerics are those of the package.
+"""The command line: a matrix in a file, one estimate of the matrix. The numerics are the package's.
 
 A command is a function that returns a `_Question`, and one entry of `_COMMANDS`.
 """
@@ -87,10 +87,10 @@ def read_operator(
     - `is_psd`: whether the matrix is positive semidefinite.
     - `needs_symmetry`: whether the matrix must be symmetric, or complex and positive semidefinite.
 
-    **Returns:**
+    **Returns:** a `SparseLinearOperator` or a `lineax.MatrixLinearOperator`, tagged symmetric if
+    the matrix is real and equals its transpose.
 
-    A `SparseLinearOperator` or a `lineax.MatrixLinearOperator`, tagged symmetric if it is real and
-    equals its transpose.
+    **Raises:** `ValueError` for a file that cannot be read, or a matrix that does not fit.
     """
     matrix = _load(path)
     target = np.dtype(dtype or (matrix.dtype if matrix.dtype.kind in "fc" else float))
@@ -213,7 +213,7 @@ def _rows(columns: dict[str, np.ndarray], top: int) -> Any:
 
 
 def _table(report: dict[str, Any], columns: dict[str, np.ndarray], rows: Any) -> str:
-    """Numbers, one a line, and these rows of the columns below them."""
+    """The numbers of the report, one a line, and below them the given rows of the columns."""
     numbers = {name: value for name, value in report.items() if name not in columns}
     lines = [f"{name:<16} {_text(name, value)}" for name, value in numbers.items()]
     if columns:
@@ -248,7 +248,7 @@ def _print(options: argparse.Namespace, report: dict[str, Any], columns: Any) ->
 
 
 def _run(options: argparse.Namespace) -> str:
-    """Compute, print and write what is asked for. Returns a message if it cannot be trusted."""
+    """Compute, print and write; returns a message, empty if the result can be trusted."""
     if options.plot:
         importlib.import_module("matplotlib")  # that it is missing is said before anything is done
     is_function = options.command in ("logdet", "density") or options.function is not None
@@ -340,10 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     - `argv`: the arguments, by default those of the process.
 
-    **Returns:**
-
-    The exit code: 0 for success; 1 if the result cannot be trusted; 2 for bad input, with one line
-    on standard error.
+    **Returns:** the exit code: 0 for success; 1 if the result cannot be trusted; 2 for bad input,
+    with one line on standard error.
     """
     jax.config.update("jax_enable_x64", True)
     options = _parser().parse_args(argv)

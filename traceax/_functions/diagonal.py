@@ -1,5 +1,5 @@
-"""Diagonals of functions of a Hermitian matrix: `sampling` has the samples, their errors and their
-derivative. With a budget, half of it is for a Krylov space, and the other half for probes.
+"""Diagonals of functions of a Hermitian matrix from a budget: one half for a Krylov space, the
+other for probes. `sampling` has the samples, their errors and their derivative.
 """
 
 import math
@@ -27,14 +27,14 @@ MOST_VECTORS = 512
 
 
 def sizes_of(k: int) -> tuple[int, int, int, int]:
-    """The number of vectors of the Krylov space, its steps, the number of probes and their steps.
-    Entries converge half as fast as quadratic forms, and too few steps are a bias: there are more
-    steps than for spectral sums, and as few probes as errors can be told from.
+    """Returns (vectors of the Krylov space, steps of the space, probes, steps of a probe). Entries
+    converge half as fast as quadratic forms, and short recurrences are biased: there are more steps
+    than for spectral sums, and as few probes as errors can be told from.
     """
     half = min(k // 2, MOST_VECTORS)
     block = max(1, min(round(math.sqrt(k) / 2.75), half // 4))
     steps = half // block
-    left = k - block * steps
+    left = k - block * steps  # products for the probes
     probes = max(3 if left >= 12 else 2, round(math.sqrt(left) / 2))
     return block, steps, probes, left // probes
 
@@ -69,7 +69,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         return self.sampling.exact(BlockOperator(operator))
 
     def contract(self, weights, operator):
-        """See `AbstractEstimator`. The contraction depends on the leaves of `fn`, too."""
+        """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""
         basis, recurrences = weights
         if not isinstance(recurrences, Recurrences):
             return self.sampling.contract_exact(weights, operator)
@@ -89,13 +89,12 @@ def spectral_diagonal(
     max_k: int | None = None,
     throw: bool = False,
 ) -> Solution:
-    r"""Estimate the diagonal of $f(A)$ of a Hermitian operator: subgraph centralities
-    ($e^A$ of an adjacency matrix), leverage scores ($x / (x + s)$ of a kernel), and other numbers
-    that every row has. For an inverse, [`traceax.inverse_diagonal`][] is better.
+    r"""Estimate the diagonal of $f(A)$ of a Hermitian operator: subgraph centralities ($e^A$ of an
+    adjacency matrix), leverage scores ($x / (x + s)$ of a kernel), and other numbers that every row
+    has. For an inverse, [`traceax.inverse_diagonal`][] is better.
 
     Half of the budget goes to a block Krylov space V, on which f(A) is known, and the other half to
-    probes of random signs, with recurrences of their own, for what V does not know. Every entry has
-    two errors: `std_err` of the probes, and `quadrature_error` of short recurrences.
+    probes of random signs, with recurrences of their own, for what V does not know.
 
     !!! Example
 
@@ -120,11 +119,11 @@ def spectral_diagonal(
 
     **Returns:**
 
-    A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the structure of
-    the operator's input PyTree, real. It is `outside_domain` and NaN where f is not finite at a
-    Ritz value, and `not_converged` where the quadrature errors of all entries exceed four standard
-    errors and 5 % of the value. Below some 24 products, recurrences of two to five steps may end
-    too early and not show it.
+    A [`traceax.Solution`][] with two errors for every entry, `std_err` of the probes and
+    `quadrature_error` of short recurrences; both and `value` have the structure of the operator's
+    input PyTree, real. It is `outside_domain` and NaN where f is not finite at a Ritz value, and
+    `not_converged` where the quadrature errors of all entries exceed four standard errors and 5 %
+    of the value. Below some 24 products, recurrences may end too early and not show it.
 
     **Raises:** those of [`traceax.spectral_sum`][].
     """

@@ -16,12 +16,12 @@ A times the start vector v_0, so
 that is, a_j = pi_j(x) a_0 with numbers pi_j(x) that, for x above all Ritz values, grow with x. By
 Bessel's inequality sum_j pi_j(x)^2 <= 1 / a_0^2. A random v_0 has |a_0| >= c but for a probability
 of at most c sqrt(2n / pi). Hence lambda_max lies below the x where the sum reaches 1 / c^2. (This
-is the inequality of J. Kuczynski, H. Wozniakowski, doi:10.1137/0613066, with the recurrence that
-was seen in place of the worst one.) For a start eps g + y, with g random and y a given unit vector,
+is the inequality of J. Kuczynski, H. Wozniakowski, doi:10.1137/0613066, with the recurrence of this
+call in place of the worst one.) For a start eps g + y, with g random and y a given unit vector,
 c is smaller by the factor eps / (1 + eps): the density of a_0 is largest without y.
 
-There is no such bound for the second value from an end, as a multiple eigenvalue may show once: an
-eigenvalue lies within its residual with certainty.
+There is no such bound for the second value from an end, as a multiple eigenvalue may show once; but
+an eigenvalue lies within the residual of each value, with certainty.
 
 *The derivative.* With the eigenvectors held fixed, d lambda_j = v_j^H dA v_j (Hellmann and
 Feynman), which is right for a simple eigenvalue up to the residual. As v_j depends on A to first
@@ -67,8 +67,8 @@ _NOISE = 1 / 32
 def recurrence(
     mm: Product, start: Inexact[Array, " n"], key: PRNGKeyArray, k: int, eps: float
 ) -> Arnoldi:
-    """Exactly `k` < n products of a Hermitian operator, from a start vector that is not 0. The key
-    is for the vectors that go on in an invariant space.
+    """V and T from exactly `k` < n products of a Hermitian operator and a start vector that is not
+    0. The key makes the vectors that go on in an invariant space.
     """
 
     def fresh(j, basis):
@@ -80,8 +80,8 @@ def recurrence(
 
 
 def order_of(which: Which, values: Real[Array, " m"], num: int) -> Array:
-    """The indices of `num` of these ascending values, the outermost first; for `"BE"` in ascending
-    order, the larger half from above.
+    """The indices of `num` of the ascending values, the outermost first; for `"BE"` in ascending
+    order, one more from above if `num` is odd.
     """
     place = jnp.arange(values.size)
     if which == "BE":
@@ -94,9 +94,8 @@ def order_of(which: Which, values: Real[Array, " m"], num: int) -> Array:
 def log_sum(
     alpha: Real[Array, " k"], beta: Real[Array, " k"], smallest: Array, x: Real[Array, " g"]
 ) -> Real[Array, " g"]:
-    """The logarithm of sum_j pi_j(x)^2 at points above all Ritz values, from the ratios rho_j =
-    a_{j+1} / a_j, which are positive there. Those that rounding makes negative count as 0, which
-    makes the sum smaller and the bound larger.
+    """The logarithm of sum_j pi_j(x)^2 at points x above all Ritz values, from positive ratios
+    rho_j = a_{j+1} / a_j. Ratios that rounding makes negative count as 0, which enlarges the bound.
     """
     tiny = float(jnp.finfo(x.dtype).tiny) ** 0.5
 
@@ -118,9 +117,9 @@ def log_sum(
 def bounds(
     krylov: Lanczos, values: Real[Array, " k"], eps: float, log_chance: float
 ) -> Real[Array, " 2"]:
-    """Two numbers between which the whole spectrum lies, but for a small probability, from the
-    recurrence and its Ritz values: where the sum reaches 1 / c^2, rounded outwards; infinite if it
-    does not within 10^9 times the size of the operator.
+    """The [lower, upper] ends of the whole spectrum, but for a small probability: where the
+    `log_sum` reaches `log_chance` = -2 log c, rounded outwards; infinite beyond 10^9 times the size
+    of A.
     """
     unit = krylov.unit[0, 0]
     size = krylov.size[0] / unit
@@ -132,7 +131,7 @@ def bounds(
     distances = jnp.exp(jnp.linspace(*ends, 2017, dtype=beta.dtype))
     distances = jnp.maximum(size, limits.tiny) * distances
 
-    def distance(sign):  # from the last Ritz value, of A or -A
+    def distance(sign):  # from the last Ritz value of A or -A to the bound
         alpha = sign * krylov.alpha[:, 0] / unit
         end = jnp.max(sign * values) / unit
         reached = log_sum(alpha, beta, smallest, end + distances) >= log_chance
@@ -146,8 +145,8 @@ def bounds(
 
 @final
 class EigenpairsEstimator(AbstractFunctionEstimator):
-    """Extreme Ritz pairs. The value of its estimate are the Ritz values, the standard errors are
-    their errors, and `aux` has everything else: vectors, residuals and bounds.
+    """Extreme Ritz pairs. The value of the estimate are the Ritz values, the standard errors are
+    their errors, and `aux` is (vectors of shape `(num, n)`, residuals, the two bounds).
     """
 
     start: Inexact[Array, " n"] | None
@@ -160,15 +159,15 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         first_key, key = split(key)
         start = SphereSampler().probes(first_key, block.n, 1, block.dtype)[:, 0]
         start = start / jnp.linalg.norm(start)
-        least = _PROBABILITY / math.sqrt(2 * block.n / math.pi)  # the c of above
+        least = _PROBABILITY / math.sqrt(2 * block.n / math.pi)  # c
         if self.start is not None:
             start = self.start.astype(block.dtype) + _NOISE * start
             least = least * _NOISE / (1 + _NOISE)
-        krylov = tridiagonal(recurrence(block.mm, start, key, k, block.eps))
+        krylov = tridiagonal(recurrence(block.mm, start, key, k, block.eps))  # V, T
         t = symmetric_tridiagonal(krylov.alpha[:, 0], krylov.beta[:-1, 0])
         values, vectors = ritz_values(t, jnp.ones(k, bool))
         wanted = order_of(self.which, values, self.num)
-        s = vectors[:, wanted]
+        s = vectors[:, wanted]  # columns of S
         return self._estimate(
             operator,
             values,
@@ -196,8 +195,8 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
     def _estimate(
         self, operator, values, wanted, vectors, residuals, bounds, evidence
     ) -> tuple[Estimate, Array]:
-        """The estimate of the `wanted` ones of all Ritz values, whose standard errors are bounds
-        for the outermost values, and residuals for the others.
+        """Returns (estimate of the `wanted` Ritz values, their vectors). The errors are bounds for
+        the outermost values, and residuals for the others.
         """
         spent = values.size
         size = jnp.max(jnp.abs(values))
@@ -232,7 +231,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
 
 @final
 class Eigenpairs(eqx.Module):
-    """What `traceax.eigenpairs` finds. Only `values` carries a derivative.
+    """The result of `traceax.eigenpairs`. Only `values` carries a derivative.
 
     **Attributes:**
 
@@ -271,9 +270,7 @@ Eigenpairs.__init__.__doc__ = (Eigenpairs.__doc__ or "").replace(
 
 
 def _start_vector(start: Any, block: BlockOperator) -> Array:
-    """The sum of the vectors of an earlier solution, or one vector of the user, of norm 1; 0 where
-    it is not finite.
-    """
+    """The sum of the vectors of an earlier solution, or one vector, of norm 1; 0 if not finite."""
     structure = block.operator.in_structure()
     several = isinstance(start, Eigenpairs)
     tree = start.vectors if several else jtu.tree_map(lambda x: jnp.asarray(x)[None], start)

@@ -7,7 +7,7 @@ weights w_j (see `_linalg.lanczos`). The estimate is the mean over p probes of
 
 *The standard error.* For such probes Var(z^H B z) = c (||B||_F^2 - tr(B)^2 / n), with c = 2n/(n+2)
 over the reals and n/(n+1) over the complex numbers. As ||f(A)||_F^2 = E[z^H f(A)^2 z], the same
-nodes give it, with the mean a over all probes (the last factor corrects for a^2):
+nodes give the variance, with the mean a over all probes (the last factor corrects for a^2):
 
     X = mean over probes of n sum_j w_j (f(theta_j) - a/n)^2,
     std_err^2 = (c X / p) / (1 - c / (n p)).
@@ -17,7 +17,7 @@ probe, with the coefficients (f(lambda_i) - tr(f(A)) / n)^2. Its relative varian
 with nu ~ n p m_2^2 / m_4 degrees of freedom (Satterthwaite's rule), where m_2 and m_4 are the means
 of the second and fourth power of f - a/n over the nodes; nu >= 1.
 
-*The quadrature error.* For each probe the values after q, q - d and q - 2d steps are compared, with
+*The quadrature error* compares the values of each probe after q, q - d and q - 2d steps, with
 d = q/4 rounded up: D_1 = |a_q - a_(q-d)|, D_2 = |a_(q-d) - a_(q-2d)|. Convergence at the rate
 r = D_1 / D_2 leaves an error of r / (1 - r) D_1; the reported error is D_1 max(1, 8 r / (1 - r))
 with r <= 0.95. Where f jumps, by 1 at most, there is a bound (Chebyshev, Markov and Stieltjes): the
@@ -28,9 +28,9 @@ last one, and at most their sum with the next one.
 
     d (z^H f(A) z) ~ <G, dA>,   G = ||z||^2 V S (D o s_1 s_1^T) S^T V^T,   s_1 = S^T e_1,
 
-with the divided differences D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j), D_ii =
-f'(theta_i). As G depends on A to first order, a second derivative with G held fixed would be wrong,
-and is refused. What f itself depends on is differentiated through sum_j w_j f(theta_j).
+with D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j), D_ii = f'(theta_i), the divided
+differences. As G depends on A to first order, a second derivative with G held fixed would be wrong,
+and is refused. Leaves of f are differentiated through sum_j w_j f(theta_j).
 """
 
 import contextlib
@@ -85,7 +85,7 @@ from .quadrature_error import (
 
 
 def hermitian_operator(operator: Any, name: str) -> lx.AbstractLinearOperator:
-    """The operator, see `as_operator`. Its tags must say that A^H = A."""
+    """The operator, see `as_operator`; a `ValueError` unless its tags say that A^H = A."""
     operator = as_operator(operator)
     if not is_hermitian(operator):
         raise ValueError(
@@ -105,7 +105,7 @@ def checked_num_steps(num_steps: Any, k: int) -> int | None:
 
 
 def plan(k: int, num_steps: int | None) -> tuple[int, int]:
-    """The number p of probes and the number q of steps for each, with `p q <= k`."""
+    """Returns (number p of probes, number q of steps for each), with `p q <= k`."""
     if num_steps is not None:
         return k // num_steps, num_steps
     p = max(1, math.isqrt(k) // 3)
@@ -113,8 +113,8 @@ def plan(k: int, num_steps: int | None) -> tuple[int, int]:
 
 
 def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
-    """A function of one number as a PyTree, with all arrays that it depends on as leaves. The dtype
-    of its argument and values is real, or complex for holomorphic functions.
+    """A function of one number as a PyTree, whose leaves are all arrays that the function depends
+    on. Argument and values have the `dtype`: real, or complex for holomorphic functions.
     """
     holomorphic = jnp.issubdtype(dtype, jnp.complexfloating)
     # A holomorphic function may mix its complex argument with real parameters.
@@ -148,7 +148,7 @@ _HOLOMORPHIC = (
 
 
 def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Evidence]:
-    """All eigenvalues, eigenvectors, and the evidence, from n products with unit vectors."""
+    """Returns (all n eigenvalues, eigenvectors as columns, evidence), from n products."""
     block = BlockOperator(operator).linearised()
     matrix, _ = matrix_of(block)
     scale = scale_of(matrix)
@@ -168,14 +168,14 @@ def derivative_core(
 
 
 class SpectralWeights(NamedTuple):
-    """`G = sum_p V_p C_p V_p^H`, of several functions at once if the cores have more axes, and the
-    quadrature. A contraction costs a matvec for each vector, in one block.
+    """`G = sum_p V_p C_p V_p^H`, for several functions at once if cores have more axes, and the
+    nodes and weights of the quadrature. A contraction costs a matvec for each vector, in one block.
     """
 
-    basis: Inexact[Array, "q n p"]
-    core: Inexact[Array, "p q q ..."]
-    nodes: Real[Array, "l m"]
-    weights: Real[Array, "l m"]
+    basis: Inexact[Array, "q n p"]  # V_p
+    core: Inexact[Array, "p q q ..."]  # C_p
+    nodes: Real[Array, "l m"]  # theta_j
+    weights: Real[Array, "l m"]  # w_j
 
 
 def weighted(weights: Real[Array, "p q"], values: Real[Array, "p q ..."]) -> Real[Array, "p ..."]:
@@ -203,9 +203,9 @@ def mean_and_error(
     eps: float,
     is_complex: bool,
 ) -> tuple[Array, Array, Array]:
-    """The mean over probes of n sum_j w_j f_j, from the values of f (0 where the weight is), its
-    standard error, and the degrees of freedom of that. `eps` is the relative precision of a
-    product, `n` the dimension of the space of the probes.
+    """Returns (mean a over probes of n sum_j w_j f_j, standard error, degrees of freedom nu). f_j
+    is 0 where w_j is. `eps` is the relative precision of products, `n` the dimension of the space
+    of the probes.
     """
     p = weights.shape[0]
 
@@ -214,8 +214,8 @@ def mean_and_error(
 
     unit = scale_of(values)
     mean = mean_of(values / unit)
-    squares = jnp.square(values / unit - mean)
-    spread = mean_of(squares)
+    squares = jnp.square(values / unit - mean)  # (f - a/n)^2
+    spread = mean_of(squares)  # m_2 = X / n
     dof = degrees_of_freedom(spread, mean_of(squares**2), n * p)
     # The a of above is n times this mean, and X is n times this spread.
     std_err = form_error(n * spread, n, p, is_complex)
@@ -225,7 +225,7 @@ def mean_and_error(
 
 
 def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
-    """The recurrences after these numbers of steps, side by side."""
+    """The recurrences after each number of steps in `orders`, in turn along the axis of probes."""
     most = krylov.alpha.shape[0]
     ended = [jnp.where(jnp.arange(most)[:, None] < m - 1, krylov.beta, 0) for m in orders]
     alpha, size = jnp.tile(krylov.alpha, (1, len(orders))), jnp.tile(krylov.size, len(orders))
@@ -239,9 +239,7 @@ def domain_evidence(*values: Array) -> Evidence:
 
 
 class AbstractFunctionEstimator(AbstractEstimator):
-    """An estimator of what is not linear in A. With its weights held fixed it has a first
-    derivative, and a second one would be wrong.
-    """
+    """An estimator that is not linear in A: its fixed weights give a first derivative only."""
 
     weights_depend_on_operator: ClassVar[bool] = True
 
@@ -255,9 +253,7 @@ class AbstractFunctionEstimator(AbstractEstimator):
 
 
 class AbstractSpectralEstimator(AbstractFunctionEstimator):
-    """An estimator of tr f(A). Its weights have the fields `nodes` and `weights` of the
-    quadrature.
-    """
+    """An estimator of tr f(A); its weights have the `nodes` and `weights` of the quadrature."""
 
     fn: AbstractVar[Function]
 
@@ -265,7 +261,7 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
     jumps = ()
 
     def nodes_of(self, operator: lx.AbstractLinearOperator, nodes: Array, eps: float) -> Array:
-        """The nodes, those moved that rounding may have moved off 0 or a jump of f."""
+        """The nodes; a node that is 0 or a jump of f but for rounding errors is moved there."""
         nodes = within_tag(operator, nodes, eps)
         rounding = rounding_of_nodes(operator, nodes, eps)
         for jump in self.jumps:
@@ -289,9 +285,7 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         return estimate, SpectralWeights(basis=basis[None], core=slopes, nodes=nodes, weights=ones)
 
     def contract(self, weights, operator):
-        """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
-        `fn`, too.
-        """
+        """See `AbstractEstimator`. Linear in A; the leaves of `fn` have derivatives, too."""
         basis, core, nodes, masses = weights
         q, n, p = basis.shape
         vectors = jnp.moveaxis(basis, 1, 0).reshape(n, q * p)
@@ -302,7 +296,7 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
 
 
 def jump_error(weights: Real[Array, "p q"], below: Array) -> Real[Array, " p"]:
-    """For every probe, the bound of above on the measure below a number, from which nodes are."""
+    """For every probe, the bound of above at a jump; `below` marks the nodes below the jump."""
     padded = jnp.pad(weights, ((0, 0), (1, 1)))
     last = jnp.sum(below, axis=1, keepdims=True)
     neighbours = [jnp.take_along_axis(padded, last + i, axis=1)[:, 0] for i in (0, 1)]

@@ -20,9 +20,9 @@ know of no paper on the combination.)
 B = (I - P_i) f(A) (I - P_i), with X the mean over all g_i of (n - d) ||(B - a) g_i||^2 / ||g_i||^2.
 Errors of different t_i are correlated, because each of omega_i and omega_l is in the space of the
 other. By the identity of `_sketch.leave_one_out`, Cov(t_i, t_l) = E[D_il D_li], where D_il is what
-t_i changes by when omega_l is held out, too. Its variance is that of t_i from b - 2 vectors less
-that from b - 1; where X falls like d^-alpha, this is alpha X / (b - 1), and the variance of the
-mean is at most 1 + alpha times X / b, with alpha from the X of two depths.
+t_i changes by when omega_l is held out, too. The variance of D_il is that of t_i from b - 2 vectors
+less that from b - 1; where X falls like d^-alpha, this is alpha X / (b - 1), and the variance of
+the mean is at most 1 + alpha times X / b, with alpha from the X of two depths.
 
 *The quadrature error* compares f(T) after s, s - m and s - 2m steps, with m = s / 8, for the same
 W, as in `funm`. W must lie in the first s - 2m steps, and j = s - 2m takes out as much as can be.
@@ -73,9 +73,7 @@ INFLATION = 1.1
 
 
 def sizes_of(k: int) -> tuple[int, int, int]:
-    """The number of vectors of a group (sqrt(k) in all), the number s of steps of k products, and
-    the depth j.
-    """
+    """Returns (vectors of a group, number s of steps, depth j); all groups have sqrt(k) vectors."""
     size = max(1, round(math.sqrt(k) / GROUPS))
     s = k // (GROUPS * size)
     return size, s, s - 2 * max(1, s // 8)
@@ -84,7 +82,7 @@ def sizes_of(k: int) -> tuple[int, int, int]:
 def orthogonal_probes(
     rows: Inexact[Array, "l r m"], vectors: Inexact[Array, "l g m"]
 ) -> Inexact[Array, "l g m"]:
-    """The part g_i of each vector outside of the space of its group, of length 1."""
+    """g_i / ||g_i|| for each vector of each group, from `rows`, a basis of P_i for each group."""
     g, _ = jax.vmap(outside, (None, 1), 1)(rows, vectors)
     norms = jnp.linalg.norm(g, axis=-1, keepdims=True)
     return g / jnp.where(norms > 0, norms, 1).astype(g.dtype)
@@ -103,12 +101,12 @@ def independent_error(
     values: Real[Array, "k f"],
     n: int,
 ) -> tuple[Real[Array, ""], Real[Array, " f"], Real[Array, " f"]]:
-    """The mean d, the standard error of the mean of the t_i, as if they were independent, and its
-    degrees of freedom; from the bases of the spaces and the vectors of the groups in the
-    coordinates of V, the map from there to the eigenvectors of T, and f at the nodes.
+    """Returns (mean d, standard error of the mean of the t_i as if independent, degrees of
+    freedom). In the coordinates of V, `rows` has bases of the P_i, `vectors` the omega_i of each
+    group; `turned` maps coordinates to the eigenvectors of T, `values` are f at the nodes.
     """
-    probes = matmul(orthogonal_probes(rows, vectors), turned)
-    room = jnp.mean(room_outside(rows, n))
+    probes = matmul(orthogonal_probes(rows, vectors), turned)  # g_i / ||g_i||
+    room = jnp.mean(room_outside(rows, n))  # n - d
     rows = matmul(rows, turned)
     count = probes.shape[0] * probes.shape[1]
     unit = scale_of(values, axis=0)
@@ -127,19 +125,20 @@ def independent_error(
 def standard_error(
     part: Inexact[Array, "l q m"], rows: Inexact[Array, "l r m"], *given: Any
 ) -> tuple[Real[Array, " f"], Real[Array, " f"]]:
-    """The standard error, with alpha from spaces of fewer steps, and its degrees of freedom; from
-    both spaces, and what is `given` to `independent_error`.
+    """Returns (standard error with alpha, degrees of freedom). `part` and `rows` are bases of the
+    P_i of fewer and of all steps; `given` is for `independent_error`.
     """
     fewer, larger, _ = independent_error(part, *given)
     dimension, std_err, dof = independent_error(rows, *given)
     fall = jnp.log(jnp.maximum(larger / jnp.where(std_err > 0, std_err, 1), 1))
+    # With X like std_err^2, alpha = 2 fall / growth.
     growth = jnp.maximum(jnp.log(dimension / fewer), jnp.finfo(fall.dtype).eps)
     return std_err * jnp.sqrt(1 + jnp.minimum(2 * fall / growth, 4)), dof
 
 
 @final
 class KrylovAwareEstimator(AbstractSpectralEstimator):
-    """The estimator of above."""
+    """tr(W f(T)), see above."""
 
     fn: Function
 
@@ -193,7 +192,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         if not weights:
             return estimate, None
         w = einsum("lra,lrb->ab", z, jnp.conj(z))
-        overlap = matmul(turned[0].T, matmul(w, jnp.conj(turned[0])))
+        overlap = matmul(turned[0].T, matmul(w, jnp.conj(turned[0])))  # S^H W S
         differences = divided_differences(self.fn, nodes[None])[0].astype(w.dtype)
         core = einsum("ai,ij,ij...,bj->ab...", s, overlap, differences, jnp.conj(s))
         basis = krylov.rows[..., None]
@@ -203,7 +202,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
 def spaces_without_group(
     t: Inexact[Array, "m m"], coordinates: Inexact[Array, "l g m"], depth: int, eps: float
 ) -> Inexact[Array, "l r m"]:
-    """Bases of the block Krylov spaces of T of all vectors but a group, step after step."""
+    """Bases of the P_i: block Krylov spaces of T without the vectors of one group in turn."""
     groups, _, m = coordinates.shape
     unit = scale_of(jnp.abs(t)).astype(t.dtype)
     others = np.stack([np.delete(np.arange(groups), i) for i in range(groups)])

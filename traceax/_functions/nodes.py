@@ -6,14 +6,13 @@ With the resolvent R(t) = (t - A)^{-1} and a contour around the spectrum,
     f(A) x = 1/(2 pi i) \oint f(t) R(t) x dt,      d(f(A) x) = 1/(2 pi i) \oint f(t) R dA R x dt.
 
 In a Krylov space of x with the Ritz pairs (theta_j, x_j), R(t) x ~ sum_j a_j x_j / (t - theta_j)
-with a_j = x_j^H x. What is left of the integral is a function of A alone, the divided difference
+with a_j = x_j^H x. The rest of the integral is a function of A alone, the divided difference
 
     d(f(A) x) ~ sum_j h_j(A) dA x_j a_j,      h_j(t) = f[t, theta_j].
 
-The vectors dA x_j are not in the space, and so every one of them, or every cotangent of the left
-side, gets a Krylov space of its own. The map from the dA x_j to the left side is linear, and its
-transpose needs one Krylov space for each left side, whereas the map itself needs one for each x_j.
-`divided_sums` gives both to JAX.
+The vectors dA x_j are not in the space: each of them, or each cotangent of the left side, gets a
+Krylov space of its own. The map from the dA x_j to the left side is linear. The map needs a Krylov
+space for each x_j, its transpose one for each left side. `divided_sums` gives both to JAX.
 """
 
 import math
@@ -37,8 +36,8 @@ Function = Callable[[Array], Array]
 
 
 def on_nodes(fn: Function, nodes: Array, counts: Bool[Array, "..."] | None = None) -> Array:
-    """The values of `fn` at an array of nodes, with the axes of a single value last; 0 at nodes
-    that do not count, even where `fn` is NaN.
+    """The values of `fn` at `nodes`, their own axes last; 0 where a node does not count, even if
+    NaN.
     """
     flat = jax.vmap(fn)(nodes.reshape(-1))
     if counts is not None:
@@ -47,9 +46,7 @@ def on_nodes(fn: Function, nodes: Array, counts: Bool[Array, "..."] | None = Non
 
 
 def within_tag(operator: lx.AbstractLinearOperator, nodes: Array, eps: float) -> Array:
-    """The Ritz values `nodes`. If the operator is tagged semidefinite, those that are on the wrong
-    side of 0 by no more than rounding errors are set to 0.
-    """
+    """The Ritz values `nodes`; 0 where the tag excludes their sign and rounding explains it."""
     sign = semidefinite_sign(operator)
     if sign == 0:
         return nodes
@@ -73,9 +70,9 @@ def changes_by_rounding(
     eps: float,
     counts: Bool[Array, "..."] | None = None,
 ) -> Array:
-    """How far f changes if a node moves by the rounding errors of the products, which are those of
-    the largest eigenvalue: far, for 1 / x and a small x; and the rounding of f itself and of sums
-    of its values. It is inf where f is not finite at a node that rounding may have moved.
+    """How far f changes if a node moves by the rounding errors of products with the largest
+    eigenvalue (far, for 1 / x and a small x), and the rounding of f and of sums of its values. inf
+    where f is not finite at a node that rounding may have moved.
     """
     off = 2 * eps * jnp.max(jnp.abs(nodes))
     moved = [on_nodes(fn, within_tag(operator, nodes + x, eps), counts) for x in (off, -off)]
@@ -88,10 +85,10 @@ def unresolved(
     fn: Function, nodes: Array, values: Array, residuals: Real[Array, "..."], count: int = 1
 ) -> Array:
     """How far f may be from its values at the `count` Ritz values next to 0 (one for each vector of
-    a block) that smaller eigenvalues may hide behind: with a residual of more than half of them.
-    Where f is singular at 0 and the spectrum comes close to it, the values after q, q - d and
-    q - 2d steps agree, as none of them has met the small eigenvalues. The numbers are at most |f|,
-    and small where f is nearly a line towards 0.
+    a block) if smaller eigenvalues hide behind: where the residual exceeds half of the Ritz value.
+    Where f is singular at 0 and the spectrum comes close to 0, the values after q, q - d and q - 2d
+    steps agree before any has met small eigenvalues. The result is at most |f|, and small where f
+    is nearly a line towards 0.
     """
     size = jnp.abs(values)
     half = on_nodes(fn, nodes / 2)
@@ -121,9 +118,8 @@ def differences_between(
     the right, for each probe, with the axes of a single value of `fn` last.
 
     Where this difference would cancel, D_ij is the mean of f' between the two nodes, by Gauss
-    quadrature with two points. The error of that mean is estimated from its distance to f' at the
-    middle, relative to f' and squared, because it is of higher order. So no length scale of f need
-    be known.
+    quadrature with two points. The error of that mean is estimated as the square of its distance to
+    f' at the middle, relative to f': no length scale of f need be known.
     """
     of_left = on_nodes(fn, left)[:, :, None]
     of_right = on_nodes(fn, right)[:, None, :]
@@ -160,9 +156,8 @@ def constant(tree: PyTree) -> PyTree:
 
 
 def steps_of(count: int, n: int) -> int:
-    """The number of steps for a derivative by `count` Ritz vectors of an operator with n rows.
-    Quadrature with s steps is exact for degree 2s, and what q steps make of one vector for degree
-    q; kernels with little noise need 4 sqrt(k).
+    """The number of steps for a derivative by `count` Ritz vectors: s steps are exact for degree 2s
+    in quadrature, for degree s in f(A) x; kernels with little noise need 4 sqrt(count).
     """
     count = min(count, n)
     return min(n, max(8, count // 4, math.ceil(4 * math.sqrt(count))))
@@ -175,8 +170,9 @@ def divided_sums(
     nodes: Real[Array, " c"],
     shares: Inexact[Array, "c p"],
 ) -> Inexact[Array, "n p"]:
-    """sum_j f[A, theta_j] u_j a_j, for every column of shares a_j. As a function of the vectors u_j
-    alone it has a derivative, itself, and a transpose: they agree as far as both have converged.
+    """sum_j f[A, theta_j] u_j a_j, with the `vectors` u_j, for every column a of `shares`. As a
+    function of u_j alone the sum has a derivative, itself, and a transpose; both agree once
+    converged.
 
     Cost: a Krylov space for each vector, or for each column of a cotangent; `8 n` numbers for each
     step of one beside the result.
@@ -208,7 +204,7 @@ def _sums(
     nodes: Real[Array, "c o"],
     shares: Inexact[Array, "c o"],
 ) -> Inexact[Array, "n o"]:
-    """sum_i f[A, theta_io] u_i a_io, from a few Krylov spaces at once."""
+    """sum_i f[A, theta_io] u_i a_io for every column o, `TOGETHER` Krylov spaces at once."""
 
     def of_block(rows, theta, share):
         unit = scale_of(rows, axis=1)

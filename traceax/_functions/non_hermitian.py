@@ -70,15 +70,15 @@ class NonHermitianWeights(NamedTuple):
 
     u: Inexact[Array, "n c"]
     v: Inexact[Array, "n c"]
-    nodes: Complex[Array, " m"]
-    weights: Complex[Array, " m"]
+    nodes: Complex[Array, " m"]  # theta_j
+    weights: Complex[Array, " m"]  # w_j
 
 
 def _quadrature(
     fn: Function, nodes: Complex[Array, "..."], weights: Complex[Array, "..."], is_real: bool
 ) -> tuple[Array, Array]:
-    """The sum of w f(theta) along the last axis, and whether it has no imaginary part though it
-    should be real. A node of weight 0 does not count, even where f is NaN.
+    """Returns (sum_j w_j f(theta_j) along the last axis, whether a sum that should be real is
+    real). A node of weight 0 does not count, even where f is NaN.
     """
     terms = weights * on_nodes(fn, nodes, weights != 0)
     total = jnp.sum(terms, axis=-1)
@@ -91,7 +91,7 @@ def _quadrature(
 
 @final
 class ArnoldiEstimator(AbstractFunctionEstimator):
-    """The estimator of above."""
+    """The mean of a over p probes, see above."""
 
     fn: Function
     num_steps: int | None = eqx.field(static=True)
@@ -108,15 +108,15 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         ended = jnp.concatenate([krylov.ended_after(m) for m in orders])
         found = jax.vmap(diagonalised)(ended)
         nodes = found.nodes * jnp.tile(krylov.unit[:, 0], (len(orders), 1))
-        masses = found.left[:, 0] * found.right[:, :, 0]
+        masses = found.left[:, 0] * found.right[:, :, 0]  # w_j = X_1j (X^{-1})_j1
         forms, real_enough = _quadrature(self.fn, nodes, masses, self.is_real)
         error = truncation_error(n * forms.reshape(-1, p), krylov.exhausted)
         value = n * jnp.mean(forms[:p])
 
         theta = nodes[:p]
         w = masses[:p]
-        left = found.left[:p]
-        first = found.right[:p, :, 0]
+        left = found.left[:p]  # X
+        first = found.right[:p, :, 0]  # X^{-1} e_1
         values = on_nodes(self.fn, theta, w != 0)
         std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
@@ -135,12 +135,12 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         return estimate, NonHermitianWeights(u, probes, *rule)
 
     def _error(self, values, nodes, weights, left, first, basis, probes) -> tuple[Array, Array]:
-        """The standard error, and its degrees of freedom: see above."""
+        """Returns (standard error, degrees of freedom nu): see above."""
         n, p = probes.shape
         is_complex = jnp.iscomplexobj(probes)
         unit = scale_of(values)
         mean = jnp.mean(jnp.sum(weights * values, axis=1)) / unit
-        away = values / unit - mean
+        away = values / unit - mean  # f - a/n
 
         def applied(values):  # g(H) e_1
             return einsum("pij,pj->pi", left, values * first)
@@ -153,7 +153,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
             conjugate = values if self.is_real else jnp.conj(on_nodes(self.fn, jnp.conj(nodes)))
             product = away * (jnp.where(weights != 0, conjugate, 0) / unit - jnp.conj(mean))
             t = jnp.abs(t + jnp.sum(weights * product, axis=1).real) / 2
-        spread = jnp.mean(t)
+        spread = jnp.mean(t)  # X / n
         std_err = unit * form_error(n * spread, n, p, is_complex)
         fourth = jnp.mean(jnp.sum(jnp.square(jnp.abs(applied(away**2))), axis=1))
         pairs = jnp.sum(gram * (1 - jnp.eye(p))) / max(p * (p - 1), 1)
@@ -191,9 +191,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         return estimate, NonHermitianWeights(slope, one, nodes, ones)
 
     def contract(self, weights, operator):
-        """See `AbstractEstimator`. The contraction is linear in A, and depends on the leaves of
-        `fn`, too.
-        """
+        """See `AbstractEstimator`. Linear in A; the leaves of `fn` have derivatives, too."""
         block = BlockOperator(operator)
         u = weights.u
         own, _ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)

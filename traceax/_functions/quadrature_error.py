@@ -1,6 +1,4 @@
-"""Estimates with two errors: that of the random probes, and that of ending Lanczos' recurrence
-early.
-"""
+"""Estimates with two errors: of the random probes, and of ending Lanczos' recurrence early."""
 
 import math
 from typing import Any
@@ -22,9 +20,9 @@ def quadrature_estimate(
     least: Array | float = 0.0,
     **more: Any,
 ) -> Estimate:
-    """An estimate with a quadrature error. For a fixed budget it has not converged where that error
-    exceeds four standard errors (an average over keys would not reveal such a bias), a twentieth of
-    the value, and `least`. (For several entries the norms of all are compared.)
+    """An estimate with a quadrature error. It is `not_converged` where that error exceeds four
+    standard errors (an average over keys would not reveal such a bias), a twentieth of the value,
+    and `least`. (For several entries the norms of all are compared.)
     """
     size, bias, scatter = (safe_norm(jnp.ravel(x)) for x in (value, error, std_err))
     allowed = jnp.maximum(jnp.maximum(4 * scatter, size / 20), least)
@@ -33,9 +31,7 @@ def quadrature_estimate(
 
 
 def exact_estimate(value: Array, error: Array, num_matvecs: int, evidence: Evidence) -> Estimate:
-    """An estimate whose error is a bound on rounding. It has not converged where that is more than
-    half of the value.
-    """
+    """An estimate whose error is a bound on rounding; `not_converged` above half of the value."""
     zero = jnp.zeros_like(error)
     least = safe_norm(jnp.ravel(value)) / 2
     return quadrature_estimate(value, error, zero, num_matvecs, 0, evidence, least)
@@ -44,8 +40,8 @@ def exact_estimate(value: Array, error: Array, num_matvecs: int, evidence: Evide
 def entries_std_err(
     samples: Real[Array, "p n"], count: Real[Array, ""]
 ) -> tuple[Real[Array, " n"], Real[Array, ""]]:
-    """The standard errors of the entries of a mean of so many samples (later ones are 0), and of
-    their sum. From a single sample nothing is known.
+    """Returns (standard errors of the entries of a mean of `count` samples, standard error of their
+    sum); inf for a single sample. Samples from `count` on are 0.
 
     Entry i of a sample is y_i = omega_i (B omega)_i, with omega of random signs: it has the mean
     B_ii and the variance sum_{j != i} B_ij^2 = E y_i^2 - B_ii^2 (over the complex numbers with the
@@ -63,28 +59,26 @@ def entries_std_err(
 
 
 def orders_of(q: Any) -> list[Any]:
-    """The numbers of steps q, q - d and q - 2d (see `funm`), without those below 1. A traced q is
-    at least 4.
-    """
+    """[q, q - d, q - 2d] (see `funm`), without numbers below 1. A traced q is at least 4."""
     d = (q + 3) // 4
     return [m for m in (q, q - d, q - 2 * d) if not isinstance(m, int) or m >= 1]
 
 
 def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
-    """The quadrature error of the mean, from the samples after up to three numbers of steps (`funm`
-    derives it). `exhausted` says for each probe whether its Krylov space is invariant: quadrature
-    is exact there.
+    """The quadrature error of the mean (see `funm`), from the samples after up to three numbers of
+    steps (axis 0). `exhausted` marks probes with invariant Krylov spaces, where quadrature is
+    exact.
     """
-    changes = jnp.abs(_changes(samples))
+    changes = jnp.abs(_changes(samples))  # D_1, D_2
     shape = (-1, *[1] * (samples.ndim - 2))
     error = jnp.where(exhausted.reshape(shape), 0, _missed(changes[0], changes))
     return jnp.mean(error, axis=0)
 
 
 def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, ""]) -> Array:
-    """The error of every entry, from its values after up to three numbers of steps. The rate is
-    that of all entries together, as the ratio of two differences of one entry may be anything. So
-    may one of these differences, of which half is the mean.
+    """The quadrature error of every entry, from its values after up to three numbers of steps (axis
+    0). As D_1 and D_1 / D_2 of one entry may be anything, r is that of the norms of all entries,
+    and D_1 the root mean square of those of the entry and of all entries.
     """
     changes = _changes(values)
     norms = safe_norm(changes)
@@ -93,14 +87,14 @@ def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, 
 
 
 def _changes(values: Real[Array, "o ..."]) -> Real[Array, "d ..."]:
-    """One or two differences. Of a single value nothing is known."""
+    """One or two differences; inf for a single value."""
     if len(values) == 1:
         return jnp.full_like(values, jnp.inf)
     return jnp.diff(values, axis=0)
 
 
 def _missed(last: Real[Array, "..."], changes: Real[Array, "d ..."]) -> Real[Array, "..."]:
-    """The last change times max(1, 8 r / (1 - r)), with the rate r at which changes fall."""
+    """D_1 max(1, 8 r / (1 - r)): `last` is D_1, `changes` are D_1 and D_2, or D_1 alone, for r."""
     rate = jnp.full_like(changes[0], 0.95)
     if len(changes) == 2:
         before = changes[1]

@@ -20,9 +20,9 @@ numbers of steps with which this error is a third of what is allowed.
 
     diag V f(T(A)) V^H + E[omega o (f(A) - V f(T(A)) V^H) omega]
 
-is diag f(A) for every A, and so the derivative of the mean of samples is unbiased. That of f(T) is
-S (D o S^H dT S) S^H, T = S Theta S^H, with the divided differences D of f; that of f(A) omega is
-the sum of `nodes`, and that of omega^H f(A) omega is `funm`'s form.
+is diag f(A) for every A: the derivative of the mean of samples is unbiased. The derivative of f(T)
+is S (D o S^H dT S) S^H, T = S Theta S^H, with the divided differences D of f; `nodes` has that of
+f(A) omega, `funm` that of omega^H f(A) omega.
 """
 
 import math
@@ -87,13 +87,13 @@ class Space(NamedTuple):
     value: Real[Array, "..."]
     size: Real[Array, "..."]
     bias: Real[Array, "..."]
-    basis: Inexact[Array, "n m"]
-    removed: Inexact[Array, "n j"]  # the vectors Q
+    basis: Inexact[Array, "n m"]  # V
+    removed: Inexact[Array, "n j"]  # Q: see `removed_from`
     evidence: Evidence
 
 
 class Recurrences(NamedTuple):
-    """f(A) z by q steps of Lanczos' recurrence, for p probes, as a function of A."""
+    """f(A) z from q Lanczos steps, for p probes, as a function of A; z = omega - Q Q^H omega."""
 
     omega: Real[Array, "n p"]
     z: Inexact[Array, "n p"]
@@ -104,7 +104,7 @@ class Recurrences(NamedTuple):
 
 
 def removed_from(basis: Inexact[Array, "n m"], width: int) -> Inexact[Array, "n j"]:
-    """The vectors Q of the first steps, of which f(A) Q is known: all but the last quarter."""
+    """Q, the vectors of all steps but the last quarter: f(A) Q is known."""
     steps = basis.shape[1] // width
     return basis[:, : width * (steps - 2 * max(1, steps // 8))]
 
@@ -137,7 +137,7 @@ class FunctionSampling(AbstractSampling):
     def prepared_space(
         self, key: PRNGKeyArray, block: BlockOperator, width: int, steps: int
     ) -> Space:
-        """The function on the Krylov space of so many random vectors after so many steps."""
+        """V f(T) V^H on the Krylov space of `width` random vectors after `steps` steps."""
         start = self.sampler.probes(key, block.n, width, block.dtype)
         krylov = block_lanczos(block.mm, start, steps, block.eps)
         basis = krylov.rows.T
@@ -170,7 +170,7 @@ class FunctionSampling(AbstractSampling):
         return space._replace(removed=removed_from(basis, math.isqrt(size)))
 
     def captured_space(self, block: BlockOperator, basis: Array) -> Space:
-        """The function on a space that is held fixed, as a function of A."""
+        """V f(T(A)) V^H as a function of A, with V = `basis` held fixed."""
         images = block.mm(basis)
         space = self.space(block, basis, matmul(adjoint(basis), images))
         s = matmul(adjoint(basis), space.right)
@@ -179,7 +179,7 @@ class FunctionSampling(AbstractSampling):
     def space(
         self, block: BlockOperator, basis: Inexact[Array, "n m"], t: Inexact[Array, "m m"]
     ) -> Space:
-        """V f(T) V^H, and as a function of T to first order."""
+        """V f(T) V^H, as a function of T to first order."""
         in_use = jnp.any(basis != 0, axis=0)
         nodes, s = ritz_values(lax.stop_gradient((t + adjoint(t)) / 2), in_use)
         nodes = within_tag(block.operator, nodes, block.eps)
@@ -211,7 +211,7 @@ class FunctionSampling(AbstractSampling):
         return self.rows(entries) if entries.ndim == 2 else jax.vmap(self.rows)(entries)
 
     def _size(self, block: Inexact[Array, "n m"], changes: Real[Array, " n"], eps: float) -> Array:
-        """The norms whose rounding is that of these numbers, together with changes of f."""
+        """The norms that rounding is relative to, of V f(T) S or y, plus the `changes` of f."""
         changes = changes / rounding_of(jnp.ones_like(changes), eps)
         return norms_of(self.rows, block) + added(self.rows, changes)
 
@@ -223,8 +223,8 @@ class FunctionSampling(AbstractSampling):
         return entries_truncation_error(jnp.mean(samples, axis=2), jnp.all(exhausted))
 
     def _deviation(self, entries: Real[Array, "n p"]) -> Array:
-        """The standard deviation of a sample, from the scatter of its entries, which are
-        independent. (The matrix is Hermitian: the variance of a sum is twice that of its terms.)
+        """The standard deviation of a sample, from the scatter of its independent entries. (The
+        matrix is Hermitian: the variance of a sum is twice that of its terms.)
         """
         scatter = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
         deviation = scatter / math.sqrt(max(entries.shape[1] - 1, 1))
@@ -237,16 +237,16 @@ class FunctionSampling(AbstractSampling):
     def panel_and_recurrences(
         self, key: PRNGKeyArray, block: BlockOperator, space: Space, count: int, steps: Array | int
     ) -> tuple[Panel, Recurrences]:
-        """So many samples, and what their derivative holds fixed."""
+        """Returns (panel of `count` samples, `Recurrences` that the derivative holds fixed)."""
         eps = block.eps
         omega = self.sampler.probes(key, block.n, count, jnp.finfo(block.dtype).dtype)
         z = without(space.removed, omega).astype(block.dtype)
-        known = matmul(space.left, matmul(adjoint(space.right), z))
-        room = jnp.maximum(1 - jnp.sum(square_of(space.right), axis=1), 0)
+        known = matmul(space.left, matmul(adjoint(space.right), z))  # V f(T) V^H z
+        room = jnp.maximum(1 - jnp.sum(square_of(space.right), axis=1), 0)  # 1 - diag V V^H
 
         def rest(krylov, made):
-            """The y of above after q, q - d and q - 2d steps, with the quadrature error of the mean
-            of samples; and the nodes, weights and values of q.
+            """Returns (y after q = `made` steps, quadrature error of the mean of samples; nodes,
+            weights and values of f after q steps).
             """
             orders = orders_of(made)
             nodes, masses, s = quadrature(ended_after(krylov, orders))
@@ -276,7 +276,7 @@ class FunctionSampling(AbstractSampling):
             most = self._most_steps(space.basis.shape[1])
             krylov, made = lanczos_until(block.mm, z, most, eps, enough)
         y, bias, nodes, masses, values = rest(krylov, made)
-        outside = without(space.right, omega)
+        outside = without(space.right, omega)  # R omega
         c = level_of_others(outside, y)
         entries = omega * (y - c * outside).real + c * room[:, None]
         counts = masses > 0
@@ -316,7 +316,7 @@ class FunctionSampling(AbstractSampling):
         return self.mean_of(block, prepared, self.fixed(still, omega, z, krylov, steps))
 
     def mean_of(self, block: BlockOperator, space: Space, fixed: Recurrences) -> Array:
-        """The mean of the samples, without what c adds, as a function of A."""
+        """The mean of the samples as a function of A, without the terms in c."""
         omega, z, basis, along, nodes, steps = fixed
         q, n, p = basis.shape
         ritz = einsum("anp,paq->npq", basis, along)
@@ -330,7 +330,7 @@ class FunctionSampling(AbstractSampling):
         images = lax.map(product, (basis, jnp.arange(q)))
         moved = images - lax.stop_gradient(images)
         if self.rows is None:
-            known = matmul(space.left, matmul(adjoint(space.right), z))
+            known = matmul(space.left, matmul(adjoint(space.right), z))  # V f(T) V^H z
             inner = einsum("anp,bnp->pab", jnp.conj(basis), moved)
             differences = divided_differences(constant(self.fn), nodes)
             core = einsum("paj,pjk,pbk->pab", along, differences, along)
@@ -348,7 +348,7 @@ class FunctionSampling(AbstractSampling):
             jnp.concatenate([space.nodes, nodes.reshape(-1)]),
             jnp.concatenate([inside, jnp.repeat(jnp.eye(p, dtype=inside.dtype), q, axis=0)]),
         )
-        known = matmul(space.left, matmul(adjoint(space.right), omega))
+        known = matmul(space.left, matmul(adjoint(space.right), omega))  # V f(T) V^H omega
         values = on_nodes(self.fn, space.nodes, jnp.any(space.right != 0, axis=0))
         of_omega = of_z + matmul(space.right, values[:, None] * inside)
         return jnp.mean(self.rows(omega * (of_omega - known + changes).real), axis=-1)
@@ -365,7 +365,7 @@ class FunctionSampling(AbstractSampling):
         return exact_estimate(value, error, nodes.size, evidence), (basis, nodes)
 
     def contract_exact(self, weights: Any, operator: lx.AbstractLinearOperator) -> Array:
-        """The exact value as a function of A, from what `exact` held fixed."""
+        """The exact value as a function of A; `weights` is (eigenvectors, eigenvalues)."""
         basis, nodes = weights
         inner = matmul(adjoint(basis), BlockOperator(operator).mm(basis))
         core = divided_differences(constant(self.fn), nodes[None])[0] * inner
@@ -379,7 +379,7 @@ class FunctionSampling(AbstractSampling):
 
 
 def level_of_others(outside: Inexact[Array, "n p"], y: Inexact[Array, "n p"]) -> Real[Array, " p"]:
-    """The c of each probe, from the other probes."""
+    """The c of each probe, from the other probes; `outside` is R omega."""
     unit = scale_of(y)
     products = jnp.sum((jnp.conj(outside) * y).real / unit, axis=0)
     squares = jnp.sum(square_of(outside), axis=0)
@@ -388,7 +388,7 @@ def level_of_others(outside: Inexact[Array, "n p"], y: Inexact[Array, "n p"]) ->
 
 
 def without(q: Inexact[Array, "n m"], vectors: Array) -> Inexact[Array, "n p"]:
-    """The part of vectors outside of the span of orthonormal columns (those that are not 0)."""
+    """The part of `vectors` outside of the span of the orthonormal (or zero) columns of q."""
     for _ in range(2):
         vectors = vectors - matmul(q, matmul(adjoint(q), vectors))
     return vectors
@@ -400,7 +400,7 @@ def _with_sampling(weights: SampledWeights, sampling: FunctionSampling | None) -
 
 @final
 class SampledFunctionEstimator(AbstractFunctionEstimator):
-    """A function of a matrix with a tolerance in the place of a budget."""
+    """A sum or diagonal of f(A), with a tolerance in the place of a budget."""
 
     sampling: FunctionSampling
     max_k: int = eqx.field(static=True)
@@ -422,7 +422,7 @@ class SampledFunctionEstimator(AbstractFunctionEstimator):
         return self.sampling.exact(BlockOperator(operator))
 
     def contract(self, weights, operator):
-        """See `AbstractEstimator`. The contraction depends on the leaves of `fn`, too."""
+        """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""
         if isinstance(weights, SampledWeights):
             return _with_sampling(weights, self.sampling).contract(BlockOperator(operator))
         return self.sampling.contract_exact(weights, operator)
@@ -437,7 +437,7 @@ def sampled_function(
     atol: Any,
     max_k: int | None,
 ) -> tuple[int, SampledFunctionEstimator]:
-    """The budget and the estimator of a call with a tolerance."""
+    """Returns (budget, estimator) of a call with a tolerance."""
     least = 4 * FunctionSampling.panel
     max_k, budget = largest_budget(max_k, operator.in_size(), name, least)
     sampling = FunctionSampling(

@@ -81,11 +81,9 @@ def spectral_sum(
     - `num_steps`: the number of products for each probe, a static Python int.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
-    **Returns:**
-
-    A [`traceax.Solution`][], of the shape of `shifts`: `outside_domain` where f is not finite at a
-    Ritz value, `not_converged` where the quadrature error exceeds four standard errors and 5 % of
-    the value (for an exact value half of it).
+    **Returns:** a [`traceax.Solution`][], of the shape of `shifts`: `outside_domain` where f is not
+    finite at a Ritz value, `not_converged` where the quadrature error exceeds four standard errors
+    and 5 % of the value (for an exact value half of it).
 
     **Raises:** `TypeError`, `ValueError`; `NotImplementedError` for a second derivative.
     (S. Ubaru et al., doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.)
@@ -121,9 +119,7 @@ def spectral_sum(
 
 
 def _is_real(fn: Callable[[Array], Array], operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the spectral sum of a holomorphic function is real: whether the operator is, and the
-    values of the function for real numbers are.
-    """
+    """Whether the spectral sum of a holomorphic function is real: operator and function are."""
     with any_promotion():
         at_real = jax.eval_shape(fn, jax.ShapeDtypeStruct((), _real_dtype(operator)))
     return not (is_complex(operator) or jnp.issubdtype(at_real.dtype, jnp.complexfloating))
@@ -166,17 +162,15 @@ def spectral_density(
     - `operator`: a Hermitian lineax operator with `n` rows, as for [`traceax.spectral_sum`][].
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
     - `grid`: the points t, a real array of any shape.
-    - `width`: the standard deviation $\sigma$ of the Gaussian. By default the extent of the grid
-        divided by the number of steps, which is the smallest that the steps resolve if the grid
-        spans the spectrum.
+    - `width`: the standard deviation $\sigma$ of the Gaussian, by default the extent of the grid
+        divided by the number of steps: the smallest that steps resolve if the grid spans the
+        spectrum.
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
-    **Returns:**
-
-    A [`traceax.Solution`][] of the shape of the grid. Where only one or two eigenvalues contribute,
-    as at the ends of the spectrum, all probes may have missed them, and the error is larger than
-    stated ([`traceax.eigenpairs`][] has bounds).
+    **Returns:** a [`traceax.Solution`][] of the shape of the grid. Where only one or two
+    eigenvalues contribute, as at the ends of the spectrum, all probes may have missed them, and the
+    error is larger than stated ([`traceax.eigenpairs`][] has bounds).
 
     **Raises:** those of [`traceax.spectral_sum`][].
 
@@ -220,18 +214,17 @@ def eigenvalue_count(
 ) -> Solution:
     r"""Estimate how many eigenvalues of a Hermitian operator lie in the interval $[a, b]$.
 
-    This is the spectral sum of a function that is 1 in the interval and 0 elsewhere; see
-    [`traceax.spectral_sum`][] for the errors and the cost. The `quadrature_error` is a bound, and
-    falls only like `n / num_steps`: a count is accurate where few eigenvalues lie near `a` and `b`.
-    Eigenvalues that are as close to `a` or `b` as rounding errors are counted, and their number is
-    part of the errors. The derivative of a count is 0.
+    A count is the spectral sum of a function that is 1 in the interval and 0 elsewhere; for errors
+    and cost see [`traceax.spectral_sum`][]. The `quadrature_error` is a bound, and falls only like
+    `n / num_steps`: a count is accurate where few eigenvalues lie near `a` and `b`. Eigenvalues
+    that are as close to `a` or `b` as rounding errors are counted, and are part of the errors. The
+    derivative is 0.
 
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
     - `operator`: a Hermitian lineax operator with `n` rows, as for [`traceax.spectral_sum`][].
-    - `a`: the lower end of the interval, which may be `-inf`.
-    - `b`: the upper end of the interval, which may be `inf`.
+    - `a`, `b`: the ends of the interval, which may be `-inf` and `inf`.
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
@@ -279,19 +272,17 @@ def schatten_norm(
     **Arguments:**
 
     - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
-    - `operator`: a lineax operator between any PyTrees, real or complex, square or not. `n` is the
+    - `operator`: a lineax operator between any PyTrees, real or complex, square or not; `n` is the
         smaller of its numbers of rows and columns.
     - `k`: the budget of matvecs, a static Python int. With `k > n` (`k > 2 n` for an operator that
         is not tagged Hermitian) the norm is exact.
-    - `p`: the exponent, a positive Python number. Below 1 it is a quasi-norm.
+    - `p`: the exponent, a positive Python number. Below 1 the result is a quasi-norm.
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
-    **Returns:**
-
-    A [`traceax.Solution`][] with a real value and with a `quadrature_error`. As the root of an
-    unbiased estimate the value is biased, by about the square of its relative error. At 0, and
-    where a singular value is 0, the derivative is a subgradient (p = 1), or 0.
+    **Returns:** a [`traceax.Solution`][] with a real value and with a `quadrature_error`. The root
+    of an unbiased estimate is biased, by about the square of its relative error. At 0, and where a
+    singular value is 0, the derivative is a subgradient (p = 1), or 0.
 
     **Raises:** those of [`traceax.spectral_sum`][], and `ValueError` for a `p` that is not positive
     and finite.
@@ -318,7 +309,7 @@ def schatten_norm(
     value = unit * power_of(found.value, 1 / p)
 
     def root_error(error):
-        """How far the norm is from that of a power that is larger or smaller by an error."""
+        """How far the norm is from that of a power that is larger or smaller by `error`."""
         roots = [unit * power_of(found.value + x, 1 / p) for x in (error, -error)]
         return lax.stop_gradient(jnp.maximum(roots[0] - value, value - roots[1]))
 

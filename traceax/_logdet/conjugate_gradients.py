@@ -5,13 +5,10 @@ x = R^{-H} z. From z = 0 and p = r = R^{-1} b, every step takes the best z along
 
     z += alpha p,    r -= alpha M p,    alpha = r^H r / p^H M p,
 
-and goes on along p = r' + (r'^H r' / r^H r) p for the new residual r'. A residual that is only
-updated, never computed anew, goes to 0 in spite of rounding errors; what is left is for the caller
-to compute. The columns of a block share the products of a step, and each of them ends by itself,
-or where p^H M p is not positive: then M is not definite.
-
-(`lineax.CG` takes p^H M p <= 200 eps n r^H r for a breakdown, which depends on the scale of M, and
-has no complex numbers.)
+and the next direction r' + (r'^H r' / r^H r) p, with r' the new residual. Steps update r and never
+compute r anew: r goes to 0 in spite of rounding errors, and callers compute b - A x. The columns of
+a block share products. A column ends by itself, or where p^H M p <= 0: then M is not definite.
+(`lineax.CG` has a breakdown test that depends on the scale of M, and no complex numbers.)
 """
 
 from typing import NamedTuple
@@ -27,7 +24,7 @@ from .._sketch.low_rank import AbstractFactors
 
 
 class Solve(NamedTuple):
-    """The state of conjugate gradients for M, one column for each right-hand side."""
+    """Conjugate gradients for M z = R^{-1} b; column j belongs to right-hand side j."""
 
     z: Inexact[Array, "n t"]  # solutions and residuals in units of `unit`
     r: Inexact[Array, "n t"]
@@ -40,7 +37,7 @@ class Solve(NamedTuple):
 
 
 def start_of_solve(target: Inexact[Array, "n t"], tolerance: float) -> Solve:
-    """The state before the first step, for M z = target."""
+    """The state before the first step, for M z = target = R^{-1} b."""
     norm = safe_norm(target.T)
     unit = jnp.where(norm > 0, norm, 1).astype(target.dtype)
     r = target / unit
@@ -58,13 +55,13 @@ def goes_on(state: Solve, most: int | Int[Array, ""]) -> Bool[Array, " t"]:
 def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
     """One step, from the product M p."""
     goes = goes_on(state, most)
-    curvature = jnp.sum((jnp.conj(state.p) * product).real, axis=0)
+    curvature = jnp.sum((jnp.conj(state.p) * product).real, axis=0)  # p^H M p
     breaks = curvature <= 0  # NaN goes into the result
     alpha = jnp.where(goes & ~breaks, state.square / jnp.where(breaks, 1, curvature), 0)
     alpha = alpha.astype(product.dtype)
     r = state.r - alpha * jnp.where(goes, product, 0)
     square = square_norms(r)
-    ratio = jnp.where(goes, square / jnp.where(goes, state.square, 1), 0)
+    ratio = jnp.where(goes, square / jnp.where(goes, state.square, 1), 0)  # r'^H r' / r^H r
     p = jnp.where(goes, r + ratio.astype(product.dtype) * state.p, state.p)
     return state._replace(
         z=state.z + alpha * state.p,
@@ -79,7 +76,7 @@ def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
 def solution(
     block: BlockOperator, factors: AbstractFactors, state: Solve, most: int
 ) -> tuple[Inexact[Array, "n t"], Solve]:
-    """The solution x, and the state after all steps that are left, without company of probes."""
+    """Returns (x, the last state), after all steps that are left, without probes."""
     end = lax.while_loop(
         lambda state: jnp.any(goes_on(state, most)),
         lambda state: cg_step(state, factors.preconditioned(block.mm, state.p), most),
@@ -101,19 +98,11 @@ def _from_real(x: Real[Array, "..."], dtype) -> Inexact[Array, "n m"]:
 def definite_solve(
     block: BlockOperator, factors: AbstractFactors, rhs: Inexact[Array, "n m"]
 ) -> Inexact[Array, "n m"]:
-    """`A^{-1} rhs`, differentiable (any number of times) in A and in the right-hand side.
+    """`A^{-1} rhs`, differentiable (any number of times) in A and in the right-hand sides `rhs`.
 
-    **Arguments:**
-
-    - `block`: the operator A.
-    - `factors`: the preconditioner.
-    - `rhs`: a block of right-hand sides.
-
-    **Returns:**
-
-    The solutions, by conjugate gradients to a relative residual of `eps^(3/4)`. They take as many
-    block products as the slowest of them takes steps. A solution is NaN where that residual was not
-    reached: the operator is not positive definite, or too close to a singular one.
+    Conjugate gradients with the preconditioner `factors` end at a relative residual of `eps^(3/4)`;
+    the slowest column sets the number of block products. Columns that miss the residual are NaN: A
+    is not positive definite, or close to singular.
     """
     tolerance = float(jnp.finfo(block.dtype).eps) ** 0.75
     factors = lax.stop_gradient(factors)

@@ -1,5 +1,5 @@
-"""The log-determinant of a positive definite operator: its value and errors, from what a budget has
-led to (`run`), from a Cholesky factorisation, or from a stored diagonal.
+"""The log-determinant of a positive definite operator, its errors and its weights: from the sums of
+a run (`run`), from a Cholesky factorisation, or from a stored diagonal.
 """
 
 import dataclasses
@@ -38,9 +38,7 @@ ROUNDING = 4.0
 
 
 def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
-    """The rounding error of a sum of n logarithms, and of the parts that it is made of. The
-    logarithms of equal eigenvalues have the same error.
-    """
+    """The rounding error of a sum of n logarithms (equal ones err alike) and of its `parts`."""
     eps = float(jnp.finfo(parts[0].dtype).eps)
     return eps * (4 * n + jnp.sum(jnp.abs(jnp.stack(parts))))
 
@@ -48,11 +46,11 @@ def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
 def rounding_of(
     factors: AbstractFactors, smallest: Array, largest: Array, eps: float
 ) -> tuple[Array, Array]:
-    """The rounding error of a function of an eigenvalue of M, relative to what it is of P; and
-    whether rounding hides that the operator is positive definite, relative to the limit.
+    """Returns (rounding error of a function of an eigenvalue of M, relative to its value for P;
+    whether rounding hides that A is positive definite, relative to the limit 1).
 
-    `smallest` and `largest` are the extreme Ritz values of M, `eps` is the relative precision of a
-    product with A.
+    `smallest` and `largest` are the extreme Ritz values of M, `eps` the relative precision of
+    products with A.
     """
     # Products with A are accurate to eps times its largest eigenvalue; in products with M this
     # error is in the unit of P. Such errors are as good as random, and mostly cancel in the trace.
@@ -66,7 +64,7 @@ def rounding_of(
 
 
 def evidence_with(outside: Array, *evidence: Evidence) -> Evidence:
-    """All of the evidence. What is not Hermitian has no logarithm either."""
+    """The worst of the evidence. An operator that is not Hermitian has no logarithm either."""
     seen = worse(*evidence)
     return worse(seen, Evidence(outside=jnp.maximum(outside, seen.skew)))
 
@@ -80,17 +78,17 @@ def estimate_of(
     *counts: Any,
     **more: Any,
 ) -> Estimate:
-    """The log-determinant from tr log M and its errors; further arguments are those of
-    `quadrature_estimate`.
+    """The estimate of log det P + tr log M; `sampled` is tr log M, `error` its quadrature error.
+    `counts` and `more` go to `quadrature_estimate`.
     """
     n = factors.basis.shape[0]
-    known = factors.log_det()
+    known = factors.log_det()  # log det P
     error = error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, sampled)
     return quadrature_estimate(known + sampled, error, std_err, *counts, least=1.0, **more)
 
 
 def estimate_from(run: Run) -> Estimate:
-    """The log-determinant and its errors, from what a budget has led to."""
+    """The log-determinant and its errors, from the sums of a run."""
     built = run.preparation.built
     sums = run.sums
     rounding, outside = rounding_of(built.factors, sums.smallest, sums.largest, run.block.eps)
@@ -106,7 +104,7 @@ class ExactLogdet(NamedTuple):
     """A log-determinant from a Cholesky factorisation, A = scale L L^H."""
 
     estimate: Estimate
-    factor: Inexact[Array, "n n"]
+    factor: Inexact[Array, "n n"]  # L
     scale: Real[Array, ""]
     rounding: Real[Array, " n"]  # the error of every squared pivot, times the scale
 
@@ -120,9 +118,7 @@ class ExactLogdet(NamedTuple):
 
 
 def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
-    """The log-determinant of a positive definite operator, from its matrix: entries that are not
-    stored take n products.
-    """
+    """The log-determinant from the matrix of A. Entries that are not stored take n products."""
     block = BlockOperator(operator)
     matrix, spent = matrix_of(block)
     n = block.n
@@ -167,7 +163,7 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
 
 
 def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
-    """The diagonal of the inverse, or its sum, from a factorisation, and its weights."""
+    """Returns (the diagonal of the inverse or its sum, weights), from a Cholesky factorisation."""
     exact = exact_logdet(operator)
     inverse = exact.weights().inverse
     value = jnp.diagonal(inverse).real
@@ -193,14 +189,14 @@ class DiagonalLogdetWeights(AbstractWeights):
         return jnp.sum(self.inverse * split_shift(block.operator).exact).real
 
     def weights_at(self, operator):
-        """See above."""
+        """`G = D^-1` of another operator."""
         return DiagonalLogdetWeights(1 / split_shift(operator).exact)
 
 
 def logdet_of_diagonal(
     diagonal: Inexact[Array, " n"],
 ) -> tuple[Estimate, DiagonalLogdetWeights]:
-    """The log-determinant of a stored diagonal, which takes no product."""
+    """Returns (the log-determinant of a stored diagonal, the weights), without a product."""
     entries = diagonal.real
     value = jnp.sum(jnp.log(entries))
     evidence = evidence_of(diagonal, outside=jnp.any(entries <= 0))

@@ -22,8 +22,8 @@ from .run import policy_of
 
 
 def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "n t"], bool]:
-    """The observations as columns of the working dtype, and whether there is one vector without an
-    axis of its own; or an error that says what is wrong.
+    """Returns (the observations Y as columns of the working dtype, whether `y` is one vector
+    without a last axis for several); or a `ValueError` that says what is wrong.
     """
     structure = operator.in_structure()
     dtype = BlockOperator(operator).dtype
@@ -71,10 +71,8 @@ def gaussian_log_density(
     $$\log N(y; 0, A) = -\tfrac{1}{2} \left(y^\top A^{-1} y + \log\det A + n \log 2\pi\right),$$
 
     such as the marginal likelihood of a Gaussian process (circular for complex $A$). Several
-    vectors are independent draws: the value is the sum of their log densities.
-
-    The rest of the budget of [`traceax.logdet`][] goes to a solve by conjugate gradients.
-    Derivatives and cost are those of [`traceax.logdet`][].
+    vectors are independent draws: the value is the sum of their log densities. Conjugate gradients
+    solve for $A^{-1} y$. Derivatives and cost are those of [`traceax.logdet`][].
 
     !!! Example
 
@@ -98,6 +96,8 @@ def gaussian_log_density(
     error of the solve. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"`
     ($y^* A^{-1} y$; of shape `(t,)` for several vectors) and `"solve"` ($A^{-1} y$, with the
     structure of `y`).
+
+    **Raises:** `TypeError`, `ValueError`: for arguments that do not fit.
 
     ??? cite "References"
 

@@ -3,22 +3,20 @@ r"""The log density of a normal distribution whose covariance is known by its pr
     log N(y; 0, A) = -(y^H A^{-1} y + log det A + n log 2 pi) / 2
 
 (for complex, circular distributions twice that, with pi instead of 2 pi). For t vectors y, the
-columns of Y, it is the sum of their log densities,
+columns of Y, the value is the sum of t log densities,
 
     -(sum_j y_j^H A^{-1} y_j + t (log det A + n log 2 pi)) / 2.
 
-The solve is by conjugate gradients with the preconditioner P of the log-determinant (see
-`preparation`). It takes at most the t-th part of t + 4 parts of the budget (a fifth for a single
-y), or 2 products for each y. If it ends at x, with r = y - A x,
+Conjugate gradients solve with the preconditioner P of the log-determinant (see `preparation`), in
+k / (t + 4) products for each y, or 2 if that is more. If a solve ends at x, with r = y - A x,
 
     y^H A^{-1} y = y^H x + x^H r + r^H A^{-1} r.
 
-The last term is left out. With P = R R^H and M = R^{-1} A R^{-H} it is at most
-||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of this eigenvalue is known; otherwise the
-smallest Ritz value of the probes stands for it. Half of this bound is part of the quadrature error.
-So is half of the rounding error of x^H A x. With a the largest row of D^{-1/2} A D^{-1/2}, D the
-diagonal scaling, for which that of P stands, it is a share of eps ||a|| ||D^{1/2} x||^2, which is
-large where x is: some ||y|| / s.
+The value leaves the last term out. With P = R R^H and M = R^{-1} A R^{-H} that term is at most
+||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of lambda_min(M) is known; otherwise the
+smallest Ritz value of the probes stands for lambda_min(M). Half of this bound is part of the
+quadrature error, and so is half of the rounding error of x^H A x: a share of
+eps ||a|| ||D^{1/2} x||^2, with a the largest row of D^{-1/2} A D^{-1/2}, and P's scaling D.
 
 *Derivatives.* With x held fixed,
 
@@ -51,7 +49,7 @@ from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
 
 class QuadraticForm(NamedTuple):
-    """`y^H A^{-1} y` for every y, from a solve."""
+    """`y_j^H A^{-1} y_j` for every column y_j of Y, from a solve."""
 
     value: Real[Array, " t"]
     left: Real[Array, " t"]  # a bound of what the value leaves out
@@ -64,8 +62,8 @@ def rounding_of_form(
     x: Inexact[Array, "n t"],
     eps: float,
 ) -> Real[Array, " t"]:
-    """The rounding error of a quadratic form, from its solution x: see above. `largest` is the
-    largest Ritz value of R^{-1} A R^{-H}, and `eps` the relative precision of a product with A.
+    """The rounding error of every x_j^H A x_j: see above. `largest` is the largest Ritz value of M,
+    `eps` the relative precision of products with A.
     """
     row = jnp.maximum(largest, 1) * factors.row
     share = min(1 / 6, 6 / math.sqrt(len(x)))
@@ -75,34 +73,34 @@ def rounding_of_form(
 
 
 def inner(x: Inexact[Array, "n t"], y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
-    """The real parts of the numbers `x_j^H y_j`."""
+    """Re x_j^H y_j, for every column j."""
     return jnp.sum((jnp.conj(x) * y).real, axis=0)
 
 
 def log_density(half: float, n: int, log_det: Array, form: Real[Array, " t"]) -> Real[Array, ""]:
-    """The density from its two parts; `half` is 1 over the complex numbers."""
+    """The sum of t log densities, from log det A and the t forms; `half` is 1 over C."""
     return -half * (jnp.sum(form) + form.size * (log_det + n * math.log(math.pi / half)))
 
 
 def steps_of_solve(k: int, t: int) -> int:
-    """The products for each of t right-hand sides: all take t parts of t + 4 of a budget."""
+    """The products for each of t right-hand sides: together t / (t + 4) of a budget."""
     return max(2, k // (t + 4))
 
 
 @final
 class GaussianWeights(AbstractWeights):
-    """The weights of the log-determinant, and x."""
+    """The weights of log det A, and the solutions x_j as columns."""
 
     log_det: LogdetWeights | ExactLogdetWeights
     x: Inexact[Array, "n t"]
 
     def contract(self, block):
-        """`t <G, A> - sum_j x_j^H A x_j`. A contraction costs t matvecs more than for `log_det`."""
+        """`t <G, A> - sum_j x_j^H A x_j`. The second term costs t matvecs."""
         x = block.leaves(self.x)
         return self.x.shape[1] * self.log_det.contract(block) - jnp.sum(block.forms(x, x)).real
 
     def weights_at(self, operator, y):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The weights as a function of A and y: see above."""
+        """G and x as functions of A and y: dx = A^{-1} (dy - dA x)."""
         residual = y - BlockOperator(operator).mm(self.x)
         x = self.x + self.log_det.solve(operator, residual - lax.stop_gradient(residual))
         return GaussianWeights(self.log_det.weights_at(operator), x)
@@ -110,11 +108,9 @@ class GaussianWeights(AbstractWeights):
 
 @final
 class GaussianEstimator(AbstractEstimator):
-    """The sum of the log densities at the columns of y. `aux` of the estimate has three parts: the
-    log-determinant, the quadratic forms, and x.
-
-    The weights are those of `t log det A + sum_j y_j^H A^{-1} y_j`: `contract` is for A, their `x`
-    for y, and they are functions of both (`weights_at`).
+    """The sum of the log densities at the columns of y. `aux` of the estimate is (log det A, the t
+    forms, x). The weights are those of t log det A + sum_j y_j^H A^{-1} y_j, as functions of A and
+    y.
     """
 
     y: Inexact[Array, "n t"]
@@ -147,15 +143,7 @@ class GaussianEstimator(AbstractEstimator):
         return estimate, GaussianWeights(exact.weights(), x)
 
     def density(self, log_det: Estimate, form: QuadraticForm, spent: Any, least: float) -> Estimate:
-        """The density from its two parts.
-
-        **Arguments:**
-
-        - `log_det`: the log-determinant.
-        - `form`: the quadratic forms.
-        - `spent`: the number of matvecs for both.
-        - `least`: see `quadrature_estimate`.
-        """
+        """The density from log det A and the forms, after `spent` products for both."""
         half = self._factor
         n, t = self.y.shape
         value = log_det.value
@@ -172,7 +160,7 @@ class GaussianEstimator(AbstractEstimator):
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""
-        along = jnp.sum(inner(weights.x, self.y))
+        along = jnp.sum(inner(weights.x, self.y))  # Re sum_j x_j^H y_j
         return -self._factor * (weights.contract(BlockOperator(operator)) + 2 * along)
 
     def weights_at(self, weights, operator):
@@ -188,7 +176,7 @@ class GaussianEstimator(AbstractEstimator):
         most = steps_of_solve(k, t)
 
         def value_of(factors, sampled):
-            """The density, with P in the place of A in the quadratic forms."""
+            """Returns (density with P for A in the forms, its derivative by tr log M)."""
             form = square_norms(factors.inverse_root(self.y))
             log_det = factors.log_det() + sampled
             density = log_density(self._factor, self.y.shape[0], log_det, form)
@@ -200,10 +188,10 @@ class GaussianEstimator(AbstractEstimator):
         block = run.block
         factors = run.preparation.built.factors
         x, solve = solution(block, factors, run.sums.solve, most - 1)
-        residual = self.y - block.mm(x)
+        residual = self.y - block.mm(x)  # r
         form = inner(self.y, x) + inner(x, residual)
         # Where no lower bound is known, the smallest Ritz value is good enough.
-        floor = run.preparation.built.floor
+        floor = run.preparation.built.floor  # of lambda_min(M)
         floor = jnp.where(jnp.isnan(floor), run.sums.smallest, floor)
         left = square_norms(factors.inverse_root(residual)) / floor
         left += rounding_of_form(factors, run.sums.largest, x, block.eps)
@@ -216,10 +204,10 @@ class GaussianEstimator(AbstractEstimator):
         return estimate, GaussianWeights(weights_of(run.preparation.built, run.sums), x)
 
     def with_held(self, held: Held, key, k: int, weights: bool) -> tuple[Estimate, Any]:
-        """The same with a preconditioner that is held."""
+        """Returns (estimate, weights), with a preconditioner that is held."""
         t = self.y.shape[1]
         steps = steps_of_solve(k, t)
-        target = held.factors.inverse_root(self.y)
+        target = held.factors.inverse_root(self.y)  # R^{-1} y, below in its unit
         unit = scale_of(target, axis=0)[0]
         scaled = unit.astype(target.dtype)
         target = target / scaled

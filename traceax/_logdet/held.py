@@ -5,16 +5,15 @@ P = R R^H and the probes z are fixed. With M = R^{-1} A R^{-H} the value
 
     log det P + mean over z of F(M, z),      F Gauss quadrature of z^H log(M) z in q steps,
 
-depends on A only through F. `own_derivative` differentiates F exactly, whether it has converged or
-not. y^H A^{-1} y is Gauss quadrature, too, of 1/x from b = R^{-1} y. In m steps it gives the result
-of m steps of conjugate gradients, but the number m is fixed, so that no decision breaks the
-smoothness. It leaves out at most ||R^{-1} r||^2 / lambda_min(M), with r = y - A x the residual of
-conjugate gradients.
+depends on A only through F. `own_derivative` differentiates F exactly, converged or not. The form
+y^H A^{-1} y is Gauss quadrature of 1/x from b = R^{-1} y: m steps give the result of m steps of
+conjugate gradients, and the number m is fixed, so that no decision breaks the smoothness. The
+quadrature leaves out at most ||R^{-1} r||^2 / lambda_min(M), with r = y - A x.
 
 *The probes.* With a fixed P no rank removes the variance of z^H B z, B the derivative of log M, and
 an optimum is off by about (number of hyperparameters) / (2 p) nats on average. In the directions U
 that P has captured, B is often nearly diagonal (roughly, a stationary kernel keeps its eigenvectors
-when its hyperparameters change); outside of them it is nearly a multiple of the identity. Hence
+when its hyperparameters change); outside of U, B is nearly a multiple of the identity. Hence
 
     z = U e + w,    e independent signs (phases over C),   w uniform on the sphere of radius
                                                            sqrt(n - l) of the complement of U:
@@ -52,9 +51,7 @@ SCATTER = 8
 
 
 def held_plan(k: int) -> tuple[int, int]:
-    """The numbers of probes, and of steps for each. Few steps are enough for an M that is close to
-    the identity, while an optimum gets better with the number of probes.
-    """
+    """Returns (p probes, q steps for each). M ~ I needs few steps; an optimum gains from probes."""
     steps = min(k, max(4, math.isqrt(k) // 2))
     return k // steps, steps
 
@@ -62,21 +59,19 @@ def held_plan(k: int) -> tuple[int, int]:
 def held_probes(
     key: PRNGKeyArray, factors: AbstractFactors, p: int, dtype
 ) -> Inexact[Array, "n p"]:
-    """The probes z = U e + w (see above), from vectors g on the sphere: e = U^H g / |U^H g|, entry
-    by entry, so that z does not depend on the signs (phases) of the columns of U.
+    """The probes z = U e + w from vectors g on the sphere. Entries of e = U^H g, divided by their
+    absolute values, make z independent of the signs (phases) of the columns of U.
     """
     sphere = SphereSampler().probes(key, factors.basis.shape[0], p, dtype)
     if not isinstance(factors, LowRankPlusIdentity):
         return sphere
-    signs = lax.sign(matmul(adjoint(factors.basis), sphere))
+    signs = lax.sign(matmul(adjoint(factors.basis), sphere))  # e
     return matmul(factors.basis, signs) + factors.outside(sphere)
 
 
 @final
 class HeldWeights(AbstractWeights):
-    """G = U V^H, with `Re <G, dA>` the derivative of this one value, rather than only in the mean;
-    and x, for the observations.
-    """
+    """G = U V^H, `Re <G, dA>` the derivative of this one value; and x, for the observations."""
 
     u: Inexact[Array, "n c"]
     v: Inexact[Array, "n c"]
@@ -96,9 +91,7 @@ class HeldWeights(AbstractWeights):
 
 
 class Held:
-    """M for one operator and one preconditioner. (It is not a PyTree, as it exists only during a
-    trace.)
-    """
+    """M for an operator and a preconditioner. (No PyTree: a `Held` exists only during a trace.)"""
 
     def __init__(self, preconditioner: BuiltPreconditioner, operator: lx.AbstractLinearOperator):
         self.built = preconditioner
@@ -106,15 +99,15 @@ class Held:
         self.block = BlockOperator(operator).linearised()
 
     def lanczos(self, start: Inexact[Array, "n p"], steps: int) -> Lanczos:
-        """The recurrences of M from some vectors."""
+        """The recurrences of M from the columns of `start`."""
         mm = partial(self.factors.preconditioned, self.block.mm)
         return lanczos(mm, start, steps, self.block.eps)
 
     def log_det(
         self, key: PRNGKeyArray, k: int, smallest: ArrayLike = math.inf
     ) -> tuple[Estimate, Callable[..., HeldWeights], Real[Array, ""]]:
-        """The log-determinant from a budget: its value is that of Gauss quadrature. Also a function
-        that returns its weights (so many times), and the smallest Ritz value, `smallest` included.
+        """Returns (estimate of log det A from a budget k, a function of `times` that returns
+        `times` the weights, the smallest of all Ritz values and `smallest`).
         """
         p, q = held_plan(k)
         probes = held_probes(key, self.factors, p, self.block.dtype)
@@ -144,9 +137,7 @@ class Held:
         return estimate, weights, smallest
 
     def weights(self, probes: Array, krylov: Lanczos, fn, coefficients: Array) -> HeldWeights:
-        """The weights of a sum of Gauss quadratures over probes with real coefficients, and x of
-        every probe.
-        """
+        """The weights of sum_i c_i F(M, z_i), c_i the real `coefficients`, and x of every z_i."""
         n = probes.shape[0]
         mm = partial(self.factors.preconditioned, self.block.mm)
         left, start = own_derivative(mm, probes, krylov, fn)
@@ -158,8 +149,8 @@ class Held:
     def quadratic_forms(
         self, target: Inexact[Array, "n t"], krylov: Lanczos, smallest: Real[Array, ""]
     ) -> tuple[Array, Array, Array]:
-        """b^H M^{-1} b for every b, a bound of what it leaves out, and R^{-H} M^{-1} b, where
-        `smallest` stands for the smallest eigenvalue of M.
+        """Returns (b^H M^{-1} b, a bound of the part that quadrature leaves out, R^{-H} M^{-1} b)
+        for every column b of `target`; `smallest` stands for lambda_min(M).
         """
         nodes, _, vectors = positive_quadrature(krylov)
         length = jnp.sqrt(square_norms(target))[:, None]

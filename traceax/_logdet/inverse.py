@@ -6,24 +6,22 @@ and vectors omega of random signs,
     A^{-1} = P^{-1} + E[B omega omega^T],      B = A^{-1} - P^{-1} = R^{-H} (M^{-1} - I) R^{-1}.
 
 The diagonal of P^{-1} is known, and B goes to 0 as M goes to I. From z = R^{-1} omega, q steps of
-Lanczos' recurrence for M give M^{-1} z ~ ||z|| V T^{-1} e_1, as conjugate gradients would, and so
-x = A^{-1} omega. Sums of all entries of omega o x are Gauss quadrature, and converge twice as fast
-as the entries.
+Lanczos' recurrence for M give M^{-1} z ~ ||z|| V T^{-1} e_1, and so x = A^{-1} omega. The sum of
+the entries of omega o x is Gauss quadrature, and converges twice as fast as the entries.
 
 *Standard errors.* Entry i of a sample, y_i = omega_i (B omega)_i, has the mean B_ii and the
 variance sum_{j != i} B_ij^2 = E y_i^2 - B_ii^2 (over the complex numbers with the real part of B);
 the sum of the entries has twice the sum of these variances. The scatter of the probes gives both.
 
-*Quadrature errors.* The samples after q, q - d and q - 2d steps are compared, entry by entry, as
-in `_functions.funm`. They may agree while small eigenvalues are only beginning to show. But the
-error of the sum of the entries is r^H M^{-1} r, with the residual r of the solve with M: what is
-stated is at least |r|^2 / theta, theta the smallest Ritz value. Entries have shares of it in
-proportion to those of P^{-1}. The quadrature errors of an exact inverse are its rounding errors: a
-change e_j of every squared pivot (see `estimator`) changes (A^{-1})_ii by
-sum_j e_j |(A^{-1})_ij|^2.
+*Quadrature errors* compare the samples after q, q - d and q - 2d steps, entry by entry, as in
+`_functions.funm`. These samples may agree before small eigenvalues show. But the error of the sum
+of the entries is r^H M^{-1} r, with the residual r of the solve with M: the quadrature error is at
+least |r|^2 / theta, theta the smallest Ritz value. Entries have shares of |r|^2 / theta in
+proportion to those of P^{-1}. An exact inverse has rounding errors: a change e_j of every squared
+pivot (see `estimator`) changes (A^{-1})_ii by sum_j e_j |(A^{-1})_ij|^2.
 
 *The derivative* is that of x, dx = -A^{-1} dA x, with omega and P held fixed: unbiased, since
-E[x omega^T] = A^{-1}, and so at every order. It takes a solve with A for every probe.
+E[x omega^T] = A^{-1}, at every order. Each probe takes a solve with A.
 """
 
 import math
@@ -85,7 +83,7 @@ class InverseEstimator(AbstractEstimator):
         p = sums.drawn.astype(sums.unit.dtype)
         omega, starts, solved = sums.kept  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
         n, room = omega.shape
-        away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)
+        away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)  # B omega, for each of the 3
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
         std_err, of_sum = entries_std_err(samples[0], p)
@@ -116,7 +114,7 @@ class InverseEstimator(AbstractEstimator):
         estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None
-        x = factors.inverse_root_adjoint(solved[0])
+        x = factors.inverse_root_adjoint(solved[0])  # A^{-1} omega
         return estimate, InverseWeights(x, omega / p, factors, self.of_trace)
 
     def exact(self, operator):
@@ -139,9 +137,10 @@ def inverse_trace(
     r"""Estimate $\mathrm{tr}\, A^{-1}$ of a positive definite operator, such as $K + s I$.
 
     $\mathrm{tr}\, A^{-1} = \mathrm{tr}\, P^{-1} + E[\omega^T (A^{-1} - P^{-1}) \omega]$ with the
-    preconditioner P of [`traceax.logdet`][], and with solves for as many probes and as many steps.
-    The first term is exact, and the second is small if P is good. Derivatives, at every order, are
-    unbiased as far as the solves have converged. They take a product and a solve for every probe.
+    preconditioner P of [`traceax.logdet`][], and one solve for every probe. The first term is
+    exact, the second is small if P is good. Derivatives of every order are unbiased as far as the
+    solves have converged, and take a product and a solve for every probe. Cost: that of
+    [`traceax.logdet`][].
 
     !!! Example
 
@@ -152,14 +151,12 @@ def inverse_trace(
         effective_dimension = n - noise * solution.value  # tr K (K + noise I)^-1
         ```
 
-    Cost: that of [`traceax.logdet`][].
-
     **Arguments:**
 
     - `key`, `operator`, `k`, `rtol`, `atol`, `max_k`, `throw`: as for [`traceax.logdet`][].
     - `preconditioner`: as for [`traceax.logdet`][], but not one that was built before.
-    - `fallback`: as for [`traceax.logdet`][]. Sparse matrices count as operators that know their
-        entries here: no preconditioner of low rank captures the small eigenvalues, which decide.
+    - `fallback`: as for [`traceax.logdet`][], for sparse matrices, too: no preconditioner of low
+        rank captures small eigenvalues, which decide.
 
     **Returns:**
 
@@ -168,9 +165,7 @@ def inverse_trace(
     best estimate, if the quadrature error exceeds four standard errors and 5 % of the value; other
     results are those of [`traceax.logdet`][].
 
-    **Raises:**
-
-    - `TypeError`, `ValueError`: for arguments that do not fit.
+    **Raises:** `TypeError`, `ValueError`: for arguments that do not fit.
     """
     given = key, operator, k, preconditioner, fallback, throw
     return _inverse(inverse_trace_p, *given, rtol=rtol, atol=atol, max_k=max_k)
@@ -191,12 +186,12 @@ def inverse_diagonal(
     r"""Estimate the diagonal of $A^{-1}$ of a positive definite operator: the marginal variances,
     if A is a precision matrix.
 
-    Every entry is $(P^{-1})_{ii}$ and a mean over the probes of [`traceax.inverse_trace`][].
-
-    With `preconditioner="auto"`, sparse matrices, and their sums with diagonal operators, take
-    about $\sqrt{k} / 2$ samples x with the covariance $A^{-1}$ instead. The variance of $x_i$ given
-    all other entries is $1 / A_{ii}$, and the variance of its mean given them is estimated
+    Every entry is $(P^{-1})_{ii}$ and a mean over the probes of [`traceax.inverse_trace`][]. With
+    `preconditioner="auto"`, sparse matrices, and their sums with diagonal operators, take about
+    $\sqrt{k} / 2$ samples x with the covariance $A^{-1}$ instead. The variance of $x_i$ given all
+    other entries is $1 / A_{ii}$, and the variance of its mean given them is estimated
     (Rao-Blackwell): the error is relative to the entry, whatever the range of the correlations.
+    Cost: that of [`traceax.inverse_trace`][].
 
     !!! Example
 
@@ -205,8 +200,6 @@ def inverse_diagonal(
         variances = tr.inverse_diagonal(jax.random.key(0), precision, k=200)
         variances.value, variances.std_err, variances.quadrature_error
         ```
-
-    Cost: that of [`traceax.inverse_trace`][].
 
     **Arguments:**
 
@@ -218,11 +211,9 @@ def inverse_diagonal(
 
     A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the structure of
     the operator's input PyTree, real. With few probes the standard errors of single entries
-    scatter: two of them hold some 87 % of entries, and `interval()` 95 %.
+    scatter: take `interval()` for an interval of 95 %.
 
-    **Raises:**
-
-    - `TypeError`, `ValueError`: as [`traceax.inverse_trace`][].
+    **Raises:** `TypeError`, `ValueError`: as [`traceax.inverse_trace`][].
 
     ??? cite "References"
 

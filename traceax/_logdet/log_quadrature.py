@@ -11,11 +11,11 @@ stands alone, with the error that `_functions.funm` estimates from shorter recur
 
 *The derivative* of Gauss quadrature is <L(T)[e_1 e_1^T], dT>, with L the derivative of the
 logarithm and dT = V^H dM V (see `_functions.funm`). In the direction dM = M it is 1. For Radau's
-rule, with T', this would be lost; it is restored by
-d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h.
+rule, with T', this would be lost; d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the
+largest Ritz vector h, restores it.
 
-*1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r, with the residual r of M x = z: at
-most |r|^2 / theta_1, where theta_1 stands for the smallest eigenvalue.
+*1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r <= |r|^2 / lambda_min(M), with the
+residual r of M x = z; theta_1 stands for lambda_min(M).
 """
 
 import math
@@ -30,7 +30,7 @@ from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
 
 
 class Quadrature(NamedTuple):
-    """Quadrature for the probes of a panel."""
+    """Quadrature for the p probes of a panel, with q nodes for each."""
 
     samples: Real[Array, " p"]  # z^H log(M) z / n, or z^H (M^{-1} - I) z / n
     masses: Real[Array, "p q"]
@@ -52,21 +52,11 @@ def quadrature_after(
     inverse: bool,
     weights: bool = False,
 ) -> tuple[Quadrature, Real[Array, "q p"]]:
-    """Quadrature after j steps.
+    """Returns (quadrature after j >= 1 steps, `history` with the value of Gauss' rule after j).
 
-    **Arguments:**
-
-    - `krylov`: the recurrences for M.
-    - `j`: the number of steps, at least 1.
-    - `history`: Gauss quadrature after fewer steps.
-    - `floor`: a lower bound of the eigenvalues of M; NaN if none is known.
-    - `lengths`: |z|^2 / n, 1 for probes on the sphere, and 0 for those that are not in use.
-    - `inverse`: whether f is 1/x.
-    - `weights`: whether the derivative is wanted.
-
-    **Returns:**
-
-    The quadrature, and the history with that of Gauss.
+    Row i - 1 of `history` is for i steps. `floor` is a, NaN if none is known. `lengths` are
+    |z|^2 / n: 1 on the sphere, 0 for probes that are not in use. f is 1/x if `inverse`, else the
+    logarithm. `weights` fills the field `core`.
     """
     active = lengths > 0
     residual = krylov.beta[j - 1]
@@ -85,7 +75,7 @@ def quadrature_after(
         error = lengths * jnp.square(residual * last) / nodes[:, 0]
     else:
         share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
-        reduction = reduction_of_last(nodes, vectors[:, j - 1, :], floor)
+        reduction = reduction_of_last(nodes, vectors[:, j - 1, :], floor)  # 1 / r
         reduction = jnp.where(exhausted, 0, reduction)  # Gauss' rule is exact
         radau_rule = positive_quadrature(
             ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
@@ -115,8 +105,8 @@ def quadrature_after(
 
 
 def reduction_of_last(nodes: Array, last: Array, floor: Array) -> Real[Array, " p"]:
-    """By how much Radau's rule with a node at the floor reduces the last entry of T. (Without a
-    floor it is not used.)
+    """1 / r, by which Radau's rule with a node at a = `floor` reduces the last entry of T. `last`
+    is the last row of S. (Without a floor the result is not used.)
     """
     eps = float(jnp.finfo(nodes.dtype).eps)
     # A positive number below the smallest Ritz value.
@@ -126,12 +116,12 @@ def reduction_of_last(nodes: Array, last: Array, floor: Array) -> Real[Array, " 
 
 
 def core_of_radau(radau_rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
-    """The derivative of Radau's rule by V^H M V: see above."""
+    """The derivative of Radau's rule by V^H M V. Both rules are (nodes, masses, vectors)."""
     nodes, masses, vectors = gauss_rule
     core = derivative_core(jnp.log, radau_rule[0], radau_rule[2])
     largest = jnp.max(jnp.where(masses > 0, nodes, 0), axis=1)
     at = jnp.argmax(nodes, axis=1)[:, None, None]
-    top = jnp.take_along_axis(vectors, at, axis=2)
+    top = jnp.take_along_axis(vectors, at, axis=2)  # h = V top
     lost = core[:, j - 1, j - 1] * reduction / largest
     return core - lost[:, None, None] * top * jnp.swapaxes(top, 1, 2)
 
@@ -149,9 +139,7 @@ def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[
 
 
 def solutions_after(krylov: Lanczos, j: Int[Array, ""], orders: int) -> Real[Array, "o p q"]:
-    """M^{-1} z / |z| in the basis of each probe, after j, j - d and j - 2d steps (so many of these;
-    at least one step).
-    """
+    """M^{-1} z / |z| in the basis of each probe; [i] is after j - i d steps (at least 1)."""
     d = (j + 3) // 4
     ends = [jnp.maximum(j - order * d, 1) for order in range(orders)]
     nodes, _, vectors = positive_quadrature(ended_after(krylov, ends))  # pyright: ignore[reportArgumentType]

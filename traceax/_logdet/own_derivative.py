@@ -7,26 +7,24 @@ beta_q v_(q+1) (see `_linalg.lanczos`), and the number
 
 `_functions.funm` differentiates F with V held fixed, which is right as far as F has converged to
 z^H f(M) z. Here V changes with M and z: the derivative is that of F itself, for any q. With C the
-derivative of f (for instance, the logarithm) at T in the direction e_1 e_1^T, and with
-V^H M = T V^H + beta_q e_q v_(q+1)^H,
+derivative of f at T in the direction e_1 e_1^T, and with V^H M = T V^H + beta_q e_q v_(q+1)^H,
 
     d e_1^T f(T) e_1 = <C, dT> = <C, V^H dM V> + <[T, C], V^H dV> + 2 beta_q Re v_(q+1)^H dV C e_q.
 
 As [T, C] = [f(T), e_1 e_1^T], the second term is 2 Re (V f(T) e_1)^H dv_1, which is 0 for a fixed
-z. The third term is the effect of the truncation, which a fixed V neglects. For this term the
+z. The third term is the effect of the truncation, which a fixed V neglects. For the third term the
 recurrence
 
     beta_j dv_(j+1) = dM v_j + (M - alpha_j) dv_j - beta_(j-1) dv_(j-1) + (terms in v_i, i <= j + 1)
 
-is run backwards, from the end: with u = beta_q v_(q+1) and gamma = C e_q,
+runs backwards, from the end: with u = beta_q v_(q+1) and gamma = C e_q,
 
     w_j = gamma_j u + (M - alpha_j) mu_j - beta_j mu_(j+1),     mu_j = w_(j+1) / beta_j,  mu_q = 0,
 
     2 Re sum_j gamma_j u^H dv_j = 2 Re sum_(j<q) mu_j^H dM v_j + 2 Re w_1^H dv_1.
 
 The terms in v_i drop out, as w_j lies in the span of v_(j+1), v_(j+2), ... (a product with M lowers
-the first index by one only). In spite of rounding errors w_j is kept orthogonal to v_1, ..., v_j.
-In total,
+the first index by one only); the code keeps w_j orthogonal to v_1, ..., v_j. In total,
 
     dF = Re <G, dM> + 2 Re x^H dz,      G = ||z||^2 (V C + 2 [mu_1, ..., mu_(q-1), 0]) V^H,
                                         x = ||z|| (V f(T) e_1 + w_1).
@@ -61,25 +59,18 @@ def own_derivative(
     krylov: Lanczos,
     fn: Callable[[Array], Array],
 ) -> tuple[Inexact[Array, "q n p"], Inexact[Array, "n p"]]:
-    """The derivative of Gauss quadrature with respect to M and to the probes (see above).
+    """Returns (the columns of ||z||^2 (V C + 2 mu), x), for every probe z: the derivative of F with
+    respect to M and z, see above. `mm` multiplies blocks with M; `krylov` has the recurrences from
+    the probes.
 
-    **Arguments:**
-
-    - `mm`: the operator M, positive definite, as a function that multiplies blocks.
-    - `probes`: the probes z.
-    - `krylov`: the recurrences from them.
-    - `fn`: the function f of positive numbers.
-
-    **Returns:**
-
-    The columns of `||z||^2 (V C + 2 mu)`, probe by probe, and x. Cost: `q` block products, as many
-    as the recurrences took, and twice their other operations.
+    Cost: q block products, as many as the recurrences took, and twice their other operations.
     """
     basis, alpha, beta, *_ = krylov
     q = len(alpha)
     dtype = probes.dtype
     nodes, _, vectors = positive_quadrature(krylov)
     along = vectors * vectors[:, :1, :]
+    # In the basis V: `core` is C, `of_first` is f(T) e_1.
     core = einsum("pai,pij,pbj->pab", along, divided_differences(fn, nodes), along).astype(dtype)
     of_first = einsum("paj,pj->pa", vectors, on_nodes(fn, nodes) * vectors[:, 0, :]).astype(dtype)
 
@@ -95,9 +86,9 @@ def own_derivative(
         # An exhausted space has no residual: C is 0 beyond it, and u is 0.
         return jnp.where(by > 0, block / jnp.where(by > 0, by, 1).astype(dtype), 0)
 
-    residual = outside(mm(basis[-1]), q)
+    residual = outside(mm(basis[-1]), q)  # u
     residual = jnp.where(krylov.exhausted, 0, residual)
-    last = core[:, :, -1].T
+    last = core[:, :, -1].T  # gamma
 
     def step(carry, at):
         mu, later = carry  # mu_j and mu_(j+1)
@@ -108,7 +99,7 @@ def own_derivative(
 
     # Index j stands for v_(j+1). At the start of the recurrence there is no division.
     before = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
-    end = outside(last[-1] * residual, q)
+    end = outside(last[-1] * residual, q)  # w_q
     mu = divided(end, before[-1])
     zero = jnp.zeros_like(residual)
     given = jnp.arange(q - 1), last[:-1], alpha[:-1], beta[:-1], before[:-1]

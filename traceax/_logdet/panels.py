@@ -2,19 +2,19 @@ r"""Panels of probes for tr f(M), M = R^{-1} A R^{-H} with a preconditioner P = 
 logarithm or 1/x.
 
 A probe z and j steps of Lanczos' recurrence give Gauss quadrature of z^H f(M) z (see
-`_linalg.lanczos`, `log_quadrature`) and M^{-1} z. How many steps are needed is not known before:
-the first panel has few probes, and goes on until the quadrature error is below a third of the
-standard error that the whole budget will leave,
+`_linalg.lanczos`, `log_quadrature`) and M^{-1} z. The first panel finds the number of steps: it has
+few probes, and goes on until the quadrature error is below a third of the standard error that the
+whole budget will leave,
 
     3 error <= sd sqrt(j / k),        k / j: the number of probes that k products are enough for,
 
-or below a third of the tolerance. All later panels take as many steps, with as many probes as what
-is left of the budget is enough for, until nothing is left, or the tolerance is met. Probes of a
-panel that are not in use are 0, and not counted.
+or below a third of the tolerance. Later panels take as many steps, with as many probes as the rest
+of the budget is enough for, until nothing is left, or the tolerance is met. Probes of a panel that
+are not in use are 0, and not counted.
 
 *Observations ride along.* Conjugate gradients for M x = R^{-1} y take a step with every step of
-every panel, as further columns of its products, until their residuals are small enough; what they
-lack after the last panel, they get by themselves.
+every panel, as further columns of its products, until their residuals are small enough. Steps that
+are missing after the last panel follow alone.
 """
 
 import math
@@ -60,14 +60,14 @@ def plan_of(k: int, n: int, *, wide: bool, fewest: int, panels: int) -> Plan:
 
 
 class Bases(NamedTuple):
-    """What derivatives need. Rows and columns that are not in use are 0."""
+    """What derivatives need, of N probes and k basis vectors; 0 where none is in use."""
 
     starts: Inexact[Array, "n N"]  # z, for each probe
     rows: Inexact[Array, "k n"]  # the bases of all probes
     core: Real[Array, "k k"]  # the derivatives of all quadratures by V^H M V, which are added up
 
     def added(self, panel: "Panel", sums: "Sums", _, z: Array, count: Array) -> "Bases":
-        """With those of a panel: the bases take as many rows as there were products."""
+        """The bases with those of a panel, whose rows are as many as its products."""
         room = len(self.rows)
         basis = panel.krylov.basis
         step = jnp.arange(basis.shape[1])
@@ -83,14 +83,14 @@ class Bases(NamedTuple):
 
 
 class Solutions(NamedTuple):
-    """What inverses need, for each probe; 0 for those that are not in use."""
+    """What inverses need, for each of N probes; 0 for probes that are not in use."""
 
     signs: Real[Array, "n N"]  # omega, with z = R^{-1} omega
     starts: Inexact[Array, "n N"]
-    solutions: Inexact[Array, "3 n N"]  # M^{-1} z, after three numbers of steps
+    solutions: Inexact[Array, "3 n N"]  # M^{-1} z, after q, q - d and q - 2d steps
 
     def added(self, panel: "Panel", sums: "Sums", omega: Array, z: Array, _) -> "Solutions":
-        """With those of a panel."""
+        """The solutions with those of a panel."""
         found = solutions_after(panel.recurrences(), panel.steps, 3)
         found = (found * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
         solved = einsum("pqn,opq->onp", panel.krylov.basis, found)
@@ -99,14 +99,12 @@ class Solutions(NamedTuple):
 
 
 def put(whole: Array, part: Array, at: Array) -> Array:
-    """Columns in their place."""
+    """`whole` with the columns of `part` from column `at` on."""
     return lax.dynamic_update_slice_in_dim(whole, part, at, axis=-1)
 
 
 class Sums(NamedTuple):
-    """What all panels so far have given. Numbers of the probes are added up, their functions of M
-    relative to `centre`.
-    """
+    """The sums over the probes of all panels so far; functions of M are relative to `centre`."""
 
     drawn: Int[Array, ""]  # probes
     spent: Int[Array, ""]  # products
@@ -125,9 +123,7 @@ class Sums(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The recurrences of a panel. Probes come first, as products with their bases are then those of
-    matrices and vectors.
-    """
+    """The recurrences of a panel of p probes; [i] of a basis belongs to probe i."""
 
     krylov: Arnoldi  # in a unit of its own
     steps: Int[Array, ""]
@@ -137,7 +133,7 @@ class Panel(NamedTuple):
     solve: Solve | None
 
     def recurrences(self) -> Lanczos:
-        """The recurrences, as others know them. M is made Hermitian."""
+        """The recurrences as a `Lanczos`, whose M is Hermitian."""
         return tridiagonal(in_own_unit(self.krylov))
 
 
@@ -168,7 +164,7 @@ def stepped(mm: Callable, panel: Panel, eps: float, most: int) -> Panel:
 
 
 def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
-    """Draw a panel of probes, and add what it gives."""
+    """The sums with those of one more panel of probes."""
     block = sampling.block
     factors = sampling.factors
     plan = sampling.plan
@@ -225,7 +221,7 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 
 
 def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
-    """How many probes the next panel has; 0 if there is none."""
+    """The number of probes of the next panel; 0 if there is none."""
     plan = sampling.plan
     left = sampling.left - sums.spent
     # Logarithms want depth first, inverses several probes, whose scatter alone tells their error.
@@ -236,7 +232,7 @@ def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
 
 def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, count) -> Sums:
     """The sums with the moments of a panel: of f(M) - centre with the masses of quadrature, or for
-    1/x of the samples, whose scatter tells their error.
+    1/x of the samples, whose scatter gives their error.
     """
     active = lengths[:, None] > 0
     shares = jnp.where(active, found.masses, 0)
@@ -260,7 +256,7 @@ def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, cou
 
 
 def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) -> Sums:
-    """The sums with those of a panel."""
+    """The sums with the moments, errors and bases of a panel."""
     found = panel.found
     lengths = jnp.square(norms) / len(z)
     nonfinite = panel.krylov.evidence.nonfinite
@@ -287,7 +283,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
 
 
 def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
-    """All panels: see above."""
+    """The sums over all panels: see above."""
     plan = sampling.plan
     block = sampling.block
     real = jnp.finfo(block.dtype).dtype
@@ -330,7 +326,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
 
 
 def mean_of(sums: Sums, n: int) -> tuple[Array, Array]:
-    """The estimate of tr f(M) (for 1/x of the trace less that of P), and its quadrature error."""
+    """Returns (the estimate of tr f(M), or for 1/x of tr B of `inverse`; quadrature error)."""
     mean = sums.centre + sums.unit * (sums.moments[0] / sums.drawn)
     return n * mean, n * sums.error
 
@@ -338,8 +334,8 @@ def mean_of(sums: Sums, n: int) -> tuple[Array, Array]:
 def std_err_of(
     sums: Sums, block: BlockOperator, inverse: bool = False, *, one: bool = False
 ) -> tuple[Array, Array]:
-    """The standard error, and its degrees of freedom; or with `one` that of a single probe. For the
-    logarithm, of probes on the sphere: see `_functions.funm`. For 1/x, from the scatter.
+    """Returns (standard error, degrees of freedom), of the mean or (`one`) of a single probe: for
+    the logarithm as of probes on the sphere (see `_functions.funm`), for 1/x from the scatter.
     """
     n = block.n
     count = jnp.maximum(sums.drawn, 1).astype(sums.unit.dtype)

@@ -1,5 +1,5 @@
-"""How to build a preconditioner: of low rank plus a multiple of the identity (`_sketch.low_rank`),
-or of low rank plus a sparse inverse factor (`sparse_factor`).
+"""Classes that build a preconditioner: of low rank plus a multiple of the identity
+(`_sketch.low_rank`), or of low rank plus a sparse inverse factor (`sparse_factor`).
 """
 
 import abc
@@ -47,7 +47,7 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
 
 
 class Preparation(NamedTuple):
-    """The preconditioner of a call, and what it took."""
+    """The preconditioner of a call, and its costs."""
 
     built: BuiltPreconditioner
     spent: Int[Array, ""] | int  # products
@@ -62,9 +62,8 @@ def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
 
 
 class AbstractPreconditioner(eqx.Module):
-    """How to build a preconditioner.
-
-    A final subclass declares `rank`, and implements `check` and `of_rank`.
+    """How to build a preconditioner. Final subclasses declare `rank`, implement `check` and
+    `of_rank`.
     """
 
     rank: AbstractVar[int | None]
@@ -74,29 +73,13 @@ class AbstractPreconditioner(eqx.Module):
 
     @abc.abstractmethod
     def check(self, operator: lx.AbstractLinearOperator) -> None:
-        """Raise a `ValueError` if the preconditioner cannot be built for this operator.
-
-        **Arguments:**
-
-        - `operator`: the operator.
-        """
+        """Raise a `ValueError` if the preconditioner cannot be built for this `operator`."""
 
     @abc.abstractmethod
     def of_rank(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, rank: int
     ) -> BuiltPreconditioner:
-        """Build the preconditioner from `rank` products. The arguments are checked before.
-
-        **Arguments:**
-
-        - `key`: the random key.
-        - `operator`: the operator.
-        - `rank`: the rank.
-
-        **Returns:**
-
-        A `BuiltPreconditioner`.
-        """
+        """The preconditioner, from `rank` products. The caller has checked the arguments."""
 
     def prepared(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -108,7 +91,7 @@ class AbstractPreconditioner(eqx.Module):
         return Preparation(self.of_rank(key, operator, rank), rank)
 
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
-        """Build the preconditioner, to be held while the operator changes.
+        """Build the preconditioner, to be held while the operator changes, from `rank` matvecs.
 
         !!! Example
 
@@ -117,22 +100,16 @@ class AbstractPreconditioner(eqx.Module):
             tr.logdet(jax.random.key(0), covariance(other), k=200, preconditioner=held)
             ```
 
-        Cost: `rank` matvecs.
-
         **Arguments:**
 
         - `key`: a random key.
         - `operator`: the operator to build it for, as for [`traceax.logdet`][].
 
-        **Returns:**
+        **Returns:** a [`traceax.BuiltPreconditioner`][].
 
-        A [`traceax.BuiltPreconditioner`][].
-
-        **Raises:**
-
-        - `TypeError`: for a key or operator of the wrong type.
-        - `ValueError`: without a `rank`, for an operator that is not square or not tagged positive
-            semidefinite, or if the preconditioner cannot be built for it.
+        **Raises:** `TypeError` for a key or operator of the wrong type; `ValueError` without a
+        `rank`, for an operator that is not square or not tagged positive semidefinite, or if the
+        preconditioner cannot be built for it.
         """
         key = check_key(key)
         operator = as_operator(operator)
@@ -157,10 +134,8 @@ class AbstractPreconditioner(eqx.Module):
 class NystromPreconditioner(AbstractPreconditioner):
     r"""A randomised Nystrom approximation, for any positive definite operator.
 
-    $P = U \Lambda U^* + \mu I$ from `rank` products with normal test vectors. If the operator is
-    written with a diagonal part (`K + s I`), that is kept exactly; otherwise the smallest
-    eigenvalue is estimated.
-
+    $P = U \Lambda U^* + \mu I$ from `rank` products with normal test vectors. P keeps a diagonal
+    part that is written down (`K + s I`) exactly; otherwise the smallest eigenvalue is estimated.
     Cost: `rank` matvecs, `n x rank` numbers, about `15 n rank^2` operations.
 
     ??? cite "References"
@@ -189,7 +164,7 @@ NystromPreconditioner.__init__.__doc__ = """**Arguments:**
 
 def rank_of_entries(n: int) -> int:
     """The largest rank where columns cost no product: n^2 rank operations for the neighbours, and
-    3 n rank^2 others, are then at most those of a Cholesky factorisation, n^3 / 3.
+    3 n rank^2 others, are then at most the n^3 / 3 of a Cholesky factorisation.
     """
     return max(1, min(n // 2, max(64, n // 10), 512))
 
@@ -199,7 +174,7 @@ FEW_ROWS_OF_SPARSE = 4096
 
 
 def knows_entries(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether entries are to be had that make a sparse factor."""
+    """Whether the operator has entries for a sparse factor."""
     return has_entries(operator, sparse=operator.in_size() <= FEW_ROWS_OF_SPARSE)
 
 
@@ -210,10 +185,9 @@ class KernelPreconditioner(AbstractPreconditioner):
 
     $P = F F^* + (L L^*)^{-1}$: F from a randomly pivoted partial Cholesky factorisation, and L from
     the entries of each point and of the `neighbours` points, among those before it in a random
-    order, that correlate most with it beyond F. It fits rough kernels and many dimensions, too.
-
-    Cost: no product. Entries: two passes over the matrix, of columns; `n x (rank + neighbours)`
-    numbers; `n^2 rank` operations.
+    order, that correlate most with it beyond F. P fits rough kernels and many dimensions, too.
+    Cost: no product; two passes over the entries, by columns; `n x (rank + neighbours)` numbers;
+    `n^2 rank` operations.
 
     ??? cite "References"
 
@@ -259,19 +233,17 @@ class RPCholeskyPreconditioner(AbstractPreconditioner):
     r"""A randomly pivoted partial Cholesky factorisation, for operators with a known diagonal.
 
     $P = F F^* + D$ with F from at most `rank` columns of the operator, picked with probabilities
-    proportional to what is left of the diagonal, which is kept. Picking ends early when rounding
-    errors are all that is left.
-
-    Cost: where the operator knows its entries (see [`traceax.extend.columns`][]) no product; else
-    `rank` matvecs, one after the other. `n x rank` numbers, about `15 n rank^2` operations.
+    proportional to the rest of the diagonal, which D keeps. Picking ends when only rounding errors
+    are left. Cost: no product where the operator knows its entries (see
+    [`traceax.extend.columns`][]), else `rank` matvecs, one after the other; `n x rank` numbers,
+    about `15 n rank^2` operations.
 
     ??? cite "References"
 
         Y. Chen, E. N. Epperly, J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky: practical
         approximation of a kernel matrix with few entry evaluations*, 2024, arXiv:2207.06503,
         doi:10.1002/cpa.22234; in blocks: E. N. Epperly, J. A. Tropp, R. J. Webber, *Embrace
-        rejection: kernel matrix approximation by accelerated randomly pivoted Cholesky*, 2024,
-        arXiv:2410.03969.
+        rejection*, 2024, arXiv:2410.03969.
     """
 
     rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)

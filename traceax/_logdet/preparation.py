@@ -7,13 +7,13 @@ eigenvalue of the part of K that a Nystrom approximation of rank l leaves out.
 
 1. If t has hardly fallen from half of this rank to all of it (by less than 16 %), or will exceed
    3 s at a rank of 2k/3, low rank does not pay, and P is the diagonal part alone. The exception is
-   a flat spectrum with an end that the budget reaches (features and noise), which the angles
-   between what is left out of the probes tell.
+   a flat spectrum with an end that the budget reaches (features and noise); the angles between the
+   parts of the probes that are left out show such an end.
 2. Otherwise the rank grows to 2k/3.
 3. If t(l) / s, extrapolated to the rank 11k/12, is below 1/3 and promises a smaller error, or if
-   that rank reaches the end, it grows to that.
+   that rank reaches the end, the rank grows to 11k/12.
 
-A matrix has room for the largest rank from the beginning; columns that are not in use are 0.
+Matrices have room for the largest rank; columns that are not in use are 0.
 """
 
 import math
@@ -46,7 +46,7 @@ def preparation_for(
     preconditioner: Any,
     inverse: bool,
 ) -> Preparation:
-    """The preconditioner of a call."""
+    """The preconditioner of a call with the budget k."""
     if isinstance(preconditioner, str):
         if not knows_entries(operator) and k >= SMALLEST:
             return _from_products(key, operator, k, inverse)
@@ -65,7 +65,7 @@ def ranks(k: int, inverse: bool) -> tuple[int, int, int]:
 
 
 def _from_products(key, operator, k: int, inverse: bool) -> Preparation:
-    """The rule of above."""
+    """The preconditioner from products, by the three rules of above."""
     first, second, third = ranks(k, inverse)
     sketch = Sketch(key, operator, first, third)
     small = sketch.low_rank(sketch.first)
@@ -95,23 +95,21 @@ def _from_products(key, operator, k: int, inverse: bool) -> Preparation:
 
 
 def _extrapolated(before, low_rank: LowRank, rank: int, grown: int, later: int) -> Real[Array, ""]:
-    """T / s at a later rank: t falls like a power of the rank, or faster."""
+    """The ratio t / s at the rank `later`, if t goes on to fall from `before` like a power."""
     ratio = low_rank.left_out / jnp.where(before > 0, before, 1)
     slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(grown / rank)
     return low_rank.left_out / low_rank.shift * (later / grown) ** slope
 
 
 def _ends(low_rank: LowRank, rank: int, third: int, doubt):
-    """Whether a rank beyond the end of a flat spectrum is within reach, which then captures all of
-    it. If d equal eigenvalues are left out, the end is at rank + d; d errs by 2 / rank. (An unknown
-    s is at first taken for half of the smallest Ritz value, and d is then about 1.6 times too
-    small: features + noise, k = 48 to 200.)
+    """Whether the third rank captures all of a flat spectrum: with d equal eigenvalues left out,
+    the end is at rank + d. (`doubt` corrects d where s is unknown: then d comes out too small.)
     """
     return rank + doubt * low_rank.dimension <= 1.1 * third
 
 
 def _pays(before: LowRank, low_rank: LowRank, ranks: tuple[int, int, int], k: int):
-    """Whether the last rank promises a smaller error than the second."""
+    """Whether the third rank promises a smaller error than the second."""
     first, second, third = ranks
     relative = low_rank.left_out / low_rank.shift
     later = _extrapolated(before.left_out, low_rank, first, second, third)

@@ -46,8 +46,8 @@ def check_fallback(fallback: Any) -> None:
 
 
 def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: bool = False) -> Any:
-    """The budget k, or n, for which the value is exact, where that is cheaper. (What is wrong with
-    operator or budget is found later.) With a `tolerance` k is but the most that it may take.
+    """The budget k, or n where the exact value is cheaper. (Others check operator and budget.) With
+    a `tolerance`, k is the largest budget.
     """
     known = isinstance(operator, lx.AbstractLinearOperator) and type(k) is int and k > 0
     if not known or operator.in_size() != operator.out_size():
@@ -60,9 +60,7 @@ def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: boo
 
 @final
 class Policy(eqx.Module):
-    """How products are spent: the preconditioner ("auto" stands for the choice of `preparation`),
-    and the tolerance, if there is one.
-    """
+    """The preconditioner ("auto": the choice of `preparation`), and a tolerance if there is one."""
 
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | str | None
     inverse: bool = eqx.field(static=True, default=False)  # probes R^{-1} omega: see `inverse`
@@ -70,7 +68,7 @@ class Policy(eqx.Module):
     atol: Any = None
 
     def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
-        """Raise a `ValueError` if the operator is not one for this policy."""
+        """Raise a `ValueError` if the policy does not fit the operator."""
         check_definite(operator, name)
         if isinstance(self.preconditioner, AbstractPreconditioner | BuiltPreconditioner):
             self.preconditioner.check(operator)
@@ -80,7 +78,7 @@ class Policy(eqx.Module):
         return self.atol.astype(value.dtype) + self.rtol.astype(value.dtype) * jnp.abs(value)
 
     def judged(self, estimate: Estimate) -> Estimate:
-        """The estimate, which has not converged where a tolerance was not reached."""
+        """The estimate, `not_converged` where twice the standard error exceeds the tolerance."""
         if self.atol is None:
             return estimate
         error = 2 * norm_of(estimate.std_err)
@@ -107,9 +105,9 @@ def policy_of(
     max_k: Any = None,
     inverse: bool = False,
 ) -> tuple[Policy, Any]:
-    """The policy for the arguments of a user, and the budget: n, for which the value is exact,
-    where that is cheaper and wanted. A `TypeError` is raised unless the preconditioner is "auto", a
-    way to build one, one that was built, or None, and there is either a budget or a tolerance. For
+    """Returns (policy, budget) for the arguments of a user: the budget is n where the exact value
+    is wanted and cheaper. A `TypeError` is raised unless the preconditioner is "auto", a way to
+    build one, one that was built, or None, and there is either a budget or a tolerance. For
     functions of the `inverse` sparse matrices count as dense ones; `name` is that of the function.
     """
     check_fallback(fallback)
@@ -143,7 +141,7 @@ def policy_of(
 
 
 class Run(NamedTuple):
-    """What a budget has led to: the preconditioner, and the sums over all panels."""
+    """The preconditioner, and the sums over all panels."""
 
     block: BlockOperator
     preparation: Preparation
@@ -166,8 +164,8 @@ def run_of(
     ),
 ) -> Run:
     """Prepare with a part of k products, then sample with the rest. `y` are right-hand sides of a
-    solve, which shares the products, in at most `most_solve` steps; `value_of` returns, from the
-    preconditioner and tr f(M), the value that a tolerance is for, and its derivative by tr f(M).
+    solve that shares the products, in at most `most_solve` steps; `value_of(factors, tr f(M))` is
+    (the value of the tolerance, its derivative by tr f(M)).
     """
     prepare_key, probe_key = split(key)
     inverse = policy.inverse

@@ -12,19 +12,19 @@ given all other entries is then y_i, and its variance given them is 1 / D_i, wit
 (Rao-Blackwell; P. Siden, F. Lindgren, D. Bolin, M. Villani, *Efficient covariance approximations
 for large sparse precision matrices*, 2018, arXiv:1705.08656). The identity needs E z z^H = I alone,
 as the diagonal of M is 1. The error of an entry is relative to |y_i|^2, whatever the range of the
-correlations, while probes omega o A^{-1} omega see all of them.
+correlations, while probes omega o A^{-1} omega see all correlations.
 
 *The roots* come from Lanczos' recurrence for M from z, M^{1/2} z ~ ||z|| V T^{1/2} e_1.
 
 *Standard errors.* |y_i|^2 has the variance 2 (E |y_i|^2)^2 at most. With p probes and their mean m,
-the variance of m is 2 / (p + 2) times the mean of m^2. Intervals have (p + 2) / 5 degrees of
-freedom. (The scatter of a few squares says nothing: its relative variance is 12 / p + 2 / (p - 1).)
+the variance of m is 2 / (p + 2) times the mean of m^2, with (p + 2) / 5 degrees of freedom.
+(The scatter of a few squares says nothing: its relative variance is 12 / p + 2 / (p - 1).)
 
 *Quadrature errors* are those of other functions, entry by entry, but the error of sum_i D_i |x_i|^2
 is also known (see `inverse`), of which entries have shares in proportion to 1 / D_i.
 
 *The derivative* is that of the mean of conj(x_i) x_i(A), dx = -A^{-1} dA x, with the factor
-conj(x_i) held fixed: E x x(A)^H = A^{-1} at every A, so that it is unbiased at every order.
+conj(x_i) held fixed: E x x(A)^H = A^{-1} at every A, so the derivative is unbiased at every order.
 """
 
 import math
@@ -72,7 +72,7 @@ class SampledInverseEstimator(AbstractEstimator):
         diagonal = stored_diagonal(operator)
         assert diagonal is not None  # the estimator is one for such operators
         diagonal = diagonal.real
-        root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))
+        root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))  # D^{1/2}
         factors = diagonal_factors(root, block.dtype)
         z = RademacherSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
@@ -81,7 +81,7 @@ class SampledInverseEstimator(AbstractEstimator):
         length = safe_norm(z.T)
 
         def along(values: Array) -> Array:
-            """What f(T) e_1 ||z|| is in the basis, from the values of f."""
+            """The coordinates ||z|| f(T) e_1 in V, with axes (order, probe, step)."""
             found = einsum("paj,pj->pa", s, s[:, 0, :] * values)
             return found.reshape(-1, p, q) * length[:, None]
 

@@ -13,8 +13,8 @@ from .._sketch.low_rank import BuiltPreconditioner, LowRank, nystrom_of
 
 
 class Sketch:
-    """Products of the scaled operator (see `_sketch.low_rank`) with normal probes. (It is not a
-    PyTree, as it exists only during a trace.)
+    """Products of the scaled operator (see `_sketch.low_rank`) with normal probes. (No PyTree: a
+    `Sketch` exists only during a trace.)
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Sketch:
         first: int,
         most: int,
     ):
-        """Make the first of at most so many products. They fix the unit of D."""
+        """Make the `first` of at most `most` products. They fix the unit of D."""
         block = BlockOperator(operator)
         self._block = block
         self._scaling = scaling_of(operator)
@@ -35,16 +35,16 @@ class Sketch:
         self._floor_known = self.known & split_shift(operator).is_positive
 
     def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
-        """D^{-1/2} A D^{-1/2} times some of the probes, with D relative to its unit."""
+        """D^{-1/2} A D^{-1/2} times probes `start` to `end`, with D relative to its unit."""
         root = self._scaling.relative[:, None].astype(self._block.dtype)
         return self._block.mm(self._omega[:, start:end] / root) / root
 
     def extended(self, y: Inexact[Array, "n m"], rank: int) -> Inexact[Array, "n r"]:
-        """The products so far, and as many more as this rank takes."""
+        """The products y, and as many more as this rank takes."""
         return jnp.concatenate([y, self.products(y.shape[1], rank)], axis=1)
 
     def low_rank(self, y: Inexact[Array, "n m"]) -> LowRank:
-        """The approximation from the first products."""
+        """The Nystrom approximation from the products y."""
         omega = self._omega[:, : y.shape[1]]
         return nystrom_of(omega, y / self._unit, self.known, self._block.eps)
 

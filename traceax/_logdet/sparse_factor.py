@@ -10,7 +10,7 @@ largest, and i itself, which is last. With R[s_i, s_i] = C C^H, column i of L ha
 
     l_i = C^{-H} e_last     at s_i.
 
-It is nearest to R^{-1} in Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, 2020,
+L is nearest to R^{-1} in Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, 2020,
 arXiv:2004.14455): Vecchia's approximation.
 
 *Both.* With G = L^H F, N = I + G^H G = C C^H (C lower triangular), J = C^{-H} (C + I)^{-1},
@@ -20,14 +20,11 @@ arXiv:2004.14455): Vecchia's approximation.
 
 (With X = (C + I)^{-1}, X C = I - X, and J + J^H - J (N - I) J^H = C^{-H} [X C + C^H X^H
 - X (C C^H - I) X^H] C^{-1} = C^{-H} [2 I - X - X^H - (I - X) (I - X)^H + X X^H] C^{-1} = N^{-1}.)
-
-Products with W and W^H take gathers, a scatter and two wide products; there is no triangular solve
-with n rows.
+Products with W and W^H need no triangular solve with n rows.
 
 *Rounding.* R is a difference. Its diagonal is raised by some eps times that of A, and, where D is
 not known, by a hundredth of its mean, as R is 0 at the pivots. A neighbourhood whose factorisation
-fails all the same counts as uncorrelated. P is then a little different, and still what its
-factors say.
+still fails counts as uncorrelated. P is then a little different, and still what its factors say.
 """
 
 import dataclasses
@@ -68,24 +65,15 @@ SMALL = 3e-3
 
 @final
 class SparseFactors(AbstractFactors):
-    """`P = W^{-H} W^{-1}`, see above. A product with W costs `2 n (m + 2 r)` operations for each
-    column.
-
-    **Attributes:**
-
-    - `sets`: the neighbourhoods, i last.
-    - `values`: the columns of L, at the places of `sets`; 0 for places that are not in use.
-    - `basis`: G.
-    - `core`: J.
-    - `log_determinant`: log det P.
-    - `row`, `top`: see `AbstractFactors`.
+    """`P = W^{-H} W^{-1}`: see above. Products with W cost `2 n (m + 2 r)` operations for each
+    column. `row` and `top` are those of `AbstractFactors`.
     """
 
-    sets: Int[Array, "n s"]
-    values: Inexact[Array, "n s"]
-    basis: Inexact[Array, "n r"]
-    core: Inexact[Array, "r r"]
-    log_determinant: Real[Array, ""]
+    sets: Int[Array, "n s"]  # s_i, with i last
+    values: Inexact[Array, "n s"]  # l_i, at the places of s_i; 0 where a place is not in use
+    basis: Inexact[Array, "n r"]  # G
+    core: Inexact[Array, "r r"]  # J
+    log_determinant: Real[Array, ""]  # log det P
     row: Real[Array, ""]
     top: Real[Array, ""]
 
@@ -140,7 +128,7 @@ class SparseFactors(AbstractFactors):
 def gathered_by(
     sets: Int[Array, "n s"], values: Inexact[Array, "n s"], block: Inexact[Array, "n p"]
 ) -> Inexact[Array, "n p"]:
-    """L^H times a block, place by place: all at once would take m times the memory."""
+    """L^H times a block, place by place: all places at once would take m times the memory."""
 
     def add(place, total):
         return total + jnp.conj(values[:, place, None]) * block[sets[:, place]]
@@ -150,9 +138,7 @@ def gathered_by(
 
 
 def by_rows(fn, n: int, size: int):
-    """`fn(rows)` for all rows, in blocks whose rows take `size` numbers each, one after the other.
-    The results are stacked; rows of the last block that are added are left out.
-    """
+    """`fn(rows)` for all rows, stacked; blocks of rows, of `size` numbers a row, go in turn."""
     width = max(1, min(n, BLOCK // size))
     count = -(-n // width)
     rows = jnp.minimum(jnp.arange(count * width), n - 1).reshape(count, width)
@@ -198,9 +184,7 @@ def columns_of_factor(
     sets: Int[Array, "n s"],
     jitter: Real[Array, " n"],
 ) -> Inexact[Array, "n s"]:
-    """The columns of L. `jitter` is added to the diagonal of R; n in `sets` is a place that is not
-    in use.
-    """
+    """The columns l_i of L, at the places `sets` (n: not in use); diag R gets the `jitter`."""
     n, s = sets.shape
 
     def of_block(rows):
@@ -228,19 +212,19 @@ def sparse_factors(
     diagonal: Real[Array, " n"],
     jitter: Real[Array, " n"],
 ) -> SparseFactors:
-    """P from F and the neighbourhoods: see above."""
+    """P from F and the neighbourhoods s_i: see above."""
     if sets.shape[1] == 1:  # no entry is needed but the diagonal
         left = diagonal - jnp.sum(square_of(f), axis=1)
         values = (1 / jnp.sqrt(jnp.maximum(left, 0) + jitter))[:, None].astype(f.dtype)
     else:
         values = columns_of_factor(operator, f, sets, jitter)
     sets = jnp.minimum(sets, len(f) - 1)
-    g = gathered_by(sets, values, f)
+    g = gathered_by(sets, values, f)  # G
     eye = jnp.eye(f.shape[1], dtype=f.dtype)
     c = lower_cholesky(matmul(adjoint(g), g) + eye)
     solve = partial(lax.linalg.triangular_solve, c, left_side=True, lower=True)
-    inner = lax.linalg.triangular_solve(c + eye, eye, left_side=True, lower=True)
-    core = solve(inner, transpose_a=True, conjugate_a=True)
+    inner = lax.linalg.triangular_solve(c + eye, eye, left_side=True, lower=True)  # X
+    core = solve(inner, transpose_a=True, conjugate_a=True)  # J
     logs = jnp.sum(jnp.log(values[:, -1].real))
     log_det = 2 * (jnp.sum(jnp.log(jnp.diagonal(c).real)) - logs)
     one = jnp.ones_like(log_det)
@@ -250,8 +234,8 @@ def sparse_factors(
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
-    """The largest row and the largest eigenvalue of A in units of `root` (see `AbstractFactors`),
-    from products of F F^H with a few random vectors.
+    """Returns (largest row, largest eigenvalue) of A in units of `root` (see `AbstractFactors`),
+    from products of F F^H with a few vectors.
     """
     scaled = f / root[:, None].astype(f.dtype)
     # Vectors whose entries look random: the sizes of rows need not be unbiased.
@@ -287,7 +271,7 @@ class _Kernel(NamedTuple):
 def kernel_of(
     key: PRNGKeyArray, operator: lx.AbstractLinearOperator, diagonal: Array
 ) -> tuple[_Kernel, Bool[Array, ""]]:
-    """K', and whether D is known."""
+    """Returns (K', whether D is known)."""
     scaling = scaling_of(operator)
     eps = BlockOperator(operator).eps
     relative = diagonal / jnp.square(scaling.relative)
@@ -303,21 +287,21 @@ def kernel_of(
 
 
 def flat_part(key: PRNGKeyArray, kernel: _Kernel, eps: float) -> Real[Array, ""]:
-    """The noise inside of a matrix, 0 if none is seen. With lambda and w the smallest eigenpair of
-    a principal submatrix C[P] of columns C, a Ritz pair of K' on unit vectors, and r the norm of
-    its residual C w - lambda w_P, it is lambda - r, if r <= lambda / 2.
+    """The noise inside of a matrix, 0 if none is seen: lambda - r, if r <= lambda / 2. lambda and w
+    are the smallest eigenpair of a principal submatrix C[P] of columns C, a Ritz pair of K' on unit
+    vectors, and r = ||C w - lambda w_P|| its residual.
     """
     n = kernel.root.size
     m = max(1, min(n // 4, 96))  # one in each of m equal parts of all indices
     places = jax.random.uniform(numbered(key, n + 1), (m,)) * (n // m)
     chosen = lax.optimization_barrier(jnp.arange(m) * (n // m) + places.astype(np.int32))
     found = kernel.columns(chosen)
-    core = found[chosen]
+    core = found[chosen]  # C[P]
     values, vectors = eigh((core + adjoint(core)) / 2)
-    smallest = values[0]
-    vector = vectors[:, :1]
+    smallest = values[0]  # lambda
+    vector = vectors[:, :1]  # w
     inside = jnp.zeros((n, 1), found.dtype).at[chosen].set(smallest.astype(found.dtype) * vector)
-    size = jnp.sqrt(square_norms(matmul(found, vector) - inside))[0]
+    size = jnp.sqrt(square_norms(matmul(found, vector) - inside))[0]  # r
     counts = (smallest > 16 * eps * jnp.maximum(values[-1], 0)) & (size <= smallest / 2)
     return jnp.where(counts, smallest - size, 0)
 
@@ -329,8 +313,8 @@ def prepare(
     m: int,
     diagonal: Real[Array, " n"] | None = None,
 ) -> tuple[BuiltPreconditioner, Int[Array, ""]]:
-    """P with F of at most this rank, and with m neighbours. Also the number of columns that were
-    read. `diagonal` is that of A, or None if it is known.
+    """Returns (P with F of at most this rank and with m neighbours, the number of columns that were
+    read). `diagonal` is that of A, or None if it is known.
     """
     block = BlockOperator(operator)
     n = block.n
@@ -346,8 +330,8 @@ def prepare(
     none = none._replace(largest=none.largest + kernel.shift)
     enough = jnp.where(known, float(np.sqrt(eps)) * n, 0)
     pivoted = pivoted_cholesky(key, kernel.columns, none, rank, block=together, enough=enough)
-    f = pivoted.rows[:rank].T * kernel.root[:, None].astype(block.dtype)
-    left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)
+    f = pivoted.rows[:rank].T * kernel.root[:, None].astype(block.dtype)  # F
+    left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)  # diag R
     jitter = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
     jitter = jitter + jnp.where(known, 0, jnp.mean(left) / 100)
     left = left + jitter

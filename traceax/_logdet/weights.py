@@ -27,7 +27,7 @@ the mean A^{-1},
 
 so that the mean of <dG, dA> is the second term, likewise at every order, and it is symmetric in the
 two directions. For the sparse factor this is the part from L(M)[z z^H] alone: the other parts have
-the mean 0. It takes a solve with A for every column that moves.
+the mean 0. Each column of V that moves takes a solve with A.
 """
 
 import dataclasses
@@ -50,12 +50,12 @@ from .sparse_factor import SparseFactors
 
 @final
 class LogdetWeights(AbstractWeights):
-    """`G = V C V^H` with Hermitian C, and `L L^H` for a sparse factor. A contraction costs as many
-    matvecs as `V` has columns, or one pass over the entries of a kernel.
+    """`G = V C V^H` with Hermitian C, and `L L^H` for a sparse factor. A contraction costs a matvec
+    for each column of V, or one pass over the entries of a kernel.
     """
 
-    vectors: Inexact[Array, "n c"]
-    core: Inexact[Array, "c c"]
+    vectors: Inexact[Array, "n c"]  # V
+    core: Inexact[Array, "c c"]  # C
     factors: AbstractFactors
     moving: int = eqx.field(static=True)  # the number of columns that change with A
 
@@ -72,7 +72,7 @@ class LogdetWeights(AbstractWeights):
         return definite_solve(BlockOperator(operator), self.factors, rhs)
 
     def weights_at(self, operator):
-        """See above."""
+        """The weights of another A: dV = -A^{-1} dA V / 2 for the `moving` columns."""
         moved, fixed = jnp.split(self.vectors, [self.moving], axis=1)
         images = BlockOperator(operator).mm(moved)
         change = self.solve(operator, images - lax.stop_gradient(images))
@@ -95,7 +95,7 @@ class ExactLogdetWeights(AbstractWeights):
         return matmul(self.inverse, rhs)
 
     def weights_at(self, operator):
-        """See above."""
+        """The weights of another A: dG = -A^{-1} dA A^{-1}."""
         matrix, _ = matrix_of(BlockOperator(operator))
         change = matmul(self.inverse, matmul(matrix - lax.stop_gradient(matrix), self.inverse))
         return ExactLogdetWeights(self.inverse - change)
@@ -111,12 +111,12 @@ class InverseWeights(AbstractWeights):
     of_trace: bool = eqx.field(static=True)
 
     def contract(self, block):
-        """See `AbstractWeights`. It depends on A as x does."""
+        """See `AbstractWeights`. The contraction depends on A as x does."""
         forms = (self.omega * self.weights_at(block.operator).x).real
         return jnp.sum(forms) if self.of_trace else jnp.sum(forms, axis=1)
 
     def weights_at(self, operator):
-        """See above."""
+        """The samples of another A: dx = -A^{-1} dA x."""
         block = BlockOperator(operator)
         images = block.mm(self.x)
         moved = images - lax.stop_gradient(images)
@@ -128,9 +128,7 @@ class InverseWeights(AbstractWeights):
 
 
 def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
-    """G (see above), from the preconditioner and the probes, of which those that are not in use
-    are 0.
-    """
+    """G (see above), from the preconditioner and the probes; probes that are not in use are 0."""
     from jax.scipy.linalg import block_diag  # imported only here, because it takes time
 
     factors = built.factors
@@ -146,7 +144,7 @@ def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
         cores.append(-jnp.eye(factors.basis.shape[1], dtype=bases.dtype))
     elif isinstance(factors, LowRankPlusIdentity):
         root = factors.root.astype(z.dtype)[:, None]
-        outside = factors.outside(z) / jnp.sqrt(factors.mu).astype(z.dtype)
+        outside = factors.outside(z) / jnp.sqrt(factors.mu).astype(z.dtype)  # w_2
         vectors += [factors.basis / root, outside / root]
         cores += [jnp.diag(beta / (factors.eigenvalues + factors.mu)), beta * one]
         moving = sum(block.shape[1] for block in vectors)
