@@ -55,7 +55,8 @@ def test_numbers(name, shape, k):
     *real, (ours, theirs), (half, numbers), uniform, wide = draw(KEYS[name])
     for found, expected in (*real, uniform, wide):
         assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, vectors_first(expected))
+        # The older code generator of `conftest.py` rounds polynomials as it vectorises them.
+        np.testing.assert_array_max_ulp(np.asarray(found), vectors_first(expected), 4)
     np.testing.assert_allclose(ours, vectors_first(theirs), rtol=1e-14, atol=1e-15)
     # Numbers that are drawn in bfloat16 have 128 different sizes.
     expected = vectors_first(numbers).astype(half.dtype)
