@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import traceax as tr
+import traceax.extend as tre
 from traceax._linalg import factorisations
 
 PSD = lx.positive_semidefinite_tag
@@ -149,7 +151,8 @@ def data_parallel(mesh):
             if name in ESTIMATORS:
                 solution = tr.trace(jax.random.key(0), operator, K, ESTIMATORS[name])
                 return solution.value, solution.std_err
-            return jax.vmap(getattr(operator, name))(vectors)
+            product = operator.mv if name == "mv" else partial(tre.quadratic_form, operator)
+            return jax.vmap(product)(vectors)
 
         return jax.jit(solve)
 
