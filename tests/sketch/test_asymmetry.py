@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
@@ -78,6 +80,12 @@ def test_the_error_of_solves_is_the_precision_of_products(what, share):
     assert np.mean(error <= 3 * np.asarray(found.std_err)) > 0.95
 
 
+def test_it_is_raised():
+    operator = lx.MatrixLinearOperator(jnp.asarray(lopsided(1.0)), PSD)
+    with pytest.raises(RuntimeError, match="not even symmetric"):
+        eqx.filter_jit(tr.trace)(jr.key(8), operator, K, NYSTROM, throw=True)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_value_does_not_rely_on_the_tag(sign):
     """It is Hutchinson's mean of the same products: unbiased, with its standard error."""
@@ -107,6 +115,21 @@ def test_no_symmetric_operator_is(dtype):
         for scale in (1.0, 1e-20, 1e20):
             given = jnp.asarray(scale * array, jnp.dtype(dtype))
             assert not np.any(solve("trace", given).result == tr.RESULTS.not_symmetric)
+
+
+def test_products_that_are_rounded_more_coarsely():
+    """Of a float32 function whose products have 11 bits, as TensorFloat-32 has."""
+    array = with_spectrum(np.random.default_rng(5), 0.8 ** np.arange(N)).astype(np.float32)
+    short = jnp.asarray(array).astype(jnp.float16)
+
+    def mv(v):
+        size = jnp.max(jnp.abs(v))
+        product = short.astype(jnp.float32) @ (v / size).astype(jnp.float16).astype(jnp.float32)
+        return size * product
+
+    operator = lx.FunctionLinearOperator(mv, jax.ShapeDtypeStruct((N,), jnp.float32), PSD)
+    run = jax.jit(lambda keys: jax.lax.map(lambda key: ESTIMATES["trace"](key, operator), keys))
+    assert not np.any(run(keys(20)).result == tr.RESULTS.not_symmetric)
 
 
 def test_what_stays_below_the_limit_does_little_harm():
