@@ -24,10 +24,9 @@ def unit_of(key: Array, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
     leaves, treedef = jtu.tree_flatten(operator.in_structure())
     keys = jr.split(key, len(leaves))
     draws = [jr.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    with any_promotion():  # leaves may be of several dtypes
-        product = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, draws)))
-        sizes = [scale_of(x.astype(at_least_single(x.dtype))) for x in product]
-        size = lax.stop_gradient(jnp.max(jnp.stack(sizes)))
+    product = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, draws)))
+    sizes = [scale_of(x.astype(at_least_single(x.dtype))) for x in product]
+    size = lax.stop_gradient(jnp.max(jnp.stack(sizes)))
     return jnp.ldexp(jnp.ones_like(size), jnp.frexp(size)[1] - 1)
 
 
