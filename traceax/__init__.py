@@ -27,6 +27,7 @@ from ._functions.spectral import (
     spectral_density as spectral_density,
     spectral_sum as spectral_sum,
 )
+from ._logdet.factors import BuiltPreconditioner as BuiltPreconditioner
 from ._logdet.gaussian import gaussian_log_density as gaussian_log_density
 from ._logdet.inverse import (
     inverse_diagonal as inverse_diagonal,
@@ -48,7 +49,6 @@ from ._probes.samplers import (
     SphereSampler as SphereSampler,
     SteinhausSampler as SteinhausSampler,
 )
-from ._sketch.low_rank import BuiltPreconditioner as BuiltPreconditioner
 from ._tracker import Tracker as Tracker, TrackState as TrackState
 
 __version__ = "2.0.0"

@@ -18,6 +18,10 @@ from ._core.precision import matmul as matmul
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
 from ._estimators.rows import Rows as Rows, RowWeights as RowWeights
 from ._estimators.samples import NystromSampling as NystromSampling, RangeSampling as RangeSampling
+from ._logdet.factors import (
+    BuiltPreconditioner as BuiltPreconditioner,
+    low_rank_plus_diagonal as low_rank_plus_diagonal,
+)
 from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
 from ._operators.block_operator import BlockOperator as BlockOperator
 from ._operators.known_parts import (
@@ -32,8 +36,4 @@ from ._operators.questions import (
 from ._operators.tags import is_hermitian as is_hermitian
 from ._probes.random import numbered as numbered
 from ._probes.samplers import AbstractSampler as AbstractSampler
-from ._sketch.low_rank import (
-    BuiltPreconditioner as BuiltPreconditioner,
-    LowRankPlusIdentity as LowRankPlusIdentity,
-)
 from ._sketch.weights import AbstractWeights as AbstractWeights, LowRankWeights as LowRankWeights

@@ -1,6 +1,6 @@
 r"""Solving with a positive definite A: preconditioned conjugate gradients.
 
-With P = R R^H (see `_sketch.low_rank`) and M = R^{-1} A R^{-H}, A x = b becomes M z = R^{-1} b,
+With P = R R^H (see `low_rank`) and M = R^{-1} A R^{-H}, A x = b becomes M z = R^{-1} b,
 x = R^{-H} z. From z = 0 and p = r = R^{-1} b, every step takes the best z along p,
 
     z += alpha p,    r -= alpha M p,    alpha = r^H r / p^H M p,
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Inexact, Int, Real
 from .._core.estimate import safe_norm
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
-from .._sketch.low_rank import AbstractFactors
+from .factors import Factors
 
 
 class Solve(NamedTuple):
@@ -74,7 +74,7 @@ def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
 
 
 def solution(
-    block: BlockOperator, factors: AbstractFactors, state: Solve, most: int
+    block: BlockOperator, factors: Factors, state: Solve, most: int
 ) -> tuple[Inexact[Array, "n t"], Solve]:
     """Returns (x, the last state), after all steps that are left, without probes."""
     end = lax.while_loop(
@@ -96,7 +96,7 @@ def _from_real(x: Real[Array, "..."], dtype) -> Inexact[Array, "n m"]:
 
 
 def definite_solve(
-    block: BlockOperator, factors: AbstractFactors, rhs: Inexact[Array, "n m"]
+    block: BlockOperator, factors: Factors, rhs: Inexact[Array, "n m"]
 ) -> Inexact[Array, "n m"]:
     """`A^{-1} rhs`, differentiable (any number of times) in A and in the right-hand sides `rhs`.
 

@@ -26,8 +26,8 @@ from .._linalg.factorisations import cholesky_solve, lower_cholesky
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
 from .._sketch.leave_one_out import adjoint, square_norms
-from .._sketch.low_rank import AbstractFactors
 from .._sketch.weights import AbstractWeights
+from .factors import Factors
 from .panels import mean_of, std_err_of
 from .run import Run
 from .weights import ExactLogdetWeights, InverseWeights
@@ -44,7 +44,7 @@ def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
 
 
 def rounding_of(
-    factors: AbstractFactors, smallest: Array, largest: Array, eps: float
+    factors: Factors, smallest: Array, largest: Array, eps: float
 ) -> tuple[Array, Array]:
     """Returns (rounding error of a function of an eigenvalue of M, relative to its value for P;
     whether rounding hides that A is positive definite, relative to the limit 1).
@@ -70,7 +70,7 @@ def evidence_with(outside: Array, *evidence: Evidence) -> Evidence:
 
 
 def estimate_of(
-    factors: AbstractFactors,
+    factors: Factors,
     sampled: Array,
     error: Array,
     rounding: Array,
@@ -82,7 +82,7 @@ def estimate_of(
     `counts` and `more` go to `quadrature_estimate`.
     """
     n = factors.basis.shape[0]
-    known = factors.log_det()  # log det P
+    known = factors.log_det  # log det P
     error = error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, sampled)
     return quadrature_estimate(known + sampled, error, std_err, *counts, least=1.0, **more)
 

@@ -15,7 +15,7 @@ from .._estimators.estimator import check_key, solve
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
-from .._sketch.low_rank import BuiltPreconditioner
+from .factors import BuiltPreconditioner
 from .gaussian_estimator import GaussianEstimator
 from .preconditioners import AbstractPreconditioner
 from .run import policy_of

@@ -39,10 +39,10 @@ from .._functions.quadrature_error import quadrature_estimate
 from .._linalg.lanczos import largest_ritz_value, quadrature
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
-from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import solution
 from .estimator import estimate_from, exact_logdet
+from .factors import BuiltPreconditioner, Factors
 from .held import Held, HeldWeights
 from .run import Policy, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
@@ -57,7 +57,7 @@ class QuadraticForm(NamedTuple):
 
 
 def rounding_of_form(
-    factors: AbstractFactors,
+    factors: Factors,
     largest: Real[Array, ""],
     x: Inexact[Array, "n t"],
     eps: float,
@@ -160,6 +160,8 @@ class GaussianEstimator(AbstractEstimator):
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""
+        if isinstance(weights, HeldWeights):
+            return -self._factor * weights.contract(BlockOperator(operator), self.y)
         along = jnp.sum(inner(weights.x, self.y))  # Re sum_j x_j^H y_j
         return -self._factor * (weights.contract(BlockOperator(operator)) + 2 * along)
 
@@ -178,7 +180,7 @@ class GaussianEstimator(AbstractEstimator):
         def value_of(factors, sampled):
             """Returns (density with P for A in the forms, its derivative by tr log M)."""
             form = square_norms(factors.inverse_root(self.y))
-            log_det = factors.log_det() + sampled
+            log_det = factors.log_det + sampled
             density = log_density(self._factor, self.y.shape[0], log_det, form)
             return density, jnp.asarray(self._factor * t, density.dtype)
 
@@ -225,7 +227,7 @@ class GaussianEstimator(AbstractEstimator):
         if not weights:
             return estimate, None
         of_log_det = log_det_weights(t)
-        of_forms = held.weights(target, krylov, jnp.reciprocal, unit**2)
-        u = jnp.concatenate([of_log_det.u, of_forms.u], axis=1)
-        v = jnp.concatenate([of_log_det.v, of_forms.v], axis=1)
-        return estimate, HeldWeights(u, v, scaled * of_forms.x)
+        left, right, start = held.derivative(target, krylov, jnp.reciprocal, unit**2)
+        left = jnp.concatenate([of_log_det.left, left], axis=1)
+        right = jnp.concatenate([of_log_det.right, right], axis=1)
+        return estimate, HeldWeights(left, right, held.built, t, scaled * start)

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn, final
 
+import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
@@ -36,13 +37,14 @@ from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, Real
 from .._core.estimate import Estimate, mean_and_std_err
 from .._core.precision import einsum
 from .._functions.funm import mean_and_error
+from .._linalg.factorisations import qr
 from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
-from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
 from .estimator import estimate_of, evidence_with, rounding_of
+from .factors import BuiltPreconditioner, Factors, outside_of
 from .log_quadrature import quadrature_after
 from .own_derivative import gauss, own_derivative
 
@@ -56,30 +58,38 @@ def held_plan(k: int) -> tuple[int, int]:
     return k // steps, steps
 
 
-def held_probes(
-    key: PRNGKeyArray, factors: AbstractFactors, p: int, dtype
-) -> Inexact[Array, "n p"]:
+def held_probes(key: PRNGKeyArray, factors: Factors, p: int, dtype) -> Inexact[Array, "n p"]:
     """The probes z = U e + w from vectors g on the sphere. Entries of e = U^H g, divided by their
     absolute values, make z independent of the signs (phases) of the columns of U.
     """
     sphere = SphereSampler().probes(key, factors.basis.shape[0], p, dtype)
-    if not isinstance(factors, LowRankPlusIdentity):
+    if factors.from_entries:
         return sphere
-    signs = lax.sign(matmul(adjoint(factors.basis), sphere))  # e
-    return matmul(factors.basis, signs) + factors.outside(sphere)
+    u = qr(factors.basis)[0]
+    return matmul(u, lax.sign(matmul(adjoint(u), sphere))) + outside_of(u, sphere)
 
 
 @final
 class HeldWeights(AbstractWeights):
-    """G = U V^H, `Re <G, dA>` the derivative of this one value; and x, for the observations."""
+    """The derivative of this one value, times log det P + Re sum_j l_j^H M r_j + 2 Re x^H R^{-1} y,
+    as a function of M, R and P.
+    """
 
-    u: Inexact[Array, "n c"]
-    v: Inexact[Array, "n c"]
-    x: Inexact[Array, "n t"]
+    left: Inexact[Array, "n c"]
+    right: Inexact[Array, "n c"]
+    built: BuiltPreconditioner
+    times: int = eqx.field(static=True, default=1)
+    x: Inexact[Array, "n t"] | None = None  # for the observations
 
-    def contract(self, block):
+    def contract(self, block, y=None):
         """See `AbstractWeights`."""
-        return jnp.sum(block.forms(block.leaves(self.v), block.leaves(self.u))).real
+        factors = self.built.factors_at(block.operator)
+        left = block.leaves(factors.inverse_root_adjoint(self.left))
+        right = block.leaves(factors.inverse_root_adjoint(self.right))
+        value = jnp.sum(block.forms(left, right)).real + self.times * factors.log_det
+        if y is None:
+            return value
+        return value + 2 * jnp.sum(jnp.conj(self.x) * factors.inverse_root(y)).real
 
     def weights_at(self, operator, *_) -> NoReturn:
         """There is no second derivative."""
@@ -95,7 +105,7 @@ class Held:
 
     def __init__(self, preconditioner: BuiltPreconditioner, operator: lx.AbstractLinearOperator):
         self.built = preconditioner
-        self.factors = preconditioner.factors
+        self.factors = preconditioner.factors_at(operator)
         self.block = BlockOperator(operator).linearised()
 
     def lanczos(self, start: Inexact[Array, "n p"], steps: int) -> Lanczos:
@@ -132,19 +142,25 @@ class Held:
         estimate = estimate_of(self.factors, value, *errors, p * q, dof, evidence)
 
         def weights(times: int = 1) -> HeldWeights:
-            return self.weights(probes, krylov, jnp.log, jnp.full(p, times / p, value.dtype))
+            derivative = self.derivative(
+                probes, krylov, jnp.log, jnp.full(p, times / p, value.dtype)
+            )
+            return HeldWeights(*derivative[:2], self.built, times)
 
         return estimate, weights, smallest
 
-    def weights(self, probes: Array, krylov: Lanczos, fn, coefficients: Array) -> HeldWeights:
-        """The weights of sum_i c_i F(M, z_i), c_i the real `coefficients`, and x of every z_i."""
+    def derivative(
+        self, probes: Array, krylov: Lanczos, fn: Callable, coefficients: Array
+    ) -> tuple[Array, Array, Array]:
+        """Returns (l_j, r_j, x of every z_i) for sum_i c_i F(M, z_i), c_i the real `coefficients`:
+        see `HeldWeights`.
+        """
         n = probes.shape[0]
         mm = partial(self.factors.preconditioned, self.block.mm)
         left, start = own_derivative(mm, probes, krylov, fn)
-        both = jnp.stack([krylov.basis, left * coefficients.astype(probes.dtype)])
-        both = self.factors.inverse_root_adjoint(both.transpose(2, 0, 1, 3).reshape(n, -1))
-        u, v = jnp.split(both, 2, axis=1)
-        return HeldWeights(u, v, self.factors.inverse_root_adjoint(start))
+        left = left * coefficients.astype(probes.dtype)
+        columns = (block.transpose(1, 0, 2).reshape(n, -1) for block in (left, krylov.basis))
+        return *columns, start
 
     def quadratic_forms(
         self, target: Inexact[Array, "n t"], krylov: Lanczos, smallest: Real[Array, ""]

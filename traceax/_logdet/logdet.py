@@ -12,8 +12,8 @@ from .._estimators.estimator import AbstractEstimator, check_key, solve
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
 from .._operators.known_parts import split_shift
-from .._sketch.low_rank import BuiltPreconditioner
 from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
+from .factors import BuiltPreconditioner
 from .held import Held
 from .preconditioners import AbstractPreconditioner
 from .run import Policy, check_budget_alone, check_fallback, policy_of, run_of

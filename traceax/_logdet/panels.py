@@ -34,8 +34,8 @@ from .._linalg.lanczos import Lanczos, tridiagonal
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
 from .._probes.samplers import RademacherSampler, SphereSampler
-from .._sketch.low_rank import AbstractFactors
 from .conjugate_gradients import Solve, cg_step
+from .factors import Factors
 from .log_quadrature import Quadrature, quadrature_after, solutions_after
 
 #: The most steps of a recurrence.
@@ -141,7 +141,7 @@ class Sampling(NamedTuple):
     """What is sampled, and for how long."""
 
     block: BlockOperator
-    factors: AbstractFactors
+    factors: Factors
     floor: Real[Array, ""]  # a lower bound of the eigenvalues of M; NaN if none is known
     plan: Plan
     inverse: bool  # whether f is 1/x

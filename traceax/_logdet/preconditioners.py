@@ -1,5 +1,5 @@
 """Classes that build a preconditioner: of low rank plus a multiple of the identity
-(`_sketch.low_rank`), or of low rank plus a sparse inverse factor (`sparse_factor`).
+(`low_rank`), or of low rank plus a sparse inverse factor (`sparse_factor`).
 """
 
 import abc
@@ -23,8 +23,8 @@ from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries, split_shift, stored_diagonal
 from .._operators.tags import semidefinite_sign
-from .._sketch.low_rank import BuiltPreconditioner, diagonal_factors
-from .sketch import Sketch
+from .factors import BuiltPreconditioner, no_preconditioner
+from .low_rank import Sketch
 from .sparse_factor import prepare
 
 _checked_rank = partial(checked_count, name="rank", none="it is chosen from the budget")
@@ -52,13 +52,6 @@ class Preparation(NamedTuple):
     built: BuiltPreconditioner
     spent: Int[Array, ""] | int  # products
     read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
-
-
-def no_preconditioner(block: BlockOperator) -> BuiltPreconditioner:
-    """The identity in the place of a preconditioner."""
-    real = jnp.finfo(block.dtype).dtype
-    factors = diagonal_factors(jnp.ones(block.n, real), block.dtype)
-    return BuiltPreconditioner(factors, jnp.full((), jnp.nan, real), jnp.zeros((), real))
 
 
 class AbstractPreconditioner(eqx.Module):

@@ -3,37 +3,25 @@ r"""The preconditioner of a call, and what is left of its budget.
 *Entries* (`sparse_factor`) cost no product: all of the budget is left for probes.
 
 *Products.* A sketch takes k/6 products (at least 16, or k/3 if that is less). Let t(l) be the mean
-eigenvalue of the part of K that a Nystrom approximation of rank l leaves out.
-
-1. If t has hardly fallen from half of this rank to all of it (by less than 16 %), or will exceed
-   3 s at a rank of 2k/3, low rank does not pay, and P is the diagonal part alone. The exception is
-   a flat spectrum with an end that the budget reaches (features and noise); the angles between the
-   parts of the probes that are left out show such an end.
-2. Otherwise the rank grows to 2k/3.
-3. If t(l) / s, extrapolated to the rank 11k/12, is below 1/3 and promises a smaller error, or if
-   that rank reaches the end, the rank grows to 11k/12.
-
-Matrices have room for the largest rank; columns that are not in use are 0.
+eigenvalue of the part of K that a Nystrom approximation of rank l leaves out. The rank grows to
+3k/4 if t falls from half of the first rank to all of it, by 16 % or more (30 % where s is neither
+known nor seen), and will be at most 3 s at the final rank, if it goes on to fall like a power. It
+grows as well if K has a flat spectrum with an end that the budget reaches (features and noise),
+which the angles between the parts of the probes that are left out show. Otherwise P is the diagonal part alone.
 """
 
 import math
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray
 
 from .._core.control_flow import if_any
 from .._operators.block_operator import BlockOperator
-from .._sketch.low_rank import LowRank
-from .preconditioners import (
-    KernelPreconditioner,
-    Preparation,
-    knows_entries,
-    no_preconditioner,
-)
-from .sketch import Sketch
+from .factors import no_preconditioner
+from .low_rank import LowRank, Sketch
+from .preconditioners import KernelPreconditioner, Preparation, knows_entries
 
 #: A smaller budget is not divided.
 SMALLEST = 24
@@ -56,63 +44,31 @@ def preparation_for(
     return preconditioner.prepared(key, operator, k)
 
 
-def ranks(k: int, inverse: bool) -> tuple[int, int, int]:
-    """The ranks of the three stages. (Solves take more steps than logarithms.)"""
+def _from_products(
+    key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, inverse: bool
+) -> Preparation:
+    """The preconditioner from products, by the rules of above."""
     first = max(k // 6, min(16, k // 3))
-    second = max(first + 1, k // 2 if inverse else 2 * k // 3)
-    few = max(1, k // 60) * (2 if inverse else 1)
-    return first, second, max(second + 1, k - 5 * few)
-
-
-def _from_products(key, operator, k: int, inverse: bool) -> Preparation:
-    """The preconditioner from products, by the three rules of above."""
-    first, second, third = ranks(k, inverse)
-    sketch = Sketch(key, operator, first, third)
+    rank = max(first + 1, k // 2 if inverse else 3 * k // 4)  # solves take more steps
+    sketch = Sketch(key, operator, first, rank)
     small = sketch.low_rank(sketch.first)
-    later = _extrapolated(small.left_out_by_half, small, first // 2, first, second)
-    grows = (small.left_out <= 0.84 * small.left_out_by_half) & (later <= 3)
-    if not inverse:  # 1/x needs more steps than such a rank leaves
-        grows |= _ends(small, first, third, jnp.where(sketch.known, 1, 1.6))
 
     def larger():
-        y = sketch.extended(sketch.first, second)
-        low_rank = sketch.low_rank(y)
-        again = _pays(small, low_rank, (first, second, third), k)
-        if not inverse:
-            again |= _ends(low_rank, second, third, 1)
+        return sketch.built(sketch.low_rank(sketch.extended(sketch.first, rank)))
 
-        def largest():
-            return sketch.built(sketch.low_rank(sketch.extended(y, third)))
-
-        return if_any(again, largest, sketch.built(low_rank)), jnp.where(again, third, second)
-
-    diagonal_part = eqx.tree_at(
-        lambda built: (built.factors.eigenvalues, built.control_variate_weight),
-        sketch.built(small),
-        replace_fn=jnp.zeros_like,
-    )
-    return Preparation(*if_any(grows, larger, (diagonal_part, jnp.asarray(first))))
+    diagonal_part = sketch.built(small._replace(f=jnp.zeros_like(small.f)))
+    pays = _pays(small, first, rank, k, inverse)
+    return Preparation(if_any(pays, larger, diagonal_part), jnp.where(pays, rank, first))
 
 
-def _extrapolated(before, low_rank: LowRank, rank: int, grown: int, later: int) -> Real[Array, ""]:
-    """The ratio t / s at the rank `later`, if t goes on to fall from `before` like a power."""
-    ratio = low_rank.left_out / jnp.where(before > 0, before, 1)
-    slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(grown / rank)
-    return low_rank.left_out / low_rank.shift * (later / grown) ** slope
-
-
-def _ends(low_rank: LowRank, rank: int, third: int, doubt):
-    """Whether the third rank captures all of a flat spectrum: with d equal eigenvalues left out,
-    the end is at rank + d. (`doubt` corrects d where s is unknown: then d comes out too small.)
-    """
-    return rank + doubt * low_rank.dimension <= 1.1 * third
-
-
-def _pays(before: LowRank, low_rank: LowRank, ranks: tuple[int, int, int], k: int):
-    """Whether the third rank promises a smaller error than the second."""
-    first, second, third = ranks
-    relative = low_rank.left_out / low_rank.shift
-    later = _extrapolated(before.left_out, low_rank, first, second, third)
-    # Five steps are enough only for an M that is close to the identity; else some eight are.
-    gain = (later / (1 + later)) * math.sqrt(max(1, (k - second) // 8) / max(1, (k - third) // 5))
-    return ((later < 1 / 3) & (gain < relative / (1 + relative))) | ~(low_rank.left_out > 0)
+def _pays(low_rank: LowRank, first: int, rank: int, k: int, inverse: bool) -> Array:
+    """Whether a larger rank pays, by what the first one leaves out."""
+    half = low_rank.left_out_by_half
+    ratio = low_rank.left_out / jnp.where(half > 0, half, 1)
+    slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(first / (first // 2))
+    later = low_rank.left_out / low_rank.shift * (rank / first) ** slope
+    falls = (ratio <= jnp.where(low_rank.is_flat, 0.84, 0.7)) & (later <= 3)
+    if inverse:  # 1/x needs more steps than such a rank leaves
+        return falls
+    # With d equal eigenvalues left out, the end is at first + d.
+    return falls | (low_rank.is_flat & (first + low_rank.dimension <= k))

@@ -16,8 +16,8 @@ from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries
 from .._probes.random import split
-from .._sketch.low_rank import BuiltPreconditioner
 from .conjugate_gradients import start_of_solve
+from .factors import BuiltPreconditioner
 from .panels import Sampling, Sums, plan_of, sampled
 from .preconditioners import AbstractPreconditioner, Preparation, check_definite
 from .preparation import preparation_for
@@ -159,7 +159,7 @@ def run_of(
     y: Inexact[Array, "n t"] | None = None,
     most_solve: int = 0,
     value_of: Callable[[Any, Array], tuple[Array, Array]] = lambda factors, sampled: (
-        factors.log_det() + sampled,
+        factors.log_det + sampled,
         jnp.ones(()),
     ),
 ) -> Run:

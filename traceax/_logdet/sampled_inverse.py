@@ -46,8 +46,8 @@ from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import stored_diagonal
 from .._probes.samplers import RademacherSampler
-from .._sketch.low_rank import diagonal_factors
 from .estimator import exact_inverse
+from .factors import low_rank_plus_diagonal
 from .preconditioners import check_definite
 from .weights import InverseWeights
 
@@ -73,7 +73,7 @@ class SampledInverseEstimator(AbstractEstimator):
         assert diagonal is not None  # the estimator is one for such operators
         diagonal = diagonal.real
         root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1))  # D^{1/2}
-        factors = diagonal_factors(root, block.dtype)
+        factors = low_rank_plus_diagonal(jnp.zeros((n, 0), block.dtype), jnp.square(root))
         z = RademacherSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
 

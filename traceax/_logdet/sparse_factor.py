@@ -13,24 +13,17 @@ largest, and i itself, which is last. With R[s_i, s_i] = C C^H, column i of L ha
 L is nearest to R^{-1} in Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, 2020,
 arXiv:2004.14455): Vecchia's approximation.
 
-*Both.* With G = L^H F, N = I + G^H G = C C^H (C lower triangular), J = C^{-H} (C + I)^{-1},
-
-    P = L^{-H} L^{-1} + F F^H = L^{-H} (I + G G^H) L^{-1},
-    W = L (I - G J G^H),      W W^H = P^{-1},      log det P = -2 sum log L_ii + 2 sum log C_ii.
-
-(With X = (C + I)^{-1}, X C = I - X, and J + J^H - J (N - I) J^H = C^{-H} [X C + C^H X^H
-- X (C C^H - I) X^H] C^{-1} = C^{-H} [2 I - X - X^H - (I - X) (I - X)^H + X X^H] C^{-1} = N^{-1}.)
-Products with W and W^H need no triangular solve with n rows.
+`factors` has the algebra of both.
 
 *Rounding.* R is a difference. Its diagonal is raised by some eps times that of A, and, where D is
 not known, by a hundredth of its mean, as R is 0 at the pivots. A neighbourhood whose factorisation
 still fails counts as uncorrelated. P is then a little different, and still what its factors say.
 """
 
-import dataclasses
 from functools import partial
 from typing import NamedTuple, final
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -39,7 +32,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import evidence_of, scale_of, skew_of
+from .._core.estimate import evidence_of, skew_of
 from .._core.precision import einsum, matmul
 from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
@@ -53,97 +46,11 @@ from .._operators.known_parts import (
 )
 from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
-from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner
 from .._sketch.pivoted_cholesky import no_pivots, pivoted_cholesky, rows_of
-
-#: The numbers in a block of rows.
-BLOCK = 2**21
+from .factors import BuiltPreconditioner, Factors, by_rows, factors_of
 
 #: Unless the mean of what is left of the diagonal is below this share of D, neighbours matter.
 SMALL = 3e-3
-
-
-@final
-class SparseFactors(AbstractFactors):
-    """`P = W^{-H} W^{-1}`: see above. Products with W cost `2 n (m + 2 r)` operations for each
-    column. `row` and `top` are those of `AbstractFactors`.
-    """
-
-    sets: Int[Array, "n s"]  # s_i, with i last
-    values: Inexact[Array, "n s"]  # l_i, at the places of s_i; 0 where a place is not in use
-    basis: Inexact[Array, "n r"]  # G
-    core: Inexact[Array, "r r"]  # J
-    log_determinant: Real[Array, ""]  # log det P
-    row: Real[Array, ""]
-    top: Real[Array, ""]
-
-    def log_det(self):
-        """See `AbstractFactors`."""
-        return self.log_determinant
-
-    def unit(self):
-        """See `AbstractFactors`: P^{-1} ~ L L^H."""
-        squares = square_of(self.values)
-        return 1 / jnp.sqrt(jnp.zeros(len(squares), squares.dtype).at[self.sets].add(squares))
-
-    def inverse_root(self, block):
-        """See `AbstractFactors`: W^H times a block."""
-        gathered = gathered_by(self.sets, self.values, block)
-        inside = matmul(adjoint(self.core), matmul(adjoint(self.basis), gathered))
-        return gathered - matmul(self.basis, inside)
-
-    def inverse_root_adjoint(self, block):
-        """See `AbstractFactors`: W times a block."""
-        inside = matmul(self.core, matmul(adjoint(self.basis), block))
-        return self._scattered(block - matmul(self.basis, inside))
-
-    def _scattered(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-        """L times a block."""
-        terms = self.values[:, :, None] * block[:, None, :]
-        return jnp.zeros_like(block).at[self.sets].add(terms)
-
-    def captured(self) -> Inexact[Array, "n r"]:
-        """E = L G C^{-H}, with P^{-1} = L L^H - E E^H."""
-        g = self.basis
-        factor = lower_cholesky(matmul(adjoint(g), g) + jnp.eye(g.shape[1], dtype=g.dtype))
-        solve = partial(lax.linalg.triangular_solve, factor, left_side=False, lower=True)
-        return self._scattered(solve(g, transpose_a=True, conjugate_a=True))
-
-    def inverse_diagonal(self):
-        """See `AbstractFactors`."""
-        return 1 / jnp.square(self.unit()) - jnp.sum(square_of(self.captured()), axis=1)
-
-    def known_part(self, operator):
-        """`Re <L L^H, A>`, from the entries of the neighbourhoods: see `AbstractFactors`."""
-        n, s = self.sets.shape
-
-        def of_block(rows):
-            values = self.values[rows]
-            blocks = submatrices(operator, self.sets[rows])
-            return einsum("ba,bac,bc->b", jnp.conj(values), blocks, values).real
-
-        return jnp.sum(by_rows(jax.checkpoint(of_block), n, s * s))
-
-
-def gathered_by(
-    sets: Int[Array, "n s"], values: Inexact[Array, "n s"], block: Inexact[Array, "n p"]
-) -> Inexact[Array, "n p"]:
-    """L^H times a block, place by place: all places at once would take m times the memory."""
-
-    def add(place, total):
-        return total + jnp.conj(values[:, place, None]) * block[sets[:, place]]
-
-    zeros = jnp.zeros((len(sets), block.shape[1]), block.dtype)
-    return lax.fori_loop(0, sets.shape[1], add, zeros)
-
-
-def by_rows(fn, n: int, size: int):
-    """`fn(rows)` for all rows, stacked; blocks of rows, of `size` numbers a row, go in turn."""
-    width = max(1, min(n, BLOCK // size))
-    count = -(-n // width)
-    rows = jnp.minimum(jnp.arange(count * width), n - 1).reshape(count, width)
-    found = lax.map(fn, rows)
-    return jax.tree.map(lambda x: x.reshape(count * width, *x.shape[2:])[:n], found)
 
 
 def neighbours(
@@ -178,6 +85,24 @@ def _last_column(r: Inexact[Array, "s s"]) -> Inexact[Array, " s"]:
     return solve(transpose_a=True, conjugate_a=True)[:, 0]
 
 
+@jax.custom_jvp
+def _last_columns(r: Inexact[Array, "b s s"]) -> Inexact[Array, "b s"]:
+    """C^{-H} e_last of each R; that of its last entry alone if R is not positive definite."""
+    found = jax.vmap(_last_column)(r)
+    alone = jnp.zeros_like(found).at[:, -1].set(1 / jnp.sqrt(r[:, -1, -1]))
+    return jnp.where(jnp.all(jnp.isfinite(found), axis=1, keepdims=True), found, alone)
+
+
+@_last_columns.defjvp
+def _(primals, tangents):
+    """Where a factorisation fails, the derivative is that of the diagonal matrix."""
+    found = _last_columns(*primals)
+    alone = jnp.sum(jnp.abs(found[:, :-1]), axis=1) == 0
+    counts = ~alone[:, None, None] | jnp.eye(found.shape[1], dtype=bool)
+    matrix, change = (jnp.where(counts, x[0], 0) for x in (primals, tangents))
+    return found, jax.jvp(jax.vmap(_last_column), (matrix,), (change,))[1]
+
+
 def columns_of_factor(
     operator: lx.AbstractLinearOperator,
     f: Inexact[Array, "n r"],
@@ -197,12 +122,22 @@ def columns_of_factor(
         own = jnp.where(used, jnp.diagonal(r, axis1=1, axis2=2).real + jitter[at], 1)
         own = jnp.maximum(own, jnp.where(used, jitter[at], 1))
         r = jnp.where(eye, own[:, :, None].astype(r.dtype), r)
-        found = jax.vmap(_last_column)(r)
-        alone = jnp.where(eye[-1], 1 / jnp.sqrt(own[:, -1:]), 0).astype(r.dtype)
-        fails = ~jnp.all(jnp.isfinite(found), axis=1, keepdims=True)
-        return jnp.where(used, jnp.where(fails, alone, found), 0)
+        return jnp.where(used, _last_columns(r), 0)
 
     return by_rows(of_block, n, s * (s + f.shape[1]))
+
+
+def jitter_of(
+    left: Real[Array, " n"], diagonal: Real[Array, " n"], known: Bool[Array, ""], eps: float
+) -> Real[Array, " n"]:
+    """What is added to diag R: see above. `left` is that of R, `diagonal` that of A."""
+    jitter = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
+    return jitter + jnp.where(known, 0, jnp.mean(left) / 100)
+
+
+def left_of(f: Inexact[Array, "n r"], diagonal: Real[Array, " n"]) -> Real[Array, " n"]:
+    """The diagonal of R."""
+    return jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)
 
 
 def sparse_factors(
@@ -211,45 +146,50 @@ def sparse_factors(
     sets: Int[Array, "n s"],
     diagonal: Real[Array, " n"],
     jitter: Real[Array, " n"],
-) -> SparseFactors:
+) -> Factors:
     """P from F and the neighbourhoods s_i: see above."""
     if sets.shape[1] == 1:  # no entry is needed but the diagonal
-        left = diagonal - jnp.sum(square_of(f), axis=1)
-        values = (1 / jnp.sqrt(jnp.maximum(left, 0) + jitter))[:, None].astype(f.dtype)
+        values = 1 / jnp.sqrt(left_of(f, diagonal) + jitter)[:, None].astype(f.dtype)
     else:
         values = columns_of_factor(operator, f, sets, jitter)
-    sets = jnp.minimum(sets, len(f) - 1)
-    g = gathered_by(sets, values, f)  # G
-    eye = jnp.eye(f.shape[1], dtype=f.dtype)
-    c = lower_cholesky(matmul(adjoint(g), g) + eye)
-    solve = partial(lax.linalg.triangular_solve, c, left_side=True, lower=True)
-    inner = lax.linalg.triangular_solve(c + eye, eye, left_side=True, lower=True)  # X
-    core = solve(inner, transpose_a=True, conjugate_a=True)  # J
-    logs = jnp.sum(jnp.log(values[:, -1].real))
-    log_det = 2 * (jnp.sum(jnp.log(jnp.diagonal(c).real)) - logs)
-    one = jnp.ones_like(log_det)
-    factors = SparseFactors(sets, values, g, core, log_det, one, one)
-    row, top = _sizes(f, factors.unit(), diagonal)
-    return dataclasses.replace(factors, row=row, top=top)
+    return factors_of(f, jnp.minimum(sets, len(f) - 1), values, diagonal, from_entries=True)
 
 
-def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
-    """Returns (largest row, largest eigenvalue) of A in units of `root` (see `AbstractFactors`),
-    from products of F F^H with a few vectors.
-    """
-    scaled = f / root[:, None].astype(f.dtype)
-    # Vectors whose entries look random: the sizes of rows need not be unbiased.
-    number = jnp.arange(len(f), dtype=root.dtype)[:, None] + 1
-    probes = jnp.sqrt(2.0) * jnp.cos(
-        jnp.square(number) * jnp.arange(1, 9, dtype=root.dtype)
-    ).astype(f.dtype)
-    products = matmul(scaled, matmul(adjoint(scaled), probes))
-    own = jnp.max(diagonal / jnp.square(root))
-    row = jnp.sqrt(jnp.max(jnp.mean(square_of(products), axis=1)))
-    unit = scale_of(products)
-    again = matmul(scaled, matmul(adjoint(scaled), products / unit))
-    top = jnp.sqrt(jnp.max(square_norms(again) / jnp.maximum(square_norms(products / unit), 1e-30)))
-    return jnp.maximum(row, own), jnp.maximum(top, own)
+@final
+class Structure(eqx.Module):
+    """What is held of P while the operator changes: pivots and neighbourhoods."""
+
+    pivots: Int[Array, " r"]  # n where not in use
+    sets: Int[Array, "n s"]
+    known: Bool[Array, ""]  # whether D is written down; if not, F has all of A at the pivots
+
+    def factors(self, operator: lx.AbstractLinearOperator) -> Factors:
+        """P of this operator, a smooth function of its entries: F F^H is K at the pivots but for a
+        multiple of the identity that keeps rounding errors out of its Cholesky factor.
+        """
+        eps = BlockOperator(operator).eps
+        n = len(self.sets)
+        used = self.pivots < n
+        at = jnp.minimum(self.pivots, n - 1)
+        diagonal = _diagonal_of(operator)
+        written = split_shift(operator).exact
+        noise = 0 * diagonal if written is None else jnp.where(self.known, written.real, 0)
+        found = columns(operator, at)
+        found = found - jnp.where(rows_of(at, n), noise[at].astype(found.dtype), 0)
+        found = jnp.where(used, found, 0)
+        least = 4 * eps * len(at) * jnp.max(diagonal)
+        core = jnp.where(used[:, None], found[at], 0)
+        root = lower_cholesky(core + jnp.diag(jnp.where(used, least, 1)).astype(core.dtype))
+        solve = partial(lax.linalg.triangular_solve, root, found, lower=True)
+        f = solve(transpose_a=True, conjugate_a=True)
+        jitter = jitter_of(left_of(f, diagonal), diagonal, self.known, eps)
+        return sparse_factors(operator, f, self.sets, diagonal, jitter)
+
+
+def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
+    diagonal = stored_diagonal(operator)
+    assert diagonal is not None  # `check` of a preconditioner has seen it
+    return diagonal.real
 
 
 class _Kernel(NamedTuple):
@@ -319,9 +259,8 @@ def prepare(
     block = BlockOperator(operator)
     n = block.n
     eps = block.eps
-    diagonal = stored_diagonal(operator) if diagonal is None else diagonal
-    assert diagonal is not None
-    diagonal = jnp.asarray(diagonal).real
+    follows = diagonal is None and has_entries(operator, sparse=True)
+    diagonal = _diagonal_of(operator) if diagonal is None else jnp.asarray(diagonal).real
     # Columns that are products are read one after the other.
     kernel, known = kernel_of(key, operator, diagonal)
     together = min(128, max(1, rank // 8)) if m or has_entries(operator) else 1
@@ -331,9 +270,8 @@ def prepare(
     enough = jnp.where(known, float(np.sqrt(eps)) * n, 0)
     pivoted = pivoted_cholesky(key, kernel.columns, none, rank, block=together, enough=enough)
     f = pivoted.rows[:rank].T * kernel.root[:, None].astype(block.dtype)  # F
-    left = jnp.maximum(diagonal - jnp.sum(square_of(f), axis=1), 0)  # diag R
-    jitter = 16 * eps * jnp.maximum(diagonal, jnp.finfo(diagonal.dtype).tiny)
-    jitter = jitter + jnp.where(known, 0, jnp.mean(left) / 100)
+    left = left_of(f, diagonal)
+    jitter = jitter_of(left, diagonal, known, eps)
     left = left + jitter
     near = ((jnp.mean(pivoted.left) > SMALL) | ~known) & (m > 0)
     own = jnp.arange(n, dtype=jnp.int32)[:, None]
@@ -352,4 +290,6 @@ def prepare(
     wrong = pivoted.apart / size / (64 * eps)
     seen = jnp.sum(pivoted.left), pivoted.apart, pivoted.skew
     evidence = evidence_of(*seen, skew=skew, wrong_diagonal=wrong)
-    return BuiltPreconditioner(factors, floor, jnp.ones_like(floor), evidence), pivoted.columns
+    structure = Structure(pivoted.pivots[:rank], sets, known) if follows else None
+    one = jnp.ones_like(floor)
+    return BuiltPreconditioner(factors, floor, one, evidence, structure), pivoted.columns

@@ -7,16 +7,16 @@ r"""The weights of a log-determinant: G with E[G] = A^{-1}, and how G changes wi
 With w = R^{-H} z, a control variate is beta (tr(P^{-1} dA) - w^H dA w). If M is close to the
 identity and beta = 1, nearly everything cancels.
 
-*Low rank plus a sparse factor.* P^{-1} = L L^H - E E^H, and beta = 1: tr(P^{-1} dA) is known from
+*From entries.* P^{-1} = L L^H - E E^H, and beta = 1: tr(P^{-1} dA) is known from
 the entries of the neighbourhoods and from r wide products.
 
-*Low rank plus a multiple of the identity.* tr(P^{-1} dA) would take the diagonal of dA. Only the
-part D = dA - (I - U U^H) dA (I - U U^H) of dA (in scaled coordinates) has a trace
-tr(P^{-1} D) = sum_j u_j^H dA u_j / (lambda_j + mu) that is known, from l products, and the control
-variate is beta (tr(P^{-1} D) - w^H D w). If the rank is too small, beta = 1 would add variance:
-beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out. The part w_2 of w outside of
-U, with the mean (I - U U^H) / mu of w_2 w_2^H, is normalised to its mean length, so that the
-derivative with respect to s is nearly free of error.
+*Low rank plus a diagonal, from products.* tr(P^{-1} dA) would take the diagonal of dA. With G = U T,
+U^H U = I, only the part D = dA' - (I - U U^H) dA' (I - U U^H) of dA' = L^H dA L has a trace
+tr((I + G G^H)^{-1} D) that is known, from r products, and the control variate is beta times its
+difference from the same form in z. If the rank is too small, beta = 1 would add variance:
+beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out. The part of z outside of U,
+with the mean I - U U^H of its square, is normalised to its mean length, so that the derivative
+with respect to s is nearly free of error.
 
 The sum of all this is <G, dA>, with G = V C V^H (+ L L^H), and converges as the value does.
 
@@ -26,7 +26,7 @@ the mean A^{-1},
     dG = -(A^{-1} dA G + G dA A^{-1}) / 2,      that is      dV = -A^{-1} dA V / 2,
 
 so that the mean of <dG, dA> is the second term, likewise at every order, and it is symmetric in the
-two directions. For the sparse factor this is the part from L(M)[z z^H] alone: the other parts have
+two directions. From entries this is the part from L(M)[z z^H] alone: the other parts have
 the mean 0. Each column of V that moves takes a solve with A.
 """
 
@@ -38,14 +38,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._linalg.factorisations import cholesky_solve, lower_cholesky, qr
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import contracted, matrix_of
-from .._sketch.leave_one_out import matmul
-from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner, LowRankPlusIdentity
+from .._sketch.leave_one_out import adjoint, matmul
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
+from .factors import BuiltPreconditioner, Factors, outside_of
 from .panels import Sums
-from .sparse_factor import SparseFactors
 
 
 @final
@@ -56,14 +56,14 @@ class LogdetWeights(AbstractWeights):
 
     vectors: Inexact[Array, "n c"]  # V
     core: Inexact[Array, "c c"]  # C
-    factors: AbstractFactors
+    factors: Factors
     moving: int = eqx.field(static=True)  # the number of columns that change with A
 
     def contract(self, block):
         """See `AbstractWeights`."""
         operator = block.operator
         value = contracted(operator, self.vectors, self.core)
-        if isinstance(self.factors, SparseFactors):
+        if self.factors.from_entries:
             value = value + self.factors.known_part(operator)
         return value
 
@@ -107,7 +107,7 @@ class InverseWeights(AbstractWeights):
 
     x: Inexact[Array, "n p"]
     omega: Inexact[Array, "n p"]  # divided by the number of probes
-    factors: AbstractFactors | None  # None if x is the inverse, and omega the identity
+    factors: Factors | None  # None if x is the inverse, and omega the identity
     of_trace: bool = eqx.field(static=True)
 
     def contract(self, block):
@@ -139,14 +139,16 @@ def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
     vectors = [factors.inverse_root_adjoint(rows.T), factors.inverse_root_adjoint(z)]
     cores = [bases / p, -beta * one]
     moving = len(rows)
-    if isinstance(factors, SparseFactors):
+    if factors.from_entries:
         vectors.append(factors.captured())
         cores.append(-jnp.eye(factors.basis.shape[1], dtype=bases.dtype))
-    elif isinstance(factors, LowRankPlusIdentity):
-        root = factors.root.astype(z.dtype)[:, None]
-        outside = factors.outside(z) / jnp.sqrt(factors.mu).astype(z.dtype)  # w_2
-        vectors += [factors.basis / root, outside / root]
-        cores += [jnp.diag(beta / (factors.eigenvalues + factors.mu)), beta * one]
+    else:
+        u, t = qr(factors.basis)  # G = U T
+        identity = jnp.eye(len(t), dtype=t.dtype)
+        root = lower_cholesky(identity + matmul(t, adjoint(t)))
+        inner = cholesky_solve(root, identity)  # U^H (I + G G^H)^{-1} U
+        vectors.append(factors.scattered(jnp.concatenate([u, outside_of(u, z)], axis=1)))
+        cores += [beta * inner, beta * one]
         moving = sum(block.shape[1] for block in vectors)
-    core = block_diag(*cores).astype(z.dtype)
+    core = block_diag(*(core.astype(z.dtype) for core in cores))
     return LogdetWeights(jnp.concatenate(vectors, axis=1), core, factors, moving)

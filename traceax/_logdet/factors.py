@@ -1,0 +1,302 @@
+r"""Factors of a preconditioner: low rank plus a sparse inverse factor.
+
+With F, n x r, and L, whose column i has few entries,
+
+    P = L^{-H} L^{-1} + F F^H = L^{-H} (I + G G^H) L^{-1},      G = L^H F.
+
+With N = I + G^H G = C C^H (C lower triangular), J = C^{-H} (C + I)^{-1},
+
+    W = L (I - G J G^H),      W W^H = P^{-1},      log det P = -2 sum log L_ii + 2 sum log C_ii.
+
+(With X = (C + I)^{-1}, X C = I - X, and J + J^H - J (N - I) J^H = C^{-H} [X C + C^H X^H
+- X (C C^H - I) X^H] C^{-1} = C^{-H} [2 I - X - X^H - (I - X) (I - X)^H + X X^H] C^{-1} = N^{-1}.)
+Products with W and W^H need no triangular solve with n rows.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Inexact, Int, Real
+
+from .._core.estimate import Evidence, scale_of
+from .._core.precision import any_promotion, einsum, matmul
+from .._linalg.factorisations import lower_cholesky
+from .._operators.block_operator import BlockOperator, unflatten
+from .._operators.known_parts import submatrices
+from .._sketch.leave_one_out import adjoint, square_norms, square_of
+
+#: The numbers in a block of rows.
+BLOCK = 2**21
+
+
+@final
+class Factors(eqx.Module):
+    """`P = W^{-H} W^{-1}`: see above. Products with W cost `2 n (s + 2 r)` operations for each
+    column.
+    """
+
+    sets: Int[Array, "n s"]  # the places of column i of L, with i last
+    values: Inexact[Array, "n s"]  # its entries there; 0 where a place is not in use
+    basis: Inexact[Array, "n r"]  # G
+    core: Inexact[Array, "r r"]  # J
+    log_det: Real[Array, ""]  # log det P
+    # In units of `unit`, the largest norm of a row and the largest eigenvalue of the operator that
+    # P was made for bound rounding.
+    row: Real[Array, ""]
+    top: Real[Array, ""]
+    from_entries: bool = eqx.field(static=True, default=False)  # see `weights`
+
+    def unit(self) -> Real[Array, " n"]:
+        """The roots of about 1 / (P^{-1})_ii: P^{-1} ~ L L^H."""
+        squares = square_of(self.values)
+        return 1 / jnp.sqrt(jnp.zeros(len(squares), squares.dtype).at[self.sets].add(squares))
+
+    def inverse_root(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """R^{-1} = W^H times a block."""
+        gathered = gathered_by(self.sets, self.values, block)
+        inside = matmul(adjoint(self.core), matmul(adjoint(self.basis), gathered))
+        return gathered - matmul(self.basis, inside)
+
+    def inverse_root_adjoint(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """R^{-H} = W times a block."""
+        inside = matmul(self.core, matmul(adjoint(self.basis), block))
+        return self.scattered(block - matmul(self.basis, inside))
+
+    def solve(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """P^{-1} times a block."""
+        return self.inverse_root_adjoint(self.inverse_root(block))
+
+    def preconditioned(
+        self, mm: Callable[[Array], Array], block: Inexact[Array, "n p"]
+    ) -> Inexact[Array, "n p"]:
+        """M = R^{-1} A R^{-H} times a block, where `mm` multiplies with A."""
+        return self.inverse_root(mm(self.inverse_root_adjoint(block)))
+
+    def scattered(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+        """L times a block."""
+        terms = self.values[:, :, None] * block[:, None, :]
+        return jnp.zeros_like(block).at[self.sets].add(terms)
+
+    def captured(self) -> Inexact[Array, "n r"]:
+        """E = L G C^{-H}, with P^{-1} = L L^H - E E^H."""
+        solve = partial(lax.linalg.triangular_solve, _root_of(self.basis), lower=True)
+        return self.scattered(solve(self.basis, transpose_a=True, conjugate_a=True))
+
+    def inverse_diagonal(self) -> Real[Array, " n"]:
+        """The diagonal of P^{-1}."""
+        return 1 / jnp.square(self.unit()) - jnp.sum(square_of(self.captured()), axis=1)
+
+    def known_part(self, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
+        """`Re <L L^H, A>`, from the entries of the neighbourhoods."""
+        n, s = self.sets.shape
+
+        def of_block(rows):
+            values = self.values[rows]
+            blocks = submatrices(operator, self.sets[rows])
+            return einsum("ba,bac,bc->b", jnp.conj(values), blocks, values).real
+
+        return jnp.sum(by_rows(jax.checkpoint(of_block), n, s * s))
+
+
+def _root_of(g: Inexact[Array, "n r"]) -> Inexact[Array, "r r"]:
+    """C, the root of N = I + G^H G."""
+    return lower_cholesky(matmul(adjoint(g), g) + jnp.eye(g.shape[1], dtype=g.dtype))
+
+
+def gathered_by(
+    sets: Int[Array, "n s"], values: Inexact[Array, "n s"], block: Inexact[Array, "n p"]
+) -> Inexact[Array, "n p"]:
+    """L^H times a block, place by place: all places at once would take m times the memory."""
+
+    def add(place, total):
+        return total + jnp.conj(values[:, place, None]) * block[sets[:, place]]
+
+    zeros = jnp.zeros((len(sets), block.shape[1]), block.dtype)
+    return lax.fori_loop(0, sets.shape[1], add, zeros)
+
+
+def by_rows(fn: Callable[[Any], Any], n: int, size: int) -> Any:
+    """`fn(rows)` for all rows, stacked; blocks of rows, of `size` numbers a row, go in turn."""
+    width = max(1, min(n, BLOCK // size))
+    count = -(-n // width)
+    rows = jnp.minimum(jnp.arange(count * width), n - 1).reshape(count, width)
+    found = lax.map(fn, rows)
+    return jax.tree.map(lambda x: x.reshape(count * width, *x.shape[2:])[:n], found)
+
+
+def factors_of(
+    f: Inexact[Array, "n r"],
+    sets: Int[Array, "n s"],
+    values: Inexact[Array, "n s"],
+    diagonal: Real[Array, " n"],
+    *,
+    from_entries: bool,
+) -> Factors:
+    """P from F and L; `diagonal` is that of the operator."""
+    g = gathered_by(sets, values, f)
+    c = _root_of(g)
+    eye = jnp.eye(f.shape[1], dtype=f.dtype)
+    solve = partial(lax.linalg.triangular_solve, left_side=True, lower=True)
+    core = solve(c, solve(c + eye, eye), transpose_a=True, conjugate_a=True)
+    logs = jnp.sum(jnp.log(values[:, -1].real))
+    log_det = 2 * (jnp.sum(jnp.log(jnp.diagonal(c).real)) - logs)
+    one = jnp.ones_like(log_det)
+    factors = Factors(sets, values, g, core, log_det, one, one, from_entries)
+    sizes = _sizes(f, factors.unit(), diagonal)
+    return eqx.tree_at(lambda factors: (factors.row, factors.top), factors, sizes)
+
+
+def low_rank_plus_diagonal(f: Inexact[Array, "n r"], diagonal: Real[Array, " n"]) -> Factors:
+    """The factors of $P = F F^* + D$.
+
+    **Arguments:**
+
+    - `f`: F, of the working dtype of the operator.
+    - `diagonal`: the diagonal of D, positive.
+    """
+    own = jnp.arange(len(f), dtype=jnp.int32)[:, None]
+    values = (1 / jnp.sqrt(diagonal))[:, None].astype(f.dtype)
+    with any_promotion():
+        whole = diagonal + jnp.sum(square_of(f), axis=1)
+        return factors_of(f, own, values, whole, from_entries=False)
+
+
+def outside_of(u: Inexact[Array, "n r"], block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
+    """(I - U U^H) times a block, orthogonal to U to rounding. Its columns get the mean length of
+    (I - U U^H) w for vectors w whose w w^H has the mean I - U U^H.
+    """
+    for _ in range(2):
+        block = block - matmul(u, matmul(adjoint(u), block))
+    length = jnp.sqrt(square_norms(block))
+    wanted = math.sqrt(u.shape[0] - u.shape[1])  # 0: nothing is outside of U
+    return block * (wanted / jnp.where(length > 0, length, 1)).astype(block.dtype)
+
+
+def no_preconditioner(block: BlockOperator) -> "BuiltPreconditioner":
+    """The identity in the place of a preconditioner."""
+    one = jnp.ones(block.n, jnp.finfo(block.dtype).dtype)
+    factors = low_rank_plus_diagonal(jnp.zeros((block.n, 0), block.dtype), one)
+    return BuiltPreconditioner(factors, one[0] * jnp.nan, jnp.zeros_like(one[0]))
+
+
+def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
+    """Returns (largest row, largest eigenvalue) of A in units of `root` (see `Factors`),
+    from products of F F^H with a few vectors.
+    """
+    scaled = f / root[:, None].astype(f.dtype)
+    # Vectors whose entries look random: the sizes of rows need not be unbiased.
+    number = jnp.arange(len(f), dtype=root.dtype)[:, None] + 1
+    probes = jnp.sqrt(2.0) * jnp.cos(
+        jnp.square(number) * jnp.arange(1, 9, dtype=root.dtype)
+    ).astype(f.dtype)
+    products = matmul(scaled, matmul(adjoint(scaled), probes))
+    own = jnp.max(diagonal / jnp.square(root))
+    row = jnp.sqrt(jnp.max(jnp.mean(square_of(products), axis=1)))
+    unit = scale_of(products)
+    again = matmul(scaled, matmul(adjoint(scaled), products / unit))
+    top = jnp.sqrt(jnp.max(square_norms(again) / jnp.maximum(square_norms(products / unit), 1e-30)))
+    return jnp.maximum(row, own), jnp.maximum(top, own)
+
+
+@final
+class BuiltPreconditioner(eqx.Module):
+    """A preconditioner from the method `build` of [`traceax.KernelPreconditioner`][],
+    [`traceax.NystromPreconditioner`][] or [`traceax.RPCholeskyPreconditioner`][].
+
+    As the `preconditioner` of [`traceax.logdet`][] and [`traceax.gaussian_log_density`][] it makes
+    the value, for a given key, a smooth function of the operator, and the derivative exactly that
+    of this function. From entries, pivots and neighbourhoods are held, and the values of P follow
+    the operator; from products, P stays as it is, and works best for operators close to the one
+    that it was built for.
+
+    It fits operators with as many rows and the same working dtype. It is a PyTree of arrays, with
+    `n x rank` numbers: an argument of jitted functions, which `vmap` may batch. No derivative flows
+    into it.
+
+    **Attributes:**
+
+    - `factors`: the preconditioner, by products.
+    - `floor`: a lower bound of the eigenvalues of $P^{-1} A$, for the operator A that it was built
+        for; NaN if no bound is known.
+    - `control_variate_weight`: 1 for P = A, and 0 if P leaves out far more than the smallest
+        eigenvalue.
+    - `evidence`: whether the products that it was built from are those of a definite matrix.
+    - `structure`: pivots and neighbourhoods, if the values follow the operator.
+    """
+
+    factors: Factors
+    floor: Real[Array, ""]
+    control_variate_weight: Real[Array, ""]
+    evidence: Evidence = eqx.field(default_factory=Evidence)
+    structure: Any = None
+
+    def factors_at(self, operator: lx.AbstractLinearOperator) -> Factors:
+        """The preconditioner of this operator: see above."""
+        return self.factors if self.structure is None else self.structure.factors(operator)
+
+    def inverse(self, structure: Any = None) -> lx.FunctionLinearOperator:
+        """The inverse $P^{-1}$ as a positive definite lineax operator: the preconditioner of
+        `lineax.CG`, for solves with A or with any operator close to it.
+
+        A product costs `4 n l` operations, with l the rank. No derivative flows into it.
+
+        !!! Example
+
+            ```python
+            P = tr.NystromPreconditioner(rank=100).build(jax.random.key(0), operator)
+            solver = lx.CG(rtol=1e-6, atol=1e-6)
+            solution = lx.linear_solve(operator, b, solver, options={"preconditioner": P.inverse()})
+            ```
+
+        **Arguments:**
+
+        - `structure`: that of the vectors, `operator.in_structure()`; by default a single array.
+
+        **Returns:**
+
+        A `lineax.FunctionLinearOperator`.
+
+        **Raises:**
+
+        - `ValueError`: for a structure with another number of entries, or of another dtype.
+        """
+        factors = lax.stop_gradient(self.factors)
+        if structure is None:
+            structure = jax.ShapeDtypeStruct(factors.basis.shape[:1], factors.basis.dtype)
+        self.check(lx.IdentityLinearOperator(structure))
+
+        def solve(vector):
+            leaves = [jnp.ravel(leaf) for leaf in jtu.tree_leaves(vector)]
+            return unflatten(structure, factors.solve(jnp.concatenate(leaves)[:, None])[:, 0])
+
+        return lx.FunctionLinearOperator(solve, structure, lx.positive_semidefinite_tag)
+
+    def check(self, operator: lx.AbstractLinearOperator) -> None:
+        """Raise a `ValueError` if the preconditioner cannot be used for this operator.
+
+        **Arguments:**
+
+        - `operator`: the operator. Only its structure matters.
+        """
+        n = self.factors.basis.shape[0]
+        dtype = self.factors.basis.dtype
+        block = BlockOperator(operator)
+        if (n, dtype) != (block.n, block.dtype):
+            raise ValueError(
+                f"The preconditioner was built for an operator with {n} rows of {dtype}, but this "
+                f"{type(operator).__name__} has {block.n} rows of {block.dtype}. Build one for it: "
+                "`traceax.NystromPreconditioner(rank=...).build(key, operator)`."
+            )
+
+
+BuiltPreconditioner.__init__.__doc__ = (
+    "**Arguments:**" + (BuiltPreconditioner.__doc__ or "").partition("es:**")[2]
+)
