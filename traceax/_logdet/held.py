@@ -1,17 +1,18 @@
-r"""Log-determinants and log densities with a preconditioner that is held as it was built: smooth
-functions of the operator, with exactly their own derivatives.
+r"""Log-determinants and log densities with a preconditioner that was built before: smooth functions
+of the operator, with exactly their own derivatives.
 
-P = R R^H and the probes z are fixed. With M = R^{-1} A R^{-H} the value
+The probes z are fixed, and so is P = R R^H, or its pivots and neighbourhoods (`sparse_factor`),
+from which its values follow the operator. With M = R^{-1} A R^{-H} the value is
 
-    log det P + mean over z of F(M, z),      F Gauss quadrature of z^H log(M) z in q steps,
+    log det P + mean over z of F(M, z),      F Gauss quadrature of z^H log(M) z in q steps.
 
-depends on A only through F. `own_derivative` differentiates F exactly, converged or not. The form
-y^H A^{-1} y is Gauss quadrature of 1/x from b = R^{-1} y: m steps give the result of m steps of
-conjugate gradients, and the number m is fixed, so that no decision breaks the smoothness. The
+`own_derivative` differentiates F exactly by M, converged or not; JAX differentiates P and R. The
+form y^H A^{-1} y is Gauss quadrature of 1/x from b = R^{-1} y: m steps give the result of m steps
+of conjugate gradients, and the number m is fixed, so that no decision breaks the smoothness. The
 quadrature leaves out at most ||R^{-1} r||^2 / lambda_min(M), with r = y - A x.
 
-*The probes.* With a fixed P no rank removes the variance of z^H B z, B the derivative of log M, and
-an optimum is off by about (number of hyperparameters) / (2 p) nats on average. In the directions U
+*The probes.* With a fixed P, from products, no rank removes the variance of z^H B z, B the
+derivative of log M, and an optimum is off by about (number of hyperparameters) / (2 p) nats on average. In the directions U
 that P has captured, B is often nearly diagonal (roughly, a stationary kernel keeps its eigenvectors
 when its hyperparameters change); outside of U, B is nearly a multiple of the identity. Hence
 

@@ -7,7 +7,8 @@ eigenvalue of the part of K that a Nystrom approximation of rank l leaves out. T
 3k/4 if t falls from half of the first rank to all of it, by 16 % or more (30 % where s is neither
 known nor seen), and will be at most 3 s at the final rank, if it goes on to fall like a power. It
 grows as well if K has a flat spectrum with an end that the budget reaches (features and noise),
-which the angles between the parts of the probes that are left out show. Otherwise P is the diagonal part alone.
+which the angles between the parts of the probes that are left out show. Otherwise P is the
+diagonal part alone.
 """
 
 import math

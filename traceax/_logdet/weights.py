@@ -10,13 +10,12 @@ identity and beta = 1, nearly everything cancels.
 *From entries.* P^{-1} = L L^H - E E^H, and beta = 1: tr(P^{-1} dA) is known from
 the entries of the neighbourhoods and from r wide products.
 
-*Low rank plus a diagonal, from products.* tr(P^{-1} dA) would take the diagonal of dA. With G = U T,
-U^H U = I, only the part D = dA' - (I - U U^H) dA' (I - U U^H) of dA' = L^H dA L has a trace
-tr((I + G G^H)^{-1} D) that is known, from r products, and the control variate is beta times its
-difference from the same form in z. If the rank is too small, beta = 1 would add variance:
-beta = s / (s + 3 t), with t the mean eigenvalue of what P leaves out. The part of z outside of U,
-with the mean I - U U^H of its square, is normalised to its mean length, so that the derivative
-with respect to s is nearly free of error.
+*From products.* tr(P^{-1} dA) would take the diagonal of dA. With G = U T, U^H U = I, only the part
+D = dA' - (I - U U^H) dA' (I - U U^H) of dA' = L^H dA L has a trace tr((I + G G^H)^{-1} D) that is
+known, from r products, and the control variate is beta times its difference from the same form in
+z. If the rank is too small, beta = 1 would add variance: beta = s / (s + 3 t), with t the mean
+eigenvalue of what P leaves out. The part of z outside of U is normalised to its mean length, so
+that the derivative with respect to s is nearly free of error.
 
 The sum of all this is <G, dA>, with G = V C V^H (+ L L^H), and converges as the value does.
 
