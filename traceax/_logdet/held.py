@@ -12,9 +12,10 @@ of conjugate gradients, and the number m is fixed, so that no decision breaks th
 quadrature leaves out at most ||R^{-1} r||^2 / lambda_min(M), with r = y - A x.
 
 *The probes.* With a fixed P, from products, no rank removes the variance of z^H B z, B the
-derivative of log M, and an optimum is off by about (number of hyperparameters) / (2 p) nats on average. In the directions U
-that P has captured, B is often nearly diagonal (roughly, a stationary kernel keeps its eigenvectors
-when its hyperparameters change); outside of U, B is nearly a multiple of the identity. Hence
+derivative of log M, and an optimum is off by about (number of hyperparameters) / (2 p) nats on
+average. In the directions U that P has captured, B is often nearly diagonal (roughly, a stationary
+kernel keeps its eigenvectors when its hyperparameters change); outside of U, B is nearly a multiple
+of the identity. Hence
 
     z = U e + w,    e independent signs (phases over C),   w uniform on the sphere of radius
                                                            sqrt(n - l) of the complement of U:

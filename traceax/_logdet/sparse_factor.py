@@ -161,7 +161,7 @@ class Structure(eqx.Module):
 
     pivots: Int[Array, " r"]  # n where not in use
     sets: Int[Array, "n s"]
-    known: Bool[Array, ""]  # whether D is written down; if not, F has all of A at the pivots
+    known: Bool[Array, ""]  # whether D is more than rounding; if not, F has all of A at the pivots
 
     def factors(self, operator: lx.AbstractLinearOperator) -> Factors:
         """P of this operator, a smooth function of its entries: F F^H is K at the pivots but for a
@@ -172,8 +172,7 @@ class Structure(eqx.Module):
         used = self.pivots < n
         at = jnp.minimum(self.pivots, n - 1)
         diagonal = _diagonal_of(operator)
-        written = split_shift(operator).exact
-        noise = 0 * diagonal if written is None else jnp.where(self.known, written.real, 0)
+        noise = jnp.where(self.known, split_shift(operator).exact.real, 0)
         found = columns(operator, at)
         found = found - jnp.where(rows_of(at, n), noise[at].astype(found.dtype), 0)
         found = jnp.where(used, found, 0)
@@ -259,7 +258,9 @@ def prepare(
     block = BlockOperator(operator)
     n = block.n
     eps = block.eps
-    follows = diagonal is None and has_entries(operator, sparse=True)
+    # Without a written D the noise inside of a matrix is a guess, and P stays as it is.
+    written = split_shift(operator)
+    follows = diagonal is None and written.exact is not None and has_entries(operator, sparse=True)
     diagonal = _diagonal_of(operator) if diagonal is None else jnp.asarray(diagonal).real
     # Columns that are products are read one after the other.
     kernel, known = kernel_of(key, operator, diagonal)
@@ -280,7 +281,7 @@ def prepare(
         order = jax.random.bits(numbered(key, n), (n,))
         chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), chosen)
     # Where L is diagonal, P = F F^H + D + E with 0 <= E, and A >= F F^H + D.
-    bounded = known & split_shift(operator).is_positive & ~near
+    bounded = known & written.is_positive & ~near
     noise = kernel.shift * jnp.square(kernel.root)
     sets = jnp.concatenate([chosen, own], axis=1)
     factors = sparse_factors(operator, f, sets, diagonal, jitter)
