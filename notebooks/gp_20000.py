@@ -74,7 +74,7 @@ def covariance(theta, x):
 @jax.jit
 def preconditioner(theta, x):
     rank = min(600, len(x) // 4)
-    return tr.RPCholeskyPreconditioner(rank=rank).build(jax.random.key(1), covariance(theta, x))
+    return tr.KernelPreconditioner(rank=rank).build(jax.random.key(1), covariance(theta, x))
 
 
 @jax.jit

@@ -157,7 +157,6 @@ def calls():
         "auto": "auto",
         "None": None,
         "nystrom": tr.NystromPreconditioner(12),
-        "rpcholesky": tr.RPCholeskyPreconditioner(12),
         "kernel": tr.KernelPreconditioner(12, 6),
     }.items():
         options = {"preconditioner": preconditioner, "fallback": None}

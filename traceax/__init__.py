@@ -37,7 +37,6 @@ from ._logdet.logdet import logdet as logdet
 from ._logdet.preconditioners import (
     KernelPreconditioner as KernelPreconditioner,
     NystromPreconditioner as NystromPreconditioner,
-    RPCholeskyPreconditioner as RPCholeskyPreconditioner,
 )
 from ._operators.hoisting import inexact as inexact
 from ._operators.kernel import KernelLinearOperator as KernelLinearOperator

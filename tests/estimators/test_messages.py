@@ -221,10 +221,6 @@ CALLS = [
     lambda: tr.logdet(KEY, POSITIVE, 4, atol=0.1),
     lambda: tr.inverse_trace(KEY, POSITIVE, 4, preconditioner=built()),
     lambda: tr.NystromPreconditioner(rank=0),
-    lambda: tr.logdet(
-        KEY, POSITIVE, 4, preconditioner=tr.RPCholeskyPreconditioner(diagonal=ONES[:3])
-    ),
-    lambda: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.RPCholeskyPreconditioner()),
     lambda: tr.logdet(KEY, FUNCTION, 4, preconditioner=tr.KernelPreconditioner()),
     lambda: tr.logdet(KEY, POSITIVE, atol=0.1, shifts=1.0),
     lambda: tr.gaussian_log_density(KEY, POSITIVE, ONES, 4),

@@ -154,7 +154,7 @@ def test_values_and_derivatives_with_noise_inside_are_unbiased(kind):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_noise_that_exceeds_the_kernel_is_no_wrong_diagonal(dtype):
+def test_noise_that_exceeds_the_kernel(dtype):
     """Entries are rounded before the shift is subtracted from them."""
     x = jnp.asarray(X, dtype)
     matrix = 1e-3 * jnp.exp(-jnp.sum((x[:, None] - x) ** 2, axis=-1) / 0.2)

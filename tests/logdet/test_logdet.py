@@ -15,7 +15,7 @@ from traceax import RESULTS, logdet
 from traceax._core.precision import any_promotion
 from traceax._logdet.factors import low_rank_plus_diagonal, outside_of
 from traceax._logdet.low_rank import nystrom_of
-from traceax._logdet.preconditioners import NystromPreconditioner, RPCholeskyPreconditioner
+from traceax._logdet.preconditioners import KernelPreconditioner, NystromPreconditioner
 from traceax._logdet.preparation import preparation_for
 
 from ..helpers import (
@@ -120,7 +120,7 @@ def test_factors_against_dense_matrices():
     ("dtype", "kind"),
     [
         (np.float64, NystromPreconditioner),
-        (np.complex128, RPCholeskyPreconditioner),
+        (np.complex128, KernelPreconditioner),
     ],
 )
 def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
@@ -144,7 +144,7 @@ def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
 def test_floor_is_a_lower_bound():
     """No eigenvalue of P^{-1} A is below it."""
     matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), np.arange(1.0, N + 1) ** -1))
-    for kind in (NystromPreconditioner, RPCholeskyPreconditioner):
+    for kind in (NystromPreconditioner, KernelPreconditioner):
         found = built(kind, shifted(matrix, 1e-2), 20)
         factors, floor = found.factors, found.floor
         root = factors.inverse_root(matrix + 1e-2 * jnp.eye(N))

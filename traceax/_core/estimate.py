@@ -30,7 +30,6 @@ class Evidence(eqx.Module):
     - `skew`: how far products are from those of an operator with A^H = A, see `skew_of`.
     - `negative`: how far products contradict the tag semidefinite. The value does not rely on it.
     - `outside`: whether the quantity is not defined. The value and its errors are then NaN.
-    - `wrong_diagonal`: how far the diagonal that was given is from that of the products.
     - `unconverged`: the error over the one that is allowed.
     """
 
@@ -38,7 +37,6 @@ class Evidence(eqx.Module):
     skew: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
     negative: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
     outside: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
-    wrong_diagonal: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
     unconverged: Real[Array, ""] = eqx.field(default=0.0, converter=_number)
 
     @property

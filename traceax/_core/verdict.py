@@ -40,11 +40,6 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
         "loosen `rtol` or `atol`. With a budget, whose quadrature error is too large: raise `k`; "
         "where the value is exact (its standard error is 0), compute in float64."
     )
-    wrong_diagonal = (
-        "The diagonal given to `RPCholeskyPreconditioner` is not that of the operator: the columns "
-        "that were multiplied out say so. Give that of the whole operator (for K + s I that of K, "
-        "plus s), or leave it out where the operator stores it."
-    )
     not_symmetric = (
         "The operator is tagged symmetric or semidefinite, but its products say that it is not "
         "even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson estimate, a "
@@ -68,7 +63,6 @@ def verdict(estimate: Estimate) -> Estimate:
         (~finite, RESULTS.nonfinite_operator),
         (failures.negative, RESULTS.not_semidefinite),
         (failures.outside, RESULTS.outside_domain),
-        (failures.wrong_diagonal, RESULTS.wrong_diagonal),
         (failures.skew, RESULTS.not_symmetric),
         (failures.nonfinite, RESULTS.nonfinite_operator),
     )
@@ -97,7 +91,6 @@ _OUTCOMES = [
     "not_semidefinite",
     "outside_domain",
     "not_converged",
-    "wrong_diagonal",
     "not_symmetric",
 ]
 

@@ -208,8 +208,8 @@ def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
 
 @final
 class BuiltPreconditioner(eqx.Module):
-    """A preconditioner from the method `build` of [`traceax.KernelPreconditioner`][],
-    [`traceax.NystromPreconditioner`][] or [`traceax.RPCholeskyPreconditioner`][].
+    """A preconditioner from the method `build` of [`traceax.KernelPreconditioner`][] or
+    [`traceax.NystromPreconditioner`][].
 
     As the `preconditioner` of [`traceax.logdet`][] and [`traceax.gaussian_log_density`][] it makes
     the value, for a given key, a smooth function of the operator, and the derivative exactly that

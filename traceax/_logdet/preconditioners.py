@@ -9,19 +9,18 @@ from typing import ClassVar, NamedTuple, final
 import equinox as eqx
 import jax
 import jax.core
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from .._core.counts import checked_count
 from .._core.primitive import compiled_once
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
-from .._operators.known_parts import has_entries, split_shift, stored_diagonal
+from .._operators.known_parts import has_entries, split_shift
 from .._operators.tags import semidefinite_sign
 from .factors import BuiltPreconditioner, no_preconditioner
 from .low_rank import Sketch
@@ -204,7 +203,7 @@ class KernelPreconditioner(AbstractPreconditioner):
     def prepared(self, key, operator, k):
         """See `AbstractPreconditioner`."""
         n = operator.in_size()
-        m = min(self.neighbours or 24, n - 1)
+        m = max(1, min(self.neighbours or 24, n - 1))
         built, read = prepare(key, operator, min(self.rank or rank_of_entries(n), n), m)
         return Preparation(built, 0, read)
 
@@ -218,62 +217,4 @@ KernelPreconditioner.__init__.__doc__ = """**Arguments:**
 - `rank`: the largest rank of F. By default it follows from the number n of rows: n / 10, from 64 to
     512.
 - `neighbours`: the number of neighbours, by default 24.
-"""
-
-
-@final
-class RPCholeskyPreconditioner(AbstractPreconditioner):
-    r"""A randomly pivoted partial Cholesky factorisation, for operators with a known diagonal.
-
-    $P = F F^* + D$ with F from at most `rank` columns of the operator, picked with probabilities
-    proportional to the rest of the diagonal, which D keeps. Picking ends when only rounding errors
-    are left. Cost: no product where the operator knows its entries (see
-    [`traceax.extend.columns`][]), else `rank` matvecs, one after the other; `n x rank` numbers,
-    about `15 n rank^2` operations.
-
-    ??? cite "References"
-
-        Y. Chen, E. N. Epperly, J. A. Tropp, R. J. Webber, *Randomly pivoted Cholesky: practical
-        approximation of a kernel matrix with few entry evaluations*, 2024, arXiv:2207.06503,
-        doi:10.1002/cpa.22234; in blocks: E. N. Epperly, J. A. Tropp, R. J. Webber, *Embrace
-        rejection*, 2024, arXiv:2410.03969.
-    """
-
-    rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)
-    diagonal: Real[Array, " n"] | None = None
-
-    def check(self, operator):
-        """See `AbstractPreconditioner`."""
-        n = operator.in_size()
-        if self.diagonal is not None:
-            if jnp.shape(self.diagonal) != (n,):
-                raise ValueError(
-                    f"The diagonal has the shape {jnp.shape(self.diagonal)}, but the operator has "
-                    f"{n} rows. Give its whole diagonal, of shape {(n,)}."
-                )
-        elif stored_diagonal(operator) is None:
-            raise ValueError(
-                "RPCholeskyPreconditioner needs the diagonal, which this "
-                f"{type(operator).__name__} does not store. Give the diagonal of the whole "
-                "operator, `RPCholeskyPreconditioner(diagonal=...)`, or use "
-                "NystromPreconditioner()."
-            )
-
-    def of_rank(self, key, operator, rank):
-        """See `AbstractPreconditioner`."""
-        return prepare(key, operator, rank, 0, self.diagonal)[0]
-
-    def prepared(self, key, operator, k):
-        """See `AbstractPreconditioner`: columns that are known cost no product."""
-        if k <= 2 or not has_entries(operator):
-            return AbstractPreconditioner.prepared(self, key, operator, k)
-        rank = min(self.rank or 2 * k // 3, operator.in_size())
-        return Preparation(self.of_rank(key, operator, rank), 0, jnp.asarray(rank))
-
-
-RPCholeskyPreconditioner.__init__.__doc__ = """**Arguments:**
-
-- `rank`: the largest rank. By default two thirds of the budget, and never more than the budget
-    less two. (`build` has no budget: it needs the rank.)
-- `diagonal`: the diagonal of the operator, if the operator does not know it.
 """

@@ -38,7 +38,6 @@ from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import (
     columns,
-    has_entries,
     scaling_of,
     split_shift,
     stored_diagonal,
@@ -148,10 +147,7 @@ def sparse_factors(
     jitter: Real[Array, " n"],
 ) -> Factors:
     """P from F and the neighbourhoods s_i: see above."""
-    if sets.shape[1] == 1:  # no entry is needed but the diagonal
-        values = 1 / jnp.sqrt(left_of(f, diagonal) + jitter)[:, None].astype(f.dtype)
-    else:
-        values = columns_of_factor(operator, f, sets, jitter)
+    values = columns_of_factor(operator, f, sets, jitter)
     return factors_of(f, jnp.minimum(sets, len(f) - 1), values, diagonal, from_entries=True)
 
 
@@ -250,21 +246,18 @@ def prepare(
     operator: lx.AbstractLinearOperator,
     rank: int,
     m: int,
-    diagonal: Real[Array, " n"] | None = None,
 ) -> tuple[BuiltPreconditioner, Int[Array, ""]]:
     """Returns (P with F of at most this rank and with m neighbours, the number of columns that were
-    read). `diagonal` is that of A, or None if it is known.
+    read).
     """
     block = BlockOperator(operator)
     n = block.n
     eps = block.eps
     # Without a written D the noise inside of a matrix is a guess, and P stays as it is.
     written = split_shift(operator)
-    follows = diagonal is None and written.exact is not None and has_entries(operator, sparse=True)
-    diagonal = _diagonal_of(operator) if diagonal is None else jnp.asarray(diagonal).real
-    # Columns that are products are read one after the other.
+    diagonal = _diagonal_of(operator)
     kernel, known = kernel_of(key, operator, diagonal)
-    together = min(128, max(1, rank // 8)) if m or has_entries(operator) else 1
+    together = min(128, max(1, rank // 8))
     none = no_pivots(kernel.diagonal, rank, together, block.dtype)
     # Entries were rounded before the shift was subtracted.
     none = none._replace(largest=none.largest + kernel.shift)
@@ -274,23 +267,21 @@ def prepare(
     left = left_of(f, diagonal)
     jitter = jitter_of(left, diagonal, known, eps)
     left = left + jitter
-    near = ((jnp.mean(pivoted.left) > SMALL) | ~known) & (m > 0)
-    own = jnp.arange(n, dtype=jnp.int32)[:, None]
-    chosen = jnp.full((n, m), n, jnp.int32)
-    if m:
-        order = jax.random.bits(numbered(key, n), (n,))
-        chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), chosen)
+    near = (jnp.mean(pivoted.left) > SMALL) | ~known
+    order = jax.random.bits(numbered(key, n), (n,))
+    none_near = jnp.full((n, m), n, jnp.int32)
+    chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), none_near)
     # Where L is diagonal, P = F F^H + D + E with 0 <= E, and A >= F F^H + D.
     bounded = known & written.is_positive & ~near
     noise = kernel.shift * jnp.square(kernel.root)
-    sets = jnp.concatenate([chosen, own], axis=1)
+    sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)
     factors = sparse_factors(operator, f, sets, diagonal, jitter)
     floor = jnp.where(bounded, jnp.min(noise / left), jnp.nan)
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
     skew = skew_of(pivoted.skew, size, n, eps)
-    wrong = pivoted.apart / size / (64 * eps)
-    seen = jnp.sum(pivoted.left), pivoted.apart, pivoted.skew
-    evidence = evidence_of(*seen, skew=skew, wrong_diagonal=wrong)
-    structure = Structure(pivoted.pivots[:rank], sets, known) if follows else None
+    evidence = evidence_of(jnp.sum(pivoted.left), pivoted.apart, pivoted.skew, skew=skew)
+    structure = None
+    if written.exact is not None:
+        structure = Structure(pivoted.pivots[:rank], sets, known)
     one = jnp.ones_like(floor)
     return BuiltPreconditioner(factors, floor, one, evidence, structure), pivoted.columns
