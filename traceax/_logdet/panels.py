@@ -17,7 +17,6 @@ every panel, as further columns of its products, until their residuals are small
 are missing after the last panel follow alone.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,23 +39,6 @@ from .log_quadrature import Quadrature, quadrature_after, solutions_after
 
 #: The most steps of a recurrence.
 MOST_STEPS = 100
-
-
-class Plan(NamedTuple):
-    """The sizes of the arrays of a call."""
-
-    width: int  # of a panel
-    first: int  # the number of probes in the first panel
-    steps: int  # at most
-    probes: int  # at most, of all panels
-    products: int  # at most
-
-
-def plan_of(k: int, n: int, *, wide: bool, fewest: int, panels: int) -> Plan:
-    """The sizes for a budget."""
-    first = max(fewest, min(k, math.isqrt(4 * k // panels) // 3))
-    width = max(first, k // panels) if wide else first
-    return Plan(width, first, max(1, min(k // first, n, MOST_STEPS)), max(first, k // 3), k)
 
 
 class Bases(NamedTuple):
@@ -143,12 +125,24 @@ class Sampling(NamedTuple):
     block: BlockOperator
     factors: Factors
     floor: Real[Array, ""]  # a lower bound of the eigenvalues of M; NaN if none is known
-    plan: Plan
     inverse: bool  # whether f is 1/x
+    k: int  # the budget of the call
     left: Int[Array, ""]  # products
+    width: int  # of a panel
+    first: int  # the number of probes in the first panel
     allowed: Callable[[Array], Any] | None  # the error of tr f(M) that ends a call, by its value
     weights: bool  # whether a derivative is taken
     most_solve: int = 0  # the largest number of steps of the solve
+
+    @property
+    def steps(self) -> int:
+        """The largest number of steps."""
+        return max(1, min(self.k // self.first, self.block.n, MOST_STEPS))
+
+    @property
+    def probes(self) -> int:
+        """The largest number of probes in all panels."""
+        return max(self.first, self.k // 3)
 
 
 def stepped(mm: Callable, panel: Panel, eps: float, most: int) -> Panel:
@@ -167,13 +161,12 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     """The sums with those of one more panel of probes."""
     block = sampling.block
     factors = sampling.factors
-    plan = sampling.plan
     n = block.n
     pilot = sums.panels == 0
     left = sampling.left - sums.spent
     count = number_of_probes(sampling, sums)
-    active = jnp.arange(plan.width) < count
-    drawn = (block.n, plan.width, block.dtype)
+    active = jnp.arange(sampling.width) < count
+    drawn = (block.n, sampling.width, block.dtype)
     sampler = RademacherSampler() if sampling.inverse else SphereSampler()
     omega = jnp.where(active, sampler.probes(numbered(key, sums.panels), *drawn), 0)
     z = factors.inverse_root(omega) if sampling.inverse else omega
@@ -203,14 +196,14 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 
     def step(panel: Panel) -> Panel:
         panel = stepped(mm, panel, block.eps, sampling.most_solve)
-        last = panel.steps >= jnp.where(pilot, plan.steps, sums.steps)
+        last = panel.steps >= jnp.where(pilot, sampling.steps, sums.steps)
         panel = if_any(pilot | last, lambda: assessed(panel), panel)
         return panel._replace(ends=last | (panel.ends & pilot))
 
     panel = Panel(
-        krylov=begun(z, plan.steps),
+        krylov=begun(z, sampling.steps),
         steps=jnp.zeros((), jnp.int32),
-        history=jnp.zeros((plan.steps, plan.width), real),
+        history=jnp.zeros((sampling.steps, sampling.width), real),
         found=None,
         ends=jnp.array(False),
         solve=sums.solve,
@@ -222,12 +215,11 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 
 def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
     """The number of probes of the next panel; 0 if there is none."""
-    plan = sampling.plan
     left = sampling.left - sums.spent
     # Logarithms want depth first, inverses several probes, whose scatter alone tells their error.
-    few = jnp.maximum(jnp.minimum(plan.first, left // (4 if sampling.inverse else 6)), 1)
-    rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), plan.probes - sums.drawn)
-    return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, plan.width))
+    few = jnp.maximum(jnp.minimum(sampling.first, left // (4 if sampling.inverse else 6)), 1)
+    rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), sampling.probes - sums.drawn)
+    return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, sampling.width))
 
 
 def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, count) -> Sums:
@@ -284,19 +276,18 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
 
 def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
     """The sums over all panels: see above."""
-    plan = sampling.plan
     block = sampling.block
     real = jnp.finfo(block.dtype).dtype
     zero = jnp.zeros((), real)
     none = jnp.zeros((), jnp.int32)
-    room = plan.probes + plan.width
+    room = sampling.probes + sampling.width
     starts = jnp.zeros((block.n, room), block.dtype)
     kept = None
     if sampling.inverse:
         kept = Solutions(starts.real, starts, jnp.zeros((3, *starts.shape), block.dtype))
     elif sampling.weights:
-        rows = jnp.zeros((plan.products, block.n), block.dtype)
-        kept = Bases(starts, rows, jnp.zeros((plan.products, plan.products), real))
+        rows = jnp.zeros((sampling.k, block.n), block.dtype)
+        kept = Bases(starts, rows, jnp.zeros((sampling.k, sampling.k), real))
     sums = Sums(
         drawn=none,
         spent=none,

@@ -1,6 +1,7 @@
 """What every call does: prepare a preconditioner (`preparation`), then sample (`panels`)."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -18,7 +19,7 @@ from .._operators.known_parts import has_entries
 from .._probes.random import split
 from .conjugate_gradients import start_of_solve
 from .factors import BuiltPreconditioner
-from .panels import Sampling, Sums, plan_of, sampled
+from .panels import Sampling, Sums, sampled
 from .preconditioners import AbstractPreconditioner, Preparation, check_definite
 from .preparation import preparation_for
 
@@ -182,12 +183,15 @@ def run_of(
         value, slope = value_of(factors, sampled)
         return policy.allowed(value) / slope
 
+    first = max(fewest, min(k, math.isqrt(4 * k // panels) // 3))
     sampling = Sampling(
         block=block,
         factors=factors,
         floor=prepared.built.floor,
-        plan=plan_of(k, block.n, wide=has_entries(operator), fewest=fewest, panels=panels),
         inverse=inverse,
+        k=k,
+        width=max(first, k // panels) if has_entries(operator) else first,
+        first=first,
         left=jnp.asarray(k - prepared.spent, jnp.int32),
         allowed=allowed if policy.atol is not None else None,
         weights=weights,
