@@ -15,11 +15,13 @@ function. Everything that does not depend on v is computed once for all products
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -29,8 +31,23 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
 from ._core.precision import at_least_single
-from ._operators.curvature import MODES, CurvatureOperator as CurvatureOperator, make_curvature
-from ._operators.parameters import Choice, Groups, join, split_params, ungroup as ungroup
+from ._core.programs import Static, closed_function
+from ._operators.curvature import (
+    MODES,
+    CurvatureOperator as CurvatureOperator,
+    check_batches,
+    forward_form,
+)
+from ._operators.parameters import (
+    Choice,
+    Groups,
+    as_jax,
+    join,
+    split_params,
+    structure_of,
+    ungroup as ungroup,
+)
+from ._operators.precision import eps_along, eps_of_product
 from ._probes.random import numbered, split
 
 _POSITIVE = (lx.positive_semidefinite_tag,)
@@ -344,25 +361,67 @@ class Curvature:
             those of the loss.
         - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
         """
-        inner = self.inner
-
-        def outputs(moving, constant, index, *data):
-            return moving if inner is None else inner(index, join(moving, constant), *data)
-
-        def scalar(out, at, constant, *data):
-            return self.outer(join(out, constant) if inner is None else out, at, *data)
-
-        return make_curvature(
-            outputs,
-            scalar,
-            split_params(params, self.wrt, self.groups),
-            args,
-            batches,
-            weights,
-            tags=self.tags,
-            mode=self.mode,
-            traced=self._traced,
+        moving, constant = split_params(params, self.wrt, self.groups)
+        batches, weights = check_batches(batches, weights)
+        arrays, static = eqx.partition((constant, as_jax(args)), eqx.is_array)
+        vector = structure_of(moving)
+        indexed = (structure_of(jnp.asarray(0)), structure_of(batches, axes=1))
+        example = (vector, indexed, vector, structure_of(arrays))
+        leaves, treedef = jtu.tree_flatten((example, static))
+        place = Static((treedef, *leaves))
+        programs = self._traced.get(place)
+        if programs is None:
+            programs = self._programs(example, static)
+            # Functions that hold traced arrays differ from call to call.
+            if not any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(programs)):
+                self._traced[place] = programs
+        product, form, precision = programs
+        return CurvatureOperator(
+            product=product,
+            form=form,
+            params=moving,
+            arrays=arrays,
+            batches=batches,
+            weights=weights,
+            tags=frozenset((lx.symmetric_tag, *self.tags)),
+            precision=precision,
+            differences=self.mode == "finite-difference",
         )
+
+    def _programs(self, example: Any, static: Any) -> tuple[Any, Any, float]:
+        """The product, the quadratic form and the precision of products, for arrays like these."""
+
+        def closed(method):
+            return closed_function(partial(self._evaluated, method, static), *example)
+
+        product = closed(MODES[self.mode])
+        moving, indexed, vector, arrays = example
+        followed = (moving, False), (indexed, False), (vector, True), (arrays, False)
+        if self.mode == "finite-difference":
+            # At most this where the loss is smooth.
+            return product, None, 4 * eps_along(product, *followed) ** (2 / 3)
+        form = None
+        if self.mode == "forward":
+            with suppress(TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
+                form = closed(forward_form)
+        # Many networks compute in half precision with parameters of single precision.
+        return product, form, eps_of_product(product, *followed)
+
+    def _evaluated(self, method, static, moving, indexed, vector, arrays):
+        """A product or a form, `method`, with all arrays as arguments."""
+        index, batch = indexed
+        constant, args = eqx.combine(arrays, static)
+        data = args if batch is None else (batch, *args)
+
+        def inner(moving):
+            if self.inner is None:
+                return moving
+            return self.inner(index, join(moving, constant), *data)
+
+        def outer(out, at):
+            return self.outer(join(out, constant) if self.inner is None else out, at, *data)
+
+        return method(inner, outer, moving, vector)
 
 
 def _loss_of_params(loss: Callable, has_aux: bool, params: Any, at: Any, *data: Any) -> Array:

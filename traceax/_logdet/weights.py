@@ -39,7 +39,7 @@ from jax import lax
 from jaxtyping import Array, Inexact
 
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import contracted, matrix_of
+from .._operators.known_parts import matrix_of
 from .._sketch.leave_one_out import matmul
 from .._sketch.low_rank import AbstractFactors, BuiltPreconditioner, LowRankPlusIdentity
 from .._sketch.weights import AbstractWeights
@@ -51,7 +51,7 @@ from .sparse_factor import SparseFactors
 @final
 class LogdetWeights(AbstractWeights):
     """`G = V C V^H` with Hermitian C, and `L L^H` for a sparse factor. A contraction costs a matvec
-    for each column of V, or one pass over the entries of a kernel.
+    for each column of V.
     """
 
     vectors: Inexact[Array, "n c"]  # V
@@ -62,7 +62,8 @@ class LogdetWeights(AbstractWeights):
     def contract(self, block):
         """See `AbstractWeights`."""
         operator = block.operator
-        value = contracted(operator, self.vectors, self.core)
+        left = block.leaves(matmul(self.vectors, self.core))
+        value = jnp.sum(block.forms(left, block.leaves(self.vectors))).real
         if isinstance(self.factors, SparseFactors):
             value = value + self.factors.known_part(operator)
         return value

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import final
+from functools import cached_property, partial, singledispatch
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -14,9 +14,39 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import any_promotion, at_least_single, matmul
-from .questions import answers, product_precision, quadratic_form
+from .curvature import CurvatureOperator
+from .precision import product_precision
 from .tags import is_hermitian, leaf_dtypes, without_tags
 from .width import by_columns, default_width
+
+
+def answers(question: Any, operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a function is registered with a question for the class of an operator."""
+    return question.dispatch(type(operator)) is not question.dispatch(object)
+
+
+@singledispatch
+def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
+    r"""The number $v^* A v$.
+
+    A class of operators that has it for less than a product registers a function for Hutchinson's
+    estimator: `traceax.extend.quadratic_form.register(Class)(function)`.
+
+    **Arguments:**
+
+    - `operator`: the operator A.
+    - `vector`: the vector v, of the operator's input structure.
+    """
+    with any_promotion():
+        products = jtu.tree_map(lambda v, p: jnp.vdot(v, p), vector, operator.mv(vector))
+        return jnp.asarray(sum(jtu.tree_leaves(products)))
+
+
+@quadratic_form.register(CurvatureOperator)
+def _(operator, vector):
+    if operator.form is None:
+        return quadratic_form.dispatch(object)(operator, vector)
+    return operator.mean(operator.form, vector)
 
 
 @final
