@@ -253,9 +253,6 @@ CALLS = [
     lambda: SPARSE.with_data(ONES[:3]),
     lambda: SPARSE.mv(ONES[:3]),
     lambda: tr.SparseLinearOperator(jsparse.empty((2**31, 2))),
-    lambda: tr.SparseLinearOperator(
-        jsparse.BCOO((jnp.ones(1), jnp.array([[-1, 0]])), shape=(2, 2))
-    ),
     # Kernels.
     lambda: KERNEL(EYE, ONES),
     lambda: KERNEL(min, (ONES, ONES[:3])),

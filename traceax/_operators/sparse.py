@@ -24,16 +24,10 @@ def _inexact(data: Any) -> Inexact[Array, " nnz"]:
 
 def _scipy_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     csr = matrix.tocsr(copy=True)
-    csr.sum_duplicates()  # in place
-    return _row_major_entries(csr.data, csr.indices, csr.indptr)
-
-
-def _row_major_entries(
-    data: Any, indices: np.ndarray, indptr: np.ndarray
-) -> tuple[Any, np.ndarray, np.ndarray]:
-    rows = np.repeat(np.arange(indptr.size - 1, dtype=np.int32), np.diff(indptr))
-    # The buffers can be longer than the entries.
-    return data[: rows.size], rows, indices[: rows.size]
+    csr.sum_duplicates()  # in place, as is the next
+    csr.prune()
+    coo = csr.tocoo()
+    return coo.data, coo.row, coo.col
 
 
 def _concrete(indices: Any) -> np.ndarray:
@@ -54,8 +48,10 @@ def _jax_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
             "`n_dense=0`."
         )
     indices = _concrete(matrix.indices)
-    if hasattr(matrix, "indptr"):  # BCSR
-        return _row_major_entries(matrix.data, indices, _concrete(matrix.indptr))
+    if hasattr(matrix, "indptr"):  # BCSR, whose buffers can be longer than the entries
+        lengths = np.diff(_concrete(matrix.indptr))
+        rows = np.repeat(np.arange(lengths.size), lengths)
+        return matrix.data[: rows.size], rows, indices[: rows.size]
     # The padding of a BCOO lies outside of the matrix, and may hold anything, NaN included.
     inside = np.all(indices < np.array(matrix.shape), axis=1)
     data = matrix.data if inside.all() else matrix.data[np.flatnonzero(inside)]
@@ -172,24 +168,16 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct((self.pattern.shape[0],), self.data.dtype)
 
 
-def _offset_diagonal(operator: SparseLinearOperator, offset: int) -> Inexact[Array, " size"]:
-    """The entries with `column - row = offset`, in O(nnz)."""
-    m, n = operator.pattern.shape
-    size = max(min(m, n - offset) if offset >= 0 else min(m + offset, n), 0)
+def _diagonal(operator: SparseLinearOperator) -> Inexact[Array, " size"]:
+    """The diagonal, in O(nnz)."""
     rows = operator.pattern.rows
-    columns = operator.pattern.columns
-    place = jnp.where(columns - rows == offset, jnp.minimum(rows, columns), size)
+    size = min(operator.pattern.shape)
+    place = jnp.where(rows == operator.pattern.columns, rows, size)
     return jnp.zeros(size, operator.data.dtype).at[place].add(operator.data, mode="drop")
-
-
-@lx.tridiagonal.register(SparseLinearOperator)
-def _(operator):
-    below, above = (_offset_diagonal(operator, offset) for offset in (-1, 1))
-    return _offset_diagonal(operator, 0), below, above
 
 
 lx.linearise.register(SparseLinearOperator)(lambda operator: operator)
 lx.materialise.register(SparseLinearOperator)(lambda operator: operator)
-lx.diagonal.register(SparseLinearOperator)(lambda operator: _offset_diagonal(operator, 0))
+lx.diagonal.register(SparseLinearOperator)(_diagonal)
 lx.conj.register(SparseLinearOperator)(lambda operator: operator.with_data(operator.data.conj()))
 register_tags(SparseLinearOperator)

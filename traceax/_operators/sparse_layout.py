@@ -81,11 +81,6 @@ def sparsity_pattern(
             f"A sparse operator is indexed with 32 bits, got shape {shape} with {rows.size} "
             "entries: split it into blocks."
         )
-    if rows.size and min(rows.min(), columns.min()) < 0:
-        raise ValueError(
-            "The indices of a sparse matrix must not be negative, got "
-            f"{min(rows.min(), columns.min())}. Add the size to those counted from the end."
-        )
     m, n = shape
     rows = rows.astype(np.int32)
     columns = columns.astype(np.int32)
@@ -113,22 +108,20 @@ def _best_width(lengths: np.ndarray) -> int:
 
 
 def _row_layout(rows: np.ndarray, columns: np.ndarray, m: int) -> RowLayout:
-    entries = np.lexsort((columns, rows))
     lengths = np.bincount(rows, minlength=m)
     width = _best_width(lengths)
     chunks = -(-lengths // max(width, 1))
-    # For each chunk: its row, its number in the row, and its first entry.
+    entries = np.lexsort((columns, rows))
+    row = rows[entries]
+    place = np.arange(row.size) - (np.cumsum(lengths) - lengths)[row]  # of each entry in its row
+    chunk = (np.cumsum(chunks) - chunks)[row] + place // width
+    slots = np.full((np.sum(chunks), width), rows.size)
+    slots[chunk, place % width] = entries
     row = np.repeat(np.arange(m), chunks)
-    number = np.arange(row.size) - (np.cumsum(chunks) - chunks)[row]
-    first = ((np.cumsum(lengths) - lengths)[row] + number * width)[:, None]
-    place = np.arange(width)
-    is_used = place < (lengths[row] - number * width)[:, None]
-    position = first + np.where(is_used, place, 0)
-    slots = np.where(is_used, entries[position], rows.size)
     is_direct = np.array_equal(row, np.arange(m))
     return RowLayout(
         slots=jnp.asarray(slots, jnp.int32),
-        columns=jnp.asarray(columns[entries][position], jnp.int32),
+        columns=jnp.asarray(columns[np.where(slots < rows.size, slots, slots[:, :1])], jnp.int32),
         rows=None if is_direct else jnp.asarray(row, jnp.int32),
         num_rows=m,
     )
