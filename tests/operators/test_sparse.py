@@ -10,8 +10,7 @@ import pytest
 import scipy.sparse as ss
 from jax.experimental import sparse as jsparse
 
-from traceax._operators.sparse import SparseLinearOperator
-from traceax._operators.sparse_layout import _MAX_PADDING
+from traceax._operators.sparse import _MAX_PADDING, SparseLinearOperator
 from traceax._operators.tags import CHECKS
 
 FORMATS = ["csr", "csc", "coo", "bsr", "dia", "lil", "dok"]

@@ -4,7 +4,6 @@ the primitive.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial, singledispatch
 from typing import Any
 
@@ -35,7 +34,10 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             "The operator must be a lineax.AbstractLinearOperator, got "
-            f"{type(operator).__name__}: {_wrapper(operator)}."
+            f"{type(operator).__name__}. Wrap a matrix in `lineax.MatrixLinearOperator(matrix)`, a "
+            "sparse one in `traceax.SparseLinearOperator(matrix)`, and a function in "
+            "`lineax.FunctionLinearOperator(fn, input_structure)`, where `input_structure` is a "
+            "`jax.ShapeDtypeStruct` (or a PyTree of them)."
         )
     _check_dtypes(operator)
     operator = hoist_closures(operator)
@@ -61,20 +63,6 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
             "not linear over one field. Declare its whole input structure complex."
         )
     return operator
-
-
-def _wrapper(value: Any) -> str:
-    """How to make an operator of something else."""
-    if eqx.is_array_like(value) or isinstance(value, list):
-        return "wrap a matrix in `lineax.MatrixLinearOperator(matrix)`"
-    if hasattr(value, "tocsr") or hasattr(value, "todense"):
-        return "wrap a sparse matrix in `traceax.SparseLinearOperator(matrix)`"
-    if callable(value):
-        return (
-            "wrap a function in `lineax.FunctionLinearOperator(fn, input_structure)`, where "
-            "`input_structure` is a `jax.ShapeDtypeStruct` (or a PyTree of them)"
-        )
-    return "pass one of lineax's operators, e.g. `lineax.MatrixLinearOperator(matrix)`"
 
 
 def _check_dtypes(operator: lx.AbstractLinearOperator) -> None:
@@ -116,22 +104,13 @@ def _(node):
 
 
 @_hoisted.register(lx.FunctionLinearOperator)
-def _(node):
-    if _is_closed(node.fn):
-        return node
-    closed = closed_function(node.fn, node.in_structure())
-    structure = node.in_structure()
-    return lx.FunctionLinearOperator(closed, structure, node.tags, closure_convert=False)
-
-
 @_hoisted.register(lx.JacobianLinearOperator)
 def _(node):
-    if _is_closed(node.fn):
+    if isinstance(node.fn, ClosedFunction) or is_converted(node.fn):
         return node
-    closed = closed_function(node.fn, node.x, node.args)
-    return lx.JacobianLinearOperator(
-        closed, node.x, node.args, node.tags, node.jac, closure_convert=False
-    )
+    is_function = isinstance(node, lx.FunctionLinearOperator)
+    example = (node.in_structure(),) if is_function else (node.x, node.args)
+    return eqx.tree_at(lambda x: x.fn, node, closed_function(node.fn, *example))
 
 
 @_hoisted.register(lx.MulLinearOperator)
@@ -158,11 +137,6 @@ def _(node):
     positive = (number.real < 0) == (sign < 0)
     tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
     return lx.TaggedLinearOperator(multiple, tag)
-
-
-def _is_closed(function: Callable[..., Any]) -> bool:
-    """Whether all arrays that a function holds are its leaves, or are after `closed_functions`."""
-    return isinstance(function, ClosedFunction) or is_converted(function)
 
 
 def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.FunctionLinearOperator:

@@ -135,18 +135,12 @@ product_precision.register(CurvatureOperator)(lambda operator: operator.precisio
 
 
 def check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
-    """The batches as JAX arrays with the same leading axis, and their weights as an array."""
+    """The batches as JAX arrays, and their weights as an array."""
     batches = jtu.tree_map(jnp.asarray, batches)
-    shapes = [leaf.shape for leaf in jtu.tree_leaves(batches)]
-    axes = {shape[:1] for shape in shapes}
-    if batches is not None and (len(axes) != 1 or axes & {(), (0,)}):
-        raise ValueError(
-            "Every array of `batches` needs the same leading axis, one entry for each, got shapes "
-            f"{shapes}. Reshape data of shape (N, ...) to (number of batches, N / number, ...)."
-        )
     if weights is None:
         return batches, None
     weights = jnp.asarray(weights, float)
+    axes = {leaf.shape[:1] for leaf in jtu.tree_leaves(batches)}
     if axes != {weights.shape}:
         raise ValueError(
             f"`weights` must be one number for each of the `batches`, got shape {weights.shape} "

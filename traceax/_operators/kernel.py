@@ -111,11 +111,6 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         - `block_size`: so many rows' worth of numbers of K are evaluated at once, in a square tile.
             By default 2^20 numbers, which fit into the cache of a CPU.
         """
-        if not callable(kernel):
-            raise TypeError(
-                "A kernel must be a function of two points that returns a number, got a "
-                f"{type(kernel).__name__}. Wrap a matrix in `lineax.MatrixLinearOperator(matrix)`."
-            )
         self.x = _inputs(x)
         self.block_size = checked_count(
             block_size, "block_size (rows evaluated at once)", none="it is chosen from n"

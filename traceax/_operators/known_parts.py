@@ -20,11 +20,10 @@ from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import Evidence, evidence_of, scale_of
 from .._core.precision import any_promotion
-from .block_operator import BlockOperator, answers
+from .block_operator import STORED, BlockOperator, answers
 from .kernel import KernelLinearOperator
 from .sparse import SparseLinearOperator
 from .tags import is_tagged, parts_of, semidefinite_sign
-from .width import STORED
 
 _MULTIPLES = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
 _BANDED = lx.DiagonalLinearOperator, lx.IdentityLinearOperator, lx.TridiagonalLinearOperator
@@ -279,9 +278,9 @@ def _kinds(operator: lx.AbstractLinearOperator) -> set[str]:
 
 
 class KnownParts(NamedTuple):
-    """`diag(A) = exact + scale diag(rest)`, or the same for traces."""
+    """`diag(A) = exact + scale diag(rest)`."""
 
-    exact: Any  # differentiable, as `scale` is; None where `split_shift` finds nothing
+    exact: Inexact[Array, " n"]  # differentiable, as `scale` is
     scale: Inexact[Array, ""]
     rest: lx.AbstractLinearOperator | None  # None if nothing is left
     evidence: Evidence  # whether the parts that were split off are finite
@@ -299,15 +298,13 @@ class KnownParts(NamedTuple):
         return jnp.array(False) if sign is None else sign > 0
 
 
-def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
-    """Split off the parts of sums and multiples whose trace (or `diagonal`) can be read."""
-    parts = _split(operator, stored_diagonal)
-    exact = jnp.zeros(operator.in_size(), parts.scale.dtype) if parts.exact is None else parts.exact
-    return parts._replace(exact=exact if diagonal else jnp.sum(exact))
+def split_known_parts(operator: lx.AbstractLinearOperator) -> KnownParts:
+    """Split off the parts of sums and multiples whose diagonal can be read."""
+    return _split(operator, stored_diagonal)
 
 
 def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
-    """Split off stored diagonals, such as the s I of K + s I; without any, `exact` is None."""
+    """Split off stored diagonals, such as the s I of K + s I."""
 
     def diagonal_of_term(part):
         return _read_diagonal(part) if _is_stored_diagonal(part) else None
@@ -330,7 +327,7 @@ def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) 
     # A product would reveal a NaN off the diagonal: this looks at all entries, too.
     read = eqx.filter([term.operator for term in known], eqx.is_inexact_array)
     return KnownParts(
-        exact=_sum_of(known).astype(dtype) if known else None,
+        exact=jnp.broadcast_to(jnp.asarray(_sum_of(known)).astype(dtype), operator.in_size()),
         scale=jnp.asarray(scale, dtype),
         rest=rest,
         evidence=evidence_of(*jtu.tree_leaves(read)),
@@ -396,8 +393,6 @@ def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
     real = jnp.finfo(block.dtype).dtype
     one = jnp.ones((), real)
     parts = split_shift(operator)
-    if parts.exact is None:
-        return Scaling(jnp.ones(block.n, real), one, jnp.array(False))
     shift = parts.exact.real.astype(real)
     unit = jnp.max(shift, initial=0.0)
     # Below eps times the diagonal of A, a shift is lost in rounding.
