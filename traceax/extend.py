@@ -19,10 +19,7 @@ from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstima
 from ._estimators.rows import Rows as Rows, RowWeights as RowWeights
 from ._estimators.samples import NystromSampling as NystromSampling, RangeSampling as RangeSampling
 from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
-from ._operators.block_operator import (
-    BlockOperator as BlockOperator,
-    quadratic_form as quadratic_form,
-)
+from ._operators.block_operator import BlockOperator as BlockOperator
 from ._operators.known_parts import (
     columns as columns,
     stored_diagonal as stored_diagonal,

@@ -12,7 +12,6 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
-import traceax.extend as tre
 from traceax import curvature
 
 from ..helpers import keys
@@ -125,7 +124,7 @@ def test_products_and_forms(kind, batched):
     def views(operator, bias):
         matrices = [op.as_matrix() for op in (operator, lx.linearise(operator), bias)]
         product = ravel_pytree(operator.mv(vector))[0]
-        return *matrices, lx.diagonal(operator), product, tre.quadratic_form(operator, vector)
+        return *matrices, lx.diagonal(operator), product, operator.mean(operator.form, vector)
 
     matrix, linear, part, diagonal, product, form = views(operator, bias)
     np.testing.assert_allclose(matrix, truth, atol=1e-13)
@@ -460,7 +459,7 @@ def test_means_of_many_batches_in_half_precision():
         curvature.jacobian_gram(model, params, batches=batches),
     ):
         np.testing.assert_array_equal(tr.trace(jr.key(0), operator, 4).value, 4)
-        form = tre.quadratic_form(operator, params)
+        form = operator.mean(operator.form, params)
         assert form.dtype in (dtype, jnp.float32)  # squares are summed in single precision
         np.testing.assert_array_equal(form, 4)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial, singledispatch
+from functools import cached_property, partial
 from typing import Any, final
 
 import equinox as eqx
@@ -43,35 +43,6 @@ STORED = (
     lx.IdentityLinearOperator,
     SparseLinearOperator,
 )
-
-
-def answers(question: Any, operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a function is registered with a question for the class of an operator."""
-    return question.dispatch(type(operator)) is not question.dispatch(object)
-
-
-@singledispatch
-def quadratic_form(operator: Any, vector: PyTree[Array]) -> Inexact[Array, ""]:
-    r"""The number $v^* A v$.
-
-    A class of operators that has it for less than a product registers a function for Hutchinson's
-    estimator: `traceax.extend.quadratic_form.register(Class)(function)`.
-
-    **Arguments:**
-
-    - `operator`: the operator A.
-    - `vector`: the vector v, of the operator's input structure.
-    """
-    with any_promotion():
-        products = jtu.tree_map(lambda v, p: jnp.vdot(v, p), vector, operator.mv(vector))
-        return jnp.asarray(sum(jtu.tree_leaves(products)))
-
-
-@quadratic_form.register(CurvatureOperator)
-def _(operator, vector):
-    if operator.form is None:
-        return quadratic_form.dispatch(object)(operator, vector)
-    return operator.mean(operator.form, vector)
 
 
 @final
@@ -199,15 +170,16 @@ class BlockOperator:
             )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or the registered
-        `quadratic_form` of the operator.
+        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or the quadratic
+        forms of a curvature operator.
         """
         blocks = list(blocks)
         if not self.has_forms:
             return self.forms(blocks, blocks)
+        operator: Any = self._untagged
 
         def forms(blocks):
-            form = partial(quadratic_form, self._untagged)
+            form = partial(operator.mean, operator.form)
             values = jax.vmap(form, in_axes=-1)(self._as_vectors(blocks, -1))
             return [values.astype(self.dtype)]
 
@@ -229,8 +201,9 @@ class BlockOperator:
 
     @property
     def has_forms(self) -> bool:
-        """Whether a function of its own computes `v^H A v`."""
-        return answers(quadratic_form, self._untagged)
+        """Whether quadratic forms take no products."""
+        operator = self._untagged
+        return isinstance(operator, CurvatureOperator) and operator.form is not None
 
     def _as_vectors(self, blocks: Sequence[Array], axis: int) -> PyTree:
         """Blocks of vectors (first or last axis) with the shapes and dtypes of the operator."""

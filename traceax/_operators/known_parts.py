@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import Evidence, evidence_of, scale_of
 from .._core.precision import any_promotion
-from .block_operator import STORED, BlockOperator, answers
+from .block_operator import STORED, BlockOperator
 from .kernel import KernelLinearOperator
 from .sparse import SparseLinearOperator
 from .tags import is_tagged, parts_of, semidefinite_sign
@@ -118,9 +118,13 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
         return jnp.ones(n, BlockOperator(operator).dtype)
     if isinstance(operator, lx.TaggedLinearOperator):
         return stored_diagonal(operator.operator)
-    if not answers(stored_entries, operator):
+    if not _is_registered(operator):
         return None
-    return jax.vmap(lambda i: stored_entries(operator, i, i)[0, 0])(jnp.arange(n)[:, None])
+    return submatrices(operator, jnp.arange(n)[:, None])[:, 0, 0]
+
+
+def _is_registered(operator: Any) -> bool:
+    return stored_entries.dispatch(type(operator)) is not stored_entries.dispatch(object)
 
 
 for _class in (lx.AddLinearOperator, *_MULTIPLES):
@@ -201,7 +205,8 @@ def _(operator, rows, columns):
     diagonal, lower, upper = lx.tridiagonal(operator)
     bands = (0, diagonal), (-1, jnp.pad(lower, (1, 0))), (1, jnp.pad(upper, (0, 1)))
     dtype = BlockOperator(operator).dtype
-    return sum(jnp.where(offset == i, band[rows][:, None].astype(dtype), 0) for i, band in bands)
+    found = [jnp.where(offset == i, band[rows][:, None].astype(dtype), 0) for i, band in bands]
+    return found[0] + found[1] + found[2]
 
 
 def _unit_products(block: BlockOperator, indices: Indices) -> Array:
@@ -214,7 +219,8 @@ def submatrices(
     operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]
 ) -> Inexact[Array, "b s s"]:
     """The matrices `A[s, s]` of an operator with `has_entries`, for a set s of indices a row."""
-    return jax.vmap(lambda s: stored_entries(operator, s, s))(indices)
+    known: Any = partial(stored_entries, operator)
+    return jax.vmap(lambda s: known(s, s))(indices)
 
 
 def columns(
@@ -261,7 +267,7 @@ def _kinds(operator: lx.AbstractLinearOperator) -> set[str]:
     """What stores the entries of the parts of an operator: "banded", "sparse" or "dense" operators,
     or "products".
     """
-    if not answers(stored_entries, operator):
+    if not _is_registered(operator):
         return {"products"}
     if isinstance(operator, _BANDED):
         return {"banded"}
