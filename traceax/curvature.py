@@ -56,14 +56,13 @@ _POSITIVE = (lx.positive_semidefinite_tag,)
 # --- what functions return ------------------------------------------------------------------------
 
 
-def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
+def _half_square(outputs: Array, scale: float | Array) -> Array:
     """Half the squared norm, with a diagonal Hessian of entries `scale`, in float32 at least: there
     a scale 1 / N and sums of many terms are exact enough.
     """
     with jax.numpy_dtype_promotion("standard"):
-        wide = [x.astype(at_least_single(x.dtype)) for x in jtu.tree_leaves(outputs)]
-        squares = [jnp.sum(scale * jnp.real(x * jnp.conj(x))) for x in wide]
-        return 0.5 * jnp.asarray(sum(squares))
+        wide = outputs.astype(at_least_single(outputs.dtype))
+        return 0.5 * jnp.sum(scale * jnp.square(wide))
 
 
 def _value(returned: Any, has_aux: bool) -> Any:
@@ -247,7 +246,8 @@ def fisher(
         )
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
-    def values(params, *data):
+    def values(index, params, *data):
+        del index
         out = _arrays(_value(log_likelihood(params, *data), has_aux))
         if not eqx.is_array(out) or out.ndim > 1:
             raise ValueError(
@@ -258,17 +258,13 @@ def fisher(
 
     # sum_i g_i g_i^T / N = J^T H J: J of the log-likelihoods (`inner`), H = I / N of the mean
     # square (`outer`).
-    inner = partial(_at_any_index, values)
+    inner = values
     outer = _mean_square
     if sample is not None and key is not None:
         inner = partial(_drawn, values, sample, key, num_samples)
         outer = _reweighted_mean_square
     curvature = Curvature(inner, outer, wrt, groups, _POSITIVE)
     return curvature(params, *args, batches=batches, weights=weights)
-
-
-def _at_any_index(function: Callable[..., Any], index: Any, params: Any, *data: Any) -> Any:
-    return _arrays(function(params, *data))
 
 
 def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, params: Any, *data):
@@ -282,7 +278,7 @@ def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, par
                 f"{len(data)}, got {jtu.tree_structure(fresh)}."
             )
         fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
-        return values(params, *fixed)
+        return values(index, params, *fixed)
 
     return jax.vmap(draw)(split(numbered(key, index), num_samples))
 
@@ -297,38 +293,6 @@ def _reweighted_mean_square(out: Array, at: Array, *data: Any) -> Array:
     # has the derivative d log p.
     at = at.astype(at_least_single(at.dtype))
     return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
-
-
-def jacobian_gram(
-    fn: Callable[..., PyTree],
-    params: PyTree,
-    *args: Any,
-    batches: PyTree = None,
-    weights: ArrayLike | None = None,
-    wrt: Callable[[str, Any], bool] | type | None = None,
-    groups: Callable[[str, Any], str | list[str]] | None = None,
-) -> CurvatureOperator:
-    r"""The Gram matrix $J^\top J$ of the Jacobian of a function of the parameters.
-
-    Its trace is $\|J\|_F^2$, the trace of the neural tangent kernel.
-
-    **Arguments:**
-
-    - `fn`: called as the loss of [`traceax.curvature.hessian`][]; returns a PyTree of
-        floating-point arrays.
-    - `params`, `args`, `batches`, `weights`, `wrt`, `groups`: as there.
-
-    **Returns:**
-
-    A lineax operator over the parameters, tagged positive semidefinite. A product costs a forward
-    and a reverse pass through the function (a batch).
-    """
-
-    def square(out, at, *data):
-        return _half_square(out)
-
-    curvature = Curvature(partial(_at_any_index, fn), square, wrt, groups, _POSITIVE)
-    return curvature(params, *args, batches=batches, weights=weights)
 
 
 @final

@@ -240,7 +240,7 @@ CALLS = [
     # Curvature.
     lambda: hessian(params={"n": 3}),
     lambda: hessian(params={"w": ONES.astype(complex)}),
-    lambda: curvature.jacobian_gram(lambda p: jnp.arange(3), {"w": ONES}).mv({"w": ONES}),
+    lambda: curvature.gauss_newton(lambda p: jnp.arange(3), jnp.sum, {"w": ONES}),
     lambda: fisher(key=KEY),
     lambda: fisher(num_samples=0),
     lambda: fisher(lambda p, x: p["w"] * x[:, None]),
