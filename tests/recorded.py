@@ -84,7 +84,6 @@ def _curvatures():
         "hessian": tr.curvature.hessian(_loss, params, batch),
         "gauss_newton": tr.curvature.gauss_newton(_predict, squares, params, batch),
         "fisher": tr.curvature.fisher(log_likelihood, params, batch),
-        "jacobian_gram": tr.curvature.jacobian_gram(_predict, params, batch),
     }
 
 

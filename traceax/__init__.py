@@ -38,7 +38,7 @@ from ._logdet.preconditioners import (
     KernelPreconditioner as KernelPreconditioner,
     NystromPreconditioner as NystromPreconditioner,
 )
-from ._operators.hoisting import inexact as inexact
+from ._operators.checks import inexact as inexact
 from ._operators.kernel import KernelLinearOperator as KernelLinearOperator
 from ._operators.sparse import SparseLinearOperator as SparseLinearOperator
 from ._probes.samplers import (

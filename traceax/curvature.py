@@ -15,11 +15,13 @@ function. Everything that does not depend on v is computed once for all products
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, final
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -29,8 +31,23 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
 from ._core.precision import at_least_single
-from ._operators.curvature import MODES, CurvatureOperator as CurvatureOperator, make_curvature
-from ._operators.parameters import Choice, Groups, join, split_params, ungroup as ungroup
+from ._core.programs import Static, closed_function
+from ._operators.curvature import (
+    MODES,
+    CurvatureOperator as CurvatureOperator,
+    check_batches,
+    forward_form,
+)
+from ._operators.parameters import (
+    Choice,
+    Groups,
+    as_jax,
+    join,
+    split_params,
+    structure_of,
+    ungroup as ungroup,
+)
+from ._operators.precision import eps_along, eps_of_product
 from ._probes.random import numbered, split
 
 _POSITIVE = (lx.positive_semidefinite_tag,)
@@ -39,14 +56,13 @@ _POSITIVE = (lx.positive_semidefinite_tag,)
 # --- what functions return ------------------------------------------------------------------------
 
 
-def _half_square(outputs: Any, scale: float | Array = 1.0) -> Array:
+def _half_square(outputs: Array, scale: float | Array) -> Array:
     """Half the squared norm, with a diagonal Hessian of entries `scale`, in float32 at least: there
     a scale 1 / N and sums of many terms are exact enough.
     """
     with jax.numpy_dtype_promotion("standard"):
-        wide = [x.astype(at_least_single(x.dtype)) for x in jtu.tree_leaves(outputs)]
-        squares = [jnp.sum(scale * jnp.real(x * jnp.conj(x))) for x in wide]
-        return 0.5 * jnp.asarray(sum(squares))
+        wide = outputs.astype(at_least_single(outputs.dtype))
+        return 0.5 * jnp.sum(scale * jnp.square(wide))
 
 
 def _value(returned: Any, has_aux: bool) -> Any:
@@ -230,7 +246,8 @@ def fisher(
         )
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
-    def values(params, *data):
+    def values(index, params, *data):
+        del index
         out = _arrays(_value(log_likelihood(params, *data), has_aux))
         if not eqx.is_array(out) or out.ndim > 1:
             raise ValueError(
@@ -241,17 +258,13 @@ def fisher(
 
     # sum_i g_i g_i^T / N = J^T H J: J of the log-likelihoods (`inner`), H = I / N of the mean
     # square (`outer`).
-    inner = partial(_at_any_index, values)
+    inner = values
     outer = _mean_square
     if sample is not None and key is not None:
         inner = partial(_drawn, values, sample, key, num_samples)
         outer = _reweighted_mean_square
     curvature = Curvature(inner, outer, wrt, groups, _POSITIVE)
     return curvature(params, *args, batches=batches, weights=weights)
-
-
-def _at_any_index(function: Callable[..., Any], index: Any, params: Any, *data: Any) -> Any:
-    return _arrays(function(params, *data))
 
 
 def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, params: Any, *data):
@@ -265,7 +278,7 @@ def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, par
                 f"{len(data)}, got {jtu.tree_structure(fresh)}."
             )
         fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
-        return values(params, *fixed)
+        return values(index, params, *fixed)
 
     return jax.vmap(draw)(split(numbered(key, index), num_samples))
 
@@ -280,38 +293,6 @@ def _reweighted_mean_square(out: Array, at: Array, *data: Any) -> Array:
     # has the derivative d log p.
     at = at.astype(at_least_single(at.dtype))
     return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
-
-
-def jacobian_gram(
-    fn: Callable[..., PyTree],
-    params: PyTree,
-    *args: Any,
-    batches: PyTree = None,
-    weights: ArrayLike | None = None,
-    wrt: Callable[[str, Any], bool] | type | None = None,
-    groups: Callable[[str, Any], str | list[str]] | None = None,
-) -> CurvatureOperator:
-    r"""The Gram matrix $J^\top J$ of the Jacobian of a function of the parameters.
-
-    Its trace is $\|J\|_F^2$, the trace of the neural tangent kernel.
-
-    **Arguments:**
-
-    - `fn`: called as the loss of [`traceax.curvature.hessian`][]; returns a PyTree of
-        floating-point arrays.
-    - `params`, `args`, `batches`, `weights`, `wrt`, `groups`: as there.
-
-    **Returns:**
-
-    A lineax operator over the parameters, tagged positive semidefinite. A product costs a forward
-    and a reverse pass through the function (a batch).
-    """
-
-    def square(out, at, *data):
-        return _half_square(out)
-
-    curvature = Curvature(partial(_at_any_index, fn), square, wrt, groups, _POSITIVE)
-    return curvature(params, *args, batches=batches, weights=weights)
 
 
 @final
@@ -344,25 +325,67 @@ class Curvature:
             those of the loss.
         - `batches`, `weights`: as for [`traceax.curvature.hessian`][].
         """
-        inner = self.inner
-
-        def outputs(moving, constant, index, *data):
-            return moving if inner is None else inner(index, join(moving, constant), *data)
-
-        def scalar(out, at, constant, *data):
-            return self.outer(join(out, constant) if inner is None else out, at, *data)
-
-        return make_curvature(
-            outputs,
-            scalar,
-            split_params(params, self.wrt, self.groups),
-            args,
-            batches,
-            weights,
-            tags=self.tags,
-            mode=self.mode,
-            traced=self._traced,
+        moving, constant = split_params(params, self.wrt, self.groups)
+        batches, weights = check_batches(batches, weights)
+        arrays, static = eqx.partition((constant, as_jax(args)), eqx.is_array)
+        vector = structure_of(moving)
+        indexed = (structure_of(jnp.asarray(0)), structure_of(batches, axes=1))
+        example = (vector, indexed, vector, structure_of(arrays))
+        leaves, treedef = jtu.tree_flatten((example, static))
+        place = Static((treedef, *leaves))
+        programs = self._traced.get(place)
+        if programs is None:
+            programs = self._programs(example, static)
+            # Functions that hold traced arrays differ from call to call.
+            if not any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(programs)):
+                self._traced[place] = programs
+        product, form, precision = programs
+        return CurvatureOperator(
+            product=product,
+            form=form,
+            params=moving,
+            arrays=arrays,
+            batches=batches,
+            weights=weights,
+            tags=frozenset((lx.symmetric_tag, *self.tags)),
+            precision=precision,
+            differences=self.mode == "finite-difference",
         )
+
+    def _programs(self, example: Any, static: Any) -> tuple[Any, Any, float]:
+        """The product, the quadratic form and the precision of products, for arrays like these."""
+
+        def closed(method):
+            return closed_function(partial(self._evaluated, method, static), *example)
+
+        product = closed(MODES[self.mode])
+        moving, indexed, vector, arrays = example
+        followed = (moving, False), (indexed, False), (vector, True), (arrays, False)
+        if self.mode == "finite-difference":
+            # At most this where the loss is smooth.
+            return product, None, 4 * eps_along(product, *followed) ** (2 / 3)
+        form = None
+        if self.mode == "forward":
+            with suppress(TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
+                form = closed(forward_form)
+        # Many networks compute in half precision with parameters of single precision.
+        return product, form, eps_of_product(product, *followed)
+
+    def _evaluated(self, method, static, moving, indexed, vector, arrays):
+        """A product or a form, `method`, with all arrays as arguments."""
+        index, batch = indexed
+        constant, args = eqx.combine(arrays, static)
+        data = args if batch is None else (batch, *args)
+
+        def inner(moving):
+            if self.inner is None:
+                return moving
+            return self.inner(index, join(moving, constant), *data)
+
+        def outer(out, at):
+            return self.outer(join(out, constant) if self.inner is None else out, at, *data)
+
+        return method(inner, outer, moving, vector)
 
 
 def _loss_of_params(loss: Callable, has_aux: bool, params: Any, at: Any, *data: Any) -> Array:

@@ -26,13 +26,10 @@ from ._logdet.preconditioners import AbstractPreconditioner as AbstractPrecondit
 from ._operators.block_operator import BlockOperator as BlockOperator
 from ._operators.known_parts import (
     columns as columns,
-    stored_columns as stored_columns,
     stored_diagonal as stored_diagonal,
+    stored_entries as stored_entries,
 )
-from ._operators.questions import (
-    product_precision as product_precision,
-    quadratic_form as quadratic_form,
-)
+from ._operators.precision import product_precision as product_precision
 from ._operators.tags import is_hermitian as is_hermitian
 from ._probes.random import numbered as numbered
 from ._probes.samplers import AbstractSampler as AbstractSampler

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import traceax as tr
-import traceax.extend as tre
 from traceax._linalg import factorisations
 
 PSD = lx.positive_semidefinite_tag
@@ -151,7 +150,7 @@ def data_parallel(mesh):
             if name in ESTIMATORS:
                 solution = tr.trace(jax.random.key(0), operator, K, ESTIMATORS[name])
                 return solution.value, solution.std_err
-            product = operator.mv if name == "mv" else partial(tre.quadratic_form, operator)
+            product = operator.mv if name == "mv" else partial(operator.mean, operator.form)
             return jax.vmap(product)(vectors)
 
         return jax.jit(solve)

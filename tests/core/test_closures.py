@@ -239,14 +239,14 @@ def changing(v):
 
 
 def test_a_global_that_changes_is_seen():
-    """As by a product with the operator itself, outside `jit`; also in a kernel of blocks."""
+    """As by a product with the operator itself, outside `jit`; also in a kernel."""
     points = jnp.arange(float(N))
     for factor in (1.0, 2.0):
         globals()["CHANGING"] = factor * jnp.eye(N) + 1
         operator = lx.FunctionLinearOperator(changing, STRUCTURE)
         np.testing.assert_allclose(tr.trace(KEY, operator, N).value, N * (factor + 1), rtol=1e-12)
         kernel = tr.KernelLinearOperator(
-            lambda x, y: CHANGING[0, 0] * jnp.exp(-jnp.square(x[:, None] - y)), points, batched=True
+            lambda x, y: CHANGING[0, 0] * jnp.exp(-jnp.square(x - y)), points
         )
         products = kernel.mv(jnp.ones(N)) / (factor + 1)
         expected = np.exp(-np.square(np.subtract.outer(points, points))).sum(1)

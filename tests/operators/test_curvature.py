@@ -12,7 +12,6 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import traceax as tr
-import traceax.extend as tre
 from traceax import curvature
 
 from ..helpers import keys
@@ -65,8 +64,6 @@ def dense(kind):
         jacobian = np.asarray(jax.jit(jax.jacobian(of_flat(log_likelihood)))(FLAT))
         return jacobian.T @ jacobian / EXAMPLES
     jacobian = np.asarray(jax.jit(jax.jacobian(of_flat(predict)))(FLAT))
-    if kind == "jacobian_gram":
-        return np.einsum("eci,ecj->ij", jacobian, jacobian)
     outputs = of_flat(predict)(FLAT)
     of_outputs = jax.hessian(lambda out: cross_entropy(out, INPUTS, LABELS))
     inner = np.asarray(jax.jit(of_outputs)(outputs))
@@ -86,11 +83,11 @@ def make(kind, params, *args, **kwargs):
     if kind == "gauss_newton":
         functions = called(predict, has_aux=False), called(cross_entropy)
         return curvature.gauss_newton(*functions, params, *args, **kwargs)
-    functions = {"hessian": loss, "fisher": log_likelihood, "jacobian_gram": predict}
+    functions = {"hessian": loss, "fisher": log_likelihood}
     return getattr(curvature, kind)(called(functions[kind]), params, *args, **kwargs)
 
 
-KINDS = ("hessian", "gauss_newton", "fisher", "jacobian_gram")
+KINDS = ("hessian", "gauss_newton", "fisher")
 BATCHES = (INPUTS.reshape(3, 4, 3), LABELS.reshape(3, 4))
 
 
@@ -103,17 +100,14 @@ def flat_matrix(operator):
 
 @pytest.mark.parametrize(
     ("kind", "batched"),
-    [*((kind, False) for kind in KINDS), ("hessian", True), ("jacobian_gram", True)],
+    [*((kind, False) for kind in KINDS), ("hessian", True)],
 )
 def test_products_and_forms(kind, batched):
-    # The mean over three batches: of means over examples, but of sums for the Gram matrix.
-    truth = dense(kind) / (3 if batched and kind == "jacobian_gram" else 1)
+    truth = dense(kind)
     args, data = ((), {"batches": BATCHES}) if batched else ((INPUTS, LABELS), {})
     operator = make(kind, PARAMS, *args, **data)
     options = {"wrt": lambda path, leaf: path == "b", "groups": lambda path, leaf: "bias"}
-    if kind != "jacobian_gram":
-        options["has_aux"] = True
-    bias = make(kind, PARAMS, *args, **data, **options)
+    bias = make(kind, PARAMS, *args, **data, **options, has_aux=True)
     assert bias.in_structure() == jax.eval_shape(lambda: {"bias": WEIGHTS["b"]})
     # Only what is a floating-point array is differentiated.
     assert operator.in_structure() == jax.eval_shape(lambda: {**WEIGHTS, **dict.fromkeys(REST)})
@@ -125,7 +119,7 @@ def test_products_and_forms(kind, batched):
     def views(operator, bias):
         matrices = [op.as_matrix() for op in (operator, lx.linearise(operator), bias)]
         product = ravel_pytree(operator.mv(vector))[0]
-        return *matrices, lx.diagonal(operator), product, tre.quadratic_form(operator, vector)
+        return *matrices, lx.diagonal(operator), product, operator.mean(operator.form, vector)
 
     matrix, linear, part, diagonal, product, form = views(operator, bias)
     np.testing.assert_allclose(matrix, truth, atol=1e-13)
@@ -457,10 +451,9 @@ def test_means_of_many_batches_in_half_precision():
         curvature.hessian(loss, params, batches=batches),
         curvature.hessian(loss, params, batches=batches[:10], weights=jnp.full(10, 4e307)),
         curvature.gauss_newton(model, lambda y, _: half * jnp.sum(y * y), params, batches=batches),
-        curvature.jacobian_gram(model, params, batches=batches),
     ):
         np.testing.assert_array_equal(tr.trace(jr.key(0), operator, 4).value, 4)
-        form = tre.quadratic_form(operator, params)
+        form = operator.mean(operator.form, params)
         assert form.dtype in (dtype, jnp.float32)  # squares are summed in single precision
         np.testing.assert_array_equal(form, 4)
 

@@ -10,7 +10,8 @@ import pytest
 
 import traceax as tr
 from traceax._core.precision import any_promotion
-from traceax._operators.known_parts import contracted, has_entries, stored_columns, stored_diagonal
+from traceax._operators.block_operator import BlockOperator
+from traceax._operators.known_parts import has_entries, stored_diagonal, stored_entries
 from traceax.extend import columns
 
 from ..helpers import PSD, by_products
@@ -24,41 +25,33 @@ PHASES = np.random.default_rng(2).standard_normal(N)
 
 class RBF(eqx.Module):
     length: jax.Array
-    batched: bool = False
 
     def __call__(self, x, y):
-        difference = x[:, None] - y[None] if self.batched else x - y
-        return jnp.exp(-0.5 * jnp.sum((difference / self.length) ** 2, axis=-1))
+        return jnp.exp(-0.5 * jnp.sum(((x - y) / self.length) ** 2))
 
 
 def dense(length, x=X):
     return jnp.exp(-0.5 * jnp.sum(((x[:, None] - x[None]) / length) ** 2, axis=-1))
 
 
-def kernel(length, x=X, block_size=None, batched=False):
-    return tr.KernelLinearOperator(
-        RBF(jnp.asarray(length), batched), x, block_size=block_size, batched=batched
-    )
+def kernel(length, x=X, block_size=None):
+    return tr.KernelLinearOperator(RBF(jnp.asarray(length)), x, block_size=block_size)
 
 
-def closing(length, x=X, batched=False):
+def closing(length, x=X):
     """A function that closes over the length scale."""
     length = jnp.asarray(length)
-    return tr.KernelLinearOperator(
-        lambda x, y: RBF(length, batched)(x, y), x, block_size=4, batched=batched
-    )
+    return tr.KernelLinearOperator(lambda x, y: RBF(length)(x, y), x, block_size=4)
 
 
 def multiplied(operator, block):
     return jax.vmap(operator.mv, -1, -1)(block)
 
 
-@pytest.mark.parametrize(
-    ("batched", "block_size"), [(False, None), (False, 1), (False, 7), (True, 7), (True, N)]
-)
-def test_products_and_entries(batched, block_size):
+@pytest.mark.parametrize("block_size", [None, 1, 7, N])
+def test_products_and_entries(block_size):
     """Also for blocks that do not divide n."""
-    operator, expected = kernel(0.7, X, block_size, batched), dense(0.7)
+    operator, expected = kernel(0.7, X, block_size), dense(0.7)
     np.testing.assert_allclose(multiplied(operator, V), expected @ V, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(operator.as_matrix(), expected, rtol=1e-12)
     np.testing.assert_allclose(lx.materialise(operator).matrix, expected, rtol=1e-12)
@@ -70,22 +63,22 @@ def test_products_and_entries(batched, block_size):
     assert lx.is_symmetric(operator)
 
 
-@pytest.mark.parametrize(("make", "batched"), [(kernel, False), (closing, True)])
-def test_derivatives(make, batched):
+@pytest.mark.parametrize("make", [kernel, closing])
+def test_derivatives(make):
     """With respect to parameters and points; forward, reverse, and both."""
 
     def of(operator):
         return jnp.sum(jnp.sin(multiplied(operator, V)))
 
     for argument in (0, 1):
-        ours = jax.grad(lambda length, x: of(make(length, x, batched=batched)), argument)
+        ours = jax.grad(lambda length, x: of(make(length, x)), argument)
         theirs = jax.grad(lambda *args: jnp.sum(jnp.sin(dense(*args) @ V)), argument)
         np.testing.assert_allclose(ours(0.7, X), theirs(0.7, X), rtol=1e-9, atol=1e-9)
-    second = jax.jit(jax.jacfwd(jax.grad(lambda length: of(make(length, batched=batched)))))
+    second = jax.jit(jax.jacfwd(jax.grad(lambda length: of(make(length)))))
     expected = jax.hessian(lambda length: jnp.sum(jnp.sin(dense(length) @ V)))(0.7)
     np.testing.assert_allclose(second(0.7), expected, rtol=1e-9)
     lengths = jnp.array([0.5, 1.0])
-    both = jax.vmap(lambda length: multiplied(make(length, batched=batched), V))(lengths)
+    both = jax.vmap(lambda length: multiplied(make(length), V))(lengths)
     np.testing.assert_allclose(both[1], dense(1.0) @ V, rtol=1e-12, atol=1e-12)
 
 
@@ -123,7 +116,8 @@ def test_sums_and_scalings_are_read():
     operator = composite(0.7, 0.1)
     expected = operator.as_matrix()
     assert has_entries(operator)
-    np.testing.assert_allclose(stored_columns(operator, slice(None)), expected, rtol=1e-12)
+    whole = stored_entries(operator, slice(None), slice(None))
+    np.testing.assert_allclose(whole, expected, rtol=1e-12)
     np.testing.assert_allclose(stored_diagonal(operator), jnp.diag(expected), rtol=1e-12)
     np.testing.assert_allclose(
         eqx.filter_jit(columns)(operator, jnp.array([3, 3, 22])), expected[:, jnp.array([3, 3, 22])]
@@ -151,7 +145,9 @@ def test_contractions(block_size):
         return s * K + other / 3.0 + s * lx.IdentityLinearOperator(K.in_structure())
 
     def ours(*args):
-        return contracted(of(*args), args[-1], jnp.asarray(core))
+        block = BlockOperator(of(*args))
+        left, right = map(block.leaves, (args[-1] @ core, args[-1]))
+        return jnp.sum(block.forms(left, right)).real
 
     def theirs(*args):
         weights = args[-1] @ core @ args[-1].conj().T
@@ -172,7 +168,7 @@ def test_columns_of_every_stored_operator(name):
     found = columns(make(), [4, 0, 4, 8])
     np.testing.assert_allclose(found, np.asarray(expected)[:, [4, 0, 4, 8]], rtol=1e-6, atol=1e-12)
     if name not in ("pytree", "unit"):  # their columns are products
-        whole = stored_columns(make(), slice(None))
+        whole = stored_entries(make(), slice(None), slice(None))
         np.testing.assert_allclose(whole, expected, rtol=1e-6, atol=1e-12)
 
 
@@ -197,10 +193,6 @@ def test_memory_is_that_of_blocks():
     def product(length, x):
         return jnp.sum(multiplied(kernel(length, x, 16), v) ** 2)
 
-    def contraction(length, x):
-        return contracted(kernel(length, x, 16), v, jnp.eye(4))
-
     workspace = 0 if jax.default_backend() == "cpu" else 2**25  # of cuBLAS, whatever is multiplied
-    for of in (product, contraction):
-        compiled = jax.jit(jax.value_and_grad(of, (0, 1))).lower(0.7, x).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes - workspace < n * n * 8 / 4
+    compiled = jax.jit(jax.value_and_grad(product, (0, 1))).lower(0.7, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes - workspace < n * n * 8 / 4

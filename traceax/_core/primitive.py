@@ -188,10 +188,6 @@ def _abstract_eval(*avals, params):
     return [jax.core.ShapedArray(out.shape, out.dtype) for out in outputs]
 
 
-def _zero(primal):
-    return ad.Zero(jax.core.ShapedArray(jnp.shape(primal), primal.dtype).to_tangent_aval())
-
-
 def _batch(primitive, vmapped, operands, axes, *, params):
     # Without a batched operand there is nothing to vmap over, unless the axis has a name: the
     # operator may use it.
@@ -217,7 +213,7 @@ def _jvp(primitive, primals, tangents, *, params):
         if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
     )
     estimate, weights = _unflatten(with_weights, primals, outputs)
-    outputs_t = [_zero(out) for out in outputs]
+    outputs_t = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
     count = len(jtu.tree_leaves(estimate))
     if moving:
         moved = tuple(tangents[i] for i in moving)

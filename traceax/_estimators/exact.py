@@ -58,8 +58,8 @@ class KnownPartsWeights(AbstractWeights):
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        parts = split_known_parts(block.operator, diagonal=self.rows is not None)
-        exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
+        parts = split_known_parts(block.operator)
+        exact = added(self.rows, parts.exact)
         if self.inner is None or parts.rest is None:
             return exact
         estimated = self.inner.contract(BlockOperator(parts.rest, block.batch_size))
@@ -86,8 +86,8 @@ def with_known_parts(
     estimate of the rest by `estimate_rest(rest, known value, factor of the rest)`. Without `rows`
     the trace.
     """
-    parts = split_known_parts(operator, diagonal=rows is not None)
-    exact = parts.exact if rows is None else rows.of_vector(parts.exact)
+    parts = split_known_parts(operator)
+    exact = added(rows, parts.exact)
     if parts.rest is None:
         zero = jnp.zeros_like(exact.real)
         known = make_estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)

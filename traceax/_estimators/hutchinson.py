@@ -10,8 +10,7 @@ from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
 from .._core.estimate import as_value, make_estimate, rounding_of
-from .._operators.block_operator import BlockOperator
-from .._operators.width import APART_LIMIT, block_width
+from .._operators.block_operator import APART_LIMIT, BlockOperator, block_width
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.weights import AbstractWeights

@@ -10,8 +10,7 @@ from jaxtyping import Array
 from .._core.estimate import evidence_of, make_estimate, mean_and_std_err, worse
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
-from .._operators.checks import check_semidefinite
-from .._operators.known_parts import definite_sign
+from .._operators.known_parts import check_semidefinite, definite_sign
 from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import (
     RangeFinder,

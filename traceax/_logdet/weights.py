@@ -39,7 +39,7 @@ from jaxtyping import Array, Inexact
 
 from .._linalg.factorisations import cholesky_solve, lower_cholesky, qr
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import contracted, matrix_of
+from .._operators.known_parts import matrix_of
 from .._sketch.leave_one_out import adjoint, matmul
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
@@ -50,7 +50,7 @@ from .panels import Sums
 @final
 class LogdetWeights(AbstractWeights):
     """`G = V C V^H` with Hermitian C, and `L L^H` for a sparse factor. A contraction costs a matvec
-    for each column of V, or one pass over the entries of a kernel.
+    for each column of V.
     """
 
     vectors: Inexact[Array, "n c"]  # V
@@ -61,7 +61,8 @@ class LogdetWeights(AbstractWeights):
     def contract(self, block):
         """See `AbstractWeights`."""
         operator = block.operator
-        value = contracted(operator, self.vectors, self.core)
+        left = block.leaves(matmul(self.vectors, self.core))
+        value = jnp.sum(block.forms(left, block.leaves(self.vectors))).real
         if self.factors.from_entries:
             value = value + self.factors.known_part(operator)
         return value

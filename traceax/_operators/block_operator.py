@@ -1,9 +1,9 @@
 """A lineax operator seen as an `n x n` matrix that multiplies blocks of vectors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import final
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -11,12 +11,38 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import any_promotion, at_least_single, matmul
-from .questions import answers, product_precision, quadratic_form
-from .tags import is_hermitian, leaf_dtypes, without_tags
-from .width import by_columns, default_width
+from .curvature import CurvatureOperator
+from .kernel import KernelLinearOperator
+from .precision import product_precision
+from .sparse import SparseLinearOperator
+from .tags import is_hermitian, leaf_dtypes, parts_of, without_tags
+
+#: The most numbers in one block of vectors (512 MiB in float32), where an algorithm is free to work
+#: in several smaller blocks.
+BLOCK_LIMIT = 2**27
+
+#: The most numbers in one block of vectors that share no work, such as quadratic forms without
+#: products: a block larger than the cache saves no time then.
+APART_LIMIT = 2**18
+
+#: The most vectors that a function is given at once. Wider programs take more memory, and can give
+#: wrong results: they did with JAX 0.10.2 on CPUs, in products with the transposed Jacobian of a
+#: transformer that is scanned over its layers.
+FUNCTION_LIMIT = 64
+
+#: Operators that do arithmetic with what they store: reading their diagonal costs no product.
+STORED = (
+    lx.MatrixLinearOperator,
+    lx.PyTreeLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+    SparseLinearOperator,
+)
 
 
 @final
@@ -36,6 +62,7 @@ class BlockOperator:
 
     def __init__(self, operator: lx.AbstractLinearOperator, batch_size: int | None = None):
         self.operator = operator
+        self._untagged = without_tags(operator)
         self.batch_size = batch_size
         self.n = operator.in_size()
         dtypes = leaf_dtypes(operator) or [jax.dtypes.canonicalize_dtype(float)]
@@ -108,13 +135,13 @@ class BlockOperator:
 
     def _width(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> int:
         m = blocks[0].shape[-1]
-        stored = isinstance(self._untagged(), lx.MatrixLinearOperator)
+        stored = isinstance(self._untagged, lx.MatrixLinearOperator)
         return m if stored else self.batch_width(m)
 
     def _products(self, blocks: list[Array], axis: int) -> list[Array]:
         """The products with vectors along the first or last axis of one block for each leaf."""
         vectors = self._as_vectors(blocks, axis)
-        operator = self._untagged()
+        operator = self._untagged
         if isinstance(operator, lx.MatrixLinearOperator):
             products = matmul(operator.matrix, vectors)
         else:
@@ -136,22 +163,23 @@ class BlockOperator:
         real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
         if size != self.n or (real and any(map(jnp.iscomplexobj, leaves))):
             raise ValueError(
-                f"{m} products of this {type(self._untagged()).__name__} are "
+                f"{m} products of this {type(self._untagged).__name__} are "
                 f"{eqx.tree_pformat(products, width=1000)}, but its structures say {self.n} "
                 f"{'real' if real else 'complex'} numbers each. Return from `mv` what "
                 "`out_structure` says, and declare the input of a complex operator complex."
             )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or the registered
-        `quadratic_form` of the operator.
+        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or the quadratic
+        forms of a curvature operator.
         """
         blocks = list(blocks)
         if not self.has_forms:
             return self.forms(blocks, blocks)
+        operator: Any = self._untagged
 
         def forms(blocks):
-            form = partial(quadratic_form, self._untagged())
+            form = partial(operator.mean, operator.form)
             values = jax.vmap(form, in_axes=-1)(self._as_vectors(blocks, -1))
             return [values.astype(self.dtype)]
 
@@ -173,11 +201,9 @@ class BlockOperator:
 
     @property
     def has_forms(self) -> bool:
-        """Whether a function of its own computes `v^H A v`."""
-        return answers(quadratic_form, self._untagged())
-
-    def _untagged(self) -> lx.AbstractLinearOperator:
-        return without_tags(self.operator)
+        """Whether quadratic forms take no products."""
+        operator = self._untagged
+        return isinstance(operator, CurvatureOperator) and operator.form is not None
 
     def _as_vectors(self, blocks: Sequence[Array], axis: int) -> PyTree:
         """Blocks of vectors (first or last axis) with the shapes and dtypes of the operator."""
@@ -231,3 +257,58 @@ def unflatten(
     parts = split_rows(structure, jnp.asarray(vector)) if whole else vector
     shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
     return jtu.tree_unflatten(treedef, shaped)
+
+
+# --- how many vectors are multiplied at once ------------------------------------------------------
+
+
+def block_width(n: int, wanted: int, limit: int = BLOCK_LIMIT) -> int:
+    """How many vectors of size `n` to multiply at once: `wanted`, or what the limit allows."""
+    return max(1, min(wanted, limit // max(n, 1)))
+
+
+def default_width(operator: lx.AbstractLinearOperator, wanted: int) -> int:
+    """How many vectors to multiply at once: as many as are wanted, within the limits."""
+    width = block_width(operator.in_size(), wanted)
+    if calls_functions(operator):
+        width = min(width, FUNCTION_LIMIT)
+    return -(-wanted // -(-wanted // width))  # as many blocks as needed, of widths nearly the same
+
+
+def calls_functions(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a product calls a function, rather than multiplying stored numbers."""
+    inner = parts_of(operator)
+    if inner:
+        return any(map(calls_functions, inner))
+    # A kernel is evaluated once for all vectors.
+    return not isinstance(operator, (*STORED, KernelLinearOperator))
+
+
+def by_columns(fn: Callable[..., list[Array]], width: int, *blocks: list[Array]) -> list[Array]:
+    """`fn(*blocks)`, evaluated on `width` columns (along the last axes) at a time.
+
+    Reverse mode evaluates `fn` on these columns again, so that no intermediate values are kept.
+    """
+    m = blocks[0][0].shape[-1]
+    if width >= m:
+        return fn(*blocks)
+
+    @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+    def panel(start, blocks, size):
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=-1)
+        return fn(*jtu.tree_map(cut, blocks))
+
+    def put(results, start, size):
+        pairs = zip(results, panel(start, blocks, size), strict=True)
+        return [lax.dynamic_update_slice_in_dim(x, y, start, axis=-1) for x, y in pairs]
+
+    whole, rest = divmod(m, width)
+    # All initial values are overwritten. New zeros would take memory from the start; a block that
+    # exists anyway does not.
+    results = [
+        lax.stop_gradient(x).astype(y.dtype) if x.shape == y.shape else jnp.zeros(y.shape, y.dtype)
+        for x, y in zip(blocks[0], jax.eval_shape(fn, *blocks), strict=False)
+    ]
+    starts = width * jnp.arange(whole)
+    results, _ = lax.scan(lambda results, i: (put(results, i, width), None), results, starts)
+    return put(results, whole * width, rest) if rest else results

@@ -1,27 +1,30 @@
-"""What the tags of an operator say, and the checks of an operator that a user passes."""
+"""The checks of an operator that a user passes, which make every array that it depends on a leaf of
+it: in a function an array would be a constant of the program, and a tracer hidden from the rules of
+the primitive.
+"""
 
+import dataclasses
+from functools import partial, singledispatch
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 
-from .hoisting import hoist_closures
-from .known_parts import sign_of
-from .tags import leaf_dtypes, semidefinite_sign
-
-
-def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: str) -> None:
-    """Raise a `ValueError` unless the operator, or every term of it, is tagged semidefinite."""
-    if semidefinite_sign(operator) == 0 and sign_of(operator) is None:
-        raise ValueError(
-            f"{name} needs a semidefinite operator, and this {type(operator).__name__} is not "
-            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
-            "lineax.positive_semidefinite_tag)` (or `negative_semidefinite_tag`); otherwise use "
-            f"{instead}."
-        )
+from .._core.programs import (
+    ClosedFunction,
+    closed_function,
+    closed_functions,
+    is_converted,
+    is_plain,
+)
+from .parameters import as_jax
+from .precision import product_precision
+from .tags import CHECKS, is_complex, is_part, is_tagged, leaf_dtypes, semidefinite_sign
 
 
 def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator:
@@ -31,7 +34,10 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             "The operator must be a lineax.AbstractLinearOperator, got "
-            f"{type(operator).__name__}: {_wrapper(operator)}."
+            f"{type(operator).__name__}. Wrap a matrix in `lineax.MatrixLinearOperator(matrix)`, a "
+            "sparse one in `traceax.SparseLinearOperator(matrix)`, and a function in "
+            "`lineax.FunctionLinearOperator(fn, input_structure)`, where `input_structure` is a "
+            "`jax.ShapeDtypeStruct` (or a PyTree of them)."
         )
     _check_dtypes(operator)
     operator = hoist_closures(operator)
@@ -59,20 +65,6 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
     return operator
 
 
-def _wrapper(value: Any) -> str:
-    """How to make an operator of something else."""
-    if eqx.is_array_like(value) or isinstance(value, list):
-        return "wrap a matrix in `lineax.MatrixLinearOperator(matrix)`"
-    if hasattr(value, "tocsr") or hasattr(value, "todense"):
-        return "wrap a sparse matrix in `traceax.SparseLinearOperator(matrix)`"
-    if callable(value):
-        return (
-            "wrap a function in `lineax.FunctionLinearOperator(fn, input_structure)`, where "
-            "`input_structure` is a `jax.ShapeDtypeStruct` (or a PyTree of them)"
-        )
-    return "pass one of lineax's operators, e.g. `lineax.MatrixLinearOperator(matrix)`"
-
-
 def _check_dtypes(operator: lx.AbstractLinearOperator) -> None:
     leaves = [x for x in jtu.tree_leaves(operator) if isinstance(x, jax.Array)]
     for leaf in [*leaves, *jtu.tree_leaves(operator.in_structure())]:
@@ -83,3 +75,89 @@ def _check_dtypes(operator: lx.AbstractLinearOperator) -> None:
                 "64-bit numbers are switched off. Call this where the operator was made, in "
                 "`jax.enable_x64(True)`."
             )
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator with every array as a leaf: NumPy arrays, numbers that multiply an operator, and
+    contents of functions. An operator of another package keeps only its product and its tags where
+    a function in it or a static field may hold an array.
+    """
+    return as_jax(closed_functions(_hoisted(operator)))
+
+
+@singledispatch
+def _hoisted(node: Any) -> Any:
+    """An operator (or a leaf of one) with its arrays as leaves."""
+    return node
+
+
+@_hoisted.register(lx.AbstractLinearOperator)
+def _(node):
+    if type(node).__module__.partition(".")[0] in ("lineax", "traceax"):
+        return jtu.tree_map(_hoisted, node, is_leaf=partial(is_part, node))
+    leaves, treedef = jtu.tree_flatten(node)
+    others = [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
+    return node if all(map(is_plain, [treedef, *others])) else inexact(node, 0.0)
+
+
+@_hoisted.register(lx.FunctionLinearOperator)
+@_hoisted.register(lx.JacobianLinearOperator)
+def _(node):
+    if isinstance(node.fn, ClosedFunction) or is_converted(node.fn):
+        return node
+    is_function = isinstance(node, lx.FunctionLinearOperator)
+    example = (node.in_structure(),) if is_function else (node.x, node.args)
+    return eqx.tree_at(lambda x: x.fn, node, closed_function(node.fn, *example))
+
+
+@_hoisted.register(lx.MulLinearOperator)
+@_hoisted.register(lx.DivLinearOperator)
+def _(node):
+    """Tagged semidefinite by the sign of the scalar, read here, as programs trace the scalar."""
+    operator = _hoisted(node.operator)
+    scalar = node.scalar
+    if jnp.iscomplexobj(scalar) and not is_complex(operator):
+        raise ValueError(
+            f"A real operator was multiplied with (or divided by) the complex number {scalar}, and "
+            "still says that its vectors are real. Make the operator complex first: of a matrix "
+            "`lineax.MatrixLinearOperator(matrix.astype(complex))`, of a function one with a "
+            "complex input structure."
+        )
+    multiple = type(node)(operator, jnp.asarray(scalar))
+    sign = semidefinite_sign(operator)
+    if sign == 0 or isinstance(scalar, jax.core.Tracer):
+        return multiple
+    number = complex(np.asarray(scalar))  # NumPy, because under a trace JAX would return a tracer
+    if number.imag != 0:
+        return multiple
+    # As inside a program, 0 and NaN pass for positive numbers: the outcome says what is wrong.
+    positive = (number.real < 0) == (sign < 0)
+    tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
+    return lx.TaggedLinearOperator(multiple, tag)
+
+
+def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.FunctionLinearOperator:
+    """The same operator, with products declared coarser than their dtype, such as solutions by
+    conjugate gradients. Standard errors and checks of symmetry allow for that.
+
+    !!! Example
+
+        ```python
+        hat = lx.FunctionLinearOperator(smoothed, structure, lx.positive_semidefinite_tag)
+        tr.trace(key, tr.inexact(hat, 1e-6), k=50)  # solved with `rtol=1e-6`
+        ```
+
+    **Arguments:**
+
+    - `operator`: the operator, whose tags stay.
+    - `precision`: the relative error of a product.
+    """
+    structure = operator.in_structure()
+    closed = closed_function(operator.mv, structure)
+    precision = max(precision, product_precision(operator))
+    closed = dataclasses.replace(closed, precision=precision)
+    tags = frozenset(tag for tag, check in CHECKS.items() if is_tagged(check, operator))
+    return lx.FunctionLinearOperator(closed, structure, tags, closure_convert=False)

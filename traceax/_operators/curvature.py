@@ -17,12 +17,10 @@ forward-over-forward, in about half the time, and in the memory of v and of the 
 import dataclasses
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, final
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -31,8 +29,8 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._core.precision import at_least_single, widened
 from .._core.programs import closed_function
-from .parameters import Constant, as_jax, structure_of
-from .precision import eps_along, eps_of_product
+from .parameters import structure_of
+from .precision import eps_along, product_precision
 from .tags import register_tags
 
 
@@ -133,21 +131,16 @@ lx.materialise.register(CurvatureOperator)(lambda operator: lx.materialise(opera
 lx.diagonal.register(CurvatureOperator)(lambda operator: lx.diagonal(operator.as_function()))
 lx.conj.register(CurvatureOperator)(lambda operator: operator)  # the parameters are real
 register_tags(CurvatureOperator)
+product_precision.register(CurvatureOperator)(lambda operator: operator.precision or 0.0)
 
 
-def _check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
-    """The batches as JAX arrays with the same leading axis, and their weights as an array."""
+def check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
+    """The batches as JAX arrays, and their weights as an array."""
     batches = jtu.tree_map(jnp.asarray, batches)
-    shapes = [leaf.shape for leaf in jtu.tree_leaves(batches)]
-    axes = {shape[:1] for shape in shapes}
-    if batches is not None and (len(axes) != 1 or axes & {(), (0,)}):
-        raise ValueError(
-            "Every array of `batches` needs the same leading axis, one entry for each, got shapes "
-            f"{shapes}. Reshape data of shape (N, ...) to (number of batches, N / number, ...)."
-        )
     if weights is None:
         return batches, None
     weights = jnp.asarray(weights, float)
+    axes = {leaf.shape[:1] for leaf in jtu.tree_leaves(batches)}
     if axes != {weights.shape}:
         raise ValueError(
             f"`weights` must be one number for each of the `batches`, got shape {weights.shape} "
@@ -163,14 +156,14 @@ def _check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
 # products do not differentiate by them, but derivatives of products do.
 
 
-def _product(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
+def forward_product(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
     """J^T H J v."""
     out, push = jax.linearize(inner, moving)
     _, curved = jax.jvp(jax.grad(lambda x: outer(x, out)), (out,), (push(vector),))
     return jax.linear_transpose(push, moving)(curved)[0]
 
 
-def _form(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Array:
+def forward_form(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Array:
     """v^T J^T H J v, forward-over-forward."""
     out, direction = jax.jvp(inner, (moving,), (vector,))
 
@@ -180,12 +173,12 @@ def _form(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Array:
     return jax.jvp(slope, (out,), (direction,))[1]
 
 
-def _reverse(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
+def reverse_product(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
     """The Hessian times v, reverse-over-reverse."""
     return jax.vjp(jax.grad(lambda x: outer(inner(x), None)), moving)[1](vector)[0]
 
 
-def _difference(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
+def difference_product(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
     """The Hessian times v, by a central difference of two gradients.
 
     A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
@@ -216,83 +209,8 @@ def _difference(inner: Callable, outer: Callable, moving: Any, vector: Any) -> A
 
 
 #: How second derivatives are taken. See `traceax.curvature.hessian`.
-MODES = {"forward": _product, "reverse": _reverse, "finite-difference": _difference}
-
-
-def _programs(inner: Callable, outer: Callable, mode: str, example: Any, static: Any) -> Any:
-    """The product, the quadratic form and the precision of products, for all arrays like these."""
-
-    def close(method):
-        def of_arrays(moving, indexed, vector, arrays):
-            index, batch = indexed
-            constant, args = eqx.combine(arrays, static)
-            data = args if batch is None else (batch, *args)
-            return method(
-                lambda x: inner(x, constant, index, *data),
-                lambda out, at: outer(out, at, constant, *data),
-                moving,
-                vector,
-            )
-
-        return closed_function(of_arrays, *example)
-
-    product = close(MODES[mode])
-    moving, indexed, vector, arrays = example
-    followed = (moving, False), (indexed, False), (vector, True), (arrays, False)
-    if mode == "finite-difference":
-        # At most this where the loss is smooth.
-        return product, None, 4 * eps_along(product, *followed) ** (2 / 3)
-    form = None
-    if mode == "forward":
-        with suppress(TypeError, NotImplementedError):  # a `jax.custom_vjp` has no forward mode
-            form = close(_form)
-    # Many networks compute in half precision with parameters of single precision.
-    return product, form, eps_of_product(product, *followed)
-
-
-def make_curvature(
-    inner: Callable[..., Any],
-    outer: Callable[..., Any],
-    params: tuple[Any, Constant],
-    args: tuple[Any, ...],
-    batches: Any,
-    weights: Any,
-    tags: tuple[object, ...] = (),
-    mode: str = "forward",
-    traced: dict[Any, Any] | None = None,
-) -> CurvatureOperator:
-    """The operator v -> J^T H_L J v of `inner(moving, constant, index of the batch, *data)`, which
-    returns the outputs, and the scalar `outer(outputs, at, constant, *data)`. `traced` holds
-    programs of the same functions, by the structure of all arguments.
-    """
-    moving, constant = params
-    batches, weights = _check_batches(batches, weights)
-    arrays, static = eqx.partition((constant, as_jax(args)), eqx.is_array)
-    vector = structure_of(moving)
-    indexed = (structure_of(jnp.asarray(0)), structure_of(batches, axes=1))
-    example = (vector, indexed, vector, structure_of(arrays))
-
-    leaves, treedef = jtu.tree_flatten((example, static))
-    place = (treedef, *((type(x), x) for x in leaves))  # 2 is not 2.0
-    try:
-        programs = None if traced is None else traced.get(place)
-    except TypeError:  # an argument that has no hash
-        programs = traced = None
-    if programs is None:
-        programs = _programs(inner, outer, mode, example, static)
-        # Functions that hold traced arrays differ from call to call.
-        holds_tracers = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(programs))
-        if traced is not None and not holds_tracers:
-            traced[place] = programs
-    product, form, precision = programs
-    return CurvatureOperator(
-        product=product,
-        form=form,
-        params=moving,
-        arrays=arrays,
-        batches=batches,
-        weights=weights,
-        tags=frozenset((lx.symmetric_tag, *tags)),
-        precision=precision,
-        differences=mode == "finite-difference",
-    )
+MODES = {
+    "forward": forward_product,
+    "reverse": reverse_product,
+    "finite-difference": difference_product,
+}

@@ -1,16 +1,12 @@
 """Gram operators."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
 from jax import lax
-from jaxtyping import Array, PyTree, Real
+from jaxtyping import Array, Real
 
 from .._core.estimate import scale_of
 from .._core.precision import any_promotion, at_least_single
@@ -41,35 +37,21 @@ def gram(
     def adjoint(vector):
         return jtu.tree_map(jnp.conj, transposed.mv(jtu.tree_map(jnp.conj, vector)))
 
-    sides = (operator.mv, operator.in_structure()), (adjoint, operator.out_structure())
-    first, second = sides[::-1] if rows else sides
+    sides = [(operator.mv, operator.in_structure()), (adjoint, operator.out_structure())]
+    sides = sides[::-1] if rows else sides
 
     def product(vector):
-        return _wide_product(*second, _wide_product(*first, vector, unit), unit)
+        # Leaves, and the factors of multiples, may be of several dtypes.
+        with any_promotion():
+            for multiply, structure in sides:
+                given = jtu.tree_map(lambda x, y: x.astype(y.dtype), vector, structure)
+                vector = jtu.tree_map(
+                    lambda x: (x / unit).astype(at_least_single(x.dtype)), multiply(given)
+                )
+        return vector
 
-    structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, _wide(x.dtype)), first[1])
-    with any_promotion():  # leaves may be of several dtypes
+    structure = jtu.tree_map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, at_least_single(x.dtype)), sides[0][1]
+    )
+    with any_promotion():
         return lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag)
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    return at_least_single(dtype) if jnp.issubdtype(dtype, jnp.inexact) else dtype
-
-
-def _wide_product(
-    mv: Callable[[Any], Any], structure: PyTree, vector: PyTree[Array], unit: Real[Array, ""]
-) -> PyTree[Array]:
-    """A product over the unit, in at least single precision. For operators of less precision the
-    vector is scaled to 1: an image of an image can exceed half precision.
-    """
-    size: Any = 1.0
-    with any_promotion():  # the factor of a multiple may be of any dtype
-        if any(_wide(x.dtype) != x.dtype for x in jtu.tree_leaves(structure)):
-            largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jtu.tree_leaves(vector)]
-            size = lax.stop_gradient(scale_of(jnp.stack(largest)))
-            vector = jtu.tree_map(lambda x, y: (x / size).astype(y.dtype), vector, structure)
-
-        def scaled(x):
-            return (x * (size / unit)).astype(_wide(x.dtype))
-
-        return jtu.tree_map(scaled, mv(vector))

@@ -21,11 +21,12 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Inexact, PyTree
 
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
-from .._core.programs import closed_function, is_plain
+from .._core.programs import closed_function
+from .parameters import structure_of
 from .tags import register_tags
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
@@ -37,27 +38,6 @@ _BLOCK_ELSEWHERE = 2**24
 def _conjugated(kernel: Callable[..., Any], x: PyTree[Array], y: PyTree[Array]) -> Array:
     """The transpose of a complex kernel, which is Hermitian."""
     return jnp.conj(kernel(x, y))
-
-
-def _of_pairs(kernel: Any, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
-    """A kernel of single points, for all pairs of two blocks. (The axes of the pairs are the last
-    ones: on CPUs a sum over a last axis of coordinates is slow.)
-    """
-    b, m = (jtu.tree_leaves(each)[0].shape[0] for each in (x, y))
-
-    def spread(leaf, axis):
-        last = jnp.expand_dims(jnp.moveaxis(leaf, 0, -1), axis)
-        return jnp.broadcast_to(last, (*leaf.shape[1:], b, m))
-
-    pairs = (
-        jtu.tree_map(lambda leaf: spread(leaf, -1), x),
-        jtu.tree_map(lambda leaf: spread(leaf, -2), y),
-    )
-    return jax.vmap(jax.vmap(kernel, -1, -1), -2, -2)(*pairs)
-
-
-def _point(x: PyTree[Array], rows: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
-    return jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(rows + leaf.shape[1:], leaf.dtype), x)
 
 
 def _cut(rows: PyTree[Array], count: int) -> PyTree[Array]:
@@ -111,23 +91,17 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
 
     **Attributes:**
 
-    - `kernel`, `x`, `block_size`, `batched`: as given, the kernel closure-converted.
+    - `kernel`, `x`, `block_size`: as given, the kernel closure-converted.
     """
 
     kernel: Any
     x: PyTree[Array]
     block_size: int | None = eqx.field(static=True)
-    batched: bool = eqx.field(static=True)
     _dtype: np.dtype = eqx.field(static=True)
     tags: ClassVar[frozenset[object]] = frozenset([lx.positive_semidefinite_tag])
 
     def __init__(
-        self,
-        kernel: Callable[..., Any],
-        x: PyTree[Any],
-        *,
-        block_size: int | None = None,
-        batched: bool = False,
+        self, kernel: Callable[..., Any], x: PyTree[Any], *, block_size: int | None = None
     ):
         """**Arguments:**
 
@@ -136,50 +110,37 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         - `x`: the points, an array of shape `(n,)` or `(n, d)`, or a PyTree of arrays with n rows.
         - `block_size`: so many rows' worth of numbers of K are evaluated at once, in a square tile.
             By default 2^20 numbers, which fit into the cache of a CPU.
-        - `batched`: whether `kernel(X, Y)` takes two blocks of points, of b and m rows, and returns
-            an array of shape `(b, m)`, as the kernels of tinygp do.
         """
-        if not callable(kernel):
-            raise TypeError(
-                "A kernel must be a function of two points that returns a number, got a "
-                f"{type(kernel).__name__}. Wrap a matrix in `lineax.MatrixLinearOperator(matrix)`."
-            )
         self.x = _inputs(x)
         self.block_size = checked_count(
             block_size, "block_size (rows evaluated at once)", none="it is chosen from n"
         )
-        rows = (1,) if batched else ()
-        pair = _point(self.x, rows), _point(self.x, rows)
-        value = jax.eval_shape(kernel, *pair)
-        if not hasattr(value, "shape") or value.shape != 2 * rows:
+        point = structure_of(self.x, axes=1)
+        value = jax.eval_shape(kernel, point, point)
+        if getattr(value, "shape", None) != ():
             raise ValueError(
-                "The kernel must return a number for two points (with `batched=True` an array of "
-                f"shape (b, m) for blocks of b and m points), got {value} for points "
-                f"{pair[0]}. Add up over the coordinates of a point."
+                f"The kernel must return a number for two points, got {value} for points {point}. "
+                "Add up over the coordinates of a point; of a function of blocks take a block of "
+                "one, `lambda a, b: kernel(a[None], b[None])[0, 0]`."
             )
         inexact = jnp.issubdtype(value.dtype, jnp.inexact)
         self._dtype = np.dtype(value.dtype if inexact else jax.dtypes.canonicalize_dtype(float))
-        functions = [leaf for leaf in jtu.tree_leaves(kernel) if callable(leaf)]
-        if batched and all(map(is_plain, functions)):
-            self.kernel = kernel
-            self.batched = True
-            return
-        # Every array that the kernel closes over becomes a leaf, for points of this shape. A kernel
-        # of blocks is traced for blocks of a single point, as blocks of all sizes are needed.
-        point = _point(self.x, ())
-
-        def of_points(x, y):
-            if not batched:
-                return kernel(x, y)
-            return kernel(*jtu.tree_map(lambda leaf: leaf[None], (x, y)))[0, 0]
-
-        self.kernel = closed_function(of_points, point, point)
-        self.batched = False
+        self.kernel = closed_function(kernel, point, point)
 
     def block(self, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:
         """The kernel of all pairs of two blocks of points."""
-        values = self.kernel(x, y) if self.batched else _of_pairs(self.kernel, x, y)
-        return values.astype(self._dtype)
+        b, m = (jtu.tree_leaves(points)[0].shape[0] for points in (x, y))
+
+        # The axes of the pairs are the last: on CPUs a sum over a last axis of coordinates is slow.
+        def spread(points, axis):
+            def pairs(leaf):
+                last = jnp.expand_dims(jnp.moveaxis(leaf, 0, -1), axis)
+                return jnp.broadcast_to(last, (*leaf.shape[1:], b, m))
+
+            return jtu.tree_map(pairs, points)
+
+        of_pairs = jax.vmap(jax.vmap(self.kernel, -1, -1), -2, -2)
+        return of_pairs(spread(x, -1), spread(y, -2)).astype(self._dtype)
 
     def _tiles(self) -> int:
         """The number of blocks of rows, and of columns, that tiles of the matrix are cut into."""
@@ -210,43 +171,23 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         total, _ = lax.scan(add, jnp.zeros_like(v), pairs)
         return total.T.reshape(-1)[:n]
 
-    def columns(self, indices: Int[Array, " m"]) -> Inexact[Array, "n m"]:
-        """Columns of the matrix, by their numbers: n evaluations for each."""
-        chosen = jtu.tree_map(lambda leaf: leaf[indices], self.x)
-        return self.block(self.x, chosen)
+    def entries(self, rows: Any, columns: Any) -> Inexact[Array, "a b"]:
+        """The entries `K[rows][:, columns]`, one evaluation for each. Their derivative evaluates
+        them again.
 
-    def submatrices(self, indices: Int[Array, "b s"]) -> Inexact[Array, "b s s"]:
-        """The matrices `K[s, s]` for sets s of indices, one in each row: `b s^2` evaluations."""
-        points = jtu.tree_map(lambda leaf: leaf[indices], self.x)
-        return jax.vmap(self.block)(points, points)
+        **Arguments:**
 
-    def contracted(
-        self, vectors: Inexact[Array, "n c"], core: Inexact[Array, "c c"]
-    ) -> Real[Array, ""]:
-        """The number `Re <V C V^H, K>` for a Hermitian C: about `n^2 / 2` evaluations."""
-        n = self.in_size()
-        count = self._tiles()  # c
-        # Rows that are 0 do not count, whichever point stands beside them.
-        padded = jnp.pad(vectors, ((0, -n % count), (0, 0)))
-        x = _cut(self.x, count)
-        left = _cut(matmul(padded, core), count)
-        right = _cut(padded, count)
-        rows, others = np.triu_indices(count)
+        - `rows`, `columns`: vectors of indices, or `slice(None)` for all.
+        """
 
-        @partial(jax.checkpoint, prevent_cse=False)
-        def sum_over_tile(numbers):
-            i, j = numbers
-            x_i, x_j = (jtu.tree_map(itemgetter(number), x) for number in numbers)
-            weights = jnp.conj(matmul(left[i], jnp.conj(right[j]).T))
-            entries = self.block(x_i, x_j).astype(weights.dtype)
-            total = jnp.sum((weights * entries).real)
-            return jnp.where(i == j, total, 2 * total)  # and of the tile across the diagonal
+        def block(x):
+            return self.block(*(jtu.tree_map(itemgetter(i), x) for i in (rows, columns)))
 
-        return jnp.sum(lax.map(sum_over_tile, (jnp.asarray(rows), jnp.asarray(others))))
+        return jax.checkpoint(block)(self.x)
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
-        """The dense matrix: `n^2` evaluations. Its derivative evaluates them again."""
-        return jax.checkpoint(lambda x: self.block(x, x))(self.x)
+        """The dense matrix: `n^2` evaluations."""
+        return self.entries(slice(None), slice(None))
 
     def transpose(self) -> "KernelLinearOperator":
         """The transpose: the operator itself, unless the kernel is complex."""
@@ -271,10 +212,8 @@ def _(operator):
 
 @lx.diagonal.register(KernelLinearOperator)
 def _(operator):
-    def entry(point):
-        return operator.block(*2 * (jtu.tree_map(lambda leaf: leaf[None], point),))[0, 0]
-
-    return jax.checkpoint(jax.vmap(entry))(operator.x)
+    numbers = jnp.arange(operator.in_size())[:, None]
+    return jax.vmap(lambda i: operator.entries(i, i)[0, 0])(numbers)
 
 
 lx.linearise.register(KernelLinearOperator)(lambda operator: operator)

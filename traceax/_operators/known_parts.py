@@ -12,22 +12,21 @@ from operator import add
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, Real
 
 from .._core.estimate import Evidence, evidence_of, scale_of
-from .._core.precision import any_promotion, matmul
-from .block_operator import BlockOperator
+from .._core.precision import any_promotion
+from .block_operator import STORED, BlockOperator
 from .kernel import KernelLinearOperator
-from .questions import answers
 from .sparse import SparseLinearOperator
 from .tags import is_tagged, parts_of, semidefinite_sign
-from .width import STORED
 
 _MULTIPLES = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
+_BANDED = lx.DiagonalLinearOperator, lx.IdentityLinearOperator, lx.TridiagonalLinearOperator
 
 
 class Term(NamedTuple):
@@ -83,69 +82,78 @@ def _is_stored_diagonal(operator: lx.AbstractLinearOperator) -> bool:
 
 # --- entries --------------------------------------------------------------------------------------
 
+Indices = Int[Array, " a"] | slice
+
+
+@singledispatch
+def stored_entries(operator: Any, rows: Indices, columns: Indices) -> Inexact[Array, "a b"] | None:
+    """The entries `A[rows][:, columns]`, of at least single precision, or None where they take
+    products.
+
+    A class of operators whose columns cost far less than products registers a function:
+    `traceax.extend.stored_entries.register(Class)(function)`. Traces and diagonals are then read,
+    and log-determinants make their preconditioner from entries.
+
+    **Arguments:**
+
+    - `operator`: a lineax operator with n rows and columns.
+    - `rows`, `columns`: vectors of numbers, which may be traced, or `slice(None)` for all.
+    """
+    return None
+
 
 @singledispatch
 def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
     """The diagonal, an array of at least single precision, or None where it takes products.
 
-    A class of operators whose diagonal costs far less than a product registers a function:
+    A class of operators that knows its diagonal alone registers a function:
     `traceax.extend.stored_diagonal.register(Class)(function)`.
 
     **Arguments:**
 
     - `operator`: a lineax operator with n rows and columns.
     """
+    n = operator.in_size()
     if is_tagged(lx.has_unit_diagonal, operator):
-        return jnp.ones(operator.in_size(), BlockOperator(operator).dtype)
-    return None
+        return jnp.ones(n, BlockOperator(operator).dtype)
+    if isinstance(operator, lx.TaggedLinearOperator):
+        return stored_diagonal(operator.operator)
+    if not _is_registered(operator):
+        return None
+    return submatrices(operator, jnp.arange(n)[:, None])[:, 0, 0]
 
 
-@singledispatch
-def stored_columns(
-    operator: Any, indices: Int[Array, " m"] | slice
-) -> Inexact[Array, "n m"] | None:
-    """Columns `A[:, indices]`, of at least single precision, or None where they take products.
-
-    A class of operators whose columns cost far less than products registers a function:
-    `traceax.extend.stored_columns.register(Class)(function)`. If its diagonal can be read, too,
-    log-determinants make their preconditioner from columns.
-
-    **Arguments:**
-
-    - `operator`: a lineax operator with n rows and columns.
-    - `indices`: the numbers of the columns, which may be traced; `slice(None)` for all of them.
-    """
-    return None
+def _is_registered(operator: Any) -> bool:
+    return stored_entries.dispatch(type(operator)) is not stored_entries.dispatch(object)
 
 
 for _class in (lx.AddLinearOperator, *_MULTIPLES):
+
+    @stored_entries.register(_class)
+    def _(operator, rows, columns):
+        return _sum_of(terms(operator, partial(stored_entries, rows=rows, columns=columns)))
 
     @stored_diagonal.register(_class)
     def _(operator):
         return _sum_of(terms(operator, stored_diagonal))
 
-    @stored_columns.register(_class)
-    def _(operator, indices):
-        return _sum_of(terms(operator, partial(stored_columns, indices=indices)))
+
+@stored_entries.register(lx.TaggedLinearOperator)
+def _(operator, rows, columns):
+    return stored_entries(operator.operator, rows, columns)
 
 
-@stored_diagonal.register(lx.TaggedLinearOperator)
-def _(operator):
-    ones = stored_diagonal.dispatch(object)(operator)
-    return stored_diagonal(operator.operator) if ones is None else ones
-
-
-@stored_columns.register(lx.TaggedLinearOperator)
-def _(operator, indices):
-    return stored_columns(operator.operator, indices)
-
-
-def _read_diagonal(operator):
-    return lx.diagonal(operator).astype(BlockOperator(operator).dtype)
-
-
-for _class in (*STORED, KernelLinearOperator):
-    stored_diagonal.register(_class)(_read_diagonal)
+@stored_entries.register(lx.ComposedLinearOperator)
+def _(operator, rows, columns):
+    first, second = operator.operator1, operator.operator2
+    by_rows = is_tagged(lx.is_diagonal, first)
+    if not by_rows and not is_tagged(lx.is_diagonal, second):
+        return None
+    scaling = stored_diagonal(first if by_rows else second)
+    entries = stored_entries(second if by_rows else first, rows, columns)
+    if scaling is None or entries is None:
+        return None
+    return scaling[rows][:, None] * entries if by_rows else entries * scaling[columns]
 
 
 @stored_diagonal.register(lx.ComposedLinearOperator)
@@ -158,110 +166,61 @@ def _(operator):
     return None if first is None or second is None else first * second
 
 
-@stored_columns.register(lx.MatrixLinearOperator)
-def _(operator, indices):
-    return operator.matrix[:, indices].astype(BlockOperator(operator).dtype)
+def _read_diagonal(operator):
+    return lx.diagonal(operator).astype(BlockOperator(operator).dtype)
 
 
-def _unit_products(block: BlockOperator, indices: Array | slice) -> Array:
+for _class in (*STORED, KernelLinearOperator):
+    stored_diagonal.register(_class)(_read_diagonal)
+
+
+def _read_entries(operator, matrix, rows, columns):
+    rows = rows if isinstance(rows, slice) else rows[:, None]
+    return matrix[rows, columns].astype(BlockOperator(operator).dtype)
+
+
+@stored_entries.register(lx.MatrixLinearOperator)
+def _(operator, rows, columns):
+    return _read_entries(operator, operator.matrix, rows, columns)
+
+
+@stored_entries.register(SparseLinearOperator)
+def _(operator, rows, columns):
+    if isinstance(rows, slice) and not isinstance(columns, slice):
+        return _unit_products(BlockOperator(operator), columns)
+    return _read_entries(operator, operator.as_matrix(), rows, columns)
+
+
+@stored_entries.register(KernelLinearOperator)
+def _(operator, rows, columns):
+    return operator.entries(rows, columns).astype(BlockOperator(operator).dtype)
+
+
+@stored_entries.register(lx.DiagonalLinearOperator)
+@stored_entries.register(lx.IdentityLinearOperator)
+@stored_entries.register(lx.TridiagonalLinearOperator)
+def _(operator, rows, columns):
+    numbers = jnp.arange(operator.in_size())
+    offset = numbers[columns] - numbers[rows][:, None]
+    diagonal, lower, upper = lx.tridiagonal(operator)
+    bands = (0, diagonal), (-1, jnp.pad(lower, (1, 0))), (1, jnp.pad(upper, (0, 1)))
+    dtype = BlockOperator(operator).dtype
+    found = [jnp.where(offset == i, band[rows][:, None].astype(dtype), 0) for i, band in bands]
+    return found[0] + found[1] + found[2]
+
+
+def _unit_products(block: BlockOperator, indices: Indices) -> Array:
     """Columns by products with unit vectors."""
     rows = jnp.arange(block.n)
     return block.mm((rows[:, None] == rows[indices]).astype(block.dtype))
-
-
-@stored_columns.register(lx.DiagonalLinearOperator)
-@stored_columns.register(lx.IdentityLinearOperator)
-@stored_columns.register(lx.TridiagonalLinearOperator)
-@stored_columns.register(SparseLinearOperator)
-def _(operator, indices):
-    block = BlockOperator(operator)
-    whole = isinstance(indices, slice)
-    return operator.as_matrix().astype(block.dtype) if whole else _unit_products(block, indices)
-
-
-@stored_columns.register(KernelLinearOperator)
-def _(operator, indices):
-    whole = isinstance(indices, slice)
-    entries = operator.as_matrix() if whole else operator.columns(indices)
-    return entries.astype(BlockOperator(operator).dtype)
-
-
-@stored_columns.register(lx.ComposedLinearOperator)
-def _(operator, indices):
-    question = partial(stored_columns, indices=indices)
-    return _scaled(operator, question, np.s_[:, None], indices)
-
-
-def _scaled(operator: Any, question: Callable[[Any], Any], rows: Any, columns: Any) -> Any:
-    """Entries of D A or A D in these rows and columns, from those of A, or None."""
-    by_rows = is_tagged(lx.is_diagonal, operator.operator1)
-    factors = operator.operator1, operator.operator2
-    diagonal, other = factors if by_rows else factors[::-1]
-    if not is_tagged(lx.is_diagonal, diagonal):
-        return None
-    scaling = stored_diagonal(diagonal)
-    entries = question(other)
-    if scaling is None or entries is None:
-        return None
-    return scaling[rows if by_rows else columns] * entries
 
 
 def submatrices(
     operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]
 ) -> Inexact[Array, "b s s"]:
     """The matrices `A[s, s]` of an operator with `has_entries`, for a set s of indices a row."""
-    return _sum_of(terms(operator, partial(_submatrices, indices=indices)))
-
-
-@singledispatch
-def _submatrices(operator: Any, indices: Array) -> Any:
-    matrix = stored_columns(operator, slice(None))
-    return None if matrix is None else matrix[indices[:, :, None], indices[:, None, :]]
-
-
-@_submatrices.register(lx.DiagonalLinearOperator)
-@_submatrices.register(lx.IdentityLinearOperator)
-def _(operator, indices):
-    diagonal = _read_diagonal(operator)[indices][:, :, None]
-    return jnp.where(indices[:, :, None] == indices[:, None, :], diagonal, 0)
-
-
-@_submatrices.register(KernelLinearOperator)
-def _(operator, indices):
-    return operator.submatrices(indices).astype(BlockOperator(operator).dtype)
-
-
-@_submatrices.register(lx.ComposedLinearOperator)
-def _(operator, indices):
-    question = partial(submatrices, indices=indices)
-    return _scaled(operator, question, indices[:, :, None], indices[:, None, :])
-
-
-@singledispatch
-def _contraction(operator: Any, vectors: Array, core: Array) -> Any:
-    block = BlockOperator(operator)
-    left = block.leaves(matmul(vectors, core))
-    return jnp.sum(block.forms(left, block.leaves(vectors)))
-
-
-@_contraction.register(KernelLinearOperator)
-def _(operator, vectors, core):
-    return operator.contracted(vectors, core).astype(BlockOperator(operator).dtype)
-
-
-@_contraction.register(lx.TaggedLinearOperator)
-@_submatrices.register(lx.TaggedLinearOperator)
-def _(operator, *args, **kwargs):
-    return None  # so that `terms` asks what is inside
-
-
-def contracted(
-    operator: lx.AbstractLinearOperator,
-    vectors: Inexact[Array, "n c"],
-    core: Inexact[Array, "c c"],
-) -> Real[Array, ""]:
-    """The number `Re <V C V^H, A>` for a Hermitian C: c matvecs, or n^2 / 2 entries of a kernel."""
-    return _sum_of(terms(operator, partial(_contraction, vectors=vectors, core=core))).real
+    known: Any = partial(stored_entries, operator)
+    return jax.vmap(lambda s: known(s, s))(indices)
 
 
 def columns(
@@ -269,7 +228,7 @@ def columns(
 ) -> Inexact[Array, "n m"]:
     """Columns of an operator, `A[:, indices]`, of its dtype (at least float32).
 
-    Entries are read where the operator knows them, see [`traceax.extend.stored_columns`][]: those
+    Entries are read where the operator knows them, see [`traceax.extend.stored_entries`][]: those
     of matrices and kernels, also in sums, multiples and products with a diagonal operator.
     Everything else multiplies unit vectors, at the cost of one matvec for each column.
 
@@ -282,13 +241,13 @@ def columns(
     indices = jnp.asarray(indices)
     block = BlockOperator(operator)
     with any_promotion():
-        found = stored_columns(operator, indices)
+        found = stored_entries(operator, slice(None), indices)
         return _unit_products(block, indices) if found is None else found.astype(block.dtype)
 
 
 def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
     """The matrix of an operator, and its number of products: 0 for stored entries, n otherwise."""
-    stored = stored_columns(block.operator, slice(None))
+    stored = stored_entries(block.operator, slice(None), slice(None))
     if stored is None:
         return _unit_products(block, slice(None)), block.n
     return stored.astype(block.dtype), 0
@@ -296,38 +255,38 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
     """Whether a column costs far less than a product, as for dense matrices and kernels, also in
-    sums with diagonal operators, multiples and diagonal scalings. (Columns of `sparse` matrices
-    cost as little as products.)
+    sums with banded operators, multiples and diagonal scalings. (Columns of `sparse` matrices cost
+    as little as products.)
     """
-    kinds = {term.known for term in terms(operator, _kind)}
+    kinds = _kinds(operator)
     wanted = {"dense", "sparse"} if sparse else {"dense"}
-    return kinds <= {"diagonal", *wanted} and bool(kinds & wanted)
+    return kinds <= {"banded", *wanted} and bool(kinds & wanted)
 
 
-def _kind(operator: Any) -> str | None:
-    """What stores the entries: "diagonal", "sparse", "dense" (cheap columns) or nothing."""
-    if _is_stored_diagonal(operator):
-        return "diagonal"
+def _kinds(operator: lx.AbstractLinearOperator) -> set[str]:
+    """What stores the entries of the parts of an operator: "banded", "sparse" or "dense" operators,
+    or "products".
+    """
+    if not _is_registered(operator):
+        return {"products"}
+    if isinstance(operator, _BANDED):
+        return {"banded"}
     if isinstance(operator, SparseLinearOperator):
-        return "sparse"
-    if isinstance(operator, lx.ComposedLinearOperator):
-        others = [factor for factor in parts_of(operator) if not _is_stored_diagonal(factor)]
-        if len(others) != 1 or not has_entries(others[0], sparse=True):
-            return None
-        return "dense" if has_entries(others[0]) else "sparse"
-    if isinstance(operator, lx.TaggedLinearOperator | lx.TridiagonalLinearOperator):
-        return None
-    known = answers(stored_columns, operator) and answers(stored_diagonal, operator)
-    return "dense" if known else None
+        return {"sparse"}
+    inner = parts_of(operator)
+    scaled = any(is_tagged(lx.is_diagonal, part) for part in inner)
+    if isinstance(operator, lx.ComposedLinearOperator) and not scaled:
+        return {"products"}
+    return set().union(*map(_kinds, inner)) if inner else {"dense"}
 
 
 # --- known parts of a sum -------------------------------------------------------------------------
 
 
 class KnownParts(NamedTuple):
-    """`diag(A) = exact + scale diag(rest)`, or the same for traces."""
+    """`diag(A) = exact + scale diag(rest)`."""
 
-    exact: Any  # differentiable, as `scale` is; None where `split_shift` finds nothing
+    exact: Inexact[Array, " n"]  # differentiable, as `scale` is
     scale: Inexact[Array, ""]
     rest: lx.AbstractLinearOperator | None  # None if nothing is left
     evidence: Evidence  # whether the parts that were split off are finite
@@ -345,15 +304,13 @@ class KnownParts(NamedTuple):
         return jnp.array(False) if sign is None else sign > 0
 
 
-def split_known_parts(operator: lx.AbstractLinearOperator, diagonal: bool = False) -> KnownParts:
-    """Split off the parts of sums and multiples whose trace (or `diagonal`) can be read."""
-    parts = _split(operator, stored_diagonal)
-    exact = jnp.zeros(operator.in_size(), parts.scale.dtype) if parts.exact is None else parts.exact
-    return parts._replace(exact=exact if diagonal else jnp.sum(exact))
+def split_known_parts(operator: lx.AbstractLinearOperator) -> KnownParts:
+    """Split off the parts of sums and multiples whose diagonal can be read."""
+    return _split(operator, stored_diagonal)
 
 
 def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
-    """Split off stored diagonals, such as the s I of K + s I; without any, `exact` is None."""
+    """Split off stored diagonals, such as the s I of K + s I."""
 
     def diagonal_of_term(part):
         return _read_diagonal(part) if _is_stored_diagonal(part) else None
@@ -376,7 +333,7 @@ def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) 
     # A product would reveal a NaN off the diagonal: this looks at all entries, too.
     read = eqx.filter([term.operator for term in known], eqx.is_inexact_array)
     return KnownParts(
-        exact=_sum_of(known).astype(dtype) if known else None,
+        exact=jnp.broadcast_to(jnp.asarray(_sum_of(known)).astype(dtype), operator.in_size()),
         scale=jnp.asarray(scale, dtype),
         rest=rest,
         evidence=evidence_of(*jtu.tree_leaves(read)),
@@ -408,6 +365,17 @@ def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
     return jnp.where(sign < 0, -1, 1) if tagged == 0 else tagged
 
 
+def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: str) -> None:
+    """Raise a `ValueError` unless the operator, or every term of it, is tagged semidefinite."""
+    if semidefinite_sign(operator) == 0 and sign_of(operator) is None:
+        raise ValueError(
+            f"{name} needs a semidefinite operator, and this {type(operator).__name__} is not "
+            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
+            "lineax.positive_semidefinite_tag)` (or `negative_semidefinite_tag`); otherwise use "
+            f"{instead}."
+        )
+
+
 # --- the scaling by a shift -----------------------------------------------------------------------
 
 
@@ -431,8 +399,6 @@ def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
     real = jnp.finfo(block.dtype).dtype
     one = jnp.ones((), real)
     parts = split_shift(operator)
-    if parts.exact is None:
-        return Scaling(jnp.ones(block.n, real), one, jnp.array(False))
     shift = parts.exact.real.astype(real)
     unit = jnp.max(shift, initial=0.0)
     # Below eps times the diagonal of A, a shift is lost in rounding.

@@ -1,12 +1,14 @@
 """The relative precision of products, read from the jaxpr of the function that makes them."""
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
 
 from .._core.precision import at_least_single, eps_of_factors
 from .._core.programs import (
@@ -17,6 +19,7 @@ from .._core.programs import (
     opened,
     variables,
 )
+from .tags import parts_of
 
 # Equations that hand on their operands, one by one, to the one jaxpr in them.
 _CALLS = frozenset(
@@ -92,3 +95,30 @@ def _eps_inside(equation: Any, moves: list[bool]) -> tuple[float, list[bool]]:
 def _eps_of_dtype(dtype: Any) -> float:
     floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
     return float(jnp.finfo(dtype).eps) if floating else 0.0
+
+
+@singledispatch
+def product_precision(operator: Any) -> float:
+    """The relative precision of products, a float, or 0 where dtypes show it.
+
+    It is that of half precision inside of functions, and what a class of operators registers with
+    `traceax.extend.product_precision.register(Class)(function)`. Errors contain it, and checks of
+    symmetry allow for it.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
+    return max(map(product_precision, parts_of(operator)), default=0.0)
+
+
+@product_precision.register(lx.FunctionLinearOperator)
+def _(operator):
+    function = operator.fn
+    said = function.precision if isinstance(function, ClosedFunction) else None
+    return max(said or 0.0, eps_of_product(function, (operator.in_structure(), True)))
+
+
+@product_precision.register(lx.JacobianLinearOperator)
+def _(operator):
+    return eps_of_product(operator.fn, (operator.x, True), (operator.args, False))
