@@ -3,10 +3,7 @@
 from . import curvature as curvature, plot as plot
 from ._core.primitive import diagonal_p as diagonal_p, trace_p as trace_p
 from ._core.verdict import RESULTS as RESULTS
-from ._estimators.auto import (
-    AutoTraceEstimator as AutoTraceEstimator,
-    ExactTraceEstimator as ExactTraceEstimator,
-)
+from ._estimators.auto import AutoTraceEstimator as AutoTraceEstimator
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator

@@ -9,7 +9,6 @@ from ._core.estimate import (
     Estimate as Estimate,
     Evidence as Evidence,
     evidence_of as evidence_of,
-    make_estimate as make_estimate,
     mean_and_std_err as mean_and_std_err,
     norm_of as norm_of,
     rounding_of as rounding_of,
@@ -17,7 +16,7 @@ from ._core.estimate import (
 from ._core.precision import matmul as matmul
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
 from ._estimators.rows import Rows as Rows, RowWeights as RowWeights
-from ._estimators.samples import NystromSampling as NystromSampling, RangeSampling as RangeSampling
+from ._estimators.tolerance import RangeSampling as RangeSampling
 from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
 from ._operators.block_operator import BlockOperator as BlockOperator
 from ._operators.known_parts import (

@@ -113,7 +113,7 @@ class Plain(tre.AbstractTraceEstimator):
             std_err = jnp.sqrt(jnp.mean(jnp.abs(products) ** 4)) ** 0.5 + std_err
         if self.mistake == "precision":
             value = jnp.mean(jnp.diagonal(probes.conj().T @ products))
-        estimate = tre.make_estimate(value, std_err, k, k - 1, evidence)
+        estimate = tre.Estimate(value, std_err, k, k - 1, evidence)
         return estimate, tre.LowRankWeights(u, probes) if weights else None
 
     def compute_rows(self, key, operator, k, rows, weights):
@@ -121,7 +121,7 @@ class Plain(tre.AbstractTraceEstimator):
         probes = tr.RademacherSampler().probes(key, block.n, k, block.dtype)
         products = block.mm(probes)
         value, std_err = tre.mean_and_std_err(rows(probes.conj() * products))
-        estimate = tre.make_estimate(value, std_err, k, k - 1, tre.evidence_of(products))
+        estimate = tre.Estimate(value, std_err, k, k - 1, tre.evidence_of(products))
         return estimate, tre.RowWeights(DiagonalWeights(probes / k, probes), rows)
 
 

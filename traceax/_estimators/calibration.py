@@ -9,19 +9,6 @@ from jaxtyping import Array, Real
 
 from .._core.estimate import norm_of, power_of, safe_norm
 
-#: For estimators of traces, the fields of an `Estimate`: `inflation`, the factor by which Student's
-#: intervals from many samples are too short, on the worst of six spectra; `tail`, the number of
-#: samples that tell as much of their spread as one normal sample does, on the worst of eight.
-#: Entries of diagonals need neither: many rows share what few samples say.
-CALIBRATION: dict[str, dict[str, Any]] = {
-    "hutchinson": {"inflation": 1.02, "tail": 5.0},
-    "hutch++": {"inflation": 1.09, "tail": 4.5},
-    "xtrace": {"inflation": 1.15, "tail": 3.0},
-    "xnystrace": {"inflation": 1.11, "tail": 3.0},
-    # For the Frobenius norm: the trace of a Gram matrix, whose eigenvalues decay twice as fast.
-    "xnystrace, squares": {"inflation": 1.11, "tail": 9.0},
-}
-
 
 def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
     """The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, over that of

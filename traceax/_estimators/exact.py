@@ -11,7 +11,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, safe_norm, worse
+from .._core.estimate import Estimate, evidence_of, rounding_of, safe_norm, worse
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
@@ -90,7 +90,7 @@ def with_known_parts(
     exact = parts.exact if rows is None else rows.of_vector(parts.exact)
     if parts.rest is None:
         zero = jnp.zeros_like(exact.real)
-        known = make_estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)
+        known = Estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)
         return known, KnownPartsWeights(None, rows)
     inner, made = estimate_rest(parts.rest, exact, parts.scale)
     size = jnp.abs(parts.scale)
@@ -113,7 +113,7 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
         other = BlockOperator(rest, block.batch_size)
         diagonal, norms = _entries(other.linearised())
         size = safe_norm(norms) if rows is None else rows.norms(norms[:, None])
-        estimate = make_estimate(
+        estimate = Estimate(
             added(rows, diagonal),
             rounding_of(size, other.eps) if other.is_inexact else jnp.zeros_like(size),
             other.n,

@@ -9,16 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._core.estimate import as_value, make_estimate, rounding_of
+from .._core.estimate import Estimate, as_value, rounding_of
 from .._operators.block_operator import BlockOperator
 from .._operators.width import APART_LIMIT, block_width
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.weights import AbstractWeights
-from .calibration import CALIBRATION
 from .estimator import AbstractTraceEstimator
 from .rows import Rows
-from .samples import Moments, RangeSampling, merged, no_samples
+from .tolerance import Moments, RangeSampling, merged, no_samples
 
 
 @final
@@ -47,54 +46,47 @@ class Probes(eqx.Module):
 
 
 @final
-class TraceOfProbes(AbstractWeights):
-    """`G = Omega Omega^H / k`."""
+class MeanOverProbes(AbstractWeights):
+    """`G = Omega Omega^H / k`; for entries of the diagonal those of `A G`."""
 
     probes: Probes
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        zero = jnp.zeros((), block.dtype)
-
-        def add(total, samples):
-            return total + jnp.sum(samples)
-
-        return self.probes.fold(block, block.quadratic_forms, add, zero) / self.probes.k
-
-
-@final
-class DiagonalOfProbes(AbstractWeights):
-    """Entries of the diagonal of `A Omega Omega^H / k`."""
-
-    probes: Probes
-    rows: Rows
+    rows: Rows | None
 
     def contract(self, block):
         """See `AbstractWeights`."""
 
         def add(totals, samples):
-            pairs = zip(totals, self.rows.by_leaf(samples), strict=True)
-            return [t + jnp.sum(x, axis=-1) for t, x in pairs]
+            return [t + jnp.sum(x, axis=-1) for t, x in zip(totals, samples, strict=True)]
 
-        zeros = [m.mean for m in none_of(block, self.rows)]
-        totals = self.probes.fold(block, entries(block), add, zeros)
-        return as_value([total.reshape(-1) / self.probes.k for total in totals])
+        zeros = [moments.mean for moments in none_of(block, self.rows)]
+        totals = self.probes.fold(block, samples_of(block, self.rows), add, zeros)
+        return as_value([_flat(total, self.rows) / self.probes.k for total in totals])
 
 
-def none_of(block: BlockOperator, rows: Rows) -> list[Moments]:
-    """The moments to begin with, leaf by leaf."""
+def none_of(block: BlockOperator, rows: Rows | None) -> list[Moments]:
+    """The moments to begin with: one for the trace, or leaf by leaf."""
+    if rows is None:
+        return [no_samples((), block.dtype)]
     zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
     return [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
 
 
-def entries(block: BlockOperator) -> Callable[[list[Array]], list[Array]]:
-    """The function that gives the samples conj(omega_i) (A omega_i), leaf by leaf."""
+def samples_of(block: BlockOperator, rows: Rows | None) -> Callable[[list[Array]], list[Array]]:
+    """The function that gives the samples omega_i^H A omega_i, or leaf by leaf those of the
+    diagonal, conj(omega_i) (A omega_i).
+    """
 
     def samples(omega):
+        if rows is None:
+            return [block.quadratic_forms(omega)]
         products = block.mm_by_leaf(omega)
-        return [jnp.conj(o) * p for o, p in zip(omega, products, strict=True)]
+        return rows.by_leaf([jnp.conj(o) * p for o, p in zip(omega, products, strict=True)])
 
     return samples
+
+
+def _flat(x: Array, rows: Rows | None) -> Array:
+    return x if rows is None else x.reshape(-1)
 
 
 def _std_err(moments: Moments, eps: float) -> Array:
@@ -116,6 +108,11 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     Cost: `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient (about
     five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).
 
+    **Arguments:**
+
+    - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
+    - `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
+
     ??? cite "References"
 
         A. Girard, *A fast 'Monte-Carlo cross-validation' procedure for large least squares
@@ -134,40 +131,29 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
-        return RangeSampling(rows=rows, sampler=self.sampler, resphere=False, sizes=(0,))
+        return RangeSampling(rows=rows, sampler=self.sampler, sizes=(0,))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator, self.batch_size)
-        block = block if block.has_forms else block.linearised()
-        width = self.batch_size or block_width(block.n, k)
-        if block.has_forms:
-            width = block_width(block.n, width, APART_LIMIT)
-        probes = Probes(key, self.sampler, k, min(k, width))
-        start = no_samples((), block.dtype)
-        moments = probes.fold(block, block.quadratic_forms, merged, start)
-        std_err = _std_err(moments, block.eps)
-        estimate = make_estimate(moments.mean, std_err, k, k - 1, **CALIBRATION["hutchinson"])
-        return estimate, TraceOfProbes(probes)
+        return self._estimate(key, operator, k, None, inflation=1.02, tail=5.0)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        block = BlockOperator(operator, self.batch_size).linearised()
+        return self._estimate(key, operator, k, rows, separate=True)
+
+    def _estimate(self, key, operator, k, rows, **more) -> tuple[Estimate, MeanOverProbes]:
+        block = BlockOperator(operator, self.batch_size)
         width = self.batch_size or block_width(block.n, k)
+        if rows is None and block.has_forms:
+            width = block_width(block.n, width, APART_LIMIT)
+        else:
+            block = block.linearised()
         probes = Probes(key, self.sampler, k, min(k, width))
 
         def add(moments, samples):
-            return [merged(*pair) for pair in zip(moments, rows.by_leaf(samples), strict=True)]
+            return [merged(*pair) for pair in zip(moments, samples, strict=True)]
 
-        moments = probes.fold(block, entries(block), add, none_of(block, rows))
-        values = [part.mean.reshape(-1) for part in moments]
-        std_errs = [_std_err(part, block.eps).reshape(-1) for part in moments]
-        estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, separate=True)
-        return estimate, DiagonalOfProbes(probes, rows)
-
-
-HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
-
-- `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
-- `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
-"""
+        moments = probes.fold(block, samples_of(block, rows), add, none_of(block, rows))
+        value = as_value([_flat(part.mean, rows) for part in moments])
+        std_err = as_value([_flat(_std_err(part, block.eps), rows) for part in moments])
+        return Estimate(value, std_err, k, k - 1, **more), MeanOverProbes(probes, rows)

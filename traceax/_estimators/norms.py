@@ -11,11 +11,14 @@ from .._operators.block_operator import unflatten
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
 from .auto import AutoTraceEstimator
-from .calibration import CALIBRATION, root, root_error
-from .estimator import AbstractEstimator, RowsEstimator, check_budget, check_key, solve
+from .calibration import root, root_error
+from .estimator import check_budget, check_either, check_key, largest_budget
 from .rows import Rows
 from .solution import Solution, restructure
-from .tolerance import ToleranceEstimator, check_either, largest_budget, tolerance_of
+from .trace import solve_either
+
+#: The `tail` of XNysTrace for a Gram matrix, whose eigenvalues decay twice as fast.
+TAIL = 9.0
 
 
 def frobenius_norm(
@@ -50,7 +53,8 @@ def frobenius_norm(
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
-    return _root_of_gram(trace_p, key, operator, k, None, rtol, max_k, throw)
+    given = "frobenius_norm", trace_p, key, operator, k, None
+    return _root_of_gram(*given, rtol=rtol, max_k=max_k, throw=throw)
 
 
 def row_norms(
@@ -83,28 +87,26 @@ def row_norms(
     - `TypeError`, `ValueError`: as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
-    solution = _root_of_gram(diagonal_p, key, operator, k, Rows(), rtol, max_k, throw)
+    given = "row_norms", diagonal_p, key, operator, k, Rows()
+    solution = _root_of_gram(*given, rtol=rtol, max_k=max_k, throw=throw)
     structure = operator.out_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))
 
 
-def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solution:
-    name = "frobenius_norm" if rows is None else "row_norms"
-    n = operator.in_size() if rows is None else operator.out_size()
-    estimator: AbstractEstimator = AutoTraceEstimator()
-    if check_either(name, k, rtol, None, max_k):
-        max_k, budget = largest_budget(max_k, 2 * n + 1, name)
-        most = max((max_k - 1) // 2, 1)
-        given = tolerance_of(rtol, "rtol"), tolerance_of(None, "atol"), most
-        estimator = ToleranceEstimator(AutoTraceEstimator(), rows, *given, root=True)
-    else:
-        budget = check_budget(k, 3, 2 * n + 1, name)
-        estimator = estimator if rows is None else RowsEstimator(AutoTraceEstimator(), rows)
-    budget = max((budget - 1) // 2, 1)
+def _root_of_gram(
+    name, primitive, key, operator, k, rows: Rows | None, *, rtol, max_k, throw
+) -> Solution:
     unit_key, key = jr.split(check_key(key))
+    largest = 2 * (operator.in_size() if rows is None else operator.out_size()) + 1
+    if check_either(name, k, rtol, None, max_k):
+        max_k = max((largest_budget(max_k, largest, name)[0] - 1) // 2, 1)
+    else:
+        k = max((check_budget(k, 3, largest, name) - 1) // 2, 1)
     unit = compiled_once(unit_of, unit_key, operator)
     squares = gram(operator, unit, rows is not None)
-    solution = solve(primitive, key, squares, budget, estimator, throw=throw)
+    given = name, primitive, key, squares, k, AutoTraceEstimator(), rows
+    options = {"rtol": rtol, "atol": None, "max_k": max_k, "throw": throw}
+    solution = solve_either(*given, **options, root=True)
 
     unit = unit.astype(solution.std_err.dtype)
     value = root(solution.value)
@@ -115,5 +117,5 @@ def _root_of_gram(primitive, key, operator, k, rows, rtol, max_k, throw) -> Solu
         std_err=std_err,
         num_matvecs=2 * solution.num_matvecs + 1,
         stats={**solution.stats, "std.err": std_err},
-        tail=CALIBRATION["xnystrace, squares"]["tail"] if rows is None else solution.tail,
+        tail=TAIL if rows is None else solution.tail,
     )

@@ -1,14 +1,26 @@
-"""What the estimators that make a sketch have in common: which probes they draw."""
+"""What the estimators that make a sketch have in common: the probes and the samples of a trace."""
 
-import jax.numpy as jnp
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from equinox import AbstractVar
+from jaxtyping import Array, Inexact
 
 from .._operators.block_operator import BlockOperator
-from .._probes.samplers import AbstractSampler, RademacherSampler, SphereSampler, SteinhausSampler
+from .._operators.tags import is_hermitian
+from .._probes.samplers import AbstractSampler, SphereSampler, random_signs
+from .._sketch.leave_one_out import (
+    LeaveOneOut,
+    RangeFinder,
+    Samples,
+    published_samples,
+    xtrace_weights,
+)
+from .._sketch.shrunk import plain_samples, shrunk_samples, shrunk_weights, skew_samples
+from .._sketch.weights import LowRankWeights
 from .estimator import AbstractTraceEstimator
-from .rows import Rows
-from .samples import AbstractSampling, RangeSampling
+from .tolerance import RangeSampling
 
 
 class AbstractSketchEstimator(AbstractTraceEstimator):
@@ -29,20 +41,14 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
         """The distribution of probes whose residuals may be renormalised."""
         return self.sampler or SphereSampler()
 
-    def sampler_of_samples(self, rows: Rows | None, dtype: np.dtype) -> AbstractSampler:
-        """The distribution of the probes of a call with a tolerance."""
-        return self.residual_sampler if rows is None else self.sampler_of_rows(dtype)
-
-    def sampling(self, operator, rows) -> AbstractSampling | None:
+    def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
-        dtype = BlockOperator(operator).dtype
-        sampler = self.sampler_of_samples(rows, dtype)
-        return RangeSampling(rows=rows, sampler=sampler, resphere=self.respheres(dtype))
+        sampler = self.sampler_of_rows(BlockOperator(operator).dtype)
+        return RangeSampling(rows=rows, sampler=sampler)
 
     def sampler_of_rows(self, dtype: np.dtype) -> AbstractSampler:
         """The distribution of the probes for a diagonal: independent entries of modulus 1."""
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        return self.sampler or (SteinhausSampler() if is_complex else RademacherSampler())
+        return self.sampler or random_signs(dtype)
 
     def respheres(self, dtype: np.dtype) -> bool:
         """Whether the residual probes of a trace are renormalised."""
@@ -72,3 +78,18 @@ class AbstractLeaveOneOutEstimator(AbstractSketchEstimator):
     def sampler_of_trace(self, dtype: np.dtype) -> AbstractSampler:
         """The distribution of the probes for a trace."""
         return self.sampler_of_rows(dtype) if self.shrink else self.residual_sampler
+
+    def samples_of(
+        self, block: BlockOperator, terms: Inexact[Array, "n m"]
+    ) -> Callable[[LeaveOneOut], Samples]:
+        """The function that makes samples; `terms` are conj(omega) o A omega."""
+        if not self.shrink:
+            return partial(published_samples, n=block.n, resphere=self.respheres(block.dtype))
+        plain = plain_samples if is_hermitian(block.operator) else skew_samples
+        return partial(shrunk_samples, plain=plain(terms), n=block.n)
+
+    def weights_of(self, omega: Array, factors: RangeFinder, beta: Array) -> LowRankWeights:
+        """The weights of a trace, with those of the samples."""
+        if self.shrink:
+            return shrunk_weights(omega, factors, beta)
+        return xtrace_weights(omega, factors, self.respheres(omega.dtype))

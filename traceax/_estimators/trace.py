@@ -1,19 +1,33 @@
 """`traceax.trace`, `traceax.diagonal` and `traceax.block_traces`."""
 
 import math
+from typing import Any, final
 
+import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, Real
 
-from .._core.primitive import diagonal_p, trace_p
-from .._operators.block_operator import unflatten
+from .._core.primitive import Primitive, diagonal_p, trace_p
+from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
 from .auto import AutoTraceEstimator
-from .estimator import AbstractTraceEstimator
+from .estimator import (
+    AbstractEstimator,
+    AbstractTraceEstimator,
+    RowsEstimator,
+    check_either,
+    check_key,
+    described,
+    largest_budget,
+    solve,
+    tolerance_of,
+)
+from .exact import exact, with_known_parts
 from .rows import Rows
 from .solution import Solution, restructure
-from .tolerance import solve_either
+from .tolerance import Target, sample_to_tolerance
 
 
 def trace(
@@ -145,3 +159,75 @@ def block_traces(
     solution = solve_either(*given, **options)
     treedef = jtu.tree_structure(structure)
     return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
+
+
+@final
+class ToleranceEstimator(AbstractEstimator):
+    """An estimator with a tolerance in the place of a budget. It reads known parts."""
+
+    inner: AbstractTraceEstimator
+    rows: Rows | None
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    root: bool = eqx.field(static=True)
+    max_k: int = eqx.field(static=True)
+
+    @property
+    def batch_size(self):
+        """The `batch_size` of the trace estimator."""
+        return self.inner.batch_size
+
+    def check(self, operator):
+        """Check the operator as the trace estimator does."""
+        self.inner.check(operator)
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+
+        def sampled(rest, offset, scale):
+            sampling = self.inner.sampling(rest, self.rows)
+            block = BlockOperator(rest, self.batch_size)
+            real = jnp.finfo(block.dtype).dtype
+            tolerance = self.rtol.astype(real), self.atol.astype(real)
+            target = Target(*tolerance, offset=offset, scale=scale, root=self.root)
+            return sample_to_tolerance(key, block, sampling, target, self.max_k, weights)
+
+        return with_known_parts(operator, self.rows, sampled)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return exact(BlockOperator(operator, self.batch_size), self.rows)
+
+
+def solve_either(
+    name: str,
+    primitive: Primitive,
+    key: Any,
+    operator: Any,
+    k: Any,
+    estimator: AbstractTraceEstimator,
+    rows: Rows | None,
+    *,
+    rtol: Any,
+    atol: Any,
+    max_k: int | None,
+    throw: bool,
+    root: bool = False,
+) -> Solution:
+    """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance (with `root`
+    that of the square root).
+    """
+    if not isinstance(estimator, AbstractTraceEstimator):
+        raise TypeError(
+            "The estimator must be an instance of an AbstractTraceEstimator, such as "
+            f"`traceax.XTraceEstimator()`, got {described(estimator)}."
+        )
+    check_key(key)  # of a call without one, k is missing, too
+    if not check_either(name, k, rtol, atol, max_k):
+        budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
+        return solve(primitive, key, operator, k, budgeted, throw=throw)
+    operator = as_operator(operator)
+    max_k, budget = largest_budget(max_k, operator.in_size(), name)
+    tolerance = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
+    run = ToleranceEstimator(estimator, rows, *tolerance, root, max_k)
+    return solve(primitive, key, operator, budget, run, throw=throw)

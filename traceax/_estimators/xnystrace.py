@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._core.estimate import evidence_of, make_estimate, mean_and_std_err, worse
+from .._core.estimate import Estimate, evidence_of, mean_and_std_err, worse
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import check_semidefinite
@@ -21,14 +21,11 @@ from .._sketch.leave_one_out import (
     quadratic_forms,
     range_finder,
     square_of,
-    xtrace_weights,
 )
 from .._sketch.nystrom import Nystrom, ShiftedNystrom, best_shift, nystrom, rounding_of_nystrom
-from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights
-from .calibration import CALIBRATION
+from .._sketch.shrunk import FEWEST
 from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights, without_nonfinite
-from .samples import NystromSampling
 from .sketching import AbstractLeaveOneOutEstimator
 
 
@@ -47,14 +44,16 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
     \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes.
 
     If the tail of the spectrum is flat or narrow, a multiple of the identity is taken off A first,
-    without products, and a complex shift (for a diagonal a real one) inverts the rest. Of several
-    shifts, 0 among them, the one with the smallest standard error of the trace is taken. As the
-    shift depends on the probes, a nonzero shift has a small bias (`docs/shifts.md`).
+    without products. Of several shifts, 0 among them, the one with the smallest standard error of
+    the trace is taken. As the shift depends on the probes, a nonzero shift has a small bias
+    (`docs/shifts.md`).
 
     Cost: `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or for a diagonal);
     `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The
     derivative takes `2k` tangent products, with XTrace's weights from the same sketch, because the
     derivative of A need not be semidefinite.
+
+    **Arguments:** as [`traceax.XTraceEstimator`][].
 
     ??? cite "References"
 
@@ -77,41 +76,28 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         super().check(operator)
         check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
 
-    def sampling(self, operator, rows):
-        """See `AbstractTraceEstimator`."""
-        sampler = self.sampler_of_samples(rows, BlockOperator(operator).dtype)
-        return NystromSampling(rows=rows, sampler=sampler, sign=definite_sign(operator))
-
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         sign = definite_sign(operator)
         block = BlockOperator(operator, self.batch_size).linearised()
-        n = block.n
-        omega = self.sampler_of_trace(block.dtype).probes(key, n, k, block.dtype)
+        omega = self.sampler_of_trace(block.dtype).probes(key, block.n, k, block.dtype)
         p, r = qr(omega)
         factors = nystrom(p, r, sign * block.mm(p), block.eps)
-        resphere = self.respheres(block.dtype)
-        if self.shrink:
-            plain = plain_samples(jnp.conj(omega) * matmul(factors.products.numbers, r))
-            samples_of = partial(shrunk_samples, plain=plain, n=n)
-        else:
-            samples_of = partial(published_samples, n=n, resphere=resphere)
-        rounding = factors.rounding()
-        best = best_shift(factors, factors.complex_shifts(), samples_of, rounding)
+        terms = jnp.conj(omega) * matmul(factors.products.numbers, r)
+        best = best_shift(
+            factors, factors.complex_shifts(), self.samples_of(block, terms), factors.rounding()
+        )
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         without_tag = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
         value, std_err = factors.estimate(sign, (best.value, best.std_err), without_tag)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
-        more = CALIBRATION["xnystrace"]
-        dof = min(k - 1, more["tail"] * (max(n - k, 1) - 0.2))
-        estimate = make_estimate(value, std_err, k, dof, factors.evidence, **more)
+        tail = 3.0
+        dof = min(k - 1, tail * (max(block.n - k, 1) - 0.2))
+        estimate = Estimate(value, std_err, k, dof, factors.evidence, inflation=1.11, tail=tail)
         if not weights:
             return estimate, None
-        ranges = _range_finder(factors, omega)
-        if self.shrink:
-            return estimate, shrunk_weights(omega, ranges, best.weight)
-        return estimate, xtrace_weights(omega, ranges, resphere)
+        return estimate, self.weights_of(omega, _range_finder(factors, omega), best.weight)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
@@ -124,8 +110,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
         samples_of = partial(published_samples, n=block.n, resphere=False)
-        rounding = factors.rounding()
-        best = best_shift(factors, factors.real_shifts(), samples_of, rounding)
+        best = best_shift(factors, factors.real_shifts(), samples_of, factors.rounding())
         parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
         beta = shrinkage_of_rows(parts) if self.shrink else jnp.ones_like(factors.rho)
         rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
@@ -134,7 +119,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         value, std_err = factors.estimate(sign, estimated, without_tag)
         value = value + rows.of_vector(lost)
         evidence = worse(factors.evidence, evidence_of(lost))
-        estimate = make_estimate(value, std_err, k, k - 1, evidence, separate=True)
+        estimate = Estimate(value, std_err, k, k - 1, evidence, separate=True)
         if not weights:
             return estimate, None
         ranges = _range_finder(factors, omega)
@@ -163,6 +148,3 @@ def _range_finder(factors: Nystrom, omega: Array) -> RangeFinder:
     """The range finder of the sketch A Omega = (A P) R, which is that of A of either sign."""
     sketch = factors.products.numbers + factors.nu * factors.p
     return range_finder(omega, matmul(sketch, factors.r))
-
-
-XNysTraceEstimator.__init__.__doc__ = "**Arguments:** as [`traceax.XTraceEstimator`][]."

@@ -6,9 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._core.estimate import evidence_of, make_estimate, rounding_of
+from .._core.estimate import Estimate, evidence_of, rounding_of
 from .._operators.block_operator import BlockOperator
-from .._operators.tags import is_hermitian
 from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import (
     LeaveOneOut,
@@ -18,18 +17,15 @@ from .._sketch.leave_one_out import (
     leave_one_out_error,
     matmul,
     pairs_of,
-    published_samples,
     quadratic_forms,
     range_finder,
     rescale_error,
     sketch_of,
     square_norms,
     square_of,
-    xtrace_weights,
 )
 from .._sketch.ranges import captured_diagonal
-from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights, skew_samples
-from .calibration import CALIBRATION
+from .._sketch.shrunk import FEWEST
 from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
 from .rows import RowWeights, without_nonfinite
 from .sketching import AbstractLeaveOneOutEstimator
@@ -101,6 +97,17 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
     where it is tagged symmetric); four blocks of `n x k/2` numbers (six with the gradient);
     `10 n m^2` operations beside the products, `20 n m^2` for a diagonal.
 
+    **Arguments:**
+
+    - `sampler`: the distribution of the probes: by default [`traceax.SphereSampler`][], and for
+        diagonals and shrunk samples random signs (phases for complex operators).
+    - `improved`: whether to renormalise ("resphere") the residual probes of a trace: by default
+        wherever the distribution is rotation invariant.
+    - `batch_size`: the number of vectors to multiply at once; by default a block of 2^27 numbers,
+        or 64 vectors for operators that call functions.
+    - `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is
+        never much worse than the better of both. Such samples are not renormalised.
+
     ??? cite "References"
 
         E. N. Epperly, J. A. Tropp, R. J. Webber, *XTrace: making the most of every sample in
@@ -131,24 +138,17 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         h = matmul(adjoint(factors.q), z) + sketch.nu * jnp.eye(m, dtype=block.dtype)
         t = matmul(adjoint(z), omega) + sketch.nu * factors.w
         parts = xtrace_parts(factors, h, t)
-        resphere = self.respheres(block.dtype)
-        if self.shrink:
-            plain = plain_samples if is_hermitian(operator) else skew_samples
-            terms = jnp.conj(omega) * sketch.shifted
-            values, differences, beta = shrunk_samples(parts, plain(terms), n)
-            made = shrunk_weights(omega, factors, beta) if weights else None
-        else:
-            values, differences, _ = published_samples(parts, n, resphere)
-            made = xtrace_weights(omega, factors, resphere) if weights else None
-
+        samples_of = self.samples_of(block, jnp.conj(omega) * sketch.shifted)
+        values, differences, beta = samples_of(parts)
         size = sketch.products.size
         value = size * (parts.base + jnp.mean(values) - n * sketch.nu)
         rounding = rounding_of(jnp.sqrt(jnp.mean(square_norms(factors.r))), block.eps)
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
         evidence = evidence_of(factors.r, h)
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, **CALIBRATION["xtrace"])
-        return estimate, made
+        more = {"inflation": 1.15, "tail": 3.0}
+        estimate = Estimate(value, std_err, 2 * m, m - 1, evidence, **more)
+        return estimate, self.weights_of(omega, factors, beta) if weights else None
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
@@ -180,19 +180,6 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         value = value + rows.of_vector(lost)
         std_err = rescale_error(size, std_err)
         evidence = evidence_of(factors.r, z, lost)
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
+        estimate = Estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
         made = DiagonalWeights(q=q, s=s, omega=omega, beta=beta)
         return estimate, RowWeights(made, rows) if weights else None
-
-
-XTraceEstimator.__init__.__doc__ = """**Arguments:**
-
-- `sampler`: the distribution of the probes: by default [`traceax.SphereSampler`][], and for
-    diagonals and shrunk samples random signs (phases for complex operators).
-- `improved`: whether to renormalise ("resphere") the residual probes of a trace: by default
-    wherever the distribution is rotation invariant.
-- `batch_size`: the number of vectors to multiply at once; by default a block of 2^27 numbers, or 64
-    vectors for operators that call functions.
-- `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is never
-    much worse than the better of both. Such samples are not renormalised.
-"""

@@ -44,6 +44,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Complex, Inexact, Real
@@ -141,13 +142,10 @@ class Nystrom(NamedTuple):
 
     def complex_shifts(self) -> Complex[Array, " c"]:
         """The complex shifts to try: 0, a multiple of theta, some that damp eigenvalues in part."""
-        last = len(self.eigenvalues) - 1  # if there are so few, none of the shifts is taken
-        parts = np.clip([len(self.eigenvalues) // part for part in PARTS], LEAST_PART, None)
-        delta = self.eigenvalues[np.minimum(parts, last)]
+        m = len(self.eigenvalues)
+        delta = self.eigenvalues[np.array([max(m // part, LEAST_PART) for part in PARTS])]
         eta = jnp.maximum(DAMPING * (delta - self.eigenvalues[0]), self.nu)
-        undamped = jnp.stack([jnp.zeros_like(self.nu), MULTIPLES[1] * self.theta])
-        eta = jnp.concatenate([jnp.zeros_like(undamped), eta])
-        return lax.complex(jnp.concatenate([undamped, delta]), -eta)
+        return jnp.concatenate([self.real_shifts()[:2], delta - 1j * eta])
 
     def shifted(self, z: Inexact[Array, ""]) -> "ShiftedNystrom":
         """The approximation with the shift z: real, below the smallest eigenvalue, or complex."""
@@ -236,12 +234,10 @@ def best_shift(
     samples_of: Callable[[LeaveOneOut], Samples],
     rounding: Real[Array, ""],
 ) -> BestShift:
-    """Try one shift after the other while the standard error falls (it has one minimum); only the
-    first one, 0, if the tail of the spectrum is not flat. A small gain keeps 0.
+    """The best of the shifts; 0, the first one, if no tail of the spectrum is flat, or for a small
+    gain.
     """
     m = len(factors.eigenvalues)
-    if m < FEWEST:
-        shifts = shifts[:1]
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
     def estimate(z):
@@ -250,23 +246,14 @@ def best_shift(
         std_err = leave_one_out_error(values, differences, rounding)
         return BestShift(z, parts.base + jnp.mean(values), std_err, weight)
 
-    def select(wanted, new, old):
-        return BestShift(*[jnp.where(wanted, *pair) for pair in zip(new, old, strict=True)])
+    def trial(z):
+        skipped = BestShift(z, factors.nu, jnp.full_like(factors.nu, jnp.inf), factors.rho)
+        return lax.cond(flat | (z == 0), estimate, lambda _: skipped, z)
 
-    def step(state):
-        i, _, first, best = state
-        found = estimate(shifts[i])
-        better = (i == 0) | (found.std_err < best.std_err)
-        return i + 1, better & flat, select(i == 0, found, first), select(better, found, best)
-
-    def goes_on(state):
-        return state[1] & (state[0] < shifts.size)
-
-    zero = jnp.zeros_like(factors.nu)
-    nothing = BestShift(jnp.zeros_like(shifts[0]), zero, zero, jnp.zeros_like(factors.rho))
-    start = jnp.zeros((), jnp.int32), jnp.array(True), nothing, nothing
-    _, _, first, best = lax.while_loop(goes_on, step, start)
-    return select(best.std_err < WORTH * first.std_err, best, first)
+    trials = lax.map(trial, shifts if m >= FEWEST else shifts[:1])
+    best = jnp.argmin(trials.std_err)
+    pays = trials.std_err[best] < WORTH * trials.std_err[0]
+    return jtu.tree_map(lambda x: x[jnp.where(pays, best, 0)], trials)
 
 
 def skew_of_core(
