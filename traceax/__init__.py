@@ -7,15 +7,18 @@ from ._estimators.auto import AutoTraceEstimator as AutoTraceEstimator
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
-from ._estimators.norms import frobenius_norm as frobenius_norm, row_norms as row_norms
 from ._estimators.solution import Solution as Solution
 from ._estimators.trace import (
     block_traces as block_traces,
     diagonal as diagonal,
+    frobenius_norm as frobenius_norm,
+    row_norms as row_norms,
     trace as trace,
 )
-from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
-from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
+from ._estimators.xtrace import (
+    XNysTraceEstimator as XNysTraceEstimator,
+    XTraceEstimator as XTraceEstimator,
+)
 from ._functions.diagonal import spectral_diagonal as spectral_diagonal
 from ._functions.eigenpairs import Eigenpairs as Eigenpairs, eigenpairs as eigenpairs
 from ._functions.spectral import (

@@ -15,7 +15,7 @@ from ._core.estimate import (
 )
 from ._core.precision import matmul as matmul
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
-from ._estimators.rows import Rows as Rows, RowWeights as RowWeights
+from ._estimators.rows import Rows as Rows
 from ._estimators.tolerance import RangeSampling as RangeSampling
 from ._logdet.preconditioners import AbstractPreconditioner as AbstractPreconditioner
 from ._operators.block_operator import BlockOperator as BlockOperator

@@ -41,7 +41,7 @@ def check_estimator(
     keys: int = 400,
     coverage: float = 0.88,
     contraction: bool = True,
-    tolerance: bool | None = None,
+    tolerance: bool = True,
 ) -> None:
     """Check that an estimator has the properties that all estimators of this package have.
 
@@ -74,7 +74,7 @@ def check_estimator(
     - `coverage`: the least share of intervals that contain the true value.
     - `contraction`: whether the value is the contraction of its weights with A: not where another
         estimator's weights are its derivative.
-    - `tolerance`: whether the estimator works to a tolerance. By default what its `sampling` says.
+    - `tolerance`: whether calls with a tolerance are checked.
 
     **Raises:**
 
@@ -108,9 +108,6 @@ def check_estimator(
         _check_degenerate,
     ):
         check(subject, budget)
-    if tolerance is None:
-        rows = Rows() if diagonal else None
-        tolerance = estimator.sampling(as_operator(accepted[0]), rows) is not None
     if tolerance:
         _check_tolerance(subject, contraction)
 

@@ -12,7 +12,8 @@ import pytest
 from scipy.special import chdtri, stdtrit
 
 import traceax as tr
-from traceax._estimators import calibration
+from traceax._estimators.solution import student_quantile
+from traceax._estimators.tolerance import norm_factor
 
 from ..helpers import PROBED, PSD, by_products, keys, random_unitary, spectra, with_spectrum
 
@@ -420,7 +421,7 @@ def test_memory_bounds_what_is_prepared():
 
 def test_the_norm_of_many_errors_is_more_certain():
     """The factor against quantiles of chi^2, and one error as a number."""
-    factor = jax.jit(calibration.norm_factor)
+    factor = jax.jit(norm_factor)
     assert factor(np.float64(3.0)) == 1
     for entries in (2, 2000):
         nu = max(1, entries / 2)
@@ -435,5 +436,5 @@ def test_the_norm_of_many_errors_is_more_certain():
 def test_student_quantiles():
     dof = np.array([1, 2, 7, 60, 1000])
     for level in (0.5, 0.999):
-        found = calibration.student_quantile(level, dof, jnp.ones(()))
+        found = student_quantile(level, dof, jnp.ones(()))
         np.testing.assert_allclose(found, stdtrit(dof, (1 + level) / 2), rtol=1e-6)

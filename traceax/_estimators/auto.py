@@ -12,8 +12,7 @@ from .estimator import AbstractTraceEstimator
 from .exact import with_known_parts
 from .hutchinson import HutchinsonEstimator
 from .tolerance import SIZES, RangeSampling
-from .xnystrace import XNysTraceEstimator
-from .xtrace import XTraceEstimator
+from .xtrace import XNysTraceEstimator, XTraceEstimator
 
 
 @final

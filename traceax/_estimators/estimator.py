@@ -126,8 +126,9 @@ class AbstractTraceEstimator(AbstractEstimator):
         weights: bool,
     ) -> tuple[Estimate, AbstractWeights | None]:
         """The algorithm for a diagonal: the estimate of these entries or sums of entries, and its
-        weights, see [`traceax.extend.RowWeights`][]. The default raises an error. (`compute` is not
-        enough: the standard error of a sum does not follow from those of the entries.)
+        weights, whose `contract` returns `rows` of the diagonal. The default raises an error.
+        (`compute` is not enough: the standard error of a sum does not follow from those of the
+        entries.)
         """
         raise ValueError(
             f"{self.label} estimates traces only. Use `traceax.XTraceEstimator()` for a diagonal."

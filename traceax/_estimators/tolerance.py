@@ -45,6 +45,7 @@ from .._core.estimate import (
     Evidence,
     evidence_of,
     norm_of,
+    power_of,
     relative,
     rounding_of,
     safe_norm,
@@ -54,7 +55,6 @@ from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .._sketch.weights import AbstractWeights
-from .calibration import norm_factor, root, root_error
 from .exact import exact
 from .rows import Rows, added
 
@@ -222,6 +222,46 @@ class RangeSampling(AbstractSampling):
             size=norms_of(rows, sizes[:, None]),
             evidence=evidence_of(entries),
         )
+
+
+def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
+    """The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, over that of
+    |error| / std_err for a single error: 1 for one error, 0.52 for infinitely many of equal size.
+
+    For normal errors e with covariance C, ||e||^2 is about tr(C) times chi^2 / nu with
+    nu = tr(C)^2 / tr(C^2) degrees of freedom. The std_err show the diagonal of C alone. But for
+    samples conj(omega_i) (B omega)_i with independent real omega_i of modulus 1,
+    C_ij = B_ij B_ji for i != j, and C_ii = sum_{j != i} B_ij^2, so that
+    sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2. Hence nu is at least half of its
+    value for uncorrelated errors. (The same holds for sums over groups of entries, B symmetric.)
+    """
+    if std_err.ndim == 0:
+        return 1.0
+    norm = norm_of(std_err)
+    shares = jnp.square(std_err / jnp.where(norm > 0, norm, 1))
+    # tr(C)^2 / tr(C^2) >= 1 / (2 sum_i shares_i^2); a single number has nu = 1.
+    nu = jnp.maximum(1, 1 / (2 * norm_of(shares) ** 2))
+    return _chi_square_root(nu) / _chi_square_root(1.0)
+
+
+def _chi_square_root(nu: Array | float) -> Any:
+    """The root of the 95 % quantile of chi^2 / nu, after Wilson and Hilferty (to 2 %)."""
+    deviation = 2 / (9 * nu)
+    return (1 - deviation + 1.645 * deviation**0.5) ** 1.5
+
+
+def root(square: Array) -> Array:
+    """The root of an estimated square, 0 where that is negative."""
+    return power_of(square.real, 0.5)
+
+
+def root_error(value: Array, std_err: Array) -> Array:
+    """The standard error of a root, from the root and the standard error of the square."""
+    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
+    value = lax.stop_gradient(value)
+    slope = 1 / jnp.where(value == 0, 1, 2 * value)
+    largest = jnp.sqrt(std_err)
+    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
 
 
 class Target(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Real
 
 from .._core.estimate import Estimate, Evidence, relative, safe_norm, scale_of, worse
-from .._estimators.calibration import with_ties
+from .._estimators.diagonal_error import with_ties
 
 
 def quadrature_estimate(
