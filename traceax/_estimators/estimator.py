@@ -217,21 +217,14 @@ class RowsEstimator(AbstractEstimator):
         return exact(BlockOperator(operator, self.batch_size), self.rows)
 
 
-def described(value: Any) -> str:
-    """What was given in place of an instance, in the words of a message."""
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-
-
 def check_key(key: Any) -> Array:
     """Return the key as an array, or raise a `TypeError` that says what a key is."""
     key = jnp.asarray(key) if isinstance(key, np.ndarray) else key
     if isinstance(key, jax.Array):
-        got = f"an array of shape {key.shape} and dtype {key.dtype}"
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == 0 if typed else key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
             return key
-    else:
-        got = type(key).__name__
+    got = eqx.tree_pformat(key, width=1000)
     raise TypeError(
         f"The key must be a single JAX random key, got {got}. Make one with `jax.random.key(0)` "
         "and pass it first, before the operator; for a batch of keys use `jax.vmap`."

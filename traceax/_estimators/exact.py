@@ -39,30 +39,25 @@ def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " 
 
 
 @final
-class ExactWeights(AbstractWeights):
-    """`G = I`: the derivative is that of the exact value. A contraction costs `n` matvecs."""
-
-    rows: Rows | None
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        return added(self.rows, _entries(block)[0])
-
-
-@final
 class KnownPartsWeights(AbstractWeights):
-    """The weights of the estimated part. The exact part is differentiated itself."""
+    """The weights of the estimated part. The exact part is differentiated itself, and so is the
+    rest, from `n` matvecs, if it was not estimated.
+    """
 
-    inner: AbstractWeights | None  # None if nothing was estimated
+    inner: AbstractWeights | None
     rows: Rows | None  # None for traces
 
     def contract(self, block):
         """See `AbstractWeights`."""
         parts = split_known_parts(block.operator, diagonal=self.rows is not None)
         exact = parts.exact if self.rows is None else self.rows.of_vector(parts.exact)
-        if self.inner is None or parts.rest is None:
+        if parts.rest is None:
             return exact
-        estimated = self.inner.contract(BlockOperator(parts.rest, block.batch_size))
+        rest = BlockOperator(parts.rest, block.batch_size)
+        if self.inner is None:
+            estimated = added(self.rows, _entries(rest)[0])
+        else:
+            estimated = self.inner.contract(rest)
         return _whole(block, exact, parts.scale, estimated)
 
 
@@ -121,6 +116,6 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
             evidence_of(norms),
             separate=rows is not None,
         )
-        return estimate, ExactWeights(rows)
+        return estimate, None
 
     return with_known_parts(block.operator, rows, of_rest)

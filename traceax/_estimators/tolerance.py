@@ -324,7 +324,6 @@ class Outcome(NamedTuple):
     """What the sizes so far have led to."""
 
     estimate: Estimate
-    deviation: Real[Array, ""]  # of one sample, all entries together
     size: Int[Array, ""]  # the number of the size that the estimate is from
     wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
     panels: Int[Array, ""]
@@ -427,7 +426,8 @@ class _Run:
             _, samples = state
             panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given, samples.steps)
             samples = samples.joined(panel)
-            return self.choice(number, before, prepared, spent, samples), samples
+            estimate = self.estimate(prepared, samples, spent)
+            return self.choice(number, before, estimate, samples), samples
 
         zero = jnp.zeros_like(prepared.value.real)
         start = Samples(
@@ -444,7 +444,6 @@ class _Run:
         basis = lax.stop_gradient(prepared.basis[:, : self.width])
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
-            deviation=self.deviation(prepared, samples),
             size=jnp.int32(number),
             wanted=wanted,
             panels=samples.panels,
@@ -452,43 +451,46 @@ class _Run:
             basis=jnp.pad(basis, ((0, 0), (0, self.width - basis.shape[1]))),
         )
 
-    def std_err(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
-        """The standard error, with what rounding adds, whatever the number of samples."""
-        scatter = jnp.maximum(
-            samples.moments.std_err(), samples.least_deviation / jnp.sqrt(samples.moments.number)
-        )
-        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
-        return jnp.hypot(scatter, rounding)
-
-    def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
-        """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
-        std_err = self.std_err(prepared, samples)
-        quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
+    def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
+        """The estimate from the samples at a size."""
         value = prepared.value + samples.moments.mean
-        return quantile * self.target.ratio(value, std_err, samples.bias)
-
-    def deviation(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
-        """The standard deviation of one sample, of all entries together."""
-        return norm_of(self.std_err(prepared, samples)) * jnp.sqrt(samples.moments.number)
+        least = samples.least_deviation / jnp.sqrt(samples.moments.number)
+        # Rounding adds its part whatever the number of samples.
+        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+        std_err = jnp.hypot(jnp.maximum(samples.moments.std_err(), least), rounding)
+        # The error that is exceeded in 5 % of all cases, over the one that is allowed.
+        quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
+        unconverged = quantile * self.target.ratio(value, std_err, samples.bias)
+        drawn = self.panel * samples.panels
+        return Estimate(
+            value,
+            std_err,
+            spent + drawn * samples.steps,
+            drawn - 1,
+            worse(samples.evidence, Evidence(unconverged=unconverged)),
+            quadrature_error=samples.bias if self.sampling.has_bias else None,
+            # At the first size, where NaN and inf end a call, entries are.
+            separate=self.sampling.rows is not None,
+        )
 
     def choice(
-        self, number: int, before: Outcome | None, prepared: Prepared, spent: Any, samples: Samples
+        self, number: int, before: Outcome | None, estimate: Estimate, samples: Samples
     ) -> Int[Array, ""]:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
-        # The samples that this size takes in all: their error falls with the root of their number.
-        needed = drawn * jnp.square(self.ratio(prepared, samples))
-        limit = self.target.limit(prepared.value + samples.moments.mean)
-        biased = norm_of(samples.bias) > limit  # which more samples leave as it is
         steps = samples.steps
+        # The samples that this size takes in all: their error falls with the root of their number.
+        needed = drawn * jnp.square(estimate.evidence.unconverged)
         more = steps * jnp.maximum(needed - drawn, 0)
-        left = self.max_k - spent - drawn * steps
+        left = self.max_k - estimate.num_matvecs
+        biased = norm_of(samples.bias) > self.target.limit(estimate.value)  # more samples are, too
         choice = jnp.where((left >= self.panel * steps) & ~biased, number, -1)
         if number + 1 < len(self.sizes):
             cost = self.sampling.products(self.sizes[number + 1]) + self.panel * steps
             fall = 0.0
-            if before is not None:  # the variance falls as much again
-                fall = jnp.minimum(self.deviation(prepared, samples) / before.deviation, 1) ** 2
+            if before is not None:  # the variance of a sample falls as much again
+                errors = norm_of(estimate.std_err) / norm_of(before.estimate.std_err)
+                fall = jnp.minimum(errors**2 * samples.panels / before.panels, 1)
             pays = (cost + fall * needed * steps < more) | biased
             choice = jnp.where(pays & (cost <= left), number + 1, choice)
         if self.may_be_exact:
@@ -496,20 +498,6 @@ class _Run:
             choice = jnp.where(last_resort, len(self.sizes), choice)
         ends = (needed <= drawn) | samples.evidence.fails
         return jnp.where(ends, -1, choice).astype(jnp.int32)
-
-    def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
-        """The estimate from the samples at a size."""
-        drawn = self.panel * samples.panels
-        return Estimate(
-            prepared.value + samples.moments.mean,
-            self.std_err(prepared, samples),
-            spent + drawn * samples.steps,
-            drawn - 1,
-            worse(samples.evidence, Evidence(unconverged=self.ratio(prepared, samples))),
-            quadrature_error=samples.bias if self.sampling.has_bias else None,
-            # At the first size, where NaN and inf end a call, entries are.
-            separate=self.sampling.rows is not None,
-        )
 
     def exact(self, before: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""

@@ -25,7 +25,6 @@ from .estimator import (
     check_budget,
     check_either,
     check_key,
-    described,
     largest_budget,
     solve,
     tolerance_of,
@@ -317,11 +316,9 @@ def solve_either(
     estimator: AbstractTraceEstimator,
     rows: Rows | None,
     *,
-    rtol: Any,
-    atol: Any,
-    max_k: int | None,
     throw: bool,
     root: bool = False,
+    **tolerance: Any,
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance (with `root`
     that of the square root).
@@ -329,14 +326,14 @@ def solve_either(
     if not isinstance(estimator, AbstractTraceEstimator):
         raise TypeError(
             "The estimator must be an instance of an AbstractTraceEstimator, such as "
-            f"`traceax.XTraceEstimator()`, got {described(estimator)}."
+            f"`traceax.XTraceEstimator()`, got {estimator!r}."
         )
     check_key(key)  # of a call without one, k is missing, too
-    if not check_either(name, k, rtol, atol, max_k):
+    if not check_either(name, k, **tolerance):
         budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
         return solve(primitive, key, operator, k, budgeted, throw=throw)
     operator = as_operator(operator)
-    max_k, budget = largest_budget(max_k, operator.in_size(), name)
-    tolerance = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
-    run = ToleranceEstimator(estimator, rows, *tolerance, root, max_k)
+    max_k, budget = largest_budget(tolerance["max_k"], operator.in_size(), name)
+    both = [tolerance_of(tolerance[x], x) for x in ("rtol", "atol")]
+    run = ToleranceEstimator(estimator, rows, *both, root, max_k)
     return solve(primitive, key, operator, budget, run, throw=throw)

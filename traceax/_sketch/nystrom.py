@@ -110,7 +110,7 @@ class Nystrom(NamedTuple):
     directions: Inexact[Array, "m m"]  # V^H S
     probes: Pairs  # of S
     rho: Real[Array, " m"]
-    precision: Real[Array, ""]  # of the products, see `core_of`
+    precision: Real[Array, ""]  # of the products: `eps`, or more where the core says so clearly
     evidence: Evidence  # whether the tag is wrong
 
     @property
@@ -268,27 +268,6 @@ def skew_of_core(
     return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
 
 
-def core_of(
-    p: Inexact[Array, "n m"], products: Scaled, eps: float
-) -> tuple[Array, Array, Array, Array, Array]:
-    """The core H of the products with an orthonormal basis P, and what H shows of A: the relative
-    precision of the products (`eps`, or more where H says so clearly), the least shift, how far an
-    eigenvalue may be below 0, and how far A^H is from A, relative to the limit.
-
-    Products with the error of a solve are those of A + E. If E is like a random matrix,
-    P^H E P - P^H E^H P has the norm sqrt(2 m / n) ||E P||_F.
-    """
-    n, m = p.shape
-    core = matmul(adjoint(p), products.numbers)
-    seen = math.sqrt(n / (2 * m)) * relative(jnp.linalg.norm(core - adjoint(core)), products.norm)
-    precision = jnp.where(seen > 16 * eps, seen, eps)
-    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-    least = shift_of(math.sqrt(n) * products.norm, n, precision)
-    # Below 1e-2, what is not Hermitian counts as the error of solves. (Else see `skew_of`.)
-    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
-    return core, precision, least, 100 * math.sqrt(n) * least, skew
-
-
 def shifted_cholesky(h, nu):
     """The upper Cholesky factor of the symmetrised H + nu' I, and nu', the least of nu, 10 nu, ...
     with a factor. (A truncated eigenvalue would bias the estimate.)
@@ -317,7 +296,18 @@ def nystrom(
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     multiplied = scaled(products)
-    core, precision, least, limit, skew = core_of(p, multiplied, eps)
+    n, m = p.shape
+    core = matmul(adjoint(p), multiplied.numbers)
+    # Products with the error of a solve are those of A + E. If E is like a random matrix,
+    # P^H E P - P^H E^H P has the norm sqrt(2 m / n) ||E P||_F.
+    apart = relative(jnp.linalg.norm(core - adjoint(core)), multiplied.norm)
+    seen = math.sqrt(n / (2 * m)) * apart
+    precision = jnp.where(seen > 16 * eps, seen, eps)
+    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
+    least = shift_of(math.sqrt(n) * multiplied.norm, n, precision)
+    # Below 1e-2, what is not Hermitian counts as the error of solves. (Else see `skew_of`.)
+    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
+    limit = 100 * math.sqrt(n) * least
     eigenvalues, vectors = eigh((core + adjoint(core)) / 2)
     lowest = eigenvalues[0]
     # With nu the core is positive definite. To truncate an eigenvalue would bias the estimate.
