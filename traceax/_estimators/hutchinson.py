@@ -21,46 +21,40 @@ from .tolerance import Moments, RangeSampling, merged, no_samples
 
 
 @final
-class Probes(eqx.Module):
-    """Probes, drawn block by block from a key: forward and reverse mode keep one block at most."""
+class MeanOverProbes(AbstractWeights):
+    """`G = Omega Omega^H / k`; for entries of the diagonal those of `A G`.
+
+    Probes are drawn from the key block by block: forward and reverse mode keep one block at most.
+    """
 
     key: PRNGKeyArray
     sampler: AbstractSampler
+    rows: Rows | None
     k: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
 
-    def fold(self, block: BlockOperator, samples: Callable, add: Callable, carry: Any) -> Any:
-        """The carry after `add(carry, samples(omega))` for all blocks omega, given leaf by leaf."""
+    def fold(self, block: BlockOperator, add: Callable, parts: list[Any]) -> list[Any]:
+        """The parts after `add(part, samples)` for all blocks of probes."""
 
-        def drawn(key, m):
-            return samples(self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype))
+        def step(parts, key, m):
+            omega = self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype)
+            samples = samples_of(block, self.rows, omega)
+            return [add(*pair) for pair in zip(parts, samples, strict=True)]
 
         whole, rest = divmod(self.k, self.width)
         if whole == 1 and rest == 0:
-            return add(carry, drawn(self.key, self.k))
+            return step(parts, self.key, self.k)
         keys = split(self.key, whole + 1)
         # Without the checkpoint, reverse mode would store each block's probes.
-        one_block = jax.checkpoint(lambda key: drawn(key, self.width), prevent_cse=False)
-        carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])
-        return add(carry, drawn(keys[whole], rest)) if rest else carry
-
-
-@final
-class MeanOverProbes(AbstractWeights):
-    """`G = Omega Omega^H / k`; for entries of the diagonal those of `A G`."""
-
-    probes: Probes
-    rows: Rows | None
+        one_block = jax.checkpoint(lambda c, key: step(c, key, self.width), prevent_cse=False)
+        parts, _ = lax.scan(lambda c, key: (one_block(c, key), None), parts, keys[:whole])
+        return step(parts, keys[whole], rest) if rest else parts
 
     def contract(self, block):
         """See `AbstractWeights`."""
-
-        def add(totals, samples):
-            return [t + jnp.sum(x, axis=-1) for t, x in zip(totals, samples, strict=True)]
-
         zeros = [moments.mean for moments in none_of(block, self.rows)]
-        totals = self.probes.fold(block, samples_of(block, self.rows), add, zeros)
-        return as_value([_flat(total, self.rows) / self.probes.k for total in totals])
+        totals = self.fold(block, lambda total, x: total + jnp.sum(x, axis=-1), zeros)
+        return as_value([_flat(total, self.rows) / self.k for total in totals])
 
 
 def none_of(block: BlockOperator, rows: Rows | None) -> list[Moments]:
@@ -71,18 +65,14 @@ def none_of(block: BlockOperator, rows: Rows | None) -> list[Moments]:
     return [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
 
 
-def samples_of(block: BlockOperator, rows: Rows | None) -> Callable[[list[Array]], list[Array]]:
-    """The function that gives the samples omega_i^H A omega_i, or leaf by leaf those of the
-    diagonal, conj(omega_i) (A omega_i).
+def samples_of(block: BlockOperator, rows: Rows | None, omega: list[Array]) -> list[Array]:
+    """The samples omega_i^H A omega_i, or leaf by leaf those of the diagonal,
+    conj(omega_i) (A omega_i).
     """
-
-    def samples(omega):
-        if rows is None:
-            return [block.quadratic_forms(omega)]
-        products = block.mm_by_leaf(omega)
-        return rows.by_leaf([jnp.conj(o) * p for o, p in zip(omega, products, strict=True)])
-
-    return samples
+    if rows is None:
+        return [block.quadratic_forms(omega)]
+    products = block.mm_by_leaf(omega)
+    return rows.by_leaf([jnp.conj(o) * p for o, p in zip(omega, products, strict=True)])
 
 
 def _flat(x: Array, rows: Rows | None) -> Array:
@@ -148,12 +138,8 @@ class HutchinsonEstimator(AbstractTraceEstimator):
             width = block_width(block.n, width, APART_LIMIT)
         else:
             block = block.linearised()
-        probes = Probes(key, self.sampler, k, min(k, width))
-
-        def add(moments, samples):
-            return [merged(*pair) for pair in zip(moments, samples, strict=True)]
-
-        moments = probes.fold(block, samples_of(block, rows), add, none_of(block, rows))
+        weights = MeanOverProbes(key, self.sampler, rows, k, min(k, width))
+        moments = weights.fold(block, merged, none_of(block, rows))
         value = as_value([_flat(part.mean, rows) for part in moments])
         std_err = as_value([_flat(_std_err(part, block.eps), rows) for part in moments])
-        return Estimate(value, std_err, k, k - 1, **more), MeanOverProbes(probes, rows)
+        return Estimate(value, std_err, k, k - 1, **more), weights

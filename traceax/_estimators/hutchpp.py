@@ -109,8 +109,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         # A NaN or inf in the sketch shows in these products as well.
         evidence = evidence_of(z, products)
-        more = {"inflation": 1.09, "tail": 4.5}
-        estimate = Estimate(value, std_err, k, tested - 1, evidence, **more)
+        estimate = Estimate(value, std_err, k, tested - 1, evidence, inflation=1.09, tail=4.5)
         u = jnp.concatenate([q, g * (factor / tested)], axis=1)
         v = jnp.concatenate([q, g], axis=1)
         return estimate, LowRankWeights(u, v)

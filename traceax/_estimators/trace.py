@@ -4,7 +4,7 @@ roots of a trace and of a diagonal of Gram matrices.
 
 import dataclasses
 import math
-from typing import Any, final
+from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, Real
 
-from .._core.primitive import Primitive, compiled_once, diagonal_p, trace_p
+from .._core.primitive import compiled_once, diagonal_p, trace_p
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
@@ -308,17 +308,7 @@ class ToleranceEstimator(AbstractEstimator):
 
 
 def solve_either(
-    name: str,
-    primitive: Primitive,
-    key: Any,
-    operator: Any,
-    k: Any,
-    estimator: AbstractTraceEstimator,
-    rows: Rows | None,
-    *,
-    throw: bool,
-    root: bool = False,
-    **tolerance: Any,
+    name, primitive, key, operator, k, estimator, rows, *, throw, root=False, **tolerance
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance (with `root`
     that of the square root).
@@ -334,6 +324,6 @@ def solve_either(
         return solve(primitive, key, operator, k, budgeted, throw=throw)
     operator = as_operator(operator)
     max_k, budget = largest_budget(tolerance["max_k"], operator.in_size(), name)
-    both = [tolerance_of(tolerance[x], x) for x in ("rtol", "atol")]
+    both = tolerance_of(tolerance["rtol"], "rtol"), tolerance_of(tolerance["atol"], "atol")
     run = ToleranceEstimator(estimator, rows, *both, root, max_k)
     return solve(primitive, key, operator, budget, run, throw=throw)

@@ -194,8 +194,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
         evidence = evidence_of(factors.r, h)
-        more = {"inflation": 1.15, "tail": 3.0}
-        estimate = Estimate(value, std_err, 2 * m, m - 1, evidence, **more)
+        estimate = Estimate(value, std_err, 2 * m, m - 1, evidence, inflation=1.15, tail=3.0)
         return estimate, self.weights_of(omega, factors, beta) if weights else None
 
     def compute_rows(self, key, operator, k, rows, weights):
@@ -316,9 +315,9 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
         rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
         options = {"shrink": self.shrink, "hermitian": True}
-        *estimated, beta = diagonal_and_error(parts, rows, rounding, **options)
+        mean, error, beta = diagonal_and_error(parts, rows, rounding, **options)
         without_tag = mean_and_std_err(rows(jnp.conj(omega) * parts.products))
-        value, std_err = factors.estimate(sign, estimated, without_tag)
+        value, std_err = factors.estimate(sign, (mean, error), without_tag)
         value = value + rows.of_vector(lost)
         evidence = worse(factors.evidence, evidence_of(lost))
         estimate = Estimate(value, std_err, k, k - 1, evidence, separate=True)
