@@ -58,9 +58,6 @@ from .._sketch.weights import AbstractWeights
 from .exact import exact
 from .rows import Rows, added
 
-#: The number of samples that are drawn at once.
-PANEL = 8
-
 #: The numbers of columns of a sketch, one of which is prepared.
 SIZES = (0, 16, 64, 256)
 
@@ -132,7 +129,7 @@ class AbstractSampling(eqx.Module):
     sizes: AbstractVar[tuple[int, ...]]  # of what may be prepared, the smallest first
 
     #: The number of samples that are drawn at once.
-    panel = PANEL
+    panel = 8
 
     #: Whether samples have an error that all share, as functions of a matrix do.
     has_bias = False

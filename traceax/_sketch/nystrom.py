@@ -173,14 +173,6 @@ class ShiftedNystrom(NamedTuple):
     inverse: Inexact[Array, " m"]  # 1 / d_i
 
 
-def trace_of(factors: Nystrom, shifted: ShiftedNystrom) -> Real[Array, ""]:
-    """The trace of the approximation, and of the multiple of the identity that was taken off."""
-    # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
-    n, m = factors.p.shape
-    beyond = jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
-    return jnp.trace(factors.core).real + beyond + float(n - m) * shifted.shift
-
-
 def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     """What leaving out probes does to the approximation of A / scale.
 
@@ -196,8 +188,12 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     Re Gamma K^{-1} Gamma, with the 2 x 2 matrices K = S_ij^H G^{-1} S_ij,
     L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair.
     """
+    n, m = factors.p.shape
     inverse = shifted.inverse
     probes = factors.probes
+    # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
+    base = jnp.trace(factors.core).real + float(n - m) * shifted.shift
+    base = base + jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
     square = factors.rho**2
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
     beyond = shifted.inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
@@ -207,7 +203,7 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     pair_residual = (square * inverse)[:, None] * reciprocal(pairs.square)
     pair_square = square[:, None] / probes.square
     return LeaveOneOut(
-        base=trace_of(factors, shifted),
+        base=base,
         lost=diagonal_of(lengths).real,
         residual=square * inverse.real,
         square=square,
