@@ -30,7 +30,6 @@ import numpy as np
 from scipy.special import stdtrit
 
 import traceax as tr
-from traceax._estimators.calibration import CALIBRATION
 
 from .common import ESTIMATORS, PSD, eight_spectra, spectra, with_eigenvalues
 
@@ -95,14 +94,14 @@ def tolerances(name, count, table):
 
 
 def small_solutions(estimator, eigenvalues, k, count):
-    """The error and the standard error for 8 to 60 products, and the degrees of freedom."""
+    """The error, the inflated standard error and the degrees of freedom for 8 to 60 products."""
     matrix = jnp.asarray(with_eigenvalues(eigenvalues))
 
     @jax.jit
     def run(keys, matrix):
         def one(key):
             solution = tr.trace(key, lx.MatrixLinearOperator(matrix, PSD), k, estimator)
-            return solution.value, solution.std_err, solution.stats["dof"]
+            return solution.value, solution.inflation * solution.std_err, solution.stats["dof"]
 
         return jax.lax.map(one, keys, batch_size=50)
 
@@ -110,7 +109,7 @@ def small_solutions(estimator, eigenvalues, k, count):
     return np.asarray(value - eigenvalues.sum()), np.asarray(std_err), float(dof[0])
 
 
-def tail_constant(estimator, interval, power=1):
+def tail_constant(estimator, power=1):
     """The smallest multiple of 0.5 with which every cell is covered."""
     cells = [
         small_solutions(estimator, eigenvalues**power, k, 1000)
@@ -120,7 +119,7 @@ def tail_constant(estimator, interval, power=1):
 
     def covers(tail):
         for error, std_err, dof in cells:
-            factor = interval * stdtrit(max(dof / tail, 1), (1 + LEVEL) / 2)
+            factor = stdtrit(max(dof / tail, 1), (1 + LEVEL) / 2)
             if np.mean(np.abs(error) <= factor * std_err) < LEVEL - 0.02:
                 return False
         return True
@@ -131,10 +130,8 @@ def tail_constant(estimator, interval, power=1):
 def tails(results):
     """The tails of all estimators of traces."""
     for name, estimator in ESTIMATORS.items():
-        measured = tail_constant(estimator, CALIBRATION[name]["inflation"])
-        results[name] = max(LEAST_TAIL, measured)
-    interval = CALIBRATION["xnystrace"]["inflation"]
-    results["xnystrace, squares"] = tail_constant(ESTIMATORS["xnystrace"], interval, 2)
+        results[name] = max(LEAST_TAIL, tail_constant(estimator))
+    results["xnystrace, squares"] = tail_constant(ESTIMATORS["xnystrace"], 2)
     print(results)
 
 

@@ -1,7 +1,7 @@
 """How the classes are made, for the pages of the reference.
 
-Equinox writes `__init__` from the fields of a class, and its docstring is assigned: neither stands
-in the source where mkdocstrings looks for it.
+Equinox writes `__init__` from the fields of a class: it does not stand in the source where
+mkdocstrings looks for it, nor does a docstring of it that is assigned.
 """
 
 import inspect
@@ -18,8 +18,11 @@ class Constructors(griffe.Extension):
     def on_class_instance(self, *, cls: griffe.Class, **_) -> None:
         """Called for every class that is read."""
         found = vars(traceax).get(cls.name, vars(traceax.extend).get(cls.name))
-        arguments = inspect.getdoc(getattr(found, "__init__", None)) or ""
-        if cls.docstring is None or not arguments.startswith("**Arguments:**"):
+        if found is None:
+            return
+        arguments = inspect.getdoc(found.__init__) or ""
+        arguments = arguments if arguments.startswith("**Arguments:**") else ""
+        if cls.docstring is None or "**Arguments:**" not in cls.docstring.value + arguments:
             return
         parameters = inspect.signature(found).parameters.values()
         signature = ", ".join(str(each.replace(annotation=each.empty)) for each in parameters)

@@ -31,7 +31,6 @@ ESTIMATORS = {
     "xtrace-plain": tr.XTraceEstimator(improved=False),
     "xnystrace": tr.XNysTraceEstimator(),
     "xnystrace-rademacher": tr.XNysTraceEstimator(tr.RademacherSampler()),
-    "exact": tr.ExactTraceEstimator(),
     "auto": tr.AutoTraceEstimator(),
 }
 # The first of each class, where a table over all variants would only repeat itself.
@@ -39,8 +38,8 @@ CLASSES = {}
 for _name, _estimator in ESTIMATORS.items():
     if type(_estimator) not in {type(other) for other in CLASSES.values()}:
         CLASSES[_name] = _estimator
-# And of these the ones that estimate: `exact` and `auto` run what the others have, or exact code.
-PROBED = {name: CLASSES[name] for name in CLASSES if name not in ("exact", "auto")}
+# And of these the ones that estimate: `auto` runs what the others have.
+PROBED = {name: CLASSES[name] for name in CLASSES if name != "auto"}
 
 
 def random_unitary(rng, n, dtype=np.float64):
@@ -65,7 +64,7 @@ def by_products(matrix, tags=()):
 
 def operator_for(estimator, matrix, tags=()):
     """The matrix as an operator that this estimator does not simply read."""
-    if isinstance(estimator, tr.AutoTraceEstimator | tr.ExactTraceEstimator):
+    if isinstance(estimator, tr.AutoTraceEstimator):
         return by_products(matrix, tags)
     return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
 

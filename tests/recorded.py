@@ -97,7 +97,6 @@ TRACES = {
     "xnystrace": (tr.XNysTraceEstimator(), "psd"),
     "xnystrace-complex": (tr.XNysTraceEstimator(), "hermitian"),
     "xnystrace-negative": (tr.XNysTraceEstimator(), "nsd"),
-    "exact": (tr.ExactTraceEstimator(), "general"),
     "auto": (tr.AutoTraceEstimator(), "hidden psd"),
     "stored": (tr.AutoTraceEstimator(), "psd"),
 }
@@ -106,7 +105,6 @@ DIAGONALS = {
     "hutch++": (tr.HutchPlusPlusEstimator(), "general"),
     "xtrace": (tr.XTraceEstimator(), "general"),
     "xnystrace": (tr.XNysTraceEstimator(), "hermitian"),
-    "exact": (tr.ExactTraceEstimator(), "function"),
     "auto": (tr.AutoTraceEstimator(), "hidden psd"),
     "stored": (tr.AutoTraceEstimator(), "psd"),
 }

@@ -223,9 +223,9 @@ def shift_of_best_error(matrix, omega, resphere, real=False):
     """The shift that is taken, with the estimate of the trace.
 
     Multiples of the smallest eigenvalue of P^H A P, P an orthonormal basis of the probes, and
-    (unless they are to be real) complex numbers in the middle of the smallest ones are tried for as
-    long as the standard error of the trace falls, if a quarter of the eigenvalues are alike, and
-    the probes are not too few. One is taken if the error is considerably smaller than without.
+    (unless they are to be real) complex numbers in the middle of the smallest ones are tried if a
+    quarter of the eigenvalues are alike, and the probes are not too few. The one with the smallest
+    standard error of the trace is taken if the error is considerably smaller than without.
     """
     m, p = omega.shape[1], np.linalg.qr(omega)[0]
     eigenvalues = np.linalg.eigvalsh(p.conj().T @ matrix @ p)
@@ -235,14 +235,12 @@ def shift_of_best_error(matrix, omega, resphere, real=False):
     if flat and not real:
         middle = [eigenvalues[max(m // part, LEAST_PART)] for part in PARTS]
         shifts += [delta - 1j * DAMPING * (delta - eigenvalues[0]) for delta in middle]
-    first = best = None
+    found = []
     for z in shifts if flat else shifts[:1]:
         sample = functools.partial(xnystrace_sample, z=z)
-        found = z, *leave_one_out(sample, matrix, omega, resphere)
-        if best is not None and found[2] >= best[2]:
-            break
-        first, best = first or found, found
-    return best if best[2] < WORTH * first[2] else first
+        found.append((z, *leave_one_out(sample, matrix, omega, resphere)))
+    best = min(found, key=lambda estimate: estimate[2])
+    return best if best[2] < WORTH * found[0][2] else found[0]
 
 
 def published_xtrace(matrix, omega):

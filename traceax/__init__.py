@@ -3,22 +3,22 @@
 from . import curvature as curvature, plot as plot
 from ._core.primitive import diagonal_p as diagonal_p, trace_p as trace_p
 from ._core.verdict import RESULTS as RESULTS
-from ._estimators.auto import (
-    AutoTraceEstimator as AutoTraceEstimator,
-    ExactTraceEstimator as ExactTraceEstimator,
-)
+from ._estimators.auto import AutoTraceEstimator as AutoTraceEstimator
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.hutchpp import HutchPlusPlusEstimator as HutchPlusPlusEstimator
-from ._estimators.norms import frobenius_norm as frobenius_norm, row_norms as row_norms
 from ._estimators.solution import Solution as Solution
 from ._estimators.trace import (
     block_traces as block_traces,
     diagonal as diagonal,
+    frobenius_norm as frobenius_norm,
+    row_norms as row_norms,
     trace as trace,
 )
-from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
-from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
+from ._estimators.xtrace import (
+    XNysTraceEstimator as XNysTraceEstimator,
+    XTraceEstimator as XTraceEstimator,
+)
 from ._functions.diagonal import spectral_diagonal as spectral_diagonal
 from ._functions.eigenpairs import Eigenpairs as Eigenpairs, eigenpairs as eigenpairs
 from ._functions.spectral import (

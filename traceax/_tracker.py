@@ -42,10 +42,9 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from ._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, safe_norm, scale_of
+from ._core.estimate import Estimate, evidence_of, rounding_of, safe_norm, scale_of
 from ._core.precision import any_promotion, matmul
 from ._core.verdict import RESULTS, verdict
-from ._estimators.auto import ExactTraceEstimator
 from ._estimators.estimator import check_budget, check_key
 from ._estimators.solution import Solution, solution_of
 from ._estimators.trace import trace
@@ -181,7 +180,7 @@ class Tracker(eqx.Module):
                 f"{state!r}. Make one with `tracker.init(operator, k)`."
             )
         if state.k >= operator.in_size():
-            return state, trace(key, operator, state.k, ExactTraceEstimator())
+            return state, trace(key, operator, operator.in_size())
         previous = None if previous is None else as_operator(previous)
         return _update(self.sampler, check_key(key), operator, state, previous)
 
@@ -218,7 +217,7 @@ def _estimate(
 ) -> Estimate:
     """The estimate of a step; its value is linear in the products, and all else is constant."""
     std_err = lax.stop_gradient(jnp.hypot(std_err, rounding_of(norm, block.eps)))
-    return verdict(make_estimate(value, std_err, num_matvecs, dof, evidence_of(norm)))
+    return verdict(Estimate(value, std_err, num_matvecs, dof, evidence_of(norm)))
 
 
 def _recycled(

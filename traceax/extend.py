@@ -9,15 +9,14 @@ from ._core.estimate import (
     Estimate as Estimate,
     Evidence as Evidence,
     evidence_of as evidence_of,
-    make_estimate as make_estimate,
     mean_and_std_err as mean_and_std_err,
     norm_of as norm_of,
     rounding_of as rounding_of,
 )
 from ._core.precision import matmul as matmul
 from ._estimators.estimator import AbstractTraceEstimator as AbstractTraceEstimator
-from ._estimators.rows import Rows as Rows, RowWeights as RowWeights
-from ._estimators.samples import NystromSampling as NystromSampling, RangeSampling as RangeSampling
+from ._estimators.rows import Rows as Rows
+from ._estimators.tolerance import RangeSampling as RangeSampling
 from ._logdet.factors import (
     BuiltPreconditioner as BuiltPreconditioner,
     low_rank_plus_diagonal as low_rank_plus_diagonal,

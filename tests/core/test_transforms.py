@@ -47,7 +47,7 @@ class OneProbe(tr.AbstractTraceEstimator):
         block = tre.BlockOperator(operator)
         v = jax.random.rademacher(key, (block.n, 1), block.dtype)
         samples = v * block.mm(v)
-        estimate = tre.make_estimate(jnp.sum(samples), jnp.max(jnp.abs(samples)), 1, 1)
+        estimate = tre.Estimate(jnp.sum(samples), jnp.max(jnp.abs(samples)), 1, 1)
         return estimate, tre.LowRankWeights(v, v)
 
 

@@ -161,7 +161,6 @@ CALLS = [
     # The estimator.
     lambda: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator),
     lambda: tr.trace(KEY, PLAIN, 4, "xtrace"),
-    lambda: tr.trace(KEY, LARGE, rtol=0.1, max_k=40, estimator=tr.ExactTraceEstimator()),
     lambda: tr.trace(KEY, PLAIN, 4, tr.XNysTraceEstimator()),
     lambda: tr.diagonal(KEY, HIDDEN, 4, OfTraces()),
     lambda: tr.HutchinsonEstimator(batch_size=0),

@@ -71,9 +71,10 @@ class DiagonalWeights(tre.AbstractWeights):
 
     u: jax.Array
     v: jax.Array
+    rows: tre.Rows
 
     def contract(self, block):
-        return jnp.sum(block.mm(self.u) * self.v.conj(), axis=1)
+        return self.rows.of_vector(jnp.sum(block.mm(self.u) * self.v.conj(), axis=1))
 
 
 @final
@@ -85,9 +86,7 @@ class Plain(tre.AbstractTraceEstimator):
     smallest: ClassVar[int] = 2
 
     def sampling(self, operator, rows):
-        return tre.RangeSampling(
-            rows=rows, sampler=tr.RademacherSampler(), resphere=False, sizes=(0,)
-        )
+        return tre.RangeSampling(rows=rows, sampler=tr.RademacherSampler(), sizes=(0,))
 
     def compute(self, key, operator, k, weights):
         block = tre.BlockOperator(operator)
@@ -113,7 +112,7 @@ class Plain(tre.AbstractTraceEstimator):
             std_err = jnp.sqrt(jnp.mean(jnp.abs(products) ** 4)) ** 0.5 + std_err
         if self.mistake == "precision":
             value = jnp.mean(jnp.diagonal(probes.conj().T @ products))
-        estimate = tre.make_estimate(value, std_err, k, k - 1, evidence)
+        estimate = tre.Estimate(value, std_err, k, k - 1, evidence)
         return estimate, tre.LowRankWeights(u, probes) if weights else None
 
     def compute_rows(self, key, operator, k, rows, weights):
@@ -121,8 +120,8 @@ class Plain(tre.AbstractTraceEstimator):
         probes = tr.RademacherSampler().probes(key, block.n, k, block.dtype)
         products = block.mm(probes)
         value, std_err = tre.mean_and_std_err(rows(probes.conj() * products))
-        estimate = tre.make_estimate(value, std_err, k, k - 1, tre.evidence_of(products))
-        return estimate, tre.RowWeights(DiagonalWeights(probes / k, probes), rows)
+        estimate = tre.Estimate(value, std_err, k, k - 1, tre.evidence_of(products))
+        return estimate, DiagonalWeights(probes / k, probes, rows)
 
 
 @pytest.mark.slow

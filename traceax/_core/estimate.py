@@ -102,10 +102,13 @@ class Estimate(eqx.Module):
 
     - `value`: a scalar (for a trace), a vector (for a diagonal), or a list of the parts of a
         vector, leaf by leaf. It alone has a derivative.
-    - `std_err`: the standard error of the value, real and of the same structure.
+    - `std_err`: the standard error of the value, real and of the same structure, rounding included
+        (see `rounding_of`); inf for a single sample.
     - `num_matvecs`: the number of products that were made.
-    - `dof`: the degrees of freedom of the standard error.
-    - `evidence`: what the estimate knows against itself.
+    - `dof`: the degrees of freedom of the standard error, m - 1 for the mean of m independent
+        samples. They need not be whole.
+    - `evidence`: what the estimate knows against itself, such as `evidence_of(products)`. That the
+        value itself is finite is seen without it.
     - `quadrature_error`: the error from ending a recurrence early, real and of the structure of the
         value; None if there is no recurrence.
     - `columns`: the number of columns that were read without a product; None where none can be.
@@ -113,7 +116,10 @@ class Estimate(eqx.Module):
     - `separate`: whether each number of the value follows from its own rows of the products alone,
         and stands where others are not finite.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
-        independent nor normal, see `CALIBRATION`; 1 for samples that are both.
+        independent nor normal, measured by `benchmarks/calibrate.py`; 1 for samples that are both.
+        The factor by which intervals from many samples are too short, and the number of samples
+        that tell as much of their spread as one normal sample does, on the worst of some spectra.
+        (Entries of diagonals need neither: many rows share what few samples say.)
     - `result`: a member of `RESULTS`, from `verdict`; None before.
     """
 
@@ -129,30 +135,6 @@ class Estimate(eqx.Module):
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)
     result: Any = None
-
-
-def make_estimate(
-    value: PyTree[Array],
-    std_err: PyTree[Array],
-    num_matvecs: Array | int,
-    dof: Array | float,
-    evidence: Evidence | None = None,
-    **more: Any,
-) -> Estimate:
-    """An `Estimate`.
-
-    **Arguments:**
-
-    - `value`: the value: a scalar, or for diagonals a vector (or a list of its parts).
-    - `std_err`: the standard error, rounding included (see `rounding_of`); inf for a single sample.
-    - `num_matvecs`: the number of products that were made.
-    - `dof`: the degrees of freedom of the standard error, m - 1 for the mean of m independent
-        samples. They need not be whole.
-    - `evidence`: what there is against the estimate, such as `evidence_of(products)`. That the
-        value itself is finite is seen without it.
-    - `**more`: further fields of the estimate, see `Estimate`.
-    """
-    return Estimate(value, std_err, num_matvecs, dof, evidence or Evidence(), **more)
 
 
 def as_value(parts: list[Array]) -> Any:

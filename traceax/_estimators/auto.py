@@ -1,6 +1,5 @@
-"""The default estimator, and exact values as an estimator."""
+"""The default estimator."""
 
-import dataclasses
 from typing import final
 
 import equinox as eqx
@@ -8,11 +7,12 @@ import lineax as lx
 
 from .._operators.block_operator import BlockOperator
 from .._operators.tags import semidefinite_sign
+from .._probes.samplers import random_signs
 from .estimator import AbstractTraceEstimator
-from .exact import exact, with_known_parts
+from .exact import with_known_parts
 from .hutchinson import HutchinsonEstimator
-from .xnystrace import XNysTraceEstimator
-from .xtrace import XTraceEstimator
+from .tolerance import SIZES, RangeSampling
+from .xtrace import XNysTraceEstimator, XTraceEstimator
 
 
 @final
@@ -28,6 +28,12 @@ class AutoTraceEstimator(AbstractTraceEstimator):
     4. and to [`traceax.XTraceEstimator`][] otherwise.
 
     Cost: at most `k` matvecs (0 if everything is known); the memory of the chosen estimator.
+
+    **Arguments:**
+
+    - `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
+        Hutchinson's estimator, which needs no sketch, takes over.
+    - `batch_size`: as of [`traceax.XTraceEstimator`][].
     """
 
     memory_limit: int = eqx.field(default=2**32, static=True)
@@ -45,13 +51,10 @@ class AutoTraceEstimator(AbstractTraceEstimator):
 
     def sampling(self, operator, rows):
         """The memory limit bounds what is prepared, and not the largest budget."""
-        estimator = XTraceEstimator() if semidefinite_sign(operator) == 0 else XNysTraceEstimator()
-        sampling = estimator.sampling(operator, rows)
-        assert sampling is not None
         block = BlockOperator(operator)
-        bytes_of_column = block.n * block.dtype.itemsize
-        sizes = [size for size in sampling.sizes if size * bytes_of_column <= self.memory_limit]
-        return dataclasses.replace(sampling, sizes=tuple(sizes))
+        columns = self.memory_limit // (block.n * block.dtype.itemsize)
+        sizes = tuple(size for size in SIZES if size <= columns)
+        return RangeSampling(rows=rows, sampler=random_signs(block.dtype), sizes=sizes)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -68,39 +71,3 @@ class AutoTraceEstimator(AbstractTraceEstimator):
             return self.select(rest, k).compute_rows(key, rest, k, rows, weights)
 
         return with_known_parts(operator, rows, compute)
-
-
-AutoTraceEstimator.__init__.__doc__ = """**Arguments:**
-
-- `memory_limit`: bytes that a block of `n x k` numbers may take (4 GiB by default) before
-    Hutchinson's estimator, which needs no sketch, takes over.
-- `batch_size`: as of [`traceax.XTraceEstimator`][].
-"""
-
-
-@final
-class ExactTraceEstimator(AbstractTraceEstimator):
-    r"""The exact trace $\sum_j e_j^* A e_j$, or diagonal, from products with unit vectors; the
-    standard error is 0.
-
-    Known parts (stored, diagonal, tridiagonal, identity, and sums and multiples of these) take no
-    products. The budget `k` is ignored.
-
-    Cost: `n` matvecs for the rest; a block of unit vectors and its products, at most 2^27 numbers.
-    """
-
-    batch_size: int | None = eqx.field(default=None, static=True)
-
-    def compute(self, key, operator, k, weights):
-        """See `AbstractEstimator`."""
-        return self.exact(operator)
-
-    def compute_rows(self, key, operator, k, rows, weights):
-        """See `AbstractTraceEstimator`."""
-        return exact(BlockOperator(operator, self.batch_size), rows)
-
-
-ExactTraceEstimator.__init__.__doc__ = """**Arguments:**
-
-- `batch_size`: as of [`traceax.XTraceEstimator`][].
-"""

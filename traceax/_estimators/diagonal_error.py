@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
+from .._core.estimate import safe_norm
 from .._core.precision import matmul
 from .._sketch.leave_one_out import Pairs, adjoint, column_dots, square_of, usable_covariance
 from .._sketch.ranges import captured_diagonal
 from .._sketch.shrunk import plain_samples, shrinkage
 from .._sketch.weights import AbstractWeights
-from .calibration import with_ties
 from .rows import Rows
 
 
@@ -42,14 +42,15 @@ class DiagonalWeights(AbstractWeights):
         mean_i beta_i diag(Q (I - s_i s_i^H) Q^H A)
         + mean_i conj(omega_i) (A omega_i - beta_i Q (I - s_i s_i^H) Q^H A omega_i)
 
-    (beta_i: see `_sketch.shrunk`). With s_i = 0 and beta_i = 1 it is Diag++. A contraction costs a
-    product with each probe, and one with the adjoint for each column of Q.
+    added up by `rows` (beta_i: see `_sketch.shrunk`). With s_i = 0 and beta_i = 1 it is Diag++. A
+    contraction costs a product with each probe, and one with the adjoint for each column of Q.
     """
 
     q: Inexact[Array, "n m"]
     s: Inexact[Array, "m p"]
     omega: Inexact[Array, "n p"]
     beta: Real[Array, " p"]
+    rows: Rows
 
     def contract(self, block):
         """See `AbstractWeights`."""
@@ -61,7 +62,8 @@ class DiagonalWeights(AbstractWeights):
         inner = matmul(adjoint(adjoint_products), self.omega)  # Q^H A Omega
         inner = (inner - s * column_dots(s, inner)) * self.beta
         samples = jnp.conj(self.omega) * (block.mm(self.omega) - matmul(q, inner))
-        return captured_diagonal(held_out, adjoint_products) + jnp.mean(samples, axis=1)
+        captured = captured_diagonal(held_out, adjoint_products)
+        return self.rows.of_vector(captured + jnp.mean(samples, axis=1))
 
 
 class DiagonalParts(NamedTuple):
@@ -89,14 +91,16 @@ def shrinkage_of_rows(parts: DiagonalParts) -> Real[Array, " m"]:
 
 def diagonal_and_error(
     parts: DiagonalParts,
-    beta: Real[Array, " m"],
     rows: Rows,
     rounding: Real[Array, " g"],
+    *,
+    shrink: bool,
     hermitian: bool = False,
-) -> tuple[Inexact[Array, " g"], Real[Array, " g"]]:
-    """The mean of the d_i, shrunk by `beta` (1: not at all), and its standard error, for every
-    group of `rows`; if `hermitian`, A^H = A. Cost: 10 n m^2 operations.
+) -> tuple[Inexact[Array, " g"], Real[Array, " g"], Real[Array, " m"]]:
+    """Returns (mean of the d_i for every group of `rows`, its standard error, beta: 1 if they are
+    not shrunk); if `hermitian`, A^H = A. Cost: 10 n m^2 operations.
     """
+    beta = shrinkage_of_rows(parts) if shrink else jnp.ones(parts.left.shape[1], rounding.dtype)
     base, left, right, left_over, omega, products, pairs = parts
     m = left.shape[1]
     probes = jnp.conj(omega)
@@ -107,7 +111,7 @@ def diagonal_and_error(
     mean = jnp.mean(corrections, axis=1)
     value = rows.of_vector(base) + mean
     if m == 1:
-        return value, jnp.full_like(value.real, jnp.inf)
+        return value, jnp.full_like(value.real, jnp.inf), beta
 
     root = jnp.sqrt(pairs.square)
 
@@ -134,4 +138,22 @@ def diagonal_and_error(
     square = jnp.square(rounding)
     covariance = usable_covariance(covariance, jnp.sum(variance), jnp.sum(square), m)
     std_err = jnp.sqrt(variance + covariance + square)
-    return value, with_ties(std_err, m) if rows.sizes is None else std_err
+    return value, with_ties(std_err, m) if rows.sizes is None else std_err, beta
+
+
+#: By the number p of probes: 1.25 sqrt(p) over the 95 % quantile of Student's distribution with
+#: p - 1 degrees of freedom. From five probes on ties are rare.
+_REACH = {2: 0.14, 3: 0.5, 4: 0.79}
+
+
+def with_ties(std_err: Real[Array, " n"], probes: int | Real[Array, ""]) -> Real[Array, " n"]:
+    """The standard errors of entries, from `probes` (p) independent probes, with a least value.
+
+    If a row has one large number a off the diagonal, each sample of its entry errs by plus or minus
+    a. With probability 2^(1 - p) all p samples are equal, and their mean errs by a. Similar rows
+    have the standard error a / sqrt(p). The least value is the one whose interval reaches a quarter
+    further than sqrt(p) times the typical standard error.
+    """
+    reach = sum(jnp.where(probes == p, share, 0) for p, share in _REACH.items())
+    typical = jnp.where(reach > 0, safe_norm(std_err) / std_err.size**0.5, 0)
+    return jnp.maximum(std_err, reach * typical)

@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.counts import checked_count
@@ -19,11 +20,19 @@ from .._core.primitive import Primitive, bind, trace_p
 from .._core.verdict import RESULTS
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
+from .._probes.samplers import random_signs
 from .._sketch.weights import AbstractWeights
 from .exact import exact
 from .rows import Rows
-from .samples import AbstractSampling
 from .solution import Solution, solution_of
+from .tolerance import AbstractSampling, RangeSampling
+
+#: The largest budget with a tolerance, if the user gives none (n for operators with fewer rows).
+DEFAULT_MAX_K = 1000
+
+#: With a tolerance, operators with at most this many rows get the exact value at once, if the
+#: budget allows it.
+SMALL = 64
 
 
 class AbstractEstimator(eqx.Module):
@@ -117,8 +126,9 @@ class AbstractTraceEstimator(AbstractEstimator):
         weights: bool,
     ) -> tuple[Estimate, AbstractWeights | None]:
         """The algorithm for a diagonal: the estimate of these entries or sums of entries, and its
-        weights, see [`traceax.extend.RowWeights`][]. The default raises an error. (`compute` is not
-        enough: the standard error of a sum does not follow from those of the entries.)
+        weights, whose `contract` returns `rows` of the diagonal. The default raises an error.
+        (`compute` is not enough: the standard error of a sum does not follow from those of the
+        entries.)
         """
         raise ValueError(
             f"{self.label} estimates traces only. Use `traceax.XTraceEstimator()` for a diagonal."
@@ -128,14 +138,11 @@ class AbstractTraceEstimator(AbstractEstimator):
         """The exact trace: see `AbstractEstimator`."""
         return exact(BlockOperator(operator, self.batch_size))
 
-    def sampling(
-        self, operator: lx.AbstractLinearOperator, rows: Rows | None
-    ) -> AbstractSampling | None:
-        """What a call with a tolerance draws, for the trace (`rows=None`) or these entries of the
-        diagonal. None, the default, stands for an algorithm that needs a budget.
+    def sampling(self, operator: lx.AbstractLinearOperator, rows: Rows | None) -> AbstractSampling:
+        """What a call with a tolerance prepares and draws, for the trace (`rows=None`) or these
+        entries of the diagonal: by default the range of a sketch, and random signs.
         """
-        del operator, rows
-        return None
+        return RangeSampling(rows=rows, sampler=random_signs(BlockOperator(operator).dtype))
 
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
@@ -210,21 +217,14 @@ class RowsEstimator(AbstractEstimator):
         return exact(BlockOperator(operator, self.batch_size), self.rows)
 
 
-def described(value: Any) -> str:
-    """What was given in place of an instance, in the words of a message."""
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-
-
 def check_key(key: Any) -> Array:
     """Return the key as an array, or raise a `TypeError` that says what a key is."""
     key = jnp.asarray(key) if isinstance(key, np.ndarray) else key
     if isinstance(key, jax.Array):
-        got = f"an array of shape {key.shape} and dtype {key.dtype}"
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == 0 if typed else key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
             return key
-    else:
-        got = type(key).__name__
+    got = eqx.tree_pformat(key, width=1000)
     raise TypeError(
         f"The key must be a single JAX random key, got {got}. Make one with `jax.random.key(0)` "
         "and pass it first, before the operator; for a batch of keys use `jax.vmap`."
@@ -261,6 +261,38 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
             stacklevel=_level_of_caller(),
         )
     return min(max(budget, least), n)
+
+
+def tolerance_of(value: Any, name: str) -> Array:
+    """A tolerance as an array, which may be traced; 0 for None."""
+    if value is None:
+        value = 0.0
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if array.ndim != 0 or array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} must be a real number, got {value!r}.")
+    if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
+    return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
+
+
+def check_either(name: str, k: Any, rtol: Any, atol: Any, max_k: Any) -> bool:
+    """Whether there is a tolerance. Both, neither, or `max_k` with a budget are refused."""
+    has_tolerance = rtol is not None or atol is not None
+    if has_tolerance == (k is not None) or (max_k is not None and not has_tolerance):
+        raise TypeError(
+            f"`{name}` takes either a budget or a tolerance, got k={k!r}, rtol={rtol!r}, "
+            f"atol={atol!r}, max_k={max_k!r}. Give `k=100`, or `rtol=1e-2` and perhaps `max_k`, "
+            "which bounds the products that a tolerance may take."
+        )
+    return has_tolerance
+
+
+def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> tuple[int, int]:
+    """The largest budget of a call with a tolerance; and the primitive's, where n means exact."""
+    if max_k is None:
+        max_k = min(n, DEFAULT_MAX_K)
+    max_k = check_budget(max_k, min(smallest, n), n, name, "max_k")
+    return max_k, max_k if n <= SMALL else min(max_k, n - 1)
 
 
 def solve(

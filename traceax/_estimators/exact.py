@@ -11,7 +11,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, evidence_of, make_estimate, rounding_of, safe_norm, worse
+from .._core.estimate import Estimate, evidence_of, rounding_of, safe_norm, worse
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_known_parts
 from .._sketch.weights import AbstractWeights
@@ -39,30 +39,25 @@ def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " 
 
 
 @final
-class ExactWeights(AbstractWeights):
-    """`G = I`: the derivative is that of the exact value. A contraction costs `n` matvecs."""
-
-    rows: Rows | None
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        return added(self.rows, _entries(block)[0])
-
-
-@final
 class KnownPartsWeights(AbstractWeights):
-    """The weights of the estimated part. The exact part is differentiated itself."""
+    """The weights of the estimated part. The exact part is differentiated itself, and so is the
+    rest, from `n` matvecs, if it was not estimated.
+    """
 
-    inner: AbstractWeights | None  # None if nothing was estimated
+    inner: AbstractWeights | None
     rows: Rows | None  # None for traces
 
     def contract(self, block):
         """See `AbstractWeights`."""
         parts = split_known_parts(block.operator)
         exact = added(self.rows, parts.exact)
-        if self.inner is None or parts.rest is None:
+        if parts.rest is None:
             return exact
-        estimated = self.inner.contract(BlockOperator(parts.rest, block.batch_size))
+        rest = BlockOperator(parts.rest, block.batch_size)
+        if self.inner is None:
+            estimated = added(self.rows, _entries(rest)[0])
+        else:
+            estimated = self.inner.contract(rest)
         return _whole(block, exact, parts.scale, estimated)
 
 
@@ -90,7 +85,7 @@ def with_known_parts(
     exact = added(rows, parts.exact)
     if parts.rest is None:
         zero = jnp.zeros_like(exact.real)
-        known = make_estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)
+        known = Estimate(exact, zero, 0, 0, parts.evidence, separate=rows is not None)
         return known, KnownPartsWeights(None, rows)
     inner, made = estimate_rest(parts.rest, exact, parts.scale)
     size = jnp.abs(parts.scale)
@@ -113,7 +108,7 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
         other = BlockOperator(rest, block.batch_size)
         diagonal, norms = _entries(other.linearised())
         size = safe_norm(norms) if rows is None else rows.norms(norms[:, None])
-        estimate = make_estimate(
+        estimate = Estimate(
             added(rows, diagonal),
             rounding_of(size, other.eps) if other.is_inexact else jnp.zeros_like(size),
             other.n,
@@ -121,6 +116,6 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
             evidence_of(norms),
             separate=rows is not None,
         )
-        return estimate, ExactWeights(rows)
+        return estimate, None
 
     return with_known_parts(block.operator, rows, of_rest)

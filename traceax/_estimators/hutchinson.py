@@ -9,91 +9,73 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._core.estimate import as_value, make_estimate, rounding_of
+from .._core.estimate import Estimate, as_value, rounding_of
 from .._operators.block_operator import APART_LIMIT, BlockOperator, block_width
 from .._probes.random import split
 from .._probes.samplers import AbstractSampler, RademacherSampler
 from .._sketch.weights import AbstractWeights
-from .calibration import CALIBRATION
 from .estimator import AbstractTraceEstimator
 from .rows import Rows
-from .samples import Moments, RangeSampling, merged, no_samples
+from .tolerance import Moments, RangeSampling, merged, no_samples
 
 
 @final
-class Probes(eqx.Module):
-    """Probes, drawn block by block from a key: forward and reverse mode keep one block at most."""
+class MeanOverProbes(AbstractWeights):
+    """`G = Omega Omega^H / k`; for entries of the diagonal those of `A G`.
+
+    Probes are drawn from the key block by block: forward and reverse mode keep one block at most.
+    """
 
     key: PRNGKeyArray
     sampler: AbstractSampler
+    rows: Rows | None
     k: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
 
-    def fold(self, block: BlockOperator, samples: Callable, add: Callable, carry: Any) -> Any:
-        """The carry after `add(carry, samples(omega))` for all blocks omega, given leaf by leaf."""
+    def fold(self, block: BlockOperator, add: Callable, parts: list[Any]) -> list[Any]:
+        """The parts after `add(part, samples)` for all blocks of probes."""
 
-        def drawn(key, m):
-            return samples(self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype))
+        def step(parts, key, m):
+            omega = self.sampler.probes_by_leaf(key, block.shapes, m, block.dtype)
+            samples = samples_of(block, self.rows, omega)
+            return [add(*pair) for pair in zip(parts, samples, strict=True)]
 
         whole, rest = divmod(self.k, self.width)
         if whole == 1 and rest == 0:
-            return add(carry, drawn(self.key, self.k))
+            return step(parts, self.key, self.k)
         keys = split(self.key, whole + 1)
         # Without the checkpoint, reverse mode would store each block's probes.
-        one_block = jax.checkpoint(lambda key: drawn(key, self.width), prevent_cse=False)
-        carry, _ = lax.scan(lambda c, key: (add(c, one_block(key)), None), carry, keys[:whole])
-        return add(carry, drawn(keys[whole], rest)) if rest else carry
-
-
-@final
-class TraceOfProbes(AbstractWeights):
-    """`G = Omega Omega^H / k`."""
-
-    probes: Probes
+        one_block = jax.checkpoint(lambda c, key: step(c, key, self.width), prevent_cse=False)
+        parts, _ = lax.scan(lambda c, key: (one_block(c, key), None), parts, keys[:whole])
+        return step(parts, keys[whole], rest) if rest else parts
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        zero = jnp.zeros((), block.dtype)
-
-        def add(total, samples):
-            return total + jnp.sum(samples)
-
-        return self.probes.fold(block, block.quadratic_forms, add, zero) / self.probes.k
+        zeros = [moments.mean for moments in none_of(block, self.rows)]
+        totals = self.fold(block, lambda total, x: total + jnp.sum(x, axis=-1), zeros)
+        return as_value([_flat(total, self.rows) / self.k for total in totals])
 
 
-@final
-class DiagonalOfProbes(AbstractWeights):
-    """Entries of the diagonal of `A Omega Omega^H / k`."""
-
-    probes: Probes
-    rows: Rows
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-
-        def add(totals, samples):
-            pairs = zip(totals, self.rows.by_leaf(samples), strict=True)
-            return [t + jnp.sum(x, axis=-1) for t, x in pairs]
-
-        zeros = [m.mean for m in none_of(block, self.rows)]
-        totals = self.probes.fold(block, entries(block), add, zeros)
-        return as_value([total.reshape(-1) / self.probes.k for total in totals])
-
-
-def none_of(block: BlockOperator, rows: Rows) -> list[Moments]:
-    """The moments to begin with, leaf by leaf."""
+def none_of(block: BlockOperator, rows: Rows | None) -> list[Moments]:
+    """The moments to begin with: one for the trace, or leaf by leaf."""
+    if rows is None:
+        return [no_samples((), block.dtype)]
     zeros = [jnp.zeros((*shape, 1), block.dtype) for shape in block.shapes]
     return [no_samples(x.shape[:-1], block.dtype) for x in rows.by_leaf(zeros)]
 
 
-def entries(block: BlockOperator) -> Callable[[list[Array]], list[Array]]:
-    """The function that gives the samples conj(omega_i) (A omega_i), leaf by leaf."""
+def samples_of(block: BlockOperator, rows: Rows | None, omega: list[Array]) -> list[Array]:
+    """The samples omega_i^H A omega_i, or leaf by leaf those of the diagonal,
+    conj(omega_i) (A omega_i).
+    """
+    if rows is None:
+        return [block.quadratic_forms(omega)]
+    products = block.mm_by_leaf(omega)
+    return rows.by_leaf([jnp.conj(o) * p for o, p in zip(omega, products, strict=True)])
 
-    def samples(omega):
-        products = block.mm_by_leaf(omega)
-        return [jnp.conj(o) * p for o, p in zip(omega, products, strict=True)]
 
-    return samples
+def _flat(x: Array, rows: Rows | None) -> Array:
+    return x if rows is None else x.reshape(-1)
 
 
 def _std_err(moments: Moments, eps: float) -> Array:
@@ -115,6 +97,11 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     Cost: `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient (about
     five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).
 
+    **Arguments:**
+
+    - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
+    - `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
+
     ??? cite "References"
 
         A. Girard, *A fast 'Monte-Carlo cross-validation' procedure for large least squares
@@ -133,40 +120,25 @@ class HutchinsonEstimator(AbstractTraceEstimator):
 
     def sampling(self, operator, rows):
         """See `AbstractTraceEstimator`."""
-        return RangeSampling(rows=rows, sampler=self.sampler, resphere=False, sizes=(0,))
+        return RangeSampling(rows=rows, sampler=self.sampler, sizes=(0,))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        block = BlockOperator(operator, self.batch_size)
-        block = block if block.has_forms else block.linearised()
-        width = self.batch_size or block_width(block.n, k)
-        if block.has_forms:
-            width = block_width(block.n, width, APART_LIMIT)
-        probes = Probes(key, self.sampler, k, min(k, width))
-        start = no_samples((), block.dtype)
-        moments = probes.fold(block, block.quadratic_forms, merged, start)
-        std_err = _std_err(moments, block.eps)
-        estimate = make_estimate(moments.mean, std_err, k, k - 1, **CALIBRATION["hutchinson"])
-        return estimate, TraceOfProbes(probes)
+        return self._estimate(key, operator, k, None, inflation=1.02, tail=5.0)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
-        block = BlockOperator(operator, self.batch_size).linearised()
+        return self._estimate(key, operator, k, rows, separate=True)
+
+    def _estimate(self, key, operator, k, rows, **more) -> tuple[Estimate, MeanOverProbes]:
+        block = BlockOperator(operator, self.batch_size)
         width = self.batch_size or block_width(block.n, k)
-        probes = Probes(key, self.sampler, k, min(k, width))
-
-        def add(moments, samples):
-            return [merged(*pair) for pair in zip(moments, rows.by_leaf(samples), strict=True)]
-
-        moments = probes.fold(block, entries(block), add, none_of(block, rows))
-        values = [part.mean.reshape(-1) for part in moments]
-        std_errs = [_std_err(part, block.eps).reshape(-1) for part in moments]
-        estimate = make_estimate(as_value(values), as_value(std_errs), k, k - 1, separate=True)
-        return estimate, DiagonalOfProbes(probes, rows)
-
-
-HutchinsonEstimator.__init__.__doc__ = """**Arguments:**
-
-- `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
-- `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
-"""
+        if rows is None and block.has_forms:
+            width = block_width(block.n, width, APART_LIMIT)
+        else:
+            block = block.linearised()
+        weights = MeanOverProbes(key, self.sampler, rows, k, min(k, width))
+        moments = weights.fold(block, merged, none_of(block, rows))
+        value = as_value([_flat(part.mean, rows) for part in moments])
+        std_err = as_value([_flat(_std_err(part, block.eps), rows) for part in moments])
+        return Estimate(value, std_err, k, k - 1, **more), weights

@@ -4,19 +4,53 @@ from typing import ClassVar, final
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
+from equinox import AbstractVar
 from jaxtyping import Array, Inexact
 
-from .._core.estimate import evidence_of, make_estimate, mean_and_std_err, rounding_of, safe_norm
+from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, safe_norm
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
-from .._probes.samplers import AbstractSampler
+from .._probes.samplers import AbstractSampler, SphereSampler, random_signs
 from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .._sketch.weights import LowRankWeights
-from .calibration import CALIBRATION, with_ties
-from .diagonal_error import DiagonalWeights
-from .rows import RowWeights, without_nonfinite
-from .sketching import AbstractSketchEstimator
+from .diagonal_error import DiagonalWeights, with_ties
+from .estimator import AbstractTraceEstimator
+from .rows import without_nonfinite
+from .tolerance import RangeSampling
+
+
+class AbstractSketchEstimator(AbstractTraceEstimator):
+    """An estimator with a sketch, whose residual probes may be renormalised ("resphered")."""
+
+    sampler: AbstractVar[AbstractSampler | None]
+    improved: AbstractVar[bool | None]
+
+    def __check_init__(self):
+        self.residual_sampler.check_resphering(self.improved)
+
+    def check(self, operator):
+        """Any square operator will do."""
+        self.residual_sampler.check_dtype(BlockOperator(operator).dtype, self.improved)
+
+    @property
+    def residual_sampler(self) -> AbstractSampler:
+        """The distribution of probes whose residuals may be renormalised."""
+        return self.sampler or SphereSampler()
+
+    def sampling(self, operator, rows):
+        """See `AbstractTraceEstimator`."""
+        sampler = self.sampler_of_rows(BlockOperator(operator).dtype)
+        return RangeSampling(rows=rows, sampler=sampler)
+
+    def sampler_of_rows(self, dtype: np.dtype) -> AbstractSampler:
+        """The distribution of the probes for a diagonal: independent entries of modulus 1."""
+        return self.sampler or random_signs(dtype)
+
+    def respheres(self, dtype: np.dtype) -> bool:
+        """Whether the residual probes of a trace are renormalised."""
+        return self.residual_sampler.respheres(self.improved, dtype)
 
 
 @final
@@ -37,6 +71,10 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
 
     Cost: `k` matvecs (`2 floor(k/3)` for the sketch and its basis, the rest for probes; for a
     diagonal those of the basis are with the adjoint); about seven blocks of `n x k/3` numbers.
+
+    **Arguments:**
+
+    - `sampler`, `improved`, `batch_size`: as of [`traceax.XTraceEstimator`][].
 
     ??? cite "References"
 
@@ -71,8 +109,7 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         # A NaN or inf in the sketch shows in these products as well.
         evidence = evidence_of(z, products)
-        more = CALIBRATION["hutch++"]
-        estimate = make_estimate(value, std_err, k, tested - 1, evidence, **more)
+        estimate = Estimate(value, std_err, k, tested - 1, evidence, inflation=1.09, tail=4.5)
         u = jnp.concatenate([q, g * (factor / tested)], axis=1)
         v = jnp.concatenate([q, g], axis=1)
         return estimate, LowRankWeights(u, v)
@@ -93,10 +130,10 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
             std_err = with_ties(std_err, tested)
         value = rows.of_vector(captured_diagonal(q, z) + lost) + residual
         std_err = jnp.hypot(std_err, rounding_of(rows.norms(z), block.eps))
-        estimate = make_estimate(value, std_err, k, tested - 1, evidence_of(z, lost), separate=True)
+        estimate = Estimate(value, std_err, k, tested - 1, evidence_of(z, lost), separate=True)
         s = jnp.zeros((m, tested), block.dtype)
-        made = DiagonalWeights(q=q, s=s, omega=omega, beta=jnp.ones_like(s[0].real))
-        return estimate, RowWeights(made, rows)
+        ones = jnp.ones_like(s[0].real)
+        return estimate, DiagonalWeights(q=q, s=s, omega=omega, beta=ones, rows=rows)
 
 
 def _basis_and_probes(
@@ -106,9 +143,3 @@ def _basis_and_probes(
     sketch_key, test_key = split(key)
     q = range_basis(block, sampler.probes(sketch_key, block.n, m, block.dtype))
     return q, sampler.probes(test_key, block.n, tested, block.dtype)
-
-
-HutchPlusPlusEstimator.__init__.__doc__ = """**Arguments:**
-
-- `sampler`, `improved`, `batch_size`: as of [`traceax.XTraceEstimator`][].
-"""

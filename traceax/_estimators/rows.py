@@ -10,7 +10,6 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import scale_of
 from .._sketch.leave_one_out import square_of
-from .._sketch.weights import AbstractWeights
 
 
 @final
@@ -64,15 +63,3 @@ def without_nonfinite(
     finite = jnp.isfinite(products)
     lost = jnp.where(jnp.all(finite, axis=1), 0, jnp.nan)
     return jnp.where(finite, products, 0), lost.astype(products.real.dtype)
-
-
-@final
-class RowWeights(AbstractWeights):
-    """The weights of sums of entries: `contract` adds up entries of a contracted diagonal."""
-
-    inner: AbstractWeights
-    rows: Rows
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        return self.rows.of_vector(self.inner.contract(block))

@@ -9,11 +9,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._core.estimate import Estimate
 from .._core.verdict import outcome_of
-from .calibration import student_quantile
 
 
 def _is_number(x: Any, ndim: int = 0) -> bool:
@@ -129,6 +129,32 @@ class Solution(eqx.Module):
         radii = jtu.tree_map(radius, self.std_err, *others)
         lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)
         return lower, jtu.tree_map(lambda value, r: value.real + r, self.value, radii)
+
+
+def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
+    """Student's quantile t, P(|T| <= t) = `level`, in the precision of `like`; inf for `dof=0`."""
+    real = jnp.finfo(like.dtype).dtype
+    # The difference is that of Python numbers: in float32 a level next to 1 would be rounded to 1.
+    return _student_quantile(jnp.asarray(1 - level, real), jnp.asarray(dof, real))
+
+
+@jax.jit  # an eager loop would otherwise compile a bisection for each of its calls
+def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[Array, "..."]:
+    """The number t with P(|T| > t) = `beyond`."""
+    # P(|T| > t) = I_x(dof / 2, 1 / 2), x = dof / (dof + t^2), by bisection of log t.
+    ends = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
+    safe = jnp.where(dof > 0, dof, 1)
+    half = jnp.full_like(dof, 0.5)
+
+    def halve(_, ends):
+        low, high = ends
+        middle = (low + high) / 2
+        outside = lax.betainc(safe / 2, half, safe / (safe + jnp.exp(2 * middle)))
+        below = outside > beyond
+        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+    _, high = lax.fori_loop(0, 60, halve, ends)
+    return jnp.where(dof > 0, jnp.exp(high), jnp.inf)
 
 
 def solution_of(estimate: Estimate) -> Solution:

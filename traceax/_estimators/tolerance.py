@@ -1,27 +1,41 @@
-"""Calls with a tolerance: prepare, then samples.
+r"""Calls with a tolerance: prepare, then samples.
 
-Something is prepared from a few products (see `samples`), and then panels of 8 independent samples
-of what is left are averaged until their error is small enough,
+A low-rank part of A is *prepared*: Q Q^H A, with an orthonormal basis Q of the range of a sketch of
+r columns (r products for the sketch, r for A Q or A^H Q). Its trace, or diagonal, is known. Given
+it, samples of the rest are independent and unbiased,
+
+    trace:      omega^H B omega,            B = (I - Q Q^H) A (I - Q Q^H)
+    diagonal:   conj(omega) o B omega,      B = (I - Q Q^H) A
+
+which are Hutchinson's samples for r = 0. Panels of 8 are averaged until their error is small
+enough,
 
     t std_err <= atol + rtol |value|        (for diagonals with Euclidean norms),
 
 with Student's 97.5 % quantile t. What is prepared has one of few sizes, all of them static: 0, 16,
-64, 256 columns. The first panel at a size predicts how many samples are still needed; if the next
-size costs less than they do, it is prepared, from new products. (After the first, the variance is
-assumed to fall as much again as it fell before.) The last resort, where the budget allows n
-products, is the exact value. Under `vmap` a lane gets what it would get by itself.
+64, 256 columns. The panels at a size predict how many samples are still needed; if the next size
+costs less than they do, it is prepared, from new products. (After the first, the variance is
+assumed to fall as much again as it fell before.) The last resort, where the budget allows
+n products, is the exact value. Under `vmap` a lane gets what it would get by itself.
+
+*The least variance.* Few samples cannot tell their variance: a panel of them may agree by chance.
+But the vectors behind each sample say much more. Rows of a real symmetric B with random signs have
+the variances sum_j B_ij^2, of which those of a sum over rows are twice the sum. Half of that is
+taken as the least variance of a sample, since B need not be symmetric.
 """
 
+import abc
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
@@ -29,36 +43,222 @@ from .._core.control_flow import if_any
 from .._core.estimate import (
     Estimate,
     Evidence,
-    make_estimate,
+    evidence_of,
     norm_of,
+    power_of,
     relative,
     rounding_of,
+    safe_norm,
     worse,
 )
 from .._operators.block_operator import BlockOperator
-from .._operators.checks import as_operator
+from .._probes.samplers import AbstractSampler
+from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .._sketch.weights import AbstractWeights
-from .auto import AutoTraceEstimator
-from .calibration import norm_factor, root, root_error
-from .estimator import (
-    AbstractEstimator,
-    AbstractTraceEstimator,
-    RowsEstimator,
-    check_budget,
-    check_key,
-    described,
-    solve,
-)
-from .exact import exact, with_known_parts
-from .rows import Rows
-from .samples import AbstractSampling, Moments, Prepared, merged, no_samples
-from .solution import Solution
+from .exact import exact
+from .rows import Rows, added
 
-#: The largest budget, if the user gives none (n for operators with fewer rows).
-DEFAULT_MAX_K = 1000
+#: The numbers of columns of a sketch, one of which is prepared.
+SIZES = (0, 16, 64, 256)
 
-#: Operators with at most this many rows get the exact value at once, if the budget allows it.
-SMALL = 64
+
+class Moments(NamedTuple):
+    """The number of samples so far, their mean, and the root of the sum of squared deviations."""
+
+    number: Real[Array, ""]
+    mean: Inexact[Array, "..."]
+    spread: Real[Array, "..."]
+
+    def std_err(self) -> Real[Array, "..."]:
+        """The standard error of the mean; inf for a single sample."""
+        pairs = self.number * jnp.maximum(self.number - 1, 1)
+        return jnp.where(self.number > 1, self.spread / jnp.sqrt(pairs), jnp.inf)
+
+
+def no_samples(shape: tuple[int, ...], dtype: Any) -> Moments:
+    """The moments to begin with."""
+    mean = jnp.zeros(shape, dtype)
+    return Moments(jnp.zeros((), mean.real.dtype), mean, mean.real)
+
+
+def merged(moments: Moments, samples: Inexact[Array, "... m"]) -> Moments:
+    """The moments with m more samples, by Chan's update."""
+    count, mean, spread = moments
+    m = samples.shape[-1]
+    # Without a barrier, XLA adds up all m n terms of all samples in one reduction, and rounding
+    # errors grow with m n.
+    samples = lax.optimization_barrier(samples)
+    block_mean = jnp.mean(samples, axis=-1)
+    shift = block_mean - mean
+    total = count + m
+    between = jnp.abs(shift) * jnp.sqrt(count * m / total)
+    spread = jnp.hypot(jnp.hypot(spread, safe_norm(samples - block_mean[..., None])), between)
+    return Moments(total, mean + shift * (m / total), spread)
+
+
+class Prepared(NamedTuple):
+    """A low-rank part, by its basis Q and by A Q, or for a diagonal A^H Q."""
+
+    basis: Inexact[Array, "n r"]
+    products: Inexact[Array, "n r"]
+    value: Inexact[Array, "..."]  # its trace, or sums of entries of its diagonal
+    size: Real[Array, "..."]  # its norm, or those of its rows
+    evidence: Evidence
+
+
+class Panel(NamedTuple):
+    """Samples, the least standard deviation of one, and the norm of what they were made from; for
+    functions of matrices also the products of a sample and a quadrature error.
+    """
+
+    samples: Inexact[Array, "... m"]
+    least_deviation: Real[Array, "..."]
+    size: Real[Array, "..."]
+    evidence: Evidence
+    steps: Array | int = 1  # the products that each took
+    bias: Array | float = 0.0  # the error that all share
+
+
+class AbstractSampling(eqx.Module):
+    """What a call with a tolerance prepares (a `Prepared`, or an object with at least `value`,
+    `size`, `basis` and `evidence`), and which samples it draws.
+    """
+
+    rows: AbstractVar[Rows | None]  # the entries of a diagonal that are wanted; None for traces
+    sampler: AbstractVar[AbstractSampler]
+    sizes: AbstractVar[tuple[int, ...]]  # of what may be prepared, the smallest first
+
+    #: The number of samples that are drawn at once.
+    panel = 8
+
+    #: Whether samples have an error that all share, as functions of a matrix do.
+    has_bias = False
+
+    @abc.abstractmethod
+    def products(self, size: int) -> int:
+        """The number of products that a preparation takes."""
+
+    @abc.abstractmethod
+    def prepare(self, key: PRNGKeyArray, block: BlockOperator, size: int) -> Any:
+        """The low-rank part from a sketch of `size` columns."""
+
+    @abc.abstractmethod
+    def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Any:
+        """The low-rank part for a basis, as a function of A."""
+
+    @abc.abstractmethod
+    def draw(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Panel:
+        """`count` samples of the rest, of as many products as in the last panel; 0 at first."""
+
+    def contracted(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Array:
+        """The mean of the samples of a panel as a function of A, with the basis held fixed."""
+        return jnp.mean(self.draw(key, block, prepared, count, steps).samples, axis=-1)
+
+    def exact(self, block: BlockOperator) -> tuple[Estimate, Any]:
+        """The exact value and its weights, for the last resort."""
+        return exact(block, self.rows)
+
+    def exactly_contracted(self, block: BlockOperator) -> Inexact[Array, "..."]:
+        """The exact value as a function of A."""
+        return self.exact(block)[1].contract(block)
+
+
+def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
+    """The norm of a block, or those of its rows."""
+    return safe_norm(block.reshape(-1)) if rows is None else rows.norms(block)
+
+
+@final
+class RangeSampling(AbstractSampling):
+    """Samples of what a basis of the range leaves, as Hutch++ and Diag++ draw them."""
+
+    rows: Rows | None
+    sampler: AbstractSampler
+    sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
+
+    def products(self, size):
+        """See `AbstractSampling`."""
+        return 2 * size
+
+    def prepare(self, key, block, size):
+        """See `AbstractSampling`."""
+        omega = self.sampler.probes(key, block.n, size, block.dtype)
+        return self.captured(block, range_basis(block, omega))
+
+    def captured(self, block, basis):
+        """See `AbstractSampling`."""
+        if basis.shape[1] == 0:
+            value = added(self.rows, jnp.zeros(block.n, block.dtype))
+            return Prepared(basis, basis, value, value.real, Evidence())
+        if self.rows is None:
+            products = block.mm(basis)
+            value = jnp.sum(jnp.conj(basis) * products)
+        else:
+            products = block.adjoint_mm(basis)
+            value = self.rows.of_vector(captured_diagonal(basis, products))
+        size = norms_of(self.rows, products)
+        return Prepared(basis, products, value, size, evidence_of(products))
+
+    def draw(self, key, block, prepared, count, steps=0):
+        """See `AbstractSampling`."""
+        rows = self.rows
+        q = prepared.basis
+        omega = self.sampler.probes(key, block.n, count, block.dtype)
+        if rows is None:
+            images = block.mm(residual_products(q, omega, omega, q))
+            rest = residual_products(q, images, images, q)  # B omega
+        else:
+            rest = residual_products(q, omega, block.mm(omega), prepared.products)
+        entries = jnp.conj(omega) * rest
+        deviations = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
+        deviations = deviations / math.sqrt(max(count - 1, 1))
+        sizes = safe_norm(rest) / math.sqrt(count)
+        return Panel(
+            samples=jnp.sum(entries, axis=0) if rows is None else rows(entries),
+            least_deviation=norms_of(rows, deviations[:, None]),
+            size=norms_of(rows, sizes[:, None]),
+            evidence=evidence_of(entries),
+        )
+
+
+def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
+    """The 95 % quantile of ||error|| / ||std_err|| for a vector of errors, over that of
+    |error| / std_err for a single error: 1 for one error, 0.52 for infinitely many of equal size.
+
+    For normal errors e with covariance C, ||e||^2 is about tr(C) times chi^2 / nu with
+    nu = tr(C)^2 / tr(C^2) degrees of freedom. The std_err show the diagonal of C alone. But for
+    samples conj(omega_i) (B omega)_i with independent real omega_i of modulus 1,
+    C_ij = B_ij B_ji for i != j, and C_ii = sum_{j != i} B_ij^2, so that
+    sum_{i != j} C_ij^2 <= sum_{i != j} B_ij^4 <= sum_i C_ii^2. Hence nu is at least half of its
+    value for uncorrelated errors. (The same holds for sums over groups of entries, B symmetric.)
+    """
+    if std_err.ndim == 0:
+        return 1.0
+    norm = norm_of(std_err)
+    shares = jnp.square(std_err / jnp.where(norm > 0, norm, 1))
+    # tr(C)^2 / tr(C^2) >= 1 / (2 sum_i shares_i^2); a single number has nu = 1.
+    nu = jnp.maximum(1, 1 / (2 * norm_of(shares) ** 2))
+    return _chi_square_root(nu) / _chi_square_root(1.0)
+
+
+def _chi_square_root(nu: Array | float) -> Any:
+    """The root of the 95 % quantile of chi^2 / nu, after Wilson and Hilferty (to 2 %)."""
+    deviation = 2 / (9 * nu)
+    return (1 - deviation + 1.645 * deviation**0.5) ** 1.5
+
+
+def root(square: Array) -> Array:
+    """The root of an estimated square, 0 where that is negative."""
+    return power_of(square.real, 0.5)
+
+
+def root_error(value: Array, std_err: Array) -> Array:
+    """The standard error of a root, from the root and the standard error of the square."""
+    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
+    value = lax.stop_gradient(value)
+    slope = 1 / jnp.where(value == 0, 1, 2 * value)
+    largest = jnp.sqrt(std_err)
+    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
 
 
 class Target(NamedTuple):
@@ -66,9 +266,9 @@ class Target(NamedTuple):
 
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
-    offset: Inexact[Array, "..."] | float
-    scale: Inexact[Array, ""] | float
-    root: bool
+    offset: Inexact[Array, "..."] | float = 0.0
+    scale: Inexact[Array, ""] | float = 1.0
+    root: bool = False
 
     def ratio(self, value: Array, std_err: Array, bias: Array | float = 0.0) -> Real[Array, ""]:
         """The standard error over the largest that is allowed beside `bias`, as Euclidean norms."""
@@ -89,7 +289,7 @@ class Target(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """The samples at one size so far."""
+    """The samples at one size so far, and averages of what their panels say."""
 
     moments: Moments
     least_deviation: Real[Array, "..."]
@@ -99,26 +299,33 @@ class Samples(NamedTuple):
     panels: Int[Array, ""]
     steps: Int[Array, ""]  # the products of one sample
 
-    def std_err(self) -> Real[Array, "..."]:
-        """The standard error of the mean."""
-        least = self.least_deviation / jnp.sqrt(self.moments.number)
-        return jnp.maximum(self.moments.std_err(), least)
+    def joined(self, panel: Panel) -> "Samples":
+        """These and the samples of one more panel."""
+        share = jnp.asarray(1 / (self.panels + 1), self.size.dtype)
 
-    def deviation(self) -> Real[Array, ""]:
-        """The standard deviation of one sample, of all entries together."""
-        return norm_of(self.std_err()) * jnp.sqrt(self.moments.number)
+        def average(old, new):
+            return old + share * (new - old)
+
+        return Samples(
+            moments=merged(self.moments, panel.samples),
+            least_deviation=average(self.least_deviation, panel.least_deviation),
+            size=average(self.size, panel.size),
+            bias=average(self.bias, panel.bias),
+            evidence=worse(self.evidence, panel.evidence),
+            panels=self.panels + 1,
+            steps=jnp.asarray(panel.steps, jnp.int32),
+        )
 
 
 class Outcome(NamedTuple):
     """What the sizes so far have led to."""
 
     estimate: Estimate
-    deviation: Real[Array, ""]  # of one sample, all entries together
     size: Int[Array, ""]  # the number of the size that the estimate is from
     wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
     panels: Int[Array, ""]
     steps: Int[Array, ""]
-    basis: tuple[Inexact[Array, "n r"], ...]  # for each size, if there are weights
+    basis: Inexact[Array, "n r"]  # with zeros up to the largest size; no columns without weights
 
 
 @final
@@ -127,36 +334,35 @@ class SampledWeights(AbstractWeights):
 
     sampling: AbstractSampling
     key: PRNGKeyArray
-    basis: tuple[Inexact[Array, "n r"], ...]
-    size: Int[Array, ""]
-    panels: Int[Array, ""]
-    steps: Int[Array, ""]
+    outcome: Outcome
+    sizes: tuple[int, ...] = eqx.field(static=True)
     max_k: int = eqx.field(static=True)
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        branches = [partial(self._sampled, i, block) for i in range(len(self.basis))]
+        branches = [partial(self._sampled, i, block) for i in range(len(self.sizes))]
         if self.max_k >= block.n:
             branches.append(partial(self.sampling.exactly_contracted, block))
-        return lax.switch(self.size, branches)
+        return lax.switch(self.outcome.size, branches)
 
     def _sampled(self, number: int, block: BlockOperator) -> Array:
-        prepared = self.sampling.captured(block, self.basis[number])
+        prepared = self.sampling.captured(block, self.outcome.basis[:, : self.sizes[number]])
         _, keys = jr.split(jr.fold_in(self.key, number))
-        zeros = jnp.zeros_like(prepared.value)
         panel = min(self.sampling.panel, self.max_k)
+        panels = self.outcome.panels
 
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            given = block, prepared, panel, self.steps
+            given = block, prepared, panel, self.outcome.steps
             return self.sampling.contracted(jr.fold_in(keys, j), *given)
 
         def add(total, j):
-            return total + lax.cond(j < self.panels, one_panel, lambda _: zeros, j), None
+            return total + lax.cond(j < panels, one_panel, lambda _: jnp.zeros_like(total), j), None
 
+        zeros = jnp.zeros_like(prepared.value)
         total, _ = lax.scan(add, zeros, jnp.arange(self.max_k // panel, dtype=jnp.int32))
-        return prepared.value + total / self.panels.astype(total.real.dtype)
+        return prepared.value + total / panels.astype(total.real.dtype)
 
 
 def sample_to_tolerance(
@@ -174,16 +380,7 @@ def sample_to_tolerance(
         outcome = if_any(outcome.wanted == len(run.sizes), partial(run.exact, outcome), outcome)
     if not weights:
         return outcome.estimate, None
-    made = SampledWeights(
-        sampling=sampling,
-        key=key,
-        basis=outcome.basis,
-        size=outcome.size,
-        panels=outcome.panels,
-        steps=outcome.steps,
-        max_k=max_k,
-    )
-    return outcome.estimate, made
+    return outcome.estimate, SampledWeights(sampling, key, outcome, tuple(run.sizes), max_k)
 
 
 class _Run:
@@ -195,12 +392,12 @@ class _Run:
         self.sampling = sampling
         self.target = target
         self.max_k = max_k
-        self.weights = weights
         self.panel = min(sampling.panel, max_k)
         products = sampling.products
         # What leaves no room for a second panel is not worth its products.
         fitting = [size for size in sampling.sizes if products(size) + 2 * self.panel <= max_k]
         self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
+        self.width = self.sizes[-1] if weights else 0
         self.may_be_exact = max_k >= block.n
         # Student's 97.5 % quantile by the number of panels.
         from scipy.special import stdtrit  # imported only here, because it takes time
@@ -217,7 +414,7 @@ class _Run:
             empty = jnp.zeros((self.block.n, 0), self.block.dtype)
             prepared = self.sampling.captured(self.block, empty)
         else:
-            prepared = self.sampling.prepare(prepare_key, self.block, size, self.weights)
+            prepared = self.sampling.prepare(prepare_key, self.block, size)
         already = 0 if before is None else before.estimate.num_matvecs
         spent = already + self.sampling.products(size)
         given = self.block, prepared, self.panel
@@ -225,21 +422,9 @@ class _Run:
         def step(state):
             _, samples = state
             panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given, samples.steps)
-            share = jnp.asarray(1 / (samples.panels + 1), zero.dtype)
-            least = jnp.hypot(
-                jnp.sqrt(1 - share) * samples.least_deviation,
-                jnp.sqrt(share) * panel.least_deviation,
-            )
-            grown = Samples(
-                moments=merged(samples.moments, panel.samples),
-                least_deviation=least,
-                size=samples.size + share * (panel.size - samples.size),
-                bias=samples.bias + share * (panel.bias - samples.bias),
-                evidence=worse(samples.evidence, panel.evidence),
-                panels=samples.panels + 1,
-                steps=jnp.asarray(panel.steps, jnp.int32),
-            )
-            return self.choice(number, before, prepared, spent, grown), grown
+            samples = samples.joined(panel)
+            estimate = self.estimate(prepared, samples, spent)
+            return self.choice(number, before, estimate, samples), samples
 
         zero = jnp.zeros_like(prepared.value.real)
         start = Samples(
@@ -248,51 +433,61 @@ class _Run:
             size=zero,
             bias=zero,
             evidence=prepared.evidence,
-            panels=jnp.zeros((), jnp.int32),
-            steps=jnp.zeros((), jnp.int32),
+            panels=jnp.int32(0),
+            steps=jnp.int32(0),
         )
-        state = jnp.asarray(number, jnp.int32), start
+        state = jnp.int32(number), start
         wanted, samples = lax.while_loop(lambda state: state[0] == number, step, state)
+        basis = lax.stop_gradient(prepared.basis[:, : self.width])
         return Outcome(
             estimate=self.estimate(prepared, samples, spent),
-            deviation=samples.deviation(),
-            size=jnp.asarray(number, jnp.int32),
+            size=jnp.int32(number),
             wanted=wanted,
             panels=samples.panels,
             steps=samples.steps,
-            basis=self.bases(number, prepared),
+            basis=jnp.pad(basis, ((0, 0), (0, self.width - basis.shape[1]))),
         )
 
-    def std_err(self, prepared: Prepared, samples: Samples) -> Real[Array, "..."]:
-        """The standard error, with what rounding adds, whatever the number of samples."""
-        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
-        return jnp.hypot(samples.std_err(), rounding)
-
-    def ratio(self, prepared: Prepared, samples: Samples) -> Real[Array, ""]:
-        """The error that is exceeded in 5 % of all cases, over the one that is allowed."""
-        std_err = self.std_err(prepared, samples)
-        quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
+    def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
+        """The estimate from the samples at a size."""
         value = prepared.value + samples.moments.mean
-        return quantile * self.target.ratio(value, std_err, samples.bias)
+        least = samples.least_deviation / jnp.sqrt(samples.moments.number)
+        # Rounding adds its part whatever the number of samples.
+        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+        std_err = jnp.hypot(jnp.maximum(samples.moments.std_err(), least), rounding)
+        # The error that is exceeded in 5 % of all cases, over the one that is allowed.
+        quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
+        unconverged = quantile * self.target.ratio(value, std_err, samples.bias)
+        drawn = self.panel * samples.panels
+        return Estimate(
+            value,
+            std_err,
+            spent + drawn * samples.steps,
+            drawn - 1,
+            worse(samples.evidence, Evidence(unconverged=unconverged)),
+            quadrature_error=samples.bias if self.sampling.has_bias else None,
+            # At the first size, where NaN and inf end a call, entries are.
+            separate=self.sampling.rows is not None,
+        )
 
     def choice(
-        self, number: int, before: Outcome | None, prepared: Prepared, spent: Any, samples: Samples
+        self, number: int, before: Outcome | None, estimate: Estimate, samples: Samples
     ) -> Int[Array, ""]:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
-        # The samples that this size takes in all: their error falls with the root of their number.
-        needed = drawn * jnp.square(self.ratio(prepared, samples))
-        limit = self.target.limit(prepared.value + samples.moments.mean)
-        biased = norm_of(samples.bias) > limit  # which more samples leave as it is
         steps = samples.steps
+        # The samples that this size takes in all: their error falls with the root of their number.
+        needed = drawn * jnp.square(estimate.evidence.unconverged)
         more = steps * jnp.maximum(needed - drawn, 0)
-        left = self.max_k - spent - drawn * steps
+        left = self.max_k - estimate.num_matvecs
+        biased = norm_of(samples.bias) > self.target.limit(estimate.value)  # more samples are, too
         choice = jnp.where((left >= self.panel * steps) & ~biased, number, -1)
         if number + 1 < len(self.sizes):
             cost = self.sampling.products(self.sizes[number + 1]) + self.panel * steps
             fall = 0.0
-            if before is not None and number > 1:
-                fall = jnp.minimum(samples.deviation() / before.deviation, 1) ** 2
+            if before is not None:  # the variance of a sample falls as much again
+                errors = norm_of(estimate.std_err) / norm_of(before.estimate.std_err)
+                fall = jnp.minimum(errors**2 * samples.panels / before.panels, 1)
             pays = (cost + fall * needed * steps < more) | biased
             choice = jnp.where(pays & (cost <= left), number + 1, choice)
         if self.may_be_exact:
@@ -301,151 +496,16 @@ class _Run:
         ends = (needed <= drawn) | samples.evidence.fails
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 
-    def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
-        """The estimate from the samples at a size."""
-        drawn = self.panel * samples.panels
-        return make_estimate(
-            prepared.value + samples.moments.mean,
-            self.std_err(prepared, samples),
-            spent + drawn * samples.steps,
-            drawn - 1,
-            worse(samples.evidence, Evidence(unconverged=self.ratio(prepared, samples))),
-            quadrature_error=samples.bias if self.sampling.has_bias else None,
-            # At the first size, where NaN and inf end a call, entries are.
-            separate=self.sampling.rows is not None,
-        )
-
-    def bases(self, number: int, prepared: Prepared) -> tuple[Inexact[Array, "n r"], ...]:
-        """The basis of this size, and zeros for the others."""
-        if not self.weights:
-            return ()
-        shape = self.block.n
-        others = [jnp.zeros((shape, size), self.block.dtype) for size in self.sizes]
-        others[number] = lax.stop_gradient(prepared.basis)
-        return tuple(others)
-
     def exact(self, before: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
         found, _ = self.sampling.exact(self.block)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
         estimate = dataclasses.replace(
-            before.estimate,
-            value=found.value,
-            std_err=found.std_err,
+            found,
             num_matvecs=before.estimate.num_matvecs + found.num_matvecs,
             dof=found.dof.astype(before.estimate.dof.dtype),
             evidence=worse(found.evidence, unconverged),
-            quadrature_error=found.quadrature_error,
+            separate=before.estimate.separate,
         )
-        return before._replace(
-            estimate=estimate,
-            size=jnp.asarray(len(self.sizes), jnp.int32),
-            wanted=jnp.asarray(-1, jnp.int32),
-        )
-
-
-@final
-class ToleranceEstimator(AbstractEstimator):
-    """An estimator with a tolerance in the place of a budget."""
-
-    inner: AbstractTraceEstimator
-    rows: Rows | None
-    rtol: Real[Array, ""]
-    atol: Real[Array, ""]
-    max_k: int = eqx.field(static=True)
-    root: bool = eqx.field(default=False, static=True)
-
-    @property
-    def batch_size(self):
-        """The `batch_size` of the trace estimator."""
-        return self.inner.batch_size
-
-    def check(self, operator):
-        """Check the operator as the trace estimator does, and that it can end early."""
-        self.inner.check(operator)
-        if self.inner.sampling(operator, self.rows) is None:
-            raise ValueError(
-                f"{self.inner.label} cannot work to a tolerance. Give it a budget k, or use "
-                "`traceax.XTraceEstimator()`."
-            )
-
-    def compute(self, key, operator, k, weights):
-        """See `AbstractEstimator`. The default estimator reads known parts."""
-        if not isinstance(self.inner, AutoTraceEstimator):
-            return self._sampled(key, weights, operator)
-        return with_known_parts(operator, self.rows, partial(self._sampled, key, weights))
-
-    def _sampled(self, key, weights, operator, offset=0.0, scale=1.0):
-        sampling = self.inner.sampling(operator, self.rows)
-        assert sampling is not None
-        block = BlockOperator(operator, self.batch_size)
-        real = jnp.finfo(block.dtype).dtype
-        target = Target(
-            rtol=self.rtol.astype(real),
-            atol=self.atol.astype(real),
-            offset=offset,
-            scale=scale,
-            root=self.root,
-        )
-        return sample_to_tolerance(key, block, sampling, target, self.max_k, weights)
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        return exact(BlockOperator(operator, self.batch_size), self.rows)
-
-
-def tolerance_of(value: Any, name: str) -> Array:
-    """A tolerance as an array, which may be traced; 0 for None."""
-    if value is None:
-        value = 0.0
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    if array.ndim != 0 or array.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must be a real number, got {value!r}.")
-    if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
-    return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
-
-
-def check_either(name: str, k: Any, rtol: Any, atol: Any, max_k: Any) -> bool:
-    """Whether there is a tolerance. Both, neither, or `max_k` with a budget are refused."""
-    has_tolerance = rtol is not None or atol is not None
-    if has_tolerance == (k is not None) or (max_k is not None and not has_tolerance):
-        raise TypeError(
-            f"`{name}` takes either a budget or a tolerance, got k={k!r}, rtol={rtol!r}, "
-            f"atol={atol!r}, max_k={max_k!r}. Give `k=100`, or `rtol=1e-2` and perhaps `max_k`, "
-            "which bounds the products that a tolerance may take."
-        )
-    return has_tolerance
-
-
-def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> tuple[int, int]:
-    """The largest budget of a call with a tolerance; and the primitive's, where n means exact."""
-    if max_k is None:
-        max_k = min(n, DEFAULT_MAX_K)
-    max_k = check_budget(max_k, min(smallest, n), n, name, "max_k")
-    return max_k, max_k if n <= SMALL else min(max_k, n - 1)
-
-
-def solve_either(
-    name, primitive, key, operator, k, estimator, rows: Rows | None, *, rtol, atol, max_k, throw
-) -> Solution:
-    """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance."""
-    if not isinstance(estimator, AbstractTraceEstimator):
-        raise TypeError(
-            "The estimator must be an instance of an AbstractTraceEstimator, such as "
-            f"`traceax.XTraceEstimator()`, got {described(estimator)}."
-        )
-    check_key(key)  # of a call without one, k is missing, too
-    if not check_either(name, k, rtol, atol, max_k):
-        budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
-        return solve(primitive, key, operator, k, budgeted, throw=throw)
-    operator = as_operator(operator)
-    max_k, budget = largest_budget(max_k, operator.in_size(), name)
-    run = ToleranceEstimator(
-        inner=estimator,
-        rows=rows,
-        rtol=tolerance_of(rtol, "rtol"),
-        atol=tolerance_of(atol, "atol"),
-        max_k=max_k,
-    )
-    return solve(primitive, key, operator, budget, run, throw=throw)
+        size = jnp.int32(len(self.sizes))
+        return before._replace(estimate=estimate, size=size, wanted=jnp.int32(-1))

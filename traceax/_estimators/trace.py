@@ -1,19 +1,41 @@
-"""`traceax.trace`, `traceax.diagonal` and `traceax.block_traces`."""
+"""`traceax.trace`, `traceax.diagonal` and `traceax.block_traces`; `frobenius_norm` and `row_norms`,
+roots of a trace and of a diagonal of Gram matrices.
+"""
 
+import dataclasses
 import math
+from typing import final
 
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, Real
 
-from .._core.primitive import diagonal_p, trace_p
-from .._operators.block_operator import unflatten
+from .._core.primitive import compiled_once, diagonal_p, trace_p
+from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
+from .._operators.gram import gram, unit_of
 from .auto import AutoTraceEstimator
-from .estimator import AbstractTraceEstimator
+from .estimator import (
+    AbstractEstimator,
+    AbstractTraceEstimator,
+    RowsEstimator,
+    check_budget,
+    check_either,
+    check_key,
+    largest_budget,
+    solve,
+    tolerance_of,
+)
+from .exact import exact, with_known_parts
 from .rows import Rows
 from .solution import Solution, restructure
-from .tolerance import solve_either
+from .tolerance import Target, root, root_error, sample_to_tolerance
+
+#: The `tail` of XNysTrace for a Gram matrix, whose eigenvalues decay twice as fast.
+TAIL = 9.0
 
 
 def trace(
@@ -145,3 +167,163 @@ def block_traces(
     solution = solve_either(*given, **options)
     treedef = jtu.tree_structure(structure)
     return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
+
+
+def frobenius_norm(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    *,
+    rtol: float | Array | None = None,
+    max_k: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    r"""Estimate the Frobenius norm $\|A\|_F = \sqrt{\mathrm{tr}(A^* A)}$.
+
+    The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes a product with A
+    and one with its adjoint. One more product gives a unit in which squares neither over- nor
+    underflow. Cost: at most `k` matvecs; four blocks of `n x k/2` numbers.
+
+    **Arguments:**
+
+    - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
+    - `operator`: a lineax operator with `n` columns, square or not, between any PyTrees.
+    - `k`: the budget of matvecs, a static Python int. With `k > 2 n` the norm is exact.
+    - `rtol`, `max_k`: a relative tolerance in place of a budget, as of [`traceax.trace`][].
+    - `throw`: whether to raise an error (at run time) if the result is not successful.
+
+    **Returns:**
+
+    A [`traceax.Solution`][].
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    """
+    operator = as_operator(operator, square=False)
+    given = "frobenius_norm", trace_p, key, operator, k, None
+    return _root_of_gram(*given, rtol=rtol, max_k=max_k, throw=throw)
+
+
+def row_norms(
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    *,
+    rtol: float | Array | None = None,
+    max_k: int | None = None,
+    throw: bool = False,
+) -> Solution:
+    """Estimate the Euclidean norms of the rows of A.
+
+    Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag; where one is below
+    0, the norm is 0. Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2`
+    numbers.
+
+    **Arguments:**
+
+    - `key`, `k`, `rtol`, `max_k`, `throw`: as of [`traceax.frobenius_norm`][].
+    - `operator`: a lineax operator with `n` rows, square or not, between any PyTrees.
+
+    **Returns:**
+
+    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's output
+    PyTree.
+
+    **Raises:**
+
+    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    """
+    operator = as_operator(operator, square=False)
+    given = "row_norms", diagonal_p, key, operator, k, Rows()
+    solution = _root_of_gram(*given, rtol=rtol, max_k=max_k, throw=throw)
+    structure = operator.out_structure()
+    return restructure(solution, lambda vector: unflatten(structure, vector))
+
+
+def _root_of_gram(
+    name, primitive, key, operator, k, rows: Rows | None, *, rtol, max_k, throw
+) -> Solution:
+    unit_key, key = jr.split(check_key(key))
+    largest = 2 * (operator.in_size() if rows is None else operator.out_size()) + 1
+    if check_either(name, k, rtol, None, max_k):
+        max_k = max((largest_budget(max_k, largest, name)[0] - 1) // 2, 1)
+    else:
+        k = max((check_budget(k, 3, largest, name) - 1) // 2, 1)
+    unit = compiled_once(unit_of, unit_key, operator)
+    squares = gram(operator, unit, rows is not None)
+    given = name, primitive, key, squares, k, AutoTraceEstimator(), rows
+    options = {"rtol": rtol, "atol": None, "max_k": max_k, "throw": throw}
+    solution = solve_either(*given, **options, root=True)
+
+    unit = unit.astype(solution.std_err.dtype)
+    value = root(solution.value)
+    std_err = unit * root_error(value, solution.std_err)
+    return dataclasses.replace(
+        solution,
+        value=unit * value,
+        std_err=std_err,
+        num_matvecs=2 * solution.num_matvecs + 1,
+        stats={**solution.stats, "std.err": std_err},
+        tail=TAIL if rows is None else solution.tail,
+    )
+
+
+@final
+class ToleranceEstimator(AbstractEstimator):
+    """An estimator with a tolerance in the place of a budget. It reads known parts."""
+
+    inner: AbstractTraceEstimator
+    rows: Rows | None
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    root: bool = eqx.field(static=True)
+    max_k: int = eqx.field(static=True)
+
+    @property
+    def batch_size(self):
+        """The `batch_size` of the trace estimator."""
+        return self.inner.batch_size
+
+    def check(self, operator):
+        """Check the operator as the trace estimator does."""
+        self.inner.check(operator)
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+
+        def sampled(rest, offset, scale):
+            sampling = self.inner.sampling(rest, self.rows)
+            block = BlockOperator(rest, self.batch_size)
+            real = jnp.finfo(block.dtype).dtype
+            tolerance = self.rtol.astype(real), self.atol.astype(real)
+            target = Target(*tolerance, offset=offset, scale=scale, root=self.root)
+            return sample_to_tolerance(key, block, sampling, target, self.max_k, weights)
+
+        return with_known_parts(operator, self.rows, sampled)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return exact(BlockOperator(operator, self.batch_size), self.rows)
+
+
+def solve_either(
+    name, primitive, key, operator, k, estimator, rows, *, throw, root=False, **tolerance
+) -> Solution:
+    """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance (with `root`
+    that of the square root).
+    """
+    if not isinstance(estimator, AbstractTraceEstimator):
+        raise TypeError(
+            "The estimator must be an instance of an AbstractTraceEstimator, such as "
+            f"`traceax.XTraceEstimator()`, got {estimator!r}."
+        )
+    check_key(key)  # of a call without one, k is missing, too
+    if not check_either(name, k, **tolerance):
+        budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
+        return solve(primitive, key, operator, k, budgeted, throw=throw)
+    operator = as_operator(operator)
+    max_k, budget = largest_budget(tolerance["max_k"], operator.in_size(), name)
+    both = tolerance_of(tolerance["rtol"], "rtol"), tolerance_of(tolerance["atol"], "atol")
+    run = ToleranceEstimator(estimator, rows, *both, root, max_k)
+    return solve(primitive, key, operator, budget, run, throw=throw)

@@ -1,23 +1,31 @@
-"""XTrace for traces, and XDiag for diagonals."""
+"""XTrace and XNysTrace for traces, XDiag and XNysDiag for diagonals."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from equinox import AbstractVar
+from jaxtyping import Array, Inexact
 
-from .._core.estimate import evidence_of, make_estimate, rounding_of
+from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, worse
+from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
+from .._operators.known_parts import check_semidefinite, definite_sign
 from .._operators.tags import is_hermitian
 from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import (
     LeaveOneOut,
     RangeFinder,
+    Samples,
     adjoint,
     column_dots,
     leave_one_out_error,
     matmul,
     pairs_of,
+    pairs_of_gram,
     published_samples,
     quadratic_forms,
     range_finder,
@@ -27,12 +35,13 @@ from .._sketch.leave_one_out import (
     square_of,
     xtrace_weights,
 )
+from .._sketch.nystrom import Nystrom, ShiftedNystrom, best_shift, nystrom, rounding_of_nystrom
 from .._sketch.ranges import captured_diagonal
 from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights, skew_samples
-from .calibration import CALIBRATION
-from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error, shrinkage_of_rows
-from .rows import RowWeights, without_nonfinite
-from .sketching import AbstractLeaveOneOutEstimator
+from .._sketch.weights import LowRankWeights
+from .diagonal_error import DiagonalParts, DiagonalWeights, diagonal_and_error
+from .hutchpp import AbstractSketchEstimator
+from .rows import without_nonfinite
 
 
 def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
@@ -82,6 +91,40 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
     )
 
 
+class AbstractLeaveOneOutEstimator(AbstractSketchEstimator):
+    """An estimator whose samples may be shrunk towards Hutchinson's."""
+
+    shrink: AbstractVar[bool]
+
+    def __check_init__(self):
+        invariant = self.sampler is not None and self.sampler.rotation_invariant
+        if self.shrink and (self.improved or invariant):
+            raise ValueError(
+                "shrink=True needs probes with independent entries of modulus 1, which are not "
+                f"renormalised, got improved={self.improved} and sampler={self.sampler}. Leave "
+                "these out, or use RademacherSampler()."
+            )
+
+    def sampler_of_trace(self, dtype: np.dtype) -> AbstractSampler:
+        """The distribution of the probes for a trace."""
+        return self.sampler_of_rows(dtype) if self.shrink else self.residual_sampler
+
+    def samples_of(
+        self, block: BlockOperator, terms: Inexact[Array, "n m"]
+    ) -> Callable[[LeaveOneOut], Samples]:
+        """The function that makes samples; `terms` are conj(omega) o A omega."""
+        if not self.shrink:
+            return partial(published_samples, n=block.n, resphere=self.respheres(block.dtype))
+        plain = plain_samples if is_hermitian(block.operator) else skew_samples
+        return partial(shrunk_samples, plain=plain(terms), n=block.n)
+
+    def weights_of(self, omega: Array, factors: RangeFinder, beta: Array) -> LowRankWeights:
+        """The weights of a trace, with those of the samples."""
+        if self.shrink:
+            return shrunk_weights(omega, factors, beta)
+        return xtrace_weights(omega, factors, self.respheres(omega.dtype))
+
+
 @final
 class XTraceEstimator(AbstractLeaveOneOutEstimator):
     r"""XTrace: Hutch++ made exchangeable, so that every probe serves both as sketch and as test.
@@ -100,6 +143,17 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
     Cost: `2 floor(k/2)` matvecs (for a diagonal half of them with the adjoint, or with A itself
     where it is tagged symmetric); four blocks of `n x k/2` numbers (six with the gradient);
     `10 n m^2` operations beside the products, `20 n m^2` for a diagonal.
+
+    **Arguments:**
+
+    - `sampler`: the distribution of the probes: by default [`traceax.SphereSampler`][], and for
+        diagonals and shrunk samples random signs (phases for complex operators).
+    - `improved`: whether to renormalise ("resphere") the residual probes of a trace: by default
+        wherever the distribution is rotation invariant.
+    - `batch_size`: the number of vectors to multiply at once; by default a block of 2^27 numbers,
+        or 64 vectors for operators that call functions.
+    - `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is
+        never much worse than the better of both. Such samples are not renormalised.
 
     ??? cite "References"
 
@@ -131,24 +185,16 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         h = matmul(adjoint(factors.q), z) + sketch.nu * jnp.eye(m, dtype=block.dtype)
         t = matmul(adjoint(z), omega) + sketch.nu * factors.w
         parts = xtrace_parts(factors, h, t)
-        resphere = self.respheres(block.dtype)
-        if self.shrink:
-            plain = plain_samples if is_hermitian(operator) else skew_samples
-            terms = jnp.conj(omega) * sketch.shifted
-            values, differences, beta = shrunk_samples(parts, plain(terms), n)
-            made = shrunk_weights(omega, factors, beta) if weights else None
-        else:
-            values, differences, _ = published_samples(parts, n, resphere)
-            made = xtrace_weights(omega, factors, resphere) if weights else None
-
+        samples_of = self.samples_of(block, jnp.conj(omega) * sketch.shifted)
+        values, differences, beta = samples_of(parts)
         size = sketch.products.size
         value = size * (parts.base + jnp.mean(values) - n * sketch.nu)
         rounding = rounding_of(jnp.sqrt(jnp.mean(square_norms(factors.r))), block.eps)
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
         evidence = evidence_of(factors.r, h)
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, **CALIBRATION["xtrace"])
-        return estimate, made
+        estimate = Estimate(value, std_err, 2 * m, m - 1, evidence, inflation=1.15, tail=3.0)
+        return estimate, self.weights_of(omega, factors, beta) if weights else None
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
@@ -172,27 +218,133 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
             products=sketch.shifted,
             pairs=pairs_of(s),
         )
-        beta = shrinkage_of_rows(parts) if self.shrink else jnp.ones(m, block.dtype).real
         rounding = rounding_of(rows.norms(z), block.eps)
-        value, std_err = diagonal_and_error(parts, beta, rows, rounding)
+        value, std_err, beta = diagonal_and_error(parts, rows, rounding, shrink=self.shrink)
         size = sketch.products.size
         value = size * (value - rows.of_vector(jnp.full(block.n, sketch.nu)))
         value = value + rows.of_vector(lost)
         std_err = rescale_error(size, std_err)
         evidence = evidence_of(factors.r, z, lost)
-        estimate = make_estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
-        made = DiagonalWeights(q=q, s=s, omega=omega, beta=beta)
-        return estimate, RowWeights(made, rows) if weights else None
+        estimate = Estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
+        return estimate, DiagonalWeights(q=q, s=s, omega=omega, beta=beta, rows=rows)
 
 
-XTraceEstimator.__init__.__doc__ = """**Arguments:**
+@final
+class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
+    r"""XNysTrace: the leave-one-out Nystrom estimator for semidefinite operators.
 
-- `sampler`: the distribution of the probes: by default [`traceax.SphereSampler`][], and for
-    diagonals and shrunk samples random signs (phases for complex operators).
-- `improved`: whether to renormalise ("resphere") the residual probes of a trace: by default
-    wherever the distribution is rotation invariant.
-- `batch_size`: the number of vectors to multiply at once; by default a block of 2^27 numbers, or 64
-    vectors for operators that call functions.
-- `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is never
-    much worse than the better of both. Such samples are not renormalised.
-"""
+    With `k` probes and $\hat A_{(i)}$ the Nystrom approximation of A from all probes but the i-th,
+    the estimate is the mean over i of
+
+    $$\mathrm{tr}(\hat A_{(i)}) + c_i \, \omega_i^* (A - \hat A_{(i)}) \omega_i, \qquad
+    c_i = (n - k + 1) / \|g_i\|^2 \text{ if improved, else } 1,$$
+
+    where $g_i$ is the part of $\omega_i$ orthogonal to the other probes, and for a diagonal
+    (XNysDiag) that of $\mathrm{diag}(\hat A_{(i)}) + \bar\omega_i \circ (A - \hat A_{(i)})
+    \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes.
+
+    If the tail of the spectrum is flat or narrow, a multiple of the identity is taken off A first,
+    without products. Of several shifts, 0 among them, the one with the smallest standard error of
+    the trace is taken. As the shift depends on the probes, a nonzero shift has a small bias
+    (`docs/shifts.md`).
+
+    Cost: `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or for a diagonal);
+    `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The
+    derivative takes `2k` tangent products, with XTrace's weights from the same sketch, because the
+    derivative of A need not be semidefinite.
+
+    **Arguments:** as [`traceax.XTraceEstimator`][].
+
+    ??? cite "References"
+
+        E. N. Epperly, J. A. Tropp, R. J. Webber, *XTrace: making the most of every sample in
+        stochastic trace estimation*, 2024, arXiv:2301.07825, doi:10.1137/23M1548323.
+    """
+
+    sampler: AbstractSampler | None = None
+    improved: bool | None = None
+    batch_size: int | None = eqx.field(default=None, static=True)
+    shrink: bool = eqx.field(default=False, static=True)
+
+    @property
+    def smallest(self):  # pyright: ignore
+        """The smallest budget."""
+        return FEWEST if self.shrink else 1
+
+    def check(self, operator):
+        """The operator must be tagged semidefinite."""
+        super().check(operator)
+        check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        sign = definite_sign(operator)
+        block = BlockOperator(operator, self.batch_size).linearised()
+        omega = self.sampler_of_trace(block.dtype).probes(key, block.n, k, block.dtype)
+        p, r = qr(omega)
+        factors = nystrom(p, r, sign * block.mm(p), block.eps)
+        terms = jnp.conj(omega) * matmul(factors.products.numbers, r)
+        best = best_shift(
+            factors, factors.complex_shifts(), self.samples_of(block, terms), factors.rounding()
+        )
+        # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
+        without_tag = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
+        value, std_err = factors.estimate(sign, (best.value, best.std_err), without_tag)
+        # All samples share what the probes leave of the space: next to k = n they scatter together,
+        # like one number with nearly n - k degrees of freedom.
+        tail = 3.0
+        dof = min(k - 1, tail * (max(block.n - k, 1) - 0.2))
+        estimate = Estimate(value, std_err, k, dof, factors.evidence, inflation=1.11, tail=tail)
+        if not weights:
+            return estimate, None
+        return estimate, self.weights_of(omega, _range_finder(factors, omega), best.weight)
+
+    def compute_rows(self, key, operator, k, rows, weights):
+        """See `AbstractTraceEstimator`."""
+        sign = definite_sign(operator)
+        block = BlockOperator(operator, self.batch_size).linearised()
+        omega = self.sampler_of_rows(block.dtype).probes(key, block.n, k, block.dtype)
+        p, r = qr(omega)
+        products, lost = without_nonfinite(block.mm(p))
+        factors = nystrom(p, r, sign * products, block.eps)
+        # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
+        # the standard errors of all entries would take n times the operations.
+        samples_of = partial(published_samples, n=block.n, resphere=False)
+        best = best_shift(factors, factors.real_shifts(), samples_of, factors.rounding())
+        parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
+        rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
+        options = {"shrink": self.shrink, "hermitian": True}
+        mean, error, beta = diagonal_and_error(parts, rows, rounding, **options)
+        without_tag = mean_and_std_err(rows(jnp.conj(omega) * parts.products))
+        value, std_err = factors.estimate(sign, (mean, error), without_tag)
+        value = value + rows.of_vector(lost)
+        evidence = worse(factors.evidence, evidence_of(lost))
+        estimate = Estimate(value, std_err, k, k - 1, evidence, separate=True)
+        if not weights:
+            return estimate, None
+        ranges = _range_finder(factors, omega)
+        made = DiagonalWeights(q=ranges.q, s=ranges.s, omega=omega, beta=beta, rows=rows)
+        return estimate, made
+
+
+def _diagonal_parts(factors: Nystrom, omega: Array, shifted: ShiftedNystrom) -> DiagonalParts:
+    """The pieces of the leave-one-out diagonal of A / scale."""
+    products = factors.products.numbers
+    images = matmul(products - shifted.shift * factors.p, factors.vectors)
+    root = jnp.sqrt(shifted.inverse)
+    z = matmul(images, shifted.b * root)
+    return DiagonalParts(
+        base=jnp.sum(square_of(images) * shifted.inverse_core, axis=1) + shifted.shift,
+        left=z,
+        right=z,
+        left_over=factors.rho * root,
+        omega=omega,
+        products=matmul(products, factors.r),
+        pairs=pairs_of_gram(shifted.gram * root[:, None] * root),
+    )
+
+
+def _range_finder(factors: Nystrom, omega: Array) -> RangeFinder:
+    """The range finder of the sketch A Omega = (A P) R, which is that of A of either sign."""
+    sketch = factors.products.numbers + factors.nu * factors.p
+    return range_finder(omega, matmul(sketch, factors.r))

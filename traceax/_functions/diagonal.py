@@ -12,10 +12,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._core.estimate import rounding_of, worse
 from .._core.primitive import spectral_diagonal_p
-from .._estimators.estimator import check_budget, solve
+from .._estimators.estimator import check_budget, check_either, solve
 from .._estimators.rows import Rows
 from .._estimators.solution import Solution, restructure
-from .._estimators.tolerance import check_either
 from .._operators.block_operator import BlockOperator, unflatten
 from .._probes.random import split
 from .funm import AbstractFunctionEstimator, hermitian_operator, hoist_function

@@ -41,7 +41,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree, Real
 
 from .._core.counts import checked_count
-from .._core.estimate import Estimate, make_estimate, rounding_unit, scale_of
+from .._core.estimate import Estimate, rounding_unit, scale_of
 from .._core.precision import any_promotion, matmul
 from .._core.primitive import eigenpairs_p
 from .._estimators.estimator import check_budget, solve
@@ -221,7 +221,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
             errors = errors.at[-1].set(high - values[-1])
         errors = jnp.maximum(errors, rounding)
         aux = (vectors, residuals, jnp.stack([low, high]))
-        return make_estimate(values, errors, spent, 0, evidence, aux=aux), vectors
+        return Estimate(values, errors, spent, 0, evidence, aux=aux), vectors
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`: `num` matvecs with the eigenvectors, in one block."""

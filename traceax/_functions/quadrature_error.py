@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Real
 
-from .._core.estimate import Estimate, Evidence, make_estimate, relative, safe_norm, scale_of, worse
-from .._estimators.calibration import with_ties
+from .._core.estimate import Estimate, Evidence, relative, safe_norm, scale_of, worse
+from .._estimators.diagonal_error import with_ties
 
 
 def quadrature_estimate(
@@ -27,7 +27,7 @@ def quadrature_estimate(
     size, bias, scatter = (safe_norm(jnp.ravel(x)) for x in (value, error, std_err))
     allowed = jnp.maximum(jnp.maximum(4 * scatter, size / 20), least)
     evidence = worse(evidence, Evidence(unconverged=relative(bias, allowed)))
-    return make_estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
+    return Estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
 
 
 def exact_estimate(value: Array, error: Array, num_matvecs: int, evidence: Evidence) -> Estimate:

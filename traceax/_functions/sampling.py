@@ -37,14 +37,16 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.estimate import Evidence, norm_of, rounding_of, safe_norm, scale_of, worse
 from .._core.precision import einsum, matmul
+from .._estimators.estimator import largest_budget, tolerance_of
 from .._estimators.rows import Rows, added
-from .._estimators.samples import SIZES, AbstractSampling, Panel, norms_of
 from .._estimators.tolerance import (
+    SIZES,
+    AbstractSampling,
+    Panel,
     SampledWeights,
     Target,
-    largest_budget,
+    norms_of,
     sample_to_tolerance,
-    tolerance_of,
 )
 from .._linalg.block_lanczos import block_lanczos
 from .._linalg.factorisations import ritz_values
@@ -128,9 +130,8 @@ class FunctionSampling(AbstractSampling):
         """See `AbstractSampling`."""
         return size
 
-    def prepare(self, key, block, size, weights):
+    def prepare(self, key, block, size):
         """See `AbstractSampling`: as many vectors as steps."""
-        del weights
         width = math.isqrt(size)
         return self.prepared_space(key, block, width, size // width)
 
@@ -411,8 +412,7 @@ class SampledFunctionEstimator(AbstractFunctionEstimator):
         real = jnp.finfo(BlockOperator(operator).dtype).dtype
         rtol = jnp.asarray(self.sampling.rtol, real)
         atol = jnp.asarray(self.sampling.atol, real)
-        target = Target(rtol=rtol, atol=atol, offset=0.0, scale=1.0, root=False)
-        given = key, BlockOperator(operator), self.sampling, target, self.max_k, weights
+        given = key, BlockOperator(operator), self.sampling, Target(rtol, atol), self.max_k, weights
         estimate, made = sample_to_tolerance(*given)
         # The function itself is no weight.
         return estimate, None if made is None else _with_sampling(made, None)

@@ -17,9 +17,8 @@ from jaxtyping import Array, PRNGKeyArray
 from .._core.estimate import power_of
 from .._core.precision import any_promotion
 from .._core.primitive import compiled_once, spectral_density_p, spectral_sum_p
-from .._estimators.estimator import AbstractEstimator, check_budget, check_key, solve
+from .._estimators.estimator import AbstractEstimator, check_budget, check_either, check_key, solve
 from .._estimators.solution import Solution
-from .._estimators.tolerance import check_either
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of

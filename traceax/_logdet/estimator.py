@@ -14,7 +14,6 @@ from .._core.estimate import (
     Estimate,
     Evidence,
     evidence_of,
-    make_estimate,
     safe_norm,
     scale_of,
     skew_of,
@@ -156,9 +155,7 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     error = jnp.sum(rounding / diagonal) + rounding_of_logarithms(n, *parts)
     columns = n if has_entries(operator) else None
     zero = jnp.zeros_like(value)
-    estimate = make_estimate(
-        value, zero, spent, 0, evidence, quadrature_error=error, columns=columns
-    )
+    estimate = Estimate(value, zero, spent, 0, evidence, quadrature_error=error, columns=columns)
     return ExactLogdet(estimate, factor, scale, rounding * scale)
 
 
@@ -202,5 +199,5 @@ def logdet_of_diagonal(
     evidence = evidence_of(diagonal, outside=jnp.any(entries <= 0))
     error = rounding_of_logarithms(entries.size, value)
     zero = jnp.zeros_like(value)
-    estimate = make_estimate(value, zero, 0, 0, evidence, quadrature_error=error)
+    estimate = Estimate(value, zero, 0, 0, evidence, quadrature_error=error)
     return estimate, DiagonalLogdetWeights(1 / diagonal)

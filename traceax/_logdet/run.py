@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray
 
 from .._core.estimate import Estimate, Evidence, norm_of, relative, worse
-from .._estimators.tolerance import check_either, largest_budget, tolerance_of
+from .._estimators.estimator import check_either, largest_budget, tolerance_of
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries

@@ -195,6 +195,10 @@ class NormalSampler(AbstractSampler):
     $E|\omega_i|^2 = 1$.
 
     Rotation invariant. Cost: `n k` normal numbers.
+
+    **Arguments:**
+
+    - `dtype`: a floating or complex dtype. By default the operator's.
     """
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
@@ -207,17 +211,15 @@ class NormalSampler(AbstractSampler):
         return jnp.moveaxis(normal(key, shape, k, dtype), 0, -1)
 
 
-NormalSampler.__init__.__doc__ = """**Arguments:**
-
-- `dtype`: a floating or complex dtype. By default the operator's.
-"""
-
-
 @final
 class SphereSampler(AbstractSampler):
     r"""Probes uniform on the sphere of radius $\sqrt{n}$, real or complex.
 
     Rotation invariant, and with less variance than normal probes. Cost: `n k` normal numbers.
+
+    **Arguments:**
+
+    - `dtype`: a floating or complex dtype. By default the operator's.
     """
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
@@ -238,15 +240,16 @@ class SphereSampler(AbstractSampler):
         return jnp.moveaxis(scaled, 0, -1)
 
 
-SphereSampler.__init__.__doc__ = NormalSampler.__init__.__doc__
-
-
 @final
 class RademacherSampler(AbstractSampler):
     r"""Probes with independent entries $\pm 1$, each with probability one half.
 
     Not rotation invariant. Among real probes with independent entries these give Hutchinson's
     estimator the least variance: none comes from the diagonal. Cost: `n k` random bits.
+
+    **Arguments:**
+
+    - `dtype`: any numeric dtype that has a -1. By default the operator's.
     """
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
@@ -265,12 +268,6 @@ class RademacherSampler(AbstractSampler):
         return signs.astype(dtype)
 
 
-RademacherSampler.__init__.__doc__ = """**Arguments:**
-
-- `dtype`: any numeric dtype that has a -1. By default the operator's.
-"""
-
-
 @final
 class SteinhausSampler(AbstractSampler):
     r"""Probes with independent entries $e^{i\theta}$, $\theta$ uniform: the complex counterpart of
@@ -279,6 +276,10 @@ class SteinhausSampler(AbstractSampler):
     Not rotation invariant. For a Hermitian operator a sample $z^H A z$ has the variance
     $\sum_{i \ne j} |A_{ij}|^2$. With Rademacher probes it is $2 \sum_{i \ne j} (\Re A_{ij})^2$:
     twice as much if the entries are real. Cost: `n k` uniform numbers.
+
+    **Arguments:**
+
+    - `dtype`: a complex dtype. By default the operator's, which must be complex.
     """
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
@@ -307,7 +308,6 @@ class SteinhausSampler(AbstractSampler):
         return jnp.moveaxis(jax.lax.optimization_barrier(phases), 0, -1)  # see `random`
 
 
-SteinhausSampler.__init__.__doc__ = """**Arguments:**
-
-- `dtype`: a complex dtype. By default the operator's, which must be complex.
-"""
+def random_signs(dtype: np.dtype) -> AbstractSampler:
+    """The distribution with independent entries of modulus 1, for operators of this dtype."""
+    return SteinhausSampler() if jnp.issubdtype(dtype, jnp.complexfloating) else RademacherSampler()

@@ -44,6 +44,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Complex, Inexact, Real
@@ -109,7 +110,7 @@ class Nystrom(NamedTuple):
     directions: Inexact[Array, "m m"]  # V^H S
     probes: Pairs  # of S
     rho: Real[Array, " m"]
-    precision: Real[Array, ""]  # of the products, see `core_of`
+    precision: Real[Array, ""]  # of the products: `eps`, or more where the core says so clearly
     evidence: Evidence  # whether the tag is wrong
 
     @property
@@ -141,13 +142,10 @@ class Nystrom(NamedTuple):
 
     def complex_shifts(self) -> Complex[Array, " c"]:
         """The complex shifts to try: 0, a multiple of theta, some that damp eigenvalues in part."""
-        last = len(self.eigenvalues) - 1  # if there are so few, none of the shifts is taken
-        parts = np.clip([len(self.eigenvalues) // part for part in PARTS], LEAST_PART, None)
-        delta = self.eigenvalues[np.minimum(parts, last)]
+        m = len(self.eigenvalues)
+        delta = self.eigenvalues[np.array([max(m // part, LEAST_PART) for part in PARTS])]
         eta = jnp.maximum(DAMPING * (delta - self.eigenvalues[0]), self.nu)
-        undamped = jnp.stack([jnp.zeros_like(self.nu), MULTIPLES[1] * self.theta])
-        eta = jnp.concatenate([jnp.zeros_like(undamped), eta])
-        return lax.complex(jnp.concatenate([undamped, delta]), -eta)
+        return jnp.concatenate([self.real_shifts()[:2], delta - 1j * eta])
 
     def shifted(self, z: Inexact[Array, ""]) -> "ShiftedNystrom":
         """The approximation with the shift z: real, below the smallest eigenvalue, or complex."""
@@ -175,14 +173,6 @@ class ShiftedNystrom(NamedTuple):
     inverse: Inexact[Array, " m"]  # 1 / d_i
 
 
-def trace_of(factors: Nystrom, shifted: ShiftedNystrom) -> Real[Array, ""]:
-    """The trace of the approximation, and of the multiple of the identity that was taken off."""
-    # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
-    n, m = factors.p.shape
-    beyond = jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
-    return jnp.trace(factors.core).real + beyond + float(n - m) * shifted.shift
-
-
 def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     """What leaving out probes does to the approximation of A / scale.
 
@@ -198,8 +188,12 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     Re Gamma K^{-1} Gamma, with the 2 x 2 matrices K = S_ij^H G^{-1} S_ij,
     L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair.
     """
+    n, m = factors.p.shape
     inverse = shifted.inverse
     probes = factors.probes
+    # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
+    base = jnp.trace(factors.core).real + float(n - m) * shifted.shift
+    base = base + jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
     square = factors.rho**2
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
     beyond = shifted.inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
@@ -209,7 +203,7 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     pair_residual = (square * inverse)[:, None] * reciprocal(pairs.square)
     pair_square = square[:, None] / probes.square
     return LeaveOneOut(
-        base=trace_of(factors, shifted),
+        base=base,
         lost=diagonal_of(lengths).real,
         residual=square * inverse.real,
         square=square,
@@ -236,12 +230,10 @@ def best_shift(
     samples_of: Callable[[LeaveOneOut], Samples],
     rounding: Real[Array, ""],
 ) -> BestShift:
-    """Try one shift after the other while the standard error falls (it has one minimum); only the
-    first one, 0, if the tail of the spectrum is not flat. A small gain keeps 0.
+    """The best of the shifts; 0, the first one, if no tail of the spectrum is flat, or for a small
+    gain.
     """
     m = len(factors.eigenvalues)
-    if m < FEWEST:
-        shifts = shifts[:1]
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
     def estimate(z):
@@ -250,23 +242,14 @@ def best_shift(
         std_err = leave_one_out_error(values, differences, rounding)
         return BestShift(z, parts.base + jnp.mean(values), std_err, weight)
 
-    def select(wanted, new, old):
-        return BestShift(*[jnp.where(wanted, *pair) for pair in zip(new, old, strict=True)])
+    def trial(z):
+        skipped = BestShift(z, factors.nu, jnp.full_like(factors.nu, jnp.inf), factors.rho)
+        return lax.cond(flat | (z == 0), estimate, lambda _: skipped, z)
 
-    def step(state):
-        i, _, first, best = state
-        found = estimate(shifts[i])
-        better = (i == 0) | (found.std_err < best.std_err)
-        return i + 1, better & flat, select(i == 0, found, first), select(better, found, best)
-
-    def goes_on(state):
-        return state[1] & (state[0] < shifts.size)
-
-    zero = jnp.zeros_like(factors.nu)
-    nothing = BestShift(jnp.zeros_like(shifts[0]), zero, zero, jnp.zeros_like(factors.rho))
-    start = jnp.zeros((), jnp.int32), jnp.array(True), nothing, nothing
-    _, _, first, best = lax.while_loop(goes_on, step, start)
-    return select(best.std_err < WORTH * first.std_err, best, first)
+    trials = lax.map(trial, shifts if m >= FEWEST else shifts[:1])
+    best = jnp.argmin(trials.std_err)
+    pays = trials.std_err[best] < WORTH * trials.std_err[0]
+    return jtu.tree_map(lambda x: x[jnp.where(pays, best, 0)], trials)
 
 
 def skew_of_core(
@@ -279,27 +262,6 @@ def skew_of_core(
     does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu.
     """
     return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
-
-
-def core_of(
-    p: Inexact[Array, "n m"], products: Scaled, eps: float
-) -> tuple[Array, Array, Array, Array, Array]:
-    """The core H of the products with an orthonormal basis P, and what H shows of A: the relative
-    precision of the products (`eps`, or more where H says so clearly), the least shift, how far an
-    eigenvalue may be below 0, and how far A^H is from A, relative to the limit.
-
-    Products with the error of a solve are those of A + E. If E is like a random matrix,
-    P^H E P - P^H E^H P has the norm sqrt(2 m / n) ||E P||_F.
-    """
-    n, m = p.shape
-    core = matmul(adjoint(p), products.numbers)
-    seen = math.sqrt(n / (2 * m)) * relative(jnp.linalg.norm(core - adjoint(core)), products.norm)
-    precision = jnp.where(seen > 16 * eps, seen, eps)
-    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
-    least = shift_of(math.sqrt(n) * products.norm, n, precision)
-    # Below 1e-2, what is not Hermitian counts as the error of solves. (Else see `skew_of`.)
-    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
-    return core, precision, least, 100 * math.sqrt(n) * least, skew
 
 
 def shifted_cholesky(h, nu):
@@ -330,7 +292,18 @@ def nystrom(
     r = without_zero_pivots(r)
     s = leave_one_out_directions(r)
     multiplied = scaled(products)
-    core, precision, least, limit, skew = core_of(p, multiplied, eps)
+    n, m = p.shape
+    core = matmul(adjoint(p), multiplied.numbers)
+    # Products with the error of a solve are those of A + E. If E is like a random matrix,
+    # P^H E P - P^H E^H P has the norm sqrt(2 m / n) ||E P||_F.
+    apart = relative(jnp.linalg.norm(core - adjoint(core)), multiplied.norm)
+    seen = math.sqrt(n / (2 * m)) * apart
+    precision = jnp.where(seen > 16 * eps, seen, eps)
+    # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
+    least = shift_of(math.sqrt(n) * multiplied.norm, n, precision)
+    # Below 1e-2, what is not Hermitian counts as the error of solves. (Else see `skew_of`.)
+    skew = precision / max(1e-2, 100 * math.sqrt(n) * eps)
+    limit = 100 * math.sqrt(n) * least
     eigenvalues, vectors = eigh((core + adjoint(core)) / 2)
     lowest = eigenvalues[0]
     # With nu the core is positive definite. To truncate an eigenvalue would bias the estimate.
