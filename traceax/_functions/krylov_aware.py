@@ -46,7 +46,7 @@ from jaxtyping import Array, Inexact, Real
 from .._core.estimate import rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import outside
-from .._linalg.block_lanczos import block_lanczos
+from .._linalg.block_lanczos import BlockLanczos, block_lanczos
 from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
@@ -77,6 +77,14 @@ def sizes_of(k: int) -> tuple[int, int, int]:
     size = max(1, round(math.sqrt(k) / GROUPS))
     s = k // (GROUPS * size)
     return size, s, s - 2 * max(1, s // 8)
+
+
+def nodes_after(krylov: BlockLanczos, b: int) -> tuple[Real[Array, "3 m"], Inexact[Array, "3 m m"]]:
+    """The nodes and eigenvectors of T after s, s - m and s - 2m steps of b vectors."""
+    steps = len(krylov.t) // b
+    ends = np.linspace(steps, steps - 2 * max(1, steps // 8), 3, dtype=int)
+    in_use = krylov.in_use & (jnp.arange(b * steps) // b < ends[:, None])
+    return jax.vmap(ritz_values, (None, 0))(krylov.t, in_use)
 
 
 def orthogonal_probes(
@@ -157,9 +165,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
             return jnp.ravel(self.fn(x))
 
         # f(T) after s, s - m and s - 2m steps.
-        ends = np.linspace(s, depth, 3, dtype=int)
-        in_use = krylov.in_use & (jnp.arange(b * s) // b < ends[:, None])
-        nodes, vectors = jax.vmap(ritz_values, (None, 0))(krylov.t, in_use)
+        nodes, vectors = nodes_after(krylov, b)
         nodes = self.nodes_of(operator, nodes, eps)
         counts = jnp.any(vectors != 0, axis=1)
         values = on_nodes(fn, nodes, counts)

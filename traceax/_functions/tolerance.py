@@ -1,0 +1,123 @@
+"""Functions of a matrix to a tolerance: estimates from budgets that grow, each by itself, until one
+is good enough. The last resort, where the budget allows n products, is the exact value.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+from jax import lax
+from jaxtyping import Array, Int, PRNGKeyArray, Real
+
+from .._core.control_flow import if_any
+from .._core.estimate import Estimate
+from .._estimators.calibration import student_quantile
+from .._estimators.tolerance import Target, largest_budget, tolerance_of
+from .funm import AbstractFunctionEstimator
+from .nodes import constant
+
+#: The first budget, and the factor from one to the next.
+FIRST, GROWTH = 16, 4
+
+
+def budgets_of(max_k: int, n: int) -> list[int]:
+    """The budgets in turn. The last one is what the others leave of `max_k`, or n: exact."""
+    is_exact = max_k >= n
+    budgets = []
+    budget = FIRST
+    while 2 * budget <= (n if is_exact else max_k - sum(budgets) - budget):
+        budgets.append(budget)
+        budget *= GROWTH
+    return [*budgets, n if is_exact else max_k - sum(budgets)]
+
+
+class Chosen(NamedTuple):
+    """The number of the budget that a call ended with. The weights are made again."""
+
+    key: PRNGKeyArray
+    number: Int[Array, ""]
+
+
+@final
+class FunctionToleranceEstimator(AbstractFunctionEstimator):
+    """An estimator of a function of a matrix, with a tolerance in the place of a budget."""
+
+    inner: AbstractFunctionEstimator
+    rtol: Real[Array, ""]
+    atol: Real[Array, ""]
+    max_k: int = eqx.field(static=True)
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        del k, weights
+        estimate = self._estimate(key, operator, 0)
+        chosen = jnp.zeros((), jnp.int32)
+        for number in range(1, len(budgets_of(self.max_k, operator.in_size()))):
+            evidence = estimate.evidence
+            others = dataclasses.replace(evidence, unconverged=0.0)
+            goes_on = (evidence.unconverged > 1) & ~others.fails
+            more = partial(self._next, key, operator, number, estimate)
+            estimate = if_any(goes_on, more, estimate)
+            chosen = jnp.where(goes_on, number, chosen)
+        return estimate, Chosen(key, chosen)
+
+    def _estimate(self, key: PRNGKeyArray, operator: Any, number: int) -> Estimate:
+        """The estimate from this budget, which is unconverged if it exceeds the tolerance."""
+        budget = budgets_of(self.max_k, operator.in_size())[number]
+        found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
+        real = found.std_err.dtype
+        target = Target(self.rtol.astype(real), self.atol.astype(real), 0.0, 1.0, root=False)
+        factor = found.inflation * student_quantile(0.95, found.dof, found.std_err)
+        ratio = target.ratio(found.value, factor * found.std_err, found.quadrature_error)
+        evidence = dataclasses.replace(found.evidence, unconverged=ratio)
+        return dataclasses.replace(found, evidence=evidence)
+
+    def _next(self, key: Any, operator: Any, number: int, before: Estimate) -> Estimate:
+        n = operator.in_size()
+        if budgets_of(self.max_k, n)[number] == n:
+            exact, _ = self.inner.exact(operator)
+            dof = exact.dof.astype(before.dof.dtype)
+            found = dataclasses.replace(exact, dof=dof, inflation=before.inflation)
+        else:
+            found = self._estimate(key, operator, number)
+        return dataclasses.replace(found, num_matvecs=found.num_matvecs + before.num_matvecs)
+
+    def exact(self, operator):
+        """See `AbstractEstimator`."""
+        return self.inner.exact(operator)
+
+    def contract(self, weights, operator):
+        """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""
+        if not isinstance(weights, Chosen):
+            return self.inner.contract(weights, operator)
+        still = constant(operator)
+        fixed = constant(self.inner)
+        budgets = budgets_of(self.max_k, operator.in_size())
+
+        def contracted(number):
+            if budgets[number] == operator.in_size():
+                _, made = fixed.exact(still)
+            else:
+                key = jr.fold_in(weights.key, number)
+                _, made = fixed.compute(key, still, budgets[number], True)
+            return self.inner.contract(made, operator)
+
+        return lax.switch(weights.number, [partial(contracted, i) for i in range(len(budgets))])
+
+
+def with_tolerance(
+    name: str,
+    inner: AbstractFunctionEstimator,
+    operator: lx.AbstractLinearOperator,
+    rtol: Any,
+    atol: Any,
+    max_k: int | None,
+) -> tuple[int, FunctionToleranceEstimator]:
+    """Returns (budget, estimator) of a call with a tolerance."""
+    max_k, budget = largest_budget(max_k, operator.in_size(), name, FIRST)
+    tolerances = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
+    return budget, FunctionToleranceEstimator(inner, *tolerances, max_k)
