@@ -54,37 +54,33 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         del k, weights
-        estimate = self._estimate(key, operator, 0)
+
+        def estimate_from(budget: int, number: int, before: Estimate | None) -> Estimate:
+            if budget == operator.in_size():
+                assert before is not None
+                found, _ = self.inner.exact(operator)
+                dof = found.dof.astype(before.dof.dtype)
+                found = dataclasses.replace(found, dof=dof, inflation=before.inflation)
+            else:
+                found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
+            real = found.std_err.dtype
+            target = Target(self.rtol.astype(real), self.atol.astype(real), 0.0, 1.0, root=False)
+            quantile = jnp.where(found.dof > 0, student_quantile(0.95, found.dof, found.std_err), 1)
+            std_err = found.inflation * quantile * found.std_err
+            ratio = target.ratio(found.value, std_err, found.quadrature_error)
+            evidence = dataclasses.replace(found.evidence, unconverged=ratio)
+            spent = found.num_matvecs + (0 if before is None else before.num_matvecs)
+            return dataclasses.replace(found, evidence=evidence, num_matvecs=spent)
+
+        first, *others = budgets_of(self.max_k, operator.in_size())
+        estimate = estimate_from(first, 0, None)
         chosen = jnp.zeros((), jnp.int32)
-        for number in range(1, len(budgets_of(self.max_k, operator.in_size()))):
-            evidence = estimate.evidence
-            others = dataclasses.replace(evidence, unconverged=0.0)
-            goes_on = (evidence.unconverged > 1) & ~others.fails
-            more = partial(self._next, key, operator, number, estimate)
-            estimate = if_any(goes_on, more, estimate)
+        for number, budget in enumerate(others, 1):
+            failures = dataclasses.replace(estimate.evidence, unconverged=0.0)
+            goes_on = (estimate.evidence.unconverged > 1) & ~failures.fails
+            estimate = if_any(goes_on, partial(estimate_from, budget, number, estimate), estimate)
             chosen = jnp.where(goes_on, number, chosen)
         return estimate, Chosen(key, chosen)
-
-    def _estimate(self, key: PRNGKeyArray, operator: Any, number: int) -> Estimate:
-        """The estimate from this budget, which is unconverged if it exceeds the tolerance."""
-        budget = budgets_of(self.max_k, operator.in_size())[number]
-        found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
-        real = found.std_err.dtype
-        target = Target(self.rtol.astype(real), self.atol.astype(real), 0.0, 1.0, root=False)
-        factor = found.inflation * student_quantile(0.95, found.dof, found.std_err)
-        ratio = target.ratio(found.value, factor * found.std_err, found.quadrature_error)
-        evidence = dataclasses.replace(found.evidence, unconverged=ratio)
-        return dataclasses.replace(found, evidence=evidence)
-
-    def _next(self, key: Any, operator: Any, number: int, before: Estimate) -> Estimate:
-        n = operator.in_size()
-        if budgets_of(self.max_k, n)[number] == n:
-            exact, _ = self.inner.exact(operator)
-            dof = exact.dof.astype(before.dof.dtype)
-            found = dataclasses.replace(exact, dof=dof, inflation=before.inflation)
-        else:
-            found = self._estimate(key, operator, number)
-        return dataclasses.replace(found, num_matvecs=found.num_matvecs + before.num_matvecs)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -96,17 +92,17 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
             return self.inner.contract(weights, operator)
         still = constant(operator)
         fixed = constant(self.inner)
-        budgets = budgets_of(self.max_k, operator.in_size())
 
-        def contracted(number):
-            if budgets[number] == operator.in_size():
+        def contracted(budget, number):
+            if budget == operator.in_size():
                 _, made = fixed.exact(still)
             else:
-                key = jr.fold_in(weights.key, number)
-                _, made = fixed.compute(key, still, budgets[number], True)
+                _, made = fixed.compute(jr.fold_in(weights.key, number), still, budget, True)
             return self.inner.contract(made, operator)
 
-        return lax.switch(weights.number, [partial(contracted, i) for i in range(len(budgets))])
+        budgets = budgets_of(self.max_k, operator.in_size())
+        branches = [partial(contracted, budget, i) for i, budget in enumerate(budgets)]
+        return lax.switch(weights.number, branches)
 
 
 def with_tolerance(
