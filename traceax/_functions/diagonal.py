@@ -47,7 +47,7 @@ from .funm import (
     hoist_function,
     spectrum,
 )
-from .krylov_aware import GROUPS, INFLATION, nodes_after, sizes_of, spaces_without_group
+from .krylov_aware import GROUPS, INFLATION, projected, sizes_of, spaces_without_group
 from .nodes import (
     Function,
     changes_by_rounding,
@@ -55,7 +55,6 @@ from .nodes import (
     divided_differences,
     divided_sums,
     on_nodes,
-    unresolved,
     within_tag,
 )
 from .quadrature_error import (
@@ -96,37 +95,29 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         rows = spaces_without_group(krylov.t, of_groups, s, eps)
 
         # f(A) omega after s, s - m and s - 2m steps.
-        nodes, vectors = nodes_after(krylov, b)
-        nodes = within_tag(operator, nodes, eps)
-        counts = jnp.any(vectors != 0, axis=1)
-        values = on_nodes(self.fn, nodes, counts)
-        inside = matmul(jnp.conj(jnp.swapaxes(vectors, 1, 2)), coordinates)
-        images = matmul(basis, matmul(vectors, values[:, :, None] * inside))
+        found = projected(self.fn, operator, krylov, b, eps)
+        inside = matmul(jnp.conj(jnp.swapaxes(found.vectors, 1, 2)), coordinates)
+        images = matmul(basis, matmul(found.vectors, found.values[:, :, None] * inside))
         entries = omega * images.real
         fixed = LeftOut(basis, rows, omega)
         samples = entries[0] + self._corrections(operator, fixed, krylov.t)
         error = entries_truncation_error(jnp.mean(entries, axis=2), krylov.exhausted)
 
         # How much of each node an entry sees: what is within V, and what is outside.
-        ritz = square_of(matmul(basis, vectors[0]))
+        ritz = square_of(matmul(basis, found.vectors[0]))
         room = jnp.maximum(1 - jnp.sum(ritz, axis=1), 0)
         masses = jnp.mean(square_of(inside), axis=2) / n
-        residuals = jnp.linalg.norm(matmul(krylov.t, vectors[1]) - vectors[1] * nodes[1], axis=0)
-        hidden = unresolved(self.fn, nodes[1], values[1], residuals, b)
-        error = error + room * matmul(masses[1], hidden)
-        given = nodes[0], values[0], eps, counts[0]
-        changes = changes_by_rounding(self.fn, operator, *given)
+        error = error + room * matmul(masses[1], found.hidden)
         rounding = rounding_of(safe_norm(images[0]) / math.sqrt(b), eps)
-        rounding = rounding + matmul(ritz, changes) + room * matmul(masses[0], changes)
+        rounding = rounding + matmul(ritz + room[:, None] * masses[0], found.changes)
         std_err, _ = entries_std_err(samples.T, jnp.asarray(b, samples.dtype))
-        evidence = worse(krylov.evidence, domain_evidence(values[0], changes))
         estimate = quadrature_estimate(
             jnp.mean(samples, axis=1),
             error,
             jnp.hypot(std_err, rounding),
             b * s,
             b - 1,
-            evidence,
+            found.evidence,
             inflation=INFLATION,
         )
         return estimate, fixed if weights else None

@@ -36,14 +36,15 @@ with the divided differences D of f. As E[W] = I whatever A is, this has the mea
 
 import math
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import rounding_of, scale_of, worse
+from .._core.estimate import Evidence, rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import outside
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos
@@ -59,7 +60,14 @@ from .funm import (
     form_error,
     truncation_error,
 )
-from .nodes import Function, changes_by_rounding, divided_differences, on_nodes, unresolved
+from .nodes import (
+    Function,
+    changes_by_rounding,
+    divided_differences,
+    on_nodes,
+    unresolved,
+    within_tag,
+)
 from .quadrature_error import quadrature_estimate
 
 #: The smallest budget that is worth a block.
@@ -79,12 +87,34 @@ def sizes_of(k: int) -> tuple[int, int, int]:
     return size, s, s - 2 * max(1, s // 8)
 
 
-def nodes_after(krylov: BlockLanczos, b: int) -> tuple[Real[Array, "3 m"], Inexact[Array, "3 m m"]]:
-    """The nodes and eigenvectors of T after s, s - m and s - 2m steps of b vectors."""
-    steps = len(krylov.t) // b
+class Projected(NamedTuple):
+    """f(T) after s, s - m and s - 2m steps, and what is known of its errors at the nodes."""
+
+    nodes: Real[Array, "3 m"]
+    vectors: Inexact[Array, "3 m m"]
+    values: Real[Array, "3 m f"]
+    hidden: Real[Array, "m f"]  # after s - m steps, of which T has the residuals
+    changes: Real[Array, "m f"]  # by rounding
+    evidence: Evidence
+
+
+def projected(
+    fn: Function, operator: lx.AbstractLinearOperator, krylov: BlockLanczos, b: int, eps: float
+) -> Projected:
+    """f(T) from a space of b vectors."""
+    t = krylov.t
+    steps = len(t) // b
     ends = np.linspace(steps, steps - 2 * max(1, steps // 8), 3, dtype=int)
     in_use = krylov.in_use & (jnp.arange(b * steps) // b < ends[:, None])
-    return jax.vmap(ritz_values, (None, 0))(krylov.t, in_use)
+    nodes, vectors = jax.vmap(ritz_values, (None, 0))(t, in_use)
+    nodes = within_tag(operator, nodes, eps)
+    counts = jnp.any(vectors != 0, axis=1)
+    values = on_nodes(fn, nodes, counts)
+    residuals = jnp.linalg.norm(matmul(t, vectors[1]) - vectors[1] * nodes[1], axis=0)
+    hidden = unresolved(fn, nodes[1], values[1], residuals, b)
+    changes = changes_by_rounding(fn, operator, nodes[0], values[0], eps, counts[0])
+    evidence = worse(krylov.evidence, domain_evidence(values[0], changes))
+    return Projected(nodes, vectors, values, hidden, changes, evidence)
 
 
 def orthogonal_probes(
@@ -164,11 +194,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         def fn(x):
             return jnp.ravel(self.fn(x))
 
-        # f(T) after s, s - m and s - 2m steps.
-        nodes, vectors = nodes_after(krylov, b)
-        nodes = self.nodes_of(operator, nodes, eps)
-        counts = jnp.any(vectors != 0, axis=1)
-        values = on_nodes(fn, nodes, counts)
+        found = projected(fn, operator, krylov, b, eps)
 
         # W = sum_l Z_l Z_l^H, from the spaces that leave out a group, in the coordinates of V.
         t = krylov.t[: b * depth, : b * depth]
@@ -177,23 +203,19 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         g = orthogonal_probes(rows, coordinates)
         share = jnp.sqrt(room_outside(rows, n) / b)[:, None, None].astype(g.dtype)
         z = jnp.concatenate([rows / math.sqrt(GROUPS), share * g], axis=1)
-        turned = jnp.conj(vectors[:, : b * depth])  # from coordinates to the basis of nodes
+        turned = jnp.conj(found.vectors[:, : b * depth])  # from coordinates to the basis of nodes
         masses = jnp.sum(square_of(einsum("lra,iam->ilrm", z, turned)), axis=(1, 2))
-        traces = einsum("im,imf->if", masses, values)
+        traces = einsum("im,imf->if", masses, found.values)
         error = truncation_error(traces[:, None], krylov.exhausted[None])
-        # What is hidden after s - m steps, of which T has the residuals.
-        residuals = jnp.linalg.norm(matmul(krylov.t, vectors[1]) - vectors[1] * nodes[1], axis=0)
-        error = error + matmul(masses[1], unresolved(fn, nodes[1], values[1], residuals, b))
+        error = error + matmul(masses[1], found.hidden)
 
-        nodes, s, counts, values, masses = (x[0] for x in (nodes, vectors, counts, values, masses))
+        nodes, s, values, masses = (x[0] for x in (*found[:3], masses))
         part = rows[:, : (b - size) * max(1, 3 * depth // 4)]
         std_err, dof = standard_error(part, rows, coordinates, turned[0], values, n)
-        changes = changes_by_rounding(fn, operator, nodes, values, eps, counts)
-        rounding = rounding_of(matmul(masses, jnp.abs(values)), eps) + matmul(masses, changes)
-        std_err = jnp.hypot(std_err, rounding)
-        evidence = worse(krylov.evidence, domain_evidence(values, changes))
+        rounding = rounding_of(matmul(masses, jnp.abs(values)), eps)
+        std_err = jnp.hypot(std_err, rounding + matmul(masses, found.changes))
         value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
-        given = value, error, std_err, krylov.in_use.size, dof, evidence
+        given = value, error, std_err, len(krylov.t), dof, found.evidence
         estimate = quadrature_estimate(*given, inflation=INFLATION)
         if not weights:
             return estimate, None

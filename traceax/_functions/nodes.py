@@ -223,11 +223,6 @@ def _sums(
         width = min(len(x), TOGETHER)
         return jnp.pad(x, ((0, -len(x) % width), (0, 0))).reshape(-1, width, x.shape[1])
 
-    def add(total, given):  # recurrences that were not made leave blocks of zeros
-        nothing = jnp.zeros_like(total)
-        wanted = jnp.any(given[0] != 0)
-        return total + lax.cond(wanted, of_block, lambda *_: nothing, *given), None
-
     zero = jnp.zeros((block.n, nodes.shape[1]), vectors.dtype)
     blocks = in_blocks(vectors.T), in_blocks(nodes), in_blocks(shares)
-    return lax.scan(add, zero, blocks)[0]
+    return lax.scan(lambda total, given: (total + of_block(*given), None), zero, blocks)[0]
