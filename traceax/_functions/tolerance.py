@@ -14,9 +14,9 @@ from jax import lax
 from jaxtyping import Array, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import Estimate
-from .._estimators.calibration import student_quantile
-from .._estimators.tolerance import Target, largest_budget, tolerance_of
+from .._core.estimate import Estimate, norm_of, relative
+from .._estimators.calibration import norm_factor, student_quantile
+from .._estimators.tolerance import largest_budget, tolerance_of
 from .funm import AbstractFunctionEstimator
 from .nodes import constant
 
@@ -63,11 +63,11 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
                 found = dataclasses.replace(found, dof=dof, inflation=before.inflation)
             else:
                 found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
-            real = found.std_err.dtype
-            target = Target(self.rtol.astype(real), self.atol.astype(real), 0.0, 1.0, root=False)
             quantile = jnp.where(found.dof > 0, student_quantile(0.95, found.dof, found.std_err), 1)
             std_err = found.inflation * quantile * found.std_err
-            ratio = target.ratio(found.value, std_err, found.quadrature_error)
+            allowed = self.atol + self.rtol * norm_of(found.value)
+            allowed = jnp.maximum(allowed - norm_of(found.quadrature_error), 0)
+            ratio = relative(norm_factor(std_err) * norm_of(std_err), allowed)
             evidence = dataclasses.replace(found.evidence, unconverged=ratio)
             spent = found.num_matvecs + (0 if before is None else before.num_matvecs)
             return dataclasses.replace(found, evidence=evidence, num_matvecs=spent)
