@@ -85,24 +85,6 @@ def test_functions_of_small_matrices(dtype):
 # --- the estimate on the same probes -------------------------------------------------------------
 
 
-def naive_error(probes, b):
-    """The standard error and its degrees of freedom, from B = f(A) - tr f(A) / n and the probes."""
-    n, p = probes.shape
-    images = b @ probes
-    t = np.sum(np.abs(images) ** 2, axis=0)
-    if np.iscomplexobj(probes):
-        c = n / (n + 1)
-    else:
-        c = 2 * n / (n + 2)
-        t = np.abs(t + np.einsum("np,nm,mp->p", probes, b @ b.conj(), probes).real) / 2
-    variance = c * np.mean(t) / p / (1 - c / (n * p))
-    gram = np.abs(images.conj().T @ images) ** 2
-    norms = [np.mean(np.sum(np.abs(b @ images) ** 2, axis=0))]
-    if p > 1:
-        norms.append(np.sum(gram - np.diag(np.diag(gram))) / (p * (p - 1)))
-    return np.sqrt(variance), p * np.mean(t) ** 2 / max(norms)
-
-
 @pytest.mark.parametrize(
     ("function", "dtype", "p"),
     [
@@ -128,11 +110,12 @@ def test_equals_the_dense_function_on_the_same_probes(function, dtype, p):
 
     slope, solution = solve(matrix, tangent)
     probes, b = sphere(key, p, dtype), dense(matrix)
-    value = np.mean(np.einsum("np,nm,mp->p", probes.conj(), b, probes))
+    forms = np.einsum("np,nm,mp->p", probes.conj(), b, probes)
+    value = np.mean(forms)
     np.testing.assert_allclose(solution.value, value, rtol=1e-10)
-    std_err, dof = naive_error(probes, b - value / N * np.eye(N))
-    np.testing.assert_allclose(solution.std_err, std_err, rtol=1e-8)
-    np.testing.assert_allclose(solution.stats["dof"], max(dof, 1), rtol=1e-8)
+    scatter = np.sqrt(np.sum(np.abs(forms - value) ** 2) / (p * (p - 1))) if p > 1 else np.inf
+    np.testing.assert_allclose(solution.std_err, scatter, rtol=1e-8)
+    assert solution.stats["dof"] == p - 1
     assert solution.quadrature_error < 1e-6
     assert int(solution.num_matvecs) == p * q
     assert solution.result == tr.RESULTS.successful
@@ -206,8 +189,6 @@ def test_exhausted_spaces_are_exact(dtype):
             np.testing.assert_allclose(solution.value, z @ expm(matrix) @ z, rtol=tolerance)
             assert solution.result == tr.RESULTS.successful
             assert solution.quadrature_error == 0
-            if not defective:
-                assert solution.std_err < 100 * eps * N
 
 
 def test_what_is_no_estimate_says_so():
@@ -265,11 +246,10 @@ def matrices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p", [1, 3])
 @pytest.mark.parametrize("name", list(matrices()))
-def test_no_bias_and_bars_that_cover(name, p):
+def test_no_bias_and_bars_that_cover(name):
     """400 keys: z scores below 4.5, 92 % of the bars cover, the variance is known to a quarter."""
-    matrix, q = matrices()[name], 16
+    matrix, p, q = matrices()[name], 3, 16
     tangent = gaussian(matrix.dtype, 1)
 
     def one(key, matrix, tangent):

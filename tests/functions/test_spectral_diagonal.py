@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._functions.diagonal import sizes_of
-from traceax._functions.sampling import removed_from
-from traceax._linalg.block_lanczos import block_lanczos
+from traceax._functions.krylov_aware import GROUPS, sizes_of
 
-from ..helpers import PSD, by_products, keys, with_spectrum
+from ..helpers import PSD, by_products, drawn, keys, with_spectrum
 from ..reference import function_of, krylov_basis
 
 N, K = 60, 48
@@ -52,66 +50,53 @@ def definite(dtype):
     return SPECTRUM + (1.1 if np.issubdtype(dtype, np.complexfloating) else 0)
 
 
-@jax.numpy_dtype_promotion("standard")  # as inside of the primitive
-def parts(key, matrix, k):
-    """What the estimator draws and finds for this key: V, T, which of the columns of V are removed
-    from the probes, omega, and the number of steps.
-    """
-    width, steps, probes, probe_steps = sizes_of(k)
-    n, real = len(matrix), jnp.finfo(matrix.dtype).dtype
-    eps = float(jnp.finfo(real).eps)
-
-    @jax.jit
-    def found(key, matrix):
-        start_key, probe_key = jr.split(key)
-        start = tr.RademacherSampler()(start_key, n, width, matrix.dtype)
-        krylov = block_lanczos(lambda x: matrix @ x, start, steps, eps)
-        return krylov, tr.RademacherSampler()(probe_key, n, probes, real)
-
-    krylov, omega = found(key, matrix)
-    v = np.asarray(krylov.rows).T
-    removed = np.arange(v.shape[1]) < removed_from(v, width).shape[1]
-    return v, np.asarray(krylov.t), removed, np.asarray(omega), probe_steps
+def starts(key, k, dtype):
+    """The vectors of each group that the estimator draws for this key, and the number of steps."""
+    size, steps, _ = sizes_of(k)
+    omega = np.asarray(drawn(tr.RademacherSampler(), key, N, GROUPS * size, np.float64))
+    assert set(np.unique(omega)) == {-1.0, 1.0}
+    return np.split(omega.astype(dtype), GROUPS, axis=1), steps
 
 
-def after_steps(matrix, vectors, q, fn):
-    """f(A) z for each of the vectors, within an explicit basis of the Krylov space of q steps."""
-    a, found = np.asarray(matrix), []
-    for z in vectors.T:
-        w = krylov_basis(a, z[:, None], q)
-        found.append(w @ (function_of(w.conj().T @ a @ w, fn) @ (w.conj().T @ z)))
-    return np.stack(found, axis=1)
+def median(values, masses):
+    order = np.argsort(values)
+    below = np.cumsum(masses[order])
+    return values[order][np.searchsorted(below, below[-1] / 2)]
+
+
+def parts(key, matrix, k, fn):
+    """V, and for each group (its vectors, V_i, c_i), from explicit bases."""
+    a = np.asarray(matrix)
+    groups, steps = starts(key, k, a.dtype)
+    found = []
+    for i, omega in enumerate(groups):
+        others = np.concatenate(groups[:i] + groups[i + 1 :], axis=1)
+        v = krylov_basis(a, others, steps)
+        nodes, s = np.linalg.eigh(v.conj().T @ a @ v)
+        first = v[:, : others.shape[1]].conj().T @ (v @ s)
+        found.append((omega, v, median(fn(nodes), np.sum(np.abs(first) ** 2, axis=0))))
+    return krylov_basis(a, np.concatenate(groups, axis=1), steps), found
 
 
 # --- the identity, on the same vectors -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64])
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_the_identity_on_the_same_vectors(dtype):
-    """diag V f(T) V^H and the mean of omega o (f(A) z - V f(T) V^H z), less what c stands for, with
-    f(A) z from an explicit basis of its Krylov space.
-    """
-    matrix, key = matrix_of(DECAYING, dtype), jr.key(3)
-    v, t, taken, omega, q = parts(key, matrix, K)
-    assert 0 < taken.sum() < len(taken)
-    assert set(np.unique(omega)) == {-1.0, 1.0}
-    p = omega.shape[1]
-    known, outside = v @ function_of(t, np.sqrt) @ v.conj().T, np.eye(N) - v @ v.conj().T
-    z = omega - v[:, taken] @ (v[:, taken].conj().T @ omega)
-    y, rest = after_steps(matrix, z, q, np.sqrt) - known @ z, outside @ z
+    """The mean of omega_i o (f(A) - L_i) omega_i + diag L_i, with f(A) omega_i from V f(T) V^H."""
+    a, key = np.asarray(matrix_of(DECAYING, dtype)), jr.key(3)
+    v, groups = parts(key, a, K, np.sqrt)
+    of_all = v @ function_of(v.conj().T @ a @ v, np.sqrt) @ v.conj().T
     samples = []
-    for i in range(p):
-        others = [m for m in range(p) if m != i]
-        c = np.sum(rest[:, others].conj() * y[:, others]).real
-        c /= np.sum(np.abs(rest[:, others]) ** 2)
-        sample = omega[:, i] * (y[:, i] - c * rest[:, i]) + c * np.diag(outside)
-        samples.append(sample.real)
-    expected = np.diag(known).real + np.mean(samples, axis=0)
-    found = tr.spectral_diagonal(key, jnp.sqrt, by_products(matrix, PSD), K)
-    np.testing.assert_allclose(found.value, expected, rtol=1e-9)
-    scatter = np.std(samples, axis=0, ddof=1) / np.sqrt(p)
-    assert p == 3
-    scatter = np.maximum(scatter, 0.5 * np.sqrt(np.mean(scatter**2)))  # see `with_ties`
+    for omega, left, c in groups:
+        inner = function_of(left.conj().T @ a @ left, lambda x, c=c: np.sqrt(x) - c)
+        known = left @ inner @ left.conj().T
+        rest = (omega * ((of_all - known) @ omega)).real
+        samples.extend(np.diag(known).real + x for x in rest.T)
+    found = tr.spectral_diagonal(key, jnp.sqrt, by_products(jnp.asarray(a), PSD), K)
+    np.testing.assert_allclose(found.value, np.mean(samples, axis=0), rtol=1e-9)
+    scatter = np.std(samples, axis=0, ddof=1) / np.sqrt(len(samples))
+    assert len(samples) == 8
     np.testing.assert_allclose(found.std_err, scatter, rtol=1e-7, atol=1e-13)
     assert int(found.num_matvecs) <= K
 
@@ -125,16 +110,18 @@ def direction_of(dtype, seed=7):
 
 @pytest.mark.parametrize("dtype", [np.float64])
 def test_the_derivative_with_these_vectors_held_fixed(dtype):
-    """That of diag V f(T) V^H + omega o (f(A) - V f(T) V^H) omega, forward and in reverse, for a
-    function of which the recurrences leave nothing: f(A) Q is known with two steps more than Q.
+    """That of the mean of omega_i o (f(A) - L_i) omega_i + diag L_i, forward and in reverse, for a
+    function of which the recurrences leave nothing.
     """
     matrix, change, key = matrix_of(definite(dtype), dtype), direction_of(dtype), jr.key(3)
-    v, t, _, omega, _ = parts(key, matrix, K)
+    da = np.asarray(change)
     fns = (lambda x: np.exp(x / 16)), (lambda x: np.exp(x / 16) / 16)
-    of_t = frechet(t, v.conj().T @ np.asarray(change) @ v, *fns)
-    of_v = v @ of_t @ v.conj().T
-    rest = frechet(matrix, change, *fns) - of_v
-    expected = np.diag(of_v).real + np.mean(omega * (rest @ omega).real, axis=1)
+    of_all, terms = frechet(matrix, da, *fns), []
+    for omega, left, _ in parts(key, matrix, K, fns[0])[1]:
+        of_t = frechet(left.conj().T @ np.asarray(matrix) @ left, left.conj().T @ da @ left, *fns)
+        known = left @ of_t @ left.conj().T
+        terms.append(np.diag(known)[:, None] + omega * ((of_all - known) @ omega))
+    expected = np.mean(np.concatenate(terms, axis=1).real, axis=1)
 
     def value(t):
         operator = operator_of(matrix + t * change)
@@ -148,20 +135,21 @@ def test_the_derivative_with_these_vectors_held_fixed(dtype):
 
 
 def test_the_derivative_by_what_the_function_closes_over():
-    """f(x) = exp(c x): the same formula as that of the value, for x exp(c x)."""
-    matrix, key = matrix_of(), jr.key(3)
-    v, t, taken, omega, q = parts(key, matrix, K)
+    """f(x) = exp(c x): the same formula as that of the value, for x exp(c x) and no c_i."""
+    a, key = np.asarray(matrix_of()), jr.key(3)
 
     def slope(x):
         return x * np.exp(x)
 
-    z = omega - v[:, taken] @ (v[:, taken].T @ omega)
-    known = v @ function_of(t, slope) @ v.T
-    rest = after_steps(matrix, z, q, slope) - known @ z
-    expected = np.diag(known) + np.mean(omega * rest, axis=1)
+    v, groups = parts(key, a, K, slope)
+    of_all, terms = v @ function_of(v.T @ a @ v, slope) @ v.T, []
+    for omega, left, _ in groups:
+        known = left @ function_of(left.T @ a @ left, slope) @ left.T
+        terms.append(np.diag(known)[:, None] + omega * ((of_all - known) @ omega))
+    expected = np.mean(np.concatenate(terms, axis=1), axis=1)
 
     def value(c):
-        return tr.spectral_diagonal(key, lambda x: jnp.exp(c * x), operator_of(matrix), K).value
+        return tr.spectral_diagonal(key, lambda x: jnp.exp(c * x), operator_of(a), K).value
 
     found = jax.jit(jax.jacfwd(value))(1.0)
     np.testing.assert_allclose(found, expected, atol=1e-9 * np.abs(expected).max())

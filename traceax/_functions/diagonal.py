@@ -1,80 +1,198 @@
-"""Diagonals of functions of a Hermitian matrix from a budget: one half for a Krylov space, the
-other for probes. `sampling` has the samples, their errors and their derivative.
+r"""Diagonals of f(A), of a Hermitian A, by leaving out, as in `krylov_aware`.
+
+b vectors omega_i of random signs and s steps of block Lanczos give a basis V, and T = V^H A V. Let
+V_i be a basis of the Krylov space of all vectors but those of the group of omega_i, and T_i that of
+A in it. V_i is within V, and independent of omega_i. Hence, with any number c_i that follows from
+V_i and T_i,
+
+    t_i = omega_i o (f(A) - L_i) omega_i + diag L_i,     L_i = V_i (f(T_i) - c_i) V_i^H,
+
+has the mean diag f(A), and so has the mean of the t_i, which is the value. No further product is
+made: f(A) omega_i ~ V f(T) V^H omega_i. Outside of V_i, f(A) is near the median of f in the
+spectral measure of the vectors in V_i, which is c_i.
+
+*The quadrature error* is that of f(A) omega_i: the values after s, s - m and s - 2m steps are
+compared, with m = s / 8 (see `quadrature_error`).
+
+*The derivative.* With V_i, c_i and omega_i held fixed, and with T_i(A) = V_i^H A V_i, the mean of
+t_i is diag f(A) for every A: its derivative is unbiased. That of f(T_i) is S (D o S^H dT_i S) S^H,
+T_i = S Theta S^H, with the divided differences D of f; `nodes` has that of f(A) omega_i.
 """
 
 import math
 from collections.abc import Callable
-from typing import final
+from typing import NamedTuple, final
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray
+from jax import lax
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import rounding_of, worse
+from .._core.estimate import rounding_of, safe_norm, worse
+from .._core.precision import matmul
 from .._core.primitive import spectral_diagonal_p
-from .._estimators.estimator import check_budget, check_either, solve
-from .._estimators.rows import Rows
+from .._estimators.estimator import AbstractEstimator, check_budget, check_either, solve
 from .._estimators.solution import Solution, restructure
+from .._linalg.block_lanczos import block_lanczos
+from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator, unflatten
-from .._probes.random import split
-from .funm import AbstractFunctionEstimator, hermitian_operator, hoist_function
-from .quadrature_error import entries_std_err, quadrature_estimate
-from .sampling import FunctionSampling, Recurrences, sampled_function
+from .._probes.samplers import RademacherSampler
+from .._sketch.leave_one_out import adjoint, square_of
+from .funm import (
+    AbstractFunctionEstimator,
+    domain_evidence,
+    hermitian_operator,
+    hoist_function,
+    spectrum,
+)
+from .krylov_aware import GROUPS, INFLATION, projected, sizes_of, spaces_without_group
+from .nodes import (
+    Function,
+    changes_by_rounding,
+    constant,
+    divided_differences,
+    divided_sums,
+    on_nodes,
+    within_tag,
+)
+from .quadrature_error import (
+    entries_std_err,
+    entries_truncation_error,
+    exact_estimate,
+    quadrature_estimate,
+)
+from .tolerance import with_tolerance
 
-#: The largest number of vectors in the Krylov space.
-MOST_VECTORS = 512
 
+class LeftOut(NamedTuple):
+    """What the derivative holds fixed."""
 
-def sizes_of(k: int) -> tuple[int, int, int, int]:
-    """Returns (vectors of the Krylov space, steps of the space, probes, steps of a probe). Entries
-    converge half as fast as quadratic forms, and short recurrences are biased: there are more steps
-    than for spectral sums, and as few probes as errors can be told from.
-    """
-    half = min(k // 2, MOST_VECTORS)
-    block = max(1, min(round(math.sqrt(k) / 2.75), half // 4))
-    steps = half // block
-    left = k - block * steps  # products for the probes
-    probes = max(3 if left >= 12 else 2, round(math.sqrt(left) / 2))
-    return block, steps, probes, left // probes
+    basis: Inexact[Array, "n m"]  # V
+    rows: Inexact[Array, "l r m"]  # bases of the spaces without each group, in coordinates of V
+    omega: Real[Array, "n b"]
 
 
 @final
 class SpectralDiagonalEstimator(AbstractFunctionEstimator):
-    """The diagonal of f(A) from a budget."""
+    """The mean of the t_i, see above."""
 
-    sampling: FunctionSampling
+    fn: Function
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        width, steps, p, probe_steps = sizes_of(k)
         block = BlockOperator(operator).linearised()
-        start_key, probe_key = split(key)
-        prepared = self.sampling.prepared_space(start_key, block, width, steps)
-        given = probe_key, block, prepared, p, probe_steps
-        panel, fixed = self.sampling.panel_and_recurrences(*given)
-        value = prepared.value + jnp.mean(panel.samples, axis=-1)
-        std_err, _ = entries_std_err(panel.samples.T, jnp.asarray(p, value.dtype))
-        rounding = rounding_of(jnp.hypot(prepared.size, panel.size), block.eps)
-        std_err = jnp.hypot(std_err, rounding)
-        spent = width * steps + p * probe_steps
-        evidence = worse(prepared.evidence, panel.evidence)
+        n = block.n
+        eps = block.eps
+        size, s, _ = sizes_of(k)
+        b = GROUPS * size
+        omega = RademacherSampler().probes(key, n, b, jnp.finfo(block.dtype).dtype)
+        krylov = block_lanczos(block.mm, omega.astype(block.dtype), s, eps)
+        basis = krylov.rows.T
+        coordinates = matmul(adjoint(basis), omega)
+        of_groups = coordinates.T.reshape(GROUPS, size, -1)
+        rows = spaces_without_group(krylov.t, of_groups, s, eps)
+
+        # f(A) omega after s, s - m and s - 2m steps.
+        found = projected(self.fn, operator, krylov, b, eps)
+        inside = matmul(jnp.conj(jnp.swapaxes(found.vectors, 1, 2)), coordinates)
+        images = matmul(basis, matmul(found.vectors, found.values[:, :, None] * inside))
+        entries = omega * images.real
+        fixed = LeftOut(basis, rows, omega)
+        samples = entries[0] + self._corrections(operator, fixed, krylov.t)
+        error = entries_truncation_error(jnp.mean(entries, axis=2), krylov.exhausted)
+
+        # How much of each node an entry sees: what is within V, and what is outside.
+        ritz = square_of(matmul(basis, found.vectors[0]))
+        room = jnp.maximum(1 - jnp.sum(ritz, axis=1), 0)
+        masses = jnp.mean(square_of(inside), axis=2) / n
+        error = error + room * matmul(masses[1], found.hidden)
+        rounding = rounding_of(safe_norm(images[0]) / math.sqrt(b), eps)
+        rounding = rounding + matmul(ritz + room[:, None] * masses[0], found.changes)
+        std_err, _ = entries_std_err(samples.T, jnp.asarray(b, samples.dtype))
         estimate = quadrature_estimate(
-            value, jnp.asarray(panel.bias), std_err, spent, p - 1, evidence
+            jnp.mean(samples, axis=1),
+            error,
+            jnp.hypot(std_err, rounding),
+            b * s,
+            b - 1,
+            found.evidence,
+            inflation=INFLATION,
         )
-        return estimate, (prepared.basis, fixed) if weights else None
+        return estimate, fixed if weights else None
+
+    def _corrections(
+        self, operator: lx.AbstractLinearOperator, fixed: LeftOut, t: Inexact[Array, "m m"]
+    ) -> Real[Array, "n b"]:
+        """The terms in L_i, diag L_i - omega_i o L_i omega_i, as a function of T to first order."""
+        eps = BlockOperator(operator).eps
+
+        def of_group(rows, omega):
+            inner = matmul(matmul(jnp.conj(rows), t), rows.T)  # T_i
+            still = lax.stop_gradient((inner + adjoint(inner)) / 2)
+            nodes, s = ritz_values(still, jnp.any(rows != 0, axis=1))
+            nodes = within_tag(operator, nodes, eps)
+            values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
+            moved = matmul(adjoint(s), matmul(inner - lax.stop_gradient(inner), s))
+            differences = divided_differences(constant(self.fn), nodes[None])[0]
+            first_step = square_of(s[: len(omega.T) * (GROUPS - 1)])
+            values = values - median(lax.stop_gradient(values), jnp.sum(first_step, axis=0))
+            core = jnp.diag(values).astype(t.dtype) + differences * moved
+            right = matmul(fixed.basis, matmul(rows.T, s))
+            left = matmul(right, core)
+            diagonal = jnp.sum(left * jnp.conj(right), axis=1).real
+            return diagonal[:, None] - omega * matmul(left, matmul(adjoint(right), omega)).real
+
+        n, b = fixed.omega.shape
+        of_groups = fixed.omega.reshape(n, GROUPS, -1)
+        return jax.vmap(of_group, (0, 1), 1)(fixed.rows, of_groups).reshape(n, b)
 
     def exact(self, operator):
-        """See `AbstractEstimator`."""
-        return self.sampling.exact(BlockOperator(operator))
+        """See `AbstractEstimator`: by an eigendecomposition."""
+        eps = BlockOperator(operator).eps
+        nodes, basis, evidence = spectrum(operator)
+        values = on_nodes(self.fn, nodes)
+        changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
+        evidence = worse(evidence, domain_evidence(values, changes))
+        rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
+        error = matmul(square_of(basis), changes) + rounding
+        value = matmul(square_of(basis), values)
+        return exact_estimate(value, error, nodes.size, evidence), (basis, nodes)
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""
-        basis, recurrences = weights
-        if not isinstance(recurrences, Recurrences):
-            return self.sampling.contract_exact(weights, operator)
         block = BlockOperator(operator)
-        space = self.sampling.captured_space(block, basis)
-        return space.value + self.sampling.mean_of(block, space, recurrences)
+        if not isinstance(weights, LeftOut):
+            return self._contract_exact(weights, block)
+        basis, _, omega = weights
+        images = block.mm(basis)
+        t = matmul(adjoint(basis), images)
+        still = lax.stop_gradient((t + adjoint(t)) / 2)
+        nodes, s = ritz_values(still, jnp.any(basis != 0, axis=0))
+        nodes = within_tag(operator, nodes, block.eps)
+        right = matmul(basis, s)
+        inside = matmul(adjoint(right), omega)
+        values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
+        moved = matmul(images - lax.stop_gradient(images), s)
+        changes = divided_sums(block, self.fn, moved, nodes, inside)
+        of_omega = matmul(right, values[:, None] * inside) + changes
+        corrections = self._corrections(operator, weights, t)
+        return jnp.mean(omega * of_omega.real + corrections, axis=1)
+
+    def _contract_exact(self, weights, block: BlockOperator) -> Real[Array, " n"]:
+        """The exact value as a function of A; `weights` is (eigenvectors, eigenvalues)."""
+        basis, nodes = weights
+        inner = matmul(adjoint(basis), block.mm(basis))
+        core = divided_differences(constant(self.fn), nodes[None])[0] * inner
+        moved = jnp.sum(matmul(basis, core) * jnp.conj(basis), axis=1).real
+        return moved + matmul(square_of(basis), on_nodes(self.fn, nodes))
+
+
+def median(values: Real[Array, " m"], masses: Real[Array, " m"]) -> Real[Array, ""]:
+    """The median of the values with these masses."""
+    order = jnp.argsort(values)
+    below = jnp.cumsum(masses[order])
+    return values[order][jnp.argmax(below >= below[-1] / 2)]
 
 
 def spectral_diagonal(
@@ -92,8 +210,8 @@ def spectral_diagonal(
     adjacency matrix), leverage scores ($x / (x + s)$ of a kernel), and other numbers that every row
     has. For an inverse, [`traceax.inverse_diagonal`][] is better.
 
-    Half of the budget goes to a block Krylov space V, on which f(A) is known, and the other half to
-    probes of random signs, with recurrences of their own, for what V does not know.
+    Random signs build a block Krylov space, on which f(A) is known. A quarter of them in turn is
+    left out, and tests what the space of the others leaves of f(A).
 
     !!! Example
 
@@ -102,7 +220,7 @@ def spectral_diagonal(
         low, high = centralities.interval()  # 95 % for every entry
         ```
 
-    Cost: at most `k` matvecs, in blocks; `k n` numbers; about `5 n k^2` operations. First
+    Cost: at most `k` matvecs, in blocks; `k n` numbers; about `12 n k^2` operations. First
     derivatives, also with respect to arrays in `fn`, are unbiased. With q = max(k / 4, 4 sqrt(k))
     they take q products for each probe in reverse mode, `q k` in forward mode, and agree as far as
     the recurrences have converged.
@@ -129,13 +247,12 @@ def spectral_diagonal(
     name = "The diagonal of a function"
     operator = hermitian_operator(operator, name)
     function = hoist_function(fn, jnp.finfo(BlockOperator(operator).dtype).dtype)
+    estimator: AbstractEstimator = SpectralDiagonalEstimator(function)
     if check_either("spectral_diagonal", k, rtol, atol, max_k):
-        given = Rows(), function, operator, rtol, atol, max_k
-        budget, estimator = sampled_function("spectral_diagonal", *given)
+        given = estimator, operator, rtol, atol, max_k
+        budget, estimator = with_tolerance("spectral_diagonal", *given)
     else:
-        sampling = FunctionSampling(rows=Rows(), fn=function, rtol=0.0, atol=0.0, max_steps=0)
         budget = check_budget(k, 8, operator.in_size(), name)
-        estimator = SpectralDiagonalEstimator(sampling)
     solution = solve(spectral_diagonal_p, key, operator, budget, estimator, throw=throw)
     structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))

@@ -46,7 +46,7 @@ from .._core.precision import any_promotion, matmul
 from .._core.primitive import eigenpairs_p
 from .._estimators.estimator import check_budget, solve
 from .._estimators.solution import described
-from .._linalg.arnoldi import Arnoldi, Product, advanced, begun, in_own_unit, outside
+from .._linalg.arnoldi import Arnoldi, Product, arnoldi, outside
 from .._linalg.factorisations import ritz_values
 from .._linalg.lanczos import Lanczos, symmetric_tridiagonal, tridiagonal
 from .._operators.block_operator import BlockOperator, unflatten
@@ -76,7 +76,7 @@ def recurrence(
         probe, _ = outside(basis, probe.T)
         return probe / jnp.linalg.norm(probe)
 
-    return in_own_unit(advanced(mm, begun(start[:, None], k), 0, k, eps, fresh))
+    return arnoldi(mm, start[:, None], k, eps, fresh)
 
 
 def order_of(which: Which, values: Real[Array, " m"], num: int) -> Array:

@@ -183,12 +183,6 @@ def weighted(weights: Real[Array, "p q"], values: Real[Array, "p q ..."]) -> Rea
     return einsum("pq,pq...->p...", weights, values)
 
 
-def form_error(x: Array, n: int | Array, p: int, is_complex: bool) -> Array:
-    """The standard error of the mean of p quadratic forms, from the number X of above."""
-    c = n / (n + 1) if is_complex else 2 * n / (n + 2)
-    return jnp.sqrt(c * x / p / (1 - c / (n * p)))
-
-
 def degrees_of_freedom(second: Array, fourth: Array, samples: Array | int) -> Array:
     """The number nu of above, from the moments m_2 and m_4 and `samples = n p`."""
     known = fourth > 0
@@ -218,7 +212,8 @@ def mean_and_error(
     spread = mean_of(squares)  # m_2 = X / n
     dof = degrees_of_freedom(spread, mean_of(squares**2), n * p)
     # The a of above is n times this mean, and X is n times this spread.
-    std_err = form_error(n * spread, n, p, is_complex)
+    c = n / (n + 1) if is_complex else 2 * n / (n + 2)
+    std_err = jnp.sqrt(c * n * spread / p / (1 - c / (n * p)))
     size = n * mean_of(jnp.abs(values / unit))
     std_err = jnp.hypot(std_err, rounding_of(size, eps))
     return n * unit * mean, unit * std_err, dof
@@ -272,17 +267,16 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`."""
         eps = BlockOperator(operator).eps
         nodes, basis, evidence = spectrum(operator)
-        nodes = self.nodes_of(operator, nodes, eps)[None]
-        ones = jnp.ones_like(nodes)
+        nodes = self.nodes_of(operator, nodes, eps)
         values = on_nodes(self.fn, nodes)
-        value = jnp.sum(values[0], axis=0)
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
-        error = jnp.sum(changes[0], axis=0)
-        error = error + rounding_of(safe_norm(jnp.moveaxis(values[0], 0, -1)), eps)
+        error = jnp.sum(changes, axis=0)
+        error = error + rounding_of(safe_norm(jnp.moveaxis(values, 0, -1)), eps)
         evidence = worse(evidence, domain_evidence(values, changes))
-        estimate = exact_estimate(value, error, nodes.size, evidence)
-        slopes = divided_differences(self.fn, nodes.T)
-        return estimate, SpectralWeights(basis=basis[None], core=slopes, nodes=nodes, weights=ones)
+        estimate = exact_estimate(jnp.sum(values, axis=0), error, nodes.size, evidence)
+        slopes = divided_differences(self.fn, nodes[:, None])
+        rule = nodes[None], jnp.ones_like(nodes)[None]
+        return estimate, SpectralWeights(basis[None], slopes, *rule)
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. Linear in A; the leaves of `fn` have derivatives, too."""

@@ -16,13 +16,8 @@ which is exact for polynomials f of degree 2 (s - j) + 1. Several vectors, a gro
 (XTrace's exchange, doi:10.1137/23M1548323, on Krylov spaces, arXiv:2205.01736, arXiv:2502.01888. We
 know of no paper on the combination.)
 
-*The standard error* of one t_i is that of a quadratic form of a probe on a sphere (see `funm`), of
-B = (I - P_i) f(A) (I - P_i), with X the mean over all g_i of (n - d) ||(B - a) g_i||^2 / ||g_i||^2.
-Errors of different t_i are correlated, because each of omega_i and omega_l is in the space of the
-other. By the identity of `_sketch.leave_one_out`, Cov(t_i, t_l) = E[D_il D_li], where D_il is what
-t_i changes by when omega_l is held out, too. The variance of D_il is that of t_i from b - 2 vectors
-less that from b - 1; where X falls like d^-alpha, this is alpha X / (b - 1), and the variance of
-the mean is at most 1 + alpha times X / b, with alpha from the X of two depths.
+*The standard error* is that of the scatter of the t_i, a quarter larger: they are correlated, as
+each of omega_i and omega_l is in the space of the other.
 
 *The quadrature error* compares f(T) after s, s - m and s - 2m steps, with m = s / 8, for the same
 W, as in `funm`. W must lie in the first s - 2m steps, and j = s - 2m takes out as much as can be.
@@ -36,17 +31,18 @@ with the divided differences D of f. As E[W] = I whatever A is, this has the mea
 
 import math
 from functools import partial
-from typing import Any, final
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import rounding_of, scale_of, worse
+from .._core.estimate import Evidence, mean_and_std_err, rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import outside
-from .._linalg.block_lanczos import block_lanczos
+from .._linalg.block_lanczos import BlockLanczos, block_lanczos
 from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
@@ -54,12 +50,17 @@ from .._sketch.leave_one_out import square_of
 from .funm import (
     AbstractSpectralEstimator,
     SpectralWeights,
-    degrees_of_freedom,
     domain_evidence,
-    form_error,
     truncation_error,
 )
-from .nodes import Function, changes_by_rounding, divided_differences, on_nodes, unresolved
+from .nodes import (
+    Function,
+    changes_by_rounding,
+    divided_differences,
+    on_nodes,
+    unresolved,
+    within_tag,
+)
 from .quadrature_error import quadrature_estimate
 
 #: The smallest budget that is worth a block.
@@ -71,6 +72,9 @@ GROUPS = 4
 #: Values that leave out one group are not independent: errors on clustered spectra are larger.
 INFLATION = 1.1
 
+#: By how much the scatter of these values is too small.
+CORRELATION = 1.25
+
 
 def sizes_of(k: int) -> tuple[int, int, int]:
     """Returns (vectors of a group, number s of steps, depth j); all groups have sqrt(k) vectors."""
@@ -79,61 +83,34 @@ def sizes_of(k: int) -> tuple[int, int, int]:
     return size, s, s - 2 * max(1, s // 8)
 
 
-def orthogonal_probes(
-    rows: Inexact[Array, "l r m"], vectors: Inexact[Array, "l g m"]
-) -> Inexact[Array, "l g m"]:
-    """g_i / ||g_i|| for each vector of each group, from `rows`, a basis of P_i for each group."""
-    g, _ = jax.vmap(outside, (None, 1), 1)(rows, vectors)
-    norms = jnp.linalg.norm(g, axis=-1, keepdims=True)
-    return g / jnp.where(norms > 0, norms, 1).astype(g.dtype)
+class Projected(NamedTuple):
+    """f(T) after s, s - m and s - 2m steps, and what is known of its errors at the nodes."""
+
+    nodes: Real[Array, "3 m"]
+    vectors: Inexact[Array, "3 m m"]
+    values: Real[Array, "3 m f"]
+    hidden: Real[Array, "m f"]  # after s - m steps, of which T has the residuals
+    changes: Real[Array, "m f"]  # by rounding
+    evidence: Evidence
 
 
-def room_outside(rows: Inexact[Array, "l r m"], n: int) -> Real[Array, " l"]:
-    """The dimension n - d of the complement of each space. Rows that are 0 do not count."""
-    dimensions = jnp.sum(jnp.any(rows != 0, axis=2), axis=1)
-    return n - dimensions.astype(jnp.finfo(rows.dtype).dtype)
-
-
-def independent_error(
-    rows: Inexact[Array, "l r m"],
-    vectors: Inexact[Array, "l g m"],
-    turned: Inexact[Array, "m k"],
-    values: Real[Array, "k f"],
-    n: int,
-) -> tuple[Real[Array, ""], Real[Array, " f"], Real[Array, " f"]]:
-    """Returns (mean d, standard error of the mean of the t_i as if independent, degrees of
-    freedom). In the coordinates of V, `rows` has bases of the P_i, `vectors` the omega_i of each
-    group; `turned` maps coordinates to the eigenvectors of T, `values` are f at the nodes.
-    """
-    probes = matmul(orthogonal_probes(rows, vectors), turned)  # g_i / ||g_i||
-    room = jnp.mean(room_outside(rows, n))  # n - d
-    rows = matmul(rows, turned)
-    count = probes.shape[0] * probes.shape[1]
-    unit = scale_of(values, axis=0)
-    weights = jnp.sum(square_of(probes), axis=(0, 1)) / count
-    away = values / unit
-    away = away - matmul(weights, away)
-    images = probes[..., None] * away.astype(probes.dtype)
-    inside = einsum("lrm,lgmf->lgrf", jnp.conj(rows), images)
-    images = images - einsum("lrm,lgrf->lgmf", rows, inside)
-    x = room * jnp.sum(square_of(images), axis=(0, 1, 2)) / count
-    std_err = unit * form_error(x, room, count, jnp.iscomplexobj(probes))
-    moments = matmul(weights, away**2), matmul(weights, away**4)
-    return n - room, std_err, degrees_of_freedom(*moments, room * count)
-
-
-def standard_error(
-    part: Inexact[Array, "l q m"], rows: Inexact[Array, "l r m"], *given: Any
-) -> tuple[Real[Array, " f"], Real[Array, " f"]]:
-    """Returns (standard error with alpha, degrees of freedom). `part` and `rows` are bases of the
-    P_i of fewer and of all steps; `given` is for `independent_error`.
-    """
-    fewer, larger, _ = independent_error(part, *given)
-    dimension, std_err, dof = independent_error(rows, *given)
-    fall = jnp.log(jnp.maximum(larger / jnp.where(std_err > 0, std_err, 1), 1))
-    # With X like std_err^2, alpha = 2 fall / growth.
-    growth = jnp.maximum(jnp.log(dimension / fewer), jnp.finfo(fall.dtype).eps)
-    return std_err * jnp.sqrt(1 + jnp.minimum(2 * fall / growth, 4)), dof
+def projected(
+    fn: Function, operator: lx.AbstractLinearOperator, krylov: BlockLanczos, b: int, eps: float
+) -> Projected:
+    """f(T) from a space of b vectors."""
+    t = krylov.t
+    steps = len(t) // b
+    ends = np.linspace(steps, steps - 2 * max(1, steps // 8), 3, dtype=int)
+    in_use = krylov.in_use & (jnp.arange(b * steps) // b < ends[:, None])
+    nodes, vectors = jax.vmap(ritz_values, (None, 0))(t, in_use)
+    nodes = within_tag(operator, nodes, eps)
+    counts = jnp.any(vectors != 0, axis=1)
+    values = on_nodes(fn, nodes, counts)
+    residuals = jnp.linalg.norm(matmul(t, vectors[1]) - vectors[1] * nodes[1], axis=0)
+    hidden = unresolved(fn, nodes[1], values[1], residuals, b)
+    changes = changes_by_rounding(fn, operator, nodes[0], values[0], eps, counts[0])
+    evidence = worse(krylov.evidence, domain_evidence(values[0], changes))
+    return Projected(nodes, vectors, values, hidden, changes, evidence)
 
 
 @final
@@ -156,42 +133,36 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         def fn(x):
             return jnp.ravel(self.fn(x))
 
-        # f(T) after s, s - m and s - 2m steps.
-        ends = np.linspace(s, depth, 3, dtype=int)
-        in_use = krylov.in_use & (jnp.arange(b * s) // b < ends[:, None])
-        nodes, vectors = jax.vmap(ritz_values, (None, 0))(krylov.t, in_use)
-        nodes = self.nodes_of(operator, nodes, eps)
-        counts = jnp.any(vectors != 0, axis=1)
-        values = on_nodes(fn, nodes, counts)
+        found = projected(fn, operator, krylov, b, eps)
 
-        # W = sum_l Z_l Z_l^H, from the spaces that leave out a group, in the coordinates of V.
+        # The spaces that leave out a group, in the coordinates of V.
         t = krylov.t[: b * depth, : b * depth]
         coordinates = matmul(jnp.conj(krylov.rows[: b * depth]), omega).T.reshape(GROUPS, size, -1)
         rows = spaces_without_group(t, coordinates, depth, eps)
-        g = orthogonal_probes(rows, coordinates)
-        share = jnp.sqrt(room_outside(rows, n) / b)[:, None, None].astype(g.dtype)
-        z = jnp.concatenate([rows / math.sqrt(GROUPS), share * g], axis=1)
-        turned = jnp.conj(vectors[:, : b * depth])  # from coordinates to the basis of nodes
-        masses = jnp.sum(square_of(einsum("lra,iam->ilrm", z, turned)), axis=(1, 2))
-        traces = einsum("im,imf->if", masses, values)
-        error = truncation_error(traces[:, None], krylov.exhausted[None])
-        # What is hidden after s - m steps, of which T has the residuals.
-        residuals = jnp.linalg.norm(matmul(krylov.t, vectors[1]) - vectors[1] * nodes[1], axis=0)
-        error = error + matmul(masses[1], unresolved(fn, nodes[1], values[1], residuals, b))
-
-        nodes, s, counts, values, masses = (x[0] for x in (nodes, vectors, counts, values, masses))
-        part = rows[:, : (b - size) * max(1, 3 * depth // 4)]
-        std_err, dof = standard_error(part, rows, coordinates, turned[0], values, n)
-        changes = changes_by_rounding(fn, operator, nodes, values, eps, counts)
-        rounding = rounding_of(matmul(masses, jnp.abs(values)), eps) + matmul(masses, changes)
-        std_err = jnp.hypot(std_err, rounding)
-        evidence = worse(krylov.evidence, domain_evidence(values, changes))
-        value, error, std_err, dof = (x.reshape(shape) for x in (traces[0], error, std_err, dof))
-        given = value, error, std_err, krylov.in_use.size, dof, evidence
+        g, _ = jax.vmap(outside, (None, 1), 1)(rows, coordinates)
+        norms = jnp.linalg.norm(g, axis=2, keepdims=True)
+        g = g / jnp.where(norms > 0, norms, 1).astype(g.dtype)
+        dimensions = jnp.sum(jnp.any(rows != 0, axis=2), axis=1)
+        room = n - dimensions.astype(norms.dtype)[:, None, None]
+        turned = jnp.conj(found.vectors[:, : b * depth])  # from coordinates to the basis of nodes
+        known = jnp.sum(square_of(einsum("lra,iam->ilrm", rows, turned)), axis=2, keepdims=True)
+        masses = known + room * square_of(einsum("lga,iam->ilgm", g, turned))
+        samples = einsum("ilgm,imf->iflg", masses, found.values)
+        samples = samples.reshape(*samples.shape[:2], b)  # t_i
+        masses = jnp.mean(masses, axis=(1, 2))
+        error = truncation_error(jnp.mean(samples, axis=2)[:, None], krylov.exhausted[None])
+        error = error + matmul(masses[1], found.hidden)
+        value, std_err = mean_and_std_err(samples[0])
+        nodes, s, values, masses = (x[0] for x in (*found[:3], masses))
+        rounding = rounding_of(matmul(masses, jnp.abs(values)), eps) + matmul(masses, found.changes)
+        std_err = jnp.hypot(CORRELATION * std_err, rounding)
+        value, error, std_err = (x.reshape(shape) for x in (value, error, std_err))
+        given = value, error, std_err, len(krylov.t), b - 1, found.evidence
         estimate = quadrature_estimate(*given, inflation=INFLATION)
         if not weights:
             return estimate, None
-        w = einsum("lra,lrb->ab", z, jnp.conj(z))
+        z = jnp.concatenate([rows, jnp.sqrt(room / size).astype(g.dtype) * g], axis=1)
+        w = einsum("lra,lrb->ab", z, jnp.conj(z)) / GROUPS
         overlap = matmul(turned[0].T, matmul(w, jnp.conj(turned[0])))  # S^H W S
         differences = divided_differences(self.fn, nodes[None])[0].astype(w.dtype)
         core = einsum("ai,ij,ij...,bj->ab...", s, overlap, differences, jnp.conj(s))

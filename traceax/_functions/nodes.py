@@ -106,21 +106,17 @@ def unresolved(
     return jnp.where(hidden.reshape(*nodes.shape, *[1] * (values.ndim - nodes.ndim)), change, 0)
 
 
-def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:
-    """D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j), see `differences_between`."""
-    return differences_between(fn, nodes, nodes)
-
-
-def differences_between(
-    fn: Function, left: Real[Array, "p a"], right: Real[Array, "p b"]
+def divided_differences(
+    fn: Function, left: Real[Array, "p a"], right: Real[Array, "p b"] | None = None
 ) -> Real[Array, "p a b ..."]:
     """D_ij = (f(theta_i) - f(eta_j)) / (theta_i - eta_j) of the nodes theta on the left and eta on
-    the right, for each probe, with the axes of a single value of `fn` last.
+    the right (the same by default), for each probe, with the axes of a single value of `fn` last.
 
     Where this difference would cancel, D_ij is the mean of f' between the two nodes, by Gauss
     quadrature with two points. The error of that mean is estimated as the square of its distance to
     f' at the middle, relative to f': no length scale of f need be known.
     """
+    right = left if right is None else right
     of_left = on_nodes(fn, left)[:, :, None]
     of_right = on_nodes(fn, right)[:, None, :]
     left = left[:, :, None]
@@ -214,7 +210,7 @@ def _sums(
         ritz = within_tag(block.operator, ritz, block.eps)
         norms = jnp.linalg.norm(rows, axis=1)[:, None]
         counts = (weights > 0) & (norms > 0)
-        values = differences_between(fn, ritz, theta) * share[:, None, :]
+        values = divided_differences(fn, ritz, theta) * share[:, None, :]
         values = jnp.where(counts[:, :, None], values, 0)
         values = (s[:, 0] * norms * unit)[:, :, None] * values
         return einsum("anw,wao->no", krylov.basis, einsum("waq,wqo->wao", s, values))
@@ -223,11 +219,6 @@ def _sums(
         width = min(len(x), TOGETHER)
         return jnp.pad(x, ((0, -len(x) % width), (0, 0))).reshape(-1, width, x.shape[1])
 
-    def add(total, given):  # recurrences that were not made leave blocks of zeros
-        nothing = jnp.zeros_like(total)
-        wanted = jnp.any(given[0] != 0)
-        return total + lax.cond(wanted, of_block, lambda *_: nothing, *given), None
-
     zero = jnp.zeros((block.n, nodes.shape[1]), vectors.dtype)
     blocks = in_blocks(vectors.T), in_blocks(nodes), in_blocks(shares)
-    return lax.scan(add, zero, blocks)[0]
+    return lax.scan(lambda total, given: (total + of_block(*given), None), zero, blocks)[0]

@@ -8,20 +8,7 @@ w_j = X_1j (X^{-1})_j1, which are complex, the estimate is the mean over p probe
 
 The nodes theta_j lie in the field of values of A, or close by, and f must be holomorphic there.
 
-*The standard error.* Let B = f(A) - tr(f(A)) / n. Over the complex numbers Var(z^H B z) is
-n/(n+1) ||B||_F^2. Over the reals it is that of the symmetric part S = (B + B^T) / 2, so that it is
-2n/(n+2) ||S||_F^2. With ||B||_F^2 = E ||B z||^2 and, over the reals,
-
-    ||S||_F^2 = (||B||_F^2 + tr(B conj(B))) / 2 = E t,   t = (||B z||^2 + Re z^T B conj(B) z) / 2,
-
-all of this comes from the same spaces: B z ~ sqrt(n) V u with u = (f(H) - a/n) e_1, and
-B conj(B) is a function of A, too. For a skew-symmetric f(A) the error is 0, as it should be.
-As single t may be negative, X = mean |t| is taken, which is not smaller on average. Then, as for
-Hermitian operators (see `funm`),
-
-    std_err^2 = (c X / p) / (1 - c / (n p)),      nu = p X^2 / max(||B^2||_F^2, ||B^H B||_F^2),
-
-with E ||B^2 z||^2 and, for two probes, E |z^H B^H B z'|^2 for the norms.
+*The standard error* is that of the scatter of the a.
 
 *The quadrature error* compares q, q - d and q - 2d steps, see `funm`.
 
@@ -46,19 +33,20 @@ from .._core.estimate import (
     Evidence,
     all_finite,
     evidence_of,
+    mean_and_std_err,
     rounding_of,
     safe_norm,
     scale_of,
     worse,
 )
-from .._core.precision import einsum, matmul
+from .._core.precision import einsum
 from .._linalg.arnoldi import arnoldi
 from .._linalg.diagonalisation import diagonalised, function_of
 from .._linalg.factorisations import eigenvalues
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
-from .funm import AbstractFunctionEstimator, degrees_of_freedom, form_error, plan, truncation_error
+from .funm import AbstractFunctionEstimator, plan, truncation_error
 from .nodes import Function, on_nodes, slope_of
 from .quadrature_error import exact_estimate, orders_of, quadrature_estimate
 
@@ -111,53 +99,25 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         masses = found.left[:, 0] * found.right[:, :, 0]  # w_j = X_1j (X^{-1})_j1
         forms, real_enough = _quadrature(self.fn, nodes, masses, self.is_real)
         error = truncation_error(n * forms.reshape(-1, p), krylov.exhausted)
-        value = n * jnp.mean(forms[:p])
-
+        value, std_err = mean_and_std_err(n * forms[:p])
         theta = nodes[:p]
         w = masses[:p]
-        left = found.left[:p]  # X
-        first = found.right[:p, :, 0]  # X^{-1} e_1
         values = on_nodes(self.fn, theta, w != 0)
-        std_err, dof = self._error(values, theta, w, left, first, krylov.basis, probes)
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         usable = real_enough & all_finite(values)
         evidence = worse(krylov.evidence, Evidence(outside=~usable))
 
-        estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence)
+        estimate = quadrature_estimate(value, error, std_err, p * q, p - 1, evidence)
         if not weights:
             return estimate, None
         slopes = on_nodes(slope_of(self.fn), theta, w != 0)
-        along = einsum("pij,pj->pi", left, slopes * first)
+        first = found.right[:p, :, 0]  # X^{-1} e_1
+        along = einsum("pij,pj->pi", found.left[:p], slopes * first)
         along = along.real if self.is_real else along
         u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
         rule = theta.reshape(-1), w.reshape(-1) * (n / p)
         return estimate, NonHermitianWeights(u, probes, *rule)
-
-    def _error(self, values, nodes, weights, left, first, basis, probes) -> tuple[Array, Array]:
-        """Returns (standard error, degrees of freedom nu): see above."""
-        n, p = probes.shape
-        is_complex = jnp.iscomplexobj(probes)
-        unit = scale_of(values)
-        mean = jnp.mean(jnp.sum(weights * values, axis=1)) / unit
-        away = values / unit - mean  # f - a/n
-
-        def applied(values):  # g(H) e_1
-            return einsum("pij,pj->pi", left, values * first)
-
-        images = einsum("pin,pi->pn", basis, applied(away))  # B z / sqrt(n)
-        gram = jnp.square(jnp.abs(matmul(jnp.conj(images), images.T)))
-        t = jnp.sqrt(jnp.diagonal(gram))
-        if not is_complex:
-            # conj(f)(theta) = conj(f(conj(theta)))
-            conjugate = values if self.is_real else jnp.conj(on_nodes(self.fn, jnp.conj(nodes)))
-            product = away * (jnp.where(weights != 0, conjugate, 0) / unit - jnp.conj(mean))
-            t = jnp.abs(t + jnp.sum(weights * product, axis=1).real) / 2
-        spread = jnp.mean(t)  # X / n
-        std_err = unit * form_error(n * spread, n, p, is_complex)
-        fourth = jnp.mean(jnp.sum(jnp.square(jnp.abs(applied(away**2))), axis=1))
-        pairs = jnp.sum(gram * (1 - jnp.eye(p))) / max(p * (p - 1), 1)
-        return std_err, degrees_of_freedom(spread, jnp.maximum(fourth, n * pairs), n * p)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

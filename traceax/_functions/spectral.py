@@ -28,7 +28,7 @@ from .funm import QuadratureEstimator, checked_num_steps, hermitian_operator, ho
 from .krylov_aware import LEAST, KrylovAwareEstimator
 from .nodes import Function, constant, on_nodes
 from .non_hermitian import ArnoldiEstimator
-from .sampling import sampled_function
+from .tolerance import with_tolerance
 
 
 def _real_dtype(operator: lx.AbstractLinearOperator) -> Any:
@@ -99,8 +99,8 @@ def spectral_sum(
                 "A tolerance is for one function, and chooses the number of steps. Give a budget k "
                 "with `shifts` or `num_steps`."
             )
-        given = None, hoist_function(fn, dtype), operator, rtol, atol, max_k
-        budget, estimator = sampled_function("spectral_sum", *given)
+        inner = KrylovAwareEstimator(hoist_function(fn, dtype))
+        budget, estimator = with_tolerance("spectral_sum", inner, operator, rtol, atol, max_k)
         return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
     budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
     num_steps = checked_num_steps(num_steps, budget)

@@ -123,30 +123,6 @@ def with_product(krylov: Arnoldi, j: Array, products: Inexact[Array, "n p"], eps
     )
 
 
-def advanced(
-    mm: Product,
-    krylov: Arnoldi,
-    first: Array | int,
-    last: Array | int,
-    eps: float,
-    fresh: Callable[[Array, Array], Inexact[Array, "p n"]] | None = None,
-) -> Arnoldi:
-    """The recurrences after the steps from `first` to `last`, which may be traced, in the unit
-    `scale`; `fresh(j, basis)` returns the vectors that continue exhausted spaces.
-    """
-
-    def step(j, krylov):
-        krylov = with_product(krylov, j, mm(krylov.following.T), eps)
-        if fresh is None:
-            return krylov
-        more = partial(fresh, j, krylov.basis)
-        exhausted = jnp.any(krylov.residual == 0)
-        return krylov._replace(following=if_any(exhausted, more, krylov.following))
-
-    # Unsigned: an index that may be negative is one more thing to compile.
-    return lax.fori_loop(jnp.uint32(first), jnp.uint32(last), step, krylov)
-
-
 def in_own_unit(krylov: Arnoldi) -> Arnoldi:
     """The recurrences with their numbers in the unit of the operator."""
     scale = krylov.scale
@@ -158,8 +134,15 @@ def in_own_unit(krylov: Arnoldi) -> Arnoldi:
     )
 
 
-def arnoldi(mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float) -> Arnoldi:
-    """Advance the recurrences of all probes together, one block product per step.
+def arnoldi(
+    mm: Product,
+    start: Inexact[Array, "n p"],
+    num_steps: int,
+    eps: float,
+    fresh: Callable[[Array, Array], Inexact[Array, "p n"]] | None = None,
+) -> Arnoldi:
+    """Advance the recurrences of all probes together, one block product per step. `fresh(j, basis)`
+    returns the vectors that continue exhausted spaces.
 
     A space counts as exhausted when the part of a product outside of it is no larger than the
     rounding errors of the product. (A few steps too many do no harm: the directions that rounding
@@ -168,4 +151,15 @@ def arnoldi(mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: floa
     Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
     `8 n p num_steps^2` operations.
     """
-    return in_own_unit(advanced(mm, begun(start, num_steps), 0, num_steps, eps))
+
+    def step(j, krylov):
+        krylov = with_product(krylov, j, mm(krylov.following.T), eps)
+        if fresh is None:
+            return krylov
+        more = partial(fresh, j, krylov.basis)
+        exhausted = jnp.any(krylov.residual == 0)
+        return krylov._replace(following=if_any(exhausted, more, krylov.following))
+
+    # Unsigned: an index that may be negative is one more thing to compile.
+    ends = jnp.uint32(0), jnp.uint32(num_steps)
+    return in_own_unit(lax.fori_loop(*ends, step, begun(start, num_steps)))

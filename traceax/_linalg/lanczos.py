@@ -11,16 +11,14 @@ quadrature*, 1994.)
 The recurrence is Arnoldi's (see `arnoldi`), of which T is what a Hermitian A leaves.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Inexact, Int, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
 from .._core.estimate import Evidence, evidence_of, scale_of, skew_of
-from .arnoldi import Arnoldi, Product, advanced, arnoldi, begun, in_own_unit
+from .arnoldi import Arnoldi, Product, arnoldi
 from .factorisations import ritz_values
 
 
@@ -91,33 +89,6 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
 def lanczos(mm: Product, start: Inexact[Array, "n p"], num_steps: int, eps: float) -> Lanczos:
     """Advance the recurrences of all probes together, see `arnoldi`."""
     return tridiagonal(arnoldi(mm, start, num_steps, eps))
-
-
-def lanczos_until(
-    mm: Product,
-    start: Inexact[Array, "n p"],
-    num_steps: int,
-    eps: float,
-    enough: Callable[[Lanczos, Int[Array, ""]], Bool[Array, ""]],
-) -> tuple[Lanczos, Int[Array, ""]]:
-    """The recurrences after the first number of steps (few are tried, from 4 to `num_steps`) that
-    is `enough`, and this number. Later steps are 0.
-    """
-    depths = [round(4 * 2 ** (i / 2)) for i in range(2 * num_steps.bit_length())]
-    ends = jnp.asarray([0, *[depth for depth in depths if depth < num_steps], num_steps], jnp.int32)
-
-    def goes_on(state):
-        stage, _, ended = state
-        return ~ended & (stage < len(ends) - 1)
-
-    def advance(state):
-        stage, krylov, _ = state
-        krylov = advanced(mm, krylov, ends[stage], ends[stage + 1], eps)
-        return stage + 1, krylov, enough(tridiagonal(in_own_unit(krylov)), ends[stage + 1])
-
-    state = jnp.zeros((), jnp.int32), begun(start, num_steps), jnp.array(False)
-    stage, krylov, _ = lax.while_loop(goes_on, advance, state)
-    return tridiagonal(in_own_unit(krylov)), ends[stage]
 
 
 def quadrature(
