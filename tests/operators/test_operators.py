@@ -194,21 +194,27 @@ def test_exact_trace_is_the_trace_of_the_matrix(name):
 
 def test_entries_that_a_class_of_a_user_registers():
     """With columns alone, traces and log-determinants are estimated as from products."""
-    matrix = jnp.asarray(GENERAL @ GENERAL.T)
-    own, known = WithColumns(matrix), by_products(matrix)
-    found, expected = tr.diagonal(KEY, own, 6), tr.diagonal(KEY, known, 6)
+    matrix = GENERAL @ GENERAL.T
+    cls, known = (WithColumns, WithEntries), by_products(matrix)
+    own, entries = (each(jnp.asarray(matrix)) for each in cls)
+    assert not has_entries(own)
+    assert has_entries(entries)
+
+    @eqx.filter_jit
+    def run(own, entries):
+        log_dets = [
+            tr.logdet(KEY, lx.TaggedLinearOperator(each, PSD), 6).value for each in (own, known)
+        ]
+        diagonals = [tr.diagonal(KEY, each, 6) for each in (own, known)]
+        traces = [tr.trace(KEY, each, 6).value for each in (entries + known, known)]
+        return log_dets, diagonals, traces, tre.columns(own, [2, 0])
+
+    log_dets, (found, expected), (total, part), columns = jax.device_get(run(own, entries))
     np.testing.assert_allclose(found.value, expected.value, rtol=1e-10)
     assert found.num_matvecs == expected.num_matvecs > 0
-    tagged = [lx.TaggedLinearOperator(each, PSD) for each in (own, known)]
-    found, expected = (tr.logdet(KEY, each, 6) for each in tagged)
-    np.testing.assert_allclose(found.value, expected.value, rtol=1e-8)
-    np.testing.assert_array_equal(tre.columns(own, [2, 0]), matrix[:, [2, 0]])
-    assert not has_entries(own)
-    entries = WithEntries(matrix)
-    assert has_entries(entries)
-    solution = tr.trace(KEY, entries + known, 6)
-    expected = jnp.trace(matrix) + tr.trace(KEY, known, 6).value
-    np.testing.assert_allclose(solution.value, expected, rtol=1e-12)
+    np.testing.assert_allclose(*log_dets, rtol=1e-8)
+    np.testing.assert_array_equal(columns, matrix[:, [2, 0]])
+    np.testing.assert_allclose(total, np.trace(matrix) + part, rtol=1e-12)
 
 
 # --- dtypes --------------------------------------------------------------------------------------
@@ -265,19 +271,24 @@ def test_mixed_float32_and_float64_structure():
     operator = lx.FunctionLinearOperator(call, structure)
     with jax.numpy_dtype_promotion("standard"):  # lineax promotes to find whether it is real
         tagged = lx.TaggedLinearOperator(operator, PSD)
-    truth = np.trace(POSITIVE)
-    for given, name, k in ((tagged, "xnystrace", K), (operator, "xtrace", N)):
-        solution = tr.trace(KEY, given, k, CLASSES[name])
-        assert solution.value.dtype == jnp.float64
-        assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
-    rows = tr.row_norms(KEY, operator, 2 * N + 1).value
-    np.testing.assert_allclose(rows["half"], np.linalg.norm(POSITIVE, axis=1)[7:], rtol=1e-5)
     identity = lx.IdentityLinearOperator(structure)
-    shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
-    solution = tr.trace(KEY, shifted, K)
-    np.testing.assert_allclose(
-        solution.value - 3.0 * N, tr.trace(KEY, operator, K).value, rtol=1e-12
-    )
+
+    @jax.jit
+    def run(key):
+        shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
+        return (
+            tr.trace(key, tagged, K, CLASSES["xnystrace"]),
+            tr.trace(key, operator, N, CLASSES["xtrace"]),
+            tr.row_norms(key, operator, 2 * N + 1).value,
+            [tr.trace(key, each, K).value for each in (shifted, operator)],
+        )
+
+    *solutions, rows, (shifted, plain) = jax.device_get(run(KEY))
+    for solution in solutions:
+        assert solution.value.dtype == jnp.float64
+        assert abs(solution.value - np.trace(POSITIVE)) <= 6 * solution.std_err + 1e-6
+    np.testing.assert_allclose(rows["half"], np.linalg.norm(POSITIVE, axis=1)[7:], rtol=1e-5)
+    np.testing.assert_allclose(shifted - 3.0 * N, plain, rtol=1e-12)
 
 
 # --- budgets -------------------------------------------------------------------------------------
@@ -375,38 +386,45 @@ def test_signs_are_found_at_run_time():
         named = tr.XNysTraceEstimator(shrink=True)
         return [(sign_of(each), tr.trace(KEY, each, K, named)) for each in made]
 
-    found = jax.jit(estimates)(*numbers)
-    for (build, sign), (at_run_time, solution) in zip(SIGNED.values(), found, strict=True):
+    def of_wholes():
+        for build, sign in SIGNED.values():
+            whole = build(lx.MatrixLinearOperator(jnp.asarray(POSITIVE)), *numbers).as_matrix()
+            tagged = by_products(whole, PSD if sign >= 0 else lx.negative_semidefinite_tag)
+            yield tr.trace(KEY, tagged, K)
+
+    def to_tolerance(c, function):
+        options = {"max_k": 40, "estimator": tr.XNysTraceEstimator()}
+        return jnp.sum(function(KEY, c * kernel, rtol=0.3, **options).value)
+
+    @jax.jit
+    def run(s, c, one):
+        both = [jax.value_and_grad(to_tolerance)(-one, each) for each in (tr.trace, tr.diagonal)]
+        wrong = tr.trace(KEY, kernel - one * IDENTITY, K, tr.XNysTraceEstimator())
+        return estimates(s, c), list(of_wholes()), both, wrong
+
+    found, wholes, both, wrong = jax.device_get(run(*numbers, 1.0))
+    for (_, sign), (at_run_time, solution), expected in zip(
+        SIGNED.values(), found, wholes, strict=True
+    ):
         assert at_run_time == sign
         assert solution.result == tr.RESULTS.successful
-        whole = build(lx.MatrixLinearOperator(jnp.asarray(POSITIVE)), *numbers).as_matrix()
-        tagged = by_products(whole, PSD if sign >= 0 else lx.negative_semidefinite_tag)
-        expected = tr.trace(KEY, tagged, K)
         np.testing.assert_allclose(solution.value, expected.value, rtol=1e-10)
         np.testing.assert_allclose(solution.std_err, expected.std_err, rtol=1e-8)
-
-    def to_tolerance(c, function=tr.trace):
-        return function(KEY, c * kernel, rtol=0.3, max_k=40, estimator=tr.XNysTraceEstimator())
-
-    for function in (tr.trace, tr.diagonal):
-        slope = jax.jit(jax.grad(lambda c, f=function: jnp.sum(to_tolerance(c, f).value)))(-1.0)
-        expected = to_tolerance(-1.0, function)
-        np.testing.assert_allclose(slope, -jnp.sum(expected.value), rtol=1e-10)
-    # What is neither is an outcome.
-    wrong = jax.jit(lambda s: tr.trace(KEY, kernel - s * IDENTITY, K, tr.XNysTraceEstimator()))(1.0)
-    assert wrong.result == tr.RESULTS.not_semidefinite
+    for value, slope in both:
+        np.testing.assert_allclose(slope, -value, rtol=1e-10)
+    assert wrong.result == tr.RESULTS.not_semidefinite  # what is neither is an outcome
 
 
 def test_a_diagonal_from_which_something_is_taken_is_no_noise():
     """D - K lies below D: the preconditioner is that of the matrix whose diagonal is not known."""
     kernel = 0.9 * POSITIVE
     below = 2 * IDENTITY - function_operator(kernel, PSD)
-    written, whole = (
-        tr.logdet(KEY, operator, K, preconditioner=tr.NystromPreconditioner(4))
-        for operator in (
-            lx.TaggedLinearOperator(below, PSD),
-            function_operator(2 * np.eye(N) - kernel, PSD),
-        )
+    operators = (
+        lx.TaggedLinearOperator(below, PSD),
+        function_operator(2 * np.eye(N) - kernel, PSD),
     )
+    options = {"k": K, "preconditioner": tr.NystromPreconditioner(4)}
+    run = jax.jit(lambda key: [tr.logdet(key, operator, **options) for operator in operators])
+    written, whole = run(KEY)
     np.testing.assert_allclose(written.value, whole.value, rtol=1e-10)
     np.testing.assert_allclose(written.std_err, whole.std_err, rtol=1e-8)
