@@ -232,8 +232,7 @@ def test_it_is_held():
 
     def value(theta, held):
         y, operator = parts(theta)
-        density = gaussian_log_density(jr.key(0), y, operator, 40, preconditioner=held)
-        return density.value + logdet(jr.key(0), operator, 40, preconditioner=held).value
+        return gaussian_log_density(jr.key(0), y, operator, 40, preconditioner=held).value
 
     def building(theta):
         return NystromPreconditioner(rank=15).build(jr.key(1), parts(theta)[1])

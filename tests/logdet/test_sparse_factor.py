@@ -195,7 +195,7 @@ def test_a_neighbourhood_that_rounding_makes_indefinite_counts_as_uncorrelated()
     @jax.jit
     def run(matrix):
         operator = lx.MatrixLinearOperator(matrix, PSD)
-        given = jnp.zeros((n, 1)), sets, jnp.diag(matrix), jnp.full(n, 1e-9)
+        given = jnp.zeros((n, 1)), jnp.asarray(sets), jnp.diag(matrix), jnp.full(n, 1e-9)
         found = sparse_factors(operator, *given)
         return found.values, found.log_det()
 

@@ -62,6 +62,8 @@ STRUCTURES = _structures()
 
 def _operator(dense, dtype="float64", tags=()):
     operator = SparseLinearOperator(ss.csr_array(dense), tags)
+    if operator.data.dtype == jnp.dtype(dtype):
+        return operator
     return operator.with_data(np.asarray(operator.data).astype(jnp.dtype(dtype)))
 
 
