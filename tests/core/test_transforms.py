@@ -29,12 +29,7 @@ from jax import lax
 import traceax as tr
 import traceax.extend as tre
 
-from ..helpers import (
-    PSD,
-    by_products,
-    register_tags,
-    with_spectrum,
-)
+from ..helpers import PSD, by_products, register_tags, with_spectrum
 
 
 @final

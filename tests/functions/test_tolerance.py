@@ -18,10 +18,7 @@ SPECTRA = {
     "exponential": 0.8 ** np.arange(N),
     "step": np.where(np.arange(N) < 20, 1.0, 1e-3),
 }
-FUNCTIONS = {
-    "log1p": jnp.log1p,
-    "sqrt": lambda x: jnp.sqrt(jnp.maximum(x, 0)),
-}
+FUNCTIONS = {"log1p": jnp.log1p, "sqrt": lambda x: jnp.sqrt(jnp.maximum(x, 0))}
 WITH_POLE = [*FUNCTIONS.values(), lambda x: jnp.log(x - 0.5)]
 CALLS = {"sum": tr.spectral_sum, "diagonal": tr.spectral_diagonal}
 COUNT = 30

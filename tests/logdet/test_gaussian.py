@@ -10,10 +10,7 @@ import pytest
 
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
 
-from ..helpers import (
-    PSD,
-    keys,
-)
+from ..helpers import PSD, keys
 from .test_logdet import N, decaying, distances, hidden, matern32, shifted
 
 FIXED = NystromPreconditioner(rank=38)
@@ -38,11 +35,7 @@ def observations(n, dtype=np.float64):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"k": 30, "fallback": None},
-        {"k": 60, "preconditioner": "held"},
-    ],
+    "options", [{"k": 30, "fallback": None}, {"k": 60, "preconditioner": "held"}]
 )
 def test_rounding_of_the_quadratic_form_is_stated(options):
     """In float32 the form of a smooth kernel with noise 1e-3 is off by some 1e-4, or one unit of
@@ -105,13 +98,7 @@ def test_what_failed_has_no_derivative():
     assert np.all(np.isnan(both(0.5)))
 
 
-@pytest.mark.parametrize(
-    ("k", "dtype"),
-    [
-        (56, np.float64),
-        (N, np.complex128),
-    ],
-)
+@pytest.mark.parametrize(("k", "dtype"), [(56, np.float64), (N, np.complex128)])
 def test_value_and_derivatives(k, dtype):
     """With respect to A and to y, to second order."""
     matrix, y = decaying(N, dtype), observations(N, dtype)
@@ -184,10 +171,7 @@ def test_what_the_solve_lacks_is_stated():
             assert abs(solution.value - truth) < allowed
 
 
-SEVERAL = {
-    "budget": {"k": 56, "preconditioner": FIXED},
-    "held": {"k": 56},
-}
+SEVERAL = {"budget": {"k": 56, "preconditioner": FIXED}, "held": {"k": 56}}
 
 
 @pytest.mark.parametrize(("n", "scale"), [(60_000, 0.5), (300, 1e-6)])

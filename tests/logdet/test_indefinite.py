@@ -11,12 +11,7 @@ import pytest
 
 import traceax as tr
 
-from ..helpers import (
-    PSD,
-    keys,
-    spectra,
-    with_spectrum,
-)
+from ..helpers import PSD, keys, spectra, with_spectrum
 
 KEY = jr.key(6)
 N = 100

@@ -244,11 +244,7 @@ def _value(name, key, matrix, tangent, t, k, *, fallback=None):
 
 
 @pytest.mark.parametrize(
-    ("k", "name", "dtype"),
-    [
-        (N, "diagonal", np.float64),
-        (K, "trace", np.complex128),
-    ],
+    ("k", "name", "dtype"), [(N, "diagonal", np.float64), (K, "trace", np.complex128)]
 )
 def test_two_derivatives(k, name, dtype):
     """Exact: those of a dense inverse. From probes: omega and P are fixed, and x is a solution.

@@ -17,13 +17,7 @@ from traceax._logdet.preconditioners import NystromPreconditioner, RPCholeskyPre
 from traceax._logdet.preparation import preparation_for, ranks
 from traceax._sketch.low_rank import LowRankPlusIdentity, nystrom_of
 
-from ..helpers import (
-    PSD,
-    by_products,
-    keys,
-    random_unitary,
-    with_spectrum,
-)
+from ..helpers import PSD, by_products, keys, random_unitary, with_spectrum
 
 N = 60
 FIXED = NystromPreconditioner(rank=20)  # one plan only: a third of the compilation
@@ -127,10 +121,7 @@ def test_factors_against_dense_matrices():
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [
-        (np.float64, NystromPreconditioner),
-        (np.complex128, RPCholeskyPreconditioner),
-    ],
+    [(np.float64, NystromPreconditioner), (np.complex128, RPCholeskyPreconditioner)],
 )
 def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
     """K of rank 5 and any positive diagonal: P = A to rounding."""

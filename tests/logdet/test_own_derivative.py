@@ -18,13 +18,7 @@ from traceax._logdet.held import held_plan, held_probes
 from traceax._logdet.own_derivative import gauss, own_derivative
 from traceax._sketch.low_rank import LowRankPlusIdentity
 
-from ..helpers import (
-    PSD,
-    compilations,
-    keys,
-    random_unitary,
-    with_spectrum,
-)
+from ..helpers import PSD, compilations, keys, random_unitary, with_spectrum
 from .test_gaussian import cholesky_density, observations
 from .test_logdet import dense_logdet, distances, shifted
 
@@ -53,11 +47,7 @@ def textbook(matrix, z, q, fn):
 
 
 @pytest.mark.parametrize(
-    ("fn", "q", "dtype"),
-    [
-        (jnp.log, 5, np.complex128),
-        (jnp.reciprocal, 5, np.float64),
-    ],
+    ("fn", "q", "dtype"), [(jnp.log, 5, np.complex128), (jnp.reciprocal, 5, np.float64)]
 )
 def test_the_derivative_of_a_textbook_recurrence(fn, q, dtype):
     """Far from convergence, with respect to the matrix and the probes."""

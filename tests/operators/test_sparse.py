@@ -246,8 +246,7 @@ def _dense_of(operator, data):
 
 # Complex entries take the same paths: one of them is enough.
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("power_law", "float64"), ("no_entries", "float64"), ("tall", "complex128")],
+    ("name", "dtype"), [("power_law", "float64"), ("no_entries", "float64"), ("tall", "complex128")]
 )
 def test_transformations(name, dtype):
     """Derivatives of products and diagonals, and batches, against those of the dense matrix."""

@@ -187,8 +187,7 @@ def test_the_derivative_is_exact():
 
 
 @pytest.mark.parametrize(
-    ("make", "call"),
-    [(matrix, {"k": 2}), (sparse, {"k": 2}), (matrix, {"rtol": 1e-3})],
+    ("make", "call"), [(matrix, {"k": 2}), (sparse, {"k": 2}), (matrix, {"rtol": 1e-3})]
 )
 def test_nan_and_inf_anywhere_are_reported(make, call):
     """Off the diagonal, too, as a product would show it."""

@@ -18,13 +18,7 @@ from ..helpers import with_spectrum
 
 BUS = Path(__file__).parents[2] / "traceax" / "data" / "1138_bus.mtx"
 SPECTRUM = np.linspace(0.5, 4, 40)
-FUNCTIONS = {
-    "inv": np.reciprocal,
-    "sqrt": np.sqrt,
-    "exp": np.exp,
-    "log": np.log,
-    "log1p": np.log1p,
-}
+FUNCTIONS = {"inv": np.reciprocal, "sqrt": np.sqrt, "exp": np.exp, "log": np.log, "log1p": np.log1p}
 
 
 @eqx.filter_jit
