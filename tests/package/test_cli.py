@@ -22,7 +22,7 @@ FUNCTIONS = {"inv": np.reciprocal, "sqrt": np.sqrt, "exp": np.exp, "log": np.log
 
 
 @eqx.filter_jit
-def dense(operator):
+def matrix_of(operator):
     return operator.as_matrix()
 
 
@@ -74,7 +74,7 @@ def test_file_formats(tmp_path, dtype):
         np.save(tmp_path / "a.npy", matrix)
         for name in ("a.mtx", "a.mtx.gz", "dense.mtx", "A.NPZ", "a.npy"):
             operator = read_operator(str(tmp_path / name))
-            np.testing.assert_array_equal(dense(operator), matrix)
+            np.testing.assert_array_equal(matrix_of(operator), matrix)
             is_real = dtype != "complex128"
             assert lx.is_symmetric(operator) == (is_real and (matrix == matrix.T).all())
             assert isinstance(operator, lx.MatrixLinearOperator) is (name in ("dense.mtx", "a.npy"))
@@ -88,7 +88,7 @@ def test_a_pattern_with_duplicates(tmp_path):
     path = tmp_path / "a.mtx"
     path.write_text("%%MatrixMarket matrix coordinate pattern symmetric\n3 3 3\n1 1\n3 1\n1 1\n")
     operator = read_operator(str(path), "float32")
-    np.testing.assert_array_equal(dense(operator), [[2, 0, 1], [0, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(matrix_of(operator), [[2, 0, 1], [0, 0, 0], [1, 0, 0]])
     assert operator.in_structure().dtype == "float32"
 
 
