@@ -13,15 +13,7 @@ import jax
 import numpy as np
 
 import traceax as tr
-from traceax._sketch.nystrom import (
-    DAMPING,
-    FEWEST,
-    FLAT,
-    LEAST_PART,
-    MULTIPLES,
-    PARTS,
-    WORTH,
-)
+from traceax._sketch.nystrom import DAMPING, FEWEST, FLAT, LEAST_PART, MULTIPLES, PARTS, WORTH
 
 from .helpers import operator_for
 

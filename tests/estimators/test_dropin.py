@@ -21,11 +21,7 @@ ALL = {
     "xtrace": tr.XTraceEstimator(),
     "xnystrace": tr.XNysTraceEstimator(),
 }
-TAGS = {
-    "none": (),
-    "symmetric": lx.symmetric_tag,
-    "lower": lx.lower_triangular_tag,
-}
+TAGS = {"none": (), "symmetric": lx.symmetric_tag, "lower": lx.lower_triangular_tag}
 
 
 def matrix_with(tag, size, dtype):

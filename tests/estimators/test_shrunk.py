@@ -16,7 +16,7 @@ from traceax._estimators.rows import Rows
 from traceax._operators.block_operator import BlockOperator
 
 from .. import reference
-from ..helpers import PSD, by_products, with_spectrum
+from ..helpers import PSD, by_products, keys, with_spectrum
 
 N = 24
 XTRACE = tr.XTraceEstimator(shrink=True)
@@ -104,16 +104,15 @@ def test_diagonals(dtype):
                 np.testing.assert_allclose(of_a, expected, atol=atol)
 
 
-def errors(matrix, k, estimator, count, tags, seed=0):
+def errors(matrix, k, estimator, count, tags):
     """The errors of traces, relative to their size, and the standard errors, of so many keys."""
-    operator = by_products(jnp.asarray(matrix), tags)
-    keys = jr.split(jr.key(seed), count)
+    operator = by_products(matrix, tags)
 
     @jax.jit
     def run(keys):
         return jax.lax.map(lambda key: tr.trace(key, operator, k, estimator), keys)
 
-    solution = run(keys)
+    solution = run(keys(count))
     return np.asarray(solution.value) - np.trace(matrix), np.asarray(solution.std_err)
 
 
@@ -183,11 +182,11 @@ def test_diagonal_operators_are_exact():
 
 def test_derivative_by_a_multiple_of_the_identity():
     """d tr(A + c I) / dc = n exactly, with the level's own part."""
-    matrix = jnp.asarray(matrices(np.float64)["mixed"])
+    matrix = matrices(np.float64)["mixed"]
 
-    def value(c, tags, k):
-        operator = by_products(matrix + c * jnp.eye(N), tags)
-        return tr.trace(jr.key(0), operator, k).value
+    def values(c):
+        operators = [by_products(matrix + c * np.eye(N), tag) for tag in (PSD, lx.symmetric_tag)]
+        pairs = zip(operators, (5, 10), strict=True)
+        return jnp.stack([tr.trace(jr.key(0), operator, k).value for operator, k in pairs])
 
-    for tags, k in ((PSD, 5), (lx.symmetric_tag, 10)):
-        np.testing.assert_allclose(jax.grad(value)(0.3, tags, k), N, rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.jacrev(values))(0.3), N, rtol=1e-12)

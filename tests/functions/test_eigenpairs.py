@@ -41,21 +41,29 @@ def wanted(eigenvalues, num, which):
 def test_sum_of_squares_is_that_of_the_basis():
     """sum_j <v_j, u>^2 = <v_0, u>^2 sum_j pi_j(x)^2, at both ends."""
     eigenvalues = np.linspace(-1, 2, N)
-    matrix = jnp.asarray(with_spectrum(np.random.default_rng(0), eigenvalues))
-    start = jnp.asarray(drawn(tr.SphereSampler(), jax.random.key(1), N, 1)[:, 0])
-    with jax.numpy_dtype_promotion("standard"):
-        found = recurrence(lambda x: matrix @ x, start, jax.random.key(2), 12, 1e-16)
-        rows = np.concatenate([found.basis[0], found.following])
+    matrix = with_spectrum(np.random.default_rng(0), eigenvalues)
+    start = drawn(tr.SphereSampler(), jax.random.key(1), N, 1)[:, 0]
+    ends = (-1, 1), (0, -1)
+
+    @jax.jit
+    def run(start, key):
+        found = recurrence(lambda x: matrix @ x, start, key, 12, 1e-16)
         krylov = tridiagonal(found)
-        np.testing.assert_allclose(rows @ rows.T, np.eye(13), atol=1e-12)
-        u = np.linalg.eigh(matrix)[1]
-        first = np.asarray(start) / np.linalg.norm(start) @ u
-        for end, sign in ((-1, 1), (0, -1)):
-            x = jnp.asarray([sign * eigenvalues[end]])
-            alpha, beta = krylov.alpha[:, 0], krylov.beta[:, 0]
-            total = log_sum(sign * alpha, beta, jnp.asarray(1e-30), x)[0]
-            truth = np.sum((rows @ u[:, end]) ** 2) / first[end] ** 2
-            np.testing.assert_allclose(np.exp(total), truth, rtol=1e-8)
+        alpha, beta = krylov.alpha[:, 0], krylov.beta[:, 0]
+        totals = [
+            log_sum(sign * alpha, beta, jnp.asarray(1e-30), sign * eigenvalues[[end]])[0]
+            for end, sign in ends
+        ]
+        return jnp.concatenate([found.basis[0], found.following]), totals
+
+    with jax.numpy_dtype_promotion("standard"):
+        rows, totals = jax.device_get(run(start, jax.random.key(2)))
+    np.testing.assert_allclose(rows @ rows.T, np.eye(13), atol=1e-12)
+    u = np.linalg.eigh(matrix)[1]
+    first = start / np.linalg.norm(start) @ u
+    for (end, _), total in zip(ends, totals, strict=True):
+        truth = np.sum((rows @ u[:, end]) ** 2) / first[end] ** 2
+        np.testing.assert_allclose(np.exp(total), truth, rtol=1e-8)
 
 
 # --- recovery ------------------------------------------------------------------------------------
@@ -90,15 +98,15 @@ def test_against_eigh(which, dtype, k):
 
 def test_a_tag_is_a_bound():
     matrix = with_spectrum(np.random.default_rng(0), -np.linspace(0.01, 2, N))
-    pairs = solve(jax.random.key(0), matrix, 8, tags=NSD)
+    pairs = jax.device_get(solve(jax.random.key(0), matrix, 8, tags=NSD))
     assert pairs.values[0] <= pairs.bounds[1] <= 0
 
 
 def test_a_warm_start_follows_a_drifting_operator():
     """With four products a look, from PyTrees; k steps may be divided into several calls."""
     rng = np.random.default_rng(0)
-    base = jnp.asarray(with_spectrum(rng, np.r_[np.linspace(-0.5, 1, N - 1), 2.0]))
-    drift = jnp.asarray(with_spectrum(rng, np.linspace(-1, 1, N)))
+    base = with_spectrum(rng, np.r_[np.linspace(-0.5, 1, N - 1), 2.0])
+    drift = with_spectrum(rng, np.linspace(-1, 1, N))
     structure = {"a": jax.ShapeDtypeStruct((4, 5), float), "b": jax.ShapeDtypeStruct((20,), float)}
 
     @functools.partial(jax.jit, static_argnames="k")
@@ -112,7 +120,7 @@ def test_a_warm_start_follows_a_drifting_operator():
 
     pairs = look(jax.random.key(0), 0.0, None, 20)
     for i, key in enumerate(keys(10)):
-        pairs = look(key, 0.02 * i, pairs, 4)
+        pairs = jax.device_get(look(key, 0.02 * i, pairs, 4))
         truth = np.linalg.eigvalsh(base + 0.02 * i * drift)[-1]
         assert pairs.vectors["a"].shape == (1, 4, 5)
         assert 0 <= truth - pairs.values[0] < 0.002
@@ -128,7 +136,7 @@ def test_degenerate_operators():
     one = np.ones((N, N), np.float32) * scale
     for matrix, truth in ((0 * one, 0), (one, N * scale), (one[:1, :1], scale)):
         for which in ("LA", "BE"):
-            pairs = solve(jax.random.key(0), matrix, 3, 1, which)
+            pairs = jax.device_get(solve(jax.random.key(0), matrix, 3, 1, which))
             np.testing.assert_allclose(pairs.values, truth, rtol=1e-5)
             np.testing.assert_allclose(np.linalg.norm(pairs.vectors, axis=-1), 1, rtol=1e-5)
             assert np.all(pairs.residuals <= 1e-5 * truth)
@@ -198,8 +206,8 @@ def test_bound_is_sharp_where_an_eigenvalue_stands_alone():
 
 def test_derivatives_and_batches():
     rng, dtype = np.random.default_rng(0), np.complex128
-    base = jnp.asarray(with_spectrum(rng, 0.5 ** np.arange(N), dtype))
-    slope = jnp.asarray(with_spectrum(rng, np.linspace(0, 0.1, N), dtype))
+    base = with_spectrum(rng, 0.5 ** np.arange(N), dtype)
+    slope = with_spectrum(rng, np.linspace(0, 0.1, N), dtype)
 
     def ours(t, key, k=20):
         operator = lx.MatrixLinearOperator(base + t.astype(dtype) * slope, PSD)
@@ -208,18 +216,22 @@ def test_derivatives_and_batches():
     def exact(t):
         return jnp.linalg.eigvalsh(base + t.astype(dtype) * slope)[::-1][:2]
 
-    t, key = jnp.asarray(0.3), jax.random.key(0)
-    with jax.numpy_dtype_promotion("standard"):
-        truth = jax.jacobian(exact)(t)
-    np.testing.assert_allclose(jax.jit(jax.jacfwd(ours))(t, key), truth, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(jax.jacrev(ours))(t, key), truth, rtol=1e-6)
-    exactly = jax.jit(jax.jacrev(lambda t: ours(t, key, N)))(t)
-    np.testing.assert_allclose(exactly, truth, rtol=1e-9)
+    @jax.jit
+    def run(times, keys):
+        t, key, reverse = times[2], keys[2], jax.jacrev(ours)
+        return (
+            jax.jacobian(exact)(t),
+            (jax.jacfwd(ours)(t, key), reverse(t, key)),
+            jax.jacrev(lambda t: ours(t, key, N))(t),
+            # vmap over keys and operators, around the derivative and inside of it.
+            jax.vmap(reverse)(times, keys),
+            jax.grad(lambda t: jnp.sum(jax.vmap(ours)(t, keys)[:, 0]))(times),
+        )
 
-    # vmap over keys and operators, around the derivative and inside of it.
-    times = jnp.asarray([0.1, 0.2, 0.3])
-    each = jax.vmap(jax.jacrev(ours))(times, keys(3))
-    one = jax.jit(jax.jacrev(ours))(times[1], keys(3)[1])
-    np.testing.assert_allclose(each[1], one, rtol=1e-9)
-    summed = jax.grad(lambda t: jnp.sum(jax.vmap(ours)(t, keys(3))[:, 0]))(times)
+    with jax.numpy_dtype_promotion("standard"):
+        truth, both, exactly, each, summed = run(np.array([0.1, 0.2, 0.3]), keys(3))
+    for found in both:
+        np.testing.assert_allclose(found, truth, rtol=1e-6)
+    np.testing.assert_allclose(exactly, truth, rtol=1e-9)
+    np.testing.assert_allclose(each[2], both[1], rtol=1e-9)
     np.testing.assert_allclose(summed, each[:, 0], rtol=1e-9)

@@ -87,11 +87,7 @@ def test_functions_of_small_matrices(dtype):
 
 @pytest.mark.parametrize(
     ("function", "dtype", "p"),
-    [
-        ("exp", np.float64, 3),
-        ("exp", np.complex128, 2),
-        ("turned", np.float64, 1),
-    ],
+    [("exp", np.float64, 3), ("exp", np.complex128, 2), ("turned", np.float64, 1)],
 )
 def test_equals_the_dense_function_on_the_same_probes(function, dtype, p):
     """With as many steps as a converged recurrence needs: value, errors, derivative."""
@@ -284,10 +280,7 @@ def test_exact_sums_of_matrices_that_are_not_normal_state_their_rounding():
     rng = np.random.default_rng(0)
     q = np.linalg.qr(rng.standard_normal((40, 40)))[0]
     triangular = np.eye(40) + q @ np.triu(rng.standard_normal((40, 40)), 1) @ q.T / 4
-    cases = (
-        (q @ np.eye(40, k=1) @ q.T, jnp.exp, 40.0),
-        (triangular, jnp.log, 0.0),
-    )
+    cases = ((q @ np.eye(40, k=1) @ q.T, jnp.exp, 40.0), (triangular, jnp.log, 0.0))
     for matrix, fn, truth in cases:
         operator = lx.MatrixLinearOperator(jnp.asarray(matrix + 0j, jnp.complex64))
         found = tr.spectral_sum(jax.random.key(0), fn, operator, 40)

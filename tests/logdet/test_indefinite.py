@@ -11,12 +11,7 @@ import pytest
 
 import traceax as tr
 
-from ..helpers import (
-    PSD,
-    keys,
-    spectra,
-    with_spectrum,
-)
+from ..helpers import PSD, keys, spectra, with_spectrum
 
 KEY = jr.key(6)
 N = 100
@@ -60,11 +55,11 @@ def test_negative_eigenvalues_of_the_size_of_the_others(share, shifted):
     eigenvalues = np.concatenate([np.linspace(1, 3, N - count), -np.linspace(0.5, 1, count)])
     array = with_spectrum(np.random.default_rng(2), eigenvalues)
     if shifted:
-        lifted = jnp.asarray(array + 5 * np.eye(N))
+        lifted = array + 5 * np.eye(N)
         assert refused([shifted_down(key, lifted) for key in keys(10)]) == 10
     else:
         # What is taken from the matrix is added as a shift.
-        given = jnp.asarray(array - 0.1 * np.eye(N), jnp.float32), jnp.float32(0.1)
+        given = (array - 0.1 * np.eye(N)).astype(np.float32), np.float32(0.1)
         found = [both(key, *given) for key in keys(10)]
         assert refused([solution for pair in found for solution in pair]) == 20
 
@@ -99,13 +94,12 @@ def test_no_definite_matrix_is_refused():
         # Rounding the entries moves eigenvalues by less than this.
         shift = max(0.1 * spectrum.min(), 100 * eps * np.linalg.norm(array))
         for scale in (1.0, 1e-10, 1e10):
-            entries = jnp.asarray(scale * array, np.float32)
-            noise = jnp.asarray(scale * shift, np.float32)
-            eigenvalues = np.linalg.eigvalsh(np.asarray(entries, float) + float(noise) * np.eye(N))
+            entries, noise = (scale * array).astype(np.float32), np.float32(scale * shift)
+            eigenvalues = np.linalg.eigvalsh(entries.astype(float) + float(noise) * np.eye(N))
             # What rounding the sum, and products with it, may change.
             rounding = 4 * eps * np.linalg.norm(entries) * np.sum(1 / eigenvalues)
             for key in keys(3):
-                for solution in both(key, entries, noise):
+                for solution in jax.device_get(both(key, entries, noise)):
                     converged = solution.result == tr.RESULTS.successful
                     ended = converged | (solution.result == tr.RESULTS.not_converged)
                     assert ended, (name, scale)
@@ -118,7 +112,7 @@ def test_no_definite_matrix_is_refused():
 def test_nan_is_not_taken_for_indefinite():
     array = np.eye(N)
     array[2, 3] = np.nan
-    found = [*both(KEY, jnp.asarray(array, jnp.float32), jnp.float32(0.1))]
+    found = [*both(KEY, array.astype(np.float32), np.float32(0.1))]
     for operator in (matrix(array), matrix(array) + 0.1 * identity(matrix(array))):
         found.append(tr.logdet(KEY, operator, N))
     for solution in found:
