@@ -89,7 +89,7 @@ class HeldWeights(AbstractWeights):
         left = block.leaves(factors.inverse_root_adjoint(self.left))
         right = block.leaves(factors.inverse_root_adjoint(self.right))
         value = jnp.sum(block.forms(left, right)).real + self.times * factors.log_det
-        if y is None:
+        if self.x is None or y is None:
             return value
         return value + 2 * jnp.sum(jnp.conj(self.x) * factors.inverse_root(y)).real
 
@@ -161,8 +161,8 @@ class Held:
         mm = partial(self.factors.preconditioned, self.block.mm)
         left, start = own_derivative(mm, probes, krylov, fn)
         left = left * coefficients.astype(probes.dtype)
-        columns = (block.transpose(1, 0, 2).reshape(n, -1) for block in (left, krylov.basis))
-        return *columns, start
+        left, right = (x.transpose(1, 0, 2).reshape(n, -1) for x in (left, krylov.basis))
+        return left, right, start
 
     def quadratic_forms(
         self, target: Inexact[Array, "n t"], krylov: Lanczos, smallest: Real[Array, ""]

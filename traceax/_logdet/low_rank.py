@@ -87,6 +87,16 @@ def _smallest(omega: Array, products: Array, eps: float) -> tuple[Array, Array]:
     return jnp.maximum(shift, floor), size <= values[0] / 2
 
 
+def dimension_of(directions: Inexact[Array, "m m"]) -> Real[Array, ""]:
+    """With E what all but two of the probes leave out, the cosine of two directions is that of the
+    vectors E^{1/2} omega of these two (but for its sign). The mean of its square is 1 / d if E has
+    d equal eigenvalues, and else about ||E||_F^2 / (tr E)^2. No eigenvalue is needed.
+    """
+    m = len(directions)
+    cosines = square_of(matmul(adjoint(directions), directions))
+    return m * (m - 1) / jnp.sum(jnp.where(jnp.eye(m, dtype=bool), 0, cosines))
+
+
 def nystrom_of(
     omega: Inexact[Array, "n l"],
     products: Inexact[Array, "n l"],
@@ -132,12 +142,6 @@ def nystrom_of(
     length = safe_norm(rows)
     directions = adjoint(rows / length.astype(omega.dtype)[:, None])
     held_out = n * jnp.square(1 / length) - square_norms(matmul(f, directions))
-    # With E what all but two of the probes leave out, the cosine of two directions is that of the
-    # vectors E^{1/2} omega of these two (but for its sign). The mean of its square is 1 / d if E
-    # has d equal eigenvalues, and else about ||E||_F^2 / (tr E)^2. No eigenvalue is needed.
-    cosines = square_of(matmul(adjoint(directions[:, :m]), directions[:, :m]))
-    others = jnp.sum(jnp.where(jnp.eye(m, dtype=bool), 0, cosines))
-    dimension = m * (m - 1) / others
 
     def left_out(held_out):
         mean = jnp.mean(held_out) / max(n - held_out.size, 1) - nu
@@ -150,7 +154,7 @@ def nystrom_of(
         left_out=left_out(held_out[:m]),
         evidence=evidence_of(norm, skew=skew, outside=indefinite),
         left_out_by_half=left_out(held_out[m:]),
-        dimension=dimension.astype(one.dtype),
+        dimension=dimension_of(directions[:, :m]).astype(one.dtype),
         is_flat=is_flat,
     )
 
