@@ -107,7 +107,7 @@ class Plain(tre.AbstractTraceEstimator):
             std_err = std_err / 2
         if self.mistake == "nan":  # a number, whatever the products are
             value, std_err = jnp.nan_to_num(value), jnp.nan_to_num(std_err)
-            evidence = None
+            evidence = tre.Evidence()
         if self.mistake == "scale":  # squares underflow
             std_err = jnp.sqrt(jnp.mean(jnp.abs(products) ** 4)) ** 0.5 + std_err
         if self.mistake == "precision":
