@@ -110,12 +110,6 @@ def command(*words, a=EYE):
     return call
 
 
-def without_x64():
-    """A call for an operator of float64, with 64-bit numbers switched off."""
-    with jax.enable_x64(False):
-        return tr.trace(jax.random.key(0), PLAIN, 4)
-
-
 def twice(fn):
     return jax.eval_shape(jax.grad(jax.grad(fn)), 1.0)
 
@@ -152,7 +146,6 @@ CALLS = [
     lambda: tr.trace(KEY, Liar(), 4),
     lambda: tr.diagonal(KEY, SQUARE, 4, tr.XTraceEstimator()),
     lambda: tr.trace(KEY, PLAIN * 1j, 4),
-    without_x64,
     lambda: jax.jit(lambda k: tr.trace(KEY, PLAIN, k).value)(4),
     lambda: tr.trace(KEY, PLAIN, True),
     lambda: tr.trace(KEY, PLAIN, 4.5),

@@ -29,7 +29,7 @@ from .tags import CHECKS, is_complex, is_part, is_tagged, leaf_dtypes, semidefin
 
 def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator:
     """The operator with every array as a leaf, see `hoist_closures`; an error if it is no lineax
-    operator over one field, of dtypes that JAX computes with here, or not `square`.
+    operator over one field, or not `square`.
     """
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
@@ -39,7 +39,6 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
             "`lineax.FunctionLinearOperator(fn, input_structure)`, where `input_structure` is a "
             "`jax.ShapeDtypeStruct` (or a PyTree of them)."
         )
-    _check_dtypes(operator)
     operator = hoist_closures(operator)
     rows = operator.out_size()
     columns = operator.in_size()
@@ -63,18 +62,6 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
             "not linear over one field. Declare its whole input structure complex."
         )
     return operator
-
-
-def _check_dtypes(operator: lx.AbstractLinearOperator) -> None:
-    leaves = [x for x in jtu.tree_leaves(operator) if isinstance(x, jax.Array)]
-    for leaf in [*leaves, *jtu.tree_leaves(operator.in_structure())]:
-        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        if inexact and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            raise ValueError(
-                f"The operator has numbers of {leaf.dtype}, which JAX does not compute with here: "
-                "64-bit numbers are switched off. Call this where the operator was made, in "
-                "`jax.enable_x64(True)`."
-            )
 
 
 # --- arrays ---------------------------------------------------------------------------------------

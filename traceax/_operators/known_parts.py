@@ -175,7 +175,8 @@ for _class in (*STORED, KernelLinearOperator):
 
 
 def _read_entries(operator, matrix, rows, columns):
-    rows = rows if isinstance(rows, slice) else rows[:, None]
+    if not isinstance(rows, slice) and not isinstance(columns, slice):
+        rows = rows[:, None]
     return matrix[rows, columns].astype(BlockOperator(operator).dtype)
 
 
