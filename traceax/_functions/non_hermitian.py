@@ -132,20 +132,14 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
         values = on_nodes(self.fn, nodes)
         evidence = evidence_of(matrix, outside=~(real_enough & all_finite(values)))
-        # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; and |f| where that is less than |f'| ||dA||_F, as
-        # for roots of eigenvalues that are made of rounding.
-        rounding = 2 * block.eps * (unit * safe_norm(scaled.reshape(-1)))
+        # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; nothing is known where f' is not finite.
         found = diagonalised(scaled)
-        slopes = on_nodes(slope_of(self.fn), found.nodes * unit)
-        most = jnp.abs(on_nodes(self.fn, found.nodes * unit))
-        usable = jnp.abs(slopes) * rounding <= most
-        limited = jnp.where(usable, slopes, most / jnp.where(rounding > 0, rounding, 1))
-        norm = safe_norm(function_of(found, limited).reshape(-1))
+        slope = function_of(found, on_nodes(slope_of(self.fn), found.nodes * unit))
+        size = unit * safe_norm(scaled.reshape(-1)) * safe_norm(slope.reshape(-1))
         # The values of f, and their sum, are rounded as well.
-        sizes = jnp.where(jnp.isfinite(values), jnp.abs(values), 0)
-        error = rounding * norm + 2 * block.eps * jnp.sum(sizes)
+        size = size + jnp.sum(jnp.where(jnp.isfinite(values), jnp.abs(values), 0))
+        error = jnp.where(jnp.isfinite(size), 2 * block.eps * size, jnp.inf)
         estimate = exact_estimate(value, error, block.n, evidence)
-        slope = function_of(found, slopes)
         slope = slope.real if self.is_real else slope
         one = jnp.eye(block.n, dtype=block.dtype)
         return estimate, NonHermitianWeights(slope, one, nodes, ones)
