@@ -4,7 +4,7 @@
 
 import abc
 from functools import partial
-from typing import ClassVar, NamedTuple, final
+from typing import NamedTuple, final
 
 import equinox as eqx
 import jax
@@ -60,9 +60,6 @@ class AbstractPreconditioner(eqx.Module):
 
     rank: AbstractVar[int | None]
 
-    #: Whether `build` must be told the rank.
-    needs_rank: ClassVar[bool] = True
-
     @abc.abstractmethod
     def check(self, operator: lx.AbstractLinearOperator) -> None:
         """Raise a `ValueError` if the preconditioner cannot be built for this `operator`."""
@@ -99,20 +96,16 @@ class AbstractPreconditioner(eqx.Module):
 
         **Returns:** a [`traceax.BuiltPreconditioner`][].
 
-        **Raises:** `TypeError` for a key or operator of the wrong type; `ValueError` without a
-        `rank`, for an operator that is not square or not tagged positive semidefinite, or if the
+        **Raises:** `TypeError` for a key or operator of the wrong type; `ValueError` for
+        an operator that is not square or not tagged positive semidefinite, or if the
         preconditioner cannot be built for it.
         """
         key = check_key(key)
         operator = as_operator(operator)
         check_definite(operator, "A preconditioner")
         self.check(operator)
-        if self.rank is None and self.needs_rank:
-            raise ValueError(
-                "To be built without a budget, a preconditioner needs its rank: "
-                f"`traceax.{type(self).__name__}(rank=100)`."
-            )
-        rank = min(self.rank or operator.in_size(), operator.in_size())
+        n = operator.in_size()
+        rank = min(self.rank or default_rank(n), n)
 
         # What is held is a constant: no factorisation needs to be differentiated.
         def fixed(x):
@@ -150,11 +143,11 @@ class NystromPreconditioner(AbstractPreconditioner):
 NystromPreconditioner.__init__.__doc__ = """**Arguments:**
 
 - `rank`: the rank, which is also the number of products. By default two thirds of the budget, and
-    never more than the budget less two. (`build` has no budget: it needs the rank.)
+    never more than the budget less two. (For `build`: a tenth of the rows, from 64 to 512.)
 """
 
 
-def rank_of_entries(n: int) -> int:
+def default_rank(n: int) -> int:
     """The largest rank where columns cost no product: n^2 rank operations for the neighbours, and
     3 n rank^2 others, are then at most the n^3 / 3 of a Cholesky factorisation.
     """
@@ -188,7 +181,6 @@ class KernelPreconditioner(AbstractPreconditioner):
         arXiv:2507.05064.
     """
 
-    needs_rank: ClassVar[bool] = False
     rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)
     neighbours: int | None = eqx.field(default=None, static=True, converter=_checked_neighbours)
 
@@ -201,15 +193,18 @@ class KernelPreconditioner(AbstractPreconditioner):
             )
 
     def prepared(self, key, operator, k):
-        """See `AbstractPreconditioner`."""
+        """See `AbstractPreconditioner`: columns cost no product."""
         n = operator.in_size()
-        m = max(1, min(self.neighbours or 24, n - 1))
-        built, read = prepare(key, operator, min(self.rank or rank_of_entries(n), n), m)
+        built, read = self._prepared(key, operator, min(self.rank or default_rank(n), n))
         return Preparation(built, 0, read)
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        return self.prepared(key, operator, rank).built
+        return self._prepared(key, operator, rank)[0]
+
+    def _prepared(self, key, operator, rank: int):
+        m = max(1, min(self.neighbours or 24, operator.in_size() - 1))
+        return prepare(key, operator, rank, m)
 
 
 KernelPreconditioner.__init__.__doc__ = """**Arguments:**

@@ -20,8 +20,9 @@ not known, by a hundredth of its mean, as R is 0 at the pivots. A neighbourhood 
 still fails counts as uncorrelated. P is then a little different, and still what its factors say.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, final
+from typing import final
 
 import equinox as eqx
 import jax
@@ -187,50 +188,17 @@ def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
     return diagonal.real
 
 
-class _Kernel(NamedTuple):
-    """K' = (A - D) / (root root^T), known by its diagonal and its columns."""
-
-    operator: lx.AbstractLinearOperator
-    root: Real[Array, " n"]
-    shift: Real[Array, ""]  # of K'
-    diagonal: Real[Array, " n"]  # of K'
-
-    def columns(self, pivots: Int[Array, " b"]) -> Inexact[Array, "n b"]:
-        """Columns of K'."""
-        found = columns(self.operator, pivots)
-        root = self.root.astype(found.dtype)
-        found = found / (root[:, None] * root[pivots])
-        return found - jnp.where(rows_of(pivots, root.size), self.shift.astype(found.dtype), 0)
-
-
-def kernel_of(
-    key: PRNGKeyArray, operator: lx.AbstractLinearOperator, diagonal: Array
-) -> tuple[_Kernel, Bool[Array, ""]]:
-    """Returns (K', whether D is known)."""
-    scaling = scaling_of(operator)
-    eps = BlockOperator(operator).eps
-    relative = diagonal / jnp.square(scaling.relative)
-    unit, known = scaling.fixed(relative, eps)
-    root = jnp.sqrt(unit) * scaling.relative
-    kernel = _Kernel(operator, root, jnp.zeros_like(unit), relative / unit)
-    shift = jnp.where(known, jnp.ones_like(unit), 0)
-    theta = flat_part(key, kernel, eps)
-    # Next to a known shift only a far larger one matters.
-    known &= theta <= 10 * shift
-    shift = jnp.where(known, shift, theta)
-    return kernel._replace(shift=shift, diagonal=kernel.diagonal - shift), known
-
-
-def flat_part(key: PRNGKeyArray, kernel: _Kernel, eps: float) -> Real[Array, ""]:
+def flat_part(
+    key: PRNGKeyArray, columns_of: Callable[[Array], Array], n: int, eps: float
+) -> Real[Array, ""]:
     """The noise inside of a matrix, 0 if none is seen: lambda - r, if r <= lambda / 2. lambda and w
-    are the smallest eigenpair of a principal submatrix C[P] of columns C, a Ritz pair of K' on unit
+    are the smallest eigenpair of a principal submatrix C[P] of columns C, a Ritz pair on unit
     vectors, and r = ||C w - lambda w_P|| its residual.
     """
-    n = kernel.root.size
     m = max(1, min(n // 4, 96))  # one in each of m equal parts of all indices
     places = jax.random.uniform(numbered(key, n + 1), (m,)) * (n // m)
     chosen = lax.optimization_barrier(jnp.arange(m) * (n // m) + places.astype(np.int32))
-    found = kernel.columns(chosen)
+    found = columns_of(chosen)
     core = found[chosen]  # C[P]
     values, vectors = eigh((core + adjoint(core)) / 2)
     smallest = values[0]  # lambda
@@ -256,14 +224,31 @@ def prepare(
     # Without a written D the noise inside of a matrix is a guess, and P stays as it is.
     written = split_shift(operator)
     diagonal = _diagonal_of(operator)
-    kernel, known = kernel_of(key, operator, diagonal)
+    # A' = A / (root root^T), in the unit of D, and K' = A' - shift I.
+    scaling = scaling_of(operator)
+    relative = diagonal / jnp.square(scaling.relative)
+    unit, known = scaling.fixed(relative, eps)
+    root = jnp.sqrt(unit) * scaling.relative
+
+    def scaled_columns(pivots):
+        found = columns(operator, pivots)
+        return found / (root[:, None] * root[pivots]).astype(found.dtype)
+
+    theta = flat_part(key, scaled_columns, n, eps)
+    known &= theta <= 10  # next to a known shift only a far larger one matters
+    shift = jnp.where(known, 1, theta)
+
+    def kernel_columns(pivots):
+        found = scaled_columns(pivots)
+        return found - jnp.where(rows_of(pivots, n), shift.astype(found.dtype), 0)
+
     together = min(128, max(1, rank // 8))
-    none = no_pivots(kernel.diagonal, rank, together, block.dtype)
+    none = no_pivots(relative / unit - shift, rank, together, block.dtype)
     # Entries were rounded before the shift was subtracted.
-    none = none._replace(largest=none.largest + kernel.shift)
+    none = none._replace(largest=none.largest + shift)
     enough = jnp.where(known, float(np.sqrt(eps)) * n, 0)
-    pivoted = pivoted_cholesky(key, kernel.columns, none, rank, block=together, enough=enough)
-    f = pivoted.rows[:rank].T * kernel.root[:, None].astype(block.dtype)  # F
+    pivoted = pivoted_cholesky(key, kernel_columns, none, rank, block=together, enough=enough)
+    f = pivoted.rows[:rank].T * root[:, None].astype(block.dtype)  # F
     left = left_of(f, diagonal)
     jitter = jitter_of(left, diagonal, known, eps)
     left = left + jitter
@@ -273,10 +258,9 @@ def prepare(
     chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), none_near)
     # Where L is diagonal, P = F F^H + D + E with 0 <= E, and A >= F F^H + D.
     bounded = known & written.is_positive & ~near
-    noise = kernel.shift * jnp.square(kernel.root)
     sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)
     factors = sparse_factors(operator, f, sets, diagonal, jitter)
-    floor = jnp.where(bounded, jnp.min(noise / left), jnp.nan)
+    floor = jnp.where(bounded, jnp.min(shift * jnp.square(root) / left), jnp.nan)
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
     skew = skew_of(pivoted.skew, size, n, eps)
     evidence = evidence_of(jnp.sum(pivoted.left), pivoted.apart, pivoted.skew, skew=skew)
