@@ -39,7 +39,6 @@ def check_estimator(
     keys: int = 400,
     coverage: float = 0.88,
     contraction: bool = True,
-    tolerance: bool = True,
 ) -> None:
     """Check that an estimator has the properties that all estimators of this package have.
 
@@ -73,7 +72,6 @@ def check_estimator(
     - `coverage`: the least share of intervals that contain the true value.
     - `contraction`: whether the value is the contraction of its weights with A: not where another
         estimator's weights are its derivative.
-    - `tolerance`: whether calls with a tolerance are checked.
 
     **Raises:**
 
@@ -107,8 +105,7 @@ def check_estimator(
         _check_degenerate,
     ):
         check(subject, budget)
-    if tolerance:
-        _check_tolerance(subject, contraction)
+    _check_tolerance(subject, contraction)
 
 
 # ------------------------------------------------------------------------- what the checks share
