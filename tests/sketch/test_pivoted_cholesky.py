@@ -22,14 +22,18 @@ def positive(dtype, decay=0.6):
 def factorise(matrix, rank, key=0, block=1, diagonal=None, ranks=(), **options):
     """The factors of a rank, by way of those of other ranks."""
     key = jr.key(key) if isinstance(key, int) else key
-    diagonal = jnp.diagonal(matrix).real if diagonal is None else diagonal
-    with any_promotion():
+
+    @jax.jit
+    def run(key, matrix, diagonal):
         found = no_pivots(diagonal, rank, block, matrix.dtype)
         for end in (*ranks, rank):
             found = pivoted_cholesky(
                 key, lambda pivots: matrix[:, pivots], found, end, block=block, **options
             )
-    return found
+        return found
+
+    with any_promotion():
+        return run(key, matrix, matrix.diagonal().real if diagonal is None else diagonal)
 
 
 def factor(found, rank):
