@@ -25,7 +25,7 @@ from .._sketch.weights import AbstractWeights
 from .exact import exact
 from .rows import Rows
 from .solution import Solution, solution_of
-from .tolerance import AbstractSampling, RangeSampling
+from .tolerance import RangeSampling
 
 #: The largest budget with a tolerance, if the user gives none (n for operators with fewer rows).
 DEFAULT_MAX_K = 1000
@@ -138,7 +138,7 @@ class AbstractTraceEstimator(AbstractEstimator):
         """The exact trace: see `AbstractEstimator`."""
         return exact(BlockOperator(operator, self.batch_size))
 
-    def sampling(self, operator: lx.AbstractLinearOperator, rows: Rows | None) -> AbstractSampling:
+    def sampling(self, operator: lx.AbstractLinearOperator, rows: Rows | None) -> RangeSampling:
         """What a call with a tolerance prepares and draws, for the trace (`rows=None`) or these
         entries of the diagonal: by default the range of a sketch, and random signs.
         """

@@ -24,7 +24,6 @@ the variances sum_j B_ij^2, of which those of a sum over rows are twice the sum.
 taken as the least variance of a sample, since B need not be symmetric.
 """
 
-import abc
 import dataclasses
 import math
 from functools import partial
@@ -35,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from equinox import AbstractVar
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
@@ -107,60 +105,12 @@ class Prepared(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Samples, the least standard deviation of one, and the norm of what they were made from; for
-    functions of matrices also the products of a sample and a quadrature error.
-    """
+    """Samples, the least standard deviation of one, and the norm of what they were made from."""
 
     samples: Inexact[Array, "... m"]
     least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
     evidence: Evidence
-    steps: Array | int = 1  # the products that each took
-    bias: Array | float = 0.0  # the error that all share
-
-
-class AbstractSampling(eqx.Module):
-    """What a call with a tolerance prepares (a `Prepared`, or an object with at least `value`,
-    `size`, `basis` and `evidence`), and which samples it draws.
-    """
-
-    rows: AbstractVar[Rows | None]  # the entries of a diagonal that are wanted; None for traces
-    sampler: AbstractVar[AbstractSampler]
-    sizes: AbstractVar[tuple[int, ...]]  # of what may be prepared, the smallest first
-
-    #: The number of samples that are drawn at once.
-    panel = 8
-
-    #: Whether samples have an error that all share, as functions of a matrix do.
-    has_bias = False
-
-    @abc.abstractmethod
-    def products(self, size: int) -> int:
-        """The number of products that a preparation takes."""
-
-    @abc.abstractmethod
-    def prepare(self, key: PRNGKeyArray, block: BlockOperator, size: int) -> Any:
-        """The low-rank part from a sketch of `size` columns."""
-
-    @abc.abstractmethod
-    def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Any:
-        """The low-rank part for a basis, as a function of A."""
-
-    @abc.abstractmethod
-    def draw(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Panel:
-        """`count` samples of the rest, of as many products as in the last panel; 0 at first."""
-
-    def contracted(self, key, block: BlockOperator, prepared, count: int, steps: Any = 0) -> Array:
-        """The mean of the samples of a panel as a function of A, with the basis held fixed."""
-        return jnp.mean(self.draw(key, block, prepared, count, steps).samples, axis=-1)
-
-    def exact(self, block: BlockOperator) -> tuple[Estimate, Any]:
-        """The exact value and its weights, for the last resort."""
-        return exact(block, self.rows)
-
-    def exactly_contracted(self, block: BlockOperator) -> Inexact[Array, "..."]:
-        """The exact value as a function of A."""
-        return self.exact(block)[1].contract(block)
 
 
 def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
@@ -169,24 +119,26 @@ def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..
 
 
 @final
-class RangeSampling(AbstractSampling):
-    """Samples of what a basis of the range leaves, as Hutch++ and Diag++ draw them."""
+class RangeSampling(eqx.Module):
+    """What a call with a tolerance prepares, a basis of the range of a sketch, and the samples that
+    it draws of what the basis leaves, as Hutch++ and Diag++ do.
+    """
 
-    rows: Rows | None
+    rows: Rows | None  # the entries of a diagonal that are wanted; None for traces
     sampler: AbstractSampler
+    #: Of the sketches that may be prepared, the smallest first.
     sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
 
-    def products(self, size):
-        """See `AbstractSampling`."""
-        return 2 * size
+    #: The number of samples that are drawn at once.
+    panel = 8
 
-    def prepare(self, key, block, size):
-        """See `AbstractSampling`."""
+    def prepare(self, key: PRNGKeyArray, block: BlockOperator, size: int) -> Prepared:
+        """The low-rank part from a sketch of `size` columns, and twice as many products."""
         omega = self.sampler.probes(key, block.n, size, block.dtype)
         return self.captured(block, range_basis(block, omega))
 
-    def captured(self, block, basis):
-        """See `AbstractSampling`."""
+    def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Prepared:
+        """The low-rank part for a basis, as a function of A."""
         if basis.shape[1] == 0:
             value = added(self.rows, jnp.zeros(block.n, block.dtype))
             return Prepared(basis, basis, value, value.real, Evidence())
@@ -199,8 +151,10 @@ class RangeSampling(AbstractSampling):
         size = norms_of(self.rows, products)
         return Prepared(basis, products, value, size, evidence_of(products))
 
-    def draw(self, key, block, prepared, count, steps=0):
-        """See `AbstractSampling`."""
+    def draw(
+        self, key: PRNGKeyArray, block: BlockOperator, prepared: Prepared, count: int
+    ) -> Panel:
+        """`count` samples of the rest."""
         rows = self.rows
         q = prepared.basis
         omega = self.sampler.probes(key, block.n, count, block.dtype)
@@ -270,22 +224,18 @@ class Target(NamedTuple):
     scale: Inexact[Array, ""] | float = 1.0
     root: bool = False
 
-    def ratio(self, value: Array, std_err: Array, bias: Array | float = 0.0) -> Real[Array, ""]:
-        """The standard error over the largest that is allowed beside `bias`, as Euclidean norms."""
+    def ratio(self, value: Array, std_err: Array) -> Real[Array, ""]:
+        """The standard error over the largest that is allowed, as Euclidean norms."""
         error = jnp.abs(self.scale) * std_err
         if self.root:
             error = root_error(self.whole(value), error)
-        left = self.limit(value) - norm_of(jnp.asarray(bias, error.dtype))
-        return relative(norm_factor(error) * norm_of(error), jnp.maximum(left, 0))
+        allowed = self.atol + self.rtol * norm_of(self.whole(value))
+        return relative(norm_factor(error) * norm_of(error), allowed)
 
     def whole(self, value: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
         """The value of interest."""
         whole = self.offset + self.scale * value
         return root(whole) if self.root else whole
-
-    def limit(self, value: Inexact[Array, "..."]) -> Real[Array, ""]:
-        """The largest error that is allowed."""
-        return self.atol + self.rtol * norm_of(self.whole(value))
 
 
 class Samples(NamedTuple):
@@ -294,10 +244,8 @@ class Samples(NamedTuple):
     moments: Moments
     least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
-    bias: Real[Array, "..."]
     evidence: Evidence
     panels: Int[Array, ""]
-    steps: Int[Array, ""]  # the products of one sample
 
     def joined(self, panel: Panel) -> "Samples":
         """These and the samples of one more panel."""
@@ -310,10 +258,8 @@ class Samples(NamedTuple):
             moments=merged(self.moments, panel.samples),
             least_deviation=average(self.least_deviation, panel.least_deviation),
             size=average(self.size, panel.size),
-            bias=average(self.bias, panel.bias),
             evidence=worse(self.evidence, panel.evidence),
             panels=self.panels + 1,
-            steps=jnp.asarray(panel.steps, jnp.int32),
         )
 
 
@@ -324,7 +270,6 @@ class Outcome(NamedTuple):
     size: Int[Array, ""]  # the number of the size that the estimate is from
     wanted: Int[Array, ""]  # the number of the size that is to come next; below 0 if none is
     panels: Int[Array, ""]
-    steps: Int[Array, ""]
     basis: Inexact[Array, "n r"]  # with zeros up to the largest size; no columns without weights
 
 
@@ -332,7 +277,7 @@ class Outcome(NamedTuple):
 class SampledWeights(AbstractWeights):
     """The weights of the size that a call ended with. The probes are drawn again."""
 
-    sampling: AbstractSampling
+    sampling: RangeSampling
     key: PRNGKeyArray
     outcome: Outcome
     sizes: tuple[int, ...] = eqx.field(static=True)
@@ -342,7 +287,8 @@ class SampledWeights(AbstractWeights):
         """See `AbstractWeights`."""
         branches = [partial(self._sampled, i, block) for i in range(len(self.sizes))]
         if self.max_k >= block.n:
-            branches.append(partial(self.sampling.exactly_contracted, block))
+            rows = self.sampling.rows
+            branches = [*branches, lambda: exact(block, rows)[1].contract(block)]
         return lax.switch(self.outcome.size, branches)
 
     def _sampled(self, number: int, block: BlockOperator) -> Array:
@@ -354,8 +300,8 @@ class SampledWeights(AbstractWeights):
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            given = block, prepared, panel, self.outcome.steps
-            return self.sampling.contracted(jr.fold_in(keys, j), *given)
+            drawn = self.sampling.draw(jr.fold_in(keys, j), block, prepared, panel)
+            return jnp.mean(drawn.samples, axis=-1)
 
         def add(total, j):
             return total + lax.cond(j < panels, one_panel, lambda _: jnp.zeros_like(total), j), None
@@ -366,7 +312,7 @@ class SampledWeights(AbstractWeights):
 
 
 def sample_to_tolerance(
-    key, block: BlockOperator, sampling: AbstractSampling, target: Target, max_k: int, weights: bool
+    key, block: BlockOperator, sampling: RangeSampling, target: Target, max_k: int, weights: bool
 ) -> tuple[Estimate, SampledWeights | None]:
     """The estimate, and its weights if a derivative is taken: prepare, draw samples until the
     target is met, and prepare more while that costs less than further samples.
@@ -393,9 +339,8 @@ class _Run:
         self.target = target
         self.max_k = max_k
         self.panel = min(sampling.panel, max_k)
-        products = sampling.products
         # What leaves no room for a second panel is not worth its products.
-        fitting = [size for size in sampling.sizes if products(size) + 2 * self.panel <= max_k]
+        fitting = [size for size in sampling.sizes if 2 * (size + self.panel) <= max_k]
         self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
         self.width = self.sizes[-1] if weights else 0
         self.may_be_exact = max_k >= block.n
@@ -416,12 +361,12 @@ class _Run:
         else:
             prepared = self.sampling.prepare(prepare_key, self.block, size)
         already = 0 if before is None else before.estimate.num_matvecs
-        spent = already + self.sampling.products(size)
-        given = self.block, prepared, self.panel
+        spent = already + 2 * size
 
         def step(state):
             _, samples = state
-            panel = self.sampling.draw(jr.fold_in(keys, samples.panels), *given, samples.steps)
+            panel_key = jr.fold_in(keys, samples.panels)
+            panel = self.sampling.draw(panel_key, self.block, prepared, self.panel)
             samples = samples.joined(panel)
             estimate = self.estimate(prepared, samples, spent)
             return self.choice(number, before, estimate, samples), samples
@@ -431,10 +376,8 @@ class _Run:
             moments=no_samples(prepared.value.shape, prepared.value.dtype),
             least_deviation=zero,
             size=zero,
-            bias=zero,
             evidence=prepared.evidence,
             panels=jnp.int32(0),
-            steps=jnp.int32(0),
         )
         state = jnp.int32(number), start
         wanted, samples = lax.while_loop(lambda state: state[0] == number, step, state)
@@ -444,7 +387,6 @@ class _Run:
             size=jnp.int32(number),
             wanted=wanted,
             panels=samples.panels,
-            steps=samples.steps,
             basis=jnp.pad(basis, ((0, 0), (0, self.width - basis.shape[1]))),
         )
 
@@ -457,15 +399,14 @@ class _Run:
         std_err = jnp.hypot(jnp.maximum(samples.moments.std_err(), least), rounding)
         # The error that is exceeded in 5 % of all cases, over the one that is allowed.
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
-        unconverged = quantile * self.target.ratio(value, std_err, samples.bias)
+        unconverged = quantile * self.target.ratio(value, std_err)
         drawn = self.panel * samples.panels
         return Estimate(
             value,
             std_err,
-            spent + drawn * samples.steps,
+            spent + drawn,
             drawn - 1,
             worse(samples.evidence, Evidence(unconverged=unconverged)),
-            quadrature_error=samples.bias if self.sampling.has_bias else None,
             # At the first size, where NaN and inf end a call, entries are.
             separate=self.sampling.rows is not None,
         )
@@ -475,21 +416,19 @@ class _Run:
     ) -> Int[Array, ""]:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
-        steps = samples.steps
         # The samples that this size takes in all: their error falls with the root of their number.
         needed = drawn * jnp.square(estimate.evidence.unconverged)
-        more = steps * jnp.maximum(needed - drawn, 0)
+        more = jnp.maximum(needed - drawn, 0)
         left = self.max_k - estimate.num_matvecs
-        biased = norm_of(samples.bias) > self.target.limit(estimate.value)  # more samples are, too
-        choice = jnp.where((left >= self.panel * steps) & ~biased, number, -1)
+        choice = jnp.where(left >= self.panel, number, -1)
         if number + 1 < len(self.sizes):
-            cost = self.sampling.products(self.sizes[number + 1]) + self.panel * steps
+            cost = 2 * self.sizes[number + 1] + self.panel
             fall = 0.0
             if before is not None:  # the variance of a sample falls as much again
                 errors = norm_of(estimate.std_err) / norm_of(before.estimate.std_err)
                 fall = jnp.minimum(errors**2 * samples.panels / before.panels, 1)
-            pays = (cost + fall * needed * steps < more) | biased
-            choice = jnp.where(pays & (cost <= left), number + 1, choice)
+            pays = (cost + fall * needed < more) & (cost <= left)
+            choice = jnp.where(pays, number + 1, choice)
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
             choice = jnp.where(last_resort, len(self.sizes), choice)
@@ -498,7 +437,7 @@ class _Run:
 
     def exact(self, before: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
-        found, _ = self.sampling.exact(self.block)
+        found, _ = exact(self.block, self.sampling.rows)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
         estimate = dataclasses.replace(
             found,
