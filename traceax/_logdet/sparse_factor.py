@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 from .._core.control_flow import if_any
 from .._core.estimate import evidence_of, skew_of
 from .._core.precision import einsum, matmul
-from .._linalg.factorisations import eigh, lower_cholesky, one_by_one
+from .._linalg.factorisations import cholesky_solve, eigh, lower_cholesky, one_by_one
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import (
     columns,
@@ -95,12 +95,22 @@ def _last_columns(r: Inexact[Array, "b s s"]) -> Inexact[Array, "b s"]:
 
 @_last_columns.defjvp
 def _(primals, tangents):
-    """Where a factorisation fails, the derivative is that of the diagonal matrix."""
+    """dl = (l^H dR l) l / 2 - R^{-1} dR l, from dC^{-1} = -Phi(C^{-1} dR C^{-H}) C^{-1}, where Phi
+    takes the lower triangle and half of the diagonal. Where the factorisation fails, R is diagonal.
+    """
     found = _last_columns(*primals)
     alone = jnp.sum(jnp.abs(found[:, :-1]), axis=1) == 0
     counts = ~alone[:, None, None] | jnp.eye(found.shape[1], dtype=bool)
     matrix, change = (jnp.where(counts, x[0], 0) for x in (primals, tangents))
-    return found, jax.jvp(jax.vmap(_last_column), (matrix,), (change,))[1]
+    images = einsum("bij,bj->bi", change, found)
+    forms = einsum("bi,bi->b", jnp.conj(found), images).real[:, None]
+    solved = einsum("bij,bj->bi", jax.vmap(_inverse)(matrix), images)
+    return found, forms * found / 2 - solved
+
+
+@one_by_one
+def _inverse(r: Inexact[Array, "s s"]) -> Inexact[Array, "s s"]:
+    return cholesky_solve(jnp.linalg.cholesky(r), jnp.eye(len(r), dtype=r.dtype))
 
 
 def columns_of_factor(
