@@ -95,7 +95,8 @@ def _last_columns(r: Inexact[Array, "b s s"]) -> Inexact[Array, "b s"]:
 
 @_last_columns.defjvp
 def _(primals, tangents):
-    """dl = (l^H dR l) l / 2 - R^{-1} dR l, from dC^{-1} = -Phi(C^{-1} dR C^{-H}) C^{-1}, where Phi
+    """A change dR gives dl = (l^H dR l) l / 2 - R^{-1} dR l, from
+    dC^{-1} = -Phi(C^{-1} dR C^{-H}) C^{-1}, where Phi
     takes the lower triangle and half of the diagonal. Where the factorisation fails, R is diagonal.
     """
     found = _last_columns(*primals)
