@@ -187,18 +187,23 @@ def test_exact_trace_is_the_trace_of_the_matrix(name):
 
 def test_entries_that_a_class_of_a_user_registers():
     """They are read alone and in sums; without them columns are products."""
-    matrix = jnp.asarray(GENERAL @ GENERAL.T)
-    entries, known = WithEntries(matrix), by_products(matrix)
-    for each in (entries, known):
-        np.testing.assert_allclose(tre.columns(each, [2, 0]), matrix[:, [2, 0]], rtol=1e-13)
+    matrix = GENERAL @ GENERAL.T
+    entries, known = WithEntries(jnp.asarray(matrix)), by_products(matrix)
     assert has_entries(entries)
     assert not has_entries(known)
-    found = tr.diagonal(KEY, entries, 6)
-    np.testing.assert_array_equal(found.value, jnp.diag(matrix))
+
+    @eqx.filter_jit
+    def run(entries):
+        columns = [tre.columns(each, [2, 0]) for each in (entries, known)]
+        traces = [tr.trace(KEY, each, 6).value for each in (entries + known, known)]
+        return columns, tr.diagonal(KEY, entries, 6), traces
+
+    both, found, (total, part) = jax.device_get(run(entries))
+    for columns in both:
+        np.testing.assert_allclose(columns, matrix[:, [2, 0]], rtol=1e-13)
+    np.testing.assert_array_equal(found.value, np.diag(matrix))
     assert found.num_matvecs == 0
-    solution = tr.trace(KEY, entries + known, 6)
-    expected = jnp.trace(matrix) + tr.trace(KEY, known, 6).value
-    np.testing.assert_allclose(solution.value, expected, rtol=1e-12)
+    np.testing.assert_allclose(total, np.trace(matrix) + part, rtol=1e-12)
 
 
 # --- dtypes --------------------------------------------------------------------------------------
@@ -255,19 +260,24 @@ def test_mixed_float32_and_float64_structure():
     operator = lx.FunctionLinearOperator(call, structure)
     with jax.numpy_dtype_promotion("standard"):  # lineax promotes to find whether it is real
         tagged = lx.TaggedLinearOperator(operator, PSD)
-    truth = np.trace(POSITIVE)
-    for given, name, k in ((tagged, "xnystrace", K), (operator, "xtrace", N)):
-        solution = tr.trace(KEY, given, k, CLASSES[name])
-        assert solution.value.dtype == jnp.float64
-        assert abs(solution.value - truth) <= 6 * solution.std_err + 1e-6
-    rows = tr.row_norms(KEY, operator, 2 * N + 1).value
-    np.testing.assert_allclose(rows["half"], np.linalg.norm(POSITIVE, axis=1)[7:], rtol=1e-5)
     identity = lx.IdentityLinearOperator(structure)
-    shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
-    solution = tr.trace(KEY, shifted, K)
-    np.testing.assert_allclose(
-        solution.value - 3.0 * N, tr.trace(KEY, operator, K).value, rtol=1e-12
-    )
+
+    @jax.jit
+    def run(key):
+        shifted = lx.AddLinearOperator(operator, identity * jnp.asarray(3.0))
+        return (
+            tr.trace(key, tagged, K, CLASSES["xnystrace"]),
+            tr.trace(key, operator, N, CLASSES["xtrace"]),
+            tr.row_norms(key, operator, 2 * N + 1).value,
+            [tr.trace(key, each, K).value for each in (shifted, operator)],
+        )
+
+    *solutions, rows, (shifted, plain) = jax.device_get(run(KEY))
+    for solution in solutions:
+        assert solution.value.dtype == jnp.float64
+        assert abs(solution.value - np.trace(POSITIVE)) <= 6 * solution.std_err + 1e-6
+    np.testing.assert_allclose(rows["half"], np.linalg.norm(POSITIVE, axis=1)[7:], rtol=1e-5)
+    np.testing.assert_allclose(shifted - 3.0 * N, plain, rtol=1e-12)
 
 
 # --- budgets -------------------------------------------------------------------------------------
@@ -365,38 +375,45 @@ def test_signs_are_found_at_run_time():
         named = tr.XNysTraceEstimator(shrink=True)
         return [(sign_of(each), tr.trace(KEY, each, K, named)) for each in made]
 
-    found = jax.jit(estimates)(*numbers)
-    for (build, sign), (at_run_time, solution) in zip(SIGNED.values(), found, strict=True):
+    def of_wholes():
+        for build, sign in SIGNED.values():
+            whole = build(lx.MatrixLinearOperator(jnp.asarray(POSITIVE)), *numbers).as_matrix()
+            tagged = by_products(whole, PSD if sign >= 0 else lx.negative_semidefinite_tag)
+            yield tr.trace(KEY, tagged, K)
+
+    def to_tolerance(c, function):
+        options = {"max_k": 40, "estimator": tr.XNysTraceEstimator()}
+        return jnp.sum(function(KEY, c * kernel, rtol=0.3, **options).value)
+
+    @jax.jit
+    def run(s, c, one):
+        both = [jax.value_and_grad(to_tolerance)(-one, each) for each in (tr.trace, tr.diagonal)]
+        wrong = tr.trace(KEY, kernel - one * IDENTITY, K, tr.XNysTraceEstimator())
+        return estimates(s, c), list(of_wholes()), both, wrong
+
+    found, wholes, both, wrong = jax.device_get(run(*numbers, 1.0))
+    for (_, sign), (at_run_time, solution), expected in zip(
+        SIGNED.values(), found, wholes, strict=True
+    ):
         assert at_run_time == sign
         assert solution.result == tr.RESULTS.successful
-        whole = build(lx.MatrixLinearOperator(jnp.asarray(POSITIVE)), *numbers).as_matrix()
-        tagged = by_products(whole, PSD if sign >= 0 else lx.negative_semidefinite_tag)
-        expected = tr.trace(KEY, tagged, K)
         np.testing.assert_allclose(solution.value, expected.value, rtol=1e-10)
         np.testing.assert_allclose(solution.std_err, expected.std_err, rtol=1e-8)
-
-    def to_tolerance(c, function=tr.trace):
-        return function(KEY, c * kernel, rtol=0.3, max_k=40, estimator=tr.XNysTraceEstimator())
-
-    for function in (tr.trace, tr.diagonal):
-        slope = jax.jit(jax.grad(lambda c, f=function: jnp.sum(to_tolerance(c, f).value)))(-1.0)
-        expected = to_tolerance(-1.0, function)
-        np.testing.assert_allclose(slope, -jnp.sum(expected.value), rtol=1e-10)
-    # What is neither is an outcome.
-    wrong = jax.jit(lambda s: tr.trace(KEY, kernel - s * IDENTITY, K, tr.XNysTraceEstimator()))(1.0)
-    assert wrong.result == tr.RESULTS.not_semidefinite
+    for value, slope in both:
+        np.testing.assert_allclose(slope, -value, rtol=1e-10)
+    assert wrong.result == tr.RESULTS.not_semidefinite  # what is neither is an outcome
 
 
 def test_a_diagonal_from_which_something_is_taken_is_no_noise():
     """D - K lies below D: the preconditioner is that of the matrix whose diagonal is not known."""
     kernel = 0.9 * POSITIVE
     below = 2 * IDENTITY - function_operator(kernel, PSD)
-    written, whole = (
-        tr.logdet(KEY, operator, K, preconditioner=tr.NystromPreconditioner(4))
-        for operator in (
-            lx.TaggedLinearOperator(below, PSD),
-            function_operator(2 * np.eye(N) - kernel, PSD),
-        )
+    operators = (
+        lx.TaggedLinearOperator(below, PSD),
+        function_operator(2 * np.eye(N) - kernel, PSD),
     )
+    options = {"k": K, "preconditioner": tr.NystromPreconditioner(4)}
+    run = jax.jit(lambda key: [tr.logdet(key, operator, **options) for operator in operators])
+    written, whole = run(KEY)
     np.testing.assert_allclose(written.value, whole.value, rtol=1e-10)
     np.testing.assert_allclose(written.std_err, whole.std_err, rtol=1e-8)

@@ -1,5 +1,7 @@
 """`SparseLinearOperator` against the dense matrix it stands for."""
 
+from functools import cache
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,8 @@ STRUCTURES = _structures()
 
 def _operator(dense, dtype="float64", tags=()):
     operator = SparseLinearOperator(ss.csr_array(dense), tags)
+    if operator.data.dtype == jnp.dtype(dtype):
+        return operator
     return operator.with_data(np.asarray(operator.data).astype(jnp.dtype(dtype)))
 
 
@@ -170,22 +174,33 @@ def test_integers_become_floats():
 # --- products -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_products(name):
-    """One program for all, as most of the time goes into compiling."""
-    dense, operator = STRUCTURES[name], _operator(STRUCTURES[name])
-    m, n = dense.shape
-    rng = np.random.default_rng(3)
-    vector, other, block = (rng.standard_normal(shape) for shape in (n, m, (n, 5)))
+@cache
+def _views():
+    """Of every structure both matrices, products by rows, and products, by one program."""
+    rng, given = np.random.default_rng(3), {}
+    for name, dense in STRUCTURES.items():
+        m, n = dense.shape
+        given[name] = _operator(dense), *(rng.standard_normal(size) for size in (n, m, (n, 5)))
 
     @eqx.filter_jit
-    def views(operator, vector, other, block):
-        products = operator.mv(vector), operator.T.mv(other), _mm(operator, block)
-        rows = jax.vmap(operator.mv)(block.T)
-        return operator.as_matrix(), operator.T.T.as_matrix(), rows, products
+    def run(given):
+        return {
+            name: (
+                (operator.as_matrix(), operator.T.T.as_matrix()),
+                jax.vmap(operator.mv)(block.T),
+                (operator.mv(vector), operator.T.mv(other), _mm(operator, block)),
+            )
+            for name, (operator, vector, other, block) in given.items()
+        }
 
-    given = map(jnp.asarray, (vector, other, block))
-    *matrices, rows, (product, adjoint, columns) = views(operator, *given)
+    return given, jax.device_get(run(given))
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_products(name):
+    given, found = _views()
+    dense, (operator, vector, other, block) = STRUCTURES[name], given[name]
+    matrices, rows, (product, adjoint, columns) = found[name]
     for matrix in matrices:
         np.testing.assert_array_equal(matrix, dense)
     _assert_close(product, dense @ vector)
@@ -193,7 +208,7 @@ def test_products(name):
     _assert_close(columns, dense @ block)
     _assert_close(rows, (dense @ block).T)
     # Padding is bounded.
-    pattern = operator.pattern
+    pattern, (m, n) = operator.pattern, dense.shape
     for layout, length in ((pattern.forward, m), (pattern.backward, n)):
         assert operator.nnz <= layout.slots.size <= _MAX_PADDING * (operator.nnz + length)
 
@@ -230,8 +245,7 @@ def _dense_of(operator, data):
 
 # Complex entries take the same paths: one of them is enough.
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("power_law", "float64"), ("no_entries", "float64"), ("tall", "complex128")],
+    ("name", "dtype"), [("power_law", "float64"), ("no_entries", "float64"), ("tall", "complex128")]
 )
 def test_transformations(name, dtype):
     """Derivatives of products and diagonals, and batches, against those of the dense matrix."""
@@ -265,12 +279,17 @@ def test_transformations(name, dtype):
             jax.vmap(jax.grad(loss), in_axes=(0, None))(batch, block),
         )
 
-    found, expected = (jtu.tree_leaves(jax.jit(lambda p=p: views(p))()) for p in (fast, slow))
-    for ours, theirs in zip(found, expected, strict=True):
+    @jax.jit
+    def run(data):
+        at = operator.with_data(data)
+        transpose = jax.linear_transpose(at.mv, block[:, 0])(weights[:, 0])[0]
+        found = *views(fast), transpose
+        expected = *views(slow), _mm(at.T, weights[:, :1])[:, 0]
+        return found, expected
+
+    found, expected = jax.device_get(run(data))
+    for ours, theirs in zip(*map(jtu.tree_leaves, (found, expected)), strict=True):
         _assert_close(ours, theirs, theirs.dtype)
-    operator = operator.with_data(data)
-    (transposed,) = jax.linear_transpose(operator.mv, block[:, 0])(weights[:, 0])
-    _assert_close(transposed, _mm(operator.T, weights[:, :1])[:, 0], dtype)
 
 
 # --- lineax ---------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
 """Operators whose entries are stored: the default estimators read the trace and the diagonal."""
 
+from functools import cache
+
 import equinox as eqx
 import jax
-import jax.experimental.sparse
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+import scipy.sparse
 
 import traceax as tr
+from traceax._operators.known_parts import stored_entries
+from traceax.extend import columns
 
 from ..helpers import PSD, by_products
 
@@ -32,7 +36,7 @@ def matrix(array, tags=()):
 
 
 def sparse(array, tags=()):
-    return tr.SparseLinearOperator(jax.experimental.sparse.BCOO.fromdense(jnp.asarray(array)), tags)
+    return tr.SparseLinearOperator(scipy.sparse.csr_array(array), tags)
 
 
 def pytree():
@@ -73,41 +77,93 @@ STORED = {
         WEIGHTS[:, None] * GENERAL * WEIGHTS,
     ),
 }
-CALLS = {
-    "budget": {"k": 2},
-    "tolerance": {"rtol": 1e-3},
-}
+INDICES = [4, 0, 4, 8]
+WITHOUT_COLUMNS = "pytree", "unit"  # theirs are products
+
+
+@cache
+def found():
+    """Of every operator its trace, diagonal and entries, by one program, as NumPy arrays."""
+    parts = slice(None), np.arange(3)
+
+    @eqx.filter_jit
+    def run(operators):
+        return {
+            name: (
+                tr.trace(KEY, operator, 2),
+                tr.diagonal(KEY, operator, 2),
+                columns(operator, INDICES),
+                None
+                if name in WITHOUT_COLUMNS
+                else [stored_entries(operator, rows, slice(None)) for rows in parts],
+            )
+            for name, operator in operators.items()
+        }
+
+    return jax.device_get(run({name: build() for name, (build, _) in STORED.items()}))
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
 def is_exact(solution, expected):
-    np.testing.assert_allclose(solution.value, expected, rtol=1e-13)
-    assert solution.value.dtype == expected.dtype
-    assert np.all(solution.std_err == 0)
-    assert solution.std_err.dtype == expected.real.dtype
+    value, std_err = (flat(x).reshape(expected.shape) for x in (solution.value, solution.std_err))
+    np.testing.assert_allclose(value, expected, rtol=1e-13)
+    assert value.dtype == expected.dtype
+    assert np.all(std_err == 0)
+    assert std_err.dtype == expected.real.dtype
     assert solution.num_matvecs == 0
     assert solution.result == tr.RESULTS.successful
 
 
-@pytest.mark.parametrize(
-    ("name", "call"), [*((name, "budget") for name in STORED), ("sparse", "tolerance")]
-)
-def test_what_is_stored_takes_no_products(name, call):
-    build, truth = STORED[name]
-    operator = build()
-    diagonal = tr.diagonal(KEY, operator, **CALLS[call])
-    flat, errors = (
-        np.concatenate([np.asarray(x) for x in jax.tree.leaves(part)])
-        for part in (diagonal.value, diagonal.std_err)
-    )
-    is_exact(eqx.tree_at(lambda s: (s.value, s.std_err), diagonal, (flat, errors)), np.diag(truth))
-    if name in ("complex", "integer", "pytree", "sparse"):
-        is_exact(tr.trace(KEY, operator, **CALLS[call]), np.trace(truth))
-    if name == "pytree":
-        blocks = tr.block_traces(KEY, operator, **CALLS[call])
-        assert jax.tree.structure(blocks.value) == jax.tree.structure(operator.in_structure())
-        total = sum(np.asarray(x) for x in jax.tree.leaves(blocks.value))
-        np.testing.assert_allclose(total, np.trace(truth), rtol=1e-13)
-        assert blocks.num_matvecs == 0
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored_takes_no_products(name):
+    truth = STORED[name][1]
+    trace, diagonal, *_ = found()[name]
+    is_exact(diagonal, np.diag(truth))
+    is_exact(trace, np.trace(truth))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_columns_of_every_stored_operator(name):
+    truth = STORED[name][1]
+    *_, some, entries = found()[name]
+    np.testing.assert_allclose(some, truth[:, INDICES], rtol=1e-6, atol=1e-12)
+    if entries is not None:
+        whole, rows = entries
+        np.testing.assert_allclose(whole, truth, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(rows, truth[:3], rtol=1e-6, atol=1e-12)
+
+
+def test_by_a_tolerance_and_by_blocks():
+    operator = pytree()
+
+    @eqx.filter_jit
+    def run(thin, tree):
+        by_tolerance = [each(KEY, thin, rtol=1e-3) for each in (tr.trace, tr.diagonal)]
+        return *by_tolerance, tr.block_traces(KEY, tree, 2)
+
+    trace, diagonal, blocks = jax.device_get(run(sparse(THIN), operator))
+    is_exact(trace, np.trace(THIN))
+    is_exact(diagonal, np.diag(THIN))
+    assert jax.tree.structure(blocks.value) == jax.tree.structure(operator.in_structure())
+    traces = np.trace(GENERAL[:4, :4]), np.trace(GENERAL[4:, 4:])
+    np.testing.assert_allclose([blocks.value["a"], blocks.value["b"]], traces, rtol=1e-13)
+    assert blocks.num_matvecs == 0
+
+
+def test_budgets_of_n_products_read_as_well():
+    """With whatever estimator."""
+
+    @eqx.filter_jit
+    def run(general, thin):
+        named = tr.XTraceEstimator()
+        return tr.trace(KEY, general, N, named), tr.diagonal(KEY, thin, N, named)
+
+    trace, diagonal = jax.device_get(run(matrix(GENERAL), sparse(THIN)))
+    is_exact(trace, np.trace(GENERAL))
+    is_exact(diagonal, np.diag(THIN))
 
 
 def test_the_program_multiplies_nothing():
@@ -121,57 +177,66 @@ def test_the_program_multiplies_nothing():
 
 def test_the_derivative_is_exact():
     """d tr(A) = tr(dA), in both modes, at every order, for dense and for sparse entries."""
-    entries = jnp.asarray(GENERAL)
-    slope = jax.grad(lambda m: tr.trace(KEY, matrix(m), 2).value)(entries)
-    np.testing.assert_array_equal(slope, np.eye(N))
+    operator = sparse(THIN)
 
     def power(c):
         return tr.trace(KEY, c**3 * matrix(GENERAL) + matrix(jnp.sin(c) * GENERAL), 2).value
 
-    for order, factor in enumerate(
-        (lambda c: c**3 + np.sin(c), lambda c: 3 * c**2 + np.cos(c), lambda c: 6 * c - np.sin(c))
-    ):
-        derivative = power
-        for _ in range(order):
-            derivative = jax.grad(derivative)
-        np.testing.assert_allclose(derivative(0.7), factor(0.7) * np.trace(GENERAL), rtol=1e-13)
-    _, tangent = jax.jvp(power, (0.7,), (1.0,))
-    np.testing.assert_allclose(tangent, jax.grad(power)(0.7), rtol=1e-14)
+    @jax.jit
+    def derivatives(entries, data, c):
+        first = jax.grad(power)
+        return (
+            jax.grad(lambda m: tr.trace(KEY, matrix(m), 2).value)(entries),
+            jax.grad(lambda d: tr.trace(KEY, operator.with_data(d), rtol=0.1).value)(data),
+            jax.jacobian(lambda m: tr.diagonal(KEY, matrix(m), 2).value)(entries),
+            [power(c), first(c), jax.grad(first)(c)],
+            jax.jvp(power, (c,), (1.0,))[1],
+        )
 
-    operator = sparse(THIN)
-    data = jax.grad(lambda d: tr.trace(KEY, operator.with_data(d), rtol=0.1).value)(operator.data)
-    on_diagonal = operator.pattern.rows == operator.pattern.columns
-    np.testing.assert_array_equal(data, np.asarray(on_diagonal, float))
-
-    moved = jax.jacobian(lambda m: tr.diagonal(KEY, matrix(m), 2).value)(entries)
-    for j in range(N):
-        np.testing.assert_array_equal(moved[j], np.diag(np.eye(N)[j]))
+    slope, of_data, moved, powers, tangent = derivatives(GENERAL, operator.data, 0.7)
+    np.testing.assert_array_equal(slope, np.eye(N))
+    factors = 0.7**3 + np.sin(0.7), 3 * 0.7**2 + np.cos(0.7), 6 * 0.7 - np.sin(0.7)
+    np.testing.assert_allclose(powers, np.array(factors) * np.trace(GENERAL), rtol=1e-13)
+    np.testing.assert_allclose(tangent, powers[1], rtol=1e-14)
+    on_diagonal = np.equal(operator.pattern.rows, operator.pattern.columns)
+    np.testing.assert_array_equal(of_data, on_diagonal.astype(float))
+    np.testing.assert_array_equal(moved, [np.diag(row) for row in np.eye(N)])
 
 
 @pytest.mark.parametrize(
-    ("make", "call"), [(matrix, "budget"), (sparse, "budget"), (matrix, "tolerance")]
+    ("make", "call"), [(matrix, {"k": 2}), (sparse, {"k": 2}), (matrix, {"rtol": 1e-3})]
 )
 def test_nan_and_inf_anywhere_are_reported(make, call):
     """Off the diagonal, too, as a product would show it."""
-    for place, bad in (((3, 3), jnp.inf), ((2, 5), jnp.nan)):
-        operator = make(jnp.asarray(POSITIVE).at[place].set(bad))
-        for whole in (operator, by_products(POSITIVE) + operator):
-            solution = tr.trace(KEY, whole, **CALLS[call])
+    known = by_products(POSITIVE)
+
+    @eqx.filter_jit
+    def run(operator):
+        return [tr.trace(KEY, whole, **call) for whole in (operator, known + operator)]
+
+    for place, bad in (((3, 3), np.inf), ((2, 5), np.nan)):
+        array = POSITIVE.copy()
+        array[place] = bad
+        for solution in jax.device_get(run(make(array))):
             assert solution.result == tr.RESULTS.nonfinite_operator
 
 
 def test_transformations():
-    matrices = jnp.asarray(RNG.standard_normal((4, N, N))).at[2, 0, 1].set(jnp.nan)
+    matrices = RNG.standard_normal((4, N, N))
+    traces = np.trace(matrices, axis1=1, axis2=2)
+    traces[2], matrices[2, 0, 1] = np.nan, np.nan
 
     def one(m):
         return tr.trace(KEY, matrix(m), 2)
 
-    batch = jax.jit(jax.vmap(one))(matrices)
-    traces = jnp.trace(matrices, axis1=1, axis2=2).at[2].set(jnp.nan)
+    @jax.jit
+    def run(matrices):
+        return jax.vmap(one)(matrices), jax.vmap(jax.grad(lambda m: one(m).value))(matrices[:2])
+
+    batch, slopes = jax.device_get(run(matrices))
     np.testing.assert_allclose(batch.value, traces, rtol=1e-13)
     good = [True, True, False, True]
     np.testing.assert_array_equal(batch.result == tr.RESULTS.successful, good)
-    slopes = jax.vmap(jax.grad(lambda m: one(m).value))(matrices[:2])
     np.testing.assert_array_equal(slopes, np.broadcast_to(np.eye(N), (2, N, N)))
 
     shape = eqx.filter_eval_shape(tr.trace, KEY, matrix(COMPLEX), 2)
@@ -182,21 +247,26 @@ def test_transformations():
 def test_the_log_determinant_of_a_diagonal_is_read():
     """With its derivatives, for sums and multiples, and where it is not defined."""
     identity = lx.IdentityLinearOperator(STRUCTURE)
+    wrong = np.where(np.arange(N) == 3, [[-1.0], [0.0], [np.nan]], WEIGHTS)
 
     def solution(c, entries=WEIGHTS):
         operator = 3.0 * lx.DiagonalLinearOperator(jnp.asarray(entries)) + c * identity
         return tr.logdet(KEY, operator, 4)
 
-    found = solution(0.2)
-    np.testing.assert_allclose(found.value, np.sum(np.log(3 * WEIGHTS + 0.2)), rtol=1e-13)
+    @jax.jit
+    def run(c, wrong):
+        slope = jax.grad(lambda c: solution(c).value)
+        outcomes = jax.vmap(lambda entries: solution(0.0, entries))(wrong)
+        return solution(c), slope(c), jax.grad(slope)(c), outcomes
+
+    found, slope, second, outcomes = jax.device_get(run(0.2, wrong))
+    entries = 3 * WEIGHTS + 0.2
+    np.testing.assert_allclose(found.value, np.sum(np.log(entries)), rtol=1e-13)
     assert found.num_matvecs == 0
     assert found.std_err == 0
     assert found.result == tr.RESULTS.successful
-    slope = jax.grad(lambda c: solution(c).value)
-    np.testing.assert_allclose(slope(0.2), np.sum(1 / (3 * WEIGHTS + 0.2)), rtol=1e-13)
-    np.testing.assert_allclose(jax.grad(slope)(0.2), -np.sum((3 * WEIGHTS + 0.2) ** -2), rtol=1e-13)
-    wrong = np.where(np.arange(N) == 3, [[-1.0], [0.0], [np.nan]], WEIGHTS)
-    outcomes = jax.vmap(lambda entries: solution(0.0, entries))(wrong)
+    np.testing.assert_allclose(slope, np.sum(1 / entries), rtol=1e-13)
+    np.testing.assert_allclose(second, -np.sum(entries**-2), rtol=1e-13)
     assert np.all(np.isnan(outcomes.value))
     names = ["outside_domain", "outside_domain", "nonfinite_operator"]
     for i, name in enumerate(names):
@@ -204,13 +274,7 @@ def test_the_log_determinant_of_a_diagonal_is_read():
 
 
 def test_half_precision_is_added_up_in_float32():
-    large = jnp.full((300, 300), 1000.0, jnp.float16)  # the sum is beyond float16
+    large = np.full((300, 300), 1000.0, np.float16)  # the sum is beyond float16
     solution = tr.trace(KEY, matrix(large), 2)
     assert solution.value.dtype == jnp.float32
-    assert solution.value == 300 * large[0, 0].astype(jnp.float32)
-
-
-def test_budgets_of_n_products_read_as_well():
-    """With whatever estimator."""
-    is_exact(tr.trace(KEY, matrix(GENERAL), N, tr.XTraceEstimator()), np.trace(GENERAL))
-    is_exact(tr.diagonal(KEY, sparse(THIN), len(THIN), tr.XTraceEstimator()), np.diag(THIN))
+    assert solution.value == np.float32(300_000)
