@@ -31,6 +31,11 @@ def mapped(what, estimator, k, tags, matrices):
     return jax.lax.map(solve, matrices)
 
 
+def solved(*arguments):
+    """The same, as NumPy arrays."""
+    return jax.device_get(mapped(*arguments))
+
+
 def truths(what, matrices):
     wide = np.asarray(matrices, np.result_type(matrices.dtype, np.float64))
     diagonals = np.diagonal(wide, axis1=1, axis2=2)
@@ -68,7 +73,7 @@ def captured(dtype, hermitian):
 def test_low_rank_is_exact_at_every_scale(what, name, dtype):
     """To 100 roundings of the norm; and 0 is exactly 0."""
     matrices = captured(dtype, hermitian=name == "xnystrace")
-    solution = mapped(what, PROBED[name], K, PSD if name == "xnystrace" else (), matrices)
+    solution = solved(what, PROBED[name], K, PSD if name == "xnystrace" else (), matrices)
     assert solution.value.dtype == dtype
     assert np.all(solution.result == tr.RESULTS.successful)
     value = np.asarray(solution.value, np.result_type(dtype, np.float64))
@@ -102,7 +107,7 @@ def test_scales_and_numbers_that_are_not_finite(what, name):
     matrices, powers = troubled(np.float32)
     exact = name == "exact"
     given = (CLASSES["xtrace"], N) if exact else (CLASSES[name], 16)
-    solution = mapped(what, *given, PSD, matrices)
+    solution = solved(what, *given, PSD, matrices)
     count = len(powers)
     value = np.asarray(solution.value[:count], np.float64).reshape(count, -1) / powers[:, None]
     std_err = np.asarray(solution.std_err[:count], np.float64).reshape(count, -1) / powers[:, None]
@@ -148,8 +153,9 @@ def test_the_leaf_that_holds_nan_is_named():
     for estimator in (*PROBED.values(), "tolerance"):
         options = tolerance if estimator == "tolerance" else budget
         estimator = tr.XTraceEstimator() if estimator == "tolerance" else estimator
-        expected = blocks(estimator, options, zeros)
-        solution = blocks(estimator, options, nans)
+        expected, solution = (
+            jax.device_get(blocks(estimator, options, each)) for each in (zeros, nans)
+        )
         assert solution.result == tr.RESULTS.nonfinite_operator
         assert solution.stats["nonfinite"] == {"broken": 1, "a": 0, "b": 0}
         assert np.isnan(solution.value["broken"])
@@ -180,13 +186,13 @@ def test_wrong_tags(what):
     decaying = with_spectrum(np.random.default_rng(6), 0.8 ** np.arange(N))
     indefinite = with_spectrum(np.random.default_rng(10), np.linspace(-1, 2, N))
     matrices = np.stack([decaying, -decaying, indefinite])
-    solution = mapped(what, tr.XNysTraceEstimator(), 16, PSD, matrices)
+    solution = solved(what, tr.XNysTraceEstimator(), 16, PSD, matrices)
     wrong = np.asarray(solution.result == tr.RESULTS.not_semidefinite)
     np.testing.assert_array_equal(wrong, [False, True, True])
     error = np.abs(solution.value - truths(what, matrices))
     assert np.all(error <= 6 * solution.std_err)
     assert np.all(solution.std_err > 0)
-    negative = mapped(what, tr.XNysTraceEstimator(), 16, NSD, -matrices)
+    negative = solved(what, tr.XNysTraceEstimator(), 16, NSD, -matrices)
     np.testing.assert_array_equal(negative.value, -solution.value)
     np.testing.assert_array_equal(negative.std_err, solution.std_err)
 
@@ -203,7 +209,7 @@ def test_half_precision(what, name, dtype):
     """Each of five matrices is within the error and the rounding. Everything is done in float32."""
     rng = np.random.default_rng(11)
     matrices = [with_spectrum(rng, np.linspace(1, 3, N)) for _ in range(5)]
-    solution = mapped(what, PROBED[name], 12, PSD, jnp.asarray(np.stack(matrices), dtype))
+    solution = solved(what, PROBED[name], 12, PSD, jnp.asarray(np.stack(matrices), dtype))
     assert solution.value.dtype == jnp.float32
     assert np.all(solution.result == tr.RESULTS.successful)
     truth = truths(what, np.asarray(jnp.asarray(np.stack(matrices), dtype).astype(float)))
@@ -226,12 +232,17 @@ def test_exact_values_of_half_precision_state_its_rounding():
 
     truth = np.asarray(matrix.astype(float)) / 3
     operator = lx.FunctionLinearOperator(mv, structure, lx.symmetric_tag)
-    trace, diagonal = tr.trace(KEY, operator, 150), tr.diagonal(KEY, operator, 150)
-    error = abs(np.asarray(trace.value) - np.trace(truth))
-    assert 0 < error < 4 * np.asarray(trace.std_err) < 0.1 * np.trace(truth)
-    errors = np.abs(np.asarray(diagonal.value) - np.diag(truth))
-    assert np.all(errors < 4 * np.asarray(diagonal.std_err))
-    assert tr.trace(KEY, lx.MatrixLinearOperator(matrix), 150).std_err == 0
+
+    @jax.jit
+    def run(matrix):
+        stored = tr.trace(KEY, lx.MatrixLinearOperator(matrix), 150).std_err
+        return tr.trace(KEY, operator, 150), tr.diagonal(KEY, operator, 150), stored
+
+    trace, diagonal, stored = jax.device_get(run(matrix))
+    error = abs(trace.value - np.trace(truth))
+    assert 0 < error < 4 * trace.std_err < 0.1 * np.trace(truth)
+    assert np.all(np.abs(diagonal.value - np.diag(truth)) < 4 * diagonal.std_err)
+    assert stored == 0
 
 
 @pytest.mark.parametrize("name", ["hutch++", "xtrace"])
@@ -291,7 +302,7 @@ def test_known_parts():
             operators = kernel, kernel + noise, 3.0 * kernel + noise, *stored
             return [function(KEY, operator, K) for operator in operators]
 
-        alone, both, tripled, *exact = run(matrix)
+        alone, both, tripled, *exact = jax.device_get(run(matrix))
         known = np.linspace(1.0, 2.0, N)
         dense = 2 * np.diag(known), matrix + np.diag(known)
         known = known if what == "diagonal" else 1.5 * N
