@@ -18,13 +18,7 @@ from traceax._logdet.low_rank import nystrom_of
 from traceax._logdet.preconditioners import KernelPreconditioner, NystromPreconditioner
 from traceax._logdet.preparation import preparation_for
 
-from ..helpers import (
-    PSD,
-    by_products,
-    keys,
-    random_unitary,
-    with_spectrum,
-)
+from ..helpers import PSD, by_products, keys, random_unitary, with_spectrum
 
 N = 60
 FIXED = NystromPreconditioner(rank=20)  # one plan only: a third of the compilation
@@ -45,7 +39,7 @@ def hidden(matrix, s):
 
 
 def decaying(n=N, dtype=np.float64, seed=0):
-    return jnp.asarray(with_spectrum(np.random.default_rng(seed), 10 * 0.7 ** np.arange(n), dtype))
+    return with_spectrum(np.random.default_rng(seed), 10 * 0.7 ** np.arange(n), dtype)
 
 
 def dense_logdet(matrix):
@@ -61,41 +55,45 @@ def built(kind, operator, rank):
 
 def test_the_inverse_is_a_preconditioner_of_lineax():
     """In a third of the steps, for vectors and for PyTrees, and without a derivative of its own."""
-    kind = NystromPreconditioner
-    operator = lx.TaggedLinearOperator(shifted(decaying(), 1e-3), PSD)
-    p, b = built(kind, operator, 30), jnp.cos(jnp.arange(N, dtype=float))
-    np.testing.assert_allclose(p.inverse().as_matrix(), p.factors.solve(jnp.eye(N)), rtol=1e-9)
-
-    def solve(operator, b, options):
-        solver = lx.CG(rtol=1e-10, atol=1e-10)
-        return lx.linear_solve(operator, b, solver, options=options)
-
-    with jax.numpy_dtype_promotion("standard"):
-        found = solve(operator, b, {"preconditioner": p.inverse()})
-        plain = solve(operator, b, {})
-        expected = jnp.linalg.solve(operator.as_matrix(), b)
-        np.testing.assert_allclose(found.value, expected, rtol=1e-6)
-        assert found.stats["num_steps"] <= plain.stats["num_steps"] / 3
-
-        def value(s, options):
-            moved = lx.TaggedLinearOperator(shifted(decaying(), s), PSD)
-            return solve(moved, b, options(moved)).value @ b
-
-        def held(operator):
-            return {"preconditioner": kind(rank=30).build(jr.key(0), operator).inverse()}
-
-        slope = jax.grad(value)(1e-3, held)
-        np.testing.assert_allclose(slope, -(expected @ expected), rtol=1e-5)
-
+    b = np.cos(np.arange(N))
     structure = {
         "a": jax.ShapeDtypeStruct((N - 4,), float),
         "b": jax.ShapeDtypeStruct((2, 2), float),
     }
     tree = {"a": b[: N - 4], "b": b[N - 4 :].reshape(2, 2)}
-    solved = p.inverse(structure).mv(tree)
-    np.testing.assert_allclose(solved["b"].ravel(), p.inverse().mv(b)[N - 4 :], rtol=1e-12)
-    with pytest.raises(ValueError, match="was built for an operator with 60 rows"):
-        p.inverse(jax.ShapeDtypeStruct((5,), float))
+
+    def preconditioner(s):
+        operator = lx.TaggedLinearOperator(shifted(decaying(), s), PSD)
+        return operator, NystromPreconditioner(rank=30).build(jr.key(0), operator)
+
+    def solve(s, preconditioned):
+        operator, p = preconditioner(s)
+        options = {"preconditioner": p.inverse()} if preconditioned else {}
+        solver = lx.CG(rtol=1e-10, atol=1e-10)
+        found = lx.linear_solve(operator, jnp.asarray(b), solver, options=options)
+        return found.value, found.stats["num_steps"]
+
+    @jax.jit
+    def run(s):
+        p = preconditioner(s)[1]
+        with pytest.raises(ValueError, match="was built for an operator with 60 rows"):
+            p.inverse(jax.ShapeDtypeStruct((5,), float))
+        return (
+            (p.inverse().as_matrix(), p.factors.solve(jnp.eye(N))),
+            (p.inverse().mv(jnp.asarray(b)), p.inverse(structure).mv(tree)),
+            (solve(s, True), solve(s, False)),
+            jax.grad(lambda s: solve(s, True)[0] @ b)(s),
+        )
+
+    with jax.numpy_dtype_promotion("standard"):
+        (matrix, inverse), (product, products), solutions, slope = jax.device_get(run(1e-3))
+    np.testing.assert_allclose(matrix, inverse, rtol=1e-9)
+    np.testing.assert_allclose(products["b"].ravel(), product[N - 4 :], rtol=1e-12)
+    (found, few), (_, many) = solutions
+    expected = np.linalg.solve(decaying() + 1e-3 * np.eye(N), b)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert few <= many / 3
+    np.testing.assert_allclose(slope, -(expected @ expected), rtol=1e-5)
 
 
 def test_factors_against_dense_matrices():
@@ -104,24 +102,27 @@ def test_factors_against_dense_matrices():
     basis = random_unitary(rng, N, dtype)[:, :7]
     root, lam, mu = rng.uniform(0.5, 2, N), rng.uniform(0, 3, 7), 0.3
     f = root[:, None] * basis * np.sqrt(lam)
-    factors = low_rank_plus_diagonal(jnp.asarray(f), jnp.asarray(mu * root**2))
     dense = f @ f.conj().T + mu * np.diag(root**2)
-    block = jnp.asarray(random_unitary(rng, N, dtype)[:, :4])
-    np.testing.assert_allclose(factors.log_det, dense_logdet(dense), rtol=1e-12)
-    np.testing.assert_allclose(dense @ factors.solve(block), block, atol=1e-12)
-    again = factors.inverse_root_adjoint(factors.inverse_root(block))
-    np.testing.assert_allclose(again, factors.solve(block), atol=1e-12)
-    outside = np.asarray(block - basis @ (basis.conj().T @ block))
+    block = random_unitary(rng, N, dtype)[:, :4]
+
+    @jax.jit
+    def run(f, diagonal, block):
+        factors = low_rank_plus_diagonal(f, diagonal)
+        again = factors.inverse_root_adjoint(factors.inverse_root(block))
+        return factors.log_det, factors.solve(block), again, outside_of(jnp.asarray(basis), block)
+
+    log_det, solved, again, found = map(np.asarray, run(f, mu * root**2, block))
+    np.testing.assert_allclose(log_det, dense_logdet(dense), rtol=1e-12)
+    np.testing.assert_allclose(dense @ solved, block, atol=1e-12)
+    np.testing.assert_allclose(again, solved, atol=1e-12)
+    outside = block - basis @ (basis.conj().T @ block)
     outside = outside * np.sqrt(N - 7) / np.linalg.norm(outside, axis=0)
-    np.testing.assert_allclose(outside_of(jnp.asarray(basis), block), outside, atol=1e-12)
+    np.testing.assert_allclose(found, outside, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [
-        (np.float64, NystromPreconditioner),
-        (np.complex128, KernelPreconditioner),
-    ],
+    [(np.float64, NystromPreconditioner), (np.complex128, KernelPreconditioner)],
 )
 def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
     """K of rank 5 and any positive diagonal: P = A to rounding."""
@@ -131,18 +132,23 @@ def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD) + lx.DiagonalLinearOperator(
         jnp.asarray(diagonal)
     )
-    found = built(kind, operator, 12)
-    factors, floor = found.factors, found.floor
     dense = matrix + np.diag(diagonal)
-    np.testing.assert_allclose(factors.solve(jnp.asarray(dense)), np.eye(N), atol=1e-9)
-    np.testing.assert_allclose(factors.log_det, dense_logdet(dense), rtol=1e-10)
+
+    @jax.jit
+    def run(key):
+        found = kind(rank=12).build(key, operator)
+        return found.factors.solve(jnp.asarray(dense)), found.factors.log_det, found.floor
+
+    solved, log_det, floor = run(jr.key(0))
+    np.testing.assert_allclose(solved, np.eye(N), atol=1e-9)
+    np.testing.assert_allclose(log_det, dense_logdet(dense), rtol=1e-10)
     if kind is NystromPreconditioner:
         np.testing.assert_allclose(floor, 1, atol=1e-8)
 
 
 @pytest.mark.slow
 def test_floor_is_a_lower_bound():
-    """No eigenvalue of P^{-1} A is below it (where all of a kernel is captured, if from entries)."""
+    """No eigenvalue of P^{-1} A is below it (from entries: where all of a kernel is captured)."""
     falls = np.arange(1.0, N + 1) ** -1
     for kind, values in (
         (NystromPreconditioner, falls),
@@ -158,14 +164,19 @@ def test_floor_is_a_lower_bound():
 
 def test_half_of_the_columns_leaves_out_what_it_leaves_out_alone():
     rank = 17
-    omega = jr.normal(jr.key(0), (N, rank)) / np.sqrt(N)
+    omega = np.random.default_rng(0).standard_normal((N, rank)) / np.sqrt(N)
     products = (decaying() + np.eye(N)) @ omega
-    known, eps, half = jnp.array(True), float(jnp.finfo(omega.dtype).eps), max(rank // 2, 1)
-    approximation = jax.jit(nystrom_of, static_argnums=3)
-    both = approximation(omega, products, known, eps)
-    alone = approximation(omega[:, :half], products[:, :half], known, eps)
-    np.testing.assert_allclose(both.left_out_by_half, alone.left_out, rtol=1e-10)
-    assert both.left_out < alone.left_out
+    eps, half = float(np.finfo(float).eps), max(rank // 2, 1)
+
+    @jax.jit
+    def run(omega, products):
+        given = (omega, products), (omega[:, :half], products[:, :half])
+        both, alone = (nystrom_of(*pair, jnp.array(True), eps) for pair in given)
+        return both.left_out_by_half, both.left_out, alone.left_out
+
+    by_half, left_out, alone = run(omega, products)
+    np.testing.assert_allclose(by_half, alone, rtol=1e-10)
+    assert left_out < alone
 
 
 def test_the_dimension_of_what_is_left_out():
@@ -174,7 +185,7 @@ def test_the_dimension_of_what_is_left_out():
     """
     rank = 6
     omega = np.random.default_rng(0).standard_normal((N, rank)) / np.sqrt(N)
-    matrix = np.asarray(decaying(), np.float64) + 0.01 * np.eye(N)
+    matrix = decaying() + 0.01 * np.eye(N)
     known, eps = jnp.array(True), float(np.finfo(float).eps)
     products = (matrix + np.eye(N)) @ omega  # s = 1
     found = jax.jit(lambda *pair: nystrom_of(*pair, known, eps).dimension)(omega, products)
@@ -190,8 +201,8 @@ def test_the_dimension_of_what_is_left_out():
 
 def features_and_noise(n, features, s):
     """X, and the log-determinant of X X^T + s I."""
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((n, features)))
-    small = np.asarray(x.T @ x) + s * np.eye(features)
+    x = np.random.default_rng(1).standard_normal((n, features))
+    small = x.T @ x + s * np.eye(features)
     return x, np.linalg.slogdet(small)[1] + (n - features) * np.log(s)
 
 
@@ -312,7 +323,6 @@ def test_derivative_is_unbiased_and_the_same_in_both_modes():
 
     forward, reverse = map(np.asarray, jax.jit(lambda keys: jax.lax.map(both, keys))(keys(count)))
     np.testing.assert_allclose(forward, reverse, rtol=1e-9)
-    matrix, direction = np.asarray(matrix), np.asarray(direction)
     dense = matrix + 0.3 * direction + 0.05 * np.eye(N)
     truth = np.trace(np.linalg.solve(dense, direction)).real
     std = reverse.std(ddof=1)
@@ -337,11 +347,13 @@ def test_derivatives_of_exact_log_determinants():
     def exact(theta):
         return jnp.linalg.slogdet(second(theta, matrix, direction) + 0.05 * jnp.eye(12))[1]
 
-    thetas = jnp.array([[0.2, 0.7], [-0.3, 0.4]])
-    third = jax.jit(jax.vmap(jax.jacfwd(jax.hessian(value))))(thetas)
-    np.testing.assert_allclose(
-        third, jax.jit(jax.vmap(jax.jacfwd(jax.hessian(exact))))(thetas), rtol=1e-8, atol=1e-8
-    )
+    @jax.jit
+    @jax.vmap
+    def third(theta):
+        return [jax.jacfwd(jax.hessian(fn))(theta) for fn in (value, exact)]
+
+    found, expected = third(np.array([[0.2, 0.7], [-0.3, 0.4]]))
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-8)
 
 
 def test_lanes_of_a_vmap_choose_by_themselves():
@@ -356,15 +368,15 @@ def test_lanes_of_a_vmap_choose_by_themselves():
 
     shapes = eqx.filter_eval_shape(value, jr.key(0), jnp.asarray(0.05))
     assert [x.shape for x in shapes] == [(), (), (), ()]
-    mapped, (first, second) = jax.jit(jax.vmap(value)), keys(2)
-    mixed = mapped(jnp.stack([first, second]), jnp.array([0.05, 0.2]))
-    for i, (key, s) in enumerate(((first, 0.05), (second, 0.2))):
-        alike = mapped(jnp.stack([key, key]), jnp.array([s, s]))
+    mapped, two = jax.jit(jax.vmap(value)), keys(2)
+    mixed = mapped(two, np.array([0.05, 0.2]))
+    for i, s in enumerate((0.05, 0.2)):
+        alike = jax.device_get(mapped(np.stack([two[i]] * 2), np.array([s, s])))
         for part, alone in zip(mixed, alike, strict=True):
             np.testing.assert_allclose(part[i], alone[0], rtol=1e-8)
             np.testing.assert_allclose(alone[1], alone[0], rtol=1e-8)
         estimate, std_err, quadrature_error, spent = (x[0] for x in alike)
-        truth = dense_logdet(s * np.asarray(matrix) + s * np.eye(N))
+        truth = dense_logdet(s * matrix + s * np.eye(N))
         # (With a single probe 2 % of 2000 keys are beyond 3 standard errors.)
         assert abs(estimate - truth) <= 4 * std_err + quadrature_error
         assert 20 <= spent <= 30
@@ -375,14 +387,14 @@ def test_lanes_of_a_vmap_choose_by_themselves():
 )
 def test_every_preconditioner(preconditioner, budgets):
     """Dense matrices, where s is to be found out; tiny budgets."""
-    dense = decaying() + 0.1 * jnp.eye(N)
-    operator = lx.MatrixLinearOperator(dense, PSD)
+    dense = decaying() + 0.1 * np.eye(N)
+    operator = lx.MatrixLinearOperator(jnp.asarray(dense), PSD)
     truth = dense_logdet(dense)
     inside = []
     for k in budgets:
         solve = jax.jit(lambda key, k=k: logdet(key, operator, k, preconditioner=preconditioner))
         for key in keys(5):
-            solution = solve(key)
+            solution = jax.device_get(solve(key))
             error, floor = solution.quadrature_error, max(abs(solution.value) / 20, 1)
             dwarfs = error > 4 * solution.std_err and error > floor
             assert not (dwarfs and k == 40)
@@ -403,7 +415,7 @@ def test_a_singular_operator_is_found_at_any_scale():
         lambda m: logdet(jr.key(0), lx.MatrixLinearOperator(m, PSD), 30, preconditioner=None)
     )
     for exponent in (0, -10, -30, 30):
-        solution = solve(jnp.asarray(matrix * 2.0**exponent, jnp.float32))
+        solution = solve((matrix * 2.0**exponent).astype(np.float32))
         assert solution.result == RESULTS.outside_domain, exponent
 
 
@@ -420,8 +432,9 @@ def test_noise_of_very_different_sizes():
     exact = np.linalg.slogdet(kernel + np.diag(noise))[1]
     matrix = lx.MatrixLinearOperator(jnp.asarray(kernel, jnp.float32), PSD)
     operator = matrix + lx.DiagonalLinearOperator(jnp.asarray(noise, jnp.float32))
-    for k, fallback in ((60, None), (n, "exact")):
-        solution = logdet(jr.key(0), operator, k, fallback=fallback)
+    calls = {"k": 60, "fallback": None}, {"k": n}
+    run = jax.jit(lambda key: [logdet(key, operator, **options) for options in calls])
+    for solution in jax.device_get(run(jr.key(0))):
         assert solution.result == RESULTS.successful
         bar = float(4 * solution.std_err + solution.quadrature_error)
         assert abs(float(solution.value) - exact) <= bar <= 40
