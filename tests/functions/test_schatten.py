@@ -57,15 +57,20 @@ def test_exact(dtype, p):
 @pytest.mark.parametrize("p", [0.5, 1, 2, 4])
 @pytest.mark.parametrize("hermitian", [True, False])
 def test_bars_cover(hermitian, p):
-    """200 keys: 92 % of the bars cover."""
+    """200 keys: 92 % of the intervals cover. (Two standard errors do not: few samples make them.)"""
     matrix, tags, k = general(), (), 60
     if hermitian:
         spectrum = np.random.default_rng(0), INDEFINITE, np.float64
         matrix, tags, k = with_spectrum(*spectrum), lx.symmetric_tag, 30
-    found = jax.jit(jax.vmap(lambda key: solve(key, matrix, k, p, tags)))(keys(200))
-    errors = np.abs(found.value - norm_of(matrix, p))
-    assert np.mean(errors <= 2 * found.std_err + found.quadrature_error + 1e-10) > 0.92
-    assert np.all(found.num_matvecs <= k)
+
+    def run(key):
+        found = solve(key, matrix, k, p, tags)
+        return found.interval(), found.num_matvecs
+
+    (low, high), spent = jax.device_get(jax.jit(jax.vmap(run))(keys(200)))
+    truth = norm_of(matrix, p)
+    assert np.mean((low - 1e-10 <= truth) & (truth <= high + 1e-10)) > 0.92
+    assert np.all(spent <= k)
 
 
 @pytest.mark.parametrize("hermitian", [True, False])
