@@ -57,7 +57,7 @@ def test_exact(dtype, p):
 @pytest.mark.parametrize("p", [0.5, 1, 2, 4])
 @pytest.mark.parametrize("hermitian", [True, False])
 def test_bars_cover(hermitian, p):
-    """200 keys: 92 % of the intervals cover. (Two standard errors do not: few samples make them.)"""
+    """200 keys: 92 % of the intervals cover. (Few samples make the standard errors.)"""
     matrix, tags, k = general(), (), 60
     if hermitian:
         spectrum = np.random.default_rng(0), INDEFINITE, np.float64
