@@ -201,7 +201,7 @@ def _scipy_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
 def _jax_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     indices = np.asarray(matrix.indices)  # not traced: see `with_data`
     if hasattr(matrix, "indptr"):  # BCSR, whose buffers can be longer than the entries
-        lengths = np.diff(np.asarray(matrix.indptr))
+        lengths = np.diff(np.asarray(matrix.indptr, np.int64))
         rows = np.repeat(np.arange(lengths.size), lengths)
         return matrix.data[: rows.size], rows, indices[: rows.size]
     # The padding of a BCOO lies outside of the matrix, and may hold anything, NaN included.
