@@ -54,8 +54,8 @@ print(f"{POINTS} observations, of standard deviation {observed.std():.2f}")
 #
 # `tr.gaussian_log_density` estimates it with its derivatives. Columns of a kernel cost next to
 # nothing beside products, so that the preconditioner is made of 600 columns, and 100 products are
-# enough. It is built for one set of hyperparameters and held while they change: the log density is
-# then a smooth function of them, with exactly the gradient that is returned, as an optimiser
+# enough. Which columns is decided once, and their values follow the hyperparameters: the log density
+# is then a smooth function of them, with exactly the gradient that is returned, as an optimiser
 # expects.
 
 
@@ -93,7 +93,7 @@ def solution_and_slope(theta, x, y, held):
 # ## A tenth of the points
 #
 # Few points tell where to begin with many. L-BFGS on the logarithms of the hyperparameters, from a
-# guess that is wrong by factors of 2, 2 and 5; halfway the preconditioner is built anew, for where
+# guess that is wrong by factors of 2, 2 and 5; halfway the columns are chosen anew, for where
 # the optimiser is.
 
 # %%
@@ -127,7 +127,7 @@ for steps in (6, 12):
 # the hyperparameters given the data.
 
 # %%
-start, step = time.perf_counter(), 0.02
+start, step = time.perf_counter(), 0.1
 for _ in range(3):
     held = preconditioner(theta, x)
     solution, slope = solution_and_slope(theta, x, y, held)
