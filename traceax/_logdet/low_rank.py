@@ -6,8 +6,8 @@ D is a scalar unit and s is estimated: with theta the smallest Ritz value on the
 and r the norm of its residual, s = theta - min(r, theta / 2). (A Gaussian-process kernel of low
 numerical rank plus s I has r = 0 to rounding, so that K' is free of the flat tail.)
 
-A Nystrom approximation or a partial Cholesky factorisation gives K' ~ U Lambda U^H. With t the mean
-eigenvalue of the part of K' that is left out, the preconditioner is
+A Nystrom approximation gives K' ~ U Lambda U^H. With t the mean eigenvalue of the part of K' that
+is left out, the preconditioner is
 
     P = D^{1/2} (U Lambda U^H + mu I) D^{1/2},      mu = s + t / 10.
 
@@ -43,9 +43,9 @@ class LowRank(NamedTuple):
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
     evidence: Evidence  # whether the products are those of a definite matrix
-    left_out_by_half: Real[Array, ""] | float = math.inf  # t of the first half of the columns
-    dimension: Real[Array, ""] | float = math.inf  # of what is left out: see `nystrom_of`
-    is_flat: Bool[Array, ""] | bool = True  # whether s is known, or seen: r <= theta / 2
+    left_out_by_half: Real[Array, ""]  # t of the first half of the columns
+    dimension: Real[Array, ""]  # of what is left out: see `nystrom_of`
+    is_flat: Bool[Array, ""]  # whether s is known, or seen: r <= theta / 2
 
     def built(
         self, root: Real[Array, " n"], known: Bool[Array, ""], rank: int
@@ -186,9 +186,10 @@ class Sketch:
         root = self._scaling.relative[:, None].astype(self._block.dtype)
         return self._block.mm(self._omega[:, start:end] / root) / root
 
-    def extended(self, y: Inexact[Array, "n m"], rank: int) -> Inexact[Array, "n r"]:
-        """The products y, and as many more as this rank takes."""
-        return jnp.concatenate([y, self.products(y.shape[1], rank)], axis=1)
+    def whole(self) -> Inexact[Array, "n r"]:
+        """The first products, and all others."""
+        others = self.products(self.first.shape[1], self._omega.shape[1])
+        return jnp.concatenate([self.first, others], axis=1)
 
     def low_rank(self, y: Inexact[Array, "n m"]) -> LowRank:
         """The Nystrom approximation from the products y."""

@@ -55,7 +55,7 @@ def _from_products(
     small = sketch.low_rank(sketch.first)
 
     def larger():
-        return sketch.built(sketch.low_rank(sketch.extended(sketch.first, rank)))
+        return sketch.built(sketch.low_rank(sketch.whole()))
 
     diagonal_part = sketch.built(small._replace(f=jnp.zeros_like(small.f)))
     pays = _pays(small, first, rank, k, inverse)
