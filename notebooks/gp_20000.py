@@ -54,9 +54,9 @@ print(f"{POINTS} observations, of standard deviation {observed.std():.2f}")
 #
 # `tr.gaussian_log_density` estimates it with its derivatives. Columns of a kernel cost next to
 # nothing beside products, so that the preconditioner is made of 600 columns, and 100 products are
-# enough. Which columns is decided once, and their values follow the hyperparameters: the log density
-# is then a smooth function of them, with exactly the gradient that is returned, as an optimiser
-# expects.
+# enough. Which columns is decided once, and their values follow the hyperparameters: the log
+# density is then a smooth function of them, with exactly the gradient that is returned, as an
+# optimiser expects.
 
 
 # %%
