@@ -13,23 +13,49 @@ from ..helpers import ROOT, output_of
 
 DOCS = ROOT / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
-PROGRAMS = {page: BLOCK.findall((DOCS / page).read_text()) for page in PAGES}
+OUTPUTS = runpy.run_path(str(DOCS / "outputs.py"))
+PROGRAMS = {page: OUTPUTS["BLOCK"].findall((DOCS / page).read_text()) for page in PAGES}
+
+
+def resembles(printed, shown):
+    """Whether words agree, numbers to a tenth, and bars, behind a `+-`, to a factor of five."""
+    number = re.compile(r"(\+- *)?(-?\d+\.?\d*(?:e[+-]?\d+)?)")
+    words = [re.sub(r"\s+", " ", number.sub(" ", text)) for text in (printed, shown)]
+    if words[0] != words[1]:
+        return False
+    for (bar, new), (_, old) in zip(number.findall(printed), number.findall(shown), strict=True):
+        new, old = float(new), float(old)
+        if not (old / 5 <= new <= old * 5 if bar else abs(new - old) <= 0.1 * abs(old)):
+            return False
+    return True
+
+
+def test_what_resembles_an_output():
+    assert resembles("value 1.02 +- 0.3\n", "value  1.0 +- 0.1\n")
+    assert not resembles("value 1.2 +- 0.1", "value 1.0 +- 0.1")
+    assert not resembles("value 1.0 +- 0.1", "value 1.0 +- 0.6")
+    assert not resembles("value 1.0", "valve 1.0")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, blocks in PROGRAMS.items() if blocks])
 def test_programs_run(page):
-    """The blocks of a page are one program, in a process of its own."""
-    program = "\n".join(block for _, block in PROGRAMS[page])
-    output_of("-W", "error", "-", quick=False, input=program)
+    """The blocks of a page are one program, in a process of its own, and print what is shown."""
+
+    def run(*arguments, **options):
+        return output_of(*arguments, quick=False, **options)
+
+    for shown, printed in OUTPUTS["outputs"]((DOCS / page).read_text(), run):
+        assert resembles(printed, shown), f"{printed}\nrun `python docs/outputs.py docs/{page}`"
 
 
 def test_programs_are_python():
-    """No other language, and no block that is not run."""
-    languages = [language for blocks in PROGRAMS.values() for language, _ in blocks]
-    assert set(languages) == {"python"}
-    assert len(languages) > 20
+    """Or commands of traceax, with their outputs: no block that is not run."""
+    blocks = [block for blocks in PROGRAMS.values() for block in blocks]
+    assert {language for language, _ in blocks} == {"python", "text", "sh"}
+    assert len(blocks) > 20
+    for language, code in blocks:
+        assert language != "sh" or re.fullmatch(r"python -m traceax [^\n]*\n", code)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(tr) if not name.startswith("_")])
