@@ -18,9 +18,9 @@ PROGRAMS = {page: OUTPUTS["BLOCK"].findall((DOCS / page).read_text()) for page i
 
 
 def resembles(printed, shown):
-    """Whether words agree, numbers to a tenth, and bars, behind a `+-`, to a factor of five."""
-    number = re.compile(r"(\+- *)?(-?\d+\.?\d*(?:e[+-]?\d+)?)")
-    words = [re.sub(r"\s+", " ", number.sub(" ", text)) for text in (printed, shown)]
+    """Whether words agree, numbers to a tenth, and bars (and seconds) to a factor of five."""
+    number = re.compile(r"(\+- *|err\w* +|seconds +)?(-?\d+\.?\d*(?:e[+-]?\d+)?)")
+    words = [re.sub(r"\s+", " ", number.sub(r"\1", text)) for text in (printed, shown)]
     if words[0] != words[1]:
         return False
     for (bar, new), (_, old) in zip(number.findall(printed), number.findall(shown), strict=True):
