@@ -82,6 +82,13 @@ def test_pages_stand_in_the_navigation():
         assert f": {page.relative_to(DOCS)}\n" in navigation, page
 
 
+def test_tables_of_benchmarks():
+    """They are those of the stored results."""
+    text = (DOCS / "benchmarks.md").read_text()
+    renewed = runpy.run_path(str(DOCS / "tables.py"))["renewed"](text)
+    assert renewed == text, "run `python docs/tables.py`"
+
+
 # --- the site ------------------------------------------------------------------------------------
 
 needs_site = pytest.mark.skipif(
