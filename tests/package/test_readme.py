@@ -9,7 +9,8 @@ from ..helpers import ROOT, output_of
 
 def program_of_the_blocks():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 3
+    assert max(len(block.splitlines()) for block in blocks) <= 12
     return "\n".join(blocks)
 
 
@@ -17,7 +18,7 @@ def program_of_the_blocks():
 def test_python_blocks_run():
     program = program_of_the_blocks()
     printed = output_of("-W", "error", "-c", program)
-    assert len(printed.splitlines()) == 9, printed  # one line from each print
+    assert len(printed.splitlines()) == 4, printed  # one line from each print
 
 
 def test_there_are_exactly_two_commands():
@@ -38,3 +39,8 @@ def test_the_output_that_is_shown():
         assert found[:16] == line[:16]
         if found.startswith(("value", "exact")):
             assert float(found[17:]) == pytest.approx(float(line[17:]), rel=1e-3)
+
+
+def test_words_beside_code():
+    text = (ROOT / "README.md").read_text()
+    assert len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 600
