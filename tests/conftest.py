@@ -14,7 +14,7 @@ import jax
 import pytest
 
 # Two batched factorisations at once can wait for each other forever before jaxlib 0.11.1, but not
-# with one thread (docs/faq.md).
+# with one thread (docs/errors.md).
 if jax.__version_info__ < (0, 11, 1):
     os.environ.setdefault("NPROC", "1")
 
