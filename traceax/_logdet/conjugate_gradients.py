@@ -11,6 +11,7 @@ a block share products. A column ends by itself, or where p^H M p <= 0: then M i
 (`lineax.CG` has a breakdown test that depends on the scale of M, and no complex numbers.)
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -83,6 +84,31 @@ def solution(
         state,
     )
     return factors.inverse_root_adjoint(end.z * end.unit), end
+
+
+class QuadraticForm(NamedTuple):
+    """`y_j^H A^{-1} y_j` for every column y_j of Y, from a solve."""
+
+    value: Real[Array, " t"]
+    left: Real[Array, " t"]  # a bound of what the value leaves out
+    x: Inexact[Array, "n t"]
+
+
+def rounding_of_form(
+    factors: Factors,
+    largest: Real[Array, ""],
+    x: Inexact[Array, "n t"],
+    eps: float,
+) -> Real[Array, " t"]:
+    """The rounding error of every x_j^H A x_j: a share of eps ||a|| ||D^{1/2} x||^2, with a the
+    largest row of D^{-1/2} A D^{-1/2}, and P's scaling D. `largest` is the largest Ritz value of M,
+    `eps` the relative precision of products with A.
+    """
+    row = jnp.maximum(largest, 1) * factors.row
+    share = min(1 / 6, 6 / math.sqrt(len(x)))
+    # Not the square of the norm, which overflows for operators of tiny scale.
+    scaled = factors.unit()[:, None].astype(x.dtype) * x
+    return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(scaled.T))
 
 
 def _to_real(x: Inexact[Array, "n m"]) -> Real[Array, "..."]:

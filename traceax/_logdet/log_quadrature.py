@@ -19,7 +19,7 @@ residual r of M x = z; theta_1 stands for lambda_min(M).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Real
@@ -75,13 +75,8 @@ def quadrature_after(
         error = lengths * jnp.square(residual * last) / nodes[:, 0]
     else:
         share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
-        reduction = reduction_of_last(nodes, vectors[:, j - 1, :], floor)  # 1 / r
-        reduction = jnp.where(exhausted, 0, reduction)  # Gauss' rule is exact
-        radau_rule = positive_quadrature(
-            ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
-        )
-        radau = jnp.sum(radau_rule[1] * jnp.log(radau_rule[0]), axis=1)
-        gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
+        given = gauss, nodes, vectors[:, j - 1, :], floor
+        gap, radau_rule, reduction = radau_gap(ended, j, *given)
         samples = gauss - share * gap
         missed = jnp.where(exhausted, 0, truncation_error_at(history, j))
         error = jnp.where(jnp.isnan(floor), missed, jnp.maximum(share, 1 - share) * gap)
@@ -104,15 +99,22 @@ def quadrature_after(
     return found, history
 
 
-def reduction_of_last(nodes: Array, last: Array, floor: Array) -> Real[Array, " p"]:
-    """1 / r, by which Radau's rule with a node at a = `floor` reduces the last entry of T. `last`
-    is the last row of S. (Without a floor the result is not used.)
+def radau_gap(
+    ended: Lanczos, j: Any, gauss: Array, nodes: Array, last: Array, floor: Array
+) -> tuple[Array, tuple, Array]:
+    """Returns (by how much Radau's rule with a node at a = `floor` is below Gauss' after j steps,
+    Radau's rule, 1 / r). `last` is the last row of S. (Without a floor the result is not used.)
     """
     eps = float(jnp.finfo(nodes.dtype).eps)
     # A positive number below the smallest Ritz value.
     a = jnp.where(jnp.isnan(floor), 0, jnp.minimum(floor, nodes[:, 0] * (1 - math.sqrt(eps))))
     a = jnp.maximum(a, eps**2 * nodes[:, -1])
-    return 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
+    reduction = 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
+    reduction = jnp.where(ended.beta[j - 1] == 0, 0, reduction)  # Gauss' rule is exact
+    rule = positive_quadrature(ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction)))
+    radau = jnp.sum(rule[1] * jnp.log(rule[0]), axis=1)
+    gap = jnp.where(ended.beta[j - 1] == 0, 0, jnp.maximum(gauss - radau, 0))
+    return gap, rule, reduction
 
 
 def core_of_radau(radau_rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
