@@ -145,7 +145,7 @@ def held_estimate(
     # P was built for another operator: no bound of the eigenvalues of M is known here, and the
     # smallest Ritz value after a few steps may be several times too large.
     floor = jnp.min(nodes[:p, 0]) / 8
-    rule = jnp.sum(masses * jnp.log(nodes), axis=1), nodes, vectors[:, -1]
+    rule = krylov.exhausted, jnp.sum(masses * jnp.log(nodes), axis=1), nodes, vectors[:, -1]
     error = n * jnp.mean(radau_gap(krylov, q, *rule, floor)[0][:p])
     largest = largest_ritz_value(krylov)
     rounding, outside = rounding_of(factors, smallest, largest, block.eps)

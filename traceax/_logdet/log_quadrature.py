@@ -76,7 +76,7 @@ def quadrature_after(
     else:
         share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
         given = gauss, nodes, vectors[:, j - 1, :], floor
-        gap, radau_rule, reduction = radau_gap(ended, j, *given)
+        gap, radau_rule, reduction = radau_gap(ended, j, exhausted, *given)
         samples = gauss - share * gap
         missed = jnp.where(exhausted, 0, truncation_error_at(history, j))
         error = jnp.where(jnp.isnan(floor), missed, jnp.maximum(share, 1 - share) * gap)
@@ -100,7 +100,13 @@ def quadrature_after(
 
 
 def radau_gap(
-    ended: Lanczos, j: Any, gauss: Array, nodes: Array, last: Array, floor: Array
+    ended: Lanczos,
+    j: Any,
+    exhausted: Array,
+    gauss: Array,
+    nodes: Array,
+    last: Array,
+    floor: Array,
 ) -> tuple[Array, tuple, Array]:
     """Returns (by how much Radau's rule with a node at a = `floor` is below Gauss' after j steps,
     Radau's rule, 1 / r). `last` is the last row of S. (Without a floor the result is not used.)
@@ -110,10 +116,10 @@ def radau_gap(
     a = jnp.where(jnp.isnan(floor), 0, jnp.minimum(floor, nodes[:, 0] * (1 - math.sqrt(eps))))
     a = jnp.maximum(a, eps**2 * nodes[:, -1])
     reduction = 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
-    reduction = jnp.where(ended.beta[j - 1] == 0, 0, reduction)  # Gauss' rule is exact
+    reduction = jnp.where(exhausted, 0, reduction)  # Gauss' rule is exact
     rule = positive_quadrature(ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction)))
     radau = jnp.sum(rule[1] * jnp.log(rule[0]), axis=1)
-    gap = jnp.where(ended.beta[j - 1] == 0, 0, jnp.maximum(gauss - radau, 0))
+    gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
     return gap, rule, reduction
 
 
