@@ -74,18 +74,6 @@ def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
     )
 
 
-def solution(
-    block: BlockOperator, factors: Factors, state: Solve, most: int
-) -> tuple[Inexact[Array, "n t"], Solve]:
-    """Returns (x, the last state), after all steps that are left, without probes."""
-    end = lax.while_loop(
-        lambda state: jnp.any(goes_on(state, most)),
-        lambda state: cg_step(state, factors.preconditioned(block.mm, state.p), most),
-        state,
-    )
-    return factors.inverse_root_adjoint(end.z * end.unit), end
-
-
 class QuadraticForm(NamedTuple):
     """`y_j^H A^{-1} y_j` for every column y_j of Y, from a solve."""
 
@@ -132,14 +120,19 @@ def definite_solve(
     """
     tolerance = float(jnp.finfo(block.dtype).eps) ** 0.75
     factors = lax.stop_gradient(factors)
+    most = 10 * block.n
 
     def product(x):
         return _to_real(block.mm(_from_real(x, block.dtype)))
 
     def solve(_, rhs):
         target = factors.inverse_root(_from_real(rhs, block.dtype))
-        start = start_of_solve(target, tolerance)
-        found, end = solution(block, factors, start, 10 * block.n)
+        end = lax.while_loop(
+            lambda state: jnp.any(goes_on(state, most)),
+            lambda state: cg_step(state, factors.preconditioned(block.mm, state.p), most),
+            start_of_solve(target, tolerance),
+        )
+        found = factors.inverse_root_adjoint(end.z * end.unit)
         return _to_real(jnp.where(end.square <= end.goal, found, jnp.nan))
 
     found = lax.custom_linear_solve(product, _to_real(rhs), solve, symmetric=True)

@@ -38,7 +38,7 @@ from .._functions.quadrature_error import quadrature_estimate
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.weights import AbstractWeights
-from .conjugate_gradients import QuadraticForm, rounding_of_form, solution
+from .conjugate_gradients import QuadraticForm, rounding_of_form
 from .estimator import estimate_from, exact_logdet
 from .factors import BuiltPreconditioner
 from .held import HeldWeights, held_estimate
@@ -164,12 +164,14 @@ class GaussianEstimator(AbstractEstimator):
         run = run_of(*given, weights=weights, **ride)
         block = run.block
         factors = run.preparation.built.factors
-        x, solve = solution(block, factors, run.sums.solve, most - 1)
+        solve = run.sums.solve
+        x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)  # r
         form = inner(self.y, x) + inner(x, residual)
         # Where no lower bound is known, the smallest Ritz value is good enough.
-        floor = run.preparation.built.floor  # of lambda_min(M)
-        floor = jnp.where(jnp.isnan(floor), run.sums.smallest, floor)
+        known = run.preparation.built.floor  # of lambda_min(M)
+        smallest = run.sums.smallest
+        floor = smallest if known is None else jnp.where(jnp.isnan(known), smallest, known)
         left = square_norms(factors.inverse_root(residual)) / floor
         left += rounding_of_form(factors, run.sums.largest, x, block.eps)
         log_det = estimate_from(run)

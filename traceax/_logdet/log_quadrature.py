@@ -47,14 +47,14 @@ def quadrature_after(
     krylov: Lanczos,
     j: Int[Array, ""],
     history: Real[Array, "q p"],
-    floor: Real[Array, ""],
+    floor: Real[Array, ""] | None,
     lengths: Real[Array, " p"],
     inverse: bool,
     weights: bool = False,
 ) -> tuple[Quadrature, Real[Array, "q p"]]:
     """Returns (quadrature after j >= 1 steps, `history` with the value of Gauss' rule after j).
 
-    Row i - 1 of `history` is for i steps. `floor` is a, NaN if none is known. `lengths` are
+    Row i - 1 of `history` is for i steps. `floor` is a, None or NaN if none is known. `lengths` are
     |z|^2 / n: 1 on the sphere, 0 for probes that are not in use. f is 1/x if `inverse`, else the
     logarithm. `weights` fills the field `core`.
     """
@@ -74,14 +74,17 @@ def quadrature_after(
         samples = lengths * (gauss - 1)
         error = lengths * jnp.square(residual * last) / nodes[:, 0]
     else:
+        samples = gauss
+        error = jnp.where(exhausted, 0, truncation_error_at(history, j))
+        if weights:
+            core = derivative_core(jnp.log, nodes, vectors)
+    if floor is not None and not inverse:
         share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
         given = gauss, nodes, vectors[:, j - 1, :], floor
         gap, radau_rule, reduction = radau_gap(ended, j, exhausted, *given)
         samples = gauss - share * gap
-        missed = jnp.where(exhausted, 0, truncation_error_at(history, j))
-        error = jnp.where(jnp.isnan(floor), missed, jnp.maximum(share, 1 - share) * gap)
+        error = jnp.where(jnp.isnan(floor), error, jnp.maximum(share, 1 - share) * gap)
         if weights:
-            core = derivative_core(jnp.log, nodes, vectors)
             of_radau = core_of_radau(radau_rule, j, reduction, (nodes, masses, vectors))
             core = core + share[:, None, None] * (of_radau - core)
     count = jnp.maximum(jnp.sum(active), 1)
