@@ -129,7 +129,7 @@ class GaussianEstimator(AbstractEstimator):
         # That of the density counts, not that of the log-determinant.
         evidence = dataclasses.replace(log_det.evidence, unconverged=0.0)
         counts = spent, log_det.dof
-        more = {"columns": log_det.columns, "aux": (value, form.value, form.x)}
+        more = {"stats": log_det.stats, "aux": (value, form.value, form.x)}
         return quadrature_estimate(density, error, std_err, *counts, evidence, least, **more)
 
     def contract(self, weights, operator):

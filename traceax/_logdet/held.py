@@ -150,7 +150,9 @@ def held_estimate(
     largest = largest_ritz_value(krylov)
     rounding, outside = rounding_of(factors, smallest, largest, block.eps)
     evidence = evidence_with(outside, built.evidence, krylov.evidence)
-    log_det = estimate_of(factors, mean, error, rounding, std_err, k - k % q, dof, evidence)
+    stats = {"condition": largest / smallest}
+    counts = k - k % q, dof, evidence
+    log_det = estimate_of(factors, mean, error, rounding, std_err, *counts, stats=stats)
 
     solved = einsum("paj,pj->pa", vectors[p:], vectors[p:, 0, :] * values[p:])
     solved = jnp.sqrt(sizes[p:, None]) * solved

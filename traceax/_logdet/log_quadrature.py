@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Int, Real
 
 from .._core.precision import einsum
 from .._functions.funm import derivative_core, ended_after
+from .._functions.quadrature_error import missed
 from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
 
 
@@ -141,12 +142,8 @@ def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[
     """The error after j steps, from the values after j, j - d and j - 2d: see `_functions.funm`."""
     d = (j + 3) // 4
     now, before, first = (history[jnp.maximum(at - 1, 0)] for at in (j, j - d, j - 2 * d))
-    last = jnp.abs(now - before)
-    fall = jnp.abs(before - first)
-    rate = jnp.minimum(last / jnp.where(fall > 0, fall, 1), 0.95)
-    rate = jnp.where((j > 2 * d) & (fall > 0), rate, 0.95)
-    error = last * jnp.maximum(1, 8 * rate / (1 - rate))
-    return jnp.where(j > d, error, jnp.inf)
+    changes = jnp.abs(jnp.stack([now - before, jnp.where(j > 2 * d, before - first, 0)]))
+    return jnp.where(j > d, missed(changes[0], changes), jnp.inf)
 
 
 def solutions_after(krylov: Lanczos, j: Int[Array, ""], orders: int) -> Real[Array, "o p q"]:
