@@ -91,7 +91,7 @@ def skew_of(apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -
 
 
 def _count(x: Any) -> Any:
-    return None if x is None else jnp.asarray(x, jnp.int32)
+    return jnp.asarray(x, jnp.int32)
 
 
 @final
@@ -111,7 +111,7 @@ class Estimate(eqx.Module):
         value itself is finite is seen without it.
     - `quadrature_error`: the error from ending a recurrence early, real and of the structure of the
         value; None if there is no recurrence.
-    - `columns`: the number of columns that were read without a product; None where none can be.
+    - `stats`: further statistics, by their names in `Solution.stats`.
     - `aux`: arrays that belong to the estimate of a particular quantity, or None.
     - `separate`: whether each number of the value follows from its own rows of the products alone,
         and stands where others are not finite.
@@ -129,7 +129,7 @@ class Estimate(eqx.Module):
     dof: Real[Array, "..."] = eqx.field(converter=jnp.asarray)
     evidence: Evidence = eqx.field(default_factory=Evidence)
     quadrature_error: Any = None
-    columns: Int[Array, ""] | None = eqx.field(default=None, converter=_count)
+    stats: dict[str, Array] = eqx.field(default_factory=dict)
     aux: Any = None
     separate: bool = eqx.field(static=True, default=False)
     inflation: float = eqx.field(static=True, default=1.0)

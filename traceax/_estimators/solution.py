@@ -62,8 +62,9 @@ class Solution(eqx.Module):
         real number: that of averaged samples, less one (for functions of matrices about that of the
         eigenvalues that dominate the error, times that of the probes). Diagonals and block traces
         add `"nonfinite"`, the number of entries of each leaf that are not finite; log-determinants
-        `"columns"`, which were read without a product; log densities `"log_det"`,
-        `"quadratic_form"` and `"solve"`.
+        and inverses `"columns"`, which were read without a product, and `"condition"`, the quotient
+        of the extreme Ritz values of $P^{-1} A$ (1 if the preconditioner P is A); log densities
+        `"log_det"`, `"quadratic_form"` and `"solve"`.
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
         of the error from ending a recurrence early (of exact values, from rounding). It is not a
@@ -159,14 +160,11 @@ def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[
 
 def solution_of(estimate: Estimate) -> Solution:
     """The solution that users get of an estimate with a result."""
-    stats = {"std.err": estimate.std_err, "dof": estimate.dof}
-    if estimate.columns is not None:
-        stats["columns"] = estimate.columns
     return Solution(
         value=estimate.value,
         std_err=estimate.std_err,
         num_matvecs=estimate.num_matvecs,
-        stats=stats,
+        stats={"std.err": estimate.std_err, "dof": estimate.dof, **estimate.stats},
         result=estimate.result,
         quadrature_error=estimate.quadrature_error,
         aux=estimate.aux,

@@ -71,7 +71,7 @@ def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array
     """
     changes = jnp.abs(_changes(samples))  # D_1, D_2
     shape = (-1, *[1] * (samples.ndim - 2))
-    error = jnp.where(exhausted.reshape(shape), 0, _missed(changes[0], changes))
+    error = jnp.where(exhausted.reshape(shape), 0, missed(changes[0], changes))
     return jnp.mean(error, axis=0)
 
 
@@ -83,7 +83,7 @@ def entries_truncation_error(values: Real[Array, "o n"], exhausted: Bool[Array, 
     changes = _changes(values)
     norms = safe_norm(changes)
     typical = jnp.hypot(changes[0], norms[0] / math.sqrt(values.shape[1])) / math.sqrt(2)
-    return jnp.where(exhausted, 0, _missed(typical, norms))
+    return jnp.where(exhausted, 0, missed(typical, norms))
 
 
 def _changes(values: Real[Array, "o ..."]) -> Real[Array, "d ..."]:
@@ -93,7 +93,7 @@ def _changes(values: Real[Array, "o ..."]) -> Real[Array, "d ..."]:
     return jnp.diff(values, axis=0)
 
 
-def _missed(last: Real[Array, "..."], changes: Real[Array, "d ..."]) -> Real[Array, "..."]:
+def missed(last: Real[Array, "..."], changes: Real[Array, "d ..."]) -> Real[Array, "..."]:
     """D_1 max(1, 8 r / (1 - r)): `last` is D_1, `changes` are D_1 and D_2, or D_1 alone, for r."""
     rate = jnp.full_like(changes[0], 0.95)
     if len(changes) == 2:

@@ -122,5 +122,9 @@ def positive_quadrature(
     positive, against NaN; the caller must report such nodes.
     """
     nodes, weights, vectors = quadrature(krylov)
-    tiny = float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit
-    return jnp.maximum(nodes, tiny), weights, vectors
+    return positive(nodes, krylov), weights, vectors
+
+
+def positive(nodes: Real[Array, "p q"], krylov: Lanczos) -> Real[Array, "p q"]:
+    """The nodes, with tiny numbers in the place of those that are not positive."""
+    return jnp.maximum(nodes, float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit)

@@ -11,6 +11,7 @@ a block share products. A column ends by itself, or where p^H M p <= 0: then M i
 (`lineax.CG` has a breakdown test that depends on the scale of M, and no complex numbers.)
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -73,16 +74,29 @@ def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
     )
 
 
-def solution(
-    block: BlockOperator, factors: Factors, state: Solve, most: int
-) -> tuple[Inexact[Array, "n t"], Solve]:
-    """Returns (x, the last state), after all steps that are left, without probes."""
-    end = lax.while_loop(
-        lambda state: jnp.any(goes_on(state, most)),
-        lambda state: cg_step(state, factors.preconditioned(block.mm, state.p), most),
-        state,
-    )
-    return factors.inverse_root_adjoint(end.z * end.unit), end
+class QuadraticForm(NamedTuple):
+    """`y_j^H A^{-1} y_j` for every column y_j of Y, from a solve."""
+
+    value: Real[Array, " t"]
+    left: Real[Array, " t"]  # a bound of what the value leaves out
+    x: Inexact[Array, "n t"]
+
+
+def rounding_of_form(
+    factors: Factors,
+    largest: Real[Array, ""],
+    x: Inexact[Array, "n t"],
+    eps: float,
+) -> Real[Array, " t"]:
+    """The rounding error of every x_j^H A x_j: a share of eps ||a|| ||D^{1/2} x||^2, with a the
+    largest row of D^{-1/2} A D^{-1/2}, and P's scaling D. `largest` is the largest Ritz value of M,
+    `eps` the relative precision of products with A.
+    """
+    row = jnp.maximum(largest, 1) * factors.row
+    share = min(1 / 6, 6 / math.sqrt(len(x)))
+    # Not the square of the norm, which overflows for operators of tiny scale.
+    scaled = factors.unit()[:, None].astype(x.dtype) * x
+    return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(scaled.T))
 
 
 def _to_real(x: Inexact[Array, "n m"]) -> Real[Array, "..."]:
@@ -106,14 +120,19 @@ def definite_solve(
     """
     tolerance = float(jnp.finfo(block.dtype).eps) ** 0.75
     factors = lax.stop_gradient(factors)
+    most = 10 * block.n
 
     def product(x):
         return _to_real(block.mm(_from_real(x, block.dtype)))
 
     def solve(_, rhs):
         target = factors.inverse_root(_from_real(rhs, block.dtype))
-        start = start_of_solve(target, tolerance)
-        found, end = solution(block, factors, start, 10 * block.n)
+        end = lax.while_loop(
+            lambda state: jnp.any(goes_on(state, most)),
+            lambda state: cg_step(state, factors.preconditioned(block.mm, state.p), most),
+            start_of_solve(target, tolerance),
+        )
+        found = factors.inverse_root_adjoint(end.z * end.unit)
         return _to_real(jnp.where(end.square <= end.goal, found, jnp.nan))
 
     found = lax.custom_linear_solve(product, _to_real(rhs), solve, symmetric=True)

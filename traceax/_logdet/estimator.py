@@ -96,7 +96,7 @@ def estimate_from(run: Run) -> Estimate:
     std_err, dof = std_err_of(sums, run.block)
     parts = built.factors, value, error, rounding, std_err
     counts = run.spent, dof, evidence
-    return estimate_of(*parts, *counts, columns=run.preparation.read)
+    return estimate_of(*parts, *counts, stats=run.stats)
 
 
 class ExactLogdet(NamedTuple):
@@ -147,9 +147,9 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     eps = block.eps if spent else float(jnp.finfo(scale.dtype).eps)
     rounding = ROUNDING * eps * entries
     error = jnp.sum(rounding / diagonal) + rounding_of_logarithms(n, *parts)
-    columns = n if has_entries(operator) else None
+    stats = {"columns": jnp.asarray(n)} if has_entries(operator) else {}
     zero = jnp.zeros_like(value)
-    estimate = Estimate(value, zero, spent, 0, evidence, quadrature_error=error, columns=columns)
+    estimate = Estimate(value, zero, spent, 0, evidence, quadrature_error=error, stats=stats)
     return ExactLogdet(estimate, factor, scale, rounding * scale)
 
 

@@ -184,7 +184,7 @@ def no_preconditioner(block: BlockOperator) -> "BuiltPreconditioner":
     """The identity in the place of a preconditioner."""
     one = jnp.ones(block.n, jnp.finfo(block.dtype).dtype)
     factors = low_rank_plus_diagonal(jnp.zeros((block.n, 0), block.dtype), one)
-    return BuiltPreconditioner(factors, one[0] * jnp.nan, jnp.zeros_like(one[0]))
+    return BuiltPreconditioner(factors, None, jnp.zeros_like(one[0]))
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
@@ -225,7 +225,7 @@ class BuiltPreconditioner(eqx.Module):
 
     - `factors`: the preconditioner, by products.
     - `floor`: a lower bound of the eigenvalues of $P^{-1} A$, for the operator A that it was built
-        for; NaN if no bound is known.
+        for; NaN or None if no bound is known.
     - `control_variate_weight`: 1 for P = A, and 0 if P leaves out far more than the smallest
         eigenvalue.
     - `evidence`: whether the products that it was built from are those of a definite matrix.
@@ -233,7 +233,7 @@ class BuiltPreconditioner(eqx.Module):
     """
 
     factors: Factors
-    floor: Real[Array, ""]
+    floor: Real[Array, ""] | None
     control_variate_weight: Real[Array, ""]
     evidence: Evidence = eqx.field(default_factory=Evidence)
     structure: Any = None

@@ -15,8 +15,7 @@ k / (t + 4) products for each y, or 2 if that is more. If a solve ends at x, wit
 The value leaves the last term out. With P = R R^H and M = R^{-1} A R^{-H} that term is at most
 ||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of lambda_min(M) is known; otherwise the
 smallest Ritz value of the probes stands for lambda_min(M). Half of this bound is part of the
-quadrature error, and so is half of the rounding error of x^H A x: a share of
-eps ||a|| ||D^{1/2} x||^2, with a the largest row of D^{-1/2} A D^{-1/2}, and P's scaling D.
+quadrature error, and so is half of the rounding error of x^H A x.
 
 *Derivatives.* With x held fixed,
 
@@ -27,49 +26,24 @@ which is the derivative of y^H x + x^H r, too. For the second derivative, dx = A
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Estimate, safe_norm, scale_of
+from .._core.estimate import Estimate
 from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import quadrature_estimate
-from .._linalg.lanczos import largest_ritz_value, quadrature
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.weights import AbstractWeights
-from .conjugate_gradients import solution
+from .conjugate_gradients import QuadraticForm, rounding_of_form
 from .estimator import estimate_from, exact_logdet
-from .factors import BuiltPreconditioner, Factors
-from .held import Held, HeldWeights
+from .factors import BuiltPreconditioner
+from .held import HeldWeights, held_estimate
 from .run import Policy, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
-
-
-class QuadraticForm(NamedTuple):
-    """`y_j^H A^{-1} y_j` for every column y_j of Y, from a solve."""
-
-    value: Real[Array, " t"]
-    left: Real[Array, " t"]  # a bound of what the value leaves out
-    x: Inexact[Array, "n t"]
-
-
-def rounding_of_form(
-    factors: Factors,
-    largest: Real[Array, ""],
-    x: Inexact[Array, "n t"],
-    eps: float,
-) -> Real[Array, " t"]:
-    """The rounding error of every x_j^H A x_j: see above. `largest` is the largest Ritz value of M,
-    `eps` the relative precision of products with A.
-    """
-    row = jnp.maximum(largest, 1) * factors.row
-    share = min(1 / 6, 6 / math.sqrt(len(x)))
-    # Not the square of the norm, which overflows for operators of tiny scale.
-    scaled = factors.unit()[:, None].astype(x.dtype) * x
-    return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(scaled.T))
 
 
 def inner(x: Inexact[Array, "n t"], y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
@@ -155,7 +129,7 @@ class GaussianEstimator(AbstractEstimator):
         # That of the density counts, not that of the log-determinant.
         evidence = dataclasses.replace(log_det.evidence, unconverged=0.0)
         counts = spent, log_det.dof
-        more = {"columns": log_det.columns, "aux": (value, form.value, form.x)}
+        more = {"stats": log_det.stats, "aux": (value, form.value, form.x)}
         return quadrature_estimate(density, error, std_err, *counts, evidence, least, **more)
 
     def contract(self, weights, operator):
@@ -173,7 +147,8 @@ class GaussianEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         built = self.policy.preconditioner
         if isinstance(built, BuiltPreconditioner):
-            return self.with_held(Held(built, operator), key, k, weights)
+            log_det, form, made = held_estimate(key, built, operator, k, self.y, weights)
+            return self.density(log_det, form, log_det.num_matvecs, 1.0), made
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
 
@@ -189,12 +164,14 @@ class GaussianEstimator(AbstractEstimator):
         run = run_of(*given, weights=weights, **ride)
         block = run.block
         factors = run.preparation.built.factors
-        x, solve = solution(block, factors, run.sums.solve, most - 1)
+        solve = run.sums.solve
+        x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)  # r
         form = inner(self.y, x) + inner(x, residual)
         # Where no lower bound is known, the smallest Ritz value is good enough.
-        floor = run.preparation.built.floor  # of lambda_min(M)
-        floor = jnp.where(jnp.isnan(floor), run.sums.smallest, floor)
+        known = run.preparation.built.floor  # of lambda_min(M)
+        smallest = run.sums.smallest
+        floor = smallest if known is None else jnp.where(jnp.isnan(known), smallest, known)
         left = square_norms(factors.inverse_root(residual)) / floor
         left += rounding_of_form(factors, run.sums.largest, x, block.eps)
         log_det = estimate_from(run)
@@ -204,30 +181,3 @@ class GaussianEstimator(AbstractEstimator):
         if not weights:
             return estimate, None
         return estimate, GaussianWeights(weights_of(run.preparation.built, run.sums), x)
-
-    def with_held(self, held: Held, key, k: int, weights: bool) -> tuple[Estimate, Any]:
-        """Returns (estimate, weights), with a preconditioner that is held."""
-        t = self.y.shape[1]
-        steps = steps_of_solve(k, t)
-        target = held.factors.inverse_root(self.y)  # R^{-1} y, below in its unit
-        unit = scale_of(target, axis=0)[0]
-        scaled = unit.astype(target.dtype)
-        target = target / scaled
-        krylov = held.lanczos(target, steps)
-        # Nodes from a right-hand side that is 0 are no Ritz values.
-        nodes = jnp.where(square_norms(target)[:, None] > 0, quadrature(krylov)[0], jnp.inf)
-        given = key, k - t * steps, jnp.min(nodes)
-        log_det, log_det_weights, smallest = held.log_det(*given)
-        value, left, x = held.quadratic_forms(target, krylov, smallest)
-        x = scaled * x
-        largest = largest_ritz_value(krylov)
-        rounding = rounding_of_form(held.factors, largest, x, held.block.eps)
-        form = QuadraticForm(unit**2 * value, unit**2 * left + rounding, x)
-        estimate = self.density(log_det, form, log_det.num_matvecs + t * steps, 1.0)
-        if not weights:
-            return estimate, None
-        of_log_det = log_det_weights(t)
-        left, right, start = held.derivative(target, krylov, jnp.reciprocal, unit**2)
-        left = jnp.concatenate([of_log_det.left, left], axis=1)
-        right = jnp.concatenate([of_log_det.right, right], axis=1)
-        return estimate, HeldWeights(left, right, held.built, t, scaled * start)

@@ -7,9 +7,10 @@ from which its values follow the operator. With M = R^{-1} A R^{-H} the value is
     log det P + mean over z of F(M, z),      F Gauss quadrature of z^H log(M) z in q steps.
 
 `own_derivative` differentiates F exactly by M, converged or not; JAX differentiates P and R. The
-form y^H A^{-1} y is Gauss quadrature of 1/x from b = R^{-1} y: m steps give the result of m steps
-of conjugate gradients, and the number m is fixed, so that no decision breaks the smoothness. The
-quadrature leaves out at most ||R^{-1} r||^2 / lambda_min(M), with r = y - A x.
+form y^H A^{-1} y is Gauss quadrature of 1/x from b = R^{-1} y, one more column of the recurrences:
+q steps give the result of q steps of conjugate gradients. The quadrature leaves out at most
+||R^{-1} r||^2 / lambda_min(M), with r = y - A x. The number q is fixed, so that no decision breaks
+the smoothness.
 
 *The probes.* With a fixed P, from products, no rank removes the variance of z^H B z, B the
 derivative of log M, and an optimum is off by about (number of hyperparameters) / (2 p) nats on
@@ -26,38 +27,40 @@ than 8 probes it is that of probes on the sphere, which is larger.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import NoReturn, final
 
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from .._core.estimate import Estimate, mean_and_std_err
+from .._core.estimate import Estimate, mean_and_std_err, scale_of
 from .._core.precision import einsum
 from .._functions.funm import mean_and_error
+from .._functions.nodes import divided_differences
 from .._linalg.factorisations import qr
-from .._linalg.lanczos import Lanczos, lanczos, largest_ritz_value, positive_quadrature
+from .._linalg.lanczos import lanczos, largest_ritz_value, positive, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
+from .conjugate_gradients import QuadraticForm, rounding_of_form
 from .estimator import estimate_of, evidence_with, rounding_of
 from .factors import BuiltPreconditioner, Factors, outside_of
-from .log_quadrature import quadrature_after
-from .own_derivative import gauss, own_derivative
+from .log_quadrature import radau_gap
+from .own_derivative import own_derivative
 
 #: From this number of probes on, their scatter gives the standard error.
 SCATTER = 8
 
 
-def held_plan(k: int) -> tuple[int, int]:
-    """Returns (p probes, q steps for each). M ~ I needs few steps; an optimum gains from probes."""
-    steps = min(k, max(4, math.isqrt(k) // 2))
-    return k // steps, steps
+def held_plan(k: int, t: int = 0) -> tuple[int, int]:
+    """Returns (p probes, q steps for each and for t observations). M ~ I needs few steps, fewer for
+    a logarithm than for a solve; an optimum gains from probes.
+    """
+    steps = min(k // (t + 1), max(4, math.isqrt(k) // (1 if t else 2)))
+    return k // steps - t, steps
 
 
 def held_probes(key: PRNGKeyArray, factors: Factors, p: int, dtype) -> Inexact[Array, "n p"]:
@@ -102,78 +105,69 @@ class HeldWeights(AbstractWeights):
         )
 
 
-class Held:
-    """M for an operator and a preconditioner. (No PyTree: a `Held` exists only during a trace.)"""
+def held_estimate(
+    key: PRNGKeyArray,
+    built: BuiltPreconditioner,
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    y: Inexact[Array, "n t"],
+    weights: bool,
+) -> tuple[Estimate, QuadraticForm, HeldWeights | None]:
+    """Returns (estimate of log det A, the forms of the columns of y, the weights of the sum of t
+    times log det A, or once if t = 0, and the forms).
+    """
+    n, t = y.shape
+    factors = built.factors_at(operator)
+    block = BlockOperator(operator).linearised()
+    p, q = held_plan(k, t)
+    target = factors.inverse_root(y)
+    unit = scale_of(target, axis=0)[0]
+    probes = held_probes(key, factors, p, block.dtype)
+    starts = jnp.concatenate([probes, target / unit.astype(block.dtype)], axis=1)
+    sizes = square_norms(starts)
 
-    def __init__(self, preconditioner: BuiltPreconditioner, operator: lx.AbstractLinearOperator):
-        self.built = preconditioner
-        self.factors = preconditioner.factors_at(operator)
-        self.block = BlockOperator(operator).linearised()
+    def mm(x):
+        return factors.preconditioned(block.mm, x)
 
-    def lanczos(self, start: Inexact[Array, "n p"], steps: int) -> Lanczos:
-        """The recurrences of M from the columns of `start`."""
-        mm = partial(self.factors.preconditioned, self.block.mm)
-        return lanczos(mm, start, steps, self.block.eps)
+    krylov = lanczos(mm, starts, q, block.eps)
+    nodes, masses, vectors = quadrature(krylov)
+    # Nodes from a right-hand side that is 0 are no Ritz values.
+    smallest = jnp.min(jnp.where(sizes > 0, nodes[:, 0], jnp.inf))
+    nodes = positive(nodes, krylov)
+    values = jnp.concatenate([jnp.log(nodes[:p]), 1 / nodes[p:]])
+    gauss = sizes * jnp.sum(masses * values, axis=1)  # F
 
-    def log_det(
-        self, key: PRNGKeyArray, k: int, smallest: ArrayLike = math.inf
-    ) -> tuple[Estimate, Callable[..., HeldWeights], Real[Array, ""]]:
-        """Returns (estimate of log det A from a budget k, a function of `times` that returns
-        `times` the weights, the smallest of all Ritz values and `smallest`).
-        """
-        p, q = held_plan(k)
-        probes = held_probes(key, self.factors, p, self.block.dtype)
-        krylov = self.lanczos(probes, q)
-        # P was built for another operator: no bound of the eigenvalues of M is known here, and the
-        # smallest Ritz value after a few steps may be several times too large.
-        nodes, masses, _ = positive_quadrature(krylov)
-        far_below = jnp.min(nodes[:, 0]) / 8
-        given = krylov, jnp.asarray(q), jnp.zeros_like(krylov.alpha), far_below
-        found, _ = quadrature_after(*given, jnp.ones(p, nodes.dtype), False)
-        value, std_err = mean_and_std_err(gauss(probes, krylov, jnp.log))
-        dof = jnp.full((), p - 1, nodes.dtype)
-        if p < SCATTER:
-            complex_ = jnp.iscomplexobj(probes)
-            parts = masses, jnp.log(nodes), self.block.n, self.block.eps, complex_
-            _, std_err, dof = mean_and_error(*parts)
-        smallest = jnp.minimum(found.smallest, smallest)
-        largest = largest_ritz_value(krylov)
-        rounding, outside = rounding_of(self.factors, smallest, largest, self.block.eps)
-        evidence = evidence_with(outside, self.built.evidence, krylov.evidence)
-        errors = self.block.n * found.error, rounding, std_err
-        estimate = estimate_of(self.factors, value, *errors, p * q, dof, evidence)
+    mean, std_err = mean_and_std_err(gauss[:p])
+    dof = jnp.full((), p - 1, nodes.dtype)
+    if p < SCATTER:
+        parts = masses[:p], values[:p], n, block.eps, jnp.iscomplexobj(y)
+        _, std_err, dof = mean_and_error(*parts)
+    # P was built for another operator: no bound of the eigenvalues of M is known here, and the
+    # smallest Ritz value after a few steps may be several times too large.
+    floor = jnp.min(nodes[:p, 0]) / 8
+    rule = krylov.exhausted, jnp.sum(masses * jnp.log(nodes), axis=1), nodes, vectors[:, -1]
+    error = n * jnp.mean(radau_gap(krylov, q, *rule, floor)[0][:p])
+    largest = largest_ritz_value(krylov)
+    rounding, outside = rounding_of(factors, smallest, largest, block.eps)
+    evidence = evidence_with(outside, built.evidence, krylov.evidence)
+    stats = {"condition": largest / smallest}
+    counts = k - k % q, dof, evidence
+    log_det = estimate_of(factors, mean, error, rounding, std_err, *counts, stats=stats)
 
-        def weights(times: int = 1) -> HeldWeights:
-            derivative = self.derivative(
-                probes, krylov, jnp.log, jnp.full(p, times / p, value.dtype)
-            )
-            return HeldWeights(*derivative[:2], self.built, times)
-
-        return estimate, weights, smallest
-
-    def derivative(
-        self, probes: Array, krylov: Lanczos, fn: Callable, coefficients: Array
-    ) -> tuple[Array, Array, Array]:
-        """Returns (l_j, r_j, x of every z_i) for sum_i c_i F(M, z_i), c_i the real `coefficients`:
-        see `HeldWeights`.
-        """
-        n = probes.shape[0]
-        mm = partial(self.factors.preconditioned, self.block.mm)
-        left, start = own_derivative(mm, probes, krylov, fn)
-        left = left * coefficients.astype(probes.dtype)
-        left, right = (x.transpose(1, 0, 2).reshape(n, -1) for x in (left, krylov.basis))
-        return left, right, start
-
-    def quadratic_forms(
-        self, target: Inexact[Array, "n t"], krylov: Lanczos, smallest: Real[Array, ""]
-    ) -> tuple[Array, Array, Array]:
-        """Returns (b^H M^{-1} b, a bound of the part that quadrature leaves out, R^{-H} M^{-1} b)
-        for every column b of `target`; `smallest` stands for lambda_min(M).
-        """
-        nodes, _, vectors = positive_quadrature(krylov)
-        length = jnp.sqrt(square_norms(target))[:, None]
-        solved = length * einsum("paj,pj->pa", vectors, vectors[:, 0, :] / nodes)
-        solution = einsum("qnp,pq->np", krylov.basis, solved.astype(target.dtype))
-        left = jnp.square(krylov.beta[-1] * solved[:, -1]) / smallest
-        value = gauss(target, krylov, jnp.reciprocal)
-        return value, left, self.factors.inverse_root_adjoint(solution)
+    solved = einsum("paj,pj->pa", vectors[p:], vectors[p:, 0, :] * values[p:])
+    solved = jnp.sqrt(sizes[p:, None]) * solved
+    solution = einsum("qnp,pq->np", krylov.basis[:, :, p:], solved.astype(block.dtype))
+    x = unit.astype(block.dtype) * factors.inverse_root_adjoint(solution)
+    left = jnp.square(unit * krylov.residual[p:] * solved[:, -1]) / smallest
+    left = left + rounding_of_form(factors, largest, x, block.eps)
+    form = QuadraticForm(jnp.square(unit) * gauss[p:], left, x)
+    if not weights:
+        return log_det, form, None
+    # The divided differences of 1/x are -1 / (x y).
+    slopes = [divided_differences(jnp.log, nodes[:p]), -values[p:, :, None] * values[p:, None, :]]
+    left, start = own_derivative(mm, starts, krylov, vectors, values, jnp.concatenate(slopes))
+    share = jnp.full(p, max(t, 1) / p, unit.dtype)
+    coefficients = jnp.concatenate([share, jnp.square(unit)]).astype(block.dtype)
+    left, right = (x.transpose(1, 0, 2).reshape(n, -1) for x in (left * coefficients, krylov.basis))
+    x = unit.astype(block.dtype) * start[:, p:]
+    return log_det, form, HeldWeights(left, right, built, max(t, 1), x)

@@ -107,10 +107,8 @@ class InverseEstimator(AbstractEstimator):
         # Equal eigenvalues, whose inverses have the same rounding error.
         std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
         evidence = evidence_with(outside, run.preparation.built.evidence, sums.evidence)
-        read = run.preparation.read
-        estimate = quadrature_estimate(
-            value, error, std_err, run.spent, dof, evidence, columns=read
-        )
+        counts = run.spent, dof, evidence
+        estimate = quadrature_estimate(value, error, std_err, *counts, stats=run.stats)
         estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None

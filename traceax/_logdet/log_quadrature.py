@@ -19,13 +19,14 @@ residual r of M x = z; theta_1 stands for lambda_min(M).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Real
 
 from .._core.precision import einsum
 from .._functions.funm import derivative_core, ended_after
+from .._functions.quadrature_error import missed
 from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
 
 
@@ -47,14 +48,14 @@ def quadrature_after(
     krylov: Lanczos,
     j: Int[Array, ""],
     history: Real[Array, "q p"],
-    floor: Real[Array, ""],
+    floor: Real[Array, ""] | None,
     lengths: Real[Array, " p"],
     inverse: bool,
     weights: bool = False,
 ) -> tuple[Quadrature, Real[Array, "q p"]]:
     """Returns (quadrature after j >= 1 steps, `history` with the value of Gauss' rule after j).
 
-    Row i - 1 of `history` is for i steps. `floor` is a, NaN if none is known. `lengths` are
+    Row i - 1 of `history` is for i steps. `floor` is a, None or NaN if none is known. `lengths` are
     |z|^2 / n: 1 on the sphere, 0 for probes that are not in use. f is 1/x if `inverse`, else the
     logarithm. `weights` fills the field `core`.
     """
@@ -74,19 +75,17 @@ def quadrature_after(
         samples = lengths * (gauss - 1)
         error = lengths * jnp.square(residual * last) / nodes[:, 0]
     else:
-        share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
-        reduction = reduction_of_last(nodes, vectors[:, j - 1, :], floor)  # 1 / r
-        reduction = jnp.where(exhausted, 0, reduction)  # Gauss' rule is exact
-        radau_rule = positive_quadrature(
-            ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
-        )
-        radau = jnp.sum(radau_rule[1] * jnp.log(radau_rule[0]), axis=1)
-        gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
-        samples = gauss - share * gap
-        missed = jnp.where(exhausted, 0, truncation_error_at(history, j))
-        error = jnp.where(jnp.isnan(floor), missed, jnp.maximum(share, 1 - share) * gap)
+        samples = gauss
+        error = jnp.where(exhausted, 0, truncation_error_at(history, j))
         if weights:
             core = derivative_core(jnp.log, nodes, vectors)
+    if floor is not None and not inverse:
+        share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
+        given = gauss, nodes, vectors[:, j - 1, :], floor
+        gap, radau_rule, reduction = radau_gap(ended, j, exhausted, *given)
+        samples = gauss - share * gap
+        error = jnp.where(jnp.isnan(floor), error, jnp.maximum(share, 1 - share) * gap)
+        if weights:
             of_radau = core_of_radau(radau_rule, j, reduction, (nodes, masses, vectors))
             core = core + share[:, None, None] * (of_radau - core)
     count = jnp.maximum(jnp.sum(active), 1)
@@ -104,15 +103,28 @@ def quadrature_after(
     return found, history
 
 
-def reduction_of_last(nodes: Array, last: Array, floor: Array) -> Real[Array, " p"]:
-    """1 / r, by which Radau's rule with a node at a = `floor` reduces the last entry of T. `last`
-    is the last row of S. (Without a floor the result is not used.)
+def radau_gap(
+    ended: Lanczos,
+    j: Any,
+    exhausted: Array,
+    gauss: Array,
+    nodes: Array,
+    last: Array,
+    floor: Array,
+) -> tuple[Array, tuple, Array]:
+    """Returns (by how much Radau's rule with a node at a = `floor` is below Gauss' after j steps,
+    Radau's rule, 1 / r). `last` is the last row of S. (Without a floor the result is not used.)
     """
     eps = float(jnp.finfo(nodes.dtype).eps)
     # A positive number below the smallest Ritz value.
     a = jnp.where(jnp.isnan(floor), 0, jnp.minimum(floor, nodes[:, 0] * (1 - math.sqrt(eps))))
     a = jnp.maximum(a, eps**2 * nodes[:, -1])
-    return 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
+    reduction = 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
+    reduction = jnp.where(exhausted, 0, reduction)  # Gauss' rule is exact
+    rule = positive_quadrature(ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction)))
+    radau = jnp.sum(rule[1] * jnp.log(rule[0]), axis=1)
+    gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
+    return gap, rule, reduction
 
 
 def core_of_radau(radau_rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
@@ -130,12 +142,8 @@ def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[
     """The error after j steps, from the values after j, j - d and j - 2d: see `_functions.funm`."""
     d = (j + 3) // 4
     now, before, first = (history[jnp.maximum(at - 1, 0)] for at in (j, j - d, j - 2 * d))
-    last = jnp.abs(now - before)
-    fall = jnp.abs(before - first)
-    rate = jnp.minimum(last / jnp.where(fall > 0, fall, 1), 0.95)
-    rate = jnp.where((j > 2 * d) & (fall > 0), rate, 0.95)
-    error = last * jnp.maximum(1, 8 * rate / (1 - rate))
-    return jnp.where(j > d, error, jnp.inf)
+    changes = jnp.abs(jnp.stack([now - before, jnp.where(j > 2 * d, before - first, 0)]))
+    return jnp.where(j > d, missed(changes[0], changes), jnp.inf)
 
 
 def solutions_after(krylov: Lanczos, j: Int[Array, ""], orders: int) -> Real[Array, "o p q"]:

@@ -11,10 +11,11 @@ from .._core.primitive import logdet_p
 from .._estimators.estimator import AbstractEstimator, check_key, solve
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
+from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_shift
 from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
 from .factors import BuiltPreconditioner
-from .held import Held
+from .held import held_estimate
 from .preconditioners import AbstractPreconditioner
 from .run import Policy, check_budget_alone, check_fallback, policy_of, run_of
 from .weights import weights_of
@@ -41,8 +42,10 @@ class LogdetEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         built = self.policy.preconditioner
         if isinstance(built, BuiltPreconditioner):
-            estimate, held_weights, _ = Held(built, operator).log_det(key, k)
-            return estimate, held_weights() if weights else None
+            block = BlockOperator(operator)
+            nothing = jnp.zeros((block.n, 0), block.dtype)
+            estimate, _, made = held_estimate(key, built, operator, k, nothing, weights)
+            return estimate, made
         run = run_of(key, operator, k, self.policy, weights=weights)
         made = weights_of(run.preparation.built, run.sums) if weights else None
         return self.policy.judged(estimate_from(run)), made

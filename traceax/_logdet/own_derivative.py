@@ -40,39 +40,32 @@ from jax import lax
 from jaxtyping import Array, Inexact, Real
 
 from .._core.precision import einsum
-from .._functions.nodes import divided_differences, on_nodes
-from .._linalg.lanczos import Lanczos, positive_quadrature
+from .._linalg.lanczos import Lanczos
 from .._sketch.leave_one_out import square_norms
-
-
-def gauss(
-    probes: Inexact[Array, "n p"], krylov: Lanczos, fn: Callable[[Array], Array]
-) -> Real[Array, " p"]:
-    """F, for every probe."""
-    nodes, weights, _ = positive_quadrature(krylov)
-    return square_norms(probes) * jnp.sum(weights * on_nodes(fn, nodes), axis=1)
 
 
 def own_derivative(
     mm: Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]],
     probes: Inexact[Array, "n p"],
     krylov: Lanczos,
-    fn: Callable[[Array], Array],
+    vectors: Real[Array, "p q q"],
+    values: Real[Array, "p q"],
+    slopes: Real[Array, "p q q"],
 ) -> tuple[Inexact[Array, "q n p"], Inexact[Array, "n p"]]:
     """Returns (the columns of ||z||^2 (V C + 2 mu), x), for every probe z: the derivative of F with
     respect to M and z, see above. `mm` multiplies blocks with M; `krylov` has the recurrences from
-    the probes.
+    the probes, `vectors` the eigenvectors of every T, `values` f at the nodes, and `slopes` its
+    divided differences.
 
     Cost: q block products, as many as the recurrences took, and twice their other operations.
     """
     basis, alpha, beta, *_ = krylov
     q = len(alpha)
     dtype = probes.dtype
-    nodes, _, vectors = positive_quadrature(krylov)
     along = vectors * vectors[:, :1, :]
     # In the basis V: `core` is C, `of_first` is f(T) e_1.
-    core = einsum("pai,pij,pbj->pab", along, divided_differences(fn, nodes), along).astype(dtype)
-    of_first = einsum("paj,pj->pa", vectors, on_nodes(fn, nodes) * vectors[:, 0, :]).astype(dtype)
+    core = einsum("pai,pij,pbj->pab", along, slopes, along).astype(dtype)
+    of_first = einsum("paj,pj->pa", vectors, values * vectors[:, 0, :]).astype(dtype)
 
     def outside(block, j):
         """The block without its part in v_1, ..., v_j."""

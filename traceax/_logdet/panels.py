@@ -13,8 +13,8 @@ of the budget is enough for, until nothing is left, or the tolerance is met. Pro
 are not in use are 0, and not counted.
 
 *Observations ride along.* Conjugate gradients for M x = R^{-1} y take a step with every step of
-every panel, as further columns of its products, until their residuals are small enough. Steps that
-are missing after the last panel follow alone.
+every panel, as further columns of its products, until their residuals are small enough; panels that
+follow after the last probe have no others.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from .._linalg.lanczos import Lanczos, tridiagonal
 from .._operators.block_operator import BlockOperator
 from .._probes.random import numbered
 from .._probes.samplers import RademacherSampler, SphereSampler
-from .conjugate_gradients import Solve, cg_step
+from .conjugate_gradients import Solve, cg_step, goes_on
 from .factors import Factors
 from .log_quadrature import Quadrature, quadrature_after, solutions_after
 
@@ -124,7 +124,7 @@ class Sampling(NamedTuple):
 
     block: BlockOperator
     factors: Factors
-    floor: Real[Array, ""]  # a lower bound of the eigenvalues of M; NaN if none is known
+    floor: Real[Array, ""] | None  # a lower bound of the eigenvalues of M; None, NaN: unknown
     inverse: bool  # whether f is 1/x
     k: int  # the budget of the call
     left: Int[Array, ""]  # products
@@ -307,11 +307,12 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
 
     def more(sums: Sums) -> Array:
         wanted = number_of_probes(sampling, sums) > 0
+        solving = solve is not None and jnp.any(goes_on(sums.solve, sampling.most_solve))
         if sampling.allowed is not None:
             std_err, _ = std_err_of(sums, block, sampling.inverse)
             limit = sampling.allowed(mean_of(sums, block.n)[0])
             wanted &= ~(2 * std_err <= limit)
-        return (wanted | (sums.panels == 0)) & ~sums.evidence.fails
+        return (wanted | solving | (sums.panels == 0)) & ~sums.evidence.fails
 
     return lax.while_loop(more, lambda sums: one_panel(key, sampling, sums), sums)
 

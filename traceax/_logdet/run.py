@@ -149,6 +149,13 @@ class Run(NamedTuple):
     sums: Sums
     spent: Int[Array, ""]  # products for the preconditioner and for probes
 
+    @property
+    def stats(self) -> dict[str, Array]:
+        """How well the preconditioner fits, and what it read."""
+        read = self.preparation.read
+        columns = {} if read is None else {"columns": read}
+        return {"condition": self.sums.largest / self.sums.smallest, **columns}
+
 
 def run_of(
     key: PRNGKeyArray,

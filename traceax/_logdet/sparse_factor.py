@@ -232,8 +232,6 @@ def prepare(
     block = BlockOperator(operator)
     n = block.n
     eps = block.eps
-    # Without a written D the noise inside of a matrix is a guess, and P stays as it is.
-    written = split_shift(operator)
     diagonal = _diagonal_of(operator)
     # A' = A / (root root^T), in the unit of D, and K' = A' - shift I.
     scaling = scaling_of(operator)
@@ -267,16 +265,11 @@ def prepare(
     order = jax.random.bits(numbered(key, n), (n,))
     none_near = jnp.full((n, m), n, jnp.int32)
     chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), none_near)
-    # Where L is diagonal, P = F F^H + D + E with 0 <= E, and A >= F F^H + D.
-    bounded = known & written.is_positive & ~near
     sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)
     factors = sparse_factors(operator, f, sets, diagonal, jitter)
-    floor = jnp.where(bounded, jnp.min(shift * jnp.square(root) / left), jnp.nan)
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
     skew = skew_of(pivoted.skew, size, n, eps)
     evidence = evidence_of(jnp.sum(pivoted.left), pivoted.apart, pivoted.skew, skew=skew)
-    structure = None
-    if written.exact is not None:
-        structure = Structure(pivoted.pivots[:rank], sets, known)
-    one = jnp.ones_like(floor)
-    return BuiltPreconditioner(factors, floor, one, evidence, structure), pivoted.columns
+    structure = Structure(pivoted.pivots[:rank], sets, known)
+    one = jnp.ones_like(unit)
+    return BuiltPreconditioner(factors, None, one, evidence, structure), pivoted.columns

@@ -34,6 +34,10 @@ from .tags import register_tags
 _BLOCK = 2**20
 _BLOCK_ELSEWHERE = 2**24
 
+#: A matrix of so many numbers is stored while an algorithm takes products, which then read it in a
+#: quarter of the time of evaluations.
+_STORED = 2**24
+
 
 def _conjugated(kernel: Callable[..., Any], x: PyTree[Array], y: PyTree[Array]) -> Array:
     """The transpose of a complex kernel, which is Hermitian."""
@@ -216,6 +220,11 @@ def _(operator):
     return jax.vmap(lambda i: operator.entries(i, i)[0, 0])(numbers)
 
 
-lx.linearise.register(KernelLinearOperator)(lambda operator: operator)
+@lx.linearise.register(KernelLinearOperator)
+def _(operator):
+    few = operator.in_size() ** 2 <= _STORED and operator.block_size is None
+    return lx.materialise(operator) if few else operator
+
+
 lx.conj.register(KernelLinearOperator)(lambda operator: operator.T)  # the matrix is Hermitian
 register_tags(KernelLinearOperator)
