@@ -58,13 +58,13 @@ def _from_products(
         return sketch.built(sketch.low_rank(sketch.whole()))
 
     diagonal_part = sketch.built(small._replace(f=jnp.zeros_like(small.f)))
-    pays = _pays(small, first, rank, k, inverse)
+    half = sketch.low_rank(sketch.first[:, : max(first // 2, 1)], small.shift)
+    pays = _pays(small, half.left_out, first, rank, k, inverse)
     return Preparation(if_any(pays, larger, diagonal_part), jnp.where(pays, rank, first))
 
 
-def _pays(low_rank: LowRank, first: int, rank: int, k: int, inverse: bool) -> Array:
-    """Whether a larger rank pays, by what the first one leaves out."""
-    half = low_rank.left_out_by_half
+def _pays(low_rank: LowRank, half: Array, first: int, rank: int, k: int, inverse: bool) -> Array:
+    """Whether a larger rank pays, by what the first one leaves out, and `half` of it."""
     ratio = low_rank.left_out / jnp.where(half > 0, half, 1)
     slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(first / (first // 2))
     later = low_rank.left_out / low_rank.shift * (rank / first) ** slope

@@ -50,7 +50,7 @@ from jax import lax
 from jaxtyping import Array, Complex, Inexact, Real
 
 from .._core.estimate import Evidence, evidence_of, relative, rounding_of, skew_of
-from .._linalg.factorisations import cholesky, diagonal_of, eigh
+from .._linalg.factorisations import diagonal_of, eigh
 from .leave_one_out import (
     LeaveOneOut,
     Pairs,
@@ -262,25 +262,6 @@ def skew_of_core(
     does little harm: the error of the approximation is ||X P C^{-1}||_F^2 <= ||X P||_F^2 / nu.
     """
     return skew_of(jnp.linalg.norm(core - adjoint(core)), norm, n, eps)
-
-
-def shifted_cholesky(h, nu):
-    """The upper Cholesky factor of the symmetrised H + nu' I, and nu', the least of nu, 10 nu, ...
-    with a factor. (A truncated eigenvalue would bias the estimate.)
-    """
-    eye = jnp.eye(h.shape[0], dtype=h.dtype)
-
-    def factorise(state):
-        _, _, nu, _ = state
-        factor = cholesky(h + nu * eye)
-        # The operator has size 1. If a shift of 1000 is not enough, it holds NaN.
-        goes_on = ~jnp.isfinite(factor[-1, -1]) & (nu < 1e3)
-        return goes_on, nu, 10 * nu, factor
-
-    # The loop makes the first factorisation, too, so that only one has to be compiled.
-    start = jnp.array(True), jnp.zeros_like(nu), nu, h
-    _, nu, _, factor = lax.while_loop(lambda state: state[0], factorise, start)
-    return nu, factor
 
 
 def nystrom(
