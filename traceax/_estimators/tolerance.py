@@ -418,7 +418,13 @@ class _Run:
         drawn = self.panel * samples.panels
         # The samples that this size takes in all: their error falls with the root of their number.
         needed = drawn * jnp.square(estimate.evidence.unconverged)
-        more = jnp.maximum(needed - drawn, 0)
+        # A few samples may scatter widely by chance. The vectors behind them say better how many
+        # it will take: the variance of a sample is at most 2 least_deviation^2.
+        error = samples.least_deviation * jnp.sqrt(2 / samples.moments.number)
+        quantile = jnp.asarray(self.quantiles, error.dtype)[samples.panels]
+        likely = drawn * jnp.square(quantile * self.target.ratio(estimate.value, error))
+        likely = jnp.minimum(needed, likely)
+        more = jnp.maximum(likely - drawn, 0)
         left = self.max_k - estimate.num_matvecs
         choice = jnp.where(left >= self.panel, number, -1)
         if number + 1 < len(self.sizes):
@@ -427,7 +433,7 @@ class _Run:
             if before is not None:  # the variance of a sample falls as much again
                 errors = norm_of(estimate.std_err) / norm_of(before.estimate.std_err)
                 fall = jnp.minimum(errors**2 * samples.panels / before.panels, 1)
-            pays = (cost + fall * needed < more) & (cost <= left)
+            pays = (cost + fall * likely < more) & (cost <= left)
             choice = jnp.where(pays, number + 1, choice)
         if self.may_be_exact:
             last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
