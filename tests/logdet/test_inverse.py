@@ -76,9 +76,9 @@ def spent(key, operator, k):
 
     def outcome(key, operator):
         run = run_of(key, operator, k, policy, weights=False)
-        inverse_root = run.preparation.built.factors.inverse_root(jnp.eye(N, dtype=run.block.dtype))
+        inverse_root = run.built.factors.inverse_root(jnp.eye(N, dtype=run.block.dtype))
         omega, _, solved = run.sums.kept
-        x = run.preparation.built.factors.inverse_root_adjoint(solved[0])
+        x = run.built.factors.inverse_root_adjoint(solved[0])
         return inverse_root, omega, x, run.sums.error * N, run.sums.steps, run.sums.drawn
 
     with jax.numpy_dtype_promotion("standard"):  # as inside of the primitive

@@ -74,14 +74,6 @@ def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
     )
 
 
-class QuadraticForm(NamedTuple):
-    """`y_j^H A^{-1} y_j` for every column y_j of Y, from a solve."""
-
-    value: Real[Array, " t"]
-    left: Real[Array, " t"]  # a bound of what the value leaves out
-    x: Inexact[Array, "n t"]
-
-
 def rounding_of_form(
     factors: Factors,
     largest: Real[Array, ""],

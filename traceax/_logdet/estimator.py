@@ -88,7 +88,7 @@ def estimate_of(
 
 def estimate_from(run: Run) -> Estimate:
     """The log-determinant and its errors, from the sums of a run."""
-    built = run.preparation.built
+    built = run.built
     sums = run.sums
     rounding, outside = rounding_of(built.factors, sums.smallest, sums.largest, run.block.eps)
     evidence = evidence_with(outside, built.evidence, sums.evidence)

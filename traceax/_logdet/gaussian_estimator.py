@@ -38,7 +38,7 @@ from .._functions.quadrature_error import quadrature_estimate
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
 from .._sketch.weights import AbstractWeights
-from .conjugate_gradients import QuadraticForm, rounding_of_form
+from .conjugate_gradients import rounding_of_form
 from .estimator import estimate_from, exact_logdet
 from .factors import BuiltPreconditioner
 from .held import HeldWeights, held_estimate
@@ -112,24 +112,27 @@ class GaussianEstimator(AbstractEstimator):
         # A backward error of the matrix that changes no pivot by more than the rounding changes
         # a quadratic form by at most this.
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
-        form = QuadraticForm(inner(self.y, x), left, x)
+        form = inner(self.y, x), left, x
         estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs, math.inf)
         return estimate, GaussianWeights(exact.weights(), x)
 
-    def density(self, log_det: Estimate, form: QuadraticForm, spent: Any, least: float) -> Estimate:
-        """The density from log det A and the forms, after `spent` products for both."""
+    def density(self, log_det: Estimate, forms: Any, spent: Any, least: float) -> Estimate:
+        """The density from log det A and (y_j^H A^{-1} y_j of a solve, a bound of what they leave
+        out, x), after `spent` products for both.
+        """
+        form, left, x = forms
         half = self._factor
         n, t = self.y.shape
         value = log_det.value
-        density = log_density(half, n, value, form.value)
-        sizes = jnp.sum(jnp.abs(form.value)) + t * (jnp.abs(value) + n * math.log(math.pi / half))
+        density = log_density(half, n, value, form)
+        sizes = jnp.sum(jnp.abs(form)) + t * (jnp.abs(value) + n * math.log(math.pi / half))
         rounding = float(jnp.finfo(value.dtype).eps) * sizes  # of the sum
-        error = half * (jnp.sum(form.left) + t * log_det.quadrature_error + rounding)
+        error = half * (jnp.sum(left) + t * log_det.quadrature_error + rounding)
         std_err = half * t * log_det.std_err
         # That of the density counts, not that of the log-determinant.
         evidence = dataclasses.replace(log_det.evidence, unconverged=0.0)
         counts = spent, log_det.dof
-        more = {"stats": log_det.stats, "aux": (value, form.value, form.x)}
+        more = {"stats": log_det.stats, "aux": (value, form, x)}
         return quadrature_estimate(density, error, std_err, *counts, evidence, least, **more)
 
     def contract(self, weights, operator):
@@ -163,21 +166,21 @@ class GaussianEstimator(AbstractEstimator):
         ride = {"y": self.y, "most_solve": most - 1, "value_of": value_of}
         run = run_of(*given, weights=weights, **ride)
         block = run.block
-        factors = run.preparation.built.factors
+        factors = run.built.factors
         solve = run.sums.solve
         x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)  # r
         form = inner(self.y, x) + inner(x, residual)
         # Where no lower bound is known, the smallest Ritz value is good enough.
-        known = run.preparation.built.floor  # of lambda_min(M)
+        known = run.built.floor  # of lambda_min(M)
         smallest = run.sums.smallest
         floor = smallest if known is None else jnp.where(jnp.isnan(known), smallest, known)
         left = square_norms(factors.inverse_root(residual)) / floor
         left += rounding_of_form(factors, run.sums.largest, x, block.eps)
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
-        estimate = self.density(log_det, QuadraticForm(form, left, x), spent, 1.0)
+        estimate = self.density(log_det, (form, left, x), spent, 1.0)
         estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None
-        return estimate, GaussianWeights(weights_of(run.preparation.built, run.sums), x)
+        return estimate, GaussianWeights(weights_of(run.built, run.sums), x)

@@ -45,7 +45,7 @@ from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
-from .conjugate_gradients import QuadraticForm, rounding_of_form
+from .conjugate_gradients import rounding_of_form
 from .estimator import estimate_of, evidence_with, rounding_of
 from .factors import BuiltPreconditioner, Factors, outside_of
 from .log_quadrature import radau_gap
@@ -112,7 +112,7 @@ def held_estimate(
     k: int,
     y: Inexact[Array, "n t"],
     weights: bool,
-) -> tuple[Estimate, QuadraticForm, HeldWeights | None]:
+) -> tuple[Estimate, tuple[Array, Array, Array], HeldWeights | None]:
     """Returns (estimate of log det A, the forms of the columns of y, the weights of the sum of t
     times log det A, or once if t = 0, and the forms).
     """
@@ -160,7 +160,7 @@ def held_estimate(
     x = unit.astype(block.dtype) * factors.inverse_root_adjoint(solution)
     left = jnp.square(unit * krylov.residual[p:] * solved[:, -1]) / smallest
     left = left + rounding_of_form(factors, largest, x, block.eps)
-    form = QuadraticForm(jnp.square(unit) * gauss[p:], left, x)
+    form = jnp.square(unit) * gauss[p:], left, x
     if not weights:
         return log_det, form, None
     # The divided differences of 1/x are -1 / (x y).

@@ -79,7 +79,7 @@ class InverseEstimator(AbstractEstimator):
 
         run = run_of(key, operator, k, self.policy, weights=weights, value_of=value_of)
         sums = run.sums
-        factors = run.preparation.built.factors
+        factors = run.built.factors
         p = sums.drawn.astype(sums.unit.dtype)
         omega, starts, solved = sums.kept  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
         n, room = omega.shape
@@ -106,7 +106,7 @@ class InverseEstimator(AbstractEstimator):
         error = jnp.maximum(error, missed)
         # Equal eigenvalues, whose inverses have the same rounding error.
         std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
-        evidence = evidence_with(outside, run.preparation.built.evidence, sums.evidence)
+        evidence = evidence_with(outside, run.built.evidence, sums.evidence)
         counts = run.spent, dof, evidence
         estimate = quadrature_estimate(value, error, std_err, *counts, stats=run.stats)
         estimate = self.policy.judged(estimate)

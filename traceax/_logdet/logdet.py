@@ -47,7 +47,7 @@ class LogdetEstimator(AbstractEstimator):
             estimate, _, made = held_estimate(key, built, operator, k, nothing, weights)
             return estimate, made
         run = run_of(key, operator, k, self.policy, weights=weights)
-        made = weights_of(run.preparation.built, run.sums) if weights else None
+        made = weights_of(run.built, run.sums) if weights else None
         return self.policy.judged(estimate_from(run)), made
 
     def exact(self, operator):

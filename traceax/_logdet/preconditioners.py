@@ -4,7 +4,7 @@
 
 import abc
 from functools import partial
-from typing import NamedTuple, final
+from typing import Any, final
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
 from jax import lax
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from .._core.counts import checked_count
 from .._core.primitive import compiled_once
@@ -45,12 +45,8 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
         )
 
 
-class Preparation(NamedTuple):
-    """The preconditioner of a call, and its costs."""
-
-    built: BuiltPreconditioner
-    spent: Int[Array, ""] | int  # products
-    read: Int[Array, ""] | None = None  # columns that were read without a product, if any can be
+#: A preconditioner, the products that it took, and statistics of the call.
+Prepared = tuple[BuiltPreconditioner, Any, dict[str, Array]]
 
 
 class AbstractPreconditioner(eqx.Module):
@@ -70,14 +66,12 @@ class AbstractPreconditioner(eqx.Module):
     ) -> BuiltPreconditioner:
         """The preconditioner, from `rank` products. The caller has checked the arguments."""
 
-    def prepared(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
-    ) -> Preparation:
+    def prepared(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int) -> Prepared:
         """The preconditioner of a call with a budget."""
         if k <= 2:
-            return Preparation(no_preconditioner(BlockOperator(operator)), 0)
+            return no_preconditioner(BlockOperator(operator)), 0, {}
         rank = min(self.rank or 2 * k // 3, k - 2)
-        return Preparation(self.of_rank(key, operator, rank), rank)
+        return self.of_rank(key, operator, rank), rank, {}
 
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
         """Build the preconditioner, to be held while the operator changes, from `rank` matvecs.
@@ -196,7 +190,7 @@ class KernelPreconditioner(AbstractPreconditioner):
         """See `AbstractPreconditioner`: columns cost no product."""
         n = operator.in_size()
         built, read = self._prepared(key, operator, min(self.rank or default_rank(n), n))
-        return Preparation(built, 0, read)
+        return built, 0, {"columns": read}
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""

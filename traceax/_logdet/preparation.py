@@ -22,7 +22,7 @@ from .._core.control_flow import if_any
 from .._operators.block_operator import BlockOperator
 from .factors import no_preconditioner
 from .low_rank import LowRank, Sketch
-from .preconditioners import KernelPreconditioner, Preparation, knows_entries
+from .preconditioners import KernelPreconditioner, Prepared, knows_entries
 
 #: A smaller budget is not divided.
 SMALLEST = 24
@@ -34,20 +34,20 @@ def preparation_for(
     k: int,
     preconditioner: Any,
     inverse: bool,
-) -> Preparation:
+) -> Prepared:
     """The preconditioner of a call with the budget k."""
     if isinstance(preconditioner, str):
         if not knows_entries(operator) and k >= SMALLEST:
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None
     if preconditioner is None:
-        return Preparation(no_preconditioner(BlockOperator(operator)), 0)
+        return no_preconditioner(BlockOperator(operator)), 0, {}
     return preconditioner.prepared(key, operator, k)
 
 
 def _from_products(
     key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, inverse: bool
-) -> Preparation:
+) -> Prepared:
     """The preconditioner from products, by the rules of above."""
     first = max(k // 6, min(16, k // 3))
     rank = max(first + 1, k // 2 if inverse else 3 * k // 4)  # solves take more steps
@@ -60,7 +60,7 @@ def _from_products(
     diagonal_part = sketch.built(small._replace(f=jnp.zeros_like(small.f)))
     half = sketch.low_rank(sketch.first[:, : max(first // 2, 1)], small.shift)
     pays = _pays(small, half.left_out, first, rank, k, inverse)
-    return Preparation(if_any(pays, larger, diagonal_part), jnp.where(pays, rank, first))
+    return if_any(pays, larger, diagonal_part), jnp.where(pays, rank, first), {}
 
 
 def _pays(low_rank: LowRank, half: Array, first: int, rank: int, k: int, inverse: bool) -> Array:

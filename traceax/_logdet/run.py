@@ -20,7 +20,7 @@ from .._probes.random import split
 from .conjugate_gradients import start_of_solve
 from .factors import BuiltPreconditioner
 from .panels import Sampling, Sums, sampled
-from .preconditioners import AbstractPreconditioner, Preparation, check_definite
+from .preconditioners import AbstractPreconditioner, check_definite
 from .preparation import preparation_for
 
 #: The residual that ends a solve, relative to its right-hand side R^{-1} y.
@@ -145,16 +145,10 @@ class Run(NamedTuple):
     """The preconditioner, and the sums over all panels."""
 
     block: BlockOperator
-    preparation: Preparation
+    built: BuiltPreconditioner
     sums: Sums
     spent: Int[Array, ""]  # products for the preconditioner and for probes
-
-    @property
-    def stats(self) -> dict[str, Array]:
-        """How well the preconditioner fits, and what it read."""
-        read = self.preparation.read
-        columns = {} if read is None else {"columns": read}
-        return {"condition": self.sums.largest / self.sums.smallest, **columns}
+    stats: dict[str, Array]
 
 
 def run_of(
@@ -178,8 +172,8 @@ def run_of(
     prepare_key, probe_key = split(key)
     inverse = policy.inverse
     block = BlockOperator(operator).linearised()
-    prepared = preparation_for(prepare_key, operator, k, policy.preconditioner, inverse)
-    factors = prepared.built.factors
+    built, spent, stats = preparation_for(prepare_key, operator, k, policy.preconditioner, inverse)
+    factors = built.factors
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
     solve = None if y is None else start_of_solve(factors.inverse_root(y), SOLVE_TOLERANCE)
@@ -194,15 +188,16 @@ def run_of(
     sampling = Sampling(
         block=block,
         factors=factors,
-        floor=prepared.built.floor,
+        floor=built.floor,
         inverse=inverse,
         k=k,
         width=max(first, k // panels) if has_entries(operator) else first,
         first=first,
-        left=jnp.asarray(k - prepared.spent, jnp.int32),
+        left=jnp.asarray(k - spent, jnp.int32),
         allowed=allowed if policy.atol is not None else None,
         weights=weights,
         most_solve=most_solve,
     )
     sums = sampled(probe_key, sampling, solve)
-    return Run(block, prepared, sums, prepared.spent + sums.spent)
+    stats = {"condition": sums.largest / sums.smallest, **stats}
+    return Run(block, built, sums, spent + sums.spent, stats)
