@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from traceax import RESULTS, logdet
+from traceax import RESULTS, inverse_trace, logdet
 from traceax._core.precision import any_promotion
 from traceax._logdet.factors import low_rank_plus_diagonal, outside_of
 from traceax._logdet.low_rank import low_rank_of
@@ -395,6 +395,34 @@ def test_a_singular_operator_is_found_at_any_scale():
     for exponent in (0, -10, -30, 30):
         solution = solve((matrix * 2.0**exponent).astype(np.float32))
         assert solution.result == RESULTS.outside_domain, exponent
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exact_values_of_singular_matrices(dtype):
+    """Integers of rank n - 1, second differences and a cycle: rounding leaves pivots positive. Of
+    nearly singular matrices, the error says how far the logarithm may be.
+    """
+    n = 40
+    rng = np.random.default_rng(0)
+    integers = [rng.integers(-3, 4, (n, n - 1)) for _ in range(200)]
+    differences = np.diff(np.eye(n), 2, axis=0)
+    cycle = 2 * np.eye(n) - np.roll(np.eye(n), 1, 0) - np.roll(np.eye(n), -1, 0)
+    singular = [x @ x.T for x in integers] + [differences.T @ differences, cycle]
+    square = rng.standard_normal((50, n, n)).astype(dtype)
+    nearly = square @ np.swapaxes(square, 1, 2)
+
+    def solve(matrix):
+        given = jr.key(0), lx.MatrixLinearOperator(matrix, PSD), n
+        return logdet(*given), inverse_trace(*given)
+
+    run = jax.jit(lambda stack: jax.lax.map(solve, stack))
+    for found in run(np.stack(singular).astype(dtype)):
+        assert np.all(found.result == RESULTS.outside_domain)
+    found, _ = jax.device_get(run(nearly))
+    right = found.result == RESULTS.successful
+    exact = np.linalg.slogdet(nearly.astype(np.float64))[1]
+    assert np.mean(right) > 0.9
+    assert np.all(np.abs(found.value - exact)[right] <= found.quadrature_error[right])
 
 
 def test_noise_of_very_different_sizes():

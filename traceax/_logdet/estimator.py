@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple, final
 
 import jax.numpy as jnp
+import jax.random as jr
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
@@ -20,11 +21,11 @@ from .._core.estimate import (
     worse,
 )
 from .._core.precision import matmul
-from .._functions.quadrature_error import quadrature_estimate
+from .._functions.quadrature_error import exact_estimate, quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, lower_cholesky
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
-from .._sketch.leave_one_out import adjoint, square_norms
+from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .factors import Factors
 from .panels import mean_of, std_err_of
@@ -116,6 +117,21 @@ class ExactLogdet(NamedTuple):
         return ExactLogdetWeights(self.solve(jnp.eye(len(self.factor), dtype=self.factor.dtype)))
 
 
+def inverse_size(
+    factor: Inexact[Array, "n n"], root: Inexact[Array, " n"]
+) -> tuple[Real[Array, ""], Real[Array, ""]]:
+    """The spectral and the Frobenius norm of H^-1, H = D^-1/2 A D^-1/2 with the diagonal 1, from a
+    few random vectors and the root of D. A factor of A is that of an H off by about eps, which
+    changes log det A by eps ||H^-1||_F, and may hide that A is singular.
+    """
+    block = jr.normal(jr.key(0), (root.size, 8), root.dtype)
+    norms = []
+    for _ in range(2):
+        block = root[:, None] * cholesky_solve(factor, root[:, None] * block)
+        norms.append(safe_norm(jnp.ravel(block)))
+    return norms[1] / norms[0], norms[0] / math.sqrt(8)
+
+
 def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     """The log-determinant from the matrix of A. Entries that are not stored take n products."""
     block = BlockOperator(operator)
@@ -129,27 +145,23 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     factor = lower_cholesky(matrix)
     diagonal = jnp.square(jnp.diagonal(factor).real)
 
-    # A factorisation is as accurate as that of the matrix whose diagonal is scaled to 1, whose rows
-    # have norms of at most sqrt(n).
-    positive = jnp.where(entries > 0, entries, 1)
-    smallest = jnp.min(jnp.where(entries > 0, diagonal / positive, 0))
-    norms = square_norms(matrix / jnp.sqrt(positive).astype(matrix.dtype)[:, None])
-    rounding = block.eps * jnp.sqrt(jnp.max(norms / positive))
-    lost = ~(smallest > 2 * rounding)  # also if the factor is NaN
+    # Entries that were computed by products are only as accurate as these.
+    eps = block.eps if spent else float(jnp.finfo(scale.dtype).eps)
+    largest, size = inverse_size(factor, jnp.sqrt(entries).astype(matrix.dtype))
+    lost = 2 * eps * largest
 
     # Nothing of a factor shows that A^H != A, and what is not Hermitian has no logarithm either.
     apart = safe_norm(jnp.ravel(matrix - adjoint(matrix)))
     skew = skew_of(apart, safe_norm(jnp.ravel(matrix)), n, block.eps)
-    evidence = evidence_of(matrix, skew=skew, outside=lost | (skew > 1))
+    evidence = evidence_of(matrix, skew=skew, outside=jnp.maximum(lost, skew))
     parts = jnp.sum(jnp.log(diagonal)), n * jnp.log(scale)
     value = parts[0] + parts[1]
-    # Entries that were computed by products are only as accurate as these.
-    eps = block.eps if spent else float(jnp.finfo(scale.dtype).eps)
     rounding = ROUNDING * eps * entries
-    error = jnp.sum(rounding / diagonal) + rounding_of_logarithms(n, *parts)
+    error = jnp.maximum(jnp.sum(rounding / diagonal), eps * size)
+    error = error + rounding_of_logarithms(n, *parts)
     stats = {"columns": jnp.asarray(n)} if has_entries(operator) else {}
-    zero = jnp.zeros_like(value)
-    estimate = Estimate(value, zero, spent, 0, evidence, quadrature_error=error, stats=stats)
+    given = value, error, jnp.zeros_like(value), spent, 0, evidence
+    estimate = quadrature_estimate(*given, least=1.0, stats=stats)
     return ExactLogdet(estimate, factor, scale, rounding * scale)
 
 
@@ -163,10 +175,11 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
     if of_trace:
         value = jnp.sum(value)
         error = jnp.sum(error)
-    numbers = {"value": value, "std_err": jnp.zeros_like(value), "quadrature_error": error}
+    known = exact.estimate
+    estimate = exact_estimate(value, error, known.num_matvecs, known.evidence)
     one = jnp.eye(len(inverse), dtype=inverse.dtype)
     weights = InverseWeights(inverse, one, None, of_trace)
-    return dataclasses.replace(exact.estimate, **numbers), weights
+    return dataclasses.replace(estimate, stats=known.stats), weights
 
 
 @final
