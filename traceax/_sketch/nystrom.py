@@ -77,7 +77,7 @@ MULTIPLES = (0.0, 0.9, 0.99, 0.999, 0.999999)
 #: The complex shifts that are tried: for each q the eigenvalue delta of the core that exceeds a
 #: q-th part of them (and two at least), and eta a multiple of its distance from the smallest. With
 #: the multiple 1, or if it exceeds only one, the bias is twice as large.
-PARTS = (8, 4, 2)
+PARTS = (8, 3)
 LEAST_PART = 2
 DAMPING = 2.0
 
@@ -141,11 +141,11 @@ class Nystrom(NamedTuple):
         return jnp.asarray(MULTIPLES, self.nu.dtype) * self.theta
 
     def complex_shifts(self) -> Complex[Array, " c"]:
-        """The complex shifts to try: 0, a multiple of theta, some that damp eigenvalues in part."""
+        """The complex shifts that are tried, the first of which is 0."""
         m = len(self.eigenvalues)
         delta = self.eigenvalues[np.array([max(m // part, LEAST_PART) for part in PARTS])]
         eta = jnp.maximum(DAMPING * (delta - self.eigenvalues[0]), self.nu)
-        return jnp.concatenate([self.real_shifts()[:2], delta - 1j * eta])
+        return jnp.concatenate([jnp.zeros_like(delta[:1]), delta - 1j * eta])
 
     def shifted(self, z: Inexact[Array, ""]) -> "ShiftedNystrom":
         """The approximation with the shift z: real, below the smallest eigenvalue, or complex."""
