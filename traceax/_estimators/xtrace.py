@@ -273,12 +273,12 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         p, r = qr(omega)
         factors = nystrom(p, r, sign * block.mm(p), block.eps)
         terms = jnp.conj(omega) * matmul(factors.products.numbers, r)
-        best = best_shift(
+        _, estimated, beta = best_shift(
             factors, factors.complex_shifts(), self.samples_of(block, terms), factors.rounding()
         )
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         without_tag = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
-        value, std_err = factors.estimate(sign, (best.value, best.std_err), without_tag)
+        value, std_err = factors.estimate(sign, estimated, without_tag)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
         tail = 3.0
@@ -286,7 +286,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         estimate = Estimate(value, std_err, k, dof, factors.evidence, inflation=1.11, tail=tail)
         if not weights:
             return estimate, None
-        return estimate, self.weights_of(omega, _range_finder(factors, omega), best.weight)
+        return estimate, self.weights_of(omega, _range_finder(factors, omega), beta)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
@@ -299,8 +299,8 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
         samples_of = partial(published_samples, n=block.n, resphere=False)
-        best = best_shift(factors, factors.real_shifts(), samples_of, factors.rounding())
-        parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
+        shift, *_ = best_shift(factors, factors.real_shifts(), samples_of, factors.rounding())
+        parts = _diagonal_parts(factors, omega, factors.shifted(shift))
         rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
         options = {"shrink": self.shrink, "hermitian": True}
         mean, error, beta = diagonal_and_error(parts, rows, rounding, **options)

@@ -215,23 +215,15 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     )
 
 
-class BestShift(NamedTuple):
-    """The shift with the smallest standard error of the trace, and the estimate."""
-
-    shift: Inexact[Array, ""]
-    value: Real[Array, ""]
-    std_err: Real[Array, ""]
-    weight: Real[Array, " m"]  # of the samples
-
-
 def best_shift(
     factors: Nystrom,
     shifts: Inexact[Array, " c"],
     samples_of: Callable[[LeaveOneOut], Samples],
     rounding: Real[Array, ""],
-) -> BestShift:
-    """The best of the shifts; 0, the first one, if no tail of the spectrum is flat, or for a small
-    gain.
+) -> tuple[Inexact[Array, ""], tuple[Array, Array], Real[Array, " m"]]:
+    """The shift with the smallest standard error of the trace, or 0, the first one, if no tail of
+    the spectrum is flat, or for a small gain; the trace and its standard error; and the weights of
+    the samples.
     """
     m = len(factors.eigenvalues)
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
@@ -240,15 +232,16 @@ def best_shift(
         parts = xnystrace_parts(factors, factors.shifted(z))
         values, differences, weight = samples_of(parts)
         std_err = leave_one_out_error(values, differences, rounding)
-        return BestShift(z, parts.base + jnp.mean(values), std_err, weight)
+        return z, (parts.base + jnp.mean(values), std_err), weight
 
     def trial(z):
-        skipped = BestShift(z, factors.nu, jnp.full_like(factors.nu, jnp.inf), factors.rho)
+        skipped = z, (factors.nu, jnp.full_like(factors.nu, jnp.inf)), factors.rho
         return lax.cond(flat | (z == 0), estimate, lambda _: skipped, z)
 
     trials = lax.map(trial, shifts if m >= FEWEST else shifts[:1])
-    best = jnp.argmin(trials.std_err)
-    pays = trials.std_err[best] < WORTH * trials.std_err[0]
+    std_err = trials[1][1]
+    best = jnp.argmin(std_err)
+    pays = std_err[best] < WORTH * std_err[0]
     return jtu.tree_map(lambda x: x[jnp.where(pays, best, 0)], trials)
 
 
