@@ -21,7 +21,9 @@ n products, is the exact value. Under `vmap` a lane gets what it would get by it
 *The least variance.* Few samples cannot tell their variance: a panel of them may agree by chance.
 But the vectors behind each sample say much more. Rows of a real symmetric B with random signs have
 the variances sum_j B_ij^2, of which those of a sum over rows are twice the sum. Half of that is
-taken as the least variance of a sample, since B need not be symmetric.
+taken as the least variance of a sample, since B need not be symmetric. What is prepared depends on
+all of it, if that is less than the samples' own: else a panel that scatters widely by chance would
+have a sketch made where the diagonal dominates.
 """
 
 import dataclasses
