@@ -108,7 +108,7 @@ def picture(found, rows, name):
         axis.set_xlabel("products")
     for axis in axes[:, 0]:
         axis.set_ylabel("relative error")
-    axes[0, 0].legend(frameon=False)
+    axes[0, 1].legend(frameon=False, loc="lower left", fontsize=8)
     path = ROOT / "docs/images" / name
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)

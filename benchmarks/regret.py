@@ -224,11 +224,11 @@ def table(found, least):
         ratio = "1" if row["ratio"] < 1.05 else f"{row['ratio']:.2f}, {row['by']}"
         return f"{row['rms']:.1e} ({ratio})".replace("e-0", "e-")
 
-    budgets = list(next(iter(found.values())))
+    budgets = sorted(next(iter(found.values())), key=int)
     yield "| operator | " + " | ".join(f"k = {k}" for k in budgets) + " |"
     yield "| --- " * (1 + len(budgets)) + "|"
     for name, rows in found.items():
-        yield f"| {name} | " + " | ".join(map(entry, rows.values())) + " |"
+        yield f"| {name} | " + " | ".join(entry(rows[k]) for k in budgets) + " |"
 
 
 def main():
@@ -239,13 +239,14 @@ def main():
     parser.add_argument("--single", action="store_true")
     given = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
-    found = {quantity: {name: {} for name in matrices()} for quantity in FUNCTIONS}
+    file = RESULTS / f"regret{'32' if given.single else ''}.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
     for k in given.budgets:
         for name, matrix in matrices().items():
-            for quantity, rows in found.items():
+            for quantity in FUNCTIONS:
                 single = np.complex64 if np.iscomplexobj(matrix) else np.float32
                 row = cell(quantity, matrix.astype(single) if given.single else matrix, k)
-                rows[name][k] = row
+                found.setdefault(quantity, {}).setdefault(name, {})[str(k)] = row
                 z = f", z {row['z']:+.1f}" if "z" in row else ""
                 print(
                     f"{quantity:8s} {name:44s} {k:4d}: {row['rms']:.1e}, best {row[row['by']]:.1e} "
@@ -253,8 +254,7 @@ def main():
                     f"{row['covered']:.1%}{z}",
                     flush=True,
                 )
-        file = RESULTS / f"regret{'32' if given.single else ''}.json"
-        file.write_text(json.dumps(found, indent=1) + "\n")
+            file.write_text(json.dumps(found, indent=1) + "\n")
     least = ROUNDING * float(np.finfo(np.float32 if given.single else np.float64).eps)
     for rows in found.values():
         print(*table(rows, least), sep="\n")

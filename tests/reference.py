@@ -214,15 +214,15 @@ def leave_one_out(sample, matrix, omega, resphere):
 def shift_of_best_error(matrix, omega, resphere, real=False):
     """The shift that is taken, with the estimate of the trace.
 
-    Multiples of the smallest eigenvalue of P^H A P, P an orthonormal basis of the probes, and
-    (unless they are to be real) complex numbers in the middle of the smallest ones are tried if a
+    0, and complex numbers in the middle of the smallest eigenvalues of P^H A P, P an orthonormal
+    basis of the probes, or (if they are to be real) multiples of the smallest are tried if a
     quarter of the eigenvalues are alike, and the probes are not too few. The one with the smallest
     standard error of the trace is taken if the error is considerably smaller than without.
     """
     m, p = omega.shape[1], np.linalg.qr(omega)[0]
     eigenvalues = np.linalg.eigvalsh(p.conj().T @ matrix @ p)
     theta = max(0, eigenvalues[0])
-    shifts = [multiple * theta for multiple in MULTIPLES[: None if real else 2]]
+    shifts = [multiple * theta for multiple in MULTIPLES[: None if real else 1]]
     flat = m >= FEWEST and eigenvalues[m // 4] <= FLAT * theta
     if flat and not real:
         middle = [eigenvalues[max(m // part, LEAST_PART)] for part in PARTS]

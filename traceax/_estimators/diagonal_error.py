@@ -85,8 +85,8 @@ def shrinkage_of_rows(parts: DiagonalParts) -> Real[Array, " m"]:
     # B omega_i = e_i / nu_ij times the vector of norm ||l_ji||, as s_j^H r_i = 0.
     lengths = pairs.forms(matmul(adjoint(left), left)).real.T
     energy = square_of(parts.left_over)[:, None] / pairs.square * lengths
-    plain = plain_samples(jnp.conj(parts.omega) * parts.products)
-    return shrinkage(plain.variance, jnp.where(pairs.valid, energy, 0))
+    _, variance = plain_samples(jnp.conj(parts.omega) * parts.products)
+    return shrinkage(variance, jnp.where(pairs.valid, energy, 0))
 
 
 def diagonal_and_error(

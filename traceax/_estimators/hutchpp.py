@@ -5,7 +5,6 @@ from typing import ClassVar, final
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from equinox import AbstractVar
 from jaxtyping import Array, Inexact
 
 from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, safe_norm
@@ -24,8 +23,9 @@ from .tolerance import RangeSampling
 class AbstractSketchEstimator(AbstractTraceEstimator):
     """An estimator with a sketch, whose residual probes may be renormalised ("resphered")."""
 
-    sampler: AbstractVar[AbstractSampler | None]
-    improved: AbstractVar[bool | None]
+    sampler: AbstractSampler | None = None
+    improved: bool | None = None
+    batch_size: int | None = eqx.field(default=None, static=True)
 
     def __check_init__(self):
         self.residual_sampler.check_resphering(self.improved)
@@ -84,9 +84,6 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         improved algorithm*, 2022, arXiv:2201.10684.
     """
 
-    sampler: AbstractSampler | None = None
-    improved: bool | None = None
-    batch_size: int | None = eqx.field(default=None, static=True)
     smallest: ClassVar[int] = 3
 
     def compute(self, key, operator, k, weights):

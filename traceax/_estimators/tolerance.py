@@ -21,7 +21,9 @@ n products, is the exact value. Under `vmap` a lane gets what it would get by it
 *The least variance.* Few samples cannot tell their variance: a panel of them may agree by chance.
 But the vectors behind each sample say much more. Rows of a real symmetric B with random signs have
 the variances sum_j B_ij^2, of which those of a sum over rows are twice the sum. Half of that is
-taken as the least variance of a sample, since B need not be symmetric.
+taken as the least variance of a sample, since B need not be symmetric. What is prepared depends on
+all of it, if that is less than the samples' own: else a panel that scatters widely by chance would
+have a sketch made where the diagonal dominates.
 """
 
 import dataclasses
@@ -104,13 +106,8 @@ class Prepared(NamedTuple):
     evidence: Evidence
 
 
-class Panel(NamedTuple):
-    """Samples, the least standard deviation of one, and the norm of what they were made from."""
-
-    samples: Inexact[Array, "... m"]
-    least_deviation: Real[Array, "..."]
-    size: Real[Array, "..."]
-    evidence: Evidence
+#: Samples, the least standard deviation of one, and the norm of what they were made from.
+Panel = tuple[Inexact[Array, "... m"], Real[Array, "..."], Real[Array, "..."], Evidence]
 
 
 def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
@@ -167,12 +164,9 @@ class RangeSampling(eqx.Module):
         deviations = safe_norm(entries - jnp.mean(entries, axis=1, keepdims=True))
         deviations = deviations / math.sqrt(max(count - 1, 1))
         sizes = safe_norm(rest) / math.sqrt(count)
-        return Panel(
-            samples=jnp.sum(entries, axis=0) if rows is None else rows(entries),
-            least_deviation=norms_of(rows, deviations[:, None]),
-            size=norms_of(rows, sizes[:, None]),
-            evidence=evidence_of(entries),
-        )
+        samples = jnp.sum(entries, axis=0) if rows is None else rows(entries)
+        least_deviation = norms_of(rows, deviations[:, None])
+        return samples, least_deviation, norms_of(rows, sizes[:, None]), evidence_of(entries)
 
 
 def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
@@ -249,16 +243,17 @@ class Samples(NamedTuple):
 
     def joined(self, panel: Panel) -> "Samples":
         """These and the samples of one more panel."""
+        samples, least_deviation, size, evidence = panel
         share = jnp.asarray(1 / (self.panels + 1), self.size.dtype)
 
         def average(old, new):
             return old + share * (new - old)
 
         return Samples(
-            moments=merged(self.moments, panel.samples),
-            least_deviation=average(self.least_deviation, panel.least_deviation),
-            size=average(self.size, panel.size),
-            evidence=worse(self.evidence, panel.evidence),
+            moments=merged(self.moments, samples),
+            least_deviation=average(self.least_deviation, least_deviation),
+            size=average(self.size, size),
+            evidence=worse(self.evidence, evidence),
             panels=self.panels + 1,
         )
 
@@ -300,8 +295,8 @@ class SampledWeights(AbstractWeights):
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            drawn = self.sampling.draw(jr.fold_in(keys, j), block, prepared, panel)
-            return jnp.mean(drawn.samples, axis=-1)
+            samples, *_ = self.sampling.draw(jr.fold_in(keys, j), block, prepared, panel)
+            return jnp.mean(samples, axis=-1)
 
         def add(total, j):
             return total + lax.cond(j < panels, one_panel, lambda _: jnp.zeros_like(total), j), None

@@ -7,7 +7,6 @@ from typing import final
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from equinox import AbstractVar
 from jaxtyping import Array, Inexact
 
 from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, worse
@@ -30,7 +29,7 @@ from .._sketch.leave_one_out import (
     quadratic_forms,
     range_finder,
     rescale_error,
-    sketch_of,
+    shifted_sketch,
     square_norms,
     square_of,
     xtrace_weights,
@@ -94,7 +93,7 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
 class AbstractLeaveOneOutEstimator(AbstractSketchEstimator):
     """An estimator whose samples may be shrunk towards Hutchinson's."""
 
-    shrink: AbstractVar[bool]
+    shrink: bool = eqx.field(default=False, static=True)
 
     def __check_init__(self):
         invariant = self.sampler is not None and self.sampler.rotation_invariant
@@ -162,11 +161,6 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         The identity of the standard error is derived in `_sketch.leave_one_out`.
     """
 
-    sampler: AbstractSampler | None = None
-    improved: bool | None = None
-    batch_size: int | None = eqx.field(default=None, static=True)
-    shrink: bool = eqx.field(default=False, static=True)
-
     @property
     def smallest(self):  # pyright: ignore
         """The smallest budget: a probe takes two products."""
@@ -178,17 +172,17 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         n = block.n
         m = k // 2
         omega = self.sampler_of_trace(block.dtype).probes(key, n, m, block.dtype)
-        sketch = sketch_of(block, omega, block.mm(omega))  # A Omega / scale + nu Omega
-        factors = range_finder(omega, sketch.shifted)
-        z = block.mm(factors.q) / sketch.products.scale
+        products, nu, sketch = shifted_sketch(block, omega, block.mm(omega))
+        factors = range_finder(omega, sketch)
+        z = block.mm(factors.q) / products.scale
         # The shift is added to the small matrices, so that no further block of n rows is made.
-        h = matmul(adjoint(factors.q), z) + sketch.nu * jnp.eye(m, dtype=block.dtype)
-        t = matmul(adjoint(z), omega) + sketch.nu * factors.w
+        h = matmul(adjoint(factors.q), z) + nu * jnp.eye(m, dtype=block.dtype)
+        t = matmul(adjoint(z), omega) + nu * factors.w
         parts = xtrace_parts(factors, h, t)
-        samples_of = self.samples_of(block, jnp.conj(omega) * sketch.shifted)
+        samples_of = self.samples_of(block, jnp.conj(omega) * sketch)
         values, differences, beta = samples_of(parts)
-        size = sketch.products.size
-        value = size * (parts.base + jnp.mean(values) - n * sketch.nu)
+        size = products.size
+        value = size * (parts.base + jnp.mean(values) - n * nu)
         rounding = rounding_of(jnp.sqrt(jnp.mean(square_norms(factors.r))), block.eps)
         std_err = rescale_error(size, leave_one_out_error(values, differences, rounding))
         # A NaN or inf in a product shows in one of these factors.
@@ -202,26 +196,26 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         m = k // 2
         omega = self.sampler_of_rows(block.dtype).probes(key, block.n, m, block.dtype)
         products, lost = without_nonfinite(block.mm(omega))
-        sketch = sketch_of(block, omega, products)
-        factors = range_finder(omega, sketch.shifted)
+        products, nu, sketch = shifted_sketch(block, omega, products)
+        factors = range_finder(omega, sketch)
         q = factors.q
         s = factors.s
-        products, lost_too = without_nonfinite(block.adjoint_mm(q))
+        adjoint_products, lost_too = without_nonfinite(block.adjoint_mm(q))
         lost = lost + lost_too
-        z = products / sketch.products.scale + sketch.nu * q
+        z = adjoint_products / products.scale + nu * q
         parts = DiagonalParts(
             base=captured_diagonal(q, z),
             left=matmul(q, s),
             right=matmul(z, s),
             left_over=column_dots(s, factors.r),
             omega=omega,
-            products=sketch.shifted,
+            products=sketch,
             pairs=pairs_of(s),
         )
         rounding = rounding_of(rows.norms(z), block.eps)
         value, std_err, beta = diagonal_and_error(parts, rows, rounding, shrink=self.shrink)
-        size = sketch.products.size
-        value = size * (value - rows.of_vector(jnp.full(block.n, sketch.nu)))
+        size = products.size
+        value = size * (value - rows.of_vector(jnp.full(block.n, nu)))
         value = value + rows.of_vector(lost)
         std_err = rescale_error(size, std_err)
         evidence = evidence_of(factors.r, z, lost)
@@ -261,11 +255,6 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         stochastic trace estimation*, 2024, arXiv:2301.07825, doi:10.1137/23M1548323.
     """
 
-    sampler: AbstractSampler | None = None
-    improved: bool | None = None
-    batch_size: int | None = eqx.field(default=None, static=True)
-    shrink: bool = eqx.field(default=False, static=True)
-
     @property
     def smallest(self):  # pyright: ignore
         """The smallest budget."""
@@ -284,12 +273,12 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         p, r = qr(omega)
         factors = nystrom(p, r, sign * block.mm(p), block.eps)
         terms = jnp.conj(omega) * matmul(factors.products.numbers, r)
-        best = best_shift(
+        _, estimated, beta = best_shift(
             factors, factors.complex_shifts(), self.samples_of(block, terms), factors.rounding()
         )
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         without_tag = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
-        value, std_err = factors.estimate(sign, (best.value, best.std_err), without_tag)
+        value, std_err = factors.estimate(sign, estimated, without_tag)
         # All samples share what the probes leave of the space: next to k = n they scatter together,
         # like one number with nearly n - k degrees of freedom.
         tail = 3.0
@@ -297,7 +286,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         estimate = Estimate(value, std_err, k, dof, factors.evidence, inflation=1.11, tail=tail)
         if not weights:
             return estimate, None
-        return estimate, self.weights_of(omega, _range_finder(factors, omega), best.weight)
+        return estimate, self.weights_of(omega, _range_finder(factors, omega), beta)
 
     def compute_rows(self, key, operator, k, rows, weights):
         """See `AbstractTraceEstimator`."""
@@ -310,8 +299,8 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
         samples_of = partial(published_samples, n=block.n, resphere=False)
-        best = best_shift(factors, factors.real_shifts(), samples_of, factors.rounding())
-        parts = _diagonal_parts(factors, omega, factors.shifted(best.shift))
+        shift, *_ = best_shift(factors, factors.real_shifts(), samples_of, factors.rounding())
+        parts = _diagonal_parts(factors, omega, factors.shifted(shift))
         rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
         options = {"shrink": self.shrink, "hermitian": True}
         mean, error, beta = diagonal_and_error(parts, rows, rounding, **options)

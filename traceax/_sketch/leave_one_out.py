@@ -204,19 +204,13 @@ def scaled(products: Inexact[Array, "n m"]) -> Scaled:
     return Scaled(numbers, scale, jnp.sum(square_of(numbers)))
 
 
-class Sketch(NamedTuple):
-    """The products with the probes, and the sketch of A / scale + nu I made from them."""
-
-    products: Scaled
-    nu: Real[Array, ""]
-    shifted: Inexact[Array, "n m"]
-
-
-def sketch_of(block: BlockOperator, omega: Array, products: Inexact[Array, "n m"]) -> Sketch:
-    """Scale and shift the products with probes (of norm sqrt(n))."""
+def shifted_sketch(
+    block: BlockOperator, omega: Array, products: Inexact[Array, "n m"]
+) -> tuple[Scaled, Real[Array, ""], Inexact[Array, "n m"]]:
+    """The scaled products with probes (of norm sqrt(n)), nu, and the sketch of A / scale + nu I."""
     made = scaled(products)
     nu = shift_of(made.norm, block.n, block.eps)
-    return Sketch(made, nu, made.numbers + nu * omega)
+    return made, nu, made.numbers + nu * omega
 
 
 class RangeFinder(NamedTuple):

@@ -77,7 +77,7 @@ MULTIPLES = (0.0, 0.9, 0.99, 0.999, 0.999999)
 #: The complex shifts that are tried: for each q the eigenvalue delta of the core that exceeds a
 #: q-th part of them (and two at least), and eta a multiple of its distance from the smallest. With
 #: the multiple 1, or if it exceeds only one, the bias is twice as large.
-PARTS = (8, 4, 2)
+PARTS = (8, 3)
 LEAST_PART = 2
 DAMPING = 2.0
 
@@ -141,11 +141,11 @@ class Nystrom(NamedTuple):
         return jnp.asarray(MULTIPLES, self.nu.dtype) * self.theta
 
     def complex_shifts(self) -> Complex[Array, " c"]:
-        """The complex shifts to try: 0, a multiple of theta, some that damp eigenvalues in part."""
+        """The complex shifts that are tried, the first of which is 0."""
         m = len(self.eigenvalues)
         delta = self.eigenvalues[np.array([max(m // part, LEAST_PART) for part in PARTS])]
         eta = jnp.maximum(DAMPING * (delta - self.eigenvalues[0]), self.nu)
-        return jnp.concatenate([self.real_shifts()[:2], delta - 1j * eta])
+        return jnp.concatenate([jnp.zeros_like(delta[:1]), delta - 1j * eta])
 
     def shifted(self, z: Inexact[Array, ""]) -> "ShiftedNystrom":
         """The approximation with the shift z: real, below the smallest eigenvalue, or complex."""
@@ -215,23 +215,15 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     )
 
 
-class BestShift(NamedTuple):
-    """The shift with the smallest standard error of the trace, and the estimate."""
-
-    shift: Inexact[Array, ""]
-    value: Real[Array, ""]
-    std_err: Real[Array, ""]
-    weight: Real[Array, " m"]  # of the samples
-
-
 def best_shift(
     factors: Nystrom,
     shifts: Inexact[Array, " c"],
     samples_of: Callable[[LeaveOneOut], Samples],
     rounding: Real[Array, ""],
-) -> BestShift:
-    """The best of the shifts; 0, the first one, if no tail of the spectrum is flat, or for a small
-    gain.
+) -> tuple[Inexact[Array, ""], tuple[Array, Array], Real[Array, " m"]]:
+    """The shift with the smallest standard error of the trace, or 0, the first one, if no tail of
+    the spectrum is flat, or for a small gain; the trace and its standard error; and the weights of
+    the samples.
     """
     m = len(factors.eigenvalues)
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
@@ -240,15 +232,16 @@ def best_shift(
         parts = xnystrace_parts(factors, factors.shifted(z))
         values, differences, weight = samples_of(parts)
         std_err = leave_one_out_error(values, differences, rounding)
-        return BestShift(z, parts.base + jnp.mean(values), std_err, weight)
+        return z, (parts.base + jnp.mean(values), std_err), weight
 
     def trial(z):
-        skipped = BestShift(z, factors.nu, jnp.full_like(factors.nu, jnp.inf), factors.rho)
+        skipped = z, (factors.nu, jnp.full_like(factors.nu, jnp.inf)), factors.rho
         return lax.cond(flat | (z == 0), estimate, lambda _: skipped, z)
 
     trials = lax.map(trial, shifts if m >= FEWEST else shifts[:1])
-    best = jnp.argmin(trials.std_err)
-    pays = trials.std_err[best] < WORTH * trials.std_err[0]
+    std_err = trials[1][1]
+    best = jnp.argmin(std_err)
+    pays = std_err[best] < WORTH * std_err[0]
     return jtu.tree_map(lambda x: x[jnp.where(pays, best, 0)], trials)
 
 

@@ -34,8 +34,6 @@ All of it lies in the span of [Q, g_1 ... g_m]: omega_i = g_i + Q x_i, g_ji = g_
 a_ji = b_ji u_ji, b_ji = u_ji^H x_j. And <G, I> = n exactly, as ||omega_i||^2 = n.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
@@ -62,31 +60,28 @@ BY_CHANCE = {3: 1e-6}
 RARELY = 1e-3
 
 
-class PlainSamples(NamedTuple):
-    """Hutchinson's samples h_i, and V_h, for each of them from the others."""
-
-    values: Inexact[Array, " m"]
-    variance: Real[Array, " m"]
+#: Hutchinson's samples h_i, and V_h, for each of them from the others.
+PlainSamples = tuple[Inexact[Array, " m"], Real[Array, " m"]]
 
 
 def plain_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The samples of a Hermitian matrix from the terms u = conj(omega) o A omega."""
     centred = terms - jnp.mean(terms, axis=1, keepdims=True)  # c_j
-    return PlainSamples(jnp.sum(terms, axis=0).real, variance_of_others(square_norms(centred)))
+    return jnp.sum(terms, axis=0).real, variance_of_others(square_norms(centred))
 
 
 def skew_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
     """The same for any matrix. The variance of h_i is that of the Hermitian part, and may be less
     than V_h: the scatter of the h_j shows that.
     """
-    variance = plain_samples(terms).variance  # V_h
+    _, variance = plain_samples(terms)  # V_h
     values = jnp.sum(terms, axis=0)  # h_i
     m = len(values)
     seen = variance_of_others(square_of(values - jnp.mean(values)))
     if not jnp.iscomplexobj(terms):
         seen = seen / 2
     share = 1.0 if m >= ENOUGH else BY_CHANCE.get(m, RARELY)
-    return PlainSamples(values, jnp.where(seen < share * variance, seen, variance))
+    return values, jnp.where(seen < share * variance, seen, variance)
 
 
 def variance_of_others(squares: Real[Array, " m"]) -> Real[Array, " m"]:
@@ -106,10 +101,11 @@ def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     """The samples s_i."""
     m = len(parts.square)
     valid = parts.valid
-    beta = shrinkage(plain.variance, jnp.where(valid, jnp.maximum(parts.energy, 0), 0))
+    values, variance = plain
+    beta = shrinkage(variance, jnp.where(valid, jnp.maximum(parts.energy, 0), 0))
     level = _level(parts)  # delta_i
     t = parts.residual + level * (n - m + 1 - parts.square) - parts.lost
-    h = plain.values - parts.base
+    h = values - parts.base
 
     grown = parts.pair_square - parts.square[:, None] - 1
     change = parts.residual[:, None] - parts.pair_residual + level[:, None] * grown
