@@ -14,12 +14,21 @@ from ..helpers import PSD, keys, spectra, with_spectrum
 
 N = 60
 
+
+def definite(operator):
+    return lx.TaggedLinearOperator(operator, PSD)
+
+
+PLAIN = {"preconditioner": None, "fallback": None}
+
 #: One call for each algorithm. (Its number of products is that with which it takes this path.)
 CALLS = {
     "sum by leaving out": lambda key, op: tr.spectral_sum(key, jnp.exp, op, 40),
     "sum, exact": lambda key, op: tr.spectral_sum(key, jnp.exp, op, N),
     "diagonal": lambda key, op: tr.spectral_diagonal(key, jnp.exp, op, 40),
     "count": lambda key, op: tr.eigenvalue_count(key, op, -0.5, 0.5, 40),
+    "log-determinant": lambda key, op: tr.logdet(key, definite(op), 10, **PLAIN),
+    "inverse": lambda key, op: tr.inverse_trace(key, definite(op), 10, **PLAIN),
     "eigenpairs": lambda key, op: tr.eigenpairs(key, op, 40, 2),
 }
 TAGS = {"real": lx.symmetric_tag, "complex": PSD}  # Lineax' symmetric tag is for real operators

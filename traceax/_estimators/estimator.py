@@ -1,6 +1,7 @@
 """The contract of an estimator, and the checks in front of every call."""
 
 import abc
+import dataclasses
 import sys
 import warnings
 from typing import Any, ClassVar, final
@@ -9,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
@@ -20,6 +22,7 @@ from .._core.primitive import Primitive, bind, trace_p
 from .._core.verdict import RESULTS
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
+from .._operators.tags import is_hermitian
 from .._probes.samplers import random_signs
 from .._sketch.weights import AbstractWeights
 from .exact import exact
@@ -313,6 +316,9 @@ def solve(
     estimator.check(operator)
     budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
+    if is_hermitian(operator):  # traces and diagonals are real: what is not is noise
+        value = jtu.tree_map(jnp.real, estimate.value)
+        estimate = dataclasses.replace(estimate, value=value)
     if throw:
         failed = estimate.result != RESULTS.successful
         estimate = estimate.result.error_if(estimate, failed)

@@ -45,7 +45,7 @@ from .._functions.quadrature_error import (
     quadrature_estimate,
 )
 from .._operators.block_operator import unflatten
-from .._operators.known_parts import has_entries
+from .._operators.known_parts import has_entries, split_shift
 from .estimator import evidence_with, exact_inverse, rounding_of
 from .panels import mean_of, std_err_of
 from .preconditioners import AbstractPreconditioner
@@ -104,6 +104,10 @@ class InverseEstimator(AbstractEstimator):
             error = entries_truncation_error(means, sums.exhausted)
             missed = missed * (known / jnp.sum(known))
         error = jnp.maximum(error, missed)
+        if not self.of_trace:  # of K + D, 0 < (A^-1)_ii <= 1 / d_i
+            noise = split_shift(operator).exact.real
+            most = jnp.where(noise > 0, 1 / noise, jnp.inf)
+            value, std_err, error = (jnp.clip(x, 0, most) for x in (value, std_err, error))
         # Equal eigenvalues, whose inverses have the same rounding error.
         std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
         evidence = evidence_with(outside, run.built.evidence, sums.evidence)
