@@ -44,7 +44,7 @@ class KnownPartsWeights(AbstractWeights):
     rest, from `n` matvecs, if it was not estimated.
     """
 
-    inner: AbstractWeights | None
+    inner: AbstractWeights | None  # None if the rest was computed exactly
     rows: Rows | None  # None for traces
 
     def contract(self, block):
@@ -89,6 +89,7 @@ def with_known_parts(
         return known, KnownPartsWeights(None, rows)
     inner, made = estimate_rest(parts.rest, exact, parts.scale)
     size = jnp.abs(parts.scale)
+    # `unconverged` is relative to the error that the whole may have: it needs no factor.
     whole = dataclasses.replace(
         inner,
         value=_whole(BlockOperator(operator), exact, parts.scale, inner.value),

@@ -63,8 +63,8 @@ class Solution(eqx.Module):
         eigenvalues that dominate the error, times that of the probes). Diagonals and block traces
         add `"nonfinite"`, the number of entries of each leaf that are not finite; log-determinants
         and inverses `"columns"`, which were read without a product, and `"condition"`, the quotient
-        of the extreme Ritz values of $P^{-1} A$ (1 if the preconditioner P is A); log densities
-        `"log_det"`, `"quadratic_form"` and `"solve"`.
+        of the extreme Ritz values of $P^{-1} A$ to within a factor of two (1 if P is A); log
+        densities `"log_det"`, `"quadratic_form"` and `"solve"`.
     - `result`: a [`traceax.RESULTS`][]: whether the value can be trusted.
     - `quadrature_error`: for functions of a matrix, an estimate, rather too large than too small,
         of the error from ending a recurrence early (of exact values, from rounding). It is not a

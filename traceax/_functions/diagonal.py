@@ -128,6 +128,9 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         eps = BlockOperator(operator).eps
 
         def of_group(rows, omega):
+            """That of one group that is left out: f(T_i) - c_i to first order on the eigenvectors
+            S of a fixed T_i, as dT_i, which is 0, has a derivative.
+            """
             inner = matmul(matmul(jnp.conj(rows), t), rows.T)  # T_i
             still = lax.stop_gradient((inner + adjoint(inner)) / 2)
             nodes, s = ritz_values(still, jnp.any(rows != 0, axis=1))
@@ -135,6 +138,8 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
             values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
             moved = matmul(adjoint(s), matmul(inner - lax.stop_gradient(inner), s))
             differences = divided_differences(constant(self.fn), nodes[None])[0]
+            # The first rows belong to the vectors omega of the other groups: their squares are the
+            # masses of the spectral measure, whose median of f is c_i.
             first_step = square_of(s[: len(omega.T) * (GROUPS - 1)])
             values = values - median(lax.stop_gradient(values), jnp.sum(first_step, axis=0))
             core = jnp.diag(values).astype(t.dtype) + differences * moved

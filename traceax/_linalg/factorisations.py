@@ -119,9 +119,12 @@ def _shifted_cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
 
 
 def _generic(block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
-    """Independent columns of norm about 1, also of those of a block not made of cosines itself."""
+    """Fixed numbers in general position: columns of norm about 1, independent of each other and of
+    the columns of any block that is not made of cosines itself. Only shape and dtype count.
+    """
     n, m = block.shape
     dtype = block.real.dtype
+    # By the golden ratio no two frequencies are close.
     angles = jnp.pi * jnp.mod(jnp.arange(1, m + 1, dtype=dtype) * 0.6180339887498949, 1)
     cosines = jnp.cos(jnp.arange(n, dtype=dtype)[:, None] * angles)
     return (cosines * (2 / n) ** 0.5).astype(block.dtype)

@@ -48,8 +48,8 @@ class Factors(eqx.Module):
     basis: Inexact[Array, "n r"]  # G
     core: Inexact[Array, "r r"]  # J
     log_det: Real[Array, ""]  # log det P
-    # In units of `unit`, the largest norm of a row and the largest eigenvalue of the operator that
-    # P was made for bound rounding.
+    # The largest norm of a row and the largest eigenvalue of the operator that P was made for, in
+    # units of `unit`, about: they say how large rounding errors are.
     row: Real[Array, ""]
     top: Real[Array, ""]
     from_entries: bool = eqx.field(static=True, default=False)  # see `weights`
@@ -140,7 +140,9 @@ def factors_of(
     *,
     from_entries: bool,
 ) -> Factors:
-    """P from F and L; `diagonal` is that of the operator."""
+    """P from F and L; `diagonal` is that of A, not of P. In every row of `sets` place i is last,
+    with a positive value; places that are not in use have the value 0.
+    """
     g = gathered_by(sets, values, f)
     c = _root_of(g)
     eye = jnp.eye(f.shape[1], dtype=f.dtype)
@@ -148,7 +150,7 @@ def factors_of(
     core = solve(c, solve(c + eye, eye), transpose_a=True, conjugate_a=True)
     logs = jnp.sum(jnp.log(values[:, -1].real))
     log_det = 2 * (jnp.sum(jnp.log(jnp.diagonal(c).real)) - logs)
-    one = jnp.ones_like(log_det)
+    one = jnp.ones_like(log_det)  # `unit` needs sets and values alone
     factors = Factors(sets, values, g, core, log_det, one, one, from_entries)
     sizes = _sizes(f, factors.unit(), diagonal)
     return eqx.tree_at(lambda factors: (factors.row, factors.top), factors, sizes)

@@ -5,7 +5,8 @@ z^H log(M) z is never too small, and Gauss-Radau quadrature with a node at a <= 
 never too large. For K + s I and P of low rank, a is known (lambda_min(M) >= s / mu). Radau's rule
 of q nodes is Gauss' rule for T', which is T with its last entry reduced by 1 / r,
 r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors are of about the same
-size: Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest Ritz value. The
+size: Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest Ritz value (0.6
+was the best of some weights on many spectra). The
 quadrature error is the largest that the two bounds leave possible. If no a is known, Gauss' rule
 stands alone, with the error that `_functions.funm` estimates from shorter recurrences.
 
@@ -27,7 +28,13 @@ from jaxtyping import Array, Bool, Int, Real
 from .._core.precision import einsum
 from .._functions.funm import derivative_core, ended_after
 from .._functions.quadrature_error import missed
-from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
+from .._linalg.lanczos import (
+    Lanczos,
+    largest_ritz_value,
+    positive,
+    positive_quadrature,
+    quadrature,
+)
 
 
 class Quadrature(NamedTuple):
@@ -39,7 +46,7 @@ class Quadrature(NamedTuple):
     mean: Real[Array, ""]
     error: Real[Array, ""]  # the mean over the probes
     smallest: Real[Array, ""]  # node; if it is not positive, tiny numbers replace it elsewhere
-    largest: Real[Array, ""]
+    largest: Real[Array, ""]  # Ritz value, to within a factor of two
     exhausted: Bool[Array, ""]  # whether all spaces are
     core: Real[Array, "p q q"]  # the derivative of the samples by V^H M V, if wanted
 
@@ -65,12 +72,14 @@ def quadrature_after(
     ended = ended_after(krylov, [j])  # pyright: ignore[reportArgumentType]
     nodes, masses, vectors = quadrature(ended)
     smallest = jnp.min(jnp.where(active, nodes[:, 0], jnp.inf))
-    nodes = jnp.maximum(nodes, float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit)
+    nodes = positive(nodes, krylov)
     values = 1 / nodes if inverse else jnp.log(nodes)
     gauss = jnp.sum(masses * values, axis=1)
     history = history.at[j - 1].set(gauss)
     core = jnp.zeros_like(vectors)
     if inverse:
+        # T^{-1} e_1 ends with `last`: the solve of M x = z leaves a residual of norm
+        # beta_j |z| |last|. (Probes of the logarithm have length 1, those of 1/x have not.)
         last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
         samples = lengths * (gauss - 1)
         error = lengths * jnp.square(residual * last) / nodes[:, 0]
@@ -96,7 +105,7 @@ def quadrature_after(
         mean=jnp.sum(jnp.where(active, samples, 0)) / count,
         error=jnp.sum(jnp.where(active, error, 0)) / count,
         smallest=smallest,
-        largest=jnp.max(krylov.alpha + krylov.beta),
+        largest=largest_ritz_value(krylov),
         exhausted=jnp.all(exhausted | ~active),
         core=core,
     )
