@@ -120,7 +120,8 @@ def test_values_and_derivatives_are_unbiased(what, name, dtype):
     found, (a, d, e) = numbers(what, name, dtype)
     assert np.all(found.successful)
     assert np.all(found.num_matvecs == K[name])
-    assert found.value.dtype == found.forward.dtype == dtype
+    expected = np.finfo(dtype).dtype if name == "xnystrace" else dtype  # Hermitian by its tag
+    assert found.value.dtype == found.forward.dtype == expected
     assert_unbiased(found.value, truth(what, a))
     assert_unbiased(found.forward[:, 1], truth(what, d))
     assert_unbiased(found.second, 2 * np.trace(e).real)
