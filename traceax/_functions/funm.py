@@ -337,8 +337,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
             missing = n * jnp.mean(weighted(masses, hidden), axis=0)
             error = error + missing
 
-        given = value, error, std_err, p * q, dof, evidence, least, missing
-        estimate = quadrature_estimate(*given)
+        estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence, least, missing)
         if not weights:
             return estimate, None
         made = SpectralWeights(

@@ -29,9 +29,8 @@ def quadrature_estimate(
     given = value, error, std_err, jnp.asarray(hidden, error.dtype)
     size, bias, scatter, unseen = (safe_norm(jnp.ravel(x)) for x in given)
     allowed = jnp.maximum(size / 20, least)
-    ratio = jnp.maximum(
-        relative(bias, jnp.maximum(4 * scatter, allowed)), relative(unseen, allowed)
-    )
+    seen = relative(bias, jnp.maximum(4 * scatter, allowed))
+    ratio = jnp.maximum(seen, relative(unseen, allowed))
     evidence = worse(evidence, Evidence(unconverged=ratio))
     return Estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
 

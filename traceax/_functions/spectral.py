@@ -315,12 +315,11 @@ def schatten_norm(
 
     std_err = root_error(found.std_err)
     overflows = jnp.isinf(value)
-    result = RESULTS.where(overflows, RESULTS.outside_domain, found.result)
     return dataclasses.replace(
         found,
         value=jnp.where(overflows, jnp.nan, value),
         std_err=std_err,
-        result=result,
+        result=RESULTS.where(overflows, RESULTS.outside_domain, found.result),
         quadrature_error=root_error(jnp.asarray(found.quadrature_error)),
         num_matvecs=products * found.num_matvecs + 1,
         stats={**found.stats, "std.err": std_err},
