@@ -134,3 +134,10 @@ def test_rectangular_operators_of_any_scale(shape):
         assert abs(np.float64(found.value) - scale * truth) <= bar < 0.5 * scale * truth
         assert found.num_matvecs <= N
         assert found.result == tr.RESULTS.successful
+
+
+def test_a_root_that_overflows_is_told():
+    """The 100th power of the sum of 40 roots is no number of single precision."""
+    found = solve(jr.key(0), general(np.float32), 3 * N, 0.01)
+    assert found.result == tr.RESULTS.outside_domain
+    assert np.isnan(found.value)

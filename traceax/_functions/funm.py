@@ -325,6 +325,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
         evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(values, changes))
         least = 0.0
+        missing = jnp.zeros_like(value)
         if self.jumps:  # as far as n is a measure of a count
             least = n / 20
             bounds = sum(jump_error(masses, nodes < jump) for jump in self.jumps)
@@ -333,9 +334,10 @@ class QuadratureEstimator(AbstractSpectralEstimator):
             residuals = krylov.residual[:, None] * jnp.abs(s[:, -1])
             hidden = unresolved(self.fn, nodes, values, residuals)
             error = truncation_error(samples, krylov.exhausted)
-            error = error + n * jnp.mean(weighted(masses, hidden), axis=0)
+            missing = n * jnp.mean(weighted(masses, hidden), axis=0)
+            error = error + missing
 
-        estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence, least)
+        estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence, least, missing)
         if not weights:
             return estimate, None
         made = SpectralWeights(

@@ -18,15 +18,20 @@ def quadrature_estimate(
     dof: Array | float,
     evidence: Evidence,
     least: Array | float = 0.0,
+    hidden: Array | float = 0.0,
     **more: Any,
 ) -> Estimate:
     """An estimate with a quadrature error. It is `not_converged` where that error exceeds four
     standard errors (an average over keys would not reveal such a bias), a twentieth of the value,
-    and `least`. (For several entries the norms of all are compared.)
+    and `least`; or `hidden`, a part of the error that the probes did not see, a twentieth of the
+    value. (For several entries the norms of all are compared.)
     """
-    size, bias, scatter = (safe_norm(jnp.ravel(x)) for x in (value, error, std_err))
-    allowed = jnp.maximum(jnp.maximum(4 * scatter, size / 20), least)
-    evidence = worse(evidence, Evidence(unconverged=relative(bias, allowed)))
+    given = value, error, std_err, jnp.asarray(hidden, error.dtype)
+    size, bias, scatter, unseen = (safe_norm(jnp.ravel(x)) for x in given)
+    allowed = jnp.maximum(size / 20, least)
+    seen = relative(bias, jnp.maximum(4 * scatter, allowed))
+    ratio = jnp.maximum(seen, relative(unseen, allowed))
+    evidence = worse(evidence, Evidence(unconverged=ratio))
     return Estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
 
 
