@@ -35,7 +35,9 @@ def quadrature_estimate(
     return Estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
 
 
-def exact_estimate(value: Array, error: Array, num_matvecs: int, evidence: Evidence) -> Estimate:
+def exact_estimate(
+    value: Array, error: Array, num_matvecs: Array | int, evidence: Evidence
+) -> Estimate:
     """An estimate whose error is a bound on rounding; `not_converged` above half of the value."""
     zero = jnp.zeros_like(error)
     least = safe_norm(jnp.ravel(value)) / 2
