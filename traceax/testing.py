@@ -362,7 +362,7 @@ def _check_dtypes(subject, k: int) -> None:
         exact = np.asarray(matrix.astype(np.float32 if dtype == jnp.bfloat16 else dtype))
         slack = 80 * float(jnp.finfo(dtype).eps) * k
         value, std_err = _check_near(subject, operator, exact, k, name, slack)
-        right = value.dtype == exact.real.dtype  # a semidefinite matrix has a real diagonal
+        right = value.dtype == np.real(exact).dtype  # a semidefinite matrix has a real diagonal
         subject.require(right, f"{name}: the dtype of the value is wrong", str(value.dtype))
         subject.require(np.isrealobj(std_err), f"{name}: the standard error is complex")
 
