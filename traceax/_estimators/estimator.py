@@ -185,17 +185,11 @@ class AbstractTraceEstimator(AbstractEstimator):
         return self.estimate(key, operator, k)
 
 
-@final
-class RowsEstimator(AbstractEstimator):
-    """A trace estimator as an estimator of the entries of a diagonal, or of sums of them."""
+class AbstractInnerEstimator(AbstractEstimator):
+    """A trace estimator as an estimator of a trace (`rows=None`), or of entries of a diagonal."""
 
     inner: AbstractTraceEstimator
-    rows: Rows
-
-    @property
-    def smallest(self):  # pyright: ignore
-        """The smallest budget of the trace estimator."""
-        return self.inner.smallest
+    rows: Rows | None
 
     @property
     def label(self):
@@ -211,13 +205,25 @@ class RowsEstimator(AbstractEstimator):
         """Check the operator as the trace estimator does."""
         self.inner.check(operator)
 
-    def compute(self, key, operator, k, weights):
-        """See `AbstractEstimator`."""
-        return self.inner.compute_rows(key, operator, k, self.rows, weights)
-
     def exact(self, operator):
         """See `AbstractEstimator`."""
         return exact(BlockOperator(operator, self.batch_size), self.rows)
+
+
+@final
+class RowsEstimator(AbstractInnerEstimator):
+    """An estimator of the entries of a diagonal, or of sums of them, with a budget."""
+
+    rows: Rows
+
+    @property
+    def smallest(self):  # pyright: ignore
+        """The smallest budget of the trace estimator."""
+        return self.inner.smallest
+
+    def compute(self, key, operator, k, weights):
+        """See `AbstractEstimator`."""
+        return self.inner.compute_rows(key, operator, k, self.rows, weights)
 
 
 def check_key(key: Any) -> Array:

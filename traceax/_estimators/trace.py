@@ -19,7 +19,7 @@ from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
 from .auto import AutoTraceEstimator
 from .estimator import (
-    AbstractEstimator,
+    AbstractInnerEstimator,
     AbstractTraceEstimator,
     RowsEstimator,
     check_budget,
@@ -29,7 +29,7 @@ from .estimator import (
     solve,
     tolerance_of,
 )
-from .exact import exact, with_known_parts
+from .exact import with_known_parts
 from .rows import Rows
 from .solution import Solution, restructure
 from .tolerance import Target, root, root_error, sample_to_tolerance
@@ -270,24 +270,13 @@ def _root_of_gram(
 
 
 @final
-class ToleranceEstimator(AbstractEstimator):
+class ToleranceEstimator(AbstractInnerEstimator):
     """An estimator with a tolerance in the place of a budget. It reads known parts."""
 
-    inner: AbstractTraceEstimator
-    rows: Rows | None
     rtol: Real[Array, ""]
     atol: Real[Array, ""]
     root: bool = eqx.field(static=True)
     max_k: int = eqx.field(static=True)
-
-    @property
-    def batch_size(self):
-        """The `batch_size` of the trace estimator."""
-        return self.inner.batch_size
-
-    def check(self, operator):
-        """Check the operator as the trace estimator does."""
-        self.inner.check(operator)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -301,10 +290,6 @@ class ToleranceEstimator(AbstractEstimator):
             return sample_to_tolerance(key, block, sampling, target, self.max_k, weights)
 
         return with_known_parts(operator, self.rows, sampled)
-
-    def exact(self, operator):
-        """See `AbstractEstimator`."""
-        return exact(BlockOperator(operator, self.batch_size), self.rows)
 
 
 def solve_either(
