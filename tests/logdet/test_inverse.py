@@ -76,7 +76,7 @@ def spent(key, operator, k):
 
     def outcome(key, operator):
         run = run_of(key, operator, k, policy, weights=False)
-        inverse_root = run.built.factors.inverse_root(jnp.eye(N, dtype=run.block.dtype))
+        inverse_root = run.built.factors.inverse_root(jnp.eye(N, dtype=run.sampling.block.dtype))
         omega, _, solved = run.sums.kept
         x = run.built.factors.inverse_root_adjoint(solved[0])
         return inverse_root, omega, x, run.sums.error * N, run.sums.steps, run.sums.drawn

@@ -196,15 +196,16 @@ def mean_and_error(
     n: int | Real[Array, ""],
     eps: float,
     is_complex: bool,
+    number: Real[Array, ""] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Returns (mean a over probes of n sum_j w_j f_j, standard error, degrees of freedom nu). f_j
     is 0 where w_j is. `eps` is the relative precision of products, `n` the dimension of the space
-    of the probes.
+    of the probes. Unless all p are in use, `number` is how many; weights of the others are 0.
     """
-    p = weights.shape[0]
+    p = weights.shape[0] if number is None else number
 
     def mean_of(x):
-        return jnp.mean(weighted(weights, x), axis=0)
+        return jnp.sum(weighted(weights, x), axis=0) / p
 
     unit = scale_of(values)
     mean = mean_of(values / unit)

@@ -94,7 +94,7 @@ def _shifted_cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     def improve(state):
         y, r, shift, _, count = state
         # Columns that coincide differ from here on, by rounding errors of their own.
-        y = lax.cond(count == _PASSES, lambda: y + 4 * eps * _generic(y), lambda: y)
+        y = lax.cond(count == _PASSES, lambda: y + 4 * eps * generic(*y.shape, y.dtype), lambda: y)
         gram = matmul(jnp.conj(y.T), y)
         length = jnp.sqrt(diagonal_of(gram).real)
         length = jnp.where(length > 0, length, 1).astype(y.dtype)
@@ -118,16 +118,14 @@ def _shifted_cholesky_qr(block: Inexact[Array, "n m"]) -> tuple[Array, Array]:
     return state[0], state[1]
 
 
-def _generic(block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
-    """Fixed numbers in general position: columns of norm about 1, independent of each other and of
-    the columns of any block that is not made of cosines itself. Only shape and dtype count.
+def generic(n: int, m: int, dtype: Any) -> Inexact[Array, "n m"]:
+    """Fixed numbers in general position, which look random: columns of norm about 1, independent of
+    each other and of any others.
     """
-    n, m = block.shape
-    dtype = block.real.dtype
-    # By the golden ratio no two frequencies are close.
-    angles = jnp.pi * jnp.mod(jnp.arange(1, m + 1, dtype=dtype) * 0.6180339887498949, 1)
-    cosines = jnp.cos(jnp.arange(n, dtype=dtype)[:, None] * angles)
-    return (cosines * (2 / n) ** 0.5).astype(block.dtype)
+    real = jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)  # squares overflow in halves
+    number = jnp.arange(1, n + 1, dtype=real)[:, None]
+    angles = jnp.square(number) * jnp.arange(1, m + 1, dtype=real)
+    return ((2 / n) ** 0.5 * jnp.cos(angles)).astype(dtype)
 
 
 # --- small matrices -------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import math
 from typing import Any, NamedTuple, final
 
 import jax.numpy as jnp
-import jax.random as jr
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
@@ -22,13 +21,12 @@ from .._core.estimate import (
 )
 from .._core.precision import matmul
 from .._functions.quadrature_error import exact_estimate, quadrature_estimate
-from .._linalg.factorisations import cholesky_solve, lower_cholesky
+from .._linalg.factorisations import cholesky_solve, generic, lower_cholesky
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
 from .._sketch.leave_one_out import adjoint
 from .._sketch.weights import AbstractWeights
 from .factors import Factors
-from .panels import mean_of, std_err_of
 from .run import Run
 from .weights import ExactLogdetWeights, InverseWeights
 
@@ -44,10 +42,10 @@ def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
 
 
 def rounding_of(
-    factors: Factors, smallest: Array, largest: Array, eps: float
-) -> tuple[Array, Array]:
+    factors: Factors, smallest: Array, largest: Array, eps: float, *evidence: Evidence
+) -> tuple[Array, Evidence]:
     """Returns (rounding error of a function of an eigenvalue of M, relative to its value for P;
-    whether rounding hides that A is positive definite, relative to the limit 1).
+    the worst of the evidence, and whether rounding hides that A is positive definite).
 
     `smallest` and `largest` are the extreme Ritz values of M, `eps` the relative precision of
     products with A.
@@ -60,13 +58,10 @@ def rounding_of(
     # The terms of the sums in a product with a random vector have random signs: the largest row of
     # A, rather than its norm, says how large their rounding errors are.
     row = jnp.maximum(2 * factors.row, largest)
-    return jnp.minimum(rounding, eps * row / positive), outside
-
-
-def evidence_with(outside: Array, *evidence: Evidence) -> Evidence:
-    """The worst of the evidence. An operator that is not Hermitian has no logarithm either."""
     seen = worse(*evidence)
-    return worse(seen, Evidence(outside=jnp.maximum(outside, seen.skew)))
+    # An operator that is not Hermitian has no logarithm either.
+    seen = worse(seen, Evidence(outside=jnp.maximum(outside, seen.skew)))
+    return jnp.minimum(rounding, eps * row / positive), seen
 
 
 def estimate_of(
@@ -89,15 +84,20 @@ def estimate_of(
 
 def estimate_from(run: Run) -> Estimate:
     """The log-determinant and its errors, from the sums of a run."""
-    built = run.built
-    sums = run.sums
-    rounding, outside = rounding_of(built.factors, sums.smallest, sums.largest, run.block.eps)
-    evidence = evidence_with(outside, built.evidence, sums.evidence)
-    value, error = mean_of(sums, run.block.n)
-    std_err, dof = std_err_of(sums, run.block)
-    parts = built.factors, value, error, rounding, std_err
+    factors = run.built.factors
+    probes = run.sums.probes
+    rounding, evidence = rounding_of(
+        factors,
+        probes.smallest,
+        probes.largest,
+        run.sampling.block.eps,
+        run.built.evidence,
+        run.sums.evidence,
+    )
+    value, std_err, dof = run.sampling.sum_over(probes)
+    error = len(factors.basis) * run.sums.error
     counts = run.spent, dof, evidence
-    return estimate_of(*parts, *counts, stats=run.stats)
+    return estimate_of(factors, value, error, rounding, std_err, *counts, stats=run.stats)
 
 
 class ExactLogdet(NamedTuple):
@@ -124,7 +124,7 @@ def inverse_size(
     few random vectors and the root of D. A factor of A is that of an H off by about eps, which
     changes log det A by eps ||H^-1||_F, and may hide that A is singular.
     """
-    block = jr.normal(jr.key(0), (root.size, 8), root.dtype)
+    block = math.sqrt(root.size) * generic(root.size, 8, root.dtype)
     norms = []
     for _ in range(2):
         block = root[:, None] * cholesky_solve(factor, root[:, None] * block)

@@ -28,7 +28,7 @@ from jaxtyping import Array, Inexact, Int, Real
 
 from .._core.estimate import Evidence, scale_of
 from .._core.precision import any_promotion, einsum, matmul
-from .._linalg.factorisations import lower_cholesky
+from .._linalg.factorisations import generic, lower_cholesky
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.known_parts import submatrices
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
@@ -186,7 +186,7 @@ def no_preconditioner(block: BlockOperator) -> "BuiltPreconditioner":
     """The identity in the place of a preconditioner."""
     one = jnp.ones(block.n, jnp.finfo(block.dtype).dtype)
     factors = low_rank_plus_diagonal(jnp.zeros((block.n, 0), block.dtype), one)
-    return BuiltPreconditioner(factors, None, jnp.zeros_like(one[0]))
+    return BuiltPreconditioner(factors, jnp.zeros_like(one[0]))
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
@@ -194,11 +194,7 @@ def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
     from products of F F^H with a few vectors.
     """
     scaled = f / root[:, None].astype(f.dtype)
-    # Vectors whose entries look random: the sizes of rows need not be unbiased.
-    number = jnp.arange(len(f), dtype=root.dtype)[:, None] + 1
-    probes = jnp.sqrt(2.0) * jnp.cos(
-        jnp.square(number) * jnp.arange(1, 9, dtype=root.dtype)
-    ).astype(f.dtype)
+    probes = math.sqrt(len(f)) * generic(len(f), 8, f.dtype)
     products = matmul(scaled, matmul(adjoint(scaled), probes))
     own = jnp.max(diagonal / jnp.square(root))
     row = jnp.sqrt(jnp.max(jnp.mean(square_of(products), axis=1)))
@@ -226,19 +222,19 @@ class BuiltPreconditioner(eqx.Module):
     **Attributes:**
 
     - `factors`: the preconditioner, by products.
-    - `floor`: a lower bound of the eigenvalues of $P^{-1} A$, for the operator A that it was built
-        for; NaN or None if no bound is known.
     - `control_variate_weight`: 1 for P = A, and 0 if P leaves out far more than the smallest
         eigenvalue.
     - `evidence`: whether the products that it was built from are those of a definite matrix.
     - `structure`: pivots and neighbourhoods, if the values follow the operator.
+    - `floor`: a lower bound of the eigenvalues of $P^{-1} A$, for the operator A that it was built
+        for; NaN or None if no bound is known.
     """
 
     factors: Factors
-    floor: Real[Array, ""] | None
     control_variate_weight: Real[Array, ""]
     evidence: Evidence = eqx.field(default_factory=Evidence)
     structure: Any = None
+    floor: Real[Array, ""] | None = None
 
     def factors_at(self, operator: lx.AbstractLinearOperator) -> Factors:
         """The preconditioner of this operator: see above."""

@@ -13,9 +13,8 @@ k / (t + 4) products for each y, or 2 if that is more. If a solve ends at x, wit
     y^H A^{-1} y = y^H x + x^H r + r^H A^{-1} r.
 
 The value leaves the last term out. With P = R R^H and M = R^{-1} A R^{-H} that term is at most
-||R^{-1} r||^2 / lambda_min(M). For K + s I a lower bound of lambda_min(M) is known; otherwise the
-smallest Ritz value of the probes stands for lambda_min(M). Half of this bound is part of the
-quadrature error, and so is half of the rounding error of x^H A x.
+||R^{-1} r||^2 / lambda_min(M), for which the smallest Ritz value of the probes stands. Half of this
+bound is part of the quadrature error, and so is half of the rounding error of x^H A x.
 
 *Derivatives.* With x held fixed,
 
@@ -165,18 +164,15 @@ class GaussianEstimator(AbstractEstimator):
         given = key, operator, k - t * most, self.policy
         ride = {"y": self.y, "most_solve": most - 1, "value_of": value_of}
         run = run_of(*given, weights=weights, **ride)
-        block = run.block
+        block = run.sampling.block
         factors = run.built.factors
         solve = run.sums.solve
         x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)  # r
         form = inner(self.y, x) + inner(x, residual)
-        # Where no lower bound is known, the smallest Ritz value is good enough.
-        known = run.built.floor  # of lambda_min(M)
-        smallest = run.sums.smallest
-        floor = smallest if known is None else jnp.where(jnp.isnan(known), smallest, known)
-        left = square_norms(factors.inverse_root(residual)) / floor
-        left += rounding_of_form(factors, run.sums.largest, x, block.eps)
+        probes = run.sums.probes
+        left = square_norms(factors.inverse_root(residual)) / probes.smallest
+        left += rounding_of_form(factors, probes.largest, x, block.eps)
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
         estimate = self.density(log_det, (form, left, x), spent, 1.0)

@@ -33,22 +33,23 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from .._core.estimate import Estimate, mean_and_std_err, scale_of
 from .._core.precision import einsum
-from .._functions.funm import mean_and_error
+from .._functions.funm import ended_after, mean_and_error
 from .._functions.nodes import divided_differences
+from .._functions.quadrature_error import orders_of, truncation_error
+from .._linalg.arnoldi import Product
 from .._linalg.factorisations import qr
-from .._linalg.lanczos import lanczos, largest_ritz_value, positive, quadrature
+from .._linalg.lanczos import Lanczos, lanczos, positive, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import rounding_of_form
-from .estimator import estimate_of, evidence_with, rounding_of
+from .estimator import estimate_of, rounding_of
 from .factors import BuiltPreconditioner, Factors, outside_of
-from .log_quadrature import radau_gap
 from .own_derivative import own_derivative
 
 #: From this number of probes on, their scatter gives the standard error.
@@ -130,10 +131,14 @@ def held_estimate(
         return factors.preconditioned(block.mm, x)
 
     krylov = lanczos(mm, starts, q, block.eps)
-    nodes, masses, vectors = quadrature(krylov)
+    ended = ended_after(krylov, orders_of(q))
+    nodes, masses, vectors = quadrature(ended)
     # Nodes from a right-hand side that is 0 are no Ritz values.
-    smallest = jnp.min(jnp.where(sizes > 0, nodes[:, 0], jnp.inf))
-    nodes = positive(nodes, krylov)
+    smallest = jnp.min(jnp.where(sizes > 0, nodes[: p + t, 0], jnp.inf))
+    nodes = positive(nodes, ended)
+    logs = jnp.sum(masses * jnp.log(nodes), axis=1).reshape(-1, p + t)[:, :p]
+    error = truncation_error(n * logs, krylov.exhausted[:p])
+    nodes, masses, vectors = (x[: p + t] for x in (nodes, masses, vectors))
     values = jnp.concatenate([jnp.log(nodes[:p]), 1 / nodes[p:]])
     gauss = sizes * jnp.sum(masses * values, axis=1)  # F
 
@@ -142,14 +147,9 @@ def held_estimate(
     if p < SCATTER:
         parts = masses[:p], values[:p], n, block.eps, jnp.iscomplexobj(y)
         _, std_err, dof = mean_and_error(*parts)
-    # P was built for another operator: no bound of the eigenvalues of M is known here, and the
-    # smallest Ritz value after a few steps may be several times too large.
-    floor = jnp.min(nodes[:p, 0]) / 8
-    rule = krylov.exhausted, jnp.sum(masses * jnp.log(nodes), axis=1), nodes, vectors[:, -1]
-    error = n * jnp.mean(radau_gap(krylov, q, *rule, floor)[0][:p])
-    largest = largest_ritz_value(krylov)
-    rounding, outside = rounding_of(factors, smallest, largest, block.eps)
-    evidence = evidence_with(outside, built.evidence, krylov.evidence)
+    largest = jnp.max(nodes)
+    seen = built.evidence, krylov.evidence
+    rounding, evidence = rounding_of(factors, smallest, largest, block.eps, *seen)
     stats = {"condition": largest / smallest}
     counts = k - k % q, dof, evidence
     log_det = estimate_of(factors, mean, error, rounding, std_err, *counts, stats=stats)
@@ -163,11 +163,30 @@ def held_estimate(
     form = jnp.square(unit) * gauss[p:], left, x
     if not weights:
         return log_det, form, None
+    rule = nodes, vectors, values
+    return log_det, form, held_weights(mm, starts, krylov, rule, unit, built)
+
+
+def held_weights(
+    mm: Product,
+    starts: Inexact[Array, "n c"],
+    krylov: Lanczos,
+    rule: tuple[Array, Array, Array],
+    unit: Real[Array, " t"],
+    built: BuiltPreconditioner,
+) -> HeldWeights:
+    """The weights of `held_estimate`; the last t columns are the observations, over `unit`. `rule`
+    is (nodes, eigenvectors, values of f) for every column.
+    """
+    nodes, vectors, values = rule
+    t = unit.size
+    p = len(nodes) - t
     # The divided differences of 1/x are -1 / (x y).
     slopes = [divided_differences(jnp.log, nodes[:p]), -values[p:, :, None] * values[p:, None, :]]
     left, start = own_derivative(mm, starts, krylov, vectors, values, jnp.concatenate(slopes))
     share = jnp.full(p, max(t, 1) / p, unit.dtype)
-    coefficients = jnp.concatenate([share, jnp.square(unit)]).astype(block.dtype)
-    left, right = (x.transpose(1, 0, 2).reshape(n, -1) for x in (left * coefficients, krylov.basis))
-    x = unit.astype(block.dtype) * start[:, p:]
-    return log_det, form, HeldWeights(left, right, built, max(t, 1), x)
+    coefficients = jnp.concatenate([share, jnp.square(unit)]).astype(starts.dtype)
+    blocks = left * coefficients, krylov.basis
+    left, right = (x.transpose(1, 0, 2).reshape(len(starts), -1) for x in blocks)
+    x = unit.astype(starts.dtype) * start[:, p:]
+    return HeldWeights(left, right, built, max(t, 1), x)

@@ -46,8 +46,7 @@ from .._functions.quadrature_error import (
 )
 from .._operators.block_operator import unflatten
 from .._operators.known_parts import has_entries, split_shift
-from .estimator import evidence_with, exact_inverse, rounding_of
-from .panels import mean_of, std_err_of
+from .estimator import exact_inverse, rounding_of
 from .preconditioners import AbstractPreconditioner
 from .run import Policy, policy_of, run_of
 from .sampled_inverse import SampledInverseEstimator
@@ -80,28 +79,30 @@ class InverseEstimator(AbstractEstimator):
         run = run_of(key, operator, k, self.policy, weights=weights, value_of=value_of)
         sums = run.sums
         factors = run.built.factors
-        p = sums.drawn.astype(sums.unit.dtype)
+        p = sums.probes.number
         omega, starts, solved = sums.kept  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
         n, room = omega.shape
         away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)  # B omega, for each of the 3
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
         std_err, of_sum = entries_std_err(samples[0], p)
-        rounding, outside = rounding_of(factors, sums.smallest, sums.largest, run.block.eps)
-        _, missed = mean_of(sums, n)
+        ends = sums.probes.smallest, sums.probes.largest
+        seen = run.built.evidence, sums.evidence
+        rounding, evidence = rounding_of(factors, *ends, run.sampling.block.eps, *seen)
+        missed = n * sums.error
         means = jnp.sum(samples, axis=1) / p
         if self.of_trace:
             std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
-            dof = std_err_of(sums, run.block, inverse=True)[1]
+            dof = run.sampling.sum_over(sums.probes)[2]
             value = jnp.sum(known + means[0])
             # The mean is one over all places, in use or not.
-            exhausted = jnp.full(room, sums.exhausted)
+            exhausted = sums.probes.exhausted
             error = truncation_error(jnp.sum(samples, axis=2), exhausted) * (room / p)
         else:
             std_err = jnp.hypot(std_err, rounding * known)
             dof = jnp.maximum(p - 1, 1)
             value = known + means[0]
-            error = entries_truncation_error(means, sums.exhausted)
+            error = entries_truncation_error(means, jnp.all(sums.probes.exhausted))
             missed = missed * (known / jnp.sum(known))
         error = jnp.maximum(error, missed)
         if not self.of_trace:  # of K + D, 0 < (A^-1)_ii <= 1 / d_i
@@ -110,7 +111,6 @@ class InverseEstimator(AbstractEstimator):
             value, std_err, error = (jnp.clip(x, 0, most) for x in (value, std_err, error))
         # Equal eigenvalues, whose inverses have the same rounding error.
         std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
-        evidence = evidence_with(outside, run.built.evidence, sums.evidence)
         counts = run.spent, dof, evidence
         estimate = quadrature_estimate(value, error, std_err, *counts, stats=run.stats)
         estimate = self.policy.judged(estimate)

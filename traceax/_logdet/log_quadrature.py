@@ -1,22 +1,15 @@
-r"""Gauss and Gauss-Radau quadrature of a logarithm, or of 1/x, with the errors of both.
+r"""Gauss quadrature of tr log M or tr M^{-1}, from the recurrences of probes (`panels`).
 
-*The value.* Every derivative of the logarithm has a constant sign. Hence Gauss quadrature of
-z^H log(M) z is never too small, and Gauss-Radau quadrature with a node at a <= lambda_min(M) is
-never too large. For K + s I and P of low rank, a is known (lambda_min(M) >= s / mu). Radau's rule
-of q nodes is Gauss' rule for T', which is T with its last entry reduced by 1 / r,
-r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors are of about the same
-size: Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest Ritz value (0.6
-was the best of some weights on many spectra). The
-quadrature error is the largest that the two bounds leave possible. If no a is known, Gauss' rule
-stands alone, with the error that `_functions.funm` estimates from shorter recurrences.
-
-*The derivative* of Gauss quadrature is <L(T)[e_1 e_1^T], dT>, with L the derivative of the
-logarithm and dT = V^H dM V (see `_functions.funm`). In the direction dM = M it is 1. For Radau's
-rule, with T', this would be lost; d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the
-largest Ritz vector h, restores it.
+*The logarithm.* Gauss quadrature of z^H log(M) z after q steps has the error that `_functions.funm`
+estimates from shorter recurrences. Where a lower bound a of the eigenvalues of M is known (for
+K + s I and P of low rank), a second estimate is a bound: every derivative of the logarithm has a
+constant sign, so Gauss' rule is never too small, and Gauss-Radau quadrature with a node at a never
+too large. Radau's rule is Gauss' rule for T with its last entry reduced by 1 / r,
+r = e_q^T (T - a)^{-1} e_q. The derivative of Gauss' rule is <L(T)[e_1 e_1^T], dT>, with L the
+derivative of the logarithm and dT = V^H dM V. In the direction dM = M it is 1.
 
 *1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r <= |r|^2 / lambda_min(M), with the
-residual r of M x = z; theta_1 stands for lambda_min(M).
+residual r of M x = z; the smallest Ritz value stands for lambda_min(M).
 """
 
 import math
@@ -25,126 +18,116 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Real
 
+from .._core.estimate import scale_of
 from .._core.precision import einsum
-from .._functions.funm import derivative_core, ended_after
+from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.quadrature_error import missed
-from .._linalg.lanczos import (
-    Lanczos,
-    largest_ritz_value,
-    positive,
-    positive_quadrature,
-    quadrature,
-)
+from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
 
 
-class Quadrature(NamedTuple):
-    """Quadrature for the p probes of a panel, with q nodes for each."""
+class Probes(NamedTuple):
+    """Gauss quadrature for N probes z, with q nodes for each; 0 for probes that are not in use."""
 
-    samples: Real[Array, " p"]  # z^H log(M) z / n, or z^H (M^{-1} - I) z / n
-    masses: Real[Array, "p q"]
-    values: Real[Array, "p q"]  # of f at the nodes
-    mean: Real[Array, ""]
-    error: Real[Array, ""]  # the mean over the probes
-    smallest: Real[Array, ""]  # node; if it is not positive, tiny numbers replace it elsewhere
-    largest: Real[Array, ""]  # Ritz value, to within a factor of two
-    exhausted: Bool[Array, ""]  # whether all spaces are
-    core: Real[Array, "p q q"]  # the derivative of the samples by V^H M V, if wanted
+    lengths: Real[Array, " N"]  # |z|^2 / n: 1 on the sphere
+    nodes: Real[Array, "N q"]
+    masses: Real[Array, "N q"]
+    exhausted: Bool[Array, " N"]  # whether the space is, or the probe is not in use
+
+    @property
+    def number(self) -> Real[Array, ""]:
+        """The number of probes in use, at least 1."""
+        return jnp.maximum(jnp.sum(self.lengths > 0), 1).astype(self.lengths.dtype)
+
+    @property
+    def smallest(self) -> Real[Array, ""]:
+        """The smallest node."""
+        return jnp.min(jnp.where(self.lengths > 0, self.nodes[:, 0], jnp.inf))
+
+    @property
+    def largest(self) -> Real[Array, ""]:
+        """The largest node."""
+        return jnp.max(self.nodes)
+
+    @property
+    def positive(self) -> Real[Array, "N q"]:
+        """The nodes, with tiny numbers in the place of those that are not positive."""
+        eps = float(jnp.finfo(self.nodes.dtype).eps)
+        return jnp.maximum(self.nodes, eps**2 * scale_of(self.nodes))
+
+
+def sum_of_logarithms(
+    probes: Probes, n: int, eps: float, is_complex: bool
+) -> tuple[Array, Array, Array]:
+    """Returns (tr log M, standard error, degrees of freedom): see `_functions.funm`."""
+    values = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
+    return mean_and_error(probes.masses, values, n, eps, is_complex, probes.number)
+
+
+def sum_of_inverses(probes: Probes, n: int) -> tuple[Array, Array, Array]:
+    """Returns (mean of z^H (M^{-1} - I) z, its standard error from the scatter of the probes,
+    degrees of freedom). How many eigenvalues dominate, the nodes tell.
+    """
+    values = jnp.where(probes.masses > 0, 1 / probes.positive, 1)
+    samples = n * probes.lengths * jnp.sum(probes.masses * (values - 1), axis=1)
+    number = probes.number
+    mean = jnp.sum(samples) / number
+    away = jnp.where(probes.lengths > 0, samples - mean, 0)
+    unit = scale_of(away)
+    variance = jnp.sum(jnp.square(away / unit)) / (number * jnp.maximum(number - 1, 1))
+    second, fourth = (jnp.sum(probes.masses * (values - 1) ** i) / number for i in (2, 4))
+    return mean, unit * jnp.sqrt(variance), degrees_of_freedom(second, fourth, n * number)
 
 
 def quadrature_after(
     krylov: Lanczos,
     j: Int[Array, ""],
     history: Real[Array, "q p"],
-    floor: Real[Array, ""] | None,
     lengths: Real[Array, " p"],
+    floor: Real[Array, ""] | None,
+    *,
     inverse: bool,
-    weights: bool = False,
-) -> tuple[Quadrature, Real[Array, "q p"]]:
-    """Returns (quadrature after j >= 1 steps, `history` with the value of Gauss' rule after j).
+    weights: bool,
+) -> tuple[Probes, Real[Array, ""], Real[Array, "p q q"] | None, Real[Array, "q p"]]:
+    """Returns (quadrature after j >= 1 steps, the mean error of z^H f(M) z / n, the derivative of
+    the logarithms by V^H M V if `weights`, `history` with the value of Gauss' rule after j).
 
-    Row i - 1 of `history` is for i steps. `floor` is a, None or NaN if none is known. `lengths` are
-    |z|^2 / n: 1 on the sphere, 0 for probes that are not in use. f is 1/x if `inverse`, else the
-    logarithm. `weights` fills the field `core`.
+    Row i - 1 of `history` is for i steps. `lengths` are those of `Probes`; `floor` is a, None or
+    NaN if it is not known.
     """
-    active = lengths > 0
-    residual = krylov.beta[j - 1]
-    exhausted = residual == 0
     ended = ended_after(krylov, [j])  # pyright: ignore[reportArgumentType]
     nodes, masses, vectors = quadrature(ended)
-    smallest = jnp.min(jnp.where(active, nodes[:, 0], jnp.inf))
-    nodes = positive(nodes, krylov)
-    values = 1 / nodes if inverse else jnp.log(nodes)
-    gauss = jnp.sum(masses * values, axis=1)
+    residual = krylov.beta[j - 1]
+    masses = jnp.where(lengths[:, None] > 0, masses, 0)
+    probes = Probes(lengths, nodes, masses, residual == 0)
+    nodes = probes.positive
+    gauss = jnp.sum(masses * jnp.log(nodes), axis=1)
     history = history.at[j - 1].set(gauss)
-    core = jnp.zeros_like(vectors)
     if inverse:
         # T^{-1} e_1 ends with `last`: the solve of M x = z leaves a residual of norm
         # beta_j |z| |last|. (Probes of the logarithm have length 1, those of 1/x have not.)
         last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
-        samples = lengths * (gauss - 1)
-        error = lengths * jnp.square(residual * last) / nodes[:, 0]
+        errors = lengths * jnp.square(residual * last) / nodes[:, 0]
     else:
-        samples = gauss
-        error = jnp.where(exhausted, 0, truncation_error_at(history, j))
-        if weights:
-            core = derivative_core(jnp.log, nodes, vectors)
-    if floor is not None and not inverse:
-        share = jnp.where(jnp.isnan(floor), 0, jnp.minimum(0.6, floor / nodes[:, 0]))
-        given = gauss, nodes, vectors[:, j - 1, :], floor
-        gap, radau_rule, reduction = radau_gap(ended, j, exhausted, *given)
-        samples = gauss - share * gap
-        error = jnp.where(jnp.isnan(floor), error, jnp.maximum(share, 1 - share) * gap)
-        if weights:
-            of_radau = core_of_radau(radau_rule, j, reduction, (nodes, masses, vectors))
-            core = core + share[:, None, None] * (of_radau - core)
-    count = jnp.maximum(jnp.sum(active), 1)
-    found = Quadrature(
-        samples=samples,
-        masses=masses,
-        values=values,
-        mean=jnp.sum(jnp.where(active, samples, 0)) / count,
-        error=jnp.sum(jnp.where(active, error, 0)) / count,
-        smallest=smallest,
-        largest=largest_ritz_value(krylov),
-        exhausted=jnp.all(exhausted | ~active),
-        core=core,
-    )
-    return found, history
+        errors = truncation_error_at(history, j)
+        if floor is not None:
+            radau = radau_rule(ended, j, nodes, vectors[:, j - 1, :], floor)
+            gap = jnp.maximum(gauss - radau, 0)
+            errors = jnp.where(gap < errors, gap, errors)  # NaN: no bound is known
+        errors = jnp.where(probes.exhausted, 0, errors)
+    error = jnp.sum(jnp.where(lengths > 0, errors, 0)) / probes.number
+    core = derivative_core(jnp.log, nodes, vectors) if weights and not inverse else None
+    return probes, error, core, history
 
 
-def radau_gap(
-    ended: Lanczos,
-    j: Any,
-    exhausted: Array,
-    gauss: Array,
-    nodes: Array,
-    last: Array,
-    floor: Array,
-) -> tuple[Array, tuple, Array]:
-    """Returns (by how much Radau's rule with a node at a = `floor` is below Gauss' after j steps,
-    Radau's rule, 1 / r). `last` is the last row of S. (Without a floor the result is not used.)
-    """
+def radau_rule(ended: Lanczos, j: Any, nodes: Array, last: Array, floor: Array) -> Array:
+    """Radau's rule for every probe after j steps: see above. `last` is the last row of S."""
     eps = float(jnp.finfo(nodes.dtype).eps)
     # A positive number below the smallest Ritz value.
-    a = jnp.where(jnp.isnan(floor), 0, jnp.minimum(floor, nodes[:, 0] * (1 - math.sqrt(eps))))
-    a = jnp.maximum(a, eps**2 * nodes[:, -1])
+    a = jnp.clip(floor, eps**2 * nodes[:, -1], nodes[:, 0] * (1 - math.sqrt(eps)))
     reduction = 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
-    reduction = jnp.where(exhausted, 0, reduction)  # Gauss' rule is exact
-    rule = positive_quadrature(ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction)))
-    radau = jnp.sum(rule[1] * jnp.log(rule[0]), axis=1)
-    gap = jnp.where(exhausted, 0, jnp.maximum(gauss - radau, 0))
-    return gap, rule, reduction
-
-
-def core_of_radau(radau_rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
-    """The derivative of Radau's rule by V^H M V. Both rules are (nodes, masses, vectors)."""
-    nodes, masses, vectors = gauss_rule
-    core = derivative_core(jnp.log, radau_rule[0], radau_rule[2])
-    largest = jnp.max(jnp.where(masses > 0, nodes, 0), axis=1)
-    at = jnp.argmax(nodes, axis=1)[:, None, None]
-    top = jnp.take_along_axis(vectors, at, axis=2)  # h = V top
-    lost = core[:, j - 1, j - 1] * reduction / largest
-    return core - lost[:, None, None] * top * jnp.swapaxes(top, 1, 2)
+    reduced = ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
+    nodes, masses, _ = positive_quadrature(reduced)
+    return jnp.sum(masses * jnp.log(nodes), axis=1)
 
 
 def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[Array, " p"]:

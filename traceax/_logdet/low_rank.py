@@ -49,7 +49,7 @@ class LowRank(NamedTuple):
         self, root: Real[Array, " n"], known: Bool[Array, ""], rank: int
     ) -> BuiltPreconditioner:
         """The preconditioner, with `rank` columns, the last ones 0, and the lower bound of the
-        eigenvalues. Cost: a QR factorisation, l^3.
+        eigenvalues if s is `known`. Cost: `4 n l^2` operations.
         """
         q, r = qr(self.f)
         u, sigma, _ = svd(r)  # orthogonal columns keep rounding errors apart
@@ -57,11 +57,10 @@ class LowRank(NamedTuple):
         f = root[:, None].astype(q.dtype) * matmul(q, u * lengths.astype(q.dtype))
         f = jnp.pad(f, ((0, 0), (0, rank - lengths.size)))
         factors = low_rank_plus_diagonal(f, self.mu * jnp.square(root))
-        # Without a known s there is no bound.
-        floor = jnp.where(known, self.shift / self.mu, jnp.nan)
         control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
         control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
-        return BuiltPreconditioner(factors, floor, control_variate_weight, self.evidence)
+        floor = jnp.where(known, self.shift / self.mu, jnp.nan)
+        return BuiltPreconditioner(factors, control_variate_weight, self.evidence, floor=floor)
 
     @property
     def mu(self) -> Real[Array, ""]:

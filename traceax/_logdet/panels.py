@@ -18,16 +18,17 @@ follow after the last probe have no others.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any, nothing_like
-from .._core.estimate import Evidence, evidence_of, scale_of, skew_of, worse
+from .._core.estimate import Evidence, evidence_of, skew_of, worse
 from .._core.precision import einsum
-from .._functions.funm import degrees_of_freedom
 from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
 from .._linalg.lanczos import Lanczos, tridiagonal
 from .._operators.block_operator import BlockOperator
@@ -35,7 +36,13 @@ from .._probes.random import numbered
 from .._probes.samplers import RademacherSampler, SphereSampler
 from .conjugate_gradients import Solve, cg_step, goes_on
 from .factors import Factors
-from .log_quadrature import Quadrature, quadrature_after, solutions_after
+from .log_quadrature import (
+    Probes,
+    quadrature_after,
+    solutions_after,
+    sum_of_inverses,
+    sum_of_logarithms,
+)
 
 #: The most steps of a recurrence.
 MOST_STEPS = 100
@@ -56,7 +63,7 @@ class Bases(NamedTuple):
         probe = jnp.arange(len(basis))[:, None]
         used = (step < panel.steps) & (probe < count)
         at = jnp.where(used, sums.spent + step * count + probe, room)
-        core = panel.found.core * len(z)
+        core = panel.core * len(z)
         return Bases(
             put(self.starts, z, sums.drawn),
             self.rows.at[at].set(basis, mode="drop"),
@@ -80,25 +87,20 @@ class Solutions(NamedTuple):
         return Solutions(*(put(x, y, sums.drawn) for x, y in zip(self, new, strict=True)))
 
 
-def put(whole: Array, part: Array, at: Array) -> Array:
-    """`whole` with the columns of `part` from column `at` on."""
-    return lax.dynamic_update_slice_in_dim(whole, part, at, axis=-1)
+def put(whole: Array, part: Array, at: Array, axis: int = -1) -> Array:
+    """`whole` with the columns (rows) of `part` from `at` on."""
+    return lax.dynamic_update_slice_in_dim(whole, part, at, axis=axis)
 
 
 class Sums(NamedTuple):
-    """The sums over the probes of all panels so far; functions of M are relative to `centre`."""
+    """What all panels so far have shown."""
 
     drawn: Int[Array, ""]  # probes
     spent: Int[Array, ""]  # products
     panels: Int[Array, ""]
     steps: Int[Array, ""]  # of the panels after the first
-    centre: Real[Array, ""]
-    unit: Real[Array, ""]
-    moments: Real[Array, "4"]  # quadrature of the powers of f(M) - centre, over unit: see below
-    error: Real[Array, ""]  # the mean quadrature error
-    smallest: Real[Array, ""]  # Ritz value
-    largest: Real[Array, ""]
-    exhausted: Bool[Array, ""]
+    probes: Probes
+    error: Real[Array, ""]  # the mean quadrature error of z^H f(M) z / n
     evidence: Evidence
     kept: Any  # `Bases` or `Solutions`, if anything is
     solve: Any  # a `Solve`, if there is one
@@ -110,9 +112,12 @@ class Panel(NamedTuple):
     krylov: Arnoldi  # in a unit of its own
     steps: Int[Array, ""]
     history: Real[Array, "q p"]  # Gauss quadrature after each number of steps
-    found: Any  # `Quadrature`, once there is one
-    ends: Bool[Array, ""]
     solve: Solve | None
+    ends: Bool[Array, ""]
+    # Once there is a quadrature:
+    probes: Any = None
+    error: Any = None
+    core: Any = None  # the derivative of the samples by V^H M V, if wanted
 
     def recurrences(self) -> Lanczos:
         """The recurrences as a `Lanczos`, whose M is Hermitian."""
@@ -140,140 +145,122 @@ class Sampling(NamedTuple):
         return max(1, min(self.k // self.first, self.block.n, MOST_STEPS))
 
     @property
-    def probes(self) -> int:
+    def drawn(self) -> int:
         """The largest number of probes in all panels."""
         return max(self.first, self.k // 3)
 
+    def sum_over(self, probes: Probes) -> tuple[Array, Array, Array]:
+        """Returns (tr log M, or for 1/x tr B of `inverse`; standard error, degrees of freedom)."""
+        block = self.block
+        if self.inverse:
+            return sum_of_inverses(probes, block.n)
+        is_complex = jnp.issubdtype(block.dtype, jnp.complexfloating)
+        return sum_of_logarithms(probes, block.n, block.eps, is_complex)
 
-def stepped(mm: Callable, panel: Panel, eps: float, most: int) -> Panel:
+    def number_of_probes(self, sums: Sums) -> Int[Array, ""]:
+        """The number of probes of the next panel; 0 if there is none."""
+        left = self.left - sums.spent
+        # Logarithms want depth first, inverses several probes, whose scatter alone tells their
+        # error.
+        few = jnp.maximum(jnp.minimum(self.first, left // (4 if self.inverse else 6)), 1)
+        rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), self.drawn - sums.drawn)
+        return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, self.width))
+
+
+def stepped(sampling: Sampling, panel: Panel) -> Panel:
     """One step of all recurrences, and of the solve."""
+    block = sampling.block
     columns = panel.krylov.following.T
     if panel.solve is not None:
         columns = jnp.concatenate([columns, panel.solve.p], axis=1)
-    products = mm(columns)
+    products = sampling.factors.preconditioned(block.mm, columns)
     p = len(panel.krylov.following)
-    krylov = with_product(panel.krylov, panel.steps, products[:, :p], eps)
-    solve = None if panel.solve is None else cg_step(panel.solve, products[:, p:], most)
+    krylov = with_product(panel.krylov, panel.steps, products[:, :p], block.eps)
+    solve = panel.solve
+    if solve is not None:
+        solve = cg_step(solve, products[:, p:], sampling.most_solve)
     return panel._replace(krylov=krylov, steps=panel.steps + 1, solve=solve)
+
+
+def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> Panel:
+    """The panel with its quadrature, and whether it has gone on for long enough, with so many
+    products `left`.
+    """
+    given = panel.recurrences(), panel.steps, panel.history, lengths, sampling.floor
+    flags = {"inverse": sampling.inverse, "weights": sampling.weights}
+    probes, error, core, history = quadrature_after(*given, **flags)
+    n = sampling.block.n
+    value, std_err, _ = sampling.sum_over(probes)
+    # The standard error of one probe is `std_err` sqrt(number).
+    aim = std_err * jnp.sqrt(probes.number * panel.steps / jnp.maximum(left, 1))
+    if sampling.allowed is not None:
+        aim = jnp.maximum(aim, sampling.allowed(value) / 2)
+    rounding = 4 * float(jnp.finfo(lengths.dtype).eps) * n * jnp.sum(lengths) / probes.number
+    enough = 3 * n * error <= jnp.maximum(aim, rounding)
+    if sampling.inverse:  # fewer steps do not show what they miss
+        enough &= panel.steps >= 4
+    fits = (panel.steps + 1) * probes.number <= left
+    found = {"probes": probes, "error": error, "core": core}
+    return panel._replace(history=history, ends=enough | ~fits, **found)
 
 
 def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     """The sums with those of one more panel of probes."""
-    block = sampling.block
-    factors = sampling.factors
-    n = block.n
+    n = sampling.block.n
     pilot = sums.panels == 0
     left = sampling.left - sums.spent
-    count = number_of_probes(sampling, sums)
+    count = sampling.number_of_probes(sums)
     active = jnp.arange(sampling.width) < count
-    drawn = (block.n, sampling.width, block.dtype)
     sampler = RademacherSampler() if sampling.inverse else SphereSampler()
-    omega = jnp.where(active, sampler.probes(numbered(key, sums.panels), *drawn), 0)
-    z = factors.inverse_root(omega) if sampling.inverse else omega
-    norms = jnp.linalg.norm(z, axis=0)
-    lengths = jnp.square(norms) / n
-    real = norms.dtype
-
-    def mm(x):
-        return factors.preconditioned(block.mm, x)
-
-    def assessed(panel: Panel) -> Panel:
-        """The panel with its quadrature, and whether the pilot has gone on for long enough."""
-        given = panel.recurrences(), panel.steps, panel.history
-        quadrature = sampling.floor, lengths, sampling.inverse, sampling.weights
-        found, history = quadrature_after(*given, *quadrature)
-        sums_of_panel = with_moments(sampling, sums, found, lengths, count)
-        sd, _ = std_err_of(sums_of_panel, block, sampling.inverse, one=True)
-        aim = sd * jnp.sqrt(panel.steps / jnp.maximum(left, 1))
-        if sampling.allowed is not None:
-            aim = jnp.maximum(aim, sampling.allowed(n * found.mean) / 2)
-        rounding = 4 * float(jnp.finfo(real).eps) * n * (jnp.sum(lengths) / count)
-        small = 3 * n * found.error <= jnp.maximum(aim, rounding)
-        if sampling.inverse:  # fewer steps do not show what they miss
-            small &= panel.steps >= 4
-        fits = (panel.steps + 1) * count <= left
-        return panel._replace(found=found, history=history, ends=small | ~fits)
+    drawn = sampler.probes(numbered(key, sums.panels), n, sampling.width, sampling.block.dtype)
+    omega = jnp.where(active, drawn, 0)
+    z = sampling.factors.inverse_root(omega) if sampling.inverse else omega
+    lengths = jnp.square(jnp.linalg.norm(z, axis=0)) / n
 
     def step(panel: Panel) -> Panel:
-        panel = stepped(mm, panel, block.eps, sampling.most_solve)
+        panel = stepped(sampling, panel)
         last = panel.steps >= jnp.where(pilot, sampling.steps, sums.steps)
-        panel = if_any(pilot | last, lambda: assessed(panel), panel)
+        now = partial(assessed, sampling, panel, left, lengths)
+        panel = if_any(pilot | last, now, panel)
         return panel._replace(ends=last | (panel.ends & pilot))
 
     panel = Panel(
         krylov=begun(z, sampling.steps),
         steps=jnp.zeros((), jnp.int32),
-        history=jnp.zeros((sampling.steps, sampling.width), real),
-        found=None,
-        ends=jnp.array(False),
+        history=jnp.zeros((sampling.steps, sampling.width), lengths.dtype),
         solve=sums.solve,
+        ends=jnp.array(False),
     )
-    panel = panel._replace(found=nothing_like(lambda: assessed(panel).found))
+    none = nothing_like(lambda: assessed(sampling, panel, left, lengths))
+    panel = panel._replace(probes=none.probes, error=none.error, core=none.core)
     panel = lax.while_loop(lambda panel: ~panel.ends, step, panel)
-    return added(sampling, sums, panel, omega, z, norms, count)
+    return added(sampling, sums, panel, omega, z, count)
 
 
-def number_of_probes(sampling: Sampling, sums: Sums) -> Int[Array, ""]:
-    """The number of probes of the next panel; 0 if there is none."""
-    left = sampling.left - sums.spent
-    # Logarithms want depth first, inverses several probes, whose scatter alone tells their error.
-    few = jnp.maximum(jnp.minimum(sampling.first, left // (4 if sampling.inverse else 6)), 1)
-    rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), sampling.probes - sums.drawn)
-    return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, sampling.width))
-
-
-def with_moments(sampling: Sampling, sums: Sums, found: Quadrature, lengths, count) -> Sums:
-    """The sums with the moments of a panel: of f(M) - centre with the masses of quadrature, or for
-    1/x of the samples, whose scatter gives their error.
-    """
-    active = lengths[:, None] > 0
-    shares = jnp.where(active, found.masses, 0)
-    values = found.samples[:, None] if sampling.inverse else found.values
-    masses = active.astype(lengths.dtype) if sampling.inverse else shares
-    initial = sums.panels == 0
-    centre = jnp.where(initial, found.mean, sums.centre)
-    away = jnp.where(masses > 0, values - centre, 0)
-    unit = jnp.where(initial, scale_of(away), sums.unit)
-    away = away / unit
-    higher = [jnp.sum(masses * away**power) for power in (2, 3, 4)]
-    if sampling.inverse:  # how many eigenvalues dominate, the nodes tell
-        higher[1:] = [jnp.sum(shares * (found.values - 1) ** power) for power in (2, 4)]
-    samples = jnp.where(lengths > 0, found.samples - centre, 0)
-    return sums._replace(
-        drawn=sums.drawn + count,
-        centre=centre,
-        unit=unit,
-        moments=sums.moments + jnp.stack([jnp.sum(samples) / unit, *higher]),
-    )
-
-
-def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) -> Sums:
-    """The sums with the moments, errors and bases of a panel."""
-    found = panel.found
-    lengths = jnp.square(norms) / len(z)
+def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums:
+    """The sums with the quadrature, errors and bases of a panel."""
     krylov = panel.recurrences()
     # Products with A have rounding errors in the unit of P.
     size = jnp.maximum(jnp.max(krylov.size), sampling.factors.top)
     skew = skew_of(jnp.max(krylov.skew), size, len(z), sampling.block.eps)
     # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
-    error = jnp.where(sums.panels == 0, found.error, sums.error)
+    error = jnp.where(sums.panels == 0, panel.error, sums.error)
     if sampling.inverse:
-        total = sums.drawn * sums.error + count * found.error
+        total = sums.drawn * sums.error + count * panel.error
         error = total / (sums.drawn + count)
     kept = sums.kept
     if kept is not None:
         kept = kept.added(panel, sums, omega, z, count)
-    return with_moments(sampling, sums, found, lengths, count)._replace(
+    return Sums(
+        drawn=sums.drawn + count,
         spent=sums.spent + panel.steps * count,
         panels=sums.panels + 1,
         steps=panel.steps,
+        probes=jtu.tree_map(partial(put, at=sums.drawn, axis=0), sums.probes, panel.probes),
         error=error,
-        smallest=jnp.minimum(sums.smallest, found.smallest),
-        largest=jnp.maximum(sums.largest, found.largest),
-        exhausted=sums.exhausted & found.exhausted,
         evidence=worse(sums.evidence, evidence_of(krylov.size, skew=skew)),
-        solve=panel.solve,
         kept=kept,
+        solve=panel.solve,
     )
 
 
@@ -281,9 +268,8 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
     """The sums over all panels: see above."""
     block = sampling.block
     real = jnp.finfo(block.dtype).dtype
-    zero = jnp.zeros((), real)
     none = jnp.zeros((), jnp.int32)
-    room = sampling.probes + sampling.width
+    room = sampling.drawn + sampling.width
     starts = jnp.zeros((block.n, room), block.dtype)
     kept = None
     if sampling.inverse:
@@ -291,59 +277,17 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
     elif sampling.weights:
         rows = jnp.zeros((sampling.k, block.n), block.dtype)
         kept = Bases(starts, rows, jnp.zeros((sampling.k, sampling.k), real))
-    sums = Sums(
-        drawn=none,
-        spent=none,
-        panels=none,
-        steps=none,
-        centre=zero,
-        unit=zero + 1,
-        moments=jnp.zeros(4, real),
-        error=zero,
-        smallest=zero + jnp.inf,
-        largest=zero,
-        exhausted=jnp.array(True),
-        evidence=Evidence(),
-        kept=kept,
-        solve=solve,
-    )
+    nodes = jnp.zeros((room, sampling.steps), real)
+    probes = Probes(nodes[:, 0], nodes, nodes, jnp.ones(room, bool))
+    zero = jnp.zeros((), real)
+    sums = Sums(none, none, none, none, probes, zero, Evidence(), kept, solve)
 
     def more(sums: Sums) -> Array:
-        wanted = number_of_probes(sampling, sums) > 0
+        wanted = sampling.number_of_probes(sums) > 0
         solving = solve is not None and jnp.any(goes_on(sums.solve, sampling.most_solve))
         if sampling.allowed is not None:
-            std_err, _ = std_err_of(sums, block, sampling.inverse)
-            limit = sampling.allowed(mean_of(sums, block.n)[0])
-            wanted &= ~(2 * std_err <= limit)
+            value, std_err, _ = sampling.sum_over(sums.probes)
+            wanted &= ~(2 * std_err <= sampling.allowed(value))
         return (wanted | solving | (sums.panels == 0)) & ~sums.evidence.fails
 
     return lax.while_loop(more, lambda sums: one_panel(key, sampling, sums), sums)
-
-
-def mean_of(sums: Sums, n: int) -> tuple[Array, Array]:
-    """Returns (the estimate of tr f(M), or for 1/x of tr B of `inverse`; quadrature error)."""
-    mean = sums.centre + sums.unit * (sums.moments[0] / sums.drawn)
-    return n * mean, n * sums.error
-
-
-def std_err_of(
-    sums: Sums, block: BlockOperator, inverse: bool = False, *, one: bool = False
-) -> tuple[Array, Array]:
-    """Returns (standard error, degrees of freedom), of the mean or (`one`) of a single probe: for
-    the logarithm as of probes on the sphere (see `_functions.funm`), for 1/x from the scatter.
-    """
-    n = block.n
-    count = jnp.maximum(sums.drawn, 1).astype(sums.unit.dtype)
-    p = jnp.ones_like(count) if one else count
-    m, m2, m3, m4 = sums.moments / count
-    spread = jnp.maximum(m2 - m**2, 0)
-    if inverse:
-        others = jnp.maximum(count - 1, 1)
-        dof = degrees_of_freedom(m3, m4, n * count)
-        return n * sums.unit * jnp.sqrt(spread * (count / others) / p), dof
-    complex_ = jnp.issubdtype(block.dtype, jnp.complexfloating)
-    c = n / (n + 1) if complex_ else 2 * n / (n + 2)
-    fourth = m4 - 4 * m * m3 + 6 * m**2 * m2 - 3 * m**4
-    dof = degrees_of_freedom(spread, fourth, n * count)
-    variance = n * c * spread / p / (1 - c / (n * p)) * (1 + 1 / dof)
-    return sums.unit * jnp.sqrt(variance), dof

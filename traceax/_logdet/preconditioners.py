@@ -46,7 +46,7 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
 
 
 #: A preconditioner, the products that it took, and statistics of the call.
-Prepared = tuple[BuiltPreconditioner, Any, dict[str, Array]]
+Preparation = tuple[BuiltPreconditioner, Any, dict[str, Array]]
 
 
 class AbstractPreconditioner(eqx.Module):
@@ -66,7 +66,9 @@ class AbstractPreconditioner(eqx.Module):
     ) -> BuiltPreconditioner:
         """The preconditioner, from `rank` products. The caller has checked the arguments."""
 
-    def prepared(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int) -> Prepared:
+    def prepared(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> Preparation:
         """The preconditioner of a call with a budget."""
         if k <= 2:
             return no_preconditioner(BlockOperator(operator)), 0, {}

@@ -22,7 +22,7 @@ from .._core.control_flow import if_any
 from .._operators.block_operator import BlockOperator
 from .factors import no_preconditioner
 from .low_rank import LowRank, Sketch
-from .preconditioners import KernelPreconditioner, Prepared, knows_entries
+from .preconditioners import KernelPreconditioner, Preparation, knows_entries
 
 #: A smaller budget is not divided.
 SMALLEST = 24
@@ -34,7 +34,7 @@ def preparation_for(
     k: int,
     preconditioner: Any,
     inverse: bool,
-) -> Prepared:
+) -> Preparation:
     """The preconditioner of a call with the budget k."""
     if isinstance(preconditioner, str):
         if not knows_entries(operator) and k >= SMALLEST:
@@ -47,7 +47,7 @@ def preparation_for(
 
 def _from_products(
     key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, inverse: bool
-) -> Prepared:
+) -> Preparation:
     """The preconditioner from products, by the rules of above."""
     first = max(k // 6, min(16, k // 3))
     rank = max(first + 1, k // 2 if inverse else 3 * k // 4)  # solves take more steps

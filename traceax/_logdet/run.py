@@ -144,7 +144,7 @@ def policy_of(
 class Run(NamedTuple):
     """The preconditioner, and the sums over all panels."""
 
-    block: BlockOperator
+    sampling: Sampling
     built: BuiltPreconditioner
     sums: Sums
     spent: Int[Array, ""]  # products for the preconditioner and for probes
@@ -199,5 +199,5 @@ def run_of(
         most_solve=most_solve,
     )
     sums = sampled(probe_key, sampling, solve)
-    stats = {"condition": sums.largest / sums.smallest, **stats}
-    return Run(block, built, sums, spent + sums.spent, stats)
+    stats = {"condition": sums.probes.largest / sums.probes.smallest, **stats}
+    return Run(sampling, built, sums, spent + sums.spent, stats)

@@ -272,4 +272,4 @@ def prepare(
     evidence = evidence_of(jnp.sum(pivoted.left), pivoted.apart, pivoted.skew, skew=skew)
     structure = Structure(pivoted.pivots[:rank], sets, known)
     one = jnp.ones_like(unit)
-    return BuiltPreconditioner(factors, None, one, evidence, structure), pivoted.columns
+    return BuiltPreconditioner(factors, one, evidence, structure), pivoted.columns
