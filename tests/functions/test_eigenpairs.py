@@ -89,17 +89,13 @@ def test_against_eigh(which, dtype, k):
     ends = [0, 2] if which == "BE" else [0]
     assert np.all(np.abs(pairs.values - truth)[ends] <= pairs.errors[ends])
     assert pairs.bounds[0] <= eigenvalues.min() <= eigenvalues.max() <= pairs.bounds[1]
+    # Bounds are sharp where an eigenvalue stands alone.
     assert np.max(pairs.errors) < 0.1
+    assert which != "SA" or pairs.errors[0] < 1e-3
     vectors = np.asarray(pairs.vectors)
     np.testing.assert_allclose(vectors @ vectors.conj().T, np.eye(3), atol=100 * eps)
     residuals = np.linalg.norm(vectors @ matrix.T - pairs.values[:, None] * vectors, axis=1)
     np.testing.assert_allclose(pairs.residuals, residuals, rtol=1e-3, atol=200 * eps)
-
-
-def test_a_tag_is_a_bound():
-    matrix = with_spectrum(np.random.default_rng(0), -np.linspace(0.01, 2, N))
-    pairs = jax.device_get(solve(jax.random.key(0), matrix, 8, tags=NSD))
-    assert pairs.values[0] <= pairs.bounds[1] <= 0
 
 
 def test_a_warm_start_follows_a_drifting_operator():
@@ -135,18 +131,20 @@ def test_degenerate_operators():
     np.testing.assert_allclose(pairs.values / scale, 1, rtol=1e-5)
     one = np.ones((N, N), np.float32) * scale
     for matrix, truth in ((0 * one, 0), (one, N * scale), (one[:1, :1], scale)):
-        for which in ("LA", "BE"):
-            pairs = jax.device_get(solve(jax.random.key(0), matrix, 3, 1, which))
-            np.testing.assert_allclose(pairs.values, truth, rtol=1e-5)
-            np.testing.assert_allclose(np.linalg.norm(pairs.vectors, axis=-1), 1, rtol=1e-5)
-            assert np.all(pairs.residuals <= 1e-5 * truth)
-            assert abs(float(pairs.values[0] - truth)) <= float(pairs.errors[0])
-            assert pairs.result == tr.RESULTS.successful
+        pairs = jax.device_get(solve(jax.random.key(0), matrix, 3, 1, "BE"))
+        np.testing.assert_allclose(pairs.values, truth, rtol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(pairs.vectors, axis=-1), 1, rtol=1e-5)
+        assert np.all(pairs.residuals <= 1e-5 * truth)
+        assert abs(float(pairs.values[0] - truth)) <= float(pairs.errors[0])
+        assert pairs.result == tr.RESULTS.successful
 
 
-def test_nan_says_so_and_a_start_of_nan_is_none():
+def test_a_tag_is_a_bound_nan_says_so_and_a_start_of_nan_is_none():
+    matrix = with_spectrum(np.random.default_rng(0), -np.linspace(0.01, 2, N))
+    bounded = jax.device_get(solve(jax.random.key(0), matrix, 8, tags=NSD))
+    assert bounded.values[0] <= bounded.bounds[1] <= 0
     matrix = np.diag(np.arange(N, dtype=float))
-    bad = solve(jax.random.key(0), np.where(matrix == 3, np.nan, matrix), 5)
+    bad = solve(jax.random.key(0), np.where(matrix == 3, np.nan, matrix), 8, tags=NSD)
     assert bad.result == tr.RESULTS.nonfinite_operator
     assert np.all(np.isnan(bad.values))
     after = solve(jax.random.key(0), matrix, 20, start=bad)
@@ -157,27 +155,19 @@ def test_nan_says_so_and_a_start_of_nan_is_none():
 # --- errors --------------------------------------------------------------------------------------
 
 
-@functools.cache
-def bound_cases():
-    flat, outlier = np.linspace(-1, 1, 60), np.r_[np.linspace(-1, 1, 59), 2.0]
-    rng = np.random.default_rng(1)
-    # Nearly double, and a tight cluster at the end.
-    cluster = np.r_[np.linspace(-1, 0.5, 50), 1 - 1e-3 * np.arange(10)]
-    return {
-        "flat": with_spectrum(rng, flat),
-        "outlier": with_spectrum(rng, outlier),
-        "cluster": with_spectrum(rng, cluster),
-    }
+FLAT = np.linspace(-1, 1, 60)
+# Nearly double, and a tight cluster at the end.
+CLUSTER = np.r_[np.linspace(-1, 0.5, 50), 1 - 1e-3 * np.arange(10)]
 
 
-@pytest.mark.parametrize(("name", "warm"), [("flat", False), ("cluster", True)])
-def test_bounds_hold(name, warm):
+@pytest.mark.parametrize(("spectrum", "warm"), [(FLAT, False), (CLUSTER, True)])
+def test_bounds_hold(spectrum, warm):
     """No more than 1 % miss an end, nor half of 1 % one of them, also from a start that is an exact
     eigenvector in the middle of the spectrum, which hides all the others. The shares of 3000 keys
     are known to 0.2 and 0.13 %: three times that is allowed. (Where an eigenvalue stands alone the
     bounds are sharp, and nearly as many miss.)
     """
-    matrix = bound_cases()[name]
+    matrix = with_spectrum(np.random.default_rng(1), spectrum)
     values, vectors = np.linalg.eigh(matrix)
     start = jnp.asarray(vectors[:, 30]) if warm else None
     found = jax.jit(jax.vmap(lambda key: solve(key, matrix, 8, 1, "LA", start)))(keys(3000))
@@ -193,12 +183,6 @@ def test_bounds_hold(name, warm):
     # An eigenvalue is within the residual, always.
     distance = np.min(np.abs(np.asarray(found.values) - values), axis=1)
     assert np.all(distance <= np.asarray(found.residuals[:, 0]))
-
-
-def test_bound_is_sharp_where_an_eigenvalue_stands_alone():
-    matrix = bound_cases()["outlier"]
-    found = jax.jit(jax.vmap(lambda key: solve(key, matrix, 14)))(keys(50))
-    assert np.max(found.errors) < 1e-3
 
 
 # --- derivatives and batching --------------------------------------------------------------------

@@ -53,8 +53,7 @@ FUNCTIONS = {  # f, f(A), f'(A)
 # --- functions of small matrices -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64])
-def test_functions_of_small_matrices(dtype):
+def test_functions_of_small_matrices():
     """Of defective, nilpotent, triangular and other matrices, against the Pade approximation."""
     rng = np.random.default_rng(1)
     triangular = np.triu(rng.standard_normal((N, N))) / np.sqrt(N)
@@ -64,8 +63,8 @@ def test_functions_of_small_matrices(dtype):
         "blocks": np.kron(np.eye(N // 2), [[2.0, 1], [0, 2]]),
         "triangular": triangular,
     }
-    others = {"zero": 0 * JORDAN, "identity": np.eye(N), "gaussian": gaussian(dtype)}
-    stack = np.stack([x.astype(dtype) for x in (defective | others).values()])
+    others = {"zero": 0 * JORDAN, "identity": np.eye(N), "gaussian": gaussian()}
+    stack = np.stack([*(defective | others).values()])
 
     @jax.jit
     @jax.vmap
@@ -74,7 +73,7 @@ def test_functions_of_small_matrices(dtype):
             found = diagonalised(matrix)
             return function_of(found, jnp.exp(found.nodes))
 
-    found, eps = np.asarray(exponential(stack)), np.finfo(dtype).eps
+    found, eps = np.asarray(exponential(stack)), np.finfo(float).eps
     for (name, matrix), value in zip((defective | others).items(), found, strict=True):
         truth = expm(matrix.astype(np.complex128))
         error = np.linalg.norm(value - truth) / np.linalg.norm(truth)
@@ -86,8 +85,7 @@ def test_functions_of_small_matrices(dtype):
 
 
 @pytest.mark.parametrize(
-    ("function", "dtype", "p"),
-    [("exp", np.float64, 3), ("exp", np.complex128, 2), ("turned", np.float64, 1)],
+    ("function", "dtype", "p"), [("exp", np.complex128, 3), ("turned", np.float64, 1)]
 )
 def test_equals_the_dense_function_on_the_same_probes(function, dtype, p):
     """With as many steps as a converged recurrence needs: value, errors, derivative."""
@@ -115,7 +113,7 @@ def test_equals_the_dense_function_on_the_same_probes(function, dtype, p):
     assert solution.quadrature_error < 1e-6
     assert int(solution.num_matvecs) == p * q
     assert solution.result == tr.RESULTS.successful
-    assert jnp.iscomplexobj(solution.value) == (function == "turned" or dtype == np.complex128)
+    assert jnp.iscomplexobj(solution.value)
 
     expected = np.einsum("np,nm,mp->p", probes.conj(), tangent @ slope_of(matrix), probes)
     np.testing.assert_allclose(slope, np.mean(expected), rtol=1e-8)
@@ -132,6 +130,7 @@ def test_few_steps_and_their_quadrature_error():
         first = v.T @ z
         forms.append(first @ expm(v.T @ matrix @ v) @ first)
     np.testing.assert_allclose(solution.value, forms[0], rtol=1e-10)
+    assert not jnp.iscomplexobj(solution.value)
     last, rate = abs(forms[0] - forms[1]), abs((forms[0] - forms[1]) / (forms[1] - forms[2]))
     rate = min(rate, 0.95)
     expected = last * max(1, 8 * rate / (1 - rate))
@@ -142,32 +141,35 @@ def test_few_steps_and_their_quadrature_error():
 # --- exact cases, and what is none ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64])
-def test_exact_with_as_many_products_as_rows(dtype):
+def test_exact_with_as_many_products_as_rows():
     """For a Gaussian and a defective matrix, with the derivative."""
-    eps, tangent = np.finfo(dtype).eps, gaussian(dtype, 1)
-    for matrix in (gaussian(dtype), (JORDAN + np.eye(N)).astype(dtype)):
-        solution = estimate(jr.key(0), matrix, jnp.exp, N)
-        truth = np.trace(expm(matrix.astype(np.promote_types(dtype, np.float64))))
+    eps, tangent = np.finfo(float).eps, gaussian(seed=1)
+
+    @jax.jit
+    def solve(matrix):
+        def value(a):
+            solution = estimate(jr.key(0), a, jnp.exp, N)
+            return solution.value, solution
+
+        _, slope, solution = jax.jvp(value, (matrix,), (tangent,), has_aux=True)
+        return slope, solution
+
+    for matrix in (gaussian(), JORDAN + np.eye(N)):
+        slope, solution = jax.device_get(solve(matrix))
+        truth = np.trace(expm(matrix))
         np.testing.assert_allclose(solution.value, truth, rtol=100 * eps)
         assert solution.std_err == 0
-        error = abs(np.asarray(solution.value) - truth)
-        assert error <= float(solution.quadrature_error) < 1e4 * eps * abs(truth)
-        assert int(solution.num_matvecs) == N
-
-        def value(a):
-            return estimate(jr.key(0), a, jnp.exp, N).value
-
-        slope = np.asarray(jax.jvp(value, (matrix,), (tangent,))[1])
-        expected = np.sum(expm(matrix.astype(np.complex128)).T * tangent)
+        assert abs(solution.value - truth) <= solution.quadrature_error < 1e4 * eps * abs(truth)
+        assert solution.num_matvecs == N
+        expected = np.sum(expm(matrix).T * tangent)
         size = np.linalg.norm(expm(matrix)) * np.linalg.norm(tangent)
         assert abs(slope - expected) < 30 * eps ** (2 / 3) * size
 
 
-@pytest.mark.parametrize("dtype", [np.float32])
-def test_exhausted_spaces_are_exact(dtype):
+def test_exhausted_spaces_are_exact():
     """The forms of zero, a multiple of the identity and a nilpotent matrix, at any scale."""
-    key, eps = jr.key(2), np.finfo(dtype).eps
+    dtype, key = np.float32, jr.key(2)
+    eps = np.finfo(dtype).eps
     nilpotent = np.zeros((N, N))
     nilpotent[:3, 1:4] = np.diag([1.0, 2.0, 3.0])
 
