@@ -4,7 +4,7 @@ roots of a trace and of a diagonal of Gram matrices.
 
 import dataclasses
 import math
-from typing import final
+from typing import Any, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def diagonal(
     atol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
     as a tolerance takes (of the Euclidean norms of the errors and of the diagonal).
 
@@ -138,7 +138,7 @@ def block_traces(
     atol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the trace of every diagonal block of A: one for each leaf of its input PyTree.
 
     For the Hessian of a network these are the traces layer by layer. All come from the same
@@ -213,7 +213,7 @@ def row_norms(
     rtol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     """Estimate the Euclidean norms of the rows of A.
 
     Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag; where one is below

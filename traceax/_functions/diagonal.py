@@ -21,7 +21,7 @@ T_i = S Theta S^H, with the divided differences D of f; `nodes` has that of f(A)
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +210,7 @@ def spectral_diagonal(
     atol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of $f(A)$ of a Hermitian operator: subgraph centralities ($e^A$ of an
     adjacency matrix), leverage scores ($x / (x + s)$ of a kernel), and other numbers that every row
     has. For an inverse, [`traceax.inverse_diagonal`][] is better.

@@ -25,7 +25,7 @@ E[x omega^T] = A^{-1}, at every order. Each probe takes a solve with A.
 """
 
 import math
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import equinox as eqx
 import jax
@@ -184,7 +184,7 @@ def inverse_diagonal(
     preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of $A^{-1}$ of a positive definite operator: the marginal variances,
     if A is a precision matrix.
 
