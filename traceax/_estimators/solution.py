@@ -113,14 +113,10 @@ class Solution(eqx.Module, Generic[Value]):
 
         - `level`: the probability, a number, which may be traced.
 
-        **Returns:**
+        **Returns:** the lower and the upper ends, with the structure of `std_err`: both are the
+        value itself if it is exact, and -inf and inf if nothing is known of the error.
 
-        The lower and the upper ends, with the structure of `std_err`: both are the value itself if
-        it is exact, and -inf and inf if nothing is known of the error.
-
-        **Raises:**
-
-        - `ValueError`: for a level that is not between 0 and 1.
+        **Raises:** `ValueError` for a level that is not between 0 and 1.
         """
         if not isinstance(level, jax.core.Tracer) and not 0 < level < 1:
             raise ValueError(
