@@ -119,7 +119,10 @@ class Tracker(eqx.Module):
 
     def __check_init__(self):
         if self.method not in _SMALLEST:
-            raise ValueError(f"method must be one of {list(_SMALLEST)}, got {self.method!r}.")
+            raise ValueError(
+                f"The method must be one of {list(_SMALLEST)}, got {self.method!r}. Leave it out "
+                'for "recycled".'
+            )
 
     def init(self, operator: lx.AbstractLinearOperator, k: int) -> TrackState:
         """The state before the first step, a [`traceax.TrackState`][]. This takes no products.

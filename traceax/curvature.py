@@ -214,8 +214,8 @@ def fisher(
     """
     if (sample is None) != (key is None):
         raise ValueError(
-            "A Monte Carlo Fisher matrix needs both `sample` and `key`, the empirical one neither; "
-            f"got a sample of type {type(sample).__name__} and a key of type {type(key).__name__}."
+            f"`sample` and `key` belong together, got {type(sample).__name__} and "
+            f"{type(key).__name__}. Give both for a Monte Carlo Fisher matrix, else neither."
         )
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
@@ -247,8 +247,8 @@ def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, par
         fresh = sample(key, params, *data)
         if not isinstance(fresh, tuple) or len(fresh) != len(data):
             raise ValueError(
-                "sample must return the arguments after `params` as a tuple of "
-                f"{len(data)}, got {jtu.tree_structure(fresh)}."
+                f"sample must return a tuple of {len(data)}, got {jtu.tree_structure(fresh)}. "
+                "Return all arguments after `params`, with the labels drawn."
             )
         fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
         return values(index, params, *fixed)

@@ -253,7 +253,7 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
     least = min(smallest, n)
     if budget < least:
         warnings.warn(
-            f"{name} needs at least {least} matvecs, got {argument}={budget}: {argument} was "
+            f"{name} needs at least {least} matvecs, got {argument}={budget}. {argument} was "
             f"raised to {least}.",
             stacklevel=_level_of_caller(),
         )
@@ -266,9 +266,9 @@ def tolerance_of(value: Any, name: str) -> Array:
         value = 0.0
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.ndim != 0 or array.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must be a real number, got {value!r}.")
+        raise TypeError(f"{name} must be a real number, got {value!r}. Give 1e-2, say.")
     if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}. Give 1e-2, say.")
     return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
 
 

@@ -283,8 +283,8 @@ def solve_either(
     """
     if not isinstance(estimator, AbstractTraceEstimator):
         raise TypeError(
-            "The estimator must be an instance of an AbstractTraceEstimator, such as "
-            f"`traceax.XTraceEstimator()`, got {estimator!r}."
+            f"The estimator must be an AbstractTraceEstimator, got {estimator!r}. Give an "
+            "instance, such as `traceax.XTraceEstimator()`."
         )
     check_key(key)  # of a call without one, k is missing, too
     if not check_either(name, k, **tolerance):

@@ -331,13 +331,13 @@ def eigenpairs(
     """
     operator = hermitian_operator(operator, "`eigenpairs`")
     if which not in ("LA", "SA", "LM", "BE"):
-        raise ValueError(f"which must be one of 'LA', 'SA', 'LM' and 'BE', got {which!r}.")
+        raise ValueError(f"which must be 'LA', 'SA', 'LM' or 'BE', got {which!r}. Largest: 'LA'.")
     block = BlockOperator(operator)
     n = block.n
     num = checked_count(num, "num (of pairs)")
     if num > n:
         raise ValueError(
-            f"num={num} pairs of an operator with {n} rows are too many: give num <= {n}."
+            f"num={num} pairs of an operator with {n} rows are too many. Give num <= {n}."
         )
     vector = None if start is None else _start_vector(start, block)
     estimator = EigenpairsEstimator(vector, num, which)

@@ -179,7 +179,7 @@ def spectral_density(
     if width is None:
         if points.size < 2:
             raise ValueError(
-                f"A grid of shape {points.shape} has no extent to choose a width from: give the "
+                f"A grid of shape {points.shape} has no extent to choose a width from. Give the "
                 "`width`, or more points."
             )
         # The smallest width that the steps resolve.

@@ -74,7 +74,7 @@ def sparsity_pattern(
     if _MAX_PADDING * (max(shape) + rows.size) >= np.iinfo(np.int32).max:
         raise ValueError(
             f"A sparse operator is indexed with 32 bits, got shape {shape} with {rows.size} "
-            "entries: split it into blocks."
+            "entries. Split it into blocks."
         )
     m, n = shape
     rows = rows.astype(np.int32)
