@@ -77,20 +77,9 @@ def _load(path: str) -> Any:
 def read_operator(
     path: str, dtype: str | None = None, *, is_psd: bool = False, needs_symmetry: bool = False
 ) -> lx.AbstractLinearOperator:
-    """Read a square matrix from a file.
-
-    **Arguments:**
-
-    - `path`: a Matrix Market file (`.mtx`, `.mtx.gz`), a SciPy sparse matrix (`.npz`) or a NumPy
-        array (`.npy`).
-    - `dtype`: the dtype of the operator, by default that of the file (float64 for integers).
-    - `is_psd`: whether the matrix is positive semidefinite.
-    - `needs_symmetry`: whether the matrix must be symmetric, or complex and positive semidefinite.
-
-    **Returns:** a `SparseLinearOperator` or a `lineax.MatrixLinearOperator`, tagged symmetric if
-    the matrix is real and equals its transpose.
-
-    **Raises:** `ValueError` for a file that cannot be read, or a matrix that does not fit.
+    """The square matrix in a file: a sparse operator, or a `lineax.MatrixLinearOperator`, tagged
+    symmetric if it is real and equals its transpose. Integers become float64. If `needs_symmetry`,
+    a matrix that is neither symmetric nor complex and semidefinite is refused.
     """
     matrix = _load(path)
     target = np.dtype(dtype or (matrix.dtype if matrix.dtype.kind in "fc" else float))
@@ -334,14 +323,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    **Arguments:**
-
-    - `argv`: the arguments, by default those of the process.
-
-    **Returns:** the exit code: 0 for success; 1 if the result cannot be trusted; 2 for bad input,
-    with one line on standard error.
+    """Run the command line, and return the exit code: 0 for success; 1 if the result cannot be
+    trusted; 2 for bad input, with one line on standard error.
     """
     jax.config.update("jax_enable_x64", True)
     options = _parser().parse_args(argv)

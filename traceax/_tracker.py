@@ -91,15 +91,6 @@ class Tracker(eqx.Module):
     """Estimates tr(A_1), tr(A_2), ...: the traces of an operator that changes slowly, such as the
     Hessian of a network in training. Each step uses the steps before it.
 
-    !!! Example
-
-        ```python
-        tracker = tr.Tracker()
-        state = tracker.init(operator, k=20)
-        for key, operator in sequence:  # or in `jax.lax.scan`, with the state in the carry
-            state, solution = tracker.update(key, operator, state)
-        ```
-
     - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products of that
         step. Best where few eigenvalues stand out.
     - `"deltashift"`: the last estimate plus an estimate of the difference, for which half of the
@@ -110,14 +101,11 @@ class Tracker(eqx.Module):
     for operators that do not depend on earlier keys. The standard error comes from the products of
     this step; with sphere probes it is too large for operators that are not Hermitian.
 
-    Cost: `k` matvecs a step, those with the previous operator included; the state is `n x k/2`
+    **Cost:** `k` matvecs a step, those with the previous operator included; the state is `n x k/2`
     numbers for the recycled subspace, and eight for DeltaShift.
 
-    ??? cite "References"
-
-        P. Dharangutte, C. Musco, *Dynamic trace estimation*, 2021, arXiv:2110.13752. R. A. Meyer,
-        C. Musco, C. Musco, D. P. Woodruff, *Hutch++: optimal stochastic trace estimation*, 2021,
-        arXiv:2010.09649.
+    **Source:** P. Dharangutte, C. Musco, 2021, arXiv:2110.13752; R. A. Meyer, C. Musco, C. Musco,
+    D. P. Woodruff, 2021, arXiv:2010.09649.
 
     **Attributes:**
 
@@ -131,7 +119,10 @@ class Tracker(eqx.Module):
 
     def __check_init__(self):
         if self.method not in _SMALLEST:
-            raise ValueError(f"method must be one of {list(_SMALLEST)}, got {self.method!r}.")
+            raise ValueError(
+                f"The method must be one of {list(_SMALLEST)}, got {self.method!r}. Leave it out "
+                'for "recycled".'
+            )
 
     def init(self, operator: lx.AbstractLinearOperator, k: int) -> TrackState:
         """The state before the first step, a [`traceax.TrackState`][]. This takes no products.
@@ -166,10 +157,8 @@ class Tracker(eqx.Module):
         - `previous`: for `"deltashift"` the operator of the last step, held constant. Without it,
             as at the first step, the estimate begins anew with all products on `operator`.
 
-        **Returns:**
-
-        The next state, and a [`traceax.Solution`][]. If a product holds NaN or inf, the state stays
-        as it was.
+        **Returns:** the next state, and a [`traceax.Solution`][]. If a product holds NaN or inf,
+        the state stays as it was.
         """
         operator = as_operator(operator)
         if not isinstance(state, TrackState) or (state.halves is None) == (

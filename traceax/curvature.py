@@ -5,12 +5,7 @@ Each function here returns a square, symmetric `lineax.AbstractLinearOperator` f
 parameters. Leaves that are not floating-point arrays (integers, flags, activation functions) are
 constants, and `None` in that structure.
 
-*Products.* For a function `L(f(params))`, of which `f` is linearised, every product is
-
-    A v = J^T (H_L) J v,     J the Jacobian of f, H_L the Hessian of L at f(params),
-
-matrix-free and forward-over-reverse, and costs about as much as three to five evaluations of the
-function. Everything that does not depend on v is computed once for all products.
+A product, see `_operators.curvature`, costs about three to five evaluations of the function.
 """
 
 import dataclasses
@@ -104,12 +99,7 @@ def hessian(
 ) -> CurvatureOperator:
     r"""The Hessian $\nabla^2 L$ of a loss with respect to its parameters.
 
-    !!! Example
-
-        ```python
-        operator = tr.curvature.hessian(loss, params, inputs, targets)
-        solution = tr.trace(jax.random.key(0), operator, k=50)
-        ```
+    **Cost:** a product takes about four evaluations of the loss (of a batch).
 
     **Arguments:**
 
@@ -131,15 +121,11 @@ def hessian(
         the memory, where it has no forward mode; `"finite-difference"`, where it has no derivative:
         products are then good to 4 eps^(2/3), and estimates have no derivative.
 
-    **Returns:**
+    **Returns:** a lineax operator over the parameters, tagged symmetric.
 
-    A lineax operator over the parameters, tagged symmetric. A product costs about four evaluations
-    of the loss (a batch).
+    **Raises:** `ValueError`, `TypeError`: for parameters, batches or outputs that do not fit.
 
-    ??? cite "References"
-
-        B. A. Pearlmutter, *Fast exact multiplication by the Hessian*, 1994,
-        doi:10.1162/neco.1994.6.1.147.
+    **Source:** B. A. Pearlmutter, 1994, doi:10.1162/neco.1994.6.1.147.
     """
     curvature = of(loss, wrt=wrt, groups=groups, has_aux=has_aux, mode=mode)
     return curvature(params, *args, batches=batches, weights=weights)
@@ -163,6 +149,8 @@ def gauss_newton(
     parameters: for the mean of a cross entropy, or of half a squared error, the exact Fisher
     matrix.
 
+    **Cost:** a product takes a forward and a reverse pass through the predictions (of a batch).
+
     **Arguments:**
 
     - `predict`: called as `predict(params, *args)`, or `predict(params, batch, *args)` with
@@ -174,15 +162,12 @@ def gauss_newton(
     - `convex`: whether the loss is convex in the predictions, as cross entropy and squared error
         are. The operator is then tagged positive semidefinite.
 
-    **Returns:**
+    **Returns:** a lineax operator over the parameters, tagged symmetric, and positive semidefinite
+    if `convex`.
 
-    A lineax operator over the parameters, tagged symmetric, and positive semidefinite if `convex`.
-    A product costs a forward and a reverse pass through the predictions (a batch).
+    **Raises:** as [`traceax.curvature.hessian`][].
 
-    ??? cite "References"
-
-        N. N. Schraudolph, *Fast curvature matrix-vector products for second-order gradient
-        descent*, 2002, doi:10.1162/08997660260028683.
+    **Source:** N. N. Schraudolph, 2002, doi:10.1162/08997660260028683.
     """
     curvature = of(loss, predict=predict, wrt=wrt, groups=groups, has_aux=has_aux, convex=convex)
     return curvature(params, args, args, batches=batches, weights=weights)
@@ -207,15 +192,7 @@ def fisher(
     Without `sample` it is the *empirical* matrix, with the labels in the data; with `sample` a
     *Monte Carlo* estimate, whose expectation is the true Fisher matrix at the given inputs.
 
-    !!! Example
-
-        ```python
-        def log_likelihood(params, inputs, labels):  # one number an example
-            log_probs = jax.nn.log_softmax(predict(params, inputs))
-            return jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
-
-        operator = tr.curvature.fisher(log_likelihood, params, inputs, labels)
-        ```
+    **Cost:** a product takes a forward and a reverse pass through the log-likelihoods.
 
     **Arguments:**
 
@@ -228,21 +205,17 @@ def fisher(
     - `key`: a random key, for `sample`.
     - `num_samples`: how many times to draw the labels.
 
-    **Returns:**
+    **Returns:** a lineax operator over the parameters, tagged positive semidefinite, with the same
+    labels in all products. The expectation of its derivative is the derivative of the true matrix.
 
-    A lineax operator over the parameters, tagged positive semidefinite, with the same labels in all
-    products. The expectation of its derivative is the derivative of the true matrix. A product
-    costs a forward and a reverse pass.
+    **Raises:** as [`traceax.curvature.hessian`][].
 
-    ??? cite "References"
-
-        F. Kunstner, L. Balles, P. Hennig, *Limitations of the empirical Fisher approximation for
-        natural gradient descent*, 2019, arXiv:1905.12558.
+    **Source:** F. Kunstner, L. Balles, P. Hennig, 2019, arXiv:1905.12558.
     """
     if (sample is None) != (key is None):
         raise ValueError(
-            "A Monte Carlo Fisher matrix needs both `sample` and `key`, the empirical one neither; "
-            f"got a sample of type {type(sample).__name__} and a key of type {type(key).__name__}."
+            f"`sample` and `key` belong together, got {type(sample).__name__} and "
+            f"{type(key).__name__}. Give both for a Monte Carlo Fisher matrix, else neither."
         )
     num_samples = checked_count(num_samples, "num_samples (draws for each example)")
 
@@ -274,8 +247,8 @@ def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, par
         fresh = sample(key, params, *data)
         if not isinstance(fresh, tuple) or len(fresh) != len(data):
             raise ValueError(
-                "sample must return the arguments after `params` as a tuple of "
-                f"{len(data)}, got {jtu.tree_structure(fresh)}."
+                f"sample must return a tuple of {len(data)}, got {jtu.tree_structure(fresh)}. "
+                "Return all arguments after `params`, with the labels drawn."
             )
         fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
         return values(index, params, *fixed)
@@ -423,18 +396,6 @@ def of(
     The loss is traced once for all calls with arguments of the same structure, shapes and dtypes.
     So make the factory once, and (as for `jax.jit`) let the loss take arrays for what changes.
 
-    !!! Example
-
-        ```python
-        curvature = tr.curvature.of(loss, groups=lambda path, leaf: path.split("/")[1])
-        for key, (params, batch) in steps:
-            layers = tr.block_traces(key, curvature(params, batch), k=20)
-            layers.value["Dense_0"], layers.std_err["Dense_0"]
-
-        curvature = tr.curvature.of(cross_entropy, predict=model)
-        operator = curvature(params, (inputs,), (labels,))  # model(params, inputs)
-        ```
-
     **Arguments:**
 
     - `loss`: called as for [`traceax.curvature.hessian`][]; with `predict` as
@@ -444,9 +405,7 @@ def of(
     - `wrt`, `groups`, `has_aux`, `mode`: as for [`traceax.curvature.hessian`][].
     - `convex`: as for [`traceax.curvature.gauss_newton`][].
 
-    **Returns:**
-
-    A function `curvature(params, *args, batches=None, weights=None)`; with `predict`,
+    **Returns:** a function `curvature(params, *args, batches=None, weights=None)`; with `predict`,
     `curvature(params, predict_args, loss_args, ...)` with two tuples. It returns a
     [`traceax.curvature.CurvatureOperator`][].
     """

@@ -66,14 +66,6 @@ def spectral_density(
 ) -> Any:
     """Draw a spectral density with its errors.
 
-    !!! Example
-
-        ```python
-        solution = tr.spectral_density(key, operator, k=100, grid=grid)
-        axes = tr.plot.spectral_density(grid, solution)
-        axes.figure.savefig("density.png")
-        ```
-
     **Arguments:**
 
     - `grid`: the grid, one-dimensional.
@@ -83,9 +75,7 @@ def spectral_density(
     - `exact`: the exact density on the same grid, if it is known.
     - `axes`: the matplotlib axes, linear or logarithmic; by default those of a new figure.
 
-    **Returns:**
-
-    The axes.
+    **Returns:** the axes.
     """
     axes = _axes(axes)
     # The quadrature error may be much larger than the density, and so does not set the scale.
@@ -108,14 +98,6 @@ def shifts(
 ) -> Any:
     """Draw a function of the shift, such as log det(A + s I), with its errors.
 
-    !!! Example
-
-        ```python
-        noise = jnp.logspace(-3, 0, 20)
-        solution = tr.logdet(key, operator, k=100, shifts=noise)
-        axes = tr.plot.shifts(noise, solution)
-        ```
-
     **Arguments:**
 
     - `shifts`: the shifts, one-dimensional and in order. Their axis is logarithmic if all are
@@ -124,9 +106,7 @@ def shifts(
     - `exact`: the exact values, if they are known.
     - `axes`: the matplotlib axes; by default those of a new figure.
 
-    **Returns:**
-
-    The axes.
+    **Returns:** the axes.
     """
     axes = _axes(axes)
     _curve(axes, shifts, solution, exact)
@@ -151,13 +131,6 @@ def traces(
 ) -> Any:
     """Draw traces through training, one curve for each layer, with bands of two standard errors.
 
-    !!! Example
-
-        ```python
-        solutions = [tr.block_traces(key, curvature(params, batch), k=20) for key, params in looks]
-        axes = tr.plot.traces(steps, solutions)
-        ```
-
     **Arguments:**
 
     - `steps`: the steps of training, one-dimensional.
@@ -166,9 +139,7 @@ def traces(
     - `exact`: the exact traces, if they are known: a PyTree like the value of the single solution.
     - `axes`: the matplotlib axes, linear or logarithmic; by default those of a new figure.
 
-    **Returns:**
-
-    The axes.
+    **Returns:** the axes.
     """
     axes = _axes(axes)
     values, std_errs = _over_steps(solutions, "value", "std_err")
@@ -195,13 +166,6 @@ def sharpness(
     """Draw the largest eigenvalue of the Hessian through training against 2 / learning rate, above
     which gradient descent is not stable.
 
-    !!! Example
-
-        ```python
-        pairs = [tr.eigenpairs(key, curvature(params, batch), k=20) for key, params in looks]
-        axes = tr.plot.sharpness(steps, pairs, learning_rate=0.1)
-        ```
-
     The value is the largest Ritz value; with a probability of 99 % the eigenvalue lies in the band
     above, which is as high as the error.
 
@@ -214,9 +178,7 @@ def sharpness(
     - `exact`: the exact eigenvalues, if they are known.
     - `axes`: the matplotlib axes, linear or logarithmic; by default those of a new figure.
 
-    **Returns:**
-
-    The axes.
+    **Returns:** the axes.
     """
     axes = _axes(axes)
     values, errors = _over_steps(pairs, "values", "errors")
@@ -238,12 +200,6 @@ def interval(
 ) -> Any:
     """Draw estimates with their intervals, one below the other, with their names.
 
-    !!! Example
-
-        ```python
-        axes = tr.plot.interval({"k = 50": tr.trace(key, operator, 50)}, truth=exact)
-        ```
-
     **Arguments:**
 
     - `solutions`: solutions whose values are single numbers, by their names.
@@ -251,9 +207,7 @@ def interval(
     - `level`: the level of the intervals, see [`traceax.Solution`][].
     - `axes`: the matplotlib axes; by default those of a new figure.
 
-    **Returns:**
-
-    The axes.
+    **Returns:** the axes.
     """
     axes = _axes(axes, height=1.2 + 0.4 * len(solutions))
     values = np.array([np.real(solution.value) for solution in solutions.values()])

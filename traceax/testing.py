@@ -42,23 +42,12 @@ def check_estimator(
 ) -> None:
     """Check that an estimator has the properties that all estimators of this package have.
 
-    !!! Example
-
-        ```python
-        from traceax.testing import check_estimator
-        check_estimator(tr.HutchPlusPlusEstimator())
-        ```
-
-    The keys are fixed. The mean of the values over many keys is the trace (or the diagonal), and
-    the mean of the derivatives that of a direction unrelated to A; the derivative along A is the
-    value; intervals hold the true value; for `k >= n` the value is exact; no more products are made
-    than are stated, and than the budget; `jit`, `vmap`, `grad`, `jvp` and second derivatives agree
-    with single calls; all dtypes, scales, ranks and NaN end as they should;
-    products of matrices are made in full precision where the default is TF32; a call with a
-    tolerance, for an estimator with a `sampling`, meets it.
-
-    Operators that the estimator's `check` refuses are left out. Most of the time goes to
-    compilation.
+    With fixed keys: values and derivatives are unbiased; the derivative along A is the value;
+    intervals hold the true value; for `k >= n` the value is exact; no more products are made than
+    are stated, and than the budget; `jit`, `vmap`, `grad`, `jvp` and second derivatives agree with
+    single calls; all dtypes, scales, ranks and NaN end as they should; products are made in full
+    precision where the default is TF32; tolerances are met. Operators that the estimator's `check`
+    refuses are left out.
 
     **Arguments:**
 
@@ -73,10 +62,8 @@ def check_estimator(
     - `contraction`: whether the value is the contraction of its weights with A: not where another
         estimator's weights are its derivative.
 
-    **Raises:**
-
-    - `AssertionError`: with the name of the first property that the estimator lacks.
-    - `ValueError`: if the estimator accepts none of the operators, or `k` is not below their sizes.
+    **Raises:** `AssertionError` with the name of the first property that the estimator lacks;
+    `ValueError` if the estimator accepts none of the operators, or `k` is not below their sizes.
     """
     subject = _Subject(estimator, diagonal)
     given = list(_default_operators() if operators is None else operators)

@@ -78,7 +78,7 @@ def test_budget_below_the_smallest_is_raised_with_a_warning():
     for call in CALLS:
         for estimator, smallest in ((tr.XTraceEstimator(), 2), (tr.HutchPlusPlusEstimator(), 3)):
             name = type(estimator).__name__
-            match = f"{name} needs at least {smallest} matvecs, got k=1: k was raised"
+            match = f"{name} needs at least {smallest} matvecs, got k=1. k was raised"
             with pytest.warns(UserWarning, match=match) as record:
                 solution = call(KEY, OPERATOR, 1, estimator)
             assert {warning.filename for warning in record} == {__file__}

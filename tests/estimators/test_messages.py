@@ -307,7 +307,7 @@ def test_every_message_is_reached(name):
 
 
 def test_every_message_is_a_sentence():
-    """Of a class that a user may catch, short, and on one line."""
+    """Or two, what and what instead; of a class that a user may catch, short, and on one line."""
     wrong = []
     for error, place in outcomes():
         text = str(error)

@@ -15,6 +15,8 @@ def checked_count(value: Any, name: str, least: int = 1, none: str | None = None
     except TypeError:  # no integer
         count = None
     if count is None or count < least:
-        alternative = "" if none is None else f", or None ({none})"
-        raise ValueError(f"{name} must be an int of at least {least}{alternative}, got {value!r}.")
+        alternative = "" if none is None else f", or leave it out: {none}"
+        raise ValueError(
+            f"{name} must be at least {least}, got {value!r}. Give a Python int{alternative}."
+        )
     return count

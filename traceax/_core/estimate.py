@@ -51,13 +51,7 @@ class Evidence(eqx.Module):
 
 
 def evidence_of(*products: Array, **numbers: Any) -> Evidence:
-    """The evidence of products with an operator: whether they are finite.
-
-    **Arguments:**
-
-    - `*products`: arrays, such as all products with the operator.
-    - `**numbers`: further fields of the evidence.
-    """
+    """The evidence of products with an operator, whether they are finite; and further fields."""
     return Evidence(nonfinite=~all_finite(*products), **numbers)
 
 
@@ -116,10 +110,9 @@ class Estimate(eqx.Module):
     - `separate`: whether each number of the value follows from its own rows of the products alone,
         and stands where others are not finite.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
-        independent nor normal, measured by `benchmarks/calibrate.py`; 1 for samples that are both.
-        The factor by which intervals from many samples are too short, and the number of samples
-        that tell as much of their spread as one normal sample does, on the worst of some spectra.
-        (Entries of diagonals need neither: many rows share what few samples say.)
+        independent nor normal, measured by `benchmarks/calibrate.py`; else 1. The factor by which
+        intervals from many samples are too short, and the number of samples that tell as much of
+        their spread as one normal sample does. (Entries of diagonals need neither.)
     - `result`: a member of `RESULTS`, from `verdict`; None before.
     """
 
@@ -172,12 +165,8 @@ def rounding_of(size: Array, eps: Array | float) -> Array:
     """The standard error that rounding adds to an estimate of an operator of this size.
 
     Rounding errors add up like random numbers: half the `eps` of a product, and 7.75 times that of
-    the working precision for the algebra, whatever n and k are.
-
-    **Arguments:**
-
-    - `size`: ||A||_F for a trace; for the entries of a diagonal the norms of the rows of A.
-    - `eps`: the relative precision of a product.
+    the working precision for the algebra, whatever n and k are. The size is ||A||_F for a trace,
+    and for the entries of a diagonal the norms of the rows of A.
     """
     return (eps / 2 + 7.75 * float(jnp.finfo(size.dtype).eps)) * size
 
@@ -188,23 +177,13 @@ def rounding_unit(eps: float, dtype: Any) -> float:
 
 
 def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
-    """The Euclidean norm of all numbers in a value or its error; squares neither over- nor
-    underflow.
-
-    **Arguments:**
-
-    - `value`: an array, or a PyTree of arrays.
-    """
+    """The Euclidean norm of all numbers in a PyTree; squares neither over- nor underflow."""
     return safe_norm(jnp.stack([safe_norm(x.reshape(-1)) for x in jtu.tree_leaves(value)]))
 
 
 def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
-    """The mean of independent samples (along the last axis) and its standard error, s / sqrt(m),
+    """The mean of m independent samples (along the last axis) and its standard error, s / sqrt(m),
     where s^2 is the unbiased sample variance; inf for one sample.
-
-    **Arguments:**
-
-    - `samples`: an array of shape `(..., m)`, real or complex.
     """
     m = samples.shape[-1]
     mean = jnp.mean(samples, axis=-1)

@@ -19,15 +19,13 @@ from .xtrace import XNysTraceEstimator, XTraceEstimator
 class AutoTraceEstimator(AbstractTraceEstimator):
     """Reads known parts exactly, and chooses an estimator for the rest.
 
-    1. Stored parts (dense, sparse, diagonal, tridiagonal), identities and unit diagonals are read,
-       in sums, multiples and negations too: `tr(K + s I)` spends its matvecs on `K` alone, and none
-       if `K` is stored.
-    2. The rest goes to [`traceax.HutchinsonEstimator`][] if a block of `n x k` numbers exceeds
-       `memory_limit`,
-    3. to [`traceax.XNysTraceEstimator`][] if it is tagged positive or negative semidefinite,
-    4. and to [`traceax.XTraceEstimator`][] otherwise.
+    Stored parts (dense, sparse, diagonal, tridiagonal), identities and unit diagonals are read, in
+    sums, multiples and negations too: `tr(K + s I)` spends its matvecs on `K` alone. The rest goes
+    to [`traceax.XNysTraceEstimator`][] if it is tagged semidefinite, else to
+    [`traceax.XTraceEstimator`][], both with `shrink=True`; and to [`traceax.HutchinsonEstimator`][]
+    if a block of `n x k` numbers exceeds `memory_limit`, or for fewer than three probes.
 
-    Cost: at most `k` matvecs (0 if everything is known); the memory of the chosen estimator.
+    **Cost:** at most `k` matvecs (0 if everything is known); the memory of the chosen estimator.
 
     **Arguments:**
 

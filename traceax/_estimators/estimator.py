@@ -89,9 +89,7 @@ class AbstractEstimator(eqx.Module):
         - `k`: the budget of matvecs, `smallest <= k < n`. (Larger budgets go to `exact`.)
         - `weights`: whether a derivative is taken.
 
-        **Returns:**
-
-        The estimate and its weights; without a derivative the weights may be None.
+        **Returns:** the estimate and its weights; without a derivative the weights may be None.
         """
 
     @abc.abstractmethod
@@ -153,26 +151,16 @@ class AbstractTraceEstimator(AbstractEstimator):
         """Estimate the trace of `operator`. (An estimator may also be called: `estimator(key,
         ...)`.)
 
-        !!! Example
-
-            ```python
-            value, stats = tr.HutchinsonEstimator().estimate(key, operator, k=10)
-            ```
-
         **Arguments:**
 
         - `key`: a random key, `jax.random.key(0)` or `jax.random.PRNGKey(0)`.
         - `operator`: a square lineax operator with `n` rows.
         - `k`: the number of matvecs to spend, a Python int. With `k >= n` the trace is exact.
 
-        **Returns:**
+        **Returns:** a 2-tuple of the estimate (a scalar array) and a dictionary with its standard
+        error `"std.err"`, `"num_matvecs"`, `"dof"` and `"result"` (see [`traceax.Solution`][]).
 
-        A 2-tuple of the estimate (a scalar array) and a dictionary with its standard error
-        `"std.err"`, `"num_matvecs"`, `"dof"` and `"result"` (see [`traceax.Solution`][]).
-
-        **Raises:**
-
-        - `TypeError`, `ValueError`: as [`traceax.trace`][].
+        **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
         """
         solution = solve(trace_p, key, operator, k, self)
         extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}
@@ -265,7 +253,7 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
     least = min(smallest, n)
     if budget < least:
         warnings.warn(
-            f"{name} needs at least {least} matvecs, got {argument}={budget}: {argument} was "
+            f"{name} needs at least {least} matvecs, got {argument}={budget}. {argument} was "
             f"raised to {least}.",
             stacklevel=_level_of_caller(),
         )
@@ -278,9 +266,9 @@ def tolerance_of(value: Any, name: str) -> Array:
         value = 0.0
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.ndim != 0 or array.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must be a real number, got {value!r}.")
+        raise TypeError(f"{name} must be a real number, got {value!r}. Give 1e-2, say.")
     if not isinstance(array, jax.core.Tracer) and not (array >= 0 and np.isfinite(array)):
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}. Give 1e-2, say.")
     return lax.stop_gradient(jnp.asarray(array, jax.dtypes.canonicalize_dtype(float)))
 
 

@@ -94,21 +94,17 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     $\frac{1}{k} \sum_{j \ne i} |A_{ij}|^2$ for any A. It is best for flat spectra, for dominant
     diagonals, and where memory allows no sketch.
 
-    Cost: `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient (about
-    five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).
+    **Cost:** `k` matvecs; two to four blocks of `n x batch_size` numbers, in value and gradient
+    (five vectors of size n for the operators of `traceax.curvature`, whatever `batch_size`).
 
     **Arguments:**
 
     - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
     - `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
 
-    ??? cite "References"
-
-        A. Girard, *A fast 'Monte-Carlo cross-validation' procedure for large least squares
-        problems with noisy data*, 1989, doi:10.1007/BF01395775. M. F. Hutchinson, *A stochastic
-        estimator of the trace of the influence matrix for Laplacian smoothing splines*, 1990,
-        doi:10.1080/03610919008812866. C. Bekas, E. Kokiopoulou, Y. Saad, *An estimator for the
-        diagonal of a matrix*, 2007, doi:10.1016/j.apnum.2007.01.003.
+    **Source:** A. Girard, 1989, doi:10.1007/BF01395775; M. F. Hutchinson, 1990,
+    doi:10.1080/03610919008812866; of diagonals C. Bekas, E. Kokiopoulou, Y. Saad, 2007,
+    doi:10.1016/j.apnum.2007.01.003.
     """
 
     sampler: AbstractSampler = RademacherSampler()

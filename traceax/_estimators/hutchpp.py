@@ -69,19 +69,15 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
 
     Both are unbiased, and the samples are independent given $Q$.
 
-    Cost: `k` matvecs (`2 floor(k/3)` for the sketch and its basis, the rest for probes; for a
+    **Cost:** `k` matvecs (`2 floor(k/3)` for the sketch and its basis, the rest for probes; for a
     diagonal those of the basis are with the adjoint); about seven blocks of `n x k/3` numbers.
 
     **Arguments:**
 
     - `sampler`, `improved`, `batch_size`: as of [`traceax.XTraceEstimator`][].
 
-    ??? cite "References"
-
-        R. A. Meyer, C. Musco, C. Musco, D. P. Woodruff, *Hutch++: optimal stochastic trace
-        estimation*, 2021, arXiv:2010.09649, doi:10.1137/1.9781611976496.16.
-        R. A. Baston, Y. Nakatsukasa, *Stochastic diagonal estimation: probabilistic bounds and an
-        improved algorithm*, 2022, arXiv:2201.10684.
+    **Source:** R. A. Meyer, C. Musco, C. Musco, D. P. Woodruff, 2021, arXiv:2010.09649; of
+    diagonals R. A. Baston, Y. Nakatsukasa, 2022, arXiv:2201.10684.
     """
 
     smallest: ClassVar[int] = 3

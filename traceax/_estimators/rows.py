@@ -18,10 +18,6 @@ class Rows(eqx.Module):
 
     With the sizes of the leaves of a PyTree, the sums are the traces of the diagonal blocks. A call
     takes samples of a diagonal as columns, and returns samples of the entries or sums.
-
-    **Attributes:**
-
-    - `sizes`: the sizes of the groups, or None.
     """
 
     sizes: tuple[int, ...] | None = eqx.field(default=None, static=True)

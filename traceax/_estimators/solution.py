@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, Generic, final
 
 import equinox as eqx
 import jax
@@ -10,10 +10,20 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Int, PyTree, Real
 
 from .._core.estimate import Estimate
 from .._core.verdict import outcome_of
+
+# Of `value` and its errors: an array, but of diagonals and block traces any PyTree.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Value = TypeVar("Value", default=Array)
+else:
+    from typing import TypeVar
+
+    Value = TypeVar("Value")
 
 
 def _is_number(x: Any, ndim: int = 0) -> bool:
@@ -48,7 +58,7 @@ def _aligned(x: Array, like: Array) -> Array:
 
 
 @final
-class Solution(eqx.Module):
+class Solution(eqx.Module, Generic[Value]):
     """An estimate with its error bar. Only `value` carries a derivative.
 
     **Attributes:**
@@ -73,12 +83,12 @@ class Solution(eqx.Module):
     - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """
 
-    value: PyTree[Inexact[Array, "..."]]
-    std_err: PyTree[Real[Array, "..."]]
+    value: Value
+    std_err: Value
     num_matvecs: Int[Array, ""]
     stats: dict[str, PyTree[Array]]
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
-    quadrature_error: PyTree[Real[Array, "..."]] | None = None
+    quadrature_error: Value | None = None
     aux: Any = None
     # Arrays, so that solutions of two estimators have one structure, as `lax.cond` demands.
     inflation: Real[Array, ""] = eqx.field(default=1.0, converter=_constant)
@@ -86,13 +96,13 @@ class Solution(eqx.Module):
 
     def __repr__(self) -> str:
         """See `described`."""
-        parts = {"value": self.value, "std_err": self.std_err}
+        parts: dict[str, Any] = {"value": self.value, "std_err": self.std_err}
         if self.quadrature_error is not None:
             parts["quadrature_error"] = self.quadrature_error
         parts["num_matvecs"] = self.num_matvecs
         return described("Solution", parts, self.result)
 
-    def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
+    def interval(self, level: float = 0.95) -> tuple[Value, Value]:
         r"""The interval that holds the true value (its real part) with probability `level`.
 
         It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t, c =
@@ -103,14 +113,10 @@ class Solution(eqx.Module):
 
         - `level`: the probability, a number, which may be traced.
 
-        **Returns:**
+        **Returns:** the lower and the upper ends, with the structure of `std_err`: both are the
+        value itself if it is exact, and -inf and inf if nothing is known of the error.
 
-        The lower and the upper ends, with the structure of `std_err`: both are the value itself if
-        it is exact, and -inf and inf if nothing is known of the error.
-
-        **Raises:**
-
-        - `ValueError`: for a level that is not between 0 and 1.
+        **Raises:** `ValueError` for a level that is not between 0 and 1.
         """
         if not isinstance(level, jax.core.Tracer) and not 0 < level < 1:
             raise ValueError(
@@ -173,7 +179,7 @@ def solution_of(estimate: Estimate) -> Solution:
     )
 
 
-def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution:
+def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution[Any]:
     """The solution with `fn` applied to its value and its errors."""
     value = fn(solution.value)
     std_err = fn(solution.std_err)

@@ -4,7 +4,7 @@ roots of a trace and of a diagonal of Gram matrices.
 
 import dataclasses
 import math
-from typing import final
+from typing import Any, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -60,12 +60,7 @@ def trace(
     where its error looks small). The last resort, if `max_k` allows it, is the exact trace, from n
     further products. Otherwise the result is `RESULTS.not_converged`, with the best estimate.
 
-    !!! Example
-
-        ```python
-        solution = tr.trace(jax.random.key(0), operator, rtol=1e-3)
-        solution.value, solution.std_err, solution.num_matvecs, solution.result
-        ```
+    **Cost:** at most `k` matvecs; the memory of the estimator.
 
     **Arguments:**
 
@@ -77,14 +72,10 @@ def trace(
     - `max_k`: the largest budget for a tolerance, by default n, or 1000 for more rows.
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
-    **Returns:**
+    **Returns:** a [`traceax.Solution`][].
 
-    A [`traceax.Solution`][].
-
-    **Raises:**
-
-    - `TypeError`: for arguments of the wrong type, or not either `k` or a tolerance.
-    - `ValueError`: for an operator that the estimator does not take, `k < 1`, a negative tolerance.
+    **Raises:** `TypeError` for arguments of the wrong type, or not either `k` or a tolerance;
+    `ValueError` for an operator that the estimator does not take, `k < 1`, a negative tolerance.
     """
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     return solve_either("trace", trace_p, key, operator, k, estimator, None, **options)
@@ -100,12 +91,14 @@ def diagonal(
     atol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of A from at most `k` products with A and its adjoint, or from as many
     as a tolerance takes (of the Euclidean norms of the errors and of the diagonal).
 
     Every entry is unbiased, $E[\mathtt{value}_i] = A_{ii}$, has its own standard error, and has a
     derivative as for [`traceax.trace`][]. The default estimator reads stored entries.
+
+    **Cost:** at most `k` matvecs; the memory of the estimator.
 
     **Arguments:**
 
@@ -113,13 +106,10 @@ def diagonal(
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
     - `estimator`: by default [`traceax.AutoTraceEstimator`][].
 
-    **Returns:**
+    **Returns:** a [`traceax.Solution`][] whose `value` and `std_err` have the structure of the
+    operator's input.
 
-    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's input.
-
-    **Raises:**
-
-    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
     """
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     given = "diagonal", diagonal_p, key, operator, k, estimator, Rows()
@@ -138,12 +128,14 @@ def block_traces(
     atol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the trace of every diagonal block of A: one for each leaf of its input PyTree.
 
     For the Hessian of a network these are the traces layer by layer. All come from the same
     products, and each is unbiased and has a standard error and a derivative. Their sum is an
     estimate of tr(A). A tolerance works as for [`traceax.diagonal`][].
+
+    **Cost:** that of [`traceax.diagonal`][].
 
     **Arguments:**
 
@@ -151,14 +143,10 @@ def block_traces(
     - `operator`: a square lineax operator with `n` rows, between any PyTrees, real or complex.
     - `estimator`: by default [`traceax.AutoTraceEstimator`][].
 
-    **Returns:**
+    **Returns:** a [`traceax.Solution`][] whose `value` and `std_err` are PyTrees of scalars, of the
+    structure of the operator's input.
 
-    A [`traceax.Solution`][] whose `value` and `std_err` are PyTrees of scalars, of the structure of
-    the operator's input.
-
-    **Raises:**
-
-    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
     """
     structure = as_operator(operator).in_structure()
     rows = Rows(tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)))
@@ -182,7 +170,9 @@ def frobenius_norm(
 
     The square of the value is unbiased: it is XNysTrace of $A^* A$. A probe takes a product with A
     and one with its adjoint. One more product gives a unit in which squares neither over- nor
-    underflow. Cost: at most `k` matvecs; four blocks of `n x k/2` numbers.
+    underflow.
+
+    **Cost:** at most `k` matvecs; four blocks of `n x k/2` numbers.
 
     **Arguments:**
 
@@ -192,13 +182,9 @@ def frobenius_norm(
     - `rtol`, `max_k`: a relative tolerance in place of a budget, as of [`traceax.trace`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
-    **Returns:**
+    **Returns:** a [`traceax.Solution`][].
 
-    A [`traceax.Solution`][].
-
-    **Raises:**
-
-    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
     given = "frobenius_norm", trace_p, key, operator, k, None
@@ -213,26 +199,23 @@ def row_norms(
     rtol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     """Estimate the Euclidean norms of the rows of A.
 
     Their squares, the diagonal of $A A^*$, are unbiased estimates by XNysDiag; where one is below
-    0, the norm is 0. Cost: that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2`
-    numbers.
+    0, the norm is 0.
+
+    **Cost:** that of [`traceax.frobenius_norm`][], with six blocks of `n x k/2` numbers.
 
     **Arguments:**
 
     - `key`, `k`, `rtol`, `max_k`, `throw`: as of [`traceax.frobenius_norm`][].
     - `operator`: a lineax operator with `n` rows, square or not, between any PyTrees.
 
-    **Returns:**
+    **Returns:** a [`traceax.Solution`][] whose `value` and `std_err` have the structure of the
+    operator's output PyTree.
 
-    A [`traceax.Solution`][] whose `value` and `std_err` have the structure of the operator's output
-    PyTree.
-
-    **Raises:**
-
-    - `TypeError`, `ValueError`: as [`traceax.trace`][].
+    **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
     """
     operator = as_operator(operator, square=False)
     given = "row_norms", diagonal_p, key, operator, k, Rows()
@@ -300,8 +283,8 @@ def solve_either(
     """
     if not isinstance(estimator, AbstractTraceEstimator):
         raise TypeError(
-            "The estimator must be an instance of an AbstractTraceEstimator, such as "
-            f"`traceax.XTraceEstimator()`, got {estimator!r}."
+            f"The estimator must be an AbstractTraceEstimator, got {estimator!r}. Give an "
+            "instance, such as `traceax.XTraceEstimator()`."
         )
     check_key(key)  # of a call without one, k is missing, too
     if not check_either(name, k, **tolerance):

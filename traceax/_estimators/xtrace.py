@@ -139,7 +139,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
     It is unbiased, and exact to rounding if the rank of A is less than m. The standard error
     includes the correlation between the samples, estimated without further products.
 
-    Cost: `2 floor(k/2)` matvecs (for a diagonal half of them with the adjoint, or with A itself
+    **Cost:** `2 floor(k/2)` matvecs (for a diagonal half of them with the adjoint, or with A itself
     where it is tagged symmetric); four blocks of `n x k/2` numbers (six with the gradient);
     `10 n m^2` operations beside the products, `20 n m^2` for a diagonal.
 
@@ -154,11 +154,8 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
     - `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is
         never much worse than the better of both. Such samples are not renormalised.
 
-    ??? cite "References"
-
-        E. N. Epperly, J. A. Tropp, R. J. Webber, *XTrace: making the most of every sample in
-        stochastic trace estimation*, 2024, arXiv:2301.07825, doi:10.1137/23M1548323.
-        The identity of the standard error is derived in `_sketch.leave_one_out`.
+    **Source:** E. N. Epperly, J. A. Tropp, R. J. Webber, 2024, arXiv:2301.07825; of the standard
+    error and of `shrink`: `_sketch.leave_one_out` and `_sketch.shrunk`.
     """
 
     @property
@@ -242,17 +239,14 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
     the trace is taken. As the shift depends on the probes, a nonzero shift has a small bias
     (`docs/shifts.md`).
 
-    Cost: `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or for a diagonal);
+    **Cost:** `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or a diagonal);
     `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The
     derivative takes `2k` tangent products, with XTrace's weights from the same sketch, because the
     derivative of A need not be semidefinite.
 
     **Arguments:** as [`traceax.XTraceEstimator`][].
 
-    ??? cite "References"
-
-        E. N. Epperly, J. A. Tropp, R. J. Webber, *XTrace: making the most of every sample in
-        stochastic trace estimation*, 2024, arXiv:2301.07825, doi:10.1137/23M1548323.
+    **Source:** E. N. Epperly, J. A. Tropp, R. J. Webber, 2024, arXiv:2301.07825.
     """
 
     @property

@@ -21,7 +21,7 @@ T_i = S Theta S^H, with the divided differences D of f; `nodes` has that of f(A)
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +210,7 @@ def spectral_diagonal(
     atol: float | Array | None = None,
     max_k: int | None = None,
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of $f(A)$ of a Hermitian operator: subgraph centralities ($e^A$ of an
     adjacency matrix), leverage scores ($x / (x + s)$ of a kernel), and other numbers that every row
     has. For an inverse, [`traceax.inverse_diagonal`][] is better.
@@ -218,14 +218,7 @@ def spectral_diagonal(
     Random signs build a block Krylov space, on which f(A) is known. A quarter of them in turn is
     left out, and tests what the space of the others leaves of f(A).
 
-    !!! Example
-
-        ```python
-        centralities = tr.spectral_diagonal(jax.random.key(0), jnp.exp, adjacency, k=120)
-        low, high = centralities.interval()  # 95 % for every entry
-        ```
-
-    Cost: at most `k` matvecs, in blocks; `k n` numbers; about `12 n k^2` operations. First
+    **Cost:** at most `k` matvecs, in blocks; `k n` numbers; about `12 n k^2` operations. First
     derivatives, also with respect to arrays in `fn`, are unbiased. With q = max(k / 4, 4 sqrt(k))
     they take q products for each probe in reverse mode, `q k` in forward mode, and agree as far as
     the recurrences have converged.
@@ -239,13 +232,12 @@ def spectral_diagonal(
     - `rtol`, `atol`, `max_k`: a tolerance in the place of a budget, as of [`traceax.diagonal`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 
-    **Returns:**
-
-    A [`traceax.Solution`][] with two errors for every entry, `std_err` of the probes and
-    `quadrature_error` of short recurrences; both and `value` have the structure of the operator's
-    input PyTree, real. It is `outside_domain` and NaN where f is not finite at a Ritz value, and
-    `not_converged` where the quadrature errors of all entries exceed four standard errors and 5 %
-    of the value. Below some 24 products, recurrences may end too early and not show it.
+    **Returns:** a [`traceax.Solution`][] with two errors for every entry, `std_err` of the probes
+    and `quadrature_error` of short recurrences; both and `value` have the structure of the
+    operator's input PyTree, real. It is `outside_domain` and NaN where f is not finite at a Ritz
+    value, and `not_converged` where the quadrature errors of all entries exceed four standard
+    errors and 5 % of the value. Below some 24 products, recurrences may end too early and not show
+    it.
 
     **Raises:** those of [`traceax.spectral_sum`][].
     """

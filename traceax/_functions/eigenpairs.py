@@ -303,21 +303,13 @@ def eigenpairs(
 ) -> Eigenpairs:
     r"""Extreme eigenvalues and eigenvectors of a Hermitian operator, as the sharpness of a loss.
 
-    Lanczos' recurrence, with full reorthogonalisation. A value lies inside the spectrum;
+    Lanczos' recurrence, with full reorthogonalisation: a value lies inside the spectrum;
     `errors[0]` says how far the extreme eigenvalue may be, but for a probability of 1 % over keys.
     With `start`, an earlier solution, a few products follow an operator that changes slowly (a
     random vector with 1/32 of the norm is added, for a new extreme eigenvalue to be seen).
 
-    !!! Example
-
-        ```python
-        hessian = tr.curvature.hessian(loss, params, batch)
-        sharpness = tr.eigenpairs(jax.random.key(0), hessian, k=20)
-        sharpness.values[0], sharpness.errors[0]
-        ```
-
-    Cost: exactly `k` matvecs, one by one; `k n` numbers; some `8 n k` operations a product. First
-    derivatives of the values, of simple eigenvalues and up to the residual, take `num` products.
+    **Cost:** exactly `k` matvecs, one by one; `k n` numbers; some `8 n k` operations a product.
+    First derivatives of the values (of simple eigenvalues) take `num` products.
 
     **Arguments:**
 
@@ -339,13 +331,13 @@ def eigenpairs(
     """
     operator = hermitian_operator(operator, "`eigenpairs`")
     if which not in ("LA", "SA", "LM", "BE"):
-        raise ValueError(f"which must be one of 'LA', 'SA', 'LM' and 'BE', got {which!r}.")
+        raise ValueError(f"which must be 'LA', 'SA', 'LM' or 'BE', got {which!r}. Largest: 'LA'.")
     block = BlockOperator(operator)
     n = block.n
     num = checked_count(num, "num (of pairs)")
     if num > n:
         raise ValueError(
-            f"num={num} pairs of an operator with {n} rows are too many: give num <= {n}."
+            f"num={num} pairs of an operator with {n} rows are too many. Give num <= {n}."
         )
     vector = None if start is None else _start_vector(start, block)
     estimator = EigenpairsEstimator(vector, num, which)

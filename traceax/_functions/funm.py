@@ -100,7 +100,7 @@ def checked_num_steps(num_steps: Any, k: int) -> int | None:
     """None, or a Python int with `1 <= num_steps <= k`; anything else raises a `ValueError`."""
     steps = checked_count(num_steps, "num_steps", none="it is chosen from the budget")
     if steps is not None and steps > k:
-        raise ValueError(f"num_steps must be at most the budget k={k}, got {steps}.")
+        raise ValueError(f"num_steps={steps} exceeds the budget k={k}. Give num_steps <= {k}.")
     return steps
 
 

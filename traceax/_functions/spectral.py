@@ -58,14 +58,7 @@ def spectral_sum(
     `std_err` is the error of random probes, `quadrature_error` the bias of short recurrences, often
     several times too large: where it is larger, raise `k`.
 
-    !!! Example
-
-        ```python
-        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        tr.spectral_sum(jax.random.key(0), jnp.log, operator, k=120).value  # log det
-        ```
-
-    Cost: at most `k` matvecs; `k n` numbers; some `5 n k^2` operations (`8 n k num_steps` with
+    **Cost:** at most `k` matvecs; `k n` numbers; some `5 n k^2` operations (`8 n k num_steps` with
     `num_steps` or without a tag), and `k^3` for every shift. First derivatives, also with respect
     to `shifts` and to arrays in `fn`, take `k` tangent products.
 
@@ -86,7 +79,8 @@ def spectral_sum(
     and 5 % of the value (for an exact value half of it).
 
     **Raises:** `TypeError`, `ValueError`; `NotImplementedError` for a second derivative.
-    (S. Ubaru et al., doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.)
+
+    **Source:** S. Ubaru et al., doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.
     """
     operator = as_operator(operator)
     dtype = _real_dtype(operator)
@@ -153,8 +147,9 @@ def spectral_density(
     \exp\left(-\frac{(t - \lambda_i)^2}{2 \sigma^2}\right), \qquad \int \phi(t) \, dt = 1.$$
 
     Each point of the grid is the spectral sum of a Gaussian, by stochastic Lanczos quadrature from
-    the same products: for the errors, derivatives and cost see [`traceax.spectral_sum`][] with
-    `num_steps`.
+    the same products: for errors and derivatives see [`traceax.spectral_sum`][].
+
+    **Cost:** that of [`traceax.spectral_sum`][] with `num_steps`.
 
     **Arguments:**
 
@@ -174,8 +169,7 @@ def spectral_density(
 
     **Raises:** those of [`traceax.spectral_sum`][].
 
-    L. Lin, Y. Saad, C. Yang, *Approximating spectral densities of large matrices*, 2016,
-    doi:10.1137/130934283.
+    **Source:** L. Lin, Y. Saad, C. Yang, 2016, doi:10.1137/130934283.
     """
     operator = hermitian_operator(operator, "A spectral density")
     dtype, n = _real_dtype(operator), operator.in_size()
@@ -185,7 +179,7 @@ def spectral_density(
     if width is None:
         if points.size < 2:
             raise ValueError(
-                f"A grid of shape {points.shape} has no extent to choose a width from: give the "
+                f"A grid of shape {points.shape} has no extent to choose a width from. Give the "
                 "`width`, or more points."
             )
         # The smallest width that the steps resolve.
@@ -214,11 +208,12 @@ def eigenvalue_count(
 ) -> Solution:
     r"""Estimate how many eigenvalues of a Hermitian operator lie in the interval $[a, b]$.
 
-    A count is the spectral sum of a function that is 1 in the interval and 0 elsewhere; for errors
-    and cost see [`traceax.spectral_sum`][]. The `quadrature_error` is a bound, and falls only like
-    `n / num_steps`: a count is accurate where few eigenvalues lie near `a` and `b`. Eigenvalues
-    that are as close to `a` or `b` as rounding errors are counted, and are part of the errors. The
-    derivative is 0.
+    A count is the spectral sum of a function that is 1 in the interval and 0 elsewhere. The
+    `quadrature_error` is a bound, and falls only like `n / num_steps`: a count is accurate where
+    few eigenvalues lie near `a` and `b`. Eigenvalues that are as close to `a` or `b` as rounding
+    errors are counted, and are part of the errors. The derivative is 0.
+
+    **Cost:** that of [`traceax.spectral_sum`][] with `num_steps`.
 
     **Arguments:**
 
@@ -233,8 +228,7 @@ def eigenvalue_count(
 
     **Raises:** those of [`traceax.spectral_sum`][], and `ValueError` for `a > b`.
 
-    E. Di Napoli, E. Polizzi, Y. Saad, *Efficient estimation of eigenvalue counts in an interval*,
-    2016, doi:10.1002/nla.2048.
+    **Source:** E. Di Napoli, E. Polizzi, Y. Saad, 2016, doi:10.1002/nla.2048.
     """
     operator = hermitian_operator(operator, "An eigenvalue count")
     traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
@@ -265,9 +259,11 @@ def schatten_norm(
     $\sigma_i$: the nuclear norm for p = 1.
 
     The p-th power is the spectral sum of $|x|^p$ if A is tagged Hermitian, and otherwise that of
-    $x^{p/2}$ for $A^* A$ (or $A A^*$, if that is smaller), which takes two products for one. One
-    more product finds a unit. See [`traceax.spectral_sum`][] for errors, derivatives and cost. (For
-    p = 2, [`traceax.frobenius_norm`][] is closer; for p = inf, take [`traceax.eigenpairs`][].)
+    $x^{p/2}$ for $A^* A$ (or $A A^*$, if that is smaller), which takes two products for one. For
+    errors and derivatives see [`traceax.spectral_sum`][]. (For p = 2, [`traceax.frobenius_norm`][]
+    is closer; for p = inf, take [`traceax.eigenpairs`][].)
+
+    **Cost:** that of [`traceax.spectral_sum`][], and a product that finds a unit.
 
     **Arguments:**
 

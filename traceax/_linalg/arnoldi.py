@@ -148,7 +148,7 @@ def arnoldi(
     rounding errors of the product. (A few steps too many do no harm: the directions that rounding
     errors then choose are orthogonal to the others, and Ritz values remain where they are.)
 
-    Cost: `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
+    **Cost:** `num_steps` products with a block of p vectors, `n p num_steps` numbers, and
     `8 n p num_steps^2` operations.
     """
 

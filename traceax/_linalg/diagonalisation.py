@@ -38,7 +38,7 @@ class Diagonalised(NamedTuple):
 def diagonalised(h: Inexact[Array, "q q"]) -> Diagonalised:
     """The eigenpairs for f(H), see above; 0 replaces NaN and inf. The largest number is about 1.
 
-    Cost: up to three eigendecompositions.
+    **Cost:** up to three eigendecompositions.
     """
     h = jnp.where(jnp.isfinite(h), h, 0)
     q = len(h)

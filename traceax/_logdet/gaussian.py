@@ -72,15 +72,9 @@ def gaussian_log_density(
 
     such as the marginal likelihood of a Gaussian process (circular for complex $A$). Several
     vectors are independent draws: the value is the sum of their log densities. Conjugate gradients
-    solve for $A^{-1} y$. Derivatives and cost are those of [`traceax.logdet`][].
+    solve for $A^{-1} y$. Derivatives are those of [`traceax.logdet`][].
 
-    !!! Example
-
-        ```python
-        solution = tr.gaussian_log_density(jax.random.key(0), y, covariance, k=120)
-        solution.value, solution.std_err, solution.quadrature_error
-        alpha = solution.stats["solve"]  # A^{-1} y: the posterior mean is K_* alpha
-        ```
+    **Cost:** that of [`traceax.logdet`][].
 
     **Arguments:**
 
@@ -90,18 +84,14 @@ def gaussian_log_density(
         or a PyTree. Several vectors have one more axis, the last one of every leaf.
     - `k`: the budget of matvecs. For t vectors at least `2 t + 2` are taken.
 
-    **Returns:**
-
-    A [`traceax.Solution`][] as that of [`traceax.logdet`][]. Its `quadrature_error` includes the
-    error of the solve. `stats` has (without derivatives) `"log_det"`, `"quadratic_form"`
-    ($y^* A^{-1} y$; of shape `(t,)` for several vectors) and `"solve"` ($A^{-1} y$, with the
-    structure of `y`).
+    **Returns:** a [`traceax.Solution`][] as that of [`traceax.logdet`][]. Its `quadrature_error`
+    includes the error of the solve. `stats` has (without derivatives) `"log_det"`,
+    `"quadratic_form"` ($y^* A^{-1} y$; of shape `(t,)` for several vectors) and `"solve"` ($A^{-1}
+    y$, with the structure of `y`).
 
     **Raises:** `TypeError`, `ValueError`: for arguments that do not fit.
 
-    ??? cite "References"
-
-        J. Wenger et al., 2022, arXiv:2107.00243.
+    **Source:** J. Wenger et al., 2022, arXiv:2107.00243.
     """
     check_key(key)
     operator = as_operator(operator)

@@ -25,7 +25,7 @@ E[x omega^T] = A^{-1}, at every order. Each probe takes a solve with A.
 """
 
 import math
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import equinox as eqx
 import jax
@@ -141,17 +141,9 @@ def inverse_trace(
     $\mathrm{tr}\, A^{-1} = \mathrm{tr}\, P^{-1} + E[\omega^T (A^{-1} - P^{-1}) \omega]$ with the
     preconditioner P of [`traceax.logdet`][], and one solve for every probe. The first term is
     exact, the second is small if P is good. Derivatives of every order are unbiased as far as the
-    solves have converged, and take a product and a solve for every probe. Cost: that of
-    [`traceax.logdet`][].
+    solves have converged, and take a product and a solve for every probe.
 
-    !!! Example
-
-        ```python
-        kernel = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        identity = lx.IdentityLinearOperator(kernel.in_structure())
-        solution = tr.inverse_trace(jax.random.key(0), kernel + noise * identity, k=120)
-        effective_dimension = n - noise * solution.value  # tr K (K + noise I)^-1
-        ```
+    **Cost:** that of [`traceax.logdet`][].
 
     **Arguments:**
 
@@ -160,12 +152,10 @@ def inverse_trace(
     - `fallback`: as for [`traceax.logdet`][], for sparse matrices, too: no preconditioner of low
         rank captures small eigenvalues, which decide.
 
-    **Returns:**
-
-    A [`traceax.Solution`][] with a real value and two errors: `std_err` of the probes, and
-    `quadrature_error` of ending the solves early, or of rounding. It is `not_converged`, with the
-    best estimate, if the quadrature error exceeds four standard errors and 5 % of the value; other
-    results are those of [`traceax.logdet`][].
+    **Returns:** a [`traceax.Solution`][] with a real value and two errors: `std_err` of the probes,
+    and `quadrature_error` of ending the solves early, or of rounding. It is `not_converged`, with
+    the best estimate, if the quadrature error exceeds four standard errors and 5 % of the value;
+    other results are those of [`traceax.logdet`][].
 
     **Raises:** `TypeError`, `ValueError`: for arguments that do not fit.
     """
@@ -184,7 +174,7 @@ def inverse_diagonal(
     preconditioner: AbstractPreconditioner | Literal["auto"] | None = "auto",
     fallback: Literal["exact"] | None = "exact",
     throw: bool = False,
-) -> Solution:
+) -> Solution[Any]:
     r"""Estimate the diagonal of $A^{-1}$ of a positive definite operator: the marginal variances,
     if A is a precision matrix.
 
@@ -193,15 +183,8 @@ def inverse_diagonal(
     $\sqrt{k} / 2$ samples x with the covariance $A^{-1}$ instead. The variance of $x_i$ given all
     other entries is $1 / A_{ii}$, and the variance of its mean given them is estimated
     (Rao-Blackwell): the error is relative to the entry, whatever the range of the correlations.
-    Cost: that of [`traceax.inverse_trace`][].
 
-    !!! Example
-
-        ```python
-        precision = lx.TaggedLinearOperator(matrix, lx.positive_semidefinite_tag)
-        variances = tr.inverse_diagonal(jax.random.key(0), precision, k=200)
-        variances.value, variances.std_err, variances.quadrature_error
-        ```
+    **Cost:** that of [`traceax.inverse_trace`][].
 
     **Arguments:**
 
@@ -209,17 +192,14 @@ def inverse_diagonal(
         [`traceax.inverse_trace`][].
     - `rtol`, `atol`, `max_k`: as of [`traceax.logdet`][], with Euclidean norms.
 
-    **Returns:**
-
-    A [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the structure of
-    the operator's input PyTree, real. With few probes the standard errors of single entries
-    scatter: take `interval()` for an interval of 95 %.
+    **Returns:** a [`traceax.Solution`][] whose `value`, `std_err` and `quadrature_error` have the
+    structure of the operator's input PyTree, real. With few probes the standard errors of single
+    entries scatter: take `interval()` for an interval of 95 %.
 
     **Raises:** `TypeError`, `ValueError`: as [`traceax.inverse_trace`][].
 
-    ??? cite "References"
-
-        P. Siden, F. Lindgren, D. Bolin, M. Villani, 2018, arXiv:1705.08656, for sparse matrices.
+    **Source:** P. Siden, F. Lindgren, D. Bolin, M. Villani, 2018, arXiv:1705.08656, for sparse
+    matrices.
     """
     given = key, operator, k, preconditioner, fallback, throw
     solution = _inverse(inverse_diagonal_p, *given, rtol=rtol, atol=atol, max_k=max_k)

@@ -78,14 +78,8 @@ def logdet(
     stochastic Lanczos quadrature. A diagonal part (`K + s I`, `K + D`) is read off. With a
     [`traceax.BuiltPreconditioner`][] the first derivative is exactly that of the value for a fixed
     key; else derivatives of every order are unbiased as far as the quadrature has converged.
-    Cost: `k` matvecs, six blocks of `n x k` numbers. From `k = n` on the value is exact.
 
-    !!! Example
-
-        ```python
-        solution = tr.logdet(jax.random.key(0), kernel + noise * identity, k=120)
-        solution.value, solution.std_err, solution.quadrature_error
-        ```
+    **Cost:** `k` matvecs, six blocks of `n x k` numbers. From `k = n` on the value is exact.
 
     **Arguments:**
 
@@ -100,17 +94,15 @@ def logdet(
         operator knows its entries and the preconditioner is `"auto"`. None: it is not.
     - `throw`: whether to raise an error if the result is not successful.
 
-    **Returns:**
+    **Returns:** a [`traceax.Solution`][] with two errors: `std_err` of the probes, and
+    `quadrature_error` of ending the recurrence early and of rounding. The value is NaN if the
+    operator is found not to be positive definite (`outside_domain`) or Hermitian (`not_symmetric`),
+    `not_converged` if the quadrature error exceeds four standard errors, 5 % of the value, and 1.
+    `stats["columns"]` is the number of columns that were read.
 
-    A [`traceax.Solution`][] with two errors: `std_err` of the probes, and `quadrature_error` of
-    ending the recurrence early and of rounding. The value is NaN if the operator is found not to be
-    positive definite (`outside_domain`) or Hermitian (`not_symmetric`), `not_converged` if the
-    quadrature error exceeds four standard errors, 5 % of the value, and 1. `stats["columns"]`
-    is the number of columns that were read.
+    **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
 
-    ??? cite "References"
-
-        A. Cortinovis, P. Toni, 2026, arXiv:2601.05778.
+    **Source:** A. Cortinovis, P. Toni, 2026, arXiv:2601.05778.
     """
     tolerance = {"rtol": rtol, "atol": atol, "max_k": max_k}
     if shifts is not None:

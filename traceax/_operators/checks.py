@@ -130,17 +130,12 @@ def inexact(operator: lx.AbstractLinearOperator, precision: float) -> lx.Functio
     """The same operator, with products declared coarser than their dtype, such as solutions by
     conjugate gradients. Standard errors and checks of symmetry allow for that.
 
-    !!! Example
-
-        ```python
-        hat = lx.FunctionLinearOperator(smoothed, structure, lx.positive_semidefinite_tag)
-        tr.trace(key, tr.inexact(hat, 1e-6), k=50)  # solved with `rtol=1e-6`
-        ```
-
     **Arguments:**
 
     - `operator`: the operator, whose tags stay.
-    - `precision`: the relative error of a product.
+    - `precision`: the relative error of a product, such as the `rtol` of its solves.
+
+    **Returns:** a lineax operator.
     """
     structure = operator.in_structure()
     closed = closed_function(operator.mv, structure)

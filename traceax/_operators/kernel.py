@@ -78,20 +78,9 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
     `amplitude * K + noise * I` with any (traced) scalars, `K + D`, `K1 + K2` and `D @ K @ D` with
     diagonal operators `D` are recognised: see [`traceax.extend.columns`][].
 
-    Cost: about `n^2 / 2` evaluations of the kernel for a product with any number of vectors at
+    **Cost:** about `n^2 / 2` evaluations of the kernel for a product with any number of vectors at
     once, and again for its derivative; `block_size` x n numbers of memory; n evaluations for a
     column. If the rows of `x` are cut over several devices, so is the work.
-
-    !!! Example
-
-        ```python
-        def kernel(x, y):
-            return amplitude * jnp.exp(-jnp.sum((x - y) ** 2) / (2 * length**2))
-
-        K = tr.KernelLinearOperator(kernel, x)
-        covariance = K + noise * lx.IdentityLinearOperator(K.in_structure())
-        tr.gaussian_log_density(key, y, covariance, k=300)
-        ```
 
     **Attributes:**
 

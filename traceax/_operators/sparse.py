@@ -37,15 +37,10 @@ _MAX_PADDING = 3
 
 @final
 class RowLayout(eqx.Module):
-    """The rows of a sparse matrix, cut into chunks of one width.
-
-    **Attributes:**
-
-    - `slots`: for each slot the position of its entry in the data; for padding, one past the end.
-    - `columns`: for each slot the column of its entry. Padding repeats the first of its chunk, so
-        that a NaN in a vector reaches only the rows that multiply it.
-    - `rows`: the row of each chunk, ascending; None if every row is one chunk.
-    - `num_rows`: the number of rows of the matrix.
+    """The rows of a sparse matrix, cut into chunks of one width: for each slot the position of its
+    entry in the data (for padding, one past the end) and its column (padding repeats the first of
+    its chunk: a NaN in a vector reaches only the rows that multiply it); the row of each chunk,
+    ascending (None if every row is one chunk); and the number of rows.
     """
 
     slots: Int32[Array, "chunks width"]
@@ -56,14 +51,8 @@ class RowLayout(eqx.Module):
 
 @final
 class SparsityPattern(eqx.Module):
-    """The sparsity of a matrix: everything but the values of its entries.
-
-    **Attributes:**
-
-    - `rows`, `columns`: the row and column of each entry, in the order of the data.
-    - `forward`: the layout of a product with the matrix.
-    - `backward`: the layout of a product with the transpose.
-    - `shape`: the shape of the matrix.
+    """The sparsity of a matrix: the row and column of each entry, in the order of the data, and the
+    layouts of products with the matrix (`forward`) and its transpose (`backward`).
     """
 
     rows: Int32[Array, " nnz"]
@@ -85,7 +74,7 @@ def sparsity_pattern(
     if _MAX_PADDING * (max(shape) + rows.size) >= np.iinfo(np.int32).max:
         raise ValueError(
             f"A sparse operator is indexed with 32 bits, got shape {shape} with {rows.size} "
-            "entries: split it into blocks."
+            "entries. Split it into blocks."
         )
     m, n = shape
     rows = rows.astype(np.int32)
@@ -238,13 +227,11 @@ def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
 class SparseLinearOperator(lx.AbstractLinearOperator):
     """A sparse matrix as a linear operator, with fast products with blocks of vectors.
 
-    A product costs one multiplication and one addition for each entry. The fast case is a block of
-    vectors, `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is what every estimator uses. A
-    product is differentiable with respect to `data` and to the vector, though for the latter
-    `operator.T.mv(cotangent)` is many times as fast as reverse mode.
+    The fast case is a block of vectors, `jax.vmap(operator.mv, in_axes=1, out_axes=1)`, which is
+    what every estimator uses. A product is differentiable with respect to `data` and to the vector,
+    though for the latter `operator.T.mv(cotangent)` is many times as fast as reverse mode.
 
-    Memory: the entries, and some 30 bytes of indices for each, which NumPy works out once, when the
-    operator is made.
+    **Cost:** a multiplication and an addition for each entry; some 30 bytes of indices for each.
 
     **Attributes:**
 

@@ -53,12 +53,6 @@ class AbstractSampler(eqx.Module):
     ) -> Shaped[Array, "n k"]:
         """Draw `k` probes of size `n`.
 
-        !!! Example
-
-            ```python
-            probes = tr.RademacherSampler()(jax.random.key(0), 100, 10)
-            ```
-
         **Arguments:**
 
         - `key`: a JAX random key.
@@ -67,13 +61,9 @@ class AbstractSampler(eqx.Module):
         - `dtype`: the dtype of the probes, unless the sampler has one. Estimators pass the
             operator's. By default JAX's default floating dtype.
 
-        **Returns:**
+        **Returns:** an array of shape `(n, k)`, one probe a column.
 
-        An array of shape `(n, k)`, one probe a column.
-
-        **Raises:**
-
-        - `ValueError`: if the distribution has no meaning in this dtype.
+        **Raises:** `ValueError` if the distribution has no meaning in this dtype.
         """
         chosen = self.dtype if self.dtype is not None else _canonical(dtype)
         if chosen is None:
@@ -84,33 +74,14 @@ class AbstractSampler(eqx.Module):
         return float
 
     def probes(self, key: PRNGKeyArray, n: int, k: int, dtype: np.dtype) -> Inexact[Array, "n k"]:
-        """Draw probes and convert them to the (working) dtype of an operator.
-
-        **Arguments:** as for calling the sampler.
-
-        **Returns:**
-
-        An array of shape `(n, k)`.
-        """
+        """Probes as from a call of the sampler, converted to the (working) dtype of an operator."""
         return self(key, n, k, dtype).astype(dtype)
 
     def probes_by_leaf(
         self, key: PRNGKeyArray, shapes: Sequence[tuple[int, ...]], k: int, dtype: np.dtype
     ) -> list[Inexact[Array, "*shape k"]]:
-        """Draw probes leaf by leaf: independent blocks of rows, which together make up `k` whole
-        probes. These too have `E[omega omega^H] = I`.
-
-        **Arguments:**
-
-        - `key`: a JAX random key.
-        - `shapes`: the shapes of the leaves of one probe.
-        - `k`: the number of probes.
-        - `dtype`: the (working) dtype of the operator.
-
-        **Returns:**
-
-        A list of arrays of shape `(*shape, k)`. A single leaf has the numbers that
-        `probes(key, size, k, dtype)` returns.
+        """Probes leaf by leaf: independent blocks of rows, of shape `(*shape, k)`, which together
+        make up `k` whole probes. A single leaf has the numbers that `probes` returns.
         """
         keys = [key] if len(shapes) == 1 else split(key, len(shapes))
         own = np.dtype(dtype if self.dtype is None else self.dtype)
@@ -121,31 +92,17 @@ class AbstractSampler(eqx.Module):
         """Whether residual probes are renormalised for an operator of this dtype.
 
         This requires a distribution that is invariant under the unitary group of the operator's
-        field: real Gaussian vectors are not invariant under complex rotations.
-
-        **Arguments:**
-
-        - `improved`: the user's argument; None renormalises wherever that is unbiased.
-        - `dtype`: the (working) dtype of the operator.
-
-        **Returns:**
-
-        A Python bool.
+        field: real Gaussian vectors are not invariant under complex rotations. `improved` is the
+        user's argument; None renormalises wherever that is unbiased.
         """
         is_real = self.dtype is not None and not jnp.issubdtype(self.dtype, jnp.complexfloating)
         smaller_group = is_real and jnp.issubdtype(dtype, jnp.complexfloating)
         return improved is not False and self.rotation_invariant and not smaller_group
 
     def check_resphering(self, improved: bool | None) -> None:
-        """Refuse to resphere probes that are not rotation invariant.
-
-        **Raises:**
-
-        - `ValueError`: for `improved=True` with such probes, or an `improved` that is neither a
-            bool nor None.
-        """
+        """Refuse to resphere probes that are not rotation invariant."""
         if improved not in (None, True, False):
-            raise ValueError(f"improved must be True, False or None, got {improved!r}.")
+            raise ValueError(f"improved must be a bool or None, got {improved!r}. Leave it out.")
         if improved and not self.rotation_invariant:
             raise ValueError(
                 f"improved=True renormalises residual probes, which is biased for the "
@@ -154,13 +111,7 @@ class AbstractSampler(eqx.Module):
             )
 
     def check_dtype(self, dtype: np.dtype, improved: bool | None = None) -> None:
-        """Refuse probes that do not fit an operator of this dtype.
-
-        **Raises:**
-
-        - `ValueError`: for complex probes with a real operator; for `improved=True` with real
-            probes and a complex operator.
-        """
+        """Refuse probes that do not fit an operator of this dtype."""
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         own = np.dtype(dtype if self.dtype is None else self.dtype)
         if jnp.issubdtype(own, jnp.complexfloating) and not is_complex:

@@ -30,10 +30,6 @@ class AbstractWeights(eqx.Module):
     def contract(self, block: BlockOperator) -> Any:
         """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator A, of its working
         dtype.
-
-        **Arguments:**
-
-        - `block`: the operator A.
         """
 
     def weights_at(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
