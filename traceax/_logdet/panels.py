@@ -220,6 +220,8 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     def step(panel: Panel) -> Panel:
         panel = stepped(sampling, panel)
         last = panel.steps >= jnp.where(pilot, sampling.steps, sums.steps)
+        if panel.solve is not None:
+            last |= (count == 0) & ~jnp.any(goes_on(panel.solve, sampling.most_solve))
         now = partial(assessed, sampling, panel, left, lengths)
         panel = if_any(pilot | last, now, panel)
         return panel._replace(ends=last | (panel.ends & pilot))

@@ -24,7 +24,10 @@ from .preconditioners import AbstractPreconditioner, check_definite
 from .preparation import preparation_for
 
 #: The residual that ends a solve, relative to its right-hand side R^{-1} y.
-SOLVE_TOLERANCE = 1e-6
+SOLVE_TOLERANCE = 1e-5
+
+#: Up to so many rows panels are narrow.
+NARROW_ROWS = 4096
 
 # A Cholesky factorisation takes n^3 / 3 operations, k products with a stored matrix take 2 n^2 k:
 # from k = n / 6 on the exact value is cheaper. With few rows it always is.
@@ -178,20 +181,22 @@ def run_of(
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
     solve = None if y is None else start_of_solve(factors.inverse_root(y), SOLVE_TOLERANCE)
 
-    panels = 4 if policy.atol is None else max(4, k // 32)
-
     def allowed(sampled):
         value, slope = value_of(factors, sampled)
         return policy.allowed(value) / slope
 
-    first = max(fewest, min(k, math.isqrt(4 * k // panels) // 3))
+    # A tolerance may end a call after any panel.
+    part = k if policy.atol is None else min(k, 128)
+    first = max(fewest, min(k, math.isqrt(part) // 3))
+    # Products with few rows cost as much as they have columns, those with many hardly more.
+    width = part // (8 if block.n <= NARROW_ROWS else 4)
     sampling = Sampling(
         block=block,
         factors=factors,
         floor=built.floor,
         inverse=inverse,
         k=k,
-        width=max(first, k // panels) if has_entries(operator) else first,
+        width=max(first, width) if has_entries(operator) else first,
         first=first,
         left=jnp.asarray(k - spent, jnp.int32),
         allowed=allowed if policy.atol is not None else None,
