@@ -36,10 +36,8 @@ def example(name, dtype=np.float64):
 
 
 CASES = {  # matrix, tags, function
-    "real": (example("hard"), PSD, "log"),
     "complex": (example("hard", np.complex128), PSD, "log"),
     "indefinite": (example("indefinite"), SYM, "exp"),
-    "inverse": (example("mild"), PSD, "inverse"),
 }
 
 
@@ -129,25 +127,30 @@ def test_equals_the_naive_formulas_on_the_same_probes(name):
 
 def test_exact_with_as_many_products_as_rows():
     matrix, tags, function = CASES["complex"]
-    solution = estimate(jax.random.key(0), jnp.asarray(matrix), function, N, None, tags)
+    solution = jax.device_get(estimate(jax.random.key(0), matrix, function, N, None, tags))
     truth = np.sum(FUNCTIONS[function][1](np.linalg.eigvalsh(matrix)))
     np.testing.assert_allclose(solution.value, truth, rtol=1e-11)
     assert solution.std_err == 0
     assert abs(solution.value - truth) <= solution.quadrature_error < 1e-9 * abs(truth)  # rounding
-    assert int(solution.num_matvecs) == N
+    assert solution.num_matvecs == N
 
 
 def test_exact_values_state_their_rounding():
     """In single precision 1 / x of a smooth kernel is off by some 1e-3, and an entry of the
     diagonal by a tenth.
     """
-    x, fn, noise = np.linspace(0, 1, 150), jnp.reciprocal, 1e-4
+    x, noise = np.linspace(0, 1, 150), 1e-4
     matrix = np.exp(-np.square(x[:, None] - x) / 0.08) + noise * np.eye(150)
-    operator = lx.MatrixLinearOperator(jnp.asarray(matrix, jnp.float32), lx.symmetric_tag)
-    values, basis = np.linalg.eigh(np.asarray(matrix, np.float32).astype(np.float64))
-    of_values = np.asarray(fn(values))
-    total = spectral_sum(jax.random.key(0), fn, operator, 150)
-    diagonal = tr.spectral_diagonal(jax.random.key(0), fn, operator, 150)
+    matrix = matrix.astype(np.float32)
+    values, basis = np.linalg.eigh(matrix.astype(np.float64))
+    of_values = 1 / values
+
+    @jax.jit
+    def run(matrix):
+        given = jax.random.key(0), jnp.reciprocal, lx.MatrixLinearOperator(matrix, SYM), 150
+        return spectral_sum(*given), tr.spectral_diagonal(*given)
+
+    total, diagonal = jax.device_get(run(matrix))
     for found, truth in ((total, of_values.sum()), (diagonal, np.square(basis) @ of_values)):
         error = np.abs(np.asarray(found.value, np.float64) - truth)
         stated = np.asarray(found.quadrature_error, np.float64)
@@ -158,9 +161,9 @@ def test_exact_values_state_their_rounding():
     assert np.max(error) > 1e-4 * np.max(np.abs(truth))  # worth stating
 
 
-@pytest.mark.parametrize("dtype", [np.complex128])
-def test_exhausted_spaces_are_integrated_exactly(dtype):
+def test_exhausted_spaces_are_integrated_exactly():
     """log det(2 I) to rounding; for I plus rank one the form of every probe to rounding."""
+    dtype = np.complex128
     u = random_unitary(np.random.default_rng(0), N, dtype)[:, :1]
     rank_one = np.eye(N) + 3 * u @ u.conj().T
     key, eps = jax.random.key(2), np.finfo(dtype).eps
@@ -172,9 +175,7 @@ def test_exhausted_spaces_are_integrated_exactly(dtype):
 
     for scale in (1.0, 1e20, 1e-20):
         for matrix in (2 * np.eye(N), rank_one, np.zeros((N, N))):
-            scaled = jnp.asarray((matrix * scale).astype(dtype))
-            real = jnp.finfo(scaled.dtype).dtype
-            solution = jax.device_get(shifted(scaled, jnp.asarray(scale, real)))
+            solution = jax.device_get(shifted((matrix * scale).astype(dtype), scale))
             if not matrix.any():  # the logarithm of 0 is no estimate
                 assert solution.result == tr.RESULTS.outside_domain
                 assert np.isnan(solution.value)
@@ -190,16 +191,21 @@ def test_exhausted_spaces_are_integrated_exactly(dtype):
 
 
 def test_rounding_errors_below_zero_count_as_zero_for_semidefinite_operators():
-    u = random_unitary(np.random.default_rng(0), N)[:, :5]
-    matrix = (u * np.arange(1, 6.0)) @ u.T
-    truth = np.sum(np.sqrt(np.arange(1, 6.0)))
-    for sign, tag, k in ((1, PSD, 25), (-1, NSD, N)):
-        operator = lx.MatrixLinearOperator(jnp.asarray(sign * matrix), tag)
-        solution = spectral_sum(
-            jax.random.key(0), lambda x, sign=sign: jnp.sqrt(sign * x), operator, k
+    eigenvalues = np.r_[np.zeros(N - 5), np.arange(1, 6.0)]
+    matrix = with_spectrum(np.random.default_rng(0), eigenvalues)
+
+    @jax.jit
+    def run(key):
+        minus = lx.MatrixLinearOperator(-matrix, NSD)
+        return (
+            spectral_sum(key, jnp.sqrt, lx.MatrixLinearOperator(matrix, PSD), 25),
+            spectral_sum(key, lambda x: jnp.sqrt(-x), minus, N),
         )
+
+    for solution in jax.device_get(run(jax.random.key(0))):
         assert solution.result == tr.RESULTS.successful
-        assert abs(solution.value - truth) <= 3 * solution.std_err + 1e-6
+        error = abs(solution.value - np.sum(np.sqrt(eigenvalues)))
+        assert error <= 3 * solution.std_err + 1e-6
 
 
 # --- bias and errors -----------------------------------------------------------------------------
@@ -367,18 +373,23 @@ def test_density():
     eigenvalues, width = np.linalg.eigvalsh(matrix), 0.5
     distance = (grid[:, None] - eigenvalues) / width
     truth = np.mean(np.exp(-(distance**2) / 2), axis=1) / (width * np.sqrt(2 * np.pi))
-    key = jax.random.key(0)
-    exact = spectral_density(key, operator, N, grid, width=width)
-    np.testing.assert_allclose(exact.value, truth, rtol=1e-10, atol=1e-15)
-    assert np.all(np.asarray(exact.std_err) == 0)
 
-    for given in (width, None):
-        density = spectral_density(key, operator, 36, grid, width=given)
+    @jax.jit
+    def run(key):
+        return (
+            spectral_density(key, operator, N, grid, width=width),
+            spectral_density(key, operator, 36, grid, width=width),
+            spectral_density(key, operator, N, grid),
+        )
+
+    exact, *densities = jax.device_get(run(jax.random.key(0)))
+    np.testing.assert_allclose(exact.value, truth, rtol=1e-10, atol=1e-15)
+    assert np.all(exact.std_err == 0)
+    for density in densities:
         assert density.value.shape == density.std_err.shape == density.quadrature_error.shape
         np.testing.assert_allclose(np.sum(density.value) * 0.1, 1, rtol=1e-6)
-        if given is not None:
-            bound = 4 * density.std_err + density.quadrature_error + 1e-12
-            assert np.all(np.abs(density.value - truth) < bound)
+    bound = 4 * densities[0].std_err + densities[0].quadrature_error + 1e-12
+    assert np.all(np.abs(densities[0].value - truth) < bound)
 
 
 def test_counts_and_their_bound():
@@ -411,13 +422,12 @@ def test_counts_and_their_bound():
 
 
 @pytest.mark.parametrize("k", [24, 90])
-@pytest.mark.parametrize("tags", [SYM])
-def test_counts_of_eigenvalues_at_the_ends(k, tags):
+def test_counts_of_eigenvalues_at_the_ends(k):
     """A projector of rank 30, n = 90: rounding errors decide on which side of 0 and 1 its
     eigenvalues are computed. They are counted, and the bound contains them.
     """
     matrix = with_spectrum(np.random.default_rng(0), np.r_[np.ones(30), np.zeros(60)])
-    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), SYM)
 
     @jax.jit
     def count(key, a, b):
@@ -451,39 +461,39 @@ def test_recurrences_that_end_too_early_say_so(k):
     matrix = with_spectrum(np.random.default_rng(0), eigenvalues)
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
 
+    functions = jnp.reciprocal, jnp.exp, jnp.log
+    shifts = np.array([0.0, 1e-6])
+
     @jax.jit
-    def run(key):
-        sums = [spectral_sum(key, fn, operator, k) for fn in (jnp.reciprocal, jnp.exp)]
-        return *sums, tr.logdet(key, operator, 20, shifts=np.array([0.0, 1e-6]))
+    def run(key, number):
+        fn = lambda x: jax.lax.switch(number, functions, x)  # noqa: E731
+        return spectral_sum(key, fn, operator, k, shifts=shifts)
 
     for key in keys(3):
-        early, exponential, log_dets = jax.device_get(run(key))
-        assert abs(early.value - np.sum(1 / eigenvalues)) > 10 * early.std_err
+        early, exponential, log_dets = (jax.device_get(run(key, number)) for number in range(3))
+        assert abs(early.value[0] - np.sum(1 / eigenvalues)) > 10 * early.std_err[0]
         assert early.result == log_dets.result == tr.RESULTS.not_converged
         assert exponential.result == tr.RESULTS.successful
 
 
 def test_shifts_of_any_shape():
-    """They share the products. Two axes are those of the value, exact or not, by both methods."""
+    """Two axes are those of the value, exact or not, by both methods."""
     operator = lx.MatrixLinearOperator(jnp.asarray(example("mild")), PSD)
     shifts = np.array([[0.0, 0.5, 1.0], [2.0, 3.0, 4.0]])
     truth = np.sum(np.log(np.linspace(0.5, 3, N) + shifts[..., None]), axis=-1)
 
     @functools.partial(jax.jit, static_argnums=1)
     def run(key, k):
-        given = [shifts, shifts.ravel()]
-        sums = [spectral_sum(key, jnp.log, operator, k, shifts=each) for each in given]
-        return *sums, tr.logdet(key, operator, k, shifts=shifts).value
+        # (With k = 20 a log-determinant with shifts is this sum: see `test_krylov_aware.py`.)
+        return spectral_sum(key, jnp.log, operator, k, shifts=shifts)
 
     for k in (12, 20, N):
-        solution, flat, log_dets = jax.device_get(run(keys(1)[0], k))
-        for found, expected in ((solution.value, flat.value), (solution.std_err, flat.std_err)):
-            np.testing.assert_allclose(found, expected.reshape(2, 3), rtol=1e-9, atol=1e-12)
+        solution = jax.device_get(run(keys(1)[0], k))
+        assert solution.value.shape == solution.std_err.shape == (2, 3)
         bound = 4 * solution.std_err + solution.quadrature_error + 1e-10
         assert np.all(np.abs(solution.value - truth) <= bound)
         assert solution.num_matvecs <= k
         assert solution.result == tr.RESULTS.successful
-        assert log_dets.shape == (2, 3)
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -533,11 +543,16 @@ def test_small_eigenvalues_that_no_recurrence_meets_are_told():
     eigenvalues = np.linspace(1e-4, 4, 400)
     operator = lx.DiagonalLinearOperator(jnp.asarray(eigenvalues))
     operator = lx.TaggedLinearOperator(operator, PSD)
-    cases = (lambda x: x**-0.5, 48, False), (lambda x: x**-0.5, 12, False), (jnp.log, 48, True)
-    for fn, k, expected in cases:
-        found = each(lambda key, fn=fn, k=k: spectral_sum(key, fn, operator, k), keys(20))
-        share = np.mean(found.result == tr.RESULTS.successful)
-        assert (share >= 0.9) if expected else (share <= 0.1)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def share(keys, number, k):
+        fn = lambda x: jax.lax.switch(number, [jax.lax.rsqrt, jnp.log], x)  # noqa: E731
+        results = jax.lax.map(lambda key: spectral_sum(key, fn, operator, k).result, keys)
+        return jnp.mean(results == tr.RESULTS.successful)
+
+    assert share(keys(20), 0, 48) <= 0.1
+    assert share(keys(20), 0, 12) <= 0.1
+    assert share(keys(20), 1, 48) >= 0.9
 
 
 #: Spectra with a condition below 1e4.
@@ -567,11 +582,13 @@ def test_ordinary_matrices_are_successful():
             return [
                 tr.logdet(key, operator, 60).result,
                 spectral_sum(key, jnp.log, operator, 60).result,
-                tr.logdet(key, lx.MatrixLinearOperator(matrix, PSD), 100).result,
             ]
 
-        return jax.lax.map(calls, fifty)
+        exact = tr.logdet(fifty[0], lx.MatrixLinearOperator(matrix, PSD), 100).result
+        return *jax.lax.map(calls, fifty), exact
 
-    for found in jax.jit(lambda stack: jax.lax.map(solve, stack))(matrices):
+    *shares, exact = jax.jit(lambda stack: jax.lax.map(solve, stack))(matrices)
+    for found in shares:
         share = np.mean(np.asarray(found == tr.RESULTS.successful), axis=1)
         assert np.all(share >= 0.98), dict(zip(ORDINARY, share, strict=True))
+    assert np.all(exact == tr.RESULTS.successful)

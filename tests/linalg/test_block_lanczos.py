@@ -53,18 +53,16 @@ def test_the_space_and_the_matrix_in_it(dtype, scale):
         power = np.asarray(matrix) @ (power / scale)
 
 
-@pytest.mark.parametrize(("distinct", "size"), [(1, 3), (2, 6), (4, 12)])
-def test_an_invariant_space(distinct, size):
+@pytest.mark.parametrize("distinct", [1, 4])
+def test_an_invariant_space(distinct):
     """A matrix with few different eigenvalues: there are no more vectors than b times as many."""
     matrix = spectral(1 + np.arange(N) % distinct, np.float64)
     _, krylov, (values, vectors), _ = run(matrix)
-    assert np.sum(krylov.in_use) == size
+    assert np.sum(krylov.in_use) == B * distinct
     assert krylov.exhausted
     counts = np.sum(np.abs(vectors), axis=0) > 0
-    assert np.sum(counts) == size
-    np.testing.assert_allclose(
-        np.sort(values[counts]), np.repeat(np.arange(1, distinct + 1), B), rtol=1e-12
-    )
+    expected = np.repeat(np.arange(1, distinct + 1), B)
+    np.testing.assert_allclose(np.sort(values[counts]), expected, rtol=1e-12)
 
 
 def test_start_vectors_that_depend_on_each_other():

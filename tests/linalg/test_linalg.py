@@ -33,27 +33,20 @@ def decaying(decay, shift):
     return block + shift * np.finfo(float).eps * np.linalg.norm(block) / np.sqrt(N) * omega
 
 
-def degenerate_blocks():
-    rng = np.random.default_rng(0)
-    regular = block_of(2.0, np.float64)
-    holes = regular.copy()
-    holes[:, 3] = 0
-    holes[:, 7] = holes[:, 8]
-    return {
-        "zero": np.zeros((N, M)),
-        "rank one": np.ones((N, M)),
-        "repeated columns": np.repeat(regular[:, : M // 2], 2, axis=1),
-        "a zero and a repeated column": holes,
-        "low rank, of signs": np.sign(rng.standard_normal((N, 5))) @ np.ones((5, M)),
-    }
-
-
+HOLES = block_of(2.0, np.float64)
+HOLES[:, 3] = 0
+HOLES[:, 7] = HOLES[:, 8]
+SIGNS = np.sign(np.random.default_rng(0).standard_normal((N, 5)))
 BLOCKS = {
-    **{f"condition {c:.0e}": block_of(c, np.complex128) for c in (1.0, 1e2, 1e5, 1e9, 1e12, 1e20)},
+    **{f"condition {c:.0e}": block_of(c, np.complex128) for c in (1.0, 1e5, 1e9, 1e20)},
     "decay": decaying(0.7, 0.0),
     "decay, shifted": decaying(0.5, 1.0),
     "columns of many sizes": block_of(1e3, np.float64) * 10.0 ** (-np.arange(M) / 2),
-    **degenerate_blocks(),
+    "zero": np.zeros((N, M)),
+    "rank one": np.ones((N, M)),
+    "repeated columns": np.repeat(block_of(2.0, np.float64)[:, : M // 2], 2, axis=1),
+    "a zero and a repeated column": HOLES,
+    "low rank, of signs": SIGNS @ np.ones((5, M)),
 }
 
 
@@ -99,7 +92,7 @@ def test_qr_of_a_gram_matrix_with_larger_errors(monkeypatch):
 
     monkeypatch.setattr(factorisations, "cholesky", cholesky)
     monkeypatch.setattr(jnp, "finfo", lambda _: np.finfo(np.float64))
-    q, r = jax.jit(lambda y: factorisations._shifted_cholesky_qr(y))(block)
+    q, r = jax.jit(factorisations._shifted_cholesky_qr)(block)
     monkeypatch.undo()
     check_factors(q, r, block)
     assert any(failures)
@@ -109,17 +102,15 @@ def test_qr_of_what_is_not_finite():
     for bad in (np.nan, np.inf):
         block = block_of(2.0, np.float32)
         block[5, 7] = bad
-        q, r = qr(block)
-        assert np.any(np.isnan(q))
-        assert np.any(np.isnan(r))
+        for factor in qr(block):
+            assert np.any(np.isnan(np.asarray(factor)))
 
 
 def test_qr_under_vmap():
     """Each block takes as many passes as it needs."""
     blocks = np.stack([block_of(1.0, np.float64), block_of(1e12, np.float64), np.zeros((N, M))])
-    q, r = jax.jit(jax.vmap(factorisations.qr))(blocks)
-    for i, block in enumerate(blocks):
-        check_factors(q[i], r[i], block)
+    for q, r, block in zip(*jax.jit(jax.vmap(factorisations.qr))(blocks), blocks, strict=True):
+        check_factors(q, r, block)
 
 
 def triangular(condition, m, dtype):
@@ -142,19 +133,23 @@ def test_triangular_solves_are_backward_stable(n, m, dtype):
 
 def test_triangular_solves_under_vmap():
     f = np.random.default_rng(1).standard_normal((3, 20, 40))
-    r = np.stack([triangular(10.0, 40, np.float64) for _ in range(3)])
-    shared = jax.jit(jax.vmap(factorisations.divide_by_upper, (0, None)))(f, r[0])
-    both = jax.jit(jax.vmap(factorisations.divide_by_upper))(f, r)
-    for i in range(3):
-        np.testing.assert_allclose(both[i] @ r[i], f[i], atol=1e-12)
-        np.testing.assert_allclose(shared[i] @ r[0], f[i], atol=1e-12)
+    r = np.stack([triangular(condition, 40, np.float64) for condition in (1.0, 10.0, 100.0)])
+
+    @jax.jit
+    def run(f, r):
+        divide = factorisations.divide_by_upper
+        return jax.vmap(divide, (0, None))(f, r[0]), jax.vmap(divide)(f, r)
+
+    shared, both = run(f, r)
+    np.testing.assert_allclose(both @ r, f, atol=1e-12)
+    np.testing.assert_allclose(shared @ r[0], f, atol=1e-12)
 
 
-@pytest.mark.parametrize("n", [5, 4000])
-def test_a_zero_on_the_diagonal_is_not_hidden(n):
-    r = np.triu(np.ones((40, 40)))
+@pytest.mark.parametrize(("n", "m"), [(120, 45), (N, M)])
+def test_a_zero_on_the_diagonal_is_not_hidden(n, m):
+    r = np.triu(np.ones((m, m)))
     r[7, 7] = 0
-    assert not np.all(np.isfinite(divide_by_upper(jnp.ones((n, 40)), r)))
+    assert not np.all(np.isfinite(divide_by_upper(np.ones((n, m)), r)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])

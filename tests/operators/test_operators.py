@@ -3,9 +3,8 @@
 The dense matrix beside each operator is built with NumPy, not asked of the operator.
 """
 
+import functools
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -99,8 +98,6 @@ def counting(matrix, positive=False):
 
 register_tags(MatrixOfMyOwn, lambda operator: False)
 register_tags(Counting, lambda operator: operator.positive)
-
-
 register_tags(WithEntries, lambda operator: False)
 for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite):
     _check.register(Unregistered)(lambda operator: False)
@@ -109,11 +106,6 @@ for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semi
 @tre.stored_entries.register(WithEntries)
 def _(operator, rows, columns):
     return operator.matrix[rows][:, columns]
-
-
-class Case(NamedTuple):
-    build: Callable[[], lx.AbstractLinearOperator]
-    matrix: np.ndarray
 
 
 def matrix_operator(matrix, tags=()):
@@ -153,32 +145,37 @@ DIAGONAL = lx.DiagonalLinearOperator(jnp.asarray(_diagonal))
 IDENTITY = lx.IdentityLinearOperator(F64)
 SHAPES = {"a": (), "b": (2, 3), "c": (5, 1, 1)}
 
+OWN = jnp.asarray(GENERAL)
 # Those whose entries are stored are in `test_stored`.
 CASES = {
-    "function-dictionary": Case(lambda: shaped_function(SHAPES, SHAPES), GENERAL),
-    "function-other-structure": Case(
-        lambda: shaped_function((3, 4), {"x": (2, 2), "y": (8,)}), GENERAL
-    ),
-    "add": Case(lambda: matrix_operator(GENERAL) + function_operator(OTHER), GENERAL + OTHER),
-    "multiple": Case(lambda: function_operator(GENERAL) * jnp.asarray(2.5), 2.5 * GENERAL),
-    "composed": Case(lambda: function_operator(GENERAL) @ matrix_operator(OTHER), GENERAL @ OTHER),
-    "own": Case(lambda: MatrixOfMyOwn(jnp.asarray(GENERAL)), GENERAL),
-    "own-composed": Case(
-        lambda: (
-            MatrixOfMyOwn(jnp.asarray(GENERAL)) @ matrix_operator(OTHER) - matrix_operator(OTHER)
-        ),
+    "function-dictionary": (shaped_function(SHAPES, SHAPES), GENERAL),
+    "function-other-structure": (shaped_function((3, 4), {"x": (2, 2), "y": (8,)}), GENERAL),
+    "add": (matrix_operator(GENERAL) + function_operator(OTHER), GENERAL + OTHER),
+    "multiple": (function_operator(GENERAL) * jnp.asarray(2.5), 2.5 * GENERAL),
+    "composed": (function_operator(GENERAL) @ matrix_operator(OTHER), GENERAL @ OTHER),
+    "own": (MatrixOfMyOwn(OWN), GENERAL),
+    "own-composed": (
+        MatrixOfMyOwn(OWN) @ matrix_operator(OTHER) - matrix_operator(OTHER),
         GENERAL @ OTHER - OTHER,
     ),
-    "unregistered": Case(
-        lambda: Unregistered(jnp.asarray(GENERAL)) + matrix_operator(OTHER), GENERAL + OTHER
-    ),
+    "unregistered": (Unregistered(OWN) + matrix_operator(OTHER), GENERAL + OTHER),
 }
+
+
+@functools.cache
+def exact_traces():
+    """Of all cases, by one program."""
+
+    @eqx.filter_jit
+    def run(operators):
+        return {name: tr.trace(KEY, x, N, tr.XTraceEstimator()) for name, x in operators.items()}
+
+    return jax.device_get(run({name: operator for name, (operator, _) in CASES.items()}))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_exact_trace_is_the_trace_of_the_matrix(name):
-    operator, matrix = CASES[name].build(), CASES[name].matrix
-    solution = tr.trace(KEY, operator, N, tr.XTraceEstimator())
+    solution, matrix = exact_traces()[name], CASES[name][1]
     assert abs(solution.value - np.trace(matrix)) <= 1e-13 * np.linalg.norm(matrix)
     assert solution.std_err == 0
     assert solution.num_matvecs <= N
@@ -209,10 +206,6 @@ def test_entries_that_a_class_of_a_user_registers():
 # --- dtypes --------------------------------------------------------------------------------------
 
 
-def precision(dtype):
-    return float(jnp.finfo(dtype).eps)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [("hutchinson", jnp.float16), ("xtrace", jnp.complex64)]
 )
@@ -229,20 +222,19 @@ def test_dtype_of_gradient_is_that_of_the_parameter(name, dtype):
     value, slope = jax.jit(jax.value_and_grad(f))(scale)
     assert slope.dtype == real
     # An estimate is homogeneous: its slope in a factor is the value by the factor.
-    np.testing.assert_allclose(float(slope), float(value) / 1.5, rtol=100 * precision(dtype))
+    rtol = 100 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(float(slope), float(value) / 1.5, rtol=rtol)
 
 
-@pytest.mark.parametrize("factor", [0.0, np.nan])
-def test_a_factor_that_is_not_positive_is_an_outcome(factor):
+def test_a_factor_that_is_not_positive_is_an_outcome():
     """Also outside of `jit`, where its sign could be read: an amplitude that has diverged is not a
     tag that is missing.
     """
-
-    operator = jnp.asarray(factor) * lx.MatrixLinearOperator(jnp.asarray(POSITIVE), PSD)
-    solution = tr.logdet(KEY, operator, K, preconditioner=None)
-    assert np.isnan(solution.value)
-    expected = tr.RESULTS.nonfinite_operator if np.isnan(factor) else tr.RESULTS.outside_domain
-    assert solution.result == expected
+    for factor, expected in ((0.0, "outside_domain"), (np.nan, "nonfinite_operator")):
+        operator = jnp.asarray(factor) * lx.MatrixLinearOperator(jnp.asarray(POSITIVE), PSD)
+        solution = tr.logdet(KEY, operator, K, preconditioner=None)
+        assert np.isnan(solution.value)
+        assert solution.result == getattr(tr.RESULTS, expected)
 
 
 def test_mixed_float32_and_float64_structure():
@@ -302,31 +294,23 @@ def test_no_more_products_than_the_budget(name):
 
 def test_a_tagged_function_is_estimated():
     """Nothing is read of it: a tag stores no entries."""
-    solution = tr.trace(KEY, function_operator(BANDED, lx.tridiagonal_tag), K)
-    expected = tr.trace(KEY, function_operator(BANDED), K)
-    np.testing.assert_allclose(solution.value, expected.value, rtol=1e-12)
+
+    @jax.jit
+    def run(key):
+        operators = [function_operator(BANDED, tags) for tags in (lx.tridiagonal_tag, ())]
+        return [tr.trace(key, operator, K).value for operator in operators]
+
+    np.testing.assert_allclose(*run(KEY), rtol=1e-12)
 
 
-# Each (operator from K, s; what it adds; what multiplies K; what multiplies s n).
+# Each (operator from K, s; what multiplies D; what multiplies K; what multiplies s n).
 SHIFTED = {
     "s I + K": (lambda op, s: s * IDENTITY + op, 0.0, 1.0, 1.0),
-    "2 (K + s I) - D": (
-        lambda op, s: 2.0 * (op + s * IDENTITY) - DIAGONAL,
-        -_diagonal.sum(),
-        2.0,
-        2.0,
-    ),
-    "-(K - s I) / 4 + D": (
-        lambda op, s: -(op - s * IDENTITY) / 4.0 + DIAGONAL,
-        _diagonal.sum(),
-        -0.25,
-        0.25,
-    ),
+    "2 (K + s I) - D": (lambda op, s: 2.0 * (op + s * IDENTITY) - DIAGONAL, -1.0, 2.0, 2.0),
+    "-(K - s I) / 4 + D": (lambda op, s: -(op - s * IDENTITY) / 4.0 + DIAGONAL, 1.0, -0.25, 0.25),
     "tagged in a sum": (
         lambda op, s: DIAGONAL + 3.0 * lx.TaggedLinearOperator(op + s * IDENTITY, lx.symmetric_tag),
-        _diagonal.sum(),
-        3.0,
-        3.0,
+        *(1.0, 3.0, 3.0),
     ),
 }
 
@@ -334,16 +318,19 @@ SHIFTED = {
 @pytest.mark.parametrize("form", SHIFTED)
 def test_auto_spends_its_matvecs_on_what_is_not_known(form):
     """tr(c K + d s I + D) = c tr(K) + d s n + tr(D): the value, the error and the derivative."""
-    build, offset, factor, slope = SHIFTED[form]
+    build, sign, factor, slope = SHIFTED[form]
     kernel, shift, k = function_operator(POSITIVE), 0.37, 3
-    alone = tr.trace(KEY, kernel, k)
 
     def value(s):
         solution = tr.trace(KEY, build(kernel, s), k)
         return solution.value, solution
 
-    gradient, solution = jax.grad(value, has_aux=True)(jnp.asarray(shift))
-    expected = factor * alone.value + slope * shift * N + offset
+    @jax.jit
+    def run(s):
+        return *jax.grad(value, has_aux=True)(s), tr.trace(KEY, kernel, k)
+
+    gradient, solution, alone = jax.device_get(run(shift))
+    expected = factor * alone.value + slope * shift * N + sign * _diagonal.sum()
     np.testing.assert_allclose(solution.value, expected, rtol=1e-13)
     np.testing.assert_allclose(solution.std_err, abs(factor) * alone.std_err, rtol=1e-13)
     assert solution.num_matvecs == alone.num_matvecs

@@ -1,11 +1,10 @@
-"""With other libraries, as their users would: Optax, Flax, Equinox, tinygp, BlackJAX.
+"""With other libraries, as their users would: Optax, Flax, Equinox, tinygp.
 
-NumPyro stands in `test_gaussian.py`, SciPy's and JAX's sparse matrices in `test_sparse.py`.
+NumPyro has a notebook; SciPy's and JAX's sparse matrices stand in `test_sparse.py`.
 """
 
 from typing import Any, NamedTuple
 
-import blackjax
 import equinox as eqx
 import flax.linen
 import jax
@@ -279,40 +278,3 @@ def test_kernels_of_tinygp():
     print(value - truth, solution.std_err, solution.quadrature_error, slope - expected)
     assert abs(value - truth) < 4 * solution.std_err + solution.quadrature_error
     np.testing.assert_allclose(slope, expected, rtol=1e-4)
-
-
-# --- BlackJAX: a sampler on the estimated density ------------------------------------------------
-
-
-def test_nuts_of_blackjax():
-    """With the same keys the chain is that of the exact density, trajectory by trajectory."""
-    preconditioner = tr.NystromPreconditioner(rank=50)
-
-    def prior(theta):
-        return -jnp.sum((theta - THETA) ** 2) / 2
-
-    def estimated(theta):
-        return prior(theta) + density(theta, 60, preconditioner=preconditioner)[0]
-
-    def exact(theta):
-        return prior(theta) + exact_density(theta)
-
-    def chain(log_density):
-        nuts = blackjax.nuts(log_density, step_size=0.15, inverse_mass_matrix=jnp.ones(3))
-
-        def step(state, key):
-            state, info = nuts.step(key, state)
-            return state, (state.position, info.acceptance_rate, info.is_divergent)
-
-        start = nuts.init(jnp.zeros(3))
-        return jax.lax.scan(step, start, jr.split(jr.key(6), 10))[1]
-
-    with jax.numpy_dtype_promotion("standard"):  # BlackJAX mixes dtypes
-        positions, acceptance, divergent = jax.jit(lambda: chain(estimated))()
-        expected, *_ = jax.jit(lambda: chain(exact))()
-    print(np.max(np.abs(positions - expected), axis=1), acceptance)
-    np.testing.assert_allclose(positions, expected, rtol=0, atol=1e-3)
-    # It went somewhere.
-    assert not np.any(divergent)
-    assert np.mean(acceptance) > 0.5
-    assert np.all(np.std(positions, axis=0) > 0.2)
