@@ -79,6 +79,11 @@ def keys(count, seed=0):
     return _all_keys(seed)[:count]
 
 
+def over_keys(count, fn):
+    """What `fn(key)` returns for these keys, one after the other, as NumPy arrays."""
+    return jax.device_get(jax.jit(lambda keys: jax.lax.map(fn, keys))(keys(count)))
+
+
 @partial(jax.jit, static_argnums=(0, 2, 3, 4))
 def _drawn(sampler, key, n, k, dtype):
     return sampler(key, n, k, dtype)

@@ -31,14 +31,13 @@ def refused(error, match, *arguments, calls=CALLS, **options):
             call(*arguments, **options)
 
 
+BCOO = sparse.BCOO((np.ones(N), np.arange(2 * N).reshape(N, 2) // 2), shape=(N, N))
 NOT_AN_OPERATOR = [
     (jnp.asarray(MATRIX), "lineax.MatrixLinearOperator"),
-    (MATRIX, "lineax.MatrixLinearOperator"),
     (MATRIX.tolist(), "lineax.MatrixLinearOperator"),
     (lambda v: 2.0 * v, "lineax.FunctionLinearOperator"),
-    (scipy.sparse.csr_array(MATRIX), "traceax.SparseLinearOperator"),
     (scipy.sparse.coo_matrix(MATRIX), "traceax.SparseLinearOperator"),
-    (sparse.BCOO.fromdense(jnp.asarray(MATRIX)), "traceax.SparseLinearOperator"),
+    (BCOO, "traceax.SparseLinearOperator"),
     (None, "lineax.MatrixLinearOperator"),
 ]
 
@@ -75,15 +74,14 @@ def test_budget_below_the_smallest_is_raised_with_a_warning():
     with pytest.warns(UserWarning, match="k was raised") as record:
         tr.XTraceEstimator().estimate(KEY, OPERATOR, 1)
     assert {warning.filename for warning in record} == {__file__}
-    for call in CALLS:
-        for estimator, smallest in ((tr.XTraceEstimator(), 2), (tr.HutchPlusPlusEstimator(), 3)):
-            name = type(estimator).__name__
-            match = f"{name} needs at least {smallest} matvecs, got k=1. k was raised"
-            with pytest.warns(UserWarning, match=match) as record:
-                solution = call(KEY, OPERATOR, 1, estimator)
-            assert {warning.filename for warning in record} == {__file__}
-            assert solution.num_matvecs == smallest
-            assert all(map(jnp.isinf, jax.tree.leaves(jnp.ravel(solution.std_err)[:1])))
+    estimators = tr.XTraceEstimator(), tr.HutchPlusPlusEstimator(), tr.XTraceEstimator()
+    for call, estimator, least in zip(CALLS, estimators, (2, 3, 2), strict=True):
+        match = f"{type(estimator).__name__} needs at least {least} matvecs, got k=1. k was raised"
+        with pytest.warns(UserWarning, match=match) as record:
+            solution = call(KEY, OPERATOR, 1, estimator)
+        assert {warning.filename for warning in record} == {__file__}
+        assert solution.num_matvecs == least
+        assert np.all(np.isinf(solution.std_err))
     one = lx.MatrixLinearOperator(jnp.full((1, 1), 2.5), PSD)
     with warnings.catch_warnings(action="error"):  # n = 1 with k = 1 is exact
         for estimator in CLASSES.values():
@@ -101,10 +99,9 @@ def test_keys_of_every_make():
 # ------------------------------------------------------------------------------------ solutions
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_throw_raises_at_run_time(number):
+def test_throw_raises_at_run_time():
     call = eqx.filter_jit(lambda op: tr.trace(KEY, op, 4, tr.HutchinsonEstimator(), throw=True))
-    broken = lx.MatrixLinearOperator(jnp.asarray(MATRIX).at[2, 5].set(number), PSD)
+    broken = lx.MatrixLinearOperator(jnp.asarray(MATRIX).at[2, 5].set(jnp.inf), PSD)
     with pytest.raises(Exception, match="holds NaN or inf"):
         jax.block_until_ready(call(broken).value)
     # The same compiled function takes a sound operator; and without `throw` nothing is raised.
@@ -138,17 +135,16 @@ def test_a_solution_shows_its_numbers():
 
 def test_intervals(caplog):
     """Of exact values, of a single sample, of diagonals; a loop of them compiles once."""
-    hidden = by_products(np.diag(np.linspace(1, 2, 40)) + 0.1, PSD)
     exact = tr.trace(KEY, OPERATOR, N)
     assert exact.interval() == (exact.value, exact.value)
-    single = tr.trace(KEY, hidden, 1, tr.HutchinsonEstimator())
+    single = tr.trace(KEY, OPERATOR, 1, tr.HutchinsonEstimator())
     assert single.interval() == (-np.inf, np.inf)
-    solution, other = tr.trace(KEY, hidden, 13), tr.trace(jax.random.key(1), hidden, 13)
+    solution = tr.trace(KEY, OPERATOR, 4, tr.HutchinsonEstimator())
     lower, upper = solution.interval(0.9)
     np.testing.assert_allclose((lower + upper) / 2, solution.value)
     inside = solution.interval(0.5)
     assert lower < inside[0] < inside[1] < upper
-    assert compilations(caplog, lambda: (other.interval(0.5), other.interval(0.95))) == 0
-    lower, upper = tr.diagonal(KEY, hidden, 30).interval(0.9)
-    assert lower.shape == (40,)
+    assert compilations(caplog, lambda: (solution.interval(0.6), solution.interval(0.95))) == 0
+    lower, upper = tr.diagonal(KEY, OPERATOR, 4, tr.HutchinsonEstimator()).interval(0.9)
+    assert lower.shape == (N,)
     assert np.all(lower < upper)

@@ -51,17 +51,15 @@ def integrated(method, k):
     return lambda keys, params: jnp.mean(jax.vmap(one, (0, None, 0))(keys, params, X))
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_operations(k):
+def test_operations():
     """Values and gradients agree, from at most 1.1 times the operations (today .98 to 1.00)."""
-    keys = jr.split(jr.key(1), BATCH)
+    keys, k = jr.split(jr.key(1), BATCH), 4
     found, counts = [], []
     for method in (ours, by_hand):
         for function in (integrated(method, k), jax.value_and_grad(integrated(method, k), 1)):
             compiled = jax.jit(function).lower(keys, PARAMS).compile()
             counts.append(compiled.cost_analysis()["flops"])
             found.append(compiled(keys, PARAMS))
-    print(counts[0] / counts[2], counts[1] / counts[3])
     np.testing.assert_allclose(found[0], found[2], rtol=1e-12)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found[1], found[3])
     assert counts[0] < 1.1 * counts[2]

@@ -4,13 +4,11 @@ A `raise` or a warning in the package that no call reaches fails the test of its
 """
 
 import ast
-import math
 import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -74,8 +72,6 @@ class OfTraces(tr.AbstractTraceEstimator):
 class Short(lx.AbstractLinearOperator):
     """An operator whose products have other sizes than it says."""
 
-    shape: tuple[int, ...] = eqx.field(static=True)
-
     def mv(self, vector):
         return vector[:3]
 
@@ -86,7 +82,7 @@ class Short(lx.AbstractLinearOperator):
         return self
 
     def in_structure(self):
-        return jax.ShapeDtypeStruct(self.shape, float)
+        return jax.ShapeDtypeStruct((9,), float)
 
     out_structure = in_structure
 
@@ -135,11 +131,9 @@ def built(how=tr.NystromPreconditioner(rank=2)):
 CALLS = [
     # The key, the operator, the budget.
     lambda: tr.trace(0, PLAIN, 4),
-    lambda: tr.trace(jax.random.split(KEY, 3), PLAIN, 4),
     lambda: tr.trace(KEY, lx.MatrixLinearOperator(jnp.zeros((0, 0))), 4),
     lambda: tr.trace(KEY, EYE, 4),
-    lambda: tr.trace(KEY, Short((9,)), 4),
-    lambda: tr.trace(KEY, Short((9, 8)), 4),
+    lambda: tr.trace(KEY, Short(), 4),
     lambda: tr.trace(KEY, lx.MatrixLinearOperator(EYE[:, :3]), 4),
     lambda: tr.eigenvalue_count(KEY, POSITIVE, 3.0, 1, 4),
     lambda: tr.trace(KEY, MIXED, 4),
@@ -148,12 +142,10 @@ CALLS = [
     lambda: tr.trace(KEY, PLAIN * 1j, 4),
     lambda: jax.jit(lambda k: tr.trace(KEY, PLAIN, k).value)(4),
     lambda: tr.trace(KEY, PLAIN, True),
-    lambda: tr.trace(KEY, PLAIN, 4.5),
     lambda: tr.trace(KEY, PLAIN, 0),
     lambda: tr.trace(KEY, PLAIN, 1, tr.XTraceEstimator()),
     # The estimator.
     lambda: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator),
-    lambda: tr.trace(KEY, PLAIN, 4, "xtrace"),
     lambda: tr.trace(KEY, PLAIN, 4, tr.XNysTraceEstimator()),
     lambda: tr.diagonal(KEY, HIDDEN, 4, OfTraces()),
     lambda: tr.HutchinsonEstimator(batch_size=0),
@@ -201,7 +193,6 @@ CALLS = [
     lambda: tr.spectral_sum(KEY, jnp.log, SYMMETRIC, 4, shifts=1j),
     lambda: curvature.hessian(lambda p: p @ p, ONES).mv(jnp.ones(3)),
     lambda: tr.schatten_norm(KEY, PLAIN, 4, "nuc"),
-    lambda: tr.schatten_norm(KEY, PLAIN, 4, math.inf),
     lambda: twice(lambda t: tr.spectral_sum(KEY, jnp.log, t * POSITIVE, 4).value),
     lambda: twice(lambda t: tr.spectral_diagonal(KEY, jnp.log, t * POSITIVE, 8).value.sum()),
     lambda: tr.spectral_density(KEY, SYMMETRIC, 4, jnp.ones(1)),
@@ -233,7 +224,6 @@ CALLS = [
     lambda: fisher(lambda p, x: p["w"] * x[:, None]),
     lambda: fisher(sample=lambda key, p, x: x, key=KEY),
     # Sparse matrices.
-    lambda: tr.SparseLinearOperator(jsparse.BCOO.fromdense(EYE, n_batch=1)),
     lambda: tr.SparseLinearOperator(EYE),
     lambda: SPARSE.with_data(ONES[:3]),
     lambda: SPARSE.mv(ONES[:3]),

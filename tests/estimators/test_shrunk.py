@@ -2,7 +2,6 @@
 better of the two.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -13,10 +12,10 @@ import pytest
 import traceax as tr
 from traceax._estimators.estimator import RowsEstimator
 from traceax._estimators.rows import Rows
-from traceax._operators.block_operator import BlockOperator
 
 from .. import reference
-from ..helpers import PSD, by_products, keys, with_spectrum
+from ..helpers import PSD, by_products, over_keys, with_spectrum
+from .test_identities import computed
 
 N = 24
 XTRACE = tr.XTraceEstimator(shrink=True)
@@ -48,21 +47,15 @@ def matrices(dtype):
     }
 
 
-@eqx.filter_jit
-def computed(matrix, omega, estimator, k, tags, rows):
+def shrunk(matrix, omega, estimator, k, tags, diagonal=False):
     """The estimate, and its weights contracted with A and with I."""
-    with jax.numpy_dtype_promotion("standard"):  # as the primitive does it
-        probes = reference.GivenProbes((omega,), rotation_invariant=False)
-        made = type(estimator)(probes, shrink=True)
-        made = made if rows is None else RowsEstimator(made, rows)
-        operator = lx.MatrixLinearOperator(matrix, tags)
-        estimate, weights = made.compute(jr.key(0), operator, k, True)
-        identity = lx.MatrixLinearOperator(jnp.eye(N, dtype=matrix.dtype), tags)
-        return estimate, *[weights.contract(BlockOperator(x)) for x in (operator, identity)]
+    made = type(estimator)(reference.GivenProbes((omega,), rotation_invariant=False), shrink=True)
+    made = RowsEstimator(made, Rows()) if diagonal else made
+    estimate, (of_a, of_i, _) = computed(matrix, matrix, made, k, tags)
+    return estimate, of_a, of_i
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-@pytest.mark.parametrize("m", [3, 5, 8])
+@pytest.mark.parametrize(("m", "dtype"), [(3, np.float64), (5, np.complex128), (8, np.float64)])
 def test_traces(m, dtype):
     """The pair formulas are those of leaving probes out by hand, and <G, I> = n."""
     omega = phases(m, dtype)
@@ -75,7 +68,7 @@ def test_traces(m, dtype):
             probes = omega[:, :7] if nystrom else omega  # from 8 on there may be a shift
             value, error, beta = reference.shrunk(matrix, probes, nystrom, skew=not hermitian)
             k = probes.shape[1] if nystrom else 2 * m
-            found, of_a, of_i = computed(matrix, probes, estimator, k, tags, None)
+            found, of_a, of_i = shrunk(matrix, probes, estimator, k, tags)
             np.testing.assert_allclose(found.value, value, rtol=1e-10)
             np.testing.assert_allclose(found.std_err, error, rtol=1e-6, atol=1e-12 * size)
             np.testing.assert_allclose(of_i, N, rtol=1e-12)
@@ -85,10 +78,9 @@ def test_traces(m, dtype):
                 assert np.all((beta > 0.5) == (name == "decay"))
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_diagonals(dtype):
+def test_diagonals():
     """One weight for all entries."""
-    m = 6
+    m, dtype = 6, np.complex128
     omega = phases(m, dtype)
     for name, matrix in matrices(dtype).items():
         hermitian = name in ("decay", "diagonal", "mixed")
@@ -97,7 +89,7 @@ def test_diagonals(dtype):
             expected = reference.shrunk_diagonal(matrix, omega, nystrom)
             k = m if nystrom else 2 * m
             tags = PSD if hermitian else ()
-            found, of_a, _ = computed(matrix, omega, estimator, k, tags, Rows())
+            found, of_a, _ = shrunk(matrix, omega, estimator, k, tags, diagonal=True)
             atol = 1e-9 * np.linalg.norm(matrix)
             np.testing.assert_allclose(found.value, expected, atol=atol)
             if not nystrom:
@@ -105,15 +97,10 @@ def test_diagonals(dtype):
 
 
 def errors(matrix, k, estimator, count, tags):
-    """The errors of traces, relative to their size, and the standard errors, of so many keys."""
+    """The errors of traces, and the standard errors, of so many keys."""
     operator = by_products(matrix, tags)
-
-    @jax.jit
-    def run(keys):
-        return jax.lax.map(lambda key: tr.trace(key, operator, k, estimator), keys)
-
-    solution = run(keys(count))
-    return np.asarray(solution.value) - np.trace(matrix), np.asarray(solution.std_err)
+    solution = over_keys(count, lambda key: tr.trace(key, operator, k, estimator))
+    return solution.value - np.trace(matrix), solution.std_err
 
 
 def rank_two():
@@ -174,7 +161,7 @@ def test_never_worse_than_hutchinson(definite):
 def test_diagonal_operators_are_exact():
     """Hutchinson's samples of a diagonal are exact; the error bar says rounding, not 0."""
     matrix = np.diag(1 + np.arange(N) % 7.0)
-    for tags, k in ((PSD, 4), (lx.symmetric_tag, 8), ((), 8)):
+    for tags, k in ((PSD, 4), ((), 8)):
         error, std_err = errors(matrix, k, tr.AutoTraceEstimator(), 5, tags)
         assert np.all(abs(error) <= 4 * std_err)
         assert np.all((std_err > 0) & (std_err < 1e-12 * np.trace(matrix)))

@@ -3,7 +3,7 @@ numbers for 256 keys many tests look at.
 """
 
 from functools import cache, partial
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import pytest
 
 import traceax as tr
 
-from ..helpers import PROBED, PSD, keys, random_unitary, spectra, with_spectrum
+from ..helpers import PROBED, PSD, keys, over_keys, random_unitary, spectra, with_spectrum
 
 N, COUNT = 40, 256
 K = {"hutchinson": 16, "hutch++": 24, "xtrace": 16, "xnystrace": 12}
@@ -21,53 +21,39 @@ K = {"hutchinson": 16, "hutch++": 24, "xtrace": 16, "xnystrace": 12}
 Z = 4.5
 
 
-class Numbers(NamedTuple):
-    """What the program returns for each key, for A and the directions D and E, as NumPy arrays."""
-
-    value: np.ndarray
-    std_err: np.ndarray
-    lower: np.ndarray
-    upper: np.ndarray
-    num_matvecs: np.ndarray
-    successful: np.ndarray
-    forward: np.ndarray  # the derivatives in the directions A and D
-    reverse: np.ndarray  # those of the real part of the sum, in reverse mode
-    second: np.ndarray  # of A + t D + t^2 E
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def program(diagonal, estimator, k, tags, keys, matrices):
-    """The numbers for each key, one after the other: batches of factorisations are slow."""
+    """The numbers for each key, for A and the directions D and E, one after the other: batches of
+    factorisations are slow. Derivatives are those in the directions A and D, of the real part of
+    the sum in reverse mode, and the second is that of A + t D + t^2 E.
+    """
     a, d, e = matrices
     function = tr.diagonal if diagonal else tr.trace
     one = jnp.ones((), a.dtype)
 
-    def solve(key, s, t):
-        operator = lx.MatrixLinearOperator(s * a + t * d + t**2 * e, tags)
-        solution = function(key, operator, k, estimator)
-        return solution.value, solution
-
     def numbers(key):
-        _, forward, solution = jax.jvp(
-            partial(solve, key), (one, 0 * one), (one, 0 * one), has_aux=True
-        )
-        _, across = jax.jvp(lambda t: solve(key, one, t)[0], (0 * one,), (one,))
+        def value(s, t):
+            operator = lx.MatrixLinearOperator(s * a + t * d + t**2 * e, tags)
+            solution = function(key, operator, k, estimator)
+            return solution.value, solution
 
-        def total(s, t):
-            return jnp.sum(solve(key, s, t)[0]).real
+        def total(t):
+            return jnp.sum(value(one, t)[0]).real
 
-        reverse = jnp.stack(jax.grad(total, (0, 1))(one, 0 * one))
-        second = jax.jvp(lambda t: jax.grad(total, 1)(one, t), (0 * one,), (one,))[1]
-        return Numbers(
-            solution.value,
-            solution.std_err,
-            *solution.interval(0.95),
-            solution.num_matvecs,
-            solution.result == tr.RESULTS.successful,
-            jnp.stack([forward, across]),
-            reverse,
-            second,
-        )
+        found, push, solution = jax.linearize(value, one, 0 * one, has_aux=True)
+        pull = jax.linear_transpose(push, one, 0 * one)
+        lower, upper = solution.interval(0.95)
+        return {
+            "value": solution.value,
+            "std_err": solution.std_err,
+            "lower": lower,
+            "upper": upper,
+            "num_matvecs": solution.num_matvecs,
+            "successful": solution.result == tr.RESULTS.successful,
+            "forward": jnp.stack([push(one, 0 * one), push(0 * one, one)]),
+            "reverse": jnp.stack(pull(jnp.ones_like(found))),
+            "second": jax.jvp(jax.grad(total), (0 * one,), (one,))[1],
+        }
 
     return jax.lax.map(numbers, keys)
 
@@ -90,12 +76,12 @@ def numbers(what, name, dtype):
     tags = PSD if name == "xnystrace" else ()
     stack = matrices(name, dtype)
     arguments = what == "diagonal", PROBED[name], K[name], tags, keys(COUNT), jnp.asarray(stack)
-    return jax.tree.map(np.asarray, program(*arguments)), stack
+    return SimpleNamespace(**jax.device_get(program(*arguments))), stack
 
 
 # What is complex is the formula; what is real is faster.
 TABLE = [
-    *(("trace", name, np.float64) for name in PROBED),
+    ("trace", "hutchinson", np.float64),
     *(("trace", name, np.complex128) for name in PROBED if name != "hutchinson"),
     *(("diagonal", name, np.float64) for name in ("hutchinson", "hutch++")),
     *(("diagonal", name, np.complex128) for name in ("xtrace", "xnystrace")),
@@ -156,19 +142,19 @@ def test_standard_errors_are_those_of_the_values(what, name, dtype):
 
 def test_lanes_of_a_vmap_are_the_calls():
     """Derivatives included, of both kinds, under `vmap` of the keys and of the matrices."""
-    for name in ("xtrace", "xnystrace"):
-        found, stack = numbers("trace", name, np.float64)
+    for name, tags in (("xtrace", ()), ("xnystrace", PSD)):
+        found, stack = numbers("trace", name, np.complex128)
 
-        def value(scale, key, matrix, name=name):
-            operator = lx.MatrixLinearOperator(scale * matrix, PSD)
-            return tr.trace(key, operator, K[name], PROBED[name]).value
+        def value(scale, key, matrix, name=name, tags=tags):
+            operator = lx.MatrixLinearOperator(scale.astype(complex) * matrix, tags)
+            return tr.trace(key, operator, K[name], PROBED[name]).value.real
 
         both = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0, 0)))
         lanes = np.arange(1.0, 5)[:, None, None] * stack[0]
-        values, slopes = both(1.0, keys(COUNT)[:4], lanes)
-        expected = np.arange(1, 5) * found.value[:4]
+        values, slopes = both(np.float64(1), keys(COUNT)[:4], lanes)
+        expected = np.arange(1, 5) * found.value[:4].real
         np.testing.assert_allclose(values, expected, rtol=1e-9)
-        expected = np.arange(1, 5) * found.forward[:4, 0]
+        expected = np.arange(1, 5) * found.forward[:4, 0].real
         np.testing.assert_allclose(slopes, expected, rtol=1e-9)
 
 
@@ -183,9 +169,8 @@ SMALL = [
     (tr.XNysTraceEstimator(), 1),
 ]
 CLOSE = [
-    (tr.XTraceEstimator(), 6),
     (tr.XTraceEstimator(tr.NormalSampler()), 9),
-    *((tr.XNysTraceEstimator(sampler), 9) for sampler in (None, tr.RademacherSampler())),
+    (tr.XNysTraceEstimator(), 9),
 ]
 
 
@@ -193,45 +178,32 @@ CLOSE = [
 def test_few_products_and_nearly_n(estimator, k):
     """Unbiased for n = 10. A single sample says nothing of its spread: its error is infinite."""
     matrix = with_spectrum(np.random.default_rng(1), np.linspace(1, 3, 10))
-
-    @jax.jit
-    def run(keys, matrix):
-        operator = lx.MatrixLinearOperator(matrix, PSD)
-        return jax.lax.map(lambda key: tr.trace(key, operator, k, estimator), keys)
-
-    solution = run(keys(500), matrix)
-    values = np.asarray(solution.value)
-    assert_unbiased(values, np.trace(matrix))
-    assert np.all(np.abs(values / np.trace(matrix) - 1) < 1)
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
+    solution = over_keys(500, lambda key: tr.trace(key, operator, k, estimator))
+    assert_unbiased(solution.value, np.trace(matrix))
+    assert np.all(np.abs(solution.value / np.trace(matrix) - 1) < 1)
     single = (estimator, k) in SMALL
     assert np.all(np.isinf(solution.std_err) == single)
     assert single == bool(np.all(solution.stats["dof"] == 0))
 
 
-@pytest.mark.parametrize("what", ["trace", "diagonal"])
 @pytest.mark.parametrize("estimator", [tr.XTraceEstimator, tr.XNysTraceEstimator])
-def test_probes_that_coincide(estimator, what):
+def test_probes_that_coincide(estimator):
     """Of 5 random signs, two vectors agree or are opposite with probability 1 / 16. (LAPACK's
     factor has exact zeros then if the operator is complex, above all of multiples of I.)
     """
     general = with_spectrum(np.random.default_rng(1), np.linspace(1, 3, 5))
     matrices = np.stack([general, 2 * np.eye(5)]).astype(complex)
+    given = 4, estimator(tr.RademacherSampler())
 
-    @jax.jit
-    def run(keys, matrices):
-        function = tr.diagonal if what == "diagonal" else tr.trace
-        given = 4, estimator(tr.RademacherSampler())
+    def solve(key, matrix):
+        return tr.trace(key, lx.MatrixLinearOperator(matrix, PSD), *given)
 
-        def solve(key, matrix):
-            return function(key, lx.MatrixLinearOperator(matrix, PSD), *given)
-
-        return jax.lax.map(lambda key: jax.lax.map(partial(solve, key), matrices), keys)
-
-    solution = run(keys(500), matrices)
+    solution = over_keys(500, lambda key: jax.lax.map(partial(solve, key), jnp.asarray(matrices)))
     assert np.all(solution.result == tr.RESULTS.successful)
     assert not np.any(np.isnan(solution.std_err))
     for values, matrix in zip(np.moveaxis(solution.value, 1, 0), matrices, strict=True):
-        assert_unbiased(values, truth(what, matrix))
+        assert_unbiased(values, np.trace(matrix))
 
 
 def test_intervals_next_to_the_whole_space():
@@ -241,11 +213,8 @@ def test_intervals_next_to_the_whole_space():
     n, count = 20, 400
     matrix = with_spectrum(np.random.default_rng(0), 0.8 ** np.arange(n) + 1e-3)
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
-
-    def interval(key):
-        return tr.trace(key, operator, n - 1, tr.XNysTraceEstimator()).interval()
-
-    low, high = map(np.asarray, jax.jit(lambda keys: jax.lax.map(interval, keys))(keys(count)))
+    given = operator, n - 1, tr.XNysTraceEstimator()
+    low, high = over_keys(count, lambda key: tr.trace(key, *given).interval())
     held = np.mean((low <= np.trace(matrix)) & (np.trace(matrix) <= high))
     assert held >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / count)
 
@@ -263,14 +232,10 @@ def test_two_samples_that_agree_by_symmetry(function, estimator, k):
     they agree says nothing, but holding out both does.
     """
     twice = lx.FunctionLinearOperator(lambda v: 2 * v, jax.ShapeDtypeStruct((12,), float), PSD)
-
-    def run(keys):
-        return jax.lax.map(lambda key: function(key, twice, k, estimator), keys)
-
-    found = jax.jit(run)(keys(200))
-    errors = np.abs(np.asarray(found.value) - (24 if found.value.ndim == 1 else 2))
+    found = over_keys(200, lambda key: function(key, twice, k, estimator))
+    errors = np.abs(found.value - (24 if found.value.ndim == 1 else 2))
     assert np.mean(errors > 1e-3) > 0.5
-    assert np.all(errors <= 1.96 * np.asarray(found.std_err) + 1e-12)
+    assert np.all(errors <= 1.96 * found.std_err + 1e-12)
     stated = np.sqrt(np.mean(np.square(found.std_err)))
     assert stated < 1.2 * np.sqrt(np.mean(np.square(errors)))
 
@@ -290,7 +255,7 @@ def test_ties_of_few_signs_are_in_the_error(name, k):
         solution = tr.diagonal(key, operator, k, PROBED[name])
         return solution.value, solution.std_err, solution.interval()
 
-    value, std_err, (low, high) = jax.jit(lambda keys: jax.lax.map(one, keys))(keys(100))
+    value, std_err, (low, high) = over_keys(100, one)
     wrong = np.abs(value - np.diag(matrix)) > 0.05
     assert np.any(wrong)
     assert not np.any(wrong & (std_err < 1e-6))
@@ -304,10 +269,7 @@ def test_a_bias_of_truncation():
     """
     matrix = with_spectrum(np.random.default_rng(7), spectra(200)["exp0.9"]).astype(np.float32)
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
-
-    def one(key):
-        return tr.trace(key, operator, 120, tr.XNysTraceEstimator()).value
-
-    values = jax.jit(lambda keys: jax.lax.map(one, keys))(keys(40))
+    given = operator, 120, tr.XNysTraceEstimator()
+    values = over_keys(40, lambda key: tr.trace(key, *given).value)
     truth = np.trace(matrix.astype(np.float64))
-    assert abs(np.mean(np.asarray(values, np.float64) / truth - 1)) < 3e-5
+    assert abs(np.mean(values.astype(float) / truth - 1)) < 3e-5

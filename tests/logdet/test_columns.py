@@ -12,7 +12,7 @@ import pytest
 import traceax as tr
 from traceax._logdet.run import budget_or_all
 
-from ..helpers import PSD, by_products, keys
+from ..helpers import PSD, by_products, keys, over_keys
 
 N, K = 250, 30
 X = np.random.default_rng(0).uniform(size=(N, 2))
@@ -71,13 +71,11 @@ def test_derivatives_against_dense_ones():
 def test_the_exact_value_where_it_is_cheaper():
     operator = covariance(THETA)
     least = -(-N // 6)
-    solution = tr.logdet(jr.key(0), operator, least)
+    solution = jax.jit(lambda key: tr.logdet(key, operator, least))(jr.key(0))
     np.testing.assert_allclose(solution.value, exact(THETA), rtol=1e-10)
     assert solution.std_err == 0
     assert solution.num_matvecs == 0
     assert solution.stats["columns"] == N
-    for options in ({"fallback": None}, {"preconditioner": tr.NystromPreconditioner(10)}):
-        assert tr.logdet(jr.key(0), operator, least, **options).std_err > 0
     assert budget_or_all(by_products(dense(THETA), PSD), N - 1) == N - 1
     large = kernel(0.4, jnp.zeros((1200, 2)))
     for k, chosen in ((199, 199), (200, 1200)):
@@ -89,9 +87,8 @@ def test_the_exact_value_where_it_is_cheaper():
 @pytest.mark.parametrize(("length", "noise"), [(0.4, 1e-4), (0.05, 1e-2)])
 def test_exact_values_state_their_rounding(length, noise):
     """In float32 the error of a factorisation is not small beside half a nat."""
-    x = jnp.asarray(X, jnp.float32)
-    theta = tuple(jnp.asarray(each, jnp.float32) for each in (length, 1.0, noise))
-    solution = tr.logdet(jr.key(0), covariance(theta, x), N)
+    x, theta = X.astype(np.float32), tuple(np.float32([length, 1.0, noise]))
+    solution = jax.jit(lambda theta: tr.logdet(jr.key(0), covariance(theta, x), N))(theta)
     truth = np.linalg.slogdet(np.asarray(dense(theta, x), np.float64))[1]
     error, stated = abs(float(solution.value) - truth), float(solution.quadrature_error)
     assert solution.std_err == 0
@@ -156,9 +153,9 @@ def test_values_and_derivatives_with_noise_inside_are_unbiased(kind):
     assert np.mean(np.abs(values - truth[0]) <= 2 * errors + quadrature) > 0.91
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_noise_that_exceeds_the_kernel(dtype):
+def test_noise_that_exceeds_the_kernel():
     """Entries are rounded before the shift is subtracted from them."""
+    dtype = np.float32
     x = np.asarray(X, dtype)
     matrix = dtype(1e-3) * np.exp(-np.sum((x[:, None] - x) ** 2, axis=-1) / dtype(0.2))
     relative = np.linalg.slogdet(np.asarray(matrix, np.float64) + np.eye(len(x)))[1]
@@ -194,6 +191,6 @@ def test_close_points_among_isolated_ones_get_longer_recurrences():
         failed = solution.result != tr.RESULTS.successful
         return solution.value, 2 * solution.std_err + solution.quadrature_error, failed
 
-    value, bar, failed = jax.jit(lambda keys: jax.lax.map(run, keys))(keys(40))
+    value, bar, failed = over_keys(40, run)
     assert np.sum(failed) <= 6
     assert np.sum(np.abs(value - truth) <= bar) >= 36

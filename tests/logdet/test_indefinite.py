@@ -65,15 +65,12 @@ def test_negative_eigenvalues_of_the_size_of_the_others(share, shifted):
 
 
 def test_the_sketch_alone_shows_large_negative_eigenvalues():
-    """The core of the preconditioner, at no product: K + s I, K tagged semidefinite and not."""
+    """The core of the preconditioner, at no product."""
     eigenvalues = np.concatenate([np.linspace(1, 3, N - 20), -np.linspace(20, 30, 20)])
     operator = matrix(with_spectrum(np.random.default_rng(3), eigenvalues))
     operator = operator + 0.1 * identity(operator)
-    preconditioner = tr.NystromPreconditioner(30)
-    built = jax.jit(lambda key: preconditioner.build(key, operator))(KEY)
+    built = jax.jit(lambda key: tr.NystromPreconditioner(30).build(key, operator))(KEY)
     assert built.evidence.failures.outside
-    solution = tr.logdet(KEY, operator, 60, preconditioner=preconditioner)
-    assert solution.result == tr.RESULTS.outside_domain
 
 
 DEFINITE = {

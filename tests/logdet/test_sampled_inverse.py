@@ -4,16 +4,14 @@ bias, errors, derivatives, what is not positive definite.
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-import pytest
 import scipy.sparse
 
 import traceax as tr
 
-from ..helpers import PSD, by_products, drawn, keys
+from ..helpers import PSD, drawn, over_keys
 
 SIDE, K = 12, 60
 N = SIDE**2
@@ -36,6 +34,7 @@ def sparse(matrix):
     return tr.SparseLinearOperator(scipy.sparse.csr_array(matrix), PSD)
 
 
+@eqx.filter_jit
 def estimate(key, operator, k=K):
     return tr.inverse_diagonal(key, operator, k, fallback=None)
 
@@ -45,11 +44,11 @@ def root_of(matrix, power):
     return (vectors * eigenvalues**power) @ vectors.conj().T
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_the_identity_on_the_same_signs(dtype):
+def test_the_identity_on_the_same_signs():
     """1 / D and the mean of |D^{-1/2} (M^{-1/2} - M^{1/2}) z|^2, where the recurrences converge;
     and the derivative, that of A^{-1} between samples.
     """
+    dtype = np.complex128
     matrix, key = precision(2, dtype), jr.key(3)
     d = np.diag(matrix).real
     scaled = matrix / np.sqrt(d)[:, None] / np.sqrt(d)
@@ -74,7 +73,7 @@ def test_the_identity_on_the_same_signs(dtype):
         moved = sparse_like(operator, operator.data + t.astype(data.dtype) * data)
         return estimate(key, moved).value
 
-    _, slope = jax.jvp(value, (jnp.zeros(()),), (jnp.ones(()),))
+    slope = jax.jit(jax.jacfwd(value))(np.zeros(()))
     truth = -np.mean((x.conj() * np.linalg.solve(matrix, change @ x)).real, axis=1)
     np.testing.assert_allclose(slope, truth, rtol=1e-5, atol=1e-8)
 
@@ -84,14 +83,12 @@ def sparse_like(operator, data):
     return eqx.tree_at(lambda operator: operator.data, operator, data)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
-def test_no_bias_and_bars_that_cover(dtype):
+def test_no_bias_and_bars_that_cover():
     """300 keys: no mean is off by more than 4.5 standard errors (of 144 entries) and the stated
     quadrature error; intervals of 95 % hold the truth, and errors are as large as stated.
     """
-    kappa = 0.05
-    matrix = precision(kappa, dtype)
-    truth = np.diag(np.linalg.inv(matrix.astype(np.result_type(dtype, np.float64)))).real
+    matrix = precision(0.05, np.float32)
+    truth = np.diag(np.linalg.inv(matrix.astype(np.float64)))
     operator = sparse(matrix)
 
     def one(key):
@@ -99,27 +96,13 @@ def test_no_bias_and_bars_that_cover(dtype):
         interval = solution.interval()
         return solution.value, solution.std_err, solution.quadrature_error, *interval
 
-    found = jax.jit(lambda keys: jax.lax.map(one, keys))(keys(300))
-    value, std_err, error, lower, upper = (np.asarray(x, np.float64) for x in found)
+    value, std_err, error, lower, upper = (x.astype(float) for x in over_keys(300, one))
     off = value.mean(0) - truth
     scatter = value.std(0, ddof=1) / np.sqrt(len(value))
     assert np.all(np.abs(off) <= 4.5 * scatter + error.mean(0))
     ratio = np.mean((value - truth) ** 2) / np.mean(std_err**2 + error**2)
-    # Complex numbers |y|^2 have between half of the variance that is stated and all of it.
-    assert (0.4 if np.iscomplexobj(matrix) else 0.8) < ratio < 1.25
+    assert 0.8 < ratio < 1.25
     assert np.mean((lower <= truth) & (truth <= upper)) > 0.94
-
-
-def test_far_better_than_products_alone():
-    """Probes see the correlations with all other entries, samples do not."""
-    matrix = precision(0.05, side=24)
-    truth = np.diag(np.linalg.inv(matrix))
-
-    def rms(operator):
-        found = jax.jit(jax.vmap(lambda key: estimate(key, operator, 150).value))(keys(20))
-        return np.sqrt(np.mean((np.asarray(found) - truth) ** 2))
-
-    assert rms(sparse(matrix)) < rms(by_products(jnp.asarray(matrix), PSD)) / 2
 
 
 def test_what_is_not_positive_definite():
@@ -148,14 +131,13 @@ def test_multiples_and_sums_with_diagonals():
     np.testing.assert_allclose(added, stored, rtol=1e-10)
 
 
-@pytest.mark.parametrize("k", [2, 8])
-def test_few_products_say_that_they_are_few(k):
+def test_few_products_say_that_they_are_few():
     """Two samples: no entry is below 1 / D_i, and the intervals hold the truth."""
     matrix = precision(0.05)
-    solution = estimate(jr.key(0), sparse(matrix), k)
+    solution = estimate(jr.key(0), sparse(matrix), 2)
     lower, upper = solution.interval()
     truth = np.diag(np.linalg.inv(matrix))
     assert np.all(np.asarray(solution.value) >= 1 / np.diag(matrix))
     assert np.mean((np.asarray(lower) <= truth) & (truth <= np.asarray(upper))) > 0.9
-    assert solution.num_matvecs <= k
-    assert k == 8 or solution.result == tr.RESULTS.not_converged
+    assert solution.num_matvecs <= 2
+    assert solution.result == tr.RESULTS.not_converged

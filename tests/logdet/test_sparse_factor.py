@@ -41,9 +41,9 @@ def operator_of(kernel, noise):
     return lx.MatrixLinearOperator(jnp.asarray(kernel), PSD) + diagonal
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_the_factors_are_those_of_loops(dtype):
+def test_the_factors_are_those_of_loops():
     """L column by column, P^{-1} from Woodbury's formula, W, log det P, and <P^{-1}, A>."""
+    dtype = np.complex128
     kernel, noise = positive(dtype)
     a = kernel + np.diag(noise)
     operator = operator_of(kernel, noise)
@@ -125,15 +125,14 @@ def rbf(x, y):
 
 
 @jax.jit
-def of_points(x, y, s, key):
-    """The log-determinant, its slope, a density and the matrix of a kernel."""
+def of_points(x, s, key):
+    """The log-determinant, its slope, and the matrix of a kernel."""
     kernel = tr.KernelLinearOperator(rbf, x)
 
     def value(s):
         operator = kernel + s * lx.IdentityLinearOperator(kernel.in_structure())
         found = tr.logdet(key, operator, 40, fallback=None)
-        density = tr.gaussian_log_density(key, y, operator, 40, fallback=None)
-        return found.value, (found, density.value)
+        return found.value, found
 
     return jax.value_and_grad(value, has_aux=True)(s), kernel.as_matrix()
 
@@ -145,15 +144,15 @@ def test_float32_gives_no_silent_nan(kind, noise):
     n = 150
     x = np.random.default_rng(0).uniform(size=(n, 1))
     x = {"twice": np.repeat(x[: n // 2], 2, axis=0), "line": x, "one": np.zeros_like(x)}[kind]
-    given = x.astype(np.float32), np.sin(9 * x[:, 0]).astype(np.float32), np.float32(noise)
+    given = x.astype(np.float32), np.float32(noise)
     for key in keys(2):
-        ((_, (found, density)), slope), matrix = jax.device_get(of_points(*given, key))
+        ((_, found), slope), matrix = jax.device_get(of_points(*given, key))
         dense = matrix.astype(float) + float(np.float32(noise)) * np.eye(n)
         truth = np.linalg.slogdet(dense)[1]
         # Noise of 1e-6 beside an eigenvalue of 150 is lost in rounding, which is said.
         lost = bool(found.result == tr.RESULTS.outside_domain)
         assert lost <= (noise < 1e-3)
-        assert lost == np.isnan(found.value) == np.isnan(density)
+        assert lost == np.isnan(found.value)
         if not lost:
             bar = float(4 * found.std_err + found.quadrature_error)
             # Equal rows have equal rounding errors.
@@ -233,7 +232,7 @@ def test_tolerances(name):
     """Met in 95 % of cases (and in 16 of 20 with a probability of 0.997), from fewer products where
     it is larger; exact by default with so few rows.
     """
-    n, fn = 300, getattr(tr, name)
+    n, fn = 150, getattr(tr, name)
     x = np.random.default_rng(0).uniform(size=(n, 5))
     kernel = tr.KernelLinearOperator(
         lambda a, b: jnp.exp(-jnp.sqrt(jnp.sum((a - b) ** 2) + 1e-20)), jnp.asarray(x)
