@@ -408,6 +408,8 @@ def of(
     **Returns:** a function `curvature(params, *args, batches=None, weights=None)`; with `predict`,
     `curvature(params, predict_args, loss_args, ...)` with two tuples. It returns a
     [`traceax.curvature.CurvatureOperator`][].
+
+    **Raises:** as [`traceax.curvature.hessian`][].
     """
     if mode not in (MODES if predict is None else ("forward",)):
         raise ValueError(

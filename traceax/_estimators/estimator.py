@@ -148,8 +148,7 @@ class AbstractTraceEstimator(AbstractEstimator):
     def estimate(
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
     ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
-        """Estimate the trace of `operator`. (An estimator may also be called: `estimator(key,
-        ...)`.)
+        """Estimate the trace of `operator`; `estimator(key, operator, k)` does the same.
 
         **Arguments:**
 
@@ -157,8 +156,8 @@ class AbstractTraceEstimator(AbstractEstimator):
         - `operator`: a square lineax operator with `n` rows.
         - `k`: the number of matvecs to spend, a Python int. With `k >= n` the trace is exact.
 
-        **Returns:** a 2-tuple of the estimate (a scalar array) and a dictionary with its standard
-        error `"std.err"`, `"num_matvecs"`, `"dof"` and `"result"` (see [`traceax.Solution`][]).
+        **Returns:** a 2-tuple of the estimate (a scalar array) and a dictionary with `"std.err"`,
+        `"num_matvecs"`, `"dof"` and `"result"` (see [`traceax.Solution`][]).
 
         **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
         """

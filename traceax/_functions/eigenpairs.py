@@ -326,8 +326,7 @@ def eigenpairs(
 
     **Returns:** a [`traceax.Eigenpairs`][].
 
-    **Raises:** `TypeError` or `ValueError` for arguments that cannot be used, and
-    `NotImplementedError` for a second derivative.
+    **Raises:** `TypeError`, `ValueError`; `NotImplementedError` for a second derivative.
     """
     operator = hermitian_operator(operator, "`eigenpairs`")
     if which not in ("LA", "SA", "LM", "BE"):

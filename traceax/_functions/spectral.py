@@ -157,9 +157,8 @@ def spectral_density(
     - `operator`: a Hermitian lineax operator with `n` rows, as for [`traceax.spectral_sum`][].
     - `k`: the budget of matvecs, a static Python int. With `k >= n` the value is exact.
     - `grid`: the points t, a real array of any shape.
-    - `width`: the standard deviation $\sigma$ of the Gaussian, by default the extent of the grid
-        divided by the number of steps: the smallest that steps resolve if the grid spans the
-        spectrum.
+    - `width`: the standard deviation $\sigma$, by default the extent of the grid divided by the
+        number of steps: the smallest that steps resolve if the grid spans the spectrum.
     - `num_steps`: the number of steps for each probe, as for [`traceax.spectral_sum`][].
     - `throw`: whether to raise an error (at run time) if the result is not successful.
 

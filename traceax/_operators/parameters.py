@@ -189,6 +189,8 @@ def ungroup(vector: dict[str, Array], params: PyTree, groups: Groups, wrt: Choic
 
     - `vector`: a dictionary of arrays, by names of groups.
     - `params`, `groups`, `wrt`: as for [`traceax.curvature.hessian`][].
+
+    **Returns:** a PyTree with the structure of the parameters.
     """
     _, (_, _, grouping) = split_params(params, wrt, groups)
     return _ungrouped(grouping, vector)

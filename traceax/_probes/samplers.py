@@ -58,8 +58,7 @@ class AbstractSampler(eqx.Module):
         - `key`: a JAX random key.
         - `n`: the size of one probe.
         - `k`: the number of probes.
-        - `dtype`: the dtype of the probes, unless the sampler has one. Estimators pass the
-            operator's. By default JAX's default floating dtype.
+        - `dtype`: that of the probes, unless the sampler has one; by default JAX's floating dtype.
 
         **Returns:** an array of shape `(n, k)`, one probe a column.
 
