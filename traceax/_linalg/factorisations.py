@@ -122,7 +122,7 @@ def generic(n: int, m: int, dtype: Any) -> Inexact[Array, "n m"]:
     """Fixed numbers in general position, which look random: columns of norm about 1, independent of
     each other and of any others.
     """
-    real = jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)  # squares overflow in halves
+    real = jnp.finfo(dtype).dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
     number = jnp.arange(1, n + 1, dtype=real)[:, None]
     angles = jnp.square(number) * jnp.arange(1, m + 1, dtype=real)
     return ((2 / n) ** 0.5 * jnp.cos(angles)).astype(dtype)

@@ -2,11 +2,17 @@ r"""Gauss quadrature of tr log M or tr M^{-1}, from the recurrences of probes (`
 
 *The logarithm.* Gauss quadrature of z^H log(M) z after q steps has the error that `_functions.funm`
 estimates from shorter recurrences. Where a lower bound a of the eigenvalues of M is known (for
-K + s I and P of low rank), a second estimate is a bound: every derivative of the logarithm has a
-constant sign, so Gauss' rule is never too small, and Gauss-Radau quadrature with a node at a never
-too large. Radau's rule is Gauss' rule for T with its last entry reduced by 1 / r,
-r = e_q^T (T - a)^{-1} e_q. The derivative of Gauss' rule is <L(T)[e_1 e_1^T], dT>, with L the
-derivative of the logarithm and dT = V^H dM V. In the direction dM = M it is 1.
+K + s I and P of low rank), there is a second rule: every derivative of the logarithm has a constant
+sign, so Gauss' rule is never too small, and Gauss-Radau quadrature with a node at a never too
+large. Radau's rule is Gauss' rule for T', which is T with its last entry reduced by 1 / r,
+r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors are of about the same
+size: Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest Ritz value (0.6
+was the best of some weights on many spectra). The error is the largest that the two bounds leave
+possible.
+
+*The derivative* of Gauss' rule is <L(T)[e_1 e_1^T], dT>, with L the derivative of the logarithm and
+dT = V^H dM V. In the direction dM = M it is 1. For Radau's rule, with T', this would be lost;
+d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h, restores it.
 
 *1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r <= |r|^2 / lambda_min(M), with the
 residual r of M x = z; the smallest Ritz value stands for lambda_min(M).
@@ -29,6 +35,7 @@ class Probes(NamedTuple):
     """Gauss quadrature for N probes z, with q nodes for each; 0 for probes that are not in use."""
 
     lengths: Real[Array, " N"]  # |z|^2 / n: 1 on the sphere
+    samples: Real[Array, " N"]  # z^H log(M) z / n, or z^H (M^{-1} - I) z / n
     nodes: Real[Array, "N q"]
     masses: Real[Array, "N q"]
     exhausted: Bool[Array, " N"]  # whether the space is, or the probe is not in use
@@ -60,7 +67,9 @@ def sum_of_logarithms(
 ) -> tuple[Array, Array, Array]:
     """Returns (tr log M, standard error, degrees of freedom): see `_functions.funm`."""
     values = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
-    return mean_and_error(probes.masses, values, n, eps, is_complex, probes.number)
+    number = probes.number
+    _, std_err, dof = mean_and_error(probes.masses, values, n, eps, is_complex, number)
+    return n * jnp.sum(probes.samples) / number, std_err, dof
 
 
 def sum_of_inverses(probes: Probes, n: int) -> tuple[Array, Array, Array]:
@@ -68,10 +77,9 @@ def sum_of_inverses(probes: Probes, n: int) -> tuple[Array, Array, Array]:
     degrees of freedom). How many eigenvalues dominate, the nodes tell.
     """
     values = jnp.where(probes.masses > 0, 1 / probes.positive, 1)
-    samples = n * probes.lengths * jnp.sum(probes.masses * (values - 1), axis=1)
     number = probes.number
-    mean = jnp.sum(samples) / number
-    away = jnp.where(probes.lengths > 0, samples - mean, 0)
+    mean = n * jnp.sum(probes.samples) / number
+    away = jnp.where(probes.lengths > 0, n * probes.samples - mean, 0)
     unit = scale_of(away)
     variance = jnp.sum(jnp.square(away / unit)) / (number * jnp.maximum(number - 1, 1))
     second, fourth = (jnp.sum(probes.masses * (values - 1) ** i) / number for i in (2, 4))
@@ -98,36 +106,62 @@ def quadrature_after(
     nodes, masses, vectors = quadrature(ended)
     residual = krylov.beta[j - 1]
     masses = jnp.where(lengths[:, None] > 0, masses, 0)
-    probes = Probes(lengths, nodes, masses, residual == 0)
+    exhausted = residual == 0
+    probes = Probes(lengths, jnp.zeros_like(lengths), nodes, masses, exhausted)
     nodes = probes.positive
-    gauss = jnp.sum(masses * jnp.log(nodes), axis=1)
-    history = history.at[j - 1].set(gauss)
+    samples = jnp.sum(masses * jnp.log(nodes), axis=1)
+    history = history.at[j - 1].set(samples)
+    core = derivative_core(jnp.log, nodes, vectors) if weights and not inverse else None
     if inverse:
         # T^{-1} e_1 ends with `last`: the solve of M x = z leaves a residual of norm
         # beta_j |z| |last|. (Probes of the logarithm have length 1, those of 1/x have not.)
         last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
         errors = lengths * jnp.square(residual * last) / nodes[:, 0]
+        samples = lengths * jnp.sum(masses * (1 / nodes - 1), axis=1)
     else:
-        errors = truncation_error_at(history, j)
-        if floor is not None:
-            radau = radau_rule(ended, j, nodes, vectors[:, j - 1, :], floor)
-            gap = jnp.maximum(gauss - radau, 0)
-            errors = jnp.where(gap < errors, gap, errors)  # NaN: no bound is known
-        errors = jnp.where(probes.exhausted, 0, errors)
-    error = jnp.sum(jnp.where(lengths > 0, errors, 0)) / probes.number
-    core = derivative_core(jnp.log, nodes, vectors) if weights and not inverse else None
+        errors = jnp.where(exhausted, 0, truncation_error_at(history, j))
+    if floor is not None and not inverse:
+        known = ~(exhausted | jnp.isnan(floor))
+        given = nodes, vectors[:, j - 1, :], floor, known
+        rule, reduction = radau_rule(ended, j, *given)
+        gap = samples - jnp.sum(rule[1] * jnp.log(rule[0]), axis=1)
+        gap = jnp.where(known, jnp.maximum(gap, 0), 0)
+        share = jnp.where(known, jnp.minimum(0.6, floor / nodes[:, 0]), 0)
+        samples = samples - share * gap
+        errors = jnp.where(jnp.isnan(floor), errors, jnp.maximum(share, 1 - share) * gap)
+        if weights:
+            of_radau = core_of_radau(rule, j, reduction, (nodes, masses, vectors))
+            core = core + share[:, None, None] * (of_radau - core)
+    in_use = lengths > 0
+    probes = probes._replace(samples=jnp.where(in_use, samples, 0))
+    error = jnp.sum(jnp.where(in_use, errors, 0)) / probes.number
     return probes, error, core, history
 
 
-def radau_rule(ended: Lanczos, j: Any, nodes: Array, last: Array, floor: Array) -> Array:
-    """Radau's rule for every probe after j steps: see above. `last` is the last row of S."""
+def radau_rule(
+    ended: Lanczos, j: Any, nodes: Array, last: Array, floor: Array, known: Array
+) -> tuple[tuple[Array, Array, Array], Array]:
+    """Returns (nodes, masses, vectors of Radau's rule after j steps, 1 / r): see above. `last` is
+    the last row of S. It is Gauss' rule for probes whose `floor` is not `known`.
+    """
     eps = float(jnp.finfo(nodes.dtype).eps)
     # A positive number below the smallest Ritz value.
-    a = jnp.clip(floor, eps**2 * nodes[:, -1], nodes[:, 0] * (1 - math.sqrt(eps)))
-    reduction = 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1)
+    a = jnp.minimum(jnp.where(known, floor, 0), nodes[:, 0] * (1 - math.sqrt(eps)))
+    a = jnp.maximum(a, eps**2 * nodes[:, -1])
+    reduction = jnp.where(known, 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1), 0)
     reduced = ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
-    nodes, masses, _ = positive_quadrature(reduced)
-    return jnp.sum(masses * jnp.log(nodes), axis=1)
+    return positive_quadrature(reduced), reduction
+
+
+def core_of_radau(rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
+    """The derivative of Radau's rule by V^H M V. Both rules are (nodes, masses, vectors)."""
+    nodes, masses, vectors = gauss_rule
+    core = derivative_core(jnp.log, rule[0], rule[2])
+    largest = jnp.max(jnp.where(masses > 0, nodes, 0), axis=1)
+    at = jnp.argmax(nodes, axis=1)[:, None, None]
+    top = jnp.take_along_axis(vectors, at, axis=2)  # h = V top
+    lost = core[:, j - 1, j - 1] * reduction / largest
+    return core - lost[:, None, None] * top * jnp.swapaxes(top, 1, 2)
 
 
 def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[Array, " p"]:

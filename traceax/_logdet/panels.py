@@ -280,7 +280,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
         rows = jnp.zeros((sampling.k, block.n), block.dtype)
         kept = Bases(starts, rows, jnp.zeros((sampling.k, sampling.k), real))
     nodes = jnp.zeros((room, sampling.steps), real)
-    probes = Probes(nodes[:, 0], nodes, nodes, jnp.ones(room, bool))
+    probes = Probes(nodes[:, 0], nodes[:, 0], nodes, nodes, jnp.ones(room, bool))
     zero = jnp.zeros((), real)
     sums = Sums(none, none, none, none, probes, zero, Evidence(), kept, solve)
 
