@@ -13,6 +13,7 @@ import numpy as np
 
 import traceax as tr
 from benchmarks.common import spectra as spectra
+from traceax._operators.tags import CHECKS
 from traceax.testing import _by_products
 
 ROOT = Path(__file__).parents[1]
@@ -124,14 +125,6 @@ def output_of(*command, quick=True, variables=None, **options):
 
 def register_tags(cls, positive):
     """Tell lineax of a class of operators: what `positive(operator)` says, and nothing else."""
-    for check in (
-        lx.is_symmetric,
-        lx.is_diagonal,
-        lx.is_tridiagonal,
-        lx.has_unit_diagonal,
-        lx.is_negative_semidefinite,
-        lx.is_lower_triangular,
-        lx.is_upper_triangular,
-    ):
+    for check in CHECKS.values():
         check.register(cls)(lambda operator: False)
     lx.is_positive_semidefinite.register(cls)(positive)

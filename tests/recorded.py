@@ -56,33 +56,26 @@ def _kernel(scale=0.2, noise=0.01, form=lambda kernel: kernel):
     return kernel + noise * lx.IdentityLinearOperator(kernel.in_structure())
 
 
-def _network():
+def _curvatures():
     keys = jr.split(jr.key(3), 4)
     params = {"w": jr.normal(keys[0], (3, 4)), "v": jr.normal(keys[1], (4,)), "flag": True}
     batch = jr.normal(keys[2], (6, 3)), jr.normal(keys[3], (6,))
-    return params, batch
 
-
-def _predict(params, batch):
-    return jax.nn.relu(batch[0] @ params["w"]) @ params["v"]
-
-
-def _loss(params, batch):
-    return jnp.mean((_predict(params, batch) - batch[1]) ** 2)
-
-
-def _curvatures():
-    params, batch = _network()
+    def predict(params, batch):
+        return jax.nn.relu(batch[0] @ params["w"]) @ params["v"]
 
     def log_likelihood(params, batch):
-        return -0.5 * (_predict(params, batch) - batch[1]) ** 2
+        return -0.5 * (predict(params, batch) - batch[1]) ** 2
 
     def squares(outputs, batch):
         return jnp.mean((outputs - batch[1]) ** 2)
 
+    def loss(params, batch):
+        return squares(predict(params, batch), batch)
+
     return {
-        "hessian": tr.curvature.hessian(_loss, params, batch),
-        "gauss_newton": tr.curvature.gauss_newton(_predict, squares, params, batch),
+        "hessian": tr.curvature.hessian(loss, params, batch),
+        "gauss_newton": tr.curvature.gauss_newton(predict, squares, params, batch),
         "fisher": tr.curvature.fisher(log_likelihood, params, batch),
     }
 

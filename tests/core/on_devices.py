@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import traceax as tr
-from traceax._linalg import factorisations
 
 PSD = lx.positive_semidefinite_tag
 N, K = 2**14, 24  # blocks of 8 columns are large: see `_LARGE_BLOCK`
@@ -29,10 +28,6 @@ ESTIMATORS = {
 }
 
 
-def structure(shape=(N,)):
-    return jax.ShapeDtypeStruct(shape, jnp.float64)
-
-
 # --- operators, as functions of the arrays that are sharded --------------------------------------
 
 FUNCTION = (1 / np.arange(1.0, N + 1) ** 2, np.random.default_rng(0).standard_normal((N, 3)) / 9)
@@ -40,26 +35,10 @@ FUNCTION = (1 / np.arange(1.0, N + 1) ** 2, np.random.default_rng(0).standard_no
 
 def low_rank_plus_diagonal(arrays):
     diagonal, factor = arrays
+    structure = jax.ShapeDtypeStruct((N,), jnp.float64)
     return lx.FunctionLinearOperator(
-        lambda v: diagonal * v + factor @ (factor.T @ v), structure(), PSD
+        lambda v: diagonal * v + factor @ (factor.T @ v), structure, PSD
     )
-
-
-TREE = {
-    "a": np.linspace(0.1, 1, 512).reshape(16, 32),
-    "b": np.linspace(1, 2, 8 * 3).reshape(8, 3),
-    "c": np.linspace(0.5, 1, 5 * 64).reshape(5, 64),
-}
-TREE_SPECS = {"a": P("d", None), "b": P("d", None), "c": P(None, "d")}
-
-
-def coupled_leaves(tree):
-    def mv(v):
-        pairs = zip(jax.tree.leaves(v), jax.tree.leaves(tree), strict=True)
-        shared = sum(jnp.sum(x * y) for x, y in pairs)
-        return jax.tree.map(lambda w, p: p * p * w + 0.01 * shared * p, v, tree)
-
-    return lx.FunctionLinearOperator(mv, jax.tree.map(lambda x: structure(x.shape), tree), PSD)
 
 
 DENSE = FUNCTION[1][:512] @ FUNCTION[1][:512].T + np.diag(FUNCTION[0][:512])
@@ -114,19 +93,6 @@ def compare(make, arrays, specs, mesh, name, gradient=False):
     rows = sorted({int(x) for x in re.findall(r"f64\[(\d+),\d+\]", text)})
     error = largest_error(program(sharded), expected)
     return {"error": error, "gathers": gathers(text), "rows": rows}
-
-
-def factors(block, mesh, spec):
-    """How good a factorisation of a sharded block is, in units of rounding."""
-
-    @jax.jit
-    def factorise(block):
-        return factorisations.qr(jax.lax.with_sharding_constraint(block, NamedSharding(mesh, spec)))
-
-    q, r = (np.asarray(x) for x in factorise(block))
-    eps, size = np.finfo(block.dtype).eps, max(np.linalg.norm(block), 1e-300)
-    defect = np.max(np.abs(q.conj().T @ q - np.eye(q.shape[1])))
-    return [float(defect / eps), float(np.linalg.norm(q @ r - block) / size / eps)]
 
 
 def data_parallel(mesh):
@@ -210,23 +176,12 @@ def batches(mesh):
 
 
 def virtual():
-    auto = AxisType.Auto
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(auto,))
-    plane = jax.make_mesh((4, 2), ("x", "y"), axis_types=(auto, auto))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     cut = (P("d"), P("d", None))
     report: dict = {
         name: compare(low_rank_plus_diagonal, FUNCTION, cut, mesh, name, gradient=True)
         for name in ESTIMATORS
     }
-    tall = np.random.default_rng(1).standard_normal((2**14 + 12, 9))
-    blocks = {
-        "uneven": (tall, mesh, P("d", None)),
-        "two axes": (tall.astype(np.float32), plane, P(("y", "x"), None)),
-        "columns too": (tall[:, :8] + 0j, plane, P("x", "y")),
-        "zero": (0 * tall, mesh, P("d", None)),
-    }
-    report["qr"] = {name: factors(*arguments) for name, arguments in blocks.items()}
-    report["tree"] = compare(coupled_leaves, TREE, TREE_SPECS, mesh, "hutchinson", gradient=True)
     report["explicit axes"] = explicit_axes(jax.make_mesh((8,), ("d",)))
     report["data"] = data_parallel(mesh)
     report["batches"] = batches(mesh)

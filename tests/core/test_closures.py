@@ -112,38 +112,22 @@ class Scale:
         return self.scale * v
 
 
-def default(s):
-    def fn(v, s=s):
-        return s * v
-
-    return fn
-
-
-def keyword(s):
-    def fn(v, *, s=s):
-        return s * v
-
-    return fn
-
-
 def nested(s):
-    def inner(v):
-        return s * v
-
+    inner = lambda v: s * v  # noqa: E731
     return lambda v: inner(v)
 
 
 HIDING_PLACES = {
     "closure": lambda s: lambda v: s * v,
     "nested closure": nested,
-    "default argument": default,
-    "keyword default": keyword,
+    "default argument": lambda s: lambda v, s=s: s * v,
+    "keyword default": lambda s: lambda v, *, s=s: s * v,
     "partial": lambda s: functools.partial(lambda s, v: s * v, s),
     "partial keyword": lambda s: functools.partial(lambda v, s: s * v, s=s),
     "method": lambda s: Scale(s).method,
     "object": Scale,
     "jit": lambda s: jax.jit(lambda v: s * v),
-    "wrapped": lambda s: functools.wraps(default)(nested(s)),
+    "wrapped": lambda s: functools.wraps(nested)(nested(s)),
     "list in a closure": lambda s: (lambda held: lambda v: held[0](v))([nested(s)]),
 }
 

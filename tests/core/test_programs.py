@@ -236,10 +236,10 @@ def test_no_array_is_part_of_a_key(holder):
     hash(closed[0].program)
 
 
-def plain_functions():
+def test_what_is_plain_holds_no_array_and_cannot_change():
     """Values and whether a program that was compiled with them may be kept for good."""
     matrix, scale = MATRIX, 2.0
-    return [
+    for value, expected in (
         (jnp.tanh, True),
         (lambda v: 2 * v, True),
         (lambda v: scale * v, True),
@@ -254,11 +254,7 @@ def plain_functions():
         ({"c": [np.arange(3)]}, False),
         (jax.tree.structure(Scaled(None, 1.0)), True),
         (jax.tree.structure(Scaled(None, Callable(1.0))), False),
-    ]
-
-
-def test_what_is_plain_holds_no_array_and_cannot_change():
-    for value, expected in plain_functions():
+    ):
         assert programs.is_plain(value) == expected, value
 
 

@@ -2,6 +2,8 @@
 cover, what is exact.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -223,35 +225,37 @@ SPECTRA = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def solutions(keys, matrix, number, k):
+    """One program for all spectra."""
+
+    def solve(key):
+        fn = lambda x: jax.lax.switch(number, [fn for _, fn in SPECTRA.values()], x)  # noqa: E731
+        found = tr.spectral_diagonal(key, fn, by_products(matrix, PSD), k)
+        return found, found.interval()
+
+    return jax.vmap(solve)(keys)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("name", list(SPECTRA))
 def test_no_bias_and_bars_that_cover(name, dtype):
-    spectrum, fn = SPECTRA[name]
-    which, functions = list(SPECTRA).index(name), [fn for _, fn in SPECTRA.values()]
-    matrix, real = matrix_of(spectrum, dtype, 4), jnp.finfo(dtype).dtype
+    (spectrum, fn), number = SPECTRA[name], list(SPECTRA).index(name)
+    matrix = matrix_of(spectrum, dtype, 4)
     truth = diagonal_of(matrix, lambda x: np.asarray(fn(jnp.maximum(x, 0))))
+    room = 20 * np.finfo(dtype).eps * np.abs(truth).max()
     for k in (24, K):
-        # The matrix and the number of the function are arguments: one program for all spectra.
-        def solve(key, matrix, which, k=k):
-            fn = lambda x: jax.lax.switch(which, functions, x)  # noqa: E731
-            return tr.spectral_diagonal(key, fn, by_products(matrix, PSD), k)
-
-        found = jax.jit(jax.vmap(solve, (0, None, None)))(keys(300), matrix, which)
-        low, high = jax.vmap(lambda solution: solution.interval())(found)
-        room = 20 * float(jnp.finfo(real).eps) * np.abs(truth).max()
-        inside = (np.asarray(low) <= truth + room) & (truth - room <= np.asarray(high))
-        assert np.mean(inside) >= 0.92
-        value = np.asarray(found.value, np.float64)
+        found, (low, high) = jax.device_get(solutions(keys(300), matrix, number, k))
+        assert np.mean((low <= truth + room) & (truth - room <= high)) >= 0.92
+        value, stated, bars = (
+            x.astype(float) for x in (found.value, found.quadrature_error, found.std_err)
+        )
         scatter = np.std(value, axis=0, ddof=1) / np.sqrt(len(value))
         bias = np.abs(np.mean(value, axis=0) - truth)
         # The largest of 120 means is within 4.5 standard errors; truncation is stated.
-        stated, std_errs = (
-            np.asarray(each, np.float64) for each in (found.quadrature_error, found.std_err)
-        )
         stated = np.mean(stated, axis=0)
         assert np.all(bias <= 4.5 * scatter + stated + room)
-        errors = np.linalg.norm(value - truth, axis=1)
-        bars = np.linalg.norm(std_errs, axis=1)
+        errors, bars = (np.linalg.norm(x, axis=1) for x in (value - truth, bars))
         if np.linalg.norm(stated) < np.mean(errors) / 10 and np.mean(errors) > 100 * room:
             assert 0.8 <= np.mean(bars) / np.mean(errors) <= 1.25

@@ -358,10 +358,11 @@ def test_factory_is_the_hessian_and_traces_once():
 
 def test_selection_and_groups():
     """Statistics are no parameters; layers that are stacked have a name each."""
-    params = {
-        "params": {"stack": jnp.asarray(_rng.standard_normal((3, 2, 2))), "out": jnp.ones((2,))},
-        "batch_stats": jnp.ones(2),
-    }
+    start = np.random.default_rng(6).standard_normal(14)
+
+    def unflatten(flat):
+        moving = {"stack": flat[:12].reshape(3, 2, 2), "out": flat[12:]}
+        return {"params": moving, "batch_stats": np.ones(2)}
 
     def stacked(params, x):
         for i in range(3):
@@ -375,24 +376,24 @@ def test_selection_and_groups():
         return path.startswith("params/")
 
     make_it = curvature.of(stacked, wrt=of_params, groups=groups)
-    operator = make_it(params, jnp.arange(2.0))
+    operator = make_it(unflatten(start), np.arange(2.0))
     assert operator.in_size() == 14
-    flat, unflatten = ravel_pytree(params["params"])
-    hessian = jax.hessian(lambda v: stacked({**params, "params": unflatten(v)}, jnp.arange(2.0)))
-    matrix = np.asarray(jax.jit(hessian)(flat))
-    blocks = tr.block_traces(jr.key(0), operator, 14).value
-    diagonal = jax.device_get(unflatten(np.diag(matrix)))
-    assert len(blocks) == 4
-    np.testing.assert_allclose(blocks["out"], np.sum(diagonal["out"]), rtol=1e-10)
-    layers = np.sum(diagonal["stack"], axis=(1, 2))
-    np.testing.assert_allclose([blocks[f"layer {i}"] for i in range(3)], layers, rtol=1e-10)
 
-    pairs = tr.eigenpairs(jr.key(0), operator, 14)
-    vector = curvature.ungroup(
-        jax.tree.map(lambda x: np.asarray(x)[0], pairs.vectors), params, groups, of_params
-    )
-    found = np.asarray(ravel_pytree(vector["params"])[0])
-    np.testing.assert_allclose(matrix @ found, float(pairs.values[0]) * found, atol=1e-10)
+    @jax.jit
+    def run(flat):
+        pairs = tr.eigenpairs(jr.key(0), operator, 14)
+        first = jax.tree.map(lambda x: x[0], pairs.vectors)
+        vector = curvature.ungroup(first, unflatten(flat), groups, of_params)
+        hessian = jax.hessian(lambda v: stacked(unflatten(v), np.arange(2.0)))(flat)
+        return hessian, tr.block_traces(jr.key(0), operator, 14).value, pairs.values[0], vector
+
+    matrix, blocks, value, vector = jax.device_get(run(start))
+    diagonal = np.diag(matrix)
+    expected = {f"layer {i}": np.sum(diagonal[4 * i : 4 * i + 4]) for i in range(3)}
+    expected["out"] = np.sum(diagonal[12:])
+    assert blocks == pytest.approx(expected, rel=1e-10)
+    found = np.concatenate([np.ravel(vector["params"][name]) for name in ("stack", "out")])
+    np.testing.assert_allclose(matrix @ found, value * found, atol=1e-10)
     assert vector["batch_stats"] is None
 
 
@@ -410,7 +411,7 @@ def test_weights_of_ragged_batches():
     """12 examples in batches of 5, the last of which is padded: the Hessian of all. A whole batch
     of padding does not count, whatever it holds.
     """
-    nothing = np.where(np.arange(8)[:, None] < 3, np.zeros((8, 3)), np.nan)
+    nothing = np.where(np.arange(8)[:, None] < 3, np.zeros(3), np.nan)
     inputs = np.concatenate([INPUTS, nothing]).reshape(4, 5, 3)
     labels = np.concatenate([LABELS, np.zeros(8, LABELS.dtype)]).reshape(4, 5)
     mask = (np.arange(20) < EXAMPLES).reshape(4, 5)
@@ -596,14 +597,11 @@ def test_half_precision_counts_where_a_vector_passes_through():
         outputs = data.astype(jnp.float32) @ params
         return jnp.sum(jnp.sin(outputs.astype(jnp.bfloat16)), dtype=jnp.float32)
 
+    def precision(loss, mode):
+        return curvature.hessian(loss, jnp.ones(4, jnp.float32), data, mode=mode).precision
+
     unit = float(jnp.finfo(jnp.bfloat16).eps)
-    for mode in ("forward", "reverse", "finite-difference"):
-        operators = [
-            curvature.hessian(each, jnp.ones(4, jnp.float32), data, mode=mode)
-            for each in (loss, rounded)
-        ]
-        if mode == "finite-difference":
-            np.testing.assert_allclose(operators[1].precision, 4 * unit ** (2 / 3))
-        else:
-            assert operators[0].precision == np.finfo(np.float32).eps
-            assert operators[1].precision >= 2 * unit
+    for mode in ("forward", "reverse"):
+        assert precision(loss, mode) == np.finfo(np.float32).eps
+        assert precision(rounded, mode) >= 2 * unit
+    np.testing.assert_allclose(precision(rounded, "finite-difference"), 4 * unit ** (2 / 3))

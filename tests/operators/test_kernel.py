@@ -21,6 +21,7 @@ N = 23
 X = np.random.default_rng(0).standard_normal((N, 2))
 V = np.random.default_rng(1).standard_normal((N, 3))
 PHASES = np.random.default_rng(2).standard_normal(N)
+POINTS = {"x": X, "phase": PHASES}
 
 
 class RBF(eqx.Module):
@@ -36,6 +37,17 @@ def dense(length, x=X):
 
 def kernel(length, x=X, block_size=None):
     return tr.KernelLinearOperator(RBF(jnp.asarray(length)), x, block_size=block_size)
+
+
+def turning(length):
+    """A complex kernel, of trees of points."""
+
+    def k(a, b):
+        near = jnp.exp(-0.5 * jnp.sum((a["x"] - b["x"]) ** 2) / length**2)
+        turn = a["phase"] - b["phase"]
+        return jax.lax.complex(near * jnp.cos(turn), near * jnp.sin(turn))
+
+    return k
 
 
 def multiplied(operator, block):
@@ -96,13 +108,6 @@ def test_derivatives():
 
 
 def test_complex_kernels_and_trees_of_points():
-    points = {"x": X, "phase": PHASES}
-
-    def k(a, b):
-        near = jnp.exp(-0.5 * jnp.sum((a["x"] - b["x"]) ** 2))
-        turn = a["phase"] - b["phase"]
-        return jax.lax.complex(near * jnp.cos(turn), near * jnp.sin(turn))
-
     @eqx.filter_jit
     def run(operator, block):
         shifted = operator + 0.5 * lx.IdentityLinearOperator(operator.in_structure())
@@ -114,7 +119,7 @@ def test_complex_kernels_and_trees_of_points():
             tr.logdet(jr.key(0), shifted, N).value,
         )
 
-    operator = tr.KernelLinearOperator(k, points, block_size=6)
+    operator = tr.KernelLinearOperator(turning(1.0), POINTS, block_size=6)
     assert not lx.is_symmetric(operator)
     block = V + 1j * V[::-1]
     matrix, product, transposed, conjugate, log_det = run(operator, block)
@@ -157,17 +162,12 @@ def test_sums_and_scalings_are_read():
 @pytest.mark.parametrize("block_size", [None, 3])
 def test_contractions(block_size):
     """One tile of two, and weights of both: against the entries, with derivatives in everything."""
-    points = {"x": X, "phase": PHASES}
     rng = np.random.default_rng(3)
     vectors, core = (rng.standard_normal((m, 3)) + 1j * rng.standard_normal((m, 3)) for m in (N, 3))
     core = core + core.conj().T
 
     def of(length, s, points, vectors):
-        def k(a, b):
-            near = jnp.exp(-0.5 * jnp.sum((a["x"] - b["x"]) ** 2) / length**2)
-            return near * jnp.exp(1j * (a["phase"] - b["phase"]))
-
-        K = tr.KernelLinearOperator(k, points, block_size=block_size)
+        K = tr.KernelLinearOperator(turning(length), points, block_size=block_size)
         other = lx.MatrixLinearOperator(dense(s, points["x"]) + 0j, PSD)
         return s * K + other / 3.0 + s * lx.IdentityLinearOperator(K.in_structure())
 
@@ -180,7 +180,7 @@ def test_contractions(block_size):
         weights = args[-1] @ core @ args[-1].conj().T
         return jnp.sum(weights.conj() * of(*args).as_matrix()).real
 
-    args, pair = (jnp.asarray(0.7), jnp.asarray(0.4), points, vectors), (ours, theirs)
+    args, pair = (jnp.asarray(0.7), jnp.asarray(0.4), POINTS, vectors), (ours, theirs)
     with any_promotion():
         both = jax.jit(lambda *args: [jax.value_and_grad(f, (0, 1, 2, 3))(*args) for f in pair])
         found, expected = both(*args)

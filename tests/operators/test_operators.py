@@ -112,13 +112,6 @@ def matrix_operator(matrix, tags=()):
     return lx.MatrixLinearOperator(jnp.asarray(matrix), tags)
 
 
-def function_operator(matrix, tags=()):
-    dense = jnp.asarray(matrix)
-    return lx.FunctionLinearOperator(
-        lambda v: dense @ v, jax.ShapeDtypeStruct((N,), dense.dtype), tags
-    )
-
-
 def shaped_function(in_shapes, out_shapes):
     """A v for PyTrees v, given as dictionaries of shapes (or as one shape)."""
 
@@ -150,9 +143,9 @@ OWN = jnp.asarray(GENERAL)
 CASES = {
     "function-dictionary": (shaped_function(SHAPES, SHAPES), GENERAL),
     "function-other-structure": (shaped_function((3, 4), {"x": (2, 2), "y": (8,)}), GENERAL),
-    "add": (matrix_operator(GENERAL) + function_operator(OTHER), GENERAL + OTHER),
-    "multiple": (function_operator(GENERAL) * jnp.asarray(2.5), 2.5 * GENERAL),
-    "composed": (function_operator(GENERAL) @ matrix_operator(OTHER), GENERAL @ OTHER),
+    "add": (matrix_operator(GENERAL) + by_products(OTHER), GENERAL + OTHER),
+    "multiple": (by_products(GENERAL) * jnp.asarray(2.5), 2.5 * GENERAL),
+    "composed": (by_products(GENERAL) @ matrix_operator(OTHER), GENERAL @ OTHER),
     "own": (MatrixOfMyOwn(OWN), GENERAL),
     "own-composed": (
         MatrixOfMyOwn(OWN) @ matrix_operator(OTHER) - matrix_operator(OTHER),
@@ -297,7 +290,7 @@ def test_a_tagged_function_is_estimated():
 
     @jax.jit
     def run(key):
-        operators = [function_operator(BANDED, tags) for tags in (lx.tridiagonal_tag, ())]
+        operators = [by_products(BANDED, tags) for tags in (lx.tridiagonal_tag, ())]
         return [tr.trace(key, operator, K).value for operator in operators]
 
     np.testing.assert_allclose(*run(KEY), rtol=1e-12)
@@ -319,7 +312,7 @@ SHIFTED = {
 def test_auto_spends_its_matvecs_on_what_is_not_known(form):
     """tr(c K + d s I + D) = c tr(K) + d s n + tr(D): the value, the error and the derivative."""
     build, sign, factor, slope = SHIFTED[form]
-    kernel, shift, k = function_operator(POSITIVE), 0.37, 3
+    kernel, shift, k = by_products(POSITIVE), 0.37, 3
 
     def value(s):
         solution = tr.trace(KEY, build(kernel, s), k)
@@ -354,7 +347,7 @@ SIGNED = {
 
 def test_signs_are_found_at_run_time():
     """The sign of a traced factor cannot be read. It changes neither value nor error."""
-    kernel = function_operator(POSITIVE, PSD)
+    kernel = by_products(POSITIVE, PSD)
     numbers = 0.1, -0.1
 
     def estimates(s, c):
@@ -394,10 +387,10 @@ def test_signs_are_found_at_run_time():
 def test_a_diagonal_from_which_something_is_taken_is_no_noise():
     """D - K lies below D: the preconditioner is that of the matrix whose diagonal is not known."""
     kernel = 0.9 * POSITIVE
-    below = 2 * IDENTITY - function_operator(kernel, PSD)
+    below = 2 * IDENTITY - by_products(kernel, PSD)
     operators = (
         lx.TaggedLinearOperator(below, PSD),
-        function_operator(2 * np.eye(N) - kernel, PSD),
+        by_products(2 * np.eye(N) - kernel, PSD),
     )
     options = {"k": K, "preconditioner": tr.NystromPreconditioner(4)}
     run = jax.jit(lambda key: [tr.logdet(key, operator, **options) for operator in operators])

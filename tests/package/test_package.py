@@ -126,45 +126,25 @@ def test_lists_of_arguments_match_the_signatures():
     assert checked >= 25
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if callable(value)])
 def test_public_names_are_documented(name):
+    """With their arguments, or those of another function by reference; and public methods."""
     value = PUBLIC[name]
-    if not callable(value):
-        pytest.skip("not callable")  # the primitive
-    doc = inspect.getdoc(value)
-    assert doc is not None
-    assert len(doc) > 40
-    assert doc[0].isupper()
-    if inspect.isclass(value) and inspect.isabstract(value):
-        return
-    if name == "RESULTS":
+    text = inspect.getdoc(value)
+    assert len(text) > 40
+    assert text[0].isupper()
+    if inspect.isabstract(value) or name == "RESULTS":
         return
     if inspect.isclass(value):
-        expected = arguments(value.__init__)
-        text = value.__doc__
-        if "**Arguments:**" not in text:
-            text = value.__init__.__doc__ or ""
+        methods = [x for x in vars(value) if x[0] != "_" and callable(getattr(value, x))]
+        assert all(inspect.getdoc(getattr(value, method)) for method in methods)
+        value = value.__init__
         if name == "Solution":  # made by the package, not by users
-            text = value.__doc__.replace("**Attributes:**", "**Arguments:**")
-    else:
-        expected, text = arguments(value), value.__doc__
+            text = text.replace("**Attributes:**", "**Arguments:**")
+        text += value.__doc__ or ""
     other = re.search(r"\*\*Arguments:\*\* as \[`traceax\.(\w+)`\]", text)
-    if other:  # those of another function, by reference
-        assert arguments(PUBLIC[other[1]]) == expected
-        return
-    assert "**Arguments:**" in text
-    assert sorted(documented(text) or []) == sorted(expected)
-
-
-def test_every_public_method_of_a_public_class_is_documented():
-    for name, cls in PUBLIC.items():
-        if not inspect.isclass(cls) or not issubclass(cls, eqx.Module):
-            continue
-        for attribute in vars(cls):
-            if attribute.startswith("_") or not callable(getattr(cls, attribute)):
-                continue
-            doc = inspect.getdoc(getattr(cls, attribute))
-            assert doc, f"{name}.{attribute} has no docstring"
+    described = arguments(PUBLIC[other[1]]) if other else documented(text)
+    assert sorted(described) == sorted(arguments(value))
 
 
 def test_the_api_page_names_what_is_public_and_nothing_else():

@@ -1,7 +1,5 @@
 """Pictures: what is drawn where."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -13,10 +11,9 @@ GRID = np.linspace(0, 1, 5)
 
 
 def solution_of(value, std_err, quadrature_error=None):
+    arrays = jtu.tree_map(jnp.asarray, (value, std_err, 10, {"dof": 9}))
     error = None if quadrature_error is None else jnp.asarray(quadrature_error)
-    stats = {"dof": jnp.asarray(9)}
-    numbers = jnp.asarray(value), jnp.asarray(std_err), jnp.asarray(10)
-    return tr.Solution(*numbers, stats, tr.RESULTS.successful, error)
+    return tr.Solution(*arrays, tr.RESULTS.successful, error)
 
 
 def pairs_of(values, errors):
@@ -81,14 +78,8 @@ def test_traces_by_layer():
     """A list of solutions, and one with an axis for the steps in front, are the same."""
     values = {"a": np.array([1.0, 2, 3]), "b": {"w": np.array([5.0, 4, 6])}}
     errors = {"a": np.array([0.1, 0.2, np.inf]), "b": {"w": np.array([0.3, 0.2, 0.1])}}
-    single = dataclasses.replace(solution_of(0.0, 0.0), value=values, std_err=errors)
-    each = [
-        dataclasses.replace(single, value=value, std_err=error)
-        for value, error in (
-            jtu.tree_map(lambda x, i=i: x[i], (values, errors)) for i in range(3)
-        )
-    ]  # fmt: skip
-    for solutions in (each, single):
+    steps = [jtu.tree_map(lambda x, i=i: x[i], (values, errors)) for i in range(3)]
+    for solutions in ([solution_of(*step) for step in steps], solution_of(values, errors)):
         exact = jtu.tree_map(lambda x: x + 1, values)
         axes = tr.plot.traces(np.array([0, 10, 20]), solutions, exact=exact)
         lines = [line.get_ydata() for line in axes.get_lines()]

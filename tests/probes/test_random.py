@@ -121,11 +121,10 @@ def _operator(leaves, tags=()):
 
 
 RUNS = {
-    # Two batches, then a block as wide as a batch.
+    # Two batches, then a block as wide as a batch; of several leaves.
     "batches": lambda key: tr.trace(
-        key, _operator(1), estimator=tr.HutchinsonEstimator(batch_size=8), rtol=1e-9, max_k=24
+        key, _operator(3), estimator=tr.HutchinsonEstimator(batch_size=8), rtol=1e-9, max_k=24
     ),
-    "leaves": lambda key: tr.trace(key, _operator(3), 20, tr.HutchinsonEstimator()),
     "hutch++": lambda key: tr.trace(
         key, _operator(3), estimator=tr.HutchPlusPlusEstimator(), rtol=1e-9, max_k=60
     ),

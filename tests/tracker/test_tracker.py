@@ -199,50 +199,6 @@ def test_a_jump_shows_in_the_error_bar(method):
     assert np.mean(reported[:, -1]) < 1.5 * 50 * np.mean(reported[:, 5])
 
 
-def exponential_loss(params, batch):
-    """Third derivatives make its Hessian depend on the parameters."""
-    return jnp.mean(jnp.exp(0.3 * batch @ params))
-
-
-@pytest.mark.slow
-def test_batches_are_averaged_over_steps():
-    """The previous parameters meet the new batch. For the mean over all batches, one of which is
-    drawn at every step, there is no bias.
-    """
-    rng, steps, count, size = np.random.default_rng(0), 12, 10_000, 10
-    batches = jnp.asarray(rng.standard_normal((20, size, N)) * 0.8 ** np.arange(N))
-    curvature, tracker = tr.curvature.of(exponential_loss), Tracker("deltashift")
-    params = jnp.linspace(0.1, 0.1 + 0.02 * np.arange(steps), N, axis=1)
-
-    @jax.jit
-    def follow(key):
-        def step(state, inputs):
-            (drawn, key), w, old = jr.split(inputs[0]), *inputs[1:]
-            batch = batches[jr.randint(drawn, (), 0, 20)]
-            operators = curvature(w, batch), curvature(old, batch)
-            state, solution = tracker.update(key, operators[0], state, operators[1])
-            return state, solution.value
-
-        # A step that has no past weighs it by 0: the first one has only half of its probes then.
-        state = tracker.init(curvature(params[0], batches[0]), K)
-        shifted = jnp.concatenate([params[:1], params[:-1]])
-        return jax.lax.scan(step, state, (jr.split(key, steps), params, shifted))[1]
-
-    @jax.jit
-    @jax.vmap
-    def exact(w):
-        return jax.vmap(lambda batch: jnp.trace(jax.hessian(exponential_loss)(w, batch)))(batches)
-
-    found = np.asarray(jax.lax.map(follow, keys(count), batch_size=100))
-    error = found - np.asarray(exact(params)).mean(axis=1)
-    # A factor that looks at the batch of its step has a bias of 0.36 of the rms error: z = 36.
-    z = np.mean(error, axis=0) / (rms(error) / np.sqrt(count))
-    assert np.all(np.abs(z) < 4.5), z
-    # The error falls as the steps average over their probes and their batches.
-    assert np.all(np.diff(rms(error)) < 0)
-    assert rms(error)[-1] < 0.45 * rms(error)[0]
-
-
 # --- derivatives ---------------------------------------------------------------------------------
 
 
