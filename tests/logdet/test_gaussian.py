@@ -303,3 +303,5 @@ def test_what_is_not_positive_definite():
         assert outside.result == RESULTS.outside_domain
         assert nonfinite.result == RESULTS.nonfinite_operator
         assert np.all(np.isnan([outside.value, nonfinite.value]))
+    missing = gaussian_log_density(jr.key(0), np.full_like(y, np.nan), shifted(matrix, 0.1), N)
+    assert missing.result == RESULTS.outside_domain  # the products are finite
