@@ -489,6 +489,17 @@ def test_failures_are_told(k):
         solution = estimate(key, broken, "log", k, tags=SYM)
         assert solution.result == tr.RESULTS.nonfinite_operator
         assert np.isnan(solution.value)
+    # One bad shift leaves the others.
+    mild = lx.MatrixLinearOperator(jnp.asarray(example("mild")), PSD)
+    several = tr.logdet(key, mild, k, shifts=np.array([0.0, -1.0, 1.0]))
+    truth = np.log(np.linspace(0.5, 3, N) + np.array([[0.0], [1.0]])).sum(axis=1)
+    bars = 4 * several.std_err + several.quadrature_error
+    assert several.result == tr.RESULTS.outside_domain
+    assert np.isnan(several.value[1])
+    assert np.all((np.abs(several.value[::2] - truth) <= bars[::2]) & (bars[::2] < 20))
+    # The products are finite, the sum is not.
+    flat = lx.MatrixLinearOperator(88 * np.eye(N, dtype=np.float32), PSD)
+    assert spectral_sum(key, jnp.exp, flat, k).result == tr.RESULTS.outside_domain
     if k == 10:
         with pytest.raises(Exception, match="Ritz value"):
             spectral_sum(key, jnp.log, lx.MatrixLinearOperator(matrix, SYM), k, throw=True)

@@ -253,3 +253,10 @@ def test_pytrees():
     np.testing.assert_allclose(solve["b"].reshape(40, 2), x[20:], atol=1e-6 * np.abs(x).max())
     _, single = jax.eval_shape(density, jax.tree.map(lambda x: x[..., 0], together))
     assert jax.tree.map(jnp.shape, single) == {"a": (20,), "b": (8, 5)}
+
+
+def test_observations_that_are_missing():
+    """The products are finite, and the density is not."""
+    y = np.full_like(observations(N), np.nan)
+    missing = gaussian_log_density(jr.key(0), y, shifted(decaying(), 0.1), N)
+    assert missing.result == RESULTS.outside_domain

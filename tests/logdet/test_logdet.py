@@ -10,7 +10,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from traceax import RESULTS, inverse_trace, logdet
+from traceax import RESULTS, inverse_trace, logdet, spectral_sum
 from traceax._core.precision import any_promotion
 from traceax._logdet.low_rank import low_rank_of
 from traceax._logdet.preconditioners import KernelPreconditioner, NystromPreconditioner
@@ -369,6 +369,40 @@ def test_exact_values_of_singular_matrices(dtype):
     exact = np.linalg.slogdet(nearly.astype(np.float64))[1]
     assert np.mean(right) > 0.9
     assert np.all(np.abs(found.value - exact)[right] <= found.quadrature_error[right])
+
+
+def test_singular_and_nearly_singular_matrices_by_products():
+    """Integers of rank n - 1: 40 products do not separate the null vector from the rest, and say
+    so. At a condition of 1e8 they say so as well, and intervals hold the truth.
+    """
+    n = 100
+    rng = np.random.default_rng(0)
+    integers = [rng.integers(-3, 4, (n, n - 1)) for _ in range(20)]
+    eigenvalues = np.geomspace(1e-8, 1, n)
+    stack = np.stack([x @ x.T for x in integers] + [with_spectrum(rng, eigenvalues)])
+    ten = keys(10)
+
+    def solve(matrix):
+        def calls(key):
+            given = key, by_products(matrix, PSD)
+            found = logdet(*given, 40), spectral_sum(key, jnp.log, given[1], 40)
+            return [(x.result == RESULTS.successful, x.interval()) for x in found]
+
+        return jax.lax.map(calls, ten)
+
+    for right, (low, high) in jax.jit(lambda stack: jax.lax.map(solve, stack))(stack):
+        assert np.mean(right) <= 0.01
+        truth = np.log(eigenvalues).sum()
+        assert np.mean((low[-1] <= truth) & (truth <= high[-1])) >= 0.9
+
+
+@pytest.mark.parametrize("k", [16, 20])
+def test_small_budgets_have_a_preconditioner(k):
+    """I and a large eigenvalue."""
+    operator = by_products(np.eye(400) + 0.1, PSD)
+    found = [logdet(key, operator, k) for key in keys(3)]
+    assert np.all([abs(x.value - np.log(41)) <= 2 * x.std_err + x.quadrature_error for x in found])
+    assert np.median([x.std_err for x in found]) < 0.8
 
 
 def test_noise_of_very_different_sizes():

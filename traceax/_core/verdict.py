@@ -19,9 +19,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     nonfinite_operator = (
         "A product with the operator holds NaN or inf, so nothing can be estimated from it; of a "
         "diagonal, entries stand whose rows are finite (`stats['nonfinite']` counts the others). "
-        "Check the arrays inside the operator, its products and the sum of them for overflow, the "
-        "observations of a log density for missing ones, and a preconditioner of your own for "
-        "being positive definite; `jax.config.update('jax_debug_nans', True)` finds the first NaN."
+        "Check the arrays inside the operator, its products and the sum of them for overflow, and "
+        "a preconditioner of your own for being positive definite; "
+        "`jax.config.update('jax_debug_nans', True)` finds the first NaN."
     )
     not_semidefinite = (
         "The operator is tagged positive (or negative) semidefinite, but its products say that it "
@@ -30,8 +30,9 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     )
     outside_domain = (
         "A Ritz value (an approximate eigenvalue) lies where the function is not finite, as for "
-        "the logarithm of a matrix that is not positive definite to rounding. Check the spectrum, "
-        "shift the operator (A + s I), compute in float64, or use a function that is finite there. "
+        "the logarithm of a matrix that is not positive definite to rounding; or the value "
+        "overflows, or observations are missing (NaN). Check the spectrum, shift the operator "
+        "(A + s I), compute in float64, or use a function that is finite there. "
         "If the operator is semidefinite, tag it so: rounding errors below 0 then count as 0."
     )
     not_converged = (
@@ -55,7 +56,8 @@ def verdict(estimate: Estimate) -> Estimate:
     """
     failures = estimate.evidence.failures
     # An infinite error says that nothing is known of it.
-    errors = [jnp.where(jnp.isinf(x), 0, x) for x in jtu.tree_leaves(estimate.quadrature_error)]
+    error = estimate.quadrature_error
+    errors = [jnp.where(jnp.isinf(x), 0, x) for x in jtu.tree_leaves(error)]
     finite = all_finite(*jtu.tree_leaves(estimate.value), *errors)
     # The most serious comes last. A sum of finite products may overflow.
     outcomes = (
@@ -79,7 +81,7 @@ def verdict(estimate: Estimate) -> Estimate:
         estimate,
         value=jtu.tree_map(masked, estimate.value, estimate.value),
         std_err=jtu.tree_map(masked, estimate.std_err, estimate.value),
-        quadrature_error=jtu.tree_map(masked, estimate.quadrature_error),
+        quadrature_error=error if error is None else jtu.tree_map(masked, error, estimate.value),
         aux=jtu.tree_map(masked, estimate.aux),
         result=result,
     )

@@ -158,7 +158,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         nodes, basis, evidence = spectrum(operator)
         values = on_nodes(self.fn, nodes)
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
-        evidence = worse(evidence, domain_evidence(values, changes))
+        evidence = worse(evidence, domain_evidence(changes))
         rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
         error = matmul(square_of(basis), changes) + rounding
         value = matmul(square_of(basis), values)

@@ -129,7 +129,7 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
                 raise
             raise TypeError(f"{_HOLOMORPHIC} With one, it fails: {error}") from error
         if holomorphic != jnp.issubdtype(value.dtype, jnp.complexfloating):
-            what = _HOLOMORPHIC if holomorphic else "fn must have real values, part by part."
+            what = _HOLOMORPHIC if holomorphic else "fn must have real values, or no tag."
             raise TypeError(f"{what} Its values have the dtype {value.dtype}.")
         if scalar and value.shape != ():
             raise ValueError(
@@ -229,9 +229,9 @@ def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
     return krylov._replace(alpha=alpha, beta=beta, size=size)
 
 
-def domain_evidence(*values: Array) -> Evidence:
-    """Whether f is finite at all nodes that count."""
-    return Evidence(outside=~all_finite(*values))
+def domain_evidence(changes: Array) -> Evidence:
+    """Whether f is finite at all nodes that count, see `changes_by_rounding`."""
+    return Evidence(outside=~all_finite(changes))
 
 
 class AbstractFunctionEstimator(AbstractEstimator):
@@ -273,8 +273,9 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         error = jnp.sum(changes, axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values, 0, -1)), eps)
-        evidence = worse(evidence, domain_evidence(values, changes))
-        estimate = exact_estimate(jnp.sum(values, axis=0), error, nodes.size, evidence)
+        evidence = worse(evidence, domain_evidence(changes))
+        given = jnp.sum(values, axis=0), error, nodes.size, evidence
+        estimate = exact_estimate(*given, separate=error.ndim > 0)
         slopes = divided_differences(self.fn, nodes[:, None])
         rule = nodes[None], jnp.ones_like(nodes)[None]
         return estimate, SpectralWeights(basis[None], slopes, *rule)
@@ -324,7 +325,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps, masses > 0)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
-        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(values, changes))
+        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(changes))
         least = 0.0
         missing = jnp.zeros_like(value)
         if self.jumps:  # as far as n is a measure of a count
@@ -338,7 +339,8 @@ class QuadratureEstimator(AbstractSpectralEstimator):
             missing = n * jnp.mean(weighted(masses, hidden), axis=0)
             error = error + missing
 
-        estimate = quadrature_estimate(value, error, std_err, p * q, dof, evidence, least, missing)
+        given = value, error, std_err, p * q, dof, evidence, least, missing
+        estimate = quadrature_estimate(*given, separate=value.ndim > 0)
         if not weights:
             return estimate, None
         made = SpectralWeights(

@@ -109,7 +109,7 @@ def projected(
     residuals = jnp.linalg.norm(matmul(t, vectors[1]) - vectors[1] * nodes[1], axis=0)
     hidden = unresolved(fn, nodes[1], values[1], residuals, b)
     changes = changes_by_rounding(fn, operator, nodes[0], values[0], eps, counts[0])
-    evidence = worse(krylov.evidence, domain_evidence(values[0], changes))
+    evidence = worse(krylov.evidence, domain_evidence(changes))
     return Projected(nodes, vectors, values, hidden, changes, evidence)
 
 
@@ -158,7 +158,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         std_err = jnp.hypot(CORRELATION * std_err, rounding)
         value, error, std_err = (x.reshape(shape) for x in (value, error, std_err))
         given = value, error, std_err, len(krylov.t), b - 1, found.evidence
-        estimate = quadrature_estimate(*given, inflation=INFLATION)
+        estimate = quadrature_estimate(*given, inflation=INFLATION, separate=shape != ())
         if not weights:
             return estimate, None
         z = jnp.concatenate([rows, jnp.sqrt(room / size).astype(g.dtype) * g], axis=1)

@@ -27,6 +27,7 @@ from typing import NamedTuple, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 from jaxtyping import Array, Complex, Inexact
 
 from .._core.estimate import (
@@ -138,7 +139,12 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         size = unit * safe_norm(scaled.reshape(-1)) * safe_norm(slope.reshape(-1))
         # The values of f, and their sum, are rounded as well.
         size = size + jnp.sum(jnp.where(jnp.isfinite(values), jnp.abs(values), 0))
-        error = jnp.where(jnp.isfinite(size), 2 * block.eps * size, jnp.inf)
+        # To first order: eigenvalues that are all rounding, as of roots at 0, move further.
+        noise = jr.normal(jr.key(0), scaled.shape, scaled.real.dtype)
+        noise = 2 * block.eps * safe_norm(scaled.reshape(-1)) / safe_norm(noise.reshape(-1)) * noise
+        moved, _ = _quadrature(self.fn, eigenvalues(scaled + noise) * unit, ones, self.is_real)
+        error = jnp.maximum(2 * block.eps * size, 4 * jnp.abs(moved - value))
+        error = jnp.where(jnp.isfinite(error), error, jnp.inf)
         estimate = exact_estimate(value, error, block.n, evidence)
         slope = slope.real if self.is_real else slope
         one = jnp.eye(block.n, dtype=block.dtype)

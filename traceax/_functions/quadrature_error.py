@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Real
 
-from .._core.estimate import Estimate, Evidence, relative, safe_norm, scale_of, worse
+from .._core.estimate import Estimate, Evidence, all_finite, relative, safe_norm, scale_of, worse
 from .._estimators.diagonal_error import with_ties
 
 
@@ -24,24 +24,25 @@ def quadrature_estimate(
     """An estimate with a quadrature error. It is `not_converged` where that error exceeds four
     standard errors (an average over keys would not reveal such a bias), a twentieth of the value,
     and `least`; or `hidden`, a part of the error that the probes did not see, a twentieth of the
-    value. (For several entries the norms of all are compared.)
+    value. (For several entries the norms of all are compared.) A value from finite products that is
+    not finite is outside of the domain.
     """
     given = value, error, std_err, jnp.asarray(hidden, error.dtype)
     size, bias, scatter, unseen = (safe_norm(jnp.ravel(x)) for x in given)
     allowed = jnp.maximum(size / 20, least)
     seen = relative(bias, jnp.maximum(4 * scatter, allowed))
     ratio = jnp.maximum(seen, relative(unseen, allowed))
-    evidence = worse(evidence, Evidence(unconverged=ratio))
+    evidence = worse(evidence, Evidence(unconverged=ratio, outside=~all_finite(value)))
     return Estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
 
 
 def exact_estimate(
-    value: Array, error: Array, num_matvecs: Array | int, evidence: Evidence
+    value: Array, error: Array, num_matvecs: Array | int, evidence: Evidence, **more: Any
 ) -> Estimate:
     """An estimate whose error is a bound on rounding; `not_converged` above half of the value."""
     zero = jnp.zeros_like(error)
     least = safe_norm(jnp.ravel(value)) / 2
-    return quadrature_estimate(value, error, zero, num_matvecs, 0, evidence, least)
+    return quadrature_estimate(value, error, zero, num_matvecs, 0, evidence, least, **more)
 
 
 def entries_std_err(

@@ -1,7 +1,9 @@
 r"""Gauss quadrature of tr log M or tr M^{-1}, from the recurrences of probes (`panels`).
 
 *The logarithm.* Gauss quadrature of z^H log(M) z after q steps has the error that `_functions.funm`
-estimates from shorter recurrences. Where a lower bound a of the eigenvalues of M is known (for
+estimates from shorter recurrences. Where the residual of the smallest Ritz value theta_1 is
+`UNRESOLVED` times as large, nothing separates the eigenvalues that it stands for from 0, and the
+error is as if they were next to it. Where a lower bound a of the eigenvalues of M is known (for
 K + s I and P of low rank), there is a second rule: every derivative of the logarithm has a constant
 sign, so Gauss' rule is never too small, and Gauss-Radau quadrature with a node at a never too
 large. Radau's rule is Gauss' rule for T', which is T with its last entry reduced by 1 / r,
@@ -15,7 +17,8 @@ dT = V^H dM V. In the direction dM = M it is 1. For Radau's rule, with T', this 
 d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h, restores it.
 
 *1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r <= |r|^2 / lambda_min(M), with the
-residual r of M x = z; the smallest Ritz value stands for lambda_min(M).
+residual r of M x = z; theta_1 stands for lambda_min(M) where no a is known. (A probe that hardly
+sees the smallest eigenvalue ends no earlier than others.)
 """
 
 import math
@@ -29,6 +32,10 @@ from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.quadrature_error import missed
 from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
+
+#: Of matrices with a condition below 1e4 residuals are smaller from some 40 products on, of Gram
+#: matrices of rank n - 1 they are larger.
+UNRESOLVED = 1.9
 
 
 class Probes(NamedTuple):
@@ -116,10 +123,15 @@ def quadrature_after(
         # T^{-1} e_1 ends with `last`: the solve of M x = z leaves a residual of norm
         # beta_j |z| |last|. (Probes of the logarithm have length 1, those of 1/x have not.)
         last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
-        errors = lengths * jnp.square(residual * last) / nodes[:, 0]
+        lowest = nodes[:, 0] if floor is None else jnp.fmin(floor, nodes[:, 0])
+        errors = lengths * jnp.square(residual * last) / lowest
         samples = lengths * jnp.sum(masses * (1 / nodes - 1), axis=1)
     else:
         errors = jnp.where(exhausted, 0, truncation_error_at(history, j))
+        low = nodes[:, 0]
+        hides = residual * jnp.abs(vectors[:, j - 1, 0]) > UNRESOLVED * low
+        lowest = float(jnp.finfo(low.dtype).eps) ** 2 * jnp.max(nodes, axis=1)
+        errors = errors + jnp.where(hides, masses[:, 0] * jnp.log(low / lowest), 0)
     if floor is not None and not inverse:
         known = ~(exhausted | jnp.isnan(floor))
         given = nodes, vectors[:, j - 1, :], floor, known

@@ -25,7 +25,7 @@ from .low_rank import LowRank, Sketch
 from .preconditioners import KernelPreconditioner, Preparation, knows_entries
 
 #: A smaller budget is not divided.
-SMALLEST = 24
+SMALLEST = 12
 
 
 def preparation_for(

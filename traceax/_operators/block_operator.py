@@ -232,7 +232,7 @@ def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperat
     """The transpose, or an error that says which product is not linear."""
     try:
         return operator.transpose()
-    except AssertionError as error:  # of JAX, without a message
+    except (AssertionError, NotImplementedError) as error:  # of JAX
         raise ValueError(
             f"JAX cannot transpose the product of this {type(operator).__name__} (with vectors "
             f"{operator.in_structure()}), as it is not linear in the vector. Give a linear "
