@@ -141,7 +141,7 @@ def quadrature_after(
         share = jnp.where(known, jnp.minimum(0.6, floor / nodes[:, 0]), 0)
         samples = samples - share * gap
         errors = jnp.where(jnp.isnan(floor), errors, jnp.maximum(share, 1 - share) * gap)
-        if weights:
+        if core is not None:
             of_radau = core_of_radau(rule, j, reduction, (nodes, masses, vectors))
             core = core + share[:, None, None] * (of_radau - core)
     in_use = lengths > 0

@@ -109,9 +109,9 @@ def logdet(
         check_fallback(fallback)
         if preconditioner is not None and preconditioner != "auto":
             raise ValueError(
-                "Log-determinants for several shifts share a Krylov space of A, which a "
-                f"preconditioner would change, got {type(preconditioner).__name__}: leave "
-                "`preconditioner` out, or make one call for each shift."
+                "Log-determinants for several shifts share a Krylov space of A, which the "
+                f"{type(preconditioner).__name__} would change. Leave `preconditioner` out, or "
+                "make one call for each shift."
             )
         check_budget_alone("`logdet` with several shifts", tolerance)
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]

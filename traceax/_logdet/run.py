@@ -44,8 +44,8 @@ def check_fallback(fallback: Any) -> None:
     """Raise a `ValueError` unless this is "exact" or None."""
     if fallback not in ("exact", None):
         raise ValueError(
-            f"fallback must be 'exact' (the exact value where it is cheaper) or None, got "
-            f"{fallback!r}."
+            f"There is no fallback {fallback!r}. Use 'exact' (the exact value where it is "
+            "cheaper) or None."
         )
 
 
@@ -125,8 +125,8 @@ def policy_of(
         )
     if not (auto or held or isinstance(preconditioner, AbstractPreconditioner | None)):
         raise TypeError(
-            "The preconditioner must be 'auto', None, or an instance such as "
-            f"`traceax.NystromPreconditioner(rank=100)`, got {preconditioner!r}."
+            f"{preconditioner!r} is no preconditioner. Use 'auto', None, or an instance such as "
+            "`traceax.NystromPreconditioner(rank=100)`."
         )
     chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
     policy = Policy(chosen, inverse)
