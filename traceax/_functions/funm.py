@@ -194,13 +194,14 @@ def mean_and_error(
     weights: Real[Array, "p q"],
     values: Real[Array, "p q ..."],
     n: int | Real[Array, ""],
-    eps: float,
+    eps: float | None,
     is_complex: bool,
     number: Real[Array, ""] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Returns (mean a over probes of n sum_j w_j f_j, standard error, degrees of freedom nu). f_j
-    is 0 where w_j is. `eps` is the relative precision of products, `n` the dimension of the space
-    of the probes. Unless all p are in use, `number` is how many; weights of the others are 0.
+    is 0 where w_j is. `eps` is the relative precision of products (None: the standard error is
+    without rounding), `n` the dimension of the space of the probes. Unless all p are in use,
+    `number` is how many; weights of the others are 0.
     """
     p = weights.shape[0] if number is None else number
 
@@ -215,8 +216,9 @@ def mean_and_error(
     # The a of above is n times this mean, and X is n times this spread.
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
     std_err = jnp.sqrt(c * n * spread / p / (1 - c / (n * p)))
-    size = n * mean_of(jnp.abs(values / unit))
-    std_err = jnp.hypot(std_err, rounding_of(size, eps))
+    if eps is not None:
+        size = n * mean_of(jnp.abs(values / unit))
+        std_err = jnp.hypot(std_err, rounding_of(size, eps))
     return n * unit * mean, unit * std_err, dof
 
 

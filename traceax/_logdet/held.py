@@ -145,7 +145,7 @@ def held_estimate(
     mean, std_err = mean_and_std_err(gauss[:p])
     dof = jnp.full((), p - 1, nodes.dtype)
     if p < SCATTER:
-        parts = masses[:p], values[:p], n, block.eps, jnp.iscomplexobj(y)
+        parts = masses[:p], values[:p], n, None, jnp.iscomplexobj(y)
         _, std_err, dof = mean_and_error(*parts)
     largest = jnp.max(nodes)
     seen = built.evidence, krylov.evidence

@@ -69,13 +69,11 @@ class Probes(NamedTuple):
         return jnp.maximum(self.nodes, eps**2 * scale_of(self.nodes))
 
 
-def sum_of_logarithms(
-    probes: Probes, n: int, eps: float, is_complex: bool
-) -> tuple[Array, Array, Array]:
+def sum_of_logarithms(probes: Probes, n: int, is_complex: bool) -> tuple[Array, Array, Array]:
     """Returns (tr log M, standard error, degrees of freedom): see `_functions.funm`."""
     values = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
     number = probes.number
-    _, std_err, dof = mean_and_error(probes.masses, values, n, eps, is_complex, number)
+    _, std_err, dof = mean_and_error(probes.masses, values, n, None, is_complex, number)
     return n * jnp.sum(probes.samples) / number, std_err, dof
 
 

@@ -151,11 +151,10 @@ class Sampling(NamedTuple):
 
     def sum_over(self, probes: Probes) -> tuple[Array, Array, Array]:
         """Returns (tr log M, or for 1/x tr B of `inverse`; standard error, degrees of freedom)."""
-        block = self.block
+        n = self.block.n
         if self.inverse:
-            return sum_of_inverses(probes, block.n)
-        is_complex = jnp.issubdtype(block.dtype, jnp.complexfloating)
-        return sum_of_logarithms(probes, block.n, block.eps, is_complex)
+            return sum_of_inverses(probes, n)
+        return sum_of_logarithms(probes, n, jnp.issubdtype(self.block.dtype, jnp.complexfloating))
 
     def number_of_probes(self, sums: Sums) -> Int[Array, ""]:
         """The number of probes of the next panel; 0 if there is none."""
