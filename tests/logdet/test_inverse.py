@@ -260,7 +260,7 @@ def test_the_shift_says_what_probes_may_have_missed():
     @jax.jit
     @jax.vmap
     def solve(key):
-        found = tr.inverse_trace(key, shifted(laplacian), 30)
+        found = tr.inverse_trace(key, shifted(laplacian, 0.05), 30)
         return found.result == tr.RESULTS.successful, found.interval()
 
     right, (low, high) = solve(keys(100))

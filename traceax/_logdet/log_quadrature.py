@@ -74,6 +74,8 @@ def sum_of_logarithms(probes: Probes, n: int, is_complex: bool) -> tuple[Array, 
     values = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
     number = probes.number
     _, std_err, dof = mean_and_error(probes.masses, values, n, None, is_complex, number)
+    # The standard error is itself one of few degrees of freedom.
+    std_err = std_err * jnp.sqrt(1 + 1 / dof)
     return n * jnp.sum(probes.samples) / number, std_err, dof
 
 
