@@ -161,6 +161,8 @@ def test_bounds_hold(spectrum, warm):
     matrix = with_spectrum(np.random.default_rng(1), spectrum)
     values, vectors = np.linalg.eigh(matrix)
     start = vectors[:, 30] if warm else None
+    # It computes for longer than it compiles.
+    jax.config.update("jax_disable_most_optimizations", False)
     found = jax.device_get(each(lambda key: solve(key, matrix, 8, 1, "LA", start), keys(3000)))
     low, high = found.bounds.T
     missed = np.mean((low > values[0]) | (high < values[-1]))
@@ -193,20 +195,19 @@ def test_derivatives_and_batches():
 
     @jax.jit
     def run(times, keys):
-        t, key, reverse = times[2], keys[2], jax.jacrev(ours)
+        t, key = times[2], keys[2]
         return (
             jax.jacobian(exact)(t),
-            (jax.jacfwd(ours)(t, key), reverse(t, key)),
+            jax.jacfwd(ours)(t, key),
             jax.jacrev(lambda t: ours(t, key, N))(t),
             # vmap over keys and operators, around the derivative and inside of it.
-            jax.vmap(reverse)(times, keys),
+            jax.vmap(jax.jacrev(ours))(times, keys),
             jax.grad(lambda t: jnp.sum(jax.vmap(ours)(t, keys)[:, 0]))(times),
         )
 
     with jax.numpy_dtype_promotion("standard"):
-        truth, both, exactly, each, summed = run(np.array([0.1, 0.2, 0.3]), keys(3))
-    for found in both:
+        truth, forward, exactly, reverse, summed = run(np.array([0.1, 0.2, 0.3]), keys(3))
+    for found in (forward, reverse[2]):
         np.testing.assert_allclose(found, truth, rtol=1e-6)
     np.testing.assert_allclose(exactly, truth, rtol=1e-9)
-    np.testing.assert_allclose(each[2], both[1], rtol=1e-9)
-    np.testing.assert_allclose(summed, each[:, 0], rtol=1e-9)
+    np.testing.assert_allclose(summed, reverse[:, 0], rtol=1e-9)

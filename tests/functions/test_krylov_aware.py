@@ -201,14 +201,13 @@ def test_log_determinants_with_shifts_are_this_sum():
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
-@pytest.mark.parametrize("k", [K, N])
-def test_derivatives_by_shifts_and_operator(k):
+def test_derivatives_by_shifts_and_operator():
     """By the shifts the derivative is that of the returned value."""
     matrix = matrix_of(DECAYING)
 
     def values(shifts, t):
         operator = by_products((1 + t) * matrix, PSD)
-        return tr.spectral_sum(jr.key(1), jnp.log, operator, k, shifts=shifts).value
+        return tr.spectral_sum(jr.key(1), jnp.log, operator, K, shifts=shifts).value
 
     h = 1e-5
 
