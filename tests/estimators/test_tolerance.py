@@ -193,20 +193,18 @@ def test_samples_are_those_of_hutchinson():
 # ----------------------------------------------------------------- budgets that are too small
 
 
-@pytest.mark.parametrize("what", FUNCTIONS)
-def test_not_converged(what):
+def test_not_converged():
     """The best estimate, with its error bar, from at most max_k products."""
     for spectrum, rtol in (("flat", 1e-6), ("poly", 1e-9)):
-        found = numbers(what, "xtrace", spectrum, rtol, max_k=61, count=5)
+        found = numbers("trace", "xtrace", spectrum, rtol, max_k=61, count=5)
         assert np.all(found.result == tr.RESULTS.not_converged._value)
         assert np.all(found.num_matvecs <= 61)
         assert np.all(found.num_matvecs > 61 - 8)
         assert np.all(found.std_err > 0)
-        size = np.linalg.norm(found.std_err.reshape(5, -1), axis=1)
-        size /= np.linalg.norm(truth(what, matrix(spectrum)))
-        assert np.all(relative_error(found, what, matrix(spectrum)) < 5 * size)
+        size = found.std_err / np.trace(matrix(spectrum))
+        assert np.all(relative_error(found, "trace", matrix(spectrum)) < 5 * size)
         assert np.all(size < 0.5)
-    assert np.all(numbers(what, "xtrace", "flat", 0.5, max_k=61, count=5).result == SUCCESSFUL)
+    assert np.all(numbers("trace", "xtrace", "flat", 0.5, max_k=61, count=5).result == SUCCESSFUL)
 
 
 def test_max_k_smaller_than_a_panel():
@@ -231,7 +229,7 @@ def test_degenerate_operators(what):
     low_rank = (basis * np.arange(1.0, 6)) @ basis.T
 
     def solve(matrix):
-        return run(what, ESTIMATORS["xtrace"], 61, 2, matrix, 1e-10)
+        return run(what, ESTIMATORS["xtrace"], N, 2, matrix, 1e-10)
 
     for scale in (1.0, 1e200, 1e-200):
         found = solve(scale * low_rank)
@@ -259,7 +257,7 @@ def test_scales(what):
     (Nor are numbers of other dtypes made from those of float32.)
     """
     dense, count, rtol = matrix("exp0.9"), 3, 0.05 if what == "trace" else 0.4
-    given = what, ESTIMATORS["xtrace"], 61
+    given = what, ESTIMATORS["xtrace"], N
     usual = run(*given, count, dense, rtol)
     assert usual.num_matvecs.max() > 24
     for scale in (2.0**600, 2.0**-600):
@@ -341,12 +339,13 @@ def test_blocks_of_a_pytree():
     operator = lx.FunctionLinearOperator(product, structure, PSD)
     entries = np.diag(dense)
     expected = np.array([entries[:100].sum(), entries[100:].sum()])
-    found = over_keys(40, lambda key: tr.block_traces(key, operator, rtol=0.05))
+    options = {"rtol": 0.2, "estimator": tr.HutchinsonEstimator()}
+    found = over_keys(40, lambda key: tr.block_traces(key, operator, **options))
     assert np.all(found.result == tr.RESULTS.successful)
     errors = np.stack([found.value["a"], found.value["b"]], 1) - expected
     std_errs = np.stack([found.std_err["a"], found.std_err["b"]], 1)
     assert np.all(np.abs(errors) <= 6 * std_errs)
-    met = np.linalg.norm(errors, axis=1) <= 0.05 * np.linalg.norm(expected)
+    met = np.linalg.norm(errors, axis=1) <= 0.2 * np.linalg.norm(expected)
     assert met.mean() >= share_less_noise(0.95, 40)
     shapes = jax.eval_shape(lambda: tr.diagonal(KEY, operator, rtol=0.1)).value
     assert jax.tree.map(lambda x: x.shape, shapes) == {"a": (5, 20), "b": (200,)}

@@ -19,7 +19,6 @@ from traceax._logdet.preparation import preparation_for
 from ..helpers import PSD, by_products, keys, over_keys, with_spectrum
 
 N = 60
-FIXED = NystromPreconditioner(rank=20)  # one plan only: a third of the compilation
 
 
 def identity(n, dtype=jnp.float64):
@@ -329,6 +328,27 @@ def test_every_preconditioner(preconditioner, k):
     assert np.mean(inside) >= 0.8
 
 
+@pytest.mark.parametrize("compute", [logdet, inverse_trace])
+def test_tolerances(compute):
+    """Met in 95 % of cases (and in 16 of 20 with a probability of 0.997), from fewer products where
+    it is larger; exact by default with so few rows.
+    """
+    matrix = np.exp(-distances(150, 5))
+    dense = matrix + 0.01 * np.eye(150)
+    truth = dense_logdet(dense) if compute is logdet else np.trace(np.linalg.inv(dense))
+    operator, spent = shifted(matrix, 0.01), []
+    run = jax.jit(lambda key, atol: compute(key, operator, atol=atol, fallback=None))
+    for share in (1e-2, 3e-3):
+        found = [jax.device_get(run(key, share * abs(truth))) for key in keys(20)]
+        off = np.array([each.value for each in found]) - truth
+        assert np.sum(np.abs(off) <= share * abs(truth)) >= 16
+        spent.append(np.mean([each.num_matvecs for each in found]))
+    assert spent[0] < spent[1]
+    exact = jax.jit(lambda key: compute(key, operator, atol=1.0))(jr.key(0))
+    np.testing.assert_allclose(exact.value, truth, rtol=1e-8)
+    assert exact.std_err == 0
+
+
 # --- what cannot be done -------------------------------------------------------------------------
 
 
@@ -350,7 +370,7 @@ def test_exact_values_of_singular_matrices(dtype):
     """
     n = 40
     rng = np.random.default_rng(0)
-    integers = [rng.integers(-3, 4, (n, n - 1)) for _ in range(200)]
+    integers = [rng.integers(-3, 4, (n, n - 1)) for _ in range(60)]
     differences = np.diff(np.eye(n), 2, axis=0)
     cycle = 2 * np.eye(n) - np.roll(np.eye(n), 1, 0) - np.roll(np.eye(n), -1, 0)
     singular = [x @ x.T for x in integers] + [differences.T @ differences, cycle]
