@@ -107,7 +107,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
             estimate, weights = estimator.exact(operator)
         else:
             estimate, weights = estimator.compute(key, operator, params.k, params.weights)
-        estimate = verdict(estimate)
+        estimate = verdict(estimate, estimator.is_hermitian(operator))
         # Whole or not, degrees of freedom are of one dtype: `lax.cond` between two estimators.
         dof = estimate.dof.astype(jtu.tree_leaves(estimate.std_err)[0].dtype)
         estimate = dataclasses.replace(estimate, dof=dof)
@@ -222,8 +222,9 @@ def _jvp(primitive, primals, tangents, *, params):
         values_t = jtu.tree_leaves(tangent)
         # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
         # whose transpose is NaN as well), whatever the weights of a failed estimate are.
-        failed = [jnp.where(jnp.isnan(x), x, 1) for x in outputs[: len(values_t)]]
-        outputs_t[: len(values_t)] = [t * x for t, x in zip(values_t, failed, strict=True)]
+        for i, (x, t) in enumerate(zip(outputs, values_t, strict=False)):
+            t = jnp.real(t) if jnp.isrealobj(x) else t
+            outputs_t[i] = t * jnp.where(jnp.isnan(x), x, 1)
         # If this call returns weights, it belongs to a derivative, which is differentiated again.
         if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
             weights_t = _compiled(_tangent, (with_weights, moving, True), *operands)

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from jaxtyping import Array
 
 from .estimate import Estimate, all_finite
 
@@ -50,15 +51,17 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     )
 
 
-def verdict(estimate: Estimate) -> Estimate:
+def verdict(estimate: Estimate, is_real: bool = False) -> Estimate:
     """The estimate with its result. What is no estimate becomes NaN: values computed from NaN or
-    inf, even finite ones (but for `separate` entries), and values that are not defined.
+    inf, even finite ones (but for `separate` entries), and values that are not defined. Of values
+    that are real by a tag the imaginary part is noise.
     """
+    value = jtu.tree_map(jnp.real, estimate.value) if is_real else estimate.value
     failures = estimate.evidence.failures
     # An infinite error says that nothing is known of it.
     error = estimate.quadrature_error
     errors = [jnp.where(jnp.isinf(x), 0, x) for x in jtu.tree_leaves(error)]
-    finite = all_finite(*jtu.tree_leaves(estimate.value), *errors)
+    finite = all_finite(*jtu.tree_leaves(value), *errors)
     # The most serious comes last. A sum of finite products may overflow.
     outcomes = (
         (failures.unconverged, RESULTS.not_converged),
@@ -79,11 +82,24 @@ def verdict(estimate: Estimate) -> Estimate:
 
     return dataclasses.replace(
         estimate,
-        value=jtu.tree_map(masked, estimate.value, estimate.value),
-        std_err=jtu.tree_map(masked, estimate.std_err, estimate.value),
-        quadrature_error=error if error is None else jtu.tree_map(masked, error, estimate.value),
+        value=jtu.tree_map(masked, value, value),
+        std_err=jtu.tree_map(masked, estimate.std_err, value),
+        quadrature_error=error if error is None else jtu.tree_map(masked, error, value),
         aux=jtu.tree_map(masked, estimate.aux),
         result=result,
+    )
+
+
+def transformed(solution: Any, value: Array, std_err: Array, **more: Any) -> Any:
+    """The solution with a function of its value, which is outside of the domain if it overflows."""
+    overflows = jnp.isinf(value)
+    return dataclasses.replace(
+        solution,
+        value=jnp.where(overflows, jnp.nan, value),
+        std_err=std_err,
+        result=RESULTS.where(jnp.any(overflows), RESULTS.outside_domain, solution.result),
+        stats={**solution.stats, "std.err": std_err},
+        **more,
     )
 
 

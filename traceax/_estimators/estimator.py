@@ -1,7 +1,6 @@
 """The contract of an estimator, and the checks in front of every call."""
 
 import abc
-import dataclasses
 import sys
 import warnings
 from typing import Any, ClassVar, final
@@ -10,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
@@ -70,6 +68,9 @@ class AbstractEstimator(eqx.Module):
     def size(self, operator: lx.AbstractLinearOperator) -> int:
         """The budget from which on the value is exact."""
         return operator.in_size()
+
+    #: Whether the values of an operator are real.
+    is_hermitian = staticmethod(is_hermitian)
 
     def check(self, operator: lx.AbstractLinearOperator) -> None:
         """Raise a `ValueError` if this estimator does not take this square operator, judged by its
@@ -309,9 +310,6 @@ def solve(
     estimator.check(operator)
     budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
-    if is_hermitian(operator):  # traces and diagonals are real: what is not is noise
-        value = jtu.tree_map(jnp.real, estimate.value)
-        estimate = dataclasses.replace(estimate, value=value)
     if throw:
         failed = estimate.result != RESULTS.successful
         estimate = estimate.result.error_if(estimate, failed)

@@ -2,7 +2,6 @@
 roots of a trace and of a diagonal of Gram matrices.
 """
 
-import dataclasses
 import math
 from typing import Any, final
 
@@ -14,6 +13,7 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.primitive import compiled_once, diagonal_p, trace_p
+from .._core.verdict import transformed
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
@@ -241,15 +241,9 @@ def _root_of_gram(
 
     unit = unit.astype(solution.std_err.dtype)
     value = root(solution.value)
-    std_err = unit * root_error(value, solution.std_err)
-    return dataclasses.replace(
-        solution,
-        value=unit * value,
-        std_err=std_err,
-        num_matvecs=2 * solution.num_matvecs + 1,
-        stats={**solution.stats, "std.err": std_err},
-        tail=TAIL if rows is None else solution.tail,
-    )
+    given = solution, unit * value, unit * root_error(value, solution.std_err)
+    tail = TAIL if rows is None else solution.tail
+    return transformed(*given, num_matvecs=2 * solution.num_matvecs + 1, tail=tail)
 
 
 @final

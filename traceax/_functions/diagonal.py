@@ -29,7 +29,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.estimate import rounding_of, safe_norm, worse
+from .._core.estimate import Evidence, all_finite, rounding_of, safe_norm, worse
 from .._core.precision import matmul
 from .._core.primitive import spectral_diagonal_p
 from .._estimators.estimator import AbstractEstimator, check_budget, check_either, solve
@@ -41,7 +41,6 @@ from .._probes.samplers import RademacherSampler
 from .._sketch.leave_one_out import adjoint, square_of
 from .funm import (
     AbstractFunctionEstimator,
-    domain_evidence,
     hermitian_operator,
     hoist_function,
     spectrum,
@@ -158,7 +157,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         nodes, basis, evidence = spectrum(operator)
         values = on_nodes(self.fn, nodes)
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
-        evidence = worse(evidence, domain_evidence(changes))
+        evidence = worse(evidence, Evidence(outside=~all_finite(changes)))
         rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
         error = matmul(square_of(basis), changes) + rounding
         value = matmul(square_of(basis), values)

@@ -231,11 +231,6 @@ def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
     return krylov._replace(alpha=alpha, beta=beta, size=size)
 
 
-def domain_evidence(changes: Array) -> Evidence:
-    """Whether f is finite at all nodes that count, see `changes_by_rounding`."""
-    return Evidence(outside=~all_finite(changes))
-
-
 class AbstractFunctionEstimator(AbstractEstimator):
     """An estimator that is not linear in A: its fixed weights give a first derivative only."""
 
@@ -275,7 +270,7 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
         error = jnp.sum(changes, axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values, 0, -1)), eps)
-        evidence = worse(evidence, domain_evidence(changes))
+        evidence = worse(evidence, Evidence(outside=~all_finite(changes)))
         given = jnp.sum(values, axis=0), error, nodes.size, evidence
         estimate = exact_estimate(*given, separate=error.ndim > 0)
         slopes = divided_differences(self.fn, nodes[:, None])
@@ -327,7 +322,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps, masses > 0)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
-        evidence = worse(krylov.hermitian_evidence(eps), domain_evidence(changes))
+        evidence = worse(krylov.hermitian_evidence(eps), Evidence(outside=~all_finite(changes)))
         least = 0.0
         missing = jnp.zeros_like(value)
         if self.jumps:  # as far as n is a measure of a count

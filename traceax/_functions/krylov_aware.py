@@ -39,7 +39,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import Evidence, mean_and_std_err, rounding_of, scale_of, worse
+from .._core.estimate import Evidence, all_finite, mean_and_std_err, rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import outside
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos
@@ -50,7 +50,6 @@ from .._sketch.leave_one_out import square_of
 from .funm import (
     AbstractSpectralEstimator,
     SpectralWeights,
-    domain_evidence,
     truncation_error,
 )
 from .nodes import (
@@ -109,7 +108,7 @@ def projected(
     residuals = jnp.linalg.norm(matmul(t, vectors[1]) - vectors[1] * nodes[1], axis=0)
     hidden = unresolved(fn, nodes[1], values[1], residuals, b)
     changes = changes_by_rounding(fn, operator, nodes[0], values[0], eps, counts[0])
-    evidence = worse(krylov.evidence, domain_evidence(changes))
+    evidence = worse(krylov.evidence, Evidence(outside=~all_finite(changes)))
     return Projected(nodes, vectors, values, hidden, changes, evidence)
 
 

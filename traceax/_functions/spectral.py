@@ -1,6 +1,5 @@
 """Spectral sums, densities, eigenvalue counts and Schatten norms: the functions that users call."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._core.estimate import power_of
 from .._core.precision import any_promotion
 from .._core.primitive import compiled_once, spectral_density_p, spectral_sum_p
-from .._core.verdict import RESULTS
+from .._core.verdict import transformed
 from .._estimators.estimator import AbstractEstimator, check_budget, check_either, check_key, solve
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
@@ -308,14 +307,7 @@ def schatten_norm(
         roots = [unit * power_of(found.value + x, 1 / p) for x in (error, -error)]
         return lax.stop_gradient(jnp.maximum(roots[0] - value, value - roots[1]))
 
-    std_err = root_error(found.std_err)
-    overflows = jnp.isinf(value)
-    return dataclasses.replace(
-        found,
-        value=jnp.where(overflows, jnp.nan, value),
-        std_err=std_err,
-        result=RESULTS.where(overflows, RESULTS.outside_domain, found.result),
-        quadrature_error=root_error(jnp.asarray(found.quadrature_error)),
-        num_matvecs=products * found.num_matvecs + 1,
-        stats={**found.stats, "std.err": std_err},
-    )
+    error = root_error(jnp.asarray(found.quadrature_error))
+    given = found, value, root_error(found.std_err)
+    spent = products * found.num_matvecs + 1
+    return transformed(*given, quadrature_error=error, num_matvecs=spent)
