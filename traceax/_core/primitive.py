@@ -213,7 +213,7 @@ def _jvp(primitive, primals, tangents, *, params):
         if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
     )
     estimate, weights = _unflatten(with_weights, primals, outputs)
-    outputs_t = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
+    outputs_t: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
     count = len(jtu.tree_leaves(estimate))
     if moving:
         moved = tuple(tangents[i] for i in moving)
