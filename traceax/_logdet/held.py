@@ -149,7 +149,7 @@ def held_estimate(
     error = n * jnp.mean(radau_gap(krylov, q, *rule, floor)[0][:p])
     largest = largest_ritz_value(krylov)
     rounding, outside = rounding_of(factors, smallest, largest, block.eps)
-    evidence = evidence_with(outside, built.evidence, krylov.evidence)
+    evidence = evidence_with(outside, built.evidence, krylov.evidence(block.eps, factors.top))
     stats = {"condition": largest / smallest}
     counts = k - k % q, dof, evidence
     log_det = estimate_of(factors, mean, error, rounding, std_err, *counts, stats=stats)

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any, nothing_like
-from .._core.estimate import Evidence, evidence_of, scale_of, skew_of, worse
+from .._core.estimate import Evidence, scale_of, worse
 from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom
 from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
@@ -253,8 +253,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
     lengths = jnp.square(norms) / len(z)
     krylov = panel.recurrences()
     # Products with A have rounding errors in the unit of P.
-    size = jnp.maximum(jnp.max(krylov.size), sampling.factors.top)
-    skew = skew_of(jnp.max(krylov.skew), size, len(z), sampling.block.eps)
+    evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
     # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
     error = jnp.where(sums.panels == 0, found.error, sums.error)
     if sampling.inverse:
@@ -271,7 +270,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, norms, count) 
         smallest=jnp.minimum(sums.smallest, found.smallest),
         largest=jnp.maximum(sums.largest, found.largest),
         exhausted=sums.exhausted & found.exhausted,
-        evidence=worse(sums.evidence, evidence_of(krylov.size, skew=skew)),
+        evidence=worse(sums.evidence, evidence),
         solve=panel.solve,
         kept=kept,
     )
