@@ -218,8 +218,7 @@ def _jvp(primitive, primals, tangents, *, params):
     if moving:
         moved = tuple(tangents[i] for i in moving)
         operands = (tuple(primals), moved, weights)
-        tangent = _compiled(_tangent, (with_weights, moving, False), *operands)
-        values_t = jtu.tree_leaves(tangent)
+        values_t = jtu.tree_leaves(_compiled(_tangent, (with_weights, moving, False), *operands))
         # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
         # whose transpose is NaN as well), whatever the weights of a failed estimate are.
         for i, (x, t) in enumerate(zip(outputs, values_t, strict=False)):

@@ -175,7 +175,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
             vectors=matmul(s.T.astype(block.dtype), krylov.basis[:, :, 0]),
             residuals=krylov.residual * jnp.abs(s[-1]),
             bounds=bounds(krylov, values, block.eps, -2 * math.log(least)),
-            evidence=krylov.hermitian_evidence(block.eps),
+            evidence=krylov.evidence(block.eps),
         )
 
     def exact(self, operator):

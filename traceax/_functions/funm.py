@@ -322,7 +322,7 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps, masses > 0)
         std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
-        evidence = worse(krylov.hermitian_evidence(eps), Evidence(outside=~all_finite(changes)))
+        evidence = worse(krylov.evidence(eps), Evidence(outside=~all_finite(changes)))
         least = 0.0
         missing = jnp.zeros_like(value)
         if self.jumps:  # as far as n is a measure of a count

@@ -307,7 +307,6 @@ def schatten_norm(
         roots = [unit * power_of(found.value + x, 1 / p) for x in (error, -error)]
         return lax.stop_gradient(jnp.maximum(roots[0] - value, value - roots[1]))
 
-    error = root_error(jnp.asarray(found.quadrature_error))
-    given = found, value, root_error(found.std_err)
+    errors = [root_error(jnp.asarray(x)) for x in (found.std_err, found.quadrature_error)]
     spent = products * found.num_matvecs + 1
-    return transformed(*given, quadrature_error=error, num_matvecs=spent)
+    return transformed(found, value, errors[0], quadrature_error=errors[1], num_matvecs=spent)

@@ -50,15 +50,13 @@ class Lanczos(NamedTuple):
         """A positive number that no |alpha| and no beta exceeds, if all are finite."""
         return scale_of(self.size[:, None], axis=1)
 
-    @property
-    def evidence(self) -> Evidence:
-        """If any of the numbers is NaN or inf, the largest is."""
-        return evidence_of(self.size)
-
-    def hermitian_evidence(self, eps: float) -> Evidence:
-        """The evidence, that A^H != A included. `eps` is the relative precision of a product."""
-        n = self.basis.shape[1]
-        return evidence_of(self.size, skew=skew_of(jnp.max(self.skew), jnp.max(self.size), n, eps))
+    def evidence(self, eps: float, top: Array | float = 0.0) -> Evidence:
+        """Whether the numbers are finite (the largest is), and those of an A^H = A. `eps` is the
+        precision of products, relative to A or to `top`, the unit of their rounding errors.
+        """
+        size = jnp.maximum(jnp.max(self.size), top)
+        skew = skew_of(jnp.max(self.skew), size, self.basis.shape[1], eps)
+        return evidence_of(self.size, skew=skew)
 
 
 def largest_ritz_value(krylov: Lanczos) -> Real[Array, ""]:

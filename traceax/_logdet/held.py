@@ -148,7 +148,7 @@ def held_estimate(
         parts = masses[:p], values[:p], n, None, jnp.iscomplexobj(y)
         _, std_err, dof = mean_and_error(*parts)
     largest = jnp.max(nodes)
-    seen = built.evidence, krylov.evidence
+    seen = built.evidence, krylov.evidence(block.eps, factors.top)
     rounding, evidence = rounding_of(factors, smallest, largest, block.eps, *seen)
     stats = {"condition": largest / smallest}
     counts = k - k % q, dof, evidence

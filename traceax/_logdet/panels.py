@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any, nothing_like
-from .._core.estimate import Evidence, evidence_of, skew_of, worse
+from .._core.estimate import Evidence, worse
 from .._core.precision import einsum
 from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
 from .._linalg.lanczos import Lanczos, tridiagonal
@@ -242,8 +242,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
     """The sums with the quadrature, errors and bases of a panel."""
     krylov = panel.recurrences()
     # Products with A have rounding errors in the unit of P.
-    size = jnp.maximum(jnp.max(krylov.size), sampling.factors.top)
-    skew = skew_of(jnp.max(krylov.skew), size, len(z), sampling.block.eps)
+    evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
     # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
     error = jnp.where(sums.panels == 0, panel.error, sums.error)
     if sampling.inverse:
@@ -259,7 +258,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
         steps=panel.steps,
         probes=jtu.tree_map(partial(put, at=sums.drawn, axis=0), sums.probes, panel.probes),
         error=error,
-        evidence=worse(sums.evidence, evidence_of(krylov.size, skew=skew)),
+        evidence=worse(sums.evidence, evidence),
         kept=kept,
         solve=panel.solve,
     )

@@ -24,7 +24,7 @@ from .factors import no_preconditioner
 from .low_rank import LowRank, Sketch
 from .preconditioners import KernelPreconditioner, Preparation, knows_entries
 
-#: A smaller budget is not divided.
+#: A smaller budget is not divided, nor one of twice as many for an inverse (more probes).
 SMALLEST = 12
 
 
@@ -37,7 +37,7 @@ def preparation_for(
 ) -> Preparation:
     """The preconditioner of a call with the budget k."""
     if isinstance(preconditioner, str):
-        if not knows_entries(operator) and k >= SMALLEST:
+        if not knows_entries(operator) and k >= SMALLEST * (2 if inverse else 1):
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None
     if preconditioner is None:

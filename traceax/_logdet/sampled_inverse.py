@@ -101,7 +101,7 @@ class SampledInverseEstimator(AbstractEstimator):
         missed = jnp.mean(residual * (residual / smallest))
         error = entries_truncation_error(means, jnp.all(krylov.exhausted))
         error = jnp.maximum(error, missed / n / jnp.square(root))
-        evidence = worse(krylov.evidence, Evidence(outside=lost))
+        evidence = worse(krylov.evidence(block.eps), Evidence(outside=lost))
         estimate = quadrature_estimate(value, error, std_err, p * q, (p + 2) / 5, evidence)
         if not weights:
             return estimate, None
