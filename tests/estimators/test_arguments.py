@@ -34,11 +34,9 @@ def refused(error, match, *arguments, calls=CALLS, **options):
 BCOO = sparse.BCOO((np.ones(N), np.arange(2 * N).reshape(N, 2) // 2), shape=(N, N))
 NOT_AN_OPERATOR = [
     (jnp.asarray(MATRIX), "lineax.MatrixLinearOperator"),
-    (MATRIX.tolist(), "lineax.MatrixLinearOperator"),
     (lambda v: 2.0 * v, "lineax.FunctionLinearOperator"),
     (scipy.sparse.coo_matrix(MATRIX), "traceax.SparseLinearOperator"),
     (BCOO, "traceax.SparseLinearOperator"),
-    (None, "lineax.MatrixLinearOperator"),
 ]
 
 

@@ -12,7 +12,7 @@ import traceax as tr
 from benchmarks.common import eight_spectra, with_eigenvalues
 
 from .. import reference
-from ..helpers import PROBED, PSD, keys, spectra, with_spectrum
+from ..helpers import PROBED, PSD, drawn, keys, over_keys, spectra, with_spectrum
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +33,8 @@ METHODS = {
 def published(method, k, name, n, count):
     """The samples of the published algorithm for each key, on probes of the same distribution."""
     algorithm, matvecs = METHODS[method]
-    sample = jax.jit(lambda key: tr.SphereSampler().probes(key, n, k // matvecs, np.dtype(float)))
-    return np.stack([algorithm(matrix(name, n), np.asarray(sample(key))) for key in keys(count)])
+    sets = [drawn(tr.SphereSampler(), key, n, k // matvecs) for key in keys(count)]
+    return np.stack([algorithm(matrix(name, n), omega) for omega in sets])
 
 
 @pytest.mark.parametrize("k", [20, 100, 300])
@@ -144,8 +144,7 @@ def test_derivative_in_the_length_scale_of_a_kernel():
             kernel = jnp.exp(-squares / (2 * length**2)) + 0.01 * jnp.eye(500)
             return tr.trace(key, lx.MatrixLinearOperator(kernel, PSD), 60, estimator).value
 
-        run = jax.jit(lambda keys: jax.lax.map(partial(jax.grad(value), 0.3), keys))
-        return np.asarray(run(keys(60)))
+        return over_keys(60, partial(jax.grad(value), 0.3))
 
     xtrace, hutchinson = (derivatives(PROBED[name]) for name in ("xtrace", "hutchinson"))
     # The diagonal of K is constant, so the exact derivative is 0: |mean| < 4 standard errors.

@@ -15,6 +15,7 @@ import traceax as tr
 from traceax._logdet.run import budget_or_all
 
 from ..helpers import PSD, by_products, keys, over_keys
+from .test_logdet import shifted
 
 N, K = 250, 30
 X = np.random.default_rng(0).uniform(size=(N, 2))
@@ -97,29 +98,17 @@ def test_exact_values_state_their_rounding(length, noise):
     assert solution.result == tr.RESULTS.successful
 
 
-def noisy(rank=20, noise=0.01):
-    """A matrix of low rank with the noise inside."""
-    f = np.random.default_rng(3).standard_normal((N, rank))
-    return f @ f.T + noise * np.eye(N)
-
-
-def alone(matrix):
-    return lx.MatrixLinearOperator(matrix, PSD)
-
-
 @pytest.mark.parametrize("jitter", [None, 1e-7])
 def test_noise_inside_of_the_matrix_is_found(jitter):
     """Alone, or next to a known term that is far smaller."""
-    matrix, K = noisy(), alone(noisy())
-    if jitter is not None:
-        K = K + jitter * lx.IdentityLinearOperator(K.in_structure())
-        matrix = matrix + jitter * np.eye(N)
-    run = jax.jit(lambda key: tr.logdet(key, K, 30, fallback=None))
-    solution = jax.device_get(run(jr.key(0)))
-    assert solution.result == tr.RESULTS.successful
-    assert solution.stats["columns"] > 20
-    bar = 3 * solution.std_err + solution.quadrature_error
-    assert abs(solution.value - np.linalg.slogdet(matrix)[1]) <= bar < 0.3
+    f = np.random.default_rng(3).standard_normal((N, 20))
+    matrix = f @ f.T + 0.01 * np.eye(N)
+    operator = lx.MatrixLinearOperator(matrix, PSD) if jitter is None else shifted(matrix, jitter)
+    found = jax.jit(lambda key: tr.logdet(key, operator, 30, fallback=None))(jr.key(0))
+    assert found.result == tr.RESULTS.successful
+    assert found.stats["columns"] > 20
+    truth = np.linalg.slogdet(matrix + (jitter or 0) * np.eye(N))[1]
+    assert abs(found.value - truth) <= 3 * found.std_err + found.quadrature_error < 0.3
 
 
 @pytest.mark.slow
@@ -136,7 +125,8 @@ def test_values_and_derivatives_with_noise_inside_are_unbiased(kind):
     @jax.jit
     def run(key):
         def value(s):
-            solution = tr.logdet(key, alone(matrix + s * jnp.eye(N)), 60, fallback=None)
+            operator = lx.MatrixLinearOperator(matrix + s * jnp.eye(N), PSD)
+            solution = tr.logdet(key, operator, 60, fallback=None)
             return solution.value, solution
 
         (_, solution), slope = jax.value_and_grad(value, has_aux=True)(jnp.zeros(()))
@@ -161,9 +151,7 @@ def test_noise_that_exceeds_the_kernel():
 
     @jax.jit
     def run(s, key):
-        kernel = lx.MatrixLinearOperator(s * matrix, PSD)
-        operator = kernel + s * lx.IdentityLinearOperator(kernel.in_structure())
-        solution = tr.logdet(key, operator, K, fallback=None)
+        solution = tr.logdet(key, shifted(s * matrix, s), K, fallback=None)
         return solution.value, 3 * solution.std_err + solution.quadrature_error, solution.result
 
     for s in 10.0 ** np.arange(-2, 7):
@@ -182,11 +170,9 @@ def test_close_points_among_isolated_ones_get_longer_recurrences():
     x = np.random.default_rng(2).uniform(size=(n, 2))
     matrix = 2 * np.exp(-np.sum((x[:, None] - x) ** 2, axis=-1) / (2 * 0.01**2))
     truth = np.linalg.slogdet(matrix + 0.05 * np.eye(n))[1]
-    kernel = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD)
-    operator = kernel + 0.05 * lx.IdentityLinearOperator(kernel.in_structure())
 
     def run(key):
-        solution = tr.logdet(key, operator, 60, fallback=None)
+        solution = tr.logdet(key, shifted(matrix, 0.05), 60, fallback=None)
         failed = solution.result != tr.RESULTS.successful
         return solution.value, 2 * solution.std_err + solution.quadrature_error, failed
 

@@ -152,8 +152,6 @@ def test_exact_with_n_products_or_with_entries(dtype, make):
     functions = tr.inverse_diagonal, tr.inverse_trace
     diagonal, trace = jax.jit(lambda key: [fn(key, operator, k) for fn in functions])(jr.key(0))
     eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(diagonal.value, np.diag(inverse).real, rtol=2e3 * eps)
-    np.testing.assert_allclose(trace.value, np.trace(inverse).real, rtol=2e3 * eps)
     for solution, truth in ((diagonal, np.diag(inverse).real), (trace, np.trace(inverse).real)):
         assert np.all(np.asarray(solution.std_err) == 0)
         errors = np.abs(np.asarray(solution.value, np.float64) - truth)

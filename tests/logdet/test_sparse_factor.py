@@ -12,43 +12,31 @@ import pytest
 
 import traceax as tr
 from traceax._core.precision import any_promotion
-from traceax._logdet.sparse_factor import neighbours, prepare, sparse_factors
+from traceax._logdet.sparse_factor import neighbours, sparse_factors
 from traceax._operators.known_parts import submatrices
 
 from ..helpers import PSD, keys, with_spectrum
 
-N, RANK, M = 70, 9, 5
+N, RANK = 70, 9
 
 
-def prepared(operator, rank=RANK, m=M, key=0):
-    with any_promotion():
-        return eqx.filter_jit(lambda key, operator: prepare(key, operator, rank, m))(
-            jr.key(key), operator
-        )[0]
-
-
-def positive(dtype):
-    """A dense matrix whose entries tell who is near to whom, and noise that differs."""
+def problem():
+    """A dense matrix whose entries tell who is near to whom, noise that differs, and the sum."""
     points = np.random.default_rng(0).uniform(size=(N, 2))
-    phases = np.exp(2j * points[:, 0]) if dtype == np.complex128 else np.ones(N)
+    phases = np.exp(2j * points[:, 0])
     distance = np.linalg.norm(points[:, None] - points, axis=2)
-    kernel = (phases[:, None] * np.exp(-distance / 0.5) * phases.conj()).astype(dtype)
-    return kernel, np.random.default_rng(1).uniform(0.01, 0.1, N)
-
-
-def operator_of(kernel, noise):
-    diagonal = lx.DiagonalLinearOperator(jnp.asarray(noise.astype(kernel.dtype)))
-    return lx.MatrixLinearOperator(jnp.asarray(kernel), PSD) + diagonal
+    kernel = phases[:, None] * np.exp(-distance / 0.5) * phases.conj()
+    noise = np.random.default_rng(1).uniform(0.01, 0.1, N).astype(complex)
+    operator = lx.MatrixLinearOperator(jnp.asarray(kernel), PSD)
+    return kernel, noise, operator + lx.DiagonalLinearOperator(jnp.asarray(noise))
 
 
 def test_the_factors_are_those_of_loops():
     """L column by column, P^{-1} from Woodbury's formula, W, log det P, and <P^{-1}, A>."""
     dtype = np.complex128
-    kernel, noise = positive(dtype)
+    kernel, noise, operator = problem()
     a = kernel + np.diag(noise)
-    operator = operator_of(kernel, noise)
-    found = prepared(operator)
-    factors = found.factors
+    factors = tr.KernelPreconditioner(RANK, 5).build(jr.key(0), operator).factors
     sets, values = np.asarray(factors.sets), np.asarray(factors.values)
     lower = np.zeros((N, N), dtype)
     np.add.at(lower, (sets, np.arange(N)[:, None]), values)
@@ -114,8 +102,8 @@ def test_neighbours_are_those_that_correlate_most():
 
 def test_it_is_exact_where_the_inverse_is_sparse():
     """With all neighbours P is A; a Markov chain has two in any order that keeps them."""
-    kernel, noise = positive(np.float64)
-    found = prepared(operator_of(kernel, noise), RANK, N - 1)
+    kernel, noise, operator = problem()
+    found = tr.KernelPreconditioner(RANK, N - 1).build(jr.key(0), operator)
     truth = np.linalg.slogdet(kernel + np.diag(noise))[1]
     np.testing.assert_allclose(found.factors.log_det, truth, rtol=1e-8)
 
