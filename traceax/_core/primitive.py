@@ -216,8 +216,7 @@ def _jvp(primitive, primals, tangents, *, params):
     outputs_t: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
     count = len(jtu.tree_leaves(estimate))
     if moving:
-        moved = tuple(tangents[i] for i in moving)
-        operands = (tuple(primals), moved, weights)
+        operands = (tuple(primals), tuple(tangents[i] for i in moving), weights)
         values_t = jtu.tree_leaves(_compiled(_tangent, (with_weights, moving, False), *operands))
         # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
         # whose transpose is NaN as well), whatever the weights of a failed estimate are.

@@ -14,7 +14,7 @@ from .estimate import Estimate, all_finite
 class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """The outcomes of an estimate: compare with `solution.result == tr.RESULTS.successful`.
 
-    `RESULTS[solution.result]` is the message.
+    `RESULTS[solution.result]` is the message, empty on success.
     """
 
     nonfinite_operator = (
