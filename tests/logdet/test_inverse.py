@@ -104,7 +104,7 @@ def test_the_identity_on_the_same_vectors(make, dtype, fn, seed):
     # a below the eigenvalues of M, as the shift (K + s I) gives.
     forms = [(r.conj() @ np.linalg.solve(m, r)).real for r in residuals]
     assert missed > 0
-    if hidden:  # P has the least eigenvalue mu, and a = s / mu
+    if make is hidden:  # P has the least eigenvalue mu, and a = s / mu
         sizes = np.sum(np.square(np.abs(residuals)), axis=1)
         bound = np.mean(sizes) / (NOISE * np.linalg.norm(inverse_root, 2) ** 2)
         np.testing.assert_allclose(missed, bound, rtol=1e-6)
