@@ -172,6 +172,5 @@ def test_names_of_extend_are_documented():
         value = getattr(tre, name)
         doc = inspect.getdoc(value) or ""
         assert len(doc) > 40, name
-        assert f"`traceax.extend.{name}`" in (ROOT / "docs" / "api.md").read_text(), name
         assert not inspect.isfunction(inspect.unwrap(value)) or "**Arguments:**" in doc, name
         assert f"::: traceax.extend.{name}\n" in pages or f"::: traceax.{name}\n" in pages, name
