@@ -203,9 +203,10 @@ def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
 def flat_part(
     key: PRNGKeyArray, columns_of: Callable[[Array], Array], n: int, eps: float
 ) -> Real[Array, ""]:
-    """The noise inside of a matrix, 0 if none is seen: lambda - r, if r <= lambda / 2. lambda and w
+    """The noise inside of a matrix, 0 if none is seen: lambda - 2 r, if it is positive. lambda and w
     are the smallest eigenpair of a principal submatrix C[P] of columns C, a Ritz pair on unit
-    vectors, and r = ||C w - lambda w_P|| its residual.
+    vectors, and r = ||C w - lambda w_P|| its residual. (An eigenvalue is within r of lambda, and
+    the smallest may be below.)
     """
     m = max(1, min(n // 4, 96))  # one in each of m equal parts of all indices
     places = jax.random.uniform(numbered(key, n + 1), (m,)) * (n // m)
@@ -218,7 +219,7 @@ def flat_part(
     inside = jnp.zeros((n, 1), found.dtype).at[chosen].set(smallest.astype(found.dtype) * vector)
     size = jnp.sqrt(square_norms(matmul(found, vector) - inside))[0]  # r
     counts = (smallest > 16 * eps * jnp.maximum(values[-1], 0)) & (size <= smallest / 2)
-    return jnp.where(counts, smallest - size, 0)
+    return jnp.where(counts, smallest - 2 * size, 0)
 
 
 def prepare(
