@@ -203,7 +203,7 @@ def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
 def flat_part(
     key: PRNGKeyArray, columns_of: Callable[[Array], Array], n: int, eps: float
 ) -> Real[Array, ""]:
-    """The noise inside of a matrix, 0 if none is seen: lambda - 2 r, if that is positive. lambda and
+    """The noise inside of a matrix, 0 if none is seen: lambda - 2 r, where positive. lambda and
     w are the smallest eigenpair of a principal submatrix C[P] of columns C, a Ritz pair on unit
     vectors, and r = ||C w - lambda w_P|| its residual. (An eigenvalue is within r of lambda, and
     the smallest may be below.)
