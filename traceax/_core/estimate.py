@@ -51,7 +51,13 @@ class Evidence(eqx.Module):
 
 
 def evidence_of(*products: Array, **numbers: Any) -> Evidence:
-    """The evidence of products with an operator, whether they are finite; and further fields."""
+    """The evidence of products with an operator: whether they are finite.
+
+    **Arguments:**
+
+    - `*products`: arrays, such as all products with the operator.
+    - `**numbers`: further fields of the evidence.
+    """
     return Evidence(nonfinite=~all_finite(*products), **numbers)
 
 
@@ -165,8 +171,12 @@ def rounding_of(size: Array, eps: Array | float) -> Array:
     """The standard error that rounding adds to an estimate of an operator of this size.
 
     Rounding errors add up like random numbers: half the `eps` of a product, and 7.75 times that of
-    the working precision for the algebra, whatever n and k are. The size is ||A||_F for a trace,
-    and for the entries of a diagonal the norms of the rows of A.
+    the working precision for the algebra, whatever n and k are.
+
+    **Arguments:**
+
+    - `size`: ||A||_F for a trace; for the entries of a diagonal the norms of the rows of A.
+    - `eps`: the relative precision of a product.
     """
     return (eps / 2 + 7.75 * float(jnp.finfo(size.dtype).eps)) * size
 
@@ -177,13 +187,23 @@ def rounding_unit(eps: float, dtype: Any) -> float:
 
 
 def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
-    """The Euclidean norm of all numbers in a PyTree; squares neither over- nor underflow."""
+    """The Euclidean norm of all numbers in a value or its error; squares neither over- nor
+    underflow.
+
+    **Arguments:**
+
+    - `value`: an array, or a PyTree of arrays.
+    """
     return safe_norm(jnp.stack([safe_norm(x.reshape(-1)) for x in jtu.tree_leaves(value)]))
 
 
 def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
-    """The mean of m independent samples (along the last axis) and its standard error, s / sqrt(m),
+    """The mean of independent samples (along the last axis) and its standard error, s / sqrt(m),
     where s^2 is the unbiased sample variance; inf for one sample.
+
+    **Arguments:**
+
+    - `samples`: an array of shape `(..., m)`, real or complex.
     """
     m = samples.shape[-1]
     mean = jnp.mean(samples, axis=-1)

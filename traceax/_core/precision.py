@@ -14,7 +14,12 @@ from jaxtyping import Array
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """`jax.numpy.matmul` in full precision, whatever the user's default is."""
+    """The product of two matrices (or stacks) in full precision, whatever the user's default is.
+
+    **Arguments:**
+
+    - `a`, `b`: arrays, as of `jax.numpy.matmul`.
+    """
     # A real matrix multiplies two real ones: far faster on CPUs than two complex matrices.
     if jnp.iscomplexobj(b) and not jnp.iscomplexobj(a):
         return lax.complex(matmul(a, b.real), matmul(a, b.imag))

@@ -108,6 +108,10 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
 
     A class of operators that knows its diagonal alone registers a function:
     `traceax.extend.stored_diagonal.register(Class)(function)`.
+
+    **Arguments:**
+
+    - `operator`: a lineax operator with n rows and columns.
     """
     n = operator.in_size()
     if is_tagged(lx.has_unit_diagonal, operator):

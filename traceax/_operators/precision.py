@@ -104,6 +104,10 @@ def product_precision(operator: Any) -> float:
     It is that of half precision inside of functions, and what a class of operators registers with
     `traceax.extend.product_precision.register(Class)(function)`. Errors contain it, and checks of
     symmetry allow for it.
+
+    **Arguments:**
+
+    - `operator`: the operator.
     """
     return max(map(product_precision, parts_of(operator)), default=0.0)
 

@@ -55,7 +55,12 @@ def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite."""
+    """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite.
+
+    **Arguments:**
+
+    - `operator`: the operator.
+    """
     if semidefinite_sign(operator) != 0:
         return True
     return not is_complex(operator) and is_tagged(lx.is_symmetric, operator)

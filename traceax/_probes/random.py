@@ -26,6 +26,15 @@ def numbered(key: PRNGKeyArray, number: int | Int[Array, ""]) -> PRNGKeyArray:
 
     It differs from all the keys of `split`. (`jax.random.fold_in(key, j)` is the j-th of those: a
     function that folds the key, and another that splits it, would draw the same probes.)
+
+    **Arguments:**
+
+    - `key`: a JAX random key.
+    - `number`: the number of the item, from 0 to 2^31 - 1.
+
+    **Returns:**
+
+    A key.
     """
     return jr.fold_in(key, jnp.asarray(number).astype(np.uint32) | np.uint32(2**31))
 
