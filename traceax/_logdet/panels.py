@@ -255,7 +255,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
         drawn=sums.drawn + count,
         spent=sums.spent + panel.steps * count,
         panels=sums.panels + 1,
-        steps=panel.steps,
+        steps=jnp.where(sums.panels == 0, panel.steps, sums.steps),
         probes=jtu.tree_map(partial(put, at=sums.drawn, axis=0), sums.probes, panel.probes),
         error=error,
         evidence=worse(sums.evidence, evidence),
