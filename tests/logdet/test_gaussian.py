@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
+from traceax._logdet.run import Policy, run_of
 
-from ..helpers import PSD, keys
+from ..helpers import PSD, keys, over_keys, with_spectrum
 from .test_logdet import N, decaying, distances, matern32, shifted
 
 FIXED = NystromPreconditioner(rank=38)
@@ -260,3 +261,18 @@ def test_observations_that_are_missing():
     y = np.full_like(observations(N), np.nan)
     missing = gaussian_log_density(jr.key(0), y, shifted(decaying(), 0.1), N)
     assert missing.result == RESULTS.outside_domain
+
+
+def test_all_probes_take_as_many_steps():
+    """Also those that follow a panel which the end of the solve has cut short."""
+    matrix = with_spectrum(np.random.default_rng(0), np.linspace(1, 30, 200))
+    operator = shifted(jnp.asarray(matrix), 0.1)
+    solve = {"y": jnp.asarray(observations(200)[:, None]), "most_solve": 19}
+
+    def nodes_in_use(key):
+        probes = run_of(key, operator, 80, Policy(None), weights=False, **solve).sums.probes
+        return jnp.sum(probes.masses > 0, axis=1)
+
+    with jax.numpy_dtype_promotion("standard"):
+        for steps in over_keys(10, nodes_in_use):
+            assert len(set(steps) - {0}) == 1
