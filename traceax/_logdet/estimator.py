@@ -82,19 +82,18 @@ def estimate_of(
     return quadrature_estimate(known + sampled, error, std_err, *counts, least=1.0, **more)
 
 
+def rounding_in(run: Run) -> tuple[Array, Evidence]:
+    """Returns what `rounding_of` does, for a run."""
+    ends = run.sums.probes.smallest, run.sums.probes.largest
+    seen = run.built.evidence, run.sums.evidence
+    return rounding_of(run.built.factors, *ends, run.sampling.block.eps, *seen)
+
+
 def estimate_from(run: Run) -> Estimate:
     """The log-determinant and its errors, from the sums of a run."""
     factors = run.built.factors
-    probes = run.sums.probes
-    rounding, evidence = rounding_of(
-        factors,
-        probes.smallest,
-        probes.largest,
-        run.sampling.block.eps,
-        run.built.evidence,
-        run.sums.evidence,
-    )
-    value, std_err, dof = run.sampling.sum_over(probes)
+    rounding, evidence = rounding_in(run)
+    value, std_err, dof = run.sampling.sum_over(run.sums.probes)
     error = len(factors.basis) * run.sums.error
     counts = run.spent, dof, evidence
     return estimate_of(factors, value, error, rounding, std_err, *counts, stats=run.stats)

@@ -46,7 +46,7 @@ from .._functions.quadrature_error import (
 )
 from .._operators.block_operator import unflatten
 from .._operators.known_parts import has_entries, split_shift
-from .estimator import exact_inverse, rounding_of
+from .estimator import exact_inverse, rounding_in
 from .preconditioners import AbstractPreconditioner
 from .run import Policy, policy_of, run_of
 from .sampled_inverse import SampledInverseEstimator
@@ -86,9 +86,7 @@ class InverseEstimator(AbstractEstimator):
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use
         known = factors.inverse_diagonal()
         std_err, of_sum = entries_std_err(samples[0], p)
-        ends = sums.probes.smallest, sums.probes.largest
-        seen = run.built.evidence, sums.evidence
-        rounding, evidence = rounding_of(factors, *ends, run.sampling.block.eps, *seen)
+        rounding, evidence = rounding_in(run)
         missed = n * sums.error
         means = jnp.sum(samples, axis=1) / p
         if self.of_trace:

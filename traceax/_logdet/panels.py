@@ -145,7 +145,7 @@ class Sampling(NamedTuple):
         return max(1, min(self.k // self.first, self.block.n, MOST_STEPS))
 
     @property
-    def drawn(self) -> int:
+    def most_probes(self) -> int:
         """The largest number of probes in all panels."""
         return max(self.first, self.k // 3)
 
@@ -156,13 +156,19 @@ class Sampling(NamedTuple):
             return sum_of_inverses(probes, n)
         return sum_of_logarithms(probes, n, jnp.issubdtype(self.block.dtype, jnp.complexfloating))
 
+    def solves(self, solve: Solve | None) -> Bool[Array, ""]:
+        """Whether there is a solve, and it goes on."""
+        if solve is None:
+            return jnp.array(False)
+        return jnp.any(goes_on(solve, self.most_solve))
+
     def number_of_probes(self, sums: Sums) -> Int[Array, ""]:
         """The number of probes of the next panel; 0 if there is none."""
         left = self.left - sums.spent
         # Logarithms want depth first, inverses several probes, whose scatter alone tells their
         # error.
         few = jnp.maximum(jnp.minimum(self.first, left // (4 if self.inverse else 6)), 1)
-        rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), self.drawn - sums.drawn)
+        rest = jnp.minimum(left // jnp.maximum(sums.steps, 1), self.most_probes - sums.drawn)
         return jnp.where(sums.panels == 0, few, jnp.clip(rest, 0, self.width))
 
 
@@ -211,16 +217,15 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     count = sampling.number_of_probes(sums)
     active = jnp.arange(sampling.width) < count
     sampler = RademacherSampler() if sampling.inverse else SphereSampler()
-    drawn = sampler.probes(numbered(key, sums.panels), n, sampling.width, sampling.block.dtype)
-    omega = jnp.where(active, drawn, 0)
+    omega = sampler.probes(numbered(key, sums.panels), n, sampling.width, sampling.block.dtype)
+    omega = jnp.where(active, omega, 0)
     z = sampling.factors.inverse_root(omega) if sampling.inverse else omega
     lengths = jnp.square(jnp.linalg.norm(z, axis=0)) / n
 
     def step(panel: Panel) -> Panel:
         panel = stepped(sampling, panel)
         last = panel.steps >= jnp.where(pilot, sampling.steps, sums.steps)
-        if panel.solve is not None:
-            last |= (count == 0) & ~jnp.any(goes_on(panel.solve, sampling.most_solve))
+        last |= (count == 0) & ~sampling.solves(panel.solve)
         now = partial(assessed, sampling, panel, left, lengths)
         panel = if_any(pilot | last, now, panel)
         return panel._replace(ends=last | (panel.ends & pilot))
@@ -269,7 +274,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
     block = sampling.block
     real = jnp.finfo(block.dtype).dtype
     none = jnp.zeros((), jnp.int32)
-    room = sampling.drawn + sampling.width
+    room = sampling.most_probes + sampling.width
     starts = jnp.zeros((block.n, room), block.dtype)
     kept = None
     if sampling.inverse:
@@ -284,10 +289,10 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
 
     def more(sums: Sums) -> Array:
         wanted = sampling.number_of_probes(sums) > 0
-        solving = solve is not None and jnp.any(goes_on(sums.solve, sampling.most_solve))
         if sampling.allowed is not None:
             value, std_err, _ = sampling.sum_over(sums.probes)
             wanted &= ~(2 * std_err <= sampling.allowed(value))
-        return (wanted | solving | (sums.panels == 0)) & ~sums.evidence.fails
+        wanted |= sampling.solves(sums.solve) | (sums.panels == 0)
+        return wanted & ~sums.evidence.fails
 
     return lax.while_loop(more, lambda sums: one_panel(key, sampling, sums), sums)
