@@ -138,7 +138,9 @@ def _diagonal(
 def _logdet(
     options: argparse.Namespace, key: Any, operator: lx.AbstractLinearOperator
 ) -> _Question:
-    """A log-determinant, or a curve of them over several shifts from the same products."""
+    """A log-determinant, or a curve of them for A + s I from the same products, where A itself need
+    not be definite.
+    """
     if options.shift:
         operator = operator + options.shift * lx.IdentityLinearOperator(operator.in_structure())
     preconditioner = _PRECONDITIONERS[options.preconditioner]

@@ -322,16 +322,17 @@ def _check_transforms(subject, _: int) -> None:
 # --------------------------------------------------------------------------- dtypes, and the rest
 
 
-def _check_near(subject, operator, matrix, k: int, what: str, slack: float) -> Any:
-    """The value and its standard error; the value must be within ten standard errors of exact (of
-    a diagonal in the norm: of many entries with few samples each, one may be further off).
+def _check_near(subject, operator, matrix, k: int, what: str, rounding: float) -> Any:
+    """The value and its standard error (inf for one sample). The value must be exact to ten
+    standard errors, which few samples may underrate, and `rounding` for each entry; a diagonal in
+    the norm, since one of many entries may be further off.
     """
     solution = jax.jit(lambda key: subject.solve(key, operator, k))(jr.key(3))
     value, std_err = (np.asarray(_flat(x)) for x in (solution.value, solution.std_err))
     finite = np.isfinite(value).all() and not np.isnan(std_err).any()
     subject.require(finite, f"{what}: the value is not finite, or the standard error is NaN")
     apart = np.linalg.norm(value - subject.truth(matrix))
-    within = apart <= 10 * np.linalg.norm(std_err) + slack * math.sqrt(value.size)
+    within = apart <= 10 * np.linalg.norm(std_err) + rounding * math.sqrt(value.size)
     subject.require(within, f"{what}: the value is off", f"by {apart:.2g}")
     return value, std_err
 
@@ -347,8 +348,8 @@ def _check_dtypes(subject, k: int) -> None:
             continue
         name = np.dtype(dtype).name
         exact = np.asarray(matrix.astype(np.float32 if dtype == jnp.bfloat16 else dtype))
-        slack = 80 * float(jnp.finfo(dtype).eps) * k
-        value, std_err = _check_near(subject, operator, exact, k, name, slack)
+        rounding = 80 * float(jnp.finfo(dtype).eps) * k
+        value, std_err = _check_near(subject, operator, exact, k, name, rounding)
         right = value.dtype == np.real(exact).dtype  # a semidefinite matrix has a real diagonal
         subject.require(right, f"{name}: the dtype of the value is wrong", str(value.dtype))
         subject.require(np.isrealobj(std_err), f"{name}: the standard error is complex")
@@ -401,9 +402,9 @@ def _check_degenerate(subject, k: int) -> None:
     n = 2 * k
     for rank in (2, 0):
         matrix = _matrix(np.where(np.arange(n) < rank, 1.0, 0.0))
-        slack = 10 * float(jnp.finfo(matrix.dtype).eps) ** 0.5
+        rounding = 10 * float(jnp.finfo(matrix.dtype).eps) ** 0.5
         operator = _by_products(matrix, _PSD)
-        _check_near(subject, operator, matrix, k, f"an operator of rank {rank}", slack)
+        _check_near(subject, operator, matrix, k, f"an operator of rank {rank}", rounding)
     operator = _by_products(_spread(n).at[1, 2].set(jnp.nan), _PSD)
     solution = subject.solve(jr.key(4), operator, k)
     said = solution.result == RESULTS.nonfinite_operator

@@ -149,7 +149,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
     their errors, and `aux` is (vectors of shape `(num, n)`, residuals, the two bounds).
     """
 
-    start: Inexact[Array, " n"] | None
+    start: Inexact[Array, " n"] | None  # of norm 1, or 0
     num: int = eqx.field(static=True)
     which: Which = eqx.field(static=True)
 

@@ -129,7 +129,7 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
                 raise
             raise TypeError(f"{_HOLOMORPHIC} With one, it fails: {error}") from error
         if holomorphic != jnp.issubdtype(value.dtype, jnp.complexfloating):
-            what = _HOLOMORPHIC if holomorphic else "fn must have real values, or no tag."
+            what = _HOLOMORPHIC if holomorphic else "With a tag, fn must have real values."
             raise TypeError(f"{what} Its values have the dtype {value.dtype}.")
         if scalar and value.shape != ():
             raise ValueError(

@@ -30,8 +30,9 @@ Product = Callable[[Inexact[Array, "n p"]], Inexact[Array, "n p"]]
 class Arnoldi(NamedTuple):
     """The Krylov spaces of p probes after q steps.
 
-    If the space of a probe is exhausted after m < q steps, `hessenberg[m, m-1]` is exactly 0, and
-    so are all vectors, and all columns of `hessenberg`, of later steps.
+    If the space of a probe is exhausted after m < q steps, and nothing fresh continues it,
+    `hessenberg[m, m-1]` is exactly 0, and so are all vectors, and all columns of `hessenberg`, of
+    later steps.
     """
 
     basis: Inexact[Array, "p q n"]  # orthonormal for each probe, as rows
@@ -139,10 +140,10 @@ def arnoldi(
     start: Inexact[Array, "n p"],
     num_steps: int,
     eps: float,
-    fresh: Callable[[Array, Array], Inexact[Array, "p n"]] | None = None,
+    fresh: Callable[[Array, Array], Inexact[Array, "1 n"]] | None = None,
 ) -> Arnoldi:
-    """Advance the recurrences of all probes together, one block product per step. `fresh(j, basis)`
-    returns the vectors that continue exhausted spaces.
+    """Advance the recurrences of all probes together, one block product per step. For a single
+    probe (p = 1), `fresh(j, basis)` returns the vector that continues an exhausted space.
 
     A space counts as exhausted when the part of a product outside of it is no larger than the
     rounding errors of the product. (A few steps too many do no harm: the directions that rounding
@@ -157,8 +158,7 @@ def arnoldi(
         if fresh is None:
             return krylov
         more = partial(fresh, j, krylov.basis)
-        exhausted = jnp.any(krylov.residual == 0)
-        return krylov._replace(following=if_any(exhausted, more, krylov.following))
+        return krylov._replace(following=if_any(krylov.exhausted[0], more, krylov.following))
 
     # Unsigned: an index that may be negative is one more thing to compile.
     ends = jnp.uint32(0), jnp.uint32(num_steps)

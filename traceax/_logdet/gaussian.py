@@ -82,7 +82,7 @@ def gaussian_log_density(
         [`traceax.logdet`][].
     - `y`: the observations, with the structure of the operator's input: an array of shape `(n,)`,
         or a PyTree. Several vectors have one more axis, the last one of every leaf.
-    - `k`: the budget of matvecs. For t vectors at least `2 t + 2` are taken.
+    - `k`: the budget of matvecs. Less than `2 t + 2`, for t vectors, is raised to that.
 
     **Returns:** a [`traceax.Solution`][] as that of [`traceax.logdet`][]. Its `quadrature_error`
     includes the error of the solve. `stats` has (without derivatives) `"log_det"`,
@@ -93,7 +93,7 @@ def gaussian_log_density(
 
     **Source:** J. Wenger et al., 2022, arXiv:2107.00243.
     """
-    check_key(key)
+    check_key(key)  # first: of a call without one, all arguments are off by one
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
     given = "gaussian_log_density", operator, k, preconditioner, fallback

@@ -117,7 +117,7 @@ class GaussianEstimator(AbstractEstimator):
 
     def density(self, log_det: Estimate, forms: Any, spent: Any, least: float) -> Estimate:
         """The density from log det A and (y_j^H A^{-1} y_j of a solve, a bound of what they leave
-        out, x), after `spent` products for both.
+        out, x), after `spent` products for both. Errors up to `least` nats are no failure.
         """
         form, left, x = forms
         half = self._factor
@@ -128,7 +128,7 @@ class GaussianEstimator(AbstractEstimator):
         rounding = float(jnp.finfo(value.dtype).eps) * sizes  # of the sum
         error = half * (jnp.sum(left) + t * log_det.quadrature_error + rounding)
         std_err = half * t * log_det.std_err
-        # That of the density counts, not that of the log-determinant.
+        # Whether the density has converged is asked anew, of its own error.
         evidence = dataclasses.replace(log_det.evidence, unconverged=0.0)
         counts = spent, log_det.dof
         more = {"stats": log_det.stats, "aux": (value, form, x)}

@@ -65,8 +65,9 @@ def held_plan(k: int, t: int = 0) -> tuple[int, int]:
 
 
 def held_probes(key: PRNGKeyArray, factors: Factors, p: int, dtype) -> Inexact[Array, "n p"]:
-    """The probes z = U e + w from vectors g on the sphere. Entries of e = U^H g, divided by their
-    absolute values, make z independent of the signs (phases) of the columns of U.
+    """The probes z = U e + w from vectors g on the sphere. As e are the signs (phases) of U^H g, z
+    stays where a factorisation flips a column of U. If P follows the operator, z is g: M is as
+    close to I in U as outside.
     """
     sphere = SphereSampler().probes(key, factors.basis.shape[0], p, dtype)
     if factors.from_entries:

@@ -150,12 +150,12 @@ def default_rank(n: int) -> int:
     return max(1, min(n // 2, max(64, n // 10), 512))
 
 
-#: Up to so many rows a sparse matrix is formed for its preconditioner.
+#: Up to so many rows columns of a sparse matrix are cheap.
 FEW_ROWS_OF_SPARSE = 4096
 
 
 def knows_entries(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the operator has entries for a sparse factor."""
+    """Whether columns cost less than products, as of dense matrices, kernels, small sparse ones."""
     return has_entries(operator, sparse=operator.in_size() <= FEW_ROWS_OF_SPARSE)
 
 
@@ -184,8 +184,8 @@ class KernelPreconditioner(AbstractPreconditioner):
         """See `AbstractPreconditioner`."""
         if not knows_entries(operator):
             raise ValueError(
-                "KernelPreconditioner needs the entries, which this "
-                f"{type(operator).__name__} does not know. Use NystromPreconditioner()."
+                "KernelPreconditioner needs entries that cost less than products, which this "
+                f"{type(operator).__name__} does not have. Use NystromPreconditioner()."
             )
 
     def prepared(self, key, operator, k):

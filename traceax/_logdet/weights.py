@@ -49,8 +49,8 @@ from .panels import Sums
 
 @final
 class LogdetWeights(AbstractWeights):
-    """`G = V C V^H` with Hermitian C, and `L L^H` for a sparse factor. A contraction costs a matvec
-    for each column of V.
+    """`G = V C V^H` with Hermitian C, and `L L^H` if `factors.from_entries`. A contraction costs a
+    matvec for each column of V.
     """
 
     vectors: Inexact[Array, "n c"]  # V

@@ -178,26 +178,26 @@ class BlockOperator:
             return self.forms(blocks, blocks)
         operator: Any = self._untagged
 
-        def forms(blocks):
+        def of_columns(blocks):
             form = partial(operator.mean, operator.form)
             values = jax.vmap(form, in_axes=-1)(self._as_vectors(blocks, -1))
             return [values.astype(self.dtype)]
 
-        return by_columns(forms, self._width(blocks), blocks)[0]
+        return by_columns(of_columns, self._width(blocks), blocks)[0]
 
     def forms(
         self, left: list[Inexact[Array, "*leaf m"]], right: list[Inexact[Array, "*leaf m"]]
     ) -> Inexact[Array, " m"]:
         """The numbers `v_i^H A u_i`: `m` matvecs. Only one width of products is held at a time."""
 
-        def forms(left, right):
+        def of_columns(left, right):
             dots = [
                 jnp.sum(jnp.conj(v) * p, axis=tuple(range(v.ndim - 1)))
                 for v, p in zip(left, self._products(right, axis=-1), strict=True)
             ]
             return [sum(dots, start=jnp.zeros(left[0].shape[-1], self.dtype))]
 
-        return by_columns(forms, self._width(right), left, right)[0]
+        return by_columns(of_columns, self._width(right), left, right)[0]
 
     @property
     def has_forms(self) -> bool:

@@ -152,8 +152,9 @@ def check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
 # --- products -------------------------------------------------------------------------------------
 
 # Each is called as `method(inner, outer, moving, vector)`, where `moving` are the parameters,
-# `inner(moving)` the outputs, and `outer(outputs, at)` the scalar. `at` are the outputs again:
-# products do not differentiate by them, but derivatives of products do.
+# `inner(moving)` the outputs, and `outer(outputs, at)` the scalar. `at` are the outputs again (None
+# for a Hessian, which ignores them): products do not differentiate by them, but derivatives of
+# products do.
 
 
 def forward_product(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
@@ -182,8 +183,8 @@ def difference_product(inner: Callable, outer: Callable, moving: Any, vector: An
     """The Hessian times v, by a central difference of two gradients.
 
     A step of relative size h has the error h^2 of the difference and eps / h of the rounding of the
-    gradients, about equal for h = eps^(1/3). The parameter that moves most moves that far, relative
-    to the root of the mean square of all (whose norm counts as at least 1).
+    gradients, about equal for h = eps^(1/3). The parameter that moves most moves h times the
+    root of the mean square of all (with a norm of at least 1, so that small ones move, too).
     """
     gradient = jax.grad(lambda x: outer(inner(x), None))
     gradient = closed_function(gradient, structure_of(moving))

@@ -75,7 +75,7 @@ def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... 
     # devices stays on them. Other leaves are unpacked as one long row.
     *outer, last = shape if shape and shape[-1] % 32 == 0 else (math.prod(shape),)
     rows = (*outer, -(-last // 32))
-    words = lax.optimization_barrier(jr.bits(key, (*rows, k), np.uint32))
+    words = lax.optimization_barrier(jnp.moveaxis(_bits(key, rows, k, 32), 0, -1))
     unpacked = (words[..., None, :] >> jnp.arange(32, dtype=np.uint32)[:, None]) & np.uint32(1)
     return unpacked.reshape(*outer, rows[-1] * 32, k)[..., :last, :].reshape(*shape, k)
 

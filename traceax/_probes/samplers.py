@@ -254,7 +254,7 @@ class SteinhausSampler(AbstractSampler):
         self._check_own(dtype)
         real = jnp.finfo(dtype).dtype
         angle = uniform(key, shape, k, real, highest=2 * np.pi)
-        phases = jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
+        phases = jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
         return jnp.moveaxis(jax.lax.optimization_barrier(phases), 0, -1)  # see `random`
 
 
