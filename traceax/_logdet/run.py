@@ -189,7 +189,7 @@ def run_of(
     part = k if policy.atol is None else min(k, 128)
     first = max(fewest, min(k, math.isqrt(part) // 3))
     # Products with few rows cost as much as they have columns, those with many hardly more.
-    width = part // (8 if block.n <= NARROW_ROWS else 4)
+    width = part // (8 if block.n <= NARROW_ROWS else 3)
     sampling = Sampling(
         block=block,
         factors=factors,
