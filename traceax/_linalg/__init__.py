@@ -1,4 +1,4 @@
-"""Dense numerics of tall blocks and small matrices: `factorisations` (all calls into LAPACK),
+"""Dense numerics of tall blocks and small matrices: `factorisations` (calls into LAPACK),
 Lanczos' recurrence with its quadrature (`lanczos`), and Arnoldi's (`arnoldi`) with functions of
 small matrices (`diagonalisation`).
 

@@ -1,4 +1,4 @@
-"""Factorisations of tall blocks and small matrices: all calls into LAPACK are in this file."""
+"""Factorisations of tall blocks and small matrices, by LAPACK."""
 
 from collections.abc import Callable
 from functools import partial, wraps

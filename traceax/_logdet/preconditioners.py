@@ -150,7 +150,7 @@ def default_rank(n: int) -> int:
     return max(1, min(n // 2, max(64, n // 10), 512))
 
 
-#: Up to so many rows columns of a sparse matrix are cheap.
+#: The most rows of a sparse matrix whose columns are cheap.
 FEW_ROWS_OF_SPARSE = 4096
 
 
