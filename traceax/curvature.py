@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
+from ._core.derivatives import constant
 from ._core.precision import at_least_single
 from ._core.programs import Static, closed_function
 from ._operators.curvature import (
@@ -250,8 +251,7 @@ def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, par
                 f"sample must return a tuple of {len(data)}, got {jtu.tree_structure(fresh)}. "
                 "Return all arguments after `params`, with the labels drawn."
             )
-        fixed = jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, fresh)
-        return values(index, params, *fixed)
+        return values(index, params, *constant(fresh))
 
     return jax.vmap(draw)(split(numbered(key, index), num_samples))
 

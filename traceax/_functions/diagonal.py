@@ -29,6 +29,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
+from .._core.derivatives import change_of
 from .._core.estimate import Evidence, all_finite, rounding_of, safe_norm, worse
 from .._core.precision import matmul
 from .._core.primitive import spectral_diagonal_p
@@ -135,7 +136,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
             nodes, s = ritz_values(still, jnp.any(rows != 0, axis=1))
             nodes = within_tag(operator, nodes, eps)
             values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
-            moved = matmul(adjoint(s), matmul(inner - lax.stop_gradient(inner), s))
+            moved = matmul(adjoint(s), matmul(change_of(inner), s))
             differences = divided_differences(constant(self.fn), nodes[None])[0]
             # The first rows belong to the vectors omega of the other groups: their squares are the
             # masses of the spectral measure, whose median of f is c_i.
@@ -177,7 +178,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         right = matmul(basis, s)
         inside = matmul(adjoint(right), omega)
         values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
-        moved = matmul(images - lax.stop_gradient(images), s)
+        moved = matmul(change_of(images), s)
         changes = divided_sums(block, self.fn, moved, nodes, inside)
         of_omega = matmul(right, values[:, None] * inside) + changes
         corrections = self._corrections(operator, weights, t)

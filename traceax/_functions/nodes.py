@@ -18,14 +18,13 @@ space for each x_j, its transpose one for each left side. `divided_sums` gives b
 import math
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Real
 
+from .._core.derivatives import constant
 from .._core.estimate import rounding_unit, scale_of
 from .._core.precision import einsum
 from .._linalg.lanczos import lanczos, quadrature
@@ -144,11 +143,6 @@ def slope_of(fn: Function) -> Function:
 
 #: The number of vectors whose Krylov spaces are made at once.
 TOGETHER = 8
-
-
-def constant(tree: PyTree) -> PyTree:
-    """A tree whose arrays have no derivative."""
-    return jtu.tree_map(lambda x: lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, tree)
 
 
 def steps_of(count: int, n: int) -> int:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray
 
+from .._core.derivatives import constant
 from .._core.estimate import power_of
 from .._core.precision import any_promotion
 from .._core.primitive import compiled_once, spectral_density_p, spectral_sum_p
@@ -26,7 +27,7 @@ from .._operators.tags import is_complex, is_hermitian
 from .._probes.random import split
 from .funm import QuadratureEstimator, checked_num_steps, hermitian_operator, hoist_function, plan
 from .krylov_aware import LEAST, KrylovAwareEstimator
-from .nodes import Function, constant, on_nodes
+from .nodes import Function, on_nodes
 from .non_hermitian import ArnoldiEstimator
 from .tolerance import with_tolerance
 

@@ -82,8 +82,12 @@ class Factors(eqx.Module):
 
     def scattered(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """L times a block."""
-        terms = self.values[:, :, None] * block[:, None, :]
-        return jnp.zeros_like(block).at[self.sets].add(terms)
+
+        def add(place, total):
+            at, values = self.sets[:, place], self.values[:, place, None]
+            return total.at[at].add(values * block)
+
+        return over_places(add, self.sets, block)
 
     def captured(self) -> Inexact[Array, "n r"]:
         """E = L G C^{-H}, with P^{-1} = L L^H - E E^H."""
@@ -114,13 +118,22 @@ def _root_of(g: Inexact[Array, "n r"]) -> Inexact[Array, "r r"]:
 def gathered_by(
     sets: Int[Array, "n s"], values: Inexact[Array, "n s"], block: Inexact[Array, "n p"]
 ) -> Inexact[Array, "n p"]:
-    """L^H times a block, place by place: all places at once would take m times the memory."""
+    """L^H times a block."""
 
     def add(place, total):
         return total + jnp.conj(values[:, place, None]) * block[sets[:, place]]
 
-    zeros = jnp.zeros((len(sets), block.shape[1]), block.dtype)
-    return lax.fori_loop(0, sets.shape[1], add, zeros)
+    return over_places(add, sets, block)
+
+
+def over_places(
+    add: Callable[[Array, Array], Array], sets: Int[Array, "n s"], block: Inexact[Array, "n p"]
+) -> Inexact[Array, "n p"]:
+    """The sum over all places. All places at once would take m times the memory, which is why a
+    derivative gathers again.
+    """
+    add = jax.checkpoint(add, prevent_cse=False)
+    return lax.fori_loop(0, sets.shape[1], add, jnp.zeros_like(block))
 
 
 def by_rows(fn: Callable[[Any], Any], n: int, size: int) -> Any:
@@ -236,9 +249,10 @@ class BuiltPreconditioner(eqx.Module):
     structure: Any = None
     floor: Real[Array, ""] | None = None
 
-    def factors_at(self, operator: lx.AbstractLinearOperator) -> Factors:
-        """The preconditioner of this operator: see above."""
-        return self.factors if self.structure is None else self.structure.factors(operator)
+    def factors_at(self, operator: lx.AbstractLinearOperator, derivative: bool = False) -> Factors:
+        """The preconditioner of this operator: see above. If wanted, it has a first derivative."""
+        held = self.structure
+        return self.factors if held is None else held.factors(operator, derivative)
 
     def inverse(self, structure: Any = None) -> lx.FunctionLinearOperator:
         """The inverse $P^{-1}$ as a positive definite lineax operator: the preconditioner of

@@ -90,7 +90,7 @@ class HeldWeights(AbstractWeights):
 
     def contract(self, block, y=None):
         """See `AbstractWeights`."""
-        factors = self.built.factors_at(block.operator)
+        factors = self.built.factors_at(block.operator, derivative=True)
         left = block.leaves(factors.inverse_root_adjoint(self.left))
         right = block.leaves(factors.inverse_root_adjoint(self.right))
         value = jnp.sum(block.forms(left, right)).real + self.times * factors.log_det

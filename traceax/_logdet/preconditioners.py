@@ -9,13 +9,12 @@ from typing import Any, final
 import equinox as eqx
 import jax
 import jax.core
-import jax.tree_util as jtu
 import lineax as lx
 from equinox import AbstractVar
-from jax import lax
 from jaxtyping import Array, PRNGKeyArray
 
 from .._core.counts import checked_count
+from .._core.derivatives import constant
 from .._core.primitive import compiled_once
 from .._estimators.estimator import check_key
 from .._operators.block_operator import BlockOperator
@@ -104,10 +103,7 @@ class AbstractPreconditioner(eqx.Module):
         rank = min(self.rank or default_rank(n), n)
 
         # What is held is a constant: no factorisation needs to be differentiated.
-        def fixed(x):
-            return lax.stop_gradient(x) if eqx.is_array(x) else x
-
-        chosen, operator = jtu.tree_map(fixed, (self, operator))
+        chosen, operator = constant((self, operator))
         return compiled_once(type(self).of_rank, chosen, key, operator, rank)
 
 

@@ -33,6 +33,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
+from .._core.derivatives import change_of, constant
 from .._core.estimate import evidence_of, skew_of
 from .._core.precision import einsum, matmul
 from .._linalg.factorisations import cholesky_solve, eigh, lower_cholesky, one_by_one
@@ -47,7 +48,7 @@ from .._operators.known_parts import (
 from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
 from .._sketch.pivoted_cholesky import no_pivots, pivoted_cholesky, rows_of
-from .factors import BuiltPreconditioner, Factors, by_rows, factors_of
+from .factors import BuiltPreconditioner, Factors, by_rows, factors_of, gathered_by
 
 #: Unless the mean of what is left of the diagonal is below this share of D, neighbours matter.
 SMALL = 3e-3
@@ -86,30 +87,6 @@ def _last_column(r: Inexact[Array, "s s"]) -> Inexact[Array, " s"]:
     return solve(transpose_a=True, conjugate_a=True)[:, 0]
 
 
-@jax.custom_jvp
-def _last_columns(r: Inexact[Array, "b s s"]) -> Inexact[Array, "b s"]:
-    """C^{-H} e_last of each R; that of its last entry alone if R is not positive definite."""
-    found = jax.vmap(_last_column)(r)
-    alone = jnp.zeros_like(found).at[:, -1].set(1 / jnp.sqrt(r[:, -1, -1]))
-    return jnp.where(jnp.all(jnp.isfinite(found), axis=1, keepdims=True), found, alone)
-
-
-@_last_columns.defjvp
-def _(primals, tangents):
-    """A change dR gives dl = (l^H dR l) l / 2 - R^{-1} dR l, from
-    dC^{-1} = -Phi(C^{-1} dR C^{-H}) C^{-1}, where Phi
-    takes the lower triangle and half of the diagonal. Where the factorisation fails, R is diagonal.
-    """
-    found = _last_columns(*primals)
-    alone = jnp.sum(jnp.abs(found[:, :-1]), axis=1) == 0
-    counts = ~alone[:, None, None] | jnp.eye(found.shape[1], dtype=bool)
-    matrix, change = (jnp.where(counts, x[0], 0) for x in (primals, tangents))
-    images = einsum("bij,bj->bi", change, found)
-    forms = einsum("bi,bi->b", jnp.conj(found), images).real[:, None]
-    solved = einsum("bij,bj->bi", jax.vmap(_inverse)(matrix), images)
-    return found, forms * found / 2 - solved
-
-
 @one_by_one
 def _inverse(r: Inexact[Array, "s s"]) -> Inexact[Array, "s s"]:
     return cholesky_solve(jnp.linalg.cholesky(r), jnp.eye(len(r), dtype=r.dtype))
@@ -120,8 +97,13 @@ def columns_of_factor(
     f: Inexact[Array, "n r"],
     sets: Int[Array, "n s"],
     jitter: Real[Array, " n"],
-) -> Inexact[Array, "n s"]:
-    """The columns l_i of L, at the places `sets` (n: not in use); diag R gets the `jitter`."""
+    *,
+    inverses: bool = False,
+) -> tuple[Inexact[Array, "n s"], Inexact[Array, "n s s"] | None]:
+    """Returns (the columns l_i of L, at the places `sets` (n: not in use); R[s_i, s_i]^{-1}, if
+    wanted). diag R gets the `jitter`. If R[s_i, s_i] is not positive definite, it is the last entry
+    alone that counts.
+    """
     n, s = sets.shape
 
     def of_block(rows):
@@ -134,9 +116,44 @@ def columns_of_factor(
         own = jnp.where(used, jnp.diagonal(r, axis1=1, axis2=2).real + jitter[at], 1)
         own = jnp.maximum(own, jnp.where(used, jitter[at], 1))
         r = jnp.where(eye, own[:, :, None].astype(r.dtype), r)
-        return jnp.where(used, _last_columns(r), 0)
+        found = jax.vmap(_last_column)(r)
+        fails = ~jnp.all(jnp.isfinite(found), axis=1, keepdims=True)
+        alone = jnp.zeros_like(found).at[:, -1].set(1 / jnp.sqrt(r[:, -1, -1]))
+        found = jnp.where(used, jnp.where(fails, alone, found), 0)
+        if not inverses:
+            return found, None
+        alone = alone[:, :, None] * alone[:, None, :]
+        return found, jnp.where(fails[:, :, None], alone, jax.vmap(_inverse)(r))
 
     return by_rows(of_block, n, s * (s + f.shape[1]))
+
+
+def following_columns(
+    operator: lx.AbstractLinearOperator,
+    f: Inexact[Array, "n r"],
+    sets: Int[Array, "n s"],
+    jitter: Real[Array, " n"],
+) -> Inexact[Array, "n s"]:
+    """The columns l_i as functions of A, F and the jitter, with the first derivative
+
+        dl = (l^H dR l) l / 2 - R^{-1} dR l,
+
+    from dC^{-1} = -Phi(C^{-1} dR C^{-H}) C^{-1}, where Phi takes the lower triangle and half of the
+    diagonal. dR l has the part of F F^H l = F G^H: nothing of size n s r is kept.
+    """
+    n, s = sets.shape
+    values, inverse = columns_of_factor(*constant((operator, f, sets, jitter)), inverses=True)
+    at = jnp.minimum(sets, n - 1)
+
+    def of_block(rows):
+        return einsum("bac,bc->ba", submatrices(operator, at[rows]), values[rows])
+
+    g = gathered_by(at, values, f)
+    known = lax.map(jax.checkpoint(lambda place: jnp.sum(f[place] * jnp.conj(g), axis=1)), at.T)
+    images = by_rows(jax.checkpoint(of_block), n, s * s) + jitter[at] * values - known.T
+    change = jnp.where(sets < n, change_of(images), 0)
+    forms = jnp.sum(jnp.conj(values) * change, axis=1, keepdims=True).real
+    return values + forms * values / 2 - einsum("bij,bj->bi", inverse, change)
 
 
 def jitter_of(
@@ -158,9 +175,12 @@ def sparse_factors(
     sets: Int[Array, "n s"],
     diagonal: Real[Array, " n"],
     jitter: Real[Array, " n"],
+    *,
+    derivative: bool = False,
 ) -> Factors:
     """P from F and the neighbourhoods s_i: see above."""
-    values = columns_of_factor(operator, f, sets, jitter)
+    make = following_columns if derivative else lambda *args: columns_of_factor(*args)[0]
+    values = make(operator, f, sets, jitter)
     return factors_of(f, jnp.minimum(sets, len(f) - 1), values, diagonal, from_entries=True)
 
 
@@ -172,7 +192,7 @@ class Structure(eqx.Module):
     sets: Int[Array, "n s"]
     known: Bool[Array, ""]  # whether D is more than rounding; if not, F has all of A at the pivots
 
-    def factors(self, operator: lx.AbstractLinearOperator) -> Factors:
+    def factors(self, operator: lx.AbstractLinearOperator, derivative: bool) -> Factors:
         """P of this operator, a smooth function of its entries: F F^H is K at the pivots but for a
         multiple of the identity that keeps rounding errors out of its Cholesky factor.
         """
@@ -191,7 +211,7 @@ class Structure(eqx.Module):
         solve = partial(lax.linalg.triangular_solve, root, found, lower=True)
         f = solve(transpose_a=True, conjugate_a=True)
         jitter = jitter_of(left_of(f, diagonal), diagonal, self.known, eps)
-        return sparse_factors(operator, f, self.sets, diagonal, jitter)
+        return sparse_factors(operator, f, self.sets, diagonal, jitter, derivative=derivative)
 
 
 def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:

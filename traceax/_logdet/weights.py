@@ -34,12 +34,12 @@ from typing import final
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Inexact
 
+from .._core.derivatives import change_of
 from .._linalg.factorisations import cholesky_solve, lower_cholesky, qr
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import matrix_of
+from .._operators.known_parts import hermitian_form, matrix_of
 from .._sketch.leave_one_out import adjoint, matmul
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
@@ -58,13 +58,17 @@ class LogdetWeights(AbstractWeights):
     factors: Factors
     moving: int = eqx.field(static=True)  # the number of columns that change with A
 
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        operator = block.operator
-        left = block.leaves(matmul(self.vectors, self.core))
-        value = jnp.sum(block.forms(left, block.leaves(self.vectors))).real
+    def contract(self, block, x=None):
+        """See `AbstractWeights`; or with the columns of x `t <G, A> - sum_j x_j^H A x_j`."""
+        left, right = matmul(self.vectors, self.core), self.vectors
+        times = 1
+        if x is not None:
+            times = x.shape[1]
+            left = jnp.concatenate([times * left, -x], axis=1)
+            right = jnp.concatenate([right, x], axis=1)
+        value = hermitian_form(block.operator, left, right)
         if self.factors.from_entries:
-            value = value + self.factors.known_part(operator)
+            value = value + times * self.factors.known_part(block.operator)
         return value
 
     def solve(self, operator, rhs):
@@ -75,7 +79,7 @@ class LogdetWeights(AbstractWeights):
         """The weights of another A: dV = -A^{-1} dA V / 2 for the `moving` columns."""
         moved, fixed = jnp.split(self.vectors, [self.moving], axis=1)
         images = BlockOperator(operator).mm(moved)
-        change = self.solve(operator, images - lax.stop_gradient(images))
+        change = self.solve(operator, change_of(images))
         vectors = jnp.concatenate([moved - change / 2, fixed], axis=1)
         return dataclasses.replace(self, vectors=vectors)
 
@@ -86,9 +90,10 @@ class ExactLogdetWeights(AbstractWeights):
 
     inverse: Inexact[Array, "n n"]
 
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        return jnp.sum(jnp.conj(self.inverse) * matrix_of(block)[0]).real
+    def contract(self, block, x=None):
+        """See `LogdetWeights`."""
+        g = self.inverse if x is None else x.shape[1] * self.inverse - matmul(x, adjoint(x))
+        return jnp.sum(jnp.conj(g) * matrix_of(block)[0]).real
 
     def solve(self, _, rhs):
         """`A^{-1} rhs`."""
@@ -97,7 +102,7 @@ class ExactLogdetWeights(AbstractWeights):
     def weights_at(self, operator):
         """The weights of another A: dG = -A^{-1} dA A^{-1}."""
         matrix, _ = matrix_of(BlockOperator(operator))
-        change = matmul(self.inverse, matmul(matrix - lax.stop_gradient(matrix), self.inverse))
+        change = matmul(self.inverse, matmul(change_of(matrix), self.inverse))
         return ExactLogdetWeights(self.inverse - change)
 
 
@@ -119,7 +124,7 @@ class InverseWeights(AbstractWeights):
         """The samples of another A: dx = -A^{-1} dA x."""
         block = BlockOperator(operator)
         images = block.mm(self.x)
-        moved = images - lax.stop_gradient(images)
+        moved = change_of(images)
         if self.factors is None:
             change = matmul(self.x, moved)
         else:
