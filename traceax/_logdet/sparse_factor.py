@@ -96,15 +96,19 @@ def columns_of_factor(
     operator: lx.AbstractLinearOperator,
     f: Inexact[Array, "n r"],
     sets: Int[Array, "n s"],
-    jitter: Real[Array, " n"],
+    left: Real[Array, " n"],
     *,
     inverses: bool = False,
 ) -> tuple[Inexact[Array, "n s"], Inexact[Array, "n s s"] | None]:
     """Returns (the columns l_i of L, at the places `sets` (n: not in use); R[s_i, s_i]^{-1}, if
-    wanted). diag R gets the `jitter`. If R[s_i, s_i] is not positive definite, it is the last entry
-    alone that counts.
+    wanted). `left` is the diagonal of R. If R[s_i, s_i] is not positive definite, or i has no
+    neighbours, it is the last entry alone that counts.
     """
     n, s = sets.shape
+    alone = jnp.zeros((n, s), f.dtype).at[:, -1].set((1 / jnp.sqrt(left)).astype(f.dtype))
+
+    def squares(values):
+        return values[:, :, None] * values[:, None, :] if inverses else None
 
     def of_block(rows):
         used = sets[rows] < n
@@ -112,26 +116,27 @@ def columns_of_factor(
         parts = jnp.where(used[:, :, None], f[at], 0)
         r = submatrices(operator, at) - einsum("bar,bcr->bac", parts, jnp.conj(parts))
         r = jnp.where(used[:, :, None] & used[:, None, :], r, 0)
-        eye = jnp.eye(s, dtype=bool)
-        own = jnp.where(used, jnp.diagonal(r, axis1=1, axis2=2).real + jitter[at], 1)
-        own = jnp.maximum(own, jnp.where(used, jitter[at], 1))
-        r = jnp.where(eye, own[:, :, None].astype(r.dtype), r)
+        own = jnp.where(used, left[at], 1).astype(r.dtype)
+        r = jnp.where(jnp.eye(s, dtype=bool), own[:, :, None], r)
         found = jax.vmap(_last_column)(r)
-        fails = ~jnp.all(jnp.isfinite(found), axis=1, keepdims=True)
-        alone = jnp.zeros_like(found).at[:, -1].set(1 / jnp.sqrt(r[:, -1, -1]))
-        found = jnp.where(used, jnp.where(fails, alone, found), 0)
+        fails = ~jnp.all(jnp.isfinite(found), axis=1)
+        found = jnp.where(fails[:, None], alone[rows], jnp.where(used, found, 0))
         if not inverses:
             return found, None
-        alone = alone[:, :, None] * alone[:, None, :]
-        return found, jnp.where(fails[:, :, None], alone, jax.vmap(_inverse)(r))
+        inverse = jnp.where(fails[:, None, None], squares(found), jax.vmap(_inverse)(r))
+        return found, inverse
 
-    return by_rows(of_block, n, s * (s + f.shape[1]))
+    def all_blocks():
+        return by_rows(of_block, n, s * (s + f.shape[1]))
+
+    return if_any(jnp.any(sets[:, :-1] < n), all_blocks, (alone, squares(alone)))
 
 
 def following_columns(
     operator: lx.AbstractLinearOperator,
     f: Inexact[Array, "n r"],
     sets: Int[Array, "n s"],
+    left: Real[Array, " n"],
     jitter: Real[Array, " n"],
 ) -> Inexact[Array, "n s"]:
     """The columns l_i as functions of A, F and the jitter, with the first derivative
@@ -142,7 +147,7 @@ def following_columns(
     diagonal. dR l has the part of F F^H l = F G^H: nothing of size n s r is kept.
     """
     n, s = sets.shape
-    values, inverse = columns_of_factor(*constant((operator, f, sets, jitter)), inverses=True)
+    values, inverse = columns_of_factor(*constant((operator, f, sets, left)), inverses=True)
     at = jnp.minimum(sets, n - 1)
 
     def of_block(rows):
@@ -179,8 +184,11 @@ def sparse_factors(
     derivative: bool = False,
 ) -> Factors:
     """P from F and the neighbourhoods s_i: see above."""
-    make = following_columns if derivative else lambda *args: columns_of_factor(*args)[0]
-    values = make(operator, f, sets, jitter)
+    left = left_of(f, diagonal) + jitter
+    if derivative:
+        values = following_columns(operator, f, sets, left, jitter)
+    else:
+        values, _ = columns_of_factor(operator, f, sets, left)
     return factors_of(f, jnp.minimum(sets, len(f) - 1), values, diagonal, from_entries=True)
 
 
