@@ -143,12 +143,19 @@ def lower_cholesky(a: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
     return lax.linalg.cholesky(jnp.conj(a).T, symmetrize_input=False)
 
 
+def lower_solve(
+    factor: Inexact[Array, "n n"], rhs: Inexact[Array, "n c"], *, adjoint: bool = False
+) -> Inexact[Array, "n c"]:
+    """L^{-1} (or L^{-H}) times a block, with a lower triangular L."""
+    flags = {"left_side": True, "lower": True, "transpose_a": adjoint, "conjugate_a": adjoint}
+    return lax.linalg.triangular_solve(factor, rhs, **flags)
+
+
 def cholesky_solve(
     factor: Inexact[Array, "n n"], rhs: Inexact[Array, "n c"]
 ) -> Inexact[Array, "n c"]:
     """A^{-1} times a block, from the lower triangular factor L of A = L L^H."""
-    solve = partial(lax.linalg.triangular_solve, factor, left_side=True, lower=True)
-    return solve(solve(rhs), transpose_a=True, conjugate_a=True)
+    return lower_solve(factor, lower_solve(factor, rhs), adjoint=True)
 
 
 @one_by_one

@@ -28,7 +28,7 @@ from jaxtyping import Array, Inexact, Int, Real
 
 from .._core.estimate import Evidence, scale_of
 from .._core.precision import any_promotion, einsum, matmul
-from .._linalg.factorisations import generic, lower_cholesky
+from .._linalg.factorisations import generic, lower_cholesky, lower_solve
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.known_parts import submatrices
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
@@ -159,8 +159,7 @@ def factors_of(
     g = gathered_by(sets, values, f)
     c = _root_of(g)
     eye = jnp.eye(f.shape[1], dtype=f.dtype)
-    solve = partial(lax.linalg.triangular_solve, left_side=True, lower=True)
-    core = solve(c, solve(c + eye, eye), transpose_a=True, conjugate_a=True)
+    core = lower_solve(c, lower_solve(c + eye, eye), adjoint=True)
     logs = jnp.sum(jnp.log(values[:, -1].real))
     log_det = 2 * (jnp.sum(jnp.log(jnp.diagonal(c).real)) - logs)
     one = jnp.ones_like(log_det)  # `unit` needs sets and values alone

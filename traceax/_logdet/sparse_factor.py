@@ -36,7 +36,13 @@ from .._core.control_flow import if_any
 from .._core.derivatives import change_of, constant
 from .._core.estimate import evidence_of, skew_of
 from .._core.precision import einsum, matmul
-from .._linalg.factorisations import cholesky_solve, eigh, lower_cholesky, one_by_one
+from .._linalg.factorisations import (
+    cholesky_solve,
+    eigh,
+    lower_cholesky,
+    lower_solve,
+    one_by_one,
+)
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import (
     columns,
@@ -79,17 +85,11 @@ def neighbours(
 
 
 @one_by_one
-def _last_column(r: Inexact[Array, "s s"]) -> Inexact[Array, " s"]:
-    """C^{-H} e_last for R = C C^H; NaN if R is not positive definite."""
+def _of_neighbourhood(r: Inexact[Array, "s s"]) -> tuple[Array, Array]:
+    """Returns (C^{-H} e_last, R^{-1}) for R = C C^H; NaN if R is not positive definite."""
     factor = jnp.linalg.cholesky(r)
-    unit = jnp.zeros((len(r), 1), r.dtype).at[-1].set(1)
-    solve = partial(lax.linalg.triangular_solve, factor, unit, left_side=True, lower=True)
-    return solve(transpose_a=True, conjugate_a=True)[:, 0]
-
-
-@one_by_one
-def _inverse(r: Inexact[Array, "s s"]) -> Inexact[Array, "s s"]:
-    return cholesky_solve(jnp.linalg.cholesky(r), jnp.eye(len(r), dtype=r.dtype))
+    eye = jnp.eye(len(r), dtype=r.dtype)
+    return lower_solve(factor, eye[:, -1:], adjoint=True)[:, 0], cholesky_solve(factor, eye)
 
 
 def columns_of_factor(
@@ -97,18 +97,13 @@ def columns_of_factor(
     f: Inexact[Array, "n r"],
     sets: Int[Array, "n s"],
     left: Real[Array, " n"],
-    *,
-    inverses: bool = False,
-) -> tuple[Inexact[Array, "n s"], Inexact[Array, "n s s"] | None]:
-    """Returns (the columns l_i of L, at the places `sets` (n: not in use); R[s_i, s_i]^{-1}, if
-    wanted). `left` is the diagonal of R. If R[s_i, s_i] is not positive definite, or i has no
-    neighbours, it is the last entry alone that counts.
+) -> tuple[Inexact[Array, "n s"], Inexact[Array, "n s s"]]:
+    """Returns (the columns l_i of L, at the places `sets` (n: not in use); R[s_i, s_i]^{-1}).
+    `left` is the diagonal of R. If R[s_i, s_i] is not positive definite, or i has no neighbours, it
+    is the last entry alone that counts.
     """
     n, s = sets.shape
     alone = jnp.zeros((n, s), f.dtype).at[:, -1].set((1 / jnp.sqrt(left)).astype(f.dtype))
-
-    def squares(values):
-        return values[:, :, None] * values[:, None, :] if inverses else None
 
     def of_block(rows):
         used = sets[rows] < n
@@ -118,18 +113,19 @@ def columns_of_factor(
         r = jnp.where(used[:, :, None] & used[:, None, :], r, 0)
         own = jnp.where(used, left[at], 1).astype(r.dtype)
         r = jnp.where(jnp.eye(s, dtype=bool), own[:, :, None], r)
-        found = jax.vmap(_last_column)(r)
+        found, inverse = jax.vmap(_of_neighbourhood)(r)
         fails = ~jnp.all(jnp.isfinite(found), axis=1)
         found = jnp.where(fails[:, None], alone[rows], jnp.where(used, found, 0))
-        if not inverses:
-            return found, None
-        inverse = jnp.where(fails[:, None, None], squares(found), jax.vmap(_inverse)(r))
-        return found, inverse
+        return found, jnp.where(fails[:, None, None], _squares(found), inverse)
 
     def all_blocks():
         return by_rows(of_block, n, s * (s + f.shape[1]))
 
-    return if_any(jnp.any(sets[:, :-1] < n), all_blocks, (alone, squares(alone)))
+    return if_any(jnp.any(sets[:, :-1] < n), all_blocks, (alone, _squares(alone)))
+
+
+def _squares(values: Inexact[Array, "b s"]) -> Inexact[Array, "b s s"]:
+    return values[:, :, None] * values[:, None, :]
 
 
 def following_columns(
@@ -147,7 +143,7 @@ def following_columns(
     diagonal. dR l has the part of F F^H l = F G^H: nothing of size n s r is kept.
     """
     n, s = sets.shape
-    values, inverse = columns_of_factor(*constant((operator, f, sets, left)), inverses=True)
+    values, inverse = columns_of_factor(*constant((operator, f, sets, left)))
     at = jnp.minimum(sets, n - 1)
 
     def of_block(rows):
