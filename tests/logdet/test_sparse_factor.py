@@ -171,23 +171,25 @@ def test_submatrices_of_everything_that_knows_its_entries():
             np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-def test_a_neighbourhood_that_rounding_makes_indefinite_counts_as_uncorrelated():
+@pytest.mark.parametrize("neighbour", [range(-1, 5), 6 * [6]], ids=["indefinite", "none"])
+def test_a_neighbourhood_that_rounding_makes_indefinite_counts_as_uncorrelated(neighbour):
+    """As one without neighbours. The derivative follows."""
     n = 6
     matrix = np.ones((n, n)) + np.diag([0, 0, 0, 1e-3, 1e-3, 1e-3]) - 0.1 * np.eye(n)
-    sets = np.array([[n, 0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5]])
+    sets = jnp.stack([jnp.asarray(neighbour) % (n + 1), jnp.arange(n)], axis=1)
 
-    @jax.jit
-    def run(matrix):
+    def log_det(matrix):
         operator = lx.MatrixLinearOperator(matrix, PSD)
-        given = jnp.zeros((n, 1)), jnp.asarray(sets), jnp.diag(matrix), jnp.full(n, 1e-9)
-        found = sparse_factors(operator, *given)
-        return found.values, found.log_det
+        given = jnp.zeros((n, 1)), sets, jnp.diag(matrix), jnp.full(n, 1e-9)
+        found = sparse_factors(operator, *given, derivative=True)
+        return found.log_det, found.values
 
-    values, log_det = run(matrix)
+    (value, values), slope = jax.jit(jax.value_and_grad(log_det, has_aux=True))(matrix)
     left = np.diag(matrix) + 1e-9
     expected = np.stack([np.zeros(n), 1 / np.sqrt(left)], axis=1)
     np.testing.assert_allclose(values, expected, rtol=1e-12)
-    np.testing.assert_allclose(log_det, np.sum(np.log(left)), rtol=1e-9)
+    np.testing.assert_allclose(value, np.sum(np.log(left)), rtol=1e-9)
+    np.testing.assert_allclose(slope, np.diag(1 / left), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
