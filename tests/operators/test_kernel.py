@@ -173,7 +173,8 @@ def test_contractions(block_size):
     def of(length, s, points, vectors):
         K = tr.KernelLinearOperator(turning(length), points, block_size=block_size)
         other = lx.MatrixLinearOperator(dense(s, points["x"]) + 0j, PSD)
-        return s * K + other / 3.0 + s * lx.IdentityLinearOperator(K.in_structure())
+        other = other / 3.0 + 1j * lx.MatrixLinearOperator(1j * dense(length))
+        return s * K + other + s * lx.IdentityLinearOperator(K.in_structure())
 
     def ours(*args):
         return hermitian_form(of(*args), args[-1] @ core, args[-1])

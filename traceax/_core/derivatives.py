@@ -17,7 +17,7 @@ def constant(tree: Any) -> Any:
 
 @jax.custom_jvp
 def change_of(x: Array) -> Array:
-    """`x - stop_gradient(x)`: 0, with the derivative of x. The value of x is not needed."""
+    """`x - stop_gradient(x)`: 0, with the derivative of x. A value alone does not compute x."""
     return jnp.zeros_like(x)
 
 

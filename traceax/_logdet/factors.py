@@ -118,7 +118,7 @@ def _root_of(g: Inexact[Array, "n r"]) -> Inexact[Array, "r r"]:
 def gathered_by(
     sets: Int[Array, "n s"], values: Inexact[Array, "n s"], block: Inexact[Array, "n p"]
 ) -> Inexact[Array, "n p"]:
-    """L^H times a block."""
+    """L^H times a block, with the `values` of L at `sets`."""
 
     def add(place, total):
         return total + jnp.conj(values[:, place, None]) * block[sets[:, place]]
@@ -129,8 +129,8 @@ def gathered_by(
 def over_places(
     add: Callable[[Array, Array], Array], sets: Int[Array, "n s"], block: Inexact[Array, "n p"]
 ) -> Inexact[Array, "n p"]:
-    """The sum over all places. All places at once would take m times the memory, which is why a
-    derivative gathers again.
+    """The total after `add(place, total)` for every place, from 0. All places at once would take s
+    times the memory; so a derivative gathers again.
     """
     add = jax.checkpoint(add, prevent_cse=False)
     return lax.fori_loop(0, sets.shape[1], add, jnp.zeros_like(block))

@@ -99,8 +99,8 @@ def columns_of_factor(
     left: Real[Array, " n"],
 ) -> tuple[Inexact[Array, "n s"], Inexact[Array, "n s s"]]:
     """Returns (the columns l_i of L, at the places `sets` (n: not in use); R[s_i, s_i]^{-1}).
-    `left` is the diagonal of R. If R[s_i, s_i] is not positive definite, or i has no neighbours, it
-    is the last entry alone that counts.
+    `left` is the diagonal of R. If R[s_i, s_i] is not positive definite, or i has no neighbours,
+    l_i has its last entry alone, R_ii^{-1/2}, and the inverse its last one, 1 / R_ii.
     """
     n, s = sets.shape
     alone = jnp.zeros((n, s), f.dtype).at[:, -1].set((1 / jnp.sqrt(left)).astype(f.dtype))
@@ -139,8 +139,10 @@ def following_columns(
 
         dl = (l^H dR l) l / 2 - R^{-1} dR l,
 
-    from dC^{-1} = -Phi(C^{-1} dR C^{-H}) C^{-1}, where Phi takes the lower triangle and half of the
-    diagonal. dR l has the part of F F^H l = F G^H: nothing of size n s r is kept.
+    from dC^{-1} = -Phi(X) C^{-1}, X = C^{-1} dR C^{-H}, where Phi takes the lower triangle and half
+    of the diagonal: the last column of Phi(X)^H is that of X less half of its last entry. At s_i,
+    R l_i = A l_i + jitter l_i - F conj(g_i), with g_i row i of G = L^H F: nothing of size n s r is
+    kept. `left` gives the value, `jitter` the derivative.
     """
     n, s = sets.shape
     values, inverse = columns_of_factor(*constant((operator, f, sets, left)))

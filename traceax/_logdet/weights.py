@@ -50,7 +50,7 @@ from .panels import Sums
 @final
 class LogdetWeights(AbstractWeights):
     """`G = V C V^H` with Hermitian C, and `L L^H` if `factors.from_entries`. A contraction costs a
-    matvec for each column of V.
+    matvec for each column of V, or less for kernels.
     """
 
     vectors: Inexact[Array, "n c"]  # V
@@ -59,7 +59,7 @@ class LogdetWeights(AbstractWeights):
     moving: int = eqx.field(static=True)  # the number of columns that change with A
 
     def contract(self, block, x=None):
-        """See `AbstractWeights`; or with the columns of x `t <G, A> - sum_j x_j^H A x_j`."""
+        """See `AbstractWeights`; for t columns x, `t <G, A> - sum_j x_j^H A x_j` in one pass."""
         left, right = matmul(self.vectors, self.core), self.vectors
         times = 1
         if x is not None:

@@ -166,7 +166,8 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
 
     def form(self, left: Inexact[Array, "n c"], right: Inexact[Array, "n c"]) -> Real[Array, ""]:
         """The number `Re sum_j left_j^H K right_j`, where `left right^H` is Hermitian: `n^2 / 2`
-        evaluations, and half of the operations of products, as its entries in a tile stand for two.
+        evaluations, and half of the operations of products: a tile beside the diagonal, and its
+        part of `left right^H`, stand for two.
         """
         n = self.in_size()
         count = self._tiles()  # c

@@ -260,10 +260,10 @@ def hermitian_form(
         if term.known is not None:
             return term.known
         block = BlockOperator(term.operator)
-        return jnp.sum(block.forms(block.leaves(left), block.leaves(right))).real
+        return jnp.sum(block.forms(block.leaves(left), block.leaves(right)))
 
     found = terms(operator, of_kernel)
-    return jnp.sum(jnp.stack([jnp.real(term.factor) * of_term(term) for term in found]))
+    return jnp.sum(jnp.stack([(term.factor * of_term(term)).real for term in found]))
 
 
 def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
