@@ -20,12 +20,11 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._core.counts import checked_count
-from ._core.derivatives import constant
+from ._core.derivatives import change_of, constant
 from ._core.precision import at_least_single
 from ._core.programs import Static, closed_function
 from ._operators.curvature import (
@@ -265,7 +264,7 @@ def _reweighted_mean_square(out: Array, at: Array, *data: Any) -> Array:
     # E[d(g g^T) + g g^T d log p]. A factor p / p, of which only the numerator is differentiated,
     # has the derivative d log p.
     at = at.astype(at_least_single(at.dtype))
-    return _half_square(out, jnp.exp(at - lax.stop_gradient(at)) / out.size)
+    return _half_square(out, jnp.exp(change_of(at)) / out.size)
 
 
 @final

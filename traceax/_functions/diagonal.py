@@ -29,7 +29,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.derivatives import change_of
+from .._core.derivatives import change_of, constant
 from .._core.estimate import Evidence, all_finite, rounding_of, safe_norm, worse
 from .._core.precision import matmul
 from .._core.primitive import spectral_diagonal_p
@@ -50,7 +50,6 @@ from .krylov_aware import GROUPS, INFLATION, projected, sizes_of, spaces_without
 from .nodes import (
     Function,
     changes_by_rounding,
-    constant,
     divided_differences,
     divided_sums,
     on_nodes,

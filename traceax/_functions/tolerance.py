@@ -14,12 +14,12 @@ from jax import lax
 from jaxtyping import Array, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
+from .._core.derivatives import constant
 from .._core.estimate import Estimate, norm_of, relative
 from .._estimators.estimator import largest_budget, tolerance_of
 from .._estimators.solution import student_quantile
 from .._estimators.tolerance import norm_factor
 from .funm import AbstractFunctionEstimator
-from .nodes import constant
 
 #: The first budget, and the factor from one to the next.
 FIRST, GROWTH = 16, 4
