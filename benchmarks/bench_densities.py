@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_densities          # n = 2000, 20 keys; some three minutes
     python -m benchmarks.bench_densities 5000 --keys 3
+    python -m benchmarks.bench_densities --atol   # half a nat in the place of a budget
 
 Four kernels on uniform points of the unit cube in 1, 2, 5 and 10 dimensions, with length scale
 0.3 sqrt(d) and noise 0.1 and 1e-3, float64, y drawn from the distribution itself. For each: how
@@ -25,11 +26,11 @@ from .gaussian_process_cases import kernels
 ATOL, ROUNDS = 0.5, 5
 
 
-@jax.jit
-def ours(key, y, matrix, s):
+@partial(jax.jit, static_argnames="budget")
+def ours(key, y, matrix, s, budget):
     identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct(y.shape, y.dtype))
     covariance = lx.MatrixLinearOperator(matrix, PSD) + s * identity
-    return tr.gaussian_log_density(key, y, covariance, 100)
+    return tr.gaussian_log_density(key, y, covariance, **dict(budget))
 
 
 @jax.jit
@@ -57,18 +58,20 @@ def main():
     parser = argparse.ArgumentParser(description="Log densities from 100 products")
     parser.add_argument("n", type=int, nargs="?", default=2000)
     parser.add_argument("--keys", type=int, default=20)
+    parser.add_argument("--atol", action="store_true")
     options = parser.parse_args()
+    density = partial(ours, budget=(("atol", ATOL),) if options.atol else (("k", 100),))
     jax.config.update("jax_enable_x64", True)
     found = []
     print("case, within, products, columns, exact, ms, ms of Cholesky, ratio")
     for name, problem in problems(options.n):
         truth = exact(*problem)
-        solutions = [ours(jax.random.key(i), *problem) for i in range(options.keys)]
+        solutions = [density(jax.random.key(i), *problem) for i in range(options.keys)]
         within = np.mean([abs(float(each.value - truth)) <= ATOL for each in solutions])
         products = np.median([int(each.num_matvecs) for each in solutions])
         columns = np.median([int(each.stats["columns"]) for each in solutions])
         taken = np.mean([float(each.std_err) == 0 for each in solutions])
-        calls = partial(ours, jax.random.key(0), *problem), partial(exact, *problem)
+        calls = partial(density, jax.random.key(0), *problem), partial(exact, *problem)
         mine, theirs = medians(calls, ROUNDS)
         numbers = f"{within:.2f}, {products:.0f}, {columns:.0f}, {taken:.2f}"
         times = f"{1e3 * mine:.0f}, {1e3 * theirs:.0f}, {mine / theirs:.2f}"

@@ -70,8 +70,7 @@ def test_derivatives_against_dense_ones():
 
 def test_the_exact_value_where_it_is_cheaper():
     operator = covariance(THETA)
-    least = -(-N // 6)
-    solution = jax.jit(lambda key: tr.logdet(key, operator, least))(jr.key(0))
+    solution = jax.jit(lambda key: tr.logdet(key, operator, -(-N // 6)))(jr.key(0))
     np.testing.assert_allclose(solution.value, exact(THETA), rtol=1e-10)
     assert solution.std_err == 0
     assert solution.num_matvecs == 0
@@ -80,7 +79,8 @@ def test_the_exact_value_where_it_is_cheaper():
     large = kernel(0.4, jnp.zeros((1200, 2)))
     for k, chosen in ((199, 199), (200, 1200)):
         assert budget_or_all(large, k) == chosen
-    assert budget_or_all(large, 1199, tolerance=True) == 1199
+    for n, chosen in ((4096, 4096), (4097, 4000)):
+        assert budget_or_all(kernel(0.4, jnp.zeros((n, 2))), 4000, tolerance=True) == chosen
     assert budget_or_all(operator, 2) == N  # few rows
 
 

@@ -39,6 +39,9 @@ MOST_ROWS = 2**14
 #: Up to so many rows a factorisation takes less time than anything else.
 FEW_ROWS = 1024
 
+#: Up to so many rows it takes less time than most tolerances, and at most twice that of others.
+FEW_ROWS_OF_TOLERANCES = 4096
+
 
 def check_fallback(fallback: Any) -> None:
     """Raise a `ValueError` unless this is "exact" or None."""
@@ -58,7 +61,8 @@ def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: boo
         return k
     n = operator.in_size()
     few = n <= FEW_ROWS
-    worth = few or (n <= MOST_ROWS and 6 * (1 if tolerance else k) >= n)
+    enough = n <= FEW_ROWS_OF_TOLERANCES if tolerance else 6 * k >= n
+    worth = few or (n <= MOST_ROWS and enough)
     return max(k, n) if worth and has_entries(operator, sparse=sparse or few) else k
 
 
