@@ -74,11 +74,9 @@ def test_the_exact_value_where_it_is_cheaper():
     np.testing.assert_allclose(solution.value, exact(THETA), rtol=1e-10)
     assert (solution.std_err, solution.num_matvecs, solution.stats["columns"]) == (0, 0, N)
     assert budget_or_all(by_products(dense(THETA), PSD), N - 1) == N - 1
-    large = kernel(0.4, jnp.zeros((1200, 2)))
-    for k, chosen in ((199, 199), (200, 1200)):
-        assert budget_or_all(large, k) == chosen
-    for n, chosen in ((4096, 4096), (4097, 4000)):
-        assert budget_or_all(kernel(0.4, jnp.zeros((n, 2))), 4000, tolerance=True) == chosen
+    cases = (1200, 199, False, 199), (1200, 200, False, 1200), (4096, 9, True, 4096)
+    for n, k, tolerance, chosen in (*cases, (4097, 9, True, 9)):
+        assert budget_or_all(kernel(0.4, jnp.zeros((n, 2))), k, tolerance=tolerance) == chosen
     assert budget_or_all(operator, 2) == N  # few rows
 
 

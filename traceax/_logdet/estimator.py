@@ -1,10 +1,10 @@
 """The log-determinant of a positive definite operator, its errors and its weights: from the sums of
-a run (`run`), from a Cholesky factorisation, or from a stored diagonal.
+a run (`run`), or from a Cholesky factorisation.
 """
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import lineax as lx
@@ -24,9 +24,8 @@ from .._core.precision import matmul
 from .._functions.quadrature_error import exact_estimate, quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, generic, lower_cholesky
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
+from .._operators.known_parts import has_entries, matrix_of, stored_diagonal
 from .._sketch.leave_one_out import adjoint
-from .._sketch.weights import AbstractWeights
 from .factors import Factors
 from .run import Run
 from .weights import ExactLogdetWeights, InverseWeights
@@ -183,31 +182,3 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
     one = jnp.eye(len(inverse), dtype=inverse.dtype)
     weights = InverseWeights(inverse, one, None, of_trace)
     return dataclasses.replace(estimate, stats=known.stats), weights
-
-
-@final
-class DiagonalLogdetWeights(AbstractWeights):
-    """`G = D^-1` of a stored diagonal D."""
-
-    inverse: Inexact[Array, " n"]
-
-    def contract(self, block):
-        """See `AbstractWeights`."""
-        return jnp.sum(self.inverse * split_shift(block.operator).exact).real
-
-    def weights_at(self, operator):
-        """`G = D^-1` of another operator."""
-        return DiagonalLogdetWeights(1 / split_shift(operator).exact)
-
-
-def logdet_of_diagonal(
-    diagonal: Inexact[Array, " n"],
-) -> tuple[Estimate, DiagonalLogdetWeights]:
-    """Returns (the log-determinant of a stored diagonal, the weights), without a product."""
-    entries = diagonal.real
-    value = jnp.sum(jnp.log(entries))
-    evidence = evidence_of(diagonal, outside=jnp.any(entries <= 0))
-    error = rounding_of_logarithms(entries.size, value)
-    zero = jnp.zeros_like(value)
-    estimate = Estimate(value, zero, 0, 0, evidence, quadrature_error=error)
-    return estimate, DiagonalLogdetWeights(1 / diagonal)

@@ -13,6 +13,10 @@ largest, and i itself, which is last. With R[s_i, s_i] = C C^H, column i of L ha
 L is nearest to R^{-1} in Kullback-Leibler divergence (F. Schaefer, M. Katzfuss, H. Owhadi, 2020,
 arXiv:2004.14455): Vecchia's approximation.
 
+*Sparse matrices* of whose diagonal, in its own unit, F leaves more than half do without F: what
+matters of them are small eigenvalues. Their inverses are not sparse: neighbours are the points that
+|A| + |A D^{-1} A| / 2 + ... couples most, with D the diagonal of A.
+
 `factors` has the algebra of both.
 
 *Rounding.* R is a difference. Its diagonal is raised by some eps times that of A, and, where D is
@@ -46,6 +50,7 @@ from .._linalg.factorisations import (
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import (
     columns,
+    has_entries,
     scaling_of,
     split_shift,
     stored_diagonal,
@@ -59,6 +64,9 @@ from .factors import BuiltPreconditioner, Factors, by_rows, factors_of, gathered
 #: Unless the mean of what is left of the diagonal is below this share of D, neighbours matter.
 SMALL = 3e-3
 
+#: The steps from a point to its neighbours in a sparse matrix without F.
+STEPS = 3
+
 
 def neighbours(
     operator: lx.AbstractLinearOperator,
@@ -66,17 +74,33 @@ def neighbours(
     diagonal: Real[Array, " n"],
     order: Real[Array, " n"],
     m: int,
+    steps: Int[Array, ""] | None = None,
 ) -> Int[Array, "n m"]:
-    """The m points before each that correlate most with it under R; n where there are fewer."""
+    """The m points before each that correlate most with it under R, or, if `steps` are given, are
+    coupled most in so many steps; n where there are fewer.
+    """
     n = len(order)
     scale = 1 / diagonal.astype(np.float32)
+    block = BlockOperator(operator)
+
+    def after_steps(power):
+        """|A| + |A D^{-1} A| / 2 + ..., from columns of A."""
+
+        def step(j, state):
+            power, total = state
+            power = block.mm(power / diagonal[:, None].astype(power.dtype))
+            return power, total + jnp.abs(power) / 2**j
+
+        return lax.fori_loop(1, steps, step, (power, jnp.abs(power)))[1]
 
     def of_block(rows):
         # Row by row, as a sum of products is faster to transpose than scores are.
-        entries = columns(operator, rows).T - matmul(jnp.conj(f[rows]), f.T)
+        found = columns(operator, rows)
+        found = found if steps is None else after_steps(found)
+        entries = found.T - matmul(jnp.conj(f[rows]), f.T)
         score = jnp.square(jnp.abs(entries).astype(np.float32)) * scale
         # In units of R_ii a score is the square of a correlation: no inf, and no denormal number.
-        score = jnp.clip(score * scale[rows, None], 1e-30, 1.0)
+        score = jnp.clip(score * scale[rows, None], 1e-30, 1e30)
         score = jnp.where(order < order[rows, None], score, 0)
         values, at = lax.top_k(score, m)
         return jnp.where(values > 0, at, n).astype(jnp.int32)
@@ -221,9 +245,10 @@ class Structure(eqx.Module):
 
 
 def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
+    """The diagonal, with positive numbers for all others: products with M will tell of them."""
     diagonal = stored_diagonal(operator)
     assert diagonal is not None  # `check` of a preconditioner has seen it
-    return diagonal.real
+    return jnp.where(diagonal.real == 0, 1, jnp.abs(diagonal.real))
 
 
 def flat_part(
@@ -286,18 +311,27 @@ def prepare(
     enough = jnp.where(known, float(np.sqrt(eps)) * n, 0)
     pivoted = pivoted_cholesky(key, kernel_columns, none, rank, block=together, enough=enough)
     f = pivoted.rows[:rank].T * root[:, None].astype(block.dtype)  # F
+    near = (jnp.mean(pivoted.left) > SMALL) | ~known
+    pivots = pivoted.pivots[:rank]
+    steps = None
+    if not has_entries(operator):  # sparse
+        alone = jnp.mean(left_of(f, diagonal) / diagonal) > 0.5
+        f = jnp.where(alone, 0, f)
+        pivots = jnp.where(alone, n, pivots)
+        known |= alone
+        near |= alone
+        steps = jnp.where(alone, STEPS, 1)
     left = left_of(f, diagonal)
     jitter = jitter_of(left, diagonal, known, eps)
     left = left + jitter
-    near = (jnp.mean(pivoted.left) > SMALL) | ~known
     order = jax.random.bits(numbered(key, n), (n,))
     none_near = jnp.full((n, m), n, jnp.int32)
-    chosen = if_any(near, lambda: neighbours(operator, f, left, order, m), none_near)
+    chosen = if_any(near, lambda: neighbours(operator, f, left, order, m, steps), none_near)
     sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)
     factors = sparse_factors(operator, f, sets, diagonal, jitter)
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
     skew = skew_of(pivoted.skew, size, n, eps)
     evidence = evidence_of(jnp.sum(pivoted.left), pivoted.apart, pivoted.skew, skew=skew)
-    structure = Structure(pivoted.pivots[:rank], sets, known)
+    structure = Structure(pivots, sets, known)
     one = jnp.ones_like(unit)
     return BuiltPreconditioner(factors, one, evidence, structure), pivoted.columns
