@@ -54,7 +54,7 @@ class AbstractEstimator(eqx.Module):
     #: The number of vectors to multiply at once; a subclass may have a field of this name. None
     #: stands for as many as make a block of 2^27 numbers. (An annotation would make this a field,
     #: which would precede the fields of a subclass.)
-    batch_size = None
+    batch_size = None  # type: int | None
 
     def __check_init__(self):
         name = "batch_size (vectors multiplied at once)"

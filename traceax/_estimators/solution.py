@@ -9,11 +9,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree, Real
 
 from .._core.estimate import Estimate
-from .._core.verdict import outcome_of
+from .._core.verdict import RESULTS, outcome_of
 
 # Of `value` and its errors: an array, but of diagonals and block traces any PyTree.
 if TYPE_CHECKING:
@@ -39,12 +40,15 @@ def _shown(tree: PyTree, entries: bool) -> str:
 def described(
     name: str, parts: dict[str, PyTree], result: Any = None, *, entries: bool = False
 ) -> str:
-    """What a class of results prints: its name and fields, and the name of the result where
-    `num_matvecs` is known. Inside `jit`, and of batches, shapes stand for numbers.
+    """What a class of results prints: its name and fields, and the name of the result, or how many
+    of a batch are successful. Inside `jit`, and of batches, shapes stand for numbers.
     """
     shown = [f"{field}={_shown(part, entries)}" for field, part in parts.items()]
     if result is not None and _is_number(parts["num_matvecs"]):
         shown.append(f"result={outcome_of(result)}")
+    elif result is not None and not isinstance(parts["num_matvecs"], jax.core.Tracer):
+        right = np.asarray(result == RESULTS.successful)
+        shown.append(f"result={right.sum()} of {right.size} successful")
     return f"{name}({', '.join(shown)})"
 
 
