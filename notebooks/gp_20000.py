@@ -253,7 +253,6 @@ for neighbours in (1, 24):
     )
     print(f"quadrature error at most {found.quadrature_error:.2f}")
 
-# %%
 theta, deviation, last = newton(matern12, start_from(matern12, x[:few], y_rough[:few]), x, y_rough)
 assert np.all(np.abs(deviation) < 4)
 assert np.all(np.abs(last) < 0.5)
