@@ -375,8 +375,7 @@ def test_signs_are_found_at_run_time():
     for (_, sign), (at_run_time, solution), expected in zip(
         SIGNED.values(), found, wholes, strict=True
     ):
-        assert at_run_time == sign
-        assert solution.result == tr.RESULTS.successful
+        assert (at_run_time, solution.result) == (sign, tr.RESULTS.successful)
         np.testing.assert_allclose(solution.value, expected.value, rtol=1e-10)
         np.testing.assert_allclose(solution.std_err, expected.std_err, rtol=1e-8)
     for value, slope in both:

@@ -15,7 +15,7 @@ import traceax as tr
 from traceax._operators.known_parts import stored_entries
 from traceax.extend import columns
 
-from ..helpers import PSD, by_products, keys
+from ..helpers import PSD, by_products
 
 KEY = jr.key(5)
 N = 9
@@ -113,8 +113,7 @@ def is_exact(solution, expected):
     assert value.dtype == expected.dtype
     assert np.all(std_err == 0)
     assert std_err.dtype == expected.real.dtype
-    assert solution.num_matvecs == 0
-    assert solution.result == tr.RESULTS.successful
+    assert (solution.num_matvecs, solution.result) == (0, tr.RESULTS.successful)
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -229,33 +228,29 @@ def test_transformations():
 
 
 def test_the_log_determinant_of_a_diagonal_is_read():
-    """With its first derivative, for sums and multiples, and where it is not defined; the second is
-    unbiased.
-    """
+    """With its derivatives, for sums and multiples, and where it is not defined."""
     identity = lx.IdentityLinearOperator(STRUCTURE)
     wrong = np.where(np.arange(N) == 3, [[-1.0], [0.0], [np.nan]], WEIGHTS)
 
-    def solution(c, entries=WEIGHTS, key=KEY):
+    def solution(c, entries=WEIGHTS):
         operator = 3.0 * lx.DiagonalLinearOperator(jnp.asarray(entries)) + c * identity
-        return tr.logdet(key, operator, 4)
-
-    slope = jax.grad(lambda c, key=KEY: solution(c, key=key).value)
+        return tr.logdet(KEY, operator, 4)
 
     @jax.jit
-    def run(c, wrong, keys):
+    def run(c, wrong):
+        slope = jax.grad(lambda c: solution(c).value)
         outcomes = jax.vmap(lambda entries: solution(0.0, entries))(wrong)
-        second = jax.vmap(jax.grad(slope), (None, 0))(c, keys)
-        return solution(c), slope(c), second, outcomes
+        return solution(c), slope(c), jax.grad(slope)(c), outcomes
 
-    found, first, second, outcomes = jax.device_get(run(0.2, wrong, keys(100)))
+    found, slope, second, outcomes = jax.device_get(run(0.2, wrong))
     entries = 3 * WEIGHTS + 0.2
     np.testing.assert_allclose(found.value, np.sum(np.log(entries)), rtol=1e-13)
-    assert (found.result == tr.RESULTS.successful) & (found.std_err <= 1e-13 * found.value)
-    np.testing.assert_allclose(first, np.sum(1 / entries), rtol=1e-13)
-    assert abs(np.mean(second) + np.sum(entries**-2)) <= 4 * np.std(second) / 10
-    assert np.std(second) <= 0.5 * np.sum(entries**-2)
+    assert (found.num_matvecs, found.std_err, found.result) == (0, 0, tr.RESULTS.successful)
+    np.testing.assert_allclose(slope, np.sum(1 / entries), rtol=1e-13)
+    np.testing.assert_allclose(second, -np.sum(entries**-2), rtol=1e-13)
     assert np.all(np.isnan(outcomes.value))
-    for i, name in enumerate(["outside_domain", "outside_domain", "nonfinite_operator"]):
+    names = ["outside_domain", "outside_domain", "nonfinite_operator"]
+    for i, name in enumerate(names):
         assert (outcomes.result == getattr(tr.RESULTS, name))[i]
 
 

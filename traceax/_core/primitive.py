@@ -103,7 +103,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
         key, operator, estimator = _rebuild(params, operands)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
-        if params.k >= operator.in_size():
+        if params.k >= estimator.size(operator):
             estimate, weights = estimator.exact(operator)
         else:
             estimate, weights = estimator.compute(key, operator, params.k, params.weights)

@@ -65,6 +65,10 @@ class AbstractEstimator(eqx.Module):
         """The name of the estimator in messages."""
         return type(self).__name__
 
+    def size(self, operator: lx.AbstractLinearOperator) -> int:
+        """The budget from which on the value is exact."""
+        return operator.in_size()
+
     #: Whether the values of an operator are real.
     is_hermitian = staticmethod(is_hermitian)
 
@@ -304,7 +308,7 @@ def solve(
     key = check_key(key)
     operator = as_operator(operator)
     estimator.check(operator)
-    budget = check_budget(k, estimator.smallest, operator.in_size(), estimator.label)
+    budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
     if throw:
         failed = estimate.result != RESULTS.successful

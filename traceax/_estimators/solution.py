@@ -9,7 +9,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree, Real
 
@@ -47,7 +46,7 @@ def described(
     if result is not None and _is_number(parts["num_matvecs"]):
         shown.append(f"result={outcome_of(result)}")
     elif result is not None and not isinstance(parts["num_matvecs"], jax.core.Tracer):
-        right = np.asarray(result == RESULTS.successful)
+        right = result == RESULTS.successful
         shown.append(f"result={right.sum()} of {right.size} successful")
     return f"{name}({', '.join(shown)})"
 

@@ -1,10 +1,10 @@
 """The log-determinant of a positive definite operator, its errors and its weights: from the sums of
-a run (`run`), or from a Cholesky factorisation.
+a run (`run`), from a Cholesky factorisation, or from a stored diagonal.
 """
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax.numpy as jnp
 import lineax as lx
@@ -15,7 +15,6 @@ from .._core.estimate import (
     Evidence,
     evidence_of,
     norm_of,
-    safe_norm,
     scale_of,
     skew_of,
     worse,
@@ -24,8 +23,9 @@ from .._core.precision import matmul
 from .._functions.quadrature_error import exact_estimate, quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, generic, lower_cholesky
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import has_entries, matrix_of, stored_diagonal
+from .._operators.known_parts import has_entries, matrix_of, split_shift, stored_diagonal
 from .._sketch.leave_one_out import adjoint
+from .._sketch.weights import AbstractWeights
 from .factors import Factors
 from .run import Run
 from .weights import ExactLogdetWeights, InverseWeights
@@ -127,7 +127,7 @@ def inverse_size(
     norms = []
     for _ in range(2):
         block = root[:, None] * cholesky_solve(factor, root[:, None] * block)
-        norms.append(safe_norm(jnp.ravel(block)))
+        norms.append(norm_of(block))
     return norms[1] / norms[0], norms[0] / math.sqrt(8)
 
 
@@ -182,3 +182,26 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
     one = jnp.eye(len(inverse), dtype=inverse.dtype)
     weights = InverseWeights(inverse, one, None, of_trace)
     return dataclasses.replace(estimate, stats=known.stats), weights
+
+
+def _sum_of_logs(operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
+    return jnp.sum(jnp.log(split_shift(operator).exact.real))
+
+
+@final
+class DiagonalLogdetWeights(AbstractWeights):
+    """The log-determinant of a diagonal operator is differentiated itself."""
+
+    def contract(self, block):
+        """See `AbstractWeights`."""
+        return _sum_of_logs(block.operator)
+
+
+def logdet_of_diagonal(operator: lx.AbstractLinearOperator) -> tuple[Estimate, AbstractWeights]:
+    """Returns (the log-determinant of a diagonal operator, the weights), without a product."""
+    value = _sum_of_logs(operator)
+    diagonal = split_shift(operator).exact
+    evidence = evidence_of(diagonal, outside=jnp.any(diagonal.real <= 0))
+    error = rounding_of_logarithms(diagonal.size, value)
+    estimate = quadrature_estimate(value, error, jnp.zeros_like(value), 0, 0, evidence, 1.0)
+    return estimate, DiagonalLogdetWeights()

@@ -15,7 +15,6 @@ Products with W and W^H need no triangular solve with n rows.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, final
 
 import equinox as eqx
@@ -91,8 +90,7 @@ class Factors(eqx.Module):
 
     def captured(self) -> Inexact[Array, "n r"]:
         """E = L G C^{-H}, with P^{-1} = L L^H - E E^H."""
-        solve = partial(lax.linalg.triangular_solve, _root_of(self.basis), lower=True)
-        return self.scattered(solve(self.basis, transpose_a=True, conjugate_a=True))
+        return self.scattered(adjoint(lower_solve(_root_of(self.basis), adjoint(self.basis))))
 
     def inverse_diagonal(self) -> Real[Array, " n"]:
         """The diagonal of P^{-1}."""

@@ -12,7 +12,8 @@ from .._estimators.estimator import AbstractEstimator, check_key, solve
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
 from .._operators.block_operator import BlockOperator
-from .estimator import estimate_from, exact_logdet
+from .._operators.known_parts import split_shift
+from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
 from .factors import BuiltPreconditioner
 from .held import held_estimate
 from .preconditioners import AbstractPreconditioner
@@ -28,6 +29,10 @@ class LogdetEstimator(AbstractEstimator):
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
     label = "logdet"  # pyright: ignore
+
+    def size(self, operator):
+        """See `AbstractEstimator`."""
+        return 0 if split_shift(operator).rest is None else operator.in_size()
 
     def check(self, operator):
         """See `AbstractEstimator`."""
@@ -47,6 +52,8 @@ class LogdetEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
+        if split_shift(operator).rest is None:
+            return logdet_of_diagonal(operator)
         exact = exact_logdet(operator)
         return exact.estimate, exact.weights()
 

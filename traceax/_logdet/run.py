@@ -61,8 +61,7 @@ def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: boo
         return k
     n = operator.in_size()
     few = n <= FEW_ROWS
-    enough = n <= FEW_ROWS_OF_TOLERANCES if tolerance else 6 * k >= n
-    worth = few or (n <= MOST_ROWS and enough)
+    worth = few or n <= (FEW_ROWS_OF_TOLERANCES if tolerance else min(6 * k, MOST_ROWS))
     return max(k, n) if worth and has_entries(operator, sparse=sparse or few) else k
 
 

@@ -25,7 +25,6 @@ still fails counts as uncorrelated. P is then a little different, and still what
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import final
 
 import equinox as eqx
@@ -81,23 +80,19 @@ def neighbours(
     """
     n = len(order)
     scale = 1 / diagonal.astype(np.float32)
-    block = BlockOperator(operator)
+    half = 0.5 / diagonal[:, None]
 
-    def after_steps(power):
-        """|A| + |A D^{-1} A| / 2 + ..., from columns of A."""
-
-        def step(j, state):
-            power, total = state
-            power = block.mm(power / diagonal[:, None].astype(power.dtype))
-            return power, total + jnp.abs(power) / 2**j
-
-        return lax.fori_loop(1, steps, step, (power, jnp.abs(power)))[1]
+    def step(_, state):
+        power, total = state
+        power = BlockOperator(operator).mm(half.astype(power.dtype) * power)
+        return power, total + jnp.abs(power)
 
     def of_block(rows):
         # Row by row, as a sum of products is faster to transpose than scores are.
-        found = columns(operator, rows)
-        found = found if steps is None else after_steps(found)
-        entries = found.T - matmul(jnp.conj(f[rows]), f.T)
+        entries = columns(operator, rows).T - matmul(jnp.conj(f[rows]), f.T)
+        if steps is not None:  # |A| + |A D^{-1} A| / 2 + ...
+            start = entries.T, jnp.abs(entries.T)
+            entries = lax.fori_loop(1, steps, step, start)[1].T
         score = jnp.square(jnp.abs(entries).astype(np.float32)) * scale
         # In units of R_ii a score is the square of a correlation: no inf, and no denormal number.
         score = jnp.clip(score * scale[rows, None], 1e-30, 1e30)
@@ -238,8 +233,7 @@ class Structure(eqx.Module):
         least = 4 * eps * len(at) * jnp.max(diagonal)
         core = jnp.where(used[:, None], found[at], 0)
         root = lower_cholesky(core + jnp.diag(jnp.where(used, least, 1)).astype(core.dtype))
-        solve = partial(lax.linalg.triangular_solve, root, found, lower=True)
-        f = solve(transpose_a=True, conjugate_a=True)
+        f = adjoint(lower_solve(root, adjoint(found)))
         jitter = jitter_of(left_of(f, diagonal), diagonal, self.known, eps)
         return sparse_factors(operator, f, self.sets, diagonal, jitter, derivative=derivative)
 
@@ -311,16 +305,13 @@ def prepare(
     enough = jnp.where(known, float(np.sqrt(eps)) * n, 0)
     pivoted = pivoted_cholesky(key, kernel_columns, none, rank, block=together, enough=enough)
     f = pivoted.rows[:rank].T * root[:, None].astype(block.dtype)  # F
-    near = (jnp.mean(pivoted.left) > SMALL) | ~known
-    pivots = pivoted.pivots[:rank]
-    steps = None
-    if not has_entries(operator):  # sparse
-        alone = jnp.mean(left_of(f, diagonal) / diagonal) > 0.5
-        f = jnp.where(alone, 0, f)
-        pivots = jnp.where(alone, n, pivots)
-        known |= alone
-        near |= alone
-        steps = jnp.where(alone, STEPS, 1)
+    sparse = not has_entries(operator)
+    alone = sparse & (jnp.mean(left_of(f, diagonal) / diagonal) > 0.5)  # without F
+    near = (jnp.mean(pivoted.left) > SMALL) | ~known | alone
+    known |= alone
+    f = jnp.where(alone, 0, f)
+    pivots = jnp.where(alone, n, pivoted.pivots[:rank])
+    steps = jnp.where(alone, STEPS, 1) if sparse else None
     left = left_of(f, diagonal)
     jitter = jitter_of(left, diagonal, known, eps)
     left = left + jitter
