@@ -22,7 +22,6 @@ import pytest
 import traceax as tr
 from traceax._linalg import factorisations
 from traceax._operators import block_operator
-from traceax._probes import samplers
 
 from .common import ESTIMATORS, PSD, QUICK, dense_psd, medians, report
 from .network import examples, loss, parameters
@@ -31,17 +30,8 @@ N, WIDE, K, K_WIDE, ROUNDS = (300, 3000, 20, 8, 1) if QUICK else (4000, 10**6, 1
 SIZES, BATCH = ((16, 32, 10), 16) if QUICK else ((784, 1024, 192, 10), 128)
 
 
-def _normal(key, shape, k, dtype):
-    return jnp.moveaxis(jr.normal(key, (*shape, k), dtype), -1, 0)
-
-
-def _ones(key, shape, k):
-    return jr.bernoulli(key, 0.5, (*shape, k)).astype(jnp.uint32)
-
-
 #: For each replacement what takes its place: module, name, plain JAX.
 PLAIN = {
-    "random numbers": [(samplers, "normal", _normal), (samplers, "ones", _ones)],
     "QR by products": [(factorisations, "_shifted_cholesky_qr", factorisations._householder_qr)],
     "division by products": [(factorisations, "_divide_by_products", factorisations._solve_upper)],
     "products of rows": [

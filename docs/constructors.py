@@ -21,9 +21,11 @@ class Constructors(griffe.Extension):
         if found is None:
             return
         arguments = inspect.getdoc(found.__init__) or ""
-        arguments = arguments if arguments.startswith("**Arguments:**") else ""
         if cls.docstring is None or "**Arguments:**" not in cls.docstring.value + arguments:
             return
+        listed = arguments.removeprefix("**Arguments:**").strip()
+        if listed == arguments or listed in cls.docstring.value:
+            arguments = ""
         parameters = inspect.signature(found).parameters.values()
         signature = ", ".join(str(each.replace(annotation=each.empty)) for each in parameters)
         call = f"```python\n{cls.name}({signature})\n```"

@@ -12,7 +12,9 @@ from math_core import LatexError, LatexToMathML
 from mkdocs.exceptions import PluginError
 
 _FORMULA = re.compile(
-    r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<source>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
+    r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<source>.*?)\\[)\]]</(?P=tag)>'
+    r"(?P<after>[.,;:)]*)",
+    re.DOTALL,
 )
 _CONVERTER = LatexToMathML(fancy_error=False)
 
@@ -23,12 +25,13 @@ def on_page_content(content, page, config, files):
 
     def converted(formula):
         tag, source = formula["tag"], html.unescape(formula["source"])
+        # Within the span, what follows a formula is not torn from it at the end of a line.
         try:
             mathml = _CONVERTER.convert_with_local_state(source, displaystyle=tag == "div")
         except LatexError as error:
             where = page.file.src_uri
             raise PluginError(f"{where}: the formula {source!r} is not typeset: {error}") from error
-        return f'<{tag} class="arithmatex">{mathml}</{tag}>'
+        return f'<{tag} class="arithmatex">{mathml}{formula["after"]}</{tag}>'
 
     content = _FORMULA.sub(converted, content)
     if re.search('class="arithmatex">(?!<math)', content):

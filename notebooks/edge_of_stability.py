@@ -257,11 +257,11 @@ def noise_and_signal(name, run):
 figure, panels = plt.subplots(1, 3, figsize=(8, 2.7), layout="constrained")
 for axes, (name, run) in zip(panels, runs.items(), strict=False):
     tr.plot.traces(run["closer"], run["layers"], axes=axes)
-    axes.set(title=name, yscale="log")
+    axes.set(title=name, ylabel="trace", yscale="log")
 for label, values, errors in noise_and_signal("transformer", run):
     panels[2].errorbar(run["closer"], values, 2 * errors, fmt="o-", ms=3, lw=1, label=label)
 panels[2].set(title="transformer", xlabel="step", ylabel="squared norm", ylim=(0, None))
-panels[2].legend(frameon=False)
+panels[2].legend(frameon=False, fontsize="small")
 plt.show()
 
 # %% [markdown]
@@ -292,7 +292,7 @@ for axes, (name, run) in zip(panels, runs.items(), strict=True):
         f"{name}: eigenvalues from {low:.2f} to {high:.2f}, 2 / learning rate {2 / rates[name]:.2f}"
     )
 panels[0].get_legend().remove()
-panels[1].legend(frameon=False, fontsize=6)
+panels[1].legend(frameon=False, fontsize="small")
 plt.show()
 
 # %% [markdown]

@@ -215,7 +215,8 @@ plt.figure(figsize=(8, 3.6))
 plt.plot(points[near, 0], y[near], ".", ms=3, color="0.7", label="observed nearby")
 plt.plot(line, actual, "k--", lw=1, label="true")
 plt.plot(line, mean, "C0", lw=1, label="posterior mean")
-plt.fill_between(line, mean - 2 * spread, mean + 2 * spread, color="C0", alpha=0.3, lw=0)
+band = mean - 2 * spread, mean + 2 * spread
+plt.fill_between(line, *band, color="C0", alpha=0.3, lw=0, label="two standard deviations")
 plt.xlabel("first coordinate, where the second is 0.5")
 plt.legend(frameon=False, fontsize=8)
 plt.show()
@@ -223,7 +224,8 @@ plt.show()
 # %% [markdown]
 # The hyperparameters are as close to the true ones as their uncertainties say. (More points of
 # the same square would not make length and amplitude much more certain: there is one field.) The
-# last step was a fraction of them, and the band of two standard deviations holds the true field.
+# last step was a fraction of them, and the band of two standard deviations holds the true field at
+# nearly all points.
 
 # %%
 assert np.all(np.abs(deviation) < 4)

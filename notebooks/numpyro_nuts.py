@@ -99,7 +99,8 @@ for k, found in ((50, enough), (30, too_few)):
 
 # %% [markdown]
 # With 50 products the error is far below what could be seen in a posterior. With 30 it reaches
-# one nat for some draws, and its error bar says so: that posterior should not be trusted.
+# five nats for some draws, where the largest stated error is two nats: that posterior should not be
+# trusted.
 #
 # ## The posteriors
 

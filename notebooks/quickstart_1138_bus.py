@@ -128,7 +128,7 @@ print(f"largest deviation: {missed.max():.1f} standard errors")
 #
 # If $A + s I$ is the precision matrix of a Gaussian, its density needs $\log\det(A + s I)$. The
 # derivative by $s$ is $\mathrm{tr}\,(A + s I)^{-1}$. Nothing is factorised. There are two errors:
-# `std_err`, that of the random probes, and `quadrature_error`, a bound on what ending Lanczos'
+# `std_err`, that of the random probes, and `quadrature_error`, an estimate of what ending Lanczos'
 # recurrence early leaves out.
 #
 # Eight keys test the error bar: the scatter of the values should be the standard error.

@@ -46,7 +46,7 @@ def test_the_precision_of_a_product_is_that_of_what_a_vector_passes_through(kind
     for dtype, units in ((np.float32, 1), (np.float16, 2)):  # a function rounds more than once
         block = BlockOperator(as_operator(through(kind, dtype)))
         assert block.eps == block.linearised().eps == units * np.finfo(dtype).eps
-        assert block.is_inexact == (dtype == np.float16)
+        assert (block.eps > jnp.finfo(block.dtype).eps) == (dtype == np.float16)
 
 
 @pytest.mark.parametrize("kind", ["constant", "called with"])
@@ -83,7 +83,8 @@ def test_a_function_can_be_given_its_precision():
     truth = np.trace(matrix + 1e-6 * noise)
     errors = np.abs(found.value - truth)
     assert np.all(found.result == tr.RESULTS.successful)
-    assert np.all(errors <= 3 * found.std_err)
+    # 92 % less three standard errors of the count.
+    assert np.mean(errors <= 2 * found.std_err) >= 0.79
     # Undeclared, the precision is that which the asymmetry of the products shows.
     assert np.max(errors) < np.max(np.abs(plain.value - truth)) < 1e-3
     np.testing.assert_allclose(slope, np.trace(matrix), rtol=1e-4)

@@ -85,7 +85,7 @@ def skew_of(apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -
     `apart` is the norm of the differences, and `size` that of the numbers, or less. Rounding makes
     differences of at most 2 eps relative to the norm, if each product is rounded once. The limit is
     larger: sqrt(eps) leaves room for sums, TensorFloat-32 and solves, and 100 sqrt(n) eps, the
-    limit for negative eigenvalues, for half precision.
+    limit for negative eigenvalues, for half precision (and in float32 for more than 840 rows).
     """
     return relative(apart, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
 

@@ -18,36 +18,28 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """
 
     nonfinite_operator = (
-        "A product with the operator holds NaN or inf, so nothing can be estimated from it; of a "
-        "diagonal, entries stand whose rows are finite (`stats['nonfinite']` counts the others). "
-        "Check the arrays inside the operator, its products and the sum of them for overflow, and "
-        "a preconditioner of your own for being positive definite; "
-        "`jax.config.update('jax_debug_nans', True)` finds the first NaN."
+        "A product with the operator holds NaN or inf. Check the arrays inside of the operator, "
+        "its products and their sum for overflow, and a preconditioner of your own for being "
+        "positive definite; `jax.config.update('jax_debug_nans', True)` finds the first NaN."
     )
     not_semidefinite = (
-        "The operator is tagged positive (or negative) semidefinite, but its products say that it "
-        "is not. The value is a plain Hutchinson estimate from the same products, which does not "
-        "rely on the tag. Remove the tag, or use `XTraceEstimator`."
+        "The operator is tagged semidefinite, but its products say that it is not: the value is a "
+        "Hutchinson estimate from them. Remove the tag, or use `XTraceEstimator`."
     )
     outside_domain = (
-        "A Ritz value (an approximate eigenvalue) lies where the function is not finite, as for "
-        "the logarithm of a matrix that is not positive definite to rounding; or the value "
-        "overflows, or observations are missing (NaN). Check the spectrum, shift the operator "
-        "(A + s I), compute in float64, or use a function that is finite there. "
-        "If the operator is semidefinite, tag it so: rounding errors below 0 then count as 0."
+        "A Ritz value (an approximate eigenvalue) lies where the function is not finite (for log: "
+        "A is not positive definite to rounding), the value overflows, or observations are missing "
+        "(NaN). Tag a semidefinite operator, shift it (A + s I), or compute in float64."
     )
     not_converged = (
-        "The budget was spent before the error was small enough. The value is the best estimate "
-        "there is, and its standard error says how good. With a tolerance: raise `max_k`, or "
-        "loosen `rtol` or `atol`. With a budget, whose quadrature error is too large: raise `k`; "
-        "where the value is exact (its standard error is 0), compute in float64."
+        "The budget was spent before the error was small enough; the stated errors say how good "
+        "the value is. Raise `k`, or for a tolerance `max_k`; where the value is exact (its "
+        "standard error is 0), compute in float64."
     )
     not_symmetric = (
         "The operator is tagged symmetric or semidefinite, but its products say that it is not "
-        "even symmetric (Hermitian). A trace or diagonal is then a plain Hutchinson estimate, a "
-        "log-determinant is NaN, and other functions and eigenvalues are wrong. Remove the tag, "
-        "use (A + A^H) / 2, or say with `traceax.inexact` what products are worth that are good "
-        "to a few digits only, such as iterative solves."
+        "symmetric (Hermitian): functions and eigenvalues are wrong. Remove the tag, use "
+        "(A + A^H) / 2, or say with `traceax.inexact` how precise iterative solves are."
     )
 
 

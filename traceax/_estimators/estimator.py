@@ -2,6 +2,7 @@
 
 import abc
 import sys
+import traceback
 import warnings
 from typing import Any, ClassVar, final
 
@@ -230,15 +231,11 @@ def check_key(key: Any) -> Array:
 
 def _level_of_caller() -> int:
     """The stack level, for a warning, of the first frame outside of this package and wrappers."""
-    level = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), 1):
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("traceax", "equinox", "jaxtyping"):
-            break
-        level += 1
-        frame = frame.f_back
-    return level
+            return level
+    return 1
 
 
 def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") -> int:

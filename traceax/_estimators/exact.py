@@ -21,8 +21,8 @@ from .rows import Rows, added
 def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " n"]]:
     """The entries A_jj = e_j^T A e_j, and the norms of the columns of A (NaN and inf included)."""
     n = block.n
-    num_blocks = -(-n // block.batch_width(n))
-    width = -(-n // max(num_blocks, 1))
+    num_blocks = max(-(-n // block.batch_width(n)), 1)
+    width = -(-n // num_blocks)
     rows = jnp.arange(n)[:, None]
 
     @jax.checkpoint  # in reverse mode, compute each block again rather than keep n x n numbers
@@ -32,8 +32,6 @@ def _entries(block: BlockOperator) -> tuple[Inexact[Array, " n"], Real[Array, " 
         diagonal = jnp.sum(jnp.where(unit, products, jnp.zeros((), block.dtype)), axis=0)
         return diagonal, safe_norm(lax.stop_gradient(products).T)
 
-    if num_blocks <= 1:
-        return one_block(jnp.asarray(0))
     entries, norms = lax.map(one_block, width * jnp.arange(num_blocks))
     return entries.reshape(-1)[:n], norms.reshape(-1)[:n]
 
@@ -108,12 +106,13 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
         del known, scale
         other = BlockOperator(rest, block.batch_size)
         diagonal, norms = _entries(other.linearised())
+        is_inexact = other.eps > float(jnp.finfo(other.dtype).eps)
         size = safe_norm(norms) if rows is None else rows.norms(norms[:, None])
         estimate = Estimate(
             added(rows, diagonal),
-            rounding_of(size, other.eps) if other.is_inexact else jnp.zeros_like(size),
+            rounding_of(size, other.eps) if is_inexact else jnp.zeros_like(size),
             other.n,
-            other.n if other.is_inexact else 0,
+            other.n if is_inexact else 0,
             evidence_of(norms),
             separate=rows is not None,
         )

@@ -114,16 +114,16 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
         tested = k - 2 * m  # m'
         sampler = self.sampler_of_rows(block.dtype)
         q, omega = _basis_and_probes(key, block, sampler, m, tested)
-        z, lost = without_nonfinite(block.adjoint_mm(q))
-        products, lost_too = without_nonfinite(block.mm(omega))
-        lost = lost + lost_too
+        z, nan_rows = without_nonfinite(block.adjoint_mm(q))
+        products, more_nan_rows = without_nonfinite(block.mm(omega))
+        nan_rows = nan_rows + more_nan_rows
         samples = jnp.conj(omega) * residual_products(q, omega, products, z)
         residual, std_err = mean_and_std_err(rows(samples))
         if rows.sizes is None:
             std_err = with_ties(std_err, tested)
-        value = rows.of_vector(captured_diagonal(q, z) + lost) + residual
+        value = rows.of_vector(captured_diagonal(q, z) + nan_rows) + residual
         std_err = jnp.hypot(std_err, rounding_of(rows.norms(z), block.eps))
-        estimate = Estimate(value, std_err, k, tested - 1, evidence_of(z, lost), separate=True)
+        estimate = Estimate(value, std_err, k, tested - 1, evidence_of(z, nan_rows), separate=True)
         s = jnp.zeros((m, tested), block.dtype)
         ones = jnp.ones_like(s[0].real)
         return estimate, DiagonalWeights(q=q, s=s, omega=omega, beta=ones, rows=rows)

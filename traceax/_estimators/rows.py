@@ -57,5 +57,5 @@ def without_nonfinite(
 ) -> tuple[Inexact[Array, "n m"], Real[Array, " n"]]:
     """Products with 0 for NaN and inf; and a vector, NaN for rows that held them, 0 for others."""
     finite = jnp.isfinite(products)
-    lost = jnp.where(jnp.all(finite, axis=1), 0, jnp.nan)
-    return jnp.where(finite, products, 0), lost.astype(products.real.dtype)
+    nan_rows = jnp.where(jnp.all(finite, axis=1), 0, jnp.nan)
+    return jnp.where(finite, products, 0), nan_rows.astype(products.real.dtype)

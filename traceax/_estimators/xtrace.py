@@ -192,13 +192,13 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         block = BlockOperator(operator, self.batch_size).linearised()
         m = k // 2
         omega = self.sampler_of_rows(block.dtype).probes(key, block.n, m, block.dtype)
-        products, lost = without_nonfinite(block.mm(omega))
+        products, nan_rows = without_nonfinite(block.mm(omega))
         products, nu, sketch = shifted_sketch(block, omega, products)
         factors = range_finder(omega, sketch)
         q = factors.q
         s = factors.s
-        adjoint_products, lost_too = without_nonfinite(block.adjoint_mm(q))
-        lost = lost + lost_too
+        adjoint_products, more_nan_rows = without_nonfinite(block.adjoint_mm(q))
+        nan_rows = nan_rows + more_nan_rows
         z = adjoint_products / products.scale + nu * q
         parts = DiagonalParts(
             base=captured_diagonal(q, z),
@@ -213,9 +213,9 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         value, std_err, beta = diagonal_and_error(parts, rows, rounding, shrink=self.shrink)
         size = products.size
         value = size * (value - rows.of_vector(jnp.full(block.n, nu)))
-        value = value + rows.of_vector(lost)
+        value = value + rows.of_vector(nan_rows)
         std_err = rescale_error(size, std_err)
-        evidence = evidence_of(factors.r, z, lost)
+        evidence = evidence_of(factors.r, z, nan_rows)
         estimate = Estimate(value, std_err, 2 * m, m - 1, evidence, separate=True)
         return estimate, DiagonalWeights(q=q, s=s, omega=omega, beta=beta, rows=rows)
 
@@ -236,8 +236,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
 
     If the tail of the spectrum is flat or narrow, a multiple of the identity is taken off A first,
     without products. Of several shifts, 0 among them, the one with the smallest standard error of
-    the trace is taken. As the shift depends on the probes, a nonzero shift has a small bias
-    (`docs/shifts.md`).
+    the trace is taken. As the shift depends on the probes, a nonzero shift has a small bias.
 
     **Cost:** `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or a diagonal);
     `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The
@@ -288,7 +287,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         block = BlockOperator(operator, self.batch_size).linearised()
         omega = self.sampler_of_rows(block.dtype).probes(key, block.n, k, block.dtype)
         p, r = qr(omega)
-        products, lost = without_nonfinite(block.mm(p))
+        products, nan_rows = without_nonfinite(block.mm(p))
         factors = nystrom(p, r, sign * products, block.eps)
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
@@ -300,8 +299,8 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         mean, error, beta = diagonal_and_error(parts, rows, rounding, **options)
         without_tag = mean_and_std_err(rows(jnp.conj(omega) * parts.products))
         value, std_err = factors.estimate(sign, (mean, error), without_tag)
-        value = value + rows.of_vector(lost)
-        evidence = worse(factors.evidence, evidence_of(lost))
+        value = value + rows.of_vector(nan_rows)
+        evidence = worse(factors.evidence, evidence_of(nan_rows))
         estimate = Estimate(value, std_err, k, k - 1, evidence, separate=True)
         if not weights:
             return estimate, None

@@ -107,7 +107,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         usable = real_enough & all_finite(values)
-        evidence = worse(krylov.evidence, Evidence(outside=~usable))
+        evidence = worse(evidence_of(krylov.size), Evidence(outside=~usable))
 
         estimate = quadrature_estimate(value, error, std_err, p * q, p - 1, evidence)
         if not weights:

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import Evidence, evidence_of, rounding_unit, scale_of
+from .._core.estimate import rounding_unit, scale_of
 from .._core.precision import einsum
 
 #: An operator, as a function that multiplies blocks.
@@ -46,11 +46,6 @@ class Arnoldi(NamedTuple):
     def exhausted(self) -> Bool[Array, " p"]:
         """Which of the spaces are exhausted."""
         return self.residual == 0
-
-    @property
-    def evidence(self) -> Evidence:
-        """If any of the numbers is NaN or inf, the largest is."""
-        return evidence_of(self.size)
 
     @property
     def unit(self) -> Real[Array, "p 1 1"]:

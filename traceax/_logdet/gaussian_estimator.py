@@ -107,16 +107,17 @@ class GaussianEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         exact = exact_logdet(operator)
         x = exact.solve(self.y)
-        # A backward error of the matrix that changes no pivot by more than the rounding changes
-        # a quadratic form by at most this.
+        # With the factor of A + E, where E is diagonal and as large as the errors of the pivots, a
+        # form is off by at most this. (As E is full, it may be off by twice as much; but in the sum
+        # with the log-determinant, whose error has the opposite sign, these errors cancel.)
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
         form = inner(self.y, x), left, x
-        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs, math.inf)
+        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
         return estimate, GaussianWeights(exact.weights(), x)
 
-    def density(self, log_det: Estimate, forms: Any, spent: Any, least: float) -> Estimate:
+    def density(self, log_det: Estimate, forms: Any, spent: Any) -> Estimate:
         """The density from log det A and (y_j^H A^{-1} y_j of a solve, a bound of what they leave
-        out, x), after `spent` products for both. Errors up to `least` nats are no failure.
+        out, x), after `spent` products for both. Errors up to one nat are no failure.
         """
         form, left, x = forms
         half = self._factor
@@ -131,7 +132,7 @@ class GaussianEstimator(AbstractEstimator):
         evidence = dataclasses.replace(log_det.evidence, unconverged=0.0)
         counts = spent, log_det.dof
         more = {"stats": log_det.stats, "aux": (value, form, x)}
-        return quadrature_estimate(density, error, std_err, *counts, evidence, least, **more)
+        return quadrature_estimate(density, error, std_err, *counts, evidence, 1.0, **more)
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""
@@ -149,7 +150,7 @@ class GaussianEstimator(AbstractEstimator):
         built = self.policy.preconditioner
         if isinstance(built, BuiltPreconditioner):
             log_det, form, made = held_estimate(key, built, operator, k, self.y, weights)
-            return self.density(log_det, form, log_det.num_matvecs, 1.0), made
+            return self.density(log_det, form, log_det.num_matvecs), made
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
 
@@ -174,7 +175,7 @@ class GaussianEstimator(AbstractEstimator):
         left += rounding_of_form(factors, probes.largest, x, block.eps)
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
-        estimate = self.density(log_det, (form, left, x), spent, 1.0)
+        estimate = self.density(log_det, (form, left, x), spent)
         estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None

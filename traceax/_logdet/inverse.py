@@ -136,7 +136,7 @@ def inverse_trace(
 ) -> Solution:
     r"""Estimate $\mathrm{tr}\, A^{-1}$ of a positive definite operator, such as $K + s I$.
 
-    $\mathrm{tr}\, A^{-1} = \mathrm{tr}\, P^{-1} + E[\omega^T (A^{-1} - P^{-1}) \omega]$ with the
+    $\mathrm{tr}\, A^{-1} = \mathrm{tr}\, P^{-1} + E[\omega^\top (A^{-1} - P^{-1}) \omega]$ with the
     preconditioner P of [`traceax.logdet`][], and one solve for every probe. The first term is
     exact, the second is small if P is good. Derivatives of every order are unbiased as far as the
     solves have converged, and take a product and a solve for every probe.

@@ -140,7 +140,8 @@ class Sketch:
         self._omega = probes / math.sqrt(block.n)
         self.first = self.products(0, first)
         self._unit, self.known = self._scaling.fixed(self.first, block.eps)
-        self._floor_known = self.known & split_shift(operator).is_positive
+        sign = split_shift(operator).sign
+        self._floor_known = self.known & (sign is not None and sign > 0)
 
     def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
         """D^{-1/2} A D^{-1/2} times probes `start` to `end`, with D relative to its unit."""

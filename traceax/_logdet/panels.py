@@ -246,9 +246,9 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
 def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums:
     """The sums with the quadrature, errors and bases of a panel."""
     krylov = panel.recurrences()
-    # Products with A have rounding errors in the unit of P.
+    # In M, products with A have rounding errors relative to `top`: see `Factors`.
     evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
-    # The error of a logarithm is known after all numbers of steps alone, and so in the first panel.
+    # Only the first panel has the value after every number of steps, as its error requires.
     error = jnp.where(sums.panels == 0, panel.error, sums.error)
     if sampling.inverse:
         total = sums.drawn * sums.error + count * panel.error

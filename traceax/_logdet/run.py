@@ -188,10 +188,11 @@ def run_of(
         value, slope = value_of(factors, sampled)
         return policy.allowed(value) / slope
 
-    # A tolerance may end a call after any panel.
+    # A tolerance may end a call after any panel. The first has few probes, to leave products for
+    # steps.
     part = k if policy.atol is None else min(k, 128)
     first = max(fewest, min(k, math.isqrt(part) // 3))
-    # Products with few rows cost as much as they have columns, those with many hardly more.
+    # Products cost as much as they have columns; with stored entries of many rows hardly more.
     width = part // (8 if block.n <= NARROW_ROWS else 3)
     sampling = Sampling(
         block=block,

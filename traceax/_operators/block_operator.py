@@ -85,11 +85,6 @@ class BlockOperator:
         return linear
 
     @property
-    def is_inexact(self) -> bool:
-        """Whether products are less precise than the working dtype."""
-        return self.eps > float(jnp.finfo(self.dtype).eps)
-
-    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the leaves of the input structure."""
         return [leaf.shape for leaf in jtu.tree_leaves(self.operator.in_structure())]

@@ -318,12 +318,6 @@ class KnownParts(NamedTuple):
         sign = jnp.ones(()) if self.rest is None else sign_of(self.rest)
         return None if sign is None else sign * jnp.sign(self.scale.real).astype(sign.dtype)
 
-    @property
-    def is_positive(self) -> Bool[Array, ""]:
-        """Whether tags and factors say that what is left is positive semidefinite."""
-        sign = self.sign
-        return jnp.array(False) if sign is None else sign > 0
-
 
 def split_known_parts(operator: lx.AbstractLinearOperator) -> KnownParts:
     """Split off the parts of sums and multiples whose diagonal can be read."""

@@ -8,12 +8,14 @@ from typing import Any, ClassVar, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 from equinox import AbstractClassVar, AbstractVar
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, Shaped
 
-from .random import normal, ones, split, uniform
+from .random import ones, split
 
 
 def _canonical(dtype: DTypeLike | None) -> Any:
@@ -39,6 +41,13 @@ class AbstractSampler(eqx.Module):
     #: dtype. Then `omega^H A omega` has the variance `sum_{i != j} |A_ij|^2`, as for complex probes
     #: on the sphere, rather than twice as much.
     independent_phases: ClassVar[bool] = False
+
+    #: The kinds of dtypes in which the distribution has a meaning.
+    kinds: ClassVar[tuple[type, ...]] = jnp.inexact, jnp.signedinteger
+
+    def __check_init__(self):
+        if self.dtype is not None:
+            self._check_kind(np.dtype(self.dtype))
 
     @abc.abstractmethod
     def _sample(
@@ -119,24 +128,33 @@ class AbstractSampler(eqx.Module):
                 "operator needs real probes. Make the sampler without a dtype (it then follows "
                 "the operator)."
             )
-        self._check_own(own)
+        self._check_kind(own)
         if improved and not self.respheres(improved, dtype):
             raise ValueError(
                 f"improved=True with real ({own}) probes is biased for a complex ({dtype}) "
                 "operator. Make the sampler without a dtype, or use improved=False."
             )
 
-    def _check_own(self, dtype: np.dtype) -> None:
+    def _check_kind(self, dtype: np.dtype) -> None:
         """Refuse a dtype in which the distribution has no meaning."""
+        if not any(jnp.issubdtype(dtype, kind) for kind in self.kinds):
+            kinds = " or ".join(kind.__name__ for kind in self.kinds)
+            raise ValueError(
+                f"{type(self).__name__} needs a dtype that is {kinds}, got {dtype}. Leave the "
+                "dtype out to follow the operator; for a real one use RademacherSampler()."
+            )
 
 
-def _require_inexact(sampler: AbstractSampler) -> None:
-    if sampler.dtype is not None and not jnp.issubdtype(sampler.dtype, jnp.inexact):
-        raise ValueError(
-            f"{type(sampler).__name__} needs a floating or complex dtype, got "
-            f"{np.dtype(sampler.dtype)}. "
-            "Leave the dtype out to follow the operator."
-        )
+def _normal(
+    key: PRNGKeyArray, shape: tuple[int, ...], k: int, dtype: np.dtype
+) -> Inexact[Array, "k ..."]:
+    """Standard normal numbers. Those of short dtypes are rounded: numbers that are drawn in
+    bfloat16 have 128 different sizes.
+    """
+    wide = np.promote_types(dtype, np.float32)
+    # The number of the vector comes first, as XLA does not vectorise over a short last axis. The
+    # barrier keeps XLA from drawing the numbers anew for each expression that reads them.
+    return lax.optimization_barrier(jr.normal(key, (k, *shape), wide).astype(dtype))
 
 
 @final
@@ -153,12 +171,10 @@ class NormalSampler(AbstractSampler):
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
     rotation_invariant: ClassVar[bool] = True
-
-    def __check_init__(self):
-        _require_inexact(self)
+    kinds = (jnp.inexact,)
 
     def _sample(self, key, shape, k, dtype):
-        return jnp.moveaxis(normal(key, shape, k, dtype), 0, -1)
+        return jnp.moveaxis(_normal(key, shape, k, dtype), 0, -1)
 
 
 @final
@@ -174,19 +190,17 @@ class SphereSampler(AbstractSampler):
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
     rotation_invariant: ClassVar[bool] = True
-
-    def __check_init__(self):
-        _require_inexact(self)
+    kinds = (jnp.inexact,)
 
     def _sample(self, key, shape, k, dtype):
-        vectors = normal(key, shape, k, dtype)
+        vectors = _normal(key, shape, k, dtype)
         square = (vectors * jnp.conj(vectors)).real
         norm = jnp.sqrt(jnp.sum(square, axis=tuple(range(1, vectors.ndim)), keepdims=True))
         # A factor for each vector, rather than a division of the block: XLA then fuses one pass.
         scale = math.sqrt(math.prod(shape)) / norm
         # Without a barrier XLA would keep the numbers before scaling as well, and scale them anew
         # for each of their uses.
-        scaled = jax.lax.optimization_barrier(vectors * scale.astype(dtype))
+        scaled = lax.optimization_barrier(vectors * scale.astype(dtype))
         return jnp.moveaxis(scaled, 0, -1)
 
 
@@ -204,14 +218,6 @@ class RademacherSampler(AbstractSampler):
 
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
     rotation_invariant: ClassVar[bool] = False
-
-    def __check_init__(self):
-        signed = jnp.inexact, jnp.signedinteger
-        if self.dtype is not None and not any(jnp.issubdtype(self.dtype, x) for x in signed):
-            raise ValueError(
-                f"RademacherSampler needs a numeric dtype that has -1, got {np.dtype(self.dtype)}. "
-                "Leave the dtype out to follow the operator."
-            )
 
     def _sample(self, key, shape, k, dtype):
         signs = 2 * ones(key, shape, k).astype(jnp.int32) - 1
@@ -235,27 +241,17 @@ class SteinhausSampler(AbstractSampler):
     dtype: np.dtype | None = eqx.field(converter=_canonical, default=None, static=True)
     rotation_invariant: ClassVar[bool] = False
     independent_phases: ClassVar[bool] = True
-
-    def __check_init__(self):
-        if self.dtype is not None:
-            self._check_own(np.dtype(self.dtype))
-
-    def _check_own(self, dtype):
-        if not jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                f"SteinhausSampler draws complex phases, but {dtype} is not a complex dtype. "
-                "Use RademacherSampler for real operators."
-            )
+    kinds = (jnp.complexfloating,)
 
     def _default_dtype(self):
         return complex
 
     def _sample(self, key, shape, k, dtype):
-        self._check_own(dtype)
+        self._check_kind(dtype)
         real = jnp.finfo(dtype).dtype
-        angle = uniform(key, shape, k, real, highest=2 * np.pi)
-        phases = jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
-        return jnp.moveaxis(jax.lax.optimization_barrier(phases), 0, -1)  # see `random`
+        angle = jr.uniform(key, (k, *shape), real, maxval=2 * np.pi)
+        phases = lax.complex(jnp.cos(angle), jnp.sin(angle))
+        return jnp.moveaxis(lax.optimization_barrier(phases), 0, -1)  # see `_normal`
 
 
 def random_signs(dtype: np.dtype) -> AbstractSampler:

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._linalg.factorisations import divide_by_upper
-from .._probes.random import numbered, split, uniform
+from .._probes.random import numbered, split
 from .leave_one_out import adjoint, matmul
 
 
@@ -123,8 +124,8 @@ def pivoted_cholesky(
     def step(state: PivotedCholesky) -> PivotedCholesky:
         least = least_of(state)
         keys = split(numbered(key, state.columns // block))
-        uniforms = jax.vmap(lambda key: uniform(key, (block,), 1, real)[0])(keys)
-        # Without a barrier each use would compute them anew, see `_probes.random`.
+        uniforms = jax.vmap(lambda key: jr.uniform(key, (block,), real))(keys)
+        # Without a barrier XLA would draw them anew for each use.
         to_draw, to_accept = lax.optimization_barrier(uniforms)
         below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
         # Comparisons with all of them compile in less time than a bisection.

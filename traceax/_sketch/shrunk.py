@@ -71,8 +71,8 @@ def plain_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
 
 
 def skew_samples(terms: Inexact[Array, "n m"]) -> PlainSamples:
-    """The same for any matrix. The variance of h_i is that of the Hermitian part, and may be less
-    than V_h: the scatter of the h_j shows that.
+    """The same for any matrix. If it is real, the variance of h_i is that of its symmetric part and
+    may be less than V_h: the scatter of the h_j shows that. (With phases it is V_h in the mean.)
     """
     _, variance = plain_samples(terms)  # V_h
     values = jnp.sum(terms, axis=0)  # h_i
