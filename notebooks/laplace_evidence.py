@@ -165,9 +165,9 @@ for log_alpha, *row in zip(
     print(f"{np.exp(log_alpha):7.3g}  {text}")
 
 # %% [markdown]
-# The estimates are within 2.2 standard errors of the exact values (within one for $\alpha$ of 0.1
-# and more), and err all in the same direction: the same key means the same probes at every
-# $\alpha$, and a deterministic function that an optimiser or a root finder can work with.
+# The estimates are within one standard error of the exact values. The same key means the same
+# probes at every $\alpha$, and a deterministic function that an optimiser or a root finder can work
+# with.
 #
 # ## The best prior
 #

@@ -99,8 +99,8 @@ for k, found in ((50, enough), (30, too_few)):
 
 # %% [markdown]
 # With 50 products the error is far below what could be seen in a posterior. With 30 it reaches
-# five nats for some draws, where the largest stated error is two nats: that posterior should not be
-# trusted.
+# two nats for some draws, and the stated errors, of up to four nats, say so: that posterior should
+# not be trusted.
 #
 # ## The posteriors
 

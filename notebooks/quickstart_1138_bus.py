@@ -181,7 +181,7 @@ assert max(abs(accurate.value / exact - 1), abs(plain.value / exact - 1)) < 1e-2
 assert 2 * accurate.num_matvecs < plain.num_matvecs
 # The standard deviation of a share of 95 % of 1138 entries is 0.65 %.
 assert abs(np.mean(inside) - 0.95) < 4 * 0.0065
-assert np.all(missed < 3)
+assert np.all(missed < 4)  # the largest of many
 # Each log-determinant is within three of its errors, their scatter within the limits (99 %) of
 # the chi distribution with 7 degrees of freedom, their derivative within those of Student's.
 for (value, solution), _ in runs:

@@ -54,6 +54,7 @@ def program(function, options, keys, matrix):
 @pytest.mark.parametrize(
     ("function", "dtype"), [(tr.frobenius_norm, np.complex128), (tr.row_norms, np.float32)]
 )
+@pytest.mark.slow
 def test_squares_are_unbiased(function, dtype):
     matrix = general(dtype)
     found = jax.device_get(program(function, (("k", K),), keys(COUNT), matrix))
@@ -137,6 +138,7 @@ def test_half_precision():
 
 
 @functions
+@pytest.mark.slow
 def test_a_tolerance(function):
     """Within rtol in 95 % of calls, less three standard errors of their number."""
     n, rtol = 150, 0.05 if function is tr.frobenius_norm else 0.2

@@ -106,6 +106,7 @@ RTOLS = {"trace": (0.1, 0.02), "diagonal": (0.3, 0.1)}
 
 
 @kinds
+@pytest.mark.slow
 def test_the_tolerance_is_met(what, name):
     """In 95 % of calls, with at most max_k products and n for the last resort."""
     for spectrum in SPECTRA:

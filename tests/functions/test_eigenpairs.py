@@ -152,6 +152,7 @@ CLUSTER = np.r_[np.linspace(-1, 0.5, 50), 1 - 1e-3 * np.arange(10)]
 
 
 @pytest.mark.parametrize(("spectrum", "warm"), [(FLAT, False), (CLUSTER, True)])
+@pytest.mark.slow
 def test_bounds_hold(spectrum, warm):
     """No more than 1 % miss an end, nor half of 1 % one of them, also from a start that is an exact
     eigenvector in the middle of the spectrum, which hides all the others. The shares of 3000 keys

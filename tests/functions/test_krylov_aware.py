@@ -127,6 +127,7 @@ def test_no_bias_and_bars_that_cover(name, dtype):
     ],
     ids=["outlier", "decaying"],
 )
+@pytest.mark.slow
 def test_the_depth_causes_no_bias_and_bars_are_at_most_twice_too_large(eigenvalues, fn, k):
     """600 keys: the means of value and derivative are within 4 standard errors. (They were off by
     7.5 on the outlier, as the depth of the smallest standard error was taken. On the decaying

@@ -560,6 +560,7 @@ ORDINARY = {
 }
 
 
+@pytest.mark.slow
 def test_ordinary_matrices_are_successful():
     """A rule that doubts everything is no cure: 98 % of the keys, which are all of twenty."""
     rng = np.random.default_rng(0)

@@ -38,6 +38,7 @@ def run(call, max_k, matrix, number, rtol, keys):
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.slow
 def test_the_tolerance_is_kept(call):
     """By 95 % of the calls of every cell, less three standard errors of the count, and by fewer
     products where it is loose. What cannot be done is told.

@@ -95,6 +95,7 @@ def test_exact_values_state_their_rounding(length, noise):
 
 
 @pytest.mark.parametrize("jitter", [None, 1e-7])
+@pytest.mark.slow
 def test_noise_inside_of_the_matrix_is_found(jitter):
     """Alone, or next to a known term that is far smaller."""
     f = np.random.default_rng(3).standard_normal((N, 20))
@@ -138,6 +139,7 @@ def test_values_and_derivatives_with_noise_inside_are_unbiased(kind):
     assert np.mean(np.abs(values - truth[0]) <= 2 * errors + quadrature) > 0.91
 
 
+@pytest.mark.slow
 def test_noise_that_exceeds_the_kernel():
     """Entries are rounded before the shift is subtracted from them."""
     dtype = np.float32
@@ -157,6 +159,7 @@ def test_noise_that_exceeds_the_kernel():
             assert abs(float(value) - relative - len(x) * np.log(s)) <= float(bar)
 
 
+@pytest.mark.slow
 def test_close_points_among_isolated_ones_get_longer_recurrences():
     """The columns that were chosen look like those of a multiple of the identity; the rows of close
     points beside them say that there are smaller eigenvalues. (Three steps were then far too few

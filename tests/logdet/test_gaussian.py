@@ -52,6 +52,7 @@ def smooth_kernel(n):
 
 
 @pytest.mark.parametrize("held", [False, True])
+@pytest.mark.slow
 def test_rounding_of_the_quadratic_form_is_stated(held):
     """In float32: intervals hold the density, and the error that they state is some times the true
     one, not hundreds of times.
@@ -83,6 +84,7 @@ def test_rounding_of_the_quadratic_form_is_stated(held):
         assert np.median(found.quadrature_error) < 20 * size
 
 
+@pytest.mark.slow
 def test_what_the_solve_lacks_is_stated():
     """Too few steps of conjugate gradients: the error is within the quadrature error."""
     kernel, y = np.asarray(matern32(distances(400, 2), 0.3)), observations(400)
@@ -104,6 +106,7 @@ def test_what_the_solve_lacks_is_stated():
             assert abs(solution.value - exact_density(y, dense)) < allowed
 
 
+@pytest.mark.slow
 def test_solves_of_every_size_and_scale():
     """An absolute limit of breakdowns that grows with n once made NaN of many rows and small
     scales.
@@ -183,6 +186,7 @@ def test_value_and_derivatives(k, dtype):
 
 
 @pytest.mark.parametrize(("held", "dtype"), [(False, np.float64), (True, np.complex128)])
+@pytest.mark.slow
 def test_several_vectors(held, dtype):
     """The sum of the log densities of three vectors of very different sizes, one of them 0, and
     its derivatives, of two operators. What is not positive definite, or holds NaN, in the other

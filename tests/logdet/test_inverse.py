@@ -38,6 +38,7 @@ def dense(matrix, s=NOISE):
 
 
 @pytest.mark.parametrize("compute", [tr.inverse_trace, tr.logdet])
+@pytest.mark.slow
 def test_rounding_of_equal_eigenvalues_is_stated(compute):
     """All terms of a multiple of the identity have the same rounding error: their sum has n times
     that, not sqrt(n) times.
@@ -163,6 +164,7 @@ def test_exact_with_n_products_or_with_entries(dtype, make):
         assert int(solution.num_matvecs) == (N if make is hidden else 0)
 
 
+@pytest.mark.slow
 def test_the_power_network_within_one_percent_from_200_products():
     """diag A^-1 of a sparse matrix whose small eigenvalues no Krylov space of 200 dimensions has
     met: the entries are known, and the exact value takes no more operations.
@@ -226,6 +228,7 @@ def test_no_bias_and_bars_that_cover(name, dtype, make):
         assert bars <= 2 * np.sqrt(np.mean(errors**2)) + 1e3 * rounding
 
 
+@pytest.mark.slow
 def test_small_eigenvalues_that_only_begin_to_show_are_not_missed():
     """Five eigenvalues of 1e-5 to 1e-3 below 195 of 1 to 3 make nearly all of the trace. After 13,
     9 and 5 steps the values agree with each other, and are a tenth of the truth.

@@ -153,6 +153,7 @@ def test_the_dimension_of_what_is_left_out():
     np.testing.assert_allclose(found, 1 / np.mean(squares), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_features_and_noise_by_budgets():
     """A flat spectrum with an end within reach: all of it is captured, for all keys. (With a rank
     of 16, 40 features left errors of 10 to 40 nats.)
@@ -343,6 +344,7 @@ def test_every_preconditioner(preconditioner, k):
 
 
 @pytest.mark.parametrize("compute", [logdet, inverse_trace])
+@pytest.mark.slow
 def test_tolerances(compute):
     """Met in 95 % of cases (and in 16 of 20 with a probability of 0.997), from fewer products where
     it is larger; exact by default with so few rows.
@@ -404,6 +406,7 @@ def test_exact_values_of_singular_matrices(dtype):
     assert np.all(np.abs(found.value - exact)[right] <= found.quadrature_error[right])
 
 
+@pytest.mark.slow
 def test_singular_and_nearly_singular_matrices_by_products():
     """Integers of rank n - 1: 40 products do not separate the null vector from the rest, and say
     so. At a condition of 1e8 they say so as well, and intervals hold the truth.
@@ -438,6 +441,7 @@ def test_small_budgets_have_a_preconditioner(k):
     assert np.median([x.std_err for x in found]) < 0.8
 
 
+@pytest.mark.slow
 def test_noise_of_very_different_sizes():
     """Masked observations: a variance of 10^6 for some of them, in float32. D^-1/2 A D^-1/2 is as
     well-conditioned as without, and the matrix is definite.

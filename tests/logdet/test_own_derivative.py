@@ -88,6 +88,7 @@ def numbers():
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.slow
 def test_finite_differences_of_the_value(name):
     """To 1e-7, for both functions, where neither the quadrature nor the solve has converged, and
     where the space is exhausted, in forward and in reverse mode. (Without the moving part of the

@@ -83,8 +83,7 @@ def test_a_function_can_be_given_its_precision():
     truth = np.trace(matrix + 1e-6 * noise)
     errors = np.abs(found.value - truth)
     assert np.all(found.result == tr.RESULTS.successful)
-    # 92 % less three standard errors of the count.
-    assert np.mean(errors <= 2 * found.std_err) >= 0.79
+    assert np.mean(errors <= 2 * found.std_err) >= 0.79  # 92 % less three standard errors
     # Undeclared, the precision is that which the asymmetry of the products shows.
     assert np.max(errors) < np.max(np.abs(plain.value - truth)) < 1e-3
     np.testing.assert_allclose(slope, np.trace(matrix), rtol=1e-4)

@@ -27,7 +27,7 @@ class Evidence(eqx.Module):
     **Attributes:**
 
     - `nonfinite`: whether a product holds NaN or inf, see `evidence_of`.
-    - `skew`: how far products are from those of an operator with A^H = A, see `skew_of`.
+    - `skew`: how far products are from those of an operator with A^H = A.
     - `negative`: how far products contradict the tag semidefinite. The value does not rely on it.
     - `outside`: whether the quantity is not defined. The value and its errors are then NaN.
     - `unconverged`: the error over the one that is allowed.

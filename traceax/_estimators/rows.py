@@ -18,6 +18,10 @@ class Rows(eqx.Module):
 
     With the sizes of the leaves of a PyTree, the sums are the traces of the diagonal blocks. A call
     takes samples of a diagonal as columns, and returns samples of the entries or sums.
+
+    **Arguments:**
+
+    - `sizes`: the lengths of the groups, in order; None for the entries themselves.
     """
 
     sizes: tuple[int, ...] | None = eqx.field(default=None, static=True)

@@ -119,11 +119,16 @@ def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..
 class RangeSampling(eqx.Module):
     """What a call with a tolerance prepares, a basis of the range of a sketch, and the samples that
     it draws of what the basis leaves, as Hutch++ and Diag++ do.
+
+    **Arguments:**
+
+    - `rows`: the entries of a diagonal that are wanted; None for traces.
+    - `sampler`: the distribution of the probes.
+    - `sizes`: of the sketches that may be prepared, the smallest first.
     """
 
-    rows: Rows | None  # the entries of a diagonal that are wanted; None for traces
+    rows: Rows | None
     sampler: AbstractSampler
-    #: Of the sketches that may be prepared, the smallest first.
     sizes: tuple[int, ...] = eqx.field(default=SIZES, static=True)
 
     #: The number of samples that are drawn at once.

@@ -175,7 +175,7 @@ def low_rank_plus_diagonal(
 
     - `f`: F, of the working dtype of the operator.
     - `diagonal`: the diagonal of D, positive.
-    - `from_entries`: see `weights`.
+    - `from_entries`: whether F and D come from entries of A, from which its derivative is known.
     """
     own = jnp.arange(len(f), dtype=jnp.int32)[:, None]
     values = (1 / jnp.sqrt(diagonal))[:, None].astype(f.dtype)

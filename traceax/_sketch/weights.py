@@ -33,7 +33,9 @@ class AbstractWeights(eqx.Module):
         """
 
     def weights_at(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
-        """The weights as a function of A, see `AbstractEstimator`: constant where E[G] = I."""
+        """The weights as a function of A, for derivatives of higher order: constant where E[G] = I,
+        as for traces and diagonals.
+        """
         return self
 
 
