@@ -55,7 +55,7 @@ def test_exact(dtype, p):
 @pytest.mark.parametrize("p", [0.5, 1, 2, 4])
 @pytest.mark.parametrize("hermitian", [True, False])
 def test_bars_cover(hermitian, p):
-    """200 keys: 92 % of the intervals cover. (Few samples make the standard errors.)"""
+    """200 keys: 92 % of the intervals cover, less three standard errors of the count."""
     matrix, tags, k = general(), (), 60
     if hermitian:
         matrix, tags, k = symmetric(), lx.symmetric_tag, 30
@@ -66,7 +66,7 @@ def test_bars_cover(hermitian, p):
 
     (low, high), spent = jax.device_get(jax.jit(jax.vmap(run))(keys(200)))
     truth = norm_of(matrix, p)
-    assert np.mean((low - 1e-10 <= truth) & (truth <= high + 1e-10)) > 0.92
+    assert np.mean((low - 1e-10 <= truth) & (truth <= high + 1e-10)) > 0.862
     assert np.all(spent <= k)
 
 
