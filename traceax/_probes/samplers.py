@@ -17,6 +17,10 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, Shaped
 
 from .random import ones, split
 
+#: Barriers keep XLA from drawing numbers anew for each expression that reads them. Before JAX 0.12
+#: XLA drops them too early for that, and holds one block more.
+_BARRIERS_STAND = jax.__version_info__ >= (0, 12)
+
 
 def _canonical(dtype: DTypeLike | None) -> Any:
     # The scalar type rather than the dtype: in NumPy `np.dtype("float64") == None` is true, so that
@@ -152,9 +156,9 @@ def _normal(
     bfloat16 have 128 different sizes.
     """
     wide = np.promote_types(dtype, np.float32)
-    # The number of the vector comes first, as XLA does not vectorise over a short last axis. The
-    # barrier keeps XLA from drawing the numbers anew for each expression that reads them.
-    return lax.optimization_barrier(jr.normal(key, (k, *shape), wide).astype(dtype))
+    # The number of the vector comes first, as XLA does not vectorise over a short last axis.
+    numbers = jr.normal(key, (k, *shape), wide).astype(dtype)
+    return lax.optimization_barrier(numbers) if _BARRIERS_STAND else numbers
 
 
 @final
