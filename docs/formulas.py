@@ -25,12 +25,12 @@ def on_page_content(content, page, config, files):
 
     def converted(formula):
         tag, source = formula["tag"], html.unescape(formula["source"])
-        # Within the span, what follows a formula is not torn from it at the end of a line.
         try:
             mathml = _CONVERTER.convert_with_local_state(source, displaystyle=tag == "div")
         except LatexError as error:
             where = page.file.src_uri
             raise PluginError(f"{where}: the formula {source!r} is not typeset: {error}") from error
+        # Within the span, what follows a formula is not torn from it at the end of a line.
         return f'<{tag} class="arithmatex">{mathml}{formula["after"]}</{tag}>'
 
     content = _FORMULA.sub(converted, content)

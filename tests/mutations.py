@@ -1,8 +1,8 @@
 """Mistakes in the numerics that the tests must notice: they are chosen, not drawn.
 
 `python -m tests.mutations [NUMBER ...]` makes those of `mutations.txt` one by one in a copy of the
-checkout, runs the tests of the files named for each (first the quick ones; if all pass, the quick
-ones of all files), and says which were caught. It exits with 1 if one was not.
+checkout, runs the tests of the files named for each (the quick ones, then the slow ones; if all
+pass, the quick ones of all files), and says which were caught. It exits with 1 if one was not.
 """
 
 import os

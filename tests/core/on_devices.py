@@ -72,8 +72,7 @@ def sent(text):
 def estimate(make, name, gradient=False):
     def value(arrays):
         solution = tr.trace(jax.random.key(0), make(arrays), K, ESTIMATORS[name])
-        # Rounding errors of a standard error are in the unit of the value.
-        return solution.value, solution.value + solution.std_err
+        return solution.value, solution.value + solution.std_err  # which is rounded as the value is
 
     return jax.jit(jax.value_and_grad(value, has_aux=True) if gradient else value)
 

@@ -156,6 +156,7 @@ CALLS = [
     lambda: tr.trace(KEY, PLAIN, 4, tr.XTraceEstimator(tr.NormalSampler(complex))),
     lambda: tr.trace(KEY, COMPLEX, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True)),
     lambda: tr.NormalSampler(int),
+    lambda: tr.NormalSampler()(KEY, 4, 2, int),
     lambda: tr.RademacherSampler(bool),
     lambda: tr.SteinhausSampler(float),
     # A tolerance in place of a budget.

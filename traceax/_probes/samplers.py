@@ -80,6 +80,7 @@ class AbstractSampler(eqx.Module):
         chosen = self.dtype if self.dtype is not None else _canonical(dtype)
         if chosen is None:
             chosen = _canonical(self._default_dtype())
+        self._check_kind(np.dtype(chosen))
         return self._sample(key, (n,), k, np.dtype(chosen))
 
     def _default_dtype(self) -> DTypeLike:
@@ -251,7 +252,6 @@ class SteinhausSampler(AbstractSampler):
         return complex
 
     def _sample(self, key, shape, k, dtype):
-        self._check_kind(dtype)
         real = jnp.finfo(dtype).dtype
         angle = jr.uniform(key, (k, *shape), real, maxval=2 * np.pi)
         phases = lax.complex(jnp.cos(angle), jnp.sin(angle))
