@@ -5,7 +5,6 @@ for every probe (or pair of probes) that is held out. `published_*` are the algo
 authors give them, with their own shifts, and without resphering.
 """
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -101,43 +100,52 @@ def xtrace_sample(matrix, omega, i, held_out, resphere):
     return np.trace(q.conj().T @ matrix @ q) + factor * form(matrix, g)
 
 
-def xnystrace_sample(matrix, omega, i, held_out, resphere, z=0):
-    """As `xtrace_sample`, with the Nystrom approximation in the place of the projection.
+def nystrom_rest(matrix, omega, held_out, z=0):
+    """A basis of the probes in use, and what their Nystrom approximation leaves of A - delta I.
 
-    Of A - delta I, with z = delta - i eta, in place of A: the real part of F (H - z I)^{-1} F^H. If
-    eta is not 0, it does not reproduce the products, so that its error on the span of the probes in
-    use is added.
+    With z = delta - i eta it is the real part of F (H - z I)^{-1} F^H.
     """
-    n = len(omega)
-    rest = np.delete(omega, [i, *held_out], axis=1)
-    basis = np.linalg.qr(rest)[0]
-    rest_of = matrix - np.real(z) * np.eye(n)
+    basis = np.linalg.qr(np.delete(omega, held_out, axis=1))[0]
+    rest_of = matrix - np.real(z) * np.eye(len(omega))
     sketch = rest_of @ basis
     core = basis.conj().T @ sketch
-    core = (core + core.conj().T) / 2 - 1j * np.imag(z) * np.eye(rest.shape[1])
+    core = (core + core.conj().T) / 2 - 1j * np.imag(z) * np.eye(len(core))
     approximation = sketch @ np.linalg.solve(core, sketch.conj().T)
     approximation = (approximation + approximation.conj().T) / 2
-    if not np.iscomplexobj(matrix):
-        approximation = approximation.real
-    error = rest_of - approximation
+    return basis, rest_of - (approximation if np.iscomplexobj(matrix) else approximation.real)
+
+
+def xnystrace_sample(matrix, omega, i, held_out, resphere, z=0):
+    """As `xtrace_sample`, with the Nystrom approximation in the place of the projection. If z is
+    complex, that does not reproduce the products: its error on the span of the probes is added.
+    """
+    n = len(omega)
+    basis, error = nystrom_rest(matrix, omega, [i, *held_out], z)
     g = omega[:, i] - basis @ (basis.conj().T @ omega[:, i])
-    factor = (n - rest.shape[1]) / np.vdot(g, g).real if resphere else 1
-    known = n * np.real(z) + np.trace(approximation) + np.trace(basis.conj().T @ error @ basis)
+    factor = (n - basis.shape[1]) / np.vdot(g, g).real if resphere else 1
+    known = np.trace(matrix) - np.trace(error) + np.trace(basis.conj().T @ error @ basis)
     return known + factor * form(error, g)
 
 
-def nystrom_error(matrix, omega, held_out):
-    """What the Nystrom approximation from the other probes leaves of A."""
-    basis = np.linalg.qr(np.delete(omega, held_out, axis=1))[0]
-    sketch = matrix @ basis
-    core = basis.conj().T @ sketch
-    return matrix - sketch @ np.linalg.solve((core + core.conj().T) / 2, sketch.conj().T)
+def across(x, g):
+    """The squared norm of what x has beyond the direction of g."""
+    return np.vdot(x, x).real - abs(np.vdot(g, x)) ** 2 / np.vdot(g, g).real
 
 
-def range_error(matrix, omega, held_out):
-    """What the projection on the range of the other products leaves of A."""
+def variance_of_test(matrix, omega, i, z):
+    """The mean over j of V_ji: what E g_j has beyond g_j, E from the probes other than i and j."""
+    found = []
+    for j in [j for j in range(omega.shape[1]) if j != i]:
+        basis, error = nystrom_rest(matrix, omega, [i, j], z)
+        beyond = np.eye(len(omega)) - basis @ basis.conj().T
+        found.append(across(beyond @ error @ beyond @ omega[:, j], beyond @ omega[:, j]))
+    return np.mean(found)
+
+
+def range_rest(matrix, omega, held_out):
+    """A basis of the range of the other products, and what the projection on it leaves of A."""
     q = np.linalg.qr(matrix @ np.delete(omega, held_out, axis=1))[0]
-    return matrix - q @ (q.conj().T @ matrix)
+    return q, matrix - q @ (q.conj().T @ matrix)
 
 
 def shrunk(matrix, omega, nystrom, skew=False):
@@ -145,17 +153,15 @@ def shrunk(matrix, omega, nystrom, skew=False):
     that belongs to sample i made anew from the other probes.
     """
     n, m = omega.shape
-    error_of = nystrom_error if nystrom else range_error
+    rest_of = nystrom_rest if nystrom else range_rest
     h = hutchinson(matrix, omega)
     terms = omega.conj() * (matrix @ omega)
     common = 1 if np.iscomplexobj(omega) else 2
 
     def residual(i, held_out):
         """e, the residual probe, and what is left of A and of A omega_i."""
-        used = np.delete(omega if nystrom else matrix @ omega, held_out, axis=1)
-        basis = np.linalg.qr(used)[0]
+        basis, error = rest_of(matrix, omega, held_out)
         g = omega[:, i] - basis @ (basis.conj().T @ omega[:, i])
-        error = error_of(matrix, omega, held_out)
         known = np.trace(matrix - error) if nystrom else np.trace(basis.conj().T @ matrix @ basis)
         return form(error if nystrom else matrix, g), g, known, error @ omega[:, i]
 
@@ -166,12 +172,7 @@ def shrunk(matrix, omega, nystrom, skew=False):
         pairs = [residual(j, [i, j]) for j in others]
         square = sum(np.vdot(g, g).real for _, g, _, _ in pairs)
         level[i] = sum(e for e, _, _, _ in pairs) / square
-        v_t = np.mean(
-            [
-                np.vdot(rest, rest).real - abs(np.vdot(g, rest)) ** 2 / np.vdot(g, g).real
-                for _, g, _, rest in pairs
-            ]
-        )
+        v_t = np.mean([across(rest, g) for _, g, _, rest in pairs])
         v_h = np.var(terms[:, others], axis=1, ddof=1).sum()
         seen = np.var(h[others], ddof=1) / common
         if skew and seen < (1 if m >= 8 else 1e-6 if m == 3 else 1e-3) * v_h:
@@ -211,13 +212,13 @@ def leave_one_out(sample, matrix, omega, resphere):
     return samples.mean(), np.sqrt(customary**2 + max(0, np.mean(pairs))), customary
 
 
-def shift_of_best_error(matrix, omega, resphere, real=False):
-    """The shift that is taken, with the estimate of the trace.
+def with_best_shifts(matrix, omega, resphere, real=False):
+    """The shifts that are taken, with the estimate of the trace.
 
     0, and complex numbers in the middle of the smallest eigenvalues of P^H A P, P an orthonormal
     basis of the probes, or (if they are to be real) multiples of the smallest are tried if a
-    quarter of the eigenvalues are alike, and the probes are not too few. The one with the smallest
-    standard error of the trace is taken if the error is considerably smaller than without.
+    quarter of the eigenvalues are alike, and the probes are not too few. Each probe takes the one
+    with the smallest variance (real: of the mean) if it is considerably smaller than without.
     """
     m, p = omega.shape[1], np.linalg.qr(omega)[0]
     eigenvalues = np.linalg.eigvalsh(p.conj().T @ matrix @ p)
@@ -227,12 +228,24 @@ def shift_of_best_error(matrix, omega, resphere, real=False):
     if flat and not real:
         middle = [eigenvalues[max(m // part, LEAST_PART)] for part in PARTS]
         shifts += [delta - 1j * DAMPING * (delta - eigenvalues[0]) for delta in middle]
-    found = []
-    for z in shifts if flat else shifts[:1]:
-        sample = functools.partial(xnystrace_sample, z=z)
-        found.append((z, *leave_one_out(sample, matrix, omega, resphere)))
-    best = min(found, key=lambda estimate: estimate[2])
-    return best if best[2] < WORTH * found[0][2] else found[0]
+    shifts = np.array(shifts if flat else shifts[:1])
+    probes = range(m)
+
+    def estimate(taken):
+        def sample(matrix, omega, i, held_out, resphere):
+            return xnystrace_sample(matrix, omega, i, held_out, resphere, taken[i])
+
+        return taken, *leave_one_out(sample, matrix, omega, resphere)
+
+    if real:
+        tried = [estimate([z] * m) for z in shifts]
+        variances = np.array([[error**2] * m for _, _, error, _ in tried])
+    else:
+        variances = np.array(
+            [[variance_of_test(matrix, omega, i, z) for i in probes] for z in shifts]
+        )
+    best = np.where(variances.min(0) < WORTH**2 * variances[0], variances.argmin(0), 0)
+    return estimate(shifts[best])
 
 
 def published_xtrace(matrix, omega):
@@ -321,16 +334,16 @@ def leave_one_out_diagonal(samples_of, matrix, omega):
 def shrunk_diagonal(matrix, omega, nystrom):
     """The diagonal from shrunk samples, with one weight for all entries."""
     m = omega.shape[1]
-    error_of = nystrom_error if nystrom else range_error
+    rest_of = nystrom_rest if nystrom else range_rest
     terms = omega.conj() * (matrix @ omega)
     samples = []
     for i in range(m):
         others = [j for j in range(m) if j != i]
-        left = [error_of(matrix, omega, [i, j]) @ omega[:, j] for j in others]
+        left = [rest_of(matrix, omega, [i, j])[1] @ omega[:, j] for j in others]
         v_t = np.mean([np.vdot(x, x).real for x in left])
         v_h = np.var(terms[:, others], axis=1, ddof=1).sum()
         beta = 1 / (1 + (v_t / v_h) ** 2)
-        error = error_of(matrix, omega, [i])
+        _, error = rest_of(matrix, omega, [i])
         held_out = np.diag(matrix - error) + omega[:, i].conj() * (error @ omega[:, i])
         samples.append(terms[:, i] - beta * (terms[:, i] - held_out))
     return np.mean(np.real(samples) if nystrom else samples, axis=0)

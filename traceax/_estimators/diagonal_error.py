@@ -28,7 +28,14 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import safe_norm
 from .._core.precision import matmul
-from .._sketch.leave_one_out import Pairs, adjoint, column_dots, square_of, usable_covariance
+from .._sketch.leave_one_out import (
+    Pairs,
+    adjoint,
+    column_dots,
+    mean_of_others,
+    square_of,
+    usable_covariance,
+)
 from .._sketch.ranges import captured_diagonal
 from .._sketch.shrunk import plain_samples, shrinkage
 from .._sketch.weights import AbstractWeights
@@ -86,7 +93,7 @@ def shrinkage_of_rows(parts: DiagonalParts) -> Real[Array, " m"]:
     lengths = pairs.forms(matmul(adjoint(left), left)).real.T
     energy = square_of(parts.left_over)[:, None] / pairs.square * lengths
     _, variance = plain_samples(jnp.conj(parts.omega) * parts.products)
-    return shrinkage(variance, jnp.where(pairs.valid, energy, 0))
+    return shrinkage(variance, mean_of_others(energy, pairs.valid))
 
 
 def diagonal_and_error(

@@ -34,7 +34,14 @@ from .._sketch.leave_one_out import (
     square_of,
     xtrace_weights,
 )
-from .._sketch.nystrom import Nystrom, ShiftedNystrom, best_shift, nystrom, rounding_of_nystrom
+from .._sketch.nystrom import (
+    Nystrom,
+    ShiftedNystrom,
+    best_samples,
+    best_shift,
+    nystrom,
+    rounding_of_nystrom,
+)
 from .._sketch.ranges import captured_diagonal
 from .._sketch.shrunk import FEWEST, plain_samples, shrunk_samples, shrunk_weights, skew_samples
 from .._sketch.weights import LowRankWeights
@@ -177,7 +184,7 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         t = matmul(adjoint(z), omega) + nu * factors.w
         parts = xtrace_parts(factors, h, t)
         samples_of = self.samples_of(block, jnp.conj(omega) * sketch)
-        values, differences, beta = samples_of(parts)
+        values, differences, beta, _ = samples_of(parts)
         size = products.size
         value = size * (parts.base + jnp.mean(values) - n * nu)
         rounding = rounding_of(jnp.sqrt(jnp.mean(square_norms(factors.r))), block.eps)
@@ -235,8 +242,8 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
     \omega_i$. It is unbiased. A probe takes one product, half of what XTrace takes.
 
     If the tail of the spectrum is flat or narrow, a multiple of the identity is taken off A first,
-    without products. Of several shifts, 0 among them, the one with the smallest standard error of
-    the trace is taken. As the shift depends on the probes, a nonzero shift has a small bias.
+    without products. Of several shifts, 0 among them, each probe takes the one that the other
+    probes find best. As these shifts depend on all probes, a nonzero one has a small bias.
 
     **Cost:** `k` matvecs; four blocks of `n x k` numbers (six with the gradient, or a diagonal);
     `12 n k^2 + 80 k^3` operations beside the products, `26 n k^2 + 60 k^3` for a diagonal. The
@@ -266,9 +273,9 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         p, r = qr(omega)
         factors = nystrom(p, r, sign * block.mm(p), block.eps)
         terms = jnp.conj(omega) * matmul(factors.products.numbers, r)
-        _, estimated, beta = best_shift(
-            factors, factors.complex_shifts(), self.samples_of(block, terms), factors.rounding()
-        )
+        values, differences, beta, _ = best_samples(factors, self.samples_of(block, terms))
+        std_err = leave_one_out_error(values, differences, factors.rounding())
+        estimated = jnp.mean(values), std_err
         # If the tag is wrong, the value is the mean of Hutchinson's samples, which needs no tag.
         without_tag = mean_and_std_err(quadratic_forms(factors.core, factors.r).real)
         value, std_err = factors.estimate(sign, estimated, without_tag)
@@ -292,7 +299,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
         samples_of = partial(published_samples, n=block.n, resphere=False)
-        shift, *_ = best_shift(factors, factors.real_shifts(), samples_of, factors.rounding())
+        shift = best_shift(factors, samples_of, factors.rounding())
         parts = _diagonal_parts(factors, omega, factors.shifted(shift))
         rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
         options = {"shrink": self.shrink, "hermitian": True}

@@ -236,6 +236,12 @@ def range_finder(omega: Array, sketch: Array) -> RangeFinder:
     return RangeFinder(q, r, s, w, x, square)
 
 
+def mean_of_others(pairs: Real[Array, "m m"], valid: Bool[Array, "m m"]) -> Real[Array, " m"]:
+    """For each i the mean over j != i of the nonnegative numbers V_ji."""
+    others = jnp.sum(jnp.where(valid, jnp.maximum(pairs, 0), 0), axis=0)
+    return others / max(len(pairs) - 1, 1)
+
+
 class LeaveOneOut(NamedTuple):
     """What is left without probe i (arrays over i), and without j as well (over i and j)."""
 
@@ -256,6 +262,7 @@ class Samples(NamedTuple):
     values: Inexact[Array, " m"]
     differences: Inexact[Array, "m m"]
     weight: Real[Array, " m"]  # beta_i, see `_sketch.shrunk`; 1 for samples that are not shrunk
+    variance: Real[Array, " m"]  # of t_i, from the other probes; half of it for real probes
 
 
 def published_samples(parts: LeaveOneOut, n: int, resphere: bool) -> Samples:
@@ -270,7 +277,10 @@ def published_samples(parts: LeaveOneOut, n: int, resphere: bool) -> Samples:
     pair_tested = resphering(n - m + 2.0, parts.pair_square, resphere) * parts.pair_residual
     differences = parts.pair_lost + tested[:, None] - pair_tested
     differences = jnp.where(parts.valid, differences, jnp.zeros_like(differences))
-    return Samples(tested - parts.lost, differences, jnp.ones_like(parts.square))
+    weight = jnp.ones_like(parts.square)
+    return Samples(
+        tested - parts.lost, differences, weight, mean_of_others(parts.energy, parts.valid)
+    )
 
 
 def xtrace_weights(omega: Array, factors: RangeFinder, resphere: bool) -> LowRankWeights:

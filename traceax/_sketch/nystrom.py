@@ -36,13 +36,17 @@ d_i = s'_i^H G^{-1} s'_i, so that with the Gram matrix M = X^H X
     z_i^H z_j = (s_i^H s_j + a_i^H M b_j) / sqrt(d_i d_j).
 
 *Which shift.* For spectra that decay a shift is bad. Several are tried if the smallest eigenvalues
-of H are alike (`best_shift`). The shift then depends on the probes: there is a small bias.
+of H are alike. Each probe takes the one for which V_t (`_sketch.shrunk`), which the other probes
+estimate, is smallest (`best_samples`). The shifts that are tried depend on all probes: there is a
+small bias.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -70,16 +74,18 @@ from .leave_one_out import (
     without_zero_pivots,
 )
 
+T = TypeVar("T")
+
 #: The real shifts that are tried, as multiples of theta (see above). The last leaves a flat tail to
 #: rounding.
 MULTIPLES = (0.0, 0.9, 0.99, 0.999, 0.999999)
 
 #: The complex shifts that are tried: for each q the eigenvalue delta of the core that exceeds a
 #: q-th part of them (and two at least), and eta a multiple of its distance from the smallest. With
-#: the multiple 1, or if it exceeds only one, the bias is twice as large.
+#: the multiple 2, or if it exceeds only one, the bias is half as large again.
 PARTS = (8, 3)
 LEAST_PART = 2
-DAMPING = 2.0
+DAMPING = 2.5
 
 #: Shifts are tried if a quarter of the eigenvalues of the core lie within this multiple of theta.
 #: If the spectrum decays fast, samples have heavy tails, and a gain would be an accident of a few.
@@ -89,9 +95,9 @@ FLAT = 3.0
 #: number.
 FEWEST = 8
 
-#: A shift is taken if its standard error is below this share of that without a shift: smaller gains
+#: A shift is taken if the standard error is below this share of that without a shift: smaller gains
 #: are not worth the bias that comes with the choice.
-WORTH = 0.8
+WORTH = 0.9
 
 
 class Nystrom(NamedTuple):
@@ -174,19 +180,22 @@ class ShiftedNystrom(NamedTuple):
 
 
 def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
-    """What leaving out probes does to the approximation of A / scale.
+    """What leaving out probes does to the approximation of A / scale, with a complex shift.
 
     Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
     e_i = omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since s_j^H r_i = 0, with j held out as well
     the residual changes only by a factor: with gamma' of the pair (q_i, q_j), gamma of (s_i, s_j),
 
         e_ij = e_i / (1 - |gamma'_ij|^2),    ||g_ij||^2 = rho_i^2 / (1 - |gamma_ij|^2),
-        pair_lost_ij = ||F u'_ij||^2,        ||(A - A_ij) omega_i||^2 = e_ij ||F u'_ji||^2.
+        pair_lost_ij = ||F u'_ij||^2.
 
     With a complex shift, the real parts of the same expressions, with gamma'_ij gamma'_ji for
     |gamma'_ij|^2: what is lost is Re tr K^{-1} (L + Gamma), and what is left on the plane
     Re Gamma K^{-1} Gamma, with the 2 x 2 matrices K = S_ij^H G^{-1} S_ij,
-    L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair.
+    L = S_ij^H G^{-1} M G^{-1} S_ij and Gamma = S_ij^H S_ij of the pair. With K^{-1} e_1 = h + i k,
+    h and k from the Hermitian parts of K^{-1}, A - B_ij maps g_ij to the products with
+    rho_i (Re G^{-1} S_ij h - Im G^{-1} S_ij k), and the squared norm beyond the other probes is
+    rho_i^2 (h^H R_1 h + k^H R_2 k + 2 Re h^H R_3 k), with R_1, R_2 and R_3 as below.
     """
     n, m = factors.p.shape
     inverse = shifted.inverse
@@ -195,54 +204,92 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     base = jnp.trace(factors.core).real + float(n - m) * shifted.shift
     base = base + jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
     square = factors.rho**2
+    real = shifted.inverse_core.real[:, None] * factors.directions
+    imag = shifted.inverse_core.imag[:, None] * factors.directions
+    beyond_imag = matmul(factors.beyond, imag)
+    r_1 = probes.gamma + matmul(adjoint(real), matmul(factors.beyond, real))
+    r_2 = matmul(adjoint(imag), beyond_imag)
+    r_3 = matmul(adjoint(real), beyond_imag)
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
-    beyond = shifted.inverse_core[:, None] * matmul(factors.beyond, shifted.b * inverse)
-    lengths = probes.gamma * inverse + matmul(adjoint(factors.directions), beyond)  # z_i^H z_j
+    lengths = (r_1 - r_2 + 1j * (r_3 + adjoint(r_3))) * inverse  # z_i^H z_j
     pairs = pairs_of_gram(shifted.gram * inverse, hermitian=False)  # gamma'_ij, of (q_i, q_j)
-    pair_lost = pairs.forms(lengths).real
-    pair_residual = (square * inverse)[:, None] * reciprocal(pairs.square)
+    first = inverse[:, None] * reciprocal(pairs.square)  # K^{-1} e_1 = [first, second]
+    second = -pairs.gamma.T * inverse * reciprocal(pairs.square)
+    pair_residual = square[:, None] * first.real
     pair_square = square[:, None] / probes.square
+    h = first.real, (second + adjoint(second)) / 2
+    k = -first.imag, (second - adjoint(second)) * 0.5j
+    mapped = _plane_forms(h, r_1, h) + _plane_forms(k, r_2, k) + 2 * _plane_forms(h, r_3, k)
     return LeaveOneOut(
         base=base,
         lost=diagonal_of(lengths).real,
         residual=square * inverse.real,
         square=square,
-        pair_lost=pair_lost,
-        pair_residual=pair_residual.real,
+        pair_lost=pairs.forms(lengths).real,
+        pair_residual=pair_residual,
         pair_square=pair_square,
-        energy=pair_residual.real * (pair_lost.T - pair_residual.real / pair_square),
+        energy=square[:, None] * mapped.real - pair_residual**2 / pair_square,
         valid=pairs.valid & probes.valid,
     )
 
 
-def best_shift(
-    factors: Nystrom,
-    shifts: Inexact[Array, " c"],
-    samples_of: Callable[[LeaveOneOut], Samples],
-    rounding: Real[Array, ""],
-) -> tuple[Inexact[Array, ""], tuple[Array, Array], Real[Array, " m"]]:
-    """The shift with the smallest standard error of the trace, or 0, the first one, if no tail of
-    the spectrum is flat, or for a small gain; the trace and its standard error; and the weights of
-    the samples.
+def _plane_forms(
+    a: tuple[Array, Array], r: Inexact[Array, "m m"], b: tuple[Array, Array]
+) -> Inexact[Array, "m m"]:
+    """a_ij^H R_ij b_ij with the 2 x 2 blocks R_ij of the rows and columns i and j of R."""
+    d = diagonal_of(r)
+    top = jnp.conj(a[0]) * (d[:, None] * b[0] + r * b[1])
+    return top + jnp.conj(a[1]) * (r.T * b[0] + d * b[1])
+
+
+def _tried(factors: Nystrom, shifts: Inexact[Array, " c"], trial: Callable[[LeaveOneOut], T]) -> T:
+    """The results of `trial` with each of the shifts. If no tail of the spectrum is flat, all
+    numbers are inf but those of the first shift, 0.
     """
     m = len(factors.eigenvalues)
     flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
-    def estimate(z):
-        parts = xnystrace_parts(factors, factors.shifted(z))
-        values, differences, weight = samples_of(parts)
-        std_err = leave_one_out_error(values, differences, rounding)
-        return z, (parts.base + jnp.mean(values), std_err), weight
+    def attempt(z):
+        return trial(xnystrace_parts(factors, factors.shifted(z)))
 
-    def trial(z):
-        skipped = z, (factors.nu, jnp.full_like(factors.nu, jnp.inf)), factors.rho
-        return lax.cond(flat | (z == 0), estimate, lambda _: skipped, z)
+    def skip(z):
+        inf = partial(jnp.full_like, fill_value=jnp.inf)
+        return jtu.tree_map(inf, jax.eval_shape(attempt, z))
 
-    trials = lax.map(trial, shifts if m >= FEWEST else shifts[:1])
-    std_err = trials[1][1]
-    best = jnp.argmin(std_err)
-    pays = std_err[best] < WORTH * std_err[0]
-    return jtu.tree_map(lambda x: x[jnp.where(pays, best, 0)], trials)
+    if m < FEWEST:
+        shifts = shifts[:1]
+    return lax.map(lambda z: lax.cond(flat | (z == 0), attempt, skip, z), shifts + 0j)
+
+
+def _best(variance: Real[Array, "..."]) -> Array:
+    """The shift (along the first axis) with the least variance, or the first for a small gain."""
+    best = jnp.argmin(variance, axis=0)
+    return jnp.where(jnp.min(variance, axis=0) < WORTH**2 * variance[0], best, 0)
+
+
+def best_samples(factors: Nystrom, samples_of: Callable[[LeaveOneOut], Samples]) -> Samples:
+    """The samples, `base` included, each with the complex shift that the other probes find best."""
+
+    def trial(parts):
+        samples = samples_of(parts)
+        return samples._replace(values=parts.base + samples.values)
+
+    samples = _tried(factors, factors.complex_shifts(), trial)
+    best = _best(samples.variance)
+    return jtu.tree_map(lambda x: x[best, np.arange(x.shape[1])], samples)
+
+
+def best_shift(
+    factors: Nystrom, samples_of: Callable[[LeaveOneOut], Samples], rounding: Real[Array, ""]
+) -> Real[Array, ""]:
+    """The real shift with the smallest standard error of the trace."""
+    shifts = factors.real_shifts()
+
+    def variance(parts):
+        samples = samples_of(parts)
+        return leave_one_out_error(samples.values, samples.differences, rounding) ** 2
+
+    return shifts[_best(_tried(factors, shifts, variance))]
 
 
 def skew_of_core(

@@ -43,6 +43,7 @@ from .leave_one_out import (
     Samples,
     adjoint,
     matmul,
+    mean_of_others,
     pairs_of,
     square_norms,
     square_of,
@@ -90,19 +91,17 @@ def variance_of_others(squares: Real[Array, " m"]) -> Real[Array, " m"]:
     return jnp.maximum(jnp.sum(squares) - squares * (m / (m - 1)), 0) / (m - 2)
 
 
-def shrinkage(variance: Real[Array, " m"], energy: Real[Array, "m m"]) -> Real[Array, " m"]:
-    """The weights beta_i, from V_h and from the V_ij (0 where i = j)."""
-    m = len(variance)
-    ratio = jnp.sum(energy, axis=0) / (m - 1) / jnp.maximum(variance, jnp.finfo(energy.dtype).tiny)
-    return 1 / (1 + jnp.square(ratio))
+def shrinkage(plain: Real[Array, " m"], tested: Real[Array, " m"]) -> Real[Array, " m"]:
+    """The weights beta_i, from V_h and V_t."""
+    return 1 / (1 + jnp.square(tested / jnp.maximum(plain, jnp.finfo(plain.dtype).tiny)))
 
 
 def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     """The samples s_i."""
     m = len(parts.square)
-    valid = parts.valid
-    values, variance = plain
-    beta = shrinkage(variance, jnp.where(valid, jnp.maximum(parts.energy, 0), 0))
+    values, plain_variance = plain
+    variance = mean_of_others(parts.energy, parts.valid)
+    beta = shrinkage(plain_variance, variance)
     level = _level(parts)  # delta_i
     t = parts.residual + level * (n - m + 1 - parts.square) - parts.lost
     h = values - parts.base
@@ -110,8 +109,10 @@ def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     grown = parts.pair_square - parts.square[:, None] - 1
     change = parts.residual[:, None] - parts.pair_residual + level[:, None] * grown
     differences = beta[:, None] * (parts.pair_lost + change)  # D_ij
-    differences = jnp.where(valid, differences, jnp.zeros_like(differences))
-    return Samples(h - beta * (h - t), differences, beta)
+    differences = jnp.where(parts.valid, differences, jnp.zeros_like(differences))
+    # As if h_i and t_i were independent.
+    variance = jnp.square(1 - beta) * plain_variance + jnp.square(beta) * variance
+    return Samples(h - beta * (h - t), differences, beta, variance)
 
 
 def _level(parts: LeaveOneOut) -> Inexact[Array, " m"]:
