@@ -73,30 +73,24 @@ def hutchinson(matrix, omega):
     return np.array([form(matrix, column) for column in omega.T])
 
 
-def hutchpp(matrix, omega, fresh, resphere):
-    """tr(Q^H A Q) and the samples c_i g_i^H A g_i, g_i = (I - Q Q^H) omega_i."""
-    n, m = omega.shape
-    q = np.linalg.qr(matrix @ omega)[0]
-    samples = []
-    for probe in fresh.T:
-        g = probe - q @ (q.conj().T @ probe)
-        samples.append((((n - m) / np.vdot(g, g).real) if resphere else 1) * form(matrix, g))
-    return np.trace(q.conj().T @ matrix @ q), np.array(samples)
-
-
 def hutchpp_estimate(matrix, omega, fresh, resphere):
-    """The value and standard error of Hutch++."""
-    captured, samples = hutchpp(matrix, omega, fresh, resphere)
-    return captured + samples.mean(), samples.std(ddof=1) / np.sqrt(len(samples))
+    """tr(Q^H A Q) plus the mean of the samples c_i g_i^H A g_i, g_i = (I - Q Q^H) omega_i, and the
+    standard error.
+    """
+    n, m = omega.shape
+    q, _ = range_rest(matrix, omega, [])
+    g = fresh - q @ (q.conj().T @ fresh)
+    factors = (n - m) / np.sum(np.abs(g) ** 2, axis=0) if resphere else 1
+    samples = factors * hutchinson(matrix, g)
+    std_err = samples.std(ddof=1) / np.sqrt(len(samples))
+    return np.trace(q.conj().T @ matrix @ q) + samples.mean(), std_err
 
 
 def xtrace_sample(matrix, omega, i, held_out, resphere):
     """The estimate that tests with probe i what the probes outside {i} and `held_out` span."""
-    n = len(omega)
-    rest = np.delete(omega, [i, *held_out], axis=1)
-    q = np.linalg.qr(matrix @ rest)[0]
+    q, _ = range_rest(matrix, omega, [i, *held_out])
     g = omega[:, i] - q @ (q.conj().T @ omega[:, i])
-    factor = (n - rest.shape[1]) / np.vdot(g, g).real if resphere else 1
+    factor = (len(q) - q.shape[1]) / np.vdot(g, g).real if resphere else 1
     return np.trace(q.conj().T @ matrix @ q) + factor * form(matrix, g)
 
 
@@ -119,10 +113,9 @@ def xnystrace_sample(matrix, omega, i, held_out, resphere, z=0):
     """As `xtrace_sample`, with the Nystrom approximation in the place of the projection. If z is
     complex, that does not reproduce the products: its error on the span of the probes is added.
     """
-    n = len(omega)
     basis, error = nystrom_rest(matrix, omega, [i, *held_out], z)
     g = omega[:, i] - basis @ (basis.conj().T @ omega[:, i])
-    factor = (n - basis.shape[1]) / np.vdot(g, g).real if resphere else 1
+    factor = (len(basis) - basis.shape[1]) / np.vdot(g, g).real if resphere else 1
     known = np.trace(matrix) - np.trace(error) + np.trace(basis.conj().T @ error @ basis)
     return known + factor * form(error, g)
 
@@ -232,9 +225,7 @@ def with_best_shifts(matrix, omega, resphere, real=False):
     probes = range(m)
 
     def estimate(taken):
-        def sample(matrix, omega, i, held_out, resphere):
-            return xnystrace_sample(matrix, omega, i, held_out, resphere, taken[i])
-
+        sample = lambda *given: xnystrace_sample(*given, taken[given[2]])  # noqa: E731
         return taken, *leave_one_out(sample, matrix, omega, resphere)
 
     if real:
@@ -288,47 +279,33 @@ def diagpp_estimate(matrix, omega, fresh):
     """Diag++ without its bias, and its standard errors: diag(Q Q^H A) and the samples
     conj(omega_i) (I - Q Q^H) A omega_i.
     """
-    q = np.linalg.qr(matrix @ omega)[0]
-    rest = matrix - q @ (q.conj().T @ matrix)
+    _, rest = range_rest(matrix, omega, [])
     samples = fresh.conj() * (rest @ fresh)
     std_err = samples.std(axis=1, ddof=1) / np.sqrt(fresh.shape[1])
     return np.diag(matrix - rest) + samples.mean(axis=1), std_err
 
 
-def xdiag_samples(matrix, omega, held_out=None):
-    """The samples of XDiag, by the probe that tests."""
-    samples = {}
+def diagonal_samples(rest_of, matrix, omega, held_out=()):
+    """The samples of XDiag or of XNysDiag (real, as the diagonal is), by the probe that tests."""
+    samples = []
     for i in range(omega.shape[1]):
-        q = np.linalg.qr(matrix @ np.delete(omega, [i, *(held_out or ())], axis=1))[0]
-        rest = matrix @ omega[:, i] - q @ (q.conj().T @ (matrix @ omega[:, i]))
-        samples[i] = np.diag(q @ (q.conj().T @ matrix)) + omega[:, i].conj() * rest
-    return samples
+        _, rest = rest_of(matrix, omega, [i, *held_out])
+        sample = np.diag(matrix - rest) + omega[:, i].conj() * (rest @ omega[:, i])
+        samples.append(sample.real if rest_of is nystrom_rest else sample)
+    return np.stack(samples)
 
 
-def xnysdiag_samples(matrix, omega, held_out=None):
-    """The samples of XNysDiag, by the probe that tests: real, as the diagonal is."""
-    samples = {}
-    for i in range(omega.shape[1]):
-        others = np.delete(omega, [i, *(held_out or ())], axis=1)
-        sketch = matrix @ others
-        approximation = sketch @ np.linalg.solve(others.conj().T @ sketch, sketch.conj().T)
-        rest = matrix @ omega[:, i] - approximation @ omega[:, i]
-        samples[i] = np.real(np.diag(approximation) + omega[:, i].conj() * rest)
-    return samples
-
-
-def leave_one_out_diagonal(samples_of, matrix, omega):
+def leave_one_out_diagonal(rest_of, matrix, omega):
     """The diagonal, and entry by entry the standard error of `leave_one_out`."""
     m = omega.shape[1]
-    samples = samples_of(matrix, omega)
-    without = [samples_of(matrix, omega, [j]) for j in range(m)]
-    stacked = np.stack([samples[i] for i in range(m)])
+    samples = diagonal_samples(rest_of, matrix, omega)
+    without = [diagonal_samples(rest_of, matrix, omega, [j]) for j in range(m)]
     pairs = [(i, j) for i in range(m) for j in range(m) if i != j]
     products = [
         (samples[i] - without[j][i]) * np.conj(samples[j] - without[i][j]) for i, j in pairs
     ]
     covariance = np.maximum(np.mean(np.real(products), axis=0), 0)
-    return stacked.mean(0), np.sqrt(stacked.var(axis=0, ddof=1) / m + covariance)
+    return samples.mean(0), np.sqrt(samples.var(axis=0, ddof=1) / m + covariance)
 
 
 def shrunk_diagonal(matrix, omega, nystrom):
@@ -336,6 +313,7 @@ def shrunk_diagonal(matrix, omega, nystrom):
     m = omega.shape[1]
     rest_of = nystrom_rest if nystrom else range_rest
     terms = omega.conj() * (matrix @ omega)
+    held_out = diagonal_samples(rest_of, matrix, omega)
     samples = []
     for i in range(m):
         others = [j for j in range(m) if j != i]
@@ -343,7 +321,5 @@ def shrunk_diagonal(matrix, omega, nystrom):
         v_t = np.mean([np.vdot(x, x).real for x in left])
         v_h = np.var(terms[:, others], axis=1, ddof=1).sum()
         beta = 1 / (1 + (v_t / v_h) ** 2)
-        _, error = rest_of(matrix, omega, [i])
-        held_out = np.diag(matrix - error) + omega[:, i].conj() * (error @ omega[:, i])
-        samples.append(terms[:, i] - beta * (terms[:, i] - held_out))
+        samples.append(terms[:, i] - beta * (terms[:, i] - held_out[i]))
     return np.mean(np.real(samples) if nystrom else samples, axis=0)
