@@ -90,6 +90,7 @@ def picture(found, rows, name):
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     styles = {"hutchinson": "o-", "hutch++": "s-", "xtrace": "^-", "xnystrace": "d-"}
     height = 3.1 * rows
@@ -104,6 +105,10 @@ def picture(found, rows, name):
         axis.grid(alpha=0.3)
         axis.set_xticks(BUDGETS, [str(k) for k in BUDGETS])
         axis.minorticks_off()
+        low, high = axis.get_ylim()
+        if high < 50 * low:  # a single power of ten would be labelled
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:.0e}")
     for axis in axes[-1]:
         axis.set_xlabel("products")
     for axis in axes[:, 0]:

@@ -237,12 +237,12 @@ def _recycled(
     h = h - matmul(matmul(h, adjoint(q)), q)
     sizes = jnp.abs(lax.stop_gradient(samples)) / unit
     variance = jnp.mean(jnp.maximum(c * row_squares(h) - sizes**2 / dimension, 0))
-    off = unit * jnp.sqrt(variance)  # ||A||_F off the subspace
+    rest = unit * jnp.sqrt(variance)  # ||A||_F off the subspace
     estimate = _estimate(
         block,
         value=value,
-        std_err=off * math.sqrt(_beta(sampler, block) / count),
-        norm=jnp.hypot(safe_norm(jnp.ravel(known)), off),
+        std_err=rest * math.sqrt(_beta(sampler, block) / count),
+        norm=jnp.hypot(safe_norm(jnp.ravel(known)), rest),
         num_matvecs=k,
         dof=count,
     )
@@ -285,15 +285,15 @@ def _deltashift(
     beta = _beta(sampler, block)
     z = _probes(key, sampler, block, count)
     image = block.mm(z.T).T
-    before = lax.stop_gradient(old.mm(z.T).T)
+    previous = lax.stop_gradient(old.mm(z.T).T)
 
     similarity = jnp.maximum(1 - past.drift, 0)  # 1 - delta
     share = past.trust + count * (1 - past.trust)
     a = similarity * past.trust / share
-    values = _means(row_dots(z, image)) + a * (past.values - _means(row_dots(z, before)))
+    values = _means(row_dots(z, image)) + a * (past.values - _means(row_dots(z, previous)))
 
-    unit = _unit(image, before, past.std_errs)
-    parts = [_off_probes(z, x, unit) for x in (image, before)]
+    unit = _unit(image, previous, past.std_errs)
+    parts = [_off_probes(z, x, unit) for x in (image, previous)]
     parts.append(parts[0] - parts[1])
     norms = jnp.stack([_means(row_squares(x)) for x in parts])  # M, N, ||A_j - A_{j-1}||_F^2
 

@@ -374,7 +374,7 @@ def _outputs(predict: Callable, index: Any, params: Any, *data: Any) -> Any:
     if not isinstance(predict_args, tuple) or not isinstance(loss_args, tuple):
         raise TypeError(
             "With `predict` the call is `curvature(params, predict_args, loss_args)`, with two "
-            f"tuples, got {[type(x).__name__ for x in data]}. An empty tuple is none."
+            f"tuples, got {[type(x).__name__ for x in data]}. For none give ()."
         )
     return _arrays(predict(params, *batch, *predict_args))
 

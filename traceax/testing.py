@@ -185,8 +185,8 @@ def _moved(operator: Any, direction: Any, steps: Any) -> Any:
     structure = operator.in_structure()
 
     def product(vector):
-        along = _flat(operator.mv(vector))
-        return unflatten(structure, along + steps[0] * along + steps[1] * direction @ _flat(vector))
+        image = _flat(operator.mv(vector))
+        return unflatten(structure, image + steps[0] * image + steps[1] * direction @ _flat(vector))
 
     tags = [tag for tag in (_PSD, lx.symmetric_tag) if is_tagged(CHECKS[tag], operator)]
     return lx.FunctionLinearOperator(product, structure, tags)
@@ -231,9 +231,9 @@ def _check_statistics(subject, operator, k, count, coverage, contraction) -> Non
     direction = subject.truth(unrelated)
     unbiased(in_unrelated, direction, "the derivative is biased, E<G, dA> is not that of dA")
     if contraction:
-        apart = np.abs(in_a - values).max()
+        difference = np.abs(in_a - values).max()
         what = "the value is not the contraction <G, A> of its weights"
-        subject.require(apart <= slack, what, f"{apart:.2g} apart")
+        subject.require(difference <= slack, what, f"{difference:.2g} apart")
     share = ((lower - slack <= truth) & (truth <= upper + slack)).mean()
     what = "95 % intervals hold the true value too rarely"
     subject.require(share >= coverage, what, f"{share:.1%} of cases, not {coverage:.0%}")
@@ -243,8 +243,8 @@ def _check_exact(subject, operator) -> None:
     matrix = operator.as_matrix()
     n = matrix.shape[0]
     solution = subject.solve(jr.key(1), operator, n + 5)
-    apart = np.abs(np.asarray(_flat(solution.value)) - subject.truth(matrix)).max()
-    subject.require(apart <= _rounding(matrix), "not exact for k >= n", f"{apart:.2g} off")
+    error = np.abs(np.asarray(_flat(solution.value)) - subject.truth(matrix)).max()
+    subject.require(error <= _rounding(matrix), "not exact for k >= n", f"{error:.2g} off")
     zero = np.all(np.asarray(_flat(solution.std_err)) == 0)
     subject.require(zero, "the standard error is not 0 for k >= n")
     spent = int(solution.num_matvecs)
@@ -293,7 +293,7 @@ def _check_transforms(subject, _: int) -> None:
         value = _flat(subject.solve(key, _by_products(matrix, _PSD), k).value)
         return jnp.sum(value * share.astype(value.dtype))
 
-    def along(p, q):
+    def slope(p, q):
         return jax.jvp(lambda p: f(p, q), (p,), (direction,))
 
     keys = jr.split(jr.key(2), 3)
@@ -306,7 +306,7 @@ def _check_transforms(subject, _: int) -> None:
     found = {
         "an eager call": (f(points[0], keys[0]), values[0]),
         "jit of vmap of grad": (jax.jit(jax.vmap(both))(points, keys), (values, gradients)),
-        "vmap of jvp": (jax.jit(jax.vmap(along))(points, keys), (values, gradients @ direction)),
+        "vmap of jvp": (jax.jit(jax.vmap(slope))(points, keys), (values, gradients @ direction)),
         "vmap of jacfwd of jacrev": (
             jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(f))))(points, keys),
             second,
@@ -331,9 +331,9 @@ def _check_near(subject, operator, matrix, k: int, what: str, rounding: float) -
     value, std_err = (np.asarray(_flat(x)) for x in (solution.value, solution.std_err))
     finite = np.isfinite(value).all() and not np.isnan(std_err).any()
     subject.require(finite, f"{what}: the value is not finite, or the standard error is NaN")
-    apart = np.linalg.norm(value - subject.truth(matrix))
-    within = apart <= 10 * np.linalg.norm(std_err) + rounding * math.sqrt(value.size)
-    subject.require(within, f"{what}: the value is off", f"by {apart:.2g}")
+    error = np.linalg.norm(value - subject.truth(matrix))
+    is_near = error <= 10 * np.linalg.norm(std_err) + rounding * math.sqrt(value.size)
+    subject.require(is_near, f"{what}: the value is off", f"by {error:.2g}")
     return value, std_err
 
 

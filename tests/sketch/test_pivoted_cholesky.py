@@ -115,7 +115,7 @@ def test_further_pivots_go_on_from_those_before():
 def test_a_wrong_diagonal_is_seen():
     matrix = positive(np.float64)
     found = factorise(matrix, 5, block=2, diagonal=2 * jnp.diagonal(matrix))
-    assert found.apart > 0.1
+    assert found.mismatch > 0.1
 
 
 @pytest.mark.slow

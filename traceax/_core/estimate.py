@@ -79,15 +79,15 @@ def relative(number: Real[Array, ""], limit: Real[Array, ""]) -> Real[Array, ""]
     return number / jnp.maximum(limit, jnp.finfo(limit.dtype).tiny)
 
 
-def skew_of(apart: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
+def skew_of(gap: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -> Real[Array, ""]:
     """How far numbers that are equal if A^H = A are apart, relative to the limit.
 
-    `apart` is the norm of the differences, and `size` that of the numbers, or less. Rounding makes
+    `gap` is the norm of the differences, and `size` that of the numbers, or less. Rounding makes
     differences of at most 2 eps relative to the norm, if each product is rounded once. The limit is
     larger: sqrt(eps) leaves room for sums, TensorFloat-32 and solves, and 100 sqrt(n) eps, the
     limit for negative eigenvalues, for half precision (and in float32 for more than 840 rows).
     """
-    return relative(apart, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
+    return relative(gap, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
 
 
 def _count(x: Any) -> Any:

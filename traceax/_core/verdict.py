@@ -68,8 +68,8 @@ def verdict(estimate: Estimate, is_real: bool = False) -> Estimate:
         result = RESULTS.where(failed, outcome, result)
     void = (result == RESULTS.nonfinite_operator) | failures.outside
 
-    def masked(x, of=None):
-        lost = void if of is None or not estimate.separate else void & ~jnp.isfinite(of)
+    def masked(x, entries=None):
+        lost = void if entries is None or not estimate.separate else void & ~jnp.isfinite(entries)
         return jnp.where(lost, jnp.full((), jnp.nan, x.dtype), x)
 
     return dataclasses.replace(

@@ -149,8 +149,8 @@ def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real
 
 
 @jax.jit  # an eager loop would otherwise compile a bisection for each of its calls
-def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[Array, "..."]:
-    """The number t with P(|T| > t) = `beyond`."""
+def _student_quantile(tail: Real[Array, ""], dof: Real[Array, "..."]) -> Real[Array, "..."]:
+    """The number t with P(|T| > t) = `tail`."""
     # P(|T| > t) = I_x(dof / 2, 1 / 2), x = dof / (dof + t^2), by bisection of log t.
     ends = jnp.full_like(dof, -10.0), jnp.full_like(dof, 30.0)
     safe = jnp.where(dof > 0, dof, 1)
@@ -160,8 +160,8 @@ def _student_quantile(beyond: Real[Array, ""], dof: Real[Array, "..."]) -> Real[
         low, high = ends
         middle = (low + high) / 2
         outside = lax.betainc(safe / 2, half, safe / (safe + jnp.exp(2 * middle)))
-        below = outside > beyond
-        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+        is_low = outside > tail
+        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
     _, high = lax.fori_loop(0, 60, halve, ends)
     return jnp.where(dof > 0, jnp.exp(high), jnp.inf)

@@ -91,8 +91,8 @@ def merged(moments: Moments, samples: Inexact[Array, "... m"]) -> Moments:
     block_mean = jnp.mean(samples, axis=-1)
     shift = block_mean - mean
     total = count + m
-    between = jnp.abs(shift) * jnp.sqrt(count * m / total)
-    spread = jnp.hypot(jnp.hypot(spread, safe_norm(samples - block_mean[..., None])), between)
+    gap = jnp.abs(shift) * jnp.sqrt(count * m / total)
+    spread = jnp.hypot(jnp.hypot(spread, safe_norm(samples - block_mean[..., None])), gap)
     return Moments(total, mean + shift * (m / total), spread)
 
 
@@ -350,7 +350,7 @@ class _Run:
         panels = np.arange(max_k // self.panel + 2)
         self.quantiles = stdtrit(np.maximum(self.panel * panels - 1, 1), 0.975)
 
-    def sampled(self, number: int, before: Outcome | None) -> Outcome:
+    def sampled(self, number: int, previous: Outcome | None) -> Outcome:
         """The outcome of samples at a size."""
         # The second key is that of the panels, which fold in their number.
         prepare_key, keys = jr.split(jr.fold_in(self.key, number))
@@ -360,7 +360,7 @@ class _Run:
             prepared = self.sampling.captured(self.block, empty)
         else:
             prepared = self.sampling.prepare(prepare_key, self.block, size)
-        already = 0 if before is None else before.estimate.num_matvecs
+        already = 0 if previous is None else previous.estimate.num_matvecs
         spent = already + 2 * size
 
         def step(state):
@@ -369,7 +369,7 @@ class _Run:
             panel = self.sampling.draw(panel_key, self.block, prepared, self.panel)
             samples = samples.joined(panel)
             estimate = self.estimate(prepared, samples, spent)
-            return self.choice(number, before, estimate, samples), samples
+            return self.choice(number, previous, estimate, samples), samples
 
         zero = jnp.zeros_like(prepared.value.real)
         start = Samples(
@@ -412,7 +412,7 @@ class _Run:
         )
 
     def choice(
-        self, number: int, before: Outcome | None, estimate: Estimate, samples: Samples
+        self, number: int, previous: Outcome | None, estimate: Estimate, samples: Samples
     ) -> Int[Array, ""]:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
@@ -430,9 +430,9 @@ class _Run:
         if number + 1 < len(self.sizes):
             cost = 2 * self.sizes[number + 1] + self.panel
             fall = 0.0
-            if before is not None:  # the variance of a sample falls as much again
-                errors = norm_of(estimate.std_err) / norm_of(before.estimate.std_err)
-                fall = jnp.minimum(errors**2 * samples.panels / before.panels, 1)
+            if previous is not None:  # the variance of a sample falls as much again
+                errors = norm_of(estimate.std_err) / norm_of(previous.estimate.std_err)
+                fall = jnp.minimum(errors**2 * samples.panels / previous.panels, 1)
             pays = (cost + fall * likely < more) & (cost <= left)
             choice = jnp.where(pays, number + 1, choice)
         if self.may_be_exact:
@@ -441,16 +441,16 @@ class _Run:
         ends = (needed <= drawn) | samples.evidence.fails
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 
-    def exact(self, before: Outcome) -> Outcome:
+    def exact(self, previous: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
         found, _ = exact(self.block, self.sampling.rows)
         unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
         estimate = dataclasses.replace(
             found,
-            num_matvecs=before.estimate.num_matvecs + found.num_matvecs,
-            dof=found.dof.astype(before.estimate.dof.dtype),
+            num_matvecs=previous.estimate.num_matvecs + found.num_matvecs,
+            dof=found.dof.astype(previous.estimate.dof.dtype),
             evidence=worse(found.evidence, unconverged),
-            separate=before.estimate.separate,
+            separate=previous.estimate.separate,
         )
         size = jnp.int32(len(self.sizes))
-        return before._replace(estimate=estimate, size=size, wanted=jnp.int32(-1))
+        return previous._replace(estimate=estimate, size=size, wanted=jnp.int32(-1))

@@ -71,18 +71,18 @@ def xtrace_parts(factors: RangeFinder, h: Array, t: Array) -> LeaveOneOut:
     s_h = adjoint(s)
     hx = matmul(h, x)
     height = column_dots(s, r)
-    along = column_dots(s, w)
-    residual = jnp.conj(along) * height - column_dots(t, x) + column_dots(x, hx)  # e_i
+    component = column_dots(s, w)
+    residual = jnp.conj(component) * height - column_dots(t, x) + column_dots(x, hx)  # e_i
 
     pairs = pairs_of(s)
     lost = pairs.forms(matmul(s_h, matmul(h, s)))
     beta = pairs.components(matmul(s_h, x))
-    towards = pairs.components(matmul(s_h, r - hx))  # u_ij^H a_i
-    against = pairs.components(matmul(s_h, t - matmul(adjoint(h), x)))  # u_ij^H b_i
+    right = pairs.components(matmul(s_h, r - hx))  # u_ij^H a_i
+    left = pairs.components(matmul(s_h, t - matmul(adjoint(h), x)))  # u_ij^H b_i
     size = square_of(beta)
-    change = jnp.conj(beta) * towards + beta * jnp.conj(against) + size * lost
+    change = jnp.conj(beta) * right + beta * jnp.conj(left) + size * lost
     pair_square = square[:, None] + size
-    shared = along[:, None] - beta * pairs.gamma / jnp.sqrt(pairs.square)
+    shared = component[:, None] - beta * pairs.gamma / jnp.sqrt(pairs.square)
     energy = 1 / pairs.square - square_of(shared) / pair_square
     return LeaveOneOut(
         base=jnp.trace(h),

@@ -94,8 +94,8 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
 
         # f(A) omega after s, s - m and s - 2m steps.
         found = projected(self.fn, operator, krylov, b, eps)
-        inside = matmul(jnp.conj(jnp.swapaxes(found.vectors, 1, 2)), coordinates)
-        images = matmul(basis, matmul(found.vectors, found.values[:, :, None] * inside))
+        overlaps = matmul(jnp.conj(jnp.swapaxes(found.vectors, 1, 2)), coordinates)
+        images = matmul(basis, matmul(found.vectors, found.values[:, :, None] * overlaps))
         entries = omega * images.real
         fixed = LeftOut(basis, rows, omega)
         samples = entries[0] + self._corrections(operator, fixed, krylov.t)
@@ -104,7 +104,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         # How much of each node an entry sees: what is within V, and what is outside.
         ritz = square_of(matmul(basis, found.vectors[0]))
         room = jnp.maximum(1 - jnp.sum(ritz, axis=1), 0)
-        masses = jnp.mean(square_of(inside), axis=2) / n
+        masses = jnp.mean(square_of(overlaps), axis=2) / n
         error = error + room * matmul(masses[1], found.hidden)
         rounding = rounding_of(safe_norm(images[0]) / math.sqrt(b), eps)
         rounding = rounding + matmul(ritz + room[:, None] * masses[0], found.changes)
@@ -175,11 +175,11 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         nodes, s = ritz_values(still, jnp.any(basis != 0, axis=0))
         nodes = within_tag(operator, nodes, block.eps)
         right = matmul(basis, s)
-        inside = matmul(adjoint(right), omega)
+        overlaps = matmul(adjoint(right), omega)
         values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
         moved = matmul(change_of(images), s)
-        changes = divided_sums(block, self.fn, moved, nodes, inside)
-        of_omega = matmul(right, values[:, None] * inside) + changes
+        changes = divided_sums(block, self.fn, moved, nodes, overlaps)
+        of_omega = matmul(right, values[:, None] * overlaps) + changes
         corrections = self._corrections(operator, weights, t)
         return jnp.mean(omega * of_omega.real + corrections, axis=1)
 
@@ -195,8 +195,8 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
 def median(values: Real[Array, " m"], masses: Real[Array, " m"]) -> Real[Array, ""]:
     """The median of the values with these masses."""
     order = jnp.argsort(values)
-    below = jnp.cumsum(masses[order])
-    return values[order][jnp.argmax(below >= below[-1] / 2)]
+    sums = jnp.cumsum(masses[order])
+    return values[order][jnp.argmax(sums >= sums[-1] / 2)]
 
 
 def spectral_diagonal(

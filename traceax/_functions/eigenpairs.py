@@ -100,10 +100,10 @@ def log_sum(
     tiny = float(jnp.finfo(x.dtype).tiny) ** 0.5
 
     def step(carry, coefficients):
-        before, log_a, total = carry  # the last beta / rho; log a_j; log of the sum of a_i^2
+        quotient, log_a, total = carry  # the last beta / rho; log a_j; log of the sum of a_i^2
         alpha, beta = coefficients
         floor = jnp.maximum(beta, smallest)
-        rho = jnp.maximum((x - alpha - before) / floor, tiny)
+        rho = jnp.maximum((x - alpha - quotient) / floor, tiny)
         log_a = log_a + jnp.log(rho)
         total = jnp.logaddexp(total, 2 * log_a)
         # Behind an invariant space comes a random vector, of which nothing is known.

@@ -90,7 +90,7 @@ def hermitian_operator(operator: Any, name: str) -> lx.AbstractLinearOperator:
     if not is_hermitian(operator):
         raise ValueError(
             f"{name} needs a Hermitian operator, and this {type(operator).__name__} has no tag. "
-            "Say so with `lineax.TaggedLinearOperator(operator, tag)`, where the tag is "
+            "If it is, tag it: `lineax.TaggedLinearOperator(operator, tag)`, where the tag is "
             "`lineax.symmetric_tag` (if real) or a semidefinite one."
         )
     return operator
@@ -129,8 +129,8 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
                 raise
             raise TypeError(f"{_HOLOMORPHIC} With one, it fails: {error}") from error
         if holomorphic != jnp.issubdtype(value.dtype, jnp.complexfloating):
-            what = _HOLOMORPHIC if holomorphic else "With a tag, fn must have real values."
-            raise TypeError(f"{what} Its values have the dtype {value.dtype}.")
+            rule = _HOLOMORPHIC if holomorphic else "With a tag, fn must have real values."
+            raise TypeError(f"{rule} Got the dtype {value.dtype}: cast it, or take the real part.")
         if scalar and value.shape != ():
             raise ValueError(
                 f"fn must return one number, got shape {value.shape}. For several functions, make "

@@ -73,8 +73,8 @@ def changes_by_rounding(
     eigenvalue (far, for 1 / x and a small x), and the rounding of f and of sums of its values. inf
     where f is not finite at a node that rounding may have moved.
     """
-    off = 2 * eps * jnp.max(jnp.abs(nodes))
-    moved = [on_nodes(fn, within_tag(operator, nodes + x, eps), counts) for x in (off, -off)]
+    error = 2 * eps * jnp.max(jnp.abs(nodes))
+    moved = [on_nodes(fn, within_tag(operator, nodes + x, eps), counts) for x in (error, -error)]
     changes = [jnp.abs(x - values) for x in moved]
     change = jnp.maximum(*(jnp.where(jnp.isfinite(x), x, jnp.inf) for x in changes))
     return change + 2 * float(jnp.finfo(values.dtype).eps) * jnp.abs(values)
@@ -123,9 +123,9 @@ def divided_differences(
     gap = left - right
     middle = left - gap / 2
     half = gap / (2 * math.sqrt(3))
-    at = jnp.stack([middle, middle + half, middle - half])
-    centre, above, below = on_nodes(slope_of(fn), at)
-    mean = (above + below) / 2
+    points = jnp.stack([middle, middle + half, middle - half])
+    centre, upper, lower = on_nodes(slope_of(fn), points)
+    mean = (upper + lower) / 2
 
     gap = gap.reshape(*gap.shape, *[1] * (of_left.ndim - gap.ndim))
     divisor = jnp.where(gap == 0, 1, gap)

@@ -114,9 +114,9 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
             return estimate, None
         slopes = on_nodes(slope_of(self.fn), theta, w != 0)
         first = found.right[:p, :, 0]  # X^{-1} e_1
-        along = einsum("pij,pj->pi", found.left[:p], slopes * first)
-        along = along.real if self.is_real else along
-        u = einsum("pin,pi->np", krylov.basis, along) * (math.sqrt(n) / p)
+        coordinates = einsum("pij,pj->pi", found.left[:p], slopes * first)
+        coordinates = coordinates.real if self.is_real else coordinates
+        u = einsum("pin,pi->np", krylov.basis, coordinates) * (math.sqrt(n) / p)
         rule = theta.reshape(-1), w.reshape(-1) * (n / p)
         return estimate, NonHermitianWeights(u, probes, *rule)
 

@@ -105,8 +105,8 @@ def missed(last: Real[Array, "..."], changes: Real[Array, "d ..."]) -> Real[Arra
     """D_1 max(1, 8 r / (1 - r)): `last` is D_1, `changes` are D_1 and D_2, or D_1 alone, for r."""
     rate = jnp.full_like(changes[0], 0.95)
     if len(changes) == 2:
-        before = changes[1]
-        known = jnp.minimum(changes[0] / jnp.where(before > 0, before, 1), 0.95)
-        rate = jnp.where(before > 0, known, rate)
+        previous = changes[1]
+        known = jnp.minimum(changes[0] / jnp.where(previous > 0, previous, 1), 0.95)
+        rate = jnp.where(previous > 0, known, rate)
     error = last * jnp.maximum(1, 8 * rate / (1 - rate))
     return jnp.where(jnp.isfinite(error), error, jnp.inf)

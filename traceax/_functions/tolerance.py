@@ -56,12 +56,12 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`."""
         del k, weights
 
-        def estimate_from(budget: int, number: int, before: Estimate | None) -> Estimate:
+        def estimate_from(budget: int, number: int, previous: Estimate | None) -> Estimate:
             if budget == operator.in_size():
-                assert before is not None
+                assert previous is not None
                 found, _ = self.inner.exact(operator)
-                dof = found.dof.astype(before.dof.dtype)
-                found = dataclasses.replace(found, dof=dof, inflation=before.inflation)
+                dof = found.dof.astype(previous.dof.dtype)
+                found = dataclasses.replace(found, dof=dof, inflation=previous.inflation)
             else:
                 found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
             quantile = jnp.where(found.dof > 0, student_quantile(0.95, found.dof, found.std_err), 1)
@@ -70,7 +70,7 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
             allowed = jnp.maximum(allowed - norm_of(found.quadrature_error), 0)
             ratio = relative(norm_factor(std_err) * norm_of(std_err), allowed)
             evidence = dataclasses.replace(found.evidence, unconverged=ratio)
-            spent = found.num_matvecs + (0 if before is None else before.num_matvecs)
+            spent = found.num_matvecs + (0 if previous is None else previous.num_matvecs)
             return dataclasses.replace(found, evidence=evidence, num_matvecs=spent)
 
         first, *others = budgets_of(self.max_k, operator.in_size())

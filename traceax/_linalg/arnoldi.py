@@ -58,9 +58,9 @@ class Arnoldi(NamedTuple):
         within the field of values and has no part in e_1.
         """
         q = self.hessenberg.shape[1]
-        below = jnp.diagonal(self.hessenberg, -1, axis1=1, axis2=2)
-        # Not `below > 0`: NaN must not look like the end of a space.
-        goes_on = jnp.pad(below != 0, ((0, 0), (1, 0)), constant_values=True)
+        subdiagonal = jnp.diagonal(self.hessenberg, -1, axis1=1, axis2=2)
+        # Not `subdiagonal > 0`: NaN must not look like the end of a space.
+        goes_on = jnp.pad(subdiagonal != 0, ((0, 0), (1, 0)), constant_values=True)
         used = jnp.cumprod(goes_on, axis=1, dtype=bool) & (jnp.arange(q) < steps)
         h = self.hessenberg / self.unit
         filled = jnp.where(used[:, :, None], 0, h[:, :1, :1]) * jnp.eye(q, dtype=h.dtype)
@@ -107,11 +107,11 @@ def with_product(krylov: Arnoldi, j: Array, products: Inexact[Array, "n p"], eps
     exhausted = norm <= rounding_unit(eps, krylov.size.dtype) * size
     norm = jnp.where(exhausted, 0, norm)
     place = jnp.arange(basis.shape[1], dtype=j.dtype)
-    below = jnp.where(place == j + 1, norm[:, None], 0).astype(w.dtype)
+    entry = jnp.where(place == j + 1, norm[:, None], 0).astype(w.dtype)
     unit = jnp.where(exhausted, 1, norm).astype(w.dtype)[:, None]
     return Arnoldi(
         basis=basis,
-        hessenberg=lax.dynamic_update_index_in_dim(krylov.hessenberg, column + below, j, axis=2),
+        hessenberg=lax.dynamic_update_index_in_dim(krylov.hessenberg, column + entry, j, axis=2),
         following=jnp.where(exhausted[:, None], 0, w / unit),
         residual=norm,
         size=size,

@@ -63,8 +63,8 @@ def block_lanczos(
         negligible = rounding_unit(eps, real)
 
     def outside(rows, block):
-        along = matmul(jnp.conj(rows), block.T)
-        return block - matmul(along.T, rows), along
+        coefficients = matmul(jnp.conj(rows), block.T)
+        return block - matmul(coefficients.T, rows), coefficients
 
     def step(j, carry):
         basis, block, columns, size, scale = carry
@@ -76,9 +76,9 @@ def block_lanczos(
         scale = jnp.where(j == 0, scale_of(images), scale)
         images = (images / scale.astype(images.dtype)).T
         size = jnp.maximum(size, jnp.max(jnp.linalg.norm(images, axis=1)))
-        rest, along = outside(basis, images)
+        rest, coefficients = outside(basis, images)
         rest, more = outside(basis, rest)
-        columns = lax.dynamic_update_slice(columns, along + more, (zero, place))
+        columns = lax.dynamic_update_slice(columns, coefficients + more, (zero, place))
         # A row that is small beside the images has lost its orthogonality to what was there before.
         block, _ = outside(basis, _orthonormal(rest, negligible * size))
         return basis, _orthonormal(block, 0.5), columns, size, scale
@@ -93,12 +93,12 @@ def block_lanczos(
     ends = jnp.uint32(0), jnp.uint32(num_steps)
     basis, block, columns, size, scale = lax.fori_loop(*ends, step, carry)
     of_step = jnp.arange(m) // b
-    above = jnp.where(of_step[:, None] < of_step, columns, 0)
-    within = jnp.where(of_step[:, None] == of_step, columns, 0)
-    t = above + jnp.conj(above.T) + (within + jnp.conj(within.T)) / 2
+    upper = jnp.where(of_step[:, None] < of_step, columns, 0)
+    diagonal = jnp.where(of_step[:, None] == of_step, columns, 0)
+    t = upper + jnp.conj(upper.T) + (diagonal + jnp.conj(diagonal.T)) / 2
     in_use, exhausted = jnp.any(basis != 0, axis=1), ~jnp.any(block != 0)
     # If A^H = A, the blocks on the diagonal are Hermitian, and those above the next ones are 0.
     far = jnp.where(of_step[:, None] + 1 < of_step, columns, 0)
-    apart = jnp.linalg.norm(within - jnp.conj(within.T) + far)
-    evidence = evidence_of(size, skew=skew_of(apart, size, n, eps))
+    asymmetry = jnp.linalg.norm(diagonal - jnp.conj(diagonal.T) + far)
+    evidence = evidence_of(size, skew=skew_of(asymmetry, size, n, eps))
     return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, evidence)

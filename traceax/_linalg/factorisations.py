@@ -174,10 +174,10 @@ def ritz_values(
     The others give eigenvectors that are 0, and eigenvalues that repeat the first one.
     """
     unit = scale_of(jnp.sum(jnp.abs(t), axis=1))
-    inside = in_use[:, None] & in_use
+    mask = in_use[:, None] & in_use
     # No eigenvalue exceeds 1 in this unit. A 4 stands for what is not in use: it comes last.
     four = jnp.diag(jnp.where(in_use, jnp.zeros_like(unit), 4)).astype(t.dtype)
-    values, vectors = eigh(jnp.where(inside, t / unit.astype(t.dtype), 0) + four)
+    values, vectors = eigh(jnp.where(mask, t / unit.astype(t.dtype), 0) + four)
     counts = values < 2
     return jnp.where(counts, values, values[0]) * unit, jnp.where(counts, vectors, 0)
 

@@ -70,15 +70,15 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
     """
     h = krylov.hessenberg / krylov.unit.astype(krylov.basis.dtype)
     alpha = jnp.diagonal(h, axis1=1, axis2=2).real
-    below = jnp.diagonal(h, -1, axis1=1, axis2=2).real
+    subdiagonal = jnp.diagonal(h, -1, axis1=1, axis2=2).real
     # The last step so far has left a number in the row of a vector that is not in the basis yet.
     made = jnp.any(krylov.basis != 0, axis=2)
-    t = jax.vmap(symmetric_tridiagonal)(alpha, jnp.where(made[:, 1:], below, 0))
+    t = jax.vmap(symmetric_tridiagonal)(alpha, jnp.where(made[:, 1:], subdiagonal, 0))
     unit = krylov.unit[:, :, 0]
     return Lanczos(
         basis=jnp.transpose(krylov.basis, (1, 2, 0)),
         alpha=(alpha * unit).T,
-        beta=jnp.concatenate([below * unit, krylov.residual[:, None]], axis=1).T,
+        beta=jnp.concatenate([subdiagonal * unit, krylov.residual[:, None]], axis=1).T,
         size=krylov.size,
         skew=jnp.linalg.norm(jnp.where(made[:, :, None], h - t, 0), axis=(1, 2)) * unit[:, 0],
     )
@@ -107,10 +107,10 @@ def quadrature(
 
 
 def symmetric_tridiagonal(
-    diagonal: Real[Array, " q"], off: Real[Array, " q-1"]
+    diagonal: Real[Array, " q"], subdiagonal: Real[Array, " q-1"]
 ) -> Real[Array, "q q"]:
     """The matrix with these numbers."""
-    return jnp.diag(diagonal) + jnp.diag(off, 1) + jnp.diag(off, -1)
+    return jnp.diag(diagonal) + jnp.diag(subdiagonal, 1) + jnp.diag(subdiagonal, -1)
 
 
 def positive_quadrature(

@@ -153,8 +153,8 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     # few vectors tell it in less time than a transpose takes.
     vectors = generic(n, 4, matrix.dtype)
     images = matmul(matrix, vectors)
-    apart = norm_of(images - matmul(adjoint(matrix), vectors))
-    skew = skew_of(apart, norm_of(images), n, block.eps)
+    asymmetry = norm_of(images - matmul(adjoint(matrix), vectors))
+    skew = skew_of(asymmetry, norm_of(images), n, block.eps)
     evidence = evidence_of(images, skew=skew, outside=jnp.maximum(lost, skew))
     parts = jnp.sum(jnp.log(diagonal)), n * jnp.log(scale)
     value = parts[0] + parts[1]

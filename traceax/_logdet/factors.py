@@ -61,13 +61,13 @@ class Factors(eqx.Module):
     def inverse_root(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """R^{-1} = W^H times a block."""
         gathered = gathered_by(self.sets, self.values, block)
-        inside = matmul(adjoint(self.core), matmul(adjoint(self.basis), gathered))
-        return gathered - matmul(self.basis, inside)
+        coefficients = matmul(adjoint(self.core), matmul(adjoint(self.basis), gathered))
+        return gathered - matmul(self.basis, coefficients)
 
     def inverse_root_adjoint(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """R^{-H} = W times a block."""
-        inside = matmul(self.core, matmul(adjoint(self.basis), block))
-        return self.scattered(block - matmul(self.basis, inside))
+        coefficients = matmul(self.core, matmul(adjoint(self.basis), block))
+        return self.scattered(block - matmul(self.basis, coefficients))
 
     def solve(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """P^{-1} times a block."""
@@ -83,8 +83,8 @@ class Factors(eqx.Module):
         """L times a block."""
 
         def add(place, total):
-            at, values = self.sets[:, place], self.values[:, place, None]
-            return total.at[at].add(values * block)
+            rows, values = self.sets[:, place], self.values[:, place, None]
+            return total.at[rows].add(values * block)
 
         return over_places(add, self.sets, block)
 

@@ -138,8 +138,8 @@ class GaussianEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         if isinstance(weights, HeldWeights):
             return -self._factor * weights.contract(BlockOperator(operator), self.y)
-        along = jnp.sum(inner(weights.x, self.y))  # Re sum_j x_j^H y_j
-        return -self._factor * (weights.contract(BlockOperator(operator)) + 2 * along)
+        overlap = jnp.sum(inner(weights.x, self.y))  # Re sum_j x_j^H y_j
+        return -self._factor * (weights.contract(BlockOperator(operator)) + 2 * overlap)
 
     def weights_at(self, weights, operator):
         """See `AbstractEstimator`."""

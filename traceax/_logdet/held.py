@@ -102,7 +102,7 @@ class HeldWeights(AbstractWeights):
         """There is no second derivative."""
         raise NotImplementedError(
             "With a preconditioner that was built before, log-determinants and log densities have "
-            "first derivatives only. Second derivatives are those of the default mode: "
+            "first derivatives only. For second derivatives give "
             "`preconditioner='auto'` or `traceax.NystromPreconditioner(rank=...)`."
         )
 

@@ -170,8 +170,8 @@ def core_of_radau(rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
     nodes, masses, vectors = gauss_rule
     core = derivative_core(jnp.log, rule[0], rule[2])
     largest = jnp.max(jnp.where(masses > 0, nodes, 0), axis=1)
-    at = jnp.argmax(nodes, axis=1)[:, None, None]
-    top = jnp.take_along_axis(vectors, at, axis=2)  # h = V top
+    index = jnp.argmax(nodes, axis=1)[:, None, None]
+    top = jnp.take_along_axis(vectors, index, axis=2)  # h = V top
     lost = core[:, j - 1, j - 1] * reduction / largest
     return core - lost[:, None, None] * top * jnp.swapaxes(top, 1, 2)
 
@@ -179,8 +179,8 @@ def core_of_radau(rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
 def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[Array, " p"]:
     """The error after j steps, from the values after j, j - d and j - 2d: see `_functions.funm`."""
     d = (j + 3) // 4
-    now, before, first = (history[jnp.maximum(at - 1, 0)] for at in (j, j - d, j - 2 * d))
-    changes = jnp.abs(jnp.stack([now - before, jnp.where(j > 2 * d, before - first, 0)]))
+    last, previous, first = (history[jnp.maximum(m - 1, 0)] for m in (j, j - d, j - 2 * d))
+    changes = jnp.abs(jnp.stack([last - previous, jnp.where(j > 2 * d, previous - first, 0)]))
     return jnp.where(j > d, missed(changes[0], changes), jnp.inf)
 
 

@@ -89,8 +89,8 @@ def logdet(
     - `shifts`: numbers s, for the values of all A + s I ([`traceax.spectral_sum`][]).
     - `preconditioner`: `"auto"`, one such as [`traceax.NystromPreconditioner`][], a
         [`traceax.BuiltPreconditioner`][], or None.
-    - `fallback`: `"exact"`: the value is exact, without products, from a budget of n/6 on, and for
-        a tolerance up to 4,096 rows, if the operator knows its entries and the preconditioner is
+    - `fallback`: `"exact"`: the value is exact, without products, up to 1,024 or 6 k rows, with a
+        tolerance up to 4,096 rows, if the operator knows its entries and the preconditioner is
         `"auto"`. None: it is not.
     - `throw`: whether to raise an error if the result is not successful.
 

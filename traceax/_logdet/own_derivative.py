@@ -62,40 +62,40 @@ def own_derivative(
     basis, alpha, beta, *_ = krylov
     q = len(alpha)
     dtype = probes.dtype
-    along = vectors * vectors[:, :1, :]
+    components = vectors * vectors[:, :1, :]
     # In the basis V: `core` is C, `of_first` is f(T) e_1.
-    core = einsum("pai,pij,pbj->pab", along, slopes, along).astype(dtype)
+    core = einsum("pai,pij,pbj->pab", components, slopes, components).astype(dtype)
     of_first = einsum("paj,pj->pa", vectors, values * vectors[:, 0, :]).astype(dtype)
 
     def outside(block, j):
         """The block without its part in v_1, ..., v_j."""
-        before = (jnp.arange(q) < j).astype(dtype)[:, None]
+        mask = (jnp.arange(q) < j).astype(dtype)[:, None]
         for _ in range(2):
-            inside = before * einsum("qnp,np->qp", jnp.conj(basis), block)
-            block = block - einsum("qnp,qp->np", basis, inside)
+            coefficients = mask * einsum("qnp,np->qp", jnp.conj(basis), block)
+            block = block - einsum("qnp,qp->np", basis, coefficients)
         return block
 
-    def divided(block, by):
+    def divided(block, divisor):
         # An exhausted space has no residual: C is 0 beyond it, and u is 0.
-        return jnp.where(by > 0, block / jnp.where(by > 0, by, 1).astype(dtype), 0)
+        return jnp.where(divisor > 0, block / jnp.where(divisor > 0, divisor, 1).astype(dtype), 0)
 
     residual = outside(mm(basis[-1]), q)  # u
     residual = jnp.where(krylov.exhausted, 0, residual)
     last = core[:, :, -1].T  # gamma
 
-    def step(carry, at):
+    def step(carry, inputs):
         mu, later = carry  # mu_j and mu_(j+1)
-        j, gamma, alpha, beta, before = at
+        j, gamma, alpha, beta, previous = inputs
         w = gamma * residual + mm(mu) - alpha.astype(dtype) * mu - beta.astype(dtype) * later
         w = outside(w, j + 1)
-        return (divided(w, before), mu), mu
+        return (divided(w, previous), mu), mu
 
     # Index j stands for v_(j+1). At the start of the recurrence there is no division.
-    before = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
+    previous = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
     end = outside(last[-1] * residual, q)  # w_q
-    mu = divided(end, before[-1])
+    mu = divided(end, previous[-1])
     zero = jnp.zeros_like(residual)
-    given = jnp.arange(q - 1), last[:-1], alpha[:-1], beta[:-1], before[:-1]
+    given = jnp.arange(q - 1), last[:-1], alpha[:-1], beta[:-1], previous[:-1]
     (first, _), mus = lax.scan(step, (mu, zero), given, reverse=True)
     mus = jnp.concatenate([mus, zero[None]])
 

@@ -62,12 +62,12 @@ class Bases(NamedTuple):
         step = jnp.arange(basis.shape[1])
         probe = jnp.arange(len(basis))[:, None]
         used = (step < panel.steps) & (probe < count)
-        at = jnp.where(used, sums.spent + step * count + probe, room)
+        places = jnp.where(used, sums.spent + step * count + probe, room)
         core = panel.core * len(z)
         return Bases(
             put(self.starts, z, sums.drawn),
-            self.rows.at[at].set(basis, mode="drop"),
-            self.core.at[at[:, :, None], at[:, None, :]].set(core, mode="drop"),
+            self.rows.at[places].set(basis, mode="drop"),
+            self.core.at[places[:, :, None], places[:, None, :]].set(core, mode="drop"),
         )
 
 
@@ -87,9 +87,9 @@ class Solutions(NamedTuple):
         return Solutions(*(put(x, y, sums.drawn) for x, y in zip(self, new, strict=True)))
 
 
-def put(whole: Array, part: Array, at: Array, axis: int = -1) -> Array:
-    """`whole` with the columns (rows) of `part` from `at` on."""
-    return lax.dynamic_update_slice_in_dim(whole, part, at, axis=axis)
+def put(whole: Array, part: Array, start: Array, axis: int = -1) -> Array:
+    """`whole` with the columns (rows) of `part` from `start` on."""
+    return lax.dynamic_update_slice_in_dim(whole, part, start, axis=axis)
 
 
 class Sums(NamedTuple):
@@ -261,7 +261,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
         spent=sums.spent + panel.steps * count,
         panels=sums.panels + 1,
         steps=jnp.where(sums.panels == 0, panel.steps, sums.steps),
-        probes=jtu.tree_map(partial(put, at=sums.drawn, axis=0), sums.probes, panel.probes),
+        probes=jtu.tree_map(partial(put, start=sums.drawn, axis=0), sums.probes, panel.probes),
         error=error,
         evidence=worse(sums.evidence, evidence),
         kept=kept,

@@ -39,7 +39,7 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
         raise ValueError(
             f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
             "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
-            "lineax.positive_semidefinite_tag)`. A sum `K + s I` may do without, if K is tagged."
+            "lineax.positive_semidefinite_tag)`."
         )
 
 

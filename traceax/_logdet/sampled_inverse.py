@@ -80,7 +80,7 @@ class SampledInverseEstimator(AbstractEstimator):
         nodes, _, s = positive_quadrature(ended_after(krylov, orders_of(q)))
         length = safe_norm(z.T)
 
-        def along(values: Array) -> Array:
+        def coordinates(values: Array) -> Array:
             """The coordinates ||z|| f(T) e_1 in V, with axes (order, probe, step)."""
             found = einsum("paj,pj->pa", s, s[:, 0, :] * values)
             return found.reshape(-1, p, q) * length[:, None]
@@ -88,8 +88,8 @@ class SampledInverseEstimator(AbstractEstimator):
         def vectors(coefficients: Array) -> Array:
             return einsum("qnp,...pq->...pn", krylov.basis, coefficients.astype(block.dtype)) / root
 
-        inverse_root = along(1 / jnp.sqrt(nodes))
-        y = vectors(inverse_root - along(jnp.sqrt(nodes)))
+        inverse_root = coordinates(1 / jnp.sqrt(nodes))
+        y = vectors(inverse_root - coordinates(jnp.sqrt(nodes)))
         means = jnp.mean(jnp.square(jnp.abs(y)), axis=1)
         value = 1 / jnp.square(root) + means[0]
 
@@ -97,7 +97,7 @@ class SampledInverseEstimator(AbstractEstimator):
         rounding = block.eps * largest_ritz_value(krylov) / smallest
         lost = ~((rounding < 0.5) & (jnp.min(diagonal) > 0))
         std_err = jnp.hypot(math.sqrt(2 / (p + 2)) * means[0], rounding * value)
-        residual = krylov.residual * jnp.abs(along(1 / nodes)[0, :, -1])
+        residual = krylov.residual * jnp.abs(coordinates(1 / nodes)[0, :, -1])
         missed = jnp.mean(residual * (residual / smallest))
         error = entries_truncation_error(means, jnp.all(krylov.exhausted))
         error = jnp.maximum(error, missed / n / jnp.square(root))

@@ -97,8 +97,8 @@ def neighbours(
         # In units of R_ii a score is the square of a correlation: no inf, and no denormal number.
         score = jnp.clip(score * scale[rows, None], 1e-30, 1e30)
         score = jnp.where(order < order[rows, None], score, 0)
-        values, at = lax.top_k(score, m)
-        return jnp.where(values > 0, at, n).astype(jnp.int32)
+        values, places = lax.top_k(score, m)
+        return jnp.where(values > 0, places, n).astype(jnp.int32)
 
     return by_rows(of_block, n, n)
 
@@ -126,11 +126,11 @@ def columns_of_factor(
 
     def of_block(rows):
         used = sets[rows] < n
-        at = jnp.minimum(sets[rows], n - 1)
-        parts = jnp.where(used[:, :, None], f[at], 0)
-        r = submatrices(operator, at) - einsum("bar,bcr->bac", parts, jnp.conj(parts))
+        places = jnp.minimum(sets[rows], n - 1)
+        parts = jnp.where(used[:, :, None], f[places], 0)
+        r = submatrices(operator, places) - einsum("bar,bcr->bac", parts, jnp.conj(parts))
         r = jnp.where(used[:, :, None] & used[:, None, :], r, 0)
-        own = jnp.where(used, left[at], 1).astype(r.dtype)
+        own = jnp.where(used, left[places], 1).astype(r.dtype)
         r = jnp.where(jnp.eye(s, dtype=bool), own[:, :, None], r)
         found, inverse = jax.vmap(_of_neighbourhood)(r)
         fails = ~jnp.all(jnp.isfinite(found), axis=1)
@@ -165,14 +165,14 @@ def following_columns(
     """
     n, s = sets.shape
     values, inverse = columns_of_factor(*constant((operator, f, sets, left)))
-    at = jnp.minimum(sets, n - 1)
+    places = jnp.minimum(sets, n - 1)
 
     def of_block(rows):
-        return einsum("bac,bc->ba", submatrices(operator, at[rows]), values[rows])
+        return einsum("bac,bc->ba", submatrices(operator, places[rows]), values[rows])
 
-    g = gathered_by(at, values, f)
-    known = lax.map(jax.checkpoint(lambda place: jnp.sum(f[place] * jnp.conj(g), axis=1)), at.T)
-    images = by_rows(jax.checkpoint(of_block), n, s * s) + jitter[at] * values - known.T
+    g = gathered_by(places, values, f)
+    known = lax.map(jax.checkpoint(lambda place: jnp.sum(f[place] * jnp.conj(g), axis=1)), places.T)
+    images = by_rows(jax.checkpoint(of_block), n, s * s) + jitter[places] * values - known.T
     change = jnp.where(sets < n, change_of(images), 0)
     forms = jnp.sum(jnp.conj(values) * change, axis=1, keepdims=True).real
     return values + forms * values / 2 - einsum("bij,bj->bi", inverse, change)
@@ -224,14 +224,14 @@ class Structure(eqx.Module):
         eps = BlockOperator(operator).eps
         n = len(self.sets)
         used = self.pivots < n
-        at = jnp.minimum(self.pivots, n - 1)
+        pivots = jnp.minimum(self.pivots, n - 1)
         diagonal = _diagonal_of(operator)
         noise = jnp.where(self.known, split_shift(operator).exact.real, 0)
-        found = columns(operator, at)
-        found = found - jnp.where(rows_of(at, n), noise[at].astype(found.dtype), 0)
+        found = columns(operator, pivots)
+        found = found - jnp.where(rows_of(pivots, n), noise[pivots].astype(found.dtype), 0)
         found = jnp.where(used, found, 0)
-        least = 4 * eps * len(at) * jnp.max(diagonal)
-        core = jnp.where(used[:, None], found[at], 0)
+        least = 4 * eps * len(pivots) * jnp.max(diagonal)
+        core = jnp.where(used[:, None], found[pivots], 0)
         root = lower_cholesky(core + jnp.diag(jnp.where(used, least, 1)).astype(core.dtype))
         f = adjoint(lower_solve(root, adjoint(found)))
         jitter = jitter_of(left_of(f, diagonal), diagonal, self.known, eps)
@@ -261,8 +261,8 @@ def flat_part(
     values, vectors = eigh((core + adjoint(core)) / 2)
     smallest = values[0]  # lambda
     vector = vectors[:, :1]  # w
-    inside = jnp.zeros((n, 1), found.dtype).at[chosen].set(smallest.astype(found.dtype) * vector)
-    size = jnp.sqrt(square_norms(matmul(found, vector) - inside))[0]  # r
+    multiple = jnp.zeros((n, 1), found.dtype).at[chosen].set(smallest.astype(found.dtype) * vector)
+    size = jnp.sqrt(square_norms(matmul(found, vector) - multiple))[0]  # r
     counts = (smallest > 16 * eps * jnp.maximum(values[-1], 0)) & (size <= smallest / 2)
     return jnp.where(counts, smallest - 2 * size, 0)
 
@@ -307,7 +307,7 @@ def prepare(
     f = pivoted.rows[:rank].T * root[:, None].astype(block.dtype)  # F
     sparse = not has_entries(operator)
     alone = sparse & (jnp.mean(left_of(f, diagonal) / diagonal) > 0.5)  # without F
-    near = (jnp.mean(pivoted.left) > SMALL) | ~known | alone
+    is_coupled = (jnp.mean(pivoted.left) > SMALL) | ~known | alone
     known |= alone
     f = jnp.where(alone, 0, f)
     pivots = jnp.where(alone, n, pivoted.pivots[:rank])
@@ -317,12 +317,12 @@ def prepare(
     left = left + jitter
     order = jax.random.bits(numbered(key, n), (n,))
     none_near = jnp.full((n, m), n, jnp.int32)
-    chosen = if_any(near, lambda: neighbours(operator, f, left, order, m, steps), none_near)
+    chosen = if_any(is_coupled, lambda: neighbours(operator, f, left, order, m, steps), none_near)
     sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)
     factors = sparse_factors(operator, f, sets, diagonal, jitter)
     size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
     skew = skew_of(pivoted.skew, size, n, eps)
-    evidence = evidence_of(jnp.sum(pivoted.left), pivoted.apart, pivoted.skew, skew=skew)
+    evidence = evidence_of(jnp.sum(pivoted.left), pivoted.mismatch, pivoted.skew, skew=skew)
     structure = Structure(pivots, sets, known)
     one = jnp.ones_like(unit)
     return BuiltPreconditioner(factors, one, evidence, structure), pivoted.columns

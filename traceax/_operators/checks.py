@@ -50,9 +50,7 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
     if square and rows != columns:
         raise ValueError(
             f"The operator must be square, got {rows} x {columns} (outputs x inputs). "
-            "For A with more rows than columns, tr(A^H A) is the trace of `A.T @ A` (real A); and "
-            "`spectral_sum` of x^(p/2) for `A.T @ A`, tagged positive semidefinite, is the p-th "
-            "power of its Schatten norm."
+            "Give `A.T @ A` (real A) for tr(A^H A); norms (`frobenius_norm`, `row_norms`) take A."
         )
     fields = {jnp.issubdtype(dtype, jnp.complexfloating) for dtype in leaf_dtypes(operator)}
     if len(fields) > 1:

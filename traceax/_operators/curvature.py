@@ -203,7 +203,7 @@ def difference_product(inner: Callable, outer: Callable, moving: Any, vector: An
             )
 
         return jtu.tree_map(
-            lambda ahead, behind: ((ahead - behind) * (length / (2 * step))).astype(ahead.dtype),
+            lambda upper, lower: ((upper - lower) * (length / (2 * step))).astype(upper.dtype),
             gradient_at(step),
             gradient_at(-step),
         )

@@ -194,9 +194,9 @@ def _jax_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
         rows = np.repeat(np.arange(lengths.size), lengths)
         return matrix.data[: rows.size], rows, indices[: rows.size]
     # The padding of a BCOO lies outside of the matrix, and may hold anything, NaN included.
-    inside = np.all(indices < np.array(matrix.shape), axis=1)
-    data = matrix.data if inside.all() else matrix.data[np.flatnonzero(inside)]
-    return data, indices[inside, 0], indices[inside, 1]
+    mask = np.all(indices < np.array(matrix.shape), axis=1)
+    data = matrix.data if mask.all() else matrix.data[np.flatnonzero(mask)]
+    return data, indices[mask, 0], indices[mask, 1]
 
 
 def _is_jax_sparse(matrix: Any) -> bool:

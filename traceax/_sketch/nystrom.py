@@ -37,8 +37,7 @@ d_i = s'_i^H G^{-1} s'_i, so that with the Gram matrix M = X^H X
 
 *Which shift.* For spectra that decay a shift is bad. Several are tried if the smallest eigenvalues
 of H are alike. Each probe takes the one for which V_t (`_sketch.shrunk`), which the other probes
-estimate, is smallest (`best_samples`). The shifts that are tried depend on all probes: there is a
-small bias.
+estimate, is smallest (`best_samples`). As shifts depend on all probes, there is a small bias.
 """
 
 import math
@@ -95,8 +94,8 @@ FLAT = 3.0
 #: number.
 FEWEST = 8
 
-#: A shift is taken if the standard error is below this share of that without a shift: smaller gains
-#: are not worth the bias that comes with the choice.
+#: A shift is taken if the standard error (of the sample of a probe, or of a diagonal's trace) is
+#: below this share of that without a shift: less is not worth the bias that comes with the choice.
 WORTH = 0.9
 
 
@@ -317,8 +316,8 @@ def nystrom(
     core = matmul(adjoint(p), multiplied.numbers)
     # Products with the error of a solve are those of A + E. If E is like a random matrix,
     # P^H E P - P^H E^H P has the norm sqrt(2 m / n) ||E P||_F.
-    apart = relative(jnp.linalg.norm(core - adjoint(core)), multiplied.norm)
-    seen = math.sqrt(n / (2 * m)) * apart
+    asymmetry = relative(jnp.linalg.norm(core - adjoint(core)), multiplied.norm)
+    seen = math.sqrt(n / (2 * m)) * asymmetry
     precision = jnp.where(seen > 16 * eps, seen, eps)
     # shift_of expects probes of norm sqrt(n); the columns of P have norm 1.
     least = shift_of(math.sqrt(n) * multiplied.norm, n, precision)

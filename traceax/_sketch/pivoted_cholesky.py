@@ -36,7 +36,7 @@ class PivotedCholesky(NamedTuple):
     largest: Real[Array, ""]  # the largest entry of the diagonal of K, or what it was computed from
     rank: Int[Array, ""]  # the number of rows in use
     columns: Int[Array, ""]  # of K that were evaluated
-    apart: Real[Array, ""]  # see `pivoted_cholesky`
+    mismatch: Real[Array, ""]  # see `pivoted_cholesky`
     skew: Real[Array, ""]  # the same of entries on both sides of the diagonal of K
 
 
@@ -98,28 +98,28 @@ def _accept(
 def pivoted_cholesky(
     key: PRNGKeyArray,
     columns: Callable[[Int[Array, " b"]], Inexact[Array, "n b"]],
-    before: PivotedCholesky,
+    start: PivotedCholesky,
     rank: int | Int[Array, ""],
     *,
     block: int = 1,
     enough: float | Real[Array, ""] = 0.0,
 ) -> PivotedCholesky:
-    """Randomly pivoted partial Cholesky factorisation: add pivots to those of `before`.
+    """Randomly pivoted partial Cholesky factorisation: add pivots to those of `start`.
 
     One `key` serves all pivots. `columns` maps indices, some of which may be equal, to columns of
     K. A round proposes `block` (b) pivots; with 1, as many columns are evaluated as are used. The
     factorisation ends with `rank` pivots, or where the trace of K - F F^H is `enough`.
 
-    In the result, `apart` is the largest difference at a pivot between the given diagonal and the
-    entry of the column; `skew` that between entries of columns of one round that should be equal.
-    Cost: `2 n rank^2` operations.
+    In the result, `mismatch` is the largest difference at a pivot between the given diagonal and
+    the entry of the column; `skew` that between entries of columns of one round that should be
+    equal. Cost: `2 n rank^2` operations.
     """
-    n = before.left.size
-    real = before.left.dtype
+    n = start.left.size
+    real = start.left.dtype
 
     def least_of(state: PivotedCholesky) -> Array:
         """The largest pivot that is mostly rounding errors, which its column would amplify."""
-        return jnp.maximum(16 * float(jnp.finfo(real).eps) * state.largest, 8 * state.apart)
+        return jnp.maximum(16 * float(jnp.finfo(real).eps) * state.largest, 8 * state.mismatch)
 
     def step(state: PivotedCholesky) -> PivotedCholesky:
         least = least_of(state)
@@ -127,15 +127,15 @@ def pivoted_cholesky(
         uniforms = jax.vmap(lambda key: jr.uniform(key, (block,), real))(keys)
         # Without a barrier XLA would draw them anew for each use.
         to_draw, to_accept = lax.optimization_barrier(uniforms)
-        below = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
+        sums = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
         # Comparisons with all of them compile in less time than a bisection.
-        found = jnp.searchsorted(below, to_draw * below[-1], side="right", method="compare_all")
+        found = jnp.searchsorted(sums, to_draw * sums[-1], side="right", method="compare_all")
         pivots = jnp.minimum(found, n - 1)
         known = matmul(adjoint(state.rows[:, pivots]), state.rows).T
         residual = columns(pivots).astype(state.rows.dtype) - known  # of K - F F^H
         h = residual[pivots]
-        apart = jnp.max(jnp.abs(jnp.diagonal(h).real - state.left[pivots]))
-        apart = jnp.maximum(state.apart, apart)
+        mismatch = jnp.max(jnp.abs(jnp.diagonal(h).real - state.left[pivots]))
+        mismatch = jnp.maximum(state.mismatch, mismatch)
         skew = jnp.maximum(state.skew, jnp.max(jnp.abs(h - adjoint(h))))
         accepted = _accept(to_accept, h, least, rank - state.rank)
         new = divide_by_upper(jnp.where(accepted.which, residual, 0), adjoint(accepted.factor))
@@ -146,14 +146,14 @@ def pivoted_cholesky(
         # Accepted columns first: the others, which are 0, are overwritten in the next round.
         first = jnp.argsort(~accepted.which, stable=True)
         taken = jnp.where(accepted.which, pivots, n).astype(jnp.int32)[first]
-        at = state.rank
+        offset = state.rank
         return state._replace(
-            rows=lax.dynamic_update_slice_in_dim(state.rows, new[:, first].T, at, 0),
-            pivots=lax.dynamic_update_slice_in_dim(state.pivots, taken, at, 0),
+            rows=lax.dynamic_update_slice_in_dim(state.rows, new[:, first].T, offset, 0),
+            pivots=lax.dynamic_update_slice_in_dim(state.pivots, taken, offset, 0),
             left=left,
-            rank=at + accepted.number,
+            rank=offset + accepted.number,
             columns=state.columns + block,
-            apart=apart,
+            mismatch=mismatch,
             skew=skew,
         )
 
@@ -161,4 +161,4 @@ def pivoted_cholesky(
         some = (jnp.sum(state.left) > enough) & (jnp.max(state.left, initial=0.0) > least_of(state))
         return some & (state.rank < rank) & (state.columns < block * rank)
 
-    return lax.while_loop(goes_on, step, before)
+    return lax.while_loop(goes_on, step, start)

@@ -131,21 +131,21 @@ def shrunk_weights(
     x = factors.x
     g = omega - matmul(factors.q, x)
     pairs = pairs_of(s)
-    # a_ij = b_ij u_ij = s_j along_ij - s_i back_ij
+    # a_ij = b_ij u_ij = s_j component_ij - s_i correction_ij
     b = jnp.where(pairs.valid, pairs.components(matmul(adjoint(s), x)), 0)
-    along = b / jnp.sqrt(pairs.square)
-    back = along * pairs.gamma
+    component = b / jnp.sqrt(pairs.square)
+    correction = component * pairs.gamma
     pair_square = jnp.where(pairs.valid, factors.square[:, None] + square_of(b), 0)  # ||g_ij||^2
     total = jnp.sum(pair_square, axis=0)
     share = beta * (n - m + 1 - factors.square) / (m * jnp.where(total > 0, total, 1))
     share = jnp.where(pairs.valid, share, 0)  # c_j, over (i, j)
 
     plain = (1 - beta) / m
-    k_x = x * plain + matmul(s, (share * along).T) - s * jnp.sum(share * back, axis=1)
+    k_x = x * plain + matmul(s, (share * component).T) - s * jnp.sum(share * correction, axis=1)
     k_g = 1 / m + jnp.sum(share, axis=1)
-    cross = (share * along * jnp.conj(back)).T
-    of_j = jnp.sum(share * square_of(along), axis=0)
-    of_i = jnp.sum(share * square_of(back), axis=1)
+    cross = (share * component * jnp.conj(correction)).T
+    of_j = jnp.sum(share * square_of(component), axis=0)
+    of_i = jnp.sum(share * square_of(correction), axis=1)
     inner = jnp.diag(of_i + of_j - beta / m).astype(omega.dtype) - cross - adjoint(cross)
     k_q = matmul(x * plain, adjoint(x)) + matmul(s, matmul(inner, adjoint(s)))
     k_q = k_q + jnp.mean(beta) * jnp.eye(m, dtype=omega.dtype)
