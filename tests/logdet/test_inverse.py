@@ -2,7 +2,7 @@
 of two orders, what is exact.
 """
 
-from pathlib import Path
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -19,10 +19,11 @@ import traceax as tr
 from traceax._logdet.run import Policy, run_of
 
 from .. import reference
-from ..helpers import PSD, by_products, keys, over_keys, with_spectrum
+from ..helpers import PSD, ROOT, by_products, keys, over_keys, with_spectrum
 from .test_logdet import N, decaying, hidden, shifted
 
-BUS = Path(tr.__file__).parent / "data/1138_bus.mtx"
+BUS = ROOT / "traceax/data/1138_bus.mtx"
+SLOW = partial(pytest.param, marks=pytest.mark.slow)  # each compiles for 15 seconds or more
 K = 30
 FIXED = tr.NystromPreconditioner(rank=12)
 NOISE = 0.05
@@ -80,7 +81,7 @@ def estimate(fn, key, operator):
 
 @pytest.mark.parametrize(
     ("make", "dtype", "fn", "seed"),
-    [(hidden, np.complex128, tr.inverse_diagonal, 4), (shifted, np.float64, tr.inverse_trace, 3)],
+    [SLOW(hidden, complex, tr.inverse_diagonal, 4), (shifted, np.float64, tr.inverse_trace, 3)],
 )
 def test_the_identity_on_the_same_vectors(make, dtype, fn, seed):
     """diag P^{-1} and the mean of omega o (x - P^{-1} omega), with x from an explicit basis of the
@@ -88,8 +89,7 @@ def test_the_identity_on_the_same_vectors(make, dtype, fn, seed):
     """
     matrix = matrix_of(np.linspace(0.1, 3, N), dtype)  # P is poor, and x is not that of a solve
     operator, a = make(matrix, NOISE), dense(matrix)
-    key = jr.key(seed)
-    inverse_root, omega, solutions, missed, q = spent(key, operator)
+    inverse_root, omega, solutions, missed, q = spent(jr.key(seed), operator)
     m = inverse_root @ a @ inverse_root.conj().T
     assert set(np.unique(omega)) == {-1.0, 1.0}
     solved, residuals = [], []
@@ -116,7 +116,7 @@ def test_the_identity_on_the_same_vectors(make, dtype, fn, seed):
     p_inverse = inverse_root.conj().T @ inverse_root
     samples = omega * (x - p_inverse @ omega).real
     expected = np.diag(p_inverse).real + samples.mean(axis=1)
-    found = estimate(fn, key, operator)
+    found = estimate(fn, jr.key(seed), operator)
     assert found.num_matvecs <= K
     if fn is tr.inverse_trace:
         np.testing.assert_allclose(found.value, expected.sum(), rtol=1e-8)
@@ -126,7 +126,7 @@ def test_the_identity_on_the_same_vectors(make, dtype, fn, seed):
     np.testing.assert_allclose(found.value, inside, rtol=1e-7)
 
 
-@pytest.mark.parametrize(("make", "exact"), [(hidden, False), (shifted, False), (hidden, True)])
+@pytest.mark.parametrize(("make", "exact"), [SLOW(hidden, False), (shifted, False), (hidden, True)])
 def test_no_silent_nan(make, exact):
     for matrix, result in (
         (matrix_of(np.linspace(-1, 2, N), np.complex128), tr.RESULTS.outside_domain),
@@ -275,7 +275,7 @@ def test_the_shift_says_what_probes_may_have_missed():
 
 @pytest.mark.parametrize(
     ("k", "compute", "dtype"),
-    [(N, tr.inverse_diagonal, np.float64), (K, tr.inverse_trace, np.complex128)],
+    [(N, tr.inverse_diagonal, np.float64), SLOW(K, tr.inverse_trace, np.complex128)],
 )
 def test_two_derivatives(k, compute, dtype):
     """Exact: those of a dense inverse. From probes: omega and P are fixed, and x is a solution.
