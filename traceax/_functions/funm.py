@@ -129,8 +129,9 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
                 raise
             raise TypeError(f"{_HOLOMORPHIC} With one, it fails: {error}") from error
         if holomorphic != jnp.issubdtype(value.dtype, jnp.complexfloating):
+            remedy = "cast it." if holomorphic else "leave the tag off, or take the real part."
             rule = _HOLOMORPHIC if holomorphic else "With a tag, fn must have real values."
-            raise TypeError(f"{rule} Got the dtype {value.dtype}: cast it, or take the real part.")
+            raise TypeError(f"{rule} Got the dtype {value.dtype}: {remedy}")
         if scalar and value.shape != ():
             raise ValueError(
                 f"fn must return one number, got shape {value.shape}. For several functions, make "
