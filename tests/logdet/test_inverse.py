@@ -258,13 +258,13 @@ def test_the_shift_says_what_probes_may_have_missed():
     edges += edges.T
     laplacian = np.diag(edges.sum(axis=0)) - edges
 
-    @jax.jit
-    @jax.vmap
-    def solve(key):
-        found = tr.inverse_trace(key, shifted(laplacian, 0.05), 30)
+    def solve(k, s, key):
+        found = tr.inverse_trace(key, hidden(laplacian, s), k)
         return found.result == tr.RESULTS.successful, found.interval()
 
-    right, (low, high) = solve(keys(100))
+    run = jax.jit(jax.vmap(solve, (None, None, 0)), static_argnums=0)
+    assert not np.any(run(12, 1e-3, keys(100))[0])  # none would cover
+    right, (low, high) = run(30, 0.05, keys(100))
     truth = np.trace(np.linalg.inv(dense(laplacian)))
     assert np.mean(right) > 0.5
     assert np.mean(((low <= truth) & (truth <= high))[right]) >= 0.92

@@ -196,7 +196,9 @@ def outside_of(u: Inexact[Array, "n r"], block: Inexact[Array, "n p"]) -> Inexac
 
 
 def diagonal_preconditioner(
-    operator: lx.AbstractLinearOperator, diagonal: Real[Array, " n"] | None = None
+    operator: lx.AbstractLinearOperator,
+    diagonal: Real[Array, " n"] | None = None,
+    floor: Real[Array, ""] | None = None,
 ) -> "BuiltPreconditioner":
     """P = D for a diagonal operator, or no preconditioner: the identity."""
     block = BlockOperator(operator)
@@ -204,7 +206,7 @@ def diagonal_preconditioner(
     d = diagonal if known else jnp.ones(block.n, jnp.finfo(block.dtype).dtype)
     f = jnp.zeros((block.n, 0), block.dtype)
     factors = low_rank_plus_diagonal(f, jnp.where(d > 0, d, 1), from_entries=known)
-    return BuiltPreconditioner(factors, jnp.full((), known, d.dtype))
+    return BuiltPreconditioner(factors, jnp.full((), known, d.dtype), floor=floor)
 
 
 def _sizes(f: Array, root: Array, diagonal: Array) -> tuple[Array, Array]:
