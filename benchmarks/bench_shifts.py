@@ -46,7 +46,6 @@ def without_probe(factors, samples_of, i, others):
     eigenvalues = jnp.linalg.eigvalsh(core) + factors.nu
     seen = factors._replace(eigenvalues=eigenvalues)  # for the shifts alone
     shifts = seen.complex_shifts()
-    flat = eigenvalues[len(others) // 4] - factors.nu <= nystrom.FLAT * seen.theta
 
     def sample(z):
         parts = nystrom.xnystrace_parts(factors, factors.shifted(z))
@@ -54,9 +53,7 @@ def without_probe(factors, samples_of, i, others):
         return parts.base + samples.values[i], samples.variance[i]
 
     values, variances = jax.vmap(sample)(shifts)
-    variances = jnp.where(flat | (shifts == 0), variances, jnp.inf)
-    best = jnp.argmin(variances)
-    return values[jnp.where(variances[best] < nystrom.WORTH**2 * variances[0], best, 0)]
+    return values[nystrom._best(jnp.where(seen.is_flat | (shifts == 0), variances, jnp.inf))]
 
 
 @functools.partial(jax.jit, static_argnums=2)

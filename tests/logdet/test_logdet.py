@@ -142,9 +142,7 @@ def test_the_dimension_of_what_is_left_out():
     matrix = decaying() + 0.01 * np.eye(N)
     eps = float(np.finfo(float).eps)
     products = (matrix + np.eye(N)) @ omega  # s = 1
-    program = jax.jit(lambda *pair: low_rank_of(*pair, jnp.ones(()), eps).dimension)
-    with jax.numpy_dtype_promotion("standard"):  # as inside of the primitive
-        found = program(omega, products)
+    found = jax.jit(lambda *pair: low_rank_of(*pair, jnp.ones(()), eps).dimension)(omega, products)
     squares = []
     for i, j in itertools.combinations(range(rank), 2):
         others = np.delete(omega, [i, j], axis=1)

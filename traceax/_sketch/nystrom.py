@@ -50,7 +50,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Complex, Inexact, Real
+from jaxtyping import Array, Bool, Complex, Inexact, Real
 
 from .._core.estimate import Evidence, evidence_of, relative, rounding_of, skew_of
 from .._linalg.factorisations import diagonal_of, eigh
@@ -123,6 +123,12 @@ class Nystrom(NamedTuple):
         """How far shifts may go: the smallest eigenvalue, without nu, or 0."""
         return jnp.maximum(self.eigenvalues[0] - self.nu, 0)
 
+    @property
+    def is_flat(self) -> Bool[Array, ""]:
+        """Whether the tail of the spectrum is flat, see `FLAT`."""
+        quarter = self.eigenvalues[len(self.eigenvalues) // 4]
+        return quarter - self.nu <= FLAT * self.theta
+
     def rounding(self) -> Real[Array, ""]:
         """The standard error that rounding adds to the trace."""
         # The orthonormal columns of P are shorter than probes.
@@ -179,7 +185,7 @@ class ShiftedNystrom(NamedTuple):
 
 
 def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
-    """What leaving out probes does to the approximation of A / scale, with a complex shift.
+    """What leaving out probes does to the approximation of A / scale.
 
     Without probe i the approximation F F^H loses ||F q_i||^2 of its trace and leaves
     e_i = omega_i^H (A - A_i) omega_i = rho_i^2 / d_i. Since s_j^H r_i = 0, with j held out as well
@@ -204,21 +210,25 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     base = base + jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
     square = factors.rho**2
     real = shifted.inverse_core.real[:, None] * factors.directions
-    imag = shifted.inverse_core.imag[:, None] * factors.directions
-    beyond_imag = matmul(factors.beyond, imag)
     r_1 = probes.gamma + matmul(adjoint(real), matmul(factors.beyond, real))
-    r_2 = matmul(adjoint(imag), beyond_imag)
-    r_3 = matmul(adjoint(real), beyond_imag)
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
-    lengths = (r_1 - r_2 + 1j * (r_3 + adjoint(r_3))) * inverse  # z_i^H z_j
     pairs = pairs_of_gram(shifted.gram * inverse, hermitian=False)  # gamma'_ij, of (q_i, q_j)
     first = inverse[:, None] * reciprocal(pairs.square)  # K^{-1} e_1 = [first, second]
     second = -pairs.gamma.T * inverse * reciprocal(pairs.square)
     pair_residual = square[:, None] * first.real
     pair_square = square[:, None] / probes.square
     h = first.real, (second + adjoint(second)) / 2
-    k = -first.imag, (second - adjoint(second)) * 0.5j
-    mapped = _plane_forms(h, r_1, h) + _plane_forms(k, r_2, k) + 2 * _plane_forms(h, r_3, k)
+    lengths = r_1
+    mapped = _plane_forms(h, r_1, h)
+    if jnp.iscomplexobj(inverse):
+        imag = shifted.inverse_core.imag[:, None] * factors.directions
+        beyond_imag = matmul(factors.beyond, imag)
+        r_2 = matmul(adjoint(imag), beyond_imag)
+        r_3 = matmul(adjoint(real), beyond_imag)
+        k = -first.imag, (second - adjoint(second)) * 0.5j
+        lengths = r_1 - r_2 + 1j * (r_3 + adjoint(r_3))
+        mapped = mapped + _plane_forms(k, r_2, k) + 2 * _plane_forms(h, r_3, k)
+    lengths = lengths * inverse  # z_i^H z_j
     return LeaveOneOut(
         base=base,
         lost=diagonal_of(lengths).real,
@@ -245,8 +255,6 @@ def _tried(factors: Nystrom, shifts: Inexact[Array, " c"], trial: Callable[[Leav
     """The results of `trial` with each of the shifts. If no tail of the spectrum is flat, all
     numbers are inf but those of the first shift, 0.
     """
-    m = len(factors.eigenvalues)
-    flat = factors.eigenvalues[m // 4] - factors.nu <= FLAT * factors.theta
 
     def attempt(z):
         return trial(xnystrace_parts(factors, factors.shifted(z)))
@@ -255,9 +263,9 @@ def _tried(factors: Nystrom, shifts: Inexact[Array, " c"], trial: Callable[[Leav
         inf = partial(jnp.full_like, fill_value=jnp.inf)
         return jtu.tree_map(inf, jax.eval_shape(attempt, z))
 
-    if m < FEWEST:
+    if len(factors.eigenvalues) < FEWEST:
         shifts = shifts[:1]
-    return lax.map(lambda z: lax.cond(flat | (z == 0), attempt, skip, z), shifts + 0j)
+    return lax.map(lambda z: lax.cond(factors.is_flat | (z == 0), attempt, skip, z), shifts)
 
 
 def _best(variance: Real[Array, "..."]) -> Array:
