@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, final
 
 import equinox as eqx
@@ -169,6 +170,16 @@ def gauss_newton(
 
     **Source:** N. N. Schraudolph, 2002, doi:10.1162/08997660260028683.
     """
+    data = args if batches is None else (batches, *args)
+    for name, fn in (("predict", predict), ("loss", loss)):
+        try:
+            signature(fn).bind(params, *data)
+        except TypeError as error:
+            raise TypeError(
+                f"`{name}` must take {1 + len(data)} arguments, as `predict` and `loss` get the "
+                f"same data: {error}. For others call `traceax.curvature.of(loss, "
+                "predict=predict)(params, predict_args, loss_args)`."
+            ) from error
     curvature = of(loss, predict=predict, wrt=wrt, groups=groups, has_aux=has_aux, convex=convex)
     return curvature(params, args, args, batches=batches, weights=weights)
 

@@ -66,7 +66,10 @@ def test_the_tolerance_is_kept(call):
                 spent.append(np.median(found.num_matvecs))
             if call == "sum" and name == "flat":
                 assert spent[0] < 0.7 * spent[2]
+        assert np.all(solve(matrix, 0, 1e-18).result == tr.RESULTS.not_converged)  # exact, rounded
     matrix = matrix_of("decaying")
+    few = tr.spectral_sum(keys(1)[0], jnp.log1p, by_products(matrix[:40, :40], PSD), rtol=1e-18)
+    assert few.result == tr.RESULTS.not_converged
     outside = solve(matrix, 2, 0.1)
     assert np.all(outside.result == tr.RESULTS.outside_domain)
     assert np.all(np.isnan(outside.value))

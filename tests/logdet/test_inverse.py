@@ -270,6 +270,18 @@ def test_the_shift_says_what_probes_may_have_missed():
     assert np.mean(((low <= truth) & (truth <= high))[right]) >= 0.92
 
 
+def test_bounds_by_the_diagonal_part():
+    """Entries of (D + K)^-1 are from 0 to 1 / d_i, and so are intervals; not those of D - K."""
+    d, matrix = np.linspace(3.5, 4, N), matrix_of(np.linspace(0.1, 3, N))
+    for sign in (1, -1):
+        operator = lx.DiagonalLinearOperator(d) + sign * by_products(matrix, PSD)
+        found = estimate(tr.inverse_diagonal, jr.key(0), lx.TaggedLinearOperator(operator, PSD))
+        low, high = found.interval()
+        truth = np.diag(np.linalg.inv(np.diag(d) + sign * np.asarray(matrix)))
+        assert np.mean((low <= truth) & (truth <= high)) >= 0.8  # entries of one key are correlated
+        assert np.all((low >= 0) & (high <= 1 / d if sign > 0 else high > truth.min()))
+
+
 # --- derivatives ---------------------------------------------------------------------------------
 
 

@@ -179,21 +179,6 @@ def test_a_flat_spectrum_without_an_end_gets_probes():
 # --- exact cases ---------------------------------------------------------------------------------
 
 
-def test_the_error_of_nothing_but_rounding():
-    """Logarithms that differ by rounding errors, whose squares may be 0 in float32: never NaN."""
-
-    def solve(theta):
-        operator = theta.astype(np.float32) * identity(400, np.float32)
-        solution = logdet(jr.key(0), operator, 81, preconditioner=None)  # 3 probes
-        return solution.value, solution.std_err
-
-    theta = 1 + np.random.default_rng(0).uniform(1e-7, 1e-4, 50)
-    value, std_err = jax.jit(jax.vmap(solve))(jnp.asarray(theta))
-    eps = np.finfo(np.float32).eps
-    np.testing.assert_allclose(value, 400 * np.log(theta), rtol=0, atol=2 * 400 * eps)
-    assert np.all((std_err >= 0) & (std_err < 400 * eps))
-
-
 def test_a_diagonal_is_read():
     """It is its own preconditioner, and its derivative is known from the entries."""
 
@@ -359,9 +344,11 @@ def test_tolerances(compute):
         assert sum(abs(each.value - truth) <= share * abs(truth) for each in found) >= 16
         spent.append(np.mean([each.num_matvecs for each in found]))
     assert spent[0] < spent[1]
-    exact = jax.jit(lambda key: compute(key, operator, atol=1.0))(jr.key(0))
+    run = jax.jit(lambda atol: compute(jr.key(0), operator, atol=atol))
+    exact = run(1.0)
     np.testing.assert_allclose(exact.value, truth, rtol=1e-8)
     assert exact.std_err == 0
+    assert run(1e-18).result == RESULTS.not_converged
 
 
 # --- what cannot be done -------------------------------------------------------------------------
@@ -432,11 +419,10 @@ def test_singular_and_nearly_singular_matrices_by_products():
         assert np.mean((low[-1] <= truth) & (truth <= high[-1])) >= 0.9
 
 
-@pytest.mark.parametrize("k", [16, 20])
-def test_small_budgets_have_a_preconditioner(k):
+def test_small_budgets_have_a_preconditioner():
     """I and a large eigenvalue."""
     operator = by_products(np.eye(400) + 0.1, PSD)
-    found = [logdet(key, operator, k) for key in keys(3)]
+    found = [logdet(key, operator, 16) for key in keys(3)]
     assert np.all([abs(x.value - np.log(41)) <= 2 * x.std_err + x.quadrature_error for x in found])
     assert np.median([x.std_err for x in found]) < 0.8
 

@@ -249,8 +249,7 @@ def test_the_log_determinant_of_a_diagonal_is_read():
     np.testing.assert_allclose(slope, np.sum(1 / entries), rtol=1e-13)
     np.testing.assert_allclose(second, -np.sum(entries**-2), rtol=1e-13)
     assert np.all(np.isnan(outcomes.value))
-    names = ["outside_domain", "outside_domain", "nonfinite_operator"]
-    for i, name in enumerate(names):
+    for i, name in enumerate(["outside_domain", "outside_domain", "nonfinite_operator"]):
         assert (outcomes.result == getattr(tr.RESULTS, name))[i]
 
 

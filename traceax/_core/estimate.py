@@ -113,6 +113,7 @@ class Estimate(eqx.Module):
         value; None if there is no recurrence.
     - `stats`: further statistics, by their names in `Solution.stats`.
     - `aux`: arrays that belong to the estimate of a particular quantity, or None.
+    - `bounds`: two arrays like the value, between which it lies for sure; None if none are known.
     - `separate`: whether each number of the value follows from its own rows of the products alone,
         and stands where others are not finite.
     - `inflation`, `tail`: corrections of Student's intervals for samples that are neither
@@ -130,6 +131,7 @@ class Estimate(eqx.Module):
     quadrature_error: Any = None
     stats: dict[str, Array] = eqx.field(default_factory=dict)
     aux: Any = None
+    bounds: Any = None
     separate: bool = eqx.field(static=True, default=False)
     inflation: float = eqx.field(static=True, default=1.0)
     tail: float = eqx.field(static=True, default=1.0)

@@ -201,11 +201,6 @@ def _batch(primitive, vmapped, operands, axes, *, params):
 
 def _jvp(primitive, primals, tangents, *, params):
     with_weights = params._replace(weights=True)
-    # Python numbers among the arguments of `jax.jvp` arrive here unconverted.
-    primals, tangents = (
-        [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in values]
-        for values in (primals, tangents)
-    )
     outputs = primitive.bind(*primals, params=with_weights)
     moving = tuple(
         i

@@ -83,6 +83,7 @@ class Solution(eqx.Module, Generic[Value]):
         of the error from ending a recurrence early (of exact values, from rounding). It is not a
         part of `std_err`, and inf if nothing is known of it. None where there is no such error.
     - `aux`: what belongs to the estimate of a particular quantity; else None.
+    - `bounds`: a pair of numbers, or of PyTrees, between which the truth lies for sure; else None.
     - `inflation`, `tail`: the constants of Student's intervals: see `interval`.
     """
 
@@ -93,6 +94,7 @@ class Solution(eqx.Module, Generic[Value]):
     result: Any  # a member of RESULTS; the enumeration's item type is private to Equinox
     quadrature_error: Value | None = None
     aux: Any = None
+    bounds: Any = None
     # Arrays, so that solutions of two estimators have one structure, as `lax.cond` demands.
     inflation: Real[Array, ""] = eqx.field(default=1.0, converter=_constant)
     tail: Real[Array, ""] = eqx.field(default=1.0, converter=_constant)
@@ -110,7 +112,8 @@ class Solution(eqx.Module, Generic[Value]):
 
         It is $\mathtt{value} \pm c \, t \, \mathtt{std\_err}$ with Student's quantile t, c =
         `inflation` and `stats["dof"] / tail` degrees of freedom; `inflation` and `tail` are 1 for
-        independent normal samples. For functions of matrices the quadrature error is added.
+        independent normal samples. For functions of matrices the quadrature error is added. It
+        ends at `bounds`.
 
         **Arguments:**
 
@@ -137,8 +140,9 @@ class Solution(eqx.Module, Generic[Value]):
 
         others = () if self.quadrature_error is None else (self.quadrature_error,)
         radii = jtu.tree_map(radius, self.std_err, *others)
-        lower = jtu.tree_map(lambda value, r: value.real - r, self.value, radii)
-        return lower, jtu.tree_map(lambda value, r: value.real + r, self.value, radii)
+        given = self.value, radii, *(self.bounds or ())
+        lower = jtu.tree_map(lambda value, r, *ends: jnp.clip(value.real - r, *ends), *given)
+        return lower, jtu.tree_map(lambda value, r, *ends: jnp.clip(value.real + r, *ends), *given)
 
 
 def student_quantile(level: float, dof: Real[Array, "..."], like: Array) -> Real[Array, "..."]:
@@ -177,6 +181,7 @@ def solution_of(estimate: Estimate) -> Solution:
         result=estimate.result,
         quadrature_error=estimate.quadrature_error,
         aux=estimate.aux,
+        bounds=estimate.bounds,
         inflation=estimate.inflation,
         tail=estimate.tail,
     )
@@ -184,12 +189,9 @@ def solution_of(estimate: Estimate) -> Solution:
 
 def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution[Any]:
     """The solution with `fn` applied to its value and its errors."""
-    value = fn(solution.value)
-    std_err = fn(solution.std_err)
-    error = solution.quadrature_error
-    error = None if error is None else fn(error)
+    given = solution.value, solution.std_err, solution.quadrature_error, solution.bounds
+    value, std_err, error, bounds = jtu.tree_map(fn, given, is_leaf=lambda x: isinstance(x, list))
     lost = jtu.tree_map(lambda x: jnp.sum(~jnp.isfinite(x)), value)
     stats = {**solution.stats, "std.err": std_err, "nonfinite": lost}
-    return dataclasses.replace(
-        solution, value=value, std_err=std_err, quadrature_error=error, stats=stats
-    )
+    errors = {"std_err": std_err, "quadrature_error": error}
+    return dataclasses.replace(solution, value=value, **errors, stats=stats, bounds=bounds)

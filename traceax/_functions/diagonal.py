@@ -48,6 +48,7 @@ from .funm import (
 )
 from .krylov_aware import GROUPS, INFLATION, projected, sizes_of, spaces_without_group
 from .nodes import (
+    OF_EIGENVALUES,
     Function,
     changes_by_rounding,
     divided_differences,
@@ -156,7 +157,8 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         eps = BlockOperator(operator).eps
         nodes, basis, evidence = spectrum(operator)
         values = on_nodes(self.fn, nodes)
-        changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
+        given = self.fn, operator, nodes, values, eps
+        changes = changes_by_rounding(*given, moves=OF_EIGENVALUES)
         evidence = worse(evidence, Evidence(outside=~all_finite(changes)))
         rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
         error = matmul(square_of(basis), changes) + rounding

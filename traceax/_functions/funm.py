@@ -68,6 +68,7 @@ from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint
 from .._sketch.nystrom import skew_of_core
 from .nodes import (
+    OF_EIGENVALUES,
     Function,
     changes_by_rounding,
     divided_differences,
@@ -268,7 +269,8 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         nodes, basis, evidence = spectrum(operator)
         nodes = self.nodes_of(operator, nodes, eps)
         values = on_nodes(self.fn, nodes)
-        changes = changes_by_rounding(self.fn, operator, nodes, values, eps)
+        given = self.fn, operator, nodes, values, eps
+        changes = changes_by_rounding(*given, moves=OF_EIGENVALUES)
         error = jnp.sum(changes, axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values, 0, -1)), eps)
         evidence = worse(evidence, Evidence(outside=~all_finite(changes)))

@@ -61,6 +61,14 @@ def rounding_of_nodes(
     return unit * math.sqrt(operator.in_size()) * jnp.max(jnp.abs(nodes))
 
 
+#: The errors of a Ritz value by rounding, in eps of the largest.
+OF_RITZ_VALUES = (2.0, -2.0)
+
+#: And those of an eigendecomposition: among 640 singular matrices with 30 to 600 rows the smallest
+#: eigenvalue was at most 4 eps off, most of them by less than 2.
+OF_EIGENVALUES = (*OF_RITZ_VALUES, 6.0, -6.0)
+
+
 def changes_by_rounding(
     fn: Function,
     operator: lx.AbstractLinearOperator,
@@ -68,15 +76,17 @@ def changes_by_rounding(
     values: Array,
     eps: float,
     counts: Bool[Array, "..."] | None = None,
+    moves: tuple[float, ...] = OF_RITZ_VALUES,
 ) -> Array:
-    """How far f changes if a node moves by the rounding errors of products with the largest
-    eigenvalue (far, for 1 / x and a small x), and the rounding of f and of sums of its values. inf
-    where f is not finite at a node that rounding may have moved.
+    """How far f changes if a node moves by its error by rounding, the first two `moves` (far, for
+    1 / x and a small x), and the rounding of f and of sums of its values. inf where f is not finite
+    at a node that one of the `moves` may have reached.
     """
-    error = 2 * eps * jnp.max(jnp.abs(nodes))
-    moved = [on_nodes(fn, within_tag(operator, nodes + x, eps), counts) for x in (error, -error)]
-    changes = [jnp.abs(x - values) for x in moved]
-    change = jnp.maximum(*(jnp.where(jnp.isfinite(x), x, jnp.inf) for x in changes))
+    unit = eps * jnp.max(jnp.abs(nodes))
+    moved = [on_nodes(fn, within_tag(operator, nodes + x * unit, eps), counts) for x in moves]
+    change = jnp.maximum(*(jnp.abs(x - values) for x in moved[:2]))
+    finite = jnp.all(jnp.isfinite(jnp.stack(moved)), axis=0)
+    change = jnp.where(finite & jnp.isfinite(change), change, jnp.inf)
     return change + 2 * float(jnp.finfo(values.dtype).eps) * jnp.abs(values)
 
 

@@ -187,7 +187,7 @@ def spectral_density(
     sigma = jnp.asarray(width).astype(dtype)
 
     def gaussian(theta):
-        height = 1 / (n * math.sqrt(2 * math.pi) * sigma)
+        height = 1 / (n * math.sqrt(2 * math.pi) * jnp.where(sigma > 0, sigma, jnp.nan))
         return height * jnp.exp(-jnp.square((points - theta) / sigma) / 2)
 
     function = hoist_function(gaussian, dtype, scalar=False)
@@ -240,7 +240,11 @@ def eigenvalue_count(
     check_budget(k, 1, operator.in_size(), "An eigenvalue count")
     num_steps = checked_num_steps(num_steps, int(k))
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
-    step = hoist_function(lambda x: ((x >= lower) & (x <= upper)).astype(dtype), dtype)
+
+    def inside(x):  # of ends that are traced, only the numbers show that they are wrong
+        return jnp.where(lower <= upper, ((x >= lower) & (x <= upper)).astype(dtype), jnp.nan)
+
+    step = hoist_function(inside, dtype)
     estimator = QuadratureEstimator(step, num_steps, (lower, upper))
     return solve(spectral_sum_p, key, constant(operator), k, estimator, throw=throw)
 

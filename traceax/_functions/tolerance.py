@@ -52,6 +52,15 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
     atol: Real[Array, ""]
     max_k: int = eqx.field(static=True)
 
+    def judged(self, found: Estimate) -> Estimate:
+        """The estimate, `not_converged` where its two errors together exceed the tolerance."""
+        quantile = jnp.where(found.dof > 0, student_quantile(0.95, found.dof, found.std_err), 1)
+        std_err = found.inflation * quantile * found.std_err
+        error = norm_factor(std_err) * norm_of(std_err) + norm_of(found.quadrature_error)
+        unconverged = relative(error, self.atol + self.rtol * norm_of(found.value))
+        evidence = dataclasses.replace(found.evidence, unconverged=unconverged)
+        return dataclasses.replace(found, evidence=evidence)
+
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         del k, weights
@@ -64,14 +73,8 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
                 found = dataclasses.replace(found, dof=dof, inflation=previous.inflation)
             else:
                 found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
-            quantile = jnp.where(found.dof > 0, student_quantile(0.95, found.dof, found.std_err), 1)
-            std_err = found.inflation * quantile * found.std_err
-            allowed = self.atol + self.rtol * norm_of(found.value)
-            allowed = jnp.maximum(allowed - norm_of(found.quadrature_error), 0)
-            ratio = relative(norm_factor(std_err) * norm_of(std_err), allowed)
-            evidence = dataclasses.replace(found.evidence, unconverged=ratio)
             spent = found.num_matvecs + (0 if previous is None else previous.num_matvecs)
-            return dataclasses.replace(found, evidence=evidence, num_matvecs=spent)
+            return dataclasses.replace(self.judged(found), num_matvecs=spent)
 
         first, *others = budgets_of(self.max_k, operator.in_size())
         estimate = estimate_from(first, 0, None)
@@ -85,7 +88,8 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        return self.inner.exact(operator)
+        found, made = self.inner.exact(operator)
+        return self.judged(found), made
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""

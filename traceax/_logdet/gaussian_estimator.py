@@ -113,7 +113,7 @@ class GaussianEstimator(AbstractEstimator):
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
         form = inner(self.y, x), left, x
         estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
-        return estimate, GaussianWeights(exact.weights(), x)
+        return self.policy.judged(estimate), GaussianWeights(exact.weights(), x)
 
     def density(self, log_det: Estimate, forms: Any, spent: Any) -> Estimate:
         """The density from log det A and (y_j^H A^{-1} y_j of a solve, a bound of what they leave

@@ -45,7 +45,7 @@ from .._functions.quadrature_error import (
     quadrature_estimate,
 )
 from .._operators.block_operator import unflatten
-from .._operators.known_parts import has_entries, split_shift
+from .._operators.known_parts import has_entries, noise_of
 from .estimator import exact_inverse, rounding_in
 from .preconditioners import AbstractPreconditioner
 from .run import Policy, policy_of, run_of
@@ -103,14 +103,14 @@ class InverseEstimator(AbstractEstimator):
             error = entries_truncation_error(means, jnp.all(sums.probes.exhausted))
             missed = missed * (known / jnp.sum(known))
         error = jnp.maximum(error, missed)
-        if not self.of_trace:  # of K + D, 0 < (A^-1)_ii <= 1 / d_i
-            noise = split_shift(operator).exact.real
-            most = jnp.where(noise > 0, 1 / noise, jnp.inf)
-            value, std_err, error = (jnp.clip(x, 0, most) for x in (value, std_err, error))
+        most = 1 / noise_of(operator)  # of K + D, 0 < (A^-1)_ii <= 1 / d_i
+        most = jnp.sum(most) if self.of_trace else most
+        value, std_err, error = (jnp.clip(x, 0, most) for x in (value, std_err, error))
         # Equal eigenvalues, whose inverses have the same rounding error.
         std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))
         counts = run.spent, dof, evidence
-        estimate = quadrature_estimate(value, error, std_err, *counts, stats=run.stats)
+        more = {"stats": run.stats, "bounds": (jnp.zeros_like(value), most)}
+        estimate = quadrature_estimate(value, error, std_err, *counts, **more)
         estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None
@@ -119,7 +119,8 @@ class InverseEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        return exact_inverse(operator, self.of_trace)
+        estimate, made = exact_inverse(operator, self.of_trace)
+        return self.policy.judged(estimate), made
 
 
 def inverse_trace(

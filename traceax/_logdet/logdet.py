@@ -55,7 +55,7 @@ class LogdetEstimator(AbstractEstimator):
         if split_shift(operator).rest is None:
             return logdet_of_diagonal(operator)
         exact = exact_logdet(operator)
-        return exact.estimate, exact.weights()
+        return self.policy.judged(exact.estimate), exact.weights()
 
 
 def logdet(

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 from .._core.estimate import Evidence, evidence_of
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr, svd
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import scaling_of, split_shift
+from .._operators.known_parts import noise_of, scaling_of
 from .._probes.samplers import NormalSampler
 from .._sketch.leave_one_out import matmul, square_of
 from .._sketch.nystrom import nystrom, skew_of_core, xnystrace_parts
@@ -140,8 +140,7 @@ class Sketch:
         self._omega = probes / math.sqrt(block.n)
         self.first = self.products(0, first)
         self._unit, self.known = self._scaling.fixed(self.first, block.eps)
-        sign = split_shift(operator).sign
-        self._floor_known = self.known & (sign is not None and sign > 0)
+        self._floor_known = self.known & jnp.all(noise_of(operator) > 0)
 
     def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
         """D^{-1/2} A D^{-1/2} times probes `start` to `end`, with D relative to its unit."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, PRNGKeyArray, Real
+from jaxtyping import Array, PRNGKeyArray
 
 from .._core.control_flow import if_any
-from .._operators.known_parts import split_shift
+from .._operators.known_parts import noise_of, split_shift
 from .factors import diagonal_preconditioner
 from .low_rank import LowRank, Sketch
 from .preconditioners import KernelPreconditioner, Preparation, knows_entries
@@ -44,17 +44,10 @@ def preparation_for(
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None
     if preconditioner is None:
-        floor = _floor_of(operator) if inverse else None
+        least = jnp.min(noise_of(operator))  # no eigenvalue is below
+        floor = jnp.where(least > 0, least, jnp.nan) if inverse else None
         return diagonal_preconditioner(operator, floor=floor), 0, {}
     return preconditioner.prepared(key, operator, k)
-
-
-def _floor_of(operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
-    """The least number of D, below which no eigenvalue of K + D lies; NaN where none is known."""
-    parts = split_shift(operator)
-    least = jnp.min(parts.exact.real)
-    is_positive = False if parts.sign is None else parts.sign > 0
-    return jnp.where(is_positive & (least > 0), least, jnp.nan)
 
 
 def _from_products(

@@ -85,10 +85,12 @@ class Policy(eqx.Module):
         return self.atol.astype(value.dtype) + self.rtol.astype(value.dtype) * jnp.abs(value)
 
     def judged(self, estimate: Estimate) -> Estimate:
-        """The estimate, `not_converged` where twice the standard error exceeds the tolerance."""
+        """The estimate, `not_converged` where twice the standard error, or the quadrature error,
+        exceeds the tolerance.
+        """
         if self.atol is None:
             return estimate
-        error = 2 * norm_of(estimate.std_err)
+        error = jnp.maximum(2 * norm_of(estimate.std_err), norm_of(estimate.quadrature_error))
         allowed = self.allowed(norm_of(estimate.value))
         unconverged = Evidence(unconverged=relative(error, allowed))
         return dataclasses.replace(estimate, evidence=worse(estimate.evidence, unconverged))
@@ -134,8 +136,7 @@ def policy_of(
     chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
     policy = Policy(chosen, inverse)
     if held:
-        what = "A preconditioner that was built before"
-        check_budget_alone(what, {"rtol": rtol, "atol": atol, "max_k": max_k})
+        check_budget_alone("A built preconditioner", {"rtol": rtol, "atol": atol, "max_k": max_k})
         return policy, k
     tolerance = check_either(name, k, rtol, atol, max_k)
     if tolerance:

@@ -333,6 +333,14 @@ def split_shift(operator: lx.AbstractLinearOperator) -> KnownParts:
     return _split(operator, diagonal_of_term)
 
 
+def noise_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
+    """D of A = K + D where A - D and D are semidefinite, so that A^{-1} <= D^{-1}; else 0."""
+    parts = split_shift(operator)
+    noise = parts.exact.real
+    is_positive = False if parts.sign is None else parts.sign > 0
+    return jnp.where(is_positive & (jnp.min(noise) >= 0), noise, 0)
+
+
 def _split(operator: lx.AbstractLinearOperator, question: Callable[[Any], Any]) -> KnownParts:
     found = terms(operator, question)
     known = [term for term in found if term.known is not None]
