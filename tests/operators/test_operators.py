@@ -369,9 +369,13 @@ def test_signs_are_found_at_run_time():
     def run(s, c, one):
         both = [jax.value_and_grad(to_tolerance)(-one, each) for each in (tr.trace, tr.diagonal)]
         wrong = tr.trace(KEY, kernel - one * IDENTITY, K, tr.XNysTraceEstimator())
-        return estimates(s, c), list(of_wholes()), both, wrong
+        made = by_products(POSITIVE + 0j, PSD)
+        real = tr.spectral_sum(KEY, jnp.exp, s * made - made / c, N)
+        return estimates(s, c), list(of_wholes()), both, wrong, real
 
-    found, wholes, both, wrong = jax.device_get(run(*numbers, 1.0))
+    found, wholes, both, wrong, real = jax.device_get(run(*numbers, 1.0))
+    truth = np.exp(10.1 * np.linalg.eigvalsh(POSITIVE)).sum()  # a real number
+    np.testing.assert_allclose(real.value, truth, strict=True)
     for (_, sign), (at_run_time, solution), expected in zip(
         SIGNED.values(), found, wholes, strict=True
     ):
@@ -387,12 +391,8 @@ def test_a_diagonal_from_which_something_is_taken_is_no_noise():
     """D - K lies below D: the preconditioner is that of the matrix whose diagonal is not known."""
     kernel = 0.9 * POSITIVE
     below = 2 * IDENTITY - by_products(kernel, PSD)
-    operators = (
-        lx.TaggedLinearOperator(below, PSD),
-        by_products(2 * np.eye(N) - kernel, PSD),
-    )
+    operators = lx.TaggedLinearOperator(below, PSD), by_products(2 * np.eye(N) - kernel, PSD)
     options = {"k": K, "preconditioner": tr.NystromPreconditioner(4)}
-    run = jax.jit(lambda key: [tr.logdet(key, operator, **options) for operator in operators])
-    written, whole = run(KEY)
+    written, whole = jax.jit(lambda: [tr.logdet(KEY, each, **options) for each in operators])()
     np.testing.assert_allclose(written.value, whole.value, rtol=1e-10)
     np.testing.assert_allclose(written.std_err, whole.std_err, rtol=1e-8)

@@ -2,7 +2,6 @@
 a run (`run`), from a Cholesky factorisation, or from a stored diagonal.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple, final
 
@@ -178,10 +177,9 @@ def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
         value = jnp.sum(value)
         error = jnp.sum(error)
     known = exact.estimate
-    estimate = exact_estimate(value, error, known.num_matvecs, known.evidence)
+    estimate = exact_estimate(value, error, known.num_matvecs, known.evidence, stats=known.stats)
     one = jnp.eye(len(inverse), dtype=inverse.dtype)
-    weights = InverseWeights(inverse, one, None, of_trace)
-    return dataclasses.replace(estimate, stats=known.stats), weights
+    return estimate, InverseWeights(inverse, one, None, of_trace)
 
 
 def _sum_of_logs(operator: lx.AbstractLinearOperator) -> Real[Array, ""]:

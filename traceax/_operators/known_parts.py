@@ -23,9 +23,8 @@ from .._core.precision import any_promotion
 from .block_operator import STORED, BlockOperator
 from .kernel import KernelLinearOperator
 from .sparse import SparseLinearOperator
-from .tags import is_tagged, parts_of, semidefinite_sign
+from .tags import LINEAR, is_tagged, parts_of, semidefinite_sign
 
-_MULTIPLES = lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
 _BANDED = lx.DiagonalLinearOperator, lx.IdentityLinearOperator, lx.TridiagonalLinearOperator
 
 
@@ -42,7 +41,8 @@ def terms(operator: Any, question: Callable[[Any], Any]) -> list[Term]:
     """The terms of a sum, as far as they answer a question: sums and tagged operators without known
     parts stay whole. Factors are taken out; their signs may be traced.
     """
-    if isinstance(operator, _MULTIPLES):
+    is_sum = isinstance(operator, lx.AddLinearOperator)
+    if isinstance(operator, LINEAR) and not is_sum:
         factor = _factor(operator)
         return [
             term._replace(
@@ -51,7 +51,6 @@ def terms(operator: Any, question: Callable[[Any], Any]) -> list[Term]:
             )
             for term in terms(operator.operator, question)
         ]
-    is_sum = isinstance(operator, lx.AddLinearOperator)
     known = None if is_sum else question(operator)
     if known is None and (is_sum or isinstance(operator, lx.TaggedLinearOperator)):
         inner = [term for part in parts_of(operator) for term in terms(part, question)]
@@ -127,7 +126,7 @@ def _is_registered(operator: Any) -> bool:
     return stored_entries.dispatch(type(operator)) is not stored_entries.dispatch(object)
 
 
-for _class in (lx.AddLinearOperator, *_MULTIPLES):
+for _class in LINEAR:
 
     @stored_entries.register(_class)
     def _(operator, rows, columns):

@@ -24,6 +24,9 @@ CHECKS: dict[object, Check] = {
     lx.negative_semidefinite_tag: lx.is_negative_semidefinite,
 }
 
+#: A^H = A where it holds for the operators that these are made of, and scalars are real.
+LINEAR = lx.AddLinearOperator, lx.MulLinearOperator, lx.DivLinearOperator, lx.NegLinearOperator
+
 
 def register_tags(kind: type[lx.AbstractLinearOperator]) -> None:
     """Let a class with the attribute `tags` answer what lineax asks as lineax's matrices do."""
@@ -55,7 +58,8 @@ def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite.
+    """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite, or made by
+    sums and real scalars, traced or not, from operators that are.
 
     **Arguments:**
 
@@ -63,6 +67,8 @@ def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     """
     if semidefinite_sign(operator) != 0:
         return True
+    if isinstance(operator, LINEAR) and not jnp.iscomplexobj(getattr(operator, "scalar", 0)):
+        return all(map(is_hermitian, parts_of(operator)))
     return not is_complex(operator) and is_tagged(lx.is_symmetric, operator)
 
 
