@@ -345,7 +345,7 @@ class Curvature:
         moving, indexed, vector, arrays = example
         followed = (moving, False), (indexed, False), (vector, True), (arrays, False)
         if self.mode == "finite-difference":
-            # At most this where the loss is smooth.
+            # Twice the two errors of `difference_product`, where the loss is smooth.
             return product, None, 4 * eps_along(product, *followed) ** (2 / 3)
         form = None
         if self.mode == "forward":

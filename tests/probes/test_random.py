@@ -39,7 +39,7 @@ def test_bits_of_words(name):
     key, size, k = KEYS[name], 100, 2
     drawn = np.asarray(jr.bits(key, (-(-size // 32), k), "uint32"))
     expected = np.unpackbits(drawn.T.copy().view(np.uint8), axis=1, bitorder="little")
-    np.testing.assert_array_equal(random.ones(key, (size,), k), expected[:, :size].T)
+    np.testing.assert_array_equal(random.random_bits(key, (size,), k), expected[:, :size].T)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA drops barriers before it fuses")
@@ -61,7 +61,7 @@ def test_a_batch_of_keys_is_refused(name):
     for draw in (
         lambda: random.numbered(batch, 1),
         lambda: tr.NormalSampler()(batch, 4, 2),
-        lambda: random.ones(batch, (4,), 2),
+        lambda: random.random_bits(batch, (4,), 2),
     ):
         with pytest.raises(ValueError, match="single key"):
             draw()
@@ -117,7 +117,7 @@ def test_no_key_is_drawn_from_twice(run, monkeypatch):
 
         return with_note
 
-    for name in ("_normal", "ones"):
+    for name in ("_normal", "random_bits"):
         monkeypatch.setattr(samplers, name, recorded(getattr(samplers, name)))
     jax.block_until_ready(jax.jit(RUNS[run])(jr.key(5)))
     jax.effects_barrier()

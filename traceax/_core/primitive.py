@@ -70,7 +70,9 @@ def _rebuild(params: _Params, operands: Sequence[Array]):
 
 
 def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
-    """`fn` vmapped over all levels; `in_axes(level)` gives the axes of the arguments of `fn`."""
+    """`fn` vmapped over all levels, innermost first; `in_axes(level)` gives the axes of its
+    arguments.
+    """
     for level in levels:
         options = {"axis_size": level.size, "spmd_axis_name": level.spmd_name}
         fn = jax.vmap(fn, in_axes(level), 0, axis_name=level.name, **options)

@@ -206,7 +206,7 @@ def _contents(value: Any) -> list[Any] | None:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a piece of code."""
+    """The names of globals (and attributes) in a piece of code, in functions inside of it, too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -86,10 +86,11 @@ class DiagonalParts(NamedTuple):
 
 
 def shrinkage_of_rows(parts: DiagonalParts) -> Real[Array, " m"]:
-    """The weights beta_i."""
+    """The weights beta_i, from V_h (of any matrix, from the products) and V_t."""
     left = parts.left
     pairs = parts.pairs
-    # B omega_i = e_i / nu_ij times the vector of norm ||l_ji||, as s_j^H r_i = 0.
+    # Column i of R has no component along s_j. Without probes i and j, what the low-rank part lacks
+    # of A omega_i is e_i / nu_ij times a vector of the norm ||l_ji||: `energy` is its square.
     lengths = pairs.forms(matmul(adjoint(left), left)).real.T
     energy = square_of(parts.left_over)[:, None] / pairs.square * lengths
     _, variance = plain_samples(jnp.conj(parts.omega) * parts.products)

@@ -227,22 +227,26 @@ def row_norms(
 def _root_of_gram(
     name, primitive, key, operator, k, rows: Rows | None, *, rtol, max_k, throw
 ) -> Solution:
+    """The root of the trace, or diagonal, of a Gram operator of A / unit. Of k products with A one
+    finds the unit, and each with the Gram operator takes two.
+    """
     unit_key, key = jr.split(check_key(key))
     largest = 2 * (operator.in_size() if rows is None else operator.out_size()) + 1
-    if check_either(name, k, rtol, None, max_k):
-        max_k = max((largest_budget(max_k, largest, name)[0] - 1) // 2, 1)
+    has_tolerance = check_either(name, k, rtol, None, max_k)
+    if has_tolerance:
+        max_k = (largest_budget(max_k, largest, name, 5)[0] - 1) // 2
     else:
-        k = max((check_budget(k, 3, largest, name) - 1) // 2, 1)
+        k = (check_budget(k, 3, largest, name) - 1) // 2
     unit = compiled_once(unit_of, unit_key, operator)
     squares = gram(operator, unit, rows is not None)
     given = name, primitive, key, squares, k, AutoTraceEstimator(), rows
-    options = {"rtol": rtol, "atol": None, "max_k": max_k, "throw": throw}
-    solution = solve_either(*given, **options, root=True)
+    solution = solve_either(*given, rtol=rtol, atol=None, max_k=max_k, throw=throw, root=True)
 
     unit = unit.astype(solution.std_err.dtype)
     value = root(solution.value)
     given = solution, unit * value, unit * root_error(value, solution.std_err)
-    tail = TAIL if rows is None else solution.tail
+    # XNysTrace is for budgets: a tolerance draws independent samples.
+    tail = solution.tail if has_tolerance or rows is not None else TAIL
     return transformed(*given, num_matvecs=2 * solution.num_matvecs + 1, tail=tail)
 
 

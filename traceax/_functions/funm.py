@@ -20,9 +20,10 @@ of the second and fourth power of f - a/n over the nodes; nu >= 1.
 *The quadrature error* compares the values of each probe after q, q - d and q - 2d steps, with
 d = q/4 rounded up: D_1 = |a_q - a_(q-d)|, D_2 = |a_(q-d) - a_(q-2d)|. Convergence at the rate
 r = D_1 / D_2 leaves an error of r / (1 - r) D_1; the reported error is D_1 max(1, 8 r / (1 - r))
-with r <= 0.95. Where f jumps, by 1 at most, there is a bound (Chebyshev, Markov and Stieltjes): the
-spectral measure below a number is at least the sum of the weights of the nodes below it without the
-last one, and at most their sum with the next one.
+with r <= 0.95: a margin of 8, as Ritz values meet eigenvalues unevenly. Where f jumps, by 1 at
+most, there is a bound (Chebyshev, Markov and Stieltjes): the spectral measure below a number is at
+least the sum of the weights of the nodes below it without the last one, and at most their sum with
+the next one.
 
 *The derivative* needs the forward pass only (arXiv:2605.12801). With the probe, V and S held fixed,
 

@@ -72,10 +72,10 @@ def orders_of(q: Any) -> list[Any]:
     return [m for m in (q, q - d, q - 2 * d) if not isinstance(m, int) or m >= 1]
 
 
-def truncation_error(samples: Real[Array, "o p ..."], exhausted: Array) -> Array:
+def truncation_error(samples: Real[Array, "o p ..."], exhausted: Bool[Array, " p"]) -> Array:
     """The quadrature error of the mean (see `funm`), from the samples after up to three numbers of
-    steps (axis 0). `exhausted` marks probes with invariant Krylov spaces, where quadrature is
-    exact.
+    steps (axis 0, `orders_of`). `exhausted` marks probes with invariant Krylov spaces, where
+    quadrature is exact.
     """
     changes = jnp.abs(_changes(samples))  # D_1, D_2
     shape = (-1, *[1] * (samples.ndim - 2))

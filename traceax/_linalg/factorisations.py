@@ -171,7 +171,8 @@ def ritz_values(
 ) -> tuple[Real[Array, " m"], Inexact[Array, "m m"]]:
     """The eigenvalues and eigenvectors of the rows and columns of T that are in use.
 
-    The others give eigenvectors that are 0, and eigenvalues that repeat the first one.
+    The others give eigenvectors that are 0, and eigenvalues that repeat the first one: a function
+    and its derivative are defined there if they are anywhere.
     """
     unit = scale_of(jnp.sum(jnp.abs(t), axis=1))
     mask = in_use[:, None] & in_use

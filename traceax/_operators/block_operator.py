@@ -154,9 +154,9 @@ class BlockOperator:
     def _check_products(self, products: PyTree, m: int) -> None:
         """Raise a `ValueError` if m products have another size or field than the operator says."""
         leaves = jtu.tree_leaves(products)
-        size = sum(x.size for x in leaves) // max(m, 1)
         real = not jnp.issubdtype(self.dtype, jnp.complexfloating)
-        if size != self.n or (real and any(map(jnp.iscomplexobj, leaves))):
+        fits = sum(x.size for x in leaves) == m * self.n
+        if not fits or (real and any(map(jnp.iscomplexobj, leaves))):
             raise ValueError(
                 f"{m} products of this {type(self._untagged).__name__} are "
                 f"{eqx.tree_pformat(products, width=1000)}, but its structures say {self.n} "

@@ -275,8 +275,8 @@ def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
 
 def has_entries(operator: lx.AbstractLinearOperator, *, sparse: bool = False) -> bool:
     """Whether a column costs far less than a product, as for dense matrices and kernels, also in
-    sums with banded operators, multiples and diagonal scalings. (Columns of `sparse` matrices cost
-    as little as products.)
+    sums with banded operators, multiples and diagonal scalings. With `sparse`, sparse matrices
+    count, too, whose columns cost no less than products.
     """
     kinds = _kinds(operator)
     wanted = {"dense", "sparse"} if sparse else {"dense"}

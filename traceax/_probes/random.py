@@ -27,7 +27,7 @@ def numbered(key: PRNGKeyArray, number: int | Int[Array, ""]) -> PRNGKeyArray:
     return jr.fold_in(key, jnp.asarray(number).astype(np.uint32) | np.uint32(2**31))
 
 
-def ones(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... k"]:
+def random_bits(key: PRNGKeyArray, shape: tuple[int, ...], k: int) -> UInt[Array, "... k"]:
     """Random numbers 0 and 1, from one bit each, of shape `(*shape, k)`."""
     # A last axis that is a multiple of 32 is unpacked row by row, so that a leaf that is cut over
     # devices stays on them. Other leaves are unpacked as one long row.

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PRNGKeyArray, Shaped
 
-from .random import ones, split
+from .random import random_bits, split
 
 #: Barriers keep XLA from drawing numbers anew for each expression that reads them. Before JAX 0.12
 #: XLA drops them too early for that, and holds one block more.
@@ -223,7 +223,7 @@ class RademacherSampler(AbstractSampler):
     rotation_invariant: ClassVar[bool] = False
 
     def _sample(self, key, shape, k, dtype):
-        signs = 2 * ones(key, shape, k).astype(jnp.int32) - 1
+        signs = 2 * random_bits(key, shape, k).astype(jnp.int32) - 1
         return signs.astype(dtype)
 
 
