@@ -188,7 +188,8 @@ def _moved(operator: Any, direction: Any, steps: Any) -> Any:
         image = _flat(operator.mv(vector))
         return unflatten(structure, image + steps[0] * image + steps[1] * direction @ _flat(vector))
 
-    tags = [tag for tag in (_PSD, lx.symmetric_tag) if is_tagged(CHECKS[tag], operator)]
+    known = _PSD, lx.negative_semidefinite_tag, lx.symmetric_tag
+    tags = [tag for tag in known if is_tagged(CHECKS[tag], operator)]
     return lx.FunctionLinearOperator(product, structure, tags)
 
 

@@ -82,10 +82,15 @@ def verdict(estimate: Estimate, is_real: bool = False) -> Estimate:
     )
 
 
-def transformed(solution: Any, value: Array, std_err: Array, **more: Any) -> Any:
+def raised(found: Any) -> Any:
+    """A solution, or an estimate with a result, that raises an error at run time where it fails."""
+    return found.result.error_if(found, found.result != RESULTS.successful)
+
+
+def transformed(solution: Any, throw: bool, value: Array, std_err: Array, **more: Any) -> Any:
     """The solution with a function of its value, which is outside of the domain if it overflows."""
     overflows = jnp.isinf(value)
-    return dataclasses.replace(
+    found = dataclasses.replace(
         solution,
         value=jnp.where(overflows, jnp.nan, value),
         std_err=std_err,
@@ -93,6 +98,7 @@ def transformed(solution: Any, value: Array, std_err: Array, **more: Any) -> Any
         stats={**solution.stats, "std.err": std_err},
         **more,
     )
+    return raised(found) if throw else found
 
 
 _OUTCOMES = [

@@ -18,7 +18,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 from .._core.counts import checked_count
 from .._core.estimate import Estimate
 from .._core.primitive import Primitive, bind, trace_p
-from .._core.verdict import RESULTS
+from .._core.verdict import raised
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.tags import is_hermitian
@@ -307,7 +307,4 @@ def solve(
     estimator.check(operator)
     budget = check_budget(k, estimator.smallest, estimator.size(operator), estimator.label)
     estimate = bind(primitive, key, operator, budget, estimator)
-    if throw:
-        failed = estimate.result != RESULTS.successful
-        estimate = estimate.result.error_if(estimate, failed)
-    return solution_of(estimate)
+    return solution_of(raised(estimate) if throw else estimate)

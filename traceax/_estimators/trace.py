@@ -240,11 +240,11 @@ def _root_of_gram(
     unit = compiled_once(unit_of, unit_key, operator)
     squares = gram(operator, unit, rows is not None)
     given = name, primitive, key, squares, k, AutoTraceEstimator(), rows
-    solution = solve_either(*given, rtol=rtol, atol=None, max_k=max_k, throw=throw, root=True)
+    solution = solve_either(*given, rtol=rtol, atol=None, max_k=max_k, throw=False, root=True)
 
     unit = unit.astype(solution.std_err.dtype)
     value = root(solution.value)
-    given = solution, unit * value, unit * root_error(value, solution.std_err)
+    given = solution, throw, unit * value, unit * root_error(value, solution.std_err)
     # XNysTrace is for budgets: a tolerance draws independent samples.
     tail = solution.tail if has_tolerance or rows is not None else TAIL
     return transformed(*given, num_matvecs=2 * solution.num_matvecs + 1, tail=tail)

@@ -58,7 +58,7 @@ from .._core.estimate import (
 )
 from .._core.precision import any_promotion, einsum
 from .._core.programs import closed_function
-from .._estimators.estimator import AbstractEstimator
+from .._estimators.estimator import AbstractEstimator, check_budget
 from .._linalg.factorisations import eigh
 from .._linalg.lanczos import Lanczos, lanczos, quadrature
 from .._operators.block_operator import BlockOperator
@@ -98,12 +98,13 @@ def hermitian_operator(operator: Any, name: str) -> lx.AbstractLinearOperator:
     return operator
 
 
-def checked_num_steps(num_steps: Any, k: int) -> int | None:
-    """None, or a Python int with `1 <= num_steps <= k`; anything else raises a `ValueError`."""
+def checked_plan(k: Any, num_steps: Any, n: int, name: str) -> tuple[int, int | None]:
+    """Returns (budget, at most n; the number of steps, from 1 to k, or None); or an error."""
+    budget = check_budget(k, 1, n, name)
     steps = checked_count(num_steps, "num_steps", none="it is chosen from the budget")
     if steps is not None and steps > k:
         raise ValueError(f"num_steps={steps} exceeds the budget k={k}. Give num_steps <= {k}.")
-    return steps
+    return budget, steps
 
 
 def plan(k: int, num_steps: int | None) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
 from .._operators.tags import is_complex, is_hermitian
 from .._probes.random import split
-from .funm import QuadratureEstimator, checked_num_steps, hermitian_operator, hoist_function, plan
+from .funm import QuadratureEstimator, checked_plan, hermitian_operator, hoist_function, plan
 from .krylov_aware import LEAST, KrylovAwareEstimator
 from .nodes import Function, on_nodes
 from .non_hermitian import ArnoldiEstimator
@@ -97,8 +97,7 @@ def spectral_sum(
         inner = KrylovAwareEstimator(hoist_function(fn, dtype))
         budget, estimator = with_tolerance("spectral_sum", inner, operator, rtol, atol, max_k)
         return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
-    budget = check_budget(k, 1, operator.in_size(), "A spectral sum")
-    num_steps = checked_num_steps(num_steps, budget)
+    budget, num_steps = checked_plan(k, num_steps, operator.in_size(), "A spectral sum")
     if not is_hermitian(operator):
         function = hoist_function(fn, np.result_type(dtype, np.complex64))
         estimator = ArnoldiEstimator(function, num_steps, _is_real(fn, operator))
@@ -172,8 +171,7 @@ def spectral_density(
     """
     operator = hermitian_operator(operator, "A spectral density")
     dtype, n = _real_dtype(operator), operator.in_size()
-    budget = check_budget(k, 1, n, "A spectral density")
-    num_steps = checked_num_steps(num_steps, int(k))
+    budget, num_steps = checked_plan(k, num_steps, n, "A spectral density")
     points = jnp.asarray(grid).astype(dtype)
     if width is None:
         if points.size < 2:
@@ -237,8 +235,7 @@ def eigenvalue_count(
             "smaller end first."
         )
     dtype = _real_dtype(operator)
-    check_budget(k, 1, operator.in_size(), "An eigenvalue count")
-    num_steps = checked_num_steps(num_steps, int(k))
+    _, num_steps = checked_plan(k, num_steps, operator.in_size(), "An eigenvalue count")
     lower, upper = (lax.stop_gradient(jnp.asarray(x).astype(dtype)) for x in (a, b))
 
     def inside(x):  # of ends that are traced, only the numbers show that they are wrong
@@ -304,7 +301,7 @@ def schatten_norm(
         return power_of(jnp.abs(x) / unit, p) if hermitian else power_of(jnp.abs(x), p / 2)
 
     target = operator if hermitian else gram(operator, unit, rows=operator.out_size() == n)
-    found = spectral_sum(key, fn, target, k // products, num_steps=num_steps, throw=throw)
+    found = spectral_sum(key, fn, target, k // products, num_steps=num_steps)
     value = unit * power_of(found.value, 1 / p)
 
     def root_error(error):
@@ -314,4 +311,5 @@ def schatten_norm(
 
     errors = [root_error(jnp.asarray(x)) for x in (found.std_err, found.quadrature_error)]
     spent = products * found.num_matvecs + 1
-    return transformed(found, value, errors[0], quadrature_error=errors[1], num_matvecs=spent)
+    given = found, throw, value, errors[0]
+    return transformed(*given, quadrature_error=errors[1], num_matvecs=spent)

@@ -52,7 +52,8 @@ class LowRank(NamedTuple):
         eigenvalues if s is `known`. Cost: `4 n l^2` operations.
         """
         q, r = qr(self.f)
-        u, sigma, _ = svd(r)  # orthogonal columns keep rounding errors apart
+        # The eigenvalues of F F^H, less nu. Orthogonal columns make G^H G diagonal to rounding.
+        u, sigma, _ = svd(r)
         lengths = jnp.sqrt(jnp.maximum(jnp.square(sigma) - self.nu, 0))
         f = root[:, None].astype(q.dtype) * matmul(q, u * lengths.astype(q.dtype))
         f = jnp.pad(f, ((0, 0), (0, rank - lengths.size)))

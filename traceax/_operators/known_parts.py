@@ -402,7 +402,7 @@ def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: 
 
 
 class Scaling(NamedTuple):
-    """The scaling D of `_sketch.low_rank`: a unit, perhaps unknown, and numbers relative to it."""
+    """The scaling D of `_logdet.low_rank`: a unit, perhaps unknown, and numbers relative to it."""
 
     relative: Real[Array, " n"]  # (D / unit)^(1/2)
     unit: Real[Array, ""]  # the unit, if it is known, otherwise 1
