@@ -203,6 +203,8 @@ def _batch(primitive, vmapped, operands, axes, *, params):
 
 def _jvp(primitive, primals, tangents, *, params):
     with_weights = params._replace(weights=True)
+    # Python numbers among the tangents of `jax.jvp` arrive here unconverted.
+    tangents = [jnp.asarray(x) if isinstance(x, float | complex) else x for x in tangents]
     outputs = primitive.bind(*primals, params=with_weights)
     moving = tuple(
         i
@@ -218,8 +220,7 @@ def _jvp(primitive, primals, tangents, *, params):
         # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
         # whose transpose is NaN as well), whatever the weights of a failed estimate are.
         for i, (x, t) in enumerate(zip(outputs, values_t, strict=False)):
-            t = jnp.real(t) if jnp.isrealobj(x) else t
-            outputs_t[i] = t * jnp.where(jnp.isnan(x), x, 1)
+            outputs_t[i] = (jnp.real(t) if jnp.isrealobj(x) else t) * jnp.where(jnp.isnan(x), x, 1)
         # If this call returns weights, it belongs to a derivative, which is differentiated again.
         if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
             weights_t = _compiled(_tangent, (with_weights, moving, True), *operands)
