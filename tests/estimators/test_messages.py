@@ -149,6 +149,7 @@ CALLS = [
     lambda: tr.trace(KEY, PLAIN, 4, tr.XNysTraceEstimator()),
     lambda: tr.diagonal(KEY, HIDDEN, 4, OfTraces()),
     lambda: tr.HutchinsonEstimator(batch_size=0),
+    lambda: tr.XTraceEstimator(improved="yes"),
     lambda: tr.XTraceEstimator(tr.RademacherSampler(), improved=True),
     lambda: tr.XTraceEstimator(improved=True, shrink=True),
     lambda: tr.XTraceEstimator(tr.SphereSampler(), shrink=True),

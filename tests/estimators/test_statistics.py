@@ -162,10 +162,7 @@ SMALL = [
     (tr.XTraceEstimator(), 3),
     (tr.XNysTraceEstimator(), 1),
 ]
-CLOSE = [
-    (tr.XTraceEstimator(tr.NormalSampler()), 9),
-    (tr.XNysTraceEstimator(), 9),
-]
+CLOSE = [(tr.XTraceEstimator(tr.NormalSampler()), 9), (tr.XNysTraceEstimator(), 9)]
 
 
 @pytest.mark.parametrize(("estimator", "k"), [*SMALL, *CLOSE])

@@ -505,12 +505,14 @@ def test_failures_are_told(k):
 
 @pytest.mark.parametrize("tag", [PSD, SYM])
 def test_exact_functions_of_singular_matrices_are_not_finite(tag):
-    """Second differences, and graphs: what rounding leaves of f(0) is no number."""
+    """Second differences, integers of rank n - 1, graphs: rounding leaves of f(0) no number."""
     differences = np.diff(np.eye(40), 2, axis=0)
-    edges = np.random.default_rng(0).integers(0, 3, (200, 40, 40))
+    rng = np.random.default_rng(0)
+    edges = rng.integers(0, 3, (200, 40, 40))
     edges = edges + edges.transpose(0, 2, 1)
     graphs = edges.sum(axis=1)[:, None] * np.eye(40) - edges
-    stack = np.concatenate([[differences.T @ differences], graphs]).astype(float)
+    integers = [x @ x.T for x in rng.integers(-2, 3, (4, 40, 39))]
+    stack = np.concatenate([[differences.T @ differences], integers, graphs]).astype(float)
 
     def solve(matrix):
         given = lx.MatrixLinearOperator(matrix, tag), 40

@@ -12,10 +12,7 @@ import traceax as tr
 from ..helpers import PSD, by_products, keys, with_spectrum
 
 N = 150
-SPECTRA = {
-    "flat": np.linspace(1, 3, N),
-    "decaying": 1 / np.arange(1.0, N + 1) ** 2,
-}
+SPECTRA = {"flat": np.linspace(1, 3, N), "decaying": 1 / np.arange(1.0, N + 1) ** 2}
 FUNCTIONS = {"log1p": jnp.log1p, "sqrt": lambda x: jnp.sqrt(jnp.maximum(x, 0))}
 WITH_POLE = [*FUNCTIONS.values(), lambda x: jnp.log(x - 0.5)]
 CALLS = {"sum": tr.spectral_sum, "diagonal": tr.spectral_diagonal}

@@ -118,8 +118,7 @@ def flat_matrix(operator):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batched"),
-    [*((kind, False) for kind in KINDS), ("hessian", True)],
+    ("kind", "batched"), [*((kind, False) for kind in KINDS), ("hessian", True)]
 )
 def test_products_and_forms(kind, batched):
     truth = dense(kind)

@@ -83,12 +83,14 @@ def test_leaves_are_drawn_in_their_shapes():
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_sphere_probes_have_norm_root_n(dtype):
     probes = drawn(tr.SphereSampler(), KEY, 21, 50, dtype)
+    assert probes.dtype == dtype
     norms = np.linalg.norm(probes, axis=0)
     np.testing.assert_allclose(norms, np.sqrt(21), rtol=10 * np.finfo(dtype).eps)
 
 
 def test_steinhaus_entries_are_phases():
     probes = drawn(tr.SteinhausSampler(), KEY, 30, 400, np.complex64)
+    assert probes.dtype == np.complex64
     np.testing.assert_allclose(np.abs(probes), 1, rtol=1e-6)
     # Uniform on the circle: the counts in 16 sectors, 15 degrees of freedom.
     sectors = np.floor((np.angle(probes) / (2 * np.pi) % 1) * 16).astype(int).ravel()
@@ -138,5 +140,6 @@ def test_samplers_with_and_without_a_dtype_are_different_cache_keys():
     # NumPy says `np.dtype("float64") == None`; a compiled estimate must not be shared between them.
     operator = lx.MatrixLinearOperator(jnp.asarray(np.eye(6) + 1j))
     follows, real = (tr.HutchinsonEstimator(tr.SphereSampler(d)) for d in (None, float))
+    assert jax.tree.structure(follows) != jax.tree.structure(real)
     values = [tr.trace(KEY, operator, 4, e).value for e in (follows, real, follows)]
     assert values[0] == values[2] != values[1]

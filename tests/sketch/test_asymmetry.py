@@ -46,8 +46,7 @@ def solve(what, array, count=20):
 
 
 @pytest.mark.parametrize(
-    ("what", "dtype"),
-    [("trace", float), ("trace", complex), ("diagonal", float)],
+    ("what", "dtype"), [("trace", float), ("trace", complex), ("diagonal", float)]
 )
 def test_an_asymmetric_operator_is_reported(what, dtype):
     """And NaN as such, and nothing for a symmetric one."""

@@ -220,7 +220,8 @@ def _jvp(primitive, primals, tangents, *, params):
         # The value comes first among the outputs. Where it is NaN, the tangent is (by a product,
         # whose transpose is NaN as well), whatever the weights of a failed estimate are.
         for i, (x, t) in enumerate(zip(outputs, values_t, strict=False)):
-            outputs_t[i] = (jnp.real(t) if jnp.isrealobj(x) else t) * jnp.where(jnp.isnan(x), x, 1)
+            t = jnp.real(t) if jnp.isrealobj(x) else t
+            outputs_t[i] = t * jnp.where(jnp.isnan(x), x, 1)
         # If this call returns weights, it belongs to a derivative, which is differentiated again.
         if params.weights and _rebuild(params, primals)[2].weights_depend_on_operator:
             weights_t = _compiled(_tangent, (with_weights, moving, True), *operands)

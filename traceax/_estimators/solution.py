@@ -193,5 +193,6 @@ def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution[Any]
     value, std_err, error, bounds = jtu.tree_map(fn, given, is_leaf=lambda x: isinstance(x, list))
     lost = jtu.tree_map(lambda x: jnp.sum(~jnp.isfinite(x)), value)
     stats = {**solution.stats, "std.err": std_err, "nonfinite": lost}
-    errors = {"std_err": std_err, "quadrature_error": error}
-    return dataclasses.replace(solution, value=value, **errors, stats=stats, bounds=bounds)
+    return dataclasses.replace(
+        solution, value=value, std_err=std_err, quadrature_error=error, stats=stats, bounds=bounds
+    )

@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
 from .._core.derivatives import change_of, constant
-from .._core.estimate import Evidence, all_finite, rounding_of, safe_norm, worse
+from .._core.estimate import rounding_of, safe_norm
 from .._core.precision import matmul
 from .._core.primitive import spectral_diagonal_p
 from .._estimators.estimator import AbstractEstimator, check_budget, check_either, solve
@@ -45,17 +45,10 @@ from .funm import (
     hermitian_operator,
     hoist_function,
     spectrum,
+    values_at_eigenvalues,
 )
 from .krylov_aware import GROUPS, INFLATION, projected, sizes_of, spaces_without_group
-from .nodes import (
-    OF_EIGENVALUES,
-    Function,
-    changes_by_rounding,
-    divided_differences,
-    divided_sums,
-    on_nodes,
-    within_tag,
-)
+from .nodes import Function, divided_differences, divided_sums, on_nodes, within_tag
 from .quadrature_error import (
     entries_std_err,
     entries_truncation_error,
@@ -156,10 +149,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`: by an eigendecomposition."""
         eps = BlockOperator(operator).eps
         nodes, basis, evidence = spectrum(operator)
-        values = on_nodes(self.fn, nodes)
-        given = self.fn, operator, nodes, values, eps
-        changes = changes_by_rounding(*given, moves=OF_EIGENVALUES)
-        evidence = worse(evidence, Evidence(outside=~all_finite(changes)))
+        values, changes, evidence = values_at_eigenvalues(self.fn, operator, nodes, evidence)
         rounding = rounding_of(safe_norm(jnp.abs(basis) * values), eps)
         error = matmul(square_of(basis), changes) + rounding
         value = matmul(square_of(basis), values)

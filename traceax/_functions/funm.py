@@ -163,6 +163,14 @@ def spectrum(operator: lx.AbstractLinearOperator) -> tuple[Array, Array, Evidenc
     return within_tag(operator, values * scale, block.eps), vectors, evidence
 
 
+def values_at_eigenvalues(fn, operator, nodes, evidence) -> tuple[Array, Array, Evidence]:
+    """Returns (f at the eigenvalues, its errors by rounding, the evidence with the domain of f)."""
+    values = on_nodes(fn, nodes)
+    given = fn, operator, nodes, values, BlockOperator(operator).eps
+    changes = changes_by_rounding(*given, moves=OF_EIGENVALUES)
+    return values, changes, worse(evidence, Evidence(outside=~all_finite(changes)))
+
+
 def derivative_core(
     fn: Function, nodes: Real[Array, "p q"], vectors: Real[Array, "p q q"]
 ) -> Real[Array, "p q q ..."]:
@@ -270,12 +278,9 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         eps = BlockOperator(operator).eps
         nodes, basis, evidence = spectrum(operator)
         nodes = self.nodes_of(operator, nodes, eps)
-        values = on_nodes(self.fn, nodes)
-        given = self.fn, operator, nodes, values, eps
-        changes = changes_by_rounding(*given, moves=OF_EIGENVALUES)
+        values, changes, evidence = values_at_eigenvalues(self.fn, operator, nodes, evidence)
         error = jnp.sum(changes, axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values, 0, -1)), eps)
-        evidence = worse(evidence, Evidence(outside=~all_finite(changes)))
         given = jnp.sum(values, axis=0), error, nodes.size, evidence
         estimate = exact_estimate(*given, separate=error.ndim > 0)
         slopes = divided_differences(self.fn, nodes[:, None])

@@ -241,8 +241,7 @@ def eigenvalue_count(
     def inside(x):  # of ends that are traced, only the numbers show that they are wrong
         return jnp.where(lower <= upper, ((x >= lower) & (x <= upper)).astype(dtype), jnp.nan)
 
-    step = hoist_function(inside, dtype)
-    estimator = QuadratureEstimator(step, num_steps, (lower, upper))
+    estimator = QuadratureEstimator(hoist_function(inside, dtype), num_steps, (lower, upper))
     return solve(spectral_sum_p, key, constant(operator), k, estimator, throw=throw)
 
 

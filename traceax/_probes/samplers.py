@@ -114,6 +114,8 @@ class AbstractSampler(eqx.Module):
 
     def check_resphering(self, improved: bool | None) -> None:
         """Refuse to resphere probes that are not rotation invariant."""
+        if improved not in (None, True, False):
+            raise ValueError(f"improved must be a bool or None, got {improved!r}. Leave it out.")
         if improved and not self.rotation_invariant:
             raise ValueError(
                 f"improved=True renormalises residual probes, which is biased for the "
