@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from traceax import RESULTS, NystromPreconditioner, gaussian_log_density, logdet
-from traceax._logdet.run import Policy, run_of
+from traceax._logdet.logdet import LogdetEstimator
+from traceax._logdet.run import run_of
 
 from ..helpers import PSD, keys, over_keys, with_spectrum
 from .test_logdet import N, decaying, distances, matern32, shifted
@@ -274,7 +275,8 @@ def test_all_probes_take_as_many_steps():
     solve = {"y": jnp.asarray(observations(200)[:, None]), "most_solve": 19}
 
     def nodes_in_use(key):
-        probes = run_of(key, operator, 80, Policy(None), weights=False, **solve).sums.probes
+        given = LogdetEstimator(None, None, None), key, operator, 80
+        probes = run_of(*given, weights=False, **solve).sums.probes
         return jnp.sum(probes.masses > 0, axis=1)
 
     with jax.numpy_dtype_promotion("standard"):

@@ -16,7 +16,8 @@ import scipy.io
 import scipy.sparse
 
 import traceax as tr
-from traceax._logdet.run import Policy, run_of
+from traceax._logdet.inverse import InverseEstimator
+from traceax._logdet.run import run_of
 
 from .. import reference
 from ..helpers import PSD, ROOT, by_products, keys, over_keys, with_spectrum
@@ -59,7 +60,7 @@ def test_rounding_of_equal_eigenvalues_is_stated(compute):
 @eqx.filter_jit
 def _run(key, operator):
     """What a run has made, and what it has drawn, of `drawn` probes."""
-    run = run_of(key, operator, K, Policy("auto", inverse=True), weights=False)
+    run = run_of(InverseEstimator("auto", None, None, True), key, operator, K, weights=False)
     factors, sums = run.built.factors, run.sums
     inverse_root = factors.inverse_root(jnp.eye(N, dtype=run.sampling.block.dtype))
     omega, _, solved = sums.kept

@@ -109,7 +109,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
             estimate, weights = estimator.exact(operator)
         else:
             estimate, weights = estimator.compute(key, operator, params.k, params.weights)
-        estimate = verdict(estimate, estimator.is_hermitian(operator))
+        estimate = verdict(estimator.judged(estimate), estimator.is_hermitian(operator))
         # Whole or not, degrees of freedom are of one dtype: `lax.cond` between two estimators.
         dof = estimate.dof.astype(jtu.tree_leaves(estimate.std_err)[0].dtype)
         estimate = dataclasses.replace(estimate, dof=dof)

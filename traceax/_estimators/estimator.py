@@ -98,6 +98,10 @@ class AbstractEstimator(eqx.Module):
     def exact(self, operator: lx.AbstractLinearOperator) -> tuple[Estimate, Any]:
         """The exact value, as from `compute`, for `k >= n`: `n` products, standard error 0."""
 
+    def judged(self, estimate: Estimate) -> Estimate:
+        """The estimate of `compute` or `exact`, which knows whether it meets a tolerance."""
+        return estimate
+
     def contract(self, weights: Any, operator: lx.AbstractLinearOperator) -> Inexact[Array, "..."]:
         """The value as a function of A, and of the arrays inside the estimator, with fixed weights:
         the function whose derivative is that of the estimate.

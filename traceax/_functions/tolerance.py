@@ -52,14 +52,15 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
     atol: Real[Array, ""]
     max_k: int = eqx.field(static=True)
 
-    def judged(self, found: Estimate) -> Estimate:
-        """The estimate, `not_converged` where its two errors together exceed the tolerance."""
-        quantile = jnp.where(found.dof > 0, student_quantile(0.95, found.dof, found.std_err), 1)
-        std_err = found.inflation * quantile * found.std_err
-        error = norm_factor(std_err) * norm_of(std_err) + norm_of(found.quadrature_error)
-        unconverged = relative(error, self.atol + self.rtol * norm_of(found.value))
-        evidence = dataclasses.replace(found.evidence, unconverged=unconverged)
-        return dataclasses.replace(found, evidence=evidence)
+    def judged(self, estimate):
+        """See `AbstractEstimator`: both errors together are at most the tolerance."""
+        quantile = student_quantile(0.95, estimate.dof, estimate.std_err)
+        quantile = jnp.where(estimate.dof > 0, quantile, 1)
+        std_err = estimate.inflation * quantile * estimate.std_err
+        error = norm_factor(std_err) * norm_of(std_err) + norm_of(estimate.quadrature_error)
+        unconverged = relative(error, self.atol + self.rtol * norm_of(estimate.value))
+        evidence = dataclasses.replace(estimate.evidence, unconverged=unconverged)
+        return dataclasses.replace(estimate, evidence=evidence)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -74,22 +75,21 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
             else:
                 found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
             spent = found.num_matvecs + (0 if previous is None else previous.num_matvecs)
-            return dataclasses.replace(self.judged(found), num_matvecs=spent)
+            return dataclasses.replace(found, num_matvecs=spent)
 
         first, *others = budgets_of(self.max_k, operator.in_size())
         estimate = estimate_from(first, 0, None)
         chosen = jnp.zeros((), jnp.int32)
         for number, budget in enumerate(others, 1):
             failures = dataclasses.replace(estimate.evidence, unconverged=0.0)
-            goes_on = (estimate.evidence.unconverged > 1) & ~failures.fails
+            goes_on = (self.judged(estimate).evidence.unconverged > 1) & ~failures.fails
             estimate = if_any(goes_on, partial(estimate_from, budget, number, estimate), estimate)
             chosen = jnp.where(goes_on, number, chosen)
         return estimate, Chosen(key, chosen)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        found, made = self.inner.exact(operator)
-        return self.judged(found), made
+        return self.inner.exact(operator)
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""

@@ -18,7 +18,7 @@ from .._operators.checks import as_operator
 from .factors import BuiltPreconditioner
 from .gaussian_estimator import GaussianEstimator
 from .preconditioners import AbstractPreconditioner
-from .run import policy_of
+from .run import fields_and_budget
 
 
 def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "n t"], bool]:
@@ -97,8 +97,8 @@ def gaussian_log_density(
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
     given = "gaussian_log_density", operator, k, preconditioner, fallback
-    policy, k = policy_of(*given, rtol=rtol, atol=atol, max_k=max_k)
-    estimator = GaussianEstimator(observed, policy)
+    fields, k = fields_and_budget(*given, rtol=rtol, atol=atol, max_k=max_k)
+    estimator = GaussianEstimator(*fields, observed)
     solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux
     shaped = partial(unflatten, operator.in_structure())

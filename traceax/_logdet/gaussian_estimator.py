@@ -25,14 +25,13 @@ which is the derivative of y^H x + x^H r, too. For the second derivative, dx = A
 
 import dataclasses
 import math
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
 
 from .._core.derivatives import change_of
 from .._core.estimate import Estimate
-from .._estimators.estimator import AbstractEstimator
 from .._functions.quadrature_error import quadrature_estimate
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import square_norms
@@ -41,7 +40,7 @@ from .conjugate_gradients import rounding_of_form
 from .estimator import estimate_from, exact_logdet
 from .factors import BuiltPreconditioner
 from .held import HeldWeights, held_estimate
-from .run import Policy, run_of
+from .run import AbstractPreconditionedEstimator, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
 
@@ -79,25 +78,19 @@ class GaussianWeights(AbstractWeights):
 
 
 @final
-class GaussianEstimator(AbstractEstimator):
+class GaussianEstimator(AbstractPreconditionedEstimator):
     """The sum of the log densities at the columns of y. `aux` of the estimate is (log det A, the t
     forms, x). The weights are those of t log det A + sum_j y_j^H A^{-1} y_j, as functions of A and
     y.
     """
 
     y: Inexact[Array, "n t"]
-    policy: Policy
-    weights_depend_on_operator: ClassVar[bool] = True
     label = "gaussian_log_density"  # pyright: ignore
 
     @property
     def smallest(self):  # pyright: ignore
         """Two products for the log-determinant, and for each right-hand side."""
         return 2 * self.y.shape[1] + 2
-
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        self.policy.check(operator, "A Gaussian log density")
 
     @property
     def _factor(self) -> float:
@@ -113,7 +106,7 @@ class GaussianEstimator(AbstractEstimator):
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
         form = inner(self.y, x), left, x
         estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
-        return self.policy.judged(estimate), GaussianWeights(exact.weights(), x)
+        return estimate, GaussianWeights(exact.weights(), x)
 
     def density(self, log_det: Estimate, forms: Any, spent: Any) -> Estimate:
         """The density from log det A and (y_j^H A^{-1} y_j of a solve, a bound of what they leave
@@ -145,25 +138,22 @@ class GaussianEstimator(AbstractEstimator):
         """See `AbstractEstimator`."""
         return weights.weights_at(operator, self.y)
 
+    def value_of(self, factors, sampled):
+        """See `AbstractPreconditionedEstimator`; the forms have P for A."""
+        form = square_norms(factors.inverse_root(self.y))
+        density = log_density(self._factor, len(self.y), factors.log_det + sampled, form)
+        return density, jnp.asarray(self._factor * form.size, density.dtype)
+
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        built = self.policy.preconditioner
+        built = self.preconditioner
         if isinstance(built, BuiltPreconditioner):
             log_det, form, made = held_estimate(key, built, operator, k, self.y, weights)
             return self.density(log_det, form, log_det.num_matvecs), made
         t = self.y.shape[1]
         most = steps_of_solve(k, t)
-
-        def value_of(factors, sampled):
-            """Returns (density with P for A in the forms, its derivative by tr log M)."""
-            form = square_norms(factors.inverse_root(self.y))
-            log_det = factors.log_det + sampled
-            density = log_density(self._factor, self.y.shape[0], log_det, form)
-            return density, jnp.asarray(self._factor * t, density.dtype)
-
-        given = key, operator, k - t * most, self.policy
-        ride = {"y": self.y, "most_solve": most - 1, "value_of": value_of}
-        run = run_of(*given, weights=weights, **ride)
+        given = self, key, operator, k - t * most
+        run = run_of(*given, weights=weights, y=self.y, most_solve=most - 1)
         block = run.sampling.block
         factors = run.built.factors
         solve = run.sums.solve
@@ -176,7 +166,6 @@ class GaussianEstimator(AbstractEstimator):
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
         estimate = self.density(log_det, (form, left, x), spent)
-        estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None
         return estimate, GaussianWeights(weights_of(run.built, run.sums), x)

@@ -36,7 +36,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._core.estimate import safe_norm
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
-from .._estimators.estimator import AbstractEstimator, check_key, solve
+from .._estimators.estimator import check_key, solve
 from .._estimators.solution import Solution, restructure
 from .._functions.funm import truncation_error
 from .._functions.quadrature_error import (
@@ -48,35 +48,34 @@ from .._operators.block_operator import unflatten
 from .._operators.known_parts import has_entries, noise_of
 from .estimator import exact_inverse, rounding_in
 from .preconditioners import AbstractPreconditioner
-from .run import Policy, policy_of, run_of
+from .run import AbstractPreconditionedEstimator, fields_and_budget, run_of
 from .sampled_inverse import SampledInverseEstimator
 from .weights import InverseWeights
 
 
 @final
-class InverseEstimator(AbstractEstimator):
+class InverseEstimator(AbstractPreconditionedEstimator):
     """The diagonal of the inverse, or its sum."""
 
-    policy: Policy
     of_trace: bool = eqx.field(static=True)
-    smallest: ClassVar[int] = 2
-    weights_depend_on_operator: ClassVar[bool] = True
+    inverse: ClassVar[bool] = True
 
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        self.policy.check(operator, "The inverse")
+    @property
+    def label(self):
+        """The name of the function that a user calls."""
+        return "inverse_trace" if self.of_trace else "inverse_diagonal"
+
+    def value_of(self, factors, sampled):
+        """See `AbstractPreconditionedEstimator`."""
+        known = factors.inverse_diagonal()
+        if self.of_trace:
+            return jnp.sum(known) + sampled, jnp.ones_like(sampled)
+        # The variances of all entries add up to half of that of their sum.
+        return safe_norm(known), jnp.full_like(sampled, math.sqrt(0.5))
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-
-        def value_of(factors, sampled):
-            known = factors.inverse_diagonal()
-            if self.of_trace:
-                return jnp.sum(known) + sampled, jnp.ones_like(sampled)
-            # The variances of all entries add up to half of that of their sum.
-            return safe_norm(known), jnp.full_like(sampled, math.sqrt(0.5))
-
-        run = run_of(key, operator, k, self.policy, weights=weights, value_of=value_of)
+        run = run_of(self, key, operator, k, weights=weights)
         sums = run.sums
         factors = run.built.factors
         p = sums.probes.number
@@ -111,7 +110,6 @@ class InverseEstimator(AbstractEstimator):
         counts = run.spent, dof, evidence
         more = {"stats": run.stats, "bounds": (jnp.zeros_like(value), most)}
         estimate = quadrature_estimate(value, error, std_err, *counts, **more)
-        estimate = self.policy.judged(estimate)
         if not weights:
             return estimate, None
         x = factors.inverse_root_adjoint(solved[0])  # A^{-1} omega
@@ -119,8 +117,7 @@ class InverseEstimator(AbstractEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        estimate, made = exact_inverse(operator, self.of_trace)
-        return self.policy.judged(estimate), made
+        return exact_inverse(operator, self.of_trace)
 
 
 def inverse_trace(
@@ -210,12 +207,11 @@ def _inverse(
     primitive: Primitive, key, operator, k, preconditioner, fallback, throw, **tolerance
 ) -> Solution:
     of_trace = primitive is inverse_trace_p
-    name = "inverse_trace" if of_trace else "inverse_diagonal"
     check_key(key)
-    given = name, operator, k, preconditioner, fallback
-    policy, budget = policy_of(*given, inverse=True, **tolerance)
-    estimator: AbstractEstimator = InverseEstimator(policy, of_trace)
-    plain = policy.preconditioner == "auto" and policy.atol is None
+    given = primitive.name, operator, k, preconditioner, fallback
+    fields, budget = fields_and_budget(*given, inverse=True, **tolerance)
+    estimator: Any = InverseEstimator(*fields, of_trace)
+    plain = estimator.preconditioner == "auto" and estimator.atol is None
     # Of sparse matrices the diagonal is known, but no cheap columns to make a preconditioner of.
     diagonal_only = not has_entries(operator) and has_entries(operator, sparse=True)
     if plain and not of_trace and diagonal_only:

@@ -1,6 +1,6 @@
 """The log-determinant of a positive definite operator: the function that users call."""
 
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
 import jax.numpy as jnp
 import lineax as lx
@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
 from .._core.primitive import logdet_p
-from .._estimators.estimator import AbstractEstimator, check_key, solve
+from .._estimators.estimator import check_key, solve
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
 from .._operators.block_operator import BlockOperator
@@ -17,45 +17,44 @@ from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
 from .factors import BuiltPreconditioner
 from .held import held_estimate
 from .preconditioners import AbstractPreconditioner
-from .run import Policy, check_budget_alone, check_fallback, policy_of, run_of
+from .run import (
+    AbstractPreconditionedEstimator,
+    check_budget_alone,
+    check_fallback,
+    fields_and_budget,
+    run_of,
+)
 from .weights import weights_of
 
 
 @final
-class LogdetEstimator(AbstractEstimator):
+class LogdetEstimator(AbstractPreconditionedEstimator):
     """The log-determinant."""
 
-    policy: Policy
-    smallest: ClassVar[int] = 2
-    weights_depend_on_operator: ClassVar[bool] = True
     label = "logdet"  # pyright: ignore
 
     def size(self, operator):
         """See `AbstractEstimator`."""
         return 0 if split_shift(operator).rest is None else operator.in_size()
 
-    def check(self, operator):
-        """See `AbstractEstimator`."""
-        self.policy.check(operator, "A log-determinant")
-
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        built = self.policy.preconditioner
+        built = self.preconditioner
         if isinstance(built, BuiltPreconditioner):
             block = BlockOperator(operator)
             nothing = jnp.zeros((block.n, 0), block.dtype)
             estimate, _, made = held_estimate(key, built, operator, k, nothing, weights)
             return estimate, made
-        run = run_of(key, operator, k, self.policy, weights=weights)
+        run = run_of(self, key, operator, k, weights=weights)
         made = weights_of(run.built, run.sums) if weights else None
-        return self.policy.judged(estimate_from(run)), made
+        return estimate_from(run), made
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
         if split_shift(operator).rest is None:
             return logdet_of_diagonal(operator)
         exact = exact_logdet(operator)
-        return self.policy.judged(exact.estimate), exact.weights()
+        return exact.estimate, exact.weights()
 
 
 def logdet(
@@ -117,5 +116,5 @@ def logdet(
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
     check_key(key)  # of a call without one, k is missing, too
     given = "logdet", operator, k, preconditioner, fallback
-    policy, budget = policy_of(*given, **tolerance)
-    return solve(logdet_p, key, operator, budget, LogdetEstimator(policy), throw=throw)
+    fields, budget = fields_and_budget(*given, **tolerance)
+    return solve(logdet_p, key, operator, budget, LogdetEstimator(*fields), throw=throw)

@@ -2,23 +2,26 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray
 
-from .._core.estimate import Estimate, Evidence, norm_of, relative, worse
-from .._estimators.estimator import check_either, largest_budget, tolerance_of
+from .._core.estimate import Evidence, norm_of, relative, worse
+from .._estimators.estimator import (
+    AbstractEstimator,
+    check_either,
+    largest_budget,
+    tolerance_of,
+)
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries
 from .._probes.random import split
 from .conjugate_gradients import start_of_solve
-from .factors import BuiltPreconditioner
+from .factors import BuiltPreconditioner, Factors
 from .panels import Sampling, Sums, sampled
 from .preconditioners import AbstractPreconditioner, check_definite
 from .preparation import preparation_for
@@ -65,28 +68,35 @@ def budget_or_all(operator: Any, k: Any, *, sparse: bool = False, tolerance: boo
     return max(k, n) if worth and has_entries(operator, sparse=sparse or few) else k
 
 
-@final
-class Policy(eqx.Module):
-    """The preconditioner ("auto": the choice of `preparation`), and a tolerance if there is one."""
+class AbstractPreconditionedEstimator(AbstractEstimator):
+    """An estimator that goes with a preconditioner ("auto": the choice of `preparation`), and with
+    a tolerance if rtol and atol are not None.
+    """
 
     preconditioner: AbstractPreconditioner | BuiltPreconditioner | str | None
-    inverse: bool = eqx.field(static=True, default=False)  # probes R^{-1} omega: see `inverse`
-    rtol: Any = None
-    atol: Any = None
+    rtol: Any
+    atol: Any
+    smallest: ClassVar[int] = 2
+    weights_depend_on_operator: ClassVar[bool] = True
+    inverse: ClassVar[bool] = False  # whether probes are R^{-1} omega: see `inverse`
 
-    def check(self, operator: lx.AbstractLinearOperator, name: str) -> None:
-        """Raise a `ValueError` if the policy does not fit the operator."""
-        check_definite(operator, name)
+    def check(self, operator):
+        """See `AbstractEstimator`."""
+        check_definite(operator, self.label)
         if isinstance(self.preconditioner, AbstractPreconditioner | BuiltPreconditioner):
             self.preconditioner.check(operator)
+
+    def value_of(self, factors: Factors, sampled: Array) -> tuple[Array, Array]:
+        """Returns (the value that a tolerance is for, its derivative by `sampled`, tr f(M))."""
+        return factors.log_det + sampled, jnp.ones_like(sampled)
 
     def allowed(self, value: Array) -> Array:
         """The error of a value that ends a call with a tolerance."""
         return self.atol.astype(value.dtype) + self.rtol.astype(value.dtype) * jnp.abs(value)
 
-    def judged(self, estimate: Estimate) -> Estimate:
-        """The estimate, `not_converged` where twice the standard error, or the quadrature error,
-        exceeds the tolerance.
+    def judged(self, estimate):
+        """See `AbstractEstimator`: twice the standard error, and the quadrature error, are at most
+        the tolerance.
         """
         if self.atol is None:
             return estimate
@@ -102,7 +112,7 @@ def check_budget_alone(what: str, tolerance: dict[str, Any]) -> None:
         raise TypeError(f"{what} goes with a budget, got {tolerance}. Give a budget: `k=200`.")
 
 
-def policy_of(
+def fields_and_budget(
     name: str,
     operator: Any,
     k: Any,
@@ -113,11 +123,12 @@ def policy_of(
     atol: Any = None,
     max_k: Any = None,
     inverse: bool = False,
-) -> tuple[Policy, Any]:
-    """Returns (policy, budget) for the arguments of a user: the budget is n where the exact value
-    is wanted and cheaper. A `TypeError` is raised unless the preconditioner is "auto", a way to
-    build one, one that was built, or None, and there is either a budget or a tolerance. For
-    functions of the `inverse` sparse matrices count as dense ones; `name` is that of the function.
+) -> tuple[tuple[Any, Any, Any], Any]:
+    """Returns (the fields of an `AbstractPreconditionedEstimator`, budget) for the arguments of a
+    user: the budget is n where the exact value is wanted and cheaper. A `TypeError` is raised
+    unless the preconditioner is "auto", a way to build one, one that was built, or None, and there
+    is either a budget or a tolerance. For functions of the `inverse` sparse matrices count as dense
+    ones; `name` is that of the function.
     """
     check_fallback(fallback)
     auto = isinstance(preconditioner, str) and preconditioner == "auto"
@@ -134,18 +145,17 @@ def policy_of(
             "`traceax.NystromPreconditioner(rank=100)`."
         )
     chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
-    policy = Policy(chosen, inverse)
     if held:
         check_budget_alone("A built preconditioner", {"rtol": rtol, "atol": atol, "max_k": max_k})
-        return policy, k
+        return (chosen, None, None), k
     tolerance = check_either(name, k, rtol, atol, max_k)
     if tolerance:
         operator = as_operator(operator)
         _, k = largest_budget(max_k, operator.in_size(), name)
-        policy = Policy(chosen, inverse, tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol"))
+        rtol, atol = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
     if auto and fallback == "exact":
         k = budget_or_all(operator, k, sparse=inverse, tolerance=tolerance)
-    return policy, k
+    return (chosen, rtol, atol), k
 
 
 class Run(NamedTuple):
@@ -159,39 +169,35 @@ class Run(NamedTuple):
 
 
 def run_of(
+    estimator: AbstractPreconditionedEstimator,
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
     k: int,
-    policy: Policy,
     *,
     weights: bool,
     y: Inexact[Array, "n t"] | None = None,
     most_solve: int = 0,
-    value_of: Callable[[Any, Array], tuple[Array, Array]] = lambda factors, sampled: (
-        factors.log_det + sampled,
-        jnp.ones(()),
-    ),
 ) -> Run:
     """Prepare with a part of k products, then sample with the rest. `y` are right-hand sides of a
-    solve that shares the products, in at most `most_solve` steps; `value_of(factors, tr f(M))` is
-    (the value of the tolerance, its derivative by tr f(M)).
+    solve that shares the products, in at most `most_solve` steps.
     """
     prepare_key, probe_key = split(key)
-    inverse = policy.inverse
+    inverse = estimator.inverse
     block = BlockOperator(operator).linearised()
-    built, spent, stats = preparation_for(prepare_key, operator, k, policy.preconditioner, inverse)
+    given = prepare_key, operator, k, estimator.preconditioner, inverse
+    built, spent, stats = preparation_for(*given)
     factors = built.factors
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
     solve = None if y is None else start_of_solve(factors.inverse_root(y), SOLVE_TOLERANCE)
 
     def allowed(sampled):
-        value, slope = value_of(factors, sampled)
-        return policy.allowed(value) / slope
+        value, slope = estimator.value_of(factors, sampled)
+        return estimator.allowed(value) / slope
 
     # A tolerance may end a call after any panel. The first has few probes, to leave products for
     # steps.
-    part = k if policy.atol is None else min(k, 128)
+    part = k if estimator.atol is None else min(k, 128)
     first = max(fewest, min(k, math.isqrt(part) // 3))
     # Products cost as much as they have columns; with stored entries of many rows hardly more.
     width = part // (8 if block.n <= NARROW_ROWS else 3)
@@ -204,7 +210,7 @@ def run_of(
         width=max(first, width) if has_entries(operator) else first,
         first=first,
         left=jnp.asarray(k - spent, jnp.int32),
-        allowed=allowed if policy.atol is not None else None,
+        allowed=allowed if estimator.atol is not None else None,
         weights=weights,
         most_solve=most_solve,
     )

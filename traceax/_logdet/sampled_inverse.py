@@ -58,10 +58,11 @@ class SampledInverseEstimator(AbstractEstimator):
 
     smallest: ClassVar[int] = 2
     weights_depend_on_operator: ClassVar[bool] = True
+    label = "inverse_diagonal"  # pyright: ignore
 
     def check(self, operator):
         """See `AbstractEstimator`."""
-        check_definite(operator, "The inverse")
+        check_definite(operator, self.label)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
