@@ -18,14 +18,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import traceax as tr
 
-PSD = lx.positive_semidefinite_tag
+from ..helpers import PROBED as ESTIMATORS, PSD
+
 N, K = 2**14, 24  # blocks of 8 columns are large: see `_LARGE_BLOCK`
-ESTIMATORS = {
-    "hutchinson": tr.HutchinsonEstimator(),
-    "hutch++": tr.HutchPlusPlusEstimator(),
-    "xtrace": tr.XTraceEstimator(),
-    "xnystrace": tr.XNysTraceEstimator(),
-}
 
 
 # --- operators, as functions of the arrays that are sharded --------------------------------------

@@ -15,6 +15,8 @@ import pytest
 from ..helpers import environment
 from .on_devices import ESTIMATORS, K, N
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +51,6 @@ def report():
     return reports_of([start(8)])[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_no_device_holds_the_sketch(report, name):
     """Value, standard error and gradient are those of one device, to rounding. Nothing is gathered,
@@ -62,7 +63,6 @@ def test_no_device_holds_the_sketch(report, name):
     assert max(found["rows"]) < N // 2
 
 
-@pytest.mark.slow
 def test_explicit_axes_and_batches(report):
     """Meshes with explicit axes, and batches of operators, give the same numbers."""
     for name, error in report["explicit axes"].items():
@@ -72,7 +72,6 @@ def test_explicit_axes_and_batches(report):
     assert report["batches"]["gathers"] == []
 
 
-@pytest.mark.slow
 def test_batches_cut_by_examples(report):
     """One number, and nothing is sent but what the products (Hutchinson: the quadratic forms) send
     themselves: their sums over the devices.
@@ -87,7 +86,6 @@ def test_batches_cut_by_examples(report):
     assert found["quadratic_form"]["numbers"] == K
 
 
-@pytest.mark.slow
 def test_two_processes(report):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

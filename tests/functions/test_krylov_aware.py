@@ -15,6 +15,8 @@ from traceax._functions.krylov_aware import GROUPS, sizes_of
 from ..helpers import PSD, by_products, drawn, keys, with_spectrum
 from ..reference import function_of, krylov_basis
 
+pytestmark = pytest.mark.slow
+
 N, K = 80, 32
 
 
@@ -84,7 +86,6 @@ def test_budgets_are_kept(k):
     assert 1 <= depth <= steps - 2 * max(1, steps // 8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_no_bias_and_bars_that_cover(name, dtype):
@@ -127,7 +128,6 @@ def test_no_bias_and_bars_that_cover(name, dtype):
     ],
     ids=["outlier", "decaying"],
 )
-@pytest.mark.slow
 def test_the_depth_causes_no_bias_and_bars_are_at_most_twice_too_large(eigenvalues, fn, k):
     """600 keys: the means of value and derivative are within 4 standard errors. (They were off by
     7.5 on the outlier, as the depth of the smallest standard error was taken. On the decaying
@@ -153,7 +153,6 @@ def test_the_depth_causes_no_bias_and_bars_are_at_most_twice_too_large(eigenvalu
     assert 0.9 < bar / np.std(found.value) < 2.2
 
 
-@pytest.mark.slow
 def test_at_least_as_accurate_as_quadrature_alone():
     """Four functions, 120 products, n = 1000, 40 keys: the rms error is at most 0.9 times that of
     quadrature alone, and 0.3 to 0.1 of it where f(A) is nearly of low rank.
@@ -248,7 +247,6 @@ def test_exact_where_the_space_is_invariant():
         assert solution.result == tr.RESULTS.successful
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_shifts_at_the_size_of_rounding_errors(dtype):
     """Log-determinants of rank 30, with shifts down to 1e-8 times the largest eigenvalue."""

@@ -17,6 +17,8 @@ from traceax._logdet.run import budget_or_all
 from ..helpers import PSD, by_products, keys, over_keys
 from .test_logdet import shifted
 
+pytestmark = pytest.mark.slow
+
 N, K = 250, 30
 X = np.random.default_rng(0).uniform(size=(N, 2))
 
@@ -95,7 +97,6 @@ def test_exact_values_state_their_rounding(length, noise):
 
 
 @pytest.mark.parametrize("jitter", [None, 1e-7])
-@pytest.mark.slow
 def test_noise_inside_of_the_matrix_is_found(jitter):
     """Alone, or next to a known term that is far smaller."""
     f = np.random.default_rng(3).standard_normal((N, 20))
@@ -108,7 +109,6 @@ def test_noise_inside_of_the_matrix_is_found(jitter):
     assert abs(found.value - truth) <= 3 * found.std_err + found.quadrature_error < 0.3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rough", "tridiagonal"])
 def test_values_and_derivatives_with_noise_inside_are_unbiased(kind):
     """300 keys; 4 standard errors of the means. The bars (2 of them) cover 0.91 at least, which is
@@ -139,7 +139,6 @@ def test_values_and_derivatives_with_noise_inside_are_unbiased(kind):
     assert np.mean(np.abs(values - truth[0]) <= 2 * errors + quadrature) > 0.91
 
 
-@pytest.mark.slow
 def test_noise_that_exceeds_the_kernel():
     """Entries are rounded before the shift is subtracted from them."""
     dtype = np.float32
@@ -159,7 +158,6 @@ def test_noise_that_exceeds_the_kernel():
             assert abs(float(value) - relative - len(x) * np.log(s)) <= float(bar)
 
 
-@pytest.mark.slow
 def test_close_points_among_isolated_ones_get_longer_recurrences():
     """The columns that were chosen look like those of a multiple of the identity; the rows of close
     points beside them say that there are smaller eigenvalues. (Three steps were then far too few

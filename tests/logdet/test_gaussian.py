@@ -230,6 +230,7 @@ def test_several_vectors(held, dtype):
     assert np.all(np.isnan([values[2:], slope[2:]]))
 
 
+@pytest.mark.slow
 def test_pytrees():
     """Observations of the operator's structure, one vector or several with an axis of their own
     behind those of the leaves.

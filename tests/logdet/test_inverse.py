@@ -250,6 +250,7 @@ def test_small_eigenvalues_that_only_begin_to_show_are_not_missed():
     assert np.mean((low <= truth) & (truth <= high)) > 0.92
 
 
+@pytest.mark.slow
 def test_the_shift_says_what_probes_may_have_missed():
     """The Laplacian of a graph, plus 0.05 I: whether a call is successful does not depend on how
     much its probes see of the null vector, which is nearly all of the trace.
@@ -265,12 +266,17 @@ def test_the_shift_says_what_probes_may_have_missed():
 
     run = jax.jit(jax.vmap(solve, (None, None, 0)), static_argnums=0)
     assert not np.any(run(12, 1e-3, keys(100))[0])  # none would cover
-    right, (low, high) = run(30, 0.05, keys(100))
+    right, (low, high) = run(31, 0.05, keys(100))
     truth = np.trace(np.linalg.inv(dense(laplacian)))
     assert np.mean(right) > 0.5
     assert np.mean(((low <= truth) & (truth <= high))[right]) >= 0.92
+    assert not np.any(run(31, 0.0, keys(20))[0])  # a product shows the null vector itself
+    for shift in (0.0, -0.5):
+        wrong = jax.vmap(lambda key, s=shift: tr.logdet(key, hidden(laplacian, s), 60).result)
+        assert np.all(wrong(keys(20)) == tr.RESULTS.outside_domain)
 
 
+@pytest.mark.slow
 def test_bounds_by_the_diagonal_part():
     """Entries of (D + K)^-1 are from 0 to 1 / d_i, and so are intervals; not those of D - K."""
     d, matrix = np.linspace(3.5, 4, N), matrix_of(np.linspace(0.1, 3, N))

@@ -21,6 +21,8 @@ from ..helpers import PSD, compilations, keys, random_unitary, with_spectrum
 from .test_gaussian import exact_density, observations
 from .test_logdet import dense_logdet, shifted
 
+pytestmark = pytest.mark.slow
+
 N, K = 60, 40
 COMPLEX = np.complex128
 Y = observations(N, COMPLEX)
@@ -88,7 +90,6 @@ def numbers():
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.slow
 def test_finite_differences_of_the_value(name):
     """To 1e-7, for both functions, where neither the quadrature nor the solve has converged, and
     where the space is exhausted, in forward and in reverse mode. (Without the moving part of the
@@ -230,7 +231,6 @@ def test_pivots_and_neighbourhoods_are_held_and_values_follow():
     assert found.stats["condition"] < 2 * there.stats["condition"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("smooth", "dim"), [(0.0, 2), (1.0, 5)])
 def test_lbfgs_converges(smooth, dim):
     """Length scale, amplitude and noise, k = 100, from a noise that is eight times too large: no

@@ -215,6 +215,7 @@ def test_rough_kernels(dim, limit):
     assert np.sum(np.abs(off) <= 2 * found.std_err + found.quadrature_error) >= 8
 
 
+@pytest.mark.slow
 def test_neighbours_in_a_sparse_matrix_are_several_steps_away():
     """The precision of a random field on a grid: those of one step leave twice the error."""
     path = 2 * np.eye(20) - np.eye(20, k=1) - np.eye(20, k=-1)

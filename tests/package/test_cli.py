@@ -170,6 +170,7 @@ def test_the_diagonal_of_an_inverse(capsys, tmp_path):
     assert sum(report["value"]) == pytest.approx(np.exp(SPECTRUM).sum(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_shifted_log_determinants(capsys, tmp_path):
     """A + s I, also of complex matrices."""
     spectrum = np.where(np.arange(40) < 6, SPECTRUM, 0)

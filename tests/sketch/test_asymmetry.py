@@ -12,6 +12,8 @@ import traceax as tr
 
 from ..helpers import PSD, keys, spectra, with_spectrum
 
+pytestmark = pytest.mark.slow
+
 N, K = 60, 16
 NYSTROM = tr.XNysTraceEstimator()
 ESTIMATES = {
@@ -186,7 +188,6 @@ def results(keys, array, tag, names=tuple(CALLS)):
     [(kernel_times_diagonal().astype(np.float32), (SYMMETRIC,)), (skew_part(), (PSD, FEW))],
     ids=["float32", "complex128"],
 )
-@pytest.mark.slow
 def test_functions_of_an_asymmetric_operator_are_reported(array, given):
     """What is not an error bar's to say: the result is `not_symmetric`."""
     for name, found in results(keys(8), array, *given).items():

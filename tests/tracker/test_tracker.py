@@ -168,6 +168,7 @@ def test_scan_vmap_and_a_loop_agree(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_bars_of_few_steps(method):
     """At every step no bias. Independent phases have half of the variance of signs where A has
     real entries.
@@ -302,6 +303,7 @@ def test_rounding_is_in_the_error():
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_budgets(method):
     least = {"recycled": 2, "deltashift": 4}[method]
     with pytest.warns(UserWarning, match=f"needs at least {least} matvecs, got k=1"):

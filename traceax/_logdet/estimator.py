@@ -83,9 +83,12 @@ def estimate_of(
 
 def rounding_in(run: Run) -> tuple[Array, Evidence]:
     """Returns what `rounding_of` does, for a run."""
-    ends = run.sums.probes.smallest, run.sums.probes.largest
-    seen = run.built.evidence, run.sums.evidence
-    return rounding_of(run.built.factors, *ends, run.sampling.block.eps, *seen)
+    factors = run.built.factors
+    smallest, largest = run.sums.probes.smallest, run.sums.probes.largest
+    eps = run.sampling.block.eps
+    singular = Evidence(outside=2 * eps * jnp.maximum(factors.top, largest) / run.least)
+    seen = run.built.evidence, run.sums.evidence, singular
+    return rounding_of(factors, smallest, largest, eps, *seen)
 
 
 def estimate_from(run: Run) -> Estimate:

@@ -166,6 +166,5 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
         estimate = self.density(log_det, (form, left, x), spent)
-        if not weights:
-            return estimate, None
-        return estimate, GaussianWeights(weights_of(run.built, run.sums), x)
+        made = GaussianWeights(weights_of(run.built, run.sums), x) if weights else None
+        return estimate, made

@@ -58,10 +58,9 @@ class LowRank(NamedTuple):
         f = root[:, None].astype(q.dtype) * matmul(q, u * lengths.astype(q.dtype))
         f = jnp.pad(f, ((0, 0), (0, rank - lengths.size)))
         factors = low_rank_plus_diagonal(f, self.mu * jnp.square(root))
-        control_variate_weight = self.shift / (self.shift + 3 * self.left_out)
-        control_variate_weight = jnp.where(control_variate_weight >= 0, control_variate_weight, 0)
+        weight = jnp.fmax(self.shift / (self.shift + 3 * self.left_out), 0)  # 0 for NaN
         floor = jnp.where(known, self.shift / self.mu, jnp.nan)
-        return BuiltPreconditioner(factors, control_variate_weight, self.evidence, floor=floor)
+        return BuiltPreconditioner(factors, weight, self.evidence, floor=floor)
 
     @property
     def mu(self) -> Real[Array, ""]:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.estimate import Evidence, norm_of, relative, worse
+from .._core.estimate import Evidence, norm_of, relative, safe_norm, worse
 from .._estimators.estimator import (
     AbstractEstimator,
     check_either,
@@ -24,7 +24,7 @@ from .conjugate_gradients import start_of_solve
 from .factors import BuiltPreconditioner, Factors
 from .panels import Sampling, Sums, sampled
 from .preconditioners import AbstractPreconditioner, check_definite
-from .preparation import preparation_for
+from .preparation import SMALLEST, preparation_for
 
 #: The residual that ends a solve, relative to its right-hand side R^{-1} y.
 SOLVE_TOLERANCE = 1e-5
@@ -165,6 +165,7 @@ class Run(NamedTuple):
     built: BuiltPreconditioner
     sums: Sums
     spent: Int[Array, ""]  # products for the preconditioner and for probes
+    least: Real[Array, ""]  # a bound of the smallest eigenvalue of A, in units of P's diagonal
     stats: dict[str, Array]
 
 
@@ -187,6 +188,15 @@ def run_of(
     given = prepare_key, operator, k, estimator.preconditioner, inverse
     built, spent, stats = preparation_for(*given)
     factors = built.factors
+    # ||A v|| bounds the smallest eigenvalue for every unit vector v. The null vector of a graph
+    # Laplacian or of an intrinsic field is 1, which probes hardly see.
+    least = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype)
+    if k >= SMALLEST and not has_entries(operator):
+        image = block.mm(jnp.ones((block.n, 1), block.dtype))[:, 0]
+        unit = factors.unit()
+        least = safe_norm(image / unit) / safe_norm(unit)
+        least = jnp.where(jnp.sum(image).real > 0, least, 0)
+        spent = spent + 1
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
     solve = None if y is None else start_of_solve(factors.inverse_root(y), SOLVE_TOLERANCE)
@@ -216,4 +226,4 @@ def run_of(
     )
     sums = sampled(probe_key, sampling, solve)
     stats = {"condition": sums.probes.largest / sums.probes.smallest, **stats}
-    return Run(sampling, built, sums, spent + sums.spent, stats)
+    return Run(sampling, built, sums, spent + sums.spent, least, stats)
