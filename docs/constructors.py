@@ -4,6 +4,7 @@ Equinox writes `__init__` from the fields of a class: it does not stand in the s
 mkdocstrings looks for it, nor does a docstring of it that is assigned.
 """
 
+import dataclasses
 import inspect
 
 import griffe
@@ -18,15 +19,32 @@ class Constructors(griffe.Extension):
     def on_class_instance(self, *, cls: griffe.Class, **_) -> None:
         """Called for every class that is read."""
         found = vars(traceax).get(cls.name, vars(traceax.extend).get(cls.name))
-        if found is None:
+        if found is None or cls.docstring is None:
             return
         arguments = inspect.getdoc(found.__init__) or ""
-        if cls.docstring is None or "**Arguments:**" not in cls.docstring.value + arguments:
+        # Results, which only the package makes, have attributes alone; so has what others extend.
+        made_by_others = cls.name in vars(traceax.extend) and not inspect.isabstract(found)
+        if "**Arguments:**" not in cls.docstring.value + arguments and not made_by_others:
             return
         listed = arguments.removeprefix("**Arguments:**").strip()
         if listed == arguments or listed in cls.docstring.value:
             arguments = ""
-        parameters = inspect.signature(found).parameters.values()
-        signature = ", ".join(str(each.replace(annotation=each.empty)) for each in parameters)
+        signature = ", ".join(map(str, _parameters(found)))
         call = f"```python\n{cls.name}({signature})\n```"
         cls.docstring.value = f"{call}\n\n{cls.docstring.value}\n\n{arguments}"
+
+
+class _Call(str):
+    """A default that is made for each instance, as it would be written."""
+
+    __repr__ = str.__str__
+
+
+def _parameters(cls):
+    """The parameters without annotations, and with calls for what makes a default."""
+    fields = getattr(cls, "__dataclass_fields__", {})
+    for each in inspect.signature(cls).parameters.values():
+        make = getattr(fields.get(each.name), "default_factory", dataclasses.MISSING)
+        if make is not dataclasses.MISSING:
+            each = each.replace(default=_Call(f"{make.__name__}()"))
+        yield each.replace(annotation=each.empty)
