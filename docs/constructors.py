@@ -1,4 +1,4 @@
-"""How the classes are made, for the pages of the reference.
+"""How the classes are made, and what attributes are, for the pages of the reference.
 
 Equinox writes `__init__` from the fields of a class: it does not stand in the source where
 mkdocstrings looks for it, nor does a docstring of it that is assigned.
@@ -6,6 +6,8 @@ mkdocstrings looks for it, nor does a docstring of it that is assigned.
 
 import dataclasses
 import inspect
+from itertools import takewhile
+from pathlib import Path
 
 import griffe
 
@@ -15,6 +17,14 @@ import traceax.extend
 
 class Constructors(griffe.Extension):
     """Adds the signature and the arguments to the docstrings of public classes."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_) -> None:
+        """The lines with `#:` above an attribute are its docstring."""
+        if attr.docstring is None and attr.lineno and isinstance(attr.filepath, Path):
+            lines = attr.filepath.read_text().splitlines()[: attr.lineno - 1]
+            found = list(takewhile(lambda line: line.lstrip().startswith("#:"), reversed(lines)))
+            text = "\n".join(line.lstrip()[3:] for line in reversed(found))
+            attr.docstring = griffe.Docstring(text, parent=attr) if text else None
 
     def on_class_instance(self, *, cls: griffe.Class, **_) -> None:
         """Called for every class that is read."""

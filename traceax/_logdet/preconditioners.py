@@ -114,10 +114,7 @@ class NystromPreconditioner(AbstractPreconditioner):
     part that is written down (`K + s I`) exactly; otherwise the smallest eigenvalue is estimated.
     Cost: `rank` matvecs, `n x rank` numbers, about `15 n rank^2` operations.
 
-    ??? cite "References"
-
-        Z. Frangella, J. A. Tropp, M. Udell, *Randomized Nystrom preconditioning*, 2023,
-        arXiv:2110.02820, doi:10.1137/21M1466244.
+    **Source:** Z. Frangella, J. A. Tropp, M. Udell, 2023, arXiv:2110.02820.
     """
 
     rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)
@@ -165,11 +162,8 @@ class KernelPreconditioner(AbstractPreconditioner):
     Cost: no product; two passes over the entries, by columns; `n x (rank + neighbours)` numbers;
     `n^2 rank` operations.
 
-    ??? cite "References"
-
-        F. Schaefer, M. Katzfuss, H. Owhadi, *Sparse Cholesky factorization by Kullback-Leibler
-        minimization*, 2020, arXiv:2004.14455; T. Gyger, R. Furrer, F. Sigrist, 2025,
-        arXiv:2507.05064.
+    **Source:** F. Schaefer, M. Katzfuss, H. Owhadi, 2020, arXiv:2004.14455; T. Gyger, R. Furrer,
+    F. Sigrist, 2025, arXiv:2507.05064.
     """
 
     rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)
