@@ -39,9 +39,11 @@ class Constructors(griffe.Extension):
         listed = arguments.removeprefix("**Arguments:**").strip()
         if listed == arguments or listed in cls.docstring.value:
             arguments = ""
-        signature = ", ".join(map(str, _parameters(found)))
-        call = f"```python\n{cls.name}({signature})\n```"
-        cls.docstring.value = f"{call}\n\n{cls.docstring.value}\n\n{arguments}"
+        parameters = [str(each) for each in _parameters(found)]
+        call = f"{cls.name}({', '.join(parameters)})"
+        if len(call) > 80:  # as `separate_signature` breaks those of functions
+            call = "\n    ".join([f"{cls.name}(", *(f"{each}," for each in parameters)]) + "\n)"
+        cls.docstring.value = f"```python\n{call}\n```\n\n{cls.docstring.value}\n\n{arguments}"
 
 
 class _Call(str):
