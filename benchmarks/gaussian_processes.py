@@ -202,9 +202,9 @@ def draw(found, name="Matern-5/2"):
             cells = {int(n): found[name][n].get(method + gradient) for n in sizes}
             points = [(n, cell[TIME]) for n, cell in cells.items() if cell and TIME in cell]
             if points:
-                axis.loglog(
-                    *zip(*points, strict=True), "os^dvP"[i] + "-", ms=4, color=f"C{i}", label=method
-                )
+                label = method.replace("cholesky", "Cholesky").replace("gpytorch", "GPyTorch")
+                style = {"ms": 4, "color": f"C{i}", "label": label}
+                axis.loglog(*zip(*points, strict=True), "os^dvP"[i] + "-", **style)
         axis.set(xlabel="n", title="value" + gradient.replace(",", " and"))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(TIME)

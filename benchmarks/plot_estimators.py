@@ -1,12 +1,13 @@
 """Error per product of the trace estimators, as plots: on the six spectra of the XTrace experiment,
 and of the default beside the others where the diagonal dominates, where it does not, and between.
 
-    python -m benchmarks.plot_estimators
+    python -m benchmarks.plot_estimators           # about four minutes
+    python -m benchmarks.plot_estimators --draw    # from the stored numbers
 
-Writes `docs/images/estimators.png`, `shrunk.png` and `benchmarks/results/estimators.json`. About
-four minutes.
+Writes `docs/images/estimators.png`, `shrunk.png` and `benchmarks/results/estimators.json`.
 """
 
+import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from .common import ESTIMATORS, PSD, spectra, with_eigenvalues
 N, COUNT = 1000, 20
 BUDGETS = (12, 24, 48, 96, 192, 384)
 ROOT = Path(__file__).parent.parent
+NUMBERS = ROOT / "benchmarks/results/estimators.json"
 TITLES = {
     "flat": "flat: 1 to 3",
     "poly": "polynomial: $i^{-2}$",
@@ -30,6 +32,15 @@ TITLES = {
     "exp0.7": "exponential: $0.7^i$",
     "step1e-3": "step: 50 ones, then $10^{-3}$",
     "step1e-8": "step: 50 ones, then $10^{-8}$",
+}
+
+#: How each estimator is drawn, and what it is called.
+STYLES = {
+    "hutchinson": ("o-", "Hutchinson"),
+    "hutch++": ("s-", "Hutch++"),
+    "xtrace": ("^-", "XTrace"),
+    "xnystrace": ("d-", "XNysTrace"),
+    "default": ("k--", "the default"),
 }
 
 
@@ -90,17 +101,16 @@ def picture(found, rows, name):
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogFormatterSciNotation, LogLocator
 
-    styles = {"hutchinson": "o-", "hutch++": "s-", "xtrace": "^-", "xnystrace": "d-"}
     height = 3.1 * rows
     figure, axes = plt.subplots(
         rows, 3, figsize=(11, height), sharex=True, squeeze=False, layout="constrained"
     )
     for axis, (title, lines) in zip(axes.flat, found.items(), strict=True):
         for method, line in lines.items():
-            style = styles.get(method, "k--")
-            axis.loglog(BUDGETS, np.maximum(line, 1e-16), style, ms=4, label=method)
+            style, label = STYLES[method]
+            axis.loglog(BUDGETS, np.maximum(line, 1e-16), style, ms=4, label=label)
         axis.set_title(TITLES.get(title, title), fontsize=10)
         axis.grid(alpha=0.3)
         axis.set_xticks(BUDGETS, [str(k) for k in BUDGETS])
@@ -108,7 +118,7 @@ def picture(found, rows, name):
         low, high = axis.get_ylim()
         if high < 50 * low:  # a single power of ten would be labelled
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:.0e}")
+            axis.yaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(9, 9)))
     for axis in axes[-1]:
         axis.set_xlabel("products")
     for axis in axes[:, 0]:
@@ -119,16 +129,25 @@ def picture(found, rows, name):
     figure.savefig(path, dpi=110)
 
 
-def main():
-    """Measure, write the numbers, draw the pictures."""
+def measure():
+    """Measure, and write the numbers."""
     jax.config.update("jax_enable_x64", True)
     found = {name: errors(values) for name, values in spectra(N).items()}
     methods = {**OURS, "default": _default}
     others = {name: errors_of(matrix, methods) for name, matrix in three_matrices().items()}
     results = {"n": N, "keys": COUNT, "budgets": BUDGETS, "rms_relative_error": {**found, **others}}
-    (ROOT / "benchmarks/results/estimators.json").write_text(json.dumps(results, indent=1) + "\n")
-    picture(found, 2, "estimators.png")
-    picture(others, 1, "shrunk.png")
+    NUMBERS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main():
+    """Measure, unless it is done, and draw the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="draw the stored numbers")
+    if not parser.parse_args().draw:
+        measure()
+    found = json.loads(NUMBERS.read_text())["rms_relative_error"]
+    picture({name: found[name] for name in TITLES}, 2, "estimators.png")
+    picture({name: x for name, x in found.items() if name not in TITLES}, 1, "shrunk.png")
 
 
 if __name__ == "__main__":

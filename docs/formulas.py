@@ -12,7 +12,8 @@ from math_core import LatexError, LatexToMathML
 from mkdocs.exceptions import PluginError
 
 _FORMULA = re.compile(
-    r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<source>.*?)\\[)\]]</(?P=tag)>'
+    r'(?P<before>[(]*)<(?P<tag>span|div) class="arithmatex">'
+    r"\\[(\[](?P<source>.*?)\\[)\]]</(?P=tag)>"
     r"(?P<after>[.,;:)]*)",
     re.DOTALL,
 )
@@ -30,10 +31,11 @@ def on_page_content(content, page, config, files):
         except LatexError as error:
             where = page.file.src_uri
             raise PluginError(f"{where}: the formula {source!r} is not typeset: {error}") from error
-        # Within the span, what follows a formula is not torn from it at the end of a line.
-        return f'<{tag} class="arithmatex">{mathml}{formula["after"]}</{tag}>'
+        # Within the span, what stands at a formula is not torn from it at the end of a line.
+        around = formula["before"], formula["after"]
+        return f'<{tag} class="arithmatex">{mathml.join(around)}</{tag}>'
 
     content = _FORMULA.sub(converted, content)
-    if re.search('class="arithmatex">(?!<math)', content):
+    if re.search('class="arithmatex">(?![(]*<math)', content):
         raise PluginError(f"{page.file.src_uri}: a formula is not in a form that is typeset.")
     return content

@@ -24,7 +24,8 @@ OF_A_TRACE = (
     "_probes",
 )
 
-WIDTH, HEIGHT, GAP, LEFT = 760, 62, 10, 40
+WIDTH, HEIGHT, GAP, LEFT = 760, 70, 10, 40
+PADDING = 10
 # Boxes are opaque, and everything else is grey: right on a light page and on a dark one.
 BEGIN = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" \
@@ -38,10 +39,10 @@ font-size="13" fill="#888">imports</text>
 """
 BOX = """\
 <rect x="{x:g}" y="{y}" width="{width:g}" height="{height}" rx="6" fill="{fill}" stroke="#5c6bc0"/>
-<text x="{middle:g}" y="{name_at}" text-anchor="middle" font-size="14" font-weight="600" \
+<text x="{text_at:g}" y="{name_at}" font-size="14" font-weight="600" \
 fill="#1a237e">{name}</text>
 """
-LINE = '<text x="{x:g}" y="{y}" text-anchor="middle" font-size="11" fill="#333">{text}</text>\n'
+LINE = '<text x="{x:g}" y="{y}" font-size="11" fill="#333">{text}</text>\n'
 
 
 def layers() -> list[list[str]]:
@@ -76,7 +77,7 @@ def picture() -> str:
         for column, room in enumerate(rooms):
             x = LEFT + column * (width + GAP)
             name = f"{room}/" if path_of(room).is_dir() else f"{room}.py"
-            lines = textwrap.wrap(purpose(room), int(width / 6.2))
+            lines = textwrap.wrap(purpose(room), int((width - 2 * PADDING) / 6))
             first = y + (HEIGHT - 16 - 13 * len(lines)) / 2 + 13
             text += BOX.format(
                 x=x,
@@ -84,13 +85,13 @@ def picture() -> str:
                 width=width,
                 height=HEIGHT,
                 fill="#c5cae9" if room in OF_A_TRACE else "#f3f4fa",
-                middle=x + width / 2,
+                text_at=x + PADDING,
                 name_at=f"{first:g}",
                 name=name,
             )
             for number, line in enumerate(lines):
                 at = f"{first + 15 + 13 * number:g}"
-                text += LINE.format(x=x + width / 2, y=at, text=html.escape(line))
+                text += LINE.format(x=x + PADDING, y=at, text=html.escape(line))
     return f"{text}</svg>\n"
 
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # The edge of stability
 #
-# Gradient descent on a quadratic function with the largest eigenvalue lambda diverges if the
-# learning rate is above 2 / lambda. The loss of a network is no quadratic function. What happens
+# Gradient descent on a quadratic function with the largest eigenvalue $\lambda$ diverges if the
+# learning rate is above $2 / \lambda$. The loss of a network is no quadratic function. What happens
 # there was described by Cohen et al. ([arXiv:2103.00065](https://arxiv.org/abs/2103.00065)): the
 # largest eigenvalue of the Hessian, the *sharpness*, grows while the network learns, until it is
 # 2 / learning rate. There it stays, and training goes on at the edge of stability. This page
@@ -258,10 +258,14 @@ figure, panels = plt.subplots(1, 3, figsize=(8, 2.7), layout="constrained")
 for axes, (name, run) in zip(panels, runs.items(), strict=False):
     tr.plot.traces(run["closer"], run["layers"], axes=axes)
     axes.set(title=name, ylabel="trace", yscale="log")
+    place = "center" if name == "convolutional" else "lower right"
+    axes.legend(frameon=False, loc=place, fontsize="x-small", ncols=1)
 for label, values, errors in noise_and_signal("transformer", run):
     panels[2].errorbar(run["closer"], values, 2 * errors, fmt="o-", ms=3, lw=1, label=label)
-panels[2].set(title="transformer", xlabel="step", ylabel="squared norm", ylim=(0, None))
-panels[2].legend(frameon=False, fontsize="small")
+panels[2].axhline(0, color="black", lw=0.5)
+panels[2].set(title="transformer", xlabel="step", ylabel="squared norm")
+panels[2].set_yscale("symlog", linthresh=0.1)
+panels[2].legend(frameon=False, loc="lower right", fontsize="small")
 plt.show()
 
 # %% [markdown]
@@ -278,7 +282,7 @@ plt.show()
 # their errors, from 40.
 
 # %%
-figure, panels = plt.subplots(1, 2, figsize=(7, 2.3), layout="constrained")
+figure, panels = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")
 ends = {}
 for axes, (name, run) in zip(panels, runs.items(), strict=True):
     ends[name] = tr.eigenpairs(jax.random.key(4), run["hessian"], k=40, num=2, which="BE")
@@ -291,8 +295,10 @@ for axes, (name, run) in zip(panels, runs.items(), strict=True):
     print(
         f"{name}: eigenvalues from {low:.2f} to {high:.2f}, 2 / learning rate {2 / rates[name]:.2f}"
     )
-panels[0].get_legend().remove()
-panels[1].legend(frameon=False, fontsize="small")
+for axes in panels:
+    axes.get_legend().remove()
+drawn = panels[1].get_legend_handles_labels()
+figure.legend(*drawn, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
 plt.show()
 
 # %% [markdown]
@@ -335,3 +341,4 @@ def grown(layer):
 assert runs["transformer"]["sharp"][0].values[0] > 2 / rates["transformer"]
 assert min(grown(layer) for layer in ("attention", "dense", "embedding")) > 10
 assert 1 / 1.5 < grown("out") < 1.5
+print("All of it holds.")

@@ -162,8 +162,8 @@ plt.show()
 #
 # The equation $\Delta u = g$ in the unit ball of eight dimensions, with $u = 0$ on the sphere,
 # whose solution is $u = (1 - |x|^2) \sum_i \sin x_i$. The network is $(1 - |x|^2)$ times a free
-# function. The square of an unbiased estimate is biased by its variance: two keys, and the
-# product of two residuals, are not.
+# function. The square of an unbiased estimate is biased by its variance; the product of two,
+# from two keys, is not.
 
 
 # %%

@@ -69,9 +69,10 @@ def kernel(theta, a, b):
 # %% [markdown]
 # ## The marginal likelihood, twice
 #
-# Both functions return the value and its gradient. The estimate spends 150 products: 120 on a
-# preconditioner, the rest on the solve and the probes. The same key makes it a deterministic
-# function. (Its own derivative takes a preconditioner that was built before.)
+# Both functions return the value and its gradient. The estimate may spend 150 products: 120 on a
+# preconditioner, and of the rest what the solve and the probes need, which is little: 123 in all.
+# The same key makes it a deterministic function. (Its own derivative takes a preconditioner that
+# was built before.)
 
 
 # %%
@@ -193,7 +194,7 @@ print(f"with Cholesky's hyperparameters: {np.max(np.abs(with_theirs - fitted)):.
 #
 # A Cholesky factorisation is exact, and at this size simply the better choice: it takes $n^3 / 3$
 # operations, and $k$ products take $2 k n^2$. But $k$ follows the spectrum of the kernel rather
-# than $n$. With every week instead of every third, the same 150 products still do:
+# than $n$. With every week instead of every third, the same budget still does, and 125 products:
 
 # %%
 x_all, y_all = jnp.asarray(all_weeks), jnp.asarray(all_levels - mean)

@@ -219,8 +219,8 @@ left.errorbar(alphas, of_pixels["value"], yerr=bars, fmt="o-", ms=4, label="evid
 left.semilogx(alphas, truth["value"], "kx", label="evidence, exact", zorder=3)
 left.axvline(np.exp(root), color="C0", lw=1, ls=":")
 left.set(xlabel=r"prior precision $\alpha$", ylabel="nats, with two standard errors")
-left.set(xlim=(0.008, 1.3), ylim=(-220, -160))
-left.legend(frameon=False, loc="lower left")
+left.set(xlim=(0.008, 1.3), ylim=(-220, -155))
+left.legend(frameon=False, loc="upper right", fontsize="small")
 axes.semilogx(alphas, of_pixels["slope"], "o-", ms=4, label="slope, estimated")
 axes.semilogx(alphas, truth["slope"], "kx", label="slope, exact")
 axes.semilogx(alphas, of_pixels["fixed"], "s--", ms=4, label="parameters fixed")
@@ -294,3 +294,4 @@ assert fixed_root > root + np.log(5)
 difference = there["value"] - white_there["value"]
 assert difference - 3 * np.hypot(there["std_err"], white_there["std_err"]) > 100
 assert there["held out"] > white_there["held out"] + 0.1
+print("All of it holds.")

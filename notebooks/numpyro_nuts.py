@@ -38,7 +38,8 @@ y = jnp.asarray(np.linalg.cholesky(covariance) @ rng.standard_normal(len(x)))
 #
 # Three positive numbers with wide priors, and the density of the data as a factor. Only the
 # function that computes it differs between the two runs. The key is fixed: the estimate is then a
-# deterministic function, by whose values the sampler corrects what its gradient is off.
+# deterministic function, and the sampler, which accepts by values, corrects for the error of the
+# gradient.
 
 
 # %%
@@ -125,7 +126,8 @@ for axes, (name, value) in zip(all_axes, TRUE.items(), strict=True):
     print(
         f"{name}: means {means[0]:.4f}, {means[1]:.4f}; {apart[name]:.1f} Monte Carlo errors apart"
     )
-all_axes[0].legend(frameon=False, fontsize=8)
+drawn = all_axes[0].get_legend_handles_labels()
+figure.legend(*drawn, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]

@@ -88,7 +88,7 @@ TrackState.__init__.__doc__ = "**Arguments:**" + (TrackState.__doc__ or "").part
 
 @final
 class Tracker(eqx.Module):
-    """Estimates tr(A_1), tr(A_2), ...: the traces of an operator that changes slowly, such as the
+    """Estimates the traces of $A_1, A_2, ...$, of an operator that changes slowly, such as the
     Hessian of a network in training. Each step uses the steps before it.
 
     - `"recycled"`: Hutch++ with the subspace of the last step, improved by the products of that

@@ -116,11 +116,13 @@ def hessian(
         variables. By default all are but statistics and random states of Flax.
     - `groups`: called as `groups(path, leaf)`: the name of the group that it belongs to, or a list
         of names, one for each entry along its leading axis. The operator is then one over a
-        dictionary with one array for each group, as `traceax.block_traces` reports by.
+        dictionary with one array for each group, and [`traceax.block_traces`][]
+        has one trace for each.
     - `has_aux`: whether the loss returns a pair `(loss, aux)`.
     - `mode`: how the gradient is differentiated: `"forward"`; `"reverse"`, in two to three times
         the memory, where it has no forward mode; `"finite-difference"`, where it has no derivative:
-        products are then good to 4 eps^(2/3), and estimates have no derivative.
+        products are then good to $4 \epsilon^{2/3}$ ($\epsilon$: that of the dtype), and
+        estimates have no derivative.
 
     **Returns:** a lineax operator over the parameters, tagged symmetric.
 

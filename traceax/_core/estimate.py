@@ -27,7 +27,7 @@ class Evidence(eqx.Module):
     **Attributes:**
 
     - `nonfinite`: whether a product holds NaN or inf, see `evidence_of`.
-    - `skew`: how far products are from those of an operator with A^H = A.
+    - `skew`: how far products are from those of an operator with $A^* = A$.
     - `negative`: how far products contradict the tag semidefinite. The value does not rely on it.
     - `outside`: whether the quantity is not defined. The value and its errors are then NaN.
     - `unconverged`: the error over the one that is allowed.
@@ -170,14 +170,14 @@ def power_of(x: Real[Array, "..."], exponent: float) -> Real[Array, "..."]:
 
 
 def rounding_of(size: Array, eps: Array | float) -> Array:
-    """The standard error that rounding adds to an estimate of an operator of this size.
+    r"""The standard error that rounding adds to an estimate of an operator of this size.
 
     Rounding errors add up like random numbers: half the `eps` of a product, and 7.75 times that of
     the working precision for the algebra, whatever n and k are.
 
     **Arguments:**
 
-    - `size`: ||A||_F for a trace; for the entries of a diagonal the norms of the rows of A.
+    - `size`: $\|A\|_F$ for a trace; for the entries of a diagonal the norms of the rows of A.
     - `eps`: the relative precision of a product.
     """
     return (eps / 2 + 7.75 * float(jnp.finfo(size.dtype).eps)) * size
@@ -200,8 +200,8 @@ def norm_of(value: PyTree[Inexact[Array, "..."]]) -> Real[Array, ""]:
 
 
 def mean_and_std_err(samples: Inexact[Array, "... m"]) -> tuple[Array, Array]:
-    """The mean of independent samples (along the last axis) and its standard error, s / sqrt(m),
-    where s^2 is the unbiased sample variance; inf for one sample.
+    r"""The mean of independent samples (along the last axis) and its standard error $s / \sqrt m$,
+    where $s^2$ is the unbiased sample variance; inf for one sample.
 
     **Arguments:**
 

@@ -243,7 +243,9 @@ def _define(name: str) -> Primitive:
 
 
 # One primitive for each quantity that is estimated: they differ only in their names in a jaxpr.
+#: The primitive of [`traceax.trace`][]: an estimate is one equation of a jaxpr with it.
 trace_p = _define("trace")
+#: The primitive of [`traceax.diagonal`][]: an estimate is one equation of a jaxpr with it.
 diagonal_p = _define("diagonal")
 spectral_sum_p = _define("spectral_sum")
 spectral_diagonal_p = _define("spectral_diagonal")

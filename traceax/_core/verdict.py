@@ -14,7 +14,9 @@ from .estimate import Estimate, all_finite
 class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     """The outcomes of an estimate: compare with `solution.result == tr.RESULTS.successful`.
 
-    `RESULTS[solution.result]` is the message, empty on success.
+    They are `successful`, `nonfinite_operator`, `not_semidefinite`, `not_symmetric`,
+    `outside_domain` and `not_converged`. `RESULTS[solution.result]` is the message, empty on
+    success.
     """
 
     nonfinite_operator = (

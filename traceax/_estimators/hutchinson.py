@@ -100,7 +100,8 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     **Arguments:**
 
     - `sampler`: the distribution of the probes. By default [`traceax.RademacherSampler`][].
-    - `batch_size`: the number of probes to multiply at once; by default a block of 2^27 numbers.
+    - `batch_size`: the number of probes to multiply at once; by default a block of $2^{27}$
+        numbers.
 
     **Source:** A. Girard, 1989, doi:10.1007/BF01395775; M. F. Hutchinson, 1990,
     doi:10.1080/03610919008812866; of diagonals C. Bekas, E. Kokiopoulou, Y. Saad, 2007,

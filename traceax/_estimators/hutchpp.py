@@ -58,14 +58,14 @@ class HutchPlusPlusEstimator(AbstractSketchEstimator):
     r"""Hutch++: the trace on the range of a sketch, plus Hutchinson's estimate of the rest.
 
     With $Q$ an orthonormal basis of the range of $A \Omega$ ($m = \lfloor k/3 \rfloor$ probes) and
-    $m' = k - 2m$ fresh probes, $g_i = (I - Q Q^*) \omega_i$,
+    $l = k - 2m$ fresh probes, $g_i = (I - Q Q^*) \omega_i$,
 
-    $$\mathrm{tr}(Q^* A Q) + \frac{1}{m'} \sum_i c_i \, g_i^* A g_i, \qquad
+    $$\mathrm{tr}(Q^* A Q) + \frac{1}{l} \sum_i c_i \, g_i^* A g_i, \qquad
     c_i = (n - m) / \|g_i\|^2 \text{ if improved, else } 1.$$
 
     For a diagonal it is Diag++ (the published one drops the cross terms, and is biased),
 
-    $$\mathrm{diag}(Q Q^* A) + \frac{1}{m'} \sum_i \bar\omega_i \circ (I - Q Q^*) A \omega_i.$$
+    $$\mathrm{diag}(Q Q^* A) + \frac{1}{l} \sum_i \bar\omega_i \circ (I - Q Q^*) A \omega_i.$$
 
     Both are unbiased, and the samples are independent given $Q$.
 

@@ -67,7 +67,7 @@ class Solution(eqx.Module, Generic[Value]):
     **Attributes:**
 
     - `value`: the estimate, of the operator's dtype (float32 for half precision; real where a tag
-        says that A^H = A): a scalar array, or for diagonals a PyTree of arrays.
+        says that $A^* = A$): a scalar array, or for diagonals a PyTree of arrays.
     - `std_err`: the estimated standard deviation of `value` (real, of the same structure), rounding
         included. It is 0 if the value is exact, and inf if there was a single probe.
     - `num_matvecs`: the number of products with the operator that were spent.

@@ -156,8 +156,8 @@ class XTraceEstimator(AbstractLeaveOneOutEstimator):
         diagonals and shrunk samples random signs (phases for complex operators).
     - `improved`: whether to renormalise ("resphere") the residual probes of a trace: by default
         wherever the distribution is rotation invariant.
-    - `batch_size`: the number of vectors to multiply at once; by default a block of 2^27 numbers,
-        or 64 vectors for operators that call functions.
+    - `batch_size`: the number of vectors to multiply at once; by default a block of $2^{27}$
+        numbers, or 64 vectors for operators that call functions.
     - `shrink`: whether to shrink each sample towards Hutchinson's from the same probe, which is
         never much worse than the better of both. Such samples are not renormalised.
 

@@ -231,7 +231,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
 
 @final
 class Eigenpairs(eqx.Module):
-    """The result of `traceax.eigenpairs`. Only `values` carries a derivative.
+    r"""The result of `traceax.eigenpairs`. Only `values` carries a derivative.
 
     **Attributes:**
 
@@ -239,8 +239,8 @@ class Eigenpairs(eqx.Module):
         ascending order).
     - `errors`: how far each may be from an eigenvalue: for the outermost value (of each end for
         `"BE"`) from the extreme eigenvalue, but for a probability of 1 %; for others the residual.
-    - `residuals`: for each pair the norm ||A v - value v||, rounding included. An eigenvalue lies
-        within that distance of the value, with certainty.
+    - `residuals`: for each pair $(\theta, v)$ the norm $\|A v - \theta v\|$, rounding included. An
+        eigenvalue lies within that distance of the value, with certainty.
     - `bounds`: two numbers between which the whole spectrum lies, but for a probability of 1 %
         (over keys). They are infinite if nothing is known.
     - `vectors`: the eigenvectors, of norm 1: a PyTree of the operator's input structure, whose
@@ -301,7 +301,8 @@ def eigenpairs(
     *,
     throw: bool = False,
 ) -> Eigenpairs:
-    r"""Extreme eigenvalues and eigenvectors of a Hermitian operator, as the sharpness of a loss.
+    r"""Extreme eigenvalues, such as the sharpness of a loss, and eigenvectors of a Hermitian
+    operator.
 
     Lanczos' recurrence, with full reorthogonalisation: a value lies inside the spectrum;
     `errors[0]` says how far the extreme eigenvalue may be, but for a probability of 1 % over keys.

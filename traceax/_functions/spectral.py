@@ -80,7 +80,8 @@ def spectral_sum(
 
     **Raises:** `TypeError`, `ValueError`; `NotImplementedError` for a second derivative.
 
-    **Source:** S. Ubaru et al., doi:10.1137/16M1104974; T. Chen, E. Hallman, arXiv:2205.01736.
+    **Source:** S. Ubaru, J. Chen, Y. Saad, 2017, doi:10.1137/16M1104974; T. Chen, E. Hallman, 2023,
+    arXiv:2205.01736.
     """
     operator = as_operator(operator)
     dtype = _real_dtype(operator)

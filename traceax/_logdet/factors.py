@@ -279,13 +279,9 @@ class BuiltPreconditioner(eqx.Module):
 
         - `structure`: that of the vectors, `operator.in_structure()`; by default a single array.
 
-        **Returns:**
+        **Returns:** a `lineax.FunctionLinearOperator`.
 
-        A `lineax.FunctionLinearOperator`.
-
-        **Raises:**
-
-        - `ValueError`: for a structure with another number of entries, or of another dtype.
+        **Raises:** `ValueError` for a structure with another number of entries, or another dtype.
         """
         factors = lax.stop_gradient(self.factors)
         if structure is None:

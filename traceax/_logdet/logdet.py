@@ -88,9 +88,9 @@ def logdet(
     - `shifts`: numbers s, for the values of all A + s I ([`traceax.spectral_sum`][]).
     - `preconditioner`: `"auto"`, one such as [`traceax.NystromPreconditioner`][], a
         [`traceax.BuiltPreconditioner`][], or None.
-    - `fallback`: `"exact"`: the value is exact, without products, up to 1,024 or 6 k rows, with a
-        tolerance up to 4,096 rows, if the operator knows its entries and the preconditioner is
-        `"auto"`. None: it is not.
+    - `fallback`: `"exact"`: the value is exact, without products, up to 1,024 rows or 6 k (at most
+        16,384), with a tolerance up to 4,096 rows, if the operator knows its entries and the
+        preconditioner is `"auto"`. None: it is not.
     - `throw`: whether to raise an error if the result is not successful.
 
     **Returns:** a [`traceax.Solution`][] with two errors: `std_err` of the probes, and

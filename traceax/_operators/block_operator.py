@@ -52,7 +52,7 @@ class BlockOperator:
     **Attributes:**
 
     - `operator`: the lineax operator. Products run in its own dtypes.
-    - `batch_size`: how many vectors to multiply at once. By default a block has at most 2^27
+    - `batch_size`: how many vectors to multiply at once. By default a block has at most $2^{27}$
         numbers, and at most 64 vectors if the operator calls functions.
     - `n`: the number of rows.
     - `dtype`: the working dtype, of probes, products and estimates: the widest of the operator's
@@ -105,7 +105,7 @@ class BlockOperator:
         return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
 
     def mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
-        """The product `A @ block`: `m` matvecs."""
+        """The product `A @ block` with a block of m vectors: m matvecs."""
         # For leaves that are matrices, such as the weights of a network, one transpose of the whole
         # block takes less time than one of each leaf.
         if any(len(shape) > 1 for shape in self.shapes):
@@ -165,7 +165,7 @@ class BlockOperator:
             )
 
     def quadratic_forms(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A v_i`, for vectors given leaf by leaf: `m` matvecs, or the quadratic
+        """The numbers $v_i^* A v_i$, for m vectors given leaf by leaf: m matvecs, or the quadratic
         forms of a curvature operator.
         """
         blocks = list(blocks)
@@ -183,7 +183,7 @@ class BlockOperator:
     def forms(
         self, left: list[Inexact[Array, "*leaf m"]], right: list[Inexact[Array, "*leaf m"]]
     ) -> Inexact[Array, " m"]:
-        """The numbers `v_i^H A u_i`: `m` matvecs. Only one width of products is held at a time."""
+        """The numbers $v_i^* A u_i$: m matvecs. Only one width of products is held at a time."""
 
         def of_columns(left, right):
             dots = [
@@ -215,7 +215,7 @@ class BlockOperator:
         return jtu.tree_unflatten(treedef, vectors)
 
     def adjoint_mm(self, block: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
-        """The product `A^H @ block`: `m` matvecs, with A itself if A is Hermitian."""
+        """The product of $A^*$ with a block of m vectors: m matvecs, of A if A is Hermitian."""
         if is_hermitian(self.operator):
             return self.mm(block)
         # A^H x = conj(A^T conj(x))

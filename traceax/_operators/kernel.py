@@ -102,7 +102,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
             must be positive semidefinite (which is not checked).
         - `x`: the points, an array of shape `(n,)` or `(n, d)`, or a PyTree of arrays with n rows.
         - `block_size`: so many rows' worth of numbers of K are evaluated at once, in a square tile.
-            By default 2^20 numbers, which fit into the cache of a CPU.
+            By default $2^{20}$ numbers, which fit into the cache of a CPU.
         """
         self.x = _inputs(x)
         self.block_size = checked_count(

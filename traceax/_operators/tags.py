@@ -58,7 +58,7 @@ def semidefinite_sign(operator: lx.AbstractLinearOperator) -> int:
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the tags say that A^H = A: symmetric (real operators) or semidefinite, or made by
+    """Whether the tags say that $A^* = A$: symmetric (real operators) or semidefinite, or made by
     sums and real scalars, traced or not, from operators that are.
 
     **Arguments:**

@@ -18,11 +18,9 @@ def numbered(key: PRNGKeyArray, number: int | Int[Array, ""]) -> PRNGKeyArray:
     **Arguments:**
 
     - `key`: a JAX random key.
-    - `number`: the number of the item, from 0 to 2^31 - 1.
+    - `number`: the number of the item, from 0 to $2^{31} - 1$.
 
-    **Returns:**
-
-    A key.
+    **Returns:** a key.
     """
     return jr.fold_in(key, jnp.asarray(number).astype(np.uint32) | np.uint32(2**31))
 

@@ -29,7 +29,7 @@ def _canonical(dtype: DTypeLike | None) -> Any:
 
 
 class AbstractSampler(eqx.Module):
-    """A distribution of probes: random vectors `omega` with `E[omega omega^H] = I`.
+    r"""A distribution of probes: random vectors $\omega$ with $E[\omega \omega^*] = I$.
 
     A call `sampler(key, n, k)` returns `k` independent probes as the columns of an array of shape
     `(n, k)`. A subclass is final; it declares `rotation_invariant`, and implements `_sample`.
@@ -234,7 +234,7 @@ class SteinhausSampler(AbstractSampler):
     r"""Probes with independent entries $e^{i\theta}$, $\theta$ uniform: the complex counterpart of
     Rademacher signs.
 
-    Not rotation invariant. For a Hermitian operator a sample $z^H A z$ has the variance
+    Not rotation invariant. For a Hermitian operator a sample $z^* A z$ has the variance
     $\sum_{i \ne j} |A_{ij}|^2$. With Rademacher probes it is $2 \sum_{i \ne j} (\Re A_{ij})^2$:
     twice as much if the entries are real. Cost: `n k` uniform numbers.
 

@@ -21,15 +21,15 @@ from .._operators.block_operator import BlockOperator
 
 
 class AbstractWeights(eqx.Module):
-    """The matrix `G = sum_j u_j v_j^H` of an estimate, in a form that can be contracted with A.
+    r"""The matrix $G = \sum_j u_j v_j^*$ of an estimate, in a form that can be contracted with A.
 
     For a diagonal every entry has its own G, and `contract` returns the vector of all entries.
     """
 
     @abc.abstractmethod
     def contract(self, block: BlockOperator) -> Any:
-        """The number `<G, A> = sum_j v_j^H A u_j`, differentiable in the operator A, of its working
-        dtype.
+        r"""The number $\langle G, A \rangle = \sum_j v_j^* A u_j$, differentiable in A, of the
+        working dtype of the operator.
         """
 
     def weights_at(self, operator: lx.AbstractLinearOperator) -> "AbstractWeights":
@@ -41,7 +41,7 @@ class AbstractWeights(eqx.Module):
 
 @final
 class LowRankWeights(AbstractWeights):
-    """`G = U V^H`, for traces. A contraction costs as many matvecs as `U` has columns.
+    """$G = U V^*$, for traces. A contraction costs as many matvecs as U has columns.
 
     **Attributes:**
 
