@@ -7,17 +7,14 @@ import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ..helpers import environment
+from ..helpers import ROOT, environment
 from .on_devices import ESTIMATORS, K, N
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 
 def start(count, *arguments):

@@ -21,6 +21,8 @@ from traceax._sketch.nystrom import nystrom, xnystrace_parts
 from .. import reference
 from ..helpers import NSD, PSD, with_spectrum
 
+pytestmark = pytest.mark.slow
+
 N = 18
 # (A - A_i) cancels to about 1e-3 |A| and d_i, a square, to 1e-6: some 1e4 roundings at most.
 RTOL = 1e-10

@@ -5,7 +5,6 @@ Nothing but public names: `traceax`, `traceax.extend` and `traceax.testing`.
 
 import inspect
 import re
-from pathlib import Path
 from typing import ClassVar, final
 
 import equinox as eqx
@@ -19,9 +18,8 @@ import traceax.extend as tre
 import traceax.testing
 from traceax.testing import check_estimator
 
-from ..helpers import PROBED, by_products
+from ..helpers import PROBED, ROOT, by_products
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

@@ -17,6 +17,8 @@ from .. import reference
 from ..helpers import PSD, by_products, over_keys, with_spectrum
 from .test_identities import computed
 
+pytestmark = pytest.mark.slow
+
 N = 24
 XTRACE = tr.XTraceEstimator(shrink=True)
 XNYSTRACE = tr.XNysTraceEstimator(shrink=True)
@@ -110,7 +112,6 @@ def rank_two():
     return np.diag(1 + np.arange(40) % 7.0) + e @ e.T
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["diagonal + rank 2", "1 + e e^T"])
 @pytest.mark.parametrize("m", [3, 4, 6])
 def test_weights_do_not_see_their_own_probe(kind, m):
@@ -124,7 +125,6 @@ def test_weights_do_not_see_their_own_probe(kind, m):
         assert abs(z) < 4, (kind, m, estimator)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("definite", [True, False])
 def test_never_worse_than_hutchinson(definite):
     """n = 200, random signs off the diagonal 1 ... 7, a decaying spectrum, and a mixed one; the

@@ -15,6 +15,8 @@ import traceax as tr
 
 from ..helpers import PROBED, PSD, keys, over_keys, random_unitary, spectra, with_spectrum
 
+pytestmark = pytest.mark.slow
+
 N, COUNT = 40, 256
 K = {"hutchinson": 16, "hutch++": 24, "xtrace": 16, "xnystrace": 12}
 # |z| > 4.5 has probability 7e-6; of some 2000 numbers, wrongly rejected are 0.015.

@@ -123,6 +123,7 @@ def test_the_tolerance_is_met(what, name):
 
 
 @kinds
+@pytest.mark.slow
 def test_derivatives_are_the_contraction_with_the_weights(what, name):
     """In the direction A it is the value; in another one it is unbiased."""
     for spectrum in SPECTRA:

@@ -15,6 +15,8 @@ from traceax._linalg.lanczos import tridiagonal
 from ..helpers import NSD, PSD, drawn, keys, with_spectrum
 from ..reference import each
 
+pytestmark = pytest.mark.slow
+
 SYM = lx.symmetric_tag
 N = 40
 
@@ -152,7 +154,6 @@ CLUSTER = np.r_[np.linspace(-1, 0.5, 50), 1 - 1e-3 * np.arange(10)]
 
 
 @pytest.mark.parametrize(("spectrum", "warm"), [(FLAT, False), (CLUSTER, True)])
-@pytest.mark.slow
 def test_bounds_hold(spectrum, warm):
     """No more than 1 % miss an end, nor half of 1 % one of them, also from a start that is an exact
     eigenvector in the middle of the spectrum, which hides all the others. The shares of 3000 keys

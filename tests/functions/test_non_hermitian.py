@@ -18,6 +18,8 @@ from traceax._linalg.diagonalisation import diagonalised, function_of
 from ..helpers import by_products, drawn, keys
 from ..reference import each
 
+pytestmark = pytest.mark.slow
+
 N = 70
 JORDAN = np.eye(N, k=1)
 
@@ -242,7 +244,6 @@ def matrices():
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(matrices()))
 def test_no_bias_and_bars_that_cover(name):
     """400 keys: z scores below 4.5, 92 % of the bars cover, the variance is known to a quarter."""

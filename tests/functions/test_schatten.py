@@ -13,6 +13,8 @@ import traceax as tr
 
 from ..helpers import by_products, keys, random_unitary, with_spectrum
 
+pytestmark = pytest.mark.slow
+
 N = 40
 INDEFINITE = 0.8 ** np.arange(N) * np.where(np.arange(N) % 2, -1, 1)
 
@@ -51,7 +53,6 @@ def test_exact(dtype, p):
     assert int(found.num_matvecs) == N + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.5, 1, 2, 4])
 @pytest.mark.parametrize("hermitian", [True, False])
 def test_bars_cover(hermitian, p):

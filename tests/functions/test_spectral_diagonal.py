@@ -17,6 +17,8 @@ from traceax._functions.krylov_aware import GROUPS, sizes_of
 from ..helpers import PSD, by_products, drawn, keys, with_spectrum
 from ..reference import function_of, krylov_basis
 
+pytestmark = pytest.mark.slow
+
 N, K = 60, 48
 SYMMETRIC = lx.symmetric_tag
 DECAYING = np.arange(1.0, N + 1) ** -2
@@ -229,7 +231,6 @@ def solutions(keys, matrix, number, k):
     return jax.vmap(solve)(keys)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("name", list(SPECTRA))
 def test_no_bias_and_bars_that_cover(name, dtype):

@@ -18,6 +18,8 @@ from traceax._operators.known_parts import submatrices
 
 from ..helpers import PSD, keys, over_keys, with_spectrum
 
+pytestmark = pytest.mark.slow
+
 N, RANK = 70, 9
 
 
@@ -193,7 +195,6 @@ def test_a_neighbourhood_that_rounding_makes_indefinite_counts_as_uncorrelated(n
     np.testing.assert_allclose(slope, np.diag(1 / left), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "limit"), [(2, 0.7), (5, 5.0)])
 def test_rough_kernels(dim, limit):
     """Where low rank alone is 23 nats off."""
@@ -215,7 +216,6 @@ def test_rough_kernels(dim, limit):
     assert np.sum(np.abs(off) <= 2 * found.std_err + found.quadrature_error) >= 8
 
 
-@pytest.mark.slow
 def test_neighbours_in_a_sparse_matrix_are_several_steps_away():
     """The precision of a random field on a grid: those of one step leave twice the error."""
     path = 2 * np.eye(20) - np.eye(20, k=1) - np.eye(20, k=-1)

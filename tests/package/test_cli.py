@@ -3,7 +3,6 @@
 import gzip
 import json
 import sys
-from pathlib import Path
 
 import equinox as eqx
 import lineax as lx
@@ -14,9 +13,9 @@ import scipy.sparse
 
 from traceax._cli import _FUNCTIONS, main, read_operator
 
-from ..helpers import with_spectrum
+from ..helpers import ROOT, with_spectrum
 
-BUS = Path(__file__).parents[2] / "traceax" / "data" / "1138_bus.mtx"
+BUS = ROOT / "traceax" / "data" / "1138_bus.mtx"
 SPECTRUM = np.linspace(0.5, 4, 40)
 NUMPY_FUNCTIONS = {name: getattr(np, name) for name in ("sqrt", "exp", "log", "log1p")}
 NUMPY_FUNCTIONS["inv"] = np.reciprocal
