@@ -9,9 +9,9 @@ everything else is static and hashable. The implementation and the derivative ar
 of those arrays, `_run` and `_tangent`. The rules of the primitive only call these two:
 
 - abstract evaluation is `jax.eval_shape` of `_run`;
-- batching adds a *level* (the batched axes of the operands) to the static parameters and binds the
+- batching adds a *vmap* (the batched axes of the operands) to the static parameters and binds the
   primitive again, so that a vmapped estimate is still this primitive and keeps its JVP rule;
-  `_run` and `_tangent` are vmapped over the levels, innermost first;
+  `_run` and `_tangent` are vmapped over these vmaps, innermost first;
 - the JVP asks for the weights (U, V) beside the value, and contracts them with the tangent of the
   operator. The weights have a tangent only where E[G] depends on A: see `weights_at` of
   `AbstractEstimator`.
@@ -42,7 +42,7 @@ from .programs import Static, closed_functions, is_plain
 from .verdict import verdict
 
 
-class _Level(NamedTuple):
+class _Vmap(NamedTuple):
     """One `vmap`: the batched axis of each operand (None: not batched)."""
 
     axes: tuple[int | None, ...]
@@ -59,7 +59,7 @@ class _Params(NamedTuple):
     key_impl: Any
     k: int
     weights: bool
-    levels: tuple[_Level, ...]
+    vmaps: tuple[_Vmap, ...]
     plain: bool  # whether nothing static holds an array, see `is_plain`
 
 
@@ -69,13 +69,13 @@ def _rebuild(params: _Params, operands: Sequence[Array]):
     return jtu.tree_unflatten(params.treedef.value, leaves)
 
 
-def _vmapped(fn, levels: tuple[_Level, ...], in_axes):
-    """`fn` vmapped over all levels, innermost first; `in_axes(level)` gives the axes of its
+def _vmapped(fn, vmaps: tuple[_Vmap, ...], in_axes):
+    """`fn` vmapped over all of them, innermost first; `in_axes(vmap)` gives the axes of its
     arguments.
     """
-    for level in levels:
-        options = {"axis_size": level.size, "spmd_axis_name": level.spmd_name}
-        fn = jax.vmap(fn, in_axes(level), 0, axis_name=level.name, **options)
+    for vmap in vmaps:
+        options = {"axis_size": vmap.size, "spmd_axis_name": vmap.spmd_name}
+        fn = jax.vmap(fn, in_axes(vmap), 0, axis_name=vmap.name, **options)
     return fn
 
 
@@ -101,7 +101,7 @@ def _run(params: _Params, operands: tuple[Array, ...]):
 def _implementation(params: _Params, operands: tuple[Array, ...]):
     """The implementation: (Estimate, weights or None)."""
 
-    def run(operands):
+    def estimated(operands):
         key, operator, estimator = _rebuild(params, operands)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
@@ -117,7 +117,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
 
     # The algebra mixes real and complex numbers, whatever promotion the user allows.
     with any_promotion():
-        return _vmapped(run, params.levels, lambda level: (level.axes,))(operands)
+        return _vmapped(estimated, params.vmaps, lambda vmap: (vmap.axes,))(operands)
 
 
 def _tangent(
@@ -139,11 +139,11 @@ def _tangent(
         primals = tuple(operands[i] for i in moving)
         return jax.jvp(of_moving, (primals,), (tangents,))[1]
 
-    def in_axes(level):
-        return level.axes, tuple(level.axes[i] for i in moving), 0
+    def in_axes(vmap):
+        return vmap.axes, tuple(vmap.axes[i] for i in moving), 0
 
     with any_promotion():
-        return _vmapped(push, params.levels, in_axes)(operands, tangents, weights)
+        return _vmapped(push, params.vmaps, in_axes)(operands, tangents, weights)
 
 
 def _call(params: _Params, operands: tuple[Array, ...]):
@@ -196,8 +196,8 @@ def _batch(primitive, vmapped, operands, axes, *, params):
     if all(axis is None for axis in axes) and not isinstance(vmapped.name, str):
         outputs = primitive.bind(*operands, params=params)
         return outputs, [None] * len(outputs)
-    level = _Level(tuple(axes), vmapped.size, vmapped.name, vmapped.spmd_name)
-    outputs = primitive.bind(*operands, params=params._replace(levels=(*params.levels, level)))
+    vmap = _Vmap(tuple(axes), vmapped.size, vmapped.name, vmapped.spmd_name)
+    outputs = primitive.bind(*operands, params=params._replace(vmaps=(*params.vmaps, vmap)))
     return outputs, [0] * len(outputs)
 
 

@@ -240,8 +240,8 @@ class ClosedFunction(eqx.Module):
             )
         operands = [*self.constants, *arrays]
         # Outside of `jit` JAX evaluates nothing along automatic axes of a mesh with explicit ones.
-        run = _evaluate_compiled if explicit_mesh_of(operands) else _evaluate
-        results = with_auto_axes(partial(run, self.program, len(self.constants)), operands)
+        evaluate = _evaluate_compiled if explicit_mesh_of(operands) else _evaluate
+        results = with_auto_axes(partial(evaluate, self.program, len(self.constants)), operands)
         return eqx.combine(jtu.tree_unflatten(self.outputs, results), self.static_outputs)
 
 
@@ -249,12 +249,14 @@ def _evaluate(program: Static, count: int, *operands: Array) -> list:
     """Evaluate a jaxpr; the operands are its `count` constants and its arguments."""
     jaxpr = program.value
 
-    def run(*operands):
+    def results(*operands):
         return jax.core.eval_jaxpr(jaxpr, operands[:count], *operands[count:])
 
     meshes = [equation.ctx.cur_abstract_mesh for equation in jaxpr.eqns]
     specs = [x.aval.sharding.spec for x in variables(jaxpr)]
-    return with_explicit_axes(run, operands, specs, next(filter(explicit_axes_of, meshes), None))
+    return with_explicit_axes(
+        results, operands, specs, next(filter(explicit_axes_of, meshes), None)
+    )
 
 
 _evaluate_compiled = jax.jit(_evaluate, static_argnums=(0, 1))

@@ -233,12 +233,12 @@ def check_key(key: Any) -> Array:
     )
 
 
-def _level_of_caller() -> int:
-    """The stack level, for a warning, of the first frame outside of this package and wrappers."""
-    for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), 1):
+def _depth_of_caller() -> int:
+    """The depth in the stack of the first frame outside of this package and wrappers."""
+    for depth, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), 1):
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("traceax", "equinox", "jaxtyping"):
-            return level
+            return depth
     return 1
 
 
@@ -256,7 +256,7 @@ def check_budget(k: Any, smallest: int, n: int, name: str, argument: str = "k") 
         warnings.warn(
             f"{name} needs at least {least} matvecs, got {argument}={budget}. {argument} was "
             f"raised to {least}.",
-            stacklevel=_level_of_caller(),
+            stacklevel=_depth_of_caller(),
         )
     return min(max(budget, least), n)
 

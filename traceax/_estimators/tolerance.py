@@ -317,19 +317,19 @@ def sample_to_tolerance(
     """The estimate, and its weights if a derivative is taken: prepare, draw samples until the
     target is met, and prepare more while that costs less than further samples.
     """
-    run = _Run(key, block.linearised(), sampling, target, max_k, weights)
-    outcome = run.sampled(0, None)
-    for number in range(1, len(run.sizes)):
-        more = partial(run.sampled, number, outcome)
+    call = _Call(key, block.linearised(), sampling, target, max_k, weights)
+    outcome = call.sampled(0, None)
+    for number in range(1, len(call.sizes)):
+        more = partial(call.sampled, number, outcome)
         outcome = if_any(outcome.wanted == number, more, outcome)
-    if run.may_be_exact:
-        outcome = if_any(outcome.wanted == len(run.sizes), partial(run.exact, outcome), outcome)
+    if call.may_be_exact:
+        outcome = if_any(outcome.wanted == len(call.sizes), partial(call.exact, outcome), outcome)
     if not weights:
         return outcome.estimate, None
-    return outcome.estimate, SampledWeights(sampling, key, outcome, tuple(run.sizes), max_k)
+    return outcome.estimate, SampledWeights(sampling, key, outcome, tuple(call.sizes), max_k)
 
 
-class _Run:
+class _Call:
     """The sizes of one call. (It is not a PyTree, as it exists only during a trace.)"""
 
     def __init__(self, key, block, sampling, target, max_k, weights):

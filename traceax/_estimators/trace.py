@@ -291,5 +291,5 @@ def solve_either(
     operator = as_operator(operator)
     max_k, budget = largest_budget(tolerance["max_k"], operator.in_size(), name)
     both = tolerance_of(tolerance["rtol"], "rtol"), tolerance_of(tolerance["atol"], "atol")
-    run = ToleranceEstimator(estimator, rows, *both, root, max_k)
-    return solve(primitive, key, operator, budget, run, throw=throw)
+    tolerant = ToleranceEstimator(estimator, rows, *both, root, max_k)
+    return solve(primitive, key, operator, budget, tolerant, throw=throw)

@@ -46,7 +46,7 @@ from .._core.precision import any_promotion, matmul
 from .._core.primitive import eigenpairs_p
 from .._estimators.estimator import check_budget, solve
 from .._estimators.solution import described
-from .._linalg.arnoldi import Arnoldi, Product, arnoldi, outside
+from .._linalg.arnoldi import Arnoldi, Product, arnoldi, orthogonal_part
 from .._linalg.factorisations import ritz_values
 from .._linalg.lanczos import Lanczos, symmetric_tridiagonal, tridiagonal
 from .._operators.block_operator import BlockOperator, unflatten
@@ -73,7 +73,7 @@ def recurrence(
 
     def fresh(j, basis):
         probe = SphereSampler().probes(numbered(key, j), start.size, 1, start.dtype)
-        probe, _ = outside(basis, probe.T)
+        probe, _ = orthogonal_part(basis, probe.T)
         return probe / jnp.linalg.norm(probe)
 
     return arnoldi(mm, start[:, None], k, eps, fresh)

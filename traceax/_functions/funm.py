@@ -175,8 +175,8 @@ def derivative_core(
     fn: Function, nodes: Real[Array, "p q"], vectors: Real[Array, "p q q"]
 ) -> Real[Array, "p q q ..."]:
     """S (D o s_1 s_1^T) S^T, for every probe: see above."""
-    along = vectors * vectors[:, :1, :]  # S o s_1^T, row by row
-    return einsum("pai,pij...,pbj->pab...", along, divided_differences(fn, nodes), along)
+    components = vectors * vectors[:, :1, :]  # S o s_1^T, row by row
+    return einsum("pai,pij...,pbj->pab...", components, divided_differences(fn, nodes), components)
 
 
 class SpectralWeights(NamedTuple):
@@ -298,10 +298,10 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         return einsum("pab...,pab->...", jnp.conj(core), inner).real + own
 
 
-def jump_error(weights: Real[Array, "p q"], below: Array) -> Real[Array, " p"]:
-    """For every probe, the bound of above at a jump; `below` marks the nodes below the jump."""
+def jump_error(weights: Real[Array, "p q"], is_below: Array) -> Real[Array, " p"]:
+    """For every probe, the bound of above at a jump; `is_below` marks the nodes below the jump."""
     padded = jnp.pad(weights, ((0, 0), (1, 1)))
-    last = jnp.sum(below, axis=1, keepdims=True)
+    last = jnp.sum(is_below, axis=1, keepdims=True)
     neighbours = [jnp.take_along_axis(padded, last + i, axis=1)[:, 0] for i in (0, 1)]
     return jnp.maximum(*neighbours)
 

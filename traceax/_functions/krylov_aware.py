@@ -41,7 +41,7 @@ from jaxtyping import Array, Inexact, Real
 
 from .._core.estimate import Evidence, all_finite, mean_and_std_err, rounding_of, scale_of, worse
 from .._core.precision import einsum, matmul
-from .._linalg.arnoldi import outside
+from .._linalg.arnoldi import orthogonal_part
 from .._linalg.block_lanczos import BlockLanczos, block_lanczos
 from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator
@@ -138,7 +138,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         t = krylov.t[: b * depth, : b * depth]
         coordinates = matmul(jnp.conj(krylov.rows[: b * depth]), omega).T.reshape(GROUPS, size, -1)
         rows = spaces_without_group(t, coordinates, depth, eps)
-        g, _ = jax.vmap(outside, (None, 1), 1)(rows, coordinates)
+        g, _ = jax.vmap(orthogonal_part, (None, 1), 1)(rows, coordinates)
         norms = jnp.linalg.norm(g, axis=2, keepdims=True)
         g = g / jnp.where(norms > 0, norms, 1).astype(g.dtype)
         dimensions = jnp.sum(jnp.any(rows != 0, axis=2), axis=1)

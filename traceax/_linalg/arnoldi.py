@@ -83,7 +83,7 @@ def begun(start: Inexact[Array, "n p"], num_steps: int) -> Arnoldi:
     )
 
 
-def outside(
+def orthogonal_part(
     basis: Inexact[Array, "p q n"], w: Inexact[Array, "p n"]
 ) -> tuple[Inexact[Array, "p n"], Inexact[Array, "p q"]]:
     """The part of each vector orthogonal to its basis, by two passes, and the coefficients."""
@@ -100,7 +100,7 @@ def with_product(krylov: Arnoldi, j: Array, products: Inexact[Array, "n p"], eps
     basis = lax.dynamic_update_index_in_dim(krylov.basis, krylov.following, j, axis=1)
     # The first product fixes a unit, in which no square over- or underflows.
     scale = jnp.where(j == 0, scale_of(products), krylov.scale)
-    w, column = outside(basis, (products / scale).T)
+    w, column = orthogonal_part(basis, (products / scale).T)
     norm = jnp.linalg.norm(w, axis=1)
     largest = jnp.maximum(jnp.max(jnp.abs(column), axis=1), norm)
     size = jnp.maximum(krylov.size, largest)

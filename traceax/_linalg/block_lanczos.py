@@ -62,7 +62,7 @@ def block_lanczos(
     if negligible is None:
         negligible = rounding_unit(eps, real)
 
-    def outside(rows, block):
+    def orthogonal_part(rows, block):
         coefficients = matmul(jnp.conj(rows), block.T)
         return block - matmul(coefficients.T, rows), coefficients
 
@@ -76,11 +76,11 @@ def block_lanczos(
         scale = jnp.where(j == 0, scale_of(images), scale)
         images = (images / scale.astype(images.dtype)).T
         size = jnp.maximum(size, jnp.max(jnp.linalg.norm(images, axis=1)))
-        rest, coefficients = outside(basis, images)
-        rest, more = outside(basis, rest)
+        rest, coefficients = orthogonal_part(basis, images)
+        rest, more = orthogonal_part(basis, rest)
         columns = lax.dynamic_update_slice(columns, coefficients + more, (zero, place))
         # A row that is small beside the images has lost its orthogonality to what was there before.
-        block, _ = outside(basis, _orthonormal(rest, negligible * size))
+        block, _ = orthogonal_part(basis, _orthonormal(rest, negligible * size))
         return basis, _orthonormal(block, 0.5), columns, size, scale
 
     square = jnp.zeros((m, m), start.dtype)

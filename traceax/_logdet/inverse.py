@@ -79,7 +79,7 @@ class InverseEstimator(AbstractPreconditionedEstimator):
         sums = run.sums
         factors = run.built.factors
         p = sums.probes.number
-        omega, starts, solved = sums.kept  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
+        omega, starts, solved = sums.vectors  # omega, z, and M^{-1} z after q, q - d, q - 2d steps
         n, room = omega.shape
         away = jax.vmap(factors.inverse_root_adjoint)(solved - starts)  # B omega, for each of the 3
         samples = jnp.moveaxis(omega * away.real, 2, 1)  # 0 for probes that are not in use

@@ -93,7 +93,7 @@ def low_rank_of(
     factors = nystrom(p, r, divide_by_upper(products, r), eps)
     scale = factors.products.scale
     theta = factors.eigenvalues[0] - factors.nu
-    size = jnp.sqrt(diagonal_of(factors.beyond)[0].real)  # r
+    size = jnp.sqrt(diagonal_of(factors.rest_gram)[0].real)  # r
     floor = 4 * eps * jnp.max(jnp.abs(factors.eigenvalues))
     seen = theta - jnp.clip(size, floor, jnp.maximum(theta / 2, floor))
     shift = jnp.where(jnp.isnan(s), jnp.maximum(seen, floor), s / scale)

@@ -67,7 +67,7 @@ def own_derivative(
     core = einsum("pai,pij,pbj->pab", components, slopes, components).astype(dtype)
     of_first = einsum("paj,pj->pa", vectors, values * vectors[:, 0, :]).astype(dtype)
 
-    def outside(block, j):
+    def orthogonal_part(block, j):
         """The block without its part in v_1, ..., v_j."""
         mask = (jnp.arange(q) < j).astype(dtype)[:, None]
         for _ in range(2):
@@ -79,7 +79,7 @@ def own_derivative(
         # An exhausted space has no residual: C is 0 beyond it, and u is 0.
         return jnp.where(divisor > 0, block / jnp.where(divisor > 0, divisor, 1).astype(dtype), 0)
 
-    residual = outside(mm(basis[-1]), q)  # u
+    residual = orthogonal_part(mm(basis[-1]), q)  # u
     residual = jnp.where(krylov.exhausted, 0, residual)
     last = core[:, :, -1].T  # gamma
 
@@ -87,12 +87,12 @@ def own_derivative(
         mu, later = carry  # mu_j and mu_(j+1)
         j, gamma, alpha, beta, previous = inputs
         w = gamma * residual + mm(mu) - alpha.astype(dtype) * mu - beta.astype(dtype) * later
-        w = outside(w, j + 1)
+        w = orthogonal_part(w, j + 1)
         return (divided(w, previous), mu), mu
 
     # Index j stands for v_(j+1). At the start of the recurrence there is no division.
     previous = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
-    end = outside(last[-1] * residual, q)  # w_q
+    end = orthogonal_part(last[-1] * residual, q)  # w_q
     mu = divided(end, previous[-1])
     zero = jnp.zeros_like(residual)
     given = jnp.arange(q - 1), last[:-1], alpha[:-1], beta[:-1], previous[:-1]

@@ -102,7 +102,7 @@ class Sums(NamedTuple):
     probes: Probes
     error: Real[Array, ""]  # the mean quadrature error of z^H f(M) z / n
     evidence: Evidence
-    kept: Any  # `Bases` or `Solutions`, if anything is
+    vectors: Any  # `Bases` or `Solutions`, if anything is
     solve: Any  # a `Solve`, if there is one
 
 
@@ -253,9 +253,9 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
     if sampling.inverse:
         total = sums.drawn * sums.error + count * panel.error
         error = total / (sums.drawn + count)
-    kept = sums.kept
-    if kept is not None:
-        kept = kept.added(panel, sums, omega, z, count)
+    vectors = sums.vectors
+    if vectors is not None:
+        vectors = vectors.added(panel, sums, omega, z, count)
     return Sums(
         drawn=sums.drawn + count,
         spent=sums.spent + panel.steps * count,
@@ -264,7 +264,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
         probes=jtu.tree_map(partial(put, start=sums.drawn, axis=0), sums.probes, panel.probes),
         error=error,
         evidence=worse(sums.evidence, evidence),
-        kept=kept,
+        vectors=vectors,
         solve=panel.solve,
     )
 
@@ -276,16 +276,16 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
     none = jnp.zeros((), jnp.int32)
     room = sampling.most_probes + sampling.width
     starts = jnp.zeros((block.n, room), block.dtype)
-    kept = None
+    vectors = None
     if sampling.inverse:
-        kept = Solutions(starts.real, starts, jnp.zeros((3, *starts.shape), block.dtype))
+        vectors = Solutions(starts.real, starts, jnp.zeros((3, *starts.shape), block.dtype))
     elif sampling.weights:
         rows = jnp.zeros((sampling.k, block.n), block.dtype)
-        kept = Bases(starts, rows, jnp.zeros((sampling.k, sampling.k), real))
+        vectors = Bases(starts, rows, jnp.zeros((sampling.k, sampling.k), real))
     nodes = jnp.zeros((room, sampling.steps), real)
     probes = Probes(nodes[:, 0], nodes[:, 0], nodes, nodes, jnp.ones(room, bool))
     zero = jnp.zeros((), real)
-    sums = Sums(none, none, none, none, probes, zero, Evidence(), kept, solve)
+    sums = Sums(none, none, none, none, probes, zero, Evidence(), vectors, solve)
 
     def more(sums: Sums) -> Array:
         wanted = sampling.number_of_probes(sums) > 0

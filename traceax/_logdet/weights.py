@@ -137,7 +137,7 @@ def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
     from jax.scipy.linalg import block_diag  # imported only here, because it takes time
 
     factors = built.factors
-    z, rows, bases = sums.kept
+    z, rows, bases = sums.vectors
     p = sums.drawn.astype(bases.dtype)
     beta = built.control_variate_weight
     one = jnp.eye(z.shape[1], dtype=bases.dtype) / p

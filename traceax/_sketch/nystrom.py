@@ -111,7 +111,7 @@ class Nystrom(NamedTuple):
     core: Inexact[Array, "m m"]  # P^H A P / scale, as multiplied
     eigenvalues: Real[Array, " m"]  # E, with nu
     vectors: Inexact[Array, "m m"]  # V
-    beyond: Inexact[Array, "m m"]  # M
+    rest_gram: Inexact[Array, "m m"]  # M
     directions: Inexact[Array, "m m"]  # V^H S
     probes: Pairs  # of S
     rho: Real[Array, " m"]
@@ -207,10 +207,10 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     probes = factors.probes
     # The sum of the eigenvalues is the trace of the core, which has smaller rounding errors.
     base = jnp.trace(factors.core).real + float(n - m) * shifted.shift
-    base = base + jnp.sum(diagonal_of(factors.beyond).real * shifted.inverse_core.real)
+    base = base + jnp.sum(diagonal_of(factors.rest_gram).real * shifted.inverse_core.real)
     square = factors.rho**2
     real = shifted.inverse_core.real[:, None] * factors.directions
-    r_1 = probes.gamma + matmul(adjoint(real), matmul(factors.beyond, real))
+    r_1 = probes.gamma + matmul(adjoint(real), matmul(factors.rest_gram, real))
     # Column j is divided by d_j, in place of the roots of d_i and d_j.
     pairs = pairs_of_gram(shifted.gram * inverse, hermitian=False)  # gamma'_ij, of (q_i, q_j)
     first = inverse[:, None] * reciprocal(pairs.square)  # K^{-1} e_1 = [first, second]
@@ -222,9 +222,9 @@ def xnystrace_parts(factors: Nystrom, shifted: ShiftedNystrom) -> LeaveOneOut:
     mapped = _plane_forms(h, r_1, h)
     if jnp.iscomplexobj(inverse):
         imag = shifted.inverse_core.imag[:, None] * factors.directions
-        beyond_imag = matmul(factors.beyond, imag)
-        r_2 = matmul(adjoint(imag), beyond_imag)
-        r_3 = matmul(adjoint(real), beyond_imag)
+        gram_imag = matmul(factors.rest_gram, imag)
+        r_2 = matmul(adjoint(imag), gram_imag)
+        r_3 = matmul(adjoint(real), gram_imag)
         k = -first.imag, (second - adjoint(second)) * 0.5j
         lengths = r_1 - r_2 + 1j * (r_3 + adjoint(r_3))
         mapped = mapped + _plane_forms(k, r_2, k) + 2 * _plane_forms(h, r_3, k)
@@ -347,7 +347,7 @@ def nystrom(
         core=core,
         eigenvalues=eigenvalues + nu,
         vectors=vectors,
-        beyond=matmul(jnp.conj(rows), rows.T),
+        rest_gram=matmul(jnp.conj(rows), rows.T),
         directions=matmul(adjoint(vectors), s),
         probes=pairs_of(s),
         rho=jnp.abs(column_dots(s, r)),

@@ -102,12 +102,12 @@ def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     values, plain_variance = plain
     variance = mean_of_others(parts.energy, parts.valid)
     beta = shrinkage(plain_variance, variance)
-    level = _level(parts)  # delta_i
-    t = parts.residual + level * (n - m + 1 - parts.square) - parts.lost
+    delta = _delta(parts)  # delta_i
+    t = parts.residual + delta * (n - m + 1 - parts.square) - parts.lost
     h = values - parts.base
 
     grown = parts.pair_square - parts.square[:, None] - 1
-    change = parts.residual[:, None] - parts.pair_residual + level[:, None] * grown
+    change = parts.residual[:, None] - parts.pair_residual + delta[:, None] * grown
     differences = beta[:, None] * (parts.pair_lost + change)  # D_ij
     differences = jnp.where(parts.valid, differences, jnp.zeros_like(differences))
     # As if h_i and t_i were independent.
@@ -115,7 +115,7 @@ def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     return Samples(h - beta * (h - t), differences, beta, variance)
 
 
-def _level(parts: LeaveOneOut) -> Inexact[Array, " m"]:
+def _delta(parts: LeaveOneOut) -> Inexact[Array, " m"]:
     """The flat part delta_i of what is left, for each i from the others."""
     residual = jnp.sum(jnp.where(parts.valid, parts.pair_residual, 0), axis=0)  # sum of the e_ji
     square = jnp.sum(jnp.where(parts.valid, parts.pair_square, 0), axis=0)  # of the ||g_ji||^2
