@@ -249,14 +249,12 @@ def _evaluate(program: Static, count: int, *operands: Array) -> list:
     """Evaluate a jaxpr; the operands are its `count` constants and its arguments."""
     jaxpr = program.value
 
-    def results(*operands):
+    def fn(*operands):
         return jax.core.eval_jaxpr(jaxpr, operands[:count], *operands[count:])
 
     meshes = [equation.ctx.cur_abstract_mesh for equation in jaxpr.eqns]
     specs = [x.aval.sharding.spec for x in variables(jaxpr)]
-    return with_explicit_axes(
-        results, operands, specs, next(filter(explicit_axes_of, meshes), None)
-    )
+    return with_explicit_axes(fn, operands, specs, next(filter(explicit_axes_of, meshes), None))
 
 
 _evaluate_compiled = jax.jit(_evaluate, static_argnums=(0, 1))
