@@ -63,7 +63,7 @@ def _run(key, operator):
     run = run_of(InverseEstimator("auto", None, None, True), key, operator, K, weights=False)
     factors, sums = run.built.factors, run.sums
     inverse_root = factors.inverse_root(jnp.eye(N, dtype=run.sampling.block.dtype))
-    omega, _, solved = sums.kept
+    omega, _, solved = sums.vectors
     x = factors.inverse_root_adjoint(solved[0])
     return inverse_root, omega, x, sums.error * N, sums.steps, sums.drawn
 
