@@ -268,16 +268,16 @@ def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, par
     return jax.vmap(draw)(split(numbered(key, index), num_samples))
 
 
-def _mean_square(out: Array, at: Any, *data: Any) -> Array:
+def _mean_square(out: Array, fixed: Any, *data: Any) -> Array:
     return _half_square(out, 1 / out.size)
 
 
-def _reweighted_mean_square(out: Array, at: Array, *data: Any) -> Array:
+def _reweighted_mean_square(out: Array, fixed: Array, *data: Any) -> Array:
     # The probabilities of labels that were drawn depend on the parameters: d E[g g^T] =
     # E[d(g g^T) + g g^T d log p]. A factor p / p, of which only the numerator is differentiated,
     # has the derivative d log p.
-    at = at.astype(at_least_single(at.dtype))
-    return _half_square(out, jnp.exp(change_of(at)) / out.size)
+    fixed = fixed.astype(at_least_single(fixed.dtype))
+    return _half_square(out, jnp.exp(change_of(fixed)) / out.size)
 
 
 @final
@@ -286,7 +286,7 @@ class Curvature:
     """What `traceax.curvature.of` returns: with parameters and data it makes an operator."""
 
     inner: Callable[..., Any] | None  # (index of the batch, params, *data) -> outputs; None: params
-    outer: Callable[..., Array]  # (outputs, at, *data) -> a scalar
+    outer: Callable[..., Array]  # (outputs, fixed, *data) -> a scalar
     wrt: Choice = None
     groups: Groups | None = None
     tags: tuple[object, ...] = ()
@@ -367,17 +367,17 @@ class Curvature:
                 return moving
             return self.inner(index, join(moving, constant), *data)
 
-        def outer(out, at):
-            return self.outer(join(out, constant) if self.inner is None else out, at, *data)
+        def outer(out, fixed):
+            return self.outer(join(out, constant) if self.inner is None else out, fixed, *data)
 
         return method(inner, outer, moving, vector)
 
 
-def _loss_of_params(loss: Callable, has_aux: bool, params: Any, at: Any, *data: Any) -> Array:
+def _loss_of_params(loss: Callable, has_aux: bool, params: Any, fixed: Any, *data: Any) -> Array:
     return _value(loss(params, *data), has_aux)
 
 
-def _loss_of_outputs(loss: Callable, has_aux: bool, out: Any, at: Any, *data: Any) -> Array:
+def _loss_of_outputs(loss: Callable, has_aux: bool, out: Any, fixed: Any, *data: Any) -> Array:
     *batch, _, loss_args = data
     return _value(loss(out, *batch, *loss_args), has_aux)
 

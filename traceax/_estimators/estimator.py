@@ -167,7 +167,7 @@ class AbstractTraceEstimator(AbstractEstimator):
 
         **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
         """
-        solution = solve(trace_p, key, operator, k, self)
+        solution = estimated(trace_p, key, operator, k, self)
         extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}
         return solution.value, {**solution.stats, **extra}
 
@@ -293,7 +293,7 @@ def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> t
     return max_k, max_k if n <= SMALL else min(max_k, n - 1)
 
 
-def solve(
+def estimated(
     primitive: Primitive,
     key: Any,
     operator: Any,
@@ -302,7 +302,7 @@ def solve(
     *,
     throw=False,
 ) -> Solution:
-    """Check the arguments of a public function (no linear solve), estimate by `compute` (or
+    """Check the arguments of a public function, estimate by `compute` (or
     `exact`, for a budget of `size`: see `bind`), judge the estimate by `verdict`, and return a
     `Solution`. With `throw` an unsuccessful result raises an error at run time.
     """

@@ -25,8 +25,8 @@ from .estimator import (
     check_budget,
     check_either,
     check_key,
+    estimated,
     largest_budget,
-    solve,
     tolerance_of,
 )
 from .exact import with_known_parts
@@ -287,9 +287,9 @@ def solve_either(
     check_key(key)  # of a call without one, k is missing, too
     if not check_either(name, k, **tolerance):
         budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
-        return solve(primitive, key, operator, k, budgeted, throw=throw)
+        return estimated(primitive, key, operator, k, budgeted, throw=throw)
     operator = as_operator(operator)
     max_k, budget = largest_budget(tolerance["max_k"], operator.in_size(), name)
     both = tolerance_of(tolerance["rtol"], "rtol"), tolerance_of(tolerance["atol"], "atol")
     tolerant = ToleranceEstimator(estimator, rows, *both, root, max_k)
-    return solve(primitive, key, operator, budget, tolerant, throw=throw)
+    return estimated(primitive, key, operator, budget, tolerant, throw=throw)

@@ -33,7 +33,7 @@ from .._core.derivatives import change_of, constant
 from .._core.estimate import rounding_of, safe_norm
 from .._core.precision import matmul
 from .._core.primitive import spectral_diagonal_p
-from .._estimators.estimator import AbstractEstimator, check_budget, check_either, solve
+from .._estimators.estimator import AbstractEstimator, check_budget, check_either, estimated
 from .._estimators.solution import Solution, restructure
 from .._linalg.block_lanczos import block_lanczos
 from .._linalg.factorisations import ritz_values
@@ -241,6 +241,6 @@ def spectral_diagonal(
         budget, estimator = with_tolerance("spectral_diagonal", *given)
     else:
         budget = check_budget(k, 8, operator.in_size(), name)
-    solution = solve(spectral_diagonal_p, key, operator, budget, estimator, throw=throw)
+    solution = estimated(spectral_diagonal_p, key, operator, budget, estimator, throw=throw)
     structure = operator.in_structure()
     return restructure(solution, lambda vector: unflatten(structure, vector))

@@ -44,7 +44,7 @@ from .._core.counts import checked_count
 from .._core.estimate import Estimate, rounding_unit, scale_of
 from .._core.precision import any_promotion, matmul
 from .._core.primitive import eigenpairs_p
-from .._estimators.estimator import check_budget, solve
+from .._estimators.estimator import check_budget, estimated
 from .._estimators.solution import described
 from .._linalg.arnoldi import Arnoldi, Product, arnoldi, orthogonal_part
 from .._linalg.factorisations import ritz_values
@@ -342,7 +342,7 @@ def eigenpairs(
     vector = None if start is None else _start_vector(start, block)
     estimator = EigenpairsEstimator(vector, num, which)
     k = check_budget(k, num, n, "`eigenpairs`")
-    solution = solve(eigenpairs_p, key, operator, k, estimator, throw=throw)
+    solution = estimated(eigenpairs_p, key, operator, k, estimator, throw=throw)
     vectors, residuals, bounds = lax.stop_gradient(solution.aux)
     return Eigenpairs(
         values=solution.value,

@@ -18,7 +18,13 @@ from .._core.estimate import power_of
 from .._core.precision import any_promotion
 from .._core.primitive import compiled_once, spectral_density_p, spectral_sum_p
 from .._core.verdict import transformed
-from .._estimators.estimator import AbstractEstimator, check_budget, check_either, check_key, solve
+from .._estimators.estimator import (
+    AbstractEstimator,
+    check_budget,
+    check_either,
+    check_key,
+    estimated,
+)
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
@@ -97,19 +103,19 @@ def spectral_sum(
             )
         inner = KrylovAwareEstimator(hoist_function(fn, dtype))
         budget, estimator = with_tolerance("spectral_sum", inner, operator, rtol, atol, max_k)
-        return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
+        return estimated(spectral_sum_p, key, operator, budget, estimator, throw=throw)
     budget, num_steps = checked_plan(k, num_steps, operator.in_size(), "A spectral sum")
     if not is_hermitian(operator):
         function = hoist_function(fn, np.result_type(dtype, np.complex64))
         estimator = ArnoldiEstimator(function, num_steps, _is_real(fn, operator))
-        return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
+        return estimated(spectral_sum_p, key, operator, budget, estimator, throw=throw)
     function = hoist_function(fn, dtype)
     if shifts is not None:
         function = _shifted(function, shifts, dtype)
     estimator = KrylovAwareEstimator(function)
     if num_steps is not None or budget < LEAST:
         estimator = QuadratureEstimator(function, num_steps)
-    return solve(spectral_sum_p, key, operator, budget, estimator, throw=throw)
+    return estimated(spectral_sum_p, key, operator, budget, estimator, throw=throw)
 
 
 def _is_real(fn: Callable[[Array], Array], operator: lx.AbstractLinearOperator) -> bool:
@@ -191,7 +197,7 @@ def spectral_density(
 
     function = hoist_function(gaussian, dtype, scalar=False)
     estimator = QuadratureEstimator(function, num_steps)
-    return solve(spectral_density_p, key, operator, budget, estimator, throw=throw)
+    return estimated(spectral_density_p, key, operator, budget, estimator, throw=throw)
 
 
 def eigenvalue_count(
@@ -243,7 +249,7 @@ def eigenvalue_count(
         return jnp.where(lower <= upper, ((x >= lower) & (x <= upper)).astype(dtype), jnp.nan)
 
     estimator = QuadratureEstimator(hoist_function(inside, dtype), num_steps, (lower, upper))
-    return solve(spectral_sum_p, key, constant(operator), k, estimator, throw=throw)
+    return estimated(spectral_sum_p, key, constant(operator), k, estimator, throw=throw)
 
 
 def schatten_norm(

@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray, PyTree
 
 from .._core.primitive import gaussian_log_density_p
-from .._estimators.estimator import check_key, solve
+from .._estimators.estimator import check_key, estimated
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator, unflatten
 from .._operators.checks import as_operator
@@ -99,7 +99,7 @@ def gaussian_log_density(
     given = "gaussian_log_density", operator, k, preconditioner, fallback
     fields, k = fields_and_budget(*given, rtol=rtol, atol=atol, max_k=max_k)
     estimator = GaussianEstimator(*fields, observed)
-    solution = solve(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
+    solution = estimated(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux
     shaped = partial(unflatten, operator.in_structure())
     if alone:

@@ -36,7 +36,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._core.estimate import safe_norm
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
-from .._estimators.estimator import check_key, solve
+from .._estimators.estimator import check_key, estimated
 from .._estimators.solution import Solution, restructure
 from .._functions.funm import truncation_error
 from .._functions.quadrature_error import (
@@ -216,4 +216,4 @@ def _inverse(
     diagonal_only = not has_entries(operator) and has_entries(operator, sparse=True)
     if plain and not of_trace and diagonal_only:
         estimator = SampledInverseEstimator()
-    return solve(primitive, key, operator, budget, estimator, throw=throw)
+    return estimated(primitive, key, operator, budget, estimator, throw=throw)

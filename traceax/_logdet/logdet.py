@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
 from .._core.primitive import logdet_p
-from .._estimators.estimator import check_key, solve
+from .._estimators.estimator import check_key, estimated
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
 from .._operators.block_operator import BlockOperator
@@ -117,4 +117,4 @@ def logdet(
     check_key(key)  # of a call without one, k is missing, too
     given = "logdet", operator, k, preconditioner, fallback
     fields, budget = fields_and_budget(*given, **tolerance)
-    return solve(logdet_p, key, operator, budget, LogdetEstimator(*fields), throw=throw)
+    return estimated(logdet_p, key, operator, budget, LogdetEstimator(*fields), throw=throw)

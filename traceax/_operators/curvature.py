@@ -152,9 +152,9 @@ def check_batches(batches: Any, weights: Any) -> tuple[Any, Array | None]:
 # --- products -------------------------------------------------------------------------------------
 
 # Each is called as `method(inner, outer, moving, vector)`, where `moving` are the parameters,
-# `inner(moving)` the outputs, and `outer(outputs, at)` the scalar. `at` are the outputs again (None
-# for a Hessian, which ignores them): products do not differentiate by them, but derivatives of
-# products do.
+# `inner(moving)` the outputs, and `outer(outputs, fixed)` the scalar. `fixed` are the outputs again
+# (None for a Hessian, which ignores them): products do not differentiate by them, but derivatives
+# of products do.
 
 
 def forward_product(inner: Callable, outer: Callable, moving: Any, vector: Any) -> Any:
