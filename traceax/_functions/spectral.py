@@ -18,13 +18,7 @@ from .._core.estimate import power_of
 from .._core.precision import any_promotion
 from .._core.primitive import compiled_once, spectral_density_p, spectral_sum_p
 from .._core.verdict import transformed
-from .._estimators.estimator import (
-    AbstractEstimator,
-    check_budget,
-    check_either,
-    check_key,
-    estimated,
-)
+from .._estimators.estimator import check_budget, check_either, check_key, estimated
 from .._estimators.solution import Solution
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
@@ -91,7 +85,7 @@ def spectral_sum(
     """
     operator = as_operator(operator)
     dtype = _real_dtype(operator)
-    estimator: AbstractEstimator
+    estimator: Any
     tolerance = check_either("spectral_sum", k, rtol, atol, max_k)
     if tolerance or shifts is not None:
         operator = hermitian_operator(operator, "A spectral sum with a tolerance or `shifts`")
