@@ -68,9 +68,9 @@ class AbstractPreconditioner(eqx.Module):
         self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
     ) -> Preparation:
         """The preconditioner of a call with a budget."""
-        if k <= 2:
+        if k <= 3:
             return diagonal_preconditioner(operator), 0, {}
-        rank = min(self.rank or 2 * k // 3, k - 2)
+        rank = min(self.rank or 2 * k // 3, k - 3)  # leaves two steps of a probe
         return self.of_rank(key, operator, rank), rank, {}
 
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
@@ -132,7 +132,7 @@ class NystromPreconditioner(AbstractPreconditioner):
 NystromPreconditioner.__init__.__doc__ = """**Arguments:**
 
 - `rank`: the rank, which is also the number of products. By default two thirds of the budget, and
-    never more than the budget less two. (For `build`: a tenth of the rows, from 64 to 512.)
+    never more than the budget less three. (For `build`: a tenth of the rows, from 64 to 512.)
 """
 
 
