@@ -69,10 +69,11 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _compile_quickly(request):
     """Most tests compile for longer than they compute: they do without the expensive passes (40 %
-    less time in all). Those marked slow are optimised as for users (and wholly compiled as for
-    them with an empty XLA_FLAGS).
+    less time in all), unless they are marked slow without `quick=True`: those are optimised as for
+    users (and wholly compiled as for them with an empty XLA_FLAGS).
     """
-    quick = request.node.get_closest_marker("slow") is None
+    slow = request.node.get_closest_marker("slow")
+    quick = slow is None or slow.kwargs.get("quick", False)
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

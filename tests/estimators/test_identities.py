@@ -21,7 +21,7 @@ from traceax._sketch.nystrom import nystrom, xnystrace_parts
 from .. import reference
 from ..helpers import NSD, PSD, with_spectrum
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N = 18
 # (A - A_i) cancels to about 1e-3 |A| and d_i, a square, to 1e-6: some 1e4 roundings at most.

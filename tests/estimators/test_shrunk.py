@@ -17,7 +17,7 @@ from .. import reference
 from ..helpers import PSD, by_products, over_keys, with_spectrum
 from .test_identities import computed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N = 24
 XTRACE = tr.XTraceEstimator(shrink=True)

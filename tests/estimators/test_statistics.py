@@ -15,7 +15,7 @@ import traceax as tr
 
 from ..helpers import PROBED, PSD, keys, over_keys, random_unitary, spectra, with_spectrum
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N, COUNT = 40, 256
 K = {"hutchinson": 16, "hutch++": 24, "xtrace": 16, "xnystrace": 12}

@@ -15,7 +15,7 @@ from traceax._linalg.lanczos import tridiagonal
 from ..helpers import NSD, PSD, drawn, keys, with_spectrum
 from ..reference import each
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 SYM = lx.symmetric_tag
 N = 40

@@ -18,7 +18,7 @@ from traceax._linalg.diagonalisation import diagonalised, function_of
 from ..helpers import by_products, drawn, keys
 from ..reference import each
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N = 70
 JORDAN = np.eye(N, k=1)

@@ -13,7 +13,7 @@ import traceax as tr
 
 from ..helpers import by_products, keys, random_unitary, with_spectrum
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N = 40
 INDEFINITE = 0.8 ** np.arange(N) * np.where(np.arange(N) % 2, -1, 1)

@@ -17,7 +17,7 @@ from traceax._functions.krylov_aware import GROUPS, sizes_of
 from ..helpers import PSD, by_products, drawn, keys, with_spectrum
 from ..reference import function_of, krylov_basis
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N, K = 60, 48
 SYMMETRIC = lx.symmetric_tag

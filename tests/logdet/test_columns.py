@@ -17,7 +17,7 @@ from traceax._logdet.run import budget_or_all
 from ..helpers import PSD, by_products, keys, over_keys
 from .test_logdet import shifted
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N, K = 250, 30
 X = np.random.default_rng(0).uniform(size=(N, 2))

@@ -21,7 +21,7 @@ from ..helpers import PSD, compilations, keys, random_unitary, with_spectrum
 from .test_gaussian import exact_density, observations
 from .test_logdet import dense_logdet, shifted
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N, K = 60, 40
 COMPLEX = np.complex128

@@ -18,7 +18,7 @@ from traceax._operators.known_parts import submatrices
 
 from ..helpers import PSD, keys, over_keys, with_spectrum
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N, RANK = 70, 9
 

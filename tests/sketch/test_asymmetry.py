@@ -12,7 +12,7 @@ import traceax as tr
 
 from ..helpers import PSD, keys, spectra, with_spectrum
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(quick=True)
 
 N, K = 60, 16
 NYSTROM = tr.XNysTraceEstimator()
