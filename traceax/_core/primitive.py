@@ -101,7 +101,7 @@ def _run(params: _Params, operands: tuple[Array, ...]):
 def _implementation(params: _Params, operands: tuple[Array, ...]):
     """The implementation: (Estimate, weights or None)."""
 
-    def estimated(operands):
+    def one_call(operands):
         key, operator, estimator = _rebuild(params, operands)
         if params.key_impl is not None:
             key = jax.random.wrap_key_data(key, impl=params.key_impl)
@@ -117,7 +117,7 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
 
     # The algebra mixes real and complex numbers, whatever promotion the user allows.
     with any_promotion():
-        return _vmapped(estimated, params.vmaps, lambda vmap: (vmap.axes,))(operands)
+        return _vmapped(one_call, params.vmaps, lambda vmap: (vmap.axes,))(operands)
 
 
 def _tangent(

@@ -302,9 +302,9 @@ def estimated(
     *,
     throw=False,
 ) -> Solution:
-    """Check the arguments of a public function, estimate by `compute` (or
-    `exact`, for a budget of `size`: see `bind`), judge the estimate by `verdict`, and return a
-    `Solution`. With `throw` an unsuccessful result raises an error at run time.
+    """Check the arguments of a public function, estimate by `compute` (or `exact`, for a budget of
+    `size`: see `bind`), judge the estimate by `judged` and `verdict`, and return a `Solution`. With
+    `throw` an unsuccessful result raises an error at run time.
     """
     key = check_key(key)
     operator = as_operator(operator)
