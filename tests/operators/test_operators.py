@@ -61,7 +61,9 @@ class Unregistered(Own):
 
 
 class WithEntries(Own):
-    """With entries, and with lineax's checks, so that it is seen in sums."""
+    """With entries if `known`, and with lineax's checks, so that it is seen in sums."""
+
+    known: bool = eqx.field(static=True, default=True)
 
 
 COLUMNS: list[int] = []  # the number of columns of each block that is multiplied
@@ -105,7 +107,7 @@ for _check in (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semi
 
 @tre.stored_entries.register(WithEntries)
 def _(operator, rows, columns):
-    return operator.matrix[rows][:, columns]
+    return operator.matrix[rows][:, columns] if operator.known else None
 
 
 def matrix_operator(matrix, tags=()):
@@ -176,16 +178,16 @@ def test_exact_trace_is_the_trace_of_the_matrix(name):
 
 
 def test_entries_that_a_class_of_a_user_registers():
-    """They are read alone and in sums; without them columns are products."""
+    """They are read alone and in sums; an operator of the class without them takes products."""
     matrix = GENERAL @ GENERAL.T
-    entries, known = WithEntries(jnp.asarray(matrix)), by_products(matrix)
+    entries, without = (WithEntries(jnp.asarray(matrix), known) for known in (True, False))
     assert has_entries(entries)
-    assert not has_entries(known)
+    assert not has_entries(without)
 
     @eqx.filter_jit
     def run(entries):
-        columns = [tre.columns(each, [2, 0]) for each in (entries, known)]
-        traces = [tr.trace(KEY, each, 6).value for each in (entries + known, known)]
+        columns = [tre.columns(each, [2, 0]) for each in (entries, without)]
+        traces = [tr.trace(KEY, each, 6).value for each in (entries + without, without)]
         return columns, tr.diagonal(KEY, entries, 6), traces
 
     both, found, (total, part) = jax.device_get(run(entries))

@@ -117,13 +117,8 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
         return jnp.ones(n, BlockOperator(operator).dtype)
     if isinstance(operator, lx.TaggedLinearOperator):
         return stored_diagonal(operator.operator)
-    if not _is_registered(operator):
-        return None
-    return submatrices(operator, jnp.arange(n)[:, None])[:, 0, 0]
-
-
-def _is_registered(operator: Any) -> bool:
-    return stored_entries.dispatch(type(operator)) is not stored_entries.dispatch(object)
+    found = jax.vmap(partial(stored_entries, operator))(*2 * [jnp.arange(n)[:, None]])
+    return None if found is None else found[:, 0, 0]
 
 
 for _class in LINEAR:
@@ -287,8 +282,6 @@ def _kinds(operator: lx.AbstractLinearOperator) -> set[str]:
     """What stores the entries of the parts of an operator: "banded", "sparse" or "dense" operators,
     or "products".
     """
-    if not _is_registered(operator):
-        return {"products"}
     if isinstance(operator, _BANDED):
         return {"banded"}
     if isinstance(operator, SparseLinearOperator):
@@ -297,7 +290,11 @@ def _kinds(operator: lx.AbstractLinearOperator) -> set[str]:
     scaled = any(is_tagged(lx.is_diagonal, part) for part in inner)
     if isinstance(operator, lx.ComposedLinearOperator) and not scaled:
         return {"products"}
-    return set().union(*map(_kinds, inner)) if inner else {"dense"}
+    if inner:
+        return set().union(*map(_kinds, inner))
+    indices = jnp.arange(1)
+    known = jax.eval_shape(partial(stored_entries, operator), indices, indices)
+    return {"products" if known is None else "dense"}
 
 
 # --- known parts of a sum -------------------------------------------------------------------------
