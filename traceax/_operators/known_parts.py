@@ -171,7 +171,7 @@ for _class in (*STORED, KernelLinearOperator):
 def _read_entries(operator, matrix, rows, columns):
     if not isinstance(rows, slice) and not isinstance(columns, slice):
         rows = rows[:, None]
-    return matrix[rows, columns].astype(BlockOperator(operator).dtype)
+    return jnp.asarray(matrix)[rows, columns].astype(BlockOperator(operator).dtype)
 
 
 @stored_entries.register(lx.MatrixLinearOperator)
