@@ -137,6 +137,7 @@ def test_derivatives_are_the_contraction_with_the_weights(what, name):
         assert np.mean(np.square(errors)) ** 0.5 < 0.5 * expected
 
 
+@pytest.mark.slow(quick=True)
 def test_a_sketch_is_prepared_where_it_pays():
     """Not for a flat spectrum, where the numbers are Hutchinson's; for a decaying one it saves
     products, and a tighter tolerance takes a larger one.

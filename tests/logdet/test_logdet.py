@@ -178,6 +178,7 @@ def test_a_flat_spectrum_without_an_end_gets_probes():
 # --- exact cases ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(quick=True)
 def test_a_diagonal_is_read():
     """It is its own preconditioner, and its derivative is known from the entries."""
 

@@ -15,6 +15,8 @@ from traceax._cli import _FUNCTIONS, main, read_operator
 
 from ..helpers import ROOT, with_spectrum
 
+pytestmark = pytest.mark.slow(quick=True)
+
 BUS = ROOT / "traceax" / "data" / "1138_bus.mtx"
 SPECTRUM = np.linspace(0.5, 4, 40)
 NUMPY_FUNCTIONS = {name: getattr(np, name) for name in ("sqrt", "exp", "log", "log1p")}
@@ -169,7 +171,6 @@ def test_the_diagonal_of_an_inverse(capsys, tmp_path):
     assert sum(report["value"]) == pytest.approx(np.exp(SPECTRUM).sum(), rel=1e-12)
 
 
-@pytest.mark.slow
 def test_shifted_log_determinants(capsys, tmp_path):
     """A + s I, also of complex matrices."""
     spectrum = np.where(np.arange(40) < 6, SPECTRUM, 0)

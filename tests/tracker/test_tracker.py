@@ -17,6 +17,8 @@ from traceax._probes.random import split
 
 from ..helpers import keys, random_unitary, with_spectrum
 
+pytestmark = pytest.mark.slow(quick=True)
+
 METHODS = ("recycled", "deltashift")
 N, K, STEPS = 30, 8, 12
 COUNT = 1000
@@ -168,7 +170,6 @@ def test_scan_vmap_and_a_loop_agree(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.slow
 def test_bars_of_few_steps(method):
     """At every step no bias. Independent phases have half of the variance of signs where A has
     real entries.
@@ -186,7 +187,6 @@ def test_bars_of_few_steps(method):
     assert np.all(solution.result == tr.RESULTS.successful)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_jump_shows_in_the_error_bar(method):
     before, after = drifting(6, drift=0.01), 50 * drifting(6, drift=0.01, seed=5)
@@ -303,7 +303,6 @@ def test_rounding_is_in_the_error():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.slow
 def test_budgets(method):
     least = {"recycled": 2, "deltashift": 4}[method]
     with pytest.warns(UserWarning, match=f"needs at least {least} matvecs, got k=1"):
