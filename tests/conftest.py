@@ -83,7 +83,7 @@ def _compile_quickly(request):
 
 # The README's command compiles no more, all workers together. (A program takes a CPU second, and
 # 20 ms if it is a single operation: references and inputs are computed by NumPy.)
-MOST_PROGRAMS = 1750
+MOST_PROGRAMS = 1500
 PROGRAMS = collections.Counter()  # by the folder or file of the tests that ask for them
 ASKING = ["imports"]
 FORGOTTEN = [0]  # how many of them

@@ -112,27 +112,20 @@ def _definite(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     return lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
 
 
-def _trace(options: argparse.Namespace, key: Any, operator: lx.AbstractLinearOperator) -> _Question:
-    """The trace of the matrix, which is read, or that of a function of it."""
-    if options.function is None:
-        return _Question(functools.partial(tr.trace, key, operator), {})
-    if options.function == "inv":
-        return _Question(functools.partial(tr.inverse_trace, key, _definite(operator)), {})
-    function = _FUNCTIONS[options.function]
-    return _Question(functools.partial(tr.spectral_sum, key, function, operator), {})
-
-
-def _diagonal(
+def _entries(
     options: argparse.Namespace, key: Any, operator: lx.AbstractLinearOperator
 ) -> _Question:
-    """The diagonal of the matrix, which is read, or that of a function of it."""
-    index = {"index": np.arange(operator.in_size())}
+    """Trace or diagonal of the matrix, which are read, or of a function of it."""
+    of_trace = options.command == "trace"
+    axis = {} if of_trace else {"index": np.arange(operator.in_size())}
     if options.function is None:
-        return _Question(functools.partial(tr.diagonal, key, operator), index)
-    if options.function == "inv":
-        return _Question(functools.partial(tr.inverse_diagonal, key, _definite(operator)), index)
-    function = _FUNCTIONS[options.function]
-    return _Question(functools.partial(tr.spectral_diagonal, key, function, operator), index)
+        given: Any = (tr.trace if of_trace else tr.diagonal), key, operator
+    elif options.function == "inv":
+        given = (tr.inverse_trace if of_trace else tr.inverse_diagonal), key, _definite(operator)
+    else:
+        call = tr.spectral_sum if of_trace else tr.spectral_diagonal
+        given = call, key, _FUNCTIONS[options.function], operator
+    return _Question(functools.partial(*given), axis)
 
 
 def _logdet(
@@ -279,8 +272,8 @@ def _numbers(text: str) -> np.ndarray:
 
 
 _COMMANDS = {
-    "trace": (_trace, "the trace of a matrix (exactly), or that of a function of it"),
-    "diagonal": (_diagonal, "the diagonal of a matrix (exactly), or that of a function of it"),
+    "trace": (_entries, "the trace of a matrix (exactly), or that of a function of it"),
+    "diagonal": (_entries, "the diagonal of a matrix (exactly), or that of a function of it"),
     "logdet": (_logdet, "the log-determinant of a positive definite matrix"),
     "density": (_density, "the density of the eigenvalues of a symmetric matrix"),
 }

@@ -304,14 +304,12 @@ def _check_transforms(subject, _: int) -> None:
     single = [jax.jit(both)(*pair) for pair in zip(points, keys, strict=True)]
     values, gradients = (jnp.stack(x) for x in zip(*single, strict=True))
     second = jax.vmap(jnp.diag)(jnp.stack([gradients[:, 0], gradients[:, 1] / points[:, 1]], 1))
+    hessians = jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(f))))
     found = {
         "an eager call": (f(points[0], keys[0]), values[0]),
         "jit of vmap of grad": (jax.jit(jax.vmap(both))(points, keys), (values, gradients)),
         "vmap of jvp": (jax.jit(jax.vmap(slope))(points, keys), (values, gradients @ direction)),
-        "vmap of jacfwd of jacrev": (
-            jax.jit(jax.vmap(jax.jacfwd(jax.jacrev(f))))(points, keys),
-            second,
-        ),
+        "vmap of jacfwd of jacrev": (hessians(points, keys), second),
     }
     rtol = 1e3 * float(jnp.finfo(_floating()).eps) ** 0.75
     for what, pair in found.items():

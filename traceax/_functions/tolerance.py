@@ -95,8 +95,7 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""
         if not isinstance(weights, Chosen):
             return self.inner.contract(weights, operator)
-        still = constant(operator)
-        fixed = constant(self.inner)
+        still, fixed = constant((operator, self.inner))
 
         def contracted(budget, number):
             if budget == operator.in_size():

@@ -83,12 +83,8 @@ def estimate_of(
 
 def rounding_in(run: Run) -> tuple[Array, Evidence]:
     """Returns what `rounding_of` does, for a run."""
-    factors = run.built.factors
-    smallest, largest = run.sums.probes.smallest, run.sums.probes.largest
-    eps = run.sampling.block.eps
-    singular = Evidence(outside=2 * eps * jnp.maximum(factors.top, largest) / run.least)
-    seen = run.built.evidence, run.sums.evidence, singular
-    return rounding_of(factors, smallest, largest, eps, *seen)
+    given = run.built.factors, run.smallest, run.sums.probes.largest, run.sampling.block.eps
+    return rounding_of(*given, run.built.evidence, run.sums.evidence)
 
 
 def estimate_from(run: Run) -> Estimate:

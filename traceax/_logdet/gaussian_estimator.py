@@ -54,11 +54,6 @@ def log_density(half: float, n: int, log_det: Array, form: Real[Array, " t"]) ->
     return -half * (jnp.sum(form) + form.size * (log_det + n * math.log(math.pi / half)))
 
 
-def steps_of_solve(k: int, t: int) -> int:
-    """The products for each of t right-hand sides: together t / (t + 4) of a budget."""
-    return max(2, k // (t + 4))
-
-
 @final
 class GaussianWeights(AbstractWeights):
     """The weights of log det A, and the solutions x_j as columns."""
@@ -151,7 +146,7 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
             log_det, form, made = held_estimate(key, built, operator, k, self.y, weights)
             return self.density(log_det, form, log_det.num_matvecs), made
         t = self.y.shape[1]
-        most = steps_of_solve(k, t)
+        most = max(2, k // (t + 4))  # products for each y_j: together t / (t + 4) of the budget
         given = self, key, operator, k - t * most
         run = run_of(*given, weights=weights, y=self.y, most_solve=most - 1)
         block = run.sampling.block
@@ -160,11 +155,9 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
         x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)  # r
         form = inner(self.y, x) + inner(x, residual)
-        probes = run.sums.probes
-        left = square_norms(factors.inverse_root(residual)) / probes.smallest
-        left += rounding_of_form(factors, probes.largest, x, block.eps)
+        left = square_norms(factors.inverse_root(residual)) / run.smallest
+        left += rounding_of_form(factors, run.sums.probes.largest, x, block.eps)
         log_det = estimate_from(run)
         spent = log_det.num_matvecs + jnp.sum(solve.steps) + t
-        estimate = self.density(log_det, (form, left, x), spent)
-        made = GaussianWeights(weights_of(run.built, run.sums), x) if weights else None
-        return estimate, made
+        made = GaussianWeights(weights_of(run), x) if weights else None
+        return self.density(log_det, (form, left, x), spent), made

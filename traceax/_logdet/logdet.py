@@ -46,8 +46,7 @@ class LogdetEstimator(AbstractPreconditionedEstimator):
             estimate, _, made = held_estimate(key, built, operator, k, nothing, weights)
             return estimate, made
         run = run_of(self, key, operator, k, weights=weights)
-        made = weights_of(run.built, run.sums) if weights else None
-        return estimate_from(run), made
+        return estimate_from(run), weights_of(run) if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""

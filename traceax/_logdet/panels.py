@@ -12,6 +12,11 @@ or below a third of the tolerance. Later panels take as many steps, with as many
 of the budget is enough for, until nothing is left, or the tolerance is met. Probes of a panel that
 are not in use are 0, and not counted.
 
+*A known eigenvector* u of M, of an eigenvalue mu far below the others, would bias the derivative: a
+probe hardly sees u, and 1 / mu is large. Probes of the logarithm are projected, z - u u^H z, and
+
+    log det M = log mu + tr_{n-1} log M,        G = u u^H / mu + (the mean of their L(M)[z z^H]).
+
 *Observations ride along.* Conjugate gradients for M x = R^{-1} y take a step with every step of
 every panel, as further columns of its products, until their residuals are small enough; panels that
 follow after the last probe have no others.
@@ -28,7 +33,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any, nothing_like
 from .._core.estimate import Evidence, worse
-from .._core.precision import einsum
+from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
 from .._linalg.lanczos import Lanczos, tridiagonal
 from .._operators.block_operator import BlockOperator
@@ -51,11 +56,11 @@ MOST_STEPS = 100
 class Bases(NamedTuple):
     """What derivatives need, of N probes and k basis vectors; 0 where none is in use."""
 
-    starts: Inexact[Array, "n N"]  # z, for each probe
+    starts: Inexact[Array, "n N"]  # omega, for each probe
     rows: Inexact[Array, "k n"]  # the bases of all probes
     core: Real[Array, "k k"]  # the derivatives of all quadratures by V^H M V, which are added up
 
-    def added(self, panel: "Panel", sums: "Sums", _, z: Array, count: Array) -> "Bases":
+    def added(self, panel: "Panel", sums: "Sums", omega: Array, _, count: Array) -> "Bases":
         """The bases with those of a panel, whose rows are as many as its products."""
         room = len(self.rows)
         basis = panel.krylov.basis
@@ -63,11 +68,10 @@ class Bases(NamedTuple):
         probe = jnp.arange(len(basis))[:, None]
         used = (step < panel.steps) & (probe < count)
         places = jnp.where(used, sums.spent + step * count + probe, room)
-        core = panel.core * len(z)
         return Bases(
-            put(self.starts, z, sums.drawn),
+            put(self.starts, omega, sums.drawn),
             self.rows.at[places].set(basis, mode="drop"),
-            self.core.at[places[:, :, None], places[:, None, :]].set(core, mode="drop"),
+            self.core.at[places[:, :, None], places[:, None, :]].set(panel.core, mode="drop"),
         )
 
 
@@ -131,6 +135,8 @@ class Sampling(NamedTuple):
     factors: Factors
     floor: Real[Array, ""] | None  # a lower bound of the eigenvalues of M; None, NaN: unknown
     inverse: bool  # whether f is 1/x
+    known: tuple[Real[Array, " n"], Real[Array, ""]] | None  # an eigenvector of M, or 0; eigenvalue
+    size: Any  # the dimension of the space of the probes, without the eigenvector
     k: int  # the budget of the call
     left: Int[Array, ""]  # products
     width: int  # of a panel
@@ -151,10 +157,11 @@ class Sampling(NamedTuple):
 
     def sum_over(self, probes: Probes) -> tuple[Array, Array, Array]:
         """Returns (tr log M, or for 1/x tr B of `inverse`; standard error, degrees of freedom)."""
-        n = self.block.n
         if self.inverse:
-            return sum_of_inverses(probes, n)
-        return sum_of_logarithms(probes, n, jnp.issubdtype(self.block.dtype, jnp.complexfloating))
+            return sum_of_inverses(probes, self.block.n)
+        is_complex = jnp.issubdtype(self.block.dtype, jnp.complexfloating)
+        value, std_err, dof = sum_of_logarithms(probes, self.size, is_complex)
+        return value if self.known is None else value + jnp.log(self.known[1]), std_err, dof
 
     def solves(self, solve: Solve | None) -> Bool[Array, ""]:
         """Whether there is a solve, and it goes on."""
@@ -220,6 +227,9 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     omega = sampler.probes(numbered(key, sums.panels), n, sampling.width, sampling.block.dtype)
     omega = jnp.where(active, omega, 0)
     z = sampling.factors.inverse_root(omega) if sampling.inverse else omega
+    if sampling.known is not None:
+        u = sampling.known[0][:, None].astype(z.dtype)
+        z = z - u * matmul(u.T, z)
     lengths = jnp.square(jnp.linalg.norm(z, axis=0)) / n
 
     def step(panel: Panel) -> Panel:

@@ -165,8 +165,25 @@ class Run(NamedTuple):
     built: BuiltPreconditioner
     sums: Sums
     spent: Int[Array, ""]  # products for the preconditioner and for probes
-    least: Real[Array, ""]  # a bound of the smallest eigenvalue of A, in units of P's diagonal
+    smallest: Real[Array, ""]  # Ritz value of M, or what is known to be less
     stats: dict[str, Array]
+
+
+def seen_by_ones(
+    block: BlockOperator, factors: Factors, *, usable: bool
+) -> tuple[Array, tuple[Array, Array]]:
+    """Returns (a bound of the smallest eigenvalue, `known` of `Sampling`) from the product with 1,
+    the null vector of graph Laplacians and of intrinsic fields, which probes hardly see. For every
+    unit vector v, ||A v|| is such a bound. `usable`: whether an eigenvector is taken off.
+    """
+    unit = factors.unit()
+    one = unit / safe_norm(unit)
+    image = block.mm(jnp.ones((block.n, 1), block.dtype))[:, 0] / unit / safe_norm(unit)
+    quotient = jnp.sum(one * image).real
+    least = jnp.where(quotient > 0, safe_norm(image), 0)
+    is_known = usable & (safe_norm(image - quotient * one) <= quotient / 10)
+    is_known &= ~jnp.any(factors.basis != 0)  # then R^{-1} is diagonal, and the image is M v
+    return least, (jnp.where(is_known, one, 0), jnp.where(is_known, quotient, 1))
 
 
 def run_of(
@@ -188,14 +205,9 @@ def run_of(
     given = prepare_key, operator, k, estimator.preconditioner, inverse
     built, spent, stats = preparation_for(*given)
     factors = built.factors
-    # ||A v|| bounds the smallest eigenvalue for every unit vector v. The null vector of a graph
-    # Laplacian or of an intrinsic field is 1, which probes hardly see.
-    least = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype)
+    least, known = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None
     if k >= SMALLEST and not has_entries(operator):
-        image = block.mm(jnp.ones((block.n, 1), block.dtype))[:, 0]
-        unit = factors.unit()
-        least = safe_norm(image / unit) / safe_norm(unit)
-        least = jnp.where(jnp.sum(image).real > 0, least, 0)
+        least, known = seen_by_ones(block, factors, usable=not (inverse or factors.from_entries))
         spent = spent + 1
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
@@ -216,6 +228,8 @@ def run_of(
         factors=factors,
         floor=built.floor,
         inverse=inverse,
+        known=known,
+        size=block.n if known is None else block.n - jnp.sum(known[0] ** 2),
         k=k,
         width=max(first, width) if has_entries(operator) else first,
         first=first,
@@ -225,5 +239,6 @@ def run_of(
         most_solve=most_solve,
     )
     sums = sampled(probe_key, sampling, solve)
+    smallest = jnp.minimum(sums.probes.smallest, least)
     stats = {"condition": sums.probes.largest / sums.probes.smallest, **stats}
-    return Run(sampling, built, sums, spent + sums.spent, least, stats)
+    return Run(sampling, built, sums, spent + sums.spent, smallest, stats)

@@ -37,14 +37,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._core.derivatives import change_of
-from .._linalg.factorisations import cholesky_solve, lower_cholesky, qr
+from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import hermitian_form, matrix_of
 from .._sketch.leave_one_out import adjoint, matmul
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
-from .factors import BuiltPreconditioner, Factors, outside_of
-from .panels import Sums
+from .factors import Factors, outside_of
+from .run import Run
 
 
 @final
@@ -132,28 +132,31 @@ class InverseWeights(AbstractWeights):
         return dataclasses.replace(self, x=self.x - change)
 
 
-def weights_of(built: BuiltPreconditioner, sums: Sums) -> LogdetWeights:
+def weights_of(run: Run) -> LogdetWeights:
     """G (see above), from the preconditioner and the probes; probes that are not in use are 0."""
     from jax.scipy.linalg import block_diag  # imported only here, because it takes time
 
-    factors = built.factors
-    z, rows, bases = sums.vectors
-    p = sums.drawn.astype(bases.dtype)
-    beta = built.control_variate_weight
-    one = jnp.eye(z.shape[1], dtype=bases.dtype) / p
-    vectors = [factors.inverse_root_adjoint(rows.T), factors.inverse_root_adjoint(z)]
-    cores = [bases / p, -beta * one]
+    factors = run.built.factors
+    omega, rows, bases = run.sums.vectors
+    p = run.sums.drawn.astype(bases.dtype)
+    beta = run.built.control_variate_weight
+    one = jnp.eye(omega.shape[1], dtype=bases.dtype) / p
+    vectors = [factors.inverse_root_adjoint(rows.T), factors.inverse_root_adjoint(omega)]
+    cores = [run.sampling.size * bases / p, -beta * one]
     moving = len(rows)
     if factors.from_entries:
         vectors.append(factors.captured())
         cores.append(-jnp.eye(factors.basis.shape[1], dtype=bases.dtype))
     else:
         u, t = qr(factors.basis)  # G = U T
-        identity = jnp.eye(len(t), dtype=t.dtype)
-        root = lower_cholesky(identity + matmul(t, adjoint(t)))
-        inner = cholesky_solve(root, identity)  # U^H (I + G G^H)^{-1} U
-        vectors.append(factors.scattered(jnp.concatenate([u, outside_of(u, z)], axis=1)))
+        root = jnp.eye(len(t), dtype=t.dtype) - matmul(t, matmul(factors.core, adjoint(t)))
+        inner = matmul(root, adjoint(root))  # U^H (I + G G^H)^{-1} U
+        vectors.append(factors.scattered(jnp.concatenate([u, outside_of(u, omega)], axis=1)))
         cores += [beta * inner, beta * one]
+        if run.sampling.known is not None:
+            eigenvector, eigenvalue = run.sampling.known
+            vectors.append(factors.inverse_root_adjoint(eigenvector[:, None].astype(omega.dtype)))
+            cores.append(jnp.full((1, 1), 1 / eigenvalue))
         moving = sum(block.shape[1] for block in vectors)
-    core = block_diag(*(core.astype(z.dtype) for core in cores))
+    core = block_diag(*(core.astype(omega.dtype) for core in cores))
     return LogdetWeights(jnp.concatenate(vectors, axis=1), core, factors, moving)

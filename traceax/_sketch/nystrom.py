@@ -147,10 +147,6 @@ class Nystrom(NamedTuple):
         std_err = jnp.where(wrong, plain[1], estimated[1])
         return sign * size * value, rescale_error(size, std_err)
 
-    def real_shifts(self) -> Real[Array, " c"]:
-        """The real shifts that are tried, the first of which is 0."""
-        return jnp.asarray(MULTIPLES, self.nu.dtype) * self.theta
-
     def complex_shifts(self) -> Complex[Array, " c"]:
         """The complex shifts that are tried, the first of which is 0."""
         m = len(self.eigenvalues)
@@ -290,7 +286,7 @@ def best_shift(
     factors: Nystrom, samples_of: Callable[[LeaveOneOut], Samples], rounding: Real[Array, ""]
 ) -> Real[Array, ""]:
     """The real shift with the smallest standard error of the trace."""
-    shifts = factors.real_shifts()
+    shifts = jnp.asarray(MULTIPLES, factors.nu.dtype) * factors.theta  # the first is 0
 
     def variance(parts):
         samples = samples_of(parts)
