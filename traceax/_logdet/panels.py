@@ -135,8 +135,7 @@ class Sampling(NamedTuple):
     factors: Factors
     floor: Real[Array, ""] | None  # a lower bound of the eigenvalues of M; None, NaN: unknown
     inverse: bool  # whether f is 1/x
-    known: tuple[Real[Array, " n"], Real[Array, ""]] | None  # an eigenvector of M, or 0; eigenvalue
-    size: Any  # the dimension of the space of the probes, without the eigenvector
+    eigenpair: tuple[Array, Array] | None  # the known eigenvector of M, or 0; its eigenvalue, or 1
     k: int  # the budget of the call
     left: Int[Array, ""]  # products
     width: int  # of a panel
@@ -155,13 +154,19 @@ class Sampling(NamedTuple):
         """The largest number of probes in all panels."""
         return max(self.first, self.k // 3)
 
+    @property
+    def size(self) -> Any:
+        """The dimension of the space of the probes, without the known eigenvector."""
+        n = self.block.n
+        return n if self.eigenpair is None else n - jnp.sum(jnp.square(self.eigenpair[0]))
+
     def sum_over(self, probes: Probes) -> tuple[Array, Array, Array]:
         """Returns (tr log M, or for 1/x tr B of `inverse`; standard error, degrees of freedom)."""
         if self.inverse:
             return sum_of_inverses(probes, self.block.n)
         is_complex = jnp.issubdtype(self.block.dtype, jnp.complexfloating)
         value, std_err, dof = sum_of_logarithms(probes, self.size, is_complex)
-        return value if self.known is None else value + jnp.log(self.known[1]), std_err, dof
+        return value if self.eigenpair is None else value + jnp.log(self.eigenpair[1]), std_err, dof
 
     def solves(self, solve: Solve | None) -> Bool[Array, ""]:
         """Whether there is a solve, and it goes on."""
@@ -227,8 +232,8 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     omega = sampler.probes(numbered(key, sums.panels), n, sampling.width, sampling.block.dtype)
     omega = jnp.where(active, omega, 0)
     z = sampling.factors.inverse_root(omega) if sampling.inverse else omega
-    if sampling.known is not None:
-        u = sampling.known[0][:, None].astype(z.dtype)
+    if sampling.eigenpair is not None:
+        u = sampling.eigenpair[0][:, None].astype(z.dtype)
         z = z - u * matmul(u.T, z)
     lengths = jnp.square(jnp.linalg.norm(z, axis=0)) / n
 

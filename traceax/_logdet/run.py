@@ -169,21 +169,19 @@ class Run(NamedTuple):
     stats: dict[str, Array]
 
 
-def seen_by_ones(
-    block: BlockOperator, factors: Factors, *, usable: bool
-) -> tuple[Array, tuple[Array, Array]]:
-    """Returns (a bound of the smallest eigenvalue, `known` of `Sampling`) from the product with 1,
-    the null vector of graph Laplacians and of intrinsic fields, which probes hardly see. For every
-    unit vector v, ||A v|| is such a bound. `usable`: whether an eigenvector is taken off.
+def seen_by_ones(block: BlockOperator, factors: Factors) -> tuple[Array, tuple[Array, Array]]:
+    """Returns (a bound of the smallest eigenvalue, `eigenpair` of `Sampling`) from the product with
+    1, the null vector of graph Laplacians and of intrinsic fields, which probes hardly see. For
+    every unit vector v, ||A v|| is such a bound.
     """
     unit = factors.unit()
     one = unit / safe_norm(unit)
     image = block.mm(jnp.ones((block.n, 1), block.dtype))[:, 0] / unit / safe_norm(unit)
     quotient = jnp.sum(one * image).real
     least = jnp.where(quotient > 0, safe_norm(image), 0)
-    is_known = usable & (safe_norm(image - quotient * one) <= quotient / 10)
-    is_known &= ~jnp.any(factors.basis != 0)  # then R^{-1} is diagonal, and the image is M v
-    return least, (jnp.where(is_known, one, 0), jnp.where(is_known, quotient, 1))
+    is_eigenvector = safe_norm(image - quotient * one) < quotient / 10
+    is_eigenvector &= ~jnp.any(factors.basis != 0)  # then R^{-1} is diagonal, and the image is M v
+    return least, (jnp.where(is_eigenvector, one, 0), jnp.where(is_eigenvector, quotient, 1))
 
 
 def run_of(
@@ -205,9 +203,10 @@ def run_of(
     given = prepare_key, operator, k, estimator.preconditioner, inverse
     built, spent, stats = preparation_for(*given)
     factors = built.factors
-    least, known = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None
+    least, eigenpair = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None
     if k >= SMALLEST and not has_entries(operator):
-        least, known = seen_by_ones(block, factors, usable=not (inverse or factors.from_entries))
+        least, found = seen_by_ones(block, factors)
+        eigenpair = None if inverse or factors.from_entries else found
         spent = spent + 1
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
@@ -228,8 +227,7 @@ def run_of(
         factors=factors,
         floor=built.floor,
         inverse=inverse,
-        known=known,
-        size=block.n if known is None else block.n - jnp.sum(known[0] ** 2),
+        eigenpair=eigenpair,
         k=k,
         width=max(first, width) if has_entries(operator) else first,
         first=first,

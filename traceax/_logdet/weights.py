@@ -153,8 +153,8 @@ def weights_of(run: Run) -> LogdetWeights:
         inner = matmul(root, adjoint(root))  # U^H (I + G G^H)^{-1} U
         vectors.append(factors.scattered(jnp.concatenate([u, outside_of(u, omega)], axis=1)))
         cores += [beta * inner, beta * one]
-        if run.sampling.known is not None:
-            eigenvector, eigenvalue = run.sampling.known
+        if run.sampling.eigenpair is not None:
+            eigenvector, eigenvalue = run.sampling.eigenpair
             vectors.append(factors.inverse_root_adjoint(eigenvector[:, None].astype(omega.dtype)))
             cores.append(jnp.full((1, 1), 1 / eigenvalue))
         moving = sum(block.shape[1] for block in vectors)

@@ -117,7 +117,7 @@ def stored_diagonal(operator: Any) -> Inexact[Array, " n"] | None:
         return jnp.ones(n, BlockOperator(operator).dtype)
     if isinstance(operator, lx.TaggedLinearOperator):
         return stored_diagonal(operator.operator)
-    found = jax.vmap(partial(stored_entries, operator))(*2 * [jnp.arange(n)[:, None]])
+    found = submatrices(operator, jnp.arange(n)[:, None])
     return None if found is None else found[:, 0, 0]
 
 
@@ -210,12 +210,9 @@ def _unit_products(block: BlockOperator, indices: Indices) -> Array:
     return block.mm((rows[:, None] == rows[indices]).astype(block.dtype))
 
 
-def submatrices(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]
-) -> Inexact[Array, "b s s"]:
-    """The matrices `A[s, s]` of an operator with `has_entries`, for a set s of indices a row."""
-    known: Any = partial(stored_entries, operator)
-    return jax.vmap(lambda s: known(s, s))(indices)
+def submatrices(operator: lx.AbstractLinearOperator, indices: Int[Array, "b s"]) -> Any:
+    """The matrices `A[s, s]` for a set s of indices a row, or None: see `stored_entries`."""
+    return jax.vmap(lambda s: stored_entries(operator, s, s))(indices)
 
 
 def columns(
@@ -286,14 +283,16 @@ def _kinds(operator: lx.AbstractLinearOperator) -> set[str]:
         return {"banded"}
     if isinstance(operator, SparseLinearOperator):
         return {"sparse"}
+    if isinstance(operator, lx.MatrixLinearOperator | KernelLinearOperator):
+        return {"dense"}  # others are asked, which takes a millisecond
     inner = parts_of(operator)
     scaled = any(is_tagged(lx.is_diagonal, part) for part in inner)
     if isinstance(operator, lx.ComposedLinearOperator) and not scaled:
         return {"products"}
     if inner:
         return set().union(*map(_kinds, inner))
-    indices = jnp.arange(1)
-    known = jax.eval_shape(partial(stored_entries, operator), indices, indices)
+    index = jax.ShapeDtypeStruct((1,), jnp.int32)
+    known = jax.eval_shape(partial(stored_entries, operator), index, index)
     return {"products" if known is None else "dense"}
 
 
