@@ -83,14 +83,8 @@ def check_estimator(
         _check_exact(subject, operator)
     if not subject.accepts(_by_products(_spread(2 * budget), _PSD)):
         return
-    for check in (
-        _check_products,
-        _check_transforms,
-        _check_dtypes,
-        _check_scale,
-        _check_precision,
-        _check_degenerate,
-    ):
+    checks = _check_products, _check_transforms, _check_dtypes, _check_scale, _check_precision
+    for check in (*checks, _check_degenerate):
         check(subject, budget)
     _check_tolerance(subject)
 

@@ -127,20 +127,21 @@ def test_equals_the_naive_formulas_on_the_same_probes(name):
 
 def test_exact_values_state_their_rounding():
     """In single precision 1 / x of a smooth kernel is off by some 1e-3, and an entry of the
-    diagonal by a tenth.
+    diagonal by a tenth. A sum may be 0.
     """
     x, noise = np.linspace(0, 1, 150), 1e-4
-    matrix = np.exp(-np.square(x[:, None] - x) / 0.08) + noise * np.eye(150)
-    matrix = matrix.astype(np.float32)
+    matrix = (np.exp(-np.square(x[:, None] - x) / 0.08) + noise * np.eye(150)).astype(np.float32)
     values, basis = np.linalg.eigh(matrix.astype(np.float64))
     of_values = 1 / values
 
     @jax.jit
     def run(matrix):
         given = jax.random.key(0), jnp.reciprocal, lx.MatrixLinearOperator(matrix, SYM), 150
-        return spectral_sum(*given), tr.spectral_diagonal(*given)
+        zero = spectral_sum(given[0], lambda x: x - jnp.trace(matrix) / 150, *given[2:])
+        return spectral_sum(*given), tr.spectral_diagonal(*given), zero
 
-    total, diagonal = jax.device_get(run(matrix))
+    total, diagonal, zero = jax.device_get(run(matrix))
+    assert zero.result == tr.RESULTS.successful
     for found, truth in ((total, of_values.sum()), (diagonal, np.square(basis) @ of_values)):
         error = np.abs(np.asarray(found.value, np.float64) - truth)
         stated = np.asarray(found.quadrature_error, np.float64)
@@ -240,10 +241,10 @@ def test_unbiased_with_calibrated_errors_and_derivatives(name, p):
     assert 0.92 < covered < 0.98
 
 
-@pytest.mark.parametrize(("function", "q"), [("log", 6), ("inverse", 12)])
-def test_the_quadrature_error_covers_the_truncation(function, q):
+@pytest.mark.parametrize(("function", "q", "least"), [("log", 6, 1e-4), ("inverse", 8, 1e-2)])
+def test_the_quadrature_error_covers_the_truncation(function, q, least):
     """Against z^H f(A) z, for steps that are far too few to almost enough."""
-    eigenvalues, traced = np.geomspace(1e-4, 1, 300), FUNCTIONS[function][0]
+    eigenvalues, traced = np.geomspace(least, 1, 300), FUNCTIONS[function][0]
 
     def one(key, eigenvalues):
         operator = lx.DiagonalLinearOperator(eigenvalues)
@@ -256,8 +257,8 @@ def test_the_quadrature_error_covers_the_truncation(function, q):
     ratios = np.asarray(solutions.quadrature_error) / errors
     assert np.mean(ratios > 1) > 0.93
     assert np.median(ratios) < 60
-    if q < 24:  # here a bias, which the standard error does not tell of
-        assert np.median(errors) > 0.3 * np.median(solutions.std_err)
+    # Here a bias, which the standard error does not tell of.
+    assert np.median(errors) > 0.3 * np.median(solutions.std_err)
 
 
 # --- derivatives ---------------------------------------------------------------------------------
@@ -526,22 +527,25 @@ def test_exact_functions_of_singular_matrices_are_not_finite(tag):
 
 
 def test_small_eigenvalues_that_no_recurrence_meets_are_told():
-    """x^-1/2 over four decades, and 1 / x of a field with a small ridge: all orders agree on too
-    little. The logarithm of the same spectrum is right, and mostly successful.
+    """x^-1/2 over four decades: all orders agree on too little. Where nothing separates eigenvalues
+    from 0, intervals go on until there. The logarithm is right, and mostly successful.
     """
     eigenvalues = np.linspace(1e-4, 4, 400)
     operator = lx.DiagonalLinearOperator(jnp.asarray(eigenvalues))
     operator = lx.TaggedLinearOperator(operator, PSD)
 
     @functools.partial(jax.jit, static_argnums=2)
-    def share(keys, number, k):
-        fn = lambda x: jax.lax.switch(number, [jax.lax.rsqrt, jnp.log], x)  # noqa: E731
-        results = jax.lax.map(lambda key: spectral_sum(key, fn, operator, k).result, keys)
-        return jnp.mean(results == tr.RESULTS.successful)
+    def shares(keys, number, k):
+        branches = [jax.lax.rsqrt, jnp.log, lambda x: x**-1.5]
+        fn = lambda x: jax.lax.switch(number, branches, x)  # noqa: E731
+        found = jax.lax.map(lambda key: spectral_sum(key, fn, operator, k), keys)
+        covered = jax.vmap(lambda x: x.interval()[1])(found) >= jnp.sum(fn(eigenvalues))
+        return jnp.mean(found.result == tr.RESULTS.successful), jnp.mean(covered)
 
-    assert share(keys(20), 0, 48) <= 0.1
-    assert share(keys(20), 0, 12) <= 0.1
-    assert share(keys(20), 1, 48) >= 0.62  # 85 % of 1,000 keys, less three standard errors
+    assert shares(keys(20), 0, 48)[0] <= 0.1
+    assert shares(keys(20), 0, 12)[0] <= 0.1
+    assert shares(keys(20), 2, 100)[1] >= 0.75
+    assert shares(keys(20), 1, 48)[0] >= 0.62  # 85 % of 1,000 keys, less three standard errors
 
 
 #: Spectra with a condition below 1e4.

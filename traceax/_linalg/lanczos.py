@@ -59,11 +59,6 @@ class Lanczos(NamedTuple):
         return evidence_of(self.size, skew=skew)
 
 
-def largest_ritz_value(krylov: Lanczos) -> Real[Array, ""]:
-    """The largest Ritz value to within a factor of two, without the eigenvalues of T."""
-    return jnp.max(krylov.alpha + krylov.beta)
-
-
 def tridiagonal(krylov: Arnoldi) -> Lanczos:
     """Arnoldi's recurrence of a Hermitian A: H = V^H A V is real and tridiagonal but for rounding.
     `skew` is the norm of the difference.

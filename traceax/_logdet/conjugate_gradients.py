@@ -96,9 +96,7 @@ def _to_real(x: Inexact[Array, "n m"]) -> Real[Array, "..."]:
 
 
 def _from_real(x: Real[Array, "..."], dtype) -> Inexact[Array, "n m"]:
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return x
-    return lax.complex(x[0], x[1])
+    return lax.complex(x[0], x[1]) if jnp.issubdtype(dtype, jnp.complexfloating) else x
 
 
 def definite_solve(

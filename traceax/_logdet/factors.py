@@ -247,7 +247,7 @@ class BuiltPreconditioner(eqx.Module):
     - `evidence`: whether the products that it was built from are those of a definite matrix.
     - `structure`: pivots and neighbourhoods, if the values follow the operator.
     - `floor`: a lower bound of the eigenvalues of $P^{-1} A$, for the operator A that it was built
-        for; NaN or None if no bound is known.
+        for; 0 or None if no bound is known.
     """
 
     factors: Factors

@@ -16,7 +16,8 @@ the sum of the entries has twice the sum of these variances. The scatter of the 
 *Quadrature errors* compare the samples after q, q - d and q - 2d steps, entry by entry, as in
 `_functions.funm`. These samples may agree before small eigenvalues show. But the error of the sum
 of the entries is r^H M^{-1} r, with the residual r of the solve with M: the quadrature error is at
-least |r|^2 / theta, theta the smallest Ritz value. Entries have shares of |r|^2 / theta in
+least |r|^2 / theta, theta the smallest Ritz value, and what an eigenvalue of K + s I at s adds if
+all probes may have missed it (see `log_quadrature`). Entries have shares of |r|^2 / theta in
 proportion to those of P^{-1}. An exact inverse has rounding errors: a change e_j of every squared
 pivot (see `estimator`) changes (A^{-1})_ii by sum_j e_j |(A^{-1})_ij|^2.
 
@@ -47,6 +48,7 @@ from .._functions.quadrature_error import (
 from .._operators.block_operator import unflatten
 from .._operators.known_parts import has_entries, noise_of
 from .estimator import exact_inverse, rounding_in
+from .log_quadrature import missed_inverse
 from .preconditioners import AbstractPreconditioner
 from .run import AbstractPreconditionedEstimator, fields_and_budget, run_of
 from .sampled_inverse import SampledInverseEstimator
@@ -87,14 +89,16 @@ class InverseEstimator(AbstractPreconditionedEstimator):
         std_err, of_sum = entries_std_err(samples[0], p)
         rounding, evidence = rounding_in(run)
         missed = n * sums.error
+        if run.sampling.floor is not None:
+            of_one = missed_inverse(sums.probes, run.sampling.floor)
+            missed = missed + jnp.where(of_one > 4 * of_sum, of_one, 0)
         means = jnp.sum(samples, axis=1) / p
         if self.of_trace:
             std_err = jnp.hypot(of_sum, rounding * safe_norm(known))
             dof = run.sampling.sum_over(sums.probes)[2]
             value = jnp.sum(known + means[0])
             # The mean is one over all places, in use or not.
-            exhausted = sums.probes.exhausted
-            error = truncation_error(jnp.sum(samples, axis=2), exhausted) * (room / p)
+            error = truncation_error(jnp.sum(samples, axis=2), sums.probes.exhausted) * (room / p)
         else:
             std_err = jnp.hypot(std_err, rounding * known)
             dof = jnp.maximum(p - 1, 1)

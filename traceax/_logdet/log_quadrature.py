@@ -17,8 +17,12 @@ dT = V^H dM V. In the direction dM = M it is 1. For Radau's rule, with T', this 
 d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h, restores it.
 
 *1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r <= |r|^2 / lambda_min(M), with the
-residual r of M x = z; theta_1 stands for lambda_min(M) where no a is known. (A probe that hardly
-sees the smallest eigenvalue ends no earlier than others.)
+residual r of M x = z; theta_1 stands for lambda_min(M) where no a is known, eps theta_1 if theta_1
+is not resolved. (A probe that hardly sees the smallest eigenvalue ends no earlier than others.)
+
+*A missed eigenvalue.* r = p(M) z with p(t) = prod_j (1 - t / theta_j): a part c of z in an
+eigenvector of the eigenvalue a is a part p(a) c of r, so that |c| <= |r| / p(a). c has the standard
+deviation |z| / sqrt(n), and the scatter of probes that all miss the eigenvector does not show it.
 """
 
 import math
@@ -27,15 +31,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Real
 
-from .._core.estimate import scale_of
+from .._core.estimate import relative, scale_of
 from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
+from .._functions.nodes import UNRESOLVED
 from .._functions.quadrature_error import missed
 from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
 
-#: Of matrices with a condition below 1e4 residuals are smaller from some 40 products on, of Gram
-#: matrices of rank n - 1 they are larger.
-UNRESOLVED = 1.9
+#: The chance that all probes miss an eigenvalue, if it is harmless.
+MISSED = 0.01
 
 
 class Probes(NamedTuple):
@@ -46,6 +50,7 @@ class Probes(NamedTuple):
     nodes: Real[Array, "N q"]
     masses: Real[Array, "N q"]
     exhausted: Bool[Array, " N"]  # whether the space is, or the probe is not in use
+    chances: Real[Array, " N"]  # of 1/x: that the probe misses an eigenvalue at the floor
 
     @property
     def number(self) -> Real[Array, ""]:
@@ -93,6 +98,15 @@ def sum_of_inverses(probes: Probes, n: int) -> tuple[Array, Array, Array]:
     return mean, unit * jnp.sqrt(variance), degrees_of_freedom(second, fourth, n * number)
 
 
+def missed_inverse(probes: Probes, floor: Real[Array, ""]) -> Real[Array, ""]:
+    """What an eigenvalue at the floor a would add to the sum of inverses if all probes missed it; 0
+    if that has a chance of at most `MISSED`.
+    """
+    chance = jnp.prod(jnp.where(probes.lengths > 0, probes.chances, 1))
+    one = 1 / jnp.where(floor > 0, floor, jnp.inf) - 1 / probes.smallest
+    return jnp.where(chance > MISSED, jnp.sum(probes.lengths) / probes.number * one, 0)
+
+
 def quadrature_after(
     krylov: Lanczos,
     j: Int[Array, ""],
@@ -106,41 +120,47 @@ def quadrature_after(
     """Returns (quadrature after j >= 1 steps, the mean error of z^H f(M) z / n, the derivative of
     the logarithms by V^H M V if `weights`, `history` with the value of Gauss' rule after j).
 
-    Row i - 1 of `history` is for i steps. `lengths` are those of `Probes`; `floor` is a, None or
-    NaN if it is not known.
+    Row i - 1 of `history` is for i steps. `lengths` are those of `Probes`; `floor` is a, None or 0
+    if it is not known.
     """
     ended = ended_after(krylov, [j])  # pyright: ignore[reportArgumentType]
     nodes, masses, vectors = quadrature(ended)
     residual = krylov.beta[j - 1]
     masses = jnp.where(lengths[:, None] > 0, masses, 0)
     exhausted = residual == 0
-    probes = Probes(lengths, jnp.zeros_like(lengths), nodes, masses, exhausted)
+    probes = Probes(lengths, jnp.zeros_like(lengths), nodes, masses, exhausted, 0 * lengths)
     nodes = probes.positive
     samples = jnp.sum(masses * jnp.log(nodes), axis=1)
     history = history.at[j - 1].set(samples)
+    eps = float(jnp.finfo(nodes.dtype).eps)
+    low = nodes[:, 0]
+    hides = residual * jnp.abs(vectors[:, j - 1, 0]) > UNRESOLVED * low
     core = derivative_core(jnp.log, nodes, vectors) if weights and not inverse else None
     if inverse:
-        # T^{-1} e_1 ends with `last`: the solve of M x = z leaves a residual of norm
+        # T^{-1} e_1 ends with this number: the solve of M x = z leaves a residual of norm
         # beta_j |z| |last|. (Probes of the logarithm have length 1, those of 1/x have not.)
         last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
-        lowest = nodes[:, 0] if floor is None else jnp.fmin(floor, nodes[:, 0])
-        errors = lengths * jnp.square(residual * last) / lowest
+        left = jnp.abs(residual * last)
+        low = jnp.where(hides, eps * low, low)
+        if floor is not None:
+            low = jnp.where(floor > 0, jnp.minimum(floor, nodes[:, 0]), low)
+            p_of_a = jnp.prod(jnp.maximum(1 - floor / nodes, 0), axis=1)
+            chances = relative(math.sqrt(2 / math.pi * krylov.basis.shape[1]) * left, p_of_a)
+            probes = probes._replace(chances=jnp.minimum(chances, 1))
+        errors = lengths * jnp.square(left) / low
         samples = lengths * jnp.sum(masses * (1 / nodes - 1), axis=1)
     else:
         errors = jnp.where(exhausted, 0, truncation_error_at(history, j))
-        low = nodes[:, 0]
-        hides = residual * jnp.abs(vectors[:, j - 1, 0]) > UNRESOLVED * low
-        lowest = float(jnp.finfo(low.dtype).eps) ** 2 * jnp.max(nodes, axis=1)
+        lowest = eps**2 * jnp.max(nodes, axis=1)
         errors = errors + jnp.where(hides, masses[:, 0] * jnp.log(low / lowest), 0)
     if floor is not None and not inverse:
-        known = ~(exhausted | jnp.isnan(floor))
-        given = nodes, vectors[:, j - 1, :], floor, known
-        rule, reduction = radau_rule(ended, j, *given)
+        known = ~exhausted & (floor > 0)
+        rule, reduction = radau_rule(ended, j, nodes, vectors[:, j - 1, :], floor, known)
         gap = samples - jnp.sum(rule[1] * jnp.log(rule[0]), axis=1)
         gap = jnp.where(known, jnp.maximum(gap, 0), 0)
-        share = jnp.where(known, jnp.minimum(0.6, floor / nodes[:, 0]), 0)
+        share = jnp.minimum(0.6, floor / nodes[:, 0])
         samples = samples - share * gap
-        errors = jnp.where(jnp.isnan(floor), errors, jnp.maximum(share, 1 - share) * gap)
+        errors = jnp.where(floor > 0, jnp.maximum(share, 1 - share) * gap, errors)
         if core is not None:
             of_radau = core_of_radau(rule, j, reduction, (nodes, masses, vectors))
             core = core + share[:, None, None] * (of_radau - core)
@@ -158,7 +178,7 @@ def radau_rule(
     """
     eps = float(jnp.finfo(nodes.dtype).eps)
     # A positive number below the smallest Ritz value.
-    a = jnp.minimum(jnp.where(known, floor, 0), nodes[:, 0] * (1 - math.sqrt(eps)))
+    a = jnp.minimum(floor, nodes[:, 0] * (1 - math.sqrt(eps)))
     a = jnp.maximum(a, eps**2 * nodes[:, -1])
     reduction = jnp.where(known, 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1), 0)
     reduced = ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))

@@ -59,7 +59,7 @@ class LowRank(NamedTuple):
         f = jnp.pad(f, ((0, 0), (0, rank - lengths.size)))
         factors = low_rank_plus_diagonal(f, self.mu * jnp.square(root))
         weight = jnp.fmax(self.shift / (self.shift + 3 * self.left_out), 0)  # 0 for NaN
-        floor = jnp.where(known, self.shift / self.mu, jnp.nan)
+        floor = jnp.where(known, self.shift / self.mu, 0)
         return BuiltPreconditioner(factors, weight, self.evidence, floor=floor)
 
     @property

@@ -133,7 +133,7 @@ class Sampling(NamedTuple):
 
     block: BlockOperator
     factors: Factors
-    floor: Real[Array, ""] | None  # a lower bound of the eigenvalues of M; None, NaN: unknown
+    floor: Real[Array, ""] | None  # a lower bound of the eigenvalues of M; None or 0: unknown
     inverse: bool  # whether f is 1/x
     eigenpair: tuple[Array, Array] | None  # the known eigenvector of M, or 0; its eigenvalue, or 1
     k: int  # the budget of the call
@@ -298,7 +298,7 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
         rows = jnp.zeros((sampling.k, block.n), block.dtype)
         vectors = Bases(starts, rows, jnp.zeros((sampling.k, sampling.k), real))
     nodes = jnp.zeros((room, sampling.steps), real)
-    probes = Probes(nodes[:, 0], nodes[:, 0], nodes, nodes, jnp.ones(room, bool))
+    probes = Probes(nodes[:, 0], nodes[:, 0], nodes, nodes, jnp.ones(room, bool), nodes[:, 0])
     zero = jnp.zeros((), real)
     sums = Sums(none, none, none, none, probes, zero, Evidence(), vectors, solve)
 

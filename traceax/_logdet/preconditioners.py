@@ -181,16 +181,13 @@ class KernelPreconditioner(AbstractPreconditioner):
     def prepared(self, key, operator, k):
         """See `AbstractPreconditioner`: columns cost no product."""
         n = operator.in_size()
-        built, read = self._prepared(key, operator, min(self.rank or default_rank(n), n))
+        rank = min(self.rank or default_rank(n), n)
+        built, read = prepare(key, operator, rank, self.neighbours or 24)
         return built, 0, {"columns": read}
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
-        return self._prepared(key, operator, rank)[0]
-
-    def _prepared(self, key, operator, rank: int):
-        m = max(1, min(self.neighbours or 24, operator.in_size() - 1))
-        return prepare(key, operator, rank, m)
+        return prepare(key, operator, rank, self.neighbours or 24)[0]
 
 
 KernelPreconditioner.__init__.__doc__ = """**Arguments:**

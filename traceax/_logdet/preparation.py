@@ -44,10 +44,7 @@ def preparation_for(
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None
     if preconditioner is None:
-        floor = None
-        if inverse:
-            least = jnp.min(noise_of(operator))  # no eigenvalue is below
-            floor = jnp.where(least > 0, least, jnp.nan)
+        floor = jnp.min(noise_of(operator)) if inverse else None
         return diagonal_preconditioner(operator, floor=floor), 0, {}
     return preconditioner.prepared(key, operator, k)
 

@@ -132,20 +132,14 @@ def fields_and_budget(
     """
     check_fallback(fallback)
     auto = isinstance(preconditioner, str) and preconditioner == "auto"
-    held = isinstance(preconditioner, BuiltPreconditioner)
-    if held and inverse:
+    kinds = AbstractPreconditioner if inverse else (AbstractPreconditioner, BuiltPreconditioner)
+    if not (auto or preconditioner is None or isinstance(preconditioner, kinds)):
         raise TypeError(
-            "A preconditioner that was built before is taken by `logdet` and "
-            "`gaussian_log_density` alone. Say how to build one: "
-            "`traceax.NystromPreconditioner(rank=100)`."
-        )
-    if not (auto or held or isinstance(preconditioner, AbstractPreconditioner | None)):
-        raise TypeError(
-            f"{preconditioner!r} is no preconditioner. Use 'auto', None, or an instance such as "
-            "`traceax.NystromPreconditioner(rank=100)`."
+            f"`{name}` takes no {type(preconditioner).__name__} for a preconditioner. Use 'auto', "
+            "None, or an instance such as `traceax.NystromPreconditioner(rank=100)`."
         )
     chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
-    if held:
+    if isinstance(chosen, BuiltPreconditioner):
         check_budget_alone("A built preconditioner", {"rtol": rtol, "atol": atol, "max_k": max_k})
         return (chosen, None, None), k
     tolerance = check_either(name, k, rtol, atol, max_k)

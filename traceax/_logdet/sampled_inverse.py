@@ -42,7 +42,7 @@ from .._functions.quadrature_error import (
     orders_of,
     quadrature_estimate,
 )
-from .._linalg.lanczos import lanczos, largest_ritz_value, positive_quadrature
+from .._linalg.lanczos import lanczos, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import stored_diagonal
 from .._probes.samplers import RademacherSampler
@@ -95,7 +95,7 @@ class SampledInverseEstimator(AbstractEstimator):
         value = 1 / jnp.square(root) + means[0]
 
         smallest = jnp.min(nodes)  # tiny, if there is one that is not positive
-        rounding = block.eps * largest_ritz_value(krylov) / smallest
+        rounding = block.eps * jnp.max(nodes) / smallest
         lost = ~((rounding < 0.5) & (jnp.min(diagonal) > 0))
         std_err = jnp.hypot(math.sqrt(2 / (p + 2)) * means[0], rounding * value)
         residual = krylov.residual * jnp.abs(coordinates(1 / nodes)[0, :, -1])

@@ -273,11 +273,12 @@ def prepare(
     rank: int,
     m: int,
 ) -> tuple[BuiltPreconditioner, Int[Array, ""]]:
-    """Returns (P with F of at most this rank and with m neighbours, the number of columns that were
-    read).
+    """Returns (P with F of at most this rank and with m neighbours, if there are so many, the
+    number of columns that were read).
     """
     block = BlockOperator(operator)
     n = block.n
+    m = max(1, min(m, n - 1))
     eps = block.eps
     diagonal = _diagonal_of(operator)
     # A' = A / (root root^T), in the unit of D, and K' = A' - shift I.
