@@ -141,13 +141,13 @@ def quadrature_after(
         # beta_j |z| |last|. (Probes of the logarithm have length 1, those of 1/x have not.)
         last = jnp.sum(vectors[:, j - 1, :] * vectors[:, 0, :] / nodes, axis=1)
         left = jnp.abs(residual * last)
-        low = jnp.where(hides, eps * low, low)
+        least = jnp.where(hides, eps * low, low)
         if floor is not None:
-            low = jnp.where(floor > 0, jnp.minimum(floor, nodes[:, 0]), low)
+            least = jnp.where((floor > 0) & (floor < 2 * low), jnp.minimum(floor, low), least)
             p_of_a = jnp.prod(jnp.maximum(1 - floor / nodes, 0), axis=1)
             chances = relative(math.sqrt(2 / math.pi * krylov.basis.shape[1]) * left, p_of_a)
             probes = probes._replace(chances=jnp.minimum(chances, 1))
-        errors = lengths * jnp.square(left) / low
+        errors = lengths * jnp.square(left) / least
         samples = lengths * jnp.sum(masses * (1 / nodes - 1), axis=1)
     else:
         errors = jnp.where(exhausted, 0, truncation_error_at(history, j))

@@ -191,16 +191,17 @@ def run_of(
     """Prepare with a part of k products, then sample with the rest. `y` are right-hand sides of a
     solve that shares the products, in at most `most_solve` steps.
     """
-    prepare_key, probe_key = split(key)
+    first_key, probe_key = split(key)
     inverse = estimator.inverse
     block = BlockOperator(operator).linearised()
-    given = prepare_key, operator, k, estimator.preconditioner, inverse
-    built, spent, stats = preparation_for(*given)
+    built, spent, stats = preparation_for(first_key, operator, k, estimator.preconditioner, inverse)
     factors = built.factors
-    least, eigenpair = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None
+    least, eigenpair, floor = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None, built.floor
     if k >= SMALLEST and not has_entries(operator):
         least, found = seen_by_ones(block, factors)
         eigenpair = None if inverse or factors.from_entries else found
+        if inverse and floor is not None:  # an eigenvalue that probes may miss, if no less is known
+            floor = jnp.where((floor > 0) | ~jnp.any(found[0] != 0), floor, found[1])
         spent = spent + 1
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
@@ -219,7 +220,7 @@ def run_of(
     sampling = Sampling(
         block=block,
         factors=factors,
-        floor=built.floor,
+        floor=floor,
         inverse=inverse,
         eigenpair=eigenpair,
         k=k,
