@@ -145,7 +145,8 @@ def test_exact_values_state_their_rounding():
     for found, truth in ((total, of_values.sum()), (diagonal, np.square(basis) @ of_values)):
         error = np.abs(np.asarray(found.value, np.float64) - truth)
         stated = np.asarray(found.quadrature_error, np.float64)
-        assert np.all((error <= stated) & (stated <= np.abs(truth)))
+        assert np.all(error <= stated)
+        assert np.all(stated <= np.abs(truth))
         assert np.all(np.asarray(found.std_err) == 0)
         assert found.result == tr.RESULTS.successful
     assert np.max(error) > 1e-4 * np.max(np.abs(truth))  # worth stating

@@ -270,9 +270,8 @@ def test_the_shift_says_what_probes_may_have_missed():
     truth = np.trace(np.linalg.inv(dense(laplacian)))
     assert np.mean(right) > 0.5
     assert np.mean(((low <= truth) & (truth <= high))[right]) >= 0.92
-    assert not np.any(
-        run(laplacian, 31, 0.0, keys(20))[0]
-    )  # a product shows the null vector itself
+    # A product shows the null vector itself.
+    assert not np.any(run(laplacian, 31, 0.0, keys(20))[0])
     for shift in (0.0, -0.5):
         wrong = jax.vmap(lambda key, s=shift: tr.logdet(key, hidden(laplacian, s), 60).result)
         assert np.all(jax.jit(wrong)(keys(20)) == tr.RESULTS.outside_domain)

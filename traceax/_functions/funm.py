@@ -79,6 +79,7 @@ from .nodes import (
     within_tag,
 )
 from .quadrature_error import (
+    exact_estimate,
     orders_of,
     quadrature_estimate,
     truncation_error as truncation_error,
@@ -280,11 +281,10 @@ class AbstractSpectralEstimator(AbstractFunctionEstimator):
         values, changes, evidence = values_at_eigenvalues(self.fn, operator, nodes, evidence)
         error = jnp.sum(changes, axis=0)
         error = error + rounding_of(safe_norm(jnp.moveaxis(values, 0, -1)), eps)
-        value = jnp.sum(values, axis=0)
         # Of a sum that cancels, half of the value is no measure.
-        sizes = safe_norm(jnp.ravel(value)) / 2, math.sqrt(eps) * safe_norm(jnp.ravel(values))
-        given = value, error, jnp.zeros_like(error), nodes.size, 0, evidence, jnp.maximum(*sizes)
-        estimate = quadrature_estimate(*given, separate=error.ndim > 0)
+        least = math.sqrt(eps) * safe_norm(jnp.ravel(values))
+        given = jnp.sum(values, axis=0), error, nodes.size, evidence, least
+        estimate = exact_estimate(*given, separate=error.ndim > 0)
         slopes = divided_differences(self.fn, nodes[:, None])
         rule = nodes[None], jnp.ones_like(nodes)[None]
         return estimate, SpectralWeights(basis[None], slopes, *rule)

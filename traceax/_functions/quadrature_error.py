@@ -37,11 +37,13 @@ def quadrature_estimate(
 
 
 def exact_estimate(
-    value: Array, error: Array, num_matvecs: Array | int, evidence: Evidence, **more: Any
+    value: Array, error: Array, num_matvecs: Any, evidence: Evidence, least: Any = 0.0, **more: Any
 ) -> Estimate:
-    """An estimate whose error is a bound on rounding; `not_converged` above half of the value."""
+    """An estimate whose error is a bound on rounding; `not_converged` above half of the value and
+    `least`.
+    """
     zero = jnp.zeros_like(error)
-    least = safe_norm(jnp.ravel(value)) / 2
+    least = jnp.maximum(safe_norm(jnp.ravel(value)) / 2, least)
     return quadrature_estimate(value, error, zero, num_matvecs, 0, evidence, least, **more)
 
 

@@ -42,10 +42,9 @@ def start_of_solve(target: Inexact[Array, "n t"], tolerance: float) -> Solve:
     norm = safe_norm(target.T)
     unit = jnp.where(norm > 0, norm, 1).astype(target.dtype)
     r = target / unit
-    t = r.shape[1]
     goal = jnp.full((), tolerance**2, target.real.dtype)
-    none = jnp.zeros(t, jnp.int32)
-    return Solve(0 * r, r, r, square_norms(r), none, jnp.zeros(t, bool), unit, goal)
+    none = jnp.zeros_like(norm, jnp.int32)
+    return Solve(0 * r, r, r, square_norms(r), none, jnp.zeros_like(norm, bool), unit, goal)
 
 
 def goes_on(state: Solve, most: int | Int[Array, ""]) -> Bool[Array, " t"]:

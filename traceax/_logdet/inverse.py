@@ -106,8 +106,8 @@ class InverseEstimator(AbstractPreconditionedEstimator):
             error = entries_truncation_error(means, jnp.all(sums.probes.exhausted))
             missed = missed * (known / jnp.sum(known))
         error = jnp.maximum(error, missed)
-        # Of K + D, 0 < (A^-1)_ii <= 1 / d_i.
-        most = 1 / noise_of(operator) if not self.of_trace else jnp.sum(1 / noise_of(operator))
+        most = 1 / noise_of(operator)  # of K + D, 0 < (A^-1)_ii <= 1 / d_i
+        most = jnp.sum(most) if self.of_trace else most
         value, std_err, error = (jnp.clip(x, 0, most) for x in (value, std_err, error))
         # Equal eigenvalues, whose inverses have the same rounding error.
         std_err = jnp.hypot(std_err, 2 * float(jnp.finfo(value.dtype).eps) * jnp.abs(value))

@@ -133,7 +133,8 @@ class Sampling(NamedTuple):
 
     block: BlockOperator
     factors: Factors
-    floor: Real[Array, ""] | None  # a lower bound of the eigenvalues of M; None or 0: unknown
+    # A lower bound of the eigenvalues of M (of 1/x, else one of them); None or 0 if unknown.
+    floor: Real[Array, ""] | None
     inverse: bool  # whether f is 1/x
     eigenpair: tuple[Array, Array] | None  # the known eigenvector of M, or 0; its eigenvalue, or 1
     k: int  # the budget of the call
