@@ -122,16 +122,17 @@ def test_unsorted_bcoo_with_duplicates_and_padding():
     dense = np.array([[0.0, 2.0, 0.0], [0.0, 8.0, 0.0], [5.0, 0.0, 16.0]])
     weights, vector = jnp.array([1.0, 10.0, 100.0]), jnp.array([3.0, 5.0, 7.0])
 
-    @jax.jit  # the data may be traced
-    def views(data):
+    @jax.jit  # the data may be traced, the indices may not
+    def views(data, indices=indices):
         operator = SparseLinearOperator(jsparse.BCOO((data, indices), shape=(3, 3)))
-        products = operator.mv(vector), operator.T.mv(vector)
-        return weights @ products[0], (operator.as_matrix(), products, lx.diagonal(operator))
+        found = operator.mv(vector), operator.T.mv(vector), lx.diagonal(operator)
+        return weights @ found[0], (operator.as_matrix(), found)
 
-    slope, (matrix, products, diagonal) = jax.grad(views, has_aux=True)(data)
+    with pytest.raises(TypeError, match="make the operator outside"):
+        views(data, indices)
+    slope, (matrix, found) = jax.grad(views, has_aux=True)(data)
     np.testing.assert_array_equal(matrix, dense)
-    np.testing.assert_array_equal(products, [dense @ vector, dense.T @ vector])
-    np.testing.assert_array_equal(diagonal, np.diag(dense))
+    np.testing.assert_array_equal(found, [dense @ vector, dense.T @ vector, np.diag(dense)])
     np.testing.assert_array_equal(slope, [300.0, 5.0, 0.0, 300.0, 50.0, 700.0])
 
 

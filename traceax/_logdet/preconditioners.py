@@ -48,13 +48,10 @@ Preparation = tuple[BuiltPreconditioner, Any, dict[str, Array]]
 
 
 class AbstractPreconditioner(eqx.Module):
-    """How to build a preconditioner. Final subclasses declare `rank`, and implement `check`
-    and `of_rank`.
-    """
+    """How to build a preconditioner. Final subclasses declare `rank` and implement `of_rank`."""
 
     rank: AbstractVar[int | None]
 
-    @abc.abstractmethod
     def check(self, operator: lx.AbstractLinearOperator) -> None:
         """Raise a `ValueError` if the preconditioner cannot be built for this `operator`."""
 
@@ -119,9 +116,6 @@ class NystromPreconditioner(AbstractPreconditioner):
     """
 
     rank: int | None = eqx.field(default=None, static=True, converter=_checked_rank)
-
-    def check(self, operator):
-        """Accept every operator."""
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int32
 
 from .._core.precision import at_least_single
@@ -188,7 +189,7 @@ def _scipy_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
 
 
 def _jax_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    indices = np.asarray(matrix.indices)  # not traced: see `with_data`
+    indices = np.asarray(matrix.indices)
     if hasattr(matrix, "indptr"):  # BCSR, whose buffers can be longer than the entries
         lengths = np.diff(np.asarray(matrix.indptr, np.int64))
         rows = np.repeat(np.arange(lengths.size), lengths)
@@ -203,7 +204,7 @@ def _is_jax_sparse(matrix: Any) -> bool:
     # Importing the module takes time, and a user who has such a matrix has imported it.
     module = sys.modules.get("jax.experimental.sparse")
     known = module is not None and isinstance(matrix, module.BCOO | module.BCSR)
-    return known and not matrix.n_batch and not matrix.n_dense
+    return known and not (matrix.n_batch or matrix.n_dense or isinstance(matrix.indices, Tracer))
 
 
 def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
@@ -214,9 +215,10 @@ def _entries(matrix: Any) -> tuple[Array, SparsityPattern]:
     if not is_scipy and not _is_jax_sparse(matrix):
         raise TypeError(
             "A sparse operator is made from a SciPy sparse array, or from a BCOO or BCSR without "
-            f"batch or dense dimensions, got {type(matrix).__name__}. Convert it with "
-            "`scipy.sparse.csr_array(matrix)`, or wrap a dense matrix in "
-            "`lineax.MatrixLinearOperator(matrix)`."
+            f"batch or dense dimensions or traced indices, got {type(matrix).__name__}. Convert it "
+            "with `scipy.sparse.csr_array(matrix)`, wrap a dense matrix in "
+            "`lineax.MatrixLinearOperator(matrix)`, or make the operator outside of `jax.jit`, and "
+            "pass `operator.with_data(entries)`."
         )
     data, rows, columns = _scipy_entries(matrix) if is_scipy else _jax_entries(matrix)
     m, n = map(int, matrix.shape)
