@@ -161,9 +161,8 @@ class Tracker(eqx.Module):
         the state stays as it was.
         """
         operator = as_operator(operator)
-        if not isinstance(state, TrackState) or (state.halves is None) == (
-            self.method == "deltashift"
-        ):
+        has_halves = self.method == "deltashift"
+        if not isinstance(state, TrackState) or (state.halves is not None) != has_halves:
             raise TypeError(
                 f"The state of this step must be one of the method {self.method!r}, got "
                 f"{state!r}. Make one with `tracker.init(operator, k)`."
@@ -193,11 +192,11 @@ def _update(
         else:
             estimate, new = _hutchinson(key, block, sampler, state.k)
         failed = estimate.result != RESULTS.successful
-        next_state = jtu.tree_map(
-            lambda new, old: jnp.where(failed, old, new).astype(old.dtype),
-            lax.stop_gradient(new),
-            state,
-        )
+
+        def chosen(new, old):
+            return jnp.where(failed, old, new).astype(old.dtype)
+
+        next_state = jtu.tree_map(chosen, lax.stop_gradient(new), state)
     return next_state, solution_of(estimate)
 
 

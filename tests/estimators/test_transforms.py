@@ -57,15 +57,11 @@ def test_pytrees(name):
     @jax.jit
     def run(matrix):
         operator, flat = tree_operator(matrix), by_products(matrix, PSD)
-        given = K, estimator
-        return (
-            tr.trace(KEY, operator, *given),
-            tr.trace(KEY, flat, *given),
-            tr.diagonal(KEY, operator, *given),
-            tr.block_traces(KEY, operator, *given),
-        )
+        functions = tr.trace, tr.diagonal, tr.block_traces
+        found = [function(KEY, operator, K, estimator) for function in functions]
+        return tr.trace(KEY, flat, K, estimator), *found
 
-    trace, flat, diagonal, blocks = run(matrix)
+    flat, trace, diagonal, blocks = run(matrix)
     value, std_err = flat.value, flat.std_err
     if name == "hutchinson":
         draw = partial(tr.RademacherSampler().probes_by_leaf, KEY, [(5,), (3,), (16,)], K)

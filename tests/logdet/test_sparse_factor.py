@@ -58,17 +58,10 @@ def test_the_factors_are_those_of_loops():
 
     @eqx.filter_jit
     def views(factors, operator):
-        roots = [
-            fn(jnp.eye(N, dtype=dtype))
-            for fn in (factors.inverse_root_adjoint, factors.inverse_root)
-        ]
-        return (
-            *roots,
-            factors.log_det,
-            factors.inverse_diagonal(),
-            factors.captured(),
-            factors.known_part(operator),
-        )
+        one = jnp.eye(N, dtype=dtype)
+        roots = factors.inverse_root_adjoint(one), factors.inverse_root(one)
+        parts = factors.log_det, factors.inverse_diagonal(), factors.captured()
+        return *roots, *parts, factors.known_part(operator)
 
     with any_promotion():
         w, adjoint, log_det, diagonal, captured, known = map(np.asarray, views(factors, operator))

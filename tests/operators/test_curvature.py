@@ -297,12 +297,9 @@ def test_losses_that_close_over_traced_values():
         return tr.trace(key, operator, 4, tr.HutchinsonEstimator()).value
 
     with jax.checking_leaks():
-        (total, slope), batch = jax.jit(
-            lambda scales, key: (
-                jax.value_and_grad(value)(scales[1], key),
-                jax.vmap(value, (0, None))(scales, key),
-            )
-        )(np.array([1.0, 3.0]), jr.key(0))
+        one, many = jax.value_and_grad(value), jax.vmap(value, (0, None))
+        both = jax.jit(lambda scales, key: (one(scales[1], key), many(scales, key)))
+        (total, slope), batch = both(np.array([1.0, 3.0]), jr.key(0))
     np.testing.assert_allclose(batch, [slope, 3 * slope], rtol=1e-10)
     np.testing.assert_allclose(total, batch[1], rtol=1e-10)
 

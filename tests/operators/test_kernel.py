@@ -115,13 +115,9 @@ def test_complex_kernels_and_trees_of_points():
     @eqx.filter_jit
     def run(operator, block):
         shifted = operator + 0.5 * lx.IdentityLinearOperator(operator.in_structure())
-        return (
-            operator.as_matrix(),
-            multiplied(operator, block),
-            multiplied(operator.T, block),
-            lx.conj(operator).as_matrix(),
-            tr.logdet(jr.key(0), shifted, N).value,
-        )
+        products = multiplied(operator, block), multiplied(operator.T, block)
+        log_det = tr.logdet(jr.key(0), shifted, N).value
+        return operator.as_matrix(), *products, lx.conj(operator).as_matrix(), log_det
 
     operator = tr.KernelLinearOperator(turning(1.0), POINTS, block_size=6)
     assert not lx.is_symmetric(operator)

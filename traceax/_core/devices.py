@@ -40,13 +40,12 @@ def automatic_mesh() -> AbstractContextManager:
 
 def replicated(tree: Any) -> Any:
     """The structures of these arrays, whole on every device of the mesh of `jax.set_mesh`."""
-    sharding = NamedSharding(get_abstract_mesh(), PartitionSpec())
-    return jtu.tree_map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if hasattr(x, "shape") else x
-        ),
-        tree,
-    )
+    whole: Any = {"sharding": NamedSharding(get_abstract_mesh(), PartitionSpec())}
+
+    def structure_of(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, **whole) if hasattr(x, "shape") else x
+
+    return jtu.tree_map(structure_of, tree)
 
 
 def with_auto_axes(fn: Callable[..., Any], operands: Sequence[Array]) -> Any:

@@ -206,11 +206,11 @@ def _jvp(primitive, primals, tangents, *, params):
     # Python numbers among the tangents of `jax.jvp` arrive here unconverted.
     tangents = [jnp.asarray(x) if isinstance(x, float | complex) else x for x in tangents]
     outputs = primitive.bind(*primals, params=with_weights)
-    moving = tuple(
-        i
-        for i, tangent in enumerate(tangents)
-        if type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
-    )
+
+    def moves(tangent):
+        return type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
+
+    moving = tuple(i for i, tangent in enumerate(tangents) if moves(tangent))
     estimate, weights = _unflatten(with_weights, primals, outputs)
     outputs_t: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
     count = len(jtu.tree_leaves(estimate))

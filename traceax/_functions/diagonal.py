@@ -103,15 +103,9 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         rounding = rounding_of(safe_norm(images[0]) / math.sqrt(b), eps)
         rounding = rounding + matmul(ritz + room[:, None] * masses[0], found.changes)
         std_err, _ = entries_std_err(samples.T, jnp.asarray(b, samples.dtype))
-        estimate = quadrature_estimate(
-            jnp.mean(samples, axis=1),
-            error,
-            jnp.hypot(std_err, rounding),
-            b * s,
-            b - 1,
-            found.evidence,
-            inflation=INFLATION,
-        )
+        errors = error, jnp.hypot(std_err, rounding)
+        given = jnp.mean(samples, axis=1), *errors, b * s, b - 1, found.evidence
+        estimate = quadrature_estimate(*given, inflation=INFLATION)
         return estimate, fixed if weights else None
 
     def _corrections(

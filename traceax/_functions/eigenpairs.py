@@ -264,9 +264,7 @@ class Eigenpairs(eqx.Module):
         return described("Eigenpairs", parts, self.result, entries=True)
 
 
-Eigenpairs.__init__.__doc__ = (Eigenpairs.__doc__ or "").replace(
-    "**Attributes:**", "**Arguments:**"
-)
+Eigenpairs.__init__.__doc__ = "**Arguments:**" + (Eigenpairs.__doc__ or "").partition("es:**")[2]
 
 
 def _start_vector(start: Any, block: BlockOperator) -> Array:

@@ -198,15 +198,15 @@ def difference_product(inner: Callable, outer: Callable, moving: Any, vector: An
         length = jnp.where(length > 0, length, 1)
 
         def gradient_at(step):
-            return gradient(
-                jtu.tree_map(lambda x, v: x + (step * (v / length)).astype(x.dtype), moving, vector)
-            )
+            def moved(x, v):
+                return x + (step * (v / length)).astype(x.dtype)
 
-        return jtu.tree_map(
-            lambda upper, lower: ((upper - lower) * (length / (2 * step))).astype(upper.dtype),
-            gradient_at(step),
-            gradient_at(-step),
-        )
+            return gradient(jtu.tree_map(moved, moving, vector))
+
+        def quotient(upper, lower):
+            return ((upper - lower) * (length / (2 * step))).astype(upper.dtype)
+
+        return jtu.tree_map(quotient, gradient_at(step), gradient_at(-step))
 
 
 #: How second derivatives are taken. See `traceax.curvature.hessian`.

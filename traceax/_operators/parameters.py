@@ -145,9 +145,8 @@ def _grouped(names: list[Any], moving: Any) -> dict[str, Array]:
     """The parameters as a dictionary with one array of shape `(size,)` for each group."""
     parts: dict[str, list[Array]] = {}
     for name, leaf in zip(names, jtu.tree_leaves(moving), strict=True):
-        for each, piece in (
-            [(name, leaf)] if isinstance(name, str) else zip(name, leaf, strict=True)
-        ):
+        pairs = [(name, leaf)] if isinstance(name, str) else zip(name, leaf, strict=True)
+        for each, piece in pairs:
             parts.setdefault(each, []).append(piece.reshape(-1))
     for name, pieces in parts.items():
         dtypes = sorted({str(x.dtype) for x in pieces})

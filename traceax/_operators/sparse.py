@@ -134,16 +134,12 @@ def row_product(
     dtype = data.dtype
     accumulate = at_least_single(dtype)
     vector = vector.astype(accumulate)
-    values = (
-        data.astype(accumulate)
-        .at[layout.slots]
-        .get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    )
+    padded = data.astype(accumulate).at[layout.slots]
+    values = padded.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    in_bounds: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
     sums = jnp.zeros(values.shape[0], accumulate)
     for j in range(values.shape[1]):
-        gathered = vector.at[layout.columns[:, j]].get(
-            mode="promise_in_bounds", wrap_negative_indices=False
-        )
+        gathered = vector.at[layout.columns[:, j]].get(**in_bounds)
         # This is `values[:, j] * gathered`, but as a `dot_general`: there `jax.vmap` puts its axis
         # last, in a product first. In the derivative the sum over that axis then runs along memory,
         # up to three times as fast. (The precision matters on a GPU, where that sum is a matrix
@@ -158,16 +154,8 @@ def row_product(
         # In the derivative every slot above uses the cotangent of the sums. Without a barrier each
         # would gather it anew.
         sums = jax.lax.optimization_barrier(sums)
-        sums = (
-            jnp.zeros(layout.num_rows, accumulate)
-            .at[layout.rows]
-            .add(
-                sums,
-                mode="promise_in_bounds",
-                indices_are_sorted=True,
-                wrap_negative_indices=False,
-            )
-        )
+        rows = jnp.zeros(layout.num_rows, accumulate).at[layout.rows]
+        sums = rows.add(sums, indices_are_sorted=True, **in_bounds)
     return sums.astype(dtype)
 
 

@@ -278,9 +278,8 @@ def published_samples(parts: LeaveOneOut, n: int, resphere: bool) -> Samples:
     differences = parts.pair_lost + tested[:, None] - pair_tested
     differences = jnp.where(parts.valid, differences, jnp.zeros_like(differences))
     weight = jnp.ones_like(parts.square)
-    return Samples(
-        tested - parts.lost, differences, weight, mean_of_others(parts.energy, parts.valid)
-    )
+    energy = mean_of_others(parts.energy, parts.valid)
+    return Samples(tested - parts.lost, differences, weight, energy)
 
 
 def xtrace_weights(omega: Array, factors: RangeFinder, resphere: bool) -> LowRankWeights:
