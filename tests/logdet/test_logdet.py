@@ -12,6 +12,7 @@ import pytest
 
 from traceax import RESULTS, gaussian_log_density, inverse_trace, logdet, spectral_sum
 from traceax._core.precision import any_promotion
+from traceax._logdet.log_quadrature import Probes, sum_of_logarithms
 from traceax._logdet.low_rank import low_rank_of
 from traceax._logdet.preconditioners import KernelPreconditioner, NystromPreconditioner
 from traceax._logdet.preparation import preparation_for
@@ -101,9 +102,8 @@ def test_low_rank_plus_diagonal_is_its_own_preconditioner(kind, dtype):
     rng = np.random.default_rng(1)
     matrix = with_spectrum(rng, 5.0 * (np.arange(N) < 5), dtype)
     diagonal = rng.uniform(0.1, 3, N).astype(dtype)
-    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD) + lx.DiagonalLinearOperator(
-        jnp.asarray(diagonal)
-    )
+    noise = lx.DiagonalLinearOperator(jnp.asarray(diagonal))
+    operator = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD) + noise
     dense = matrix + np.diag(diagonal)
 
     @jax.jit
@@ -166,13 +166,34 @@ def test_features_and_noise_by_budgets():
 
 
 def test_a_flat_spectrum_without_an_end_gets_probes():
-    """A Wishart matrix: a larger rank would waste products."""
+    """A Wishart matrix: a larger rank would waste products. The sketch tells the trace of M."""
     n = 200
     x = np.random.default_rng(1).standard_normal((n, n)) / np.sqrt(n)
-    operator = by_products(x @ x.T + 0.1 * np.eye(n), PSD)
-    spent = jax.jit(lambda key: preparation_for(key, operator, 60, "auto", False)[1])
+    matrix = x @ x.T + 0.1 * np.eye(n)
+    prepare = jax.jit(lambda key: preparation_for(key, by_products(matrix, PSD), 60, "auto", False))
+    means = []
     with any_promotion():
-        assert all(spent(key) == 16 for key in keys(10))
+        for built, spent, _, (mean, number) in map(prepare, keys(10)):
+            assert spent == number == 10
+            means.append(mean / np.trace(built.factors.solve(jnp.asarray(matrix))) * n)
+    assert abs(np.mean(means) - 1) < 4 * np.std(means) / np.sqrt(10) < 0.2
+
+
+@pytest.mark.parametrize(("s", "unit"), [(0, 1e200), (6, 1e200), (6, 1e-200)])
+def test_a_control_variate(s, unit):
+    """The formula on the same probes, with slopes from the nodes of all others."""
+    rng = np.random.default_rng(0)
+    p, n, mean = 4, 50, 1.1 * unit
+    nodes, masses = np.sort(rng.uniform(0.1, 2, (p, 5))) * unit, rng.dirichlet(np.ones(5), p)
+    samples = np.sum(masses * np.log(nodes), axis=1)
+    probes = Probes(np.ones(p), samples, nodes, masses, np.zeros(p, bool), np.zeros(p))
+    found = jax.jit(sum_of_logarithms, static_argnums=(1, 2))(probes, n, False, (mean, s))
+    expected = samples.copy()
+    for i in range(p):
+        x, w = (np.delete(each, i, axis=0).ravel() for each in (nodes, masses))
+        slope = np.polyfit(x / unit, np.log(x), 1, w=np.sqrt(w))[0] / unit
+        expected[i] -= s / (s + p) * slope * (masses[i] @ nodes[i] - mean)
+    np.testing.assert_allclose(found[0], n * np.mean(expected), rtol=1e-12)
 
 
 # --- exact cases ---------------------------------------------------------------------------------

@@ -16,6 +16,15 @@ possible.
 dT = V^H dM V. In the direction dM = M it is 1. For Radau's rule, with T', this would be lost;
 d(last entry) = v_q^H dM v_q - h^H dM h / (r h^H M h), with the largest Ritz vector h, restores it.
 
+*A control variate.* Where no rank pays (`preparation`), the s vectors of the sketch show tr M.
+With m_i = z_i^H M z_i / |z_i|^2 of p probes, and m_0 the mean of these quotients of the s vectors,
+
+    tr log M ~ n / p sum_i [z_i^H log(M) z_i / |z_i|^2 - g c_i (m_i - m_0)],      g = s / (s + p),
+
+has the mean that it has without m_0, as c_i, the slope of the least squares line through log on the
+nodes of the other probes, does not depend on z_i. The variance is that of log - g c x by p probes,
+and of g c x by s.
+
 *1/x.* Gauss quadrature of z^H M^{-1} z errs by r^H M^{-1} r <= |r|^2 / lambda_min(M), with the
 residual r of M x = z; theta_1 stands for lambda_min(M) where no a is known, eps theta_1 if theta_1
 is not resolved. (A probe that hardly sees the smallest eigenvalue ends no earlier than others.)
@@ -74,14 +83,34 @@ class Probes(NamedTuple):
         return jnp.maximum(self.nodes, eps**2 * scale_of(self.nodes))
 
 
-def sum_of_logarithms(probes: Probes, n: int, is_complex: bool) -> tuple[Array, Array, Array]:
-    """Returns (tr log M, standard error, degrees of freedom): see `_functions.funm`."""
-    values = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
+def sum_of_logarithms(
+    probes: Probes, n: int, is_complex: bool, quotients: tuple[Any, Any]
+) -> tuple[Array, Array, Array]:
+    """Returns (tr log M, standard error, degrees of freedom): see `_functions.funm` and *A control
+    variate* above, with the `quotients` (m_0, s).
+    """
+    mean, s = quotients
     number = probes.number
-    _, std_err, dof = mean_and_error(probes.masses, values, n, None, is_complex, number)
+    unit = scale_of(probes.nodes)
+    x = probes.positive / unit
+    logs = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
+    moments = jnp.sum(probes.masses * jnp.stack([x, x * x, logs, x * logs]), axis=2)
+    others = (jnp.sum(moments, axis=1, keepdims=True) - moments) / jnp.maximum(number - 1, 1)
+    m, square, log, product = others
+    # The share of the largest eigenvalue is 1 / n on average, even if the other probes miss it.
+    least = jnp.square(jnp.max(x) - m) / n + float(jnp.finfo(x.dtype).eps) * square
+    slopes = s / (s + number) * (product - m * log) / jnp.maximum(square - m * m, least)
+    slopes = jnp.where(probes.lengths > 0, slopes, 0)  # g c_i
+    samples = probes.samples - slopes * (moments[0] - mean / unit)
+
+    line = jnp.sum(slopes) / number * x
+    values = jnp.stack([logs - line, line], axis=-1)
+    _, errors, dofs = mean_and_error(probes.masses, values, n, None, is_complex, number)
+    std_err = jnp.hypot(errors[0], errors[1] * jnp.sqrt(number / jnp.maximum(s, 1)))
+    dof = jnp.min(dofs)
     # The standard error is itself one of few degrees of freedom.
     std_err = std_err * jnp.sqrt(1 + 1 / dof)
-    return n * jnp.sum(probes.samples) / number, std_err, dof
+    return n * jnp.sum(samples) / number, std_err, dof
 
 
 def sum_of_inverses(probes: Probes, n: int) -> tuple[Array, Array, Array]:

@@ -2,13 +2,13 @@ r"""The preconditioner of a call, and what is left of its budget.
 
 *Entries* (`sparse_factor`) cost no product: all of the budget is left for probes.
 
-*Products.* A sketch takes k/6 products (at least 16, or k/3 if that is less). Let t(l) be the mean
-eigenvalue of the part of K that a Nystrom approximation of rank l leaves out. The rank grows to
-3k/4 if t falls from half of the first rank to all of it, by 16 % or more (30 % where s is neither
-known nor seen), and will be at most 3 s at the final rank, if it goes on to fall like a power. It
-grows as well if K has a flat spectrum with an end that the budget reaches (features and noise),
-which the angles between the parts of the probes that are left out show. Otherwise P is the
-diagonal part alone.
+*Products.* A sketch takes k/6 products, at least 4. Let t(l) be the mean eigenvalue of the part of
+K that a Nystrom approximation of rank l leaves out. The rank grows to 3k/4 if t falls from half of
+the first rank to all of it, by 16 % or more (30 % where s is neither known nor seen), and will be
+at most 3 s at the final rank, if it goes on to fall like a power. It grows as well if K has a flat
+spectrum with an end that the budget reaches (features and noise), which the angles between the
+parts of the probes that are left out show. Otherwise P is the diagonal part alone, and the sketch
+gives a control variate (`log_quadrature`).
 """
 
 import math
@@ -39,13 +39,13 @@ def preparation_for(
     if isinstance(preconditioner, str):
         parts = split_shift(operator)
         if parts.rest is None:  # A is diagonal
-            return diagonal_preconditioner(operator, parts.exact.real), 0, {}
+            return diagonal_preconditioner(operator, parts.exact.real), 0, {}, (0, 0)
         if not knows_entries(operator) and k >= SMALLEST * (2 if inverse else 1):
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None
     if preconditioner is None:
         floor = jnp.min(noise_of(operator)) if inverse else None
-        return diagonal_preconditioner(operator, floor=floor), 0, {}
+        return diagonal_preconditioner(operator, floor=floor), 0, {}, (0, 0)
     return preconditioner.prepared(key, operator, k)
 
 
@@ -53,8 +53,8 @@ def _from_products(
     key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int, inverse: bool
 ) -> Preparation:
     """The preconditioner from products, by the rules of above."""
-    first = max(k // 6, min(16, k // 3))
-    rank = max(first + 1, k // 2 if inverse else 3 * k // 4)  # solves take more steps
+    first = max(4, k // 6)
+    rank = k // 2 if inverse else 3 * k // 4  # solves take more steps
     sketch = Sketch(key, operator, first, rank)
     small = sketch.low_rank(sketch.first)
 
@@ -62,9 +62,11 @@ def _from_products(
         return sketch.built(sketch.low_rank(sketch.whole()))
 
     diagonal_part = sketch.built(small._replace(f=jnp.zeros_like(small.f)))
-    half = sketch.low_rank(sketch.first[:, : max(first // 2, 1)], small.shift)
+    half = sketch.low_rank(sketch.first[:, : first // 2], small.shift)
     pays = _pays(small, half.left_out, first, rank, k, inverse)
-    return if_any(pays, larger, diagonal_part), jnp.where(pays, rank, first), {}
+    quotients = sketch.quotient() / small.mu, jnp.where(pays, 0, first)
+    built = if_any(pays, larger, diagonal_part)
+    return built, jnp.where(pays, rank, first), {}, quotients
 
 
 def _pays(low_rank: LowRank, half: Array, first: int, rank: int, k: int, inverse: bool) -> Array:
@@ -73,7 +75,6 @@ def _pays(low_rank: LowRank, half: Array, first: int, rank: int, k: int, inverse
     slope = jnp.log(jnp.clip(ratio, 1e-6, 1)) / math.log(first / (first // 2))
     later = low_rank.left_out / low_rank.shift * (rank / first) ** slope
     falls = (ratio <= jnp.where(low_rank.is_flat, 0.84, 0.7)) & (later <= 3)
-    if inverse:  # 1/x needs more steps than such a rank leaves
-        return falls
-    # With d equal eigenvalues left out, the end is at first + d.
-    return falls | (low_rank.is_flat & (first + low_rank.dimension <= k))
+    # With d equal eigenvalues left out, the end is at first + d. (1/x needs steps beyond the rank.)
+    reached = first + low_rank.dimension <= (rank if inverse else k)
+    return falls | (low_rank.is_flat & reached)

@@ -194,7 +194,8 @@ def run_of(
     first_key, probe_key = split(key)
     inverse = estimator.inverse
     block = BlockOperator(operator).linearised()
-    built, spent, stats = preparation_for(first_key, operator, k, estimator.preconditioner, inverse)
+    given = first_key, operator, k, estimator.preconditioner, inverse
+    built, spent, stats, quotients = preparation_for(*given)
     factors = built.factors
     least, eigenpair, floor = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None, built.floor
     if k >= SMALLEST and not has_entries(operator):
@@ -230,6 +231,7 @@ def run_of(
         allowed=allowed if estimator.atol is not None else None,
         weights=weights,
         most_solve=most_solve,
+        quotients=quotients,
     )
     sums = sampled(probe_key, sampling, solve)
     smallest = jnp.minimum(sums.probes.smallest, least)
