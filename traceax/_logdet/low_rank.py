@@ -18,7 +18,7 @@ eigenvalue of P^{-1} A is below s / mu.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import lineax as lx
@@ -152,10 +152,11 @@ class Sketch:
         others = self.products(self.first.shape[1], self._omega.shape[1])
         return jnp.concatenate([self.first, others], axis=1)
 
-    def low_rank(self, y: Inexact[Array, "n m"], s: Any = jnp.nan) -> LowRank:
-        """The Nystrom approximation from the products y; s may be known from more of them."""
+    def low_rank(self, y: Inexact[Array, "n m"]) -> LowRank:
+        """The Nystrom approximation from the products y."""
         omega = self._omega[:, : y.shape[1]]
-        return low_rank_of(omega, y / self._unit, jnp.where(self.known, 1, s), self._block.eps)
+        s = jnp.where(self.known, 1, jnp.nan)
+        return low_rank_of(omega, y / self._unit, s, self._block.eps)
 
     def quotient(self) -> Real[Array, ""]:
         """The mean of w^H A' w / |w|^2 over the first probes w."""
