@@ -380,14 +380,16 @@ def test_tolerances(compute):
 
 
 def test_a_singular_operator_is_found_at_any_scale():
-    """Ritz values that are rounding errors of a large one, whatever the unit of the operator."""
-    matrix = with_spectrum(np.random.default_rng(0), np.where(np.arange(N) < 5, 1.0, 0.0))
-    solve = eqx.filter_jit(
-        lambda m: logdet(jr.key(0), lx.MatrixLinearOperator(m, PSD), 30, preconditioner=None)
-    )
-    for exponent in (0, -10, -30, 30):
-        solution = solve((matrix * 2.0**exponent).astype(np.float32))
-        assert solution.result == RESULTS.outside_domain, exponent
+    """Ritz values that are rounding errors of a large one, whatever the unit of the operator. A
+    regular one is none.
+    """
+    spectra = np.where(np.arange(N) < 5, 1.0, 0.0), np.linspace(0.1, 1, N)
+    solve = jax.jit(lambda m: logdet(jr.key(0), by_products(m, PSD), 30, preconditioner=None))
+    for x, name in zip(spectra, ("outside_domain", "successful"), strict=True):
+        matrix = with_spectrum(np.random.default_rng(0), x)
+        for exponent in (0, -10, -90, 90):
+            result = solve((matrix * 2.0**exponent).astype(np.float32)).result
+            assert result == getattr(RESULTS, name), exponent
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

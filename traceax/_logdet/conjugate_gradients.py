@@ -83,7 +83,7 @@ def rounding_of_form(
     largest row of D^{-1/2} A D^{-1/2}, and P's scaling D. `largest` is the largest Ritz value of M,
     `eps` the relative precision of products with A.
     """
-    row = jnp.maximum(largest, 1) * factors.row
+    row = jnp.maximum(largest, jnp.maximum(largest, 1) * factors.row)
     share = min(1 / 6, 6 / math.sqrt(len(x)))
     # Not the square of the norm, which overflows for operators of tiny scale.
     scaled = factors.unit()[:, None].astype(x.dtype) * x

@@ -48,7 +48,7 @@ class Factors(eqx.Module):
     core: Inexact[Array, "r r"]  # J
     log_det: Real[Array, ""]  # log det P
     # The largest norm of a row and the largest eigenvalue of the operator that P was made for, in
-    # units of `unit`, about: they say how large rounding errors are.
+    # units of `unit`, about: they say how large rounding errors are. 0 where P = I without reason.
     row: Real[Array, ""]
     top: Real[Array, ""]
     from_entries: bool = eqx.field(static=True, default=False)  # see `weights`
@@ -206,6 +206,9 @@ def diagonal_preconditioner(
     d = diagonal if known else jnp.ones(block.n, jnp.finfo(block.dtype).dtype)
     f = jnp.zeros((block.n, 0), block.dtype)
     factors = low_rank_plus_diagonal(f, jnp.where(d > 0, d, 1), from_entries=known)
+    if not known:  # P tells nothing of the size of A
+        nothing = jnp.zeros_like(factors.top)
+        factors = eqx.tree_at(lambda x: (x.row, x.top), factors, (nothing, nothing))
     return BuiltPreconditioner(factors, jnp.full((), known, d.dtype), floor=floor)
 
 
