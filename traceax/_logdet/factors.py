@@ -48,7 +48,7 @@ class Factors(eqx.Module):
     core: Inexact[Array, "r r"]  # J
     log_det: Real[Array, ""]  # log det P
     # The largest norm of a row and the largest eigenvalue of the operator that P was made for, in
-    # units of `unit`, about: they say how large rounding errors are. 0 where P = I without reason.
+    # units of `unit`, about: they say how large rounding errors are. 0 where nothing is known of A.
     row: Real[Array, ""]
     top: Real[Array, ""]
     from_entries: bool = eqx.field(static=True, default=False)  # see `weights`
