@@ -19,6 +19,7 @@ import numpy as np
 import traceax as tr
 
 from .common import PSD, with_eigenvalues
+from .gaussian_process_cases import kernels
 
 COMPUTE = {"logdet": tr.logdet, "inverse_trace": tr.inverse_trace}
 
@@ -31,9 +32,8 @@ def lattice(rows, columns, alpha):
 
 
 def kernel(dim, length, noise, n=400):
-    x = np.random.default_rng(0).uniform(size=(n, dim))
-    r = np.sqrt(3) * np.linalg.norm(x[:, None] - x, axis=2) / length
-    return (1 + r) * np.exp(-r) + noise * np.eye(n)
+    x = np.random.default_rng(0).uniform(size=(n, dim)) / length
+    return kernels(np)["Matern-3/2"](np.square(x[:, None] - x).sum(-1)) + noise * np.eye(n)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

@@ -40,10 +40,10 @@ def automatic_mesh() -> AbstractContextManager:
 
 def replicated(tree: Any) -> Any:
     """The structures of these arrays, whole on every device of the mesh of `jax.set_mesh`."""
-    whole: Any = {"sharding": NamedSharding(get_abstract_mesh(), PartitionSpec())}
+    whole = NamedSharding(get_abstract_mesh(), PartitionSpec())
 
     def structure_of(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, **whole) if hasattr(x, "shape") else x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) if hasattr(x, "shape") else x
 
     return jtu.tree_map(structure_of, tree)
 

@@ -34,7 +34,7 @@ from .._core.derivatives import change_of
 from .._core.estimate import Estimate
 from .._functions.quadrature_error import quadrature_estimate
 from .._operators.block_operator import BlockOperator
-from .._sketch.leave_one_out import square_norms
+from .._sketch.leave_one_out import column_dots, square_norms
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import rounding_of_form
 from .estimator import estimate_from, exact_logdet
@@ -42,11 +42,6 @@ from .factors import BuiltPreconditioner
 from .held import HeldWeights, held_estimate
 from .run import AbstractPreconditionedEstimator, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
-
-
-def inner(x: Inexact[Array, "n t"], y: Inexact[Array, "n t"]) -> Real[Array, " t"]:
-    """Re x_j^H y_j, for every column j."""
-    return jnp.sum((jnp.conj(x) * y).real, axis=0)
 
 
 def log_density(half: float, n: int, log_det: Array, form: Real[Array, " t"]) -> Real[Array, ""]:
@@ -99,7 +94,7 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
         # form is off by at most this. (As E is full, it may be off by twice as much; but in the sum
         # with the log-determinant, whose error has the opposite sign, these errors cancel.)
         left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
-        form = inner(self.y, x), left, x
+        form = column_dots(self.y, x).real, left, x
         estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
         return estimate, GaussianWeights(exact.weights(), x)
 
@@ -126,7 +121,7 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
         """See `AbstractEstimator`."""
         if isinstance(weights, HeldWeights):
             return -self._factor * weights.contract(BlockOperator(operator), self.y)
-        overlap = jnp.sum(inner(weights.x, self.y))  # Re sum_j x_j^H y_j
+        overlap = jnp.sum(column_dots(weights.x, self.y).real)  # Re sum_j x_j^H y_j
         return -self._factor * (weights.contract(BlockOperator(operator)) + 2 * overlap)
 
     def weights_at(self, weights, operator):
@@ -154,7 +149,7 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
         solve = run.sums.solve
         x = factors.inverse_root_adjoint(solve.z * solve.unit)
         residual = self.y - block.mm(x)  # r
-        form = inner(self.y, x) + inner(x, residual)
+        form = (column_dots(self.y, x) + column_dots(x, residual)).real
         left = square_norms(factors.inverse_root(residual)) / run.smallest
         left += rounding_of_form(factors, run.sums.probes.largest, x, block.eps)
         log_det = estimate_from(run)

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Real
 
-from .._core.estimate import relative, scale_of
+from .._core.estimate import norm_of, relative, scale_of
 from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.nodes import UNRESOLVED
@@ -83,17 +83,16 @@ class Probes(NamedTuple):
         return jnp.maximum(self.nodes, eps**2 * scale_of(self.nodes))
 
 
-def sum_of_logarithms(
-    probes: Probes, n: int, is_complex: bool, quotients: tuple[Any, Any]
-) -> tuple[Array, Array, Array]:
-    """Returns (tr log M, standard error, degrees of freedom): see `_functions.funm` and *A control
-    variate* above, with the `quotients` (m_0, s).
+def control_variate(
+    probes: Probes, logs: Real[Array, "N q"], n: int, quotients: tuple[Array, Array]
+) -> tuple[Array, Real[Array, "N q 2"]]:
+    """Returns (g c_i (m_i - m_0) for every probe; log - g c x and g c x at the nodes, with the mean
+    c of the c_i, and the second as large as if p probes and not s vectors had shown it).
     """
     mean, s = quotients
     number = probes.number
     unit = scale_of(probes.nodes)
     x = probes.positive / unit
-    logs = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
     moments = jnp.sum(probes.masses * jnp.stack([x, x * x, logs, x * logs]), axis=2)
     others = (jnp.sum(moments, axis=1, keepdims=True) - moments) / jnp.maximum(number - 1, 1)
     m, square, log, product = others
@@ -101,15 +100,27 @@ def sum_of_logarithms(
     least = jnp.square(jnp.max(x) - m) / n + float(jnp.finfo(x.dtype).eps) * square
     slopes = s / (s + number) * (product - m * log) / jnp.maximum(square - m * m, least)
     slopes = jnp.where(probes.lengths > 0, slopes, 0)  # g c_i
-    samples = probes.samples - slopes * (moments[0] - mean / unit)
-
     line = jnp.sum(slopes) / number * x
-    values = jnp.stack([logs - line, line], axis=-1)
+    of_sketch = line * jnp.sqrt(number / jnp.maximum(s, 1))
+    return slopes * (moments[0] - mean / unit), jnp.stack([logs - line, of_sketch], axis=-1)
+
+
+def sum_of_logarithms(
+    probes: Probes, n: int, is_complex: bool, quotients: tuple[Array, Array] | None
+) -> tuple[Array, Array, Array]:
+    """Returns (tr log M, standard error, degrees of freedom): see `_functions.funm`, and with the
+    `quotients` (m_0, s) *A control variate* above.
+    """
+    number = probes.number
+    samples = probes.samples
+    values = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
+    if quotients is not None:
+        corrections, values = control_variate(probes, values, n, quotients)
+        samples = samples - corrections
     _, errors, dofs = mean_and_error(probes.masses, values, n, None, is_complex, number)
-    std_err = jnp.hypot(errors[0], errors[1] * jnp.sqrt(number / jnp.maximum(s, 1)))
     dof = jnp.min(dofs)
     # The standard error is itself one of few degrees of freedom.
-    std_err = std_err * jnp.sqrt(1 + 1 / dof)
+    std_err = norm_of(errors) * jnp.sqrt(1 + 1 / dof)
     return n * jnp.sum(samples) / number, std_err, dof
 
 

@@ -29,7 +29,7 @@ from .._linalg.factorisations import diagonal_of, divide_by_upper, qr, svd
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import noise_of, scaling_of
 from .._probes.samplers import NormalSampler
-from .._sketch.leave_one_out import matmul, square_norms, square_of
+from .._sketch.leave_one_out import column_dots, matmul, square_norms, square_of
 from .._sketch.nystrom import nystrom, skew_of_core, xnystrace_parts
 from .factors import BuiltPreconditioner, low_rank_plus_diagonal
 
@@ -161,7 +161,7 @@ class Sketch:
     def quotient(self) -> Real[Array, ""]:
         """The mean of w^H A' w / |w|^2 over the first probes w."""
         omega = self._omega[:, : self.first.shape[1]]
-        forms = jnp.sum((jnp.conj(omega) * self.first).real, axis=0)
+        forms = column_dots(omega, self.first).real
         return jnp.mean(forms / square_norms(omega)) / self._unit
 
     def built(self, low_rank: LowRank) -> BuiltPreconditioner:

@@ -144,7 +144,8 @@ class Sampling(NamedTuple):
     allowed: Callable[[Array], Any] | None  # the error of tr f(M) that ends a call, by its value
     weights: bool  # whether a derivative is taken
     most_solve: int = 0  # the largest number of steps of the solve
-    quotients: tuple[Any, Any] = (0, 0)  # the mean of z^H M z / |z|^2 over a sketch; of so many
+    # The mean of z^H M z / |z|^2 over a sketch that no rank uses, and their number.
+    quotients: tuple[Array, Array] | None = None
 
     @property
     def steps(self) -> int:
@@ -167,15 +168,15 @@ class Sampling(NamedTuple):
         if self.inverse:
             return sum_of_inverses(probes, self.block.n)
         is_complex = jnp.issubdtype(self.block.dtype, jnp.complexfloating)
-        given = probes, self.size, is_complex
-        if self.eigenpair is None:
-            return sum_of_logarithms(*given, self.quotients)
-        mu = self.eigenpair[1]
-        taken_off = self.block.n - self.size  # dimensions: 1, or 0
-        mean, s = self.quotients
-        mean = mean + taken_off * (mean - mu) / self.size
-        s = jnp.where(taken_off * mu > probes.largest, 0, s)  # mu hides the mean of the others
-        value, std_err, dof = sum_of_logarithms(*given, (mean, s))
+        mu = 1.0 if self.eigenpair is None else self.eigenpair[1]
+        quotients = self.quotients
+        if quotients is not None:
+            mean, s = quotients
+            taken_off = self.block.n - self.size  # dimensions: 1, or 0
+            mean = mean + taken_off * (mean - mu) / self.size
+            s = jnp.where(taken_off * mu > probes.largest, 0, s)  # mu hides the mean of the others
+            quotients = mean, s
+        value, std_err, dof = sum_of_logarithms(probes, self.size, is_complex, quotients)
         return value + jnp.log(mu), std_err, dof
 
     def solves(self, solve: Solve | None) -> Bool[Array, ""]:

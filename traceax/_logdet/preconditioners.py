@@ -44,7 +44,7 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
 
 
 #: A preconditioner, the products that it took, statistics of the call, and `Sampling.quotients`.
-Preparation = tuple[BuiltPreconditioner, Any, dict[str, Array], tuple[Any, Any]]
+Preparation = tuple[BuiltPreconditioner, Any, dict[str, Array], Any]
 
 
 class AbstractPreconditioner(eqx.Module):
@@ -66,9 +66,9 @@ class AbstractPreconditioner(eqx.Module):
     ) -> Preparation:
         """The preconditioner of a call with a budget."""
         if k <= 3:
-            return diagonal_preconditioner(operator), 0, {}, (0, 0)
+            return diagonal_preconditioner(operator), 0, {}, None
         rank = min(self.rank or 2 * k // 3, k - 3)  # leaves two steps of a probe
-        return self.of_rank(key, operator, rank), rank, {}, (0, 0)
+        return self.of_rank(key, operator, rank), rank, {}, None
 
     def build(self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator) -> BuiltPreconditioner:
         """Build the preconditioner, to be held while the operator changes, from `rank` matvecs.
@@ -177,7 +177,7 @@ class KernelPreconditioner(AbstractPreconditioner):
         n = operator.in_size()
         rank = min(self.rank or default_rank(n), n)
         built, read = prepare(key, operator, rank, self.neighbours or 24)
-        return built, 0, {"columns": read}, (0, 0)
+        return built, 0, {"columns": read}, None
 
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""

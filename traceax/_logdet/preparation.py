@@ -36,13 +36,13 @@ def preparation_for(
     if isinstance(preconditioner, str):
         parts = split_shift(operator)
         if parts.rest is None:  # A is diagonal
-            return diagonal_preconditioner(operator, parts.exact.real), 0, {}, (0, 0)
+            return diagonal_preconditioner(operator, parts.exact.real), 0, {}, None
         if not knows_entries(operator) and k >= SMALLEST * (2 if inverse else 1):
             return _from_products(key, operator, k, inverse)
         preconditioner = KernelPreconditioner() if knows_entries(operator) else None
     if preconditioner is None:
         floor = jnp.min(noise_of(operator)) if inverse else None
-        return diagonal_preconditioner(operator, floor=floor), 0, {}, (0, 0)
+        return diagonal_preconditioner(operator, floor=floor), 0, {}, None
     return preconditioner.prepared(key, operator, k)
 
 
