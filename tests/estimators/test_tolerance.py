@@ -133,7 +133,8 @@ def test_derivatives_are_the_contraction_with_the_weights(what, name):
         expected = 1.0 if what == "diagonal" else N
         errors = (across - expected).reshape(COUNT, -1)
         deviation = errors.std(axis=0, ddof=1) / 10
-        assert np.all(np.abs(errors.mean(axis=0)) <= 4.5 * deviation + 1e-10)
+        most = stdtrit(COUNT - 1, 1 - 1e-4 / errors.shape[1])  # once in 5,000 such cases
+        assert np.all(np.abs(errors.mean(axis=0)) <= most * deviation + 1e-10)
         assert np.mean(np.square(errors)) ** 0.5 < 0.5 * expected
 
 
@@ -178,11 +179,10 @@ def test_the_first_panel_ends_the_call_if_students_quantile_says_so():
 def test_samples_are_those_of_hutchinson():
     """Panels of eight, each with probes of its own; the error is no smaller than their scatter."""
     found = numbers("trace", "hutchinson", "flat", 0.005)
-    _, folded = jr.split(jr.fold_in(keys(COUNT)[0], 0))
     panels = int(found.num_matvecs[0]) // 8
     assert panels > 1
-    draw = jax.jit(lambda j: tr.RademacherSampler()(jr.fold_in(folded, j), N, 8, float))
-    omega = [np.asarray(draw(j)) for j in range(panels)]
+    drawn = jr.split(keys(COUNT)[0], 1 + panels)[1:]
+    omega = [np.asarray(tr.RademacherSampler()(key, N, 8, float)) for key in drawn]
     entries = [o * (matrix("flat") @ o) for o in omega]
     samples = np.concatenate([e.sum(axis=0) for e in entries])
     np.testing.assert_allclose(found.value[0], samples.mean(), rtol=1e-12)

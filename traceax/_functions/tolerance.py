@@ -39,7 +39,7 @@ def budgets_of(max_k: int, n: int) -> list[int]:
 class Chosen(NamedTuple):
     """The number of the budget that a call ended with. The weights are made again."""
 
-    key: PRNGKeyArray
+    keys: PRNGKeyArray  # one for each budget
     number: Int[Array, ""]
 
 
@@ -73,11 +73,12 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
                 dof = found.dof.astype(previous.dof.dtype)
                 found = dataclasses.replace(found, dof=dof, inflation=previous.inflation)
             else:
-                found, _ = self.inner.compute(jr.fold_in(key, number), operator, budget, False)
+                found, _ = self.inner.compute(keys[number], operator, budget, False)
             spent = found.num_matvecs + (0 if previous is None else previous.num_matvecs)
             return dataclasses.replace(found, num_matvecs=spent)
 
         first, *others = budgets_of(self.max_k, operator.in_size())
+        keys = jr.split(key, 1 + len(others))
         estimate = estimate_from(first, 0, None)
         chosen = jnp.zeros((), jnp.int32)
         for number, budget in enumerate(others, 1):
@@ -85,7 +86,7 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
             goes_on = (self.judged(estimate).evidence.unconverged > 1) & ~failures.fails
             estimate = if_any(goes_on, partial(estimate_from, budget, number, estimate), estimate)
             chosen = jnp.where(goes_on, number, chosen)
-        return estimate, Chosen(key, chosen)
+        return estimate, Chosen(keys, chosen)
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -101,7 +102,7 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
             if budget == operator.in_size():
                 _, made = fixed.exact(still)
             else:
-                _, made = fixed.compute(jr.fold_in(weights.key, number), still, budget, True)
+                _, made = fixed.compute(weights.keys[number], still, budget, True)
             return self.inner.contract(made, operator)
 
         budgets = budgets_of(self.max_k, operator.in_size())

@@ -37,30 +37,12 @@ from .factors import BuiltPreconditioner, low_rank_plus_diagonal
 class LowRank(NamedTuple):
     """An approximation F F^H of K', and how much it leaves out."""
 
-    f: Inexact[Array, "n l"]
-    nu: Real[Array, ""]  # F F^H approximates K' + nu I
+    f: Inexact[Array, "n l"]  # U Lambda^{1/2}
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
     evidence: Evidence  # whether the products are those of a definite matrix
     dimension: Real[Array, ""]  # of what is left out: see `dimension_of`
     is_flat: Bool[Array, ""]  # whether s is known, or seen: r <= theta / 2
-
-    def built(
-        self, root: Real[Array, " n"], known: Bool[Array, ""], rank: int
-    ) -> BuiltPreconditioner:
-        """The preconditioner, with `rank` columns, the last ones 0, and the lower bound of the
-        eigenvalues if s is `known`. Cost: `4 n l^2` operations.
-        """
-        q, r = qr(self.f)
-        # The eigenvalues of F F^H, less nu. Orthogonal columns make G^H G diagonal to rounding.
-        u, sigma, _ = svd(r)
-        lengths = jnp.sqrt(jnp.maximum(jnp.square(sigma) - self.nu, 0))
-        f = root[:, None].astype(q.dtype) * matmul(q, u * lengths.astype(q.dtype))
-        f = jnp.pad(f, ((0, 0), (0, rank - lengths.size)))
-        factors = low_rank_plus_diagonal(f, self.mu * jnp.square(root))
-        weight = jnp.fmax(self.shift / (self.shift + 3 * self.left_out), 0)  # 0 for NaN
-        floor = jnp.where(known, self.shift / self.mu, 0)
-        return BuiltPreconditioner(factors, weight, self.evidence, floor=floor)
 
     @property
     def mu(self) -> Real[Array, ""]:
@@ -86,14 +68,14 @@ def low_rank_of(
     eps: float,
 ) -> LowRank:
     """The Nystrom approximation of K' = A' - s I from products of A' with normal probes of norm
-    about 1; s is estimated where it is NaN. Cost: about `8 n l^2` operations.
+    about 1; s is estimated where it is NaN. Cost: about `12 n l^2` operations.
     """
     n, m = omega.shape
     p, r = qr(omega)
     factors = nystrom(p, r, divide_by_upper(products, r), eps)
     scale = factors.products.scale
     theta = factors.eigenvalues[0] - factors.nu
-    size = jnp.sqrt(diagonal_of(factors.rest_gram)[0].real)  # r
+    size = jnp.sqrt(diagonal_of(factors.rest_gram)[0].real)  # of the residual
     floor = 4 * eps * jnp.max(jnp.abs(factors.eigenvalues))
     seen = theta - jnp.clip(size, floor, jnp.maximum(theta / 2, floor))
     shift = jnp.where(jnp.isnan(s), jnp.maximum(seen, floor), s / scale)
@@ -102,6 +84,10 @@ def low_rank_of(
     shifted = factors.shifted(shift + factors.nu - nu)
     sketch = factors.products.numbers - (shift - nu).astype(p.dtype) * p
     f = matmul(sketch, factors.vectors) * jnp.sqrt(scale * shifted.inverse_core).astype(p.dtype)
+    q, r = qr(f)
+    # The eigenvalues of F F^H, less nu. Orthogonal columns make G^H G diagonal to rounding.
+    u, sigma, _ = svd(r)
+    lengths = jnp.sqrt(jnp.maximum(jnp.square(sigma) - scale * nu, 0))
 
     parts = xnystrace_parts(factors, shifted)
     left_out = jnp.mean(n * parts.residual - parts.lost) / max(n - m, 1) - nu
@@ -110,8 +96,7 @@ def low_rank_of(
     skew = skew_of_core(factors.core, factors.products.norm, n, eps)
     outside = factors.evidence.negative
     return LowRank(
-        f=f,
-        nu=scale * nu,
+        f=matmul(q, u * lengths.astype(q.dtype)),
         shift=scale * shift,
         left_out=scale * left_out,
         evidence=evidence_of(factors.products.square, skew=skew, outside=outside),
@@ -137,7 +122,7 @@ class Sketch:
         self._block = block
         self._scaling = scaling_of(operator)
         probes = NormalSampler().probes(key, block.n, most, block.dtype)
-        self._omega = probes / math.sqrt(block.n)
+        self.omega = probes / math.sqrt(block.n)
         self.first = self.products(0, first)
         self._unit, self.known = self._scaling.fixed(self.first, block.eps)
         self._floor_known = self.known & jnp.all(noise_of(operator) > 0)
@@ -145,26 +130,30 @@ class Sketch:
     def products(self, start: int, end: int) -> Inexact[Array, "n m"]:
         """D^{-1/2} A D^{-1/2} times probes `start` to `end`, with D relative to its unit."""
         root = self._scaling.relative[:, None].astype(self._block.dtype)
-        return self._block.mm(self._omega[:, start:end] / root) / root
+        return self._block.mm(self.omega[:, start:end] / root) / root
 
     def whole(self) -> Inexact[Array, "n r"]:
         """The first products, and all others."""
-        others = self.products(self.first.shape[1], self._omega.shape[1])
+        others = self.products(self.first.shape[1], self.omega.shape[1])
         return jnp.concatenate([self.first, others], axis=1)
 
     def low_rank(self, y: Inexact[Array, "n m"]) -> LowRank:
         """The Nystrom approximation from the products y."""
-        omega = self._omega[:, : y.shape[1]]
+        omega = self.omega[:, : y.shape[1]]
         s = jnp.where(self.known, 1, jnp.nan)
         return low_rank_of(omega, y / self._unit, s, self._block.eps)
 
     def quotient(self) -> Real[Array, ""]:
         """The mean of w^H A' w / |w|^2 over the first probes w."""
-        omega = self._omega[:, : self.first.shape[1]]
+        omega = self.omega[:, : self.first.shape[1]]
         forms = column_dots(omega, self.first).real
         return jnp.mean(forms / square_norms(omega)) / self._unit
 
-    def built(self, low_rank: LowRank) -> BuiltPreconditioner:
-        """The preconditioner from an approximation."""
+    def built(self, chosen: LowRank) -> BuiltPreconditioner:
+        """The preconditioner, and the lower bound of the eigenvalues if s is known."""
         root = jnp.sqrt(self._unit) * self._scaling.relative
-        return low_rank.built(root, self._floor_known, self._omega.shape[1])
+        f = root[:, None].astype(chosen.f.dtype) * chosen.f
+        factors = low_rank_plus_diagonal(f, chosen.mu * jnp.square(root))
+        weight = jnp.fmax(chosen.shift / (chosen.shift + 3 * chosen.left_out), 0)  # 0 for NaN
+        floor = jnp.where(self._floor_known, chosen.shift / chosen.mu, 0)
+        return BuiltPreconditioner(factors, weight, chosen.evidence, floor=floor)

@@ -37,7 +37,6 @@ from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
 from .._linalg.lanczos import Lanczos, tridiagonal
 from .._operators.block_operator import BlockOperator
-from .._probes.random import numbered
 from .._probes.samplers import RademacherSampler, SphereSampler
 from .conjugate_gradients import Solve, cg_step, goes_on
 from .factors import Factors
@@ -122,6 +121,7 @@ class Panel(NamedTuple):
     probes: Any = None
     error: Any = None
     core: Any = None  # the derivative of the samples by V^H M V, if wanted
+    evidence: Any = None
 
     def recurrences(self) -> Lanczos:
         """The recurrences as a `Lanczos`, whose M is Hermitian."""
@@ -214,7 +214,8 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     """The panel with its quadrature, and whether it has gone on for long enough, with so many
     products `left`.
     """
-    given = panel.recurrences(), panel.steps, panel.history, lengths, sampling.floor
+    krylov = panel.recurrences()
+    given = krylov, panel.steps, panel.history, lengths, sampling.floor
     flags = {"inverse": sampling.inverse, "weights": sampling.weights}
     probes, error, core, history = quadrature_after(*given, **flags)
     n = sampling.block.n
@@ -228,11 +229,13 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     if sampling.inverse:  # fewer steps do not show what they miss
         enough &= panel.steps >= 4
     fits = (panel.steps + 1) * probes.number <= left
-    found = {"probes": probes, "error": error, "core": core}
+    # In M, products with A have rounding errors relative to `top`: see `Factors`.
+    evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
+    found = {"probes": probes, "error": error, "core": core, "evidence": evidence}
     return panel._replace(history=history, ends=enough | ~fits, **found)
 
 
-def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
+def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     """The sums with those of one more panel of probes."""
     n = sampling.block.n
     pilot = sums.panels == 0
@@ -240,7 +243,7 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     count = sampling.number_of_probes(sums)
     active = jnp.arange(sampling.width) < count
     sampler = RademacherSampler() if sampling.inverse else SphereSampler()
-    omega = sampler.probes(numbered(key, sums.panels), n, sampling.width, sampling.block.dtype)
+    omega = sampler.probes(keys[sums.panels], n, sampling.width, sampling.block.dtype)
     omega = jnp.where(active, omega, 0)
     z = sampling.factors.inverse_root(omega) if sampling.inverse else omega
     if sampling.eigenpair is not None:
@@ -264,16 +267,13 @@ def one_panel(key: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
         ends=jnp.array(False),
     )
     none = nothing_like(lambda: assessed(sampling, panel, left, lengths))
-    panel = panel._replace(probes=none.probes, error=none.error, core=none.core)
+    panel = none._replace(krylov=panel.krylov, solve=panel.solve)
     panel = lax.while_loop(lambda panel: ~panel.ends, step, panel)
     return added(sampling, sums, panel, omega, z, count)
 
 
 def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums:
     """The sums with the quadrature, errors and bases of a panel."""
-    krylov = panel.recurrences()
-    # In M, products with A have rounding errors relative to `top`: see `Factors`.
-    evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
     # Only the first panel has the value after every number of steps, as its error requires.
     error = jnp.where(sums.panels == 0, panel.error, sums.error)
     if sampling.inverse:
@@ -289,14 +289,14 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
         steps=jnp.where(sums.panels == 0, panel.steps, sums.steps),
         probes=jtu.tree_map(partial(put, start=sums.drawn, axis=0), sums.probes, panel.probes),
         error=error,
-        evidence=worse(sums.evidence, evidence),
+        evidence=worse(sums.evidence, panel.evidence),
         vectors=vectors,
         solve=panel.solve,
     )
 
 
-def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
-    """The sums over all panels: see above."""
+def sampled(keys: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
+    """The sums over all panels, at most one for each key: see above."""
     block = sampling.block
     real = jnp.finfo(block.dtype).dtype
     none = jnp.zeros((), jnp.int32)
@@ -321,4 +321,4 @@ def sampled(key: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
         wanted |= sampling.solves(sums.solve) | (sums.panels == 0)
         return wanted & ~sums.evidence.fails
 
-    return lax.while_loop(more, lambda sums: one_panel(key, sampling, sums), sums)
+    return lax.while_loop(more, lambda sums: one_panel(keys, sampling, sums), sums)

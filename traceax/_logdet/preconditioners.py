@@ -152,7 +152,7 @@ class KernelPreconditioner(AbstractPreconditioner):
     kernels, stored matrices, their sums, multiples and diagonal scalings, plus any noise.
 
     $P = F F^* + (L L^*)^{-1}$: F from a randomly pivoted partial Cholesky factorisation, and L from
-    the entries of each point and of the `neighbours` points, among those before it in a random
+    the entries of each point and of the `neighbours` points, among those before it in a scattered
     order, that correlate most with it beyond F. P fits rough kernels and many dimensions, too.
     Cost: no product; two passes over the entries, by columns; `n x (rank + neighbours)` numbers;
     `n^2 rank` operations.

@@ -56,10 +56,7 @@ def _from_products(
     small = sketch.low_rank(sketch.first)
     pays = first + small.dimension <= jnp.where(small.is_flat, k, 0.45 * k)
 
-    def larger():
-        return sketch.built(sketch.low_rank(sketch.whole()))
-
-    diagonal_part = sketch.built(small._replace(f=jnp.zeros_like(small.f)))
+    none = small._replace(f=jnp.zeros_like(sketch.omega))
+    chosen = if_any(pays, lambda: sketch.low_rank(sketch.whole()), none)
     quotients = sketch.quotient() / small.mu, jnp.where(pays, 0, first)
-    built = if_any(pays, larger, diagonal_part)
-    return built, jnp.where(pays, rank, first), {}, quotients
+    return sketch.built(chosen), jnp.where(pays, rank, first), {}, quotients

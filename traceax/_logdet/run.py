@@ -191,10 +191,10 @@ def run_of(
     """Prepare with a part of k products, then sample with the rest. `y` are right-hand sides of a
     solve that shares the products, in at most `most_solve` steps.
     """
-    first_key, probe_key = split(key)
+    keys = split(key, k + 1)
     inverse = estimator.inverse
     block = BlockOperator(operator).linearised()
-    given = first_key, operator, k, estimator.preconditioner, inverse
+    given = keys[0], operator, k, estimator.preconditioner, inverse
     built, spent, stats, quotients = preparation_for(*given)
     factors = built.factors
     least, eigenpair, floor = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None, built.floor
@@ -233,7 +233,7 @@ def run_of(
         most_solve=most_solve,
         quotients=quotients,
     )
-    sums = sampled(probe_key, sampling, solve)
+    sums = sampled(keys[1:], sampling, solve)
     smallest = jnp.minimum(sums.probes.smallest, least)
     stats = {"condition": sums.probes.largest / sums.probes.smallest, **stats}
     return Run(sampling, built, sums, spent + sums.spent, smallest, stats)

@@ -4,9 +4,9 @@ r"""Low rank plus a sparse inverse factor: the preconditioner of operators that 
 multiple of the identity that a few columns show (`flat_part`), pivoted Cholesky factorisation of
 K = A - D gives F, n x r, and F F^H <= K.
 
-*The sparse factor.* For R = A - F F^H a factor L with R^{-1} ~ L L^H. The points come in a random
-order, and s_i are the m points before i whose correlation |R_ij| / sqrt(R_ii R_jj) with i is
-largest, and i itself, which is last. With R[s_i, s_i] = C C^H, column i of L has the entries
+*The sparse factor.* For R = A - F F^H a factor L with R^{-1} ~ L L^H. The points come in an
+order that looks random. s_i are the m points before i whose correlation |R_ij| / sqrt(R_ii R_jj)
+with i is largest, and i itself, which is last. With R[s_i, s_i] = C C^H, column i of L has entries
 
     l_i = C^{-H} e_last     at s_i.
 
@@ -42,6 +42,7 @@ from .._core.precision import einsum, matmul
 from .._linalg.factorisations import (
     cholesky_solve,
     eigh,
+    generic,
     lower_cholesky,
     lower_solve,
     one_by_one,
@@ -55,7 +56,6 @@ from .._operators.known_parts import (
     stored_diagonal,
     submatrices,
 )
-from .._probes.random import numbered
 from .._sketch.leave_one_out import adjoint, square_norms, square_of
 from .._sketch.pivoted_cholesky import no_pivots, pivoted_cholesky, rows_of
 from .factors import BuiltPreconditioner, Factors, by_rows, factors_of, gathered_by
@@ -106,7 +106,7 @@ def neighbours(
 @one_by_one
 def _of_neighbourhood(r: Inexact[Array, "s s"]) -> tuple[Array, Array]:
     """Returns (C^{-H} e_last, R^{-1}) for R = C C^H; NaN if R is not positive definite."""
-    factor = jnp.linalg.cholesky(r)
+    factor = lower_cholesky(r)
     eye = jnp.eye(len(r), dtype=r.dtype)
     return lower_solve(factor, eye[:, -1:], adjoint=True)[:, 0], cholesky_solve(factor, eye)
 
@@ -246,16 +246,17 @@ def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
 
 
 def flat_part(
-    key: PRNGKeyArray, columns_of: Callable[[Array], Array], n: int, eps: float
+    order: Real[Array, " n"], columns_of: Callable[[Array], Array], eps: float
 ) -> Real[Array, ""]:
     """The noise inside of a matrix, 0 if none is seen: lambda - 2 r, where positive. lambda and
     w are the smallest eigenpair of a principal submatrix C[P] of columns C, a Ritz pair on unit
     vectors, and r = ||C w - lambda w_P|| its residual. (An eigenvalue is within r of lambda, and
     the smallest may be below.)
     """
-    m = max(1, min(n // 4, 96))  # one in each of m equal parts of all indices
-    places = jax.random.uniform(numbered(key, n + 1), (m,)) * (n // m)
-    chosen = lax.optimization_barrier(jnp.arange(m) * (n // m) + places.astype(np.int32))
+    n = len(order)
+    m = max(1, min(n // 4, 96))  # the first in each of m equal parts of all indices
+    firsts = jnp.argmin(order[: m * (n // m)].reshape(m, -1), axis=1)
+    chosen = lax.optimization_barrier(jnp.arange(m) * (n // m) + firsts)
     found = columns_of(chosen)
     core = found[chosen]  # C[P]
     values, vectors = eigh((core + adjoint(core)) / 2)
@@ -291,7 +292,8 @@ def prepare(
         found = columns(operator, pivots)
         return found / (root[:, None] * root[pivots]).astype(found.dtype)
 
-    theta = flat_part(key, scaled_columns, n, eps)
+    order = generic(n, 1, jnp.float32)[:, 0]
+    theta = flat_part(order, scaled_columns, eps)
     known &= theta <= 10  # next to a known shift only a far larger one matters
     shift = jnp.where(known, 1, theta)
 
@@ -316,7 +318,6 @@ def prepare(
     left = left_of(f, diagonal)
     jitter = jitter_of(left, diagonal, known, eps)
     left = left + jitter
-    order = jax.random.bits(numbered(key, n), (n,))
     none_near = jnp.full((n, m), n, jnp.int32)
     chosen = if_any(is_coupled, lambda: neighbours(operator, f, left, order, m, steps), none_near)
     sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)

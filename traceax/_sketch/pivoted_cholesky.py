@@ -16,14 +16,12 @@ accelerated randomly pivoted Cholesky*, 2024, arXiv:2410.03969.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._linalg.factorisations import divide_by_upper
-from .._probes.random import numbered, split
 from .leave_one_out import adjoint, matmul
 
 
@@ -116,6 +114,7 @@ def pivoted_cholesky(
     """
     n = start.left.size
     real = start.left.dtype
+    uniforms = jr.uniform(key, (len(start.rows), 2, block), real)  # for every round
 
     def least_of(state: PivotedCholesky) -> Array:
         """The largest pivot that is mostly rounding errors, which its column would amplify."""
@@ -123,10 +122,7 @@ def pivoted_cholesky(
 
     def step(state: PivotedCholesky) -> PivotedCholesky:
         least = least_of(state)
-        keys = split(numbered(key, state.columns // block))
-        uniforms = jax.vmap(lambda key: jr.uniform(key, (block,), real))(keys)
-        # Without a barrier XLA would draw them anew for each use.
-        to_draw, to_accept = lax.optimization_barrier(uniforms)
+        to_draw, to_accept = uniforms[state.columns // block]
         sums = jnp.cumsum(jnp.where(state.left > least, state.left, 0))
         # Comparisons with all of them compile in less time than a bisection.
         found = jnp.searchsorted(sums, to_draw * sums[-1], side="right", method="compare_all")
