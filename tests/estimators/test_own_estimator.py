@@ -54,7 +54,7 @@ def test_the_estimator_of_the_page():
     assert abs(float(solution.value) - np.trace(matrix)) < 5 * float(solution.std_err)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 def test_the_estimator_of_the_page_passes_the_check():
     check_estimator(of_page("NAHutchPlusPlusEstimator")())
 
@@ -121,7 +121,7 @@ class Plain(tre.AbstractTraceEstimator):
         return estimate, DiagonalWeights(probes / k, probes, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 def test_a_stranger_passes_the_check():
     """Of diagonals, with a tolerance. (That of the page passes the one of traces.)"""
     check_estimator(Plain(batch_size=3), diagonal=True)
@@ -135,7 +135,7 @@ def test_a_stranger_passes_the_check():
         ("sample", "the value is not the contraction <G, A> of its weights"),
         ("error", "intervals hold the true value too rarely"),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
+            pytest.param(*row, marks=pytest.mark.slow(quick=True))
             for row in (
                 ("nan", "does not end as nonfinite_operator"),
                 ("products", "more products than it states"),
@@ -153,7 +153,7 @@ def test_mistakes_are_found(mistake, message):
 # ------------------------------------------------------------------------ our own estimators
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("name", PROBED)
 def test_our_own_estimators_pass(name, diagonal):

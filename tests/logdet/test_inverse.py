@@ -24,7 +24,9 @@ from ..helpers import PSD, ROOT, by_products, keys, over_keys, with_spectrum
 from .test_logdet import N, decaying, hidden, shifted
 
 BUS = ROOT / "traceax/data/1138_bus.mtx"
-SLOW = partial(pytest.param, marks=pytest.mark.slow)  # each compiles for 15 seconds or more
+SLOW = partial(
+    pytest.param, marks=pytest.mark.slow(quick=True)
+)  # each compiles for 15 seconds or more
 K = 30
 FIXED = tr.NystromPreconditioner(rank=12)
 NOISE = 0.05
@@ -40,7 +42,7 @@ def dense(matrix, s=NOISE):
 
 
 @pytest.mark.parametrize("compute", [tr.inverse_trace, tr.logdet])
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 def test_rounding_of_equal_eigenvalues_is_stated(compute):
     """All terms of a multiple of the identity have the same rounding error: their sum has n times
     that, not sqrt(n) times.
@@ -165,7 +167,7 @@ def test_exact_with_n_products_or_with_entries(dtype, make):
         assert int(solution.num_matvecs) == (N if make is hidden else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 def test_the_power_network_within_one_percent_from_200_products():
     """diag A^-1 of a sparse matrix whose small eigenvalues no Krylov space of 200 dimensions has
     met: the entries are known, and the exact value takes no more operations.
@@ -193,7 +195,18 @@ SPECTRA = {
 }
 
 
-@pytest.mark.slow
+@partial(jax.jit, static_argnums=0)
+def both(make, matrix, keys):
+    """One program for all spectra."""
+
+    def solve(key):
+        arguments = key, make(matrix, NOISE), K
+        return [fn(*arguments, fallback=None) for fn in (tr.inverse_trace, tr.inverse_diagonal)]
+
+    return jax.vmap(solve)(keys)
+
+
+@pytest.mark.slow(quick=True)
 @pytest.mark.parametrize(
     ("dtype", "make"), [(np.float32, hidden), (np.float64, shifted), (np.complex128, hidden)]
 )
@@ -203,18 +216,10 @@ def test_no_bias_and_bars_that_cover(name, dtype, make):
     cover, of the trace and on average of the entries.
     """
     matrix = matrix_of(SPECTRA[name], dtype)
-    operator, inverse = make(matrix, NOISE), np.linalg.inv(dense(matrix))
-
-    def both(key):
-        arguments = key, operator, K
-        return (
-            tr.inverse_trace(*arguments, fallback=None),
-            tr.inverse_diagonal(*arguments, fallback=None),
-        )
-
+    inverse = np.linalg.inv(dense(matrix))
     eps = float(jnp.finfo(dtype).eps)
     truths = np.trace(inverse).real, np.diag(inverse).real
-    for found, truth in zip(jax.jit(jax.vmap(both))(keys(400)), truths, strict=True):
+    for found, truth in zip(both(make, matrix, keys(400)), truths, strict=True):
         errors = np.asarray(found.value, np.float64) - truth
         left = np.asarray(found.quadrature_error, np.float64)
         rounding = 100 * eps * np.max(truth)
@@ -229,7 +234,7 @@ def test_no_bias_and_bars_that_cover(name, dtype, make):
         assert bars <= 2 * np.sqrt(np.mean(errors**2)) + 1e3 * rounding
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 def test_small_eigenvalues_that_only_begin_to_show_are_not_missed():
     """Five eigenvalues of 1e-5 to 1e-3 below 195 of 1 to 3 make nearly all of the trace. After 13,
     9 and 5 steps the values agree with each other, and are a tenth of the truth.
@@ -250,7 +255,7 @@ def test_small_eigenvalues_that_only_begin_to_show_are_not_missed():
     assert np.mean((low <= truth) & (truth <= high)) > 0.92
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 def test_the_shift_says_what_probes_may_have_missed():
     """The Laplacian of a graph (or another null vector), plus 0.05 I: whether a call is successful
     does not depend on how much its probes see of the null vector, which is much of the trace.
@@ -271,16 +276,20 @@ def test_the_shift_says_what_probes_may_have_missed():
     assert np.mean(right) > 0.5
     assert np.mean(((low <= truth) & (truth <= high))[right]) >= 0.92
     # A product shows the null vector itself.
-    assert not np.any(run(laplacian, 31, 0.0, keys(20))[0])
+    assert not np.any(run(laplacian, 31, 0.0, keys(100))[0])
+
+    def value(s, key):
+        found = tr.logdet(key, hidden(laplacian, s), 60)
+        return found.value, found.result
+
+    slope = jax.jit(jax.vmap(jax.grad(value, has_aux=True), (None, 0)))
     for shift in (0.0, -0.5):
-        wrong = jax.vmap(lambda key, s=shift: tr.logdet(key, hidden(laplacian, s), 60).result)
-        assert np.all(jax.jit(wrong)(keys(20)) == tr.RESULTS.outside_domain)
-    slope = jax.grad(lambda s, key: tr.logdet(key, hidden(laplacian, s), 60).value)
-    slopes = jax.jit(jax.vmap(slope, (None, 0)))(0.05, keys(200))
+        assert np.all(slope(shift, keys(200))[1] == tr.RESULTS.outside_domain)
+    slopes, _ = slope(0.05, keys(200))
     assert abs(slopes.mean() - truth) < 4 * slopes.std() / 200**0.5 + 0.01 * truth
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=True)
 def test_bounds_by_the_diagonal_part():
     """Entries of (D + K)^-1 are from 0 to 1 / d_i, and so are intervals; not those of D - K."""
     d, matrix = np.linspace(3.5, 4, N), matrix_of(np.linspace(0.1, 3, N))
