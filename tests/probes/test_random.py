@@ -67,9 +67,6 @@ def test_a_batch_of_keys_is_refused(name):
             draw()
 
 
-# --- no probe twice ------------------------------------------------------------------------------
-
-
 DATA = []  # of the keys that were drawn from
 
 

@@ -99,9 +99,6 @@ def test_steinhaus_entries_are_phases():
     assert chi_square < 15 + 5 * np.sqrt(30)
 
 
-# --- dtypes --------------------------------------------------------------------------------------
-
-
 def test_dtypes():
     """That of the sampler wins over that of the call; without both it is JAX's. Positional Python
     types, as in 1.0.2.

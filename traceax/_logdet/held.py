@@ -27,7 +27,7 @@ than 8 probes it is that of probes on the sphere, which is larger.
 """
 
 import math
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -85,12 +85,13 @@ class HeldWeights(AbstractWeights):
     left: Inexact[Array, "n c"]
     right: Inexact[Array, "n c"]
     built: BuiltPreconditioner
+    columns: Any  # of L: see `BuiltPreconditioner.factors_at`
     times: int = eqx.field(static=True, default=1)
     x: Inexact[Array, "n t"] | None = None  # for the observations
 
     def contract(self, block, y=None):
         """See `AbstractWeights`."""
-        factors = self.built.factors_at(block.operator, derivative=True)
+        factors, _ = self.built.factors_at(block.operator, self.columns)
         left = block.leaves(factors.inverse_root_adjoint(self.left))
         right = block.leaves(factors.inverse_root_adjoint(self.right))
         value = jnp.sum(block.forms(left, right)).real + self.times * factors.log_det
@@ -119,7 +120,7 @@ def held_estimate(
     times log det A, or once if t = 0, and the forms).
     """
     n, t = y.shape
-    factors = built.factors_at(operator)
+    factors, columns = built.factors_at(operator)
     block = BlockOperator(operator).linearised()
     p, q = held_plan(k, t)
     target = factors.inverse_root(y)
@@ -165,7 +166,7 @@ def held_estimate(
     if not weights:
         return log_det, form, None
     rule = nodes, vectors, values
-    return log_det, form, held_weights(mm, starts, krylov, rule, unit, built)
+    return log_det, form, held_weights(mm, starts, krylov, rule, unit, (built, columns))
 
 
 def held_weights(
@@ -174,10 +175,10 @@ def held_weights(
     krylov: Lanczos,
     rule: tuple[Array, Array, Array],
     unit: Real[Array, " t"],
-    built: BuiltPreconditioner,
+    held: tuple[BuiltPreconditioner, Any],
 ) -> HeldWeights:
     """The weights of `held_estimate`; the last t columns are the observations, over `unit`. `rule`
-    is (nodes, eigenvectors, values of f) for every column.
+    is (nodes, eigenvectors, values of f) for every column, `held` P and the columns of L.
     """
     nodes, vectors, values = rule
     t = unit.size
@@ -190,4 +191,4 @@ def held_weights(
     blocks = left * coefficients, krylov.basis
     left, right = (x.transpose(1, 0, 2).reshape(len(starts), -1) for x in blocks)
     x = unit.astype(starts.dtype) * start[:, p:]
-    return HeldWeights(left, right, built, max(t, 1), x)
+    return HeldWeights(left, right, *held, max(t, 1), x)
