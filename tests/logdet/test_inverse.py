@@ -195,15 +195,10 @@ SPECTRA = {
 }
 
 
-@partial(jax.jit, static_argnums=0)
-def both(make, matrix, keys):
+@partial(jax.jit, static_argnums=(0, 1))
+def solutions(fn, make, matrix, keys):
     """One program for all spectra."""
-
-    def solve(key):
-        arguments = key, make(matrix, NOISE), K
-        return [fn(*arguments, fallback=None) for fn in (tr.inverse_trace, tr.inverse_diagonal)]
-
-    return jax.vmap(solve)(keys)
+    return jax.vmap(lambda key: fn(key, make(matrix, NOISE), K, fallback=None))(keys)
 
 
 @pytest.mark.slow(quick=True)
@@ -217,12 +212,12 @@ def test_no_bias_and_bars_that_cover(name, dtype, make):
     """
     matrix = matrix_of(SPECTRA[name], dtype)
     inverse = np.linalg.inv(dense(matrix))
-    eps = float(jnp.finfo(dtype).eps)
-    truths = np.trace(inverse).real, np.diag(inverse).real
-    for found, truth in zip(both(make, matrix, keys(400)), truths, strict=True):
+    truths = {tr.inverse_trace: np.trace(inverse).real, tr.inverse_diagonal: np.diag(inverse).real}
+    for fn, truth in truths.items():
+        found = solutions(fn, make, matrix, keys(400))
         errors = np.asarray(found.value, np.float64) - truth
         left = np.asarray(found.quadrature_error, np.float64)
-        rounding = 100 * eps * np.max(truth)
+        rounding = 100 * float(jnp.finfo(dtype).eps) * np.max(truth)
         scatter = errors.std(axis=0) / 20
         assert np.all(np.abs(errors.mean(axis=0)) <= 4.5 * scatter + left.mean(axis=0) + rounding)
         ends = jax.vmap(lambda s: s.interval())(found)
