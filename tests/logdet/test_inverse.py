@@ -220,8 +220,7 @@ def test_no_bias_and_bars_that_cover(name, dtype, make):
         rounding = 100 * float(jnp.finfo(dtype).eps) * np.max(truth)
         scatter = errors.std(axis=0) / 20
         assert np.all(np.abs(errors.mean(axis=0)) <= 4.5 * scatter + left.mean(axis=0) + rounding)
-        ends = jax.vmap(lambda s: s.interval())(found)
-        low, high = (np.asarray(end, np.float64) for end in ends)
+        low, high = (np.asarray(x, np.float64) for x in jax.vmap(lambda s: s.interval())(found))
         inside = (low - rounding <= truth) & (truth <= high + rounding)
         assert np.mean(inside) > 0.92
         # And bars are not larger than they need to be.
