@@ -299,7 +299,7 @@ class SampledWeights(AbstractWeights):
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            samples, *_ = self.sampling.draw(self.keys[number, 1 + j], block, prepared, panel)
+            samples, *_ = self.sampling.draw(self.keys[1 + j, number], block, prepared, panel)
             return jnp.mean(samples, axis=-1)
 
         def add(total, j):
@@ -341,8 +341,9 @@ class _Call:
         fitting = [size for size in sampling.sizes if 2 * (size + self.panel) <= max_k]
         self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
         self.width = self.sizes[-1] if weights else 0
-        # For each size: of the sketch, and of all panels.
-        self.keys = jr.split(key, (len(self.sizes), 1 + max_k // self.panel))
+        # For each size, in a column: of the sketch, and of all panels, whatever max_k is.
+        columns = max(len(SIZES), len(self.sizes))
+        self.keys = jr.split(key, (1 + max_k // self.panel, columns))
         self.may_be_exact = max_k >= block.n
         # Student's 97.5 % quantile by the number of panels.
         from scipy.special import stdtrit  # imported only here, because it takes time
@@ -357,13 +358,13 @@ class _Call:
             empty = jnp.zeros((self.block.n, 0), self.block.dtype)
             prepared = self.sampling.captured(self.block, empty)
         else:
-            prepared = self.sampling.prepare(self.keys[number, 0], self.block, size)
+            prepared = self.sampling.prepare(self.keys[0, number], self.block, size)
         already = 0 if previous is None else previous.estimate.num_matvecs
         spent = already + 2 * size
 
         def step(state):
             _, samples = state
-            panel_key = self.keys[number, 1 + samples.panels]
+            panel_key = self.keys[1 + samples.panels, number]
             panel = self.sampling.draw(panel_key, self.block, prepared, self.panel)
             samples = samples.joined(panel)
             estimate = self.estimate(prepared, samples, spent)
