@@ -175,10 +175,10 @@ for solution in hutchinson + xnystrace:
 # 10 %), and that of XNysTrace falls by far more.
 assert 1.4 < hutchinson[0].std_err / hutchinson[2].std_err < 2.6
 assert xnystrace[0].std_err / xnystrace[2].std_err > 6
-# Both reach the accuracy, XTrace with fewer products.
+# Both reach the accuracy, XTrace with less than half of the products.
 assert accurate.result == plain.result == tr.RESULTS.successful
 assert max(abs(accurate.value / exact - 1), abs(plain.value / exact - 1)) < 1e-2
-assert accurate.num_matvecs < plain.num_matvecs
+assert 2 * accurate.num_matvecs < plain.num_matvecs
 # The standard deviation of a share of 95 % of 1138 entries is 0.65 %.
 assert abs(np.mean(inside) - 0.95) < 4 * 0.0065
 assert np.all(missed < 4)  # the largest of many

@@ -132,9 +132,8 @@ def test_derivatives_are_the_contraction_with_the_weights(what, name):
         np.testing.assert_allclose(along, found.value, rtol=1e-8, atol=1e-12)
         expected = 1.0 if what == "diagonal" else N
         errors = (across - expected).reshape(COUNT, -1)
-        # Once in 5,000 such cases the largest of all means is further off.
-        limit = stdtrit(COUNT - 1, 1 - 1e-4 / errors.shape[1]) * errors.std(axis=0, ddof=1) / 10
-        assert np.all(np.abs(errors.mean(axis=0)) <= limit + 1e-10)
+        deviation = errors.std(axis=0, ddof=1) / 10
+        assert np.all(np.abs(errors.mean(axis=0)) <= 4.5 * deviation + 1e-10)
         assert np.mean(np.square(errors)) ** 0.5 < 0.5 * expected
 
 
@@ -179,11 +178,11 @@ def test_the_first_panel_ends_the_call_if_students_quantile_says_so():
 def test_samples_are_those_of_hutchinson():
     """Panels of eight, each with probes of its own; the error is no smaller than their scatter."""
     found = numbers("trace", "hutchinson", "flat", 0.005)
+    _, folded = jr.split(jr.fold_in(keys(COUNT)[0], 0))
     panels = int(found.num_matvecs[0]) // 8
     assert panels > 1
-    drawn = jr.split(keys(COUNT)[0], (1 + panels, 4))[1:, 0]
-    draw = jax.jit(lambda key: tr.RademacherSampler()(key, N, 8, float))
-    omega = [np.asarray(draw(key)) for key in drawn]
+    draw = jax.jit(lambda j: tr.RademacherSampler()(jr.fold_in(folded, j), N, 8, float))
+    omega = [np.asarray(draw(j)) for j in range(panels)]
     entries = [o * (matrix("flat") @ o) for o in omega]
     samples = np.concatenate([e.sum(axis=0) for e in entries])
     np.testing.assert_allclose(found.value[0], samples.mean(), rtol=1e-12)
@@ -358,6 +357,7 @@ def test_what_is_known_exactly_counts():
     """The tolerance is relative to the whole value, and `K + s I` spends nothing on s I."""
     kernel = by_products(matrix("exp0.9"), PSD)
     identity = lx.IdentityLinearOperator(kernel.in_structure())
+    share = np.trace(matrix("exp0.9")) / (np.trace(matrix("exp0.9")) + 10 * N)
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
@@ -369,7 +369,7 @@ def test_what_is_known_exactly_counts():
     (alone, spent), slope = solve(0.0, 0.2, 0.0)
     assert spent < 56
     np.testing.assert_allclose(slope, N, rtol=1e-12)
-    (noisy, spent_on_noisy), _ = solve(10.0, 0.2 * alone / (alone + 10 * N), 0.0)
+    (noisy, spent_on_noisy), _ = solve(10.0, 0.2 * share, 0.0)
     assert spent == spent_on_noisy
     np.testing.assert_allclose(noisy - 10 * N, alone, rtol=1e-9)
     (absolute, _), _ = solve(0.0, 0.0, 0.2 * alone)

@@ -24,9 +24,8 @@ from ..helpers import PSD, ROOT, by_products, keys, over_keys, with_spectrum
 from .test_logdet import N, decaying, hidden, shifted
 
 BUS = ROOT / "traceax/data/1138_bus.mtx"
-SLOW = partial(
-    pytest.param, marks=pytest.mark.slow(quick=True)
-)  # each compiles for 15 seconds or more
+# Each compiles for 15 seconds or more.
+SLOW = partial(pytest.param, marks=pytest.mark.slow(quick=True))
 K = 30
 FIXED = tr.NystromPreconditioner(rank=12)
 NOISE = 0.05

@@ -278,7 +278,7 @@ class SampledWeights(AbstractWeights):
     """The weights of the size that a call ended with. The probes are drawn again."""
 
     sampling: RangeSampling
-    keys: PRNGKeyArray  # see `_Call`
+    key: PRNGKeyArray
     outcome: Outcome
     sizes: tuple[int, ...] = eqx.field(static=True)
     max_k: int = eqx.field(static=True)
@@ -293,13 +293,14 @@ class SampledWeights(AbstractWeights):
 
     def _sampled(self, number: int, block: BlockOperator) -> Array:
         prepared = self.sampling.captured(block, self.outcome.basis[:, : self.sizes[number]])
+        _, keys = jr.split(jr.fold_in(self.key, number))
         panel = min(self.sampling.panel, self.max_k)
         panels = self.outcome.panels
 
         # Without the checkpoint, reverse mode would store the probes of all panels.
         @partial(jax.checkpoint, prevent_cse=False)
         def one_panel(j):
-            samples, *_ = self.sampling.draw(self.keys[1 + j, number], block, prepared, panel)
+            samples, *_ = self.sampling.draw(jr.fold_in(keys, j), block, prepared, panel)
             return jnp.mean(samples, axis=-1)
 
         def add(total, j):
@@ -325,13 +326,14 @@ def sample_to_tolerance(
         outcome = if_any(outcome.wanted == len(call.sizes), partial(call.exact, outcome), outcome)
     if not weights:
         return outcome.estimate, None
-    return outcome.estimate, SampledWeights(sampling, call.keys, outcome, tuple(call.sizes), max_k)
+    return outcome.estimate, SampledWeights(sampling, key, outcome, tuple(call.sizes), max_k)
 
 
 class _Call:
     """The sizes of one call. (It is not a PyTree, as it exists only during a trace.)"""
 
     def __init__(self, key, block, sampling, target, max_k, weights):
+        self.key = key
         self.block = block
         self.sampling = sampling
         self.target = target
@@ -341,9 +343,6 @@ class _Call:
         fitting = [size for size in sampling.sizes if 2 * (size + self.panel) <= max_k]
         self.sizes = [0, *[size for size in fitting if 0 < 2 * size <= block.n]]
         self.width = self.sizes[-1] if weights else 0
-        # For each size, in a column: of the sketch, and of all panels, whatever max_k is.
-        columns = max(len(SIZES), len(self.sizes))
-        self.keys = jr.split(key, (1 + max_k // self.panel, columns))
         self.may_be_exact = max_k >= block.n
         # Student's 97.5 % quantile by the number of panels.
         from scipy.special import stdtrit  # imported only here, because it takes time
@@ -353,18 +352,20 @@ class _Call:
 
     def sampled(self, number: int, previous: Outcome | None) -> Outcome:
         """The outcome of samples at a size."""
+        # The second key is that of the panels, which fold in their number.
+        prepare_key, keys = jr.split(jr.fold_in(self.key, number))
         size = self.sizes[number]
         if size == 0:
             empty = jnp.zeros((self.block.n, 0), self.block.dtype)
             prepared = self.sampling.captured(self.block, empty)
         else:
-            prepared = self.sampling.prepare(self.keys[0, number], self.block, size)
+            prepared = self.sampling.prepare(prepare_key, self.block, size)
         already = 0 if previous is None else previous.estimate.num_matvecs
         spent = already + 2 * size
 
         def step(state):
             _, samples = state
-            panel_key = self.keys[1 + samples.panels, number]
+            panel_key = jr.fold_in(keys, samples.panels)
             panel = self.sampling.draw(panel_key, self.block, prepared, self.panel)
             samples = samples.joined(panel)
             estimate = self.estimate(prepared, samples, spent)

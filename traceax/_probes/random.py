@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, UInt
 
 
 def numbered(key: PRNGKeyArray, number: int | Int[Array, ""]) -> PRNGKeyArray:
-    """The key of an item in a sequence of unknown length, such as blocks, rounds or pivots.
+    """The key of an item in a sequence of unknown length, such as batches or steps.
 
     It differs from all the keys of `split`. (`jax.random.fold_in(key, j)` is the j-th of those: a
     function that folds the key, and another that splits it, would draw the same probes.)
