@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Int, PRNGKeyArray, Real
+from jaxtyping import Array, Int, Real
 
-from .._core.control_flow import if_any
-from .._core.derivatives import constant
+from .._core.control_flow import if_any, nothing_like
 from .._core.estimate import Estimate, norm_of, relative
 from .._estimators.estimator import largest_budget, tolerance_of
 from .._estimators.solution import student_quantile
@@ -37,10 +36,12 @@ def budgets_of(max_k: int, n: int) -> list[int]:
 
 
 class Chosen(NamedTuple):
-    """The number of the budget that a call ended with. The weights are made again."""
+    """The number of the budget that a call ended with, and the weights of all budgets: zeros of
+    those that were not spent.
+    """
 
-    keys: PRNGKeyArray  # one for each budget
     number: Int[Array, ""]
+    weights: tuple[Any, ...]
 
 
 @final
@@ -64,29 +65,30 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
-        del k, weights
+        del k
+        first, *others = budgets_of(self.max_k, operator.in_size())
+        keys = jr.split(key, 1 + len(others))
 
-        def estimate_from(budget: int, number: int, previous: Estimate | None) -> Estimate:
+        def next_estimate(budget: int, number: int, previous: Estimate) -> tuple[Estimate, Any]:
             if budget == operator.in_size():
-                assert previous is not None
-                found, _ = self.inner.exact(operator)
+                found, made = self.inner.exact(operator)
                 dof = found.dof.astype(previous.dof.dtype)
                 found = dataclasses.replace(found, dof=dof, inflation=previous.inflation)
             else:
-                found, _ = self.inner.compute(keys[number], operator, budget, False)
-            spent = found.num_matvecs + (0 if previous is None else previous.num_matvecs)
-            return dataclasses.replace(found, num_matvecs=spent)
+                found, made = self.inner.compute(keys[number], operator, budget, weights)
+            spent = found.num_matvecs + previous.num_matvecs
+            return dataclasses.replace(found, num_matvecs=spent), made if weights else None
 
-        first, *others = budgets_of(self.max_k, operator.in_size())
-        keys = jr.split(key, 1 + len(others))
-        estimate = estimate_from(first, 0, None)
-        chosen = jnp.zeros((), jnp.int32)
+        estimate, made = self.inner.compute(keys[0], operator, first, weights)
+        chosen = Chosen(jnp.zeros((), jnp.int32), (made,))
         for number, budget in enumerate(others, 1):
             failures = dataclasses.replace(estimate.evidence, unconverged=0.0)
             goes_on = (self.judged(estimate).evidence.unconverged > 1) & ~failures.fails
-            estimate = if_any(goes_on, partial(estimate_from, budget, number, estimate), estimate)
-            chosen = jnp.where(goes_on, number, chosen)
-        return estimate, Chosen(keys, chosen)
+            new = partial(next_estimate, budget, number, estimate)
+            estimate, made = if_any(goes_on, new, (estimate, nothing_like(new)[1]))
+            number = jnp.where(goes_on, number, chosen.number)
+            chosen = Chosen(number, (*chosen.weights, made))
+        return estimate, chosen if weights else None
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
@@ -96,17 +98,7 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""
         if not isinstance(weights, Chosen):
             return self.inner.contract(weights, operator)
-        still, fixed = constant((operator, self.inner))
-
-        def contracted(budget, number):
-            if budget == operator.in_size():
-                _, made = fixed.exact(still)
-            else:
-                _, made = fixed.compute(weights.keys[number], still, budget, True)
-            return self.inner.contract(made, operator)
-
-        budgets = budgets_of(self.max_k, operator.in_size())
-        branches = [partial(contracted, budget, i) for i, budget in enumerate(budgets)]
+        branches = [partial(self.inner.contract, made, operator) for made in weights.weights]
         return lax.switch(weights.number, branches)
 
 
