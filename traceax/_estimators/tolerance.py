@@ -13,10 +13,11 @@ enough,
     t std_err <= atol + rtol |value|        (for diagonals with Euclidean norms),
 
 with Student's 97.5 % quantile t. What is prepared has one of few sizes, all of them static: 0, 16,
-64, 256 columns. The panels at a size predict how many samples are still needed; if the next size
-costs less than they do, it is prepared, from new products. (After the first, the variance is
-assumed to fall as much again as it fell before.) The last resort, where the budget allows
-n products, is the exact value. Under `vmap` a lane gets what it would get by itself.
+64, 256 columns. The panels at a size predict how many samples are still needed, and how many with
+s more columns: of d equal singular values these would leave 1 - s / d of the variance, and the
+cosines of the products B omega show d (`concentration_of`). The cheapest size is prepared, from new
+products. The last resort, where the budget allows n products, is the exact value. Under `vmap` a
+lane gets what it would get by itself.
 
 *The least variance.* Few samples cannot tell their variance: a panel of them may agree by chance.
 But the vectors behind each sample say much more. Rows of a real symmetric B with random signs have
@@ -53,7 +54,7 @@ from .._core.estimate import (
 )
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler
-from .._sketch.ranges import captured_diagonal, range_basis, residual_products
+from .._sketch.ranges import captured_diagonal, concentration_of, range_basis, residual_products
 from .._sketch.weights import AbstractWeights
 from .exact import exact
 from .rows import Rows, added
@@ -106,8 +107,10 @@ class Prepared(NamedTuple):
     evidence: Evidence
 
 
-#: Samples, the least standard deviation of one, and the norm of what they were made from.
-Panel = tuple[Inexact[Array, "... m"], Real[Array, "..."], Real[Array, "..."], Evidence]
+#: Samples, the least standard deviation of one, the norm and 1 / d of what they were made from.
+Panel = tuple[
+    Inexact[Array, "... m"], Real[Array, "..."], Real[Array, "..."], Real[Array, ""], Evidence
+]
 
 
 def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
@@ -171,7 +174,8 @@ class RangeSampling(eqx.Module):
         sizes = safe_norm(rest) / math.sqrt(count)
         samples = jnp.sum(entries, axis=0) if rows is None else rows(entries)
         least_deviation = norms_of(rows, deviations[:, None])
-        return samples, least_deviation, norms_of(rows, sizes[:, None]), evidence_of(entries)
+        sizes = norms_of(rows, sizes[:, None])
+        return samples, least_deviation, sizes, concentration_of(rest), evidence_of(entries)
 
 
 def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
@@ -243,12 +247,13 @@ class Samples(NamedTuple):
     moments: Moments
     least_deviation: Real[Array, "..."]
     size: Real[Array, "..."]
+    concentration: Real[Array, ""]
     evidence: Evidence
     panels: Int[Array, ""]
 
     def joined(self, panel: Panel) -> "Samples":
         """These and the samples of one more panel."""
-        samples, least_deviation, size, evidence = panel
+        samples, least_deviation, size, concentration, evidence = panel
         share = jnp.asarray(1 / (self.panels + 1), self.size.dtype)
 
         def average(old, new):
@@ -258,6 +263,7 @@ class Samples(NamedTuple):
             moments=merged(self.moments, samples),
             least_deviation=average(self.least_deviation, least_deviation),
             size=average(self.size, size),
+            concentration=average(self.concentration, concentration),
             evidence=worse(self.evidence, evidence),
             panels=self.panels + 1,
         )
@@ -369,13 +375,14 @@ class _Call:
             panel = self.sampling.draw(panel_key, self.block, prepared, self.panel)
             samples = samples.joined(panel)
             estimate = self.estimate(prepared, samples, spent)
-            return self.choice(number, previous, estimate, samples), samples
+            return self.choice(number, estimate, samples), samples
 
         zero = jnp.zeros_like(prepared.value.real)
         start = Samples(
             moments=no_samples(prepared.value.shape, prepared.value.dtype),
             least_deviation=zero,
             size=zero,
+            concentration=jnp.zeros((), zero.dtype),
             evidence=prepared.evidence,
             panels=jnp.int32(0),
         )
@@ -411,9 +418,7 @@ class _Call:
             separate=self.sampling.rows is not None,
         )
 
-    def choice(
-        self, number: int, previous: Outcome | None, estimate: Estimate, samples: Samples
-    ) -> Int[Array, ""]:
+    def choice(self, number: int, estimate: Estimate, samples: Samples) -> Int[Array, ""]:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
         drawn = self.panel * samples.panels
         # The samples that this size takes in all: their error falls with the root of their number.
@@ -424,20 +429,16 @@ class _Call:
         quantile = jnp.asarray(self.quantiles, error.dtype)[samples.panels]
         likely = drawn * jnp.square(quantile * self.target.ratio(estimate.value, error))
         likely = jnp.minimum(needed, likely)
-        more = jnp.maximum(likely - drawn, 0)
         left = self.max_k - estimate.num_matvecs
-        choice = jnp.where(left >= self.panel, number, -1)
-        if number + 1 < len(self.sizes):
-            cost = 2 * self.sizes[number + 1] + self.panel
-            fall = 0.0
-            if previous is not None:  # the variance of a sample falls as much again
-                errors = norm_of(estimate.std_err) / norm_of(previous.estimate.std_err)
-                fall = jnp.minimum(errors**2 * samples.panels / previous.panels, 1)
-            pays = (cost + fall * likely < more) & (cost <= left)
-            choice = jnp.where(pays, number + 1, choice)
+        later = np.array(self.sizes[number + 1 :])
+        products = 2 * later + self.panel
+        share = jnp.maximum(1 - later * samples.concentration, 0)
+        costs = jnp.where(products <= left, products + share * likely, jnp.inf)
+        stay = jnp.where(left >= self.panel, jnp.maximum(likely - drawn, 0), jnp.inf)
+        costs = jnp.append(stay, costs)
         if self.may_be_exact:
-            last_resort = (more > self.block.n) & (choice == number) | (choice < 0)
-            choice = jnp.where(last_resort, len(self.sizes), choice)
+            costs = jnp.append(costs, self.block.n)
+        choice = jnp.where(jnp.min(costs) < jnp.inf, number + jnp.argmin(costs), -1)
         ends = (needed <= drawn) | samples.evidence.fails
         return jnp.where(ends, -1, choice).astype(jnp.int32)
 

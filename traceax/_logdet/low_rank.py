@@ -29,8 +29,9 @@ from .._linalg.factorisations import diagonal_of, divide_by_upper, qr, svd
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import noise_of, scaling_of
 from .._probes.samplers import NormalSampler
-from .._sketch.leave_one_out import column_dots, matmul, square_norms, square_of
+from .._sketch.leave_one_out import column_dots, matmul, square_norms
 from .._sketch.nystrom import nystrom, skew_of_core, xnystrace_parts
+from .._sketch.ranges import mean_square_cosine
 from .factors import BuiltPreconditioner, low_rank_plus_diagonal
 
 
@@ -41,7 +42,7 @@ class LowRank(NamedTuple):
     shift: Real[Array, ""]  # s
     left_out: Real[Array, ""]  # t
     evidence: Evidence  # whether the products are those of a definite matrix
-    dimension: Real[Array, ""]  # of what is left out: see `dimension_of`
+    dimension: Real[Array, ""]  # d of what is left out
     is_flat: Bool[Array, ""]  # whether s is known, or seen: r <= theta / 2
 
     @property
@@ -49,16 +50,6 @@ class LowRank(NamedTuple):
         """The multiple of the identity: never 0, as A' is of size 1."""
         least = float(jnp.finfo(self.left_out.dtype).eps) ** 2
         return jnp.maximum(self.shift + self.left_out / 10, least)
-
-
-def dimension_of(cosines: Inexact[Array, "m m"]) -> Real[Array, ""]:
-    """With E what all but two of the probes leave out, the cosine of two directions q_i is that of
-    the vectors E^{1/2} omega of these two (but for its sign). The mean of its square is 1 / d if E
-    has d equal eigenvalues, and else about ||E||_F^2 / (tr E)^2. No eigenvalue is needed.
-    """
-    m = len(cosines)
-    squares = square_of(cosines)
-    return m * (m - 1) / (jnp.sum(squares) - jnp.sum(diagonal_of(squares)))
 
 
 def low_rank_of(
@@ -100,7 +91,8 @@ def low_rank_of(
         shift=scale * shift,
         left_out=scale * left_out,
         evidence=evidence_of(factors.products.square, skew=skew, outside=outside),
-        dimension=dimension_of(root[:, None] * shifted.gram * root),
+        # The cosines of E^{1/2} omega for two probes each, with E what all others leave out.
+        dimension=1 / mean_square_cosine(root[:, None] * shifted.gram * root),
         is_flat=~jnp.isnan(s) | (size <= theta / 2),
     )
 
