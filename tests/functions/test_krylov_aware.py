@@ -261,9 +261,8 @@ def test_shifts_at_the_size_of_rounding_errors(dtype):
         eigenvalues = top * np.append(np.arange(1.0, 31) ** -2, np.zeros(n - 30))
         matrix = with_spectrum(np.random.default_rng(0), eigenvalues).astype(dtype)
         found = mapped(keys(count), jnp.asarray((matrix + matrix.T) / 2))
-        value, std_err, quadrature_error = (
-            np.asarray(x, np.float64) for x in (found.value, found.std_err, found.quadrature_error)
-        )
+        given = found.value, found.std_err, found.quadrature_error
+        value, std_err, quadrature_error = (np.asarray(x, np.float64) for x in given)
         off = np.abs(value - np.sum(np.log(eigenvalues[:, None] + shifts), axis=0))
         covers = np.mean(off <= 2 * std_err + quadrature_error, axis=0)
         assert np.all(covers > 0.95 - 3 * np.sqrt(0.05 * 0.95 / count)), covers

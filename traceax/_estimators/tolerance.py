@@ -438,9 +438,8 @@ class _Call:
         costs = jnp.append(stay, costs)
         if self.may_be_exact:
             costs = jnp.append(costs, self.block.n)
-        choice = jnp.where(jnp.min(costs) < jnp.inf, number + jnp.argmin(costs), -1)
-        ends = (needed <= drawn) | samples.evidence.fails
-        return jnp.where(ends, -1, choice).astype(jnp.int32)
+        ends = (needed <= drawn) | samples.evidence.fails | (jnp.min(costs) == jnp.inf)
+        return jnp.where(ends, -1, number + jnp.argmin(costs)).astype(jnp.int32)
 
     def exact(self, previous: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""

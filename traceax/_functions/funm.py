@@ -343,7 +343,8 @@ class QuadratureEstimator(AbstractSpectralEstimator):
             error = n * jnp.mean(jnp.where(krylov.exhausted, 0, bounds))
         else:
             residuals = krylov.residual[:, None] * jnp.abs(s[:, -1])
-            hidden = unresolved(self.fn, nodes, values, residuals)
+            # Twice: a single vector sees less than a block.
+            hidden = 2 * unresolved(self.fn, nodes, values, residuals, masses > 0)
             error = truncation_error(samples, krylov.exhausted)
             missing = n * jnp.mean(weighted(masses, hidden), axis=0)
             error = error + missing

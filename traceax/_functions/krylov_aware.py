@@ -106,7 +106,7 @@ def projected(
     counts = jnp.any(vectors != 0, axis=1)
     values = on_nodes(fn, nodes, counts)
     residuals = jnp.linalg.norm(matmul(t, vectors[1]) - vectors[1] * nodes[1], axis=0)
-    hidden = unresolved(fn, nodes[1], values[1], residuals, b)
+    hidden = unresolved(fn, nodes[1], values[1], residuals, counts[1], b)
     changes = changes_by_rounding(fn, operator, nodes[0], values[0], eps, counts[0])
     evidence = worse(krylov.evidence, Evidence(outside=~all_finite(changes)))
     return Projected(nodes, vectors, values, hidden, changes, evidence)

@@ -97,30 +97,33 @@ UNRESOLVED = 1.9
 
 
 def unresolved(
-    fn: Function, nodes: Array, values: Array, residuals: Real[Array, "..."], count: int = 1
+    fn: Function, nodes: Array, values: Array, residuals: Array, counts: Array, count: int = 1
 ) -> Array:
     """How far f may be from its values at the `count` Ritz values next to 0 (one for each vector of
-    a block) if smaller eigenvalues hide behind: where the residual exceeds half of the Ritz value.
-    Where f is singular at 0 and the spectrum comes close to 0, the values after q, q - d and q - 2d
-    steps agree before any has met small eigenvalues. The result is small where f is nearly a line
-    towards 0, and |f| next to 0 where the residual is `UNRESOLVED` times as large.
+    a block) if smaller eigenvalues hide behind: where the residual r exceeds half of the Ritz value
+    theta. The values after q, q - d and q - 2d steps agree before any has met small eigenvalues.
+
+    The spectrum is taken to go on below theta as it does above, down to a = theta^2 / eta, with the
+    next Ritz value eta. Of two eigenvalues with the mean theta and the deviation r, the one at a
+    has the mass r^2 / (r^2 + (theta - a)^2). The result is this mass times the distance of f(a)
+    from the line through f(theta) and f(theta / 2), as quadrature is exact for lines; but |f| next
+    to 0 where f is singular there (not of log) and r is `UNRESOLVED` times as large as theta.
     """
+    x = jnp.abs(nodes)
+    order = jnp.sort(jnp.where(counts, x, jnp.inf), axis=-1)
+    eta = order[..., min(count, x.shape[-1] - 1), None]
+    share = jnp.where(jnp.isfinite(eta), jnp.minimum(relative(x, eta), 1), 1)  # a / theta
+    ratios = jnp.where(x <= order[..., count - 1, None], relative(residuals, x), 0)
+    lowest, half = on_nodes(fn, share * nodes), on_nodes(fn, nodes / 2)
+    shape = *nodes.shape, *[1] * (values.ndim - nodes.ndim)
+    share, ratios = share.reshape(shape), ratios.reshape(shape)
+    mass = 1 / (1 + jnp.square(relative(1 - share, ratios)))
     size = jnp.abs(values)
-    half = on_nodes(fn, nodes / 2)
-    quarter = on_nodes(fn, nodes / 4)
-    # How far f(x / 4) is from the line through f(x) and f(x / 2), as quadrature is exact for lines;
-    # but little where f grows by little. It is f / 4 for roots and f for 1 / sqrt(x), and too
-    # little to count for exp and for log.
-    bend = 4 * jnp.abs(quarter - half - (half - values) / 2)
-    growth = jnp.abs(quarter) / jnp.where(size > 0, size, 1) - 1
-    change = jnp.minimum(bend, size * jnp.square(growth))
-    change = jnp.where(change < size, change, size)  # NaN is not smaller
+    bend = jnp.abs(lowest - values + 2 * (1 - share) * (values - half))
+    change = mass * jnp.where(jnp.isfinite(bend), bend, size)
     change = jnp.where(change > size / 20, change, 0)
-    last = jnp.sort(jnp.abs(nodes), axis=-1)[..., count - 1 : count]
-    ratios = jnp.where(jnp.abs(nodes) <= last, relative(residuals, jnp.abs(nodes)), 0)
-    ratios = ratios.reshape(*nodes.shape, *[1] * (values.ndim - nodes.ndim))
     next_to_0 = jnp.abs(on_nodes(fn, float(jnp.finfo(nodes.dtype).eps) * nodes))
-    far = (ratios > UNRESOLVED) & (next_to_0 > 100 * jnp.abs(quarter))  # not of log
+    far = (ratios > UNRESOLVED) & (next_to_0 > 100 * (size + jnp.abs(half)))
     return jnp.where(ratios > 0.5, jnp.where(far, jnp.fmax(change, next_to_0), change), 0)
 
 

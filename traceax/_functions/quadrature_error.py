@@ -33,6 +33,7 @@ def quadrature_estimate(
     seen = relative(bias, jnp.maximum(4 * scatter, allowed))
     ratio = jnp.maximum(seen, relative(unseen, allowed))
     evidence = worse(evidence, Evidence(unconverged=ratio, outside=~all_finite(value)))
+    value = jnp.where(evidence.failures.nonfinite, jnp.nan, value)
     return Estimate(value, std_err, num_matvecs, dof, evidence, quadrature_error=error, **more)
 
 

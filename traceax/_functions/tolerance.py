@@ -86,8 +86,7 @@ class FunctionToleranceEstimator(AbstractFunctionEstimator):
             goes_on = (self.judged(estimate).evidence.unconverged > 1) & ~failures.fails
             new = partial(next_estimate, budget, number, estimate)
             estimate, made = if_any(goes_on, new, (estimate, nothing_like(new)[1]))
-            number = jnp.where(goes_on, number, chosen.number)
-            chosen = Chosen(number, (*chosen.weights, made))
+            chosen = Chosen(jnp.where(goes_on, number, chosen.number), (*chosen.weights, made))
         return estimate, chosen if weights else None
 
     def exact(self, operator):

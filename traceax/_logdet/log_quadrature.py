@@ -43,7 +43,7 @@ from jaxtyping import Array, Bool, Int, Real
 from .._core.estimate import norm_of, relative, scale_of
 from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
-from .._functions.nodes import UNRESOLVED
+from .._functions.nodes import UNRESOLVED, unresolved
 from .._functions.quadrature_error import missed
 from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
 
@@ -156,9 +156,10 @@ def quadrature_after(
     *,
     inverse: bool,
     weights: bool,
-) -> tuple[Probes, Real[Array, ""], Real[Array, "p q q"] | None, Real[Array, "q p"]]:
-    """Returns (quadrature after j >= 1 steps, the mean error of z^H f(M) z / n, the derivative of
-    the logarithms by V^H M V if `weights`, `history` with the value of Gauss' rule after j).
+) -> tuple[Probes, Real[Array, "2"], Real[Array, "p q q"] | None, Real[Array, "q p"]]:
+    """Returns (quadrature after j >= 1 steps, the mean error of z^H f(M) z / n without and with
+    what smaller eigenvalues may hide, the derivative of the logarithms by V^H M V if `weights`,
+    `history` with the value of Gauss' rule after j).
 
     Row i - 1 of `history` is for i steps. `lengths` are those of `Probes`; `floor` is a, None or 0
     if it is not known.
@@ -174,7 +175,9 @@ def quadrature_after(
     history = history.at[j - 1].set(samples)
     eps = float(jnp.finfo(nodes.dtype).eps)
     low = nodes[:, 0]
-    hides = residual * jnp.abs(vectors[:, j - 1, 0]) > UNRESOLVED * low
+    residuals = residual[:, None] * jnp.abs(vectors[:, j - 1])
+    hides = residuals[:, 0] > UNRESOLVED * low
+    hidden = jnp.zeros_like(low)
     core = derivative_core(jnp.log, nodes, vectors) if weights and not inverse else None
     if inverse:
         # T^{-1} e_1 ends with this number: the solve of M x = z leaves a residual of norm
@@ -193,6 +196,8 @@ def quadrature_after(
         errors = jnp.where(exhausted, 0, truncation_error_at(history, j))
         lowest = eps**2 * jnp.max(nodes, axis=1)
         errors = errors + jnp.where(hides, masses[:, 0] * jnp.log(low / lowest), 0)
+        changes = unresolved(jnp.log, nodes, jnp.log(nodes), residuals, masses > 0)
+        hidden = jnp.sum(masses * changes, axis=1)
     if floor is not None and not inverse:
         known = ~exhausted & (floor > 0)
         rule, reduction = radau_rule(ended, j, nodes, vectors[:, j - 1, :], floor, known)
@@ -201,13 +206,14 @@ def quadrature_after(
         share = jnp.minimum(0.6, floor / nodes[:, 0])
         samples = samples - share * gap
         errors = jnp.where(floor > 0, jnp.maximum(share, 1 - share) * gap, errors)
+        hidden = jnp.where(floor > 0, 0, hidden)
         if core is not None:
             of_radau = core_of_radau(rule, j, reduction, (nodes, masses, vectors))
             core = core + share[:, None, None] * (of_radau - core)
     in_use = lengths > 0
     probes = probes._replace(samples=jnp.where(in_use, samples, 0))
-    error = jnp.sum(jnp.where(in_use, errors, 0)) / probes.number
-    return probes, error, core, history
+    errors = jnp.where(in_use, jnp.stack([errors, errors + hidden]), 0)
+    return probes, jnp.sum(errors, axis=1) / probes.number, core, history
 
 
 def radau_rule(

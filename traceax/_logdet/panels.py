@@ -217,7 +217,7 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     krylov = panel.recurrences()
     given = krylov, panel.steps, panel.history, lengths, sampling.floor
     flags = {"inverse": sampling.inverse, "weights": sampling.weights}
-    probes, error, core, history = quadrature_after(*given, **flags)
+    probes, (error, whole_error), core, history = quadrature_after(*given, **flags)
     n = sampling.block.n
     value, std_err, _ = sampling.sum_over(probes)
     # The standard error of one probe is `std_err` sqrt(number).
@@ -231,7 +231,7 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     fits = (panel.steps + 1) * probes.number <= left
     # In M, products with A have rounding errors relative to `top`: see `Factors`.
     evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
-    found = {"probes": probes, "error": error, "core": core, "evidence": evidence}
+    found = {"probes": probes, "error": whole_error, "core": core, "evidence": evidence}
     return panel._replace(history=history, ends=enough | ~fits, **found)
 
 
