@@ -25,7 +25,7 @@ def quadrature_estimate(
     standard errors (an average over keys would not reveal such a bias), a twentieth of the value,
     and `least`; or `hidden`, a part of the error that the probes did not see, a twentieth of the
     value. (For several entries the norms of all are compared.) A value from finite products that is
-    not finite is outside of the domain.
+    not finite is outside of the domain; of products that are not finite no entry is an estimate.
     """
     given = value, error, std_err, jnp.asarray(hidden, error.dtype)
     size, bias, scatter, unseen = (safe_norm(jnp.ravel(x)) for x in given)

@@ -3,14 +3,15 @@ r"""Gauss quadrature of tr log M or tr M^{-1}, from the recurrences of probes (`
 *The logarithm.* Gauss quadrature of z^H log(M) z after q steps has the error that `_functions.funm`
 estimates from shorter recurrences. Where the residual of the smallest Ritz value theta_1 is
 `UNRESOLVED` times as large, nothing separates the eigenvalues that it stands for from 0, and the
-error is as if they were next to it. Where a lower bound a of the eigenvalues of M is known (for
-K + s I and P of low rank), there is a second rule: every derivative of the logarithm has a constant
-sign, so Gauss' rule is never too small, and Gauss-Radau quadrature with a node at a never too
-large. Radau's rule is Gauss' rule for T', which is T with its last entry reduced by 1 / r,
-r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors are of about the same
-size: Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest Ritz value (0.6
-was the best of some weights on many spectra). The error is the largest that the two bounds leave
-possible.
+error is as if they were next to it. What else they may hide (`_functions.nodes.unresolved`) is part
+of the stated error, but does not decide on the number of steps. Where a lower bound a of the
+eigenvalues of M is known (for K + s I and P of low rank), there is a second rule: every derivative
+of the logarithm has a constant sign, so Gauss' rule is never too small, and Gauss-Radau quadrature
+with a node at a never too large. Radau's rule is Gauss' rule for T', which is T with its last entry
+reduced by 1 / r, r = e_q^T (T - a)^{-1} e_q. If a is close to lambda_min(M), the two errors are of
+about the same size: Radau's rule has the weight min(0.6, a / theta_1), with theta_1 the smallest
+Ritz value (0.6 was the best of some weights on many spectra). The error is the largest that the two
+bounds leave possible.
 
 *The derivative* of Gauss' rule is <L(T)[e_1 e_1^T], dT>, with L the derivative of the logarithm and
 dT = V^H dM V. In the direction dM = M it is 1. For Radau's rule, with T', this would be lost;
