@@ -71,6 +71,7 @@ def operator_for(estimator, matrix, tags=()):
 
 
 @cache
+@jax.ensure_compile_time_eval()  # the first call may be in a trace
 def _all_keys(seed):
     return np.asarray(jax.random.split(jax.random.PRNGKey(seed), 10_000))
 

@@ -1,4 +1,4 @@
-"""Numbers of things that a user gives, other than budgets."""
+"""Counts, other than budgets, and functions that a user gives."""
 
 import operator as op
 from typing import Any, cast
@@ -15,8 +15,14 @@ def checked_count(value: Any, name: str, least: int = 1, none: str | None = None
     except TypeError:  # no integer
         count = None
     if count is None or count < least:
-        alternative = "" if none is None else f", or leave it out: {none}"
+        alternative = "" if none is None else f" Or leave it out: {none}."
         raise ValueError(
-            f"{name} must be at least {least}, got {value!r}. Give a Python int{alternative}."
+            f"{name} must be a Python int of at least {least}, got {value!r}.{alternative}"
         )
     return count
+
+
+def check_function(value: Any, name: str, example: str) -> None:
+    """A `TypeError` for what cannot be called with JAX's arrays."""
+    if not callable(value) or isinstance(value, np.ufunc):
+        raise TypeError(f"{name} must be a JAX function, such as `{example}`, got {value!r}.")

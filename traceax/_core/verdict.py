@@ -31,7 +31,7 @@ class RESULTS(lx.RESULTS):  # pyright: ignore[reportGeneralTypeIssues]
     outside_domain = (
         "A Ritz value (an approximate eigenvalue) lies where the function is not finite (for log: "
         "A is not positive definite to rounding), the value overflows, or observations are missing "
-        "(NaN). Tag a semidefinite operator, shift it (A + s I), or compute in float64."
+        "(NaN). Shift the operator (A + s I), compute in float64, or tag a semidefinite one so."
     )
     not_converged = (
         "The budget was spent before the error was small enough; the stated errors say how good "

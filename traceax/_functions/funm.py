@@ -46,7 +46,7 @@ import lineax as lx
 from equinox import AbstractVar
 from jaxtyping import Array, Inexact, Real
 
-from .._core.counts import checked_count
+from .._core.counts import check_function, checked_count
 from .._core.estimate import (
     Evidence,
     all_finite,
@@ -119,6 +119,7 @@ def hoist_function(fn: Function, dtype: Any, scalar: bool = True) -> Function:
     """A function of one number as a PyTree, whose leaves are all arrays that the function depends
     on. Argument and values have the `dtype`: real, or complex for holomorphic functions.
     """
+    check_function(fn, "fn", "jax.numpy.exp")
     holomorphic = jnp.issubdtype(dtype, jnp.complexfloating)
     # A holomorphic function may mix its complex argument with real parameters.
     promotion = any_promotion if holomorphic else contextlib.nullcontext

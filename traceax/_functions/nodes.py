@@ -104,16 +104,18 @@ def unresolved(
     theta. The values after q, q - d and q - 2d steps agree before any has met small eigenvalues.
 
     The spectrum is taken to go on below theta as it does above, down to a = theta^2 / eta, with the
-    next Ritz value eta. Of two eigenvalues with the mean theta and the deviation r, the one at a
-    has the mass r^2 / (r^2 + (theta - a)^2). The result is this mass times the distance of f(a)
-    from the line through f(theta) and f(theta / 2), as quadrature is exact for lines; but |f| next
-    to 0 where f is singular there (not of log) and r is `UNRESOLVED` times as large as theta.
+    next Ritz value eta, or thrice as far where clusters show (eta > 100 theta, or r > 5 theta). Of
+    two eigenvalues with the mean theta and the deviation r, the one at a has the mass
+    r^2 / (r^2 + (theta - a)^2). The result is this mass times the distance of f(a) from the line
+    through f(theta) and f(theta / 2), as quadrature is exact for lines; but |f| next to 0 where f
+    is singular there (not of log) and r is `UNRESOLVED` times as large as theta.
     """
     x = jnp.abs(nodes)
     order = jnp.sort(jnp.where(counts, x, jnp.inf), axis=-1)
     eta = order[..., min(count, x.shape[-1] - 1), None]
     share = jnp.where(jnp.isfinite(eta), jnp.minimum(relative(x, eta), 1), 1)  # a / theta
     ratios = jnp.where(x <= order[..., count - 1, None], relative(residuals, x), 0)
+    share = jnp.where((share < 0.01) | (ratios > 5), share**3, share)
     lowest, half = on_nodes(fn, share * nodes), on_nodes(fn, nodes / 2)
     shape = *nodes.shape, *[1] * (values.ndim - nodes.ndim)
     share, ratios = share.reshape(shape), ratios.reshape(shape)

@@ -17,6 +17,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._core.counts import check_function
+
 # See `wrt` and `groups` of `traceax.curvature.hessian`.
 Choice = Callable[[str, Any], bool] | type | None
 Groups = Callable[[str, Any], str | list[str]]
@@ -53,6 +55,7 @@ def split_params(
 ) -> tuple[Any, Constant]:
     """The parameters to differentiate, and what `join` needs to make all parameters of them."""
     choice = _default_choice(params) if wrt is None else wrt
+    check_function(choice, "wrt", "lambda path, leaf: path.startswith('layer1')")
 
     def is_chosen(name, leaf):
         arrays = jtu.tree_leaves(leaf)  # of a variable
