@@ -52,15 +52,6 @@ _POSITIVE = (lx.positive_semidefinite_tag,)
 # --- what functions return ------------------------------------------------------------------------
 
 
-def _half_square(outputs: Array, scale: float | Array) -> Array:
-    """Half the squared norm, with a diagonal Hessian of entries `scale`, in float32 at least: there
-    a scale 1 / N and sums of many terms are exact enough.
-    """
-    with jax.numpy_dtype_promotion("standard"):
-        wide = outputs.astype(at_least_single(outputs.dtype))
-        return 0.5 * jnp.sum(scale * jnp.square(wide))
-
-
 def _value(returned: Any, has_aux: bool) -> Any:
     """What a loss returns, or with `has_aux` the first of a pair."""
     if has_aux != (isinstance(returned, tuple) and len(returned) == 2):
@@ -268,8 +259,13 @@ def _drawn(values: Any, sample: Any, key: Any, num_samples: int, index: Any, par
     return jax.vmap(draw)(split(numbered(key, index), num_samples))
 
 
-def _mean_square(out: Array, fixed: Any, *data: Any) -> Array:
-    return _half_square(out, 1 / out.size)
+def _mean_square(out: Array, fixed: Any, *data: Any, weights: float | Array = 1.0) -> Array:
+    """Half the mean square, with a diagonal Hessian of entries `weights / N`, in float32 at least:
+    there 1 / N and sums of many terms are exact enough.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        wide = out.astype(at_least_single(out.dtype))
+        return 0.5 * jnp.sum(weights / out.size * jnp.square(wide))
 
 
 def _reweighted_mean_square(out: Array, fixed: Array, *data: Any) -> Array:
@@ -277,7 +273,7 @@ def _reweighted_mean_square(out: Array, fixed: Array, *data: Any) -> Array:
     # E[d(g g^T) + g g^T d log p]. A factor p / p, of which only the numerator is differentiated,
     # has the derivative d log p.
     fixed = fixed.astype(at_least_single(fixed.dtype))
-    return _half_square(out, jnp.exp(change_of(fixed)) / out.size)
+    return _mean_square(out, fixed, weights=jnp.exp(change_of(fixed)))
 
 
 @final

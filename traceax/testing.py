@@ -129,14 +129,9 @@ def _by_products(matrix: Any, tags: Any = ()) -> lx.FunctionLinearOperator:
     return lx.FunctionLinearOperator(lambda v: matmul(matrix, v), structure, tags)
 
 
-def _floating() -> Any:
-    return jax.dtypes.canonicalize_dtype(float)
-
-
-def _matrix(eigenvalues: Any, dtype: Any = None) -> Any:
+def _matrix(eigenvalues: Any, dtype: Any = float) -> Any:
     """A Hermitian matrix with these eigenvalues and a random basis."""
     rng = np.random.default_rng(1)
-    dtype = _floating() if dtype is None else dtype
     basis = rng.standard_normal(2 * np.shape(eigenvalues))
     if jnp.issubdtype(dtype, jnp.complexfloating):
         basis = basis + 1j * rng.standard_normal(basis.shape)
@@ -145,14 +140,14 @@ def _matrix(eigenvalues: Any, dtype: Any = None) -> Any:
     return jnp.asarray((matrix + matrix.conj().T) / 2, dtype)
 
 
-def _spread(n: int, dtype: Any = None) -> Any:
+def _spread(n: int, dtype: Any = float) -> Any:
     """A Hermitian matrix with eigenvalues from 1 to 2."""
     return _matrix(np.linspace(1, 2, n), dtype)
 
 
 def _unsymmetric(n: int, seed: int) -> Any:
     matrix = np.random.default_rng(seed).standard_normal((n, n)) / math.sqrt(n) + np.eye(n)
-    return jnp.asarray(matrix, _floating())
+    return jnp.asarray(matrix, float)
 
 
 def _default_operators() -> list[lx.AbstractLinearOperator]:
@@ -305,7 +300,7 @@ def _check_transforms(subject, _: int) -> None:
         "vmap of jvp": (jax.jit(jax.vmap(slope))(points, keys), (values, gradients @ direction)),
         "vmap of jacfwd of jacrev": (hessians(points, keys), second),
     }
-    rtol = 1e3 * float(jnp.finfo(_floating()).eps) ** 0.75
+    rtol = 1e3 * float(jnp.finfo(b_part.dtype).eps) ** 0.75
     for what, pair in found.items():
         for x, y in zip(*map(jtu.tree_leaves, pair), strict=True):
             same = x.shape == y.shape and np.allclose(x, y, rtol=rtol, atol=rtol)
@@ -332,7 +327,7 @@ def _check_near(subject, operator, matrix, k: int, what: str, rounding: float) -
 
 def _check_dtypes(subject, k: int) -> None:
     dtypes = [jnp.float32, jnp.complex64, jnp.bfloat16]
-    if _floating() == np.float64:
+    if jnp.result_type(float) == np.float64:
         dtypes += [jnp.float64, jnp.complex128]
     for dtype in dtypes:
         matrix = _spread(2 * k, dtype)

@@ -68,10 +68,7 @@ def worse(*evidence: Evidence) -> Evidence:
 
 def all_finite(*arrays: Array) -> Bool[Array, ""]:
     """Whether none of these arrays holds NaN or inf."""
-    finite = jnp.array(True)
-    for array in arrays:
-        finite &= jnp.all(jnp.isfinite(array))
-    return finite
+    return reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in arrays], jnp.array(True))
 
 
 def relative(number: Real[Array, ""], limit: Real[Array, ""]) -> Real[Array, ""]:
@@ -88,10 +85,6 @@ def skew_of(gap: Real[Array, ""], size: Real[Array, ""], n: int, eps: float) -> 
     limit for negative eigenvalues, for half precision (and in float32 for more than 840 rows).
     """
     return relative(gap, size) / max(math.sqrt(eps), 100 * math.sqrt(n) * eps)
-
-
-def _count(x: Any) -> Any:
-    return jnp.asarray(x, jnp.int32)
 
 
 @final
@@ -125,7 +118,7 @@ class Estimate(eqx.Module):
 
     value: PyTree[Inexact[Array, "..."]]
     std_err: PyTree[Real[Array, "..."]]
-    num_matvecs: Int[Array, ""] = eqx.field(converter=_count)
+    num_matvecs: Int[Array, ""] = eqx.field(converter=partial(jnp.asarray, dtype=jnp.int32))
     dof: Real[Array, "..."] = eqx.field(converter=jnp.asarray)
     evidence: Evidence = eqx.field(default_factory=Evidence)
     quadrature_error: Any = None

@@ -1,13 +1,12 @@
 """Arithmetic independent of the user's settings: full precision (no TF32), any promotion."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jaxtyping import Array
@@ -32,24 +31,6 @@ einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 def at_least_single(dtype: Any) -> np.dtype:
     """The dtype, or float32 in place of half precision, in which long sums cease to grow."""
     return np.dtype(dtype if jnp.finfo(dtype).bits >= 32 else np.float32)
-
-
-def widened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A tree with float32 in place of half precision, and a function that undoes this.
-
-    Widened outside of a loop and narrowed inside, a tree reads the same; but in reverse mode the
-    cotangents of the steps are added in float32.
-    """
-
-    def is_narrow(x):
-        floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
-        return floating and at_least_single(x.dtype) != x.dtype
-
-    def narrow(wide):
-        return jtu.tree_map(lambda x, like: x if like is False else x.astype(like), wide, dtypes)
-
-    dtypes = jtu.tree_map(lambda x: x.dtype if is_narrow(x) else False, tree)
-    return jtu.tree_map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, tree), narrow
 
 
 #: How many bits after the first one a factor of single precision keeps in a product of matrices: by

@@ -292,8 +292,4 @@ def compiled_once(fn: Callable[..., Any], *args: Any) -> Any:
     global function; all arrays of an operator among the arguments are leaves.
     """
     params, operands = _split((fn, *args))
-
-    def call(*operands):
-        return _compiled(_call, (params,), operands)
-
-    return with_auto_axes(call, operands)
+    return with_auto_axes(lambda *given: _compiled(_call, (params,), given), operands)

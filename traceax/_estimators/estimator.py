@@ -171,11 +171,7 @@ class AbstractTraceEstimator(AbstractEstimator):
         extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}
         return solution.value, {**solution.stats, **extra}
 
-    def __call__(
-        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
-    ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
-        """An alias of `estimate`."""
-        return self.estimate(key, operator, k)
+    __call__ = estimate
 
 
 class AbstractInnerEstimator(AbstractEstimator):
@@ -287,9 +283,7 @@ def check_either(name: str, k: Any, rtol: Any, atol: Any, max_k: Any) -> bool:
 
 def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> tuple[int, int]:
     """The largest budget of a call with a tolerance; and the primitive's, where n means exact."""
-    if max_k is None:
-        max_k = min(n, DEFAULT_MAX_K)
-    max_k = check_budget(max_k, min(smallest, n), n, name, "max_k")
+    max_k = check_budget(DEFAULT_MAX_K if max_k is None else max_k, smallest, n, name, "max_k")
     return max_k, max_k if n <= SMALL else min(max_k, n - 1)
 
 

@@ -140,7 +140,7 @@ class RangeSampling(eqx.Module):
     def prepare(self, key: PRNGKeyArray, block: BlockOperator, size: int) -> Prepared:
         """The low-rank part from a sketch of `size` columns, and twice as many products."""
         omega = self.sampler.probes(key, block.n, size, block.dtype)
-        return self.captured(block, range_basis(block, omega))
+        return self.captured(block, range_basis(block, omega) if size > 0 else omega)
 
     def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Prepared:
         """The low-rank part for a basis, as a function of A."""
@@ -324,9 +324,9 @@ def sample_to_tolerance(
     target is met, and prepare more while that costs less than further samples.
     """
     call = _Call(key, block.linearised(), sampling, target, max_k, weights)
-    outcome = call.sampled(0, None)
+    outcome = call.sampled(0, 0)
     for number in range(1, len(call.sizes)):
-        more = partial(call.sampled, number, outcome)
+        more = partial(call.sampled, number, outcome.estimate.num_matvecs)
         outcome = if_any(outcome.wanted == number, more, outcome)
     if call.may_be_exact:
         outcome = if_any(outcome.wanted == len(call.sizes), partial(call.exact, outcome), outcome)
@@ -356,18 +356,12 @@ class _Call:
         panels = np.arange(max_k // self.panel + 2)
         self.quantiles = stdtrit(np.maximum(self.panel * panels - 1, 1), 0.975)
 
-    def sampled(self, number: int, previous: Outcome | None) -> Outcome:
-        """The outcome of samples at a size."""
+    def sampled(self, number: int, already: int | Array) -> Outcome:
+        """The outcome of samples at a size, after so many products at other sizes."""
         # The second key is that of the panels, which fold in their number.
         prepare_key, keys = jr.split(jr.fold_in(self.key, number))
-        size = self.sizes[number]
-        if size == 0:
-            empty = jnp.zeros((self.block.n, 0), self.block.dtype)
-            prepared = self.sampling.captured(self.block, empty)
-        else:
-            prepared = self.sampling.prepare(prepare_key, self.block, size)
-        already = 0 if previous is None else previous.estimate.num_matvecs
-        spent = already + 2 * size
+        prepared = self.sampling.prepare(prepare_key, self.block, self.sizes[number])
+        spent = already + 2 * self.sizes[number]
 
         def step(state):
             _, samples = state

@@ -12,8 +12,8 @@ from jaxtyping import Array, Inexact
 from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, worse
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import check_semidefinite, definite_sign
-from .._operators.tags import is_hermitian
+from .._operators.known_parts import definite_sign, sign_of
+from .._operators.tags import is_hermitian, semidefinite_sign
 from .._probes.samplers import AbstractSampler
 from .._sketch.leave_one_out import (
     LeaveOneOut,
@@ -261,9 +261,15 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         return FEWEST if self.shrink else 1
 
     def check(self, operator):
-        """The operator must be tagged semidefinite."""
+        """The operator, or every term of it, must be tagged semidefinite."""
         super().check(operator)
-        check_semidefinite(operator, "XNysTraceEstimator", "XTraceEstimator")
+        if semidefinite_sign(operator) == 0 and sign_of(operator) is None:
+            raise ValueError(
+                "XNysTraceEstimator needs a semidefinite operator, and this "
+                f"{type(operator).__name__} is not tagged so. If it is, say so with "
+                "`lineax.TaggedLinearOperator(operator, lineax.positive_semidefinite_tag)` (or "
+                "`negative_semidefinite_tag`); otherwise use XTraceEstimator."
+            )
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -298,9 +304,7 @@ class XNysTraceEstimator(AbstractLeaveOneOutEstimator):
         factors = nystrom(p, r, sign * products, block.eps)
         # The shift for the trace, whose samples are the sums of those of the diagonal: as it is,
         # the standard errors of all entries would take n times the operations.
-        samples_of = partial(published_samples, n=block.n, resphere=False)
-        shift = best_shift(factors, samples_of, factors.rounding())
-        parts = _diagonal_parts(factors, omega, factors.shifted(shift))
+        parts = _diagonal_parts(factors, omega, factors.shifted(best_shift(factors)))
         rounding = rounding_of_nystrom(rows.norms(factors.products.numbers), factors.precision)
         options = {"shrink": self.shrink, "hermitian": True}
         mean, error, beta = diagonal_and_error(parts, rows, rounding, **options)

@@ -19,7 +19,7 @@ from .curvature import CurvatureOperator
 from .kernel import KernelLinearOperator
 from .precision import product_precision
 from .sparse import SparseLinearOperator
-from .tags import is_hermitian, leaf_dtypes, parts_of, without_tags
+from .tags import inexact_dtype, is_hermitian, leaf_dtypes, parts_of, without_tags
 
 #: The most numbers in one block of vectors (512 MiB in float32), where an algorithm is free to work
 #: in several smaller blocks.
@@ -96,7 +96,7 @@ class BlockOperator:
 
     def leaves(self, rows: Inexact[Array, "n ..."]) -> list[Inexact[Array, "size ..."]]:
         """The rows that belong to each leaf of the input structure."""
-        return split_rows(self.operator.in_structure(), rows)
+        return jnp.split(rows, np.cumsum(self.sizes)[:-1])
 
     @staticmethod
     def join(blocks: Sequence[Inexact[Array, "*leaf m"]]) -> Inexact[Array, "n m"]:
@@ -203,13 +203,11 @@ class BlockOperator:
     def _as_vectors(self, blocks: Sequence[Array], axis: int) -> PyTree:
         """Blocks of vectors (first or last axis) with the shapes and dtypes of the operator."""
         leaves, treedef = jtu.tree_flatten(self.operator.in_structure())
-        floating = jax.dtypes.canonicalize_dtype(float)
         m = blocks[0].shape[axis]
 
         def shaped(leaf, block):
             shape = (m, *leaf.shape) if axis == 0 else (*leaf.shape, m)
-            dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else floating
-            return block.reshape(shape).astype(dtype)
+            return block.reshape(shape).astype(inexact_dtype(leaf.dtype))
 
         vectors = [shaped(leaf, block) for leaf, block in zip(leaves, blocks, strict=True)]
         return jtu.tree_unflatten(treedef, vectors)
@@ -235,22 +233,15 @@ def transpose_of(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperat
         ) from error
 
 
-def split_rows(
-    structure: PyTree, rows: Inexact[Array, "n ..."]
-) -> list[Inexact[Array, "size ..."]]:
-    """The rows that belong to each leaf of a structure."""
-    sizes = [math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)]
-    return jnp.split(rows, np.cumsum(sizes)[:-1])
-
-
 def unflatten(
     structure: PyTree, vector: Inexact[Array, " n"] | Sequence[Inexact[Array, " size"]]
 ) -> PyTree[Inexact[Array, "..."]]:
     """A vector, whole or leaf by leaf, as a PyTree of this structure. The dtype stays."""
     leaves, treedef = jtu.tree_flatten(structure)
-    whole = not isinstance(vector, list | tuple)
-    parts = split_rows(structure, jnp.asarray(vector)) if whole else vector
-    shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    if not isinstance(vector, list | tuple):
+        ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])
+        vector = jnp.split(jnp.asarray(vector), ends[:-1])
+    shaped = [part.reshape(leaf.shape) for part, leaf in zip(vector, leaves, strict=True)]
     return jtu.tree_unflatten(treedef, shaped)
 
 

@@ -28,8 +28,10 @@ from .tags import CHECKS, is_complex, is_part, is_tagged, leaf_dtypes, semidefin
 
 
 def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator:
-    """The operator with every array as a leaf, see `hoist_closures`; an error if it is no lineax
-    operator over one field, or not `square`.
+    """The operator with every array as a leaf: NumPy arrays, numbers that multiply an operator, and
+    contents of functions. An operator of another package keeps only its product and its tags where
+    a function in it or a static field may hold an array. An error says if it is no lineax operator
+    over one field, or not `square`.
     """
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
@@ -39,7 +41,7 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
             "`lineax.FunctionLinearOperator(fn, input_structure)`, where `input_structure` is a "
             "`jax.ShapeDtypeStruct` (or a PyTree of them)."
         )
-    operator = hoist_closures(operator)
+    operator = as_jax(closed_functions(_hoisted(operator)))
     rows = operator.out_size()
     columns = operator.in_size()
     if columns == 0:
@@ -63,14 +65,6 @@ def as_operator(operator: Any, square: bool = True) -> lx.AbstractLinearOperator
 
 
 # --- arrays ---------------------------------------------------------------------------------------
-
-
-def hoist_closures(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator with every array as a leaf: NumPy arrays, numbers that multiply an operator, and
-    contents of functions. An operator of another package keeps only its product and its tags where
-    a function in it or a static field may hold an array.
-    """
-    return as_jax(closed_functions(_hoisted(operator)))
 
 
 @singledispatch
@@ -113,13 +107,11 @@ def _(node):
         )
     multiple = type(node)(operator, jnp.asarray(scalar))
     sign = semidefinite_sign(operator)
-    if sign == 0 or isinstance(scalar, jax.core.Tracer):
-        return multiple
-    number = complex(np.asarray(scalar))  # NumPy, because under a trace JAX would return a tracer
-    if number.imag != 0:
+    # NumPy, because under a trace JAX would return a tracer.
+    if sign == 0 or isinstance(scalar, jax.core.Tracer) or np.asarray(scalar).imag != 0:
         return multiple
     # As inside a program, 0 and NaN pass for positive numbers: the outcome says what is wrong.
-    positive = (number.real < 0) == (sign < 0)
+    positive = (np.asarray(scalar).real < 0) == (sign < 0)
     tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
     return lx.TaggedLinearOperator(multiple, tag)
 

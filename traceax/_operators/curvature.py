@@ -27,7 +27,7 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._core.precision import at_least_single, widened
+from .._core.precision import at_least_single
 from .._core.programs import closed_function
 from .parameters import structure_of
 from .precision import eps_along, product_precision
@@ -65,12 +65,17 @@ class CurvatureOperator(lx.AbstractLinearOperator):
         shares = weights / lax.stop_gradient(jnp.max(jnp.abs(weights)))
         shares = count * shares / jnp.sum(shares)
         counted = jtu.tree_map(lambda x: x[jnp.argmax(weights != 0)], indexed)
-        wide, narrow = widened((self.params, vector, self.arrays))
+        # Half precision is widened outside of the loop, and narrowed inside: a batch reads the same
+        # numbers; but in reverse mode the cotangents of the batches are added in float32.
+        given = self.params, vector, self.arrays
+        floating, others = eqx.partition(given, eqx.is_inexact_array)
+        wide = jtu.tree_map(lambda x: x.astype(at_least_single(x.dtype)), floating)
 
         # Reverse mode evaluates a batch again, rather than keeping the activations of all batches.
         @jax.checkpoint
         def one_batch(indexed):
-            params, vector, arrays = narrow(wide)
+            narrow = jtu.tree_map(lambda x, like: x.astype(like.dtype), wide, floating)
+            params, vector, arrays = eqx.combine(narrow, others)
             return fn(params, indexed, vector, arrays)
 
         def add(total, batch_and_share):

@@ -27,7 +27,7 @@ from .._core.counts import checked_count
 from .._core.precision import matmul, platform
 from .._core.programs import closed_function
 from .parameters import structure_of
-from .tags import register_tags
+from .tags import inexact_dtype, register_tags
 
 #: The most numbers in one tile: 4 MiB in float32 on a CPU, whose caches should hold it, and 64 MiB
 #: elsewhere, where small tiles do not fill the device.
@@ -116,8 +116,7 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
                 "Add up over the coordinates of a point; of a function of blocks take a block of "
                 "one, `lambda a, b: kernel(a[None], b[None])[0, 0]`."
             )
-        inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-        self._dtype = np.dtype(value.dtype if inexact else jax.dtypes.canonicalize_dtype(float))
+        self._dtype = inexact_dtype(value.dtype)
         self.kernel = closed_function(kernel, point, point)
 
     def block(self, x: PyTree[Array], y: PyTree[Array]) -> Inexact[Array, "b m"]:

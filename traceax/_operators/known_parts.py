@@ -383,17 +383,6 @@ def definite_sign(operator: lx.AbstractLinearOperator) -> Any:
     return jnp.where(sign < 0, -1, 1) if tagged == 0 else tagged
 
 
-def check_semidefinite(operator: lx.AbstractLinearOperator, name: str, instead: str) -> None:
-    """Raise a `ValueError` unless the operator, or every term of it, is tagged semidefinite."""
-    if semidefinite_sign(operator) == 0 and sign_of(operator) is None:
-        raise ValueError(
-            f"{name} needs a semidefinite operator, and this {type(operator).__name__} is not "
-            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
-            "lineax.positive_semidefinite_tag)` (or `negative_semidefinite_tag`); otherwise use "
-            f"{instead}."
-        )
-
-
 # --- the scaling by a shift -----------------------------------------------------------------------
 
 
@@ -414,16 +403,14 @@ class Scaling(NamedTuple):
 def scaling_of(operator: lx.AbstractLinearOperator) -> Scaling:
     """The scaling by the diagonal part of A, or by a scalar if A has no positive diagonal part."""
     block = BlockOperator(operator)
-    real = jnp.finfo(block.dtype).dtype
-    one = jnp.ones((), real)
     parts = split_shift(operator)
-    shift = parts.exact.real.astype(real)
+    shift = parts.exact.real
     unit = jnp.max(shift, initial=0.0)
     # Below eps times the diagonal of A, a shift is lost in rounding.
     diagonal = stored_diagonal(operator)
-    size = unit if diagonal is None else jnp.abs(diagonal).astype(real)
+    size = unit if diagonal is None else jnp.abs(diagonal)
     usable = jnp.all(shift > block.eps * size) & jnp.isfinite(unit)
     if parts.sign is not None:  # D - K lies below D, which then is no noise
         usable &= parts.sign >= 0
-    unit = jnp.where(usable, unit, one)
+    unit = jnp.where(usable, unit, 1)
     return Scaling(jnp.sqrt(jnp.where(usable, shift / unit, 1)), unit, usable)

@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int32
 
 from .._core.precision import at_least_single
-from .tags import register_tags
+from .tags import inexact_dtype, register_tags
 
 # --- the layout -----------------------------------------------------------------------------------
 
@@ -164,8 +164,7 @@ def row_product(
 
 def _inexact(data: Any) -> Inexact[Array, " nnz"]:
     data = jnp.asarray(data)
-    inexact = jnp.issubdtype(data.dtype, jnp.inexact)
-    return data if inexact else data.astype(jax.dtypes.canonicalize_dtype(float))
+    return data.astype(inexact_dtype(data.dtype))
 
 
 def _scipy_entries(matrix: Any) -> tuple[Any, np.ndarray, np.ndarray]:

@@ -77,11 +77,16 @@ def is_complex(operator: lx.AbstractLinearOperator) -> bool:
     return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in leaf_dtypes(operator))
 
 
+def inexact_dtype(dtype: Any) -> np.dtype:
+    """The dtype, or JAX's floating dtype in place of integers."""
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return np.dtype(dtype if inexact else jax.dtypes.canonicalize_dtype(float))
+
+
 def leaf_dtypes(operator: lx.AbstractLinearOperator) -> list[np.dtype]:
     """The dtypes of the leaves of both structures, where integers count as floats."""
     leaves = jtu.tree_leaves((operator.in_structure(), operator.out_structure()))
-    floating = jax.dtypes.canonicalize_dtype(float)
-    return [x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else floating for x in leaves]
+    return [inexact_dtype(x.dtype) for x in leaves]
 
 
 def is_part(operator: Any, x: Any) -> bool:

@@ -66,6 +66,7 @@ from .leave_one_out import (
     matmul,
     pairs_of,
     pairs_of_gram,
+    published_samples,
     reciprocal,
     rescale_error,
     scaled,
@@ -282,15 +283,13 @@ def best_samples(factors: Nystrom, samples_of: Callable[[LeaveOneOut], Samples])
     return jtu.tree_map(lambda x: x[best, np.arange(x.shape[1])], samples)
 
 
-def best_shift(
-    factors: Nystrom, samples_of: Callable[[LeaveOneOut], Samples], rounding: Real[Array, ""]
-) -> Real[Array, ""]:
+def best_shift(factors: Nystrom) -> Real[Array, ""]:
     """The real shift with the smallest standard error of the trace."""
     shifts = jnp.asarray(MULTIPLES, factors.nu.dtype) * factors.theta  # the first is 0
 
     def variance(parts):
-        samples = samples_of(parts)
-        return leave_one_out_error(samples.values, samples.differences, rounding) ** 2
+        samples = published_samples(parts, len(factors.p), resphere=False)
+        return leave_one_out_error(samples.values, samples.differences, factors.rounding()) ** 2
 
     return shifts[_best(_tried(factors, shifts, variance))]
 

@@ -102,7 +102,9 @@ def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     values, plain_variance = plain
     variance = mean_of_others(parts.energy, parts.valid)
     beta = shrinkage(plain_variance, variance)
-    delta = _delta(parts)  # delta_i
+    residual = jnp.sum(jnp.where(parts.valid, parts.pair_residual, 0), axis=0)  # sum of the e_ji
+    square = jnp.sum(jnp.where(parts.valid, parts.pair_square, 0), axis=0)  # of the ||g_ji||^2
+    delta = residual / jnp.where(square > 0, square, 1)  # delta_i
     t = parts.residual + delta * (n - m + 1 - parts.square) - parts.lost
     h = values - parts.base
 
@@ -113,13 +115,6 @@ def shrunk_samples(parts: LeaveOneOut, plain: PlainSamples, n: int) -> Samples:
     # As if h_i and t_i were independent.
     variance = jnp.square(1 - beta) * plain_variance + jnp.square(beta) * variance
     return Samples(h - beta * (h - t), differences, beta, variance)
-
-
-def _delta(parts: LeaveOneOut) -> Inexact[Array, " m"]:
-    """The flat part delta_i of what is left, for each i from the others."""
-    residual = jnp.sum(jnp.where(parts.valid, parts.pair_residual, 0), axis=0)  # sum of the e_ji
-    square = jnp.sum(jnp.where(parts.valid, parts.pair_square, 0), axis=0)  # of the ||g_ji||^2
-    return residual / jnp.where(square > 0, square, 1)
 
 
 def shrunk_weights(
