@@ -1,7 +1,7 @@
 """What an estimate returns."""
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, final
 
 import equinox as eqx
@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, PyTree, Real
 
 from .._core.estimate import Estimate
 from .._core.verdict import RESULTS, outcome_of
+from .._operators.block_operator import unflatten
 
 # Of `value` and its errors: an array, but of diagonals and block traces any PyTree.
 if TYPE_CHECKING:
@@ -187,8 +188,9 @@ def solution_of(estimate: Estimate) -> Solution:
     )
 
 
-def restructure(solution: Solution, fn: Callable[[Array], Any]) -> Solution[Any]:
-    """The solution with `fn` applied to its value and its errors."""
+def restructure(solution: Solution, structure: PyTree) -> Solution[Any]:
+    """The solution with its value and its errors as PyTrees of this structure."""
+    fn = partial(unflatten, structure)
     given = solution.value, solution.std_err, solution.quadrature_error, solution.bounds
     value, std_err, error, bounds = jtu.tree_map(fn, given, is_leaf=lambda x: isinstance(x, list))
     lost = jtu.tree_map(lambda x: jnp.sum(~jnp.isfinite(x)), value)

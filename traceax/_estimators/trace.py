@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray, Real
 
 from .._core.primitive import compiled_once, diagonal_p, trace_p
 from .._core.verdict import transformed
-from .._operators.block_operator import BlockOperator, unflatten
+from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.gram import gram, unit_of
 from .auto import AutoTraceEstimator
@@ -114,8 +115,7 @@ def diagonal(
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     given = "diagonal", diagonal_p, key, operator, k, estimator, Rows()
     solution = solve_either(*given, **options)
-    structure = operator.in_structure()
-    return restructure(solution, lambda vector: unflatten(structure, vector))
+    return restructure(solution, operator.in_structure())
 
 
 def block_traces(
@@ -153,8 +153,7 @@ def block_traces(
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
     given = "block_traces", diagonal_p, key, operator, k, estimator, rows
     solution = solve_either(*given, **options)
-    treedef = jtu.tree_structure(structure)
-    return restructure(solution, lambda vector: jtu.tree_unflatten(treedef, list(vector)))
+    return restructure(solution, jtu.tree_map(lambda _: np.zeros(()), structure))
 
 
 def frobenius_norm(
@@ -220,8 +219,7 @@ def row_norms(
     operator = as_operator(operator, square=False)
     given = "row_norms", diagonal_p, key, operator, k, Rows()
     solution = _root_of_gram(*given, rtol=rtol, max_k=max_k, throw=throw)
-    structure = operator.out_structure()
-    return restructure(solution, lambda vector: unflatten(structure, vector))
+    return restructure(solution, operator.out_structure())
 
 
 def _root_of_gram(

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
 
 from .._core.derivatives import change_of, constant
 from .._core.estimate import rounding_of, safe_norm
@@ -37,7 +37,7 @@ from .._estimators.estimator import AbstractEstimator, check_budget, check_eithe
 from .._estimators.solution import Solution, restructure
 from .._linalg.block_lanczos import block_lanczos
 from .._linalg.factorisations import ritz_values
-from .._operators.block_operator import BlockOperator, unflatten
+from .._operators.block_operator import BlockOperator
 from .._probes.samplers import RademacherSampler
 from .._sketch.leave_one_out import adjoint, square_of
 from .funm import (
@@ -108,21 +108,23 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         estimate = quadrature_estimate(*given, inflation=INFLATION)
         return estimate, fixed if weights else None
 
+    def _eigenpairs(self, operator, t: Inexact[Array, "m m"], in_use: Bool[Array, " m"]):
+        """Returns (eigenvalues of T, eigenvectors, values of f), with T held fixed."""
+        nodes, s = ritz_values(lax.stop_gradient((t + adjoint(t)) / 2), in_use)
+        nodes = within_tag(operator, nodes, BlockOperator(operator).eps)
+        return nodes, s, on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
+
     def _corrections(
         self, operator: lx.AbstractLinearOperator, fixed: LeftOut, t: Inexact[Array, "m m"]
     ) -> Real[Array, "n b"]:
         """The terms in L_i, diag L_i - omega_i o L_i omega_i, as a function of T to first order."""
-        eps = BlockOperator(operator).eps
 
         def of_group(rows, omega):
             """That of one group that is left out: f(T_i) - c_i to first order on the eigenvectors
             S of a fixed T_i, as dT_i, which is 0, has a derivative.
             """
             inner = matmul(matmul(jnp.conj(rows), t), rows.T)  # T_i
-            still = lax.stop_gradient((inner + adjoint(inner)) / 2)
-            nodes, s = ritz_values(still, jnp.any(rows != 0, axis=1))
-            nodes = within_tag(operator, nodes, eps)
-            values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
+            nodes, s, values = self._eigenpairs(operator, inner, jnp.any(rows != 0, axis=1))
             moved = matmul(adjoint(s), matmul(change_of(inner), s))
             differences = divided_differences(constant(self.fn), nodes[None])[0]
             # The first rows belong to the vectors omega of the other groups: their squares are the
@@ -157,12 +159,9 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         basis, _, omega = weights
         images = block.mm(basis)
         t = matmul(adjoint(basis), images)
-        still = lax.stop_gradient((t + adjoint(t)) / 2)
-        nodes, s = ritz_values(still, jnp.any(basis != 0, axis=0))
-        nodes = within_tag(operator, nodes, block.eps)
+        nodes, s, values = self._eigenpairs(operator, t, jnp.any(basis != 0, axis=0))
         right = matmul(basis, s)
         overlaps = matmul(adjoint(right), omega)
-        values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
         moved = matmul(change_of(images), s)
         changes = divided_sums(block, self.fn, moved, nodes, overlaps)
         of_omega = matmul(right, values[:, None] * overlaps) + changes
@@ -236,5 +235,4 @@ def spectral_diagonal(
     else:
         budget = check_budget(k, 8, operator.in_size(), name)
     solution = estimated(spectral_diagonal_p, key, operator, budget, estimator, throw=throw)
-    structure = operator.in_structure()
-    return restructure(solution, lambda vector: unflatten(structure, vector))
+    return restructure(solution, operator.in_structure())

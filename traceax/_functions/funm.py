@@ -78,12 +78,7 @@ from .nodes import (
     unresolved,
     within_tag,
 )
-from .quadrature_error import (
-    exact_estimate,
-    orders_of,
-    quadrature_estimate,
-    truncation_error as truncation_error,
-)
+from .quadrature_error import exact_estimate, orders_of, quadrature_estimate, truncation_error
 
 
 def hermitian_operator(operator: Any, name: str) -> lx.AbstractLinearOperator:

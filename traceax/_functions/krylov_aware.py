@@ -47,11 +47,7 @@ from .._linalg.factorisations import ritz_values
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import square_of
-from .funm import (
-    AbstractSpectralEstimator,
-    SpectralWeights,
-    truncation_error,
-)
+from .funm import AbstractSpectralEstimator, SpectralWeights
 from .nodes import (
     Function,
     changes_by_rounding,
@@ -60,7 +56,7 @@ from .nodes import (
     unresolved,
     within_tag,
 )
-from .quadrature_error import quadrature_estimate
+from .quadrature_error import quadrature_estimate, truncation_error
 
 #: The smallest budget that is worth a block.
 LEAST = 16
@@ -128,11 +124,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         omega = SphereSampler().probes(key, n, b, block.dtype)
         krylov = block_lanczos(block.mm, omega, s, eps)
         shape = jax.eval_shape(self.fn, krylov.rows.real[0, 0]).shape
-
-        def fn(x):
-            return jnp.ravel(self.fn(x))
-
-        found = projected(fn, operator, krylov, b, eps)
+        found = projected(lambda x: jnp.ravel(self.fn(x)), operator, krylov, b, eps)
 
         # The spaces that leave out a group, in the coordinates of V.
         t = krylov.t[: b * depth, : b * depth]

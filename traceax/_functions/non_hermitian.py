@@ -47,9 +47,9 @@ from .._linalg.factorisations import eigenvalues
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
 from .._probes.samplers import SphereSampler
-from .funm import AbstractFunctionEstimator, plan, truncation_error
+from .funm import AbstractFunctionEstimator, plan
 from .nodes import Function, on_nodes, slope_of
-from .quadrature_error import exact_estimate, orders_of, quadrature_estimate
+from .quadrature_error import exact_estimate, orders_of, quadrature_estimate, truncation_error
 
 
 class NonHermitianWeights(NamedTuple):
@@ -65,17 +65,18 @@ class NonHermitianWeights(NamedTuple):
 
 def _quadrature(
     fn: Function, nodes: Complex[Array, "..."], weights: Complex[Array, "..."], is_real: bool
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """Returns (sum_j w_j f(theta_j) along the last axis, whether a sum that should be real is
-    real). A node of weight 0 does not count, even where f is NaN.
+    real, the f(theta_j)). A node of weight 0 does not count, even where f is NaN.
     """
-    terms = weights * on_nodes(fn, nodes, weights != 0)
+    values = on_nodes(fn, nodes, weights != 0)
+    terms = weights * values
     total = jnp.sum(terms, axis=-1)
     if not is_real:
-        return total, jnp.array(True)
+        return total, jnp.array(True), values
     rounding = math.sqrt(jnp.finfo(terms.dtype).eps) * jnp.sum(jnp.abs(terms), axis=-1)
     # NaN and inf are found elsewhere.
-    return total.real, ~jnp.any(jnp.abs(total.imag) > rounding)
+    return total.real, ~jnp.any(jnp.abs(total.imag) > rounding), values
 
 
 @final
@@ -98,12 +99,10 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         found = jax.vmap(diagonalised)(ended)
         nodes = found.nodes * jnp.tile(krylov.unit[:, 0], (len(orders), 1))
         masses = found.left[:, 0] * found.right[:, :, 0]  # w_j = X_1j (X^{-1})_j1
-        forms, real_enough = _quadrature(self.fn, nodes, masses, self.is_real)
+        forms, real_enough, values = _quadrature(self.fn, nodes, masses, self.is_real)
         error = truncation_error(n * forms.reshape(-1, p), krylov.exhausted)
         value, std_err = mean_and_std_err(n * forms[:p])
-        theta = nodes[:p]
-        w = masses[:p]
-        values = on_nodes(self.fn, theta, w != 0)
+        theta, w, values = (x[:p] for x in (nodes, masses, values))
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
         std_err = jnp.hypot(std_err, rounding_of(size, block.eps))
         usable = real_enough & all_finite(values)
@@ -130,8 +129,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         # sensitive single eigenvalues are.
         nodes = eigenvalues(scaled) * unit
         ones = jnp.ones_like(nodes)
-        value, real_enough = _quadrature(self.fn, nodes, ones, self.is_real)
-        values = on_nodes(self.fn, nodes)
+        value, real_enough, values = _quadrature(self.fn, nodes, ones, self.is_real)
         evidence = evidence_of(matrix, outside=~(real_enough & all_finite(values)))
         # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; nothing is known where f' is not finite.
         found = diagonalised(scaled)
@@ -142,7 +140,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         # To first order: eigenvalues that are all rounding, as of roots at 0, move further.
         noise = jr.normal(jr.key(0), scaled.shape, scaled.real.dtype)
         noise = 2 * block.eps * safe_norm(scaled.reshape(-1)) / safe_norm(noise.reshape(-1)) * noise
-        moved, _ = _quadrature(self.fn, eigenvalues(scaled + noise) * unit, ones, self.is_real)
+        moved, *_ = _quadrature(self.fn, eigenvalues(scaled + noise) * unit, ones, self.is_real)
         error = jnp.maximum(2 * block.eps * size, 4 * jnp.abs(moved - value))
         error = jnp.where(jnp.isfinite(error), error, jnp.inf)
         estimate = exact_estimate(value, error, block.n, evidence)
@@ -154,7 +152,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         """See `AbstractEstimator`. Linear in A; the leaves of `fn` have derivatives, too."""
         block = BlockOperator(operator)
         u = weights.u
-        own, _ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)
+        own, *_ = _quadrature(self.fn, weights.nodes, weights.weights, self.is_real)
         if jnp.iscomplexobj(u) and not jnp.issubdtype(block.dtype, jnp.complexfloating):
             images = block.mm(u.real) + 1j * block.mm(u.imag)
         else:

@@ -189,8 +189,7 @@ def spectral_density(
         height = 1 / (n * math.sqrt(2 * math.pi) * jnp.where(sigma > 0, sigma, jnp.nan))
         return height * jnp.exp(-jnp.square((points - theta) / sigma) / 2)
 
-    function = hoist_function(gaussian, dtype, scalar=False)
-    estimator = QuadratureEstimator(function, num_steps)
+    estimator = QuadratureEstimator(hoist_function(gaussian, dtype, scalar=False), num_steps)
     return estimated(spectral_density_p, key, operator, budget, estimator, throw=throw)
 
 
@@ -309,7 +308,6 @@ def schatten_norm(
         roots = [unit * power_of(found.value + x, 1 / p) for x in (error, -error)]
         return lax.stop_gradient(jnp.maximum(roots[0] - value, value - roots[1]))
 
-    errors = [root_error(jnp.asarray(x)) for x in (found.std_err, found.quadrature_error)]
+    std_err, error = (root_error(jnp.asarray(x)) for x in (found.std_err, found.quadrature_error))
     spent = products * found.num_matvecs + 1
-    given = found, throw, value, errors[0]
-    return transformed(*given, quadrature_error=errors[1], num_matvecs=spent)
+    return transformed(found, throw, value, std_err, quadrature_error=error, num_matvecs=spent)

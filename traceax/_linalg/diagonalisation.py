@@ -45,16 +45,13 @@ def diagonalised(h: Inexact[Array, "q q"]) -> Diagonalised:
     delta = float(jnp.finfo(h.dtype).eps) ** (1 / 3)
     own = eigenpairs(h)
 
-    def twice():
-        return own, own
-
     def neighbours():
         e = jr.normal(jr.key(0), (q, q), jnp.finfo(h.dtype).dtype)
         e = e * (delta * jnp.linalg.norm(h) / jnp.linalg.norm(e))
         return eigenpairs(h + e), eigenpairs(h - e)
 
     condition = math.sqrt(q) * jnp.linalg.norm(own[2])  # NaN or inf if there is no inverse
-    first, second = lax.cond(condition * delta <= 1, twice, neighbours)
+    first, second = lax.cond(condition * delta <= 1, lambda: (own, own), neighbours)
     nodes, left, right = (jnp.concatenate([first[i], second[i]], (0, 1, 0)[i]) for i in range(3))
     return Diagonalised(nodes, left, right / 2)
 

@@ -86,7 +86,7 @@ def rounding_of_form(
     row = jnp.maximum(largest, jnp.maximum(largest, 1) * factors.row)
     share = min(1 / 6, 6 / math.sqrt(len(x)))
     # Not the square of the norm, which overflows for operators of tiny scale.
-    scaled = factors.unit()[:, None].astype(x.dtype) * x
+    scaled = factors.unit[:, None].astype(x.dtype) * x
     return share * eps * jnp.square(jnp.sqrt(row) * safe_norm(scaled.T))
 
 

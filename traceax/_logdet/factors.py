@@ -47,16 +47,12 @@ class Factors(eqx.Module):
     basis: Inexact[Array, "n r"]  # G
     core: Inexact[Array, "r r"]  # J
     log_det: Real[Array, ""]  # log det P
+    unit: Real[Array, " n"]  # the roots of about 1 / (P^{-1})_ii: P^{-1} ~ L L^H
     # The largest norm of a row and the largest eigenvalue of the operator that P was made for, in
     # units of `unit`, about: they say how large rounding errors are. 0 where nothing is known of A.
     row: Real[Array, ""]
     top: Real[Array, ""]
     from_entries: bool = eqx.field(static=True, default=False)  # see `weights`
-
-    def unit(self) -> Real[Array, " n"]:
-        """The roots of about 1 / (P^{-1})_ii: P^{-1} ~ L L^H."""
-        squares = square_of(self.values)
-        return 1 / jnp.sqrt(jnp.zeros(len(squares), squares.dtype).at[self.sets].add(squares))
 
     def inverse_root(self, block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
         """R^{-1} = W^H times a block."""
@@ -94,7 +90,7 @@ class Factors(eqx.Module):
 
     def inverse_diagonal(self) -> Real[Array, " n"]:
         """The diagonal of P^{-1}."""
-        return 1 / jnp.square(self.unit()) - jnp.sum(square_of(self.captured()), axis=1)
+        return 1 / jnp.square(self.unit) - jnp.sum(square_of(self.captured()), axis=1)
 
     def known_part(self, operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
         """`Re <L L^H, A>`, from the entries of the neighbourhoods."""
@@ -160,10 +156,9 @@ def factors_of(
     core = lower_solve(c, lower_solve(c + eye, eye), adjoint=True)
     logs = jnp.sum(jnp.log(values[:, -1].real))
     log_det = 2 * (jnp.sum(jnp.log(jnp.diagonal(c).real)) - logs)
-    one = jnp.ones_like(log_det)  # `unit` needs sets and values alone
-    factors = Factors(sets, values, g, core, log_det, one, one, from_entries)
-    sizes = _sizes(f, factors.unit(), diagonal)
-    return eqx.tree_at(lambda factors: (factors.row, factors.top), factors, sizes)
+    squares = square_of(values)
+    unit = 1 / jnp.sqrt(jnp.zeros(len(squares), squares.dtype).at[sets].add(squares))
+    return Factors(sets, values, g, core, log_det, unit, *_sizes(f, unit, diagonal), from_entries)
 
 
 def low_rank_plus_diagonal(

@@ -26,30 +26,28 @@ def _flat(y: Any, operator: lx.AbstractLinearOperator) -> tuple[Inexact[Array, "
     without a last axis for several); or a `ValueError` that says what is wrong.
     """
     structure = operator.in_structure()
-    dtype = BlockOperator(operator).dtype
-    leaves = jtu.tree_leaves(y)
+    block = BlockOperator(operator)
+    leaves = [jnp.asarray(leaf) for leaf in jtu.tree_leaves(y)]
     fits = jtu.tree_structure(y) == jtu.tree_structure(structure)
-    wanted = [leaf.shape for leaf in jtu.tree_leaves(structure)]
-    found = [jnp.shape(leaf) for leaf in leaves]
+    found = [leaf.shape for leaf in leaves]
     # Several vectors have the same last axis in all leaves.
     last = {shape[-1:] for shape in found}
-    several = fits and len(last) == 1 and [shape[:-1] for shape in found] == wanted
+    several = fits and len(last) == 1 and [shape[:-1] for shape in found] == block.shapes
     several = several and last != {()} and last != {(0,)}
-    if not several and not (fits and found == wanted):
+    if not several and not (fits and found == block.shapes):
         raise ValueError(
             f"The observations y must look like the operator's input, {structure}, or have one "
             "more axis at the end of every leaf, for several vectors; their shape is "
             f"{jtu.tree_map(jnp.shape, y)}. If the vectors are rows, pass `y.T`."
         )
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    real = not jnp.issubdtype(block.dtype, jnp.complexfloating)
     if real and any(jnp.iscomplexobj(leaf) for leaf in leaves):
         raise ValueError(
-            f"The observations y are complex, but the operator is real ({dtype}). Declare the "
-            "operator's input structure complex, or pass `y.real`."
+            f"The observations y are complex, but the operator is real ({block.dtype}). Declare "
+            "the operator's input structure complex, or pass `y.real`."
         )
     t = found[0][-1] if several else 1
-    rows = [leaf.reshape(-1, t).astype(dtype) for leaf in leaves]
+    rows = [leaf.reshape(-1, t).astype(block.dtype) for leaf in leaves]
     return jnp.concatenate(rows), not several
 
 
@@ -101,11 +99,9 @@ def gaussian_log_density(
     estimator = GaussianEstimator(*fields, observed)
     solution = estimated(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux
-    shaped = partial(unflatten, operator.in_structure())
+    shaped = jax.vmap(partial(unflatten, operator.in_structure()), -1, -1)
+    of_columns = {"quadratic_form": form, "solve": shaped(x)}
     if alone:
-        form = form[0]
-        unflat = shaped(x[:, 0])
-    else:
-        unflat = jax.vmap(shaped, -1, -1)(x)
-    stats = {"log_det": log_det, "quadratic_form": form, "solve": unflat}
-    return dataclasses.replace(solution, stats={**solution.stats, **stats}, aux=None)
+        of_columns = jtu.tree_map(lambda x: x[..., 0], of_columns)
+    stats = {**solution.stats, "log_det": log_det, **of_columns}
+    return dataclasses.replace(solution, stats=stats, aux=None)

@@ -39,7 +39,7 @@ from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import rounding_of_form
 from .estimator import estimate_from, exact_logdet
 from .factors import BuiltPreconditioner
-from .held import HeldWeights, held_estimate
+from .held import held_estimate
 from .run import AbstractPreconditionedEstimator, run_of
 from .weights import ExactLogdetWeights, LogdetWeights, weights_of
 
@@ -56,9 +56,10 @@ class GaussianWeights(AbstractWeights):
     log_det: LogdetWeights | ExactLogdetWeights
     x: Inexact[Array, "n t"]
 
-    def contract(self, block):
-        """See `LogdetWeights`."""
-        return self.log_det.contract(block, self.x)
+    def contract(self, block, y):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """See `LogdetWeights`; with `2 Re sum_j x_j^H y_j`."""
+        overlap = jnp.sum(column_dots(self.x, y).real)
+        return self.log_det.contract(block, self.x) + 2 * overlap
 
     def weights_at(self, operator, y):  # pyright: ignore[reportIncompatibleMethodOverride]
         """G and x as functions of A and y: dx = A^{-1} (dy - dA x)."""
@@ -119,10 +120,7 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
 
     def contract(self, weights, operator):
         """See `AbstractEstimator`."""
-        if isinstance(weights, HeldWeights):
-            return -self._factor * weights.contract(BlockOperator(operator), self.y)
-        overlap = jnp.sum(column_dots(weights.x, self.y).real)  # Re sum_j x_j^H y_j
-        return -self._factor * (weights.contract(BlockOperator(operator)) + 2 * overlap)
+        return -self._factor * weights.contract(BlockOperator(operator), self.y)
 
     def weights_at(self, weights, operator):
         """See `AbstractEstimator`."""

@@ -33,16 +33,15 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jax import lax
-from jaxtyping import Array, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from .._core.estimate import Estimate, mean_and_std_err, scale_of
 from .._core.precision import einsum
 from .._functions.funm import ended_after, mean_and_error
 from .._functions.nodes import divided_differences
 from .._functions.quadrature_error import orders_of, truncation_error
-from .._linalg.arnoldi import Product
 from .._linalg.factorisations import qr
-from .._linalg.lanczos import Lanczos, lanczos, positive, quadrature
+from .._linalg.lanczos import lanczos, positive, quadrature
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import SphereSampler
 from .._sketch.leave_one_out import adjoint, matmul, square_norms
@@ -86,8 +85,8 @@ class HeldWeights(AbstractWeights):
     right: Inexact[Array, "n c"]
     built: BuiltPreconditioner
     columns: Any  # of L: see `BuiltPreconditioner.factors_at`
-    times: int = eqx.field(static=True, default=1)
-    x: Inexact[Array, "n t"] | None = None  # for the observations
+    times: int = eqx.field(static=True)
+    x: Inexact[Array, "n t"]  # for the observations
 
     def contract(self, block, y=None):
         """See `AbstractWeights`."""
@@ -95,7 +94,7 @@ class HeldWeights(AbstractWeights):
         left = block.leaves(factors.inverse_root_adjoint(self.left))
         right = block.leaves(factors.inverse_root_adjoint(self.right))
         value = jnp.sum(block.forms(left, right)).real + self.times * factors.log_det
-        if self.x is None or y is None:
+        if y is None:
             return value
         return value + 2 * jnp.sum(jnp.conj(self.x) * factors.inverse_root(y)).real
 
@@ -165,24 +164,6 @@ def held_estimate(
     form = jnp.square(unit) * gauss[p:], left, x
     if not weights:
         return log_det, form, None
-    rule = nodes, vectors, values
-    return log_det, form, held_weights(mm, starts, krylov, rule, unit, (built, columns))
-
-
-def held_weights(
-    mm: Product,
-    starts: Inexact[Array, "n c"],
-    krylov: Lanczos,
-    rule: tuple[Array, Array, Array],
-    unit: Real[Array, " t"],
-    held: tuple[BuiltPreconditioner, Any],
-) -> HeldWeights:
-    """The weights of `held_estimate`; the last t columns are the observations, over `unit`. `rule`
-    is (nodes, eigenvectors, values of f) for every column, `held` P and the columns of L.
-    """
-    nodes, vectors, values = rule
-    t = unit.size
-    p = len(nodes) - t
     # The divided differences of 1/x are -1 / (x y).
     slopes = [divided_differences(jnp.log, nodes[:p]), -values[p:, :, None] * values[p:, None, :]]
     left, start = own_derivative(mm, starts, krylov, vectors, values, jnp.concatenate(slopes))
@@ -191,4 +172,4 @@ def held_weights(
     blocks = left * coefficients, krylov.basis
     left, right = (x.transpose(1, 0, 2).reshape(len(starts), -1) for x in blocks)
     x = unit.astype(starts.dtype) * start[:, p:]
-    return HeldWeights(left, right, *held, max(t, 1), x)
+    return log_det, form, HeldWeights(left, right, built, columns, max(t, 1), x)

@@ -39,13 +39,12 @@ from .._core.estimate import safe_norm
 from .._core.primitive import Primitive, inverse_diagonal_p, inverse_trace_p
 from .._estimators.estimator import check_key, estimated
 from .._estimators.solution import Solution, restructure
-from .._functions.funm import truncation_error
 from .._functions.quadrature_error import (
     entries_std_err,
     entries_truncation_error,
     quadrature_estimate,
+    truncation_error,
 )
-from .._operators.block_operator import unflatten
 from .._operators.known_parts import has_entries, noise_of
 from .estimator import exact_inverse, rounding_in
 from .log_quadrature import missed_inverse
@@ -203,8 +202,7 @@ def inverse_diagonal(
     """
     given = key, operator, k, preconditioner, fallback, throw
     solution = _inverse(inverse_diagonal_p, *given, rtol=rtol, atol=atol, max_k=max_k)
-    structure = operator.in_structure()
-    return restructure(solution, lambda vector: unflatten(structure, vector))
+    return restructure(solution, operator.in_structure())
 
 
 def _inverse(

@@ -45,7 +45,7 @@ from .._core.estimate import norm_of, relative, scale_of
 from .._core.precision import einsum
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.nodes import UNRESOLVED, unresolved
-from .._functions.quadrature_error import missed
+from .._functions.quadrature_error import missed, orders_of
 from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
 
 #: The chance that all probes miss an eigenvalue, if it is harmless.
@@ -251,11 +251,9 @@ def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[
     return jnp.where(j > d, missed(changes[0], changes), jnp.inf)
 
 
-def solutions_after(krylov: Lanczos, j: Int[Array, ""], orders: int) -> Real[Array, "o p q"]:
+def solutions_after(krylov: Lanczos, j: Int[Array, ""]) -> Real[Array, "3 p q"]:
     """M^{-1} z / |z| in the basis of each probe; [i] is after j - i d steps (at least 1)."""
-    d = (j + 3) // 4
-    ends = [jnp.maximum(j - order * d, 1) for order in range(orders)]
+    ends = [jnp.maximum(m, 1) for m in orders_of(j)]
     nodes, _, vectors = positive_quadrature(ended_after(krylov, ends))  # pyright: ignore[reportArgumentType]
     found = einsum("paj,pj->pa", vectors, vectors[:, 0, :] / nodes)
-    p = krylov.alpha.shape[1]
-    return found.reshape(orders, p, -1)
+    return found.reshape(3, krylov.alpha.shape[1], -1)

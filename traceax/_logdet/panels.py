@@ -83,7 +83,7 @@ class Solutions(NamedTuple):
 
     def added(self, panel: "Panel", sums: "Sums", omega: Array, z: Array, _) -> "Solutions":
         """The solutions with those of a panel."""
-        found = solutions_after(panel.recurrences(), panel.steps, 3)
+        found = solutions_after(panel.recurrences(), panel.steps)
         found = (found * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
         solved = einsum("pqn,opq->onp", panel.krylov.basis, found)
         new = omega.real, z, solved
@@ -106,7 +106,7 @@ class Sums(NamedTuple):
     error: Real[Array, ""]  # the mean quadrature error of z^H f(M) z / n
     evidence: Evidence
     vectors: Any  # `Bases` or `Solutions`, if anything is
-    solve: Any  # a `Solve`, if there is one
+    solve: Solve
 
 
 class Panel(NamedTuple):
@@ -115,7 +115,7 @@ class Panel(NamedTuple):
     krylov: Arnoldi  # in a unit of its own
     steps: Int[Array, ""]
     history: Real[Array, "q p"]  # Gauss quadrature after each number of steps
-    solve: Solve | None
+    solve: Solve
     ends: Bool[Array, ""]
     # Once there is a quadrature:
     probes: Any = None
@@ -179,10 +179,8 @@ class Sampling(NamedTuple):
         value, std_err, dof = sum_of_logarithms(probes, self.size, is_complex, quotients)
         return value + jnp.log(mu), std_err, dof
 
-    def solves(self, solve: Solve | None) -> Bool[Array, ""]:
-        """Whether there is a solve, and it goes on."""
-        if solve is None:
-            return jnp.array(False)
+    def solves(self, solve: Solve) -> Bool[Array, ""]:
+        """Whether a solve goes on; one without columns does not."""
         return jnp.any(goes_on(solve, self.most_solve))
 
     def number_of_probes(self, sums: Sums) -> Int[Array, ""]:
@@ -198,15 +196,11 @@ class Sampling(NamedTuple):
 def stepped(sampling: Sampling, panel: Panel) -> Panel:
     """One step of all recurrences, and of the solve."""
     block = sampling.block
-    columns = panel.krylov.following.T
-    if panel.solve is not None:
-        columns = jnp.concatenate([columns, panel.solve.p], axis=1)
+    columns = jnp.concatenate([panel.krylov.following.T, panel.solve.p], axis=1)
     products = sampling.factors.preconditioned(block.mm, columns)
     p = len(panel.krylov.following)
     krylov = with_product(panel.krylov, panel.steps, products[:, :p], block.eps)
-    solve = panel.solve
-    if solve is not None:
-        solve = cg_step(solve, products[:, p:], sampling.most_solve)
+    solve = cg_step(panel.solve, products[:, p:], sampling.most_solve)
     return panel._replace(krylov=krylov, steps=panel.steps + 1, solve=solve)
 
 
@@ -295,7 +289,7 @@ def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums
     )
 
 
-def sampled(keys: PRNGKeyArray, sampling: Sampling, solve: Solve | None) -> Sums:
+def sampled(keys: PRNGKeyArray, sampling: Sampling, solve: Solve) -> Sums:
     """The sums over all panels, at most one for each key: see above."""
     block = sampling.block
     real = jnp.finfo(block.dtype).dtype

@@ -112,6 +112,12 @@ class NystromPreconditioner(AbstractPreconditioner):
     Cost: `rank` matvecs, `n x rank` numbers, about `15 n rank^2` operations.
     (`preconditioner="auto"` spends up to three quarters of the budget on the rank.)
 
+    **Arguments:**
+
+    - `rank`: the rank, which is also the number of products. By default two thirds of the budget,
+        and never more than the budget less three. (For `build`: a tenth of the rows, from 64 to
+        512.)
+
     **Source:** Z. Frangella, J. A. Tropp, M. Udell, 2023, arXiv:2110.02820.
     """
 
@@ -121,13 +127,6 @@ class NystromPreconditioner(AbstractPreconditioner):
         """See `AbstractPreconditioner`."""
         sketch = Sketch(key, operator, rank, rank)
         return sketch.built(sketch.low_rank(sketch.first))
-
-
-NystromPreconditioner.__init__.__doc__ = """**Arguments:**
-
-- `rank`: the rank, which is also the number of products. By default two thirds of the budget, and
-    never more than the budget less three. (For `build`: a tenth of the rows, from 64 to 512.)
-"""
 
 
 def default_rank(n: int) -> int:
@@ -157,6 +156,12 @@ class KernelPreconditioner(AbstractPreconditioner):
     Cost: no product; two passes over the entries, by columns; `n x (rank + neighbours)` numbers;
     `n^2 rank` operations.
 
+    **Arguments:**
+
+    - `rank`: the largest rank of F. By default it follows from the number n of rows: n / 10, from
+        64 to 512.
+    - `neighbours`: the number of neighbours, by default 24.
+
     **Source:** F. Schaefer, M. Katzfuss, H. Owhadi, 2020, arXiv:2004.14455; T. Gyger, R. Furrer,
     F. Sigrist, 2025, arXiv:2507.05064.
     """
@@ -182,11 +187,3 @@ class KernelPreconditioner(AbstractPreconditioner):
     def of_rank(self, key, operator, rank):
         """See `AbstractPreconditioner`."""
         return prepare(key, operator, rank, self.neighbours or 24)[0]
-
-
-KernelPreconditioner.__init__.__doc__ = """**Arguments:**
-
-- `rank`: the largest rank of F. By default it follows from the number n of rows: n / 10, from 64 to
-    512.
-- `neighbours`: the number of neighbours, by default 24.
-"""

@@ -168,7 +168,7 @@ def seen_by_ones(block: BlockOperator, factors: Factors) -> tuple[Array, tuple[A
     1, the null vector of graph Laplacians and of intrinsic fields, which probes hardly see. For
     every unit vector v, ||A v|| is such a bound.
     """
-    unit = factors.unit()
+    unit = factors.unit
     one = unit / safe_norm(unit)
     image = block.mm(jnp.ones((block.n, 1), block.dtype))[:, 0] / unit / safe_norm(unit)
     quotient = jnp.sum(one * image).real
@@ -206,7 +206,8 @@ def run_of(
         spent = spent + 1
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
-    solve = None if y is None else start_of_solve(factors.inverse_root(y), SOLVE_TOLERANCE)
+    target = jnp.zeros((block.n, 0), block.dtype) if y is None else factors.inverse_root(y)
+    solve = start_of_solve(target, SOLVE_TOLERANCE)
 
     def allowed(sampled):
         value, slope = estimator.value_of(factors, sampled)

@@ -330,9 +330,7 @@ def prepare(
     chosen = if_any(is_coupled, lambda: neighbours(operator, f, left, order, m, steps), none_near)
     sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)
     factors, _ = sparse_factors(operator, f, sets, diagonal, jitter)
-    size = jnp.where(pivoted.largest > 0, pivoted.largest, 1)
-    skew = skew_of(pivoted.skew, size, n, eps)
+    skew = skew_of(pivoted.skew, pivoted.largest, n, eps)
     evidence = evidence_of(jnp.sum(pivoted.left), pivoted.mismatch, pivoted.skew, skew=skew)
     structure = Structure(pivots, sets, known)
-    one = jnp.ones_like(unit)
-    return BuiltPreconditioner(factors, one, evidence, structure), pivoted.columns
+    return BuiltPreconditioner(factors, jnp.ones_like(unit), evidence, structure), pivoted.columns

@@ -60,12 +60,10 @@ class LogdetWeights(AbstractWeights):
 
     def contract(self, block, x=None):
         """See `AbstractWeights`; for t columns x, `t <G, A> - sum_j x_j^H A x_j` in one pass."""
-        left, right = matmul(self.vectors, self.core), self.vectors
-        times = 1
-        if x is not None:
-            times = x.shape[1]
-            left = jnp.concatenate([times * left, -x], axis=1)
-            right = jnp.concatenate([right, x], axis=1)
+        x = self.vectors[:, :0] if x is None else x
+        times = max(x.shape[1], 1)
+        left = jnp.concatenate([times * matmul(self.vectors, self.core), -x], axis=1)
+        right = jnp.concatenate([self.vectors, x], axis=1)
         value = hermitian_form(block.operator, left, right)
         if self.factors.from_entries:
             value = value + times * self.factors.known_part(block.operator)
