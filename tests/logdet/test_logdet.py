@@ -16,6 +16,7 @@ from traceax._logdet.log_quadrature import Probes, sum_of_logarithms
 from traceax._logdet.low_rank import low_rank_of
 from traceax._logdet.preconditioners import KernelPreconditioner, NystromPreconditioner
 from traceax._logdet.preparation import preparation_for
+from traceax._logdet.run import mean_quotient
 
 from ..helpers import PSD, by_products, keys, over_keys, with_spectrum
 
@@ -172,13 +173,21 @@ def test_a_flat_spectrum_without_an_end_gets_probes():
 
     def prepare(key):
         operator = by_products(matrix, PSD)
-        built, spent, _, (mean, s) = preparation_for(key, operator, 60, "auto", False)
+        built, spent, _, sketch = preparation_for(key, operator, 60, "auto", False)
+        mean, s = mean_quotient((jnp.zeros(200), 1.0), *sketch)
         return spent, s, 200 * mean / jnp.trace(built.factors.solve(jnp.asarray(matrix)))
 
     with any_promotion():
         spent, s, ratios = over_keys(10, prepare)
     assert np.all((spent == 10) & (s == 10))
     assert abs(np.mean(ratios) - 1) < 4 * np.std(ratios) / np.sqrt(10) < 0.2
+
+
+def test_an_eigenvector_over_a_flat_rest_leaves_nothing_to_chance():
+    """1.1 I - 1 1^T / n: without 1, probes and sketch see a multiple of the identity."""
+    operator = by_products(1.1 * np.eye(100) - 0.01, PSD)
+    values = over_keys(20, lambda key: logdet(key, operator, 30).value)
+    assert np.allclose(values, 99 * np.log(1.1) + np.log(0.1), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("s", "unit"), [(0, 1e200), (6, 1e200), (6, 1e-200)])

@@ -29,7 +29,7 @@ from .._linalg.factorisations import diagonal_of, divide_by_upper, qr, svd
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import noise_of, scaling_of
 from .._probes.samplers import NormalSampler
-from .._sketch.leave_one_out import column_dots, matmul, square_norms
+from .._sketch.leave_one_out import column_dots, matmul
 from .._sketch.nystrom import nystrom, skew_of_core, xnystrace_parts
 from .._sketch.ranges import mean_square_cosine
 from .factors import BuiltPreconditioner, low_rank_plus_diagonal
@@ -135,11 +135,10 @@ class Sketch:
         s = jnp.where(self.known, 1, jnp.nan)
         return low_rank_of(omega, y / self._unit, s, self._block.eps)
 
-    def quotient(self) -> Real[Array, ""]:
-        """The mean of w^H A' w / |w|^2 over the first probes w."""
+    def forms(self) -> tuple[Inexact[Array, "n m"], Real[Array, " m"]]:
+        """Returns (the first probes w, w^H A' w)."""
         omega = self.omega[:, : self.first.shape[1]]
-        forms = column_dots(omega, self.first).real
-        return jnp.mean(forms / square_norms(omega)) / self._unit
+        return omega, column_dots(omega, self.first).real / self._unit
 
     def built(self, chosen: LowRank) -> BuiltPreconditioner:
         """The preconditioner, and the lower bound of the eigenvalues if s is known."""

@@ -38,6 +38,7 @@ from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
 from .._linalg.lanczos import Lanczos, tridiagonal
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import RademacherSampler, SphereSampler
+from .._sketch.leave_one_out import adjoint, square_of
 from .conjugate_gradients import Solve, cg_step, goes_on
 from .factors import Factors
 from .log_quadrature import (
@@ -161,7 +162,7 @@ class Sampling(NamedTuple):
     def size(self) -> Any:
         """The dimension of the space of the probes, without the known eigenvector."""
         n = self.block.n
-        return n if self.eigenpair is None else n - jnp.sum(jnp.square(self.eigenpair[0]))
+        return n if self.eigenpair is None else n - jnp.sum(square_of(self.eigenpair[0]))
 
     def sum_over(self, probes: Probes) -> tuple[Array, Array, Array]:
         """Returns (tr log M, or for 1/x tr B of `inverse`; standard error, degrees of freedom)."""
@@ -169,14 +170,7 @@ class Sampling(NamedTuple):
             return sum_of_inverses(probes, self.block.n)
         is_complex = jnp.issubdtype(self.block.dtype, jnp.complexfloating)
         mu = 1.0 if self.eigenpair is None else self.eigenpair[1]
-        quotients = self.quotients
-        if quotients is not None:
-            mean, s = quotients
-            taken_off = self.block.n - self.size  # dimensions: 1, or 0
-            mean = mean + taken_off * (mean - mu) / self.size
-            s = jnp.where(taken_off * mu > probes.largest, 0, s)  # mu hides the mean of the others
-            quotients = mean, s
-        value, std_err, dof = sum_of_logarithms(probes, self.size, is_complex, quotients)
+        value, std_err, dof = sum_of_logarithms(probes, self.size, is_complex, self.quotients)
         return value + jnp.log(mu), std_err, dof
 
     def solves(self, solve: Solve) -> Bool[Array, ""]:
@@ -242,7 +236,7 @@ def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     z = sampling.factors.inverse_root(omega) if sampling.inverse else omega
     if sampling.eigenpair is not None:
         u = sampling.eigenpair[0][:, None].astype(z.dtype)
-        z = z - u * matmul(u.T, z)
+        z = z - matmul(u, matmul(adjoint(u), z))
     lengths = jnp.square(jnp.linalg.norm(z, axis=0)) / n
 
     def step(panel: Panel) -> Panel:

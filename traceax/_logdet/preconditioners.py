@@ -43,7 +43,8 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
         )
 
 
-#: A preconditioner, the products that it took, statistics of the call, and `Sampling.quotients`.
+#: A preconditioner, the products that it took, statistics of the call, and of a sketch of vectors w
+#: that may go unused (w, w^H M w, their number); None without one.
 Preparation = tuple[BuiltPreconditioner, Any, dict[str, Array], Any]
 
 

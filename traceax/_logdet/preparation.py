@@ -58,5 +58,6 @@ def _from_products(
 
     none = small._replace(f=jnp.zeros_like(sketch.omega))
     chosen = if_any(pays, lambda: sketch.low_rank(sketch.whole()), none)
-    quotients = sketch.quotient() / small.mu, jnp.where(pays, 0, first)
-    return sketch.built(chosen), jnp.where(pays, rank, first), {}, quotients
+    omega, forms = sketch.forms()
+    left = omega, forms / small.mu, jnp.where(pays, 0, first)
+    return sketch.built(chosen), jnp.where(pays, rank, first), {}, left

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -9,17 +10,21 @@ import lineax as lx
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
+from .._core.control_flow import if_any
 from .._core.estimate import Evidence, norm_of, relative, safe_norm, worse
+from .._core.precision import einsum, matmul
 from .._estimators.estimator import (
     AbstractEstimator,
     check_either,
     largest_budget,
     tolerance_of,
 )
+from .._linalg.lanczos import lanczos, quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries
 from .._probes.random import split
+from .._sketch.leave_one_out import square_norms, square_of
 from .conjugate_gradients import start_of_solve
 from .factors import BuiltPreconditioner, Factors
 from .panels import Sampling, Sums, sampled
@@ -163,19 +168,53 @@ class Run(NamedTuple):
     stats: dict[str, Array]
 
 
-def seen_by_ones(block: BlockOperator, factors: Factors) -> tuple[Array, tuple[Array, Array]]:
-    """Returns (a bound of the smallest eigenvalue, `eigenpair` of `Sampling`) from the product with
-    1, the null vector of graph Laplacians and of intrinsic fields, which probes hardly see. For
-    every unit vector v, ||A v|| is such a bound.
+def seen_by_ones(
+    block: BlockOperator, factors: Factors, steps: int
+) -> tuple[Array, tuple[Array, Array], Array | int]:
+    """Returns (a bound of the smallest eigenvalue, `eigenpair` of `Sampling`, the products made)
+    from the product with 1, the null vector of graph Laplacians and of intrinsic fields, which
+    probes hardly see. For every unit vector v, ||A v|| is such a bound.
     """
     unit = factors.unit
     one = unit / safe_norm(unit)
     image = block.mm(jnp.ones((block.n, 1), block.dtype))[:, 0] / unit / safe_norm(unit)
     quotient = jnp.sum(one * image).real
     least = jnp.where(quotient > 0, safe_norm(image), 0)
+    none = jnp.zeros_like(image), jnp.ones_like(quotient)
+    if factors.from_entries and steps > 0:  # M ~ I: only what is close to null stands out
+        small = quotient < 0.1
+        found = if_any(small, partial(lowest_from, block, factors, one, steps), none)
+        return least, found, 1 + jnp.where(small, steps, 0)
     is_eigenvector = safe_norm(image - quotient * one) < quotient / 10
     is_eigenvector &= ~jnp.any(factors.basis != 0)  # then R^{-1} is diagonal, and the image is M v
-    return least, (jnp.where(is_eigenvector, one, 0), jnp.where(is_eigenvector, quotient, 1))
+    found = jnp.where(is_eigenvector, one, 0), jnp.where(is_eigenvector, quotient, 1)
+    return least, found, 1
+
+
+def lowest_from(
+    block: BlockOperator, factors: Factors, start: Array, steps: int
+) -> tuple[Array, Array]:
+    """The lowest Ritz pair of M in a Krylov space; (0, 1) if it does not stand out, or has not
+    converged: with the residual r and the next Ritz value eta, log mu is off by r^2 / (mu eta).
+    """
+    start = start[:, None].astype(block.dtype)
+    krylov = lanczos(partial(factors.preconditioned, block.mm), start, steps, block.eps)
+    nodes, _, vectors = quadrature(krylov)
+    (mu, eta), of_mu = nodes[0, :2], vectors[0, :, 0]
+    counts = (mu > 0) & (mu < 0.1) & (jnp.square(krylov.residual[0] * of_mu[-1]) < mu * eta / 20)
+    vector = einsum("qnp,q->n", krylov.basis, of_mu.astype(block.dtype))
+    return jnp.where(counts, vector, 0), jnp.where(counts, mu, 1)
+
+
+def mean_quotient(eigenpair: Any, omega: Array, forms: Array, s: Array) -> tuple[Array, Array]:
+    """Returns (the mean of w^H M w / |w|^2 over the vectors of a sketch, without the known
+    eigenvector; how many of them count, 0 where little but the eigenvector is left of the forms).
+    """
+    vector, mu = eigenpair
+    of_vector = square_of(matmul(vector.astype(omega.dtype), omega))
+    rest = forms - mu * of_vector
+    s = jnp.where(jnp.sum(rest) > jnp.sum(forms) / 100, s, 0)
+    return jnp.mean(rest / (square_norms(omega) - of_vector)), s
 
 
 def run_of(
@@ -195,15 +234,15 @@ def run_of(
     inverse = estimator.inverse
     block = BlockOperator(operator).linearised()
     given = keys[0], operator, k, estimator.preconditioner, inverse
-    built, spent, stats, quotients = preparation_for(*given)
+    built, spent, stats, sketch = preparation_for(*given)
     factors = built.factors
     least, eigenpair, floor = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None, built.floor
-    if k >= SMALLEST and not has_entries(operator):
-        least, found = seen_by_ones(block, factors)
-        eigenpair = None if inverse or factors.from_entries else found
+    if k >= (6 if inverse else SMALLEST) and not has_entries(operator):
+        least, found, made = seen_by_ones(block, factors, 0 if inverse else min(8, k // 6))
+        eigenpair = None if inverse else found
         if inverse and floor is not None:  # an eigenvalue that probes may miss, if no less is known
             floor = jnp.where((floor > 0) | ~jnp.any(found[0] != 0), floor, found[1])
-        spent = spent + 1
+        spent = spent + made
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
     target = jnp.zeros((block.n, 0), block.dtype) if y is None else factors.inverse_root(y)
@@ -232,7 +271,7 @@ def run_of(
         allowed=allowed if estimator.atol is not None else None,
         weights=weights,
         most_solve=most_solve,
-        quotients=quotients,
+        quotients=None if sketch is None or inverse else mean_quotient(eigenpair, *sketch),
     )
     sums = sampled(keys[1:], sampling, solve)
     smallest = jnp.minimum(sums.probes.smallest, least)

@@ -139,9 +139,15 @@ def weights_of(run: Run) -> LogdetWeights:
     p = run.sums.drawn.astype(bases.dtype)
     beta = run.built.control_variate_weight
     one = jnp.eye(omega.shape[1], dtype=bases.dtype) / p
-    vectors = [factors.inverse_root_adjoint(rows.T), factors.inverse_root_adjoint(omega)]
-    cores = [run.sampling.size * bases / p, -beta * one]
-    moving = len(rows)
+    vectors = [factors.inverse_root_adjoint(rows.T)]
+    cores = [run.sampling.size * bases / p]
+    if run.sampling.eigenpair is not None:
+        eigenvector, eigenvalue = run.sampling.eigenpair
+        vectors.append(factors.inverse_root_adjoint(eigenvector[:, None].astype(omega.dtype)))
+        cores.append(jnp.full((1, 1), 1 / eigenvalue))
+    moving = sum(block.shape[1] for block in vectors)
+    vectors.append(factors.inverse_root_adjoint(omega))
+    cores.append(-beta * one)
     if factors.from_entries:
         vectors.append(factors.captured())
         cores.append(-jnp.eye(factors.basis.shape[1], dtype=bases.dtype))
@@ -151,10 +157,6 @@ def weights_of(run: Run) -> LogdetWeights:
         inner = matmul(root, adjoint(root))  # U^H (I + G G^H)^{-1} U
         vectors.append(factors.scattered(jnp.concatenate([u, outside_of(u, omega)], axis=1)))
         cores += [beta * inner, beta * one]
-        if run.sampling.eigenpair is not None:
-            eigenvector, eigenvalue = run.sampling.eigenpair
-            vectors.append(factors.inverse_root_adjoint(eigenvector[:, None].astype(omega.dtype)))
-            cores.append(jnp.full((1, 1), 1 / eigenvalue))
         moving = sum(block.shape[1] for block in vectors)
     core = block_diag(*(core.astype(omega.dtype) for core in cores))
     return LogdetWeights(jnp.concatenate(vectors, axis=1), core, factors, moving)
