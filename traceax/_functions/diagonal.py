@@ -197,7 +197,8 @@ def spectral_diagonal(
 ) -> Solution[Any]:
     r"""Estimate the diagonal of $f(A)$ of a Hermitian operator: subgraph centralities ($e^A$ of an
     adjacency matrix), leverage scores ($x / (x + s)$ of a kernel), and other numbers that every row
-    has. For an inverse, [`traceax.inverse_diagonal`][] is better.
+    has. For inverses of sparse or stored matrices, and of K + s I with K of low rank,
+    [`traceax.inverse_diagonal`][] is better.
 
     Random signs build a block Krylov space, on which f(A) is known. A quarter of them in turn is
     left out, and tests what the space of the others leaves of f(A).

@@ -232,7 +232,7 @@ def eigenvalue_count(
     if not traced and not np.asarray(a) <= np.asarray(b):
         raise ValueError(
             f"The interval [a, b] of an eigenvalue count is empty, got a={a} and b={b}. Give the "
-            "smaller end first."
+            "smaller end first, and k last."
         )
     dtype = _real_dtype(operator)
     _, num_steps = checked_plan(k, num_steps, operator.in_size(), "An eigenvalue count")

@@ -38,8 +38,8 @@ def check_definite(operator: lx.AbstractLinearOperator, name: str) -> None:
     if sign is None or not (isinstance(sign, jax.core.Tracer) or sign > 0):
         raise ValueError(
             f"{name} needs a positive definite operator, and this {type(operator).__name__} is not "
-            "tagged so. If it is, say so with `lineax.TaggedLinearOperator(operator, "
-            "lineax.positive_semidefinite_tag)`."
+            "tagged so. If it is, tag it, or of a sum each term, `lineax.TaggedLinearOperator("
+            "operator, lineax.positive_semidefinite_tag)`."
         )
 
 
