@@ -17,6 +17,9 @@ probe hardly sees u, and 1 / mu is large. Probes of the logarithm are projected,
 
     log det M = log mu + tr_{n-1} log M,        G = u u^H / mu + (the mean of their L(M)[z z^H]).
 
+u is 1, the null vector of Laplacians and of intrinsic fields, or for P from entries the Ritz vector
+to which a few steps from 1 lead (`run`).
+
 *Observations ride along.* Conjugate gradients for M x = R^{-1} y take a step with every step of
 every panel, as further columns of its products, until their residuals are small enough; panels that
 follow after the last probe have no others.

@@ -173,7 +173,8 @@ def seen_by_ones(
 ) -> tuple[Array, tuple[Array, Array], Array | int]:
     """Returns (a bound of the smallest eigenvalue, `eigenpair` of `Sampling`, the products made)
     from the product with 1, the null vector of graph Laplacians and of intrinsic fields, which
-    probes hardly see. For every unit vector v, ||A v|| is such a bound.
+    probes hardly see, and for P from entries from `steps` more. For every unit vector v, ||A v|| is
+    such a bound.
     """
     unit = factors.unit
     one = unit / safe_norm(unit)
