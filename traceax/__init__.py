@@ -29,10 +29,7 @@ from ._functions.spectral import (
 )
 from ._logdet.factors import BuiltPreconditioner as BuiltPreconditioner
 from ._logdet.gaussian import gaussian_log_density as gaussian_log_density
-from ._logdet.inverse import (
-    inverse_diagonal as inverse_diagonal,
-    inverse_trace as inverse_trace,
-)
+from ._logdet.inverse import inverse_diagonal as inverse_diagonal, inverse_trace as inverse_trace
 from ._logdet.logdet import logdet as logdet
 from ._logdet.preconditioners import (
     KernelPreconditioner as KernelPreconditioner,

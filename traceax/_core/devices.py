@@ -9,13 +9,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import (
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    explicit_axes,
-    get_abstract_mesh,
-)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, explicit_axes, get_abstract_mesh
 from jaxtyping import Array
 
 

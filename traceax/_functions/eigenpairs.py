@@ -212,10 +212,7 @@ class EigenpairsEstimator(AbstractFunctionEstimator):
         if sign < 0:
             high = jnp.minimum(high, jnp.maximum(values[-1], 0))
         residuals = residuals + rounding
-        outermost = {
-            "LA": high - values[0],
-            "LM": jnp.maximum(high, -low) - jnp.abs(values[0]),
-        }
+        outermost = {"LA": high - values[0], "LM": jnp.maximum(high, -low) - jnp.abs(values[0])}
         errors = residuals.at[0].set(outermost.get(self.which, values[0] - low))
         if self.which == "BE":
             errors = errors.at[-1].set(high - values[-1])

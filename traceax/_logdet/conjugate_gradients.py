@@ -74,10 +74,7 @@ def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
 
 
 def rounding_of_form(
-    factors: Factors,
-    largest: Real[Array, ""],
-    x: Inexact[Array, "n t"],
-    eps: float,
+    factors: Factors, largest: Real[Array, ""], x: Inexact[Array, "n t"], eps: float
 ) -> Real[Array, " t"]:
     """The rounding error of every x_j^H A x_j: a share of eps ||a|| ||D^{1/2} x||^2, with a the
     largest row of D^{-1/2} A D^{-1/2}, and P's scaling D. `largest` is the largest Ritz value of M,

@@ -9,15 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Real
 
-from .._core.estimate import (
-    Estimate,
-    Evidence,
-    evidence_of,
-    norm_of,
-    scale_of,
-    skew_of,
-    worse,
-)
+from .._core.estimate import Estimate, Evidence, evidence_of, norm_of, scale_of, skew_of, worse
 from .._core.precision import matmul
 from .._functions.quadrature_error import exact_estimate, quadrature_estimate
 from .._linalg.factorisations import cholesky_solve, generic, lower_cholesky

@@ -53,10 +53,7 @@ class LowRank(NamedTuple):
 
 
 def low_rank_of(
-    omega: Inexact[Array, "n l"],
-    products: Inexact[Array, "n l"],
-    s: Real[Array, ""],
-    eps: float,
+    omega: Inexact[Array, "n l"], products: Inexact[Array, "n l"], s: Real[Array, ""], eps: float
 ) -> LowRank:
     """The Nystrom approximation of K' = A' - s I from products of A' with normal probes of norm
     about 1; s is estimated where it is NaN. Cost: about `12 n l^2` operations.
@@ -103,11 +100,7 @@ class Sketch:
     """
 
     def __init__(
-        self,
-        key: PRNGKeyArray,
-        operator: lx.AbstractLinearOperator,
-        first: int,
-        most: int,
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, first: int, most: int
     ):
         """Make the `first` of at most `most` products. They fix the unit of D."""
         block = BlockOperator(operator)

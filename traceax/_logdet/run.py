@@ -13,12 +13,7 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 from .._core.control_flow import if_any
 from .._core.estimate import Evidence, norm_of, relative, safe_norm, worse
 from .._core.precision import einsum, matmul
-from .._estimators.estimator import (
-    AbstractEstimator,
-    check_either,
-    largest_budget,
-    tolerance_of,
-)
+from .._estimators.estimator import AbstractEstimator, check_either, largest_budget, tolerance_of
 from .._linalg.lanczos import lanczos, quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator

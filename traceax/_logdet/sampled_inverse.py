@@ -37,11 +37,7 @@ from .._core.estimate import Evidence, safe_norm, worse
 from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._functions.funm import ended_after
-from .._functions.quadrature_error import (
-    entries_truncation_error,
-    orders_of,
-    quadrature_estimate,
-)
+from .._functions.quadrature_error import entries_truncation_error, orders_of, quadrature_estimate
 from .._linalg.lanczos import lanczos, positive_quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import stored_diagonal

@@ -277,10 +277,7 @@ def flat_part(
 
 
 def prepare(
-    key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
-    rank: int,
-    m: int,
+    key: PRNGKeyArray, operator: lx.AbstractLinearOperator, rank: int, m: int
 ) -> tuple[BuiltPreconditioner, Int[Array, ""]]:
     """Returns (P with F of at most this rank and with m neighbours, if there are so many, the
     number of columns that were read).
