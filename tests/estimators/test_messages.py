@@ -156,7 +156,7 @@ CALLS = [
     lambda: tr.trace(KEY, COMPLEX, 4, tr.XTraceEstimator(tr.NormalSampler(float), improved=True)),
     lambda: tr.NormalSampler(int),
     lambda: tr.RademacherSampler(bool),
-    lambda: tr.SteinhausSampler(float),
+    lambda: tr.HutchinsonEstimator("rademacher"),
     # A tolerance in place of a budget.
     lambda: tr.trace(KEY, PLAIN),
     lambda: tr.trace(KEY, PLAIN, 4, rtol=0.1),

@@ -12,7 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._core.estimate import Estimate, as_value, rounding_of
 from .._operators.block_operator import APART_LIMIT, BlockOperator, block_width
 from .._probes.random import split
-from .._probes.samplers import AbstractSampler, RademacherSampler
+from .._probes.samplers import AbstractSampler, RademacherSampler, as_sampler
 from .._sketch.weights import AbstractWeights
 from .estimator import AbstractTraceEstimator
 from .rows import Rows
@@ -108,7 +108,7 @@ class HutchinsonEstimator(AbstractTraceEstimator):
     doi:10.1016/j.apnum.2007.01.003.
     """
 
-    sampler: AbstractSampler = RademacherSampler()
+    sampler: AbstractSampler = eqx.field(default=RademacherSampler(), converter=as_sampler)
     batch_size: int | None = eqx.field(default=None, static=True)
 
     def check(self, operator):

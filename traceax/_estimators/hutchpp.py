@@ -10,7 +10,7 @@ from jaxtyping import Array, Inexact
 from .._core.estimate import Estimate, evidence_of, mean_and_std_err, rounding_of, safe_norm
 from .._operators.block_operator import BlockOperator
 from .._probes.random import split
-from .._probes.samplers import AbstractSampler, SphereSampler, random_signs
+from .._probes.samplers import AbstractSampler, SphereSampler, as_sampler, random_signs
 from .._sketch.leave_one_out import adjoint, column_dots, matmul, resphering, square_norms
 from .._sketch.ranges import captured_diagonal, range_basis, residual_products
 from .._sketch.weights import LowRankWeights
@@ -23,7 +23,7 @@ from .tolerance import RangeSampling
 class AbstractSketchEstimator(AbstractTraceEstimator):
     """An estimator with a sketch, whose residual probes may be renormalised ("resphered")."""
 
-    sampler: AbstractSampler | None = None
+    sampler: AbstractSampler | None = eqx.field(default=None, converter=as_sampler)
     improved: bool | None = None
     batch_size: int | None = eqx.field(default=None, static=True)
 

@@ -258,6 +258,15 @@ class SteinhausSampler(AbstractSampler):
         return jnp.moveaxis(lax.optimization_barrier(phases), 0, -1)  # see `_normal`
 
 
+def as_sampler(value: Any) -> Any:
+    """A sampler, or None for a default; a `TypeError` for anything else."""
+    if not isinstance(value, AbstractSampler | None):
+        raise TypeError(
+            f"The sampler must be one such as `traceax.NormalSampler()`, got {value!r}."
+        )
+    return value
+
+
 def random_signs(dtype: np.dtype) -> AbstractSampler:
     """The distribution with independent entries of modulus 1, for operators of this dtype."""
     return SteinhausSampler() if jnp.issubdtype(dtype, jnp.complexfloating) else RademacherSampler()
