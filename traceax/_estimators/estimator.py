@@ -171,7 +171,11 @@ class AbstractTraceEstimator(AbstractEstimator):
         extra = {"num_matvecs": solution.num_matvecs, "result": solution.result}
         return solution.value, {**solution.stats, **extra}
 
-    __call__ = estimate
+    def __call__(
+        self, key: PRNGKeyArray, operator: lx.AbstractLinearOperator, k: int
+    ) -> tuple[Inexact[Array, ""], dict[str, Any]]:
+        """An alias of `estimate`."""
+        return self.estimate(key, operator, k)
 
 
 class AbstractInnerEstimator(AbstractEstimator):

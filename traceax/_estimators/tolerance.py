@@ -139,8 +139,10 @@ class RangeSampling(eqx.Module):
 
     def prepare(self, key: PRNGKeyArray, block: BlockOperator, size: int) -> Prepared:
         """The low-rank part from a sketch of `size` columns, and twice as many products."""
+        if size == 0:
+            return self.captured(block, jnp.zeros((block.n, 0), block.dtype))
         omega = self.sampler.probes(key, block.n, size, block.dtype)
-        return self.captured(block, range_basis(block, omega) if size > 0 else omega)
+        return self.captured(block, range_basis(block, omega))
 
     def captured(self, block: BlockOperator, basis: Inexact[Array, "n r"]) -> Prepared:
         """The low-rank part for a basis, as a function of A."""

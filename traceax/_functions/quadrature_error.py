@@ -29,7 +29,7 @@ def quadrature_estimate(
     """
     given = value, error, std_err, jnp.asarray(hidden, error.dtype)
     size, bias, scatter, unseen = (safe_norm(jnp.ravel(x)) for x in given)
-    scatter = jnp.where(jnp.isfinite(scatter), scatter, 0)  # of a single probe nothing is known
+    scatter = jnp.where(jnp.isinf(scatter), 0, scatter)  # of a single probe nothing is known
     allowed = jnp.maximum(size / 20, least)
     seen = relative(bias, jnp.maximum(4 * scatter, allowed))
     ratio = jnp.maximum(seen, relative(unseen, allowed))

@@ -35,7 +35,7 @@ def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
 def rounding_of(
     factors: Factors, smallest: Array, largest: Array, eps: float, *evidence: Evidence
 ) -> tuple[Array, Evidence]:
-    """Returns (rounding error of a function of an eigenvalue of M, relative to its value for P;
+    """Returns (relative rounding error of M's smallest eigenvalue, absolute of its logarithm;
     the worst of the evidence, and whether rounding hides that A is positive definite).
 
     `smallest` and `largest` are the extreme Ritz values of M, `eps` the relative precision of

@@ -180,8 +180,8 @@ def low_rank_plus_diagonal(
 
 
 def outside_of(u: Inexact[Array, "n r"], block: Inexact[Array, "n p"]) -> Inexact[Array, "n p"]:
-    """(I - U U^H) times a block, orthogonal to U to rounding. Its columns get the mean length of
-    (I - U U^H) w for vectors w whose w w^H has the mean I - U U^H.
+    """(I - U U^H) times a block, orthogonal to U to rounding. Columns w get the length
+    sqrt(n - r), so that E[w w^H] = I - U U^H if isotropic; zero columns stay 0.
     """
     for _ in range(2):
         block = block - matmul(u, matmul(adjoint(u), block))

@@ -68,9 +68,9 @@ def gaussian_log_density(
 
     $$\log N(y; 0, A) = -\tfrac{1}{2} \left(y^\top A^{-1} y + \log\det A + n \log 2\pi\right),$$
 
-    such as the marginal likelihood of a Gaussian process (circular for complex $A$). Several
-    vectors are independent draws: the value is the sum of their log densities. Conjugate gradients
-    solve for $A^{-1} y$. Derivatives are those of [`traceax.logdet`][].
+    such as the marginal likelihood of a Gaussian process; for complex $A$ (circular) twice this,
+    with $\pi$ for $2 \pi$. Log densities of several vectors are added. Conjugate gradients solve
+    for $A^{-1} y$. Derivatives are those of [`traceax.logdet`][].
 
     **Cost:** that of [`traceax.logdet`][].
 

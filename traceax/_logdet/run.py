@@ -191,7 +191,7 @@ def lowest_from(
     block: BlockOperator, factors: Factors, start: Array, steps: int
 ) -> tuple[Array, Array]:
     """The lowest Ritz pair of M in a Krylov space; (0, 1) if it does not stand out, or has not
-    converged: with the residual r and the next Ritz value eta, log mu is off by r^2 / (mu eta).
+    converged: with the residual r and the next Ritz value eta, mu is at most r^2 / eta too large.
     """
     start = start[:, None].astype(block.dtype)
     krylov = lanczos(partial(factors.preconditioned, block.mm), start, steps, block.eps)
@@ -207,7 +207,7 @@ def mean_quotient(eigenpair: Any, omega: Array, forms: Array, s: Array) -> tuple
     eigenvector; how many of them count, 0 where little but the eigenvector is left of the forms).
     """
     vector, mu = eigenpair
-    of_vector = square_of(matmul(vector.astype(omega.dtype), omega))
+    of_vector = square_of(matmul(jnp.conj(vector).astype(omega.dtype), omega))
     rest = forms - mu * of_vector
     s = jnp.where(jnp.sum(rest) > jnp.sum(forms) / 100, s, 0)
     return jnp.mean(rest / (square_norms(omega) - of_vector)), s
@@ -233,9 +233,10 @@ def run_of(
     built, spent, stats, sketch = preparation_for(*given)
     factors = built.factors
     least, eigenpair, floor = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None, built.floor
-    if k >= (6 if inverse else SMALLEST) and not has_entries(operator):
-        least, found, made = seen_by_ones(block, factors, 0 if inverse else min(8, k // 6))
+    if k >= (9 if inverse else SMALLEST) and not has_entries(operator):
+        least, found, made = seen_by_ones(block, factors, 0 if inverse else min(12, k // 5))
         eigenpair = None if inverse else found
+        least = jnp.where(jnp.any(found[0] != 0), jnp.minimum(least, found[1]), least)
         if inverse and floor is not None:  # an eigenvalue that probes may miss, if no less is known
             floor = jnp.where((floor > 0) | ~jnp.any(found[0] != 0), floor, found[1])
         spent = spent + made
@@ -252,7 +253,7 @@ def run_of(
     # steps.
     part = k if estimator.atol is None else min(k, 128)
     first = max(fewest, min(k, math.isqrt(part) // 3))
-    # Products cost as much as they have columns; with stored entries of many rows hardly more.
+    # The cost grows with the columns, even if unused; with many rows of stored entries hardly.
     width = part // (8 if block.n <= NARROW_ROWS else 3)
     sampling = Sampling(
         block=block,

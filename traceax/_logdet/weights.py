@@ -25,8 +25,8 @@ the mean A^{-1},
     dG = -(A^{-1} dA G + G dA A^{-1}) / 2,      that is      dV = -A^{-1} dA V / 2,
 
 so that the mean of <dG, dA> is the second term, likewise at every order, and it is symmetric in the
-two directions. From entries this is the part from L(M)[z z^H] alone: the other parts have
-the mean 0. Each column of V that moves takes a solve with A.
+two directions. From entries these are the parts from L(M)[z z^H] and from a known eigenvector: the
+others have the mean 0. Each column of V that moves takes a solve with A.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class LogdetWeights(AbstractWeights):
     moving: int = eqx.field(static=True)  # the number of columns that change with A
 
     def contract(self, block, x=None):
-        """See `AbstractWeights`; for t columns x, `t <G, A> - sum_j x_j^H A x_j` in one pass."""
+        """`<G, A>`; for t columns x, `t <G, A> - sum_j x_j^H A x_j` in one pass."""
         x = self.vectors[:, :0] if x is None else x
         times = max(x.shape[1], 1)
         left = jnp.concatenate([times * matmul(self.vectors, self.core), -x], axis=1)

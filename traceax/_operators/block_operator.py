@@ -134,7 +134,7 @@ class BlockOperator:
         return m if stored else self.batch_width(m)
 
     def _products(self, blocks: list[Array], axis: int) -> list[Array]:
-        """The products with vectors along the first or last axis of one block for each leaf."""
+        """The products with m vectors, one block a leaf; `axis`, 0 or -1, numbers them."""
         vectors = self._as_vectors(blocks, axis)
         operator = self._untagged
         if isinstance(operator, lx.MatrixLinearOperator):
