@@ -107,11 +107,13 @@ def _(node):
         )
     multiple = type(node)(operator, jnp.asarray(scalar))
     sign = semidefinite_sign(operator)
-    # NumPy, because under a trace JAX would return a tracer.
-    if sign == 0 or isinstance(scalar, jax.core.Tracer) or np.asarray(scalar).imag != 0:
+    if sign == 0 or isinstance(scalar, jax.core.Tracer):
+        return multiple
+    number = complex(np.asarray(scalar))  # NumPy, because under a trace JAX would return a tracer
+    if number.imag != 0:
         return multiple
     # As inside a program, 0 and NaN pass for positive numbers: the outcome says what is wrong.
-    positive = (np.asarray(scalar).real < 0) == (sign < 0)
+    positive = (number.real < 0) == (sign < 0)
     tag = lx.positive_semidefinite_tag if positive else lx.negative_semidefinite_tag
     return lx.TaggedLinearOperator(multiple, tag)
 
