@@ -233,12 +233,14 @@ def run_of(
     built, spent, stats, sketch = preparation_for(*given)
     factors = built.factors
     least, eigenpair, floor = jnp.full((), jnp.inf, jnp.finfo(block.dtype).dtype), None, built.floor
+    # With fewer than nine products this one would cost an inverse its second probe.
     if k >= (9 if inverse else SMALLEST) and not has_entries(operator):
         least, found, made = seen_by_ones(block, factors, 0 if inverse else min(12, k // 5))
         eigenpair = None if inverse else found
-        least = jnp.where(jnp.any(found[0] != 0), jnp.minimum(least, found[1]), least)
+        known = jnp.any(found[0] != 0)
+        least = jnp.where(known, jnp.minimum(least, found[1]), least)
         if inverse and floor is not None:  # an eigenvalue that probes may miss, if no less is known
-            floor = jnp.where((floor > 0) | ~jnp.any(found[0] != 0), floor, found[1])
+            floor = jnp.where((floor > 0) | ~known, floor, found[1])
         spent = spent + made
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
