@@ -42,11 +42,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Real
 
 from .._core.estimate import norm_of, relative, scale_of
-from .._core.precision import einsum
+from .._core.precision import einsum, matmul
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.nodes import UNRESOLVED, unresolved
 from .._functions.quadrature_error import missed, orders_of
 from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
+from .._sketch.leave_one_out import square_norms, square_of
 
 #: The chance that all probes miss an eigenvalue, if it is harmless.
 MISSED = 0.01
@@ -82,6 +83,17 @@ class Probes(NamedTuple):
         """The nodes, with tiny numbers in the place of those that are not positive."""
         eps = float(jnp.finfo(self.nodes.dtype).eps)
         return jnp.maximum(self.nodes, eps**2 * scale_of(self.nodes))
+
+
+def mean_quotient(eigenpair: Any, omega: Array, forms: Array, s: Array) -> tuple[Array, Array]:
+    """Returns (the mean of w^H M w / |w|^2 over the vectors of a sketch, without the known
+    eigenvector; how many of them count, 0 where little but the eigenvector is left of the forms).
+    """
+    vector, mu = eigenpair
+    of_vector = square_of(matmul(jnp.conj(vector).astype(omega.dtype), omega))
+    rest = forms - mu * of_vector
+    s = jnp.where(jnp.sum(rest) > jnp.sum(forms) / 100, s, 0)
+    return jnp.mean(rest / (square_norms(omega) - of_vector)), s
 
 
 def control_variate(

@@ -12,16 +12,16 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
 from .._core.estimate import Evidence, norm_of, relative, safe_norm, worse
-from .._core.precision import einsum, matmul
+from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator, check_either, largest_budget, tolerance_of
 from .._linalg.lanczos import lanczos, quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.checks import as_operator
 from .._operators.known_parts import has_entries
 from .._probes.random import split
-from .._sketch.leave_one_out import square_norms, square_of
 from .conjugate_gradients import start_of_solve
 from .factors import BuiltPreconditioner, Factors
+from .log_quadrature import mean_quotient
 from .panels import Sampling, Sums, sampled
 from .preconditioners import AbstractPreconditioner, check_definite
 from .preparation import SMALLEST, preparation_for
@@ -200,17 +200,6 @@ def lowest_from(
     counts = (mu > 0) & (mu < 0.1) & (jnp.square(krylov.residual[0] * of_mu[-1]) < mu * eta / 20)
     vector = einsum("qnp,q->n", krylov.basis, of_mu.astype(block.dtype))
     return jnp.where(counts, vector, 0), jnp.where(counts, mu, 1)
-
-
-def mean_quotient(eigenpair: Any, omega: Array, forms: Array, s: Array) -> tuple[Array, Array]:
-    """Returns (the mean of w^H M w / |w|^2 over the vectors of a sketch, without the known
-    eigenvector; how many of them count, 0 where little but the eigenvector is left of the forms).
-    """
-    vector, mu = eigenpair
-    of_vector = square_of(matmul(jnp.conj(vector).astype(omega.dtype), omega))
-    rest = forms - mu * of_vector
-    s = jnp.where(jnp.sum(rest) > jnp.sum(forms) / 100, s, 0)
-    return jnp.mean(rest / (square_norms(omega) - of_vector)), s
 
 
 def run_of(
