@@ -3,13 +3,13 @@
 A command is a function that returns a `_Question`, and one entry of `_COMMANDS`.
 """
 
-import argparse
 import functools
 import importlib
 import json
 import sys
 import time
 import warnings
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -112,9 +112,7 @@ def _definite(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     return lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
 
 
-def _entries(
-    options: argparse.Namespace, key: Any, operator: lx.AbstractLinearOperator
-) -> _Question:
+def _entries(options: Namespace, key: Any, operator: lx.AbstractLinearOperator) -> _Question:
     """Trace or diagonal of the matrix, which are read, or of a function of it."""
     of_trace = options.command == "trace"
     axis = {} if of_trace else {"index": np.arange(operator.in_size())}
@@ -128,9 +126,7 @@ def _entries(
     return _Question(functools.partial(*given), axis)
 
 
-def _logdet(
-    options: argparse.Namespace, key: Any, operator: lx.AbstractLinearOperator
-) -> _Question:
+def _logdet(options: Namespace, key: Any, operator: lx.AbstractLinearOperator) -> _Question:
     """A log-determinant, or a curve of them for A + s I from the same products, where A itself need
     not be definite.
     """
@@ -148,9 +144,7 @@ def _logdet(
     return _Question(functools.partial(logdet, _definite(operator)), {})
 
 
-def _density(
-    options: argparse.Namespace, key: Any, operator: lx.AbstractLinearOperator
-) -> _Question:
+def _density(options: Namespace, key: Any, operator: lx.AbstractLinearOperator) -> _Question:
     """The density of the eigenvalues, on a grid that spans the spectrum unless one is given."""
     n = operator.in_size()
     ends_key, key = jax.random.split(key)
@@ -220,7 +214,7 @@ def _estimates(solution: tr.Solution, exact: tr.Solution | None) -> dict[str, np
     return {name: np.asarray(number) for name, number in numbers.items()}
 
 
-def _print(options: argparse.Namespace, report: dict[str, Any], columns: Any) -> None:
+def _print(options: Namespace, report: dict[str, Any], columns: Any) -> None:
     """Print the report, and write all rows of its columns to the file that `--output` names."""
     if options.json:
         print(json.dumps(report, default=str))
@@ -231,7 +225,7 @@ def _print(options: argparse.Namespace, report: dict[str, Any], columns: Any) ->
         np.savetxt(options.output, table, header=" ".join(columns))
 
 
-def _run(options: argparse.Namespace) -> str:
+def _run(options: Namespace) -> str:
     """Compute, print and write; returns a message, empty if the result can be trusted."""
     if options.plot:
         importlib.import_module("matplotlib")  # that it is missing is said before anything is done
@@ -279,8 +273,8 @@ _COMMANDS = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="traceax", description="Traces, diagonals, log-determinants and spectra of matrices."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('traceax')}")

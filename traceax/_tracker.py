@@ -186,11 +186,9 @@ def _update(
     with any_promotion():  # the algebra mixes real and complex numbers
         if state.sketch is not None:
             estimate, new = _recycled(key, block, sampler, state.sketch, state.k)
-        elif state.halves is not None and previous is not None:
-            old = BlockOperator(previous).linearised()
-            estimate, new = _deltashift(key, block, old, sampler, state.halves, state.k)
         else:
-            estimate, new = _hutchinson(key, block, sampler, state.k)
+            old = None if previous is None else BlockOperator(previous).linearised()
+            estimate, new = _deltashift(key, block, old, sampler, state.halves, state.k)
         failed = estimate.result != RESULTS.successful
 
         def chosen(new, old):
@@ -237,54 +235,28 @@ def _recycled(
     sizes = jnp.abs(lax.stop_gradient(samples)) / unit
     variance = jnp.mean(jnp.maximum(c * row_squares(h) - sizes**2 / dimension, 0))
     rest = unit * jnp.sqrt(variance)  # ||A||_F off the subspace
-    estimate = _estimate(
-        block,
-        value=value,
-        std_err=rest * math.sqrt(_beta(sampler, block) / count),
-        norm=jnp.hypot(safe_norm(jnp.ravel(known)), rest),
-        num_matvecs=k,
-        dof=count,
-    )
-    return estimate, TrackState(known, None, k)
-
-
-def _hutchinson(
-    key: Array, block: BlockOperator, sampler: AbstractSampler, k: int
-) -> tuple[Estimate, TrackState]:
-    """The first step of DeltaShift: an estimate from each half of the probes."""
-    z = _probes(key, sampler, block, k)
-    image = block.mm(z.T).T
-    forms = row_dots(z, image)
-    unit = _unit(image)
-    norms = _means(row_squares(_off_probes(z, image, unit)))
-    std_errs = unit * jnp.sqrt(_beta(sampler, block) * norms / _counts(k))
-    trust = _trust(norms, norms / k)[::-1]
-    estimate = _estimate(
-        block,
-        value=jnp.mean(forms),
-        std_err=safe_norm(std_errs * _counts(k) / k),
-        norm=unit * jnp.sqrt(jnp.max(norms)),
-        num_matvecs=k,
-        dof=k,
-    )
-    return estimate, TrackState(None, Halves(_means(forms), std_errs, trust, 0 * trust), k)
+    std_err = rest * math.sqrt(_beta(sampler, block) / count)
+    norm = jnp.hypot(safe_norm(jnp.ravel(known)), rest)
+    return _estimate(block, value, std_err, norm, k, count), TrackState(known, None, k)
 
 
 def _deltashift(
-    key: Array,
-    block: BlockOperator,
-    old: BlockOperator,
-    sampler: AbstractSampler,
-    past: Halves,
-    k: int,
+    key: Array, block: BlockOperator, old: Any, sampler: AbstractSampler, past: Any, k: int
 ) -> tuple[Estimate, TrackState]:
-    """A step of DeltaShift, for each half of the probes; see the top of this file."""
-    count = k // 2  # l
-    counts = _counts(count)
+    """A step of DeltaShift, for each half of the probes; see the top of this file. Without the
+    previous operator `old` it is Hutchinson's estimator: nothing is known of the `past`, so that
+    a = 0.
+    """
+    count = k if old is None else k // 2  # l
+    counts = jnp.asarray([count // 2, count - count // 2])  # of each half
     beta = _beta(sampler, block)
     z = _probes(key, sampler, block, count)
     image = block.mm(z.T).T
-    previous = lax.stop_gradient(old.mm(z.T).T)
+    if old is None:
+        previous, past = image, jtu.tree_map(jnp.zeros_like, past)
+    else:
+        previous = old.mm(z.T).T
+    previous = lax.stop_gradient(previous)
 
     similarity = jnp.maximum(1 - past.drift, 0)  # 1 - delta
     share = past.trust + count * (1 - past.trust)
@@ -292,7 +264,9 @@ def _deltashift(
     values = _means(row_dots(z, image)) + a * (past.values - _means(row_dots(z, previous)))
 
     unit = _unit(image, previous, past.std_errs)
-    parts = [_off_probes(z, x, unit) for x in (image, previous)]
+    images = lax.stop_gradient(image), previous
+    # A z - z (z^H A z) / n
+    parts = [(x - z * (row_dots(z, x) / block.n)[:, None]) / unit for x in images]
     parts.append(parts[0] - parts[1])
     norms = jnp.stack([_means(row_squares(x)) for x in parts])  # M, N, ||A_j - A_{j-1}||_F^2
 
@@ -305,19 +279,17 @@ def _deltashift(
     std_errs = unit * jnp.sqrt(variances)
     m, n, d = norms[:, ::-1]  # each half takes the norms of the other
     past_variance = n * a * similarity * (1 - past.trust) / share  # a^2 v_{j-1} / beta
-    trust = _trust(m, past_variance + added(m, n, d) / count)  # w
+    variance = past_variance + added(m, n, d) / count
+    trust = jnp.where(variance == 0, 1, _ratio(m, m + variance))  # w; 1 without an error
     drift = _ratio(d, m + n)  # delta
     # The geometric mean forgets a jump of the operator within a few steps.
     smooth = jnp.sqrt(past.drift) * jnp.sqrt(drift)
     drift = jnp.where((past.drift > 0) & (drift > 0), smooth, drift)
-    estimate = _estimate(
-        block,
-        value=jnp.sum(values * counts) / count,
-        std_err=safe_norm(std_errs * counts / count),
-        norm=unit * jnp.sqrt(jnp.max((m + n) / 2)),
-        num_matvecs=2 * count,
-        dof=count,
-    )
+    value = jnp.sum(values * counts) / count
+    std_err = safe_norm(std_errs * counts / count)
+    norm = unit * jnp.sqrt(jnp.max((m + n) / 2))
+    spent = count if old is None else 2 * count
+    estimate = _estimate(block, value, std_err, norm, spent, count)
     return estimate, TrackState(None, Halves(values, std_errs, trust, drift), k)
 
 
@@ -339,17 +311,6 @@ def _beta(sampler: AbstractSampler, block: BlockOperator) -> int:
     return 1 if jnp.issubdtype(block.dtype, jnp.complexfloating) and single else 2
 
 
-def _off_probes(z: Array, image: Array, unit: Array) -> Inexact[Array, "m n"]:
-    """A z - z (z^H A z) / n, in this unit, held constant."""
-    image = lax.stop_gradient(image)
-    return (image - z * (row_dots(z, image) / z.shape[1])[:, None]) / unit
-
-
-def _counts(count: int) -> Array:
-    """How many probes each half has."""
-    return jnp.asarray([count // 2, count - count // 2])
-
-
 def _means(samples: Inexact[Array, " m"]) -> Inexact[Array, " 2"]:
     """The mean of each half of the samples."""
     middle = samples.shape[0] // 2
@@ -359,8 +320,3 @@ def _means(samples: Inexact[Array, " m"]) -> Inexact[Array, " 2"]:
 def _ratio(a: Array, b: Array) -> Array:
     """`a / b` for numbers that are not negative, or 0 where b is 0."""
     return a / jnp.where(b == 0, 1, b)
-
-
-def _trust(square_norm: Array, variance: Array) -> Array:
-    """The weight w; 1 of a value without an error."""
-    return jnp.where(variance == 0, 1, _ratio(square_norm, square_norm + variance))

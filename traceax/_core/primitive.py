@@ -4,8 +4,8 @@ functions.
 No other file touches `jax.extend` or `jax.interpreters`. (No file touches `equinox.internal` or
 `jax._src`.) `programs` says what may be static in a program.
 
-The operands of a primitive are the arrays in the raw key, the operator and the estimator;
-everything else is static and hashable. The implementation and the derivative are plain functions
+The operands of a primitive are the key and the arrays in the operator and the estimator; everything
+else is static and hashable. The implementation and the derivative are plain functions
 of those arrays, `_run` and `_tangent`. The rules of the primitive only call these two:
 
 - abstract evaluation is `jax.eval_shape` of `_run`;
@@ -54,9 +54,8 @@ class _Vmap(NamedTuple):
 class _Params(NamedTuple):
     """Everything that is static in a call."""
 
-    treedef: Static  # of (raw key, operator, estimator)
+    treedef: Static  # of (key, operator, estimator)
     static: tuple[Static | None, ...]  # None where the leaf is an operand
-    key_impl: Any
     k: int
     weights: bool
     vmaps: tuple[_Vmap, ...]
@@ -103,8 +102,6 @@ def _implementation(params: _Params, operands: tuple[Array, ...]):
 
     def one_call(operands):
         key, operator, estimator = _rebuild(params, operands)
-        if params.key_impl is not None:
-            key = jax.random.wrap_key_data(key, impl=params.key_impl)
         if params.k >= estimator.size(operator):
             estimate, weights = estimator.exact(operator)
         else:
@@ -257,13 +254,13 @@ inverse_diagonal_p = _define("inverse_diagonal")
 gaussian_log_density_p = _define("gaussian_log_density")
 
 
-def _split(tree: Any, key_impl: Any = None, k: int = 0) -> tuple[_Params, list[Array]]:
+def _split(tree: Any, k: int = 0) -> tuple[_Params, list[Array]]:
     """What is static in a PyTree, and its arrays: see `_rebuild`."""
     leaves, treedef = jtu.tree_flatten(closed_functions(tree))
     leaves = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
     static = tuple(None if isinstance(leaf, jax.Array) else Static(leaf) for leaf in leaves)
     plain = all(map(is_plain, [treedef, *(x for x in static if x is not None)]))
-    params = _Params(Static(treedef), static, key_impl, k, False, (), plain)
+    params = _Params(Static(treedef), static, k, False, (), plain)
     return params, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
@@ -275,11 +272,7 @@ def bind(
     The operator is checked, with all arrays as leaves; `k` is within bounds. `compute` of the
     estimator does the work, or `exact` for `k >= n`.
     """
-    key_impl = None
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key_impl = jax.random.key_impl(key)
-        key = jax.random.key_data(key)
-    params, operands = _split((key, operator, estimator), key_impl, k)
+    params, operands = _split((key, operator, estimator), k)
 
     def estimate(*operands):
         return _unflatten(params, operands, primitive.bind(*operands, params=params))[0]

@@ -292,13 +292,7 @@ def largest_budget(max_k: int | None, n: int, name: str, smallest: int = 2) -> t
 
 
 def estimated(
-    primitive: Primitive,
-    key: Any,
-    operator: Any,
-    k: Any,
-    estimator: AbstractEstimator,
-    *,
-    throw=False,
+    primitive: Primitive, key, operator, k, estimator: AbstractEstimator, *, throw=False
 ) -> Solution:
     """Check the arguments of a public function, estimate by `compute` (or `exact`, for a budget of
     `size`: see `bind`), judge the estimate by `judged` and `verdict`, and return a `Solution`. With

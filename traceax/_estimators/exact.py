@@ -108,14 +108,10 @@ def exact(block: BlockOperator, rows: Rows | None = None) -> tuple[Estimate, Abs
         diagonal, norms = _entries(other.linearised())
         is_inexact = other.eps > float(jnp.finfo(other.dtype).eps)
         size = safe_norm(norms) if rows is None else rows.norms(norms[:, None])
-        estimate = Estimate(
-            added(rows, diagonal),
-            rounding_of(size, other.eps) if is_inexact else jnp.zeros_like(size),
-            other.n,
-            other.n if is_inexact else 0,
-            evidence_of(norms),
-            separate=rows is not None,
-        )
-        return estimate, None
+        value = added(rows, diagonal)
+        std_err = rounding_of(size, other.eps) if is_inexact else jnp.zeros_like(size)
+        dof = other.n if is_inexact else 0
+        given = value, std_err, other.n, dof, evidence_of(norms)
+        return Estimate(*given, separate=rows is not None), None
 
     return with_known_parts(block.operator, rows, of_rest)

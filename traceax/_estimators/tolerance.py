@@ -36,6 +36,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
@@ -107,10 +108,16 @@ class Prepared(NamedTuple):
     evidence: Evidence
 
 
-#: Samples, the least standard deviation of one, the norm and 1 / d of what they were made from.
-Panel = tuple[
-    Inexact[Array, "... m"], Real[Array, "..."], Real[Array, "..."], Real[Array, ""], Evidence
-]
+class Hints(NamedTuple):
+    """What the vectors behind samples say: in the mean over panels."""
+
+    least_deviation: Real[Array, "..."]  # the least standard deviation of a sample
+    size: Real[Array, "..."]  # the norm of the rest
+    concentration: Real[Array, ""]  # 1 / d
+
+
+#: Samples, and what was seen as they were made.
+Panel = tuple[Inexact[Array, "... m"], Hints, Evidence]
 
 
 def norms_of(rows: Rows | None, block: Inexact[Array, "n m"]) -> Real[Array, "..."]:
@@ -177,7 +184,8 @@ class RangeSampling(eqx.Module):
         samples = jnp.sum(entries, axis=0) if rows is None else rows(entries)
         least_deviation = norms_of(rows, deviations[:, None])
         sizes = norms_of(rows, sizes[:, None])
-        return samples, least_deviation, sizes, concentration_of(rest), evidence_of(entries)
+        hints = Hints(least_deviation, sizes, concentration_of(rest))
+        return samples, hints, evidence_of(entries)
 
 
 def norm_factor(std_err: Real[Array, "..."]) -> Array | float:
@@ -244,28 +252,20 @@ class Target(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """The samples at one size so far, and averages of what their panels say."""
+    """The samples at one size so far."""
 
     moments: Moments
-    least_deviation: Real[Array, "..."]
-    size: Real[Array, "..."]
-    concentration: Real[Array, ""]
+    hints: Hints
     evidence: Evidence
     panels: Int[Array, ""]
 
     def joined(self, panel: Panel) -> "Samples":
         """These and the samples of one more panel."""
-        samples, least_deviation, size, concentration, evidence = panel
-        share = jnp.asarray(1 / (self.panels + 1), self.size.dtype)
-
-        def average(old, new):
-            return old + share * (new - old)
-
+        samples, hints, evidence = panel
+        share = jnp.asarray(1 / (self.panels + 1), self.hints.size.dtype)
         return Samples(
             moments=merged(self.moments, samples),
-            least_deviation=average(self.least_deviation, least_deviation),
-            size=average(self.size, size),
-            concentration=average(self.concentration, concentration),
+            hints=jtu.tree_map(lambda old, new: old + share * (new - old), self.hints, hints),
             evidence=worse(self.evidence, evidence),
             panels=self.panels + 1,
         )
@@ -376,9 +376,7 @@ class _Call:
         zero = jnp.zeros_like(prepared.value.real)
         start = Samples(
             moments=no_samples(prepared.value.shape, prepared.value.dtype),
-            least_deviation=zero,
-            size=zero,
-            concentration=jnp.zeros((), zero.dtype),
+            hints=Hints(zero, zero, jnp.zeros((), zero.dtype)),
             evidence=prepared.evidence,
             panels=jnp.int32(0),
         )
@@ -396,23 +394,18 @@ class _Call:
     def estimate(self, prepared: Prepared, samples: Samples, spent: Any) -> Estimate:
         """The estimate from the samples at a size."""
         value = prepared.value + samples.moments.mean
-        least = samples.least_deviation / jnp.sqrt(samples.moments.number)
+        least = samples.hints.least_deviation / jnp.sqrt(samples.moments.number)
         # Rounding adds its part whatever the number of samples.
-        rounding = rounding_of(jnp.hypot(prepared.size, samples.size), self.block.eps)
+        rounding = rounding_of(jnp.hypot(prepared.size, samples.hints.size), self.block.eps)
         std_err = jnp.hypot(jnp.maximum(samples.moments.std_err(), least), rounding)
         # The error that is exceeded in 5 % of all cases, over the one that is allowed.
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
         unconverged = quantile * self.target.ratio(value, std_err)
         drawn = self.panel * samples.panels
-        return Estimate(
-            value,
-            std_err,
-            spent + drawn,
-            drawn - 1,
-            worse(samples.evidence, Evidence(unconverged=unconverged)),
-            # At the first size, where NaN and inf end a call, entries are.
-            separate=self.sampling.rows is not None,
-        )
+        evidence = worse(samples.evidence, Evidence(unconverged=unconverged))
+        # At the first size, where NaN and inf end a call, entries are.
+        separate = self.sampling.rows is not None
+        return Estimate(value, std_err, spent + drawn, drawn - 1, evidence, separate=separate)
 
     def choice(self, number: int, estimate: Estimate, samples: Samples) -> Int[Array, ""]:
         """The number of the size to go on with: this one, a later one, or -1 for the end."""
@@ -421,14 +414,14 @@ class _Call:
         needed = drawn * jnp.square(estimate.evidence.unconverged)
         # A few samples may scatter widely by chance. The vectors behind them say better how many
         # it will take: the variance of a sample is at most 2 least_deviation^2.
-        error = samples.least_deviation * jnp.sqrt(2 / samples.moments.number)
+        error = samples.hints.least_deviation * jnp.sqrt(2 / samples.moments.number)
         quantile = jnp.asarray(self.quantiles, error.dtype)[samples.panels]
         likely = drawn * jnp.square(quantile * self.target.ratio(estimate.value, error))
         likely = jnp.minimum(needed, likely)
         left = self.max_k - estimate.num_matvecs
         later = np.array(self.sizes[number + 1 :])
         products = 2 * later + self.panel
-        share = jnp.maximum(1 - later * samples.concentration, 0)
+        share = jnp.maximum(1 - later * samples.hints.concentration, 0)
         costs = jnp.where(products <= left, products + share * likely, jnp.inf)
         stay = jnp.where(left >= self.panel, jnp.maximum(likely - drawn, 0), jnp.inf)
         costs = jnp.append(stay, costs)

@@ -79,7 +79,7 @@ def trace(
     `ValueError` for an operator that the estimator does not take, `k < 1`, a negative tolerance.
     """
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
-    return solve_either("trace", trace_p, key, operator, k, estimator, None, **options)
+    return solve_either("trace", key, operator, k, estimator, None, **options)
 
 
 def diagonal(
@@ -113,8 +113,7 @@ def diagonal(
     **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
     """
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
-    given = "diagonal", diagonal_p, key, operator, k, estimator, Rows()
-    solution = solve_either(*given, **options)
+    solution = solve_either("diagonal", key, operator, k, estimator, Rows(), **options)
     return restructure(solution, operator.in_structure())
 
 
@@ -151,8 +150,7 @@ def block_traces(
     structure = as_operator(operator).in_structure()
     rows = Rows(tuple(math.prod(leaf.shape) for leaf in jtu.tree_leaves(structure)))
     options = {"rtol": rtol, "atol": atol, "max_k": max_k, "throw": throw}
-    given = "block_traces", diagonal_p, key, operator, k, estimator, rows
-    solution = solve_either(*given, **options)
+    solution = solve_either("block_traces", key, operator, k, estimator, rows, **options)
     return restructure(solution, jtu.tree_map(lambda _: np.zeros(()), structure))
 
 
@@ -185,9 +183,7 @@ def frobenius_norm(
 
     **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
     """
-    operator = as_operator(operator, square=False)
-    given = "frobenius_norm", trace_p, key, operator, k, None
-    return _root_of_gram(*given, rtol=rtol, max_k=max_k, throw=throw)
+    return _root_of_gram("frobenius_norm", key, operator, k, None, rtol, max_k, throw)
 
 
 def row_norms(
@@ -216,18 +212,15 @@ def row_norms(
 
     **Raises:** `TypeError`, `ValueError` as [`traceax.trace`][].
     """
-    operator = as_operator(operator, square=False)
-    given = "row_norms", diagonal_p, key, operator, k, Rows()
-    solution = _root_of_gram(*given, rtol=rtol, max_k=max_k, throw=throw)
+    solution = _root_of_gram("row_norms", key, operator, k, Rows(), rtol, max_k, throw)
     return restructure(solution, operator.out_structure())
 
 
-def _root_of_gram(
-    name, primitive, key, operator, k, rows: Rows | None, *, rtol, max_k, throw
-) -> Solution:
+def _root_of_gram(name, key, operator, k, rows: Rows | None, rtol, max_k, throw) -> Solution:
     """The root of the trace, or diagonal, of a Gram operator of A / unit. Of k products with A one
     finds the unit, and each with the Gram operator takes two.
     """
+    operator = as_operator(operator, square=False)
     unit_key, key = jr.split(check_key(key))
     largest = 2 * (operator.in_size() if rows is None else operator.out_size()) + 1
     has_tolerance = check_either(name, k, rtol, None, max_k)
@@ -237,8 +230,8 @@ def _root_of_gram(
         k = (check_budget(k, 3, largest, name) - 1) // 2
     unit = compiled_once(unit_of, unit_key, operator)
     squares = gram(operator, unit, rows is not None)
-    given = name, primitive, key, squares, k, AutoTraceEstimator(), rows
-    solution = solve_either(*given, rtol=rtol, atol=None, max_k=max_k, throw=False, root=True)
+    options = {"rtol": rtol, "atol": None, "max_k": max_k, "throw": False, "root": True}
+    solution = solve_either(name, key, squares, k, AutoTraceEstimator(), rows, **options)
 
     unit = unit.astype(solution.std_err.dtype)
     value = root(solution.value)
@@ -272,7 +265,7 @@ class ToleranceEstimator(AbstractInnerEstimator):
 
 
 def solve_either(
-    name, primitive, key, operator, k, estimator, rows, *, throw, root=False, **tolerance
+    name, key, operator, k, estimator, rows, *, throw, root=False, **tolerance
 ) -> Solution:
     """A trace (`rows=None`), or entries of a diagonal, with a budget or a tolerance (with `root`
     that of the square root).
@@ -283,6 +276,7 @@ def solve_either(
             "instance, such as `traceax.XTraceEstimator()`."
         )
     check_key(key)  # of a call without one, k is missing, too
+    primitive = trace_p if rows is None else diagonal_p
     if not check_either(name, k, **tolerance):
         budgeted = estimator if rows is None else RowsEstimator(estimator, rows)
         return estimated(primitive, key, operator, k, budgeted, throw=throw)

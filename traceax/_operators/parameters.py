@@ -116,20 +116,20 @@ def _nnx() -> Any:
 
 
 def _is_variable(leaf: Any) -> bool:
-    nnx = _nnx()
-    return nnx is not None and isinstance(leaf, nnx.Variable)
+    return isinstance(leaf, getattr(_nnx(), "Variable", ()))
 
 
 def _is_module(node: Any) -> bool:
-    nnx = _nnx()
-    return nnx is not None and isinstance(node, nnx.Pytree)
+    return isinstance(node, getattr(_nnx(), "Pytree", ()))
 
 
 # --- groups ---------------------------------------------------------------------------------------
 
 
 def _names_in_groups(moving: Any, groups: Groups) -> list[Any]:
-    """Of each leaf the name of its group, or the names of the entries along its leading axis."""
+    """Of each leaf a list: the name of its group, or those of the entries along its leading axis.
+    A leaf has so many pieces of equal size.
+    """
     found = []
     for path, leaf in named_leaves(moving):
         name = groups(path, leaf)
@@ -140,17 +140,16 @@ def _names_in_groups(moving: Any, groups: Groups) -> list[Any]:
                 f"the leading axis, got {name!r} for {path!r} of shape {leaf.shape}. Return the "
                 "path for a group of its own."
             )
-        found.append(name)
+        found.append(name if several else [name])
     return found
 
 
 def _grouped(names: list[Any], moving: Any) -> dict[str, Array]:
     """The parameters as a dictionary with one array of shape `(size,)` for each group."""
     parts: dict[str, list[Array]] = {}
-    for name, leaf in zip(names, jtu.tree_leaves(moving), strict=True):
-        pairs = [(name, leaf)] if isinstance(name, str) else zip(name, leaf, strict=True)
-        for each, piece in pairs:
-            parts.setdefault(each, []).append(piece.reshape(-1))
+    for own, leaf in zip(names, jtu.tree_leaves(moving), strict=True):
+        for name, piece in zip(own, jnp.split(leaf.reshape(-1), len(own)), strict=True):
+            parts.setdefault(name, []).append(piece)
     for name, pieces in parts.items():
         dtypes = sorted({str(x.dtype) for x in pieces})
         if len(dtypes) > 1:
@@ -168,16 +167,13 @@ def _ungrouped(grouping: tuple[list[Any], Any], vector: dict[str, Array]) -> Any
     names, structure = grouping
     rest = dict(vector)
 
-    def take(name, shape):
-        size = math.prod(shape)
-        piece = rest[name][:size].reshape(shape)
-        rest[name] = rest[name][size:]
+    def take(name, size):
+        piece, rest[name] = jnp.split(rest[name], [size])
         return piece
 
-    def leaf_of(name, struct):
-        if isinstance(name, str):
-            return take(name, struct.shape)
-        return jnp.stack([take(each, struct.shape[1:]) for each in name])
+    def leaf_of(own, struct):
+        size = math.prod(struct.shape) // len(own)
+        return jnp.concatenate([take(name, size) for name in own]).reshape(struct.shape)
 
     structs, treedef = jtu.tree_flatten(structure)
     leaves = [leaf_of(*pair) for pair in zip(names, structs, strict=True)]
