@@ -18,13 +18,17 @@ def spectral(eigenvalues, dtype):
     return with_spectrum(np.random.default_rng(0), eigenvalues, dtype)
 
 
+def in_use(krylov):
+    return jnp.any(krylov.rows != 0, axis=1)
+
+
 @jax.jit
 def _run(matrix, start):
     start = jr.normal(jr.key(0), (N, B), matrix.dtype) if start is None else start
     eps = float(jnp.finfo(matrix.dtype).eps)
     krylov = block_lanczos(lambda x: matrix @ x, start, S, eps)
     failures = krylov.evidence.failures.nonfinite, krylov.evidence.fails
-    return start, krylov, ritz_values(krylov.t, krylov.in_use), failures
+    return start, krylov, ritz_values(krylov.t, in_use(krylov)), failures
 
 
 def run(matrix, start=None):
@@ -41,7 +45,7 @@ def test_the_space_and_the_matrix_in_it(dtype, scale):
     np.testing.assert_allclose(v.conj().T @ v, np.eye(B * S), atol=50 * eps)
     t = v.conj().T @ np.asarray(matrix) @ v
     np.testing.assert_allclose(krylov.t, t, atol=50 * eps * scale)
-    assert np.all(krylov.in_use)
+    assert np.all(in_use(krylov))
     assert not krylov.exhausted
     # Every block A^i Z lies in the space of the first i + 1 blocks.
     power = np.asarray(start)
@@ -58,7 +62,7 @@ def test_an_invariant_space(distinct):
     """A matrix with few different eigenvalues: there are no more vectors than b times as many."""
     matrix = spectral(1 + np.arange(N) % distinct, np.float64)
     _, krylov, (values, vectors), _ = run(matrix)
-    assert np.sum(krylov.in_use) == B * distinct
+    assert np.sum(in_use(krylov)) == B * distinct
     assert krylov.exhausted
     counts = np.sum(np.abs(vectors), axis=0) > 0
     expected = np.repeat(np.arange(1, distinct + 1), B)
@@ -70,7 +74,7 @@ def test_start_vectors_that_depend_on_each_other():
     one = np.random.default_rng(0).standard_normal((N, 1))
     start = np.concatenate([one, 2 * one, one], axis=1)
     _, krylov, (values, vectors), _ = run(matrix, start)
-    assert np.sum(krylov.in_use) == S
+    assert np.sum(in_use(krylov)) == S
     counts = np.sum(np.abs(vectors), axis=0) > 0
     _, alone, *_ = run(matrix, one)
     expected = np.linalg.eigvalsh(alone.t)
@@ -81,6 +85,6 @@ def test_zero_and_nan():
     _, krylov, _, (_, fails) = run(np.zeros((N, N)))
     assert krylov.exhausted
     assert not fails
-    assert np.sum(krylov.in_use) == B
+    assert np.sum(in_use(krylov)) == B
     *_, (nonfinite, _) = run(np.full((N, N), np.nan))
     assert nonfinite

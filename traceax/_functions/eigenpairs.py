@@ -121,7 +121,7 @@ def bounds(
     `log_sum` reaches `log_chance` = -2 log c, rounded outwards; infinite beyond 10^9 times the size
     of A.
     """
-    unit = krylov.unit[0, 0]
+    unit = scale_of(krylov.size[0])
     size = krylov.size[0] / unit
     beta = krylov.beta[:, 0] / unit
     limits = jnp.finfo(beta.dtype)

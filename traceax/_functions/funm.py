@@ -202,14 +202,12 @@ def mean_and_error(
     weights: Real[Array, "p q"],
     values: Real[Array, "p q ..."],
     n: int | Real[Array, ""],
-    eps: float | None,
     is_complex: bool,
     number: Real[Array, ""] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Returns (mean a over probes of n sum_j w_j f_j, standard error, degrees of freedom nu). f_j
-    is 0 where w_j is. `eps` is the relative precision of products (None: the standard error is
-    without rounding), `n` the dimension of the space of the probes. Unless all p are in use,
-    `number` is how many; weights of the others are 0.
+    """Returns (mean a over probes of n sum_j w_j f_j, standard error without rounding, degrees of
+    freedom nu). f_j is 0 where w_j is. `n` is the dimension of the space of the probes. Unless all
+    p are in use, `number` is how many; weights of the others are 0.
     """
     p = weights.shape[0] if number is None else number
 
@@ -224,9 +222,6 @@ def mean_and_error(
     # The a of above is n times this mean, and X is n times this spread.
     c = n / (n + 1) if is_complex else 2 * n / (n + 2)
     std_err = jnp.sqrt(c * n * spread / p / (1 - c / (n * p)))
-    if eps is not None:
-        size = n * mean_of(jnp.abs(values / unit))
-        std_err = jnp.hypot(std_err, rounding_of(size, eps))
     return n * unit * mean, unit * std_err, dof
 
 
@@ -234,9 +229,8 @@ def ended_after(krylov: Lanczos, orders: Sequence[Array | int]) -> Lanczos:
     """The recurrences after each number of steps in `orders`, in turn along the axis of probes."""
     most = krylov.alpha.shape[0]
     ended = [jnp.where(jnp.arange(most)[:, None] < m - 1, krylov.beta, 0) for m in orders]
-    alpha, size = jnp.tile(krylov.alpha, (1, len(orders))), jnp.tile(krylov.size, len(orders))
-    beta = jnp.concatenate(ended, axis=1)
-    return krylov._replace(alpha=alpha, beta=beta, size=size)
+    alpha = jnp.tile(krylov.alpha, (1, len(orders)))
+    return krylov._replace(alpha=alpha, beta=jnp.concatenate(ended, axis=1))
 
 
 class AbstractFunctionEstimator(AbstractEstimator):
@@ -327,9 +321,10 @@ class QuadratureEstimator(AbstractSpectralEstimator):
         samples = samples.reshape(-1, p, *samples.shape[1:])
 
         nodes, masses, values, s = (x[:p] for x in (nodes, masses, values, vectors))
-        value, std_err, dof = mean_and_error(masses, values, n, eps, jnp.iscomplexobj(probes))
+        value, std_err, dof = mean_and_error(masses, values, n, jnp.iscomplexobj(probes))
         changes = changes_by_rounding(self.fn, operator, nodes, values, eps, masses > 0)
-        std_err = jnp.hypot(std_err, n * jnp.mean(weighted(masses, changes), axis=0))
+        rounding = weighted(masses, rounding_of(jnp.abs(values), eps) + changes)
+        std_err = jnp.hypot(std_err, n * jnp.mean(rounding, axis=0))
         evidence = worse(krylov.evidence(eps), Evidence(outside=~all_finite(changes)))
         least = 0.0
         missing = jnp.zeros_like(value)

@@ -83,9 +83,9 @@ class Projected(NamedTuple):
 
     nodes: Real[Array, "3 m"]
     vectors: Inexact[Array, "3 m m"]
-    values: Real[Array, "3 m f"]
-    hidden: Real[Array, "m f"]  # after s - m steps, of which T has the residuals
-    changes: Real[Array, "m f"]  # by rounding
+    values: Real[Array, "3 m ..."]
+    hidden: Real[Array, "m ..."]  # after s - m steps, of which T has the residuals
+    changes: Real[Array, "m ..."]  # by rounding
     evidence: Evidence
 
 
@@ -96,7 +96,7 @@ def projected(
     t = krylov.t
     steps = len(t) // b
     ends = np.linspace(steps, steps - 2 * max(1, steps // 8), 3, dtype=int)
-    in_use = krylov.in_use & (jnp.arange(b * steps) // b < ends[:, None])
+    in_use = jnp.any(krylov.rows != 0, axis=1) & (jnp.arange(b * steps) // b < ends[:, None])
     nodes, vectors = jax.vmap(ritz_values, (None, 0))(t, in_use)
     nodes = within_tag(operator, nodes, eps)
     counts = jnp.any(vectors != 0, axis=1)
@@ -123,8 +123,7 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         b = GROUPS * size
         omega = SphereSampler().probes(key, n, b, block.dtype)
         krylov = block_lanczos(block.mm, omega, s, eps)
-        shape = jax.eval_shape(self.fn, krylov.rows.real[0, 0]).shape
-        found = projected(lambda x: jnp.ravel(self.fn(x)), operator, krylov, b, eps)
+        found = projected(self.fn, operator, krylov, b, eps)
 
         # The spaces that leave out a group, in the coordinates of V.
         t = krylov.t[: b * depth, : b * depth]
@@ -133,23 +132,21 @@ class KrylovAwareEstimator(AbstractSpectralEstimator):
         g, _ = jax.vmap(orthogonal_part, (None, 1), 1)(rows, coordinates)
         norms = jnp.linalg.norm(g, axis=2, keepdims=True)
         g = g / jnp.where(norms > 0, norms, 1).astype(g.dtype)
-        dimensions = jnp.sum(jnp.any(rows != 0, axis=2), axis=1)
-        room = n - dimensions.astype(norms.dtype)[:, None, None]
+        room = n - jnp.sum(jnp.any(rows != 0, axis=2, keepdims=True), axis=1, keepdims=True)
         turned = jnp.conj(found.vectors[:, : b * depth])  # from coordinates to the basis of nodes
         known = jnp.sum(square_of(einsum("lra,iam->ilrm", rows, turned)), axis=2, keepdims=True)
         masses = known + room * square_of(einsum("lga,iam->ilgm", g, turned))
-        samples = einsum("ilgm,imf->iflg", masses, found.values)
-        samples = samples.reshape(*samples.shape[:2], b)  # t_i
+        samples = einsum("ilgm,im...->i...lg", masses, found.values)
+        samples = samples.reshape(*samples.shape[:-2], b)  # t_i
         masses = jnp.mean(masses, axis=(1, 2))
-        error = truncation_error(jnp.mean(samples, axis=2)[:, None], krylov.exhausted[None])
-        error = error + matmul(masses[1], found.hidden)
+        error = truncation_error(jnp.mean(samples, axis=-1)[:, None], krylov.exhausted[None])
+        error = error + einsum("m,m...->...", masses[1], found.hidden)
         value, std_err = mean_and_std_err(samples[0])
         nodes, s, values, masses = (x[0] for x in (*found[:3], masses))
-        rounding = rounding_of(matmul(masses, jnp.abs(values)), eps) + matmul(masses, found.changes)
-        std_err = jnp.hypot(CORRELATION * std_err, rounding)
-        value, error, std_err = (x.reshape(shape) for x in (value, error, std_err))
+        rounding = rounding_of(jnp.abs(values), eps) + found.changes
+        std_err = jnp.hypot(CORRELATION * std_err, einsum("m,m...->...", masses, rounding))
         given = value, error, std_err, len(krylov.t), b - 1, found.evidence
-        estimate = quadrature_estimate(*given, inflation=INFLATION, separate=shape != ())
+        estimate = quadrature_estimate(*given, inflation=INFLATION, separate=value.ndim > 0)
         if not weights:
             return estimate, None
         z = jnp.concatenate([rows, jnp.sqrt(room / size).astype(g.dtype) * g], axis=1)

@@ -40,9 +40,9 @@ from .._core.estimate import (
     scale_of,
     worse,
 )
-from .._core.precision import einsum
+from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import arnoldi
-from .._linalg.diagonalisation import diagonalised, function_of
+from .._linalg.diagonalisation import diagonalised
 from .._linalg.factorisations import eigenvalues
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import matrix_of
@@ -100,7 +100,7 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         nodes = found.nodes * jnp.tile(krylov.unit[:, 0], (len(orders), 1))
         masses = found.left[:, 0] * found.right[:, :, 0]  # w_j = X_1j (X^{-1})_j1
         forms, real_enough, values = _quadrature(self.fn, nodes, masses, self.is_real)
-        error = truncation_error(n * forms.reshape(-1, p), krylov.exhausted)
+        error = truncation_error(n * forms.reshape(-1, p), krylov.residual == 0)
         value, std_err = mean_and_std_err(n * forms[:p])
         theta, w, values = (x[:p] for x in (nodes, masses, values))
         size = n * jnp.mean(jnp.sum(jnp.abs(w * values), axis=1))
@@ -133,7 +133,8 @@ class ArnoldiEstimator(AbstractFunctionEstimator):
         evidence = evidence_of(matrix, outside=~(real_enough & all_finite(values)))
         # |tr(f'(A) dA)| <= ||f'(A)||_F ||dA||_F; nothing is known where f' is not finite.
         found = diagonalised(scaled)
-        slope = function_of(found, on_nodes(slope_of(self.fn), found.nodes * unit))
+        slopes = on_nodes(slope_of(self.fn), found.nodes * unit)
+        slope = matmul(found.left, slopes[:, None] * found.right)
         size = unit * safe_norm(scaled.reshape(-1)) * safe_norm(slope.reshape(-1))
         # The values of f, and their sum, are rounded as well.
         size = size + jnp.sum(jnp.where(jnp.isfinite(values), jnp.abs(values), 0))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Inexact, Real
 
 from .._core.control_flow import if_any
 from .._core.estimate import rounding_unit, scale_of
@@ -38,14 +38,10 @@ class Arnoldi(NamedTuple):
     basis: Inexact[Array, "p q n"]  # orthonormal for each probe, as rows
     hessenberg: Inexact[Array, "p q q"]
     following: Inexact[Array, "p n"]  # the next vectors; zero once a space is exhausted
-    residual: Real[Array, " p"]  # the norm of what the last product has outside of the space
+    # The norm of what the last product has outside of the space: 0 once a space is exhausted.
+    residual: Real[Array, " p"]
     size: Real[Array, " p"]  # the largest number in H, before any is set to 0
     scale: Real[Array, ""]  # the unit of the numbers, while the recurrence goes on
-
-    @property
-    def exhausted(self) -> Bool[Array, " p"]:
-        """Which of the spaces are exhausted."""
-        return self.residual == 0
 
     @property
     def unit(self) -> Real[Array, "p 1 1"]:
@@ -153,7 +149,7 @@ def arnoldi(
         if fresh is None:
             return krylov
         more = partial(fresh, j, krylov.basis)
-        return krylov._replace(following=if_any(krylov.exhausted[0], more, krylov.following))
+        return krylov._replace(following=if_any(krylov.residual[0] == 0, more, krylov.following))
 
     # Unsigned: an index that may be negative is one more thing to compile.
     ends = jnp.uint32(0), jnp.uint32(num_steps)

@@ -24,7 +24,6 @@ class BlockLanczos(NamedTuple):
 
     rows: Inexact[Array, "s*b n"]  # the vectors v_i, one in each row
     t: Inexact[Array, "s*b s*b"]
-    in_use: Bool[Array, " s*b"]
     exhausted: Bool[Array, ""]  # whether the space is invariant
     evidence: Evidence
 
@@ -84,9 +83,7 @@ def block_lanczos(
         return basis, _orthonormal(block, 0.5), columns, size, scale
 
     square = jnp.zeros((m, m), start.dtype)
-    norms = jnp.linalg.norm(start.T, axis=1)[:, None]
-    norms = jnp.where(norms > 0, norms, 1).astype(start.dtype)
-    first = _orthonormal(start.T / norms, negligible)
+    first = _orthonormal(start.T, negligible * jnp.max(jnp.linalg.norm(start.T, axis=1)))
     basis = jnp.zeros((m, n), start.dtype)
     carry = (basis, first, square, jnp.zeros((), real), jnp.ones((), real))
     # Unsigned: an index that may be negative is one more thing to compile.
@@ -96,9 +93,8 @@ def block_lanczos(
     upper = jnp.where(of_step[:, None] < of_step, columns, 0)
     diagonal = jnp.where(of_step[:, None] == of_step, columns, 0)
     t = upper + jnp.conj(upper.T) + (diagonal + jnp.conj(diagonal.T)) / 2
-    in_use, exhausted = jnp.any(basis != 0, axis=1), ~jnp.any(block != 0)
     # If A^H = A, the blocks on the diagonal are Hermitian, and those above the next ones are 0.
     far = jnp.where(of_step[:, None] + 1 < of_step, columns, 0)
     asymmetry = jnp.linalg.norm(diagonal - jnp.conj(diagonal.T) + far)
     evidence = evidence_of(size, skew=skew_of(asymmetry, size, n, eps))
-    return BlockLanczos(basis, t * scale.astype(t.dtype), in_use, exhausted, evidence)
+    return BlockLanczos(basis, t * scale.astype(t.dtype), ~jnp.any(block != 0), evidence)

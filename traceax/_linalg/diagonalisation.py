@@ -20,13 +20,12 @@ import jax.random as jr
 from jax import lax
 from jaxtyping import Array, Complex, Inexact
 
-from .._core.precision import matmul
 from .factorisations import eigenpairs, one_by_one
 
 
 class Diagonalised(NamedTuple):
     """A square matrix H as `left diag(nodes) right`, for functions of H: the eigenpairs of both
-    neighbours of H, or those of H itself, twice.
+    neighbours of H, or those of H itself, twice. f(H) is `left diag(f(nodes)) right`.
     """
 
     nodes: Complex[Array, "... 2q"]
@@ -54,10 +53,3 @@ def diagonalised(h: Inexact[Array, "q q"]) -> Diagonalised:
     first, second = lax.cond(condition * delta <= 1, lambda: (own, own), neighbours)
     nodes, left, right = (jnp.concatenate([first[i], second[i]], (0, 1, 0)[i]) for i in range(3))
     return Diagonalised(nodes, left, right / 2)
-
-
-def function_of(
-    decomposition: Diagonalised, values: Complex[Array, " 2q"]
-) -> Complex[Array, "q q"]:
-    """f(H) from the values of f at the nodes."""
-    return matmul(decomposition.left, values[:, None] * decomposition.right)

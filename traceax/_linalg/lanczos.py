@@ -32,6 +32,7 @@ class Lanczos(NamedTuple):
     basis: Inexact[Array, "q n p"]  # orthonormal for each probe; zero once a space is exhausted
     alpha: Real[Array, "q p"]
     beta: Real[Array, "q p"]  # beta[j] couples steps j and j + 1; beta[q-1]: norm of the residual
+    following: Inexact[Array, "n p"]  # the next vectors; zero once a space is exhausted
     size: Real[Array, " p"]  # the largest |alpha| or beta, before any beta is set to 0
     skew: Real[Array, " p"]  # what A^H = A would make 0: see `tridiagonal`
 
@@ -44,11 +45,6 @@ class Lanczos(NamedTuple):
     def exhausted(self) -> Bool[Array, " p"]:
         """Which of the spaces are exhausted."""
         return self.residual == 0
-
-    @property
-    def unit(self) -> Real[Array, "p 1"]:
-        """A positive number that no |alpha| and no beta exceeds, if all are finite."""
-        return scale_of(self.size[:, None], axis=1)
 
     def evidence(self, eps: float, top: Array | float = 0.0) -> Evidence:
         """Whether the numbers are finite (the largest is), and those of an A^H = A. `eps` is the
@@ -74,6 +70,7 @@ def tridiagonal(krylov: Arnoldi) -> Lanczos:
         basis=jnp.transpose(krylov.basis, (1, 2, 0)),
         alpha=(alpha * unit).T,
         beta=jnp.concatenate([subdiagonal * unit, krylov.residual[:, None]], axis=1).T,
+        following=krylov.following.T,
         size=krylov.size,
         skew=jnp.linalg.norm(jnp.where(made[:, :, None], h - t, 0), axis=(1, 2)) * unit[:, 0],
     )
@@ -108,16 +105,8 @@ def symmetric_tridiagonal(
     return jnp.diag(diagonal) + jnp.diag(subdiagonal, 1) + jnp.diag(subdiagonal, -1)
 
 
-def positive_quadrature(
-    krylov: Lanczos,
-) -> tuple[Real[Array, "p q"], Real[Array, "p q"], Real[Array, "p q q"]]:
-    """The quadrature of a positive definite operator. Tiny numbers replace nodes that are not
-    positive, against NaN; the caller must report such nodes.
+def positive(nodes: Real[Array, "p q"]) -> Real[Array, "p q"]:
+    """The nodes, with tiny numbers, against NaN, in the place of those that are not positive: the
+    caller must report such nodes.
     """
-    nodes, weights, vectors = quadrature(krylov)
-    return positive(nodes, krylov), weights, vectors
-
-
-def positive(nodes: Real[Array, "p q"], krylov: Lanczos) -> Real[Array, "p q"]:
-    """The nodes, with tiny numbers in the place of those that are not positive."""
-    return jnp.maximum(nodes, float(jnp.finfo(nodes.dtype).eps) ** 2 * krylov.unit)
+    return jnp.maximum(nodes, float(jnp.finfo(nodes.dtype).eps) ** 2 * scale_of(nodes, axis=1))

@@ -35,26 +35,27 @@ class Solve(NamedTuple):
     broken: Bool[Array, " t"]  # whether a p^H M p was not positive
     unit: Inexact[Array, " t"]
     goal: Real[Array, ""]  # the square that ends a column
+    most: Int[Array, ""]  # steps
 
 
-def start_of_solve(target: Inexact[Array, "n t"], tolerance: float) -> Solve:
-    """The state before the first step, for M z = target = R^{-1} b."""
+def start_of_solve(target: Inexact[Array, "n t"], tolerance: float, most: int) -> Solve:
+    """The state before the first of at most `most` steps, for M z = target = R^{-1} b."""
     norm = safe_norm(target.T)
     unit = jnp.where(norm > 0, norm, 1).astype(target.dtype)
     r = target / unit
     goal = jnp.full((), tolerance**2, target.real.dtype)
-    none = jnp.zeros_like(norm, jnp.int32)
-    return Solve(0 * r, r, r, square_norms(r), none, jnp.zeros_like(norm, bool), unit, goal)
+    none = jnp.zeros_like(norm, jnp.int32), jnp.zeros_like(norm, bool)
+    return Solve(0 * r, r, r, square_norms(r), *none, unit, goal, jnp.asarray(most, jnp.int32))
 
 
-def goes_on(state: Solve, most: int | Int[Array, ""]) -> Bool[Array, " t"]:
+def goes_on(state: Solve) -> Bool[Array, " t"]:
     """Which columns go on."""
-    return (state.square > state.goal) & (state.steps < most) & ~state.broken
+    return (state.square > state.goal) & (state.steps < state.most) & ~state.broken
 
 
-def cg_step(state: Solve, product: Inexact[Array, "n t"], most: int) -> Solve:
+def cg_step(state: Solve, product: Inexact[Array, "n t"]) -> Solve:
     """One step, from the product M p."""
-    goes = goes_on(state, most)
+    goes = goes_on(state)
     curvature = jnp.sum((jnp.conj(state.p) * product).real, axis=0)  # p^H M p
     breaks = curvature <= 0  # NaN goes into the result
     alpha = jnp.where(goes & ~breaks, state.square / jnp.where(breaks, 1, curvature), 0)
@@ -106,7 +107,6 @@ def definite_solve(
     """
     tolerance = float(jnp.finfo(block.dtype).eps) ** 0.75
     factors = lax.stop_gradient(factors)
-    most = 10 * block.n
 
     def product(x):
         return _to_real(block.mm(_from_real(x, block.dtype)))
@@ -114,9 +114,9 @@ def definite_solve(
     def solve(_, rhs):
         target = factors.inverse_root(_from_real(rhs, block.dtype))
         end = lax.while_loop(
-            lambda state: jnp.any(goes_on(state, most)),
-            lambda state: cg_step(state, factors.preconditioned(block.mm, state.p), most),
-            start_of_solve(target, tolerance),
+            lambda state: jnp.any(goes_on(state)),
+            lambda state: cg_step(state, factors.preconditioned(block.mm, state.p)),
+            start_of_solve(target, tolerance, 10 * block.n),
         )
         found = factors.inverse_root_adjoint(end.z * end.unit)
         return _to_real(jnp.where(end.square <= end.goal, found, jnp.nan))

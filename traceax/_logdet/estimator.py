@@ -3,7 +3,7 @@ a run (`run`), from a Cholesky factorisation, or from a stored diagonal.
 """
 
 import math
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax.numpy as jnp
 import lineax as lx
@@ -24,12 +24,6 @@ from .weights import ExactLogdetWeights, InverseWeights
 #: The rounding error of a Cholesky factorisation A = L L^H: log det A is off by at most this many
 #: times eps sum_i A_ii / L_ii^2, as L_ii^2 = A_ii - sum_j |L_ij|^2 is accurate to some eps A_ii.
 ROUNDING = 4.0
-
-
-def rounding_of_logarithms(n: int, *parts: Real[Array, ""]) -> Real[Array, ""]:
-    """The rounding error of a sum of n logarithms (equal ones err alike) and of its `parts`."""
-    eps = float(jnp.finfo(parts[0].dtype).eps)
-    return eps * (4 * n + jnp.sum(jnp.abs(jnp.stack(parts))))
 
 
 def rounding_of(
@@ -56,21 +50,16 @@ def rounding_of(
 
 
 def estimate_of(
-    factors: Factors,
-    sampled: Array,
-    error: Array,
-    rounding: Array,
-    std_err: Array,
-    *counts: Any,
-    **more: Any,
+    n: int, parts: tuple[Array, ...], error: Array, std_err: Any, *counts: Any, **more: Any
 ) -> Estimate:
-    """The estimate of log det P + tr log M; `sampled` is tr log M, `error` its quadrature error.
+    """The estimate of a sum of n logarithms from its parts, such as log det P and tr log M, with
+    the rounding of the logarithms (equal ones err alike) and of the parts added to the `error`.
     `counts` and `more` go to `quadrature_estimate`.
     """
-    n = factors.basis.shape[0]
-    known = factors.log_det  # log det P
-    error = error + math.sqrt(n) * rounding + rounding_of_logarithms(n, known, sampled)
-    return quadrature_estimate(known + sampled, error, std_err, *counts, least=1.0, **more)
+    value = jnp.stack(parts)
+    eps = float(jnp.finfo(value.dtype).eps)
+    error = error + eps * (4 * n + jnp.sum(jnp.abs(value)))
+    return quadrature_estimate(jnp.sum(value), error, std_err, *counts, least=1.0, **more)
 
 
 def rounding_in(run: Run) -> tuple[Array, Evidence]:
@@ -83,27 +72,11 @@ def estimate_from(run: Run) -> Estimate:
     """The log-determinant and its errors, from the sums of a run."""
     factors = run.built.factors
     rounding, evidence = rounding_in(run)
-    value, std_err, dof = run.sampling.sum_over(run.sums.probes)
-    error = len(factors.basis) * run.sums.error
-    counts = run.spent, dof, evidence
-    return estimate_of(factors, value, error, rounding, std_err, *counts, stats=run.stats)
-
-
-class ExactLogdet(NamedTuple):
-    """A log-determinant from a Cholesky factorisation, A = scale L L^H."""
-
-    estimate: Estimate
-    factor: Inexact[Array, "n n"]  # L
-    scale: Real[Array, ""]
-    rounding: Real[Array, " n"]  # the error of every squared pivot, times the scale
-
-    def solve(self, rhs: Inexact[Array, "n c"]) -> Inexact[Array, "n c"]:
-        """A^{-1} times a block."""
-        return cholesky_solve(self.factor, rhs / self.scale.astype(rhs.dtype))
-
-    def weights(self) -> ExactLogdetWeights:
-        """The weights of the derivative."""
-        return ExactLogdetWeights(self.solve(jnp.eye(len(self.factor), dtype=self.factor.dtype)))
+    sampled, std_err, dof = run.sampling.sum_over(run.sums.probes)
+    n = len(factors.basis)
+    error = n * run.sums.error + math.sqrt(n) * rounding
+    given = n, (factors.log_det, sampled), error, std_err, run.spent, dof, evidence
+    return estimate_of(*given, stats=run.stats)
 
 
 def inverse_size(
@@ -121,8 +94,12 @@ def inverse_size(
     return norms[1] / norms[0], norms[0] / math.sqrt(8)
 
 
-def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
-    """The log-determinant from the matrix of A. Entries that are not stored take n products."""
+def exact_logdet(
+    operator: lx.AbstractLinearOperator,
+) -> tuple[Estimate, ExactLogdetWeights, Inexact[Array, "n n"], Real[Array, " n"]]:
+    """Returns (the log-determinant from the matrix A = L L^H, the weights, L, the error of every
+    squared pivot). Entries that are not stored take n products.
+    """
     block = BlockOperator(operator)
     matrix, spent = matrix_of(block)
     n = block.n
@@ -147,34 +124,29 @@ def exact_logdet(operator: lx.AbstractLinearOperator) -> ExactLogdet:
     skew = skew_of(asymmetry, norm_of(images), n, block.eps)
     evidence = evidence_of(images, skew=skew, outside=jnp.maximum(lost, skew))
     parts = jnp.sum(jnp.log(diagonal)), n * jnp.log(scale)
-    value = parts[0] + parts[1]
     rounding = ROUNDING * eps * entries
     error = jnp.maximum(jnp.sum(rounding / diagonal), eps * size)
-    error = error + rounding_of_logarithms(n, *parts)
     stats = {"columns": jnp.asarray(n)} if has_entries(operator) else {}
-    given = value, error, jnp.zeros_like(value), spent, 0, evidence
-    estimate = quadrature_estimate(*given, least=1.0, stats=stats)
-    return ExactLogdet(estimate, factor, scale, rounding * scale)
+    given = n, parts, error, jnp.zeros_like(error), spent, 0, evidence
+    estimate = estimate_of(*given, stats=stats)
+    factor = factor * jnp.sqrt(scale).astype(factor.dtype)
+    made = ExactLogdetWeights(cholesky_solve(factor, jnp.eye(n, dtype=factor.dtype)))
+    return estimate, made, factor, rounding * scale
 
 
 def exact_inverse(operator, of_trace: bool) -> tuple[Estimate, InverseWeights]:
     """Returns (the diagonal of the inverse or its sum, weights), from a Cholesky factorisation."""
-    exact = exact_logdet(operator)
-    inverse = exact.weights().inverse
+    known, made, _, rounding = exact_logdet(operator)
+    inverse = made.inverse
     value = jnp.diagonal(inverse).real
     unit = scale_of(inverse)
-    error = matmul(jnp.square(jnp.abs(inverse / unit)), exact.rounding * unit) * unit
+    error = matmul(jnp.square(jnp.abs(inverse / unit)), rounding * unit) * unit
     if of_trace:
         value = jnp.sum(value)
         error = jnp.sum(error)
-    known = exact.estimate
     estimate = exact_estimate(value, error, known.num_matvecs, known.evidence, stats=known.stats)
     one = jnp.eye(len(inverse), dtype=inverse.dtype)
     return estimate, InverseWeights(inverse, one, None, of_trace)
-
-
-def _sum_of_logs(operator: lx.AbstractLinearOperator) -> Real[Array, ""]:
-    return jnp.sum(jnp.log(split_shift(operator).exact.real))
 
 
 @final
@@ -183,14 +155,14 @@ class DiagonalLogdetWeights(AbstractWeights):
 
     def contract(self, block):
         """See `AbstractWeights`."""
-        return _sum_of_logs(block.operator)
+        return jnp.sum(jnp.log(split_shift(block.operator).exact.real))
 
 
 def logdet_of_diagonal(operator: lx.AbstractLinearOperator) -> tuple[Estimate, AbstractWeights]:
     """Returns (the log-determinant of a diagonal operator, the weights), without a product."""
-    value = _sum_of_logs(operator)
+    made = DiagonalLogdetWeights()
+    value = made.contract(BlockOperator(operator))
     diagonal = split_shift(operator).exact
     evidence = evidence_of(diagonal, outside=jnp.any(diagonal.real <= 0))
-    error = rounding_of_logarithms(diagonal.size, value)
-    estimate = quadrature_estimate(value, error, jnp.zeros_like(value), 0, 0, evidence, 1.0)
-    return estimate, DiagonalLogdetWeights()
+    zero = jnp.zeros_like(value)
+    return estimate_of(diagonal.size, (value,), zero, zero, 0, 0, evidence), made

@@ -95,7 +95,7 @@ def gaussian_log_density(
     operator = as_operator(operator)
     observed, alone = _flat(y, operator)
     given = "gaussian_log_density", operator, k, preconditioner, fallback
-    fields, k = fields_and_budget(*given, rtol=rtol, atol=atol, max_k=max_k)
+    fields, k = fields_and_budget(*given, {"rtol": rtol, "atol": atol, "max_k": max_k})
     estimator = GaussianEstimator(*fields, observed)
     solution = estimated(gaussian_log_density_p, key, operator, k, estimator, throw=throw)
     log_det, form, x = solution.aux

@@ -33,6 +33,7 @@ from jaxtyping import Array, Inexact, Real
 from .._core.derivatives import change_of
 from .._core.estimate import Estimate
 from .._functions.quadrature_error import quadrature_estimate
+from .._linalg.factorisations import cholesky_solve
 from .._operators.block_operator import BlockOperator
 from .._sketch.leave_one_out import column_dots, square_norms
 from .._sketch.weights import AbstractWeights
@@ -89,15 +90,14 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
 
     def exact(self, operator):
         """See `AbstractEstimator`."""
-        exact = exact_logdet(operator)
-        x = exact.solve(self.y)
+        log_det, made, factor, rounding = exact_logdet(operator)
+        x = cholesky_solve(factor, self.y)
         # With the factor of A + E, where E is diagonal and as large as the errors of the pivots, a
         # form is off by at most this. (As E is full, it may be off by twice as much; but in the sum
         # with the log-determinant, whose error has the opposite sign, these errors cancel.)
-        left = jnp.sum(exact.rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
+        left = jnp.sum(rounding[:, None] * jnp.square(jnp.abs(x)), axis=0)
         form = column_dots(self.y, x).real, left, x
-        estimate = self.density(exact.estimate, form, exact.estimate.num_matvecs)
-        return estimate, GaussianWeights(exact.weights(), x)
+        return self.density(log_det, form, log_det.num_matvecs), GaussianWeights(made, x)
 
     def density(self, log_det: Estimate, forms: Any, spent: Any) -> Estimate:
         """The density from log det A and (y_j^H A^{-1} y_j of a solve, a bound of what they leave
@@ -126,17 +126,17 @@ class GaussianEstimator(AbstractPreconditionedEstimator):
         """See `AbstractEstimator`."""
         return weights.weights_at(operator, self.y)
 
-    def value_of(self, factors, sampled):
+    def allowed_of_sampled(self, factors, sampled):
         """See `AbstractPreconditionedEstimator`; the forms have P for A."""
         form = square_norms(factors.inverse_root(self.y))
         density = log_density(self._factor, len(self.y), factors.log_det + sampled, form)
-        return density, jnp.asarray(self._factor * form.size, density.dtype)
+        return self.allowed(density) / (self._factor * form.size)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
         built = self.preconditioner
         if isinstance(built, BuiltPreconditioner):
-            log_det, form, made = held_estimate(key, built, operator, k, self.y, weights)
+            log_det, form, made = held_estimate(key, built, operator, k, weights, self.y)
             return self.density(log_det, form, log_det.num_matvecs), made
         t = self.y.shape[1]
         most = max(2, k // (t + 4))  # products for each y_j: together t / (t + 4) of the budget

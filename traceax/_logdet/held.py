@@ -112,15 +112,16 @@ def held_estimate(
     built: BuiltPreconditioner,
     operator: lx.AbstractLinearOperator,
     k: int,
-    y: Inexact[Array, "n t"],
     weights: bool,
+    y: Inexact[Array, "n t"] | None = None,
 ) -> tuple[Estimate, tuple[Array, Array, Array], HeldWeights | None]:
     """Returns (estimate of log det A, the forms of the columns of y, the weights of the sum of t
     times log det A, or once if t = 0, and the forms).
     """
-    n, t = y.shape
     factors, columns = built.factors_at(operator)
     block = BlockOperator(operator).linearised()
+    y = jnp.zeros((block.n, 0), block.dtype) if y is None else y
+    n, t = y.shape
     p, q = held_plan(k, t)
     target = factors.inverse_root(y)
     unit = scale_of(target, axis=0)[0]
@@ -132,11 +133,10 @@ def held_estimate(
         return factors.preconditioned(block.mm, x)
 
     krylov = lanczos(mm, starts, q, block.eps)
-    ended = ended_after(krylov, orders_of(q))
-    nodes, masses, vectors = quadrature(ended)
+    nodes, masses, vectors = quadrature(ended_after(krylov, orders_of(q)))
     # Nodes from a right-hand side that is 0 are no Ritz values.
     smallest = jnp.min(jnp.where(sizes > 0, nodes[: p + t, 0], jnp.inf))
-    nodes = positive(nodes, ended)
+    nodes = positive(nodes)
     logs = jnp.sum(masses * jnp.log(nodes), axis=1).reshape(-1, p + t)[:, :p]
     error = truncation_error(n * logs, krylov.exhausted[:p])
     nodes, masses, vectors = (x[: p + t] for x in (nodes, masses, vectors))
@@ -146,14 +146,15 @@ def held_estimate(
     mean, std_err = mean_and_std_err(gauss[:p])
     dof = jnp.full((), p - 1, nodes.dtype)
     if p < SCATTER:
-        parts = masses[:p], values[:p], n, None, jnp.iscomplexobj(y)
+        parts = masses[:p], values[:p], n, jnp.iscomplexobj(y)
         _, std_err, dof = mean_and_error(*parts)
     largest = jnp.max(nodes)
     seen = built.evidence, krylov.evidence(block.eps, factors.top)
     rounding, evidence = rounding_of(factors, smallest, largest, block.eps, *seen)
     stats = {"condition": largest / smallest}
-    counts = k - k % q, dof, evidence
-    log_det = estimate_of(factors, mean, error, rounding, std_err, *counts, stats=stats)
+    error = error + math.sqrt(n) * rounding
+    given = n, (factors.log_det, mean), error, std_err, k - k % q, dof, evidence
+    log_det = estimate_of(*given, stats=stats)
 
     solved = einsum("paj,pj->pa", vectors[p:], vectors[p:, 0, :] * values[p:])
     solved = jnp.sqrt(sizes[p:, None]) * solved

@@ -66,13 +66,13 @@ class InverseEstimator(AbstractPreconditionedEstimator):
         """The name of the function that a user calls."""
         return "inverse_trace" if self.of_trace else "inverse_diagonal"
 
-    def value_of(self, factors, sampled):
+    def allowed_of_sampled(self, factors, sampled):
         """See `AbstractPreconditionedEstimator`."""
         known = factors.inverse_diagonal()
         if self.of_trace:
-            return jnp.sum(known) + sampled, jnp.ones_like(sampled)
+            return self.allowed(jnp.sum(known) + sampled)
         # The variances of all entries add up to half of that of their sum.
-        return safe_norm(known), jnp.full_like(sampled, math.sqrt(0.5))
+        return self.allowed(safe_norm(known)) / math.sqrt(0.5)
 
     def compute(self, key, operator, k, weights):
         """See `AbstractEstimator`."""
@@ -211,7 +211,7 @@ def _inverse(
     of_trace = primitive is inverse_trace_p
     check_key(key)
     given = primitive.name, operator, k, preconditioner, fallback
-    fields, budget = fields_and_budget(*given, inverse=True, **tolerance)
+    fields, budget = fields_and_budget(*given, tolerance, inverse=True)
     estimator: Any = InverseEstimator(*fields, of_trace)
     plain = estimator.preconditioner == "auto" and estimator.atol is None
     # Of sparse matrices the diagonal is known, but no cheap columns to make a preconditioner of.

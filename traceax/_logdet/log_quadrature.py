@@ -46,7 +46,7 @@ from .._core.precision import einsum, matmul
 from .._functions.funm import degrees_of_freedom, derivative_core, ended_after, mean_and_error
 from .._functions.nodes import UNRESOLVED, unresolved
 from .._functions.quadrature_error import missed, orders_of
-from .._linalg.lanczos import Lanczos, positive_quadrature, quadrature
+from .._linalg.lanczos import Lanczos, positive, quadrature
 from .._sketch.leave_one_out import square_norms, square_of
 
 #: The chance that all probes miss an eigenvalue, if it is harmless.
@@ -78,12 +78,6 @@ class Probes(NamedTuple):
         """The largest node."""
         return jnp.max(self.nodes)
 
-    @property
-    def positive(self) -> Real[Array, "N q"]:
-        """The nodes, with tiny numbers in the place of those that are not positive."""
-        eps = float(jnp.finfo(self.nodes.dtype).eps)
-        return jnp.maximum(self.nodes, eps**2 * scale_of(self.nodes))
-
 
 def mean_quotient(eigenpair: Any, omega: Array, forms: Array, s: Array) -> tuple[Array, Array]:
     """Returns (the mean of w^H M w / |w|^2 over the vectors of a sketch, without the known
@@ -105,7 +99,7 @@ def control_variate(
     mean, s = quotients
     number = probes.number
     unit = scale_of(probes.nodes)
-    x = probes.positive / unit
+    x = positive(probes.nodes / unit)
     moments = jnp.sum(probes.masses * jnp.stack([x, x * x, logs, x * logs]), axis=2)
     others = (jnp.sum(moments, axis=1, keepdims=True) - moments) / jnp.maximum(number - 1, 1)
     m, square, log, product = others
@@ -126,11 +120,11 @@ def sum_of_logarithms(
     """
     number = probes.number
     samples = probes.samples
-    values = jnp.where(probes.masses > 0, jnp.log(probes.positive), 0)
+    values = jnp.where(probes.masses > 0, jnp.log(positive(probes.nodes)), 0)
     if quotients is not None:
         corrections, values = control_variate(probes, values, n, quotients)
         samples = samples - corrections
-    _, errors, dofs = mean_and_error(probes.masses, values, n, None, is_complex, number)
+    _, errors, dofs = mean_and_error(probes.masses, values, n, is_complex, number)
     dof = jnp.min(dofs)
     # The standard error is itself one of few degrees of freedom.
     std_err = norm_of(errors) * jnp.sqrt(1 + 1 / dof)
@@ -141,7 +135,7 @@ def sum_of_inverses(probes: Probes, n: int) -> tuple[Array, Array, Array]:
     """Returns (mean of z^H (M^{-1} - I) z, its standard error from the scatter of the probes,
     degrees of freedom). How many eigenvalues dominate, the nodes tell.
     """
-    values = jnp.where(probes.masses > 0, 1 / probes.positive, 1)
+    values = jnp.where(probes.masses > 0, 1 / positive(probes.nodes), 1)
     number = probes.number
     mean = n * jnp.sum(probes.samples) / number
     away = jnp.where(probes.lengths > 0, n * probes.samples - mean, 0)
@@ -183,7 +177,7 @@ def quadrature_after(
     masses = jnp.where(lengths[:, None] > 0, masses, 0)
     exhausted = residual == 0
     probes = Probes(lengths, jnp.zeros_like(lengths), nodes, masses, exhausted, 0 * lengths)
-    nodes = probes.positive
+    nodes = positive(nodes)
     samples = jnp.sum(masses * jnp.log(nodes), axis=1)
     history = history.at[j - 1].set(samples)
     eps = float(jnp.finfo(nodes.dtype).eps)
@@ -241,7 +235,8 @@ def radau_rule(
     a = jnp.maximum(a, eps**2 * nodes[:, -1])
     reduction = jnp.where(known, 1 / jnp.sum(jnp.square(last) / (nodes - a[:, None]), axis=1), 0)
     reduced = ended._replace(alpha=ended.alpha.at[j - 1].add(-reduction))
-    return positive_quadrature(reduced), reduction
+    nodes, masses, vectors = quadrature(reduced)
+    return (positive(nodes), masses, vectors), reduction
 
 
 def core_of_radau(rule, j, reduction, gauss_rule) -> Real[Array, "p q q"]:
@@ -266,6 +261,6 @@ def truncation_error_at(history: Real[Array, "q p"], j: Int[Array, ""]) -> Real[
 def solutions_after(krylov: Lanczos, j: Int[Array, ""]) -> Real[Array, "3 p q"]:
     """M^{-1} z / |z| in the basis of each probe; [i] is after j - i d steps (at least 1)."""
     ends = [jnp.maximum(m, 1) for m in orders_of(j)]
-    nodes, _, vectors = positive_quadrature(ended_after(krylov, ends))  # pyright: ignore[reportArgumentType]
-    found = einsum("paj,pj->pa", vectors, vectors[:, 0, :] / nodes)
+    nodes, _, vectors = quadrature(ended_after(krylov, ends))  # pyright: ignore[reportArgumentType]
+    found = einsum("paj,pj->pa", vectors, vectors[:, 0, :] / positive(nodes))
     return found.reshape(3, krylov.alpha.shape[1], -1)

@@ -11,7 +11,6 @@ from .._core.primitive import logdet_p
 from .._estimators.estimator import check_key, estimated
 from .._estimators.solution import Solution
 from .._functions.spectral import spectral_sum
-from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import split_shift
 from .estimator import estimate_from, exact_logdet, logdet_of_diagonal
 from .factors import BuiltPreconditioner
@@ -41,9 +40,7 @@ class LogdetEstimator(AbstractPreconditionedEstimator):
         """See `AbstractEstimator`."""
         built = self.preconditioner
         if isinstance(built, BuiltPreconditioner):
-            block = BlockOperator(operator)
-            nothing = jnp.zeros((block.n, 0), block.dtype)
-            estimate, _, made = held_estimate(key, built, operator, k, nothing, weights)
+            estimate, _, made = held_estimate(key, built, operator, k, weights)
             return estimate, made
         run = run_of(self, key, operator, k, weights=weights)
         return estimate_from(run), weights_of(run) if weights else None
@@ -52,8 +49,8 @@ class LogdetEstimator(AbstractPreconditionedEstimator):
         """See `AbstractEstimator`."""
         if split_shift(operator).rest is None:
             return logdet_of_diagonal(operator)
-        exact = exact_logdet(operator)
-        return exact.estimate, exact.weights()
+        estimate, made, *_ = exact_logdet(operator)
+        return estimate, made
 
 
 def logdet(
@@ -114,6 +111,5 @@ def logdet(
         check_budget_alone("`logdet` with several shifts", tolerance)
         return spectral_sum(key, jnp.log, operator, k, shifts=shifts, throw=throw)  # pyright: ignore[reportArgumentType]
     check_key(key)  # of a call without one, k is missing, too
-    given = "logdet", operator, k, preconditioner, fallback
-    fields, budget = fields_and_budget(*given, **tolerance)
+    fields, budget = fields_and_budget("logdet", operator, k, preconditioner, fallback, tolerance)
     return estimated(logdet_p, key, operator, budget, LogdetEstimator(*fields), throw=throw)

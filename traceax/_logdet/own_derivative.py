@@ -59,7 +59,7 @@ def own_derivative(
 
     Cost: q block products, as many as the recurrences took, and twice their other operations.
     """
-    basis, alpha, beta, *_ = krylov
+    basis, alpha, beta, following, *_ = krylov
     q = len(alpha)
     dtype = probes.dtype
     components = vectors * vectors[:, :1, :]
@@ -67,37 +67,26 @@ def own_derivative(
     core = einsum("pai,pij,pbj->pab", components, slopes, components).astype(dtype)
     of_first = einsum("paj,pj->pa", vectors, values * vectors[:, 0, :]).astype(dtype)
 
-    def orthogonal_part(block, j):
-        """The block without its part in v_1, ..., v_j."""
-        mask = (jnp.arange(q) < j).astype(dtype)[:, None]
-        for _ in range(2):
-            coefficients = mask * einsum("qnp,np->qp", jnp.conj(basis), block)
-            block = block - einsum("qnp,qp->np", basis, coefficients)
-        return block
-
-    def divided(block, divisor):
-        # An exhausted space has no residual: C is 0 beyond it, and u is 0.
-        return jnp.where(divisor > 0, block / jnp.where(divisor > 0, divisor, 1).astype(dtype), 0)
-
-    residual = orthogonal_part(mm(basis[-1]), q)  # u
-    residual = jnp.where(krylov.exhausted, 0, residual)
+    residual = krylov.residual.astype(dtype) * following  # u
     last = core[:, :, -1].T  # gamma
 
     def step(carry, inputs):
         mu, later = carry  # mu_j and mu_(j+1)
         j, gamma, alpha, beta, previous = inputs
         w = gamma * residual + mm(mu) - alpha.astype(dtype) * mu - beta.astype(dtype) * later
-        w = orthogonal_part(w, j + 1)
-        return (divided(w, previous), mu), mu
+        earlier = (jnp.arange(q) <= j).astype(dtype)[:, None]
+        for _ in range(2):
+            coefficients = earlier * einsum("qnp,np->qp", jnp.conj(basis), w)
+            w = w - einsum("qnp,qp->np", basis, coefficients)
+        # An exhausted space has no residual: C is 0 beyond it, and u is 0.
+        divisor = jnp.where(previous > 0, previous, 1).astype(dtype)
+        return (jnp.where(previous > 0, w / divisor, 0), mu), mu
 
     # Index j stands for v_(j+1). At the start of the recurrence there is no division.
     previous = jnp.concatenate([jnp.ones_like(beta[:1]), beta[:-1]])
-    end = orthogonal_part(last[-1] * residual, q)  # w_q
-    mu = divided(end, previous[-1])
     zero = jnp.zeros_like(residual)
-    given = jnp.arange(q - 1), last[:-1], alpha[:-1], beta[:-1], previous[:-1]
-    (first, _), mus = lax.scan(step, (mu, zero), given, reverse=True)
-    mus = jnp.concatenate([mus, zero[None]])
+    given = jnp.arange(q), last, alpha, beta, previous
+    (first, _), mus = lax.scan(step, (zero, zero), given, reverse=True)
 
     size = square_norms(probes)
     left = einsum("anp,pab->bnp", basis, core) + 2 * mus

@@ -147,7 +147,6 @@ class Sampling(NamedTuple):
     first: int  # the number of probes in the first panel
     allowed: Callable[[Array], Any] | None  # the error of tr f(M) that ends a call, by its value
     weights: bool  # whether a derivative is taken
-    most_solve: int = 0  # the largest number of steps of the solve
     # The mean of z^H M z / |z|^2 over a sketch that no rank uses, and their number.
     quotients: tuple[Array, Array] | None = None
 
@@ -176,10 +175,6 @@ class Sampling(NamedTuple):
         value, std_err, dof = sum_of_logarithms(probes, self.size, is_complex, self.quotients)
         return value + jnp.log(mu), std_err, dof
 
-    def solves(self, solve: Solve) -> Bool[Array, ""]:
-        """Whether a solve goes on; one without columns does not."""
-        return jnp.any(goes_on(solve, self.most_solve))
-
     def number_of_probes(self, sums: Sums) -> Int[Array, ""]:
         """The number of probes of the next panel; 0 if there is none."""
         left = self.left - sums.spent
@@ -197,7 +192,7 @@ def stepped(sampling: Sampling, panel: Panel) -> Panel:
     products = sampling.factors.preconditioned(block.mm, columns)
     p = len(panel.krylov.following)
     krylov = with_product(panel.krylov, panel.steps, products[:, :p], block.eps)
-    solve = cg_step(panel.solve, products[:, p:], sampling.most_solve)
+    solve = cg_step(panel.solve, products[:, p:])
     return panel._replace(krylov=krylov, steps=panel.steps + 1, solve=solve)
 
 
@@ -245,7 +240,7 @@ def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
     def step(panel: Panel) -> Panel:
         panel = stepped(sampling, panel)
         last = panel.steps >= jnp.where(pilot, sampling.steps, sums.steps)
-        last |= (count == 0) & ~sampling.solves(panel.solve)
+        last |= (count == 0) & ~jnp.any(goes_on(panel.solve))
         now = partial(assessed, sampling, panel, left, lengths)
         panel = if_any(pilot | last, now, panel)
         return panel._replace(ends=last | (panel.ends & pilot))
@@ -309,7 +304,7 @@ def sampled(keys: PRNGKeyArray, sampling: Sampling, solve: Solve) -> Sums:
         if sampling.allowed is not None:
             value, std_err, _ = sampling.sum_over(sums.probes)
             wanted &= ~(2 * std_err <= sampling.allowed(value))
-        wanted |= sampling.solves(sums.solve) | (sums.panels == 0)
+        wanted |= jnp.any(goes_on(sums.solve)) | (sums.panels == 0)
         return wanted & ~sums.evidence.fails
 
     return lax.while_loop(more, lambda sums: one_panel(keys, sampling, sums), sums)

@@ -86,9 +86,9 @@ class AbstractPreconditionedEstimator(AbstractEstimator):
         if isinstance(self.preconditioner, AbstractPreconditioner | BuiltPreconditioner):
             self.preconditioner.check(operator)
 
-    def value_of(self, factors: Factors, sampled: Array) -> tuple[Array, Array]:
-        """Returns (the value that a tolerance is for, its derivative by `sampled`, tr f(M))."""
-        return factors.log_det + sampled, jnp.ones_like(sampled)
+    def allowed_of_sampled(self, factors: Factors, sampled: Array) -> Array:
+        """The error of `sampled`, tr f(M), that ends a call with a tolerance."""
+        return self.allowed(factors.log_det + sampled)
 
     def allowed(self, value: Array) -> Array:
         """The error of a value that ends a call with a tolerance."""
@@ -118,10 +118,7 @@ def fields_and_budget(
     k: Any,
     preconditioner: Any,
     fallback: Any,
-    *,
-    rtol: Any = None,
-    atol: Any = None,
-    max_k: Any = None,
+    tolerance: dict[str, Any],
     inverse: bool = False,
 ) -> tuple[tuple[Any, Any, Any], Any]:
     """Returns (the fields of an `AbstractPreconditionedEstimator`, budget) for the arguments of a
@@ -140,15 +137,16 @@ def fields_and_budget(
         )
     chosen: Any = "auto" if auto else lax.stop_gradient(preconditioner)
     if isinstance(chosen, BuiltPreconditioner):
-        check_budget_alone("A built preconditioner", {"rtol": rtol, "atol": atol, "max_k": max_k})
+        check_budget_alone("A built preconditioner", tolerance)
         return (chosen, None, None), k
-    tolerance = check_either(name, k, rtol, atol, max_k)
-    if tolerance:
+    rtol = atol = None
+    has_tolerance = check_either(name, k, **tolerance)
+    if has_tolerance:
         operator = as_operator(operator)
-        _, k = largest_budget(max_k, operator.in_size(), name)
-        rtol, atol = tolerance_of(rtol, "rtol"), tolerance_of(atol, "atol")
+        _, k = largest_budget(tolerance["max_k"], operator.in_size(), name)
+        rtol, atol = (tolerance_of(tolerance[x], x) for x in ("rtol", "atol"))
     if auto and fallback == "exact":
-        k = budget_or_all(operator, k, sparse=inverse, tolerance=tolerance)
+        k = budget_or_all(operator, k, sparse=inverse, tolerance=has_tolerance)
     return (chosen, rtol, atol), k
 
 
@@ -234,12 +232,7 @@ def run_of(
     # Only the scatter of the probes tells the error of an inverse.
     fewest = max(2, min(4, k // 12)) if inverse and k >= 6 else 1
     target = jnp.zeros((block.n, 0), block.dtype) if y is None else factors.inverse_root(y)
-    solve = start_of_solve(target, SOLVE_TOLERANCE)
-
-    def allowed(sampled):
-        value, slope = estimator.value_of(factors, sampled)
-        return estimator.allowed(value) / slope
-
+    solve = start_of_solve(target, SOLVE_TOLERANCE, most_solve)
     # A tolerance may end a call after any panel. The first has few probes, to leave products for
     # steps.
     part = k if estimator.atol is None else min(k, 128)
@@ -256,9 +249,8 @@ def run_of(
         width=max(first, width) if has_entries(operator) else first,
         first=first,
         left=jnp.asarray(k - spent, jnp.int32),
-        allowed=allowed if estimator.atol is not None else None,
+        allowed=None if estimator.atol is None else partial(estimator.allowed_of_sampled, factors),
         weights=weights,
-        most_solve=most_solve,
         quotients=None if sketch is None or inverse else mean_quotient(eigenpair, *sketch),
     )
     sums = sampled(keys[1:], sampling, solve)

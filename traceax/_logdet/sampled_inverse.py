@@ -38,7 +38,7 @@ from .._core.precision import einsum
 from .._estimators.estimator import AbstractEstimator
 from .._functions.funm import ended_after
 from .._functions.quadrature_error import entries_truncation_error, orders_of, quadrature_estimate
-from .._linalg.lanczos import lanczos, positive_quadrature
+from .._linalg.lanczos import lanczos, positive, quadrature
 from .._operators.block_operator import BlockOperator
 from .._operators.known_parts import stored_diagonal
 from .._probes.samplers import RademacherSampler
@@ -74,7 +74,8 @@ class SampledInverseEstimator(AbstractEstimator):
         z = RademacherSampler().probes(key, n, p, block.dtype)
         krylov = lanczos(lambda x: factors.preconditioned(block.mm, x), z, q, block.eps)
 
-        nodes, _, s = positive_quadrature(ended_after(krylov, orders_of(q)))
+        nodes, _, s = quadrature(ended_after(krylov, orders_of(q)))
+        nodes = positive(nodes)
         length = safe_norm(z.T)
 
         def coordinates(values: Array) -> Array:

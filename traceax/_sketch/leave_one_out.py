@@ -30,7 +30,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Inexact, Real
 
-from .._core.estimate import safe_norm, scale_of
+from .._core.estimate import mean_and_std_err, safe_norm, scale_of
 from .._core.precision import matmul as matmul
 from .._linalg.factorisations import diagonal_of, divide_by_upper, qr
 from .._operators.block_operator import BlockOperator
@@ -156,9 +156,7 @@ def usable_covariance(covariance: Array, variance: Array, rounding: Array, m: in
     the operator, and the D_ij, which hold two out, say nothing. (For m = 2 the samples may agree
     because each is symmetric in the probes, as those of a multiple of I are.)
     """
-    if m < 3:
-        return jnp.maximum(covariance, 0)
-    return jnp.where(variance > rounding, jnp.maximum(covariance, 0), 0)
+    return jnp.where((m < 3) | (variance > rounding), jnp.maximum(covariance, 0), 0)
 
 
 def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> Array:
@@ -168,10 +166,8 @@ def leave_one_out_error(samples: Array, differences: Array, rounding: Array) -> 
         sqrt(s^2 / m + max(0, mean_{i != j} Re D_ij conj(D_ji)) + rounding^2).
     """
     m = samples.shape[0]
-    if m == 1:
-        return jnp.full((), jnp.inf, samples.real.dtype)
-    pairs = m * (m - 1)
-    variance = jnp.sum(square_of(samples - jnp.mean(samples))) / pairs  # of the mean
+    variance = jnp.square(mean_and_std_err(samples)[1])  # of the mean
+    pairs = max(m * (m - 1), 1)
     covariance = jnp.sum((jnp.conj(differences.T) * differences).real) / pairs
     covariance = usable_covariance(covariance, variance, rounding**2, m)
     return jnp.sqrt(variance + covariance + rounding**2)

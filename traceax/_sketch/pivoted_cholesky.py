@@ -61,7 +61,6 @@ class _Accepted(NamedTuple):
     block: Inexact[Array, "b b"]  # what is left of H
     factor: Inexact[Array, "b b"]  # L, with unit vectors for proposals that are rejected
     which: Bool[Array, " b"]
-    number: Int[Array, ""]
 
 
 def _accept(
@@ -76,7 +75,8 @@ def _accept(
 
     def step(i, state):
         size = state.block[i, i].real  # h
-        taken = (size > jnp.maximum(threshold[i], least)) & (state.number < room)
+        number = jnp.sum(state.which, dtype=room.dtype)
+        taken = (size > jnp.maximum(threshold[i], least)) & (number < room)
         column = state.block[:, i] / jnp.sqrt(jnp.where(taken, size, 1)).astype(block.dtype)
         column = jnp.where(taken & (place >= i), column, 0)
         unit = (place == i).astype(block.dtype)
@@ -84,11 +84,9 @@ def _accept(
             state.block - column[:, None] * jnp.conj(column),
             state.factor.at[:, i].set(jnp.where(taken, column, unit)),
             state.which.at[i].set(taken),
-            state.number + taken,
         )
 
-    none = jnp.zeros(b, bool), jnp.zeros((), jnp.int32)
-    done = lax.fori_loop(0, b, step, _Accepted(block, jnp.zeros_like(block), *none))
+    done = lax.fori_loop(0, b, step, _Accepted(block, jnp.zeros_like(block), jnp.zeros(b, bool)))
     both = done.which[:, None] & done.which | jnp.eye(b, dtype=bool)
     return done._replace(factor=jnp.where(both, done.factor, 0))
 
@@ -142,12 +140,11 @@ def pivoted_cholesky(
         # Accepted columns first: the others, which are 0, are overwritten in the next round.
         first = jnp.argsort(~accepted.which, stable=True)
         taken = jnp.where(accepted.which, pivots, n).astype(jnp.int32)[first]
-        offset = state.rank
         return state._replace(
-            rows=lax.dynamic_update_slice_in_dim(state.rows, new[:, first].T, offset, 0),
-            pivots=lax.dynamic_update_slice_in_dim(state.pivots, taken, offset, 0),
+            rows=lax.dynamic_update_slice_in_dim(state.rows, new[:, first].T, state.rank, 0),
+            pivots=lax.dynamic_update_slice_in_dim(state.pivots, taken, state.rank, 0),
             left=left,
-            rank=offset + accepted.number,
+            rank=state.rank + jnp.sum(accepted.which, dtype=state.rank.dtype),
             columns=state.columns + block,
             mismatch=mismatch,
             skew=skew,
