@@ -137,10 +137,8 @@ def _logdet(options: Namespace, key: Any, operator: lx.AbstractLinearOperator) -
     if options.shifts is not None:
         estimate = functools.partial(logdet, operator, shifts=options.shifts)
         return _Question(estimate, {"shift": options.shifts}, plot.shifts)
-    if options.plot or options.output:
-        raise ValueError(
-            "--plot and --output are for a curve over several shifts. Add --shifts 0.01,0.1,1."
-        )
+    if options.plot:
+        raise ValueError("--plot is for a curve over several shifts. Add --shifts 0.01,0.1,1.")
     return _Question(functools.partial(logdet, _definite(operator)), {})
 
 
@@ -214,17 +212,6 @@ def _estimates(solution: tr.Solution, exact: tr.Solution | None) -> dict[str, np
     return {name: np.asarray(number) for name, number in numbers.items()}
 
 
-def _print(options: Namespace, report: dict[str, Any], columns: Any) -> None:
-    """Print the report, and write all rows of its columns to the file that `--output` names."""
-    if options.json:
-        print(json.dumps(report, default=str))
-    else:
-        print(_table(report, columns, _rows(columns, options.top) if columns else ()))
-    if options.output:
-        table = np.stack(list(columns.values()), axis=1)
-        np.savetxt(options.output, table, header=" ".join(columns))
-
-
 def _run(options: Namespace) -> str:
     """Compute, print and write; returns a message, empty if the result can be trusted."""
     if options.plot:
@@ -246,7 +233,9 @@ def _run(options: Namespace) -> str:
     report["num_matvecs"] = solution.num_matvecs.item() + question.products
     report["seconds"] = round(seconds, 2)
     report["result"] = outcome_of(solution.result)
-    _print(options, report, numbers if question.axis else {})
+    columns = numbers if question.axis else {}
+    rows = _rows(columns, options.top) if columns else ()
+    print(json.dumps(report, default=str) if options.json else _table(report, columns, rows))
     # The exact value shows what k products may miss, such as a few negative eigenvalues.
     outcomes = [solution] if exact is None else [exact, solution]
     message = next(filter(None, (tr.RESULTS[each.result] for each in outcomes)), "")
@@ -281,14 +270,14 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (ask, what) in _COMMANDS.items():
         command = commands.add_parser(name, help=what, description=f"Estimate {what}.")
-        command.set_defaults(ask=ask, function=None, rtol=None, top=5, output=None, plot=None)
+        command.set_defaults(ask=ask, function=None, rtol=None, top=5, plot=None)
         add = command.add_argument
         add("file", metavar="FILE", help="Matrix Market .mtx or .mtx.gz, SciPy .npz, NumPy .npy")
         add("--seed", type=int, default=0, help="of the random key (default 0)")
         add("--dtype", choices=("float32", "float64", "complex64", "complex128"))
         add("--psd", action="store_true", help="the matrix is positive semidefinite")
         add("--exact", action="store_true", help="also compute the exact value")
-        add("--json", action="store_true", help="print one JSON object")
+        add("--json", action="store_true", help="print one JSON object, with all entries")
         spending = command.add_mutually_exclusive_group()
         spending.add_argument("-k", type=int, default=100, help="products to spend (default 100)")
         if name in ("trace", "diagonal"):
@@ -296,8 +285,6 @@ def _parser() -> ArgumentParser:
             add("--function", choices=tuple(_FUNCTIONS), help="of this function of the matrix")
         else:
             add("--plot", metavar="OUT", help="draw the curve, with matplotlib: .png, .pdf, .svg")
-        if name != "trace":
-            add("--output", metavar="OUT", help="write a text file with a row for every entry")
     add = commands.choices["diagonal"].add_argument
     add("--top", type=int, default=5, help="the N largest entries (default 5)", metavar="N")
     add = commands.choices["logdet"].add_argument

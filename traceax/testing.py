@@ -4,7 +4,6 @@
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,9 +44,8 @@ def check_estimator(
     With fixed keys: values and derivatives are unbiased; the derivative along A is the value;
     intervals hold the true value; for `k >= n` the value is exact; no more products are made than
     are stated, and than the budget; `jit`, `vmap`, `grad`, `jvp` and second derivatives agree with
-    single calls; all dtypes, scales, ranks and NaN end as they should; products are made in full
-    precision where the default is TF32; tolerances are met. Operators that the estimator's `check`
-    refuses are left out.
+    single calls; all dtypes, scales, ranks and NaN end as they should; tolerances are met.
+    Operators that the estimator's `check` refuses are left out.
 
     **Arguments:**
 
@@ -83,8 +81,8 @@ def check_estimator(
         _check_exact(subject, operator)
     if not subject.accepts(_by_products(_spread(2 * budget), _PSD)):
         return
-    checks = _check_products, _check_transforms, _check_dtypes, _check_scale, _check_precision
-    for check in (*checks, _check_degenerate):
+    checks = _check_products, _check_transforms, _check_dtypes, _check_scale, _check_degenerate
+    for check in checks:
         check(subject, budget)
     _check_tolerance(subject)
 
@@ -360,30 +358,6 @@ def _check_scale(subject, k: int) -> None:
             same = np.allclose(x, y, rtol=1e-2 if name == "standard error" else 0, atol=size)
             what = f"an operator times 2^{exponent} has another {name}"
             subject.require(same, what, f"{x} times that for {y}")
-
-
-def _products_for_gpu(
-    function: Callable[..., Any], *structures: Any
-) -> tuple[list[str], list[str]]:
-    """Products of matrices in a GPU's program where TF32 is the default; and the less precise."""
-    with jax.default_matmul_precision("tensorfloat32"):
-        traced = jax.jit(function).trace(*structures)
-        program = traced.lower(lowering_platforms=("cuda",)).as_text()
-    products = re.findall(r"stablehlo\.dot_general.*", program)
-    return products, [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line]
-
-
-def _check_precision(subject, k: int) -> None:
-    structure = jax.ShapeDtypeStruct((2 * k,), np.float32)
-
-    def estimate(weights):
-        # This operator has no products of matrices: all of them are the estimator's.
-        operator = lx.FunctionLinearOperator(lambda v: weights * v, structure, _PSD)
-        return _flat(subject.solve(jr.key(6), operator, k).value)
-
-    products, lacking = _products_for_gpu(estimate, structure)
-    what = "products of matrices in less than full precision (use `traceax.extend.matmul`)"
-    subject.require(not lacking, what, f"{len(lacking)} of {len(products)}")
 
 
 def _check_degenerate(subject, k: int) -> None:

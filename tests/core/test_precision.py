@@ -1,5 +1,6 @@
 """Products in full precision on every platform, whatever the user's setting is."""
 
+import re
 from functools import partial
 
 import jax
@@ -11,7 +12,6 @@ import pytest
 import traceax as tr
 from traceax._core.precision import platform
 from traceax._operators.block_operator import BlockOperator
-from traceax.testing import _products_for_gpu
 
 from ..helpers import CLASSES, PROBED, PSD
 
@@ -23,6 +23,15 @@ def _operator(weights):
     """A diagonal operator as a function: every product of matrices is the estimator's."""
     structure = jax.ShapeDtypeStruct(weights.shape, weights.dtype)
     return lx.FunctionLinearOperator(lambda v: weights * v, structure, PSD)
+
+
+def _products_for_gpu(function, *structures):
+    """Products of matrices in a GPU's program where TF32 is the default; and the less precise."""
+    with jax.default_matmul_precision("tensorfloat32"):
+        traced = jax.jit(function).trace(*structures)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = re.findall(r"stablehlo\.dot_general.*", program)
+    return products, [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line]
 
 
 ESTIMATES = {

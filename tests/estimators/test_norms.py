@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tr
-from traceax._estimators import tolerance
+from traceax._estimators.trace import root_error
 
 from ..helpers import by_products, keys
 
@@ -157,5 +157,5 @@ def test_a_tolerance(function):
 def test_a_root_of_an_estimate_that_is_not_positive():
     """The error of the root of 0 +- s is of the size of sqrt(s), whatever the unit."""
     given = np.array([0.0, 0.0, 3.0]), np.array([1e-4, 1e4, 0.6])
-    found = jax.jit(tolerance.root_error)(*given)
+    found = jax.jit(root_error)(*given)
     np.testing.assert_allclose(found, [1e-2, 1e2, 0.1])

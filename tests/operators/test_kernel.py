@@ -10,12 +10,8 @@ import pytest
 
 import traceax as tr
 from traceax._core.precision import any_promotion
-from traceax._operators.known_parts import (
-    has_entries,
-    hermitian_form,
-    stored_diagonal,
-    stored_entries,
-)
+from traceax._operators.block_operator import BlockOperator
+from traceax._operators.known_parts import has_entries, stored_diagonal, stored_entries
 from traceax.extend import columns
 
 from ..helpers import PSD, by_products
@@ -161,7 +157,7 @@ def test_sums_and_scalings_are_read():
 
 @pytest.mark.parametrize("block_size", [None, 3])
 def test_contractions(block_size):
-    """One tile of two, and weights of both: against the entries, with derivatives in everything."""
+    """Products with weights: against the entries, with derivatives in everything."""
     rng = np.random.default_rng(3)
     vectors, core = (rng.standard_normal((m, 3)) + 1j * rng.standard_normal((m, 3)) for m in (N, 3))
     core = core + core.conj().T
@@ -173,7 +169,7 @@ def test_contractions(block_size):
         return s * K + other + s * lx.IdentityLinearOperator(K.in_structure())
 
     def ours(*args):
-        return hermitian_form(of(*args), args[-1] @ core, args[-1])
+        return jnp.sum(BlockOperator(of(*args)).forms([args[-1] @ core], [args[-1]])).real
 
     def theirs(*args):
         weights = args[-1] @ core @ args[-1].conj().T

@@ -27,9 +27,6 @@ class AbstractSketchEstimator(AbstractTraceEstimator):
     improved: bool | None = None
     batch_size: int | None = eqx.field(default=None, static=True)
 
-    def __check_init__(self):
-        self.residual_sampler.check_resphering(self.improved)
-
     def check(self, operator):
         """Any square operator will do."""
         self.residual_sampler.check_dtype(BlockOperator(operator).dtype, self.improved)

@@ -29,6 +29,7 @@ have a sketch made where the diagonal dominates.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -47,8 +48,6 @@ from .._core.estimate import (
     Evidence,
     evidence_of,
     norm_of,
-    power_of,
-    relative,
     rounding_of,
     safe_norm,
     worse,
@@ -214,41 +213,8 @@ def _chi_square_root(nu: Array | float) -> Any:
     return (1 - deviation + 1.645 * deviation**0.5) ** 1.5
 
 
-def root(square: Array) -> Array:
-    """The root of an estimated square, 0 where that is negative."""
-    return power_of(square.real, 0.5)
-
-
-def root_error(value: Array, std_err: Array) -> Array:
-    """The standard error of a root, from the root and the standard error of the square."""
-    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
-    value = lax.stop_gradient(value)
-    slope = 1 / jnp.where(value == 0, 1, 2 * value)
-    largest = jnp.sqrt(std_err)
-    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
-
-
-class Target(NamedTuple):
-    """When to stop. The value of interest is offset + scale * (what is sampled), or its root."""
-
-    rtol: Real[Array, ""]
-    atol: Real[Array, ""]
-    offset: Inexact[Array, "..."] | float = 0.0
-    scale: Inexact[Array, ""] | float = 1.0
-    root: bool = False
-
-    def ratio(self, value: Array, std_err: Array) -> Real[Array, ""]:
-        """The standard error over the largest that is allowed, as Euclidean norms."""
-        error = jnp.abs(self.scale) * std_err
-        if self.root:
-            error = root_error(self.whole(value), error)
-        allowed = self.atol + self.rtol * norm_of(self.whole(value))
-        return relative(norm_factor(error) * norm_of(error), allowed)
-
-    def whole(self, value: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The value of interest."""
-        whole = self.offset + self.scale * value
-        return root(whole) if self.root else whole
+#: The error of a value with this standard error, over the one that is allowed.
+Ratio = Callable[[Inexact[Array, "..."], Real[Array, "..."]], Real[Array, ""]]
 
 
 class Samples(NamedTuple):
@@ -320,12 +286,12 @@ class SampledWeights(AbstractWeights):
 
 
 def sample_to_tolerance(
-    key, block: BlockOperator, sampling: RangeSampling, target: Target, max_k: int, weights: bool
+    key, block: BlockOperator, sampling: RangeSampling, ratio: Ratio, max_k: int, weights: bool
 ) -> tuple[Estimate, SampledWeights | None]:
-    """The estimate, and its weights if a derivative is taken: prepare, draw samples until the
-    target is met, and prepare more while that costs less than further samples.
+    """The estimate, and its weights if a derivative is taken: prepare, draw samples until `ratio`
+    allows their error, and prepare more while that costs less than further samples.
     """
-    call = _Call(key, block.linearised(), sampling, target, max_k, weights)
+    call = _Call(key, block.linearised(), sampling, ratio, max_k, weights)
     outcome = call.sampled(0, 0)
     for number in range(1, len(call.sizes)):
         more = partial(call.sampled, number, outcome.estimate.num_matvecs)
@@ -340,11 +306,11 @@ def sample_to_tolerance(
 class _Call:
     """The sizes of one call. (It is not a PyTree, as it exists only during a trace.)"""
 
-    def __init__(self, key, block, sampling, target, max_k, weights):
+    def __init__(self, key, block, sampling, ratio, max_k, weights):
         self.key = key
         self.block = block
         self.sampling = sampling
-        self.target = target
+        self.ratio = ratio
         self.max_k = max_k
         self.panel = min(sampling.panel, max_k)
         # What leaves no room for a second panel is not worth its products.
@@ -400,7 +366,7 @@ class _Call:
         std_err = jnp.hypot(jnp.maximum(samples.moments.std_err(), least), rounding)
         # The error that is exceeded in 5 % of all cases, over the one that is allowed.
         quantile = jnp.asarray(self.quantiles, std_err.dtype)[samples.panels]
-        unconverged = quantile * self.target.ratio(value, std_err)
+        unconverged = quantile * self.ratio(value, std_err)
         drawn = self.panel * samples.panels
         evidence = worse(samples.evidence, Evidence(unconverged=unconverged))
         # At the first size, where NaN and inf end a call, entries are.
@@ -416,7 +382,7 @@ class _Call:
         # it will take: the variance of a sample is at most 2 least_deviation^2.
         error = samples.hints.least_deviation * jnp.sqrt(2 / samples.moments.number)
         quantile = jnp.asarray(self.quantiles, error.dtype)[samples.panels]
-        likely = drawn * jnp.square(quantile * self.target.ratio(estimate.value, error))
+        likely = drawn * jnp.square(quantile * self.ratio(estimate.value, error))
         likely = jnp.minimum(needed, likely)
         left = self.max_k - estimate.num_matvecs
         later = np.array(self.sizes[number + 1 :])
@@ -433,7 +399,7 @@ class _Call:
     def exact(self, previous: Outcome) -> Outcome:
         """The outcome of n products with unit vectors."""
         found, _ = exact(self.block, self.sampling.rows)
-        unconverged = Evidence(unconverged=self.target.ratio(found.value, found.std_err))
+        unconverged = Evidence(unconverged=self.ratio(found.value, found.std_err))
         estimate = dataclasses.replace(
             found,
             num_matvecs=previous.estimate.num_matvecs + found.num_matvecs,

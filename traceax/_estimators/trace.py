@@ -3,6 +3,7 @@ roots of a trace and of a diagonal of Gram matrices.
 """
 
 import math
+from functools import partial
 from typing import Any, final
 
 import equinox as eqx
@@ -11,8 +12,10 @@ import jax.random as jr
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
+from jax import lax
 from jaxtyping import Array, PRNGKeyArray, Real
 
+from .._core.estimate import norm_of, power_of, relative
 from .._core.primitive import compiled_once, diagonal_p, trace_p
 from .._core.verdict import transformed
 from .._operators.block_operator import BlockOperator
@@ -33,7 +36,7 @@ from .estimator import (
 from .exact import with_known_parts
 from .rows import Rows
 from .solution import Solution, restructure
-from .tolerance import Target, root, root_error, sample_to_tolerance
+from .tolerance import norm_factor, sample_to_tolerance
 
 #: The `tail` of XNysTrace for a Gram matrix, whose eigenvalues decay twice as fast.
 TAIL = 9.0
@@ -241,6 +244,20 @@ def _root_of_gram(name, key, operator, k, rows: Rows | None, rtol, max_k, throw)
     return transformed(*given, num_matvecs=2 * solution.num_matvecs + 1, tail=tail)
 
 
+def root(square: Array) -> Array:
+    """The root of an estimated square, 0 where that is negative."""
+    return power_of(square.real, 0.5)
+
+
+def root_error(value: Array, std_err: Array) -> Array:
+    """The standard error of a root, from the root and the standard error of the square."""
+    # d sqrt(t) = dt / (2 sqrt(t)), but at most sqrt(dt), which it is where t vanishes.
+    value = lax.stop_gradient(value)
+    slope = 1 / jnp.where(value == 0, 1, 2 * value)
+    largest = jnp.sqrt(std_err)
+    return jnp.where(value == 0, largest, jnp.minimum(largest, slope * std_err))
+
+
 @final
 class ToleranceEstimator(AbstractInnerEstimator):
     """An estimator with a tolerance in the place of a budget. It reads known parts."""
@@ -256,12 +273,22 @@ class ToleranceEstimator(AbstractInnerEstimator):
         def sampled(rest, offset, scale):
             sampling = self.inner.sampling(rest, self.rows)
             block = BlockOperator(rest, self.batch_size)
-            real = jnp.finfo(block.dtype).dtype
-            tolerance = self.rtol.astype(real), self.atol.astype(real)
-            target = Target(*tolerance, offset=offset, scale=scale, root=self.root)
-            return sample_to_tolerance(key, block, sampling, target, self.max_k, weights)
+            ratio = partial(self.ratio, offset, scale)
+            return sample_to_tolerance(key, block, sampling, ratio, self.max_k, weights)
 
         return with_known_parts(operator, self.rows, sampled)
+
+    def ratio(self, offset: Array, scale: Array, value: Array, std_err: Array) -> Array:
+        """The standard error over the largest that is allowed, as Euclidean norms, of
+        offset + scale * value, or of its root.
+        """
+        whole = offset + scale * value
+        error = jnp.abs(scale) * std_err
+        if self.root:
+            whole = root(whole)
+            error = root_error(whole, error)
+        allowed = self.atol + self.rtol * norm_of(whole)
+        return relative(norm_factor(error) * norm_of(error), allowed.astype(error.dtype))
 
 
 def solve_either(

@@ -14,22 +14,20 @@ spectral measure of the vectors in V_i, which is c_i.
 *The quadrature error* is that of f(A) omega_i: the values after s, s - m and s - 2m steps are
 compared, with m = s / 8 (see `quadrature_error`).
 
-*The derivative.* With V_i, c_i and omega_i held fixed, and with T_i(A) = V_i^H A V_i, the mean of
-t_i is diag f(A) for every A: its derivative is unbiased. That of f(T_i) is S (D o S^H dT_i S) S^H,
-T_i = S Theta S^H, with the divided differences D of f; `nodes` has that of f(A) omega_i.
+*The derivative* of an exact value is diag S (D o S^H dA S) S^H, with A = S Theta S^H and with the
+divided differences D of f. An estimate has none.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax import lax
-from jaxtyping import Array, Bool, Inexact, PRNGKeyArray, Real
+from jaxtyping import Array, Inexact, PRNGKeyArray, Real
 
-from .._core.derivatives import change_of, constant
+from .._core.derivatives import constant
 from .._core.estimate import rounding_of, safe_norm
 from .._core.precision import matmul
 from .._core.primitive import spectral_diagonal_p
@@ -48,7 +46,7 @@ from .funm import (
     values_at_eigenvalues,
 )
 from .krylov_aware import GROUPS, INFLATION, projected, sizes_of, spaces_without_group
-from .nodes import Function, divided_differences, divided_sums, on_nodes, within_tag
+from .nodes import Function, divided_differences, on_nodes, within_tag
 from .quadrature_error import (
     entries_std_err,
     entries_truncation_error,
@@ -56,14 +54,6 @@ from .quadrature_error import (
     quadrature_estimate,
 )
 from .tolerance import with_tolerance
-
-
-class LeftOut(NamedTuple):
-    """What the derivative holds fixed."""
-
-    basis: Inexact[Array, "n m"]  # V
-    rows: Inexact[Array, "l r m"]  # bases of the spaces without each group, in coordinates of V
-    omega: Real[Array, "n b"]
 
 
 @final
@@ -91,8 +81,7 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         overlaps = matmul(jnp.conj(jnp.swapaxes(found.vectors, 1, 2)), coordinates)
         images = matmul(basis, matmul(found.vectors, found.values[:, :, None] * overlaps))
         entries = omega * images.real
-        fixed = LeftOut(basis, rows, omega)
-        samples = entries[0] + self._corrections(operator, fixed, krylov.t)
+        samples = entries[0] + self._corrections(operator, basis, rows, omega, krylov.t)
         error = entries_truncation_error(jnp.mean(entries, axis=2), krylov.exhausted)
 
         # How much of each node an entry sees: what is within V, and what is outside.
@@ -105,41 +94,40 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         std_err, _ = entries_std_err(samples.T, jnp.asarray(b, samples.dtype))
         errors = error, jnp.hypot(std_err, rounding)
         given = jnp.mean(samples, axis=1), *errors, b * s, b - 1, found.evidence
-        estimate = quadrature_estimate(*given, inflation=INFLATION)
-        return estimate, fixed if weights else None
-
-    def _eigenpairs(self, operator, t: Inexact[Array, "m m"], in_use: Bool[Array, " m"]):
-        """Returns (eigenvalues of T, eigenvectors, values of f), with T held fixed."""
-        nodes, s = ritz_values(lax.stop_gradient((t + adjoint(t)) / 2), in_use)
-        nodes = within_tag(operator, nodes, BlockOperator(operator).eps)
-        return nodes, s, on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
+        return quadrature_estimate(*given, inflation=INFLATION), None
 
     def _corrections(
-        self, operator: lx.AbstractLinearOperator, fixed: LeftOut, t: Inexact[Array, "m m"]
+        self,
+        operator: lx.AbstractLinearOperator,
+        basis: Inexact[Array, "n m"],
+        rows: Inexact[Array, "l r m"],
+        omega: Real[Array, "n b"],
+        t: Inexact[Array, "m m"],
     ) -> Real[Array, "n b"]:
-        """The terms in L_i, diag L_i - omega_i o L_i omega_i, as a function of T to first order."""
+        """The terms in L_i, diag L_i - omega_i o L_i omega_i; `rows` are bases of the spaces
+        without each group, in coordinates of `basis`, which is V.
+        """
+        n, b = omega.shape
+        eps = BlockOperator(operator).eps
 
         def of_group(rows, omega):
-            """That of one group that is left out: f(T_i) - c_i to first order on the eigenvectors
-            S of a fixed T_i, as dT_i, which is 0, has a derivative.
-            """
+            """That of one group that is left out."""
             inner = matmul(matmul(jnp.conj(rows), t), rows.T)  # T_i
-            nodes, s, values = self._eigenpairs(operator, inner, jnp.any(rows != 0, axis=1))
-            moved = matmul(adjoint(s), matmul(change_of(inner), s))
-            differences = divided_differences(constant(self.fn), nodes[None])[0]
+            in_use = jnp.any(rows != 0, axis=1)
+            nodes, s = ritz_values((inner + adjoint(inner)) / 2, in_use)
+            nodes = within_tag(operator, nodes, eps)
+            values = on_nodes(self.fn, nodes, jnp.any(s != 0, axis=0))
             # The first rows belong to the vectors omega of the other groups: their squares are the
             # masses of the spectral measure, whose median of f is c_i.
             first_step = square_of(s[: len(omega.T) * (GROUPS - 1)])
-            values = values - median(lax.stop_gradient(values), jnp.sum(first_step, axis=0))
-            core = jnp.diag(values).astype(t.dtype) + differences * moved
-            right = matmul(fixed.basis, matmul(rows.T, s))
-            left = matmul(right, core)
+            values = values - median(values, jnp.sum(first_step, axis=0))
+            right = matmul(basis, matmul(rows.T, s))
+            left = right * values
             diagonal = jnp.sum(left * jnp.conj(right), axis=1).real
             return diagonal[:, None] - omega * matmul(left, matmul(adjoint(right), omega)).real
 
-        n, b = fixed.omega.shape
-        of_groups = fixed.omega.reshape(n, GROUPS, -1)
-        return jax.vmap(of_group, (0, 1), 1)(fixed.rows, of_groups).reshape(n, b)
+        of_groups = omega.reshape(n, GROUPS, -1)
+        return jax.vmap(of_group, (0, 1), 1)(rows, of_groups).reshape(n, b)
 
     def exact(self, operator):
         """See `AbstractEstimator`: by an eigendecomposition."""
@@ -152,26 +140,16 @@ class SpectralDiagonalEstimator(AbstractFunctionEstimator):
         return exact_estimate(value, error, nodes.size, evidence), (basis, nodes)
 
     def contract(self, weights, operator):
-        """See `AbstractEstimator`. The leaves of `fn` have derivatives, too."""
-        block = BlockOperator(operator)
-        if not isinstance(weights, LeftOut):
-            return self._contract_exact(weights, block)
-        basis, _, omega = weights
-        images = block.mm(basis)
-        t = matmul(adjoint(basis), images)
-        nodes, s, values = self._eigenpairs(operator, t, jnp.any(basis != 0, axis=0))
-        right = matmul(basis, s)
-        overlaps = matmul(adjoint(right), omega)
-        moved = matmul(change_of(images), s)
-        changes = divided_sums(block, self.fn, moved, nodes, overlaps)
-        of_omega = matmul(right, values[:, None] * overlaps) + changes
-        corrections = self._corrections(operator, weights, t)
-        return jnp.mean(omega * of_omega.real + corrections, axis=1)
-
-    def _contract_exact(self, weights, block: BlockOperator) -> Real[Array, " n"]:
-        """The exact value as a function of A; `weights` is (eigenvectors, eigenvalues)."""
+        """See `AbstractEstimator`: of the exact value, whose weights are (eigenvectors,
+        eigenvalues). The leaves of `fn` have derivatives, too.
+        """
+        if weights is None:
+            raise NotImplementedError(
+                "The diagonal of a function has a derivative only where it is exact, for k >= n. "
+                "Give such a budget, or hold the parameters constant: `jax.lax.stop_gradient`."
+            )
         basis, nodes = weights
-        inner = matmul(adjoint(basis), block.mm(basis))
+        inner = matmul(adjoint(basis), BlockOperator(operator).mm(basis))
         core = divided_differences(constant(self.fn), nodes[None])[0] * inner
         moved = jnp.sum(matmul(basis, core) * jnp.conj(basis), axis=1).real
         return moved + matmul(square_of(basis), on_nodes(self.fn, nodes))
@@ -203,10 +181,8 @@ def spectral_diagonal(
     Random signs build a block Krylov space, on which f(A) is known. A quarter of them in turn is
     left out, and tests what the space of the others leaves of f(A).
 
-    **Cost:** at most `k` matvecs, in blocks; `k n` numbers; about `12 n k^2` operations. First
-    derivatives, also with respect to arrays in `fn`, are unbiased. With q = max(k / 4, 4 sqrt(k))
-    they take q products for each probe in reverse mode, `q k` in forward mode, and agree as far as
-    the recurrences have converged.
+    **Cost:** at most `k` matvecs, in blocks; `k n` numbers; about `12 n k^2` operations. Exact
+    values have first derivatives, also with respect to arrays in `fn`; estimates have none.
 
     **Arguments:**
 
@@ -224,7 +200,8 @@ def spectral_diagonal(
     errors and 5 % of the value. Below some 24 products, recurrences may end too early and not show
     it.
 
-    **Raises:** those of [`traceax.spectral_sum`][].
+    **Raises:** those of [`traceax.spectral_sum`][]; `NotImplementedError` for a derivative with
+    `k < n`.
     """
     name = "The diagonal of a function"
     operator = hermitian_operator(operator, name)

@@ -1,19 +1,4 @@
-r"""Functions at nodes, the Ritz values of Krylov spaces; their divided differences; and derivatives
-of f(A) x for a Hermitian A and fixed vectors x.
-
-With the resolvent R(t) = (t - A)^{-1} and a contour around the spectrum,
-
-    f(A) x = 1/(2 pi i) \oint f(t) R(t) x dt,      d(f(A) x) = 1/(2 pi i) \oint f(t) R dA R x dt.
-
-In a Krylov space of x with the Ritz pairs (theta_j, x_j), R(t) x ~ sum_j a_j x_j / (t - theta_j)
-with a_j = x_j^H x. The rest of the integral is a function of A alone, the divided difference
-
-    d(f(A) x) ~ sum_j h_j(A) dA x_j a_j,      h_j(t) = f[t, theta_j].
-
-The vectors dA x_j are not in the space: each of them, or each cotangent of the left side, gets a
-Krylov space of its own. The map from the dA x_j to the left side is linear. The map needs a Krylov
-space for each x_j, its transpose one for each left side. `divided_sums` gives both to JAX.
-"""
+"""Functions at nodes, the Ritz values of Krylov spaces, and their divided differences."""
 
 import math
 from collections.abc import Callable
@@ -21,14 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax import lax
-from jaxtyping import Array, Bool, Inexact, Real
+from jaxtyping import Array, Bool, Real
 
-from .._core.derivatives import constant
-from .._core.estimate import relative, rounding_unit, scale_of
-from .._core.precision import einsum
-from .._linalg.lanczos import lanczos, quadrature
-from .._operators.block_operator import BlockOperator
+from .._core.estimate import relative, rounding_unit
 from .._operators.tags import semidefinite_sign
 
 Function = Callable[[Array], Array]
@@ -129,22 +109,19 @@ def unresolved(
     return jnp.where(ratios > 0.5, jnp.where(far, jnp.fmax(change, next_to_0), change), 0)
 
 
-def divided_differences(
-    fn: Function, left: Real[Array, "p a"], right: Real[Array, "p b"] | None = None
-) -> Real[Array, "p a b ..."]:
-    """D_ij = (f(theta_i) - f(eta_j)) / (theta_i - eta_j) of the nodes theta on the left and eta on
-    the right (the same by default), for each probe, with the axes of a single value of `fn` last.
+def divided_differences(fn: Function, nodes: Real[Array, "p q"]) -> Real[Array, "p q q ..."]:
+    """D_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j) of the nodes of each probe, with the
+    axes of a single value of `fn` last.
 
     Where this difference would cancel, D_ij is the mean of f' between the two nodes, by Gauss
     quadrature with two points. The error of that mean is estimated as the square of its distance to
     f' at the middle, relative to f': no length scale of f need be known.
     """
-    right = left if right is None else right
-    of_left = on_nodes(fn, left)[:, :, None]
-    of_right = on_nodes(fn, right)[:, None, :]
-    left = left[:, :, None]
-    right = right[:, None, :]
-    gap = left - right
+    values = on_nodes(fn, nodes)
+    of_left = values[:, :, None]
+    of_right = values[:, None, :]
+    left = nodes[:, :, None]
+    gap = left - nodes[:, None, :]
     middle = left - gap / 2
     half = gap / (2 * math.sqrt(3))
     points = jnp.stack([middle, middle + half, middle - half])
@@ -163,80 +140,3 @@ def divided_differences(
 def slope_of(fn: Function) -> Function:
     """The derivative of a function of one number."""
     return lambda x: jax.jvp(fn, (x,), (jnp.ones((), x.dtype),))[1]
-
-
-#: The number of vectors whose Krylov spaces are made at once.
-TOGETHER = 8
-
-
-def steps_of(count: int, n: int) -> int:
-    """The number of steps for a derivative by `count` Ritz vectors: s steps are exact for degree 2s
-    in quadrature, for degree s in f(A) x; kernels with little noise need 4 sqrt(count).
-    """
-    count = min(count, n)
-    return min(n, max(8, count // 4, math.ceil(4 * math.sqrt(count))))
-
-
-def divided_sums(
-    block: BlockOperator,
-    fn: Function,
-    vectors: Inexact[Array, "n c"],
-    nodes: Real[Array, " c"],
-    shares: Inexact[Array, "c p"],
-) -> Inexact[Array, "n p"]:
-    """sum_j f[A, theta_j] u_j a_j, with the `vectors` u_j, for every column a of `shares`. As a
-    function of u_j alone the sum has a derivative, itself, and a transpose; both agree once
-    converged.
-
-    Cost: a Krylov space for each vector, or for each column of a cotangent; `8 n` numbers for each
-    step of one beside the result.
-    """
-    c, p = shares.shape
-    still = BlockOperator(constant(block.operator)).linearised()
-    given = still, constant(fn), steps_of(c, block.n)
-
-    # A linear solve is the function of JAX that takes a transpose of its own. The matrix of this
-    # one is the identity as far as JAX knows, and works on both blocks side by side.
-    def solve(_, both):
-        image = _sums(*given, both[:, :c], jnp.tile(nodes[:, None], (1, p)), shares)
-        return jnp.concatenate([jnp.zeros_like(vectors), image], axis=1)
-
-    def transpose_solve(_, both):
-        w = jnp.conj(both[:, c:])
-        image = jnp.conj(_sums(*given, w, jnp.tile(nodes, (p, 1)), jnp.conj(shares.T)))
-        return jnp.concatenate([image, jnp.zeros_like(w)], axis=1)
-
-    both = jnp.pad(vectors, ((0, 0), (0, p)))
-    return lax.custom_linear_solve(lambda x: x, both, solve, transpose_solve)[:, c:]
-
-
-def _sums(
-    block: BlockOperator,
-    fn: Function,
-    num_steps: int,
-    vectors: Inexact[Array, "n c"],
-    nodes: Real[Array, "c o"],
-    shares: Inexact[Array, "c o"],
-) -> Inexact[Array, "n o"]:
-    """sum_i f[A, theta_io] u_i a_io for every column o, `TOGETHER` Krylov spaces at once."""
-
-    def of_block(rows, theta, share):
-        unit = scale_of(rows, axis=1)
-        rows = rows / unit.astype(rows.dtype)
-        krylov = lanczos(block.mm, rows.T, num_steps, block.eps)
-        ritz, weights, s = quadrature(krylov)
-        ritz = within_tag(block.operator, ritz, block.eps)
-        norms = jnp.linalg.norm(rows, axis=1)[:, None]
-        counts = (weights > 0) & (norms > 0)
-        values = divided_differences(fn, ritz, theta) * share[:, None, :]
-        values = jnp.where(counts[:, :, None], values, 0)
-        values = (s[:, 0] * norms * unit)[:, :, None] * values
-        return einsum("anw,wao->no", krylov.basis, einsum("waq,wqo->wao", s, values))
-
-    def in_blocks(x):
-        width = min(len(x), TOGETHER)
-        return jnp.pad(x, ((0, -len(x) % width), (0, 0))).reshape(-1, width, x.shape[1])
-
-    zero = jnp.zeros((block.n, nodes.shape[1]), vectors.dtype)
-    blocks = in_blocks(vectors.T), in_blocks(nodes), in_blocks(shares)
-    return lax.scan(lambda total, given: (total + of_block(*given), None), zero, blocks)[0]

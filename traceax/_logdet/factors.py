@@ -254,14 +254,11 @@ class BuiltPreconditioner(eqx.Module):
     structure: Any = None
     floor: Real[Array, ""] | None = None
 
-    def factors_at(
-        self, operator: lx.AbstractLinearOperator, kept: Any = None
-    ) -> tuple[Factors, Any]:
-        """Returns (the preconditioner of this operator, the columns of L): see above. With columns
-        that were `kept` from there, the preconditioner has a first derivative.
+    def factors_at(self, operator: lx.AbstractLinearOperator, moving: bool = False) -> Factors:
+        """The preconditioner of this operator: see above. If it is `moving` with the operator, it
+        has a first derivative.
         """
-        held = self.structure
-        return (self.factors, None) if held is None else held.factors(operator, kept)
+        return self.factors if self.structure is None else self.structure.factors(operator, moving)
 
     def inverse(self, structure: Any = None) -> lx.FunctionLinearOperator:
         """The inverse $P^{-1}$ as a positive definite lineax operator: the preconditioner of

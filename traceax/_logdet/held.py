@@ -27,7 +27,7 @@ than 8 probes it is that of probes on the sphere, which is larger.
 """
 
 import math
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -84,13 +84,12 @@ class HeldWeights(AbstractWeights):
     left: Inexact[Array, "n c"]
     right: Inexact[Array, "n c"]
     built: BuiltPreconditioner
-    columns: Any  # of L: see `BuiltPreconditioner.factors_at`
     times: int = eqx.field(static=True)
     x: Inexact[Array, "n t"]  # for the observations
 
     def contract(self, block, y=None):
         """See `AbstractWeights`."""
-        factors, _ = self.built.factors_at(block.operator, self.columns)
+        factors = self.built.factors_at(block.operator, moving=True)
         left = block.leaves(factors.inverse_root_adjoint(self.left))
         right = block.leaves(factors.inverse_root_adjoint(self.right))
         value = jnp.sum(block.forms(left, right)).real + self.times * factors.log_det
@@ -118,7 +117,7 @@ def held_estimate(
     """Returns (estimate of log det A, the forms of the columns of y, the weights of the sum of t
     times log det A, or once if t = 0, and the forms).
     """
-    factors, columns = built.factors_at(operator)
+    factors = built.factors_at(operator)
     block = BlockOperator(operator).linearised()
     y = jnp.zeros((block.n, 0), block.dtype) if y is None else y
     n, t = y.shape
@@ -173,4 +172,4 @@ def held_estimate(
     blocks = left * coefficients, krylov.basis
     left, right = (x.transpose(1, 0, 2).reshape(len(starts), -1) for x in blocks)
     x = unit.astype(starts.dtype) * start[:, p:]
-    return log_det, form, HeldWeights(left, right, built, columns, max(t, 1), x)
+    return log_det, form, HeldWeights(left, right, built, max(t, 1), x)

@@ -36,7 +36,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.derivatives import change_of
+from .._core.derivatives import change_of, constant
 from .._core.estimate import evidence_of, skew_of
 from .._core.precision import einsum, matmul
 from .._linalg.factorisations import (
@@ -62,9 +62,6 @@ from .factors import BuiltPreconditioner, Factors, by_rows, factors_of, gathered
 
 #: Unless the mean of what is left of the diagonal is below this share of D, neighbours matter.
 SMALL = 3e-3
-
-#: The columns l_i of L, and the inverses R[s_i, s_i]^{-1}.
-Columns = tuple[Inexact[Array, "n s"], Inexact[Array, "n s s"]]
 
 #: The steps from a point to its neighbours in a sparse matrix without F.
 STEPS = 3
@@ -119,7 +116,7 @@ def columns_of_factor(
     f: Inexact[Array, "n r"],
     sets: Int[Array, "n s"],
     left: Real[Array, " n"],
-) -> Columns:
+) -> tuple[Inexact[Array, "n s"], Inexact[Array, "n s s"]]:
     """Returns (the columns l_i of L, at the places `sets` (n: not in use); R[s_i, s_i]^{-1}).
     `left` is the diagonal of R. If R[s_i, s_i] is not positive definite, or i has no neighbours,
     l_i has its last entry alone, R_ii^{-1/2}, and the inverse its last one, 1 / R_ii.
@@ -155,9 +152,11 @@ def following_columns(
     f: Inexact[Array, "n r"],
     sets: Int[Array, "n s"],
     jitter: Real[Array, " n"],
-    kept: Columns,
+    values: Inexact[Array, "n s"],
+    inverse: Inexact[Array, "n s s"],
 ) -> Inexact[Array, "n s"]:
-    """The columns l_i as functions of A, F and the jitter, with the first derivative
+    """The columns l_i (`columns_of_factor`), as functions of A, F and the jitter, with the first
+    derivative
 
         dl = (l^H dR l) l / 2 - R^{-1} dR l,
 
@@ -167,7 +166,6 @@ def following_columns(
     kept.
     """
     n, s = sets.shape
-    values, inverse = kept
     places = jnp.minimum(sets, n - 1)
 
     def of_block(rows):
@@ -200,18 +198,15 @@ def sparse_factors(
     sets: Int[Array, "n s"],
     diagonal: Real[Array, " n"],
     jitter: Real[Array, " n"],
-    kept: Columns | None = None,
-) -> tuple[Factors, Columns]:
-    """Returns (P from F and the neighbourhoods s_i, the columns of L): see above. With columns
-    that were `kept` from there, P has a first derivative.
-    """
-    if kept is None:
-        kept = columns_of_factor(operator, f, sets, left_of(f, diagonal) + jitter)
-        values = kept[0]
-    else:
-        values = following_columns(operator, f, sets, jitter, kept)
+    moving: bool = False,
+) -> Factors:
+    """P from F and the neighbourhoods s_i: see above; with a first derivative if `moving`."""
+    left = left_of(f, diagonal) + jitter
+    values, inverse = columns_of_factor(*constant((operator, f, sets, left)))
+    if moving:
+        values = following_columns(operator, f, sets, jitter, values, inverse)
     used = jnp.minimum(sets, len(f) - 1)
-    return factors_of(f, used, values, diagonal, from_entries=True), kept
+    return factors_of(f, used, values, diagonal, from_entries=True)
 
 
 @final
@@ -222,9 +217,7 @@ class Structure(eqx.Module):
     sets: Int[Array, "n s"]
     known: Bool[Array, ""]  # whether D is more than rounding; if not, F has all of A at the pivots
 
-    def factors(
-        self, operator: lx.AbstractLinearOperator, kept: Columns | None
-    ) -> tuple[Factors, Columns]:
+    def factors(self, operator: lx.AbstractLinearOperator, moving: bool) -> Factors:
         """P of this operator (see `sparse_factors`), a smooth function of its entries: F F^H is K
         at the pivots but for a multiple of the identity that keeps rounding errors out of its
         Cholesky factor.
@@ -243,7 +236,7 @@ class Structure(eqx.Module):
         root = lower_cholesky(core + jnp.diag(jnp.where(used, least, 1)).astype(core.dtype))
         f = adjoint(lower_solve(root, adjoint(found)))
         jitter = jitter_of(left_of(f, diagonal), diagonal, self.known, eps)
-        return sparse_factors(operator, f, self.sets, diagonal, jitter, kept)
+        return sparse_factors(operator, f, self.sets, diagonal, jitter, moving)
 
 
 def _diagonal_of(operator: lx.AbstractLinearOperator) -> Real[Array, " n"]:
@@ -326,7 +319,7 @@ def prepare(
     none_near = jnp.full((n, m), n, jnp.int32)
     chosen = if_any(is_coupled, lambda: neighbours(operator, f, left, order, m, steps), none_near)
     sets = jnp.concatenate([chosen, jnp.arange(n, dtype=jnp.int32)[:, None]], axis=1)
-    factors, _ = sparse_factors(operator, f, sets, diagonal, jitter)
+    factors = sparse_factors(operator, f, sets, diagonal, jitter)
     skew = skew_of(pivoted.skew, pivoted.largest, n, eps)
     evidence = evidence_of(jnp.sum(pivoted.left), pivoted.mismatch, pivoted.skew, skew=skew)
     structure = Structure(pivots, sets, known)

@@ -39,7 +39,7 @@ from jaxtyping import Array, Inexact
 from .._core.derivatives import change_of
 from .._linalg.factorisations import qr
 from .._operators.block_operator import BlockOperator
-from .._operators.known_parts import hermitian_form, matrix_of
+from .._operators.known_parts import matrix_of
 from .._sketch.leave_one_out import adjoint, matmul
 from .._sketch.weights import AbstractWeights
 from .conjugate_gradients import definite_solve
@@ -50,7 +50,7 @@ from .run import Run
 @final
 class LogdetWeights(AbstractWeights):
     """`G = V C V^H` with Hermitian C, and `L L^H` if `factors.from_entries`. A contraction costs a
-    matvec for each column of V, or less for kernels.
+    matvec for each column of V.
     """
 
     vectors: Inexact[Array, "n c"]  # V
@@ -64,7 +64,7 @@ class LogdetWeights(AbstractWeights):
         times = max(x.shape[1], 1)
         left = jnp.concatenate([times * matmul(self.vectors, self.core), -x], axis=1)
         right = jnp.concatenate([self.vectors, x], axis=1)
-        value = hermitian_form(block.operator, left, right)
+        value = jnp.sum(block.forms(block.leaves(left), block.leaves(right))).real
         if self.factors.from_entries:
             value = value + times * self.factors.known_part(block.operator)
         return value

@@ -109,7 +109,7 @@ class BlockOperator:
         # For leaves that are matrices, such as the weights of a network, one transpose of the whole
         # block takes less time than one of each leaf.
         if any(len(shape) > 1 for shape in self.shapes):
-            return by_columns(self._products_of_rows, self._width([block]), [block])[0]
+            return by_columns(self._products_of_rows, self.batch_width(block.shape[-1]), [block])[0]
         return self.join(self.mm_by_leaf(self.leaves(block)))
 
     def mm_by_leaf(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> list[Array]:
@@ -117,7 +117,7 @@ class BlockOperator:
         one of its size: no array has all n rows.
         """
         products = partial(self._products, axis=-1)
-        return by_columns(products, self._width(blocks), list(blocks))
+        return by_columns(products, self.batch_width(blocks[0].shape[-1]), list(blocks))
 
     def _products_of_rows(self, blocks: list[Inexact[Array, "n m"]]) -> list[Array]:
         """The product with one block, whose transpose is cut into leaves."""
@@ -126,12 +126,9 @@ class BlockOperator:
 
     def batch_width(self, wanted: int) -> int:
         """How many vectors to multiply at once, of so many."""
+        if isinstance(self._untagged, lx.MatrixLinearOperator):
+            return wanted
         return self.batch_size or default_width(self.operator, wanted)
-
-    def _width(self, blocks: Sequence[Inexact[Array, "*leaf m"]]) -> int:
-        m = blocks[0].shape[-1]
-        stored = isinstance(self._untagged, lx.MatrixLinearOperator)
-        return m if stored else self.batch_width(m)
 
     def _products(self, blocks: list[Array], axis: int) -> list[Array]:
         """The products with m vectors, one block a leaf; `axis`, 0 or -1, numbers them."""
@@ -178,7 +175,7 @@ class BlockOperator:
             values = jax.vmap(form, in_axes=-1)(self._as_vectors(blocks, -1))
             return [values.astype(self.dtype)]
 
-        return by_columns(of_columns, self._width(blocks), blocks)[0]
+        return by_columns(of_columns, self.batch_width(blocks[0].shape[-1]), blocks)[0]
 
     def forms(
         self, left: list[Inexact[Array, "*leaf m"]], right: list[Inexact[Array, "*leaf m"]]
@@ -192,7 +189,7 @@ class BlockOperator:
             ]
             return [sum(dots, start=jnp.zeros(left[0].shape[-1], self.dtype))]
 
-        return by_columns(of_columns, self._width(right), left, right)[0]
+        return by_columns(of_columns, self.batch_width(right[0].shape[-1]), left, right)[0]
 
     @property
     def has_forms(self) -> bool:

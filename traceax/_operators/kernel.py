@@ -21,7 +21,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, PyTree, Real
+from jaxtyping import Array, Inexact, PyTree
 
 from .._core.counts import checked_count
 from .._core.precision import matmul, platform
@@ -162,26 +162,6 @@ class KernelLinearOperator(lx.AbstractLinearOperator):
         pairs = tuple(map(jnp.asarray, np.triu_indices(count)))
         total, _ = lax.scan(add, jnp.zeros_like(v), pairs)
         return total.T.reshape(-1)[:n]
-
-    def form(self, left: Inexact[Array, "n c"], right: Inexact[Array, "n c"]) -> Real[Array, ""]:
-        """The number `Re sum_j left_j^H K right_j`, where `left right^H` is Hermitian: `n^2 / 2`
-        evaluations, and half of the operations of products: a tile beside the diagonal, and its
-        part of `left right^H`, stand for two.
-        """
-        n = self.in_size()
-        count = self._tiles()  # c
-        x = _cut(self.x, count)
-        left, right = (_cut(jnp.pad(v, ((0, -n % count), (0, 0))), count) for v in (left, right))
-
-        @partial(jax.checkpoint, prevent_cse=False)
-        def of_tile(i, j):
-            tile = self.block(*(jtu.tree_map(itemgetter(number), x) for number in (i, j)))
-            outer = matmul(left[i], jnp.conj(right[j]).T)
-            return jnp.where(i == j, 1, 2) * jnp.sum((jnp.conj(outer) * tile).real)
-
-        pairs = tuple(map(jnp.asarray, np.triu_indices(count)))
-        zero = jnp.zeros((), jnp.finfo(jnp.result_type(self._dtype, left)).dtype)
-        return lax.scan(lambda total, pair: (total + of_tile(*pair), None), zero, pairs)[0]
 
     def entries(self, rows: Any, columns: Any) -> Inexact[Array, "a b"]:
         """The entries `K[rows][:, columns]`, one evaluation for each. Their derivative evaluates

@@ -237,26 +237,6 @@ def columns(
         return _unit_products(block, indices) if found is None else found.astype(block.dtype)
 
 
-def hermitian_form(
-    operator: lx.AbstractLinearOperator, left: Inexact[Array, "n c"], right: Inexact[Array, "n c"]
-) -> Real[Array, ""]:
-    """The number `Re sum_j left_j^H A right_j` of a Hermitian operator, where `left right^H` is
-    Hermitian: a matvec for each column, or less for kernels.
-    """
-
-    def of_kernel(part):
-        return part.form(left, right) if isinstance(part, KernelLinearOperator) else None
-
-    def of_term(term):
-        if term.known is not None:
-            return term.known
-        block = BlockOperator(term.operator)
-        return jnp.sum(block.forms(block.leaves(left), block.leaves(right)))
-
-    found = terms(operator, of_kernel)
-    return jnp.sum(jnp.stack([(term.factor * of_term(term)).real for term in found]))
-
-
 def matrix_of(block: BlockOperator) -> tuple[Inexact[Array, "n n"], int]:
     """The matrix of an operator, and its number of products: 0 for stored entries, n otherwise."""
     stored = stored_entries(block.operator, slice(None), slice(None))

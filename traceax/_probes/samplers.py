@@ -112,17 +112,6 @@ class AbstractSampler(eqx.Module):
         smaller_group = is_real and jnp.issubdtype(dtype, jnp.complexfloating)
         return improved is not False and self.rotation_invariant and not smaller_group
 
-    def check_resphering(self, improved: bool | None) -> None:
-        """Refuse to resphere probes that are not rotation invariant."""
-        if improved not in (None, True, False):
-            raise ValueError(f"improved must be a bool or None, got {improved!r}. Leave it out.")
-        if improved and not self.rotation_invariant:
-            raise ValueError(
-                f"improved=True renormalises residual probes, which is biased for the "
-                f"{type(self).__name__}: its distribution is not rotation invariant. Use "
-                "SphereSampler() or NormalSampler(), or improved=False."
-            )
-
     def check_dtype(self, dtype: np.dtype, improved: bool | None = None) -> None:
         """Refuse probes that do not fit an operator of this dtype."""
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
@@ -136,8 +125,9 @@ class AbstractSampler(eqx.Module):
         self._check_kind(own)
         if improved and not self.respheres(improved, dtype):
             raise ValueError(
-                f"improved=True with real ({own}) probes is biased for a complex ({dtype}) "
-                "operator. Make the sampler without a dtype, or use improved=False."
+                f"improved=True renormalises residual probes, which is biased for {own} probes of "
+                f"{type(self).__name__} and a {dtype} operator: they are not rotation invariant "
+                "there. Use SphereSampler() or NormalSampler() without a dtype, or improved=False."
             )
 
     def _check_kind(self, dtype: np.dtype) -> None:
