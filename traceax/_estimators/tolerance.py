@@ -43,15 +43,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, Real
 
 from .._core.control_flow import if_any
-from .._core.estimate import (
-    Estimate,
-    Evidence,
-    evidence_of,
-    norm_of,
-    rounding_of,
-    safe_norm,
-    worse,
-)
+from .._core.estimate import Estimate, Evidence, evidence_of, norm_of, rounding_of, safe_norm, worse
 from .._operators.block_operator import BlockOperator
 from .._probes.samplers import AbstractSampler
 from .._sketch.ranges import captured_diagonal, concentration_of, range_basis, residual_products

@@ -34,7 +34,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray, Real
 
-from .._core.control_flow import if_any
+from .._core.control_flow import if_any, nothing_like
 from .._core.estimate import Evidence, worse
 from .._core.precision import einsum, matmul
 from .._linalg.arnoldi import Arnoldi, begun, in_own_unit, with_product
@@ -63,7 +63,7 @@ class Bases(NamedTuple):
     rows: Inexact[Array, "k n"]  # the bases of all probes
     core: Real[Array, "k k"]  # the derivatives of all quadratures by V^H M V, which are added up
 
-    def added(self, panel: "Panel", sums: "Sums", omega, _, count, core: Array) -> "Bases":
+    def added(self, panel: "Panel", sums: "Sums", omega: Array, _, count: Array) -> "Bases":
         """The bases with those of a panel, whose rows are as many as its products."""
         room = len(self.rows)
         basis = panel.krylov.basis
@@ -74,7 +74,7 @@ class Bases(NamedTuple):
         return Bases(
             put(self.starts, omega, sums.drawn),
             self.rows.at[places].set(basis, mode="drop"),
-            self.core.at[places[:, :, None], places[:, None, :]].set(core, mode="drop"),
+            self.core.at[places[:, :, None], places[:, None, :]].set(panel.core, mode="drop"),
         )
 
 
@@ -85,7 +85,7 @@ class Solutions(NamedTuple):
     starts: Inexact[Array, "n N"]
     solutions: Inexact[Array, "3 n N"]  # M^{-1} z, after q, q - d and q - 2d steps
 
-    def added(self, panel: "Panel", sums: "Sums", omega: Array, z: Array, *_) -> "Solutions":
+    def added(self, panel: "Panel", sums: "Sums", omega: Array, z: Array, _) -> "Solutions":
         """The solutions with those of a panel."""
         found = solutions_after(panel.recurrences(), panel.steps)
         found = (found * jnp.linalg.norm(z, axis=0)[:, None]).astype(z.dtype)
@@ -121,6 +121,11 @@ class Panel(NamedTuple):
     history: Real[Array, "q p"]  # Gauss quadrature after each number of steps
     solve: Solve
     ends: Bool[Array, ""]
+    # Once there is a quadrature:
+    probes: Any = None
+    error: Any = None
+    core: Any = None  # the derivative of the samples by V^H M V, if wanted
+    evidence: Any = None
 
     def recurrences(self) -> Lanczos:
         """The recurrences as a `Lanczos`, whose M is Hermitian."""
@@ -191,17 +196,14 @@ def stepped(sampling: Sampling, panel: Panel) -> Panel:
     return panel._replace(krylov=krylov, steps=panel.steps + 1, solve=solve)
 
 
-def quadrature_of(sampling: Sampling, panel: Panel, lengths: Array, *, weights: bool):
-    """The quadrature of a panel so far: see `quadrature_after`."""
-    given = panel.recurrences(), panel.steps, panel.history, lengths, sampling.floor
-    return quadrature_after(*given, inverse=sampling.inverse, weights=weights)
-
-
 def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> Panel:
-    """The panel with the value of its last step, and whether it has gone on for long enough, with
-    so many products `left`.
+    """The panel with its quadrature, and whether it has gone on for long enough, with so many
+    products `left`.
     """
-    probes, (error, _), _, history = quadrature_of(sampling, panel, lengths, weights=False)
+    krylov = panel.recurrences()
+    given = krylov, panel.steps, panel.history, lengths, sampling.floor
+    flags = {"inverse": sampling.inverse, "weights": sampling.weights}
+    probes, (error, whole_error), core, history = quadrature_after(*given, **flags)
     n = sampling.block.n
     value, std_err, _ = sampling.sum_over(probes)
     # The standard error of one probe is `std_err` sqrt(number).
@@ -213,7 +215,10 @@ def assessed(sampling: Sampling, panel: Panel, left: Array, lengths: Array) -> P
     if sampling.inverse:  # fewer steps do not show what they miss
         enough &= panel.steps >= 4
     fits = (panel.steps + 1) * probes.number <= left
-    return panel._replace(history=history, ends=enough | ~fits)
+    # In M, products with A have rounding errors relative to `top`: see `Factors`.
+    evidence = krylov.evidence(sampling.block.eps, sampling.factors.top)
+    found = {"probes": probes, "error": whole_error, "core": core, "evidence": evidence}
+    return panel._replace(history=history, ends=enough | ~fits, **found)
 
 
 def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
@@ -236,8 +241,9 @@ def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
         panel = stepped(sampling, panel)
         last = panel.steps >= jnp.where(pilot, sampling.steps, sums.steps)
         last |= (count == 0) & ~jnp.any(goes_on(panel.solve))
-        panel = if_any(pilot, partial(assessed, sampling, panel, left, lengths), panel)
-        return panel._replace(ends=panel.ends | last)
+        now = partial(assessed, sampling, panel, left, lengths)
+        panel = if_any(pilot | last, now, panel)
+        return panel._replace(ends=last | (panel.ends & pilot))
 
     panel = Panel(
         krylov=begun(z, sampling.steps),
@@ -246,27 +252,30 @@ def one_panel(keys: PRNGKeyArray, sampling: Sampling, sums: Sums) -> Sums:
         solve=sums.solve,
         ends=jnp.array(False),
     )
+    none = nothing_like(lambda: assessed(sampling, panel, left, lengths))
+    panel = none._replace(krylov=panel.krylov, solve=panel.solve)
     panel = lax.while_loop(lambda panel: ~panel.ends, step, panel)
-    found = quadrature_of(sampling, panel, lengths, weights=sampling.weights)
-    probes, (_, whole_error), core, _ = found
+    return added(sampling, sums, panel, omega, z, count)
+
+
+def added(sampling: Sampling, sums: Sums, panel: Panel, omega, z, count) -> Sums:
+    """The sums with the quadrature, errors and bases of a panel."""
     # Only the first panel has the value after every number of steps, as its error requires.
-    error = jnp.where(pilot, whole_error, sums.error)
+    error = jnp.where(sums.panels == 0, panel.error, sums.error)
     if sampling.inverse:
-        total = sums.drawn * sums.error + count * whole_error
+        total = sums.drawn * sums.error + count * panel.error
         error = total / (sums.drawn + count)
     vectors = sums.vectors
     if vectors is not None:
-        vectors = vectors.added(panel, sums, omega, z, count, core)
-    # In M, products with A have rounding errors relative to `top`: see `Factors`.
-    evidence = panel.recurrences().evidence(sampling.block.eps, sampling.factors.top)
+        vectors = vectors.added(panel, sums, omega, z, count)
     return Sums(
         drawn=sums.drawn + count,
         spent=sums.spent + panel.steps * count,
         panels=sums.panels + 1,
         steps=jnp.where(sums.panels == 0, panel.steps, sums.steps),
-        probes=jtu.tree_map(partial(put, start=sums.drawn, axis=0), sums.probes, probes),
+        probes=jtu.tree_map(partial(put, start=sums.drawn, axis=0), sums.probes, panel.probes),
         error=error,
-        evidence=worse(sums.evidence, evidence),
+        evidence=worse(sums.evidence, panel.evidence),
         vectors=vectors,
         solve=panel.solve,
     )
